@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.agent.swaps import SlowNode
@@ -50,9 +51,8 @@ EVERY_S, EACH_S = 10.0, 0.1
 30 ms, and node 0 reads what all ranks have come to."""
 MOST_MOMENTS, MOST_IN_ALL, FEWEST_MOMENTS = 2000, 200_000, 200
 """Of a rank, as torch keeps them; of all ranks together; and of a rank where there are many."""
-
-MOST_SAMPLES = 240
-"""Of the phases that ranks are in; then half of them are forgotten."""
+DATA_LOOKS = 6
+"""So many looks back it is asked how much of the time a rank has waited for its data."""
 
 
 def every_s(nodes: int) -> float:
@@ -88,8 +88,7 @@ class NodeMoments:
         self._number, self._name = node
         self._every_s = every_s(nodes)
         self._look = 0
-        self._samples = 0
-        self._in_data: list[int] = []
+        self._in_data: deque[tuple[float, list[float]]] = deque(maxlen=DATA_LOOKS + 1)
         self._begun_s = time.monotonic()
         self.ready_s: float | None = None
 
@@ -99,7 +98,7 @@ class NodeMoments:
         Args:
             board: Of this node.
         """
-        self._sample(board)
+        self._see_first_step(board)
         ahead_ns = shown(board)
         if ahead_ns is None:
             return
@@ -107,40 +106,37 @@ class NodeMoments:
         if number == self._look:
             return
         is_first, self._look = not self._look, number
+        data = self._data_share(board)
         if is_first:  # nobody knows how long it has been so
             return
         ranks = range(board.first_rank, board.first_rank + board.ranks)
         most = max(FEWEST_MOMENTS, min(MOST_MOMENTS, MOST_IN_ALL // board.ranks_in_all))
         calls = calls_of_all(self._folder, ranks, board.ranks_in_all)
         if calls is not None:
-            said = self._said(calls, most, ahead_ns)
+            said = self._said(calls, most, ahead_ns) | {"data": data}
             self._store.set(_place(self._key, number, self._number), said)
             if self._number == 0:
                 self._store.set(self._key(LOOK), number)
             self._store.count(self._key(SAID), 1)
 
-    def _sample(self, board: Board) -> None:
-        """Which ranks wait for their data just now."""
-        pulses = pulse.read(board)
-        if self.ready_s is None and all(seen.phase and not seen.is_first for seen in pulses):
+    def _see_first_step(self, board: Board) -> None:
+        if self.ready_s is None and all(
+            seen.phase and not seen.is_first for seen in pulse.read(board)
+        ):
             self.ready_s = time.monotonic() - self._begun_s
-        phases = [seen.phase for seen in pulses]
-        if len(self._in_data) != len(phases):
-            self._in_data = [0] * len(phases)
-        if self.ready_s is None:
-            return
-        self._samples += 1
-        for place, phase in enumerate(phases):
-            self._in_data[place] += phase == pulse.DATA
+
+    def _data_share(self, board: Board) -> list[float]:
+        """How much of the time each rank has waited for its data, in the last looks."""
+        now_s, now = time.monotonic(), [seen.in_data_s for seen in pulse.read(board)]
+        self._in_data.append((now_s, now))
+        then_s, then = self._in_data[0]
+        passed_s = now_s - then_s
+        return [(after - before) / (passed_s or 1) for before, after in zip(then, now, strict=True)]
 
     def _said(
         self, calls: Sequence[Sequence[Collective]], most: int, ahead_ns: int
     ) -> dict[str, Any]:
         moments = [[(call.started_ns - ahead_ns) // 1000 for call in one[-most:]] for one in calls]
-        data = [count / max(1, self._samples) for count in self._in_data]
-        if self._samples > MOST_SAMPLES:
-            self._samples //= 2
-            self._in_data = [count // 2 for count in self._in_data]
         said: dict[str, Any] = {
             "look": self._look,
             "name": self._name,
@@ -148,7 +144,6 @@ class NodeMoments:
             "first": [one[-most:][0].number for one in calls],
             "begun_us": [one[0] for one in moments],
             "us": [_changes(one) for one in moments],
-            "data": data,
         }
         if self._number == 0:
             signatures: dict[Any, int] = {}

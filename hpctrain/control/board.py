@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 BOARD, SOCKET = "board", "socket"
 """In the folder of a round: this, and where the node's process is met."""
 _MAGIC = int.from_bytes(b"hpcboard", "little") >> 1
-_VERSION = 2
+_VERSION = 3
 _WORD = 8
 _HEAD = 16
-_ROW = 24
+_ROW = 32
 """In words: a row has cache lines of its own, so that ranks do not slow each other."""
 SAMPLE_BYTES = 1024
 """What a rank may say about itself."""
@@ -45,6 +45,8 @@ PULSE_PROCESS, PULSE_STEP, PULSE_PHASE, PULSE_SINCE = range(12, 16)
 """Of a row too, behind the wishes: the rank's pulse (`pulse.py`)."""
 COUNTS = 16
 """And eight words of how many collectives it had called at which tick (`tick_counts.py`)."""
+PULSE_IN_DATA = 24
+"""How long it has waited for its data so far, in nanoseconds (`pulse.py`)."""
 
 _FRAME = struct.Struct("@qqq")
 """In front of the bytes of a cell: stamp, length, checksum."""

@@ -1,8 +1,9 @@
 """A rank's pulse: where in its program it is, for whoever looks from outside.
 
-Four words of the board's row, written by the rank at each change of phase and read by the agent
-without its help: its process, its step, its phase, and since when. A change costs less than a
-microsecond, and nobody waits for it. tests/unit/control/test_pulse.py holds the promises.
+Five words of the board's row, written by the rank at each change of phase and read by the agent
+without its help: its process, its step, its phase, since when, and how long it has waited for its
+data in all. A change costs less than a microsecond, and nobody waits for it.
+tests/unit/control/test_pulse.py holds the promises.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 from hpctrain.base.files import read_plain, replace_text
 from hpctrain.control.board import (
     BOARD,
+    PULSE_IN_DATA,
     PULSE_PHASE,
     PULSE_PROCESS,
     PULSE_SINCE,
@@ -69,6 +71,7 @@ class PulseSeen(NamedTuple):
         is_first: It has not done a step yet.
         limit_s: What the program has said the phase may take; None for nothing.
         since_ns: When it came there, on the clock of its node; another after each change.
+        in_data_s: How long it has waited for its data in all; what it waits just now is not in it.
     """
 
     rank: int
@@ -78,6 +81,7 @@ class PulseSeen(NamedTuple):
     is_first: bool
     limit_s: float | None
     since_ns: int
+    in_data_s: float
 
 
 class Pulse:
@@ -97,13 +101,15 @@ class Pulse:
         self._folder, self._rank = folder, rank
         board = self._board = Board.open(folder / BOARD)
         self._words, at = board.words, board.at(rank - board.first_rank)
-        self._at_step, self._at_phase, self._at_since = (
+        self._at_step, self._at_phase, self._at_since, self._at_in_data = (
             at + PULSE_STEP,
             at + PULSE_PHASE,
             at + PULSE_SINCE,
+            at + PULSE_IN_DATA,
         )
         self._first = _IS_FIRST
         self._word = 0
+        self._is_in_data = False
         self._sections: dict[str, int] = {}
         self._words[at + PULSE_PROCESS] = os.getpid()
         self._put(0)
@@ -146,8 +152,12 @@ class Pulse:
         return number
 
     def _put(self, word: int) -> None:
+        now_ns = time.monotonic_ns()
+        if self._is_in_data:
+            self._words[self._at_in_data] += now_ns - self._words[self._at_since]
+        self._is_in_data = word & _CODE == DATA
         self._words[self._at_phase] = word | self._first
-        self._words[self._at_since] = time.monotonic_ns()
+        self._words[self._at_since] = now_ns
 
 
 class _Silent:
@@ -266,6 +276,7 @@ def read(board: Board) -> list[PulseSeen]:
                 bool(word & _IS_FIRST),
                 limit_ms / 1000 if limit_ms else None,
                 since_ns,
+                board.words[at + PULSE_IN_DATA] / 1e9,
             )
         )
     return seen

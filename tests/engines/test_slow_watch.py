@@ -108,7 +108,7 @@ def test_ranks_of_another_node_are_compared_by_one_clock(agents, tmp_path):
 
 
 def test_one_that_waits_for_its_data_is_said_to(agents, tmp_path):
-    wrong = 'with run.timed("data"): time.sleep(0.03 * (rank == 2))'
+    wrong = 'with run.timed("data"): time.sleep(0.1 * (rank == 2))'
     agents.start(program(tmp_path, "ddp", 0.0, wrong=wrong), hangs=LIMITS)
     fact = told_of(tmp_path, 2, kinds=("data",))
     assert "waiting for data" in fact["summary"]

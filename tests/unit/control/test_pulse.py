@@ -76,6 +76,25 @@ def test_phases_stand_inside_each_other(board, here):
     assert seen(board).phase == STEP
 
 
+def test_how_long_it_has_waited_for_its_data_adds_up(board, here, monkeypatch):
+    now = iter(range(1_000_000_000, 20_000_000_000, 1_000_000_000))  # a second at each change
+    monkeypatch.setattr(pulse.time, "monotonic_ns", lambda: next(now))
+    here.at_step(1, STEP)
+    for _ in range(2):
+        with Phase(DATA):
+            assert seen(board).phase == DATA
+        here.beat()
+    assert seen(board).in_data_s == 2.0
+    here.enter(DATA)
+    assert seen(board).in_data_s == 2.0
+    here.beat()  # still in it
+    assert seen(board).in_data_s == 3.0
+    here.at_step(2, STEP)
+    here.enter(SAVE)
+    assert seen(board).in_data_s == 4.0
+    assert read(board)[0].in_data_s == 0.0
+
+
 def test_a_function_is_in_its_phase_until_it_is_left_however(board, here):
     @in_phase(FORWARD_BACKWARD)
     def fails(number):
