@@ -15,8 +15,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.agent.lingering_ranks import uses
 from hpctrain.agent.slow_watch import JobStragglers, NodeMoments
-from hpctrain.agent.stragglers import uses
 from hpctrain.base.files import replace_text
 from hpctrain.base.records import DESYNC, HANG, FailureReport
 from hpctrain.base.text import duration

@@ -30,6 +30,7 @@ from hpctrain.agent.hang_watch import (
     NodeRank,
     RoundHangs,
 )
+from hpctrain.agent.lingering_ranks import SAY_S, LifeWatch, NodeEnds, in_words
 from hpctrain.agent.log_index import LogIndexer
 from hpctrain.agent.notify import telling
 from hpctrain.agent.ranks import collect, first_causal, settle_s
@@ -38,7 +39,6 @@ from hpctrain.agent.resume_args import ResumeArgs
 from hpctrain.agent.resume_choice import StopHeard, choose
 from hpctrain.agent.signals import Orphans, arrivals, kept
 from hpctrain.agent.stop_notice import StopFile, listens, send_term
-from hpctrain.agent.stragglers import SAY_S, LifeWatch, NodeEnds, in_words
 from hpctrain.base.env import (
     HPCTRAIN_ATTEMPT,
     HPCTRAIN_ATTEMPT_DIR,
@@ -61,11 +61,11 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 
     from hpctrain.agent.control import NodeControl
+    from hpctrain.agent.lingering_ranks import Life
     from hpctrain.agent.rendezvous import Loss, Rendezvous
     from hpctrain.agent.sealing import SealWatch
     from hpctrain.agent.stop_deadline import StopDeadline
     from hpctrain.agent.stop_notice import StopNotice
-    from hpctrain.agent.stragglers import Life
     from hpctrain.hangs.standing import HangLimits
     from hpctrain.run.event_kind import LedgerFact
     from hpctrain.run.fence import Attempt

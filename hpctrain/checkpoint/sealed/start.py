@@ -66,11 +66,13 @@ def resume_at_start(
     if seals.has_any(run):
         choice = Choice(run, attempt, patience_s=settings.patience_s, on_bytes=on_bytes)
         resume = choice.choose(at_step=asked)
-    elif not find.steps(run):  # it may have changed over to checkpoints of ours
-        if asked is None:
+    elif asked is None:
+        # Listed only where seals are missed: memory may hold the state of a run whose disk is gone.
+        # Where checkpoints are found the run has changed over to ours.
+        if history.sealed_path and not find.steps(run):
             refuse_lost_seals(run, history)
-        else:  # written down, or each start after it would go back again
-            resume = Resume()
+    elif not find.steps(run):  # written down, or each start after it would go back again
+        resume = Resume()
     if settings.sealed and is_anew:
         _patiently(settings, lambda: unsealed.remember_before(attempt, anew=True))
     if resume is None:

@@ -11,13 +11,14 @@ import pytest
 from hpctrain.agent.sealing import LOOK_S, REST, SealWatch, is_open_for_writing
 from hpctrain.checkpoint.sealed import seals, unsealed
 from hpctrain.checkpoint.sealed.start import resume_at_start
-from hpctrain.errors import CheckpointError, Fenced
+from hpctrain.errors import CheckpointError, Fenced, NoCheckpoint
 from hpctrain.run import events as ledger
-from hpctrain.run.event_types import AttemptStarted, Submitted
+from hpctrain.run.event_types import AttemptStarted, CheckpointSealed, Submitted
 from hpctrain.run.fence import identity
 from hpctrain.run.layout import RunDir
 from hpctrain.settings.schema import CheckpointSettings
 from tests.support.checkpoints import next_attempt
+from tests.support.checkpoints import save as save_checkpoint
 from tests.support.sealed import archive
 
 SETTLE_S = 10.0
@@ -470,3 +471,26 @@ def test_who_may_still_write_is_told_by_the_kernel(run, tmp_path):
     assert not is_open_for_writing(one)
     with path.open("ab"):
         assert is_open_for_writing(one)
+
+
+def test_a_run_that_has_sealed_nothing_starts_without_a_look_at_its_checkpoints(run):
+    """Its ranks may go on from the nodes' memory, which needs no disk."""
+    watched = Watched(run, "out/ckpt-*.pt")
+    watched.settings = CheckpointSettings()
+    attempt = watched.start()
+    shutil.rmtree(run.checkpoints)
+    run.checkpoints.symlink_to(run.checkpoints)  # whoever lists it gets an error
+
+    assert watched.choose(attempt) is None
+
+
+def test_a_run_whose_seals_are_gone_is_refused_unless_it_has_changed_over_to_checkpoints(run):
+    watched = Watched(run)
+    save(watched, "out/ckpt-50.pt")
+    sealed = CheckpointSealed(path=str(watched.cwd / "out/ckpt-50.pt"), step=50, by="program")
+    ledger.append(run, sealed, attempt=1)
+
+    with pytest.raises(NoCheckpoint, match=r"no seal is left .*--from 0"):
+        watched.next_start()
+    save_checkpoint(run, attempt := watched.start(), 60)
+    assert watched.choose(attempt) is None

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hpctrain.agent.stragglers import CPU_SHARE, IO_BYTES, LifeWatch, Use, in_words, uses
+from hpctrain.agent.lingering_ranks import CPU_SHARE, IO_BYTES, LifeWatch, Use, in_words, uses
 from hpctrain.base.text import fold_ranks
 
 LIMIT_S = 300.0

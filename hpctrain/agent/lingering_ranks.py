@@ -4,7 +4,7 @@ A rank that returned will never answer again. What stays behind may have work of
 evaluates, writes, uploads), or wait for the others for ever: in a destructor, for a lock, for a
 thread that never ends. Only a rank that does nothing at all is at its end: it prints nothing, uses
 no processor, reads and writes nothing, nor does anything that it has started.
-tests/unit/agent/test_stragglers.py and tests/engines/test_straggling_ranks.py hold the promises.
+tests/unit/agent/test_lingering_ranks.py, tests/engines/test_lingering_ranks.py: the promises.
 """
 
 from __future__ import annotations
