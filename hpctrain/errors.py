@@ -22,7 +22,11 @@ survive pickling, since ranks send them to each other. Standard library only: bo
 
 from __future__ import annotations
 
+import errno
 from typing import ClassVar
+
+OF_A_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE})
+"""What a full or failing file system says: no bug of ours, whose traceback would tell something."""
 
 
 class HpctrainError(Exception):

@@ -16,7 +16,7 @@ from pathlib import Path  # noqa: E402
 from hpctrain.agent.main import run_agent  # noqa: E402
 from hpctrain.base.log import configure  # noqa: E402
 from hpctrain.base.records import JobContext  # noqa: E402
-from hpctrain.errors import HpctrainError  # noqa: E402
+from hpctrain.errors import OF_A_DISK, HpctrainError  # noqa: E402
 from hpctrain.run.layout import RunDir  # noqa: E402
 from hpctrain.scheduler.local.control import LocalControl  # noqa: E402
 
@@ -32,6 +32,11 @@ def main(argv: list[str]) -> int:
     except HpctrainError as error:
         log.error("%s", error)  # noqa: TRY400 - a user's mistake, no bug of ours
         return error.exit_code
+    except OSError as error:
+        if error.errno not in OF_A_DISK:
+            raise
+        log.error("%s: %s", argv[0], error)  # noqa: TRY400 - the same
+        return HpctrainError.exit_code
 
 
 if __name__ == "__main__":

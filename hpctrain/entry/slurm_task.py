@@ -6,16 +6,12 @@ handlers stand before anything that takes time is imported: tests/slurm/test_ear
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 
 from hpctrain.agent import signals
 from hpctrain.base import VERSION
 from hpctrain.base.env import HPCTRAIN_BATCH_VERSION, HPCTRAIN_RUN_DIR
-
-OF_A_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE})
-"""What a full or failing file system says: no bug of ours, whose traceback would tell something."""
 
 
 def main(argv: list[str]) -> int:
@@ -25,7 +21,7 @@ def main(argv: list[str]) -> int:
     from pathlib import Path
 
     from hpctrain.base.log import configure
-    from hpctrain.errors import HpctrainError, UsageError
+    from hpctrain.errors import OF_A_DISK, HpctrainError, UsageError
 
     configure("agent")
     log = logging.getLogger("hpctrain.entry")

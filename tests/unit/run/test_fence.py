@@ -56,3 +56,11 @@ def test_an_older_job_cannot_restart_its_ranks_after_a_resume(run):
         take_attempt(run, job_id="7", restarts=0, follows=old.number)
 
     assert read_fence(run) == new
+
+
+def test_an_attempt_begins_where_nothing_can_lie_under_checkpoints(run, caplog):
+    """The nodes' memory may hold its state; a read or a save from disk says so by itself."""
+    run.checkpoints.symlink_to(run.checkpoints)
+
+    assert take_attempt(run, job_id="7", restarts=0).number == 1
+    assert "no checkpoint can be read or saved for now" in caplog.text
