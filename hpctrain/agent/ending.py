@@ -164,7 +164,7 @@ class EndWriter:
             kinds.AttemptEnded(
                 reason=decision.reason,
                 next=following,
-                **self._last_seen(attempt),
+                **self._last_seen(attempt, facts.seen_step),
                 ended_at=facts.ended_at,
                 detail=facts.why,
                 facts={} if facts.scheduler is None else dict(vars(facts.scheduler)),
@@ -208,7 +208,7 @@ class EndWriter:
             return
         self.add(kinds.NodesExcluded(nodes=tuple(nodes)), attempt)
 
-    def _last_seen(self, attempt: int) -> dict[str, Any]:
+    def _last_seen(self, attempt: int, seen_step: int | None) -> dict[str, Any]:
         """How far an attempt came and when it was last heard of, as fields of its end.
 
         By its heartbeat too: of one that was killed without a word, step marks may be a minute old.
@@ -217,7 +217,7 @@ class EndWriter:
         step, heard = (own.highest_step, own.last_t) if own else (None, None)
         if beat is not None:
             step, heard = max(beat.step, step or 0), max(beat.t, heard or 0.0)
-        return {"step": step, "heard": heard}
+        return {"step": max(step or 0, seen_step) if seen_step else step, "heard": heard}
 
 
 def _is_replaced(attempt: AttemptRecord) -> bool:
@@ -249,6 +249,7 @@ class AttemptEnding:
         self._end = EndWriter(run, control)
         self._end_of: int | None = 0
         self.pause_s = 0.0
+        self.seen_step: Callable[[], int | None] = lambda: None  # of this node's ranks
 
     def ask(self) -> JobFacts:
         """What the scheduler says of our job; raises `ClusterUnreachable` where it is silent."""
@@ -353,8 +354,7 @@ class AttemptEnding:
         facts = self._ask()
         if facts is None:
             return False  # nobody can tell; where a successor begins, the fence stops us
-        own = self._context.restarts
-        return is_requeued(facts, own) or is_cancelled(facts, own)
+        return any(ended(facts, self._context.restarts) for ended in (is_requeued, is_cancelled))
 
     def conclude(self, attempt: int, end: RoundEnd, deadline: StopDeadline) -> int:
         """Decide, write down, carry out. Returns the exit code of the task."""
@@ -441,7 +441,7 @@ class AttemptEnding:
 
     def _facts(self, attempt: int, outcome: Outcome, **more: Any) -> EndFacts:
         start = self._context.job_id, self._context.restarts
-        return EndFacts("agent", *start, attempt, outcome, **more)
+        return EndFacts("agent", *start, attempt, outcome, seen_step=self.seen_step(), **more)
 
     def _outcome(  # noqa: PLR0911 - a decision table, as that of `decide`
         self, attempt: int, end: RoundEnd, deadline: StopDeadline, left: dict[str, Any]

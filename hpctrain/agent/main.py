@@ -26,6 +26,7 @@ from hpctrain.base.env import HPCTRAIN_BATCH_STARTED, HPCTRAIN_NODE
 from hpctrain.base.files import follow_folder
 from hpctrain.base.log import hear_elastic
 from hpctrain.base.secret import code
+from hpctrain.control import pulse
 from hpctrain.errors import RunAlive
 from hpctrain.hangs import stacks
 from hpctrain.hangs.standing import FEWEST_S, HangLimits
@@ -90,6 +91,7 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
     node_check.begin()
     # Before anything large is imported.
     node_control = _node_control(spec.settings.alive, context, secret, lifeline)
+    ending.seen_step = lambda: pulse.highest_step(node_control.folder)
     try:
         _preload()
         if against := node_check.against():

@@ -25,7 +25,7 @@ from hpctrain.control.board import (
     PULSE_STEP,
     Board,
 )
-from hpctrain.errors import UsageError
+from hpctrain.errors import HpctrainError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -280,6 +280,23 @@ def read(board: Board) -> list[PulseSeen]:
             )
         )
     return seen
+
+
+def highest_step(folder: Path) -> int | None:
+    """How many steps ranks of this node have done; None where none has done one, or nobody tells.
+
+    Args:
+        folder: Of the round.
+    """
+    try:
+        board = Board.open(folder / BOARD)
+    except (OSError, HpctrainError):
+        return None
+    try:
+        begun = [seen for seen in read(board) if seen.process and not seen.is_first]
+        return max((seen.step for seen in begun), default=None)
+    finally:
+        board.close()
 
 
 def phase_name(folder: Path, rank: int, phase: int) -> str:

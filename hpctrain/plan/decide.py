@@ -85,6 +85,7 @@ class EndFacts:
         scheduler: What the scheduler says of the job; None where it was not or could not be asked.
         why: In words.
         step: The step that it told of last; None where it told of none.
+        seen_step: The step that its ranks were seen at last; None where nobody looked.
         nodes_failed: Nodes died or are not fit, so that a crash is theirs.
         needs_mending: Every start would meet what the file system did to this one.
         in_place: The ranks can start again in this allocation.
@@ -101,6 +102,7 @@ class EndFacts:
     scheduler: JobFacts | None = None
     why: str = ""
     step: int | None = None
+    seen_step: int | None = None
     nodes_failed: bool = False
     needs_mending: bool = False
     in_place: bool = False

@@ -66,13 +66,8 @@ def resume_at_start(
     if seals.has_any(run):
         choice = Choice(run, attempt, patience_s=settings.patience_s, on_bytes=on_bytes)
         resume = choice.choose(at_step=asked)
-    elif asked is None:
-        # Listed only where seals are missed: memory may hold the state of a run whose disk is gone.
-        # Where checkpoints are found the run has changed over to ours.
-        if history.sealed_path and not find.steps(run):
-            refuse_lost_seals(run, history)
-    elif not find.steps(run):  # written down, or each start after it would go back again
-        resume = Resume()
+    else:
+        resume = _without_seals(run, history)
     if settings.sealed and is_anew:
         _patiently(settings, lambda: unsealed.remember_before(attempt, anew=True))
     if resume is None:
@@ -83,6 +78,18 @@ def resume_at_start(
     step = "" if resume.step is None else f" of step {resume.step}"
     log.info("the newest whole sealed checkpoint%s is %s", step, resume.path)
     return str(resume.path)
+
+
+def _without_seals(run: RunDir, history: RunHistory) -> Resume | None:
+    """What a run without seals goes on from: None where that is for others to say."""
+    if history.asked_seal is not None:
+        # Written down, or each start after it would go back again.
+        return None if find.steps(run) else Resume()
+    # Checkpoints are listed only where seals are missed: memory may hold the state of a run whose
+    # disk gives errors. Where there are some it has changed over to checkpoints of ours.
+    if history.sealed_path and not find.steps(run):
+        refuse_lost_seals(run, history)
+    return None
 
 
 def _patiently(settings: CheckpointSettings, act: Callable[[], None]) -> None:

@@ -397,6 +397,17 @@ def test_ranks_of_a_job_that_lives_start_again(story):
     assert ending(story, Scheduler(), restarts=1).after_crash(1, KILLED)
 
 
+@pytest.mark.parametrize(("seen", "step"), [(None, 9), (8, 9), (12, 12)])
+def test_an_end_says_the_step_at_which_the_ranks_were_seen(story, seen, step):
+    """A heartbeat is written every few seconds: what came after it would not count as lost."""
+    write_heartbeat(story.run, 1, Heartbeat(story.t + 1, 9))
+    agents = ending(story, Scheduler(), restarts=1)
+    agents.seen_step = lambda: seen
+
+    assert agents.after_crash(1, KILLED)
+    assert all_fields(last(story, "attempt_ended"))["step"] == step
+
+
 @pytest.mark.parametrize(
     "facts",
     [

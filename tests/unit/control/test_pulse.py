@@ -19,6 +19,7 @@ from hpctrain.control.pulse import (
     STEP,
     Phase,
     Pulse,
+    highest_step,
     in_phase,
     phase_name,
     read,
@@ -93,6 +94,19 @@ def test_how_long_it_has_waited_for_its_data_adds_up(board, here, monkeypatch):
     here.enter(SAVE)
     assert seen(board).in_data_s == 4.0
     assert read(board)[0].in_data_s == 0.0
+
+
+def test_the_highest_step_is_of_ranks_that_have_done_one(board, here, tmp_path):
+    assert highest_step(tmp_path) is None
+    here.at_step(7, STEP)  # where it begins: nothing was done yet
+    assert highest_step(tmp_path) is None
+    here.stepped()
+    here.at_step(8, STEP)
+    assert highest_step(tmp_path) == 8
+    Pulse(tmp_path, RANK - 1).stepped()
+    assert highest_step(tmp_path) == 8
+    (tmp_path / BOARD).unlink()
+    assert highest_step(tmp_path) is None
 
 
 def test_a_function_is_in_its_phase_until_it_is_left_however(board, here):
