@@ -236,10 +236,12 @@ class SlurmCluster:
         def gone() -> bool:
             steps = self._stepds(name)
             ranks = [] if leave_ranks else [*processes.descendants(*steps), *self._ranks(name)]
-            # slurmstepd first: it must not tell of the rest. And srun, which a node without power
-            # takes along, must not see its death: it would end the step's tasks on other nodes.
-            for signum in (signal.SIGSTOP, signal.SIGKILL):
-                processes.kill_all([*steps, *ranks], signum)
+            # slurmstepd stands still first: it must not tell of the rest. Then srun, which a node
+            # without power takes along: left behind, or stopped, it would get the kernel's SIGHUP
+            # for an orphaned group, and end the step's tasks on all other nodes.
+            processes.kill_all(steps, signal.SIGSTOP)
+            processes.kill_all(ranks, signal.SIGKILL)
+            processes.kill_all(steps, signal.SIGKILL)
             return not steps and not ranks
 
         wait_for(gone, 10, f"the end of the processes of {name}")
