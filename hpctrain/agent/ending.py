@@ -211,7 +211,7 @@ class EndWriter:
     def _last_seen(self, attempt: int, seen_step: int | None) -> dict[str, Any]:
         """How far an attempt came and when it was last heard of, as fields of its end.
 
-        By its heartbeat too: of one that was killed without a word, step marks may be a minute old.
+        Step marks may be a minute old, a heartbeat some seconds; what the agent saw is no older.
         """
         beat, own = read_heartbeat(self._run, attempt), self.history.attempt(attempt)
         step, heard = (own.highest_step, own.last_t) if own else (None, None)
@@ -351,10 +351,10 @@ class AttemptEnding:
         """Whether the job goes on or has ended without us: a dead node's agent may live on."""
         if not self._is_current(attempt):
             return True
-        facts = self._ask()
-        if facts is None:
+        if (facts := self._ask()) is None:
             return False  # nobody can tell; where a successor begins, the fence stops us
-        return any(ended(facts, self._context.restarts) for ended in (is_requeued, is_cancelled))
+        own = self._context.restarts
+        return is_requeued(facts, own) or is_cancelled(facts, own)
 
     def conclude(self, attempt: int, end: RoundEnd, deadline: StopDeadline) -> int:
         """Decide, write down, carry out. Returns the exit code of the task."""

@@ -126,7 +126,7 @@ class NodeMoments:
             self.ready_s = time.monotonic() - self._begun_s
 
     def _data_share(self, board: Board) -> list[float]:
-        """How much of the time each rank has waited for its data, in the last looks."""
+        """How much of the time each rank has waited for its data, in the last looks; first none."""
         now_s, now = time.monotonic(), [seen.in_data_s for seen in pulse.read(board)]
         self._in_data.append((now_s, now))
         then_s, then = self._in_data[0]

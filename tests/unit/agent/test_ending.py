@@ -10,6 +10,8 @@ import pytest
 from hpctrain.agent.ending import AttemptEnding, BatchScriptSide, JobStartFacts, read_outcome
 from hpctrain.agent.node import RoundEnd
 from hpctrain.base.records import EndReason, FailureReport, JobContext, JobFacts, StopCause
+from hpctrain.control.board import BOARD, Board
+from hpctrain.control.pulse import STEP, Pulse
 from hpctrain.errors import ClusterUnreachable, FileSystemFault, NoCheckpoint
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
@@ -406,6 +408,29 @@ def test_an_end_says_the_step_at_which_the_ranks_were_seen(story, seen, step):
 
     assert agents.after_crash(1, KILLED)
     assert all_fields(last(story, "attempt_ended"))["step"] == step
+
+
+def test_an_agent_sees_the_step_of_its_own_nodes_ranks(story, tmp_path, monkeypatch):
+    from hpctrain.agent import main
+
+    Board.create(tmp_path / BOARD, first_rank=0, ranks=1).close()
+    rank = Pulse(tmp_path, 0)
+    rank.stepped()
+    rank.at_step(12, STEP)
+    processes = SimpleNamespace(folder=tmp_path, stop=lambda: None)
+    beforehand = SimpleNamespace(before_imports=lambda: None)
+    for name in ("install", "ignore_all"):
+        monkeypatch.setattr(main.signals, name, lambda: None)
+    for name, value in {
+        "follow_folder": None,
+        "RankEnvironment": beforehand,
+        "_node_control": processes,
+        "_preload": None,
+    }.items():
+        monkeypatch.setattr(main, name, lambda *_, value=value: value)
+    monkeypatch.setattr(main, "_run_rounds", lambda *given, **_: given[3].seen_step())
+
+    assert main.run_agent(story.run, context_of("tok-1"), Scheduler()) == 12
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
+from hpctrain.base.env import HPCTRAIN_LOCAL_CONTEXT
+from hpctrain.base.records import JobContext
 from hpctrain.entry import slurm_task
 from hpctrain.errors import ClusterError
 from hpctrain.run.layout import RunDir
@@ -101,6 +105,33 @@ def test_task_outside_of_a_job_says_what_is_missing(tmp_path, monkeypatch, capsy
 
     assert code == 6
     assert "SLURM_JOB_ID is not set" in capsys.readouterr().err
+
+
+FULL_DISK = """
+import errno, os, sys
+
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "attempt.json")
+
+from hpctrain.entry import {entry}
+from hpctrain.scheduler.slurm.executor import AgentTask
+AgentTask.__call__ = {entry}.run_agent = full
+sys.exit({entry}.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("entry", ["slurm_task", "local_node"])
+def test_a_full_disk_ends_an_agent_with_a_line_and_no_trace(entry, tmp_path):
+    (tmp_path / "spec.json").write_text("{}")
+    context = JobContext("local-1", 0, 0, ["n1"], "127.0.0.1", 1, "")
+    env = os.environ | {HPCTRAIN_LOCAL_CONTEXT: json.dumps(asdict(context))}
+    command = [sys.executable, "-c", FULL_DISK.format(entry=entry), str(tmp_path)]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.endswith(f"{tmp_path}: [Errno 28] No space left on device: 'attempt.json'")
 
 
 def test_another_version_than_the_batch_scripts_is_refused_in_a_line(tmp_path, monkeypatch, capsys):
