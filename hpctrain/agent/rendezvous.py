@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("hpctrain.agent")
 
 POLL_S = 0.1
+SAY_AGAIN_S = 1.0
+"""So often an agent that waits for another's word looks whether its own still stands."""
 SAY_S = 30.0
 """After this long node 0 says for whom it waits."""
 
@@ -254,14 +256,22 @@ class SignedStore:
     def wait(self, key: str, timeout_s: float) -> Any:
         """What an agent says, once it has.
 
+        What this one has said is said again meanwhile, where somebody has written over it: the
+        other may wait for that, and with `key` of its own this one waits for itself.
+
         Raises:
             TimeoutError: none did.
         """
-        deadline = time.monotonic() + timeout_s
+        begun = said_at = time.monotonic()
         while (value := self.get(key)) is None:
             self._look()
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > begun + timeout_s:
                 raise TimeoutError(f"no agent said {key} in {timeout_s:g} s")
+            if now > said_at + SAY_AGAIN_S:
+                self.say_again()
+                said_at = now
+                continue  # before it can be written over once more
             time.sleep(POLL_S)
         return value
 

@@ -93,6 +93,27 @@ def test_what_was_lost_is_said_again_and_what_stands_is_left_alone(stores, loss)
     assert shared["news/0"] is kept
 
 
+def test_who_waits_says_again_what_others_and_itself_wait_for(stores):
+    shared, _, other = stores
+    heard = []
+
+    def look():
+        """As the agents wait: the other one for this one's word, this one for the other's."""
+        if (value := other.get("attempt/0")) is not None and not heard:
+            heard.append(value)
+            other.set("control/1", "here")
+
+    waits = SignedStore(shared, "secret", look)
+    waits.set("attempt/0", {"number": 1})
+    shared.set("attempt/0", "a stranger's, once more")
+
+    assert waits.wait("control/1", 10.0) == "here"
+    assert heard == [{"number": 1}]
+
+    shared.set("attempt/0", "and again")
+    assert waits.wait("attempt/0", 10.0) == {"number": 1}, "its own word"
+
+
 def agent_of(store, group_rank):
     agent = NodeAgent.__new__(NodeAgent)
     agent._worker_group = SimpleNamespace(
