@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,6 +17,9 @@ from tests.support import processes
 from tests.support.slurm_boot import MARK, _left_of, wait_for
 from tests.support.slurm_cluster import SlurmCluster, parse_record
 from tests.support.slurm_config import Ports
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 ROOT = Path(__file__).parents[2]
 LACKING = """
@@ -40,6 +44,12 @@ def sleeper(cluster: SlurmCluster, *argv: str) -> str:
     return job_id
 
 
+def sleepers_of(cluster: SlurmCluster, job_id: str, node: str) -> list[int]:
+    """Those of a node of the job."""
+    pids = cluster.pids_of_job(job_id, node)
+    return [pid for pid in pids if processes.executable(pid) == "sleep"]
+
+
 @pytest.mark.slurm
 def test_killing_a_node_kills_its_ranks_alone_and_requeues_the_job(slurm: SlurmCluster) -> None:
     job = sleeper(slurm, "-N2", "-w", "n1,n2")
@@ -54,6 +64,31 @@ def test_killing_a_node_kills_its_ranks_alone_and_requeues_the_job(slurm: SlurmC
     slurm.wait_job(job, lambda record: record["Restarts"] == "1", 30)
     slurm.revive_node("n2")
     assert slurm.run("srun", "-w", "n2", "printenv", "SLURMD_NODENAME").stdout == "n2\n"
+
+
+@pytest.mark.slurm
+def test_the_first_nodes_death_does_not_end_the_step_elsewhere(
+    slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = sleeper(slurm, "-N2", "-w", "n1,n2", "--no-kill")
+    elsewhere = sleepers_of(slurm, job, "n2")
+    sruns = [pid for pid in slurm.pids_of_job(job) if processes.executable(pid) == "srun"]
+    helpers = [pid for pid in sruns if processes.parent(pid) in sruns]
+    assert (len(sruns), len(helpers)) == (2, 1), "srun has forked what looks after its death"
+    killed: list[int] = []
+    kill_all = processes.kill_all
+
+    def kill(pids: Iterable[int], signum: int = signal.SIGKILL) -> None:
+        pids = list(pids)
+        killed.extend(pids if signum == signal.SIGKILL else [])
+        kill_all(pids, signum)
+
+    monkeypatch.setattr(processes, "kill_all", kill)
+    slurm.kill_node("n1")
+
+    assert killed.index(helpers[0]) < min(killed.index(pid) for pid in sruns if pid not in helpers)
+    assert sleepers_of(slurm, job, "n2") == elsewhere != []
+    slurm.cancel(job)
 
 
 @pytest.mark.slurm

@@ -22,7 +22,7 @@ sys.exit(main())
 """The command line as a program for `python -c`, which hears Ctrl-C."""
 
 
-def _parents() -> dict[int, int]:
+def parents() -> dict[int, int]:
     """Parent of every live process; zombies, which nobody can kill, are left out."""
     found: dict[int, int] = {}
     for entry in PROC.iterdir():
@@ -40,18 +40,18 @@ def _parents() -> dict[int, int]:
 
 def parent(pid: int) -> int:
     """Which process has started it, or has taken it over."""
-    return _parents()[pid]
+    return parents()[pid]
 
 
 def all_pids() -> list[int]:
     """Every live process of the machine."""
-    return list(_parents())
+    return list(parents())
 
 
 def descendants(*roots: int) -> list[int]:
     """All live processes below the roots, which are not included."""
     children: defaultdict[int, list[int]] = defaultdict(list)
-    for pid, parent in _parents().items():
+    for pid, parent in parents().items():
         children[parent].append(pid)
     found: list[int] = []
     queue = list(roots)
@@ -64,7 +64,7 @@ def descendants(*roots: int) -> list[int]:
 
 def alive(pid: int) -> bool:
     """True while the process runs (a zombie does not)."""
-    return pid in _parents()
+    return pid in parents()
 
 
 def environment(pid: int) -> dict[str, str]:

@@ -240,7 +240,7 @@ class SlurmCluster:
             # without power takes along: left behind, or stopped, it would get the kernel's SIGHUP
             # for an orphaned group, and end the step's tasks on all other nodes.
             processes.kill_all(steps, signal.SIGSTOP)
-            processes.kill_all(ranks, signal.SIGKILL)
+            processes.kill_all(sorted(ranks, key=_outlives_srun), signal.SIGKILL)
             processes.kill_all(steps, signal.SIGKILL)
             return not steps and not ranks
 
@@ -405,6 +405,15 @@ class SlurmCluster:
 
 def _is_stepd(pid: int) -> bool:
     return processes.executable(pid).startswith("slurmstepd")
+
+
+def _outlives_srun(pid: int) -> bool:
+    """False for the helper that srun forks, which must die before it.
+
+    Where srun is gone and has said nothing to it, it has SLURM kill the step on all nodes.
+    """
+    above = processes.parents().get(pid, 0)
+    return not (processes.executable(pid) == "srun" == processes.executable(above))
 
 
 def _node_of(pid: int) -> str:
