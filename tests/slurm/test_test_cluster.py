@@ -30,10 +30,10 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", sys.argv[1]]))
 """
 
 
-def sleeper(cluster: SlurmCluster, *argv: str) -> str:
+def sleeper(cluster: SlurmCluster, *argv: str, srun: str = "") -> str:
     """A job whose ranks daemonise, ignore SIGTERM and sleep; returns once two run on each node."""
     body = "trap '' TERM; setsid sleep 6000 & exec sleep 6001"
-    job_id = cluster.sbatch(*argv, "-o", "/dev/null", "--wrap", f'srun sh -c "{body}"')
+    job_id = cluster.sbatch(*argv, "-o", "/dev/null", "--wrap", f'srun {srun} sh -c "{body}"')
     nodes = int(cluster.wait_job(job_id, "RUNNING", 30)["NumNodes"])
 
     def asleep() -> bool:
@@ -70,7 +70,7 @@ def test_killing_a_node_kills_its_ranks_alone_and_requeues_the_job(slurm: SlurmC
 def test_the_first_nodes_death_does_not_end_the_step_elsewhere(
     slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = sleeper(slurm, "-N2", "-w", "n1,n2", "--no-kill")
+    job = sleeper(slurm, "-N2", "-w", "n1,n2", "--no-kill", srun="--no-kill")
     elsewhere = sleepers_of(slurm, job, "n2")
     sruns = [pid for pid in slurm.pids_of_job(job) if processes.executable(pid) == "srun"]
     helpers = [pid for pid in sruns if processes.parent(pid) in sruns]
