@@ -42,6 +42,7 @@ class NodeControl:
         *,
         keeps_copies: bool = False,
         copies_to_buddy: bool = False,
+        keeper: str = "",
     ) -> None:
         """Fork it. To be made while this process has one thread.
 
@@ -50,11 +51,14 @@ class NodeControl:
             secret: Of this start of the job; the same on all nodes.
             keeps_copies: Fork the process that keeps copies of the ranks' state, too.
             copies_to_buddy: Have these copies on another node as well.
+            keeper: The latter process, as the agent before this one has handed it over.
         """
         self._master_addr = master_addr
         self._secret = code(secret, "control")
         self._process = NodeProcess()
-        self._memory = NodeMemory(self._secret, to_buddy=copies_to_buddy) if keeps_copies else None
+        self._memory: NodeMemory | None = None
+        if keeps_copies:
+            self._memory = NodeMemory(self._secret, to_buddy=copies_to_buddy, handed_over=keeper)
         self._place: TreePlace | None = None
         self._failure: FailureReport | None = None
 
@@ -122,6 +126,10 @@ class NodeControl:
                 place.first_rank, place.name, "signal", why, time=time.time()
             )
         return self._failure
+
+    def hand_over(self) -> str:
+        """Leave the copies to the program that takes this one's place; "" where there are none."""
+        return self._memory.hand_over() if self._memory is not None else ""
 
     def stop(self) -> None:
         """End the process. Harmless when repeated."""

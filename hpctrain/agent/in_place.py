@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousS
 from hpctrain.agent.lifeline import LIFELINE_PORT
 from hpctrain.agent.members import RankDeaths, choose_members
 from hpctrain.agent.rendezvous import SAY_S, LeftOut, Loss, Rendezvous, RoundBroken
+from hpctrain.base.process import connections_to
 from hpctrain.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class InPlaceRendezvous(Rendezvous):
         timeout_s: int,
         size: RoundSize,
         fits: Callable[[int], bool],
+        gather_s: float | None = None,
     ) -> None:
         """Make this node's side; on node 0 this forks, so call it before any thread starts.
 
@@ -63,12 +65,14 @@ class InPlaceRendezvous(Rendezvous):
             timeout_s: So long may the nodes take to meet at first.
             size: How many nodes a round may have.
             fits: Whether the ranks of so many nodes have a mesh.
+            gather_s: So long is waited for nodes that may be dead, then the others are enough; None
+                where each has to come.
         """
         place = lifeline.place
         super().__init__(place.address, port, place.node, nodes, run_id=run_id, timeout_s=timeout_s)
         self._lifeline = lifeline
         self._job = run_id
-        self._size, self._fits = size, fits
+        self._size, self._fits, self._gather_s = size, fits, gather_s
         self.round = -1
         self.members = ()
         self._announced: dict[str, Any] = {}
@@ -154,6 +158,11 @@ class InPlaceRendezvous(Rendezvous):
         """Node 0: the nodes of the next round; None where there can be none."""
         return choose_members(self.members, self._living, self._size, self._fits)
 
+    def can_do_without_first(self) -> bool:
+        """Whether a round can be made of the other nodes, if they live."""
+        others = range(1, len(self.nodes))
+        return choose_members((), others, self._size, self._fits) is not None
+
     def left_out(self) -> LeftOut | None:
         """How this node came to take no part, as far as that is known within a lease."""
         deadline = time.monotonic() + 1.5 * self._lifeline.place.lease_s
@@ -187,6 +196,9 @@ class InPlaceRendezvous(Rendezvous):
             self._hear(LOOK_S)
             waited = time.monotonic() - begun
             absent = ", ".join(n for i, n in enumerate(self.nodes) if i not in self._living)
+            if self._gather_s is not None and waited > self._gather_s:
+                log.warning("goes on without %s, which did not come", absent)
+                return
             if not said and waited > SAY_S:
                 said = True
                 log.warning("still waits for the agents of %s", absent)
@@ -235,9 +247,15 @@ class InPlaceRendezvous(Rendezvous):
     # ---- both
 
     def _connected(self) -> Any:
-        return TCPStore(
+        store = TCPStore(
             self.master_addr, self.master_port, None, is_master=False, timeout=self.timeout
         )
+        if self.node != 0:
+            connections = connections_to(self.master_port)
+            self._lifeline.guard(connections)
+            for connection in connections:
+                connection.close()
+        return store
 
     def _take(self, announced: dict[str, Any]) -> None:
         self.round, self.members = int(announced["round"]), tuple(announced["members"])

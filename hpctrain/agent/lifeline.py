@@ -7,8 +7,9 @@ and for the scheduler. What each side makes of it:
 
 * The first node's process tells its agent who was lost. Nobody who was lost is let in again.
 * Any other process that has not heard from the first node for a lease, or that itself did not run
-  for a lease, tells its agent to leave, and kills it where it does not: it may have been left out
-  meanwhile, and its ranks must not go on beside those of the next round.
+  for a lease, tells its agent to leave, closes what that may wait on, and kills it where it does
+  not leave: it may have been left out meanwhile, and its ranks must not go on beside those of the
+  next round.
 
 It is forked while the agent has one thread, and asks the file system for nothing.
 tests/unit/agent/test_lifeline.py holds the promises.
@@ -18,9 +19,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import select
 import signal
+import socket
 import time
 import traceback
 from contextlib import suppress
@@ -37,7 +40,7 @@ from hpctrain.control.wire import Greeting, packed, unpacked
 from hpctrain.errors import ControlLost
 
 if TYPE_CHECKING:
-    import socket
+    from collections.abc import Sequence
 
 LIFELINE_PORT = PORTS - 3
 """Of the job's ports; those below it are the rounds', those above the preflight's."""
@@ -49,6 +52,8 @@ TRY_AGAIN_S = 0.2
 FIRST_S = 600.0
 """So long may the first node's agent take to come up."""
 _LINE_BYTES = 1 << 20
+MOST_GUARDED = 8
+"""Connections to one store; torch makes one."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,10 @@ class Lifeline(ForkedProcess):
         self.place = place
         self._heard = b""
         self._is_gone = False
-        super().__init__(partial(_serve_until_killed, place, code(secret, "lifeline")))
+        self._guarded, guarded = socket.socketpair()
+        with guarded:
+            serve = partial(_serve_until_killed, place, code(secret, "lifeline"), guarded)
+            super().__init__(serve)
         self._line.settimeout(0)
 
     def say(self, message: dict[str, Any]) -> None:
@@ -93,6 +101,18 @@ class Lifeline(ForkedProcess):
             self._line.sendall(json.dumps(message).encode() + b"\n")
         with suppress(OSError):
             self._line.settimeout(0)
+
+    def guard(self, connections: Sequence[socket.socket]) -> None:
+        """Have the process close what this agent waits on, as soon as it is to leave.
+
+        A node without power closes nothing: who reads from its store would wait for minutes.
+
+        Args:
+            connections: To the first node; those of the last two calls are guarded.
+        """
+        with suppress(OSError):  # the process is gone, which `news` says
+            fds = [one.fileno() for one in connections]
+            socket.send_fds(self._guarded, [b"guard"], fds)
 
     def news(self, wait_s: float = 0.0) -> list[dict[str, Any]]:
         """What the process has said since the last call.
@@ -118,6 +138,11 @@ class Lifeline(ForkedProcess):
             self._heard += piece
         return self._split()
 
+    def stop(self) -> None:
+        """End it, and wait for that. Harmless when repeated."""
+        super().stop()
+        self._guarded.close()
+
     def _split(self) -> list[dict[str, Any]]:
         *lines, self._heard = self._heard.split(b"\n")
         return [json.loads(line) for line in lines]
@@ -137,15 +162,19 @@ class Lifeline(ForkedProcess):
 
 
 def _serve_until_killed(
-    place: LifelinePlace, secret: str, line: socket.socket, parent: int
+    place: LifelinePlace, secret: str, guarded: socket.socket, line: socket.socket, parent: int
 ) -> NoReturn:
     """The forked process: never comes back into its parent's code."""
     try:
+        # It has a line for each message to a node that is gone; here that is said once.
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
         signals.ignore_all()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         die_with_parent(parent)
-        side = _First if place.node == 0 else _Other
-        asyncio.run(side(place, secret, line, parent).serve())
+        if place.node == 0:
+            asyncio.run(_First(place, secret, line, parent).serve())
+        else:
+            asyncio.run(_Other(place, secret, line, parent, guarded).serve())
     except BaseException:  # noqa: BLE001 - the agent sees that it is gone, not why
         traceback.print_exc()
     finally:
@@ -284,8 +313,17 @@ class _First(_LifelineSide):
 class _Other(_LifelineSide):
     """Any other node's process: hears the first one."""
 
-    def __init__(self, place: LifelinePlace, secret: str, line: socket.socket, agent: int) -> None:
+    def __init__(
+        self,
+        place: LifelinePlace,
+        secret: str,
+        line: socket.socket,
+        agent: int,
+        guarded: socket.socket,
+    ) -> None:
         super().__init__(place, secret, line, agent)
+        self._guarded = guarded
+        self._guards: list[list[int]] = []
         self._first: Endpoint | None = None
         self._heard = _now()
         self._waiting: list[dict[str, Any]] = []
@@ -293,6 +331,18 @@ class _Other(_LifelineSide):
 
     async def _begin(self) -> None:
         self._meeting = asyncio.create_task(self._meet())
+        self._guarded.setblocking(False)  # noqa: FBT003 - its own order
+        asyncio.get_running_loop().add_reader(self._guarded, self._guard)
+
+    def _guard(self) -> None:
+        with suppress(OSError):  # the agent has ended; the line says so too
+            said, fds, _, _ = socket.recv_fds(self._guarded, 64, MOST_GUARDED)
+            if not said:
+                asyncio.get_running_loop().remove_reader(self._guarded)
+            self._guards.append(fds)
+            if len(self._guards) > 2:  # noqa: PLR2004 - the round's, and the one's before it
+                for fd in self._guards.pop(0):
+                    os.close(fd)
 
     async def _meet(self) -> None:
         place, until = self._place, _now() + FIRST_S
@@ -347,5 +397,9 @@ class _Other(_LifelineSide):
             return
         self._is_over = True
         self._tell({"dropped" if dropped else "gone": why})
+        for fd in [fd for fds in self._guards for fd in fds]:
+            with suppress(OSError), socket.socket(fileno=fd) as connection:
+                connection.shutdown(socket.SHUT_RDWR)  # the agent's descriptor is another one
+        self._guards = []
         loop = asyncio.get_running_loop()
         loop.call_later(min(LEAVE_S, self._place.lease_s), os.kill, self._agent, signal.SIGKILL)

@@ -2,8 +2,8 @@
 
 Node 0's agent decides whether ranks start again without the node. Where node 0 itself is lost with
 its batch script nobody would end or requeue the job (SLURM keeps it running for its other nodes),
-so the agents that are left do it, one after another. tests/unit/agent/test_loss_ending.py holds the
-promises.
+so the agents that are left go on without it, or requeue the job, one after another.
+tests/unit/agent/test_loss_ending.py holds the promises.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from hpctrain.agent.ending import AttemptEnding
 from hpctrain.agent.notify import notify
 from hpctrain.base.records import Next
+from hpctrain.errors import ClusterError, HpctrainError
 from hpctrain.plan.decide import decide_end, is_cancelled, is_requeued
 from hpctrain.run import event_types as kinds
 from hpctrain.run import events as ledger
@@ -24,17 +25,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpctrain.agent.rendezvous import Loss
+    from hpctrain.agent.succession import Generation, Succession
+    from hpctrain.run.fence import Attempt
 
 log = logging.getLogger("hpctrain.agent")
 
 TURN_S = 5.0
 """Between two agents that would requeue the job: the first one's requeue ends the others."""
+LOOK_S = 0.2
+"""So often it is looked whether another agent goes on."""
 PROOF_S = 5.0
 """So long has a first node that lives to show it: by a new round, or by a word that we are lost."""
 
 
 class LossEnding(AttemptEnding):
-    """The end of attempts, losses of nodes included."""
+    """The end of attempts, losses of nodes included.
+
+    Attributes:
+        succession: How the agents that are left go on without node 0; None where they do not.
+    """
+
+    succession: Succession | None = None
 
     def after_loss(self, attempt: int, why: str) -> bool:
         """Write down a round that a node's loss has ended; whether another may follow it here."""
@@ -69,8 +80,8 @@ class LossEnding(AttemptEnding):
         attempt: int,
         turn: int,
         sleep: Callable[[float], None] = time.sleep,
-    ) -> int:
-        """See to the job after node 0 was lost; returns the exit code of the task.
+    ) -> Generation | None:
+        """See to the job after node 0 was lost.
 
         It is this node that was lost, and not the first one, where others go on without it: a node
         that thaws, or whose network was cut, hears of the first one as little as after its death.
@@ -81,30 +92,75 @@ class LossEnding(AttemptEnding):
             attempt: The last one that this node has taken part in; 0 for none.
             turn: How many of the agents that are left come before this one.
             sleep: Lets seconds go by.
+
+        Returns:
+            The generation of agents that this one goes on with; None to leave.
         """
-        sleep(PROOF_S + turn * TURN_S)
-        fence, own = read_fence(self._run), (self._context.job_id, self._context.restarts)
-        if fence is None or (fence.job_id, fence.restarts) != own:
-            return 0
-        if (attempt and fence.number > attempt) or node in self._lost_nodes():
-            log.warning("the job goes on without %s", node)
-            return 0
-        end = self._look(fence.number).last(kinds.AttemptEnded, fence.number)
-        if end is not None and end.next not in {Next.RESTART, Next.ASK_BATCH}:
-            return 0
-        scheduler = self._ask()
-        if scheduler is not None and (
-            is_requeued(scheduler, own[1]) or is_cancelled(scheduler, own[1])
-        ):
-            return 0
+        for _ in range(round((PROOF_S + turn * TURN_S) / LOOK_S)):
+            if (begun := _claimed(self.succession)) is not None:
+                return begun
+            sleep(LOOK_S)
+        fence = read_fence(self._run)
+        if fence is None or not self._is_left_alone(fence, node, attempt):
+            return None
         first = self._context.nodes[0]
-        log.warning("%s was lost: %s; the job is requeued from here", first, why)
+        log.warning("%s was lost: %s; what follows is decided here", first, why)
         fact = kinds.NodeLost(node=first, why=why, was_first=True)
         ledger.record(self._run, fact, attempt=fence.number)
         lost = f"{first} was lost: {why}"
+        if self.succession is not None and self.after_loss(fence.number, lost):
+            try:
+                return self.succession.claim(fence.number)
+            except (HpctrainError, OSError) as error:
+                log.warning("nobody can lead the agents that are left: %s", error)
+        if (begun := _claimed(self.succession)) is not None:  # while this one looked
+            return begun
         facts = self._facts(fence.number, "crashed", why=lost, nodes_failed=True)
         self._decide(facts)
-        return 0
+        return None
+
+    def _is_left_alone(self, fence: Attempt, node: str, attempt: int) -> bool:
+        """Whether nobody has seen to the job, and it is this start's still."""
+        own = self._context.job_id, self._context.restarts
+        if (fence.job_id, fence.restarts) != own:
+            return False
+        if (attempt and fence.number > attempt) or node in self._lost_nodes():
+            log.warning("the job goes on without %s", node)
+            return False
+        end = self._look(fence.number).last(kinds.AttemptEnded, fence.number)
+        if end is not None and end.next not in {Next.RESTART, Next.ASK_BATCH}:
+            return False
+        scheduler = self._ask()
+        return scheduler is None or not (
+            is_requeued(scheduler, own[1]) or is_cancelled(scheduler, own[1])
+        )
+
+    def _is_current(self, attempt: int) -> bool:
+        # A first node that thaws must not end what others go on with, also before they take part
+        # in their first attempt.
+        return super()._is_current(attempt) and _claimed(self.succession) is None
+
+    def end_without_nodes(self, why: str) -> int:
+        """End what a new generation of agents was to go on with, where too few of them came.
+
+        Returns the exit code of the task.
+        """
+        fence = read_fence(self._run)
+        number = None if fence is None else fence.number
+        self._look(number)
+        return self._decide(self._facts(number or 0, "crashed", why=why, nodes_failed=True))
+
+    def end_job(self) -> None:
+        """End the job where the run is over: its batch script, which would end it, may be gone."""
+        fence = read_fence(self._run)
+        number = None if fence is None else fence.number
+        end = self._look(number).last(kinds.AttemptEnded, number)
+        if end is None or end.next is not Next.STOP:
+            return
+        try:
+            self._control.end()
+        except ClusterError as error:
+            log.warning("the run is over, and its job could not be ended: %s", error)
 
     def _lost_nodes(self) -> set[str]:
         """Nodes that this start of the job has lost, as its first node has written them down."""
@@ -118,3 +174,11 @@ class LossEnding(AttemptEnding):
             elif isinstance(event.fact, kinds.NodeLost) and not event.fact.was_first:
                 lost.add(event.fact.node)
         return lost
+
+
+def _claimed(succession: Succession | None) -> Generation | None:
+    try:
+        return None if succession is None else succession.claimed()
+    except OSError as error:
+        log.warning("whether another agent goes on cannot be read: %s", error)
+        return None

@@ -19,15 +19,16 @@ from hpctrain.agent.cpus import cpus_of_ranks
 from hpctrain.agent.environment import RankEnvironment
 from hpctrain.agent.loss_ending import LossEnding
 from hpctrain.agent.node_check import NodeCheck
-from hpctrain.agent.stay_alive import EARLY_END_S, lifeline_of, rendezvous_of
+from hpctrain.agent.stay_alive import EARLY_END_S, RENDEZVOUS_S, lifeline_of, rendezvous_of
+from hpctrain.agent.succession import Succeeds, Succession, generation_of, take_over
 from hpctrain.agent.swaps import Swaps, newest_save
 from hpctrain.base import process
-from hpctrain.base.env import HPCTRAIN_BATCH_STARTED, HPCTRAIN_NODE
+from hpctrain.base.env import HPCTRAIN_BATCH_STARTED, HPCTRAIN_KEEPER, HPCTRAIN_NODE, HPCTRAIN_RELAY
 from hpctrain.base.files import follow_folder
 from hpctrain.base.log import hear_elastic
 from hpctrain.base.secret import code
 from hpctrain.control import pulse
-from hpctrain.errors import RunAlive
+from hpctrain.errors import ClusterError, RunAlive
 from hpctrain.hangs import stacks
 from hpctrain.hangs.standing import FEWEST_S, HangLimits
 from hpctrain.run import events as ledger
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
     from hpctrain.agent.lifeline import Lifeline
     from hpctrain.agent.rendezvous import LeftOut, Loss, Rendezvous
     from hpctrain.agent.resume_args import ResumeArgs
+    from hpctrain.agent.succession import Generation
     from hpctrain.base.records import FailureReport, JobContext
-    from hpctrain.run.event_types import RanksAwaited
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import JobControl
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hpctrain.agent")
 
-RENDEZVOUS_S = 600
 PRELOAD = (
     # The first optimizer step imports it: 1.1 s in every rank.
     "torch._dynamo",
@@ -73,6 +73,25 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
     signals.install()
     os.environ[HPCTRAIN_NODE] = context.nodes[context.node_rank]  # what is logged names it
     follow_folder(run.root)  # the ranks are forked from here
+    keeper = os.environ.pop(HPCTRAIN_KEEPER, "")
+    environ, generation = dict(os.environ), generation_of(os.environ)
+    try:
+        if generation is None:
+            return _run_generation(run, context, control)
+        context = generation.context(context)
+        return _run_generation(run, context, control, generation, keeper)
+    except Succeeds as succeeds:
+        take_over(succeeds.generation, run, environ, succeeds.keeper)
+
+
+def _run_generation(
+    run: RunDir,
+    context: JobContext,
+    control: JobControl,
+    generation: Generation | None = None,
+    keeper: str = "",
+) -> int:
+    """See `run_agent`; raises `Succeeds` where this process is to be one of the next generation."""
     spec = job_spec(run)
     own = context.job_id, context.restarts
     ending = LossEnding(run, spec, context, control)
@@ -82,17 +101,20 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
         # They are killed with it, and the batch side ends the job in peace.
         _send_home(lifeline_of(spec, context, start_secret(run, *own)), why)
         return RunAlive.exit_code
-    _allow_connections(spec, context)  # before the store's process and the ranks are forked
-    environment = RankEnvironment(run, spec, context)
-    environment.before_imports()
-    secret = start_secret(run, *own)
+    environment = _environment(run, spec, context)
+    shared = start_secret(run, *own)
+    secret = shared if generation is None else generation.secret(shared)
     lifeline = lifeline_of(spec, context, secret)
     node_check = NodeCheck(run, spec, context, secret)
-    node_check.begin()
+    if generation is None:  # the nodes of later ones were looked at in the first
+        node_check.begin()
     # Before anything large is imported.
-    node_control = _node_control(spec.settings.alive, context, secret, lifeline)
+    node_control = _node_control(spec.settings.alive, context, secret, lifeline, keeper)
     ending.seen_step = lambda: pulse.highest_step(node_control.folder)
-    try:
+    if lifeline is not None and not os.environ.get(HPCTRAIN_RELAY):  # which is the first node's
+        ending.succession = Succession(run, shared, context)
+
+    def rounds() -> int:
         _preload()
         if against := node_check.against():
             return node_check.leave(against, ending)
@@ -106,17 +128,51 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
             started=started,
             node_control=node_control,
             lifeline=lifeline,
+            follows=None if generation is None else generation.follows,
         )
+
+    leads = generation is not None and context.node_rank == 0
+    return _see_through(rounds, ending, node_control, lifeline, leads_others=leads)
+
+
+def _see_through(
+    rounds: Callable[[], int],
+    ending: LossEnding,
+    node_control: NodeControl,
+    lifeline: Lifeline | None,
+    *,
+    leads_others: bool,
+) -> int:
+    """Run the rounds and leave no process behind, but copies to those that go on.
+
+    Args:
+        rounds: Runs them; the exit code of the task.
+        ending: Of this node.
+        node_control: This node's.
+        lifeline: This node's.
+        leads_others: In the place of a first node that was lost with the batch script.
+    """
+    try:
+        return rounds()
+    except Succeeds as succeeds:
+        succeeds.keeper = node_control.hand_over()
+        raise
+    except ClusterError as error:
+        if not leads_others:
+            raise
+        return ending.end_without_nodes(str(error))
     finally:
         node_control.stop()
         _send_home(lifeline, "the agent of the first node has left")
+        if leads_others:
+            ending.end_job()
         # Python gives handled signals back their default action as it exits, and the requeue's
         # SIGTERM storm is under way: without this the agent would count as killed.
         signals.ignore_all()
 
 
 def _node_control(
-    alive: AliveSettings, context: JobContext, secret: str, lifeline: Lifeline | None
+    alive: AliveSettings, context: JobContext, secret: str, lifeline: Lifeline | None, keeper: str
 ) -> NodeControl:
     return NodeControl(
         context.master_addr,
@@ -124,6 +180,7 @@ def _node_control(
         keeps_copies=alive.memory != "no",
         # Where a lost node ends the job, its part in another one's memory would be lost with it.
         copies_to_buddy=alive.memory_buddy == "auto" and lifeline is not None,
+        keeper=keeper,
     )
 
 
@@ -142,6 +199,13 @@ def _send_home(lifeline: Lifeline | None, why: str) -> None:
         if lifeline.place.node == 0:
             lifeline.end(why, EARLY_END_S)
         lifeline.stop()
+
+
+def _environment(run: RunDir, spec: Spec, context: JobContext) -> RankEnvironment:
+    _allow_connections(spec, context)  # before the store's process and the ranks are forked
+    environment = RankEnvironment(run, spec, context)
+    environment.before_imports()
+    return environment
 
 
 def _allow_connections(spec: Spec, context: JobContext) -> None:
@@ -180,6 +244,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
     started: float,
     node_control: NodeControl,
     lifeline: Lifeline | None,
+    follows: int | None,
 ) -> int:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -203,13 +268,14 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
     )
 
     def begin(world_size: int) -> Attempt:
-        again = agent.end is not None
+        before = agent.attempt_number if agent.end is not None else follows
+        again = before is not None
         deadline.wait(ending.pause_s)
         attempt = fence.take_attempt(
             run,
             job_id=context.job_id,
             restarts=context.restarts,
-            follows=agent.attempt_number if again else None,
+            follows=before,
         )
         run.output.mkdir(exist_ok=True)  # before the other nodes look for it
         batch_started = None if again else os.environ.get(HPCTRAIN_BATCH_STARTED)
@@ -259,7 +325,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
     rendezvous = (
         Rendezvous(*at, run_id=run_id, timeout_s=RENDEZVOUS_S)
         if lifeline is None
-        else rendezvous_of(lifeline, spec, context, run_id=run_id, timeout_s=RENDEZVOUS_S)
+        else rendezvous_of(lifeline, spec, context, run_id=run_id, is_later=follows is not None)
     )
     workers = WorkerSpec(
         role="rank",
@@ -273,9 +339,6 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         master_port=context.port if lifeline is None else None,
     )
 
-    def awaited(fact: RanksAwaited) -> None:
-        ending.record(agent.attempt_number, fact)
-
     hooks = None
     if context.node_rank == 0:
         hooks = RoundHooks(
@@ -284,7 +347,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
             may_restart,
             resume=resume,
             sealing=sealing,
-            awaited=awaited,
+            awaited=lambda fact: ending.record(agent.attempt_number, fact),
             may_go_on=may_go_on,
             lost=lost,
             starts=ending.starts,
@@ -329,7 +392,11 @@ def _leave(
     ending: LossEnding,
     lifeline: Lifeline | None,
 ) -> int:
-    """A node that takes part no more; where node 0 died one of them sees to the job."""
+    """A node that takes part no more; where node 0 died one of them sees to the job.
+
+    Raises:
+        Succeeds: this one goes on, with those that are left.
+    """
     if lifeline is not None:
         lifeline.stop()  # its ranks have ended; it would kill who takes seconds for the job
     log.warning("leaves the job: %s", left_out)
@@ -339,7 +406,13 @@ def _leave(
     line += [node for node in range(1, len(rendezvous.nodes)) if node not in line]
     own = rendezvous.nodes[rendezvous.node]
     attempt = agent.attempt_number
-    return ending.after_first_node(str(left_out), own, attempt, line.index(rendezvous.node))
+    turn = line.index(rendezvous.node)
+    if not rendezvous.can_do_without_first():
+        ending.succession = None
+    following = ending.after_first_node(str(left_out), own, attempt, turn)
+    if following is not None:
+        raise Succeeds(following)
+    return 0
 
 
 def _more_args(spec: Spec, start: int, resume_from: str | None) -> ResumeArgs:

@@ -25,16 +25,17 @@ log = logging.getLogger("hpctrain.agent")
 class NodeMemory:
     """This node's keeper, round after round; its memory lives as long as the agent."""
 
-    def __init__(self, secret: str, *, to_buddy: bool = False) -> None:
+    def __init__(self, secret: str, *, to_buddy: bool = False, handed_over: str = "") -> None:
         """Fork it. To be made while this process has one thread.
 
         Args:
             secret: Of this start of the job; the same on all nodes.
             to_buddy: Have each copy on the next node, too.
+            handed_over: By the agent whose place this one takes, with its copies; "" for nothing.
         """
         self._to_buddy = to_buddy
         self._secret = secret
-        self._process = KeeperProcess()
+        self._process = KeeperProcess(handed_over)
         self._place: TreePlace | None = None
 
     @property
@@ -98,6 +99,10 @@ class NodeMemory:
             self._process.join(address, port)
         except ControlLost as error:
             log.warning("no copies in memory: %s", error)
+
+    def hand_over(self) -> str:
+        """Leave the process and its copies to the program that takes this one's place."""
+        return self._process.hand_over()
 
     def stop(self) -> None:
         """End the process. Harmless when repeated."""

@@ -171,6 +171,10 @@ class Rendezvous(StaticTCPRendezvous):
         """The nodes of the next round; None where there can be none."""
         return self.members
 
+    def can_do_without_first(self) -> bool:
+        """Whether a round can be made without node 0: never here."""
+        return False
+
     def left_out(self) -> LeftOut | None:
         """How this node came to take no part, where its store does not answer; None for unknown."""
         return None

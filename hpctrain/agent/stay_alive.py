@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from hpctrain.base.records import JobContext
     from hpctrain.settings.spec import Spec
 
+RENDEZVOUS_S = 600
+"""So long may the nodes take to meet at first."""
+GATHER_S = 15.0
+"""Agents that go on after others have seen the same claim, and start at once."""
 EARLY_END_S = 30.0
 """Agents that have yet to come are waited for so long, to be told that there is nothing to do."""
 
@@ -48,7 +52,12 @@ def lifeline_of(spec: Spec, context: JobContext, secret: str) -> Lifeline | None
 
 
 def rendezvous_of(
-    lifeline: Lifeline, spec: Spec, context: JobContext, *, run_id: str, timeout_s: int
+    lifeline: Lifeline,
+    spec: Spec,
+    context: JobContext,
+    *,
+    run_id: str,
+    is_later: bool = False,
 ) -> InPlaceRendezvous:
     """Where this node's agent meets the others.
 
@@ -57,7 +66,7 @@ def rendezvous_of(
         spec: The run.
         context: This node's place in the job.
         run_id: Of this start of the job.
-        timeout_s: So long may the nodes take to meet at first.
+        is_later: These agents go on after others: some of the nodes may be lost.
     """
     from hpctrain.agent.in_place import InPlaceRendezvous  # with torch
 
@@ -77,7 +86,8 @@ def rendezvous_of(
         nodes,
         port=context.port,
         run_id=run_id,
-        timeout_s=timeout_s,
+        timeout_s=RENDEZVOUS_S,
         size=size,
         fits=lambda count: planner.at(count) is not None,
+        gather_s=GATHER_S if is_later else None,
     )

@@ -27,6 +27,9 @@ HPCTRAIN_CLUSTER = "HPCTRAIN_CLUSTER"
 HPCTRAIN_CONTROL = "HPCTRAIN_CONTROL"
 """Folder on this node in which the ranks reach the process that carries their agreement.
 Set by agents; read by ranks."""
+HPCTRAIN_GENERATION = "HPCTRAIN_GENERATION"
+"""The agents that go on after the first node was lost, as JSON.
+Set by agents; read by agents."""
 HPCTRAIN_JOB_END = "HPCTRAIN_JOB_END"
 """When the job ends, in seconds since the epoch.
 Set by the batch script and agents; read by agents and ranks."""
@@ -35,6 +38,9 @@ HPCTRAIN_JOB_ID = "HPCTRAIN_JOB_ID"
 HPCTRAIN_JOB_START = "HPCTRAIN_JOB_START"
 """When this start of the job began, in seconds since the epoch.
 Set by the batch script; read by agents."""
+HPCTRAIN_KEEPER = "HPCTRAIN_KEEPER"
+"""The process with copies of the state that an agent takes over from the one before it.
+Set by agents; read by agents."""
 HPCTRAIN_KILL_WAIT_S = "HPCTRAIN_KILL_WAIT_S"
 """Seconds from SIGTERM to SIGKILL.
 Set by the batch script and agents; read by agents, ranks and the batch side."""

@@ -18,13 +18,13 @@ import socket
 import sys
 import zlib
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
     from typing import NoReturn, Self
 
 PR_SET_PDEATHSIG = 1
@@ -80,6 +80,16 @@ class ForkedProcess:
             serve(theirs, parent)
         theirs.close()
 
+    def adopt(self, pid: int, line: int) -> None:
+        """Handle a process that this one has forked as another program, before its exec.
+
+        Args:
+            pid: Its id.
+            line: The descriptor of our end of its line.
+        """
+        os.set_inheritable(line, False)  # noqa: FBT003 - its own order
+        self._line, self.pid, self._is_reaped = socket.socket(fileno=line), pid, False
+
     def stop(self) -> None:
         """End it, and wait for that. Harmless when repeated."""
         if self.pid > 0:
@@ -95,6 +105,28 @@ class ForkedProcess:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def connections_to(port: int) -> list[socket.socket]:
+    """This process's connections to a port, whoever made them; each a descriptor more.
+
+    Args:
+        port: At any address.
+    """
+    connections = []
+    sockets = [one for one in Path("/proc/self/fd").iterdir() if one.is_socket()]
+    for descriptor in sockets:
+        with suppress(OSError):  # closed meanwhile
+            connection = socket.socket(fileno=os.dup(int(descriptor.name)))
+            try:
+                peer = connection.getpeername()
+            except OSError:
+                peer = ()
+            if connection.family in {socket.AF_INET, socket.AF_INET6} and peer[1:2] == (port,):
+                connections.append(connection)
+            else:
+                connection.close()
+    return connections
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -33,17 +33,35 @@ _LINE_BYTES = 1 << 20
 class ForkedServer(ForkedProcess):
     """The agent's side."""
 
-    def __init__(self, make: Callable[[], Do], what: str) -> None:
-        """Fork it. To be made while this process has one thread.
+    def __init__(self, make: Callable[[], Do], what: str, handed_over: str = "") -> None:
+        """Fork it, or take over one that is there. To be forked while this process has one thread.
 
         Args:
             make: Called in the forked process, with its event loop running; returns what does an
                 order and answers with a number.
             what: The process, for people.
+            handed_over: What `hand_over` gave; "" to fork it.
         """
         self._what = what
         self._ended = ""
-        super().__init__(partial(_serve_until_killed, make))
+        if handed_over:
+            pid, line = map(int, handed_over.split(":"))
+            self.adopt(pid, line)
+        else:
+            super().__init__(partial(_serve_until_killed, make))
+
+    def hand_over(self) -> str:
+        """Leave the process to the program that takes this one's place (exec), as its child.
+
+        Returns:
+            What that program makes its own `ForkedServer` of; "" where the process has ended.
+        """
+        if self.end():
+            return ""
+        pid, self.pid = self.pid, 0
+        line = self._line.detach()
+        os.set_inheritable(line, True)  # noqa: FBT003 - its own order
+        return f"{pid}:{line}"
 
     def ask(self, order: dict[str, Any]) -> int:
         """Have it do an order; returns its answer.

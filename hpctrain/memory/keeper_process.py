@@ -29,9 +29,9 @@ PR_SET_NAME = 15
 class KeeperProcess(ForkedServer):
     """The agent's side: tells the keeper of each round."""
 
-    def __init__(self) -> None:
-        """Fork it; nothing is kept yet. To be made while this process has one thread."""
-        super().__init__(_make, "the process that keeps copies of the state")
+    def __init__(self, handed_over: str = "") -> None:
+        """Fork it, with nothing kept, or take over one that is there; see `ForkedServer`."""
+        super().__init__(_make, "the process that keeps copies of the state", handed_over)
 
     def begin(
         self,

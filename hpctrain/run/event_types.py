@@ -539,7 +539,7 @@ class NodeLost(LedgerFact):
     node: str = maybe(check.words, "its name")
     why: str = maybe(check.words, "what was seen of it")
     was_spare: bool = maybe(check.flag, "it was waiting, and no rank ran there")
-    was_first: bool = maybe(check.flag, "its agent led the others, so that the job is requeued")
+    was_first: bool = maybe(check.flag, "its agent led the others")
     members: tuple[str, ...] = maybe(
         check.texts, "nodes that go on, by node rank; missing where the run cannot go on here"
     )

@@ -50,6 +50,11 @@ class RunDir:
         return self.root / "attempt.json"
 
     @property
+    def successor(self) -> Path:
+        """Who leads a job's agents after its first node was lost: see `agent/succession.py`."""
+        return self.root / "successor.json"
+
+    @property
     def secret(self) -> Path:
         """By which processes of its jobs know each other: see `run/ownership.py`."""
         return self.root / "secret"

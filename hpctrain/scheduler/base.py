@@ -431,6 +431,13 @@ class JobControl(Protocol):
             ClusterUnreachable: the command is not here, or gave no answer in time.
         """
 
+    def end(self) -> None:
+        """End our own job, this process included, where nobody else will.
+
+        Raises:
+            ClusterError: refused, or no answer.
+        """
+
     def forbid_requeue(self) -> None:
         """Keep the scheduler from running this job again, whatever it meant to do.
 

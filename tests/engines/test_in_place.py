@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.agent.swaps import SlowNode, Swaps
 from hpctrain.base.process import PORTS
 from hpctrain.base.records import JobContext, RankTask
+from hpctrain.errors import ClusterError
 from hpctrain.run.fence import Attempt
 from tests.support.slurm_config import free_range
 
@@ -292,12 +294,14 @@ def test_a_node_that_dies_while_a_round_begins_is_replaced_before_any_rank_runs(
     assert told[-1][0] == ["n0", "n2"]
 
 
-def test_where_the_first_node_dies_the_others_end_their_ranks_and_leave(job):
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stands still"])
+def test_where_the_first_node_is_gone_the_others_end_their_ranks_and_leave(job, how):
+    """One that stands still answers nobody: as one without power its store closes no connection."""
     job = job(3, RoundSize(2, 2))
     ranks = job.ranks(1, 2)
 
-    job.signal(0, signal.SIGKILL, ranks=ranks[:1])
-    _await_end(ranks)
+    job.signal(0, how, ranks=ranks[:1])
+    _await_end(ranks if how == signal.SIGKILL else ranks[1:])
 
     for node in (1, 2):
         assert json.loads(job.wait(f"end-{node}"))[2] == "gone"
@@ -363,3 +367,35 @@ def test_who_thaws_and_finds_no_store_knows_whether_it_was_left_out_itself(
     end = agent._start_and_run(None)
 
     assert (agent.left_out, end.left_out) == (out, str(out))
+
+
+def meeting(nodes, size, *, comes, gather_s):
+    """Node 0's side before its first round, where only some of the other nodes come."""
+    place = object.__new__(InPlaceRendezvous)
+    place.nodes = [f"n{node}" for node in range(nodes)]
+    place._size, place._fits, place._gather_s = size, bool, gather_s
+    place._living, place._losses, place.timeout = {0}, [], timedelta(seconds=0.5)
+    place._hear = lambda _wait_s: place._living.update(comes)
+    return place
+
+
+def test_agents_that_go_on_after_others_wait_a_while_for_nodes_that_may_be_dead(capsys):
+    meeting(3, RoundSize(2, 2), comes={1, 2}, gather_s=0.05)._await_all()
+    assert capsys.readouterr().err == ""
+    meeting(3, RoundSize(2, 2), comes={1}, gather_s=0.05)._await_all()
+    assert "goes on without n2, which did not come" in capsys.readouterr().err
+    with pytest.raises(ClusterError, match=r"the agents of n2 did not come within 0\.5 s"):
+        meeting(3, RoundSize(2, 2), comes={1}, gather_s=None)._await_all()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size", "can"),
+    [
+        (3, RoundSize(2, 2), True),
+        (2, RoundSize(2, 2), False),
+        (2, RoundSize(2, 1), True),
+        (1, RoundSize(1, 1), False),
+    ],
+)
+def test_the_first_node_can_be_done_without_where_the_others_are_enough(nodes, size, can):
+    assert meeting(nodes, size, comes=(), gather_s=None).can_do_without_first() is can

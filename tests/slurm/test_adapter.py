@@ -98,6 +98,18 @@ def test_job_that_nobody_knows_is_forgotten(slurm):
     assert SlurmCluster().job("987654") is None
 
 
+def test_a_job_is_ended_from_within_but_not_one_that_was_started_again_meanwhile(slurm):
+    job_id = running(slurm, "--nodes=2")
+    SlurmControl(job_id, restarts=0).requeue()
+    slurm.wait_job(job_id, restarted(1))
+
+    SlurmControl(job_id, restarts=0).end()
+    assert slurm.job(job_id)["JobState"] == "RUNNING"
+    SlurmControl(job_id, restarts=1).end()
+
+    slurm.wait_job(job_id, "CANCELLED")
+
+
 def test_every_start_of_a_requeued_job_is_known_with_its_times(slurm):
     job_id, begun = running(slurm, "--nodes=2"), time.time()
     SlurmControl(job_id).requeue()

@@ -71,6 +71,24 @@ def test_a_dead_rank_goes_on_from_its_node_and_a_dead_node_from_its_buddy(slurm,
     assert slurm.job(run.job_id)["Restarts"] == "0"
 
 
+def test_the_first_nodes_part_is_had_from_its_buddy_by_those_that_go_on(slurm, tmp_path, capsys):
+    run = submit(slurm, tmp_path, "--nodes=2+1", "--ranks-per-node=2", sets=SETTINGS)
+    run.wait("copies", lambda: run.events("memory_copies"))
+    slurm.kill_node("n1")
+    run.wait_event("done")
+    slurm.wait_job(run.job_id, ("CANCELLED",), timeout=30)
+
+    (_, again) = [all_fields(event) for event in run.events("restored")]
+    assert (again["read_from"], again["skipped"]) == ("buddy", []), run.story()
+    (done, _) = [all_fields(event)["step"] for event in run.events("attempt_ended")]
+    with capsys.disabled():
+        print(f"\nstep {done} was done, {done - again['step']} are done again")
+    assert 0 < again["step"] >= done - EVERY - 2
+    peace = make_run(tmp_path / "peace", train__steps=STEPS, train__dropout=0.0)
+    train(peace, 4)
+    assert_same_bits(full_state(run.dir, STEPS), full_state(peace, STEPS))
+
+
 @pytest.mark.soak  # tests/unit/memory/test_buddy.py has what is brought from where in short
 def test_fewer_nodes_bring_each_other_what_they_lack(slurm, tmp_path):
     run = submit(

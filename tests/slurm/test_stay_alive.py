@@ -134,21 +134,89 @@ def test_a_frozen_node_is_replaced_and_ends_its_ranks_as_it_thaws(slurm, tmp_pat
     assert slurm.job(run.job_id)["Restarts"] == "0"
 
 
-# In three of some twenty runs srun outlived its node's slurmstepd for a moment here, and ended the
-# tasks of all nodes: a node without power takes srun along. test_loss_ending has it in short.
-@pytest.mark.soak
-def test_where_the_first_node_dies_another_one_requeues_the_job(slurm, tmp_path):
+def test_where_the_first_node_dies_the_others_go_on_and_end_the_job(slurm, tmp_path, capsys):
+    """SLURM keeps the job for them, without its batch script and its srun."""
     run = submit(slurm, tmp_path, "--nodes=2+1", "--ranks-per-node=2", sets=SETTINGS)
     run.wait_event("saved")
 
     slurm.kill_node("n1")
-    run.wait_event("attempt_started", count=2)
+    _next_step(run, 2, time.time(), capsys, "first node killed")
+    run.wait_event("done")
+    slurm.wait_job(run.job_id, ("CANCELLED",), timeout=30)
+
+    first, last = _trained(run)
+    assert (first.reason, first.next) == ("node_failed", "restart")
+    assert (first.nodes, last.nodes) == (("n1", "n2"), ("n2", "n3"))
+    (lost,) = run.events("node_lost")
+    assert (lost.fact.node, lost.fact.was_first) == ("n1", True)
+    assert slurm.job(run.job_id)["Restarts"] == "0"
+    assert run.status()["state"] == "done"
+    _assert_every_sample_was_used_once(run)
+
+
+@pytest.mark.soak
+def test_a_job_that_has_lost_its_first_node_is_requeued_at_a_preemption(slurm, tmp_path):
+    run = submit(
+        slurm,
+        tmp_path,
+        "--nodes=2+1",
+        "--ranks-per-node=2",
+        "--partition=grace",
+        sets=SETTINGS,
+    )
+    run.wait_event("saved")
+    slurm.kill_node("n1")
+    run.wait_event("saved", attempt=2)
+
+    urgent = slurm.submit_urgent(["n2", "n3"])
+    slurm.wait_job(run.job_id, "PENDING", timeout=60)
+    slurm.cancel(urgent)
+    slurm.revive_node("n1")
     run.wait_done()
 
-    first, *_, last = _trained(run)
-    assert (first.reason, first.next) == ("node_failed", "requeue")
-    assert "n1" not in last.nodes
+    assert run.ends()[1:] == [("preempted", "requeue"), ("completed", "stop")], run.story()
     assert slurm.job(run.job_id)["Restarts"] == "1"
+    _assert_every_sample_was_used_once(run)
+
+
+@pytest.mark.soak
+def test_a_first_node_that_thaws_ends_its_ranks_and_leaves_the_others_their_job(
+    slurm, tmp_path, capsys
+):
+    run = submit(
+        slurm,
+        tmp_path,
+        "--nodes=2+1",
+        "--ranks-per-node=2",
+        sets=SETTINGS | {"alive.lease_s": 3},
+    )
+    run.wait_event("saved")
+    pids = slurm.pids_of_job(run.job_id, "n1")
+    ranks = [
+        pid
+        for pid in pids
+        if str(run.dir.rank_log(1, 0).parent) in " ".join(processes.open_files(pid))
+    ]
+
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    frozen = time.time()
+    _next_step(run, 2, frozen, capsys, "first node frozen, lease 3 s")
+    thawed = time.time()
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    run.wait("the end of the old ranks", lambda: not any(map(processes.alive, ranks)))
+    with capsys.disabled():
+        print(f"thawed; its ranks were gone after {time.time() - thawed:.2f} s")
+    run.wait_event("done")
+    slurm.wait_job(run.job_id, ("CANCELLED",), timeout=30)
+
+    assert len(ranks) >= 2
+    assert [one.nodes for one in _trained(run)] == [("n1", "n2"), ("n2", "n3")]
+    assert run.events("saved", attempt=1)[-1].t < frozen + 3
+    assert slurm.job(run.job_id)["Restarts"] == "0"
+    assert run.status()["state"] == "done"
+    _assert_every_sample_was_used_once(run)
 
 
 @pytest.mark.soak  # tests/engines/test_in_place.py has it in short

@@ -46,6 +46,9 @@ class LocalControl:
         """Ask the controller to start the job again."""
         client.request(self._job_id, "requeue")
 
+    def end(self) -> None:
+        """Without effect: the controller ends it with its last agent."""
+
     def forbid_requeue(self) -> None:
         """Without effect: a job that ends by itself is not started again here."""
 

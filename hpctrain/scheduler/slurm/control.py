@@ -113,6 +113,12 @@ class SlurmControl:
         update = ["scontrol", "update", f"JobId={self.job_id}", f"ExcNodeList={names}"]
         run_until(update, deadline=deadline)
 
+    def end(self) -> None:
+        """End our own job: one whose first node is dead stays RUNNING, with nothing in it."""
+        deadline = time.monotonic() + self.timeout_s
+        if not self._is_requeued(job_facts(self._record(deadline))):
+            run_until(["scancel", self.job_id], deadline=deadline)
+
     def forbid_requeue(self) -> None:
         """Keep SLURM from running this job again, as `--no-requeue` would have.
 

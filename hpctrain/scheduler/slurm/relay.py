@@ -42,7 +42,7 @@ LOOK_S = 1.0
 COMES_S = 10.0
 """How long an agent waits for the process, which starts beside srun."""
 TELLS = frozenset({"facts", "previous_end", "previous_stop"})
-DOES = frozenset({"requeue", "exclude", "forbid_requeue"})
+DOES = frozenset({"requeue", "exclude", "forbid_requeue", "end"})
 
 
 def serve(path: Path, secret: str, control: JobControl, *, is_over: Callable[[], bool]) -> None:
@@ -171,6 +171,10 @@ class RelayedControl:
     def requeue(self) -> None:
         """See `SlurmControl`."""
         self._ask("requeue")
+
+    def end(self) -> None:
+        """See `SlurmControl`."""
+        self._ask("end")
 
     def forbid_requeue(self) -> None:
         """See `SlurmControl`."""

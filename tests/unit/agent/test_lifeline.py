@@ -119,6 +119,28 @@ def test_others_that_hear_nothing_of_the_first_node_leave(both):
     os.kill(both.first.pid, signal.SIGCONT)
 
 
+def test_what_an_agent_waits_on_is_closed_as_it_is_to_leave(nodes):
+    """What a frozen node serves is not closed by itself, and its reader would not hear of it."""
+    place = LifelinePlace(1, 2, "127.0.0.1", nodes.port, LEASE_S)
+    pairs = [socket.socketpair() for _ in range(5)]
+    with Lifeline(place, SECRET) as own:
+        own.say({"ready": True})
+        nodes.hear("ready")
+        for mine, _ in pairs:
+            mine.settimeout(20)
+            own.guard([mine])
+
+        os.kill(nodes.first.pid, signal.SIGSTOP)
+        closed = [mine.recv(1) for mine, _ in pairs[3:]]
+        assert (closed, "gone" in own.news(1.0)[-1]) == ([b"", b""], True)
+    for mine, theirs in pairs[:3]:
+        theirs.sendall(b"x")
+        assert mine.recv(1) == b"x", "only those of the last two calls are held"
+    for pair in pairs:
+        for end in pair:
+            end.close()
+
+
 def test_others_are_told_of_the_first_nodes_death_at_once(both):
     os.kill(both.first.pid, signal.SIGKILL)
 

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.agent import main
-from hpctrain.agent.loss_ending import PROOF_S, TURN_S, LossEnding
+from hpctrain.agent.loss_ending import LOOK_S, PROOF_S, TURN_S, LossEnding
+from hpctrain.agent.node import RoundEnd
 from hpctrain.agent.rendezvous import LeftOut, Loss
 from hpctrain.base.records import JobContext, JobFacts
 from hpctrain.run import events as ledger
@@ -21,13 +22,19 @@ class Scheduler:
 
     def __init__(self, **facts):
         self.says = JobFacts(**{"state": "RUNNING", "restarts": 0, **facts})
-        self.requeued = 0
+        self.requeued = self.ended = 0
 
     def facts(self):
         return self.says
 
     def requeue(self):
         self.requeued += 1
+
+    def end(self):
+        self.ended += 1
+
+    def forbid_requeue(self):
+        """Nothing to forbid here."""
 
 
 @pytest.fixture
@@ -91,6 +98,7 @@ def test_a_loss_says_who_goes_on(story):
     (lost,) = [e for e in ledger.read(story.run) if e.kind == "node_lost"]
     assert all_fields(lost)["members"] == ["n1"]
     assert (lost.attempt, lost.fact.node, lost.fact.why) == (1, "n2", "silent")
+    assert not lost.fact.was_spare
 
 
 def test_the_job_of_a_lost_first_node_is_requeued_once(story):
@@ -101,10 +109,98 @@ def test_the_job_of_a_lost_first_node_is_requeued_once(story):
     ending(story, second := Scheduler()).after_first_node("silent", "n3", 1, 2, waits.append)
 
     assert (first.requeued, second.requeued) == (1, 0)
-    assert waits == [PROOF_S, PROOF_S + 2 * TURN_S]
+    assert sum(waits) == pytest.approx(2 * PROOF_S + 2 * TURN_S)
     assert ends(story) == [("node_failed", "requeue", "n1 was lost: silent")]
     (lost,) = [e for e in ledger.read(story.run) if e.kind == "node_lost"]
     assert (lost.fact.node, lost.fact.was_first) == ("n1", True)
+
+
+class Succession:
+    """What other agents have begun, and what is begun here."""
+
+    def __init__(self, claimed=()):
+        self.claims = iter([*claimed])
+        self.made = []
+
+    def claimed(self):
+        return next(self.claims, None)
+
+    def claim(self, follows):
+        self.made.append(follows)
+        return f"generation after {follows}"
+
+
+def test_agents_that_are_left_go_on_without_the_first_node_and_requeue_nothing(story):
+    own = ending(story, scheduler := Scheduler())
+    own.succession = Succession()
+
+    assert own.after_first_node("silent", "n2", 1, 0, no_time) == "generation after 1"
+
+    assert (own.succession.made, scheduler.requeued) == ([1], 0)
+    assert ends(story) == [("node_failed", "restart", "n1 was lost: silent")]
+
+
+def test_one_that_hears_of_another_leader_follows_it_and_writes_nothing(story):
+    own = ending(story, scheduler := Scheduler())
+    own.succession = Succession([None, "theirs"])
+
+    assert own.after_first_node("silent", "n3", 1, 1, no_time) == "theirs"
+
+    assert (own.succession.made, scheduler.requeued, ends(story)) == ([], 0, [])
+
+
+def test_one_that_another_was_quicker_than_follows_it(story):
+    own = ending(story, scheduler := Scheduler())
+    own.succession = Succession([None] * round(PROOF_S / LOOK_S) + ["theirs"] * 2)
+
+    assert own.after_first_node("silent", "n3", 1, 0, no_time) == "theirs"
+
+    assert (own.succession.made, scheduler.requeued, ends(story)) == ([], 0, [])
+
+
+def test_a_first_node_that_thaws_ends_nothing_of_those_that_go_on_without_it(story):
+    own = ending(story, scheduler := Scheduler())
+    own.succession = Succession(["theirs"] * 3)
+
+    assert not own.after_loss(1, "n2 was lost")
+    assert own.conclude(1, RoundEnd("failed", why="n2 was lost"), None) == 0
+
+    assert (scheduler.requeued, ends(story)) == (0, [])
+
+
+def test_where_nobody_can_lead_the_job_is_requeued(story):
+    own = ending(story, scheduler := Scheduler())
+    own.succession = Succession()
+    own.succession.claim = lambda _follows: (_ for _ in ()).throw(OSError("no room"))
+
+    assert own.after_first_node("silent", "n2", 1, 0, no_time) is None
+
+    assert scheduler.requeued == 1
+
+
+def test_too_few_agents_that_came_to_go_on_requeue_the_job(story):
+    own = ending(story, scheduler := Scheduler())
+    own.succession = Succession()
+    own.after_first_node("silent", "n2", 1, 0, no_time)
+
+    later = ending(story, scheduler)
+    later.end_without_nodes("no round can be made of n2")
+
+    assert scheduler.requeued == 1
+    assert ends(story)[-1] == ("node_failed", "requeue", "no round can be made of n2")
+    assert [e.attempt for e in ledger.read(story.run) if e.kind == "attempt_ended"] == [1, 1]
+
+
+@pytest.mark.parametrize(("outcome", "is_ended"), [("done", 1), ("crashed", 0)])
+def test_a_job_whose_batch_script_is_gone_is_ended_with_its_run(story, outcome, is_ended):
+    own = ending(story, scheduler := Scheduler())
+    own.end_job()
+    assert scheduler.ended == 0
+    own._decide(own._facts(1, outcome))
+
+    own.end_job()
+
+    assert scheduler.ended == is_ended
 
 
 @pytest.mark.parametrize("facts", [{"restarts": 1}, {"state": "CANCELLED"}])
@@ -160,9 +256,11 @@ def test_who_sees_to_the_job_is_not_ended_by_its_own_lifeline():
     """It kills an agent that has not left after some seconds; here it proves and waits for more."""
     done = []
     agent = SimpleNamespace(attempt_number=4)
-    place = SimpleNamespace(members=(0, 2), nodes=["n1", "n2", "n3"], node=1)
+    place = SimpleNamespace(
+        members=(0, 2), nodes=["n1", "n2", "n3"], node=1, can_do_without_first=lambda: True
+    )
     line = SimpleNamespace(stop=lambda: done.append("lifeline stopped"))
-    own = SimpleNamespace(after_first_node=lambda *told: done.append(told))
+    own = SimpleNamespace(after_first_node=lambda *told: done.append(told))  # nobody succeeds
 
     main._leave(agent, LeftOut("silent", first_is_gone=True), place, own, line)
     main._leave(agent, LeftOut("this node stood still"), place, own, line)

@@ -39,6 +39,9 @@ class Slurm:
     def requeue(self):
         self.done.append("requeue")
 
+    def end(self):
+        self.done.append("end")
+
     def exclude(self, nodes):
         self.done.append(tuple(nodes))
         raise ClusterError("no longer pending execution")
@@ -74,11 +77,12 @@ def test_what_slurm_says_comes_in_and_what_is_asked_of_it_goes_out(tmp_path, slu
     assert control.previous_end() is EndReason.NODE_FAILED
     assert control.previous_stop() == 4.5
     control.requeue()
+    control.end()
     with pytest.raises(ClusterError, match="no longer pending execution"):
         control.exclude(["n1", "n2"])
     with pytest.raises(ClusterUnreachable, match="slurmctld is silent"):
         control.forbid_requeue()
-    assert slurm.done == ["requeue", ("n1", "n2")]
+    assert slurm.done == ["requeue", "end", ("n1", "n2")]
 
 
 def test_who_does_not_know_the_secret_is_not_heard(tmp_path, slurm, monkeypatch):

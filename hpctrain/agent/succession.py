@@ -1,0 +1,177 @@
+"""Going on where the first node was lost, whose agent led the others.
+
+SLURM keeps such a job for its other nodes, without its batch script and its srun. The agents that
+are left begin anew as the next *generation*. One of them leads it: it leaves a claim in the run's
+directory, and the others look for that. Each takes its own process over (exec), since who leads
+forks what serves the others, which a process can only while it has one thread.
+tests/unit/agent/test_succession.py and tests/slurm/test_stay_alive.py hold the promises.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hpctrain.agent.control import addresses
+from hpctrain.base.env import HPCTRAIN_GENERATION, HPCTRAIN_KEEPER
+from hpctrain.base.files import write_private
+from hpctrain.base.process import free_port, print_to
+from hpctrain.base.secret import Forged, code, sign, verify
+from hpctrain.run.fence import left_text, run_lock
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hpctrain.base.records import JobContext
+    from hpctrain.run.layout import RunDir
+
+log = logging.getLogger("hpctrain.agent")
+
+ABOUT = "successor"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The agents of a job after its first node was lost, and once more for each that led them.
+
+    Attributes:
+        number: From 1 on; srun's own agents are generation 0.
+        leader: The node whose agent leads.
+        address: Under which the others reach it.
+        port: The first of its ports.
+        follows: The attempt after which it goes on.
+        lost: The nodes that led before it.
+    """
+
+    number: int
+    leader: str
+    address: str
+    port: int
+    follows: int
+    lost: tuple[str, ...]
+
+    def context(self, of_start: JobContext) -> JobContext:
+        """A node's place in this generation.
+
+        Args:
+            of_start: Its place as srun has started it.
+        """
+        own = of_start.nodes[of_start.node_rank]
+        others = [node for node in of_start.nodes if node not in {self.leader, *self.lost}]
+        nodes = [self.leader, *others]
+        return replace(
+            of_start,
+            nodes=nodes,
+            node_rank=nodes.index(own),
+            master_addr=self.address,
+            port=self.port,
+        )
+
+    def secret(self, of_start: str) -> str:
+        """What its agents share: words of those before it count no more.
+
+        Args:
+            of_start: Of this start of the job.
+        """
+        return code(of_start, "generation", self.number)
+
+
+class Succeeds(Exception):
+    """This process is to become an agent of the next generation.
+
+    Attributes:
+        generation: Which.
+        keeper: The process with copies of the state, as `NodeControl.hand_over` gave it.
+    """
+
+    keeper = ""
+
+    def __init__(self, generation: Generation) -> None:
+        super().__init__(f"generation {generation.number}, led by {generation.leader}")
+        self.generation = generation
+
+
+def generation_of(environ: Mapping[str, str]) -> Generation | None:
+    """The generation of this process; None where srun has started it."""
+    text = environ.get(HPCTRAIN_GENERATION)
+    return _generation(json.loads(text)) if text else None
+
+
+class Succession:
+    """The next generation, as an agent of this one looks for it or begins it."""
+
+    def __init__(self, run: RunDir, secret: str, context: JobContext) -> None:
+        """Nothing is looked at.
+
+        Args:
+            run: The run.
+            secret: Of this start of the job.
+            context: This node's place in this generation.
+        """
+        self._run, self._secret, self._context = run, secret, context
+        self._now = generation_of(os.environ)
+        self._number = 1 if self._now is None else self._now.number + 1
+
+    def claimed(self) -> Generation | None:
+        """What another agent has begun, or another after that; None where none has.
+
+        Raises:
+            OSError: nobody can tell.
+        """
+        text = left_text(self._run.successor)
+        if not text:
+            return None
+        try:
+            said = _generation(json.loads(verify(self._secret, ABOUT, text)))
+        except (Forged, ValueError, TypeError):  # of another start, or written half
+            return None
+        return said if said.number >= self._number else None
+
+    def claim(self, follows: int) -> Generation:
+        """Begin it, or take part in what another agent has begun meanwhile.
+
+        Args:
+            follows: The attempt after which it goes on.
+
+        Raises:
+            OSError: it cannot be written down.
+            HpctrainError: the run's lock cannot be had, or no port.
+        """
+        context = self._context
+        own, first = context.nodes[context.node_rank], context.nodes[0]
+        with run_lock(self._run):
+            if (there := self.claimed()) is not None:
+                return there
+            _, address = addresses(context.master_addr, context.node_rank)
+            port = free_port(context.job_id, context.restarts)
+            lost = (*(self._now.lost if self._now is not None else ()), first)
+            begun = Generation(self._number, own, address, port, follows, lost)
+            text = sign(self._secret, ABOUT, json.dumps(asdict(begun)))
+            write_private(self._run.successor, text, shared=False)
+            return begun
+
+
+def take_over(
+    generation: Generation, run: RunDir, environ: Mapping[str, str], keeper: str = ""
+) -> NoReturn:
+    """Become an agent of that generation, in this process; srun is gone, so it prints elsewhere.
+
+    Args:
+        generation: Which.
+        run: The run.
+        environ: As this process was started with it.
+        keeper: See `Succeeds`.
+    """
+    log.warning("goes on, led by %s", generation.leader)
+    print_to(run.jobs / f"generation-{generation.number}.out")
+    arguments = [sys.executable, *sys.orig_argv[1:]]
+    variables = {HPCTRAIN_GENERATION: json.dumps(asdict(generation)), HPCTRAIN_KEEPER: keeper}
+    os.execve(sys.executable, arguments, {**environ, **variables})  # noqa: S606
+
+
+def _generation(said: Mapping[str, Any]) -> Generation:
+    return Generation(**{**said, "lost": tuple(said["lost"])})
