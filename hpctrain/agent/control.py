@@ -18,6 +18,8 @@ from hpctrain.base.records import FailureReport
 from hpctrain.base.secret import code
 from hpctrain.control.collectives import parent_of
 from hpctrain.control.node_process import NodeProcess
+from hpctrain.memory.protocol import KeeperLost
+from hpctrain.memory.rank_line import KeeperLine
 from hpctrain.preflight.rendezvous import is_loopback
 
 if TYPE_CHECKING:
@@ -115,6 +117,20 @@ class NodeControl:
             self._process.join(address, port)
         if self._memory is not None:
             self._memory.join(store, key, timeout_s)
+
+    def memory_line(self, attempt: int) -> KeeperLine | None:
+        """To the process with copies of the state, after the ranks; None where there is none.
+
+        Args:
+            attempt: The round's number.
+        """
+        if self._memory is None or self._place is None:
+            return None
+        try:
+            return KeeperLine(self.folder, self._place.first_rank, attempt)
+        except KeeperLost as error:
+            log.warning("copies in memory: %s", error)
+            return None
 
     def failure(self) -> FailureReport | None:
         """That the process has ended by itself; None while it lives. Its ranks leave by that."""

@@ -8,13 +8,18 @@ tests/engines/test_in_place.py holds the promises.
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.agent.copies_to_disk import CopySaver
 from hpctrain.agent.node import MANY, NodeAgent, RoundEnd
 from hpctrain.agent.rendezvous import LeftOut, RoundBroken
+from hpctrain.base.env import HPCTRAIN_ATTEMPT
 from hpctrain.base.records import FailureReport
 from hpctrain.errors import ControlLost
+from hpctrain.run.fence import Attempt
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerGroup
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
     from hpctrain.agent.node import RoundHooks, _Reports
     from hpctrain.agent.rendezvous import Loss
     from hpctrain.agent.swaps import Swaps
+    from hpctrain.run.layout import RunDir
 
 NO_SIGN = "its agent gave no sign of life after a rank had failed"
 AGAIN = "its ranks died twice within an hour"
@@ -34,14 +40,16 @@ class InPlaceAgent(NodeAgent):
     Attributes:
         left_out: Why this node takes part in no round any more; None where it did to the end.
         swaps: Node 0: when a slow node gives its place to a spare; None for never.
+        run_of_copies: The run, where its nodes have copies of the state; else None.
     """
 
     left_out: LeftOut | None = None
     swaps: Swaps | None = None
+    run_of_copies: RunDir | None = None
 
     def _start_and_run(self, group: WorkerGroup) -> RoundEnd:
         try:
-            return super()._start_and_run(group)
+            return self._copies_saved(super()._start_and_run(group))
         except RoundBroken as broken:  # while it began
             self._stop_workers(group)
             return RoundEnd("failed", restart=True, why=str(broken))
@@ -61,6 +69,35 @@ class InPlaceAgent(NodeAgent):
                 raise
             self.left_out = out
             return RoundEnd("failed", why=str(out), left_out=str(out))
+
+    def _copies_saved(self, end: RoundEnd) -> RoundEnd:
+        """Copies go to disk where no round follows a loss; ranks that failed may have bad ones."""
+        is_loss = end.silent_nodes or (end.failure is not None and end.failure.kind == "signal")
+        if self.run_of_copies is None or self._control is None or end.restart or not is_loss:
+            return end
+        members, line = self._meeting_place.members, self._control.memory_line(self.attempt_number)
+        saver = CopySaver(
+            self.run_of_copies,
+            Attempt(**json.loads(os.environ[HPCTRAIN_ATTEMPT])),
+            place=int(self._worker_group.group_rank or 0),
+            living=[place for place, node in enumerate(members) if node not in end.silent_nodes],
+            line=line,
+            store=self._news_store,
+            key=self._key,
+            why_not=self._why_no_copies,
+        )
+        saved = saver.save()
+        if line is not None:
+            line.close()
+        if saved is not None and self._hooks is not None:
+            self._hooks.record(saved)
+        return end
+
+    def _why_no_copies(self) -> str:
+        """Node 0: why copies are not to be written any more, or ""."""
+        if self._hooks is not None and self._hooks.deadline.look().kill:
+            return "the job is to end"
+        return ", ".join(f"{loss.name} was lost" for loss in self._meeting_place.losses())
 
     def _fail_to_start(self, group: WorkerGroup, error: ControlLost) -> RoundEnd:
         """The node above is gone: say so, and hear how the round ends."""

@@ -21,7 +21,7 @@ from hpctrain.agent.loss_ending import LossEnding
 from hpctrain.agent.node_check import NodeCheck
 from hpctrain.agent.stay_alive import EARLY_END_S, RENDEZVOUS_S, lifeline_of, rendezvous_of
 from hpctrain.agent.succession import Succeeds, Succession, generation_of, take_over
-from hpctrain.agent.swaps import Swaps, newest_save
+from hpctrain.agent.swaps import swaps_of
 from hpctrain.base import process
 from hpctrain.base.env import HPCTRAIN_BATCH_STARTED, HPCTRAIN_KEEPER, HPCTRAIN_NODE, HPCTRAIN_RELAY
 from hpctrain.base.files import follow_folder
@@ -368,8 +368,9 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         control=node_control,
         hang_limits=_hang_limits(spec),
     )
-    if isinstance(agent, InPlaceAgent) and spec.settings.alive.stragglers == "swap":
-        agent.swaps = Swaps(partial(newest_save, run))
+    if isinstance(agent, InPlaceAgent):
+        agent.swaps = swaps_of(run, spec.settings.alive)
+        agent.run_of_copies = run if spec.settings.alive.memory != "no" else None
     try:
         agent.run()
         if isinstance(agent, InPlaceAgent) and agent.left_out is not None:

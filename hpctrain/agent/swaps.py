@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.base.text import duration
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpctrain.run.layout import RunDir
+    from hpctrain.settings.schema import AliveSettings
 
 log = logging.getLogger("hpctrain.agent")
 
@@ -97,6 +99,16 @@ class Swaps:
         why = "no spare waits" if slow.place else "its agent leads the others, so it stays"
         drain = f"scontrol update nodename={slow.name} state=drain reason='slow: hpctrain'"
         log.warning("%s; %s; for an administrator: %s", _price(slow), why, drain)
+
+
+def swaps_of(run: RunDir, alive: AliveSettings) -> Swaps | None:
+    """Those of a run; None where its settings want none.
+
+    Args:
+        run: The run.
+        alive: Its.
+    """
+    return Swaps(partial(newest_save, run)) if alive.stragglers == "swap" else None
 
 
 def newest_save(run: RunDir) -> int | None:

@@ -1,7 +1,7 @@
 """What a copy in memory says beside its bytes, so that all ranks' copies make a checkpoint.
 
 The same that ranks tell of their files of a checkpoint on disk (`checkpoint.format.layout`), as
-JSON: what comes from another node is never unpickled. tests/unit/memory/test_facts.py holds the
+JSON: what comes from another node is never unpickled. tests/unit/memory/test_stock.py holds the
 promises.
 """
 
@@ -76,14 +76,23 @@ def part_of(rank: int, answer: Sequence[Any]) -> RankPart:
         raise TornCheckpoint(f"what rank {rank} says of its copy is not whole: {error}") from error
 
 
+def parts_of(answers: Mapping[int, Sequence[Any]]) -> tuple[Manifest, list[RankPart]]:
+    """The manifest of a checkpoint without files and tensors, and the parts that fill them in.
+
+    Raises:
+        CheckpointError: what the copies say is not whole.
+    """
+    parts = [part_of(rank, answers[rank]) for rank in sorted(answers)]
+    return manifests.of_plain(answers[0][3].get("manifest") or {}), parts
+
+
 def joined(answers: Mapping[int, Sequence[Any]]) -> tuple[Manifest, bytes]:
     """The manifest of a checkpoint and its chunk table, from what all ranks' copies say.
 
     Raises:
         CheckpointError: the copies do not make up the tensors.
     """
-    parts = [part_of(rank, answers[rank]) for rank in sorted(answers)]
-    manifest = manifests.of_plain(answers[0][3].get("manifest") or {})
+    manifest, parts = parts_of(answers)
     files, manifest.tensors, chunks = assemble(parts, manifest.block_bytes)
     content = chunks.dump()
     manifest.files = [*files, entry_of(content)]

@@ -139,16 +139,17 @@ def test_where_the_first_node_dies_the_others_go_on_and_end_the_job(slurm, tmp_p
     run = submit(slurm, tmp_path, "--nodes=2+1", "--ranks-per-node=2", sets=SETTINGS)
     run.wait_event("saved")
 
-    slurm.kill_node("n1")
+    (leader, member), (spare,) = run.nodes()
+    slurm.kill_node(leader)
     _next_step(run, 2, time.time(), capsys, "first node killed")
     run.wait_event("done")
     slurm.wait_job(run.job_id, ("CANCELLED",), timeout=30)
 
     first, last = _trained(run)
     assert (first.reason, first.next) == ("node_failed", "restart")
-    assert (first.nodes, last.nodes) == (("n1", "n2"), ("n2", "n3"))
+    assert (first.nodes, last.nodes) == ((leader, member), (member, spare))
     (lost,) = run.events("node_lost")
-    assert (lost.fact.node, lost.fact.was_first) == ("n1", True)
+    assert (lost.fact.node, lost.fact.was_first) == (leader, True)
     assert slurm.job(run.job_id)["Restarts"] == "0"
     assert run.status()["state"] == "done"
     _assert_every_sample_was_used_once(run)
@@ -165,13 +166,14 @@ def test_a_job_that_has_lost_its_first_node_is_requeued_at_a_preemption(slurm, t
         sets=SETTINGS,
     )
     run.wait_event("saved")
-    slurm.kill_node("n1")
+    (leader, *_), _ = run.nodes()
+    slurm.kill_node(leader)
     run.wait_event("saved", attempt=2)
 
-    urgent = slurm.submit_urgent(["n2", "n3"])
+    urgent = slurm.submit_urgent(run.nodes()[0])
     slurm.wait_job(run.job_id, "PENDING", timeout=60)
     slurm.cancel(urgent)
-    slurm.revive_node("n1")
+    slurm.revive_node(leader)
     run.wait_done()
 
     assert run.ends()[1:] == [("preempted", "requeue"), ("completed", "stop")], run.story()
@@ -191,7 +193,8 @@ def test_a_first_node_that_thaws_ends_its_ranks_and_leaves_the_others_their_job(
         sets=SETTINGS | {"alive.lease_s": 3},
     )
     run.wait_event("saved")
-    pids = slurm.pids_of_job(run.job_id, "n1")
+    (leader, member), (spare,) = run.nodes()
+    pids = slurm.pids_of_job(run.job_id, leader)
     ranks = [
         pid
         for pid in pids
@@ -212,7 +215,7 @@ def test_a_first_node_that_thaws_ends_its_ranks_and_leaves_the_others_their_job(
     slurm.wait_job(run.job_id, ("CANCELLED",), timeout=30)
 
     assert len(ranks) >= 2
-    assert [one.nodes for one in _trained(run)] == [("n1", "n2"), ("n2", "n3")]
+    assert [one.nodes for one in _trained(run)] == [(leader, member), (member, spare)]
     assert run.events("saved", attempt=1)[-1].t < frozen + 3
     assert slurm.job(run.job_id)["Restarts"] == "0"
     assert run.status()["state"] == "done"

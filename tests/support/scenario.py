@@ -108,6 +108,11 @@ class RunHandle:
         self.wait_event("done", timeout_s=timeout_s)
         self.slurm.wait_job(self.job_id, ("COMPLETED",), timeout=30)
 
+    def nodes(self) -> tuple[list[str], list[str]]:
+        """Those of the newest attempt, and the spares. SLURM does not always begin with n1."""
+        fact = all_fields(self.events("attempt_started")[-1])
+        return list(fact["nodes"]), list(fact["spares"])
+
     def ends(self) -> list[tuple[str, str]]:
         """(reason, next) of each attempt that ended, in order."""
         return [(e.fact.reason, e.fact.next) for e in self.events("attempt_ended")]
