@@ -44,7 +44,7 @@ from hpctrain.plan.decide import (
 from hpctrain.run import event_types as kinds
 from hpctrain.run import events as ledger
 from hpctrain.run.event_fields import count, member
-from hpctrain.run.fence import identity, read_fence, take_attempt
+from hpctrain.run.fence import read_fence, start_without_ranks, take_attempt
 from hpctrain.run.heartbeat import read_heartbeat
 from hpctrain.run.ownership import job_spec
 
@@ -779,13 +779,8 @@ class BatchScriptSide:
         except OSError as error:
             log.warning("this start is not counted: %s", error)
             return None
-        begun = kinds.AttemptStarted(
-            **identity(self._run, taken),
-            by="batch",
-            nodes=tuple(start.nodes),
-            world_size=0,
-            ranks_per_node=0,
-            job_started=start.start_time,
+        begun = start_without_ranks(
+            self._run, taken, by="batch", nodes=start.nodes, job_started=start.start_time
         )
         self._end.add(begun, taken.number)
         return taken.number

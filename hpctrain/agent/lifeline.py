@@ -328,6 +328,8 @@ class _Other(_LifelineSide):
         self._heard = _now()
         self._waiting: list[dict[str, Any]] = []
         self._is_over = False
+        self._may_have_ranks = False
+        """Its agent has told that it is ready for a round."""
 
     async def _begin(self) -> None:
         self._meeting = asyncio.create_task(self._meet())
@@ -376,6 +378,7 @@ class _Other(_LifelineSide):
             self._leave(head["dropped"], dropped=True)
 
     def _obey(self, order: dict[str, Any]) -> None:
+        self._may_have_ranks = self._may_have_ranks or "ready" in order
         if self._first is None:
             self._waiting.append(order)
         else:
@@ -401,5 +404,7 @@ class _Other(_LifelineSide):
             with suppress(OSError), socket.socket(fileno=fd) as connection:
                 connection.shutdown(socket.SHUT_RDWR)  # the agent's descriptor is another one
         self._guards = []
+        if not self._may_have_ranks:
+            return  # it still imports, and sees to the job as soon as it hears of this
         loop = asyncio.get_running_loop()
         loop.call_later(min(LEAVE_S, self._place.lease_s), os.kill, self._agent, signal.SIGKILL)

@@ -19,7 +19,7 @@ from hpctrain.errors import ClusterError, HpctrainError
 from hpctrain.plan.decide import decide_end, is_cancelled, is_requeued
 from hpctrain.run import event_types as kinds
 from hpctrain.run import events as ledger
-from hpctrain.run.fence import read_fence
+from hpctrain.run.fence import read_fence, start_without_ranks, take_attempt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -101,7 +101,11 @@ class LossEnding(AttemptEnding):
                 return begun
             sleep(LOOK_S)
         fence = read_fence(self._run)
-        if fence is None or not self._is_left_alone(fence, node, attempt):
+        own = self._context.job_id, self._context.restarts
+        if fence is None or (fence.job_id, fence.restarts) != own:
+            self._end_unbegun(fence, why)
+            return None
+        if not self._is_left_alone(fence, node, attempt):
             return None
         first = self._context.nodes[0]
         log.warning("%s was lost: %s; what follows is decided here", first, why)
@@ -119,11 +123,38 @@ class LossEnding(AttemptEnding):
         self._decide(facts)
         return None
 
+    def _end_unbegun(self, fence: Attempt | None, why: str) -> None:
+        """Requeue a job whose first node was lost before its first attempt: nobody else would.
+
+        Args:
+            fence: The newest attempt, of another start.
+            why: What was heard of the first node.
+        """
+        context, scheduler = self._context, self._ask()
+        own = context.job_id, context.restarts
+        if scheduler is None or is_requeued(scheduler, own[1]) or is_cancelled(scheduler, own[1]):
+            return
+        began = context.start_time
+        if fence is not None and fence.job_id != own[0] and (not began or fence.started > began):
+            return  # as far as anybody can tell the run has gone on in that job
+        try:
+            taken = take_attempt(self._run, job_id=own[0], restarts=own[1])
+        except (HpctrainError, OSError) as error:
+            log.warning("the job is left as it is: %s", error)
+            return
+        begun = start_without_ranks(
+            self._run, taken, by="start", nodes=context.nodes, job_started=began
+        )
+        ledger.record(self._run, begun, attempt=taken.number)
+        fact = kinds.NodeLost(node=context.nodes[0], why=why, was_first=True)
+        ledger.record(self._run, fact, attempt=taken.number)
+        lost = f"{context.nodes[0]} was lost before a rank had started: {why}"
+        log.warning("%s; what follows is decided here", lost)
+        self._decide(self._facts(taken.number, "crashed", why=lost, nodes_failed=True))
+
     def _is_left_alone(self, fence: Attempt, node: str, attempt: int) -> bool:
-        """Whether nobody has seen to the job, and it is this start's still."""
+        """Whether nobody has seen to the job of this start."""
         own = self._context.job_id, self._context.restarts
-        if (fence.job_id, fence.restarts) != own:
-            return False
         if (attempt and fence.number > attempt) or node in self._lost_nodes():
             log.warning("the job goes on without %s", node)
             return False

@@ -18,8 +18,8 @@ from hpctrain.preflight.node_lists import bad_nodes_path, record_bad
 from hpctrain.preflight.report import OK
 from hpctrain.preflight.run import NodePlace
 from hpctrain.run import events as ledger
-from hpctrain.run.event_types import AttemptStarted, NodesChecked
-from hpctrain.run.fence import identity, take_attempt
+from hpctrain.run.event_types import NodesChecked
+from hpctrain.run.fence import start_without_ranks, take_attempt
 
 if TYPE_CHECKING:
     from hpctrain.agent.ending import AttemptEnding
@@ -79,13 +79,12 @@ class NodeCheck:
             record_bad(bad_nodes_path(self._run), verdict.bad, hours=hours)
         taken = take_attempt(self._run, job_id=context.job_id, restarts=context.restarts)
         ranks = self._spec.settings.slurm.ranks()
-        begun = AttemptStarted(
-            **identity(self._run, taken),
+        begun = start_without_ranks(
+            *(self._run, taken),
             by="start",
-            nodes=tuple(context.nodes),
-            world_size=0,
-            ranks_per_node=ranks,
+            nodes=context.nodes,
             job_started=context.start_time,
+            ranks_per_node=ranks,
         )
         ledger.append(self._run, begun, attempt=taken.number)
         if verdict.apart:

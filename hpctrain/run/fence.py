@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.base import locks
 from hpctrain.base.files import all_of, plain_descriptor, read_plain, read_text
 from hpctrain.errors import CheckpointError, Fenced, RunLocked
+from hpctrain.run.event_types import AttemptStarted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from hpctrain.run.layout import RunDir
@@ -131,6 +132,35 @@ def identity(run: RunDir, attempt: Attempt) -> dict[str, Any]:
     """The fields by which `AttemptStarted` says whose it is."""
     own = {name: getattr(attempt, name) for name in ("job_id", "restarts", "token")}
     return own | {"run_dir": str(run.root)}
+
+
+def start_without_ranks(
+    run: RunDir,
+    attempt: Attempt,
+    *,
+    by: str,
+    nodes: Sequence[str],
+    job_started: float | None,
+    ranks_per_node: int = 0,
+) -> AttemptStarted:
+    """What the ledger hears of a start of the job that came to no ranks, so that it counts.
+
+    Args:
+        run: The run.
+        attempt: Taken for it.
+        by: As for `AttemptStarted`.
+        nodes: Of the job.
+        job_started: When the scheduler began it; None where unknown.
+        ranks_per_node: That there would have been.
+    """
+    return AttemptStarted(
+        **identity(run, attempt),
+        by=by,
+        nodes=tuple(nodes),
+        world_size=0,
+        ranks_per_node=ranks_per_node,
+        job_started=job_started,
+    )
 
 
 @contextlib.contextmanager

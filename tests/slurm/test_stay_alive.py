@@ -182,6 +182,32 @@ def test_a_job_that_has_lost_its_first_node_is_requeued_at_a_preemption(slurm, t
 
 
 @pytest.mark.soak
+def test_a_job_whose_first_node_dies_before_its_first_attempt_is_requeued(slurm, tmp_path):
+    run = submit(slurm, tmp_path, "--nodes=2+1", "--ranks-per-node=2", sets=SETTINGS)
+
+    def lives():
+        """Lifelines are there, and nothing has begun: imports take seconds from here on."""
+        names = {
+            node
+            for node in ("n1", "n2", "n3", "n4")
+            for pid in slurm.pids_of_job(run.job_id, node)
+            if len(processes.descendants(pid)) > 1
+            and "hpctrain.entry.slurm_task" in processes.command(pid)
+        }
+        return len(names) == 3 and names
+
+    nodes = run.wait("agents", lives)
+    assert not run.events("attempt_started")
+    first = min(nodes)
+    slurm.kill_node(first)
+    run.wait_done()
+
+    assert run.ends() == [("node_failed", "requeue"), ("completed", "stop")], run.story()
+    assert first not in run.nodes()[0]
+    assert slurm.job(run.job_id)["Restarts"] == "1"
+
+
+@pytest.mark.soak
 def test_a_first_node_that_thaws_ends_its_ranks_and_leaves_the_others_their_job(
     slurm, tmp_path, capsys
 ):

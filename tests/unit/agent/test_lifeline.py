@@ -124,8 +124,8 @@ def test_what_an_agent_waits_on_is_closed_as_it_is_to_leave(nodes):
     place = LifelinePlace(1, 2, "127.0.0.1", nodes.port, LEASE_S)
     pairs = [socket.socketpair() for _ in range(5)]
     with Lifeline(place, SECRET) as own:
-        own.say({"ready": True})
-        nodes.hear("ready")
+        nodes.first.say({"round": {"round": 0, "members": [0, 1]}})
+        assert own.news(20.0), "it has met the first node's"
         for mine, _ in pairs:
             mine.settimeout(20)
             own.guard([mine])
@@ -133,6 +133,8 @@ def test_what_an_agent_waits_on_is_closed_as_it_is_to_leave(nodes):
         os.kill(nodes.first.pid, signal.SIGSTOP)
         closed = [mine.recv(1) for mine, _ in pairs[3:]]
         assert (closed, "gone" in own.news(1.0)[-1]) == ([b"", b""], True)
+        # This process is not killed: it has not said that it is ready, so it has no ranks.
+        time.sleep(2 * LEASE_S)
     for mine, theirs in pairs[:3]:
         theirs.sendall(b"x")
         assert mine.recv(1) == b"x", "only those of the last two calls are held"

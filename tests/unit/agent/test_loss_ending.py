@@ -12,9 +12,11 @@ from hpctrain.agent.node import RoundEnd
 from hpctrain.agent.rendezvous import LeftOut, Loss
 from hpctrain.base.records import JobContext, JobFacts
 from hpctrain.run import events as ledger
-from hpctrain.run.fence import take_attempt
+from hpctrain.run.fence import read_fence, take_attempt
 from hpctrain.settings.spec import load_spec
 from tests.support.ledger_runs import Story, all_fields
+
+JOB_BEGAN = 1_790_000_000.0
 
 
 class Scheduler:
@@ -47,7 +49,9 @@ def story(tmp_path):
 
 
 def ending(story, scheduler, *, job_id="7", restarts=0):
-    context = JobContext(job_id, restarts, 1, ["n1", "n2", "n3"], "n1", 20000, "")
+    context = JobContext(
+        *(job_id, restarts, 1, ["n1", "n2", "n3"], "n1", 20000, ""), start_time=JOB_BEGAN
+    )
     spec = load_spec(story.run.spec)
     return LossEnding(story.run, spec, context, scheduler, now=lambda: story.t)
 
@@ -209,6 +213,70 @@ def test_nothing_is_done_where_slurm_has_ended_the_job(story, facts):
 
     assert scheduler.requeued == 0
     assert ends(story) == []
+
+
+@pytest.mark.parametrize(
+    "newest",
+    [None, ("7", 0, 0.0), ("6", 0, -50.0)],
+    ids=["none", "of the start before", "of the job before"],
+)
+def test_a_job_whose_first_node_was_lost_before_its_first_attempt_is_requeued(
+    tmp_path, newest, monkeypatch
+):
+    """Without an agent of the first node nobody else would ever end it."""
+    story = Story(tmp_path / "gpt").submitted("7")
+    if newest is not None:
+        job_id, restarts, began = newest
+        monkeypatch.setattr("hpctrain.run.fence.time.time", lambda: JOB_BEGAN + began)
+        take_attempt(story.run, job_id=job_id, restarts=restarts)
+    number = 1 if newest is None else 2
+    own = ending(story, scheduler := Scheduler(restarts=1), restarts=1)
+    own.succession = Succession()
+
+    assert own.after_first_node("silent", "n2", 0, 0, no_time) is None
+    later = ending(story, second := Scheduler(restarts=1), restarts=1)
+    assert later.after_first_node("silent", "n3", 0, 1, no_time) is None
+
+    assert (scheduler.requeued, second.requeued, own.succession.made) == (1, 0, [])
+    assert ends(story) == [
+        ("node_failed", "requeue", "n1 was lost before a rank had started: silent")
+    ]
+    told = [(e.kind, e.attempt) for e in ledger.read(story.run)][-4:]
+    assert told == [
+        ("attempt_started", number),
+        ("node_lost", number),
+        ("attempt_ended", number),
+        ("requeued", number),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("newest", "facts"),
+    [
+        (("8", 0, 50.0), {}),
+        (("7", 2, 50.0), {}),
+        (("7", 0, -50.0), {"restarts": 2}),
+        (("7", 0, -50.0), {"state": "CANCELLED"}),
+        (("7", 0, -50.0), None),
+    ],
+    ids=["a later job", "a later start", "requeued", "cancelled", "SLURM is silent"],
+)
+def test_a_start_without_an_attempt_does_nothing_where_the_run_may_be_elsewhere(
+    tmp_path, monkeypatch, newest, facts
+):
+    story = Story(tmp_path / "gpt").submitted("7")
+    job_id, restarts, began = newest
+    monkeypatch.setattr("hpctrain.run.fence.time.time", lambda: JOB_BEGAN + began)
+    taken = take_attempt(story.run, job_id=job_id, restarts=restarts)
+    scheduler = Scheduler(**({"restarts": 1} | (facts or {})))
+    own = ending(story, scheduler, restarts=1)
+    if facts is None:
+        own._ask = lambda: None
+
+    assert own.after_first_node("silent", "n2", 0, 0, no_time) is None
+
+    assert (scheduler.requeued, ends(story)) == (0, [])
+    assert read_fence(story.run) == taken
 
 
 @pytest.mark.parametrize("other", [("8", 0), ("7", 1)])
