@@ -11,6 +11,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import secrets
 import socket
 import tempfile
 import threading
@@ -33,8 +34,10 @@ LEAVE_S = 10
 PORTS = range(61_000, 65_500)
 """Above Linux's ephemeral range, and above those of the test clusters."""
 SIDES = 4
-_COUNTER = itertools.count(os.getpid())
-"""Two runs of tests that began together would else ask for the same ports in step."""
+_COUNTER = itertools.count(secrets.randbelow(len(PORTS)))
+"""Two runs of tests that began together would else ask for the same ports in step. Not the
+process's number: the systems of other SLURM versions count their processes from 1, each by itself.
+"""
 PRELOAD = (
     "torch._dynamo",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
