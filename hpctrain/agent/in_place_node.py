@@ -71,7 +71,7 @@ class InPlaceAgent(NodeAgent):
             return RoundEnd("failed", why=str(out), left_out=str(out))
 
     def _copies_saved(self, end: RoundEnd) -> RoundEnd:
-        """Copies go to disk where no round follows a loss; ranks that failed may have bad ones."""
+        """Copies go to disk where no round follows; ranks that raised may have bad ones."""
         is_loss = end.silent_nodes or (end.failure is not None and end.failure.kind == "signal")
         if self.run_of_copies is None or self._control is None or end.restart or not is_loss:
             return end
@@ -95,8 +95,11 @@ class InPlaceAgent(NodeAgent):
 
     def _why_no_copies(self) -> str:
         """Node 0: why copies are not to be written any more, or ""."""
-        if self._hooks is not None and self._hooks.deadline.look().kill:
-            return "the job is to end"
+        if self._hooks is not None:
+            deadline = self._hooks.deadline
+            # Its last seconds are for the requeue, and a write cannot be broken off.
+            if deadline.look().kill or deadline.cause is not None:
+                return "the job is to end"
         return ", ".join(f"{loss.name} was lost" for loss in self._meeting_place.losses())
 
     def _fail_to_start(self, group: WorkerGroup, error: ControlLost) -> RoundEnd:

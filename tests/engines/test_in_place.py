@@ -369,6 +369,19 @@ def test_who_thaws_and_finds_no_store_knows_whether_it_was_left_out_itself(
     assert (agent.left_out, end.left_out) == (out, str(out))
 
 
+@pytest.mark.parametrize(
+    ("kill", "cause", "why"),
+    [(False, None, ""), (True, None, "the job is to end"), (False, "term", "the job is to end")],
+)
+def test_a_stop_that_is_under_way_is_not_held_up_by_copies(kill, cause, why):
+    agent = object.__new__(InPlaceAgent)
+    deadline = SimpleNamespace(look=lambda: SimpleNamespace(kill=kill), cause=cause)
+    agent._hooks = SimpleNamespace(deadline=deadline)
+    agent._meeting_place = SimpleNamespace(losses=list)
+
+    assert agent._why_no_copies() == why
+
+
 def meeting(nodes, size, *, comes, gather_s):
     """Node 0's side before its first round, where only some of the other nodes come."""
     place = object.__new__(InPlaceRendezvous)
