@@ -94,7 +94,8 @@ def test_the_program_that_is_shown_loses_no_step_to_a_preemption(tmp_path, frame
     assert [(save.kind, save.step) for save in history.saves] == [
         ("sealed", step) for step in saved[: len(history.saves)]
     ]
-    assert len(history.saves) >= 3
+    # A stop held up to step 40 or 80 is the save there, and not all programs save their last step.
+    assert len(history.saves) >= len(saved) - 1
     assert progress(history).loss is not None
     marks = [mark.fact for attempt in history.attempts for mark in attempt.marks]
     tokens = (4 if framework == TRAINER else 8) * 4 * RANKS
