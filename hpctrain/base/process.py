@@ -34,10 +34,12 @@ BASE = 256
 MOST = 1 << 20
 """Programs that go through all that may be open would take minutes where there is no limit."""
 PORT_BASE = 20000
-PORT_BLOCKS = 1500
 PORTS = 8
 """Ports a job may use side by side. 20000..31999 lies below Linux' ephemeral range, from which any
 outgoing connection may take a port at any moment (enroot#243)."""
+PORT_BLOCK = PORTS + 1
+"""The last port of a block is nobody's to listen on: who has it has claimed the others."""
+PORT_BLOCKS = 12_000 // PORT_BLOCK
 
 
 def own_program(module: str, *words: str, python: str = "", unbuffered: bool = False) -> list[str]:
@@ -197,23 +199,48 @@ def first_port(job_id: str, restarts: int, turn: int = 0) -> int:
     The restart count takes part, since a port is not free at once after a requeue (TIME_WAIT).
     """
     block = zlib.crc32(f"{job_id}/{restarts}".encode()) + turn
-    return PORT_BASE + PORTS * (block % PORT_BLOCKS)
+    return PORT_BASE + PORT_BLOCK * (block % PORT_BLOCKS)
 
 
 def free_port(job_id: str, restarts: int) -> int:
     """The first port of a block that is free on this node, starting from the job's own.
+
+    No other call gives the same block for the next minute, in which the job's agents come up.
 
     Raises:
         ClusterError: none of the blocks is free.
     """
     for turn in range(PORT_BLOCKS):
         port = first_port(job_id, restarts, turn)
-        if all(_is_free(port + n) for n in range(PORTS)):
+        if all(_is_free(port + n) for n in range(PORTS)) and _claim(port + PORTS):
             return port
     raise ClusterError(
-        f"no {PORTS} free ports in a row between {PORT_BASE} and {PORT_BASE + PORTS * PORT_BLOCKS} "
-        f"on {socket.gethostname()}: see what listens there with `ss -ltn`"
+        f"no {PORTS} free ports in a row between {PORT_BASE} and "
+        f"{PORT_BASE + PORT_BLOCK * PORT_BLOCKS} on {socket.gethostname()}: see what listens there "
+        "with `ss -ltn`"
     )
+
+
+def _claim(port: int) -> bool:
+    """Take a port for the next minute, without a process that holds it; False where another has.
+
+    The kernel keeps the port of the side that ends a connection first (TIME_WAIT, 60 s). Two jobs
+    that begin on one node in the same seconds would else both see a block free that neither's
+    agents listen on yet, and the second one's would not come up.
+    """
+    with socket.socket() as listener, socket.socket() as client:
+        listener.settimeout(1)  # a stranger's connection may come before ours
+        client.settimeout(1)
+        try:
+            listener.bind(("127.0.0.1", port))  # without SO_REUSEADDR, which passes over TIME_WAIT
+            listener.listen(1)
+            client.connect(("127.0.0.1", port))
+            accepted, _ = listener.accept()
+            accepted.close()
+            client.recv(1)
+        except OSError as error:  # others: a node without loopback can claim nothing, and can train
+            return error.errno != errno.EADDRINUSE
+    return True
 
 
 def _is_free(port: int) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from uuid import uuid4
 import subprocess
 import sys
 
 import pytest
 
-from hpctrain.base.process import PORTS, first_port, free_port
+from hpctrain.base.process import PORTS, _is_free, first_port, free_port
 from hpctrain.base.records import EndReason
 from hpctrain.entry import slurm_batch
 from hpctrain.entry.slurm_batch import exports
@@ -128,16 +130,42 @@ def test_port_differs_after_a_requeue():
     assert first_port("7", 0) != first_port("7", 1)
 
 
-def test_port_block_in_use_is_passed_over():
-    port = free_port("7", 0)
+def of_nobody():
+    """A job whose first ports nobody on this machine has, or has claimed."""
+    jobs = iter(lambda: str(uuid4()), "")
+    return next(
+        job for job in jobs if all(_is_free(first_port(job, 0) + n) for n in range(PORTS + 1))
+    )
 
+
+def test_port_block_in_use_is_passed_over():
+    job = of_nobody()
+    port = first_port(job, 0)
     with socket.socket() as taken:
         taken.bind(("", port + PORTS - 1))
         taken.listen()
-        other = free_port("7", 0)
 
-    assert other != port
-    assert 20000 <= other < 32000
+        assert free_port(job, 0) != port
+
+
+def test_two_jobs_that_look_at_the_same_time_get_different_ports():
+    """Neither listens yet: that takes the seconds in which its agents start."""
+    job = str(uuid4())
+    with ThreadPoolExecutor(8) as threads:
+        ports = list(threads.map(lambda _: free_port(job, 0), range(24)))
+
+    assert len(set(ports)) == len(ports)
+    # Those that look at the very same port pass its block over, all of them.
+    assert set(ports) <= {first_port(job, 0, turn) for turn in range(24 * 8)}
+    assert all(20000 <= port < 32000 - PORTS for port in ports)
+
+
+def test_a_claim_keeps_no_port_of_the_block():
+    port = free_port("9", 0)
+
+    for n in range(PORTS):
+        with socket.socket() as own:
+            own.bind(("", port + n))
 
 
 def test_batch_side_does_without_scontrol(monkeypatch, capsys):
@@ -244,10 +272,11 @@ def test_exports_are_safe_to_evaluate(tmp_path):
 
 def test_a_port_that_another_has_over_ipv6_alone_is_not_free():
     """The first node's name may have both addresses, and clients try this one first."""
-    port = free_port("7", 0)
+    job = of_nobody()
+    port = first_port(job, 0)
     with socket.socket(socket.AF_INET6) as theirs:
         theirs.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         theirs.bind(("::", port))
         theirs.listen()
 
-        assert not port <= free_port("7", 0) < port + PORTS
+        assert free_port(job, 0) != port
