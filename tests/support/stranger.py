@@ -24,7 +24,7 @@ from typing import Any
 
 from hpctrain.base.process import PORTS, first_port
 
-STARTS, TURNS = 4, 8
+STARTS, TURNS = 4, 3
 SILENT = 50
 LOOK_S = 0.02
 ANSWER_S = 0.3
