@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 import socket
-from concurrent.futures import ThreadPoolExecutor
-from uuid import uuid4
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from uuid import uuid4
 
 import pytest
 
