@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpctrain.agent.convictions import keep_out
+from hpctrain.agent.incidents import Incidents
 from hpctrain.agent.notify import SPARE_S, notify, wait_for
 from hpctrain.agent.ranks import is_echo
 from hpctrain.base.files import follow_folder, read_plain
@@ -247,6 +248,7 @@ class AttemptEnding:
         self._context = context
         self._control = control
         self._end = EndWriter(run, control)
+        self._incidents = Incidents(run, spec.settings.notify)
         self._end_of: int | None = 0
         self.pause_s = 0.0
         self.seen_step: Callable[[], int | None] = lambda: None  # of this node's ranks
@@ -493,8 +495,9 @@ class AttemptEnding:
         return again and 2 * len(left) <= own.world_size
 
     def record(self, attempt: int, fact: LedgerFact) -> None:
-        """Write down what was seen of an attempt's ranks."""
+        """Write down what was seen of an attempt's ranks, and have an incident told."""
         ledger.record(self._run, fact, attempt=attempt)
+        self._incidents.tell(fact, attempt)
 
     def _crash_kind(self, attempt: int, failure: FailureReport | None) -> Outcome:
         """What the failure of a rank was to its attempt."""

@@ -71,7 +71,10 @@ class LossEnding(AttemptEnding):
             node=loss.name, why=loss.why, was_spare=not loss.was_member, members=tuple(members)
         )
         log.warning("%s was lost: %s", loss.name, loss.why)
-        ledger.record(self._run, fact, attempt=attempt)
+        if attempt is None:
+            ledger.record(self._run, fact)
+        else:
+            self.record(attempt, fact)
 
     def after_first_node(
         self,
@@ -109,8 +112,7 @@ class LossEnding(AttemptEnding):
             return None
         first = self._context.nodes[0]
         log.warning("%s was lost: %s; what follows is decided here", first, why)
-        fact = kinds.NodeLost(node=first, why=why, was_first=True)
-        ledger.record(self._run, fact, attempt=fence.number)
+        self.record(fence.number, kinds.NodeLost(node=first, why=why, was_first=True))
         lost = f"{first} was lost: {why}"
         if self.succession is not None and self.after_loss(fence.number, lost):
             try:

@@ -1,5 +1,7 @@
 """Notifications of an attempt's end: what there is to tell, and the start of who tells it.
 
+What happens in the middle of an attempt is told in the same way: incidents.py.
+
 The telling is a process of its own (`notify_child.py`), in a session of its own: it may hang, flood
 its output or be missing, and nobody here waits for it. Started where its starter lives on: by node
 0's agent when ranks start again in the allocation, else by the batch side, since SLURM kills what a
@@ -41,13 +43,14 @@ class Notification:
     """What a [notify] command and webhook get."""
 
     what: str
-    """done, failed, stopped: the run is over; attempt: an attempt ended and the run goes on."""
+    """done, failed, stopped: the run is over; attempt: an attempt ended and the run goes on;
+    incident: something happened in the middle of one."""
     run: str
     run_dir: str
     attempt: int
     job_id: str | None
     reason: str
-    """Why the attempt ended, as `hpctrain status` has it."""
+    """Why the attempt ended, as `hpctrain status` has it; of an incident, what it is."""
     step: int | None
     """The last step that it is known to have done."""
     saved_step: int | None
@@ -68,14 +71,23 @@ class Notification:
         return asdict(self)
 
 
-def notify(run: RunDir, settings: NotifySettings, attempt: int) -> subprocess.Popen[bytes] | None:
+def notify(
+    run: RunDir, settings: NotifySettings, attempt: int, *, incident: str = ""
+) -> subprocess.Popen[bytes] | None:
     """Start to tell of an attempt's end, which is in the ledger; None where nobody asked for it.
 
     Costs the start of a process, never more; what comes of it is in the ledger as `notified`.
+
+    Args:
+        run: The run.
+        settings: Who is told, and of what.
+        attempt: The attempt.
+        incident: Tell of this kind of incident (`incidents.REASONS`) and not of the end.
     """
     if not settings.on or not (settings.command or settings.webhook_file):
         return None
-    command = own_program("hpctrain.agent.notify_child", str(run.root), str(attempt))
+    words = [str(run.root), str(attempt), *([incident] if incident else [])]
+    command = own_program("hpctrain.agent.notify_child", *words)
     try:
         child = subprocess.Popen(
             command,
@@ -115,7 +127,7 @@ def notification_of(run: RunDir, history: RunHistory, number: int) -> Notificati
     failure = "" if attempt.failure is None else attempt.failure.summary
     why = stuck or attempt.stopped_for_good or failure or attempt.detail
     step = attempt.end_step
-    saved = max((save.step or 0 for save in history.saves if save.committed), default=None)
+    saved = newest_saved(history)
     reason = (attempt.reason or EndReason.UNKNOWN).value
     return Notification(
         what=what,
@@ -127,13 +139,18 @@ def notification_of(run: RunDir, history: RunHistory, number: int) -> Notificati
         step=step,
         saved_step=saved,
         steps_lost=_lost(step, saved, is_done=what == "done"),
-        loss=_loss(attempt),
+        loss=last_loss(attempt),
         left_out=len(history.holes),
         why=why[:MOST_WHY],
         next=_next(run, what),
         text=_text(run.name, what, attempt=number, reason=reason, step=step, why=why)
         + _guarded(len(history.holes)),
     )
+
+
+def newest_saved(history: RunHistory) -> int | None:
+    """The newest step that a committed checkpoint has."""
+    return max((save.step or 0 for save in history.saves if save.committed), default=None)
 
 
 def _lost(step: int | None, saved: int | None, *, is_done: bool) -> int | None:
@@ -156,7 +173,7 @@ def _what(attempt: AttemptRecord) -> str:
     return "stopped" if reason in _ENDED_ON_WISH else "failed"
 
 
-def _loss(attempt: AttemptRecord) -> float | None:
+def last_loss(attempt: AttemptRecord) -> float | None:
     """The last loss that was told; None also for one that JSON has no word for."""
     losses = (mark.fact.loss for mark in reversed(attempt.marks))
     return next((loss for loss in losses if loss is not None and math.isfinite(loss)), None)

@@ -1,4 +1,4 @@
-"""The process that tells of an attempt's end: ``-m hpctrain.agent.notify_child RUN ATTEMPT``.
+"""The process that tells news: ``-m hpctrain.agent.notify_child RUN ATTEMPT [INCIDENT]``.
 
 Started by `notify.py` and left alone. It ends within `notify.timeout_s` for each way of telling,
 whatever the command or the server does, and writes into the ledger how that went. The webhook's URL
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from hpctrain.agent import signals
+from hpctrain.agent.incidents import incident_of
 from hpctrain.agent.notify import notification_of
 from hpctrain.base import locks
 from hpctrain.base.env import HPCTRAIN_NOTIFY
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from hpctrain.agent.notify import Notification
     from hpctrain.settings.schema import NotifySettings
+    from hpctrain.settings.spec import Spec
 
 TAIL = 500
 """Characters that are kept of what a failed command said."""
@@ -47,17 +49,27 @@ def main(argv: list[str]) -> int:
     run, attempt = RunDir(Path(argv[0])), int(argv[1])
     spec = job_spec(run)
     settings = spec.settings.notify
+    if argv[2:]:  # who asks tells each of them once
+        news = incident_of(run, RunHistory.read(run), attempt, argv[2])
+        if news is not None:
+            _tell(news, run, spec)
+        return 0
     with _alone(run, attempt, settings.timeout_s):
         history = RunHistory.read(run)
         news = notification_of(run, history, attempt)
         was_told = attempt in history.notified
         if news is None or was_told or not {news.what, "attempt"} & set(settings.on):
             return 0
-        folder = Path(spec.entry.cwd) if Path(spec.entry.cwd).is_dir() else run.root
-        problems = deliver(news, settings, folder)
-        notified = Notified(what=news.what, ok=not problems, why="; ".join(problems))
-        ledger.append(run, notified, attempt=attempt)
+        _tell(news, run, spec)
     return 0
+
+
+def _tell(news: Notification, run: RunDir, spec: Spec) -> None:
+    """Tell it, and write down how that went."""
+    folder = Path(spec.entry.cwd) if Path(spec.entry.cwd).is_dir() else run.root
+    problems = deliver(news, spec.settings.notify, folder)
+    notified = Notified(what=news.what, ok=not problems, why="; ".join(problems))
+    ledger.append(run, notified, attempt=news.attempt)
 
 
 def deliver(news: Notification, settings: NotifySettings, folder: Path) -> list[str]:

@@ -85,7 +85,7 @@ class RunHistory:
         asked_evaluations: Steps whose checkpoint somebody wants evaluated.
         evaluations: The last word on the evaluation of each step's checkpoint. Where there was
             no checkpoint any more, one that is saved anew counts as new.
-        notified: Attempts of which somebody was told.
+        notified: Attempts of whose end somebody was told.
         followers: Directories of the runs that are to run after this one.
         count: How many events there are.
         last_t: When the last event was written; None in an empty ledger.
@@ -610,8 +610,8 @@ def _evaluated(run: RunHistory, _: _Attempt, __: float, fact: facts.Evaluated) -
     run.evaluations[fact.step] = fact
 
 
-def _notified(run: RunHistory, attempt: _Attempt, _: float, __: facts.Notified) -> None:
-    if attempt is not None:
+def _notified(run: RunHistory, attempt: _Attempt, _: float, fact: facts.Notified) -> None:
+    if attempt is not None and fact.what != "incident":  # its end is still to be told
         run.notified.add(attempt.number)
 
 

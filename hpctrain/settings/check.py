@@ -325,7 +325,7 @@ def engine_flags(
     return flags
 
 
-NEWS = ("done", "failed", "stopped", "attempt")
+NEWS = ("done", "failed", "stopped", "attempt", "incident")
 BUILT_IN = {"wandb": "hpctrain.runtime.trackers:start"}
 """Trackers that hpctrain knows by name: the package's name to our factory."""
 _OWN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

@@ -425,7 +425,8 @@ class NotifySettings(Table):
     on: list[str] = setting(
         ["done", "failed", "stopped"],
         "which news: done, failed (also a job that could not be requeued), stopped (a budget, "
-        "no progress, a cancel), attempt (the end of each)",
+        "no progress, a cancel), attempt (the end of each), incident (a hang, a lost node, slow "
+        "ranks: what happens in the middle of one)",
     )
     timeout_s: float = setting(30.0, "a notification that takes longer is given up", least=1)
 

@@ -27,12 +27,13 @@ for step in run.steps(12):
     dist.all_reduce(torch.ones(4))
 """
 SET = ("--set", "alive.hang_s=10", "--set", "checkpoint.interval_steps=2")
+TELL = ("--set", "notify.on=['incident']", "--set", "notify.command=tee -a heard")
 WAITS = "1 rank waits for rank 1, which has not come to all_reduce"
 
 
 def test_a_hang_is_named_while_it_stands_and_costs_no_more_than_a_restart(tmp_path):
     (tmp_path / "train.py").write_text(HANGS)
-    run = start(tmp_path, "hangs", 2, 1, *SET, "--", "train.py")
+    run = start(tmp_path, "hangs", 2, 1, *SET, *TELL, "--", "train.py")
 
     deadline_s = time.monotonic() + 120
     while not events(run, "hang_suspected"):
@@ -53,4 +54,7 @@ def test_a_hang_is_named_while_it_stands_and_costs_no_more_than_a_restart(tmp_pa
     assert events(run, "restored")[-1]["step"] >= 2
     told = json.loads(hpctrain(tmp_path, "status", "hangs", "--json"))
     assert told["attempts"][0]["cause"] == "hang"
+    heard = json.loads((tmp_path / "heard").read_text())
+    assert (heard["what"], heard["reason"], heard["attempt"]) == ("incident", "hang", 1)
+    assert heard["why"].startswith(f"it hangs: {WAITS}")
     assert "hangs; ended: 1 rank waits for rank 1" in hpctrain(tmp_path, "events", "hangs")
