@@ -24,7 +24,8 @@ class Pace:
     """Learns from copies.
 
     Attributes:
-        steps: Between two copies from here on.
+        steps: Between two copies from here on. The first copy of a start is made at once: after a
+            lost node the others' copies lie on one node each, until there is a new one.
     """
 
     def __init__(self, setting: int) -> None:
@@ -33,8 +34,8 @@ class Pace:
         Args:
             setting: `alive.memory_steps`; 0 to choose.
         """
-        self._is_set = setting > 0
-        self.steps = setting or 1
+        self._setting = setting
+        self.steps = 1
         self._stalls: deque[float] = deque(maxlen=COUNTED)
         self._covers: deque[float] = deque(maxlen=COUNTED)
 
@@ -47,6 +48,10 @@ class Pace:
     def covered_s(self) -> float:
         """From the beginning of a copy until all nodes have it whole; 0 before the first."""
         return statistics.median(self._covers) if self._covers else 0.0
+
+    def miss(self) -> None:
+        """A copy was not whole on all nodes: what hinders it may not be over at the next step."""
+        self.steps = self._setting or self.steps
 
     def learn(self, stall_s: float, covered_s: float, step_s: float) -> bool:
         """Take in what a copy cost.
@@ -62,7 +67,8 @@ class Pace:
         is_first = not self._stalls
         self._stalls.append(stall_s)
         self._covers.append(covered_s)
-        if self._is_set or step_s <= 0:
+        if self._setting or step_s <= 0:
+            self.steps = self._setting or self.steps
             return is_first
         needed_s = max(self.stall_s / MOST_STALL, self.covered_s / MOST_BUSY)
         steps = max(1, math.ceil(needed_s / step_s - 1e-9))

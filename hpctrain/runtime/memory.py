@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hpctrain.runtime")
 
+FEW = 2
+"""So many copies may be left out before that is told: at a start some ranks have no memory yet."""
+
 
 def memory_copies(
     world: World, settings: AliveSettings, attempt: int, tell: Callable[[LedgerFact], None]
@@ -78,7 +81,7 @@ class MemoryCopies:
         self._world, self._line = world, line
         self._copies = RankCopies(world, line) if line is not None else None
         self._pace = Pace(steps)
-        self._is_bound = steps > 0
+        self._setting = steps
         self._tell = tell
         self._newest = 0
         self._pending: int | None = None
@@ -124,9 +127,10 @@ class MemoryCopies:
         if not self._copies.is_ready:
             return False
         # A number that was set is what is lost at most; one that was chosen is what copies cost.
-        early = min(steps_ahead, self._pace.steps) if self._is_bound else 0
+        early = min(steps_ahead, self._pace.steps) if self._setting else 0
         if not self._is_settled(line):
-            if step >= self._newest + self._pace.steps and not self._is_late:
+            is_due = self._pace.covered_s > 0 and step >= self._newest + self._pace.steps
+            if is_due and not self._is_late:
                 self._is_late = True
                 self._left_out += 1
             return False
@@ -156,8 +160,9 @@ class MemoryCopies:
             covered_s = (line.covered_ns - self._began_ns) / 1e9
             is_news = self._pace.learn(self._stall_s, covered_s, self._clock.step_s)
         else:
+            self._pace.miss()
             self._left_out += 1
-        if is_news or self._left_out > 2 * self._told_left_out:
+        if is_news or self._left_out > max(FEW, 2 * self._told_left_out):
             self._tell_pace(line)
         self._pending = None
         return True
@@ -170,12 +175,12 @@ class MemoryCopies:
             return
         self._told_left_out = self._left_out
         fact = MemoryCopiesSet(
-            steps=pace.steps,
+            steps=self._setting or pace.steps,
             bytes=nbytes,
             stall_s=round(pace.stall_s, 4) if pace.covered_s else None,
             covered_s=round(pace.covered_s, 4) if pace.covered_s else None,
             left_out=self._left_out or None,
-            why="alive.memory_steps" if self._is_bound else "chosen by what a copy costs",
+            why="alive.memory_steps" if self._setting else "chosen by what a copy costs",
         )
         self._tell(fact)
 

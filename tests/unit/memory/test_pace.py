@@ -7,6 +7,19 @@ import pytest
 from hpctrain.memory.pace import Pace
 
 
+@pytest.mark.parametrize("setting", [0, 7])
+def test_the_first_copy_of_a_start_does_not_wait(setting):
+    """What was lost before has left one copy behind: another loss would find none in memory."""
+    assert Pace(setting).steps == 1
+
+
+def test_a_first_copy_that_fails_is_not_tried_at_each_step():
+    pace = Pace(7)
+    pace.miss()
+
+    assert pace.steps == 7
+
+
 def test_a_number_that_is_set_stays():
     pace = Pace(7)
 
