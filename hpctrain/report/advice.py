@@ -399,6 +399,33 @@ def stall(data: ReportData) -> Iterator[Advice]:
     )
 
 
+def stood_still(data: ReportData) -> Iterator[Advice]:
+    """Ranks hung until somebody saw it."""
+    share = _share(data, TimeClass.NO_PROGRESS)
+    if share <= STALL_SHARE:
+        return
+    numbers = {
+        slice_.attempt
+        for slice_ in data.status.goodput.slices
+        if slice_.kind is TimeClass.NO_PROGRESS
+    }
+    stood = [one for one in data.status.attempts if one.number in numbers]
+    evidence = f"{_of_allocated(share)}, in {count(len(numbers), 'attempt')}"
+    for attempt in reversed(stood):
+        if attempt.hang is not None and attempt.hang.summary:
+            evidence += f"; attempt {attempt.number}: {attempt.hang.summary}"
+            break
+    do = "the stacks of a hang lie in the run's attempts/N/hang.json"
+    settings = data.spec.settings if data.spec is not None else None
+    if settings is not None and settings.alive.hang != "restart":
+        do += "; `--set alive.hang=restart` starts the ranks again once a hang is found"
+    elif settings is not None and any(one.awaited is not None for one in stood):
+        do += "; ranks that do not return at the end are waited for: `--set run.end_wait_s=N`"
+    else:
+        do += "; it is found sooner with a section for what takes long (`run.section`)"
+    yield Advice("no-progress", "Ranks stood still", evidence, do, share)
+
+
 def failed_saves(data: ReportData) -> Iterator[Advice]:
     """Saves failed: what they would have kept is at stake."""
     failed = data.history.missed.get("save_failed", 0)
@@ -439,6 +466,7 @@ RULES: tuple[Callable[[ReportData], Iterator[Advice]], ...] = (
     data_wait,
     lost_steps,
     stall,
+    stood_still,
     start_up,
     warm_up,
     slow_rank,

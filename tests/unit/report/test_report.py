@@ -497,6 +497,7 @@ def test_a_program_that_tells_nothing_is_advised_to_tell_and_nothing_is_claimed(
         ("startup", 0.09, "start-up"),
         ("warm_up", 0.07, "warm-up"),
         ("stall", 0.04, "stall"),
+        ("no_progress", 0.03, "no-progress"),
         ("queue", 1.5, "queue-wait"),
     ],
 )
@@ -510,6 +511,28 @@ def test_a_large_share_of_a_class_is_named_with_its_number(quiet, kind, share, k
     assert found.key == key
     assert f"{100 * whole:.1f} %" in found.evidence
     assert found.do
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind", "words"),
+    [
+        ("restart", "hang", "run.section"),
+        ("restart", "ranks_awaited", "run.end_wait_s"),
+        ("tell", "hang", "alive.hang=restart"),
+    ],
+)
+def test_ranks_that_stood_still_are_named_with_what_helps(tmp_path, setting, kind, words):
+    tale = Tale(tmp_path / "hung").submitted().attempt(queue_s=30).train(30)
+    tale.add(kind, ranks=[3], summary="1 rank waits for rank 3", stood_s=200.0)
+    hung = data_of(tale.write())
+    hung.spec.settings = replaced(hung.spec.settings, {"alive.hang": setting})
+
+    (found,) = advice(replace(hung, status=replace(hung.status, goodput=spent(no_progress=0.2))))
+
+    assert found.key == "no-progress"
+    assert "in 1 attempt" in found.evidence
+    assert ("attempt 1: 1 rank waits for rank 3" in found.evidence) == (kind == "hang")
+    assert words in found.do
 
 
 def test_the_same_share_of_a_short_run_is_no_reason(quiet):
