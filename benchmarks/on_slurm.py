@@ -1,4 +1,6 @@
-"""On a real SLURM: `submit` against bare sbatch, and the time from a preemption to the next step.
+"""On a real SLURM: `submit` against bare sbatch, and from a preemption or a kill to the next step.
+
+    python benchmarks/on_slurm.py [submit] [preempt] [kill]
 
 Starts the tests' own cluster of four nodes on this machine. SLURM's own wait (the requeue delay and
 the queue) is shown and taken out of the sum, since no program can shorten it.
@@ -7,6 +9,9 @@ the queue) is shown and taken out of the sum, since no program can shorten it.
 from __future__ import annotations
 
 import contextlib
+import os
+import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -16,20 +21,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tests.support.scenario import RunHandle
     from tests.support.slurm_cluster import SlurmCluster
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 REPEATS = 5
+KILLS = 20
+STEP_S = 0.3
+_CHANCE = random.Random()  # noqa: S311 - of a benchmark
 
 
 def main() -> None:
-    """Both measurements on one cluster."""
+    """What the command line names, or everything, on one cluster."""
     from tests.support.slurm_cluster import SlurmCluster
 
+    parts = {"submit": _submit, "preempt": _restart, "kill": _kills}
     with SlurmCluster() as slurm, tempfile.TemporaryDirectory() as folder:
-        _submit(slurm, Path(folder))
-        _restart(slurm, Path(folder))
+        for name in sys.argv[1:] or parts:
+            parts[name](slurm, Path(folder))
 
 
 def _submit(slurm: SlurmCluster, folder: Path) -> None:
@@ -103,6 +113,76 @@ def _restart(slurm: SlurmCluster, folder: Path) -> None:
     print(f"{'all but SLURM':26} {ours:6.2f} s  (4 agents and 8 ranks on this one machine)")
     with contextlib.suppress(AssertionError):
         run.cli("cancel", "restart")
+
+
+def _kills(slurm: SlurmCluster, folder: Path) -> None:
+    """Ranks killed at random, with a copy in memory at each step."""
+    from tests.support.local_runs import SCRIPTS
+    from tests.support.recipe import TINY
+    from tests.support.scenario import submit
+
+    sets = {
+        **TINY,
+        "train.steps": 100_000,
+        "train.audit": False,
+        "checkpoint.interval_steps": 100_000,
+        "run.restarts_in_job": 1000,
+        "run.restart_pause_s": 0,
+        "budget.crashes": 0,
+        "budget.no_progress": 0,
+        "alive.memory": "auto",
+        "alive.memory_steps": 1,
+    }
+    args = ("--nodes=4", "--ranks-per-node=2", "--time=30")
+    script = [str(SCRIPTS / "killed_in_step.py")]
+    env = {"STEP_S": str(STEP_S)}
+    run = submit(slurm, folder, *args, sets=sets, name="kill", script=script, env=env)
+    rows = [_killed(run, attempt) for attempt in range(1, KILLS + 1)]
+    run.wait_event("memory_copies", attempt=KILLS + 1)
+    slurm.cancel(run.job_id)
+    slurm.wait_job(run.job_id, ("CANCELLED",), timeout=60)
+    slurm.drain_all()
+    for name in rows[0][0]:
+        seconds = sorted(row[name] for row, _ in rows)
+        print(f"{name:26} {statistics.median(seconds):6.2f} s, worst {seconds[-1]:.2f} s")
+    lost = [steps for _, steps in rows]
+    counted = ", ".join(f"{lost.count(steps)} lost {steps}" for steps in sorted(set(lost)))
+    print(f"of {KILLS} kills (load {os.getloadavg()[0]:.1f}), in steps that were done: {counted}")
+    facts = [event.fact for event in run.events("memory_copies")]
+    waits = statistics.median(getattr(fact, "stall_s", None) or 0.0 for fact in facts)
+    whole = statistics.median(getattr(fact, "covered_s", None) or 0.0 for fact in facts)
+    print(f"a copy: training waits {waits * 1000:.1f} ms, whole on all after {whole * 1000:.1f} ms")
+
+
+def _killed(run: RunHandle, attempt: int) -> tuple[dict[str, float], int]:
+    """Kill a rank of this attempt: seconds by part, and the steps done that are done again."""
+    from hpctrain.run.event_types import CheckpointRestored, PhaseReached
+    from tests.support import processes
+
+    run.wait_event("memory_copies", attempt)
+    log = str(run.dir.rank_log(attempt, _CHANCE.randrange(8)))
+    pids = run.slurm.pids_of_job(run.job_id)
+    pid = next(pid for pid in pids if log in map(str, processes.open_files(pid)))
+    time.sleep(_CHANCE.uniform(1.0, 1.0 + 2 * STEP_S))  # at any place of a step
+    os.kill(pid, signal.SIGKILL)
+    killed = time.time()
+    run.wait_event("memory_copies", attempt + 1)
+    first = {event.kind: event.t for event in run.events(attempt=attempt)}
+    events = run.events(attempt=attempt + 1)
+    began = {event.kind: event.t for event in reversed(events)}
+    phases = {e.fact.name: e.t for e in events if isinstance(e.fact, PhaseReached)}
+    (restored,) = [e.fact for e in events if isinstance(e.fact, CheckpointRestored)]
+    if restored.read_from != "memory":
+        raise RuntimeError(f"attempt {attempt + 1} went on from elsewhere: {restored}")
+    seconds = {
+        "ranks gone, decided": first["attempt_ended"] - killed,
+        "the next attempt begins": began["attempt_started"] - first["attempt_ended"],
+        "start of the ranks": phases["initialised"] - began["attempt_started"],
+        "model, restore": began["restored"] - phases["initialised"],
+        "first step": phases["first_step"] - began["restored"],
+        "from the kill on": phases["first_step"] - killed,
+    }
+    return seconds, run.steps_lost()[attempt - 1]
 
 
 if __name__ == "__main__":

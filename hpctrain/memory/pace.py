@@ -14,6 +14,8 @@ MOST_STALL = 0.01
 """Of the time between two copies, that training may wait for them."""
 MOST_BUSY = 0.8
 """Of the time between two copies, that one may take until it is covered."""
+MOST_AHEAD = 0.5
+"""And so much of it, of the slowest, where a copy is asked for before the one ahead is whole."""
 COUNTED = 5
 """So many of the newest copies count."""
 NEWS = 0.2
@@ -52,6 +54,14 @@ class Pace:
     def miss(self) -> None:
         """A copy was not whole on all nodes: what hinders it may not be over at the next step."""
         self.steps = self._setting or self.steps
+
+    def is_quick(self, step_s: float) -> bool:
+        """Whether each copy is surely whole on all nodes before the next one is made.
+
+        Args:
+            step_s: What a step takes.
+        """
+        return 0 < max(self._covers, default=0.0) <= MOST_AHEAD * self.steps * step_s
 
     def learn(self, stall_s: float, covered_s: float, step_s: float) -> bool:
         """Take in what a copy cost.

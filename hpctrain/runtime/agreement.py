@@ -49,7 +49,8 @@ class StopRequest:
         save: A periodic save is due (rank 0's clock decides).
         tell: Rank 0 wants to know what all ranks' time went to.
         profile: The number of a request to profile that rank 0 has seen; 0 for none.
-        memory: A copy into the nodes' memory is due; ranks without an agent never agree on one.
+        memory: One more copy into the nodes' memory is wished, or due; ranks without an agent never
+            agree on one.
     """
 
     stop: int = 0
@@ -168,7 +169,9 @@ class LeasedAgreement:
     """By the lease of this rank's node (`control.rank_lease`): in the loop nobody waits for others.
 
     What a rank wishes on and on until it is done is wished once, by its number: the first save that
-    nobody has seen done. So whoever wishes it too, meanwhile, wishes the same one.
+    nobody has seen done. So whoever wishes it too, meanwhile, wishes the same one. Copies in memory
+    are wished by rank 0 alone, and each time it is one more: else none could be agreed on before
+    the one ahead of it is made, and of long steps every other one would be the most.
     """
 
     def __init__(self, lease: RankLease) -> None:
@@ -178,7 +181,7 @@ class LeasedAgreement:
             lease: This rank's.
         """
         self._lease = lease
-        self._warned = lease.wished.warned
+        self._warned, self._copies = lease.wished.warned, lease.wished.memory
         self._is_warning = False
 
     @property
@@ -215,9 +218,12 @@ class LeasedAgreement:
             self._warned += 1
             wishes["warned"] = self._warned
         done = self._lease.done
-        for kind in ("save", "tell", "profile", "memory"):
+        for kind in ("save", "tell", "profile"):
             if getattr(request, kind):
                 wishes[kind] = getattr(done, kind) + 1
+        if request.memory:
+            self._copies += 1
+            wishes["memory"] = self._copies
         self._lease.wish(**wishes)
 
     def _agreed(self, decisions: tuple[Decision, ...]) -> StopRequest:

@@ -84,6 +84,10 @@ class MemoryCopies:
         self._setting = steps
         self._tell = tell
         self._newest = 0
+        self._wished = 0
+        """The step at which a copy was wished last."""
+        self._is_awaited = False
+        """A copy was wished, and none was made since."""
         self._pending: int | None = None
         """A step whose copies are not settled."""
         self._began_ns = 0
@@ -126,18 +130,32 @@ class MemoryCopies:
             return False
         if not self._copies.is_ready:
             return False
-        # A number that was set is what is lost at most; one that was chosen is what copies cost.
-        early = min(steps_ahead, self._pace.steps) if self._setting else 0
         if not self._is_settled(line):
             is_due = self._pace.covered_s > 0 and step >= self._newest + self._pace.steps
             if is_due and not self._is_late:
                 self._is_late = True
                 self._left_out += 1
             return False
-        return step + early >= self._newest + self._pace.steps
+        if not self._is_time(step, steps_ahead):
+            return False
+        self._wished, self._is_awaited = step, True
+        return True
+
+    def _is_time(self, step: int, steps_ahead: int) -> bool:
+        """Whether to wish for the next copy at this step.
+
+        A number that was set is what is lost at most; one that was chosen is what copies cost. A
+        wish is agreed on for a later step: with all copies as much later, as many steps lie between
+        two of them as between two wishes.
+        """
+        if self._setting and self._pace.is_quick(self._clock.step_s):
+            return step >= self._wished + self._pace.steps
+        early = min(steps_ahead, self._pace.steps) if self._setting else 0
+        return not self._is_awaited and step + early >= self._newest + self._pace.steps
 
     def copy(self, step: int, snapshot: Snapshot) -> None:
         """Copy the state of this step. Every rank calls it."""
+        self._is_awaited = False
         if step in {0, self._newest}:
             return
         self._began_ns = time.monotonic_ns()

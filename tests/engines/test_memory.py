@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hpctrain.run.layout import RunDir
-from tests.support.local_runs import await_end, events, start
+from tests.support.local_runs import SCRIPTS, await_end, events, start
 from tests.support.recipe import TINY, assert_same_bits, full_state, make_run, train
 
 STEPS = 30
@@ -28,15 +28,19 @@ def undisturbed(tmp_path_factory):
     return full_state(run, STEPS)
 
 
+def words(settings):
+    """As flags of the command line."""
+    return [
+        f"--set={key}={json.dumps(value) if isinstance(value, bool) else value}"
+        for key, value in settings.items()
+    ]
+
+
 def run_with(tmp_path, monkeypatch, faults, *, attempts=2, nodes=1, **changes):
     """A run of two ranks with these faults; its directory, and what it went on from."""
     settings = SETTINGS | {key.replace("__", "."): value for key, value in changes.items()}
     monkeypatch.setenv("HPCTRAIN_FAULTS", faults)
-    words = [
-        f"--set={key}={json.dumps(value) if isinstance(value, bool) else value}"
-        for key, value in settings.items()
-    ]
-    root = start(tmp_path, "run", nodes, 2 // nodes, *words)
+    root = start(tmp_path, "run", nodes, 2 // nodes, *words(settings))
     await_end(root, attempts)
     return RunDir(root), events(root, "restored")
 
@@ -57,6 +61,21 @@ def test_a_killed_rank_costs_some_steps_and_no_byte_of_the_disk(tmp_path, monkey
     told = events(run.root, "memory_copies")
     assert [fact["steps"] for fact in told] == [4, 4]
     assert all(fact["bytes"] > 0 for fact in told)
+
+
+def test_with_a_copy_at_each_step_no_step_that_was_done_is_done_again(tmp_path, monkeypatch):
+    """Whether even or odd: agreed on one by one, copies would be made at every other step."""
+    monkeypatch.setenv("STEP_S", "0.5")
+    monkeypatch.setenv("KILLED_AT", "1:7:6")
+    settings = SETTINGS | {"train.steps": 12, "train.step_delay_s": 0, "alive.memory_steps": 1}
+    script = str(SCRIPTS / "killed_in_step.py")
+
+    root = start(tmp_path, "run", 1, 2, *words(settings), "--", script)
+    await_end(root, 3, patience_s=60)
+
+    assert [fact["step"] for fact in events(root, "attempt_ended")] == [6, 11, 12]
+    restored = [(fact["step"], fact["read_from"]) for fact in events(root, "restored")]
+    assert restored == [(0, ""), (6, "memory"), (11, "memory")]
 
 
 def test_nodes_have_each_their_ranks_copies(tmp_path, monkeypatch, undisturbed):

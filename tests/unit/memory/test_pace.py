@@ -60,6 +60,19 @@ def test_small_changes_are_no_change_and_one_odd_copy_none():
     assert pace.steps == 5000
 
 
+def test_copies_are_quick_if_the_slowest_is_whole_in_half_the_time_between_two():
+    pace = Pace(2)
+    assert not pace.is_quick(1.0), "nothing is known yet"
+
+    pace.learn(0.01, 0.1, 0.5)
+    pace.learn(0.01, 0.5, 0.5)
+    pace.learn(0.01, 0.1, 0.5)
+
+    assert pace.is_quick(0.5)
+    assert not pace.is_quick(0.49)
+    assert not pace.is_quick(0.0)
+
+
 def test_without_a_step_time_nothing_is_chosen():
     pace = Pace(0)
 

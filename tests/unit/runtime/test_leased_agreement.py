@@ -34,6 +34,7 @@ from tests.support.control import NodeOnCall
 
 RANKS = 3
 SAVE, TELL, PROFILE = StopRequest(save=True), StopRequest(tell=True), StopRequest(profile=1)
+COPY = StopRequest(memory=True)
 
 
 class Clock:
@@ -97,6 +98,20 @@ def test_what_is_wished_again_is_done_again(ranks):
 
     assert len(saved) > 10
     assert saved == sorted(set(saved))
+
+
+def test_each_wish_for_a_copy_in_memory_is_one_more(clock, board):
+    """Also while the one ahead of it is agreed on and not made yet."""
+    node = NodeOnCall(board)
+    ranks = [LeasedAgreement(RankLease(board, rank, node)) for rank in range(RANKS)]
+    agreed = []
+    for _ in range(20):
+        agreed.append(ranks[0].tick(COPY).memory)
+        clock.now_s += 0.3
+        node.ask()  # it looks at the board in the middle of a step, too
+
+    assert all(agreed[3:]), "but for the first ticks, when no step's time is known"
+    assert [rank.tick(NOTHING).memory for rank in ranks[1:] for _ in agreed] == agreed * 2
 
 
 def test_a_wish_of_another_kind_is_not_taken_for_one_that_waits(clock, ranks):
