@@ -195,9 +195,11 @@ class InPlaceRendezvous(Rendezvous):
         while len(self._living) + len({loss.node for loss in self._losses}) < len(self.nodes):
             self._hear(LOOK_S)
             waited = time.monotonic() - begun
-            absent = ", ".join(n for i, n in enumerate(self.nodes) if i not in self._living)
+            away = [node for node in range(len(self.nodes)) if node not in self._living]
+            absent = ", ".join(self.nodes[node] for node in away)
             if self._gather_s is not None and waited > self._gather_s:
                 log.warning("goes on without %s, which did not come", absent)
+                self._lifeline.say({"absent": away})  # else the job's end waits for them
                 return
             if not said and waited > SAY_S:
                 said = True

@@ -237,6 +237,8 @@ class _First(_LifelineSide):
         self._round: dict[str, Any] = {}
         self._heard: dict[int, float] = {}
         self._lost: set[int] = set()
+        self._absent: set[int] = set()
+        """Have not come, and nobody waits for them; they may come all the same."""
         self._over = ""
         self._told_over: set[int] = set()
 
@@ -250,6 +252,7 @@ class _First(_LifelineSide):
 
     def _admit(self, node: int, end: Endpoint) -> None:
         self._others[node], self._heard[node] = end, _now()
+        self._absent.discard(node)
         end.on_message = partial(self._hear, node)
         end.on_end = lambda _, why: self._lose(node, why)
 
@@ -286,6 +289,7 @@ class _First(_LifelineSide):
                 end.say(packed({"dropped": order["why"]}))
                 end.close()
             self._lost.add(node)
+        self._absent.update(set(order.get("absent", [])) - set(self._others))
         if "over" in order:
             self._over = str(order["over"]) or "over"
             for node in self._spoken & set(self._others):
@@ -298,7 +302,7 @@ class _First(_LifelineSide):
         self._all_told()
 
     def _all_told(self) -> None:
-        if self._over and len(self._told_over | self._lost) == self._place.nodes - 1:
+        if self._over and len(self._told_over | self._lost | self._absent) == self._place.nodes - 1:
             self._tell({"all_told": True})
 
     def _turn(self, stood_s: float) -> None:

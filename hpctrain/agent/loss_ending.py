@@ -73,7 +73,7 @@ class LossEnding(AttemptEnding):
         log.warning("%s was lost: %s", loss.name, loss.why)
         if attempt is None:
             ledger.record(self._run, fact)
-        else:
+        elif self._is_current(attempt):  # not by a first node that thaws: the others go on
             self.record(attempt, fact)
 
     def after_first_node(
@@ -99,6 +99,15 @@ class LossEnding(AttemptEnding):
         Returns:
             The generation of agents that this one goes on with; None to leave.
         """
+        begun = self._next_generation(why, node, attempt, turn, sleep)
+        if begun is not None and node in begun.lost:  # it thaws, and was lost before the first one
+            log.warning("the job goes on without %s", node)
+            return None
+        return begun
+
+    def _next_generation(
+        self, why: str, node: str, attempt: int, turn: int, sleep: Callable[[float], None]
+    ) -> Generation | None:
         for _ in range(round((PROOF_S + turn * TURN_S) / LOOK_S)):
             if (begun := _claimed(self.succession)) is not None:
                 return begun
@@ -116,7 +125,7 @@ class LossEnding(AttemptEnding):
         lost = f"{first} was lost: {why}"
         if self.succession is not None and self.after_loss(fence.number, lost):
             try:
-                return self.succession.claim(fence.number)
+                return self.succession.claim(fence.number, self._lost_nodes())
             except (HpctrainError, OSError) as error:
                 log.warning("nobody can lead the agents that are left: %s", error)
         if (begun := _claimed(self.succession)) is not None:  # while this one looked

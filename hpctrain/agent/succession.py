@@ -24,7 +24,7 @@ from hpctrain.base.secret import Forged, code, sign, verify
 from hpctrain.run.fence import left_text, run_lock
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from hpctrain.base.records import JobContext
     from hpctrain.run.layout import RunDir
@@ -131,11 +131,12 @@ class Succession:
             return None
         return said if said.number >= self._number else None
 
-    def claim(self, follows: int) -> Generation:
+    def claim(self, follows: int, lost: Collection[str] = ()) -> Generation:
         """Begin it, or take part in what another agent has begun meanwhile.
 
         Args:
             follows: The attempt after which it goes on.
+            lost: Nodes that nobody is to wait for, beside the first one.
 
         Raises:
             OSError: it cannot be written down.
@@ -148,8 +149,10 @@ class Succession:
                 return there
             _, address = addresses(context.master_addr, context.node_rank)
             port = free_port(context.job_id, context.restarts)
-            lost = (*(self._now.lost if self._now is not None else ()), first)
-            begun = Generation(self._number, own, address, port, follows, lost)
+            before = self._now.lost if self._now is not None else ()
+            others = [node for node in context.nodes[1:] if node in lost and node != own]
+            gone = (*before, first, *others)
+            begun = Generation(self._number, own, address, port, follows, gone)
             text = sign(self._secret, ABOUT, json.dumps(asdict(begun)))
             write_private(self._run.successor, text, shared=False)
             return begun

@@ -389,13 +389,16 @@ def meeting(nodes, size, *, comes, gather_s):
     place._size, place._fits, place._gather_s = size, bool, gather_s
     place._living, place._losses, place.timeout = {0}, [], timedelta(seconds=0.5)
     place._hear = lambda _wait_s: place._living.update(comes)
+    said = []
+    place._lifeline = SimpleNamespace(say=said.append, said=said)
     return place
 
 
 def test_agents_that_go_on_after_others_wait_a_while_for_nodes_that_may_be_dead(capsys):
     meeting(3, RoundSize(2, 2), comes={1, 2}, gather_s=0.05)._await_all()
     assert capsys.readouterr().err == ""
-    meeting(3, RoundSize(2, 2), comes={1}, gather_s=0.05)._await_all()
+    (fewer := meeting(3, RoundSize(2, 2), comes={1}, gather_s=0.05))._await_all()
+    assert fewer._lifeline.said == [{"absent": [2]}]
     assert "goes on without n2, which did not come" in capsys.readouterr().err
     with pytest.raises(ClusterError, match=r"the agents of n2 did not come within 0\.5 s"):
         meeting(3, RoundSize(2, 2), comes={1}, gather_s=None)._await_all()

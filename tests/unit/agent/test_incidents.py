@@ -15,6 +15,7 @@ from hpctrain.agent.rendezvous import Loss
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run import event_types as kinds
 from hpctrain.run.events import read
+from hpctrain.run.fence import take_attempt
 from hpctrain.settings.schema import NotifySettings
 from hpctrain.settings.spec import load_spec
 from tests.support.ledger_runs import Story, all_fields
@@ -153,6 +154,7 @@ def test_a_lost_node_is_told_by_who_writes_it_down(story, asked, monkeypatch):
     asked(INCIDENT)
     told = []
     monkeypatch.setattr(incidents, "notify", lambda *_, incident: told.append(incident))
+    take_attempt(story.run, job_id="7", restarts=0)
     loss = Loss(2, "n3", "no sign of life", was_member=False)
 
     own = ending(story, Scheduler())

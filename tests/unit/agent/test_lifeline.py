@@ -183,6 +183,17 @@ def test_at_the_end_all_are_told_also_who_comes_later_and_nobody_is_killed(nodes
     assert all(agent.is_alive() for agent in nodes.agents.values())
 
 
+def test_who_is_not_awaited_any_more_does_not_hold_up_the_end_and_may_come_all_the_same(nodes):
+    nodes.begin(1)
+    nodes.hear("ready")
+    nodes.first.say({"absent": [2]})
+    began = time.monotonic()
+    nodes.first.end("done", 60)
+    assert time.monotonic() - began < 30, "it was waited for"
+    nodes.begin(2)
+    assert nodes.hears(2, "over")["over"] == "done"
+
+
 def test_a_stranger_is_not_let_in(nodes):
     nodes.begin(1, secret="another")
 

@@ -119,19 +119,28 @@ def test_the_job_of_a_lost_first_node_is_requeued_once(story):
     assert (lost.fact.node, lost.fact.was_first) == ("n1", True)
 
 
+class Begun(str):
+    """A generation, by a name; who has no place in it."""
+
+    __slots__ = ()
+    lost = ("n1",)
+
+
 class Succession:
     """What other agents have begun, and what is begun here."""
 
     def __init__(self, claimed=()):
         self.claims = iter([*claimed])
-        self.made = []
+        self.made, self.lost = [], set()
 
     def claimed(self):
-        return next(self.claims, None)
+        name = next(self.claims, None)
+        return None if name is None else Begun(name)
 
-    def claim(self, follows):
+    def claim(self, follows, lost):
         self.made.append(follows)
-        return f"generation after {follows}"
+        self.lost = set(lost)
+        return Begun(f"generation after {follows}")
 
 
 def test_agents_that_are_left_go_on_without_the_first_node_and_requeue_nothing(story):
@@ -142,6 +151,34 @@ def test_agents_that_are_left_go_on_without_the_first_node_and_requeue_nothing(s
 
     assert (own.succession.made, scheduler.requeued) == ([1], 0)
     assert ends(story) == [("node_failed", "restart", "n1 was lost: silent")]
+
+
+def test_nobody_waits_for_nodes_that_were_lost_before_the_first_one(story):
+    own = ending(story, Scheduler())
+    own.succession = Succession()
+    own.record_loss(1, Loss(1, "n2", "its ranks died twice", was_member=True), ["n1", "n3"])
+
+    assert own.after_first_node("silent", "n3", 1, 0, no_time)
+
+    assert own.succession.lost == {"n2"}
+
+
+def test_a_node_that_thaws_has_no_place_where_it_was_lost_before_the_first_one(story, monkeypatch):
+    own = ending(story, Scheduler())
+    own.succession = Succession(["theirs"])
+    monkeypatch.setattr(Begun, "lost", ("n2", "n1"))
+
+    assert own.after_first_node("silent", "n2", 1, 1, no_time) is None
+
+
+def test_a_first_node_that_thaws_calls_nobody_lost(story):
+    """Else the agents that go on would find themselves there, and leave at the next loss."""
+    own = ending(story, Scheduler())
+    own.succession = Succession(["theirs"] * 3)
+
+    own.record_loss(1, Loss(1, "n2", "Broken pipe", was_member=True), [])
+
+    assert [e for e in ledger.read(story.run) if e.kind == "node_lost"] == []
 
 
 def test_one_that_hears_of_another_leader_follows_it_and_writes_nothing(story):
@@ -175,7 +212,7 @@ def test_a_first_node_that_thaws_ends_nothing_of_those_that_go_on_without_it(sto
 def test_where_nobody_can_lead_the_job_is_requeued(story):
     own = ending(story, scheduler := Scheduler())
     own.succession = Succession()
-    own.succession.claim = lambda _follows: (_ for _ in ()).throw(OSError("no room"))
+    own.succession.claim = lambda _follows, _lost: (_ for _ in ()).throw(OSError("no room"))
 
     assert own.after_first_node("silent", "n2", 1, 0, no_time) is None
 

@@ -45,6 +45,13 @@ def test_nobody_else_can_read_where_the_agents_meet(run):
     assert run.successor.stat().st_mode & 0o777 == 0o600
 
 
+def test_nodes_that_were_lost_before_have_no_place(run):
+    begun = succession(run, "n3").claim(follows=4, lost=["n1", "n2", "another job's"])
+
+    assert begun.lost == ("n1", "n2")
+    assert begun.context(context("n4")).nodes == ["n3", "n4"]
+
+
 def test_each_finds_its_place_behind_the_leader(run):
     begun = succession(run, "n3").claim(follows=4)
     for node, place in {"n3": 0, "n2": 1, "n4": 2}.items():
