@@ -63,6 +63,8 @@ _LIMITS = {
     EndReason.USER_ERROR: "crashes",
     EndReason.UNKNOWN: "crashes",
 }
+IN_MEMORY = frozenset({"memory", "buddy"})
+"""Where a state came from that was on no disk."""
 LONG_S = 300.0
 """A program that raises later than this after its start has come to its work."""
 SOON_S = 20.0
@@ -270,7 +272,10 @@ def allow(
 
 
 def attempts_without_progress(history: RunHistory) -> int:
-    """How many attempts in a row, counted from the newest, committed no new step.
+    """How many attempts in a row, counted from the newest, kept no new step.
+
+    A step is kept that was committed to disk, or that a later attempt went on from in the nodes'
+    memory.
 
     Only attempts whose ranks reached the restore count: one that the scheduler took away before
     that has cost next to nothing, and a script that tells nothing of its steps cannot be judged by
@@ -279,7 +284,8 @@ def attempts_without_progress(history: RunHistory) -> int:
     newest, idle = 0, 0
     for attempt in since_resume(history):
         begun = attempt.restored_step or 0
-        if attempt.own_loop and begun > newest:  # so an earlier one has saved that for itself
+        # So an earlier one has saved that for itself, or the nodes' memory has kept it.
+        if begun > newest and (attempt.own_loop or attempt.read_from in IN_MEMORY):
             idle = 0
         newest = max(newest, begun)
         saved = max((save.step or 0 for save in attempt.saves), default=0)

@@ -183,3 +183,22 @@ def test_a_lack_of_progress_says_how_long_and_which_setting():
     assert verdict.why == (
         "2 attempts in a row without one new committed step (budget.no_progress is 2)"
     )
+
+
+@pytest.mark.parametrize(("read_from", "without"), [("memory", 1), ("buddy", 1), ("disk", 5)])
+def test_steps_that_the_nodes_memory_has_kept_are_progress(read_from, without):
+    """Between two checkpoints on disk a run may lose a rank often, and come on all the same."""
+    events = [
+        event_of(float(n), "restored", n, {"step": 10 * n, "checkpoint": "c", "read_from": kept})
+        for n, kept in enumerate(["disk", *[read_from] * 4], start=1)
+    ]
+
+    assert attempts_without_progress(events) == without
+
+
+def test_a_rank_that_dies_at_the_same_step_of_the_nodes_memory_again_and_again_is_no_progress():
+    events = [
+        event_of(float(n), "restored", n, {"step": 10, "read_from": "memory"}) for n in range(1, 5)
+    ]
+
+    assert attempts_without_progress(events) == 4
