@@ -10,21 +10,21 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from hpctrain.agent.notify import MOST_WHY, Notification, last_loss, newest_saved, notify
+from hpctrain.agent.notify import MOST_WHY, news_of, notify
+from hpctrain.base.records import INCIDENT
 from hpctrain.base.text import count, fold_ranks
 from hpctrain.run import event_types as kinds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from hpctrain.agent.notify import Notification
     from hpctrain.history.run_history import RunHistory
     from hpctrain.history.run_records import AttemptRecord
     from hpctrain.run.event_kind import LedgerFact
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.schema import NotifySettings
 
-INCIDENT = "incident"
-"""In `notify.on`, and as a notification's `what`."""
 REASONS: Mapping[type[LedgerFact], str] = {
     kinds.HangFound: "hang",
     kinds.RanksAwaited: "hang_at_end",
@@ -33,6 +33,8 @@ REASONS: Mapping[type[LedgerFact], str] = {
     kinds.NodeLost: "node_lost",
 }
 """What is an incident; a suspicion is none, since half of them are a long compilation."""
+STANDING = frozenset({"hang", "hang_at_end", "desync"})
+"""In these the stacks of the ranks tell more."""
 
 
 class Incidents:
@@ -48,14 +50,16 @@ class Incidents:
         reason = REASONS.get(type(fact))
         if reason is None or INCIDENT not in self._settings.on:
             return
-        who = getattr(fact, "node", ""), getattr(fact, "ranks", ()), getattr(fact, "left", ())
-        about = (attempt, reason, *who)
+        node = str(getattr(fact, "node", ""))
+        about = (attempt, reason, node, getattr(fact, "ranks", ()), getattr(fact, "left", ()))
         if about not in self._told:
             self._told.add(about)
-            notify(self._run, self._settings, attempt, incident=reason)
+            notify(self._run, self._settings, attempt, incident=(reason, node))
 
 
-def incident_of(run: RunDir, history: RunHistory, number: int, reason: str) -> Notification | None:
+def incident_of(
+    run: RunDir, history: RunHistory, number: int, reason: str, node: str
+) -> Notification | None:
     """The news of an attempt's last incident of a kind; None where it is over already.
 
     Args:
@@ -63,63 +67,52 @@ def incident_of(run: RunDir, history: RunHistory, number: int, reason: str) -> N
         history: Its ledger.
         number: The attempt.
         reason: Which kind, one of `REASONS`.
+        node: The one that was lost: several may be, before the first is told.
     """
     attempt = history.attempt(number)
-    why = "" if attempt is None else _words(attempt, reason)
+    why, is_ended = ("", True) if attempt is None else _seen(attempt, reason, node)
     if attempt is None or not why:
         return None
-    step = attempt.last_step
-    at = "" if step is None else f", step {step}"
-    looks = (
-        "stacks" if reason in {"hang", "hang_at_end", "desync"} and _goes_on(attempt) else "status"
-    )
-    return Notification(
+    at = "" if attempt.last_step is None else f", step {attempt.last_step}"
+    to_look_at = reason in STANDING and not is_ended and not attempt.is_over
+    return news_of(
+        run,
+        history,
+        attempt,
         what=INCIDENT,
-        run=run.name,
-        run_dir=str(run.root),
-        attempt=number,
-        job_id=attempt.job_id or None,
         reason=reason,
-        step=step,
-        saved_step=newest_saved(history),
+        step=attempt.last_step,
         steps_lost=None,
-        loss=last_loss(attempt),
-        left_out=len(history.holes),
         why=why[:MOST_WHY],
-        next=f"hpctrain {looks} {shlex.quote(str(run.root))}",
+        next=f"hpctrain {'stacks' if to_look_at else 'status'} {shlex.quote(str(run.root))}",
         text=f"{run.name}: {' '.join(why.split())} (attempt {number}{at})"[:MOST_WHY],
     )
 
 
-def _goes_on(attempt: AttemptRecord) -> bool:
-    hang, awaited, odd = attempt.hang, attempt.awaited, attempt.out_of_step
-    ended = isinstance(hang, kinds.HangFound) and hang.ended
-    ended = ended or (awaited is not None and awaited.ended) or (odd is not None and odd.ended)
-    return not ended and not attempt.is_over
-
-
-def _words(attempt: AttemptRecord, reason: str) -> str:
-    """What is the matter, on one line; "" where nothing is any more."""
+def _seen(attempt: AttemptRecord, reason: str, node: str) -> tuple[str, bool]:
+    """What is the matter, on one line, and whether the ranks were ended; "" where nothing is."""
     match reason:
         case "hang" if isinstance(attempt.hang, kinds.HangFound):
-            return _ended(f"it hangs: {attempt.hang.summary}", is_ended=attempt.hang.ended)
+            why, is_ended = f"it hangs: {attempt.hang.summary}", attempt.hang.ended
         case "hang_at_end" if attempt.awaited is not None:
-            seen = attempt.awaited
+            seen, is_ended = attempt.awaited, attempt.awaited.ended
             left = fold_ranks(seen.left) if seen.left else "others"
-            what = f"{count(seen.returned or 0, 'rank')} returned and {left} did not"
-            return _ended(what, is_ended=seen.ended)
+            why = f"{count(seen.returned or 0, 'rank')} returned and {left} did not"
         case "desync" if attempt.out_of_step is not None:
-            odd = attempt.out_of_step
-            return _ended(f"ranks are out of step: {odd.summary}", is_ended=odd.ended)
+            odd, is_ended = attempt.out_of_step, attempt.out_of_step.ended
+            why = f"ranks are out of step: {odd.summary}"
         case "straggler" if attempt.straggler is not None:
-            return f"it is slow: {attempt.straggler.summary}"
-        case "node_lost" if attempt.lost_nodes:
-            lost = attempt.lost_nodes[-1]
-            why = f" ({lost.why})" if lost.why else ""
-            return f"{'spare ' if lost.was_spare else ''}node {lost.node} was lost{why}"
+            why, is_ended = f"it is slow: {attempt.straggler.summary}", False
+        case "node_lost":
+            why, is_ended = _loss_of(attempt, node), False
         case _:
-            return ""
+            return "", False
+    return f"{why}; its ranks were ended" if is_ended else why, is_ended
 
 
-def _ended(words: str, *, is_ended: bool) -> str:
-    return f"{words}; its ranks were ended" if is_ended else words
+def _loss_of(attempt: AttemptRecord, node: str) -> str:
+    for lost in reversed(attempt.lost_nodes):
+        if lost.node == node:
+            why = f" ({lost.why})" if lost.why else ""
+            return f"{'spare ' if lost.was_spare else ''}node {node} was lost{why}"
+    return ""

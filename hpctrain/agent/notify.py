@@ -23,6 +23,8 @@ from hpctrain.base.records import EndReason, Next
 from hpctrain.base.text import count
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hpctrain.history.run_history import RunHistory
     from hpctrain.history.run_records import AttemptRecord
     from hpctrain.run.layout import RunDir
@@ -72,7 +74,7 @@ class Notification:
 
 
 def notify(
-    run: RunDir, settings: NotifySettings, attempt: int, *, incident: str = ""
+    run: RunDir, settings: NotifySettings, attempt: int, *, incident: Sequence[str] = ()
 ) -> subprocess.Popen[bytes] | None:
     """Start to tell of an attempt's end, which is in the ledger; None where nobody asked for it.
 
@@ -82,11 +84,11 @@ def notify(
         run: The run.
         settings: Who is told, and of what.
         attempt: The attempt.
-        incident: Tell of this kind of incident (`incidents.REASONS`) and not of the end.
+        incident: Tell of this (as `incidents.incident_of` takes it) and not of the end.
     """
     if not settings.on or not (settings.command or settings.webhook_file):
         return None
-    words = [str(run.root), str(attempt), *([incident] if incident else [])]
+    words = [str(run.root), str(attempt), *incident]
     command = own_program("hpctrain.agent.notify_child", *words)
     try:
         child = subprocess.Popen(
@@ -127,20 +129,15 @@ def notification_of(run: RunDir, history: RunHistory, number: int) -> Notificati
     failure = "" if attempt.failure is None else attempt.failure.summary
     why = stuck or attempt.stopped_for_good or failure or attempt.detail
     step = attempt.end_step
-    saved = newest_saved(history)
     reason = (attempt.reason or EndReason.UNKNOWN).value
-    return Notification(
+    return news_of(
+        run,
+        history,
+        attempt,
         what=what,
-        run=run.name,
-        run_dir=str(run.root),
-        attempt=number,
-        job_id=attempt.job_id or None,
         reason=reason,
         step=step,
-        saved_step=saved,
-        steps_lost=_lost(step, saved, is_done=what == "done"),
-        loss=last_loss(attempt),
-        left_out=len(history.holes),
+        steps_lost=_lost(step, _newest_saved(history), is_done=what == "done"),
         why=why[:MOST_WHY],
         next=_next(run, what),
         text=_text(run.name, what, attempt=number, reason=reason, step=step, why=why)
@@ -148,7 +145,30 @@ def notification_of(run: RunDir, history: RunHistory, number: int) -> Notificati
     )
 
 
-def newest_saved(history: RunHistory) -> int | None:
+def news_of(
+    run: RunDir, history: RunHistory, attempt: AttemptRecord, **occasion: Any
+) -> Notification:
+    """What the ledger says of a run and an attempt, and what is to be said of the occasion.
+
+    Args:
+        run: The run.
+        history: Its ledger.
+        attempt: The attempt.
+        occasion: All other fields of `Notification`.
+    """
+    return Notification(
+        run=run.name,
+        run_dir=str(run.root),
+        attempt=attempt.number,
+        job_id=attempt.job_id or None,
+        saved_step=_newest_saved(history),
+        loss=_loss(attempt),
+        left_out=len(history.holes),
+        **occasion,
+    )
+
+
+def _newest_saved(history: RunHistory) -> int | None:
     """The newest step that a committed checkpoint has."""
     return max((save.step or 0 for save in history.saves if save.committed), default=None)
 
@@ -173,7 +193,7 @@ def _what(attempt: AttemptRecord) -> str:
     return "stopped" if reason in _ENDED_ON_WISH else "failed"
 
 
-def last_loss(attempt: AttemptRecord) -> float | None:
+def _loss(attempt: AttemptRecord) -> float | None:
     """The last loss that was told; None also for one that JSON has no word for."""
     losses = (mark.fact.loss for mark in reversed(attempt.marks))
     return next((loss for loss in losses if loss is not None and math.isfinite(loss)), None)

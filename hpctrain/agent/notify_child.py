@@ -1,4 +1,4 @@
-"""The process that tells news: ``-m hpctrain.agent.notify_child RUN ATTEMPT [INCIDENT]``.
+"""The process that tells news: ``-m hpctrain.agent.notify_child RUN ATTEMPT [INCIDENT NODE]``.
 
 Started by `notify.py` and left alone. It ends within `notify.timeout_s` for each way of telling,
 whatever the command or the server does, and writes into the ledger how that went. The webhook's URL
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     spec = job_spec(run)
     settings = spec.settings.notify
     if argv[2:]:  # who asks tells each of them once
-        news = incident_of(run, RunHistory.read(run), attempt, argv[2])
+        news = incident_of(run, RunHistory.read(run), attempt, *argv[2:])
         if news is not None:
             _tell(news, run, spec)
         return 0

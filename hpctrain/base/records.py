@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 
 
 TERMINAL_JOB = "pid-"
-HANG = "hang"
-DESYNC = "desync"
-"""The kind of a failure that was seen from outside: ranks that do nothing any more."""
 """Beginning of the job id of a run that `hpctrain train` started in a terminal."""
+HANG = "hang"
+"""The kind of a failure that was seen from outside: ranks that do nothing any more."""
+DESYNC = "desync"
+"""The same of ranks that call other collectives than the others."""
+INCIDENT = "incident"
+"""News of what happens in the middle of an attempt, and not of its end."""
 
 
 class EndReason(StrEnum):

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from hpctrain.base.records import Skipped
+from hpctrain.base.records import INCIDENT, Skipped
 from hpctrain.history import stillness
 from hpctrain.history.run_records import (
     AttemptRecord,
@@ -611,7 +611,7 @@ def _evaluated(run: RunHistory, _: _Attempt, __: float, fact: facts.Evaluated) -
 
 
 def _notified(run: RunHistory, attempt: _Attempt, _: float, fact: facts.Notified) -> None:
-    if attempt is not None and fact.what != "incident":  # its end is still to be told
+    if attempt is not None and fact.what != INCIDENT:  # its end is still to be told
         run.notified.add(attempt.number)
 
 

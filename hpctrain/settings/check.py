@@ -22,6 +22,7 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hpctrain.base.records import INCIDENT
 from hpctrain.errors import UsageError
 from hpctrain.settings.fields import fault, keys_of
 from hpctrain.settings.layers import Chosen, did_you_mean
@@ -325,7 +326,7 @@ def engine_flags(
     return flags
 
 
-NEWS = ("done", "failed", "stopped", "attempt", "incident")
+NEWS = ("done", "failed", "stopped", "attempt", INCIDENT)
 BUILT_IN = {"wandb": "hpctrain.runtime.trackers:start"}
 """Trackers that hpctrain knows by name: the package's name to our factory."""
 _OWN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.agent import incidents, notify_child
-from hpctrain.agent.incidents import INCIDENT, REASONS, Incidents, incident_of
+from hpctrain.agent.incidents import REASONS, Incidents, incident_of
 from hpctrain.agent.notify import wait_for
 from hpctrain.agent.rendezvous import Loss
+from hpctrain.base.records import INCIDENT
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run import event_types as kinds
 from hpctrain.run.events import read
@@ -85,7 +86,7 @@ def test_an_incident_is_told_in_one_line(story, fact, reason, why, command):
     for kind, fields in fact.items():
         story.add(kind, 1, **fields)
 
-    news = incident_of(story.run, RunHistory.read(story.run), 1, reason)
+    news = incident_of(story.run, RunHistory.read(story.run), 1, reason, "n5")
 
     assert (news.what, news.reason, news.why) == (INCIDENT, reason, why)
     assert news.text == f"gpt: {why} (attempt 1, step 40)"
@@ -99,7 +100,19 @@ def test_what_is_over_before_it_could_be_told_is_no_news(story, reason):
     story.add("hang_suspected", 1, **HANG)  # half of them are a long compilation
     story.add("straggler", 1, ranks=[5], summary="slow").add("straggler_gone", 1, ranks=[5])
 
-    assert incident_of(story.run, RunHistory.read(story.run), 1, reason) is None
+    assert incident_of(story.run, RunHistory.read(story.run), 1, reason, "n5") is None
+
+
+def test_of_two_nodes_that_are_lost_at_once_each_is_told(story):
+    for node in ("n5", "n6"):
+        story.add("node_lost", 1, node=node, why="silent", was_spare=True)
+
+    history = RunHistory.read(story.run)
+    told = [incident_of(story.run, history, 1, "node_lost", node) for node in ("n5", "n6")]
+
+    assert [news.why for news in told] == [
+        f"spare node {n} was lost (silent)" for n in ("n5", "n6")
+    ]
 
 
 def test_one_who_asks_hears_of_an_incident_once_and_of_the_end_too(
@@ -141,7 +154,8 @@ def test_another_rank_or_another_attempt_is_told_again(story, asked, monkeypatch
     for node in ("n2", "n2", "n3"):
         watch.tell(kinds.NodeLost(node=node), 2)
 
-    assert told == [*[(1, "straggler")] * 2, (2, "straggler"), *[(2, "node_lost")] * 2]
+    slow, lost = ("straggler", ""), "node_lost"
+    assert told == [(1, slow), (1, slow), (2, slow), (2, (lost, "n2")), (2, (lost, "n3"))]
 
 
 def test_who_has_not_asked_for_incidents_costs_no_process(story, asked, monkeypatch):
@@ -161,6 +175,6 @@ def test_a_lost_node_is_told_by_who_writes_it_down(story, asked, monkeypatch):
     own.record_loss(1, loss, ["n1", "n2"])
     own.record_loss(None, loss, ["n1", "n2"])  # before the first attempt: its end is news
 
-    assert told == ["node_lost"]
+    assert told == [("node_lost", "n3")]
     lost = [event.attempt for event in read(story.run) if event.kind == "node_lost"]
     assert lost == [1, None]
