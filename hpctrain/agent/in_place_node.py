@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hpctrain.agent.copies_to_disk import CopySaver
 from hpctrain.agent.node import MANY, NodeAgent, RoundEnd
@@ -22,9 +22,11 @@ from hpctrain.errors import ControlLost
 from hpctrain.run.fence import Attempt
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.agent.server.api import WorkerGroup
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 
+    from hpctrain.agent.growth import Growth
     from hpctrain.agent.hang_watch import RoundHangs
+    from hpctrain.agent.in_place import InPlaceRendezvous
     from hpctrain.agent.node import RoundHooks, _Reports
     from hpctrain.agent.rendezvous import Loss
     from hpctrain.agent.swaps import Swaps
@@ -40,12 +42,21 @@ class InPlaceAgent(NodeAgent):
     Attributes:
         left_out: Why this node takes part in no round any more; None where it did to the end.
         swaps: Node 0: when a slow node gives its place to a spare; None for never.
+        growth: Node 0: asks for nodes in the place of lost ones; None for never.
         run_of_copies: The run, where its nodes have copies of the state; else None.
     """
 
     left_out: LeftOut | None = None
     swaps: Swaps | None = None
+    growth: Growth | None = None
     run_of_copies: RunDir | None = None
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        try:
+            return super()._invoke_run(role)
+        finally:
+            if self.growth is not None:
+                self.growth.stop()
 
     def _start_and_run(self, group: WorkerGroup) -> RoundEnd:
         try:
@@ -69,6 +80,9 @@ class InPlaceAgent(NodeAgent):
                 raise
             self.left_out = out
             return RoundEnd("failed", why=str(out), left_out=str(out))
+
+    def _own_pids(self) -> list[int]:
+        return [*super()._own_pids(), *(self.growth.pids if self.growth is not None else [])]
 
     def _copies_saved(self, end: RoundEnd) -> RoundEnd:
         """Copies go to disk where no round follows; ranks that raised may have bad ones."""
@@ -133,11 +147,30 @@ class InPlaceAgent(NodeAgent):
             end = self._after_losses(hooks, losses)
             if end is not None:
                 return end
+        if self.growth is not None and not reports.failures:
+            end = self._after_growth(hooks, self.growth)
+            if end is not None:
+                return end
         if self.swaps is not None and self._hangs is not None and not reports.failures:
             end = self._after_swap(hooks, self.swaps, self._hangs)
             if end is not None:
                 return end
         return super()._coordinate(hooks, reports)
+
+    def _after_growth(self, hooks: RoundHooks, growth: Growth) -> RoundEnd | None:
+        """Nodes are asked for where some are missing; a round ends for one that has come."""
+        place = cast("InPlaceRendezvous", self._meeting_place)
+        for number in place.joined():
+            growth.came(number, place.nodes[number])
+        if hooks.deadline.cause is not None:
+            growth.stop()
+            return None
+        growth.look(place.missing, place.await_node)
+        added = set(place.next_members() or ()) - set(place.members)
+        if not growth.is_due(can_grow=bool(added)):
+            return None
+        why = f"{', '.join(place.nodes[number] for number in sorted(added))} joined the job"
+        return RoundEnd("failed", restart=True, why=why) if growth.may_end(why) else None
 
     def _after_swap(self, hooks: RoundHooks, swaps: Swaps, hangs: RoundHangs) -> RoundEnd | None:
         """A slow node gives its place to a spare, where that is due."""

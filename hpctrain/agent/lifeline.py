@@ -5,7 +5,8 @@ in a lease. A connection that closes is a node that died; silence for a lease is
 without a word, or stands still. The agent could not do this by itself: it waits for file systems
 and for the scheduler. What each side makes of it:
 
-* The first node's process tells its agent who was lost. Nobody who was lost is let in again.
+* The first node's process tells its agent who was lost. Nobody who was lost is let in again: a node
+  that is added to the job has a number of its own.
 * Any other process that has not heard from the first node for a lease, or that itself did not run
   for a lease, tells its agent to leave, closes what that may wait on, and kills it where it does
   not leave: it may have been left out meanwhile, and its ranks must not go on beside those of the
@@ -235,6 +236,7 @@ class _First(_LifelineSide):
         self._spoken: set[int] = set()
         """Before it has, it may not know yet that it was let in, and would take a word amiss."""
         self._round: dict[str, Any] = {}
+        self._awaited = set(range(1, place.nodes))
         self._heard: dict[int, float] = {}
         self._lost: set[int] = set()
         self._absent: set[int] = set()
@@ -243,7 +245,7 @@ class _First(_LifelineSide):
         self._told_over: set[int] = set()
 
     async def _begin(self) -> None:
-        door = ChildrenDoor(range(1, self._place.nodes), self._greeting, self._admit)
+        door = ChildrenDoor(self._awaited, self._greeting, self._admit)
         listen, _ = addresses(self._place.address, 0)
         await asyncio.get_running_loop().create_server(
             door.knock, listen, self._place.port, backlog=4096
@@ -266,7 +268,7 @@ class _First(_LifelineSide):
         if "beat" in head:
             end.say(packed({"beat": head["beat"]}))
         if "ready" in head:
-            self._tell({"ready": node})
+            self._tell({"ready": node, "name": str(head.get("name", ""))})
         if self._over and node not in self._told_over:
             self._say_over(node)
 
@@ -289,6 +291,7 @@ class _First(_LifelineSide):
                 end.say(packed({"dropped": order["why"]}))
                 end.close()
             self._lost.add(node)
+        self._awaited.update(order.get("await", []))
         self._absent.update(set(order.get("absent", [])) - set(self._others))
         if "over" in order:
             self._over = str(order["over"]) or "over"
@@ -302,7 +305,7 @@ class _First(_LifelineSide):
         self._all_told()
 
     def _all_told(self) -> None:
-        if self._over and len(self._told_over | self._lost | self._absent) == self._place.nodes - 1:
+        if self._over and self._awaited <= self._told_over | self._lost | self._absent:
             self._tell({"all_told": True})
 
     def _turn(self, stood_s: float) -> None:

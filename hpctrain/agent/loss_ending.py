@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpctrain.agent.ending import AttemptEnding
@@ -59,6 +60,21 @@ class LossEnding(AttemptEnding):
         notify(self._run, self._settings.notify, attempt)
         return True
 
+    def after_growth(self, attempt: int, why: str) -> bool:
+        """Write down a round that ends for a node that has joined; whether another may follow it.
+
+        Nothing is written where none may: then the round goes on.
+        """
+        self._look(attempt)
+        facts = self._facts(attempt, "grown", why=why, in_place=True)
+        facts = replace(facts, scheduler=self._ask())
+        decision = decide_end(facts, self._end.history, self._settings.budget)
+        if decision.next is not Next.RESTART or self._is_left_behind(attempt):
+            return False
+        self._end.carry_out(facts, decision)
+        self.pause_s = 0.0
+        return True
+
     def record_loss(self, attempt: int | None, loss: Loss, members: Sequence[str]) -> None:
         """Write down which node was lost, and who goes on.
 
@@ -100,7 +116,8 @@ class LossEnding(AttemptEnding):
             The generation of agents that this one goes on with; None to leave.
         """
         begun = self._next_generation(why, node, attempt, turn, sleep)
-        if begun is not None and node in begun.lost:  # it thaws, and was lost before the first one
+        # It thaws, and was lost before the first one; or was added, and no other one knows of it.
+        if begun is not None and node not in begun.nodes:
             log.warning("the job goes on without %s", node)
             return None
         return begun
@@ -215,6 +232,8 @@ class LossEnding(AttemptEnding):
                     lost.clear()
             elif isinstance(event.fact, kinds.NodeLost) and not event.fact.was_first:
                 lost.add(event.fact.node)
+            elif isinstance(event.fact, kinds.NodeJoined):
+                lost.discard(event.fact.node)  # it was lost, has come up, and was added again
         return lost
 
 

@@ -17,13 +17,20 @@ from hpctrain.agent import signals
 from hpctrain.agent.control import NodeControl
 from hpctrain.agent.cpus import cpus_of_ranks
 from hpctrain.agent.environment import RankEnvironment
+from hpctrain.agent.growth import growth_of, joining_of
 from hpctrain.agent.loss_ending import LossEnding
 from hpctrain.agent.node_check import NodeCheck
 from hpctrain.agent.stay_alive import EARLY_END_S, RENDEZVOUS_S, lifeline_of, rendezvous_of
 from hpctrain.agent.succession import Succeeds, Succession, generation_of, take_over
 from hpctrain.agent.swaps import swaps_of
 from hpctrain.base import process
-from hpctrain.base.env import HPCTRAIN_BATCH_STARTED, HPCTRAIN_KEEPER, HPCTRAIN_NODE, HPCTRAIN_RELAY
+from hpctrain.base.env import (
+    HPCTRAIN_BATCH_STARTED,
+    HPCTRAIN_JOINS,
+    HPCTRAIN_KEEPER,
+    HPCTRAIN_NODE,
+    HPCTRAIN_RELAY,
+)
 from hpctrain.base.files import follow_folder
 from hpctrain.base.log import hear_elastic
 from hpctrain.base.secret import code
@@ -33,12 +40,13 @@ from hpctrain.hangs import stacks
 from hpctrain.hangs.standing import FEWEST_S, HangLimits
 from hpctrain.run import events as ledger
 from hpctrain.run import fence
-from hpctrain.run.event_types import AttemptStarted, OrphanLeft
+from hpctrain.run.event_types import AttemptStarted, NodeJoined, OrphanLeft
 from hpctrain.run.ownership import job_spec, start_secret
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hpctrain.agent.growth import Joining
     from hpctrain.agent.in_place_node import InPlaceAgent
     from hpctrain.agent.lifeline import Lifeline
     from hpctrain.agent.rendezvous import LeftOut, Loss, Rendezvous
@@ -47,7 +55,7 @@ if TYPE_CHECKING:
     from hpctrain.base.records import FailureReport, JobContext
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
-    from hpctrain.scheduler.base import JobControl
+    from hpctrain.scheduler.base import JobControl, NodeRequest
     from hpctrain.settings.schema import AliveSettings
     from hpctrain.settings.spec import Spec
 
@@ -74,12 +82,23 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
     os.environ[HPCTRAIN_NODE] = context.nodes[context.node_rank]  # what is logged names it
     follow_folder(run.root)  # the ranks are forked from here
     keeper = os.environ.pop(HPCTRAIN_KEEPER, "")
+    joining = joining_of(os.environ)
+    os.environ.pop(HPCTRAIN_JOINS, None)
     environ, generation = dict(os.environ), generation_of(os.environ)
-    try:
-        if generation is None:
-            return _run_generation(run, context, control)
+    if joining is not None:
+        context = joining.context(context)
+    elif generation is not None:
         context = generation.context(context)
-        return _run_generation(run, context, control, generation, keeper)
+    try:
+        return _run_generation(
+            run,
+            context,
+            control,
+            environ,
+            generation=generation,
+            keeper=keeper,
+            joins=joining is not None,
+        )
     except Succeeds as succeeds:
         take_over(succeeds.generation, run, environ, succeeds.keeper)
 
@@ -88,31 +107,31 @@ def _run_generation(
     run: RunDir,
     context: JobContext,
     control: JobControl,
-    generation: Generation | None = None,
-    keeper: str = "",
+    environ: dict[str, str],
+    *,
+    generation: Generation | None,
+    keeper: str,
+    joins: bool,
 ) -> int:
     """See `run_agent`; raises `Succeeds` where this process is to be one of the next generation."""
     spec = job_spec(run)
-    own = context.job_id, context.restarts
+    shared = start_secret(run, context.job_id, context.restarts)
     ending = LossEnding(run, spec, context, control)
     started = time.time()
     if context.node_rank == 0 and (why := _why_not(run, context, ending)):
-        # Not 0: the other nodes' agents would wait for this one in the rendezvous for minutes.
-        # They are killed with it, and the batch side ends the job in peace.
-        _send_home(lifeline_of(spec, context, start_secret(run, *own)), why)
+        # Not 0: the other nodes' agents would wait for this one for minutes; so they are killed.
+        _send_home(lifeline_of(spec, context, shared), why)
         return RunAlive.exit_code
     environment = _environment(run, spec, context)
-    shared = start_secret(run, *own)
     secret = shared if generation is None else generation.secret(shared)
     lifeline = lifeline_of(spec, context, secret)
     node_check = NodeCheck(run, spec, context, secret)
-    if generation is None:  # the nodes of later ones were looked at in the first
+    if generation is None and not joins:  # others were looked at before, or come alone
         node_check.begin()
     # Before anything large is imported.
     node_control = _node_control(spec.settings.alive, context, secret, lifeline, keeper)
     ending.seen_step = lambda: pulse.highest_step(node_control.folder)
-    if lifeline is not None and not os.environ.get(HPCTRAIN_RELAY):  # which is the first node's
-        ending.succession = Succession(run, shared, context)
+    ending.succession = _succession(run, shared, context, lifeline)
 
     def rounds() -> int:
         _preload()
@@ -128,11 +147,31 @@ def _run_generation(
             started=started,
             node_control=node_control,
             lifeline=lifeline,
-            follows=None if generation is None else generation.follows,
+            generation=generation,
+            add_node=partial(_add_node, control, run, environ, context),
         )
 
     leads = generation is not None and context.node_rank == 0
     return _see_through(rounds, ending, node_control, lifeline, leads_others=leads)
+
+
+def _add_node(
+    control: JobControl,
+    run: RunDir,
+    environ: dict[str, str],
+    context: JobContext,
+    joining: Joining,
+) -> NodeRequest:
+    """Ask for a node whose agent starts with this node's environment, and a place of its own."""
+    return control.add_node(run, environ | joining.variables(), joining.name(context))
+
+
+def _succession(
+    run: RunDir, secret: str, context: JobContext, lifeline: Lifeline | None
+) -> Succession | None:
+    """How the agents that are left go on without the first node; None where they cannot."""
+    is_in_container = bool(os.environ.get(HPCTRAIN_RELAY))  # whose relay is the first node's
+    return None if lifeline is None or is_in_container else Succession(run, secret, context)
 
 
 def _see_through(
@@ -244,7 +283,8 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
     started: float,
     node_control: NodeControl,
     lifeline: Lifeline | None,
-    follows: int | None,
+    generation: Generation | None,
+    add_node: Callable[[Joining], NodeRequest],
 ) -> int:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -268,6 +308,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
     )
 
     def begin(world_size: int) -> Attempt:
+        follows = None if generation is None else generation.follows
         before = agent.attempt_number if agent.end is not None else follows
         again = before is not None
         deadline.wait(ending.pause_s)
@@ -325,7 +366,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
     rendezvous = (
         Rendezvous(*at, run_id=run_id, timeout_s=RENDEZVOUS_S)
         if lifeline is None
-        else rendezvous_of(lifeline, spec, context, run_id=run_id, is_later=follows is not None)
+        else rendezvous_of(lifeline, spec, context, run_id=run_id, generation=generation)
     )
     workers = WorkerSpec(
         role="rank",
@@ -369,8 +410,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         hang_limits=_hang_limits(spec),
     )
     if isinstance(agent, InPlaceAgent):
-        agent.swaps = swaps_of(run, spec.settings.alive)
-        agent.run_of_copies = run if spec.settings.alive.memory != "no" else None
+        _prepare_to_stay(agent, run, spec.settings.alive, context, ending, add_node=add_node)
     try:
         agent.run()
         if isinstance(agent, InPlaceAgent) and agent.left_out is not None:
@@ -384,6 +424,33 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         return ending.end_without_resume(agent.attempt_number, error.why)
     finally:
         rendezvous.close()
+
+
+def _prepare_to_stay(
+    agent: InPlaceAgent,
+    run: RunDir,
+    alive: AliveSettings,
+    context: JobContext,
+    ending: LossEnding,
+    *,
+    add_node: Callable[[Joining], NodeRequest],
+) -> None:
+    """Give an agent what it needs in the place of lost and slow nodes."""
+
+    def joined(name: str, waited_s: float | None) -> None:
+        ending.record(agent.attempt_number, NodeJoined(node=name, waited_s=waited_s))
+
+    agent.swaps = swaps_of(run, alive)
+    agent.run_of_copies = run if alive.memory != "no" else None
+    if context.node_rank == 0:
+        agent.growth = growth_of(
+            run,
+            alive,
+            context,
+            add_node,
+            joined=joined,
+            may_grow=lambda why: ending.after_growth(agent.attempt_number, why),
+        )
 
 
 def _leave(

@@ -283,8 +283,7 @@ class NodeAgent(LocalElasticAgent):
         orphans = Orphans()
         while True:
             self.end = self._start_and_run(group)
-            control = [] if self._control is None else self._control.pids
-            orphans.end(spare={*telling(), *control})
+            orphans.end(spare={*telling(), *self._own_pids()})
             if self.end.restart:
                 self._next_round()
                 continue
@@ -293,6 +292,9 @@ class NodeAgent(LocalElasticAgent):
             if not self.end.left_out:
                 self._say_goodbye()
             return RunResult(state=group.state)
+
+    def _own_pids(self) -> list[int]:
+        return [] if self._control is None else self._control.pids
 
     def _start_and_run(self, group: WorkerGroup) -> RoundEnd:
         try:

@@ -17,6 +17,7 @@ from hpctrain.settings.check import node_range
 
 if TYPE_CHECKING:
     from hpctrain.agent.in_place import InPlaceRendezvous
+    from hpctrain.agent.succession import Generation
     from hpctrain.base.records import JobContext
     from hpctrain.settings.spec import Spec
 
@@ -57,7 +58,7 @@ def rendezvous_of(
     context: JobContext,
     *,
     run_id: str,
-    is_later: bool = False,
+    generation: Generation | None = None,
 ) -> InPlaceRendezvous:
     """Where this node's agent meets the others.
 
@@ -66,16 +67,17 @@ def rendezvous_of(
         spec: The run.
         context: This node's place in the job.
         run_id: Of this start of the job.
-        is_later: These agents go on after others: some of the nodes may be lost.
+        generation: Of these agents, where they go on after others: some nodes may be lost.
     """
     from hpctrain.agent.in_place import InPlaceRendezvous  # with torch
 
     settings, nodes = spec.settings, context.nodes
     least, most = node_range(settings.slurm.nodes)
+    at_start = len(nodes) + (0 if generation is None else len(generation.lost))
     size = round_size(
         least,
         most,
-        allocated=len(nodes),
+        allocated=at_start,
         spares=settings.alive.spares,
         shrinks=settings.alive.shrink == "auto",
     )
@@ -89,5 +91,6 @@ def rendezvous_of(
         timeout_s=RENDEZVOUS_S,
         size=size,
         fits=lambda count: planner.at(count) is not None,
-        gather_s=GATHER_S if is_later else None,
+        gather_s=None if generation is None else GATHER_S,
+        wanted=at_start,
     )

@@ -44,7 +44,8 @@ class Generation:
         address: Under which the others reach it.
         port: The first of its ports.
         follows: The attempt after which it goes on.
-        lost: The nodes that led before it.
+        lost: The nodes that led before it, and those that nobody is to wait for.
+        nodes: All others, the leader first.
     """
 
     number: int
@@ -53,6 +54,7 @@ class Generation:
     port: int
     follows: int
     lost: tuple[str, ...]
+    nodes: tuple[str, ...]
 
     def context(self, of_start: JobContext) -> JobContext:
         """A node's place in this generation.
@@ -60,9 +62,7 @@ class Generation:
         Args:
             of_start: Its place as srun has started it.
         """
-        own = of_start.nodes[of_start.node_rank]
-        others = [node for node in of_start.nodes if node not in {self.leader, *self.lost}]
-        nodes = [self.leader, *others]
+        own, nodes = of_start.nodes[of_start.node_rank], list(self.nodes)
         return replace(
             of_start,
             nodes=nodes,
@@ -152,7 +152,9 @@ class Succession:
             before = self._now.lost if self._now is not None else ()
             others = [node for node in context.nodes[1:] if node in lost and node != own]
             gone = (*before, first, *others)
-            begun = Generation(self._number, own, address, port, follows, gone)
+            left = [node for node in context.nodes if node and node not in {own, *gone}]
+            nodes = (own, *dict.fromkeys(left))
+            begun = Generation(self._number, own, address, port, follows, gone, nodes)
             text = sign(self._secret, ABOUT, json.dumps(asdict(begun)))
             write_private(self._run.successor, text, shared=False)
             return begun
@@ -177,4 +179,5 @@ def take_over(
 
 
 def _generation(said: Mapping[str, Any]) -> Generation:
-    return Generation(**{**said, "lost": tuple(said["lost"])})
+    names = {name: tuple(said[name]) for name in ("lost", "nodes")}
+    return Generation(**{**said, **names})

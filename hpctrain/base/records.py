@@ -37,6 +37,8 @@ class EndReason(StrEnum):
     STOPPED = "stopped"
     """`hpctrain cancel --save`: saved, left, never requeued."""
     NODE_FAILED = "node_failed"
+    GROWN = "grown"
+    """Its ranks were ended for a node that has joined the job, and start again with it."""
     CRASHED = "crashed"
     """A rank or an agent died, by a signal or by an error after progress."""
     STORAGE_FAILED = "storage_failed"
@@ -184,8 +186,9 @@ class JobContext:
     restarts: int
     """How often the scheduler has restarted this job id; 0 in its first run."""
     node_rank: int
-    nodes: Sequence[str]
-    """Host names in node_rank order."""
+    nodes: list[str]
+    """Host names in node_rank order; one that is added to the job later is added to this very list,
+    with "" before it for each that has not come."""
     master_addr: str
     port: int
     token: str

@@ -632,10 +632,19 @@ def _check_environment(settings: Settings, origins: Mapping[str, str]) -> list[s
 
 def _idle_alive(settings: Settings) -> list[str]:
     """Of [alive], what will have no effect."""
+    alive, idle = settings.alive, []
     least, most = node_range(settings.slurm.nodes)
-    if settings.alive.shrink == "no" or least < most:
-        return []
-    return [f"alive.shrink has no effect with slurm.nodes {settings.slurm.nodes}: give MIN-MAX"]
+    if alive.shrink != "no" and least == most:
+        idle.append(
+            f"alive.shrink has no effect with slurm.nodes {settings.slurm.nodes}: give MIN-MAX"
+        )
+    if alive.grow != "no" and not alive.is_on():
+        idle.append("alive.grow has no effect without alive.shrink or a spare, as in --nodes 4+1")
+    elif alive.grow != "no" and settings.container.image:
+        idle.append("alive.grow has no effect with container.image")
+    elif alive.grow != "no" and settings.environment.stage != "no":
+        idle.append("alive.grow has no effect with environment.stage")
+    return idle
 
 
 def split_spares(nodes: str | None) -> tuple[str | None, int | None]:

@@ -128,6 +128,9 @@ class RunSettings(Table):
         "copy the git-tracked files at submit: auto means yes below 64 MB",
         choices=("auto", "yes", "no"),
     )
+    lint: bool = setting(
+        True, "submit says what `hpctrain lint` finds in the program, and submits it all the same"
+    )
     cpu_bind: str = setting(
         "auto",
         "SLURM: ranks stay on the CPUs near their GPU, of those that the job was given; auto means "
@@ -245,6 +248,12 @@ class AliveSettings(Table):
         "no",
         "SLURM: where no spare is left, auto: go on with the nodes that live, as far as slurm.nodes MIN-MAX "
         "and the mesh allow; no: the job is requeued",
+        choices=("no", "auto"),
+    )
+    grow: str = setting(
+        "no",
+        "SLURM, where the run outlives its nodes: auto: ask for another node in the place of a lost one, "
+        "which joins the job at a save; only where the site has permit_job_expansion; no: never",
         choices=("no", "auto"),
     )
     lease_s: float = setting(

@@ -139,7 +139,7 @@ def resolves(name: str) -> bool:
     return True
 
 
-_OF_DEVICES = frozenset(
+OF_DEVICES = frozenset(
     {
         "CUDA_VISIBLE_DEVICES",
         "GPU_DEVICE_ORDINAL",
@@ -167,7 +167,7 @@ def script_environment(pid: int, environ: Mapping[str, str]) -> dict[str, str]:
     given = dict(pair.split("=", 1) for pair in pairs if "=" in pair) or dict(environ)
     job_id = given.get("SLURM_JOB_ID") or environ.get("SLURM_JOB_ID", "")
     temporary = given.get("TMPDIR", "")
-    gone = set(_OF_DEVICES)
+    gone = set(OF_DEVICES)
     if job_id and job_id in temporary:  # a prolog's, which goes with the job
         gone.add("TMPDIR")
     return {name: value for name, value in clean(given).env.items() if name not in gone}

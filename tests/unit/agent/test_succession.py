@@ -52,6 +52,16 @@ def test_nodes_that_were_lost_before_have_no_place(run):
     assert begun.context(context("n4")).nodes == ["n3", "n4"]
 
 
+def test_nodes_that_were_added_have_a_place_and_those_that_never_came_have_none(run):
+    claimer = context("n3")
+    claimer.nodes.extend(["", "n9", "n2"])  # n2 was lost, and was added again
+    begun = Succession(run, SECRET, claimer).claim(follows=4)
+
+    assert begun.nodes == ("n3", "n2", "n4", "n9")
+    added = JobContext("7", 0, 0, ["n9"], "127.0.0.1", 20000, "tok")
+    assert begun.context(added).node_rank == 3
+
+
 def test_each_finds_its_place_behind_the_leader(run):
     begun = succession(run, "n3").claim(follows=4)
     for node, place in {"n3": 0, "n2": 1, "n4": 2}.items():
@@ -90,7 +100,8 @@ if (now := generation_of(os.environ)) is not None:
     sys.exit(7)
 environ = dict(os.environ)
 os.environ["LATER"] = "1"
-take_over(Generation(1, "n2", "127.0.0.1", 1, 1, ("n1",)), RunDir(Path(sys.argv[1])), environ)
+now = Generation(1, "n2", "127.0.0.1", 1, 1, ("n1",), ("n2",))
+take_over(now, RunDir(Path(sys.argv[1])), environ)
 """
 
 
