@@ -51,6 +51,7 @@ from hpctrain.submit.checks import (
     take_ds_config,
 )
 from hpctrain.submit.disk import check_disk
+from hpctrain.submit.program_lint import lint_notes
 from hpctrain.submit.site_choice import (
     changed,
     changed_by_shell,
@@ -214,6 +215,7 @@ def prepare(request: SubmitRequest) -> Prepared:
         from hpctrain.submit.launchers import disagreements
 
         notes += disagreements(program.asked, settings.slurm)
+    notes += lint_notes(entry, settings, request.cwd)
     notes += _resume_note(settings.run, entry) + _without_effect(request, origins, cluster, entry)
     notes += [
         *cluster.notes(settings, site, accounting),

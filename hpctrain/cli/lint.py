@@ -1,0 +1,325 @@
+"""`hpctrain lint`: what would hang, go wrong or waste time in a training program.
+
+tests/unit/cli/test_lint.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpctrain.cli.options import json_option
+from hpctrain.errors import ChecksFailed, NotFound, UsageError
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Sequence
+
+    from click.shell_completion import CompletionItem
+
+    from hpctrain.lint.check import RuleChoice
+    from hpctrain.lint.rule import LintFinding
+
+EXAMPLES = """\b
+Examples:
+  hpctrain lint train.py
+  hpctrain lint .                                every program and configuration below
+  hpctrain lint src --select HT1 --level info    one family of rules, with its hints
+  hpctrain lint train.py --fix --diff            what --fix would change
+  hpctrain lint . --write-baseline lint.json     live with what there is,
+  hpctrain lint . --baseline lint.json           and hear of what is new
+  hpctrain lint . --format sarif >lint.sarif
+  hpctrain lint --explain HT101
+"""
+_LEVELS = ("error", "warning", "info")
+_COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
+_STDIN = "<stdin>"
+
+
+def _complete_code(
+    _ctx: click.Context, _param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Codes of rules that begin so."""
+    from click.shell_completion import CompletionItem
+
+    from hpctrain.lint.catalogue import RULES
+
+    return [
+        CompletionItem(code, help=rule.name)
+        for code, rule in RULES.items()
+        if code.startswith(incomplete.upper())
+    ]
+
+
+def _codes(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
+    """Beginnings of codes, from several options with commas, refused where no rule has them."""
+    from hpctrain.lint.catalogue import RULES
+
+    given = [part.strip() for value in values for part in value.split(",") if part.strip()]
+    for code in given:
+        if not any(rule.startswith(code) for rule in RULES):
+            raise click.BadParameter(f"no rule's code begins with {code}")
+    return tuple(given)
+
+
+@click.command(name="lint", epilog=EXAMPLES)
+@click.option(
+    "--select",
+    multiple=True,
+    metavar="CODES",
+    callback=_codes,
+    shell_complete=_complete_code,
+    help="These rules only, hints too: HT101,HT3 (all of HT3xx).",
+)
+@click.option(
+    "--ignore",
+    multiple=True,
+    metavar="CODES",
+    callback=_codes,
+    shell_complete=_complete_code,
+    help="Not these rules.",
+)
+@click.option("--level", type=click.Choice(_LEVELS), help="Tell these and worse.  [warning]")
+@click.option("--strict", is_flag=True, help="Warnings fail the check too.")
+@click.option("--fix", is_flag=True, help="Change what can be changed for certain.")
+@click.option("--diff", is_flag=True, help="Show what --fix would change, and change nothing.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(("text", "json", "sarif")),
+    default="text",
+    help="How findings are printed.  [text]",
+)
+@click.option("--baseline", metavar="FILE", help="Not what this file knows.")
+@click.option("--write-baseline", metavar="FILE", help="Write what is found into it, and pass.")
+@click.option("--cpus", type=click.IntRange(min=1), help="CPUs of each rank, for HT308.")
+@click.option("--stdin", is_flag=True, help="Check what comes in at stdin, for editors.")
+@click.option("--stdin-filename", metavar="NAME", help="How stdin's text is called.")
+@click.option(
+    "--explain", metavar="CODE", shell_complete=_complete_code, help="What a rule is about."
+)
+@json_option
+@click.argument("paths", nargs=-1, metavar="[PATH]...", type=click.Path())
+def command(
+    *,
+    paths: tuple[str, ...],
+    select: tuple[str, ...],
+    ignore: tuple[str, ...],
+    level: str | None,
+    form: str,
+    as_json: bool,
+    explain: str | None,
+    **flags: Any,
+) -> None:
+    """Find what hangs, goes wrong or wastes time in distributed training programs.
+
+    PATH is a Python program, a configuration of DeepSpeed (.json), an hpctrain.toml, or a folder of
+    them. Programs are read, never run; torch is not needed.
+
+    \b
+    error    some ranks would hang, or compute something else
+    warning  likely wrong, or dear
+    info     worth knowing; shown with --level info or --select
+
+    `# hpctrain: ignore HT101` in a program hides a finding on its line.
+    Exit code 3 where there is an error; with --strict, a warning.
+    """  # noqa: D301 - click wants the control character
+    from hpctrain.lint.check import RuleChoice
+
+    if explain is not None:
+        _explain(explain)
+        return
+    if bool(paths) == flags["stdin"]:
+        raise click.UsageError("name a PATH, or give a program at --stdin.")
+    if flags["stdin_filename"] and not flags["stdin"]:
+        raise click.UsageError("--stdin-filename is for --stdin; add it.")
+    if flags["baseline"] and flags["write_baseline"]:
+        raise click.UsageError("--baseline reads and --write-baseline writes; take one.")
+    run = _Lint(RuleChoice(select, ignore), flags["cpus"], fix=flags["fix"], diff=flags["diff"])
+    if flags["stdin"]:
+        run.take_stdin(flags["stdin_filename"] or _STDIN)
+    else:
+        run.take_files(paths)
+    if run.printed:
+        return
+    if flags["write_baseline"]:
+        run.write_baseline(Path(flags["write_baseline"]))
+        return
+    if flags["baseline"]:
+        run.forget_known(Path(flags["baseline"]))
+    run.show(level or ("info" if select else "warning"), "json" if as_json else form)
+    run.conclude(strict=flags["strict"])
+
+
+def _explain(code: str) -> None:
+    from hpctrain.lint.catalogue import RULES
+
+    rule = RULES.get(code)
+    if rule is None:
+        raise NotFound(f"there is no rule {code}; docs/lint.md lists them")
+    click.echo(f"{rule.code} {rule.level}: {rule.name}\n\n{rule.why}\n{rule.remedy}")
+    if rule.mends:
+        click.echo("--fix changes it where that is certain.")
+    click.echo(f"See {rule.anchor}.")
+
+
+class _Lint:
+    """What one call looks at, changes and tells."""
+
+    def __init__(self, choice: RuleChoice, cpus: int | None, *, fix: bool, diff: bool) -> None:
+        self.choice = choice
+        self.cpus = cpus
+        self.fix = fix
+        self.diff = diff
+        self.findings: list[LintFinding] = []
+        self.files = 0
+        self.printed = False
+        """Whether stdout has a program's text, or its difference, and nothing else may follow."""
+
+    def take_files(self, paths: Sequence[str]) -> None:
+        """Check, and mend where asked, each file."""
+        from hpctrain.lint.check import unreadable
+        from hpctrain.lint.files import NotText, files_to_check, read_source
+        from hpctrain.terminal import echo_warning
+
+        for path in files_to_check(paths, echo_warning):
+            self.files += 1
+            try:
+                text = read_source(path)
+            except NotText as error:
+                self.findings.append(unreadable(str(path), str(error)))
+                continue
+            self._take(text, str(path), path)
+        self.printed = self.diff
+        if not self.files:
+            raise NotFound(f"no program and no configuration in {', '.join(paths)}")
+
+    def take_stdin(self, name: str) -> None:
+        """Check what comes in; with --fix print it as it should be."""
+        from hpctrain.lint.check import mended, unreadable
+        from hpctrain.lint.files import NotText, decoded
+        from hpctrain.lint.syntax import MOST_BYTES
+
+        self.files = 1
+        try:
+            text = decoded(sys.stdin.buffer.read(MOST_BYTES + 1))
+        except NotText as error:
+            self.findings.append(unreadable(name, str(error)))
+            return
+        if self.fix and not self.diff:
+            sys.stdout.write(mended(text, name, self.choice))
+            self.printed = True
+            return
+        self._take(text, name, None)
+        self.printed = self.diff
+
+    def _take(self, text: str, name: str, path: Path | None) -> None:
+        from hpctrain.lint.check import check_text, mended, unreadable
+        from hpctrain.lint.edits import as_diff
+        from hpctrain.lint.files import NotText, write_source
+
+        findings = check_text(text, name, self.choice, cpus=self.cpus)
+        if (self.fix or self.diff) and any(one.edits for one in findings):
+            after = mended(text, name, self.choice)
+            if self.diff:
+                click.echo(as_diff(text, after, name), nl=False)
+            elif path is not None and after != text:
+                try:
+                    write_source(path, after)
+                    findings = check_text(after, name, self.choice, cpus=self.cpus)
+                except NotText as error:
+                    self.findings.append(unreadable(name, str(error)))
+        self.findings += findings
+
+    def _relative(self, beside: Path) -> list[LintFinding]:
+        """The findings with paths as seen from a baseline's folder."""
+        from hpctrain.lint.check import renamed
+
+        folder = beside.resolve().parent
+        return [
+            renamed(one, Path(os.path.relpath(Path(one.path).resolve(), folder)).as_posix())
+            for one in self.findings
+        ]
+
+    def write_baseline(self, path: Path) -> None:
+        """Write what was found."""
+        from hpctrain.base.files import replace_text
+        from hpctrain.base.text import count
+        from hpctrain.lint.ignores import baseline_text
+
+        replace_text(path, baseline_text(self._relative(path)))
+        number = len(self.findings)
+        verb = "is" if number == 1 else "are"
+        text = f"{count(number, 'finding')} in {count(self.files, 'file')}"
+        click.echo(f"{path}: {text} {verb} known now")
+
+    def forget_known(self, path: Path) -> None:
+        """Leave out what a baseline knows."""
+        from hpctrain.lint.ignores import beyond_baseline
+
+        baseline = _known(path)
+        relative = self._relative(path)
+        places = {id(one): original for one, original in zip(relative, self.findings, strict=True)}
+        self.findings = [places[id(one)] for one in beyond_baseline(relative, baseline)]
+
+    def show(self, level: str, form: str) -> None:
+        """Print what was found, from a level on."""
+        from hpctrain.lint.render import findings_plain, sarif, summary
+        from hpctrain.terminal import echo_json
+
+        shown_levels = _LEVELS[: _LEVELS.index(level) + 1]
+        shown = [one for one in self.findings if one.rule.level in shown_levels]
+        if form != "text":
+            echo_json(sarif(shown) if form == "sarif" else findings_plain(shown, self.files))
+            return
+        self._print(shown)
+        hidden = sum(one.rule.level == "info" for one in self.findings if one not in shown)
+        click.echo(summary(shown, self.files, hidden))
+
+    def _print(self, shown: Sequence[LintFinding]) -> None:
+        from hpctrain.lint.render import finding_lines
+
+        explained: set[str] = set()
+        for finding in shown:
+            for text, style in finding_lines(finding, explained=finding.rule.code in explained):
+                click.secho(_plain(text), fg=_COLORS.get(style))
+            explained.add(finding.rule.code)
+
+    def conclude(self, *, strict: bool) -> None:
+        """Fail where there is an error.
+
+        Raises:
+            ChecksFailed: there is one; with `strict`, a warning.
+        """
+        from hpctrain.lint.render import summary
+
+        failing = [
+            one
+            for one in self.findings
+            if one.rule.level == "error" or (strict and one.rule.level == "warning")
+        ]
+        if failing:
+            files = len({one.path for one in failing})
+            raise ChecksFailed(summary(failing, files, 0))
+
+
+def _known(path: Path) -> Counter[tuple[str, str, str]]:
+    from hpctrain.base.files import read_text
+    from hpctrain.lint.ignores import read_baseline
+
+    try:
+        return read_baseline(read_text(path), str(path))
+    except FileNotFoundError:
+        raise NotFound(f"{path} is not there; make it by --write-baseline") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _plain(text: str) -> str:
+    """A line without what a terminal obeys: paths and sources may hold anything."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", "?", text)

@@ -1,0 +1,130 @@
+"""Rules HT103 and HT104: what collectives are given, and what is taken from them.
+
+tests/unit/lint/test_rules.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING
+
+from hpctrain.lint.syntax import constant, keyword, last
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hpctrain.lint.reporting import ProgramFacts
+    from hpctrain.lint.rule import LintFinding
+
+_OF_TENSORS = frozenset({"all_reduce", "reduce", "broadcast", "all_gather_into_tensor"})
+_IN_PLACE = _OF_TENSORS | {"all_gather", "reduce_scatter", "scatter", "all_to_all", "barrier"}
+_HOME = "torch.distributed."
+_PLAIN_CALLS = frozenset({"int", "float", "bool", "len", "str", "sum", "round"})
+_READERS = frozenset({"item", "tolist"})
+
+
+def check_arguments(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """HT103 and HT104."""
+    for call in facts.syntax.calls:
+        dotted = facts.syntax.dotted(call.func)
+        name = last(dotted)
+        if dotted != _HOME + name:
+            continue
+        if name in _OF_TENSORS:
+            yield from _no_tensor(facts, call, name)
+        if name in _IN_PLACE and _is_used(facts, call) and not _is_async(call):
+            yield facts.finding(
+                "HT104", call, f"{name}() returns None; it changes its tensor in place"
+            )
+
+
+def _no_tensor(facts: ProgramFacts, call: ast.Call, name: str) -> Iterator[LintFinding]:
+    value = call.args[0] if call.args else keyword(call, "tensor")
+    if value is None:
+        return
+    kind = _plain_kind(facts, value)
+    if kind:
+        text = facts.syntax.code(value, 40)
+        yield facts.finding("HT103", call, f"{name}() takes a tensor, and {text} is {kind}")
+
+
+def _plain_kind(  # noqa: PLR0911 - a line per kind
+    facts: ProgramFacts, node: ast.expr
+) -> str:
+    """What a value is, where it is certainly no tensor."""
+    if isinstance(node, ast.Constant):
+        return f"a {type(node.value).__name__}"
+    if isinstance(node, ast.JoinedStr | ast.Dict):
+        return "no tensor"
+    if isinstance(node, ast.Call):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if name in _READERS and not node.args:
+            return "a Python number"
+        builtin = isinstance(node.func, ast.Name) and node.func.id in _PLAIN_CALLS - {
+            "sum",
+            "round",
+        }
+        return "a Python value" if builtin else ""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return "a bool"
+    if isinstance(node, ast.Compare):
+        return "a bool" if _compares_plain(node) else ""
+    return _kind_of_name(facts, node) if isinstance(node, ast.Name) else ""
+
+
+def _compares_plain(node: ast.Compare) -> bool:
+    """Whether a comparison gives a bool: of numbers in hand, not of tensors."""
+    if all(isinstance(one, ast.In | ast.NotIn | ast.Is | ast.IsNot) for one in node.ops):
+        return True
+    left = node.left
+    return isinstance(left, ast.Call) and last_name(left) in _PLAIN_CALLS | _READERS
+
+
+def last_name(call: ast.Call) -> str:
+    """The last name of what is called."""
+    func = call.func
+    return func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
+
+
+def _kind_of_name(facts: ProgramFacts, node: ast.Name) -> str:
+    """What all assignments of a name in its function agree on."""
+    scope = facts.syntax.scope_of[node]
+    if node.id in scope.parameters:
+        return ""
+    values: list[ast.expr] = []
+    for node_inside in scope.nodes:
+        if isinstance(node_inside, ast.Assign) and any(
+            isinstance(target, ast.Name) and target.id == node.id for target in node_inside.targets
+        ):
+            values.append(node_inside.value)
+        elif (
+            isinstance(node_inside, ast.Name)
+            and node_inside.id == node.id
+            and isinstance(node_inside.ctx, ast.Store)
+        ):
+            parent = facts.syntax.parents[node_inside]
+            if not isinstance(parent, ast.Assign):
+                return ""
+    kinds = {"" if isinstance(value, ast.Name) else _plain_kind(facts, value) for value in values}
+    return kinds.pop() if len(kinds) == 1 else ""
+
+
+def _is_async(call: ast.Call) -> bool:
+    if any(one.arg is None for one in call.keywords):
+        return True
+    value = keyword(call, "async_op")
+    starred = any(isinstance(one, ast.Starred) for one in call.args)
+    by_place = len(call.args) > 3  # noqa: PLR2004 - tensor, op, group; then async_op
+    return (value is not None and constant(value) is not False) or starred or by_place
+
+
+def _is_used(facts: ProgramFacts, call: ast.Call) -> bool:
+    """Whether the value goes anywhere but on to a caller, who may know."""
+    parent = facts.syntax.parents[call]
+    if isinstance(parent, ast.Assign | ast.NamedExpr | ast.AugAssign):
+        target = parent.targets[0] if isinstance(parent, ast.Assign) else parent.target
+        return not (isinstance(target, ast.Name) and target.id.startswith("_"))
+    return isinstance(
+        parent,
+        ast.If | ast.While | ast.BinOp | ast.Compare | ast.UnaryOp | ast.Attribute | ast.Call,
+    ) and not isinstance(parent, ast.withitem)

@@ -1,0 +1,194 @@
+"""From the text of a file to its findings, and to the text without those that can be mended.
+
+Whatever the text is, this returns: what cannot be read is a finding (HT001).
+tests/unit/lint/test_check.py and test_fuzz.py hold the promises.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import HpctrainError
+from hpctrain.lint.arguments import check_arguments
+from hpctrain.lint.catalogue import RULES
+from hpctrain.lint.cluster import check_cluster
+from hpctrain.lint.deepspeed_config import check_deepspeed, check_initialize
+from hpctrain.lint.divergence import check_divergence
+from hpctrain.lint.edits import apply_edits
+from hpctrain.lint.ignores import without_ignored
+from hpctrain.lint.legacy import check_legacy
+from hpctrain.lint.loading import check_loading
+from hpctrain.lint.precision import check_precision
+from hpctrain.lint.reporting import ProgramFacts
+from hpctrain.lint.rule import LintFinding
+from hpctrain.lint.saving import check_saving
+from hpctrain.lint.syntax import NotPython, ProgramSyntax
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+SETTINGS_NAME = "hpctrain.toml"
+_CHECKS = (
+    check_divergence,
+    check_arguments,
+    check_precision,
+    check_loading,
+    check_legacy,
+    check_cluster,
+    check_saving,
+    check_initialize,
+)
+_MOST_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class RuleChoice:
+    """Which rules count, by the beginnings of their codes."""
+
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+
+    def takes(self, code: str) -> bool:
+        """Whether findings of this rule are told."""
+        return (not self.select or code.startswith(self.select)) and not (
+            bool(self.ignore) and code.startswith(self.ignore)
+        )
+
+    @property
+    def all_rules(self) -> bool:
+        """Whether no rule is left out."""
+        return not self.select and not self.ignore
+
+
+EVERY_RULE = RuleChoice()
+
+
+def check_text(
+    text: str, path: str, choice: RuleChoice = EVERY_RULE, *, cpus: int | None = None
+) -> list[LintFinding]:
+    """All findings in a file's text, in its order.
+
+    Args:
+        text: The file's.
+        path: Its name, which also says what it is.
+        choice: The rules that count.
+        cpus: Of each rank, where that is known.
+    """
+    name = PurePath(path).name
+    if name.endswith(".json"):
+        findings = _check_json(text, path)
+    elif name.endswith(".toml"):
+        findings = _check_settings(text, path)
+    else:
+        findings = _check_program(text, path, choice, cpus)
+    return sorted(
+        {one: None for one in findings if choice.takes(one.rule.code)}, key=lambda one: one.place
+    )
+
+
+def _check_program(text: str, path: str, choice: RuleChoice, cpus: int | None) -> list[LintFinding]:
+    try:
+        facts = ProgramFacts(ProgramSyntax(text, path), cpus)
+        findings = [one for check in _CHECKS for one in check(facts) if choice.takes(one.rule.code)]
+    except NotPython as error:
+        return [unreadable(path, str(error), error.line)]
+    except RecursionError:
+        return [unreadable(path, "nested too deeply to be checked")]
+    findings = sorted(set(findings), key=lambda one: one.place)
+    return list(without_ignored(text, path, findings, every_rule=choice.all_rules))
+
+
+def unreadable(path: str, why: str, line: int = 0) -> LintFinding:
+    """A file of which nothing was checked."""
+    return LintFinding(RULES["HT001"], path, line, 1 if line else 0, line, why)
+
+
+def _check_json(text: str, path: str) -> list[LintFinding]:
+    try:
+        return list(check_deepspeed(text, path))
+    except ValueError as error:
+        return [unreadable(path, f"no JSON: {error}", getattr(error, "lineno", 0))]
+
+
+def _check_settings(text: str, path: str) -> list[LintFinding]:
+    """HT708: what `hpctrain submit` itself would say of its settings file."""
+    from pathlib import Path
+
+    from hpctrain.settings.check import check
+    from hpctrain.settings.layers import (
+        TomlFile,
+        from_table,
+        from_toml,
+        key_lines,
+        parse_toml,
+        resolve,
+    )
+
+    try:
+        values = parse_toml(text.replace("\r\n", "\n"))
+        file = from_toml(
+            TomlFile(Path(path), path, values, key_lines(text)), name=path, top=("cluster", "site")
+        )
+        from_table(file.env, lambda key: file.layer.where("env", key))
+        check(*resolve([file.layer]))
+    except ValueError as error:
+        return [unreadable(path, f"no TOML: {error}")]
+    except HpctrainError as error:
+        where = re.match(re.escape(path) + r":(\d+): ", str(error))
+        line = int(where[1]) if where else 0
+        lines = text.splitlines()
+        evidence = lines[line - 1].strip() if 0 < line <= len(lines) else ""
+        message = str(error)[where.end() :] if where else str(error)
+        return [LintFinding(RULES["HT708"], path, line, int(line > 0), line, message, evidence)]
+    return []
+
+
+def mended(text: str, path: str, choice: RuleChoice = EVERY_RULE) -> str:
+    """The text after all certain changes; itself where one of them would not hold.
+
+    It holds where the new text can be read, the finding is gone and nothing new is found.
+    """
+    for _ in range(_MOST_ROUNDS):
+        findings = check_text(text, path, choice)
+        changed = text
+        for finding in findings:
+            if not finding.edits:
+                continue
+            alike = [other for other in findings if other.edits and other.rule is finding.rule]
+            for group in ([finding], alike):
+                candidate = apply_edits(text, [edit for other in group for edit in other.edits])
+                if _is_better(findings, check_text(candidate, path, choice), finding):
+                    changed = candidate
+                    break
+            if changed != text:
+                break
+        if changed == text:
+            break
+        text = changed
+    return text
+
+
+def _is_better(
+    before: Collection[LintFinding], after: Iterable[LintFinding], finding: LintFinding
+) -> bool:
+    """Whether there are fewer of that rule, and of no rule more."""
+    counts = _counts(before)
+    later = _counts(after)
+    return later.get(finding.rule.code, 0) < counts[finding.rule.code] and all(
+        number <= counts.get(code, 0) for code, number in later.items()
+    )
+
+
+def _counts(findings: Iterable[LintFinding]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for finding in findings:
+        counts[finding.rule.code] = counts.get(finding.rule.code, 0) + 1
+    return counts
+
+
+def renamed(finding: LintFinding, path: str) -> LintFinding:
+    """The finding under another name of its file."""
+    return replace(finding, path=path)

@@ -1,0 +1,146 @@
+"""The keys that DeepSpeed reads from its configuration, taken from the source of 0.19.8.
+
+Beside them those that earlier versions read: a file may be for both. tests/unit/lint/
+test_deepspeed_rules.py holds the tables against the source of the version that is installed.
+"""
+
+from __future__ import annotations
+
+TOP_KEYS = frozenset(
+    [
+        "activation_checkpointing",
+        "aio",
+        "autotuning",
+        "bf16",
+        "bfloat16",
+        "checkpoint",
+        "comet",
+        "comms_logger",
+        "communication_data_type",
+        "compile",
+        "csv_monitor",
+        "data_efficiency",
+        "data_types",
+        "dataloader_drop_last",
+        "datastates_ckpt",
+        "disable_allgather",
+        "disable_python_gc",
+        "dump_state",
+        "expert_parallel",
+        "flops_profiler",
+        "fp16",
+        "gradient_accumulation_steps",
+        "gradient_allreduce_op",
+        "gradient_clipping",
+        "gradient_predivide_factor",
+        "hybrid_engine",
+        "log_level",
+        "managed_gradient_accumulation",
+        "memory_breakdown",
+        "optimizer",
+        "pipeline",
+        "prescale_gradients",
+        "scheduler",
+        "seq_parallel_communication_data_type",
+        "sequence_parallel_size",
+        "steps_per_print",
+        "tensor_parallel",
+        "tensorboard",
+        "timers",
+        "torch_autocast",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "use_data_before_expert_parallelism",
+        "vocabulary_size",
+        "wall_clock_breakdown",
+        "wandb",
+        "weight_quantization",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "zero_optimization",
+    ]
+)
+"""What 0.19.8 reads at the top."""
+REMOVED_KEYS = frozenset(
+    [
+        "amp",
+        "compression_training",
+        "curriculum_learning",
+        "eigenvalue",
+        "elasticity",
+        "graph_harvesting",
+        "nebula",
+        "progressive_layer_drop",
+        "quantize_training",
+        "sparse_attention",
+        "sparse_gradients",
+    ]
+)
+"""What earlier versions read, and 0.19 refuses."""
+OTHERS_KEYS = frozenset(
+    {"data_parallel_size", "local_rank", "load_universal_checkpoint", "mesh_param"}
+)
+"""What other programs put into the same file."""
+ZERO_KEYS = frozenset(
+    [
+        "allgather_bucket_size",
+        "allgather_partitions",
+        "allgather_sequential",
+        "compute_grad_norm",
+        "contiguous_gradients",
+        "cpu_offload",
+        "cpu_offload_param",
+        "cpu_offload_use_pin_memory",
+        "elastic_checkpoint",
+        "enable_sanity_checks",
+        "gather_16bit_weights_on_model_save",
+        "ignore_unused_parameters",
+        "leaf_module",
+        "legacy_stage1",
+        "load_from_fp32_weights",
+        "log_trace_cache_warnings",
+        "max_live_parameters",
+        "max_reuse_distance",
+        "memory_efficient_linear",
+        "model_persistence_threshold",
+        "module_granularity_threshold",
+        "offload_optimizer",
+        "offload_param",
+        "overlap_comm",
+        "override_module_apply",
+        "param_persistence_threshold",
+        "parameter_alignment",
+        "pipeline_loading_checkpoint",
+        "prefetch_bucket_size",
+        "reduce_bucket_size",
+        "reduce_scatter",
+        "round_robin_gradients",
+        "save_muon_momentum_buffer_in_memory",
+        "stage",
+        "stage3_allgather_sequential",
+        "stage3_gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_model_persistence_threshold",
+        "stage3_module_granularity_threshold",
+        "stage3_param_persistence_threshold",
+        "stage3_prefetch_bucket_size",
+        "stage3_use_all_reduce_for_fetch_params",
+        "sub_group_size",
+        "use_all_reduce_for_fetch_params",
+        "use_multi_rank_bucket_allreduce",
+        "zenflow",
+        "zero_hpz_partition_size",
+        "zero_quantized_gradients",
+        "zero_quantized_nontrainable_weights",
+        "zero_quantized_weights",
+    ]
+)
+"""Of zero_optimization, where an unknown one is refused."""
+REMOVED_ZERO_KEYS = frozenset(
+    {"mics_hierarchical_params_gather", "mics_shard_size", "zeropp_loco_param"}
+)
+"""Of zero_optimization, what earlier versions read and 0.19 refuses."""
+TELLING = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"})
+"""By one of these and another known key a file is known as DeepSpeed's."""

@@ -1,0 +1,290 @@
+"""A program's syntax tree with what all rules ask of it: names, functions, calls, parents.
+
+Names are followed through imports to where they come from: `dist.barrier` is
+`torch.distributed.barrier` whatever the program calls the module. tests/unit/lint/test_syntax.py
+holds the promises.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
+
+from hpctrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_Node = TypeVar("_Node", bound=ast.AST)
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+ScopeNode = ast.Module | FunctionNode
+MOST_BYTES = 4 << 20
+"""Of a file that is read: a generated one beyond is no training program."""
+
+
+class NotPython(UsageError):
+    """The text cannot be read as Python."""
+
+    def __init__(self, why: str, line: int = 0) -> None:
+        super().__init__(why)
+        self.line = line
+
+
+@dataclass(eq=False)
+class LintScope:
+    """A module's or function's own statements, without those of functions inside it."""
+
+    node: ScopeNode
+    name: str
+    owner: str = ""
+    """The class, for a method."""
+    outer: LintScope | None = None
+    nodes: list[ast.AST] = field(default_factory=list)
+    """Everything in it, in the order of the text."""
+
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of its parameters."""
+        if isinstance(self.node, ast.Module):
+            return ()
+        args = self.node.args
+        named = [*args.posonlyargs, *args.args, *args.kwonlyargs]
+        return tuple(arg.arg for arg in named)
+
+    def of(self, kind: type[_Node]) -> list[_Node]:
+        """Its nodes of a kind."""
+        return [node for node in self.nodes if isinstance(node, kind)]
+
+
+class ProgramSyntax:
+    """A program, read once and asked by every rule."""
+
+    def __init__(self, text: str, path: str) -> None:
+        """Read it.
+
+        Raises:
+            NotPython: it is none, or nested too deeply.
+        """
+        self.path = path
+        self.text = text
+        self.lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+        self.tree = parse(text)
+        self.parents: dict[ast.AST, ast.AST] = {}
+        self.scopes: list[LintScope] = []
+        self.scope_of: dict[ast.AST, LintScope] = {}
+        self.calls: list[ast.Call] = []
+        self.imports: dict[str, str] = {}
+        self.starred: list[str] = []
+        self._collect()
+        self.functions: dict[str, list[LintScope]] = {}
+        for scope in self.scopes[1:]:
+            self.functions.setdefault(scope.name, []).append(scope)
+        self._dotted: dict[ast.AST, str] = {}
+
+    @cached_property
+    def raw(self) -> bytes:
+        """The text in bytes, which `ast` counts columns in."""
+        return self.text.encode()
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Where each line begins in them, from line 1."""
+        lines = self.raw.replace(b"\r\n", b"\0\n").replace(b"\r", b"\n").split(b"\n")
+        offsets = [0]
+        for line in lines:
+            offsets.append(offsets[-1] + len(line) + 1)
+        return offsets
+
+    @cached_property
+    def loaders(self) -> frozenset[str]:
+        """Names that are given a DataLoader somewhere in the program."""
+        return frozenset(
+            target.id if isinstance(target, ast.Name) else target.attr
+            for call in self.calls_to("DataLoader")
+            if isinstance(parent := self.parents[call], ast.Assign)
+            for target in parent.targets
+            if isinstance(target, ast.Name | ast.Attribute)
+        )
+
+    def _collect(self) -> None:
+        """One pass without recursion: a text may be nested as deeply as the parser allows."""
+        module = LintScope(self.tree, "")
+        self.scopes.append(module)
+        stack: list[tuple[ast.AST, LintScope, str]] = [(self.tree, module, "")]
+        while stack:
+            node, scope, owner = stack.pop()
+            self.scope_of[node] = scope
+            scope.nodes.append(node)
+            inner, inner_owner = scope, owner
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                inner = LintScope(node, node.name, owner, scope)
+                inner_owner = ""
+                self.scopes.append(inner)
+            elif isinstance(node, ast.ClassDef):
+                inner_owner = node.name
+            elif isinstance(node, ast.Call):
+                self.calls.append(node)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                self._take_import(node)
+            children = list(ast.iter_child_nodes(node))
+            for child in reversed(children):
+                self.parents[child] = node
+                stack.append((child, inner, inner_owner))
+
+    def _take_import(self, node: ast.Import | ast.ImportFrom) -> None:
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                if name.asname:
+                    self.imports[name.asname] = name.name
+                else:
+                    root = name.name.partition(".")[0]
+                    self.imports.setdefault(root, root)
+            return
+        origin = "." * node.level + (node.module or "")
+        for name in node.names:
+            if name.name == "*":
+                self.starred.append(origin)
+            elif isinstance(self.parents[node], ast.If | ast.Try | ast.ExceptHandler):
+                self.imports.setdefault(name.asname or name.name, f"{origin}.{name.name}")
+            else:
+                self.imports[name.asname or name.name] = f"{origin}.{name.name}"
+
+    def dotted(self, node: ast.AST) -> str:
+        """Where a name comes from, e.g. `torch.distributed.barrier`; "" for what is no name."""
+        traced = self._dotted.get(node)
+        if traced is None:
+            traced = self._dotted[node] = self._trace(node)
+        return traced
+
+    def _trace(self, node: ast.AST) -> str:
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if isinstance(node, ast.Call):
+            origin = self.dotted(node.func)
+            parts.append(f"{origin}()")
+        elif isinstance(node, ast.Name):
+            parts.append(self.imports.get(node.id, node.id))
+        else:
+            parts.append("")
+        return ".".join(reversed(parts))
+
+    def imports_any(self, *roots: str) -> bool:
+        """Whether anything is imported from one of these packages."""
+        origins = [*self.imports.values(), *self.starred]
+        return any(
+            origin == root or origin.startswith(f"{root}.") for origin in origins for root in roots
+        )
+
+    def calls_to(self, *names: str, root: str = "") -> Iterator[ast.Call]:
+        """Calls whose last name is one of these, of a package where one is named."""
+        for call in self.calls:
+            dotted = self.dotted(call.func)
+            if dotted.rpartition(".")[2] in names and dotted.startswith(root):
+                yield call
+
+    def outer(self, node: ast.AST) -> Iterator[ast.AST]:
+        """The nodes around one, from the inside, up to its function or module."""
+        while not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
+            node = self.parents[node]
+            yield node
+
+    def resolve(self, call: ast.Call, scope: LintScope) -> LintScope | None:
+        """The function of this file that is called, where there is exactly one it can be."""
+        func = call.func
+        if isinstance(func, ast.Name):
+            named = [one for one in self.functions.get(func.id, ()) if not one.owner]
+            return named[0] if len(named) == 1 and func.id not in self.imports else None
+        if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name):
+            owner = scope.owner or (scope.outer.owner if scope.outer else "")
+            if func.value.id == "self" and owner:
+                named = [one for one in self.functions.get(func.attr, ()) if one.owner == owner]
+                return named[0] if len(named) == 1 else None
+        return None
+
+    def line(self, number: int) -> str:
+        """A line of the text, from 1."""
+        return self.lines[number - 1] if 0 < number <= len(self.lines) else ""
+
+    def code(self, node: ast.AST, most: int = 60) -> str:
+        """A node as its first line has it, shortened for a message."""
+        lineno, end = getattr(node, "lineno", 0), getattr(node, "end_lineno", None)
+        if not lineno or end is None:
+            return ""
+        start = self.offsets[lineno - 1] + getattr(node, "col_offset", 0)
+        stop = self.offsets[end - 1] + getattr(node, "end_col_offset", 0)
+        text = self.raw[start : min(stop, start + 4 * most)].decode(errors="ignore")
+        words = " ".join(text.split())
+        return words if len(words) <= most else f"{words[: most - 3]}..."
+
+
+def parse(text: str) -> ast.Module:
+    """The text's syntax tree; its own warnings, of odd escapes for instance, are nobody's here.
+
+    Raises:
+        NotPython: it has none, in words and with a line where that is known.
+    """
+    if "\0" in text:
+        raise NotPython(
+            "holds NUL bytes: no Python source", text[: text.index("\0")].count("\n") + 1
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text)
+    except SyntaxError as error:
+        raise NotPython(
+            f"no Python that this version reads: {error.msg}", error.lineno or 0
+        ) from None
+    except (RecursionError, MemoryError):
+        raise NotPython("nested too deeply to be read") from None
+    except ValueError as error:
+        raise NotPython(f"no Python source: {error}") from None
+    return tree
+
+
+def keyword(call: ast.Call, name: str) -> ast.expr | None:
+    """The value of a keyword argument."""
+    return next((one.value for one in call.keywords if one.arg == name), None)
+
+
+def argument(call: ast.Call, name: str, position: int) -> ast.expr | None:
+    """The value of an argument, wherever it is given; None where it may hide in a star."""
+    named = keyword(call, name)
+    if named is not None or position >= len(call.args):
+        return named
+    return None if any(isinstance(one, ast.Starred) for one in call.args) else call.args[position]
+
+
+def spreads(call: ast.Call) -> bool:
+    """Whether arguments come out of a list or dictionary, so that nobody can tell which."""
+    return any(one.arg is None for one in call.keywords) or any(
+        isinstance(one, ast.Starred) for one in call.args
+    )
+
+
+def constant(node: ast.AST | None) -> object:
+    """The value of a literal; None for anything else."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = constant(node.operand)
+        return -value if isinstance(value, int | float) else None
+    return node.value if isinstance(node, ast.Constant) else None
+
+
+def is_true(node: ast.AST | None) -> bool:
+    """Whether it is a literal True."""
+    return constant(node) is True
+
+
+def last(dotted: str) -> str:
+    """The last name of a dotted one."""
+    return dotted.rpartition(".")[2]
+
+
+def given(node: ast.AST | None) -> bool:
+    """Whether an argument is there and is not a literal None."""
+    return node is not None and not (isinstance(node, ast.Constant) and node.value is None)

@@ -1,0 +1,114 @@
+"""The keys are those of DeepSpeed's own source; what is DeepSpeed's is told from other JSON."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from hpctrain.lint.check import check_text
+from hpctrain.lint.deepspeed_config import is_deepspeed
+from hpctrain.lint.deepspeed_keys import (
+    REMOVED_KEYS,
+    REMOVED_ZERO_KEYS,
+    TOP_KEYS,
+    ZERO_KEYS,
+)
+
+
+@pytest.fixture(scope="module")
+def source():
+    """DeepSpeed's folder, found without importing it."""
+    return Path(importlib.util.find_spec("deepspeed").origin).parent
+
+
+def test_each_top_key_is_in_deepspeeds_source(source):
+    text = "\n".join(path.read_text() for path in source.rglob("*.py"))
+    known = set(re.findall(r"""["'](\w+)["']""", text))
+    known |= set(re.findall(r"^\s+(\w+): \w+Config", text, re.MULTILINE))  # of the monitors
+
+    assert TOP_KEYS - known == set()
+
+
+def test_zero_keys_are_the_fields_of_deepspeeds_class(source):
+    tree = ast.parse((source / "runtime" / "zero" / "config.py").read_text())
+    (cls,) = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "DeepSpeedZeroConfig"
+    ]
+    fields = [node for node in cls.body if isinstance(node, ast.AnnAssign)]
+    names = {node.target.id for node in fields}
+    names |= {
+        keyword.value.value
+        for node in fields
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call)
+        for keyword in call.keywords
+        if keyword.arg == "alias"
+    }
+
+    assert names == ZERO_KEYS
+
+
+def test_removed_keys_are_those_that_deepspeed_refuses(source):
+    tree = ast.parse((source / "runtime" / "config.py").read_text())
+    tables = {
+        node.targets[0].id: {key.value for key in node.value.keys}
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+    }
+
+    assert tables["_REMOVED_TOP_LEVEL_CONFIG_KEYS"] == REMOVED_KEYS
+    assert tables["_REMOVED_ZERO_CONFIG_KEYS"] == REMOVED_ZERO_KEYS
+
+
+@pytest.mark.parametrize(
+    ("value", "is_one"),
+    [
+        ({"zero_optimization": {}, "train_batch_size": 8}, True),
+        ({"zero_optimisation": {}, "bf16": {}}, True),
+        ({"fp16": {}, "optimizer": {}}, False),
+        ({"zero_optimization": {}}, False),
+        ({"name": "a", "version": 1}, False),
+        ([], False),
+        (None, False),
+    ],
+)
+def test_whose_configuration_it_is(value, is_one):
+    assert is_deepspeed(value) is is_one
+
+
+def test_a_finding_names_the_line_of_its_key():
+    text = '{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 3}\n}\n'
+
+    (found,) = check_text(text, "ds_config.json")
+
+    assert (found.line, found.column) == (3, 3)
+    assert 'did you mean "zero_optimization"?' in found.message
+
+
+def test_a_key_of_zero_that_is_meant_is_named():
+    text = '{"train_batch_size": 8, "zero_optimization": {"overlap_com": true, "zzz": 1}}'
+
+    near, other = check_text(text, "ds_config.json")
+
+    assert near.message.endswith('did you mean "overlap_comm"?')
+    assert other.message == 'unknown key "zzz" in zero_optimization'
+
+
+def test_a_setting_that_submit_refuses_has_its_line():
+    (finding,) = check_text('[slurm]\nnodes = "4"\nnodez = "4"\n', "hpctrain.toml")
+
+    assert (finding.rule.code, finding.line, finding.evidence) == ("HT708", 3, 'nodez = "4"')
+    assert "hpctrain.toml" not in finding.message
+
+
+def test_what_is_no_toml_is_told():
+    (finding,) = check_text("[slurm\n", "hpctrain.toml")
+
+    assert finding.rule.code == "HT001"
+    assert finding.message.startswith("no TOML: ")

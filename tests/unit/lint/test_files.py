@@ -1,0 +1,131 @@
+"""Which files are looked at, and what is said of those that cannot be read."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from hpctrain.errors import NotFound
+from hpctrain.lint.files import NotText, decoded, files_to_check, read_source, write_source
+from hpctrain.lint.syntax import MOST_BYTES
+
+
+def names(*paths):
+    return [str(path) for path in files_to_check([str(path) for path in paths], pytest.fail)]
+
+
+def test_a_folder_gives_its_programs_and_configurations(tmp_path):
+    for name in ("b.py", "a.py", "hpctrain.toml", "other.toml", "notes.txt", "x.json"):
+        (tmp_path / name).write_text("")
+    for folder in (".git", "venv", "__pycache__", "sub"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "in.py").write_text("")
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {}, "bf16": {}}')
+
+    found = [os.path.relpath(path, tmp_path) for path in names(tmp_path)]
+
+    assert found == ["a.py", "b.py", "ds.json", "hpctrain.toml", "sub/in.py"]
+
+
+def test_a_circle_of_folders_is_walked_once(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.py").write_text("")
+    (tmp_path / "a" / "back").symlink_to(tmp_path)
+
+    assert names(tmp_path, tmp_path) == [str(tmp_path / "a" / "x.py")]
+
+
+def test_a_link_to_itself_is_said_to_be_unreadable(tmp_path):
+    (tmp_path / "x.py").symlink_to(tmp_path / "x.py")
+
+    (path,) = files_to_check([str(tmp_path / "x.py")], pytest.fail)
+
+    with pytest.raises(NotText, match="Too many levels of symbolic links"):
+        read_source(path)
+
+
+def test_what_is_not_there_is_not_found(tmp_path):
+    with pytest.raises(NotFound, match="is not there"):
+        names(tmp_path / "none.py")
+
+
+def test_a_fifo_does_not_keep_anybody(tmp_path):
+    os.mkfifo(tmp_path / "x.py")
+
+    with pytest.raises(NotText, match="not an ordinary file"):
+        read_source(tmp_path / "x.py")
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (b"x = 1\n\ny = 2\n\xff\n", "is not utf-8 text at byte 13"),
+        (b"\xff\xfex\x00", "invalid or missing encoding"),
+        (b"# coding: klingon\n", "unknown encoding"),
+        (b"x" * (MOST_BYTES + 1), "has more than"),
+    ],
+)
+def test_what_is_no_text_says_why(raw, why):
+    with pytest.raises(NotText, match=why):
+        decoded(raw)
+
+
+def test_another_encoding_that_is_named_is_read():
+    assert decoded("# coding: latin-1\nx = 'ä'\n".encode("latin-1")).endswith("'ä'\n")
+
+
+def test_a_mended_file_keeps_its_permissions_and_its_link(tmp_path):
+    real = tmp_path / "real.py"
+    real.write_bytes(b"\xef\xbb\xbfx = 1\n")
+    real.chmod(0o750)
+    (tmp_path / "link.py").symlink_to(real)
+
+    write_source(tmp_path / "link.py", "x = 2\n")
+
+    assert (tmp_path / "link.py").is_symlink()
+    assert real.read_bytes() == b"\xef\xbb\xbfx = 2\n"
+    assert real.stat().st_mode & 0o777 == 0o750
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.py", "real.py"]
+
+
+def test_a_file_in_another_encoding_is_not_written(tmp_path):
+    path = tmp_path / "x.py"
+    path.write_bytes("# coding: latin-1\nx = 'ä'\n".encode("latin-1"))
+
+    with pytest.raises(NotText, match="UTF-8 only"):
+        write_source(path, "x = 1\n")
+    assert path.read_bytes().endswith(b"'\xe4'\n")
+
+
+def test_a_folder_that_nobody_may_look_into_is_told(tmp_path, monkeypatch):
+    (tmp_path / "shut").mkdir()
+    (tmp_path / "x.py").write_text("")
+    look = os.scandir
+    heard = []
+
+    def scandir(folder):
+        if str(folder).endswith("shut"):
+            raise PermissionError(13, "Permission denied", str(folder))
+        return look(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+
+    assert list(files_to_check([str(tmp_path)], heard.append)) == [tmp_path / "x.py"]
+    assert heard == [f"{tmp_path / 'shut'} is passed over: Permission denied"]
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "x.py"
+    path.write_text("x = 1\n")
+
+    def full(*_):
+        raise OSError(28, "No space left on device", "somewhere")
+
+    monkeypatch.setattr("shutil.copymode", full)
+
+    with pytest.raises(OSError, match="No space left") as error:
+        write_source(path, "x = 2\n")
+    assert error.value.filename == str(path)
+    assert [one.name for one in tmp_path.iterdir()] == ["x.py"]
+    assert path.read_text() == "x = 1\n"

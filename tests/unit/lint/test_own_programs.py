@@ -1,0 +1,23 @@
+"""What we train with and show to others is what the rules ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.lint.check import check_text
+from hpctrain.lint.files import files_to_check, read_source
+
+TOP = Path(__file__).parents[3]
+FOLDERS = ("examples", "demo", "hpctrain/recipes", "hpctrain/engines", "hpctrain/runtime")
+
+
+def test_our_own_programs_have_neither_errors_nor_warnings():
+    folders = [str(TOP / name) for name in FOLDERS]
+    paths = list(files_to_check(folders, pytest.fail))
+
+    findings = [one for path in paths for one in check_text(read_source(path), str(path))]
+
+    assert len(paths) > 60
+    assert [one for one in findings if one.rule.level != "info"] == []
