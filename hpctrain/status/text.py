@@ -117,7 +117,8 @@ def next_commands(status: RunStatus) -> list[str]:
         logs = f"hpctrain logs {name} --rank {status.failure.rank}{flags}"
     elif not status.attempts:
         logs = f"hpctrain logs {name} --rank batch{flags}"
-    return [logs, resume]
+    doctor = [f"hpctrain doctor {name}{flags}"] if status.attempts else []
+    return [*doctor, logs, resume]
 
 
 def _job(status: RunStatus) -> str:

@@ -1,0 +1,166 @@
+"""`hpctrain doctor`: why a run, or any training job by its logs, died, and what to do next.
+
+tests/unit/cli/test_doctor.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import click
+
+from hpctrain.cli.options import json_option, runs_option
+from hpctrain.errors import NotFound, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from hpctrain.doctor.files import LogInput
+    from hpctrain.doctor.judge import Diagnosis
+    from hpctrain.doctor.sighting import LogFacts
+    from hpctrain.history.attempts import AttemptView
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.run.layout import RunDir
+
+TAIL_BYTES = 64 << 20
+"""So much of each rank's log of a run is read: what killed it stands near its end."""
+
+
+@click.command(
+    name="doctor",
+    epilog="""\b
+Examples:
+  hpctrain doctor                           the newest run: why its last attempt ended
+  hpctrain doctor lm-3 --attempt 2          another attempt of a run
+  hpctrain doctor --log slurm-4711.out      any job's log (torchrun, DeepSpeed, ...)
+  hpctrain doctor --log logs/ --log n2.gz   folders, several files, gzip, xz, bzip2
+  kubectl logs pod | hpctrain doctor --log -
+Exit codes: 0 a cause was found, or nothing is wrong; 1 nothing says why; 2, 4 no such log or run.
+""",
+)
+@click.argument("run", required=False, metavar="[RUN]")
+@click.option(
+    "--log",
+    "log_names",
+    multiple=True,
+    metavar="FILE",
+    help="A log that no run of hpctrain has written: a file, a folder, or - for standard input.",
+)
+@click.option(
+    "--attempt",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Of this attempt.  [default: the newest]",
+)
+@json_option
+@runs_option
+def command(
+    *,
+    run: str | None,
+    log_names: tuple[str, ...],
+    attempt: int | None,
+    as_json: bool,
+    runs: Path,
+) -> int:
+    """Say why a run or any training job died: one verdict, how sure it is, evidence, what to do.
+
+    RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest. With --log
+    it reads logs alone, of any job.
+    """
+    if log_names and (run is not None or attempt is not None):
+        raise UsageError("give a RUN (with --attempt), or logs with --log, not both")
+    if log_names:
+        from hpctrain.doctor.files import inputs
+        from hpctrain.doctor.judge import judge
+
+        logs, notes = _read(inputs(log_names))
+        diagnosis = judge(logs)
+        named = ""
+    else:
+        diagnosis, notes, named = _of_run(run or "-", attempt, runs)
+    _show(diagnosis, notes, named, as_json=as_json)
+    return 1 if diagnosis.certainty == "not known" and diagnosis.kind == "unknown" else 0
+
+
+def _show(diagnosis: Diagnosis, notes: Sequence[str], named: str, *, as_json: bool) -> None:
+    from hpctrain.doctor.text import as_json as document
+    from hpctrain.doctor.text import as_text
+
+    if as_json:
+        from hpctrain.terminal import echo_json
+
+        echo_json({"run": named or None, **document(diagnosis, notes)})
+        return
+    width = min(120, shutil.get_terminal_size((100, 24)).columns)
+    text = as_text(diagnosis, notes, width=width)
+    click.echo(text.replace(" RUN", f" {named}") if named else text)
+
+
+def _read(logs: Sequence[LogInput]) -> tuple[list[LogFacts], list[str]]:
+    """Read logs, with a bar for long ones."""
+    from hpctrain.cli.progress import progress
+    from hpctrain.doctor.files import scan
+
+    with progress("reading logs", sum(log.size for log in logs)) as advance:
+        return scan(logs, advance)
+
+
+def _of_run(name: str, attempt: int | None, runs: Path) -> tuple[Diagnosis, list[str], str]:
+    """The diagnosis of one attempt of a run."""
+    from hpctrain.doctor.of_run import diagnose
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.run import events as ledger
+    from hpctrain.run.find_run import find_run
+    from hpctrain.status.reader import StatusReader
+
+    run = find_run(name, runs=runs)
+    status = StatusReader(runs).look(run)
+    if not status.attempts:
+        raise NotFound(f"{run.name} has no attempt yet: `hpctrain status {run.name}` says why")
+    views = {view.number: view for view in status.attempts}
+    number = attempt if attempt is not None else max(views)
+    if number not in views:
+        raise NotFound(f"{run.name} has no attempt {number}; it has {min(views)} to {max(views)}")
+    notes: list[str] = []
+    history = RunHistory.of(ledger.read(run))
+    logs = _logs(run, views, number, history)
+    facts: list[LogFacts] = []
+    if logs:
+        try:
+            facts, notes = _read(logs)
+        except UsageError as why:
+            notes = [str(why)]
+    else:
+        notes = [f"attempt {number} has no log"]
+    return diagnose(views[number], facts, history), notes, run.name
+
+
+def _logs(
+    run: RunDir, views: Mapping[int, AttemptView], number: int, history: RunHistory
+) -> list[LogInput]:
+    """The logs of an attempt's ranks, and of its job's batch side where it was the job's last.
+
+    What the batch side prints has no attempt; what an earlier attempt died of is not this one's.
+    """
+    from hpctrain.doctor.files import LogInput
+    from hpctrain.doctor.lines import rank_of_file
+
+    folder, job_id = run.attempt(number), views[number].job_id
+    paths = sorted(folder.glob("rank-*.log")) if folder.is_dir() else []
+    is_last = all(view.job_id != job_id for other, view in views.items() if other > number)
+    tokens = [one.token for one in history.submissions if one.job_id == job_id and one.token]
+    if is_last:
+        paths += sorted(path for token in tokens for path in run.jobs.glob(f"{token}*.out"))
+    return [
+        LogInput(
+            str(path.relative_to(run.root)),
+            path,
+            is_named=False,
+            tail_bytes=TAIL_BYTES,
+            rank=rank_of_file(path.name) if path.parent == folder else None,
+            attempt=number,
+        )
+        for path in paths
+    ]

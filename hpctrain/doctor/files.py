@@ -1,0 +1,306 @@
+"""Logs from disks and pipes, as blocks of whole lines in UTF-8, however they were written.
+
+Plain, gzip, bzip2 and xz; UTF-16 is recognised; what cannot be decoded is replaced. One block is
+held at a time. tests/unit/doctor/test_files.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import lzma
+import os
+import sys
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, cast
+
+from hpctrain.base.files import open_plain
+from hpctrain.doctor.lines import rank_of_file
+from hpctrain.doctor.scan import LogScanner
+from hpctrain.errors import NotFound, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from hpctrain.doctor.sighting import LogFacts
+
+STDIN = "-"
+BLOCK = 4 << 20
+MOST_LINE = 8 << 20
+"""A line without an end is cut here, as a progress bar's may be."""
+MOST_FILES = 20_000
+"""Of a folder: more are somebody's data set."""
+_SAMPLE = 1 << 16
+_MAGIC: tuple[tuple[bytes, Callable[[IO[bytes]], IO[bytes]]], ...] = (
+    (b"\x1f\x8b", lambda file: cast("IO[bytes]", gzip.GzipFile(fileobj=file))),
+    (b"BZh", lambda file: cast("IO[bytes]", bz2.BZ2File(file))),
+    (b"\xfd7zXZ\x00", lambda file: cast("IO[bytes]", lzma.LZMAFile(file))),  # noqa: SIM115 - ends with its file
+)
+_NO_LOGS = frozenset(
+    {
+        *(".pt", ".pth", ".bin", ".safetensors", ".distcp", ".pickle", ".pkl", ".npy", ".npz"),
+        *(".py", ".sh", ".toml", ".yaml", ".yml", ".md", ".csv", ".tsv", ".so", ".zip", ".tar"),
+        *(".png", ".svg", ".html", ".json", ".jsonl", ".times", ".lock", ".nsys-rep"),
+    }
+)
+"""Endings that are passed over in a folder."""
+BINARY_SHARE = 0.1
+"""Of control characters in a file's beginning: it is no text."""
+
+
+@dataclass(frozen=True)
+class LogInput:
+    """A log to read.
+
+    Attributes:
+        name: As it is shown.
+        path: None for standard input.
+        is_named: The user named it; what lies in a folder may be passed over.
+        tail_bytes: Only its end is read; None for all.
+        rank: Who wrote it; None where nobody knows.
+        attempt: Of which attempt of a run lines are wanted; None for all.
+    """
+
+    name: str
+    path: Path | None
+    is_named: bool = True
+    tail_bytes: int | None = None
+    rank: int | None = None
+    attempt: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes to read, as far as the file system tells."""
+        if self.path is None:
+            return 0
+        try:
+            size = self.path.stat().st_size
+        except OSError:
+            return 0
+        return size if self.tail_bytes is None else min(size, self.tail_bytes)
+
+
+def inputs(names: Sequence[str]) -> list[LogInput]:
+    """The logs that are meant: files, all files of folders, `-` for standard input.
+
+    Raises:
+        NotFound: a file is not there, or a folder has no log.
+        UsageError: standard input twice, or a folder of too many files.
+    """
+    out: list[LogInput] = []
+    for name in names:
+        path = Path(name)
+        if name == STDIN:
+            if any(log.path is None for log in out):
+                raise UsageError("standard input (-) can be read once")
+            out.append(LogInput("standard input", None))
+        elif path.is_dir():
+            out += _of_folder(path)
+        elif not path.exists():
+            raise NotFound(f"{name}: there is no such file or folder")
+        else:
+            out.append(LogInput(name, path, rank=rank_of_file(path.name)))
+    return out
+
+
+def _of_folder(folder: Path) -> list[LogInput]:
+    files: list[LogInput] = []
+    for where, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            path = Path(where) / name
+            plain_name = path.with_suffix("") if path.suffix in {".gz", ".xz", ".bz2"} else path
+            if plain_name.suffix not in _NO_LOGS and path.is_file():
+                rank = rank_of_file(plain_name.name)
+                files.append(LogInput(str(path), path, is_named=False, rank=rank))
+        if len(files) > MOST_FILES:
+            raise UsageError(f"{folder} has more than {MOST_FILES:,} files: name the logs")
+    if not files:
+        raise NotFound(f"{folder} has no log")
+    return files
+
+
+def scan(
+    logs: Sequence[LogInput], advance: Callable[[int], None] | None = None
+) -> tuple[list[LogFacts], list[str]]:
+    """Read logs, one after the other.
+
+    Args:
+        logs: Which.
+        advance: Is told of bytes that were read.
+
+    Returns:
+        What was read of each, and what could not be read, in a line each.
+
+    Raises:
+        UsageError: one that the user named is empty, no text, or cannot be read; or none of a
+            folder can.
+    """
+    facts: list[LogFacts] = []
+    notes: list[str] = []
+    for log in logs:
+        try:
+            read = _scan_one(log, advance or (lambda _count: None), notes)
+        except _NotText as why:
+            if log.is_named:
+                raise UsageError(f"{log.name}: {why}") from None
+            if str(why) != _EMPTY:
+                notes.append(f"{log.name} was left out: {why}")
+            continue
+        except OSError as error:
+            why_not = error.strerror or str(error)
+            if log.is_named:
+                raise UsageError(f"{log.name} cannot be read: {why_not}") from None
+            notes.append(f"{log.name} was left out: {why_not}")
+            continue
+        facts.append(read)
+    if not facts:
+        raise UsageError(f"none of {len(logs)} files has text: {'; '.join(notes[:3]) or _EMPTY}")
+    return facts, notes
+
+
+class _NotText(Exception):
+    """Nothing of it can be read as a log."""
+
+
+_EMPTY = "it is empty"
+
+
+def _scan_one(log: LogInput, advance: Callable[[int], None], notes: list[str]) -> LogFacts:
+    scanner = LogScanner(log.name, log.rank, attempt=log.attempt)
+    if log.path is None:
+        _feed(scanner, sys.stdin.buffer, log, advance, notes)
+        return scanner.finish()
+    with open_plain(log.path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if log.tail_bytes is not None and size > log.tail_bytes:
+            file.seek(size - log.tail_bytes)
+            file.readline()
+            notes.append(f"of {log.name} only the last {log.tail_bytes >> 20} MiB were read")
+        _feed(scanner, cast("IO[bytes]", file), log, advance, notes)
+    return scanner.finish()
+
+
+def _feed(
+    scanner: LogScanner,
+    file: IO[bytes],
+    log: LogInput,
+    advance: Callable[[int], None],
+    notes: list[str],
+) -> None:
+    counted = _CountedFile(file, advance)
+    first = counted.read(_SAMPLE)
+    for magic, opener in _MAGIC:
+        if first.startswith(magic):
+            counted.push_back(first)
+            unpacked = opener(cast("IO[bytes]", counted))
+            first = _read(unpacked, _SAMPLE, log, notes)
+            blocks = _blocks(unpacked, first, log, notes)
+            break
+    else:
+        blocks = _blocks(cast("IO[bytes]", counted), first, log, notes)
+    for block in blocks:
+        scanner.feed(block)
+
+
+class _CountedFile:
+    """A file whose bytes are counted as they are read, and that takes the first ones back."""
+
+    def __init__(self, file: IO[bytes], advance: Callable[[int], None]) -> None:
+        self._file = file
+        self._advance = advance
+        self._again = b""
+
+    def read(self, size: int = -1) -> bytes:
+        """At most that many bytes; b"" at the end."""
+        if self._again:
+            got, self._again = self._again[:size], self._again[size:] if size >= 0 else b""
+            return got
+        got = self._file.read(size)
+        self._advance(len(got))
+        return got
+
+    def push_back(self, content: bytes) -> None:
+        """Have these be read first."""
+        self._again = content
+
+    def seekable(self) -> bool:
+        """It only goes on."""
+        return False
+
+    def readable(self) -> bool:
+        """It can be read."""
+        return True
+
+    @property
+    def closed(self) -> bool:
+        """Never: its owner closes what lies below."""
+        return False
+
+
+def _read(file: IO[bytes], size: int, log: LogInput, notes: list[str]) -> bytes:
+    """A part of it; a compressed log that is torn ends where it is torn."""
+    try:
+        return file.read(size) or b""
+    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+        notes.append(f"{log.name} ends early: {error}")
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        notes.append(f"{log.name} ends early: {error}")
+    return b""
+
+
+def _blocks(file: IO[bytes], first: bytes, log: LogInput, notes: list[str]) -> Iterator[bytes]:
+    """Blocks of whole lines in UTF-8, or of ASCII's like."""
+    if not first:
+        raise _NotText(_EMPTY)
+    decoder = _decoder(first)
+    if decoder is None and _is_binary(first):
+        raise _NotText("it is no text")
+    rest, content = b"", first
+    while content:
+        if decoder is not None:
+            content = decoder.decode(content).encode("utf-8", "replace")
+        end = content.rfind(b"\n") + 1
+        if end:
+            yield rest + content[:end]
+            rest = content[end:]
+        else:
+            rest += content
+            if len(rest) > MOST_LINE:
+                yield rest
+                rest = b""
+        content = _read(file, BLOCK, log, notes)
+    if decoder is not None:
+        rest += decoder.decode(b"", final=True).encode("utf-8", "replace")
+    if rest:
+        yield rest
+
+
+def _decoder(first: bytes) -> codecs.IncrementalDecoder | None:
+    """For UTF-16, by its mark or by every other byte being null; None for all else."""
+    name = ""
+    if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        name = "utf-16"
+    elif len(first) >= 8:  # noqa: PLR2004 - too short to tell
+        half = len(first) // 2
+        if first[1::2].count(0) > half * 0.7 and first[0::2].count(0) < half * 0.1:
+            name = "utf-16-le"
+        elif first[0::2].count(0) > half * 0.7 and first[1::2].count(0) < half * 0.1:
+            name = "utf-16-be"
+    return codecs.getincrementaldecoder(name)("replace") if name else None
+
+
+def _is_binary(first: bytes) -> bool:
+    """Whether much of it is control characters; holes of a network's disk are no sign."""
+    sample = first.replace(b"\0" * 64, b"")
+    if not sample:
+        return False
+    odd = sum(sample.count(bytes([code])) for code in range(9)) + sum(
+        sample.count(bytes([code])) for code in range(14, 27)
+    )
+    return odd > BINARY_SHARE * len(sample)

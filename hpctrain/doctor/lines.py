@@ -1,0 +1,115 @@
+r"""What stands around the words of a log's line: who wrote it, when, and colours. Pure.
+
+Launchers put the rank before each line in several ways, and rich draws frames around tracebacks.
+tests/unit/doctor/test_lines.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_FRAME = re.compile(r"^[│┃|]\s(?P<text>.*?)\s*[│┃|]?$")
+_COLLECTED = re.compile(r"^\S+ \[?(?:stdout|stderr)\]? ")
+TABLE_RANK = re.compile(r"^\s*rank\s*: (?P<rank>\d+) \(local_rank: \d+\)")
+"""A line of torchrun's table of failures; the lines behind it are of that rank."""
+_PREFIXES = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"^\s*\[rank(?P<rank>\d+)\]: ?",  # torch since 2.4
+        r"^\s*\[rank(?P<rank>\d+)\]:?(?=\[)",
+        r"^\s*\[default(?P<rank>\d+)\]: ?",  # torchrun --tee
+        r"^\s*\[\d+,(?P<rank>\d+)\]<std(?:out|err)>: ?",  # mpirun --tag-output
+        r"^\s*\[RANK (?P<rank>\d+)\] ?",
+        r"^\s*(?P<node>[\w.-]+): (?=\[?\w+[\w.-]*:?\d*:?\d* ?\[)",  # pdsh of DeepSpeed
+        r"^\s*(?P<rank>\d{1,5}): ?(?=\S|  )",  # srun --label
+        r"^\s*\((?:\w+ )*pid=\d+(?:, ip=(?P<node>[\d.]+))?\)(?:\x1b\[0m)? ?",  # Ray
+        r"^stderr: ?",
+    )
+)
+_INSIDE_RANK = re.compile(r"\[(?:PG [^\]]*?)?Rank (?P<rank>\d+)\]|\(RANK (?P<rank2>\d+)\)")
+_GLOG = re.compile(
+    r"\[?[EWIF](?P<month>1[0-2]|0?[1-9])(?P<day>[0-3]\d) "
+    r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d(?:\.\d+)?)"
+)
+_ISO = re.compile(
+    r"(?P<year>20\d\d)[-/](?P<month>\d\d)[-/](?P<day>\d\d)[ T_]"
+    r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d(?:[.,]\d+)?)"
+)
+_NODE = re.compile(r"^(?P<node>[A-Za-z][\w.-]*):\d+:\d+ \[(?P<device>\d+)\] ")
+_NEAR = 120
+"""Characters in which the time is looked for: it stands at the beginning."""
+_FILE_RANK = re.compile(r"(?:rank|task|_|local)[-_.]?(\d{1,6})(?:\.\w+)*$", re.IGNORECASE)
+
+
+class Stamp(NamedTuple):
+    """When a line was written, by its own words.
+
+    Attributes:
+        form: Which kind of stamp; only stamps of one kind are compared, for a container's clock may
+            be in another zone than the collector's.
+        at: Seconds since the year's begin, or so: months have 31 days here, which orders them.
+    """
+
+    form: str
+    at: float
+
+
+class PlainLine(NamedTuple):
+    """A line without what its launchers put before it.
+
+    Attributes:
+        text: The words.
+        rank: Who wrote it, as far as the line says.
+        node: Where, the same.
+        stream: Names what writes one after the other: lines of several streams mix.
+    """
+
+    text: str
+    rank: int | None = None
+    node: str = ""
+    stream: str = ""
+
+
+def plain(raw: str) -> PlainLine:
+    """The line's words, and who wrote it."""
+    text = _ESCAPES.sub("", raw) if "\x1b" in raw else raw
+    text, rank, node, stream = text.rstrip(), None, "", ""
+    for prefix in _PREFIXES:
+        match = prefix.match(text)
+        if match is None:
+            continue
+        named = match.groupdict()
+        rank = int(named["rank"]) if named.get("rank") else rank
+        node = named.get("node") or node
+        stream, text = stream + match[0].strip(), text[match.end() :]
+        if rank is not None:
+            break
+    framed = _FRAME.match(text)
+    if framed is not None:
+        text = framed["text"]
+    inside = _INSIDE_RANK.search(text, 0, _NEAR) if rank is None and "ank" in text.lower() else None
+    if inside is not None:
+        rank = int(inside["rank"] or inside["rank2"])
+    nccl = _NODE.match(text)
+    return PlainLine(text, rank, nccl["node"] if nccl else node, stream)
+
+
+def clock(text: str) -> Stamp | None:
+    """When a line says that it was written; None where it does not."""
+    for form, pattern in (("glog", _GLOG), ("iso", _ISO)):
+        match = pattern.search(text, 0, _NEAR)
+        if match is not None:
+            month, day, hour, minute = (
+                int(match[part]) for part in ("month", "day", "hour", "minute")
+            )
+            second = float(match["second"].replace(",", "."))
+            return Stamp(form, (((month * 31 + day) * 24 + hour) * 60 + minute) * 60 + second)
+    return None
+
+
+def rank_of_file(name: str) -> int | None:
+    """The rank that a log's name tells: rank-00003.log, log_3.err; None for none."""
+    match = _FILE_RANK.search(name)
+    return int(match[1]) if match else None

@@ -1,0 +1,205 @@
+"""What ended an attempt of a run, or keeps a live one: its ledger and its logs together. Pure.
+
+The ledger knows what no log says: what the scheduler did, what the detectors of hangs and guards
+found, which rank failed first. Logs know why a program died. `case_of` names the logs to read,
+`diagnose` judges. tests/unit/doctor/test_of_run.py holds the promises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.base.text import count, fold_ranks
+from hpctrain.doctor.faults import KNOWLEDGE, OF_CAUSE, Certainty, FaultKind
+from hpctrain.doctor.judge import Diagnosis, judge
+from hpctrain.doctor.scan import LogScanner
+from hpctrain.doctor.sighting import LogFacts, Sighting
+from hpctrain.doctor.sign import Role
+from hpctrain.history.causes import EndCause
+from hpctrain.run.event_types import HangFound
+from hpctrain.run.layout import RunDir
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpctrain.history.attempts import AttemptView
+    from hpctrain.history.run_history import RunHistory
+
+LEDGER = RunDir(Path()).events.name
+OF_PROGRAM = frozenset(
+    {
+        EndCause.GPU_ERROR,
+        EndCause.GPU_OOM,
+        EndCause.HOST_OOM,
+        EndCause.NCCL_ERROR,
+        EndCause.DATA_WORKER,
+        EndCause.NAN,
+        EndCause.STORAGE_FULL,
+        EndCause.STORAGE_ERROR,
+        EndCause.USER_ERROR,
+        EndCause.CRASHED,
+        EndCause.UNKNOWN,
+    }
+)
+"""Causes that the ledger has read from words too, so that logs may know better."""
+_WEAK = frozenset({EndCause.NCCL_ERROR, EndCause.USER_ERROR, EndCause.CRASHED, EndCause.UNKNOWN})
+"""Causes that something finer may stand behind."""
+
+
+def diagnose(attempt: AttemptView, logs: Sequence[LogFacts], history: RunHistory) -> Diagnosis:
+    """What ended an attempt; of one that runs, what keeps it.
+
+    Args:
+        attempt: The attempt.
+        logs: What was read of its logs.
+        history: The run's.
+    """
+    facts = [*logs, _of_failure(attempt)]
+    if attempt.reason is None and attempt.ended is None:
+        return _of_live(attempt, facts, history)
+    cause = attempt.cause or EndCause.UNKNOWN
+    kind = OF_CAUSE[cause]
+    if cause not in OF_PROGRAM:
+        return _by_ledger(attempt, kind, facts, Certainty.CERTAIN)
+    judged = judge(facts, attempt.world_size or None)
+    if judged.kind is kind or (cause in _WEAK and judged.certainty.rank <= Certainty.POSSIBLE.rank):
+        return judged
+    if kind is FaultKind.UNKNOWN:
+        return judged
+    is_told = cause not in _WEAK
+    certainty = Certainty.LIKELY if is_told else Certainty.POSSIBLE
+    if is_told and judged.certainty is Certainty.CERTAIN:
+        return replace(judged, certainty=Certainty.LIKELY, why=_differs(cause, judged))
+    return _by_ledger(attempt, kind, facts, certainty)
+
+
+def _differs(cause: EndCause, judged: Diagnosis) -> str:
+    return f"the ledger says {cause}, the logs {judged.kind}: what the logs say comes first in time"
+
+
+def _by_ledger(
+    attempt: AttemptView, kind: FaultKind, logs: Sequence[LogFacts], certainty: Certainty
+) -> Diagnosis:
+    """What the ledger says, with what the logs add."""
+    judged = judge(logs, attempt.world_size or None)
+    words = _words(attempt)
+    event = Sighting(
+        "attempt_ended",
+        kind,
+        Role.CAUSE,
+        certainty,
+        f"attempt {attempt.number} ended: {attempt.cause}{words}",
+        LEDGER,
+        rank=attempt.failure.rank if attempt.failure is not None else None,
+        node=attempt.failure.node if attempt.failure is not None else "",
+    )
+    same = [s for log in logs for s in log.sightings if s.kind is kind][:3]
+    title = KNOWLEDGE[kind].title
+    follow_ons = judged.follow_ons if judged.kind is kind else ()
+    ruled_out = tuple(r for r in judged.ruled_out if kind is not judged.kind or r.why)
+    return Diagnosis(
+        kind,
+        certainty,
+        f"{title}{words}",
+        "the scheduler, or hpctrain's own detectors, say so" if not same else "",
+        (event, *same),
+        follow_ons,
+        tuple(r for r in ruled_out if "follows" not in r.why),
+        _do(kind, attempt),
+        lines=judged.lines,
+        logs=judged.logs,
+    )
+
+
+def _words(attempt: AttemptView) -> str:
+    """The ledger's own words on the end, as far as they say more than its cause."""
+    if attempt.hang is not None and attempt.cause in {EndCause.HANG, EndCause.DESYNC}:
+        return f": {attempt.hang.summary}"
+    if attempt.failure is not None and attempt.failure.summary:
+        rank = attempt.failure.rank
+        who = "" if rank is None else f"rank {rank}: "
+        return f": {who}{attempt.failure.summary}"
+    if attempt.awaited is not None and attempt.cause is EndCause.HUNG_END:
+        return f": {fold_ranks(attempt.awaited.left)} had not ended"
+    detail = attempt.detail
+    return f": {detail}" if detail and detail != attempt.reason else ""
+
+
+def _do(kind: FaultKind, attempt: AttemptView) -> tuple[str, ...]:
+    steps = KNOWLEDGE[kind].do
+    node = attempt.failure.node if attempt.failure is not None else ""
+    return tuple(step.replace("NODE", node) if node else step for step in steps)
+
+
+def _of_failure(attempt: AttemptView) -> LogFacts:
+    """What the ledger's failure says, read as if it stood in a log."""
+    failure = attempt.failure
+    if failure is None:
+        return LogFacts(LEDGER)
+    scanner = LogScanner(f"{LEDGER} (failure)", failure.rank)
+    text = f"{failure.traceback.rstrip()}\n" if failure.traceback else ""
+    if failure.summary and failure.summary not in failure.traceback:
+        text += f"{failure.summary}\n"
+    scanner.feed(text.encode())
+    facts = scanner.finish()
+    facts.sightings = [replace(s, line=0, node=s.node or failure.node) for s in facts.sightings]
+    return facts
+
+
+def _of_live(attempt: AttemptView, logs: Sequence[LogFacts], history: RunHistory) -> Diagnosis:
+    """What holds up an attempt that runs; nothing where it goes on."""
+    if attempt.hang is not None:
+        return _of_hang(attempt, logs)
+    judged = judge(logs, attempt.world_size or None)
+    if judged.kind is not FaultKind.UNKNOWN:
+        certainty = max(judged.certainty, Certainty.LIKELY, key=lambda sure: sure.rank)
+        why = "its logs say so; the attempt has not ended by its ledger"
+        return replace(judged, certainty=certainty, why=why)
+    kind, certainty = FaultKind.RUNNING, Certainty.LIKELY
+    if attempt.straggler is not None:
+        return replace(
+            judged,
+            kind=kind,
+            certainty=certainty,
+            headline=f"it runs, slowed down: {attempt.straggler.summary}",
+            do=("`hpctrain status RUN --ranks` shows who is slow; `hpctrain stacks RUN` where",),
+        )
+    last = attempt.last_step
+    where = f" at step {last:,}" if last is not None else ""
+    spikes = f"; {count(history.spikes, 'spike')} were told" if history.spikes else ""
+    words = f"attempt {attempt.number} runs{where}; nothing is known to be wrong{spikes}"
+    return replace(judged, kind=kind, certainty=certainty, headline=words, do=KNOWLEDGE[kind].do)
+
+
+def _of_hang(attempt: AttemptView, logs: Sequence[LogFacts]) -> Diagnosis:
+    hang = attempt.hang
+    if hang is None:  # pragma: no cover - the caller has looked
+        return judge(logs)
+    is_desync = hang.kind_of in {"mismatch", "deadlock"}
+    kind = FaultKind.DESYNC if is_desync else FaultKind.HANG
+    is_found = isinstance(hang, HangFound)
+    certainty = Certainty.CERTAIN if is_found else Certainty.LIKELY
+    event = Sighting(
+        "hang" if is_found else "hang_suspected",
+        kind,
+        Role.WAIT,
+        certainty,
+        hang.summary,
+        LEDGER,
+        rank=hang.ranks[0] if len(hang.ranks) == 1 else None,
+    )
+    judged = judge(logs, attempt.world_size or None)
+    return Diagnosis(
+        kind,
+        certainty,
+        f"{KNOWLEDGE[kind].title}: {hang.summary}",
+        "hpctrain looked at all ranks at once",
+        (event,),
+        (),
+        tuple(r for r in judged.ruled_out if "follows" not in r.why and r.what != "a hang"),
+        ("`hpctrain stacks RUN` shows every rank's line", *KNOWLEDGE[kind].do),
+        lines=judged.lines,
+        logs=judged.logs,
+    )

@@ -1,0 +1,317 @@
+"""One log as a stream of blocks: what it says of faults, in bounded memory however long it is.
+
+A block is searched for a few words at once; only lines with one of them, and those of a traceback
+that has begun, are taken apart. Whatever comes, nothing raises: a log may hold anything.
+tests/unit/doctor/test_corpus.py and test_judge.py hold the promises.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from hpctrain.doctor.faults import Certainty, FaultKind
+from hpctrain.doctor.lines import TABLE_RANK, clock, plain
+from hpctrain.doctor.losses import LossWatch
+from hpctrain.doctor.sighting import LogFacts, Sighting
+from hpctrain.doctor.sign import Role
+from hpctrain.doctor.signatures import COARSE, DEFAULT_OF_CAUSE, SIGNS
+from hpctrain.history.causes import told_in
+
+if TYPE_CHECKING:
+    from hpctrain.doctor.lines import PlainLine, Stamp
+    from hpctrain.doctor.sign import LogSign
+
+LONGEST_LINE = 8192
+"""Characters of a line that are looked at."""
+SHOWN = 600
+"""Characters of a line that are kept."""
+KEPT_OF_KIND = 3
+"""Sightings of one signature by one rank that are kept; all are counted."""
+MOST_SIGHTINGS = 4000
+"""Of one log: ranks times signatures that a job of thousands of ranks may show."""
+MOST_STREAMS = 20_000
+_ATTENTION = 400
+"""Lines that are looked at after a traceback's first one."""
+_AFTER_EXCEPTION = 12
+"""Lines that are looked at after an exception's first one: its message may have several."""
+_TABLE = 2000
+"""Lines of a launcher's table of failures that are looked at."""
+_AFTER_ERROR = 3
+"""Lines that are looked at after "Last error:"."""
+
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+_RICH_FRAME = re.compile(r"^(?P<file>/\S+\.py):(?P<line>\d+) in (?P<function>\S+)")
+_EXCEPTION = re.compile(r"^(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: (?P<text>.*)|:?)$")
+_OBVIOUS = re.compile(
+    r"^(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception))(?:: (?P<text>.*)|:?)$"
+)
+_LIBRARY = re.compile(
+    r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<|/torch/|^torch/|/bin/(?:torchrun|accelerate|"
+    r"deepspeed)$|/(?:deepspeed|accelerate|lightning|pytorch_lightning|transformers)/"
+)
+_WRAPPERS = re.compile(
+    r"(?:^|\.)(?:ChildFailedError|CalledProcessError|SystemExit|ProcessRaise"
+    r"dException|RayTaskError\S*|"
+    r"ProcessExitedException|ExceptionGroup|SignalException|StopIteration)$"
+)
+_IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
+_HANDLED = "During handling of the above exception"
+_CHAINED = "was the direct cause of the following exception"
+_IGNORED = re.compile(r"^Exception ignored in")
+_OF_ATTEMPT = re.compile(
+    r"20\d\d-\d\d-\d\d [\d:]{8} \S+ (?:\w+ )*?(?:\d+ )?attempt (?P<attempt>\d+) "
+)
+"""A line of hpctrain's own: see `base.log`."""
+_NETWORK = re.compile(r"NCCL INFO NET/(?P<network>IB|Socket|OFI)\S* ?: Using (?P<what>.{1,120})")
+_VERSION = re.compile(r"\bNCCL version (?P<version>\d+\.\d+(?:\.\d+)?(?:\+cuda[\d.]+)?)")
+
+
+@dataclass
+class _Writer:
+    """What one writer is in the middle of.
+
+    Attributes:
+        left: Lines of its traceback that are still looked at.
+        place: The innermost line of the program itself so far.
+        innermost: The innermost line of all.
+        is_ignored: Python ignores what this traceback tells.
+        follows: What comes next follows from the exception before.
+        last: Where its last exception stands among the sightings.
+        failed: The rank of which a launcher's table of failures tells.
+    """
+
+    left: int = 0
+    place: str = ""
+    innermost: str = ""
+    is_ignored: bool = False
+    follows: bool = False
+    last: int | None = None
+    failed: int | None = None
+
+
+class LogScanner:
+    """Reads one log, block by block.
+
+    Args:
+        source: The log's name.
+        rank: Who writes it, where its name tells.
+        signs: Signatures to look for.
+        attempt: Lines that name another attempt of a run are left out; None leaves out none.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        rank: int | None = None,
+        signs: tuple[LogSign, ...] = SIGNS,
+        *,
+        attempt: int | None = None,
+    ) -> None:
+        self._attempt = attempt
+        self.facts = LogFacts(source)
+        self._rank = rank
+        self._signs = signs
+        self._line = 0
+        self._offset = 0
+        self._attention = 0
+        self._streams: dict[str, _Writer] = {}
+        self._kept: Counter[tuple[str, int | None]] = Counter()
+        self._losses = LossWatch()
+
+    def feed(self, block: bytes) -> None:
+        """Read a block of whole lines, each ended by a newline but for the log's last."""
+        self._losses.feed(block, self._offset, self._line)
+        starts = _candidates(block)
+        at, number, counted, end = 0, self._line, 0, len(block)
+        for start in [*starts, end]:
+            while self._attention > 0 and at < start:
+                stop = _line_end(block, at)
+                number += block.count(b"\n", counted, at)
+                counted = at
+                self._attention -= 1
+                self._look(block[at:stop], number + 1, self._offset + at)
+                at = stop + 1
+            if start < at or start >= end:
+                continue
+            number += block.count(b"\n", counted, start)
+            stop, counted = _line_end(block, start), start
+            self._look(block[start:stop], number + 1, self._offset + start)
+            at = stop + 1
+        self._line += block.count(b"\n")
+        self._offset += len(block)
+        self.facts.lines = self._line + (not block.endswith(b"\n") and bool(block))
+
+    def finish(self) -> LogFacts:
+        """All that was read."""
+        facts = self.facts
+        facts.progress = tuple(self._losses.offsets)
+        facts.sightings += self._losses.sightings(facts.source)
+        return facts
+
+    def _look(self, raw: bytes, number: int, offset: int) -> None:
+        """Take one line apart."""
+        text = raw[:LONGEST_LINE].decode("utf-8", "replace")
+        of = _OF_ATTEMPT.match(text) if self._attempt is not None else None
+        if of is not None and int(of["attempt"]) != self._attempt:
+            return
+        self._look_at(plain(text), clock(text), number, offset)
+
+    def _look_at(self, line: PlainLine, when: Stamp | None, number: int, offset: int) -> None:
+        rank = line.rank if line.rank is not None else self._rank
+        if line.rank is not None and len(self.facts.ranks) < MOST_STREAMS:
+            self.facts.ranks.add(line.rank)
+        if len(self._streams) > MOST_STREAMS:
+            self._streams.clear()
+        stream = self._streams.setdefault(line.stream, _Writer())
+        sighting = self._read(line, stream)
+        if line.rank is None:
+            rank = stream.failed if stream.failed is not None else rank
+        if sighting is None:
+            return
+        sign, kind, role, certainty, details, is_late = sighting
+        named = details.get("rank")
+        self._keep(
+            Sighting(
+                sign,
+                kind,
+                role,
+                certainty,
+                line.text.strip()[:SHOWN],
+                self.facts.source,
+                number,
+                offset,
+                int(named) if rank is None and named else rank,
+                details.get("node") or line.node,
+                when,
+                is_late,
+                details,
+                stream.place if sign.startswith("exception") or role is Role.CAUSE else "",
+                stream.is_ignored or (stream.follows and kind is FaultKind.CODE),
+            ),
+            stream,
+        )
+
+    def _keep(self, sighting: Sighting, stream: _Writer) -> None:
+        facts, key = self.facts, (sighting.sign, sighting.rank)
+        facts.counts[sighting.sign] += 1
+        self._kept[key] += 1
+        stream.last = None
+        if self._kept[key] <= KEPT_OF_KIND and len(facts.sightings) < MOST_SIGHTINGS:
+            stream.last = len(facts.sightings)
+            facts.sightings.append(sighting)
+
+    def _read(
+        self, line: PlainLine, stream: _Writer
+    ) -> tuple[str, FaultKind, Role, Certainty, dict[str, str], bool] | None:
+        """What a line says: of a fault, or of what its stream is in the middle of."""
+        text = line.text
+        self._environment(text)
+        if self._inside(text, stream):
+            return None
+        for sign in self._signs:
+            if sign.word in text and (match := sign.compiled.search(text)) is not None:
+                details = {name: value for name, value in match.groupdict().items() if value}
+                self._close(stream, text)
+                return sign.name, sign.kind, sign.role, sign.certainty, details, sign.is_late
+        return self._exception(text, stream)
+
+    def _environment(self, text: str) -> None:
+        """Which network and which NCCL a line tells of."""
+        if "NET/" in text and (match := _NETWORK.search(text)) is not None:
+            self.facts.networks.setdefault(match["network"], match["what"].strip())
+        if "NCCL version" in text and (match := _VERSION.search(text)) is not None:
+            self.facts.versions.add(match["version"])
+
+    def _inside(self, text: str, stream: _Writer) -> bool:
+        """Whether the line only belongs to a traceback, of which the place is kept."""
+        if _TRACEBACK.search(text) is not None:
+            stream.left, stream.place, stream.innermost = _ATTENTION, "", ""
+            self._attention = max(self._attention, _ATTENTION)
+            return True
+        if _IGNORED.match(text) is not None:
+            stream.is_ignored = True
+            self._attention = max(self._attention, _AFTER_ERROR)
+            return True
+        if text.startswith(_HANDLED) or _CHAINED in text:
+            self._chain(stream, handled=text.startswith(_HANDLED))
+            return True
+        if text.endswith(("Last error:", "ChildFailedError:")):
+            self._attention = max(self._attention, _AFTER_ERROR if "Last" in text else _TABLE)
+        if (table := TABLE_RANK.match(text)) is not None:
+            stream.failed = int(table["rank"])
+        elif text.startswith("==="):
+            stream.failed = None
+        if stream.left <= 0:
+            return False
+        stream.left -= 1
+        frame = _FRAME.match(text) or _RICH_FRAME.match(text)
+        if frame is not None:
+            place = f"{frame['file']}:{frame['line']} in {frame['function']}"
+            stream.innermost = place
+            if _LIBRARY.search(frame["file"]) is None:
+                stream.place = place
+        return frame is not None or text.startswith((" ", "\t", "~", "^"))
+
+    def _chain(self, stream: _Writer, *, handled: bool) -> None:
+        """An exception came of the one before: in its handling, or because of it."""
+        self._attention = max(self._attention, _ATTENTION)
+        if not handled:
+            stream.follows = True
+        elif stream.last is not None:
+            before = self.facts.sightings[stream.last]
+            if before.kind is FaultKind.CODE:
+                self.facts.sightings[stream.last] = replace(before, is_handled=True)
+
+    def _close(self, stream: _Writer, text: str) -> None:
+        """A traceback ends with its exception."""
+        if stream.left > 0 and _EXCEPTION.match(text) is not None:
+            stream.left = 0
+
+    def _exception(
+        self, text: str, stream: _Writer
+    ) -> tuple[str, FaultKind, Role, Certainty, dict[str, str], bool] | None:
+        """An exception that no signature knows: the ledger's words for it, else the program's."""
+        pattern = _EXCEPTION if stream.left > 0 else _OBVIOUS
+        match = pattern.match(text)
+        if match is None or (stream.left > 0 and not match["name"][:1].isalpha()):
+            return None
+        name = match["name"]
+        # What a library raises may be the machine's fault; what the program raises is its own word.
+        is_own = stream.left > 0 and stream.place != "" and stream.place == stream.innermost
+        stream.left = 0
+        self._attention = max(self._attention, _AFTER_EXCEPTION)
+        if _WRAPPERS.search(name) is not None or _IN_WORKER.search(text) is not None:
+            return None
+        details = {"exception": name}
+        cause = told_in(text)
+        if cause is not None and cause in DEFAULT_OF_CAUSE:
+            kind, role, certainty = DEFAULT_OF_CAUSE[cause]
+            return f"ledger-{cause.value}", kind, role, certainty, details, False
+        sure = Certainty.CERTAIN if is_own else Certainty.LIKELY
+        return f"exception-{name}", FaultKind.CODE, Role.CAUSE, sure, details, False
+
+
+def _candidates(block: bytes) -> list[int]:
+    """Where lines begin that hold one of the words, in order.
+
+    What a progress bar draws over itself are lines of their own.
+    """
+    starts: set[int] = set()
+    for word in COARSE:
+        at = block.find(word)
+        while at >= 0:
+            start = block.rfind(b"\n", 0, at) + 1
+            starts.add(max(start, block.rfind(b"\r", start, at) + 1))
+            at = block.find(word, _line_end(block, at))
+    return sorted(starts)
+
+
+def _line_end(block: bytes, at: int) -> int:
+    end = block.find(b"\n", at)
+    end = len(block) if end < 0 else end
+    redrawn = block.find(b"\r", at, end)
+    return end if redrawn < 0 else redrawn

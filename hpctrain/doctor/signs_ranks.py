@@ -1,0 +1,301 @@
+"""Signatures of ranks among each other: who waits, which connection broke, who died. Pure.
+
+The first one that fits a line counts, so the finer ones come first.
+tests/unit/doctor/test_corpus.py holds each against real logs.
+"""
+
+from __future__ import annotations
+
+from hpctrain.doctor.faults import Certainty, FaultKind
+from hpctrain.doctor.sign import LogSign, Role
+
+_K, _R, _LIKELY, _POSSIBLE = FaultKind, Role, Certainty.LIKELY, Certainty.POSSIBLE
+
+WAITS: tuple[LogSign, ...] = (
+    LogSign(
+        "nccl-watchdog",
+        _K.HANG,
+        _R.WAIT,
+        "collective operation timeout",
+        r"\[Rank (?P<rank>\d+)\] .*?Watchdog caught collective operation timeout: "
+        r"WorkNCCL\((?:SeqNum=(?P<number>\d+), )?OpType=(?P<operation>\w+)"
+        r"(?:, NumelIn=(?P<input>\d+))?.*?Timeout\(ms\)=(?P<limit>\d+)\) ran for (?P<ran>\d+)",
+        _LIKELY,
+    ),
+    LogSign(
+        "nccl-work-status",
+        _K.HANG,
+        _R.WAIT,
+        "last completed",
+        r"Rank (?P<rank>\d+)\].*?(?:at (?:NCCL )?work:?|sequence id:|NCCL work:) "
+        r"?(?P<number>\d+).*?last enqueued(?: NCCL)? work: (?P<enqueued>\d+), last "
+        r"completed(?: NCCL)? work: "
+        r"(?P<completed>\d+)",
+        _LIKELY,
+    ),
+    LogSign(
+        "nccl-timed-out",
+        _K.HANG,
+        _R.WAIT,
+        "timed out in blocking wait",
+        r"timed out in blocking wait",
+        _LIKELY,
+    ),
+    LogSign(
+        "nccl-monitor",
+        _K.HANG,
+        _R.WAIT,
+        "watchdog",
+        r"watchdog (?:got stuck|hang)|Heartbeat monitor timed out",
+        _LIKELY,
+    ),
+    LogSign(
+        "gloo-wait",
+        _K.HANG,
+        _R.WAIT,
+        "Timed out waiting",
+        r"Timed out waiting (?P<limit>\d+) ?ms for (?P<operation>\w+) operation",
+        _LIKELY,
+    ),
+    LogSign(
+        "store-get-wait",
+        _K.HANG,
+        _R.WAIT,
+        "imeout",
+        r"wait timeout after (?P<limit>\d+) ?ms, keys?: (?P<key>\S+)|"
+        r"\[(?P<rank>\d+)\] is setting up NCCL communicator.*(?:Socket Timeout|timeout)",
+        _LIKELY,
+    ),
+)
+
+LINKS: tuple[LogSign, ...] = (
+    LogSign(
+        "ib-completion",
+        _K.TRANSPORT,
+        _R.LINK,
+        "Got completion",
+        r"NET/IBP? ?: ?Got completion from peer (?P<peer>\S+) with (?:status|error)[= ]?"
+        r"(?P<status>\d+).*?(?:vendor err (?P<vendor>\d+)|$)(?:.*?hca (?P<card>\w+))?",
+        _LIKELY,
+    ),
+    LogSign(
+        "ib-async",
+        _K.TRANSPORT,
+        _R.CAUSE,
+        "async",
+        r"NET/IB : (?:(?P<card>\w+):\d+ )?Got async event : (?P<event>.+)",
+        _LIKELY,
+    ),
+    LogSign(
+        "ibv-call",
+        _K.TRANSPORT,
+        _R.CAUSE,
+        "ibv_",
+        r"NCCL WARN (?:Call to )?(?P<call>ibv_\w+) failed(?: with error)? ?(?P<error>.*)",
+        _LIKELY,
+    ),
+    LogSign(
+        "nccl-peer-closed",
+        _K.TRANSPORT,
+        _R.LINK,
+        "losed by",
+        r"(?:Connection closed by (?:remote )?peer ?(?P<peer>\S*)|"
+        r"\[Service thread\] Connection closed by localRank \d+)",
+        _POSSIBLE,
+    ),
+    LogSign(
+        "nccl-call-failed",
+        _K.TRANSPORT,
+        _R.LINK,
+        "NCCL WARN",
+        r"NCCL WARN (?:Net : )?Call to (?P<call>\w+) (?:from (?P<peer>\S+) )?failed : "
+        r"(?P<error>.*)",
+        _POSSIBLE,
+    ),
+    LogSign(
+        "nccl-system-error",
+        _K.TRANSPORT,
+        _R.LINK,
+        "system error",
+        r"unhandled system error",
+        _POSSIBLE,
+    ),
+    LogSign(
+        "nccl-cuda-error",
+        _K.GPU_ERROR,
+        _R.CAUSE,
+        "unhandled cuda error",
+        r"NCCL error.*unhandled cuda error",
+        _POSSIBLE,
+    ),
+    LogSign(
+        "nccl-error-class",
+        _K.TRANSPORT,
+        _R.LINK,
+        "nccl",
+        r"\bnccl(?:Remote|System|Internal|Unhandled\w*)Error\b",
+        _POSSIBLE,
+    ),
+    LogSign(
+        "peer-reset",
+        _K.TRANSPORT,
+        _R.LINK,
+        "onnection reset by peer",
+        r"[Cc]onnection reset by peer",
+        _POSSIBLE,
+    ),
+    LogSign("broken-pipe", _K.TRANSPORT, _R.LINK, "Broken pipe", r"\bBroken pipe\b", _POSSIBLE),
+    LogSign(
+        "full-mesh",
+        _K.TRANSPORT,
+        _R.LINK,
+        "connectFullMesh failed",
+        r"connectFullMesh failed",
+        _POSSIBLE,
+    ),
+    LogSign(
+        "communicator-aborted",
+        _K.TRANSPORT,
+        _R.LINK,
+        "communicator was aborted",
+        r"NCCL communicator was aborted",
+        _POSSIBLE,
+    ),
+    LogSign(
+        "store-gone",
+        _K.TRANSPORT,
+        _R.LINK,
+        "TCPStore",
+        r"(?:recvValue|recvBytes|sendBytes) failed|Failed to (?:recv|check).*TCPStore|"
+        r"Broken TCPStore",
+        _POSSIBLE,
+    ),
+)
+
+DEATHS: tuple[LogSign, ...] = (
+    LogSign(
+        "killed-sigkill",
+        _K.HOST_OOM,
+        _R.DEATH,
+        "xitcode",
+        r"\(?exitcode\s*:?\s*-9\b\)?(?: \(pid: (?P<pid>\d+)\))?(?: local_rank: (?P<local>\d+))?",
+        _POSSIBLE,
+        is_late=True,
+    ),
+    LogSign(
+        "killed-return-code",
+        _K.HOST_OOM,
+        _R.DEATH,
+        "return code",
+        r"exits with return code = -9\b",
+        _POSSIBLE,
+        is_late=True,
+    ),
+    LogSign(
+        "segfault-return-code",
+        _K.NATIVE,
+        _R.DEATH,
+        "return code",
+        r"exits with return code = -11\b",
+        _LIKELY,
+        is_late=True,
+    ),
+    LogSign(
+        "killed-by-9",
+        _K.HOST_OOM,
+        _R.DEATH,
+        "SIGKILL",
+        r"Signal 9 \(SIGKILL\) received by PID (?P<pid>\d+)|died with <Signals\.SIGKILL: 9>|"
+        r"terminated with signal SIGKILL",
+        _POSSIBLE,
+        is_late=True,
+    ),
+    LogSign(
+        "killed-by-shell",
+        _K.HOST_OOM,
+        _R.DEATH,
+        "Killed",
+        r"^\s*(?:\S+: line \d+: +\d+ )?Killed\s*(?:$|\s{2,}\S)|"
+        r"^srun: error: \S+: tasks? \S+: Killed",
+        _POSSIBLE,
+        is_late=True,
+    ),
+    LogSign(
+        "segfault",
+        _K.NATIVE,
+        _R.DEATH,
+        "egmentation fault",
+        r"\bSegmentation fault\b",
+        _LIKELY,
+    ),
+    LogSign(
+        "killed-sigsegv",
+        _K.NATIVE,
+        _R.DEATH,
+        "xitcode",
+        r"\bexitcode\s*:?\s*-11\b",
+        _LIKELY,
+        is_late=True,
+    ),
+    LogSign(
+        "received-sigsegv",
+        _K.NATIVE,
+        _R.DEATH,
+        "SIGSEGV",
+        r"Signal 11 \(SIGSEGV\) received by PID \d+|died with <Signals\.SIGSEGV",
+        _LIKELY,
+        is_late=True,
+    ),
+    LogSign(
+        "killed-sigbus",
+        _K.SHARED_MEMORY,
+        _R.DEATH,
+        "xitcode",
+        r"\bexitcode\s*:?\s*-7\b",
+        _POSSIBLE,
+        is_late=True,
+    ),
+    LogSign(
+        "received-sigbus",
+        _K.SHARED_MEMORY,
+        _R.DEATH,
+        "SIGBUS",
+        r"Signal 7 \(SIGBUS\) received by PID \d+",
+        _POSSIBLE,
+        is_late=True,
+    ),
+    LogSign(
+        "killed-sigabrt",
+        _K.NATIVE,
+        _R.DEATH,
+        "SIGABRT",
+        r"Signal 6 \(SIGABRT\) received by PID \d+",
+        _POSSIBLE,
+        is_late=True,
+    ),
+    LogSign(
+        "received-sigterm",
+        _K.KILLED,
+        _R.DEATH,
+        "15",
+        r"Received (?:SIGTERM|15|Signals\.SIGTERM) death signal|"
+        r"(?:Bypassing|Received) SIGTERM: 15|Process \d+ got signal: 15",
+        _POSSIBLE,
+    ),
+    LogSign(
+        "received-sighup",
+        _K.CANCELLED,
+        _R.CAUSE,
+        "signal",
+        r"Received (?:1|Signals\.SIGHUP) death signal|Process \d+ got signal: 1$",
+        _LIKELY,
+    ),
+    LogSign(
+        "interrupted",
+        _K.CANCELLED,
+        _R.DEATH,
+        "KeyboardInterrupt",
+        r"^KeyboardInterrupt\b",
+        _LIKELY,
+    ),
+)

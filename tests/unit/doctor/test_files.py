@@ -1,0 +1,178 @@
+"""Logs are read however they were written, one block at a time."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import resource
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from hpctrain.doctor import files
+from hpctrain.doctor.faults import FaultKind
+from hpctrain.doctor.files import inputs, scan
+from hpctrain.doctor.judge import judge
+from hpctrain.errors import NotFound, UsageError
+
+FULL = "loss: 1.0\nOSError: [Errno 28] No space left on device\n"
+
+
+def kind_of(*names):
+    logs, notes = scan(inputs([str(name) for name in names]))
+    return judge(logs).kind, notes
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-le", "utf-16-be", "latin-1"])
+def test_encodings_are_recognised(tmp_path, encoding):
+    log = tmp_path / "job.log"
+    log.write_bytes(("\xe9t\xe9\n" + FULL).encode(encoding))
+
+    assert kind_of(log) == (FaultKind.STORAGE_FULL, [])
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_packed_logs_are_unpacked(tmp_path, pack):
+    log = tmp_path / "job.log.packed"
+    log.write_bytes(pack(b"loss: 1.0\n" * 100 + FULL.encode()))
+
+    assert kind_of(log) == (FaultKind.STORAGE_FULL, [])
+
+
+def test_a_packed_log_that_is_torn_is_read_as_far_as_it_goes(tmp_path):
+    log = tmp_path / "job.log.gz"
+    log.write_bytes(gzip.compress((FULL + "x" * 100_000 + "\n").encode())[:-9])
+
+    kind, notes = kind_of(log)
+
+    assert kind is FaultKind.STORAGE_FULL
+    assert "ends early" in notes[0]
+
+
+def test_standard_input_is_read(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(FULL.encode())))
+
+    assert kind_of("-") == (FaultKind.STORAGE_FULL, [])
+
+
+def test_a_folder_gives_its_logs_and_leaves_out_what_is_none(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-00003.log").write_text(FULL)
+    (tmp_path / "logs" / "model.pt").write_bytes(b"\0\1\2" * 100)
+    (tmp_path / "core.123").write_bytes(b"\x7fELF\1\2\3\4\5" * 100)
+    (tmp_path / "empty.log").touch()
+
+    logs, notes = scan(inputs([str(tmp_path)]))
+
+    assert [log.source for log in logs] == [str(tmp_path / "logs" / "rank-00003.log")]
+    assert judge(logs).evidence[0].rank == 3
+    assert notes == [f"{tmp_path / 'core.123'} was left out: it is no text"]
+
+
+@pytest.mark.parametrize(
+    ("content", "why"), [(b"", "it is empty"), (b"\x7fELF\1\2\3\4\5" * 100, "it is no text")]
+)
+def test_a_named_file_that_is_no_log_is_one_clear_line(tmp_path, content, why):
+    log = tmp_path / "job.log"
+    log.write_bytes(content)
+
+    with pytest.raises(UsageError, match=why):
+        scan(inputs([str(log)]))
+
+
+def test_what_is_not_there_is_told(tmp_path):
+    with pytest.raises(NotFound, match="no such file"):
+        inputs([str(tmp_path / "absent.log")])
+    with pytest.raises(NotFound, match="has no log"):
+        inputs([str(tmp_path)])
+    with pytest.raises(UsageError, match="read once"):
+        inputs(["-", "-"])
+
+
+def test_holes_of_a_network_s_disk_are_no_binary(tmp_path):
+    log = tmp_path / "job.log"
+    log.write_bytes(b"\0" * 70_000 + FULL.encode())
+
+    assert kind_of(log)[0] is FaultKind.STORAGE_FULL
+
+
+def test_a_line_without_an_end_is_cut_and_the_rest_is_read(tmp_path):
+    log = tmp_path / "job.log"
+    log.write_bytes(b"it/s 99 " * (2 << 20) + b"\n" + FULL.encode())
+
+    assert kind_of(log)[0] is FaultKind.STORAGE_FULL
+
+
+def test_a_last_line_without_its_newline_is_read(tmp_path):
+    log = tmp_path / "job.log"
+    log.write_text(FULL.rstrip())
+
+    assert kind_of(log)[0] is FaultKind.STORAGE_FULL
+
+
+def test_no_more_than_a_piece_of_an_endless_line_is_held(tmp_path, monkeypatch):
+    log = tmp_path / "job.log"
+    log.write_bytes(b"it/s 99 " * (1 << 18) + b"\n" + FULL.encode())
+    monkeypatch.setattr(files, "MOST_LINE", 1 << 16)
+    monkeypatch.setattr(files, "BLOCK", 1 << 14)
+    fed = []
+    feed = files.LogScanner.feed
+    monkeypatch.setattr(
+        files.LogScanner, "feed", lambda self, block: (fed.append(len(block)), feed(self, block))
+    )
+
+    assert kind_of(log)[0] is FaultKind.STORAGE_FULL
+    assert max(fed) < 1 << 18
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (400 << 20, 400 << 20))
+from hpctrain.doctor.files import inputs, scan
+from hpctrain.doctor.judge import judge
+logs, notes = scan(inputs(sys.argv[1:]))
+print(judge(logs).kind.value, logs[0].lines)
+"""
+
+
+def in_limited_memory(log):
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(log)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def long_log(path, size):
+    """A log of errors that are survived, losses and one fault near its end."""
+    line = b"2024-05-01 12:00:00 iteration 1200 | lm loss: 2.345678E+00 | grad norm: 0.312 |\n"
+    odd = b"WARNING: retry after ConnectionError: HTTP 503\n"
+    block = (line * 200 + odd) * 60
+    with path.open("wb") as file:
+        for _ in range(size // len(block) + 1):
+            file.write(block)
+        file.write(b"OSError: [Errno 28] No space left on device\n")
+    return path
+
+
+def test_memory_is_bounded_by_a_block(tmp_path):
+    log = long_log(tmp_path / "job.log", 24 << 20)
+
+    kind, lines = in_limited_memory(log)
+
+    assert kind == "storage_full"
+    assert int(lines) > 200_000
+
+
+@pytest.mark.soak
+def test_memory_is_bounded_for_a_long_log(tmp_path):
+    log = long_log(tmp_path / "job.log", 700 << 20)
+
+    kind, _ = in_limited_memory(log)
+
+    assert kind == "storage_full"
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 400 << 10

@@ -1,0 +1,219 @@
+"""Of several faults the first in time that explains the others is the verdict."""
+
+from __future__ import annotations
+
+from hpctrain.doctor.faults import Certainty, FaultKind
+from hpctrain.doctor.judge import judge
+from hpctrain.doctor.scan import LogScanner
+
+OOM = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total "
+    "capacity of 39.39 GiB of which 1.00 GiB is free. Of the allocated memory 37.00 GiB is "
+    "allocated by PyTorch, and 500.00 MiB is reserved by PyTorch but unallocated."
+)
+TIMED_OUT = (
+    "[rank{r}]:[E321 02:{m:02d}:08.4 ProcessGroupNCCL.cpp:607] [Rank {r}] Watchdog caught "
+    "collective operation timeout: WorkNCCL(SeqNum={n}, OpType={op}, NumelIn=1, NumelOut=1, "
+    "Timeout(ms)=600000) ran for 600060 milliseconds before timing out."
+)
+CLOSED = "RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.1]:2730"
+TRACED = (
+    'Traceback (most recent call last):\n  File "/home/u/train.py", line 24, in main\n    x()\n'
+)
+
+
+def waited(rank, minute=7, number=1580, operation="ALLREDUCE"):
+    return TIMED_OUT.format(r=rank, m=minute, n=number, op=operation)
+
+
+def log(*lines, source="train.log", rank=None):
+    scanner = LogScanner(source, rank)
+    scanner.feed("".join(f"{line}\n" for line in lines).encode())
+    return scanner.finish()
+
+
+def test_a_ranks_memory_explains_the_others_time_outs_and_connections():
+    diagnosis = judge([log(f"[rank3]: {OOM}", waited(0), waited(1), f"[rank2]: {CLOSED}")])
+
+    assert (diagnosis.kind, diagnosis.certainty) == (FaultKind.GPU_OOM, Certainty.CERTAIN)
+    assert diagnosis.evidence[0].rank == 3
+    assert "asked for 2.0 GiB of 39.4 GiB" in diagnosis.headline
+    follows = {follow.example.sign: follow.ranks for follow in diagnosis.follow_ons}
+    assert follows == {"nccl-watchdog": (0, 1), "nccl-peer-closed": (2,)}
+
+
+def test_what_a_rank_says_after_it_has_waited_in_vain_follows_from_that():
+    diagnosis = judge([log(waited(0), waited(1), "[rank0]: MemoryError")])
+
+    assert diagnosis.kind is FaultKind.HANG
+    assert diagnosis.certainty is Certainty.LIKELY
+
+
+def test_what_a_rank_says_that_did_not_wait_explains_those_that_did():
+    diagnosis = judge([log(waited(0), waited(1), f"[rank2]: {OOM}")])
+
+    assert diagnosis.kind is FaultKind.GPU_OOM
+
+
+def test_who_did_not_report_is_named():
+    diagnosis = judge([log(waited(0), waited(1), waited(3))])
+
+    assert "ranks 0-1,3 waited in ALLREDUCE #1580 for 10m00s" in diagnosis.headline
+    assert "rank 2 did not report" in diagnosis.headline
+
+
+def test_ranks_in_different_collectives_have_gone_astray():
+    diagnosis = judge([log(waited(0, number=12), waited(1, number=10, operation="BROADCAST"))])
+
+    assert diagnosis.kind is FaultKind.DESYNC
+    assert diagnosis.certainty is Certainty.LIKELY
+
+
+def test_collectives_of_far_numbers_are_taken_for_those_of_other_groups():
+    diagnosis = judge([log(waited(0, number=12), waited(1, number=900, operation="BROADCAST"))])
+
+    assert diagnosis.kind is FaultKind.HANG
+
+
+def test_the_kernel_s_word_comes_late_and_may_have_been_the_first():
+    diagnosis = judge(
+        [
+            log(
+                "[rank1]: RuntimeError: DataLoader worker (pid 12) is killed by signal: Killed. ",
+                "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0.",
+            )
+        ]
+    )
+
+    assert (diagnosis.kind, diagnosis.certainty) == (FaultKind.HOST_OOM, Certainty.CERTAIN)
+
+
+def test_two_faults_without_an_order_in_time_are_not_called_certain():
+    first = log(*TRACED.splitlines(), "ValueError: no such token", source="a.log")
+    second = log("OSError: [Errno 28] No space left on device", source="b.log")
+
+    diagnosis = judge([first, second])
+
+    assert diagnosis.certainty is Certainty.LIKELY
+    assert diagnosis.kind is FaultKind.STORAGE_FULL
+    assert [rival.kind for rival in diagnosis.rivals] == [FaultKind.CODE]
+
+
+def test_of_several_logs_the_clocks_tell_which_came_first():
+    early = log("[E321 02:01:00.0 x.cpp:1] CUDA error: uncorrectable ECC error", source="b.log")
+    late = log("[E321 02:09:00.0 x.cpp:1] OSError: No space left on device", source="a.log")
+
+    diagnosis = judge([late, early])
+
+    assert (diagnosis.kind, diagnosis.certainty) == (FaultKind.GPU_ERROR, Certainty.CERTAIN)
+
+
+def test_clocks_of_two_kinds_put_nothing_in_order():
+    container = log("[E321 02:01:00.0 x.cpp:1] CUDA error: uncorrectable ECC error", source="b.log")
+    other = log("2024-03-21 10:00:00 OSError: No space left on device", source="a.log")
+
+    diagnosis = judge([other, container])
+
+    assert diagnosis.certainty is Certainty.LIKELY
+    assert len(diagnosis.rivals) == 1
+
+
+def test_an_error_that_training_survived_is_no_cause():
+    steps = [f"step {n} loss: 0.{n}" for n in range(1, 9)]
+    diagnosis = judge([log(*TRACED.splitlines(), "ValueError: bad sample, skipped", *steps)])
+
+    assert diagnosis.kind is FaultKind.UNKNOWN
+    assert diagnosis.certainty is Certainty.NOT_KNOWN
+
+
+def test_an_error_that_was_handled_is_no_cause():
+    lines = [
+        *TRACED.splitlines(),
+        "KeyError: 'cache'",
+        "",
+        "During handling of the above exception, another exception occurred:",
+        "",
+        *TRACED.splitlines(),
+        "ValueError: the tokenizer has no pad token",
+    ]
+
+    diagnosis = judge([log(*lines)])
+
+    assert "ValueError: the tokenizer" in diagnosis.headline
+    assert diagnosis.certainty is Certainty.CERTAIN
+
+
+def test_numbers_that_are_none_explain_a_kernel_s_assertion():
+    lines = [*(f"loss: {n}.5" for n in range(4)), "loss: nan", "loss: nan", "loss: nan"]
+    assertion = "x.cu:12: f: block: [0,0,0], thread: [1,0,0] Assertion `input_val >= 0` failed."
+
+    diagnosis = judge([log(*lines, assertion)])
+
+    assert (diagnosis.kind, diagnosis.certainty) == (FaultKind.NAN, Certainty.LIKELY)
+
+
+def test_a_time_limit_is_no_crash_of_the_ranks_that_it_ends():
+    step = "slurmstepd: error: *** STEP 7.0 ON n1"
+    limit = f"{step} CANCELLED AT 2025-01-10T15:27:25 DUE TO TIME LIMIT ***"
+
+    diagnosis = judge([log(limit, "[rank: 0] Received SIGTERM: 15", f"[rank1]: {CLOSED}")])
+
+    assert (diagnosis.kind, diagnosis.certainty) == (FaultKind.WALLTIME, Certainty.CERTAIN)
+
+
+def test_interfaces_of_containers_are_named_where_connections_break():
+    uses = "n1:1:2 [0] NCCL INFO NET/Socket : Using [0]bond0:10.0.0.1<0> [1]docker0:172.17.0.1<0>"
+
+    diagnosis = judge([log(uses, "ncclSystemError: System call (socket, malloc) failed")])
+
+    assert (diagnosis.kind, diagnosis.certainty) == (FaultKind.INTERFACE, Certainty.LIKELY)
+    assert "docker0" in diagnosis.headline
+
+
+def test_a_process_that_was_killed_explains_broken_connections():
+    table = ["Root Cause (first observed failure):", "  rank      : 1 (local_rank: 1)"]
+    died = "  exitcode  : -9 (pid: 20551)  (SIGKILL)"
+    wrapper = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
+
+    diagnosis = judge([log(f"[rank0]: {CLOSED}", wrapper, *table, died)])
+
+    assert (diagnosis.kind, diagnosis.certainty) == (FaultKind.HOST_OOM, Certainty.POSSIBLE)
+    assert diagnosis.evidence[0].rank == 1
+
+
+def test_nothing_found_is_said_so_with_what_was_read():
+    diagnosis = judge([log("all is well", "done")])
+
+    assert diagnosis.certainty is Certainty.NOT_KNOWN
+    assert diagnosis.headline == "nothing in 2 lines of 1 log says why"
+
+
+def test_what_was_ruled_out_is_told_with_its_reason():
+    diagnosis = judge([log(f"[rank3]: {OOM}", waited(0))])
+
+    ruled_out = {ruled.what: ruled.why for ruled in diagnosis.ruled_out}
+    assert ruled_out["storage"] == "no sign of it in 2 lines"
+    assert ruled_out["a hang"] == "line 2 (rank 0) follows from it"
+    assert "GPU memory" not in ruled_out
+
+
+def test_what_a_library_raises_is_no_more_than_likely_the_program_s_fault():
+    inside = '  File "/x/site-packages/torch/cuda/__init__.py", line 63, in _check'
+
+    diagnosis = judge([log(*TRACED.splitlines(), inside, "    y()", "AssertionError: no")])
+
+    assert (diagnosis.kind, diagnosis.certainty) == (FaultKind.CODE, Certainty.LIKELY)
+    assert "train.py:24 in main" in diagnosis.headline
+
+
+def test_a_later_line_of_an_error_s_message_may_say_what_is_wrong():
+    lines = [
+        *TRACED.splitlines(),
+        "AssertionError: ",
+        "The NVIDIA driver on your system is too old",
+    ]
+
+    diagnosis = judge([log(*lines)])
+
+    assert (diagnosis.kind, diagnosis.certainty) == (FaultKind.GPU_SETUP, Certainty.CERTAIN)
+    assert diagnosis.rivals == ()

@@ -1,0 +1,53 @@
+"""Who wrote a line and when, in the ways of several launchers."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.doctor.lines import clock, plain, rank_of_file
+
+
+@pytest.mark.parametrize(
+    ("raw", "text", "rank"),
+    [
+        ("[rank3]: ValueError: no", "ValueError: no", 3),
+        ("[default5]:ValueError: no", "ValueError: no", 5),
+        ("[1,2]<stderr>:ValueError: no", "ValueError: no", 2),
+        ("12: ValueError: no", "ValueError: no", 12),
+        ("(Worker pid=12, ip=10.0.0.1) ValueError: no", "ValueError: no", None),
+        ("(pid=12) ValueError: no", "ValueError: no", None),
+        ("│ ValueError: no                      │", "ValueError: no", None),
+        ("\x1b[31mValueError: no\x1b[0m", "ValueError: no", None),
+        ("Traceback (most recent call last): (RANK 7)", None, 7),
+        ("[E321 02:07:08 x.cpp:1] [Rank 4] late", None, 4),
+        ("ValueError: 3: no", "ValueError: 3: no", None),
+    ],
+)
+def test_a_line_is_freed_of_what_launchers_put_before_it(raw, text, rank):
+    line = plain(raw)
+
+    assert line.rank == rank
+    assert text is None or line.text == text
+
+
+def test_the_prefix_beats_a_rank_inside_which_may_be_one_of_a_group():
+    assert plain("[rank13]:[E218 04:54:22.8 x.cpp:616] [Rank 1] Watchdog").rank == 13
+
+
+def test_clocks_of_one_kind_are_in_order():
+    early, late = clock("[E321 02:07:08.4 x.cpp:1] a"), clock("[E1206 02:07:08.4 x.cpp:1] b")
+    assert early is not None
+    assert late is not None
+    assert early.form == late.form
+    assert early.at < late.at
+    other = clock("[2024-02-16 05:48:02,123] c")
+    assert other is not None
+    assert other.form != early.form
+    assert clock("no time at all") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"), [("rank-00003.log", 3), ("log_12.err", 12), ("train.log", None)]
+)
+def test_a_file_s_name_tells_its_rank(name, rank):
+    assert rank_of_file(name) == rank

@@ -1,0 +1,190 @@
+"""A run's ledger and its logs together: every cause of the ledger has its verdict."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hpctrain.cli.main import main
+from hpctrain.doctor.faults import KNOWLEDGE, OF_CAUSE, FaultKind
+from hpctrain.history.causes import EndCause
+from tests.support.ledger_runs import Story
+
+TRACED = (
+    'Traceback (most recent call last):\n  File "/home/u/train.py", line 24, in main\n    x()\n'
+)
+ENDS = {
+    EndCause.COMPLETED: ("completed", {}, None),
+    EndCause.PREEMPTED: ("preempted", {}, None),
+    EndCause.WALLTIME: ("timed_out", {}, None),
+    EndCause.CANCELLED: ("cancelled", {}, None),
+    EndCause.STOPPED: ("stopped", {}, None),
+    EndCause.NODE_FAIL: ("node_failed", {"detail": "n2 does not answer"}, None),
+    EndCause.UNFIT_NODE: ("node_failed", {"detail": "preflight: n2: no GPU"}, None),
+    EndCause.REQUEUED: ("requeued", {}, None),
+    EndCause.FENCED: ("fenced", {}, None),
+    EndCause.GROWN: ("grown", {}, None),
+    EndCause.HANG: ("crashed", {}, ("hang", "rank 1 holds up the others at train.py:24")),
+    EndCause.DESYNC: ("crashed", {}, ("desync", "rank 1 called a barrier, the others not")),
+    EndCause.NO_PROGRESS: ("user_error", {}, ("no_progress", "three ends at step 0")),
+    EndCause.GPU_OOM: ("crashed", {}, ("exception", "OutOfMemoryError: CUDA out of memory.")),
+    EndCause.GPU_ERROR: ("crashed", {}, ("exception", "RuntimeError: CUDA error: unknown error")),
+    EndCause.HOST_OOM: ("crashed", {}, ("exception", "MemoryError")),
+    EndCause.NCCL_ERROR: ("crashed", {}, ("exception", "DistBackendError: NCCL error in: x")),
+    EndCause.DATA_WORKER: (
+        "crashed",
+        {},
+        ("exception", "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. "),
+    ),
+    EndCause.NAN: ("crashed", {}, ("exception", "FloatingPointError: loss is nan at step 7")),
+    EndCause.STORAGE_FULL: (
+        "crashed",
+        {},
+        ("exception", "OSError: [Errno 28] No space left on device"),
+    ),
+    EndCause.STORAGE_ERROR: (
+        "crashed",
+        {},
+        ("exception", "OSError: [Errno 116] Stale file handle: '/scratch/x'"),
+    ),
+    EndCause.USER_ERROR: ("user_error", {}, ("exception", "ValueError: no such token")),
+    EndCause.CRASHED: ("crashed", {}, ("signal", "killed by SIGKILL")),
+    EndCause.UNKNOWN: ("unknown", {}, None),
+}
+
+
+def story(tmp_path, reason, failure, **fields):
+    tale = Story(tmp_path / "lm-3").submitted().started(1)
+    tale.add("phase", 1, name="initialised", device="cpu")
+    tale.restored(1).steps(1, 1, 8)
+    if failure is not None:
+        kind, summary = failure
+        tale.add("failure", 1, rank=1, node="n2", kind_of=kind, summary=summary)
+    return tale.ended(1, reason, "stop", **fields)
+
+
+def told(tmp_path, capsys, *words):
+    code = main(["doctor", "lm-3", "--runs", str(tmp_path), "--json", *words])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("cause", ENDS)
+def test_every_cause_of_the_ledger_has_its_verdict(cause, tmp_path, capsys):
+    reason, fields, failure = ENDS[cause]
+    story(tmp_path, reason, failure, **fields)
+
+    code, document = told(tmp_path, capsys)
+
+    assert document["kind"] == OF_CAUSE[cause].value
+    assert document["run"] == "lm-3"
+    assert (code == 1) is (cause is EndCause.UNKNOWN)
+    assert document["do"]
+
+
+def test_all_causes_are_tried_but_one_that_needs_another_story():
+    assert set(EndCause) - set(ENDS) == {EndCause.HUNG_END}
+    assert set(OF_CAUSE) == set(EndCause)
+
+
+def test_every_fault_has_a_code_of_its_own():
+    assert set(KNOWLEDGE) == set(FaultKind)
+    codes = [knowledge.code for knowledge in KNOWLEDGE.values()]
+    assert codes == [f"HT{number}" for number in range(801, 801 + len(codes))]
+
+
+def test_ranks_that_did_not_end_are_named(tmp_path, capsys):
+    tale = Story(tmp_path / "lm-3").submitted().started(1).restored(1).steps(1, 1, 8)
+    tale.add("ranks_awaited", 1, returned=3, left=[2], quiet_s=60, limit_s=60, ended=True)
+    tale.ended(1, "completed", "stop")
+
+    _, document = told(tmp_path, capsys)
+
+    assert (document["kind"], document["certainty"]) == ("hung_end", "certain")
+    assert "rank 2 had not ended" in document["headline"]
+
+
+def test_the_logs_say_what_stands_behind_a_broken_connection(tmp_path, capsys):
+    tale = story(
+        tmp_path, "crashed", ("exception", "RuntimeError: [gloo/x.cc:5] Connection closed by peer")
+    )
+    tale.log(1, 0, "RuntimeError: [gloo/x.cc:5] Connection closed by peer\n")
+    tale.log(1, 2, f"{TRACED}OSError: [Errno 28] No space left on device\n")
+
+    _, document = told(tmp_path, capsys)
+
+    assert (document["kind"], document["certainty"]) == ("storage_full", "certain")
+    assert document["evidence"][0]["source"] == "attempts/0001/rank-00002.log"
+    assert document["evidence"][0]["rank"] == 2
+
+
+def test_the_scheduler_s_word_beats_what_its_signals_made_the_ranks_say(tmp_path, capsys):
+    tale = story(tmp_path, "timed_out", None)
+    tale.log(1, 0, f"{TRACED}RuntimeError: the loop was left\n")
+
+    _, document = told(tmp_path, capsys)
+
+    assert (document["kind"], document["certainty"]) == ("walltime", "certain")
+
+
+def test_a_hang_that_was_found_is_certain_and_names_the_rank(tmp_path, capsys):
+    tale = Story(tmp_path / "lm-3").submitted().started(1).restored(1).steps(1, 1, 8)
+    summary = "rank 3 holds up the others at train.py:20"
+    tale.add("hang", 1, kind_of="behind", ranks=[3], summary=summary, stood_s=40.0, limit_s=30.0)
+
+    _, document = told(tmp_path, capsys)
+
+    assert (document["kind"], document["certainty"]) == ("hang", "certain")
+    assert summary in document["headline"]
+    assert document["evidence"][0]["rank"] == 3
+
+
+def test_a_run_that_goes_on_is_told_so(tmp_path, capsys):
+    tale = Story(tmp_path / "lm-3").submitted().started(1).restored(1).steps(1, 1, 8)
+    tale.log(1, 0, "step 8 loss: 2.0\n")
+
+    _, document = told(tmp_path, capsys)
+
+    assert document["kind"] == "running"
+    assert "attempt 1 runs at step 8; nothing is known to be wrong" in document["headline"]
+
+
+def test_another_attempt_is_named_by_its_number(tmp_path, capsys):
+    tale = story(tmp_path, "preempted", None)
+    tale.started(2).restored(2, 8).ended(2, "timed_out", "requeue")
+
+    assert told(tmp_path, capsys, "--attempt", "1")[1]["kind"] == "preempted"
+    assert told(tmp_path, capsys)[1]["kind"] == "walltime"
+    assert main(["doctor", "lm-3", "--runs", str(tmp_path), "--attempt", "3"]) == 4
+    assert "has no attempt 3; it has 1 to 2" in capsys.readouterr().err
+
+
+def test_a_run_without_an_attempt_is_one_line(tmp_path, capsys):
+    Story(tmp_path / "lm-3").submitted()
+
+    assert main(["doctor", "lm-3", "--runs", str(tmp_path)]) == 4
+    assert "has no attempt yet" in capsys.readouterr().err
+
+
+def test_what_the_batch_side_says_of_other_attempts_is_not_this_one_s(tmp_path, capsys):
+    tale = story(tmp_path, "crashed", ("exception", "OSError: [Errno 28] No space left on device"))
+    tale.started(2, by="restart").ended(2, "crashed", "stop")
+    tale.run.jobs.mkdir()
+    said = "2026-11-24 12:44:4{} n1 agent attempt {} torch.distributed: failed (exitcode: {})\n"
+    (tale.run.jobs / "tok-1.out").write_text(said.format(0, 1, -11) + said.format(9, 2, -9))
+
+    _, document = told(tmp_path, capsys)
+
+    assert (document["kind"], document["certainty"]) == ("host_oom", "possible")
+    assert document["evidence"][0]["source"] == "jobs/tok-1.out"
+
+
+def test_the_batch_side_of_a_job_is_left_out_for_all_but_its_last_attempt(tmp_path, capsys):
+    tale = story(tmp_path, "crashed", ("signal", "killed by SIGKILL"))
+    tale.started(2, by="restart").ended(2, "crashed", "stop")
+    tale.run.jobs.mkdir()
+    killed = "slurmstepd: error: Detected 1 oom_kill event in StepId=17.0.\n"
+    (tale.run.jobs / "tok-1.out").write_text(killed)
+
+    assert told(tmp_path, capsys, "--attempt", "1")[1]["kind"] == "killed"
+    assert told(tmp_path, capsys, "--attempt", "2")[1]["kind"] == "host_oom"
