@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "plan": ("hpctrain.cli.plan", "Which strategy fits these GPUs, and what it costs."),
     "submit": ("hpctrain.cli.submit", "Start a run: check it, make its directory, submit its job."),
     "resume": (
         "hpctrain.cli.resume",
@@ -36,12 +37,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("hpctrain.cli.report", "A run as one page: time lost and where, curves, advice."),
     "profile": ("hpctrain.cli.profile", "What steps spend their time on; takes a look with --now."),
     "stacks": ("hpctrain.cli.stacks", "Where each rank of a live run is, and who holds it up."),
+    "doctor": ("hpctrain.cli.doctor", "Why a run, or any job by its logs, died; what to do next."),
     "cancel": ("hpctrain.cli.cancel", "Stop a run for good, with --save after saving."),
     "checkpoints": ("hpctrain.cli.checkpoints", "List and verify a run's checkpoints."),
     "evaluate": ("hpctrain.cli.evaluate", "Submit the evaluations of checkpoints that are due."),
     "train": ("hpctrain.cli.train", "Train the shipped recipe here, without a cluster."),
     "local": ("hpctrain.cli.local", "The embedded cluster: see it, rehearse a preemption."),
     "sites": ("hpctrain.cli.sites", "Show the clusters that hpctrain has settings for."),
+    "lint": ("hpctrain.cli.lint", "Find what hangs or goes wrong in a training program, unrun."),
     "preflight": ("hpctrain.cli.preflight", "Look at nodes before a run does; names the bad ones."),
 }
 """Name to (module with an attribute `command`, one line of help), in the order of a run's life."""

@@ -1,0 +1,325 @@
+"""`hpctrain plan`: which strategy, does it fit, what does it cost; before anything is submitted.
+
+tests/unit/cli/test_plan.py holds the promises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpctrain.cli.options import complete_site, json_option
+
+if TYPE_CHECKING:
+    from hpctrain.site.preset import Site
+    from hpctrain.site.schema import Partition
+    from hpctrain.strategy.choice import PlanRequest, Row, StrategyPlan
+    from hpctrain.strategy.reading import ModelSource
+
+EXAMPLES = """\b
+Examples:
+  hpctrain plan config.json --nodes 4 --gpus-per-node 8 --gpu h100-sxm --seq 4096 --global-batch 64
+  hpctrain plan ./Llama-7B --site juniper --partition gpu --nodes 2 --compare
+  hpctrain plan config.json --gpu a100-sxm-40gb --gpus-per-node 4 --explain memory
+  hpctrain plan mymodel:build --gpu-mem 24 --gpus-per-node 4 --measure
+  hpctrain plan --params 7B --layers 32 --hidden 4096 --heads 32 --vocab 32000 --gpu-mem 80
+  hpctrain plan config.json --gpu h100-sxm --gpus-per-node 8 --steps 100000 -o plan/
+"""
+NUMBERS = ("params", "layers", "hidden", "heads", "kv_heads", "inner", "vocab")
+NEEDED = ("layers", "hidden", "heads", "vocab")
+_SIZE = click.IntRange(min=1, max=1 << 40)
+_RATE = click.FloatRange(min=0, min_open=True)
+
+
+@click.command(name="plan", epilog=EXAMPLES)
+@click.argument("model", required=False)
+@click.option("--nodes", type=click.IntRange(1, 100_000), default=1, show_default=True, metavar="N")
+@click.option(
+    "--gpus-per-node",
+    type=click.IntRange(1, 1024),
+    metavar="G",
+    help="GPUs per node.  [default: the partition's, else 1]",
+)
+@click.option("--gpu", metavar="NAME", help="Which: h200, a100-sxm-40gb, ...")
+@click.option("--gpu-mem", type=float, metavar="GB", help="Memory of a GPU, in 10^9 bytes.")
+@click.option(
+    "--site", metavar="S", shell_complete=complete_site, help="The cluster's preset, or a file."
+)
+@click.option("--partition", help="Partition of the preset.")
+@click.option(
+    "--seq", type=_SIZE, default=2048, show_default=True, metavar="N", help="Positions of a sample."
+)
+@click.option(
+    "--global-batch",
+    type=_SIZE,
+    metavar="N",
+    help="Samples of a step over all GPUs.  [default: one for each GPU]",
+)
+@click.option(
+    "--micro-batch",
+    type=_SIZE,
+    metavar="N",
+    help="Samples of a GPU in one pass.  [default: the most that fit]",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["bf16", "fp16", "fp32"]),
+    default="bf16",
+    show_default=True,
+    help="What is multiplied in; masters and moments are fp32.",
+)
+@click.option("--steps", type=_SIZE, metavar="N", help="Of the run, for its budget.")
+@click.option("--time", metavar="LIMIT", help="Time limit of a job.  [default: the partition's]")
+@click.option("--params", metavar="7B", help="Without MODEL: its parameters.")
+@click.option("--layers", type=_SIZE, help="Without MODEL: blocks.")
+@click.option("--hidden", type=_SIZE, help="Without MODEL: width.")
+@click.option("--heads", type=_SIZE, help="Without MODEL: attention heads.")
+@click.option("--kv-heads", type=_SIZE, help="Without MODEL: heads of key and value.")
+@click.option("--inner", type=_SIZE, help="Without MODEL: width of the MLP.")
+@click.option("--vocab", type=_SIZE, help="Without MODEL: classes of the logits.")
+@click.option(
+    "--family",
+    type=click.Choice(["llama", "gpt2", "bert"]),
+    default="llama",
+    show_default=True,
+    help="Without MODEL: its layout.",
+)
+@click.option("--link-gbs", type=_RATE, metavar="GB/S", help="Rate between GPUs of a node.")
+@click.option("--net-gbs", type=_RATE, metavar="GB/S", help="A GPU's rate to other nodes.")
+@click.option("--save-gbs", type=_RATE, metavar="GB/S", help="Rate at which the job saves.")
+@click.option("--compare", is_flag=True, help="Show every strategy.")
+@click.option(
+    "--explain", type=click.Choice(["memory"]), help="Formulas of the chosen row, with sources."
+)
+@click.option("--strategy", metavar="KEY", help="This one, whether it is the simplest or not.")
+@click.option("--measure", is_flag=True, help="Exact peaks instead of formulas; needs torch.")
+@click.option(
+    "--build-timeout",
+    type=click.FloatRange(min=1),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For building and measuring a model.",
+)
+@click.option("-o", "--output", metavar="DIR", help="Write the plan's files into this folder.")
+@json_option
+def command(*, model: str | None, as_json: bool, **flags: Any) -> None:
+    """Choose how to train MODEL on these GPUs: the simplest strategy that fits, and its cost.
+
+    MODEL is a Hugging Face config.json, a folder with one, or module:callable that builds an
+    nn.Module; or leave it out and give numbers. Nothing is submitted, nothing is trained.
+    Exit code 3 where nothing fits.
+    """
+    from hpctrain.strategy import choice
+
+    plan = _plan(model, flags)
+    row = plan.chosen
+    written = _write(plan, row, flags) if flags["output"] and row is not None else []
+    if as_json:
+        from hpctrain.strategy.screen import as_plain
+        from hpctrain.terminal import echo_json
+
+        echo_json(as_plain(plan) | {"written": written})
+    else:
+        _show(plan, flags, written)
+    choice.require_chosen(plan)
+
+
+def _plan(model: str | None, flags: dict[str, Any]) -> StrategyPlan:
+    from hpctrain.strategy import choice
+    from hpctrain.strategy.budget import cost, saving
+
+    source = _model(model, flags)
+    asked, limit_s = _asked(source, flags)
+    rows = choice.rows_of(asked)
+    if flags["measure"]:
+        from hpctrain.errors import UsageError
+        from hpctrain.strategy.measure import measured
+
+        if not source.question:
+            raise UsageError("--measure builds a model, and numbers are none: give MODEL")
+        rows = measured(rows, asked, source.question, flags["build_timeout"])
+    row = choice.choose(rows, flags["strategy"])
+    plan = choice.StrategyPlan(asked, rows, row, notes=_assumed(flags))
+    if row is None:
+        return plan
+    seconds = row.time.seconds if row.time else None
+    return replace(
+        plan,
+        saving=saving(
+            asked.model,
+            asked.cluster,
+            save_gbs=flags["save_gbs"],
+            max_loss_s=1800.0,
+            keep_last=3,
+            limit_s=limit_s,
+        ),
+        cost=cost(asked.steps, seconds, asked.cluster.ranks, limit_s),
+        notes=[*plan.notes, *choice.advice(asked, row)],
+    )
+
+
+def _assumed(flags: dict[str, Any]) -> list[str]:
+    if flags["global_batch"] is None:
+        return ["--global-batch was not given: one sample for each GPU"]
+    return []
+
+
+def _model(model: str | None, flags: dict[str, Any]) -> ModelSource:
+    from hpctrain.errors import UsageError
+    from hpctrain.strategy.facts import count_of, of_numbers
+    from hpctrain.strategy.reading import ModelSource, read_model
+
+    given = [name for name in NUMBERS if flags[name] is not None]
+    if model is not None:
+        if given:
+            raise UsageError(f"--{given[0].replace('_', '-')} goes without MODEL, which says it")
+        return read_model(model, flags["build_timeout"])
+    missing = [f"--{name}" for name in NEEDED if flags[name] is None]
+    if missing:
+        raise UsageError(
+            f"give MODEL (a config.json, its folder, or module:callable), or numbers: "
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+        )
+    facts = of_numbers(
+        params=None if flags["params"] is None else count_of(flags["params"], "--params"),
+        layers=flags["layers"],
+        hidden=flags["hidden"],
+        heads=flags["heads"],
+        vocab=flags["vocab"],
+        family=flags["family"],
+        inner=flags["inner"] or 0,
+        kv_heads=flags["kv_heads"] or 0,
+    )
+    return ModelSource("numbers", {}, facts)
+
+
+def _asked(source: ModelSource, flags: dict[str, Any]) -> tuple[PlanRequest, float | None]:
+    from hpctrain.site.validate import seconds
+    from hpctrain.strategy.activations import FP32
+    from hpctrain.strategy.choice import PlanRequest
+    from hpctrain.strategy.hardware import gpu_of
+    from hpctrain.strategy.strategies import Machines
+
+    site, partition = _partition(flags)
+    where = f"partition {flags['partition']} of {flags['site']}"
+    of_site = partition.gpu if partition is not None else None
+    gpu = gpu_of(
+        flags["gpu"] or of_site or None, flags["gpu_mem"], "--gpu" if flags["gpu"] else where
+    )
+    gpus = flags["gpus_per_node"] or (partition.gpus_per_node if partition else None) or 1
+    cluster = Machines(flags["nodes"], gpus)
+    limit = flags["time"] or (partition.max_time if partition else "")
+    limit_s = seconds(limit) if limit else None
+    _require_time(flags["time"], limit_s)
+    asked = PlanRequest(
+        model=source.facts,
+        cluster=cluster,
+        gpu=gpu,
+        links=_links(flags, gpu.link, site, gpus),
+        seq=flags["seq"],
+        global_batch=flags["global_batch"] or cluster.ranks,
+        micro=flags["micro_batch"] or 0,
+        low=FP32 if flags["precision"] == "fp32" else 2,
+        steps=flags["steps"],
+    )
+    return asked, float(limit_s) if limit_s else None
+
+
+def _require_time(given: str | None, limit_s: int | None) -> None:
+    from hpctrain.errors import UsageError
+
+    if given and not limit_s:
+        raise UsageError(f"--time {given!r} is no time limit; write e.g. 12:00:00 or 1-00:00:00")
+
+
+def _links(flags: dict[str, Any], inside: float | None, site: Site | None, gpus: int) -> Any:
+    """Rates as given, else of the GPU's data sheet and the preset's network."""
+    from hpctrain.strategy.timing import Links
+
+    between = None
+    if site is not None and site.network.rate_gbps and site.network.nics_per_node:
+        between = site.network.rate_gbps * 1e9 / 8 * site.network.nics_per_node / gpus
+    if flags["link_gbs"]:
+        inside = flags["link_gbs"] * 1e9
+    if flags["net_gbs"]:
+        between = flags["net_gbs"] * 1e9
+    return Links(inside, between)
+
+
+def _partition(flags: dict[str, Any]) -> tuple[Site | None, Partition | None]:
+    """The preset and its partition: as named, or the only one with GPUs.
+
+    Raises:
+        UsageError: it has none of that name, or several.
+    """
+    from hpctrain.errors import UsageError
+    from hpctrain.site.load import load_site
+
+    if flags["site"] is None:
+        return None, None
+    site = load_site(flags["site"], project=Path.cwd())
+    name = flags["partition"]
+    if name is not None:
+        if name not in site.partitions:
+            there = ", ".join(site.partitions) or "none"
+            raise UsageError(f"--partition {name}: site {flags['site']} knows {there}")
+        return site, site.partitions[name]
+    with_gpus = [key for key, one in site.partitions.items() if one.gpus_per_node]
+    if len(with_gpus) == 1:
+        flags["partition"] = with_gpus[0]
+        return site, site.partitions[with_gpus[0]]
+    if flags["gpu"] or flags["gpu_mem"]:
+        return site, None
+    there = ", ".join(with_gpus) or "none with GPUs"
+    raise UsageError(f"--site {flags['site']} has several partitions: give --partition ({there})")
+
+
+def _show(plan: StrategyPlan, flags: dict[str, Any], written: list[str]) -> None:
+    from hpctrain.drawing import echo_table
+    from hpctrain.strategy import screen
+    from hpctrain.terminal import echo_note
+
+    row = plan.chosen
+    click.echo(screen.heading(plan))
+    click.echo()
+    rows = screen.shown_rows(plan, compare=flags["compare"])
+    echo_table([screen.cells(each, plan) for each in rows], header=screen.HEADER)
+    if row is not None:
+        click.echo()
+        for line in screen.closing(plan, row):
+            click.echo(line)
+        if flags["explain"]:
+            from hpctrain.strategy.explain import explained
+
+            click.echo()
+            for line in explained(plan.asked, row):
+                click.echo(line)
+    for note in plan.notes:
+        echo_note(note)
+    if written:
+        click.echo(f"wrote {flags['output']}: {' '.join(written)}")
+
+
+def _write(plan: StrategyPlan, row: Row, flags: dict[str, Any]) -> list[str]:
+    """The plan's files; those of the same names are replaced."""
+    from hpctrain.strategy.writing import files_of
+
+    texts = files_of(
+        plan,
+        row,
+        time=flags["time"] or "24:00:00",
+        partition=flags["partition"] or "",
+        precision=flags["precision"],
+    )
+    folder = Path(flags["output"])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        path = folder / name
+        path.write_text(text)
+        if text.startswith("#!"):
+            path.chmod(path.stat().st_mode | 0o111)
+    return list(texts)

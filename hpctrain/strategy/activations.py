@@ -1,0 +1,124 @@
+"""Which tensors a transformer's pass keeps for its backward pass, and how many bytes of a token.
+
+Counted in the code of the models (transformers 5.23) and of torch's autograd, operator by operator;
+attention is a flash kernel, as F.scaled_dot_product_attention takes it without a mask: it keeps its
+inputs, its output and one number per head and position, and no square of the sequence. Dropout is
+taken as 0; each place of it keeps 1 byte per element more. Pure.
+tests/engines/test_strategy_measured.py holds the sums against what autograd kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpctrain.strategy.facts import BERT, GPT2, LLAMA, MOE
+
+if TYPE_CHECKING:
+    from hpctrain.strategy.facts import ModelFacts
+
+FP32 = 4
+LOGITS_FORWARD = 2 * FP32
+"""Bytes of a logit in fp32 as the loss is computed: the logit and its log-softmax. The model's own
+16-bit logit comes on top."""
+LOGITS_BACKWARD = 3 * FP32
+"""As its gradient is: the log-softmax, its gradient, and the logit's gradient."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes that a token keeps, or takes for a moment.
+
+    Attributes:
+        block: Kept by one block.
+        entry: Kept of a block that is computed again: what goes into it.
+        outside: Kept outside of blocks: embedding, last norm, head.
+        block_backward: Taken by a block's backward pass beyond what the block has kept.
+        head_backward: The same of the last norm's.
+    """
+
+    block: float
+    entry: float
+    outside: float
+    block_backward: float
+    head_backward: float
+
+
+def widths(model: ModelFacts, *, low: int, autocast: bool, tp: int = 1) -> Widths:
+    """Of a token.
+
+    Args:
+        model: Its sizes.
+        low: Bytes of a number that matrices are multiplied in: 2, or 4 for fp32.
+        autocast: Weights and the residual stream stay in fp32, products are in `low`.
+        tp: Ranks that share each matrix, and the positions between matrices.
+    """
+    hidden, inner = float(model.hidden), float(model.inner)
+    if tp > 1:
+        return _shared(model, low, tp)
+    if not autocast and low == FP32:
+        return _scaled(model)
+    stats: float = FP32 * model.heads  # one number per head, of the attention's softmax
+    attention = 2 * low * (model.query + model.key)  # query, key, value, and what comes out
+    if model.family == GPT2:
+        mlp = 5 * low * inner  # its GELU is five operators
+        block = mlp + (20 if autocast else 16) * hidden + stats + (16 if autocast else 8)
+        outside = (6 if autocast else 4) * hidden
+        return Widths(
+            block, _entry(hidden, autocast), outside,
+            max(4 * inner, 8 * hidden) if autocast else 4 * inner - 0.3 * hidden,
+            10 * hidden,
+        )  # fmt: skip
+    if model.family == BERT:
+        block = (
+            2 * low * inner + (24 if autocast else 16) * hidden + stats + (16 if autocast else 8)
+        )
+        outside = (12 if autocast else 10) * hidden
+        return Widths(
+            block, _entry(hidden, autocast), outside,
+            18 * hidden if autocast else 4.5 * hidden + 0.5 * inner,
+            10 * hidden,
+        )  # fmt: skip
+    norms = (26 if autocast else 16) * hidden + 8  # two, with a copy in fp32 each
+    outside = (10 if autocast else 8) * hidden
+    if model.family == MOE:
+        routed = model.routed
+        block = norms + attention + stats + low * routed * (4 * inner + 2 * hidden)
+        block += FP32 * model.experts + 42 * routed  # the router's choice
+        more = (8 + 6 * routed) * hidden + routed * inner
+        return Widths(block, _entry(hidden, autocast), outside, more, 10 * hidden)
+    assert model.family == LLAMA  # noqa: S101 - there are no others
+    block = norms + attention + stats + 4 * low * inner
+    more = max(4 * inner, 6.2 * hidden) if autocast else max(4 * inner + hidden, 8.2 * hidden)
+    return Widths(block, _entry(hidden, autocast), outside, more, 10 * hidden)
+
+
+def _entry(hidden: float, autocast: bool) -> float:
+    return (FP32 if autocast else 2) * hidden
+
+
+def _shared(model: ModelFacts, low: int, tp: int) -> Widths:
+    """With tensor and sequence parallelism: all but what goes into matrices is a rank's part."""
+    alone = widths(model, low=low, autocast=False)
+    inputs = 2 * low * model.hidden  # of attention and MLP, gathered from all ranks' positions
+    return Widths(
+        block=(alone.block - inputs) / tp + inputs,
+        entry=alone.entry / tp,
+        outside=(alone.outside - inputs / 2) / tp + inputs / 2,
+        block_backward=alone.block_backward / tp + 2 * inputs,
+        head_backward=alone.head_backward / tp + inputs,
+    )
+
+
+def _scaled(model: ModelFacts) -> Widths:
+    """In fp32 throughout: what is in 16 bits else takes twice the room, fp32 copies are none."""
+    half = widths(model, low=2, autocast=False)
+    copies = 8 * model.hidden if model.family in {LLAMA, MOE} else 0
+    stats = FP32 * model.heads
+    return Widths(
+        2 * (half.block - copies - stats) + copies + stats,
+        2 * half.entry,
+        2 * half.outside,
+        2 * half.block_backward,
+        half.head_backward,
+    )

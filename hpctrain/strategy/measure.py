@@ -1,0 +1,73 @@
+"""`hpctrain plan --measure`: exact peaks in place of the formulas, from a child with torch.
+
+tests/engines/test_strategy_measured.py holds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.strategy.activations import FP32
+from hpctrain.strategy.memory import CONTEXT_BYTES, FRAGMENTED
+from hpctrain.strategy.reading import ask
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpctrain.strategy.choice import PlanRequest, Row
+
+
+def question_of(row: Row) -> dict[str, Any]:
+    """The step of a row, as `measure_child.Step` takes it."""
+    assert row.batch is not None  # noqa: S101 - rows without a batch are not measured
+    layout = row.way.layout
+    return {
+        "kind": layout.kind,
+        "ranks": row.way.ranks,
+        "copies": layout.copies,
+        "micro": row.batch.micro,
+        "seq": row.batch.seq,
+        "passes": row.batch.passes,
+        "recompute": layout.recompute,
+        "reshard": layout.reshard,
+        "bf16": layout.low != FP32,
+    }
+
+
+def is_measurable(row: Row) -> bool:
+    """Whether values are not needed: tensor parallel layers and DeepSpeed look at some."""
+    layout = row.way.layout
+    return row.batch is not None and layout.tp == 1 and not layout.kind.startswith("zero")
+
+
+def measured(
+    rows: Sequence[Row], asked: PlanRequest, model: dict[str, Any], timeout_s: float
+) -> list[Row]:
+    """The same rows with the exact peak of their tensors, where that can be had.
+
+    Raises:
+        UsageError: the model does not build, or takes too long.
+    """
+    chosen = [row for row in rows if is_measurable(row)]
+    said = ask({"model": model, "steps": [question_of(row) for row in chosen]}, timeout_s)
+    answers = {id(row): answer for row, answer in zip(chosen, said["steps"], strict=True)}
+    return [_with(row, answers.get(id(row)), asked.gpu.memory) for row in rows]
+
+
+def _with(row: Row, answer: dict[str, Any] | None, memory: int) -> Row:
+    if answer is None:
+        return row
+    if "error" in answer:
+        return replace(row, fits=False, why=f"not measured: {answer['error']}")
+    peak = int(answer["peak"])
+    over = round(peak * (1 + FRAGMENTED)) + CONTEXT_BYTES - memory
+    why = (
+        f"{over / 1e9:.1f} GB over {memory / 1e9:g} GB"
+        if over > 0
+        else f"{-over / 1e9:.1f} GB free"
+    )
+    impossible = row.way.impossible
+    return replace(
+        row, measured=peak, fits=over <= 0 and not impossible, why=impossible or f"{why}, measured"
+    )

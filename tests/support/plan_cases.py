@@ -1,0 +1,179 @@
+"""Models and steps whose exact peak the formulas of `hpctrain plan` are held against.
+
+Real architectures of transformers, smaller than people train them; nothing of them is computed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.strategy.choice import PlanRequest
+from hpctrain.strategy.facts import of_config
+from hpctrain.strategy.hardware import Accelerator
+from hpctrain.strategy.memory import Batch, Spread, peak
+from hpctrain.strategy.reading import ask as child
+from hpctrain.strategy.strategies import Machines
+from hpctrain.strategy.timing import Links
+
+if TYPE_CHECKING:
+    from hpctrain.strategy.memory import Peak
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-156M": {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 1024,
+        "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "vocab_size": 32_000,
+    },
+    "llama-20M": {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 512,
+        "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "vocab_size": 4096,
+    },
+    "llama-748M": {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 2048,
+        "intermediate_size": 5632, "num_hidden_layers": 12, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "vocab_size": 32_000,
+    },
+    "llama-7B": {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096,
+        "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "vocab_size": 32_000,
+    },
+    "llama-405B": {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16_384,
+        "intermediate_size": 53_248, "num_hidden_layers": 126, "num_attention_heads": 128,
+        "num_key_value_heads": 8, "vocab_size": 128_256,
+    },
+    "gpt2-124M": {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_layer": 12,
+        "n_head": 12, "vocab_size": 50_257, "n_positions": 4096,
+    },
+    "bert-335M": {
+        "model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 1024,
+        "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
+        "vocab_size": 30_522, "max_position_embeddings": 4096,
+    },
+    "bert-52M": {
+        "model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 768,
+        "num_hidden_layers": 4, "num_attention_heads": 12, "intermediate_size": 3072,
+        "vocab_size": 30_522, "max_position_embeddings": 512,
+    },
+    "mixtral-270M": {
+        "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 1024,
+        "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "vocab_size": 32_000, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "experts_implementation": "grouped_mm",
+    },
+}  # fmt: skip
+
+Case = tuple[str, dict[str, Any]]
+FSDP2 = {"kind": "fsdp2", "ranks": 8}
+NO_RESHARD = {**FSDP2, "reshard": False}
+HSDP = {**FSDP2, "copies": 2}
+DDP = {"kind": "ddp", "ranks": 8}
+SINGLE = {"kind": "single"}
+SMALL = {"micro": 1, "seq": 512}
+LONG = {"micro": 4, "seq": 2048}
+AGAIN = {"recompute": True}
+
+QUICK: list[Case] = [
+    ("llama-156M", {**SINGLE, **LONG}),
+    ("llama-156M", {**FSDP2, **SMALL, **AGAIN}),
+    ("llama-156M", {**NO_RESHARD, **LONG}),
+    ("gpt2-124M", {**DDP, **SMALL}),
+    ("gpt2-124M", {**FSDP2, **LONG, "passes": 2}),
+    ("bert-52M", {**HSDP, **SMALL, **AGAIN}),
+    ("mixtral-270M", {**FSDP2, **SMALL}),
+]
+"""Of each family and each way, in seconds."""
+
+_DENSE = ("llama-156M", "llama-748M", "gpt2-124M", "bert-335M")
+EVERY: list[Case] = [
+    *((name, {**way, **size, **more})
+      for name in _DENSE for way in (SINGLE, DDP, FSDP2) for size in (SMALL, LONG)
+      for more in ({}, AGAIN)),
+    *((name, {**way, "micro": 2, "seq": 1024, **more})
+      for name in (*_DENSE, "mixtral-270M")
+      for way, more in ((NO_RESHARD, {}), (HSDP, AGAIN), (FSDP2, {"passes": 2}))),
+    *(("mixtral-270M", {**FSDP2, **size, **more})
+      for size in (SMALL, LONG) for more in ({}, AGAIN)),
+    *(("llama-7B", {"kind": "fsdp2", "ranks": ranks, "micro": 1, "seq": 4096, **more})
+      for ranks in (16, 64) for more in ({}, AGAIN, {"reshard": False})),
+    ("llama-156M", {**SINGLE, **LONG, "bf16": False}),
+    ("bert-335M", {**FSDP2, **LONG, "bf16": False}),
+]  # fmt: skip
+
+
+TENSOR: list[Case] = [
+    ("llama-20M", {**FSDP2, "tp": tp, "real": True, "micro": micro, "seq": 512, **more})
+    for tp, micro, more in ((2, 1, {}), (4, 2, {}), (4, 2, AGAIN), (2, 4, AGAIN), (8, 4, {}))
+]  # fmt: skip
+"""Their embedding looks at values: they are computed, on this machine's processors."""
+
+
+ZERO: list[Case] = [
+    (name, {"kind": f"zero{stage}", "ranks": ranks, "micro": 1, "seq": seq, **more})
+    for stage in (1, 2, 3)
+    for name, ranks, seq, more in (
+        ("llama-156M", 4, 128, {}), ("llama-156M", 32, 128, AGAIN), ("llama-20M", 8, 1024, {}),
+        ("llama-20M", 8, 1024, AGAIN),
+    )
+]  # fmt: skip
+"""DeepSpeed's engine as hpctrain sets it, on this machine's processors."""
+
+
+def measured(cases: list[Case], patience_s: float) -> list[int]:
+    """Exact peaks, bytes; DeepSpeed's cases in a process each, since it keeps its groups."""
+    alone = [number for number, (_, step) in enumerate(cases) if step["kind"].startswith("zero")]
+    groups = [[n] for n in alone]
+    groups.append([n for n in range(len(cases)) if n not in alone])
+    peaks = dict[int, int]()
+    for group in groups:
+        each = [{"model": {"config": MODELS[cases[n][0]]}, "steps": [cases[n][1]]} for n in group]
+        answers = child({"model": {}, "each": each}, patience_s)["each"] if group else []
+        for number, answer in zip(group, answers, strict=True):
+            (step,) = answer["steps"]
+            assert "error" not in step, (title(cases[number]), step)
+            peaks[number] = int(step["peak"])
+    return [peaks[number] for number in range(len(cases))]
+
+
+def predicted(case: Case) -> Peak:
+    """What the formulas say."""
+    name, step = case
+    kind, copies = step["kind"], step.get("copies", 1)
+    tp = step.get("tp", 1)
+    layout = Spread(
+        kind,
+        shards=step.get("ranks", 1) // copies // tp if kind not in {"single", "ddp"} else 1,
+        copies=copies,
+        tp=tp,
+        recompute=step.get("recompute", False),
+        reshard=step.get("reshard", True),
+        low=2 if step.get("bf16", True) else 4,
+    )
+    batch = Batch(step["micro"], step["seq"], step.get("passes", 1))
+    return peak(of_config(MODELS[name], name), batch, layout)
+
+
+def title(case: Case) -> str:
+    """A case in words."""
+    name, step = case
+    words = [f"{key}={value}" for key, value in step.items() if key not in {"kind", "real"}]
+    return f"{name} {step['kind']} {' '.join(words)}"
+
+
+def ask(
+    model: str = "llama-7B",
+    *,
+    gb: float = 80.0,
+    nodes: int = 2,
+    gpus: int = 8,
+    seq: int = 2048,
+    **more: Any,
+) -> PlanRequest:
+    """A question for a plan, on GPUs of which all is known."""
+    facts = of_config(MODELS[model], model)
+    batch = {"global_batch": nodes * gpus} | more
+    gpu = Accelerator("GPU", round(gb * 1e9), 300e12, 300e9, bf16=True)
+    return PlanRequest(facts, Machines(nodes, gpus), gpu, Links(300e9, 25e9), seq, **batch)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.errors import UsageError
+from hpctrain.history.progress import peak_flops
+from hpctrain.strategy.hardware import GPUS, find_gpu, gpu_of
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("h100-sxm", "h100-sxm"),
+        ("H100 SXM 80 GB", "h100-sxm"),
+        ("A100 PCIe 40 GB", "a100-pcie-40gb"),
+        ("H100 PCIe 80 GB", "h100-pcie"),
+        ("V100 32 GB", "v100-32gb"),
+        ("MI250X", "mi250x"),
+        ("A100 SXM 80 GB", "a100-sxm-80gb"),
+    ],
+)
+def test_names_are_understood_as_presets_write_them(name, key):
+    gpu = gpu_of(name, None, "--gpu")
+
+    assert gpu == GPUS[key]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("A100", "--gpu says A100, which fits a100-sxm-40gb, a100-sxm-80gb, a100-pcie-40gb"),
+        ("H100", "which fits h100-sxm, h100-pcie, h100-nvl"),
+        ("GH200", "which fits gh200-96gb, gh200-144gb"),
+        ("Quadro RTX 5000", "a GPU whose memory is not known here"),
+        ("warp9", "a GPU whose memory is not known here"),
+        (None, "which GPU is not known here: give --gpu NAME, --gpu-mem GB"),
+    ],
+)  # fmt: skip
+def test_memory_is_asked_for_and_never_guessed(name, message):
+    with pytest.raises(UsageError) as caught:
+        gpu_of(name, None, "--gpu")
+    assert message in str(caught.value)
+
+
+def test_memory_that_is_given_wins_and_what_all_that_fit_agree_on_stays_known():
+    known, unknown = gpu_of("A100", 39.5, "--gpu"), gpu_of("warp9", 96, "--gpu")
+
+    assert (known.memory, known.bf16) == (39_500_000_000, True)
+    assert (known.flops, known.link) == (GPUS["a100-sxm-40gb"].flops, None)
+    assert gpu_of("A100 40 GB", None, "--gpu").link is None, "PCIe and SXM have others"
+    assert (unknown.memory, unknown.flops, unknown.link) == (96_000_000_000, None, None)
+
+
+@pytest.mark.parametrize("gb", [0, -3, 1e9])
+def test_a_memory_that_no_gpu_has_is_refused(gb):
+    with pytest.raises(UsageError, match=r"--gpu-mem .* is no size in GB"):
+        gpu_of(None, gb, "--gpu")
+
+
+def test_every_gpu_has_a_peak_that_the_project_knows():
+    assert {key for key, gpu in GPUS.items() if gpu.flops is None} == set()
+    assert peak_flops("warp9") is None
+
+
+def test_a_name_fits_what_has_all_of_its_words():
+    assert find_gpu("A100 80 GB") == ["a100-sxm-80gb", "a100-pcie-80gb"]
+    assert find_gpu("") == []

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.strategy.facts import of_config
+from hpctrain.strategy.strategies import Machines, candidates, tp_misfit
+from tests.support.plan_cases import MODELS
+
+LLAMA = of_config(MODELS["llama-7B"], "llama")
+
+
+def keys(nodes, gpus):
+    return [way.key for way in candidates(LLAMA, Machines(nodes, gpus))]
+
+
+def test_one_gpu_has_two_ways():
+    assert keys(1, 1) == ["single", "single+recompute"]
+
+
+def test_copies_of_shards_need_several_nodes_with_several_gpus():
+    assert "hsdp" in keys(2, 4)
+    assert "hsdp" not in keys(1, 8)
+    assert "hsdp" not in keys(8, 1)
+
+
+def test_matrices_are_cut_inside_a_node_alone():
+    assert [key for key in keys(4, 4) if key.startswith("tp")] == [
+        "tp2", "tp4", "tp2+recompute", "tp4+recompute",
+    ]  # fmt: skip
+
+
+def test_every_way_uses_the_gpus_that_it_says():
+    for way in candidates(LLAMA, Machines(4, 8)):
+        layout = way.layout
+        assert (
+            layout.kind in {"single", "ddp"} or layout.shards * layout.copies * layout.tp == 32
+        ), way.key
+        assert way.ranks == (1 if layout.kind == "single" else 32)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "why"),
+    [
+        ("llama-7B", 4, ""),
+        ("llama-156M", 8, "tp 8 does not divide key and value heads 4"),
+        ("llama-7B", 64, "tp 64 does not divide heads 32"),
+        ("gpt2-124M", 2, "hpctrain cuts decoders like Llama along tp"),
+    ],
+)
+def test_what_cannot_be_cut_says_why(model, tp, why):
+    assert tp_misfit(of_config(MODELS[model], model), tp) == why
