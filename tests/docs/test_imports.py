@@ -12,6 +12,7 @@ LOGIN_ROOMS = (
     "checkpoint.format",
     "checkpoint.store",
     "cli",
+    "doctor",
     "history",
     "logs",
     "nccl",
@@ -26,10 +27,11 @@ LOGIN_ROOMS = (
     "settings",
     "site",
     "status",
+    "strategy",
     "submit",
 )
 LOGIN_MODULES = ("errors", "terminal", "entry.slurm_task", "entry.slurm_batch")
-TENSORS = {"preflight.collective"}
+TENSORS = {"preflight.collective", "strategy.measure_child", "strategy.peak_tracker"}
 BYTES = {
     *(
         f"checkpoint.format.{name}"
