@@ -56,7 +56,8 @@ KEPT = frozenset(
 attention, sums over the ranks of `tp`, tokens on their way), and which expert a token goes to: a
 rank that decided it again and otherwise would send what the others do not expect."""
 CACHES = frozenset({"past_key_values", "past_key_value", "layer_past"})
-"""What Hugging Face's blocks call the cache that they are given."""
+"""What Hugging Face's blocks call the cache that they are given; since transformers 5.24 also
+`cache`, but that name may mean anything in a block of somebody else's."""
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -236,7 +237,15 @@ def _without_cache(_block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """A cache of keys and values would be filled a second time as a block is recomputed."""
     if not torch.is_grad_enabled():
         return args, kwargs
-    return args, {name: None if name in CACHES else value for name, value in kwargs.items()}
+    return args, {
+        name: None if name in CACHES or _is_cache(value) else value
+        for name, value in kwargs.items()
+    }
+
+
+def _is_cache(value: object) -> bool:
+    """Whether it is one of transformers' caches, told without an import of it."""
+    return any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__)
 
 
 def _contexts() -> Any:

@@ -350,6 +350,32 @@ def test_attention_of_the_flash_attn_package_is_not_computed_again(how, times):
     library._destroy()
 
 
+def test_a_keyword_that_only_has_the_name_of_a_cache_reaches_its_block():
+    """transformers calls its own `cache` since 5.24; it is told by its class."""
+
+    class Turned(nn.Linear):
+        def forward(self, x, cache=None):
+            return super().forward(x) * cache
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Turned(4, 4) for _ in range(2))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x, cache=torch.full((4,), 2.0))
+            return x
+
+    net = Net()
+    x = torch.ones(3, 4)
+    want = net(x)
+    recompute_blocks(net, "full")
+    found = net(x)
+    found.sum().backward()
+    assert torch.equal(found, want)
+
+
 def test_flex_attention_is_kept_too():
     """On a CPU it has no backward pass: so the pass that keeps and the one that reads are run."""
     heads = torch.randn(1, 2, 128, 16)
