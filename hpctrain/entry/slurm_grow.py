@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -27,6 +28,9 @@ def main(argv: list[str]) -> int:
     """Add a node; returns the exit code."""
     parent = os.getppid()
     configure("batch")
+    # Ignored where the batch script's shell started srun in the background: it could not be taken
+    # back, and salloc neither, which inherits what is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return grow(job_spec(RunDir(Path(argv[0]))), argv[0], os.environ, parent)
     except HpctrainError as error:

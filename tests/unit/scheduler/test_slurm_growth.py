@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.base.env import HPCTRAIN_JOINS, HPCTRAIN_SRUN_ARGS
+from hpctrain.entry import slurm_grow
 from hpctrain.errors import ClusterError
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.base import RequestEnd
@@ -198,7 +199,9 @@ def test_a_request_that_said_nothing_names_its_file(tmp_path, monkeypatch):
 
 
 def test_a_request_that_is_taken_back_is_interrupted_and_awaited(tmp_path, monkeypatch, caplog):
-    request = added(tmp_path, monkeypatch, "import time; print(1, flush=True); time.sleep(60)")
+    listens = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    text = listens + "import time; print(1, flush=True); time.sleep(60)"
+    request = added(tmp_path, monkeypatch, text)
     out = tmp_path / "jobs" / "tok-joins-3.out"
     deadline = time.monotonic() + 30
     while not out.read_text() and time.monotonic() < deadline:
@@ -208,6 +211,23 @@ def test_a_request_that_is_taken_back_is_interrupted_and_awaited(tmp_path, monke
     assert request._child.returncode == -signal.SIGINT
     request.take_back(30)
     assert caplog.messages == []
+
+
+def test_what_waits_for_a_node_hears_its_interrupt_where_a_shell_has_it_ignored(
+    tmp_path, monkeypatch
+):
+    heard = []
+    monkeypatch.setattr(slurm_grow, "configure", lambda _kind: None)
+    monkeypatch.setattr(slurm_grow, "job_spec", lambda _run: None)
+    monkeypatch.setattr(
+        slurm_grow, "grow", lambda *_: heard.append(signal.getsignal(signal.SIGINT)) or 7
+    )
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert slurm_grow.main([str(tmp_path)]) == 7
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [signal.default_int_handler]
 
 
 def test_other_schedulers_and_containers_say_that_they_add_none(tmp_path):
