@@ -5,6 +5,7 @@ tests/slurm/test_two_writers.py and tests/unit/submit/test_copied_run.py hold th
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from hpctrain.base.records import JobState
@@ -15,12 +16,17 @@ from hpctrain.run import events as ledger
 from hpctrain.run.event_types import SubmitAdopted
 from hpctrain.scheduler.base import get_cluster
 from hpctrain.submit.own_job import copied_from, elsewhere, not_own
+from hpctrain.terminal import echo_note
 
 if TYPE_CHECKING:
     from hpctrain.base.records import JobInfo
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import Cluster
     from hpctrain.settings.spec import Spec
+
+ENDING_S = 45.0
+"""A job that is ending is waited for so long: SLURM's default KillWait is 30 s."""
+LOOK_S = 0.5
 
 
 def live_job(run: RunDir, cluster: Cluster) -> JobInfo | None:
@@ -55,14 +61,25 @@ def live_job(run: RunDir, cluster: Cluster) -> JobInfo | None:
 
 
 def refuse_alive(run: RunDir, spec: Spec) -> None:
-    """Refuse while a job of the run may still write.
+    """Refuse while a job of the run may still write; one that is ending is waited for a while.
+
+    Who cancels a run and resumes it with the next command need not try again.
 
     Raises:
         RunAlive: with the job and what to do.
     """
-    alive = live_job(run, get_cluster(spec.cluster))
-    if alive is not None:
-        raise refusal(run, alive)
+    cluster = get_cluster(spec.cluster)
+    deadline = time.monotonic() + ENDING_S
+    alive = live_job(run, cluster)
+    if alive is not None and alive.state == JobState.COMPLETING:
+        echo_note(
+            f"the cluster is ending job {alive.job_id}; waiting for that up to {ENDING_S:.0f} s"
+        )
+    while alive is not None:
+        if alive.state != JobState.COMPLETING or time.monotonic() > deadline:
+            raise refusal(run, alive)
+        time.sleep(LOOK_S)  # a scheduler tells nobody
+        alive = live_job(run, cluster)
 
 
 def refusal(run: RunDir, alive: JobInfo) -> RunAlive:

@@ -1,0 +1,64 @@
+"""A job that its cluster is ending is waited for, and one that lives is refused at once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from hpctrain.base.records import JobInfo, JobState
+from hpctrain.errors import RunAlive
+from hpctrain.run.layout import RunDir
+from hpctrain.submit import live_job
+
+SPEC = SimpleNamespace(cluster="local")
+ENDING = JobInfo("local-1", JobState.COMPLETING, alive=True)
+RUNNING = JobInfo("local-1", JobState.RUNNING, alive=True)
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "lm").mkdir()
+    return RunDir(tmp_path / "lm")
+
+
+def answers(monkeypatch, *jobs):
+    """What the cluster says at each look; the last for ever. Time is what is slept."""
+    clock = SimpleNamespace(now=0.0)
+    said = iter(jobs)
+    state = {"last": jobs[-1], "looks": 0}
+
+    def look(_run, _cluster):
+        state["looks"] += 1
+        return next(said, state["last"])
+
+    def sleep(seconds):
+        clock.now += seconds
+
+    monkeypatch.setattr(live_job, "live_job", look)
+    monkeypatch.setattr(live_job, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    return state
+
+
+def test_the_end_of_a_job_that_is_ending_is_waited_for_and_said(run, monkeypatch, capsys):
+    state = answers(monkeypatch, ENDING, ENDING, ENDING, None)
+    live_job.refuse_alive(run, SPEC)
+    assert state["looks"] == 4
+    assert capsys.readouterr().err == (
+        "hpctrain: the cluster is ending job local-1; waiting for that up to 45 s\n"
+    )
+
+
+def test_one_that_does_not_end_is_refused(run, monkeypatch):
+    state = answers(monkeypatch, ENDING)
+    with pytest.raises(RunAlive, match="the cluster is ending it: try again when it has"):
+        live_job.refuse_alive(run, SPEC)
+    assert 80 < state["looks"] < 100
+
+
+@pytest.mark.parametrize("before", [[], [ENDING]])
+def test_one_that_runs_is_refused_at_once(run, monkeypatch, before):
+    state = answers(monkeypatch, *before, RUNNING)
+    with pytest.raises(RunAlive, match="or let it go on"):
+        live_job.refuse_alive(run, SPEC)
+    assert state["looks"] == len(before) + 1
