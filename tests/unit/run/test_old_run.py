@@ -56,6 +56,7 @@ def test_what_is_shown_of_it_is_what_0_1_showed(old, name, capsys):
     assert main(COMMANDS[name].split()) == 0
 
     shown = capsys.readouterr().out.replace(str(old), "@HERE@")
+    shown = shown.replace("  hpctrain doctor gpt\n", "")  # 0.1 had no doctor
     if name == "status.json":
         shown = without_new_keys(shown)
     assert shown == (SHOWN / name).read_text()
@@ -66,6 +67,7 @@ def without_new_keys(text: str) -> str:
     state = json.loads(text)
     assert state.pop("not_known") is None
     assert state.pop("image") is None
+    state["next"].remove("hpctrain doctor gpt")
     for key in ("after", "chain", "evaluations"):
         assert state.pop(key) == []
     for attempt in state["attempts"]:
