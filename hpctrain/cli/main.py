@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("hpctrain.cli.plan", "Which strategy fits these GPUs, and what it costs."),
+    "check": ("hpctrain.cli.check", "Everything that can be known before a run, in one list."),
     "submit": ("hpctrain.cli.submit", "Start a run: check it, make its directory, submit its job."),
     "resume": (
         "hpctrain.cli.resume",

@@ -34,6 +34,12 @@ JOB_SHARE = 0.25
 """Share of a job's whole time that may pass without a save."""
 SHORTEST_S = 10.0
 """A shorter interval gains seconds at a failure and keeps a shared metadata server busy."""
+CLOCK_SAFETY = 1.5
+"""Times the longest save is kept free before a job's end."""
+LEAVE_S = 3.0
+"""Kept free before the kill: for the processes to leave and for the agent to requeue."""
+LAST_SAVE_SAFETY = 1.3
+"""What is planned with is an estimate: a save that ends a moment too late is no save."""
 SAVES_COUNTED = 5
 """Newest saves that tell the cost: few enough to follow a change of ranks or of the file system."""
 

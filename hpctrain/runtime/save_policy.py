@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from hpctrain.base.records import StopCause
 from hpctrain.history.run_history import RunHistory
 from hpctrain.plan import interval
+from hpctrain.plan.interval import CLOCK_SAFETY, LAST_SAVE_SAFETY, LEAVE_S
 from hpctrain.run.event_types import IntervalSet
 
 if TYPE_CHECKING:
@@ -31,11 +32,6 @@ GUESS_BYTES_PER_S = 200e6
 """Of one rank, before any save was measured: eight ranks of a node write 1.6 GB/s together."""
 GUESS_SHARE = 1 / 8
 """A guess costs a job no more of its time: a wrong one must not keep it from training at all."""
-CLOCK_SAFETY = 1.5
-LEAVE_S = 3.0
-"""Kept free before the kill: for the processes to leave and for the agent to requeue."""
-LAST_SAVE_SAFETY = 1.3
-"""What is planned with is an estimate: a save that ends a moment too late is no save."""
 
 
 class SavePolicy:

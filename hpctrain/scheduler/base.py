@@ -310,6 +310,14 @@ class Cluster(Protocol):
         del settings, site, accounting
         return []
 
+    def notice(self, settings: Settings, site: Site | None) -> tuple[int, str] | None:
+        """Seconds from the notice of a preemption to the kill, and where that stands.
+
+        None where jobs are not preempted, or nobody says how long it is.
+        """
+        del settings, site
+        return None
+
     def check_container(
         self,
         settings: Settings,

@@ -9,6 +9,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "hpctrain"
 LOGIN_ROOMS = (
     "base",
+    "check",
     "checkpoint.format",
     "checkpoint.store",
     "cli",

@@ -192,6 +192,12 @@ class SlurmCluster(Cluster):
 
         return module_lines(site)
 
+    def notice(self, settings: Settings, site: Site | None) -> tuple[int, str] | None:
+        """As the preset has it of the partition."""
+        from hpctrain.scheduler.slurm.limits import notice
+
+        return None if site is None else notice(settings, site)
+
     def accounting(self) -> Accounting:
         """By sacctmgr and scontrol, each question when it is needed."""
         from hpctrain.scheduler.slurm import facts

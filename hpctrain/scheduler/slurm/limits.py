@@ -431,6 +431,20 @@ def _short_notice(settings: Settings, site: Site, partition: Partition, where: s
     return ""
 
 
+def notice(settings: Settings, site: Site) -> tuple[int, str] | None:
+    """Seconds from the notice of a preemption to the kill, and where that stands.
+
+    None where jobs are not preempted, or the preset does not say how long it is.
+    """
+    name = settings.slurm.partition
+    partition = site.partitions.get(name)
+    if partition is None or not is_preemptable(partition):
+        return None
+    grace_s = partition.preemption.grace_s
+    window = site.slurm.kill_wait_s if grace_s == 0 else grace_s
+    return None if window is None else (window, site.where("partitions", name, "preemption"))
+
+
 def _cost(settings: Settings) -> str:
     """The most that a kill without a save takes away."""
     checkpoint = settings.checkpoint

@@ -1,0 +1,111 @@
+"""`hpctrain check`: everything that can be known before a run, in one list.
+
+tests/unit/cli/test_check.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpctrain.cli.options import (
+    cluster_option,
+    complete_site,
+    engine_options,
+    json_option,
+    locked_option,
+    runs_option,
+)
+
+if TYPE_CHECKING:
+    from hpctrain.check.lines import CheckList
+
+EXAMPLES = """\b
+Examples:
+  hpctrain check --nodes 4                               the shipped recipe
+  hpctrain check --nodes 2-4 --time 12:00:00 -- train.py --lr 3e-4
+  hpctrain check --site juniper.toml -- -m package.train
+  hpctrain check --json -- train.py
+"""
+_COLORS = {"fail": "red", "note": "yellow", "not known": "cyan", "ok": "green"}
+
+
+@click.command(name="check", epilog=EXAMPLES)
+@click.option("--nodes", metavar="N|MIN-MAX[+S]", help="Nodes, as for submit.")
+@click.option("--gpus-per-node", type=int, metavar="G", help="GPUs per node.")
+@click.option("--ranks-per-node", type=int, metavar="R", help="Ranks per node; one per GPU.")
+@click.option("--time", metavar="LIMIT", help="Time limit of one job, e.g. 12:00:00.")
+@engine_options
+@click.option(
+    "--site",
+    metavar="S",
+    shell_complete=complete_site,
+    help="The cluster's preset: a name of `hpctrain sites list`, a file, or none.",
+)
+@cluster_option("Where it would run; slurm if there is an sbatch, else local.")
+@click.option("--name", help="The run's name.")
+@click.option("--partition", help="SLURM partition(s).")
+@click.option("--account", help="Account to charge.")
+@click.option("--qos", help="Quality of service.")
+@click.option("--container", metavar="IMAGE", help="Image in which the ranks run.")
+@click.option("--config", metavar="FILE", help="Settings file.")
+@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any setting.")
+@click.option("--env", multiple=True, metavar="NAME=VALUE", help="Environment of the ranks.")
+@locked_option
+@runs_option
+@json_option
+@click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[-- PROGRAM ARGS...]")
+def command(*, script: tuple[str, ...], config: str | None, as_json: bool, **flags: Any) -> int:
+    """Check all that can be checked before `hpctrain submit`; submits and keeps nothing.
+
+    Takes what submit takes. Settings, site, scheduler, disk, lint, the program's imports on the
+    Python that will run it; lead time, interval and disk against what earlier runs of the program
+    saved.
+
+    \b
+    ok         as it should be
+    note       worth a look
+    fail       it would be refused, fail, or lose its work
+    not known  nobody can say before a run
+
+    Exit code 3 where a check failed; where submit would refuse, that of submit.
+    """  # noqa: D301 - click wants the control character
+    from hpctrain.check.gather import check_all
+    from hpctrain.cli.progress import line
+    from hpctrain.submit.prepare import SubmitRequest
+
+    request = SubmitRequest(
+        cwd=Path.cwd(),
+        environ=os.environ,
+        command=script,
+        config=Path(config) if config else None,
+        cluster_needed=False,
+        ask_accounting=True,
+        **flags,
+    )
+    with line() as one_line:
+
+        def say(text: str) -> None:
+            if one_line.in_place:  # elsewhere the list itself comes soon enough
+                one_line.show(f"looking at {text}")
+
+        checks, _ = check_all(request, say)
+    _tell(checks, as_json=as_json)
+    return checks.exit_code
+
+
+def _tell(checks: CheckList, *, as_json: bool) -> None:
+    """Print the list."""
+    from hpctrain.check.lines import summary, text_lines
+    from hpctrain.terminal import clean, echo_json
+
+    if as_json:
+        echo_json(checks.plain())
+        return
+    for text, status in text_lines(checks.lines):
+        mark, rest = text[: len(status)], text[len(status) :]
+        click.echo(click.style(mark, fg=_COLORS.get(status)) + clean(rest))
+    click.echo(summary(checks))

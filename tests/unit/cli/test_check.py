@@ -1,0 +1,106 @@
+"""`hpctrain check`: its list, its exit codes, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hpctrain.cli.main import main
+from hpctrain.submit import preflight
+
+GOOD = "import json\nprint('never run')\n"
+HANGS = "import torch.distributed as dist\nif dist.get_rank() == 0:\n    dist.barrier()\n"
+LOCAL = ("--cluster", "local")
+
+
+@pytest.fixture
+def check(runs, capsys):
+    def call(*words, code=0, by_name=True, **programs):
+        for name, text in programs.items():
+            (runs.parent / f"{name}.py").write_text(text)
+        assert main(["check", *LOCAL, "--json", *words]) == code
+        value = json.loads(capsys.readouterr().out)
+        assert value["exit_code"] == code
+        return {one["check"]: one for one in value["checks"]} if by_name else value["checks"]
+
+    return call
+
+
+def test_a_good_program_passes_and_nothing_is_left(check, runs):
+    answers = check("--", "train.py", train=GOOD)
+
+    assert [answers[name]["status"] for name in ("submit", "space", "lint", "imports")] == [
+        *("ok", "ok", "ok", "ok")
+    ]
+    assert answers["submit"]["message"].startswith("would make run train-1 on local (nodes 1")
+    assert answers["scheduler"]["status"] == "ok"
+    assert [answers[name]["status"] for name in ("lead time", "interval", "disk")] == [
+        *("not known", "not known", "not known")
+    ]
+    assert [path.name for path in runs.parent.iterdir()] == ["train.py"]
+
+
+def test_a_missing_import_fails_with_its_place(check):
+    one = check("--", "train.py", code=3, train="import json\nimport nosuchmodule\n")["imports"]
+
+    assert (one["status"], one["path"], one["line"]) == ("fail", "train.py", 2)
+    assert one["message"].startswith("train.py:2: import nosuchmodule: No module named")
+
+
+def test_a_missing_import_that_may_never_come_is_a_note(check):
+    text = "def plot():\n    import nosuchmodule\n"
+
+    assert check("--", "train.py", train=text)["imports"]["status"] == "note"
+
+
+def test_a_missing_import_is_a_note_where_the_job_may_bring_it(check):
+    words = ["--set", "slurm.setup=['module load x']", "--", "train.py"]
+
+    assert check(*words, train="import nosuchmodule\n")["imports"]["status"] == "note"
+
+
+def test_what_hangs_fails_and_is_told_once(runs, capsys):
+    (runs.parent / "train.py").write_text(HANGS)
+
+    assert main(["check", *LOCAL, "--", "train.py"]) == 3
+    out = capsys.readouterr().out
+    assert out.count("HT101") == 1
+    assert "fail       lint" in out
+    assert out.splitlines()[-1].startswith("1 failed, ")
+    assert out.splitlines()[-1].endswith("exit code 3")
+
+
+def test_no_script_is_one_line_and_submits_exit_code(check):
+    one = check("--", "train.py", code=4)["submit"]
+
+    assert one["status"] == "fail"
+    assert one["message"].startswith("script train.py is not there")
+
+
+def test_a_syntax_error_is_one_line_with_its_place(check):
+    answers = check("--", "train.py", code=2, train="x = (\n")
+
+    assert answers["submit"]["message"].startswith("train.py is no Python: line 1:")
+    assert set(answers) == {"submit", "the rest"}
+
+
+def test_an_unknown_site_is_told_and_the_program_looked_at_all_the_same(check):
+    answers = check("--site", "nosuch", "--", "train.py", code=4, train=HANGS)
+
+    assert answers["submit"]["message"].startswith('there is no site "nosuch"')
+    assert answers["lint"]["status"] == "fail"
+    assert answers["the rest"]["status"] == "not known"
+
+
+def test_a_full_disk_fails(check, monkeypatch):
+    monkeypatch.setattr(preflight, "ROOM_FAIL_GIB", 1e9)
+
+    assert check("--", "train.py", code=3, train=GOOD)["space"]["status"] == "fail"
+
+
+def test_notes_of_submit_are_lines(check):
+    answers = check("--partition", "gpu", "--", "train.py", by_name=False, train=GOOD)
+
+    (note,) = [one for one in answers if "--partition" in one["message"]]
+    assert (note["check"], note["status"]) == ("submit", "note")
