@@ -524,9 +524,21 @@ def test_no_command_is_hung_broken_or_changes_what_is_anothers(siege):
         assert len(errors) == (done.returncode != 0) or damage_is_told, told
 
 
-SWAP = """umask 000; mkdir x x/jobs x/attempts x/checkpoints
-echo {} >x/spec.json; for name in events.jsonl events.lock run.lock secret; do : >x/$name; done
-mv r moved; mv x r"""
+SWAP = """
+import ctypes, os
+os.umask(0)
+for name in ("x", "x/jobs", "x/attempts", "x/checkpoints"):
+    os.mkdir(name)
+for name in ("events.jsonl", "events.lock", "run.lock", "secret"):
+    open("x/" + name, "w").close()
+with open("x/spec.json", "w") as file:
+    file.write("{}")
+# Both names in one change: between two, an agent would make the directory of its run anew.
+here, exchange = -100, 2
+if ctypes.CDLL(None, use_errno=True).renameat2(here, b"x", here, b"r", exchange):
+    raise OSError(ctypes.get_errno(), "renameat2")
+os.rename("x", "moved")
+"""
 
 
 def test_a_run_whose_port_is_taken_comes_back_and_one_that_was_replaced_ends(cluster):
@@ -545,7 +557,7 @@ def test_a_run_whose_port_is_taken_comes_back_and_one_that_was_replaced_ends(clu
         assert cluster.job(run.job_id)["Restarts"] == "1"
         run.wait_event("saved", attempt=2)
 
-        run_as(STRANGER, ["sh", "-ec", SWAP], cwd=work / "runs")
+        run_as(STRANGER, [sys.executable, "-c", SWAP], cwd=work / "runs")
         cluster.wait_job(run.job_id, ("COMPLETED", "FAILED"), timeout=120)
 
         moved = RunHandle(cluster, work, RunDir(work / "runs" / "moved"), run.job_id)

@@ -259,6 +259,7 @@ def test_status_and_resume_have_one_word_for_a_cancelled_run_that_still_ends(
     _, table, _ = run(capsys=capsys)
     _, screen, _ = run("lm", capsys=capsys)
     code, shown, _ = run("lm", "--json", "--exit-status", capsys=capsys)
+    monkeypatch.setattr(live_job, "ENDING_S", 0.0)
     assert main(["resume", "lm"]) == 5
 
     assert "completing" in table

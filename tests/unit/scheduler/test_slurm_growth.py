@@ -150,20 +150,27 @@ def test_the_job_that_was_granted_is_known_by_what_salloc_prints(tmp_path):
     assert growth._granted(words, os.getppid()) == "81"
 
 
-def test_the_request_goes_with_the_agent_that_asked(tmp_path):
+def test_the_request_goes_with_the_agent_that_asked(tmp_path, monkeypatch):
+    told, waits = tmp_path / "told", tmp_path / "waits"
     words = salloc(
         tmp_path,
         f"""
 import pathlib, signal, sys, time
 def taken_back(*_):
-    pathlib.Path({str(tmp_path / "told")!r}).touch()
+    pathlib.Path({str(told)!r}).touch()
     sys.exit(1)
 signal.signal(signal.SIGINT, taken_back)
+pathlib.Path({str(waits)!r}).touch()
 time.sleep(60)
 """,
     )
+    parent = os.getppid()
+    monkeypatch.setattr(growth.os, "getppid", lambda: 1 if waits.exists() else parent)
+
     with pytest.raises(ClusterError, match="has gone"):
-        growth._granted([*growth.IGNORE_STORM, *words], parent=-1)
+        growth._granted([*growth.IGNORE_STORM, *words], parent)
+
+    assert told.exists()
 
 
 def added(tmp_path, monkeypatch, text):
