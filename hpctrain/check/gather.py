@@ -84,7 +84,9 @@ def check_all(request: SubmitRequest, say: Say) -> tuple[CheckList, Prepared | N
     checks.lines += _scheduler_lines(prepared, request)
     imports = _program(spec.entry, spec.settings, checks, request, say)
     checks.lines += _import_lines(spec, imports, site, request.environ, say)
-    checks.lines += _forecasts(prepared, site, imports)
+    is_recipe = spec.entry.kind == "recipe"
+    checks.tells = True if is_recipe else None if imports is None else imports.knows_hpctrain
+    checks.lines += _forecasts(prepared, site, tells=checks.tells)
     return checks, prepared
 
 
@@ -261,15 +263,12 @@ def _shown(wanted: WantedImport, entry: Entry) -> str:
     )
 
 
-def _forecasts(
-    prepared: Prepared, site: Site | None, imports: ProgramImports | None
-) -> Iterator[CheckLine]:
+def _forecasts(prepared: Prepared, site: Site | None, *, tells: bool | None) -> Iterator[CheckLine]:
     """Lead time, interval and disk."""
     spec = prepared.spec
     settings = spec.settings
     nodes = node_range(settings.slurm.nodes)[0]
     is_recipe = spec.entry.kind == "recipe"
-    tells = True if is_recipe else None if imports is None else imports.knows_hpctrain
     notice_s, notice_from = get_cluster(spec.cluster).notice(settings, site) or (None, "")
     job = forecast.ForecastFacts(
         limit_s=time_s(settings.slurm.time),

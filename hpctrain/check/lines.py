@@ -54,12 +54,14 @@ class CheckList:
         findings: What lint has found, for SARIF.
         refusal: The exit code with which `submit` would refuse, 0 where it would not.
         name: What is checked: the program, or the shipped recipe.
+        tells: Whether the program calls hpctrain; None where nobody knows.
     """
 
     lines: list[CheckLine] = field(default_factory=list)
     findings: list[LintFinding] = field(default_factory=list)
     refusal: int = 0
     name: str = ""
+    tells: bool | None = None
 
     def number(self, status: str) -> int:
         """How many checks have that answer."""

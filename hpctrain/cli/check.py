@@ -28,6 +28,7 @@ Examples:
   hpctrain check --nodes 4                               the shipped recipe
   hpctrain check --nodes 2-4 --time 12:00:00 -- train.py --lr 3e-4
   hpctrain check --site juniper.toml -- -m package.train
+  hpctrain check --rehearse -- train.py                  run it here: preempted, resumed
   hpctrain check --json -- train.py
 """
 _COLORS = {"fail": "red", "note": "yellow", "not known": "cyan", "ok": "green"}
@@ -55,15 +56,37 @@ _COLORS = {"fail": "red", "note": "yellow", "not known": "cyan", "ok": "green"}
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any setting.")
 @click.option("--env", multiple=True, metavar="NAME=VALUE", help="Environment of the ranks.")
 @locked_option
+@click.option(
+    "--rehearse",
+    is_flag=True,
+    help="Run the program on 2 CPU ranks here: a few steps, preempted, resumed, compared.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=1),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For each part of a rehearsal.",
+)
 @runs_option
 @json_option
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[-- PROGRAM ARGS...]")
-def command(*, script: tuple[str, ...], config: str | None, as_json: bool, **flags: Any) -> int:
+def command(
+    *,
+    script: tuple[str, ...],
+    config: str | None,
+    as_json: bool,
+    rehearse: bool,
+    timeout: float,
+    **flags: Any,
+) -> int:
     """Check all that can be checked before `hpctrain submit`; submits and keeps nothing.
 
     Takes what submit takes. Settings, site, scheduler, disk, lint, the program's imports on the
     Python that will run it; lead time, interval and disk against what earlier runs of the program
-    saved.
+    saved. With --rehearse the program runs, on this machine's processors, in its own working
+    directory: what it writes there itself, it writes.
 
     \b
     ok         as it should be
@@ -92,7 +115,11 @@ def command(*, script: tuple[str, ...], config: str | None, as_json: bool, **fla
             if one_line.in_place:  # elsewhere the list itself comes soon enough
                 one_line.show(f"looking at {text}")
 
-        checks, _ = check_all(request, say)
+        checks = check_all(request, say)[0]
+        if rehearse:
+            from hpctrain.check.rehearsal import add_rehearsal
+
+            add_rehearsal(checks, request, say, patience_s=timeout)
     _tell(checks, as_json=as_json)
     return checks.exit_code
 

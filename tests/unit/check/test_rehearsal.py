@@ -1,0 +1,123 @@
+"""The rehearsal on the real local cluster: what it finds, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain.check.lines import CheckLine, CheckList
+from hpctrain.check.rehearsal import add_rehearsal, rehearse
+from hpctrain.submit.prepare import SubmitRequest
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "own_loop.py"
+FORGETS = """\
+import hpctrain
+
+run = hpctrain.init()
+forgotten = 0.0
+for step in run.steps(total=100_000):
+    forgotten += 1.0
+    run.log(loss=forgotten)
+"""
+
+
+@pytest.fixture
+def request_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HPCTRAIN_RUNS", raising=False)
+    monkeypatch.setenv("HPCTRAIN_LOCAL_DIR", str(tmp_path / "never"))
+
+    def make(text):
+        (tmp_path / "train.py").write_text(text)
+        return SubmitRequest(
+            cwd=tmp_path, environ=os.environ, runs=Path("runs"), command=["train.py"]
+        )
+
+    return make
+
+
+def test_a_program_that_resumes_well_is_told_so_and_nothing_stays(request_for, tmp_path):
+    request = request_for(EXAMPLE.read_text())
+    told = []
+
+    stop, loss, alone = rehearse(request, told.append, tells=True, patience_s=120)
+
+    assert stop.status == "ok", stop
+    assert "no step lost" in stop.message
+    assert loss.status == "ok", loss
+    assert loss.message.endswith("as in a run in peace, bit for bit")
+    assert alone.check == "rehearse: 1 rank"
+    assert alone.status == "note"  # its ranks draw other samples each
+    assert len(told) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert os.environ["HPCTRAIN_LOCAL_DIR"] == str(tmp_path / "never")
+
+
+def test_what_is_not_saved_is_found(request_for):
+    _, loss, _ = rehearse(request_for(FORGETS), lambda _: None, tells=True, patience_s=120)
+
+    assert loss.status == "fail"
+    assert "it trains something else than a run in peace" in loss.message
+
+
+def test_a_program_that_raises_is_one_line(request_for, tmp_path):
+    request = request_for("import hpctrain\nhpctrain.init()\nraise ValueError('no data')\n")
+
+    (line,) = rehearse(request, lambda _: None, tells=True, patience_s=120)
+
+    assert line.status == "fail"
+    assert "ValueError: no data" in line.message
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_where_a_program_cannot_start_nothing_is_tried(request_for, tmp_path):
+    checks = CheckList([CheckLine("imports", "fail", "no einops")], tells=True)
+
+    add_rehearsal(checks, request_for("import einops\n"), lambda _: None)
+
+    assert checks.lines[-1] == CheckLine(
+        "rehearse", "not known", "not tried: imports failed", "mend that first"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_ctrl_c_ends_its_job_and_leaves_nothing(tmp_path):
+    mark = tmp_path / "mark"
+    os.mkfifo(mark)
+    (tmp_path / "train.py").write_text(
+        "import os, hpctrain\nrun = hpctrain.init()\n"
+        f"if run.world.rank == 0:\n    open({str(mark)!r}, 'w').write(str(os.getpid()))\n"
+        "import threading\nthreading.Event().wait()\n"
+    )
+    words = ["check", "--cluster", "local", "--rehearse", "--", "train.py"]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "hpctrain", *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with mark.open() as told:
+        rank = int(told.read())
+    command.send_signal(signal.SIGINT)
+    _, err = command.communicate(timeout=60)
+
+    assert command.returncode == 130, err
+    assert not Path(f"/proc/{rank}").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mark", "train.py"]
+
+
+def test_a_folder_that_cannot_be_made_is_a_line(request_for, tmp_path):
+    request = request_for(FORGETS)
+    shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+    (tmp_path / "runs").touch()
+
+    (line,) = rehearse(request, lambda _: None, tells=True)
+
+    assert line.status in {"not known", "fail"}
+    assert str(tmp_path / "runs") in line.message
