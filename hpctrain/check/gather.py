@@ -149,7 +149,9 @@ def _program(
         return None
     say("lint")
     path = Path(entry.path)
-    findings, line = _lint(path, settings, request.cwd)
+    cwd = request.cwd
+    checks.place = os.path.relpath(path, cwd) if path.is_relative_to(cwd) else str(path)
+    findings, line = _lint(path, settings, checks.place)
     checks.findings += findings
     checks.lines += [_lint_line(one) for one in findings if one.rule.level != "info"]
     if line is not None:
@@ -157,11 +159,10 @@ def _program(
     return imports_of(path, _folders(entry))
 
 
-def _lint(path: Path, settings: Settings, cwd: Path) -> tuple[list[LintFinding], CheckLine | None]:
+def _lint(path: Path, settings: Settings, name: str) -> tuple[list[LintFinding], CheckLine | None]:
     from hpctrain.lint.check import check_text
     from hpctrain.lint.files import NotText, read_source
 
-    name = os.path.relpath(path, cwd) if path.is_relative_to(cwd) else str(path)
     try:
         text = read_source(path)
     except NotText as error:

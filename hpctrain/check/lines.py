@@ -54,6 +54,8 @@ class CheckList:
         findings: What lint has found, for SARIF.
         refusal: The exit code with which `submit` would refuse, 0 where it would not.
         name: What is checked: the program, or the shipped recipe.
+        place: The program's file, as seen from where the command was called; "" where it has none.
+        strict: Notes fail too.
         tells: Whether the program calls hpctrain; None where nobody knows.
     """
 
@@ -62,6 +64,8 @@ class CheckList:
     refusal: int = 0
     name: str = ""
     tells: bool | None = None
+    place: str = ""
+    strict: bool = False
 
     def number(self, status: str) -> int:
         """How many checks have that answer."""
@@ -70,7 +74,8 @@ class CheckList:
     @property
     def exit_code(self) -> int:
         """That of submit's refusal, else 3 where a check failed, else 0."""
-        return self.refusal or (ChecksFailed.exit_code if self.number(FAIL) else 0)
+        failed = self.number(FAIL) or (self.strict and self.number(NOTE))
+        return self.refusal or (ChecksFailed.exit_code if failed else 0)
 
     def plain(self) -> dict[str, Any]:
         """As JSON takes it."""

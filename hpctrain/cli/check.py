@@ -22,6 +22,7 @@ from hpctrain.cli.options import (
 
 if TYPE_CHECKING:
     from hpctrain.check.lines import CheckList
+    from hpctrain.submit.prepare import SubmitRequest
 
 EXAMPLES = """\b
 Examples:
@@ -29,8 +30,10 @@ Examples:
   hpctrain check --nodes 2-4 --time 12:00:00 -- train.py --lr 3e-4
   hpctrain check --site juniper.toml -- -m package.train
   hpctrain check --rehearse -- train.py                  run it here: preempted, resumed
+  hpctrain check --ci --strict -- train.py               in a pipeline: JUnit and SARIF
   hpctrain check --json -- train.py
 """
+JUNIT_FILE, SARIF_FILE = "hpctrain-check.xml", "hpctrain-check.sarif"
 _COLORS = {"fail": "red", "note": "yellow", "not known": "cyan", "ok": "green"}
 
 
@@ -69,6 +72,10 @@ _COLORS = {"fail": "red", "note": "yellow", "not known": "cyan", "ok": "green"}
     metavar="SECONDS",
     help="For each part of a rehearsal.",
 )
+@click.option("--strict", is_flag=True, help="Notes fail the check too.")
+@click.option("--ci", is_flag=True, help=f"For pipelines: write {JUNIT_FILE} and {SARIF_FILE}.")
+@click.option("--junit", metavar="FILE", help="Write the list as JUnit's XML.")
+@click.option("--sarif", metavar="FILE", help="Write what lint and the checks found as SARIF.")
 @runs_option
 @json_option
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[-- PROGRAM ARGS...]")
@@ -79,6 +86,10 @@ def command(
     as_json: bool,
     rehearse: bool,
     timeout: float,
+    strict: bool,
+    ci: bool,
+    junit: str | None,
+    sarif: str | None,
     **flags: Any,
 ) -> int:
     """Check all that can be checked before `hpctrain submit`; submits and keeps nothing.
@@ -94,10 +105,9 @@ def command(
     fail       it would be refused, fail, or lose its work
     not known  nobody can say before a run
 
-    Exit code 3 where a check failed; where submit would refuse, that of submit.
+    Exit code 3 where a check failed, with --strict a note; that of submit where
+    it would refuse.
     """  # noqa: D301 - click wants the control character
-    from hpctrain.check.gather import check_all
-    from hpctrain.cli.progress import line
     from hpctrain.submit.prepare import SubmitRequest
 
     request = SubmitRequest(
@@ -109,6 +119,18 @@ def command(
         ask_accounting=True,
         **flags,
     )
+    checks = _ask(request, rehearse_s=timeout if rehearse else None)
+    checks.strict = strict
+    _write(checks, junit or (JUNIT_FILE if ci else ""), sarif or (SARIF_FILE if ci else ""))
+    _tell(checks, as_json=as_json)
+    return checks.exit_code
+
+
+def _ask(request: SubmitRequest, *, rehearse_s: float | None) -> CheckList:
+    """All checks, with what is being looked at shown on a terminal; None for no rehearsal."""
+    from hpctrain.check.gather import check_all
+    from hpctrain.cli.progress import line
+
     with line() as one_line:
 
         def say(text: str) -> None:
@@ -116,12 +138,27 @@ def command(
                 one_line.show(f"looking at {text}")
 
         checks = check_all(request, say)[0]
-        if rehearse:
+        if rehearse_s is not None:
             from hpctrain.check.rehearsal import add_rehearsal
 
-            add_rehearsal(checks, request, say, patience_s=timeout)
-    _tell(checks, as_json=as_json)
-    return checks.exit_code
+            add_rehearsal(checks, request, say, patience_s=rehearse_s)
+    return checks
+
+
+def _write(checks: CheckList, junit: str, sarif: str) -> None:
+    """Write the files that pipelines read; "" for none."""
+    from hpctrain.base.files import replace_text
+
+    if junit:
+        from hpctrain.check.render import junit as as_junit
+
+        replace_text(Path(junit), as_junit(checks))
+    if sarif:
+        import json
+
+        from hpctrain.check.render import sarif as as_sarif
+
+        replace_text(Path(sarif), json.dumps(as_sarif(checks), indent=1) + "\n")
 
 
 def _tell(checks: CheckList, *, as_json: bool) -> None:
