@@ -6,6 +6,7 @@ tests/unit/check/test_comparison.py holds the promises.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,28 @@ if TYPE_CHECKING:
 
 ROUNDING = 1e-3
 """Relative difference of losses that another order of sums may make within a few steps."""
+_STEP = re.compile(
+    r"\b(?:global_)?(?:step|iter(?:ation)?)s?\b['\"]?\s{0,3}[:=#]?\s{0,3}\[?\s{0,3}(\d{1,12})",
+    re.IGNORECASE,
+)
+_LOSS = re.compile(
+    r"\bloss\b['\"]?\s{0,3}[:=]?\s{0,3}([-+]?(?:\d{1,20}(?:\.\d{0,20})?(?:e[-+]?\d{1,3})?|nan|inf))",
+    re.IGNORECASE,
+)
+_OTHER_LOSS = re.compile(r"\b(?:val|valid|validation|eval|test)[ _/-]?loss", re.IGNORECASE)
+_LONGEST_LINE = 1000
+
+
+def printed_losses(text: str) -> dict[int, float | None]:
+    """Each step that a log names with its loss in one line; the last word on each counts."""
+    losses: dict[int, float | None] = {}
+    for line in text.splitlines():
+        if len(line) > _LONGEST_LINE or _OTHER_LOSS.search(line):
+            continue
+        step, loss = _STEP.search(line), _LOSS.search(line)
+        if step is not None and loss is not None:
+            losses[int(step[1])] = float(loss[1])
+    return losses
 
 
 @dataclass
@@ -30,6 +53,7 @@ class RehearsedAttempt:
         restored: The step that it went on from; None before that was told.
         saved: Steps of committed checkpoints.
         reason: Why it ended; None before its end.
+        ended: When, seconds since the epoch.
         failure: What a rank failed with, "" where none did.
     """
 
@@ -37,6 +61,7 @@ class RehearsedAttempt:
     restored: int | None = None
     saved: list[int] = field(default_factory=list)
     reason: EndReason | None = None
+    ended: float = 0.0
     failure: str = ""
 
     @property
@@ -60,7 +85,7 @@ def rehearsed(events: Iterable[Event]) -> list[RehearsedAttempt]:
         elif isinstance(fact, facts.CheckpointSaved):
             attempt.saved.append(fact.step)
         elif isinstance(fact, facts.AttemptEnded):
-            attempt.reason = fact.reason
+            attempt.reason, attempt.ended = fact.reason, event.t
         elif isinstance(fact, facts.RankFailed):
             attempt.failure = fact.summary or f"rank {fact.rank} failed ({fact.kind_of})"
     return [attempts[number] for number in sorted(attempts)]

@@ -10,8 +10,15 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hpctrain.base.files import read_text
 from hpctrain.base.records import EndReason
-from hpctrain.check.comparison import ROUNDING, LossComparison, compared
+from hpctrain.check.comparison import (
+    ROUNDING,
+    LossComparison,
+    RehearsedAttempt,
+    compared,
+    printed_losses,
+)
 from hpctrain.check.lines import FAIL, NOT_KNOWN, NOTE, OK, CheckLine
 from hpctrain.check.stage import RehearsalStage
 from hpctrain.errors import HpctrainError
@@ -19,18 +26,21 @@ from hpctrain.errors import HpctrainError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpctrain.check.comparison import RehearsedAttempt
     from hpctrain.check.lines import CheckList
+    from hpctrain.run.layout import RunDir
     from hpctrain.submit.prepare import SubmitRequest
 
     Say = Callable[[str], None]
 
+_LOSS = "rehearse: loss"
 RANKS = 2
 STEPS = 3
 """Before the stop, and behind it."""
 HOLD_S = 3.0
 """The save of the third step is held up for so long, so that the notice comes before the end of a
 program whose steps take no time."""
+SILENT_S = 20.0
+"""A program that prints no steps is stopped after so long."""
 PATIENCE_S = 600.0
 _NEEDED = frozenset({"submit", "imports", "space"})
 """Where one of these has failed, the program would fail too."""
@@ -66,7 +76,7 @@ def rehearse(
     lines: list[CheckLine] = []
     try:
         with RehearsalStage(request, patience_s=patience_s) as stage:
-            lines += _told(stage, say) if tells else _silent()
+            lines += _told(stage, say) if tells else _silent(stage, say)
     except HpctrainError as error:
         hint = "nothing of it is left; try it with hpctrain submit --cluster local"
         lines.append(CheckLine("rehearse", FAIL, str(error), hint))
@@ -99,8 +109,11 @@ def _told(stage: RehearsalStage, say: Say) -> list[CheckLine]:
     run, job_id = stage.start("undisturbed", RANKS, sets=sets)
     whole = stage.wait(run, job_id, lambda seen: bool(seen) and seen[0].last >= after.last)[0]
     stage.end(job_id)
+    losses = loss_line(before, after, whole)
+    if losses.status == FAIL:
+        return [line, losses]
     say("rehearse: the same on one rank")
-    return [line, loss_line(before, after, whole), _alone(stage, whole)]
+    return [line, losses, _alone(stage, whole)]
 
 
 def _went_on(attempts: list[RehearsedAttempt]) -> bool:
@@ -151,7 +164,7 @@ def loss_line(
     before: RehearsedAttempt, after: RehearsedAttempt, whole: RehearsedAttempt
 ) -> CheckLine:
     """The losses of the stopped run against those of the one in peace."""
-    name = "rehearse: loss"
+    name = _LOSS
     first, second = compared(before.losses, whole.losses), compared(after.losses, whole.losses)
     if not second.steps:
         message = "the program tells no loss of its steps: nothing could be compared"
@@ -209,7 +222,85 @@ def rank_line(comparison: LossComparison) -> CheckLine:
     return CheckLine(name, NOTE, message, hint)
 
 
-def _silent() -> list[CheckLine]:
-    """Of a program that knows nothing of hpctrain."""
-    message = "the program does not call hpctrain: it tells no steps that could be compared"
-    return [CheckLine("rehearse", NOT_KNOWN, message, "docs/programs.md says how it could")]
+def _silent(stage: RehearsalStage, say: Say) -> list[CheckLine]:
+    """Of a program that knows nothing of hpctrain: what it prints is all that is known of it."""
+    say(f"rehearse: {RANKS} ranks, until they are preempted")
+    run, job_id = stage.start("stopped", RANKS)
+    attempts = stage.wait(run, job_id, _Printing(run, 1, STEPS))
+    if attempts and attempts[-1].reason is not None:
+        return [_no_steps(attempts)]
+    stage.preempt(job_id)
+    asked = time.time()
+    say("rehearse: preempted, until it has started again")
+    attempts = stage.wait(run, job_id, _Printing(run, 2, STEPS))
+    stage.end(job_id)
+    if len(attempts) == 1:
+        return [_never_stopped(attempts[0])]
+    line = left_line(attempts[0], attempts[0].ended - asked)
+    before, after = _printed(run, 1), _printed(run, 2)
+    if not before.losses or not after.losses:
+        message = "it prints no loss with its step: nothing could be compared"
+        return [line, CheckLine(_LOSS, NOT_KNOWN, message)]
+    if min(after.losses) <= min(before.losses):
+        message = f"its second start began with step {min(after.losses)} again, from nothing"
+        hint = "checkpoint.sealed and --resume-args tell it what to go on from (docs/programs.md)"
+        return [line, CheckLine(_LOSS, NOTE, message, hint)]
+    say("rehearse: the same in peace")
+    run, job_id = stage.start("undisturbed", RANKS)
+    stage.wait(run, job_id, _Printing(run, 1, after.last))
+    stage.end(job_id)
+    return [line, printed_line(before, after, _printed(run, 1))]
+
+
+def printed_line(
+    before: RehearsedAttempt, after: RehearsedAttempt, whole: RehearsedAttempt
+) -> CheckLine:
+    """As `loss_line`, of a program of which hpctrain promises nothing."""
+    if whole.losses and min(whole.losses) > min(before.losses):
+        message = (
+            f"the run in peace began with step {min(whole.losses)}, from what the one before had "
+            "left in the program's own folder: nothing could be compared"
+        )
+        return CheckLine(_LOSS, NOT_KNOWN, message)
+    losses = loss_line(before, after, whole)
+    return replace(losses, status=NOTE) if losses.status == FAIL else losses
+
+
+class _Printing:
+    """Whether an attempt has printed so many steps; one that prints none is given a while."""
+
+    def __init__(self, run: RunDir, number: int, steps: int) -> None:
+        self._run, self._number, self._steps = run, number, steps
+        self._began: float | None = None
+
+    def __call__(self, attempts: list[RehearsedAttempt]) -> bool:
+        if len(attempts) < self._number:
+            return False
+        now = time.monotonic()
+        self._began = self._began or now
+        losses = _printed(self._run, self._number).losses
+        if not losses:
+            return now > self._began + SILENT_S
+        return len(losses) >= self._steps or max(losses) >= self._steps > STEPS
+
+
+def _printed(run: RunDir, number: int) -> RehearsedAttempt:
+    """What an attempt's first rank has printed."""
+    try:
+        text = read_text(run.rank_log(number, 0))
+    except OSError:  # it has printed nothing so far
+        text = ""
+    return RehearsedAttempt(printed_losses(text))
+
+
+def left_line(before: RehearsedAttempt, seconds: float) -> CheckLine:
+    """How a program took the notice of a preemption that hears of it by signal and file alone."""
+    shape = f"{RANKS} ranks, told of a preemption"
+    if before.reason is EndReason.PREEMPTED:
+        return CheckLine(
+            "rehearse", OK, f"{shape}: left after {max(0.0, seconds):.1f} s, started again"
+        )
+    reason = before.reason.value if before.reason else "not known"
+    message = f"{shape}: ended {seconds:.0f} s later as {reason}, started again"
+    hint = "what it had not saved is lost then; docs/environment.md says how it can hear of a stop"
+    return CheckLine("rehearse", NOTE, message, hint)

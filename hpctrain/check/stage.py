@@ -46,7 +46,7 @@ _SETS = (
     "notify.command=",
     "evaluate.script=",
     "budget.time_limits=1",
-    "budget.crashes=1",
+    "budget.crashes=3",
 )
 _ENV = ("CUDA_VISIBLE_DEVICES=", "WANDB_MODE=offline")
 

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from hpctrain.base.records import EndReason
-from hpctrain.check.comparison import LossComparison, RehearsedAttempt, compared
-from hpctrain.check.rehearsal import loss_line, rank_line, stop_line
+from hpctrain.check.comparison import LossComparison, RehearsedAttempt, compared, printed_losses
+from hpctrain.check.rehearsal import left_line, loss_line, printed_line, rank_line, stop_line
 
 NAN = math.nan
 
@@ -78,3 +78,48 @@ def test_a_stop_that_loses_a_step_fails(reason, saved, restored, status):
 )
 def test_rounding_between_numbers_of_ranks_is_none(comparison, status):
     assert rank_line(comparison).status == status
+
+
+@pytest.mark.parametrize(
+    ("line", "losses"),
+    [
+        ("iter 10: loss 3.2345, time 12.3ms, mfu 1.0%", {10: 3.2345}),
+        ("Step: 7 | lr 1e-4 | Loss: 1.5e-1", {7: 0.15}),
+        ("[2026] step=3 loss=nan", {3: NAN}),
+        ("{'loss': 2.5, 'step': 40}", {40: 2.5}),
+        ("iteration     100/  1000 | lm loss: 2.5E+00 |", {100: 2.5}),
+        ("step 0: train loss 4.2, val loss 4.3", {}),
+        ("epoch 3 loss 1.0", {}),
+        ("step 3 is slow, no loss", {}),
+        ("x" * 2000 + " step 1 loss 1.0", {}),
+    ],
+)
+def test_losses_that_programs_print_are_read(line, losses):
+    assert repr(printed_losses(f"hello\n{line}\nbye")) == repr(losses)
+
+
+def test_the_last_word_on_a_step_counts():
+    assert printed_losses("step 1 loss 2\nstep 1 loss 3\n") == {1: 3.0}
+
+
+def test_a_program_of_others_that_resumes_otherwise_is_a_note():
+    before, whole = attempt({0: 4.0, 1: 3.0}), attempt({0: 4.0, 1: 3.0, 2: 2.0})
+
+    assert printed_line(before, attempt({2: 2.0}), whole).status == "ok"
+    assert printed_line(before, attempt({2: 2.5}), whole).status == "note"
+
+
+def test_a_run_in_peace_that_read_what_was_left_compares_nothing():
+    line = printed_line(attempt({0: 4.0}), attempt({1: 3.0}), attempt({1: 3.0}))
+
+    assert line.status == "not known"
+    assert "began with step 1" in line.message
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"), [(EndReason.PREEMPTED, "ok"), (EndReason.CRASHED, "note")]
+)
+def test_how_a_program_took_the_notice_is_told(reason, status):
+    line = left_line(attempt({}, reason=reason), 4.0)
+
+    assert (line.status, "4" in line.message) == (status, True)

@@ -25,6 +25,16 @@ for step in run.steps(total=100_000):
     forgotten += 1.0
     run.log(loss=forgotten)
 """
+FOREIGN = """\
+import signal, sys, threading
+
+stop = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: stop.set())
+for step in range(100_000):
+    print(f"iter {step}: loss {1 / (step + 1):.6f}", flush=True)
+    if stop.wait(0.1):
+        break
+"""
 
 
 @pytest.fixture
@@ -60,10 +70,19 @@ def test_a_program_that_resumes_well_is_told_so_and_nothing_stays(request_for, t
 
 
 def test_what_is_not_saved_is_found(request_for):
-    _, loss, _ = rehearse(request_for(FORGETS), lambda _: None, tells=True, patience_s=120)
+    _, loss = rehearse(request_for(FORGETS), lambda _: None, tells=True, patience_s=120)
 
     assert loss.status == "fail"
     assert "it trains something else than a run in peace" in loss.message
+
+
+@pytest.mark.soak
+def test_a_program_that_knows_nothing_of_hpctrain_is_watched_by_what_it_prints(request_for):
+    left, loss = rehearse(request_for(FOREIGN), lambda _: None, tells=False, patience_s=120)
+
+    assert left.status == "ok", left
+    assert left.message.endswith("started again")
+    assert (loss.status, "with step 0 again" in loss.message) == ("note", True)
 
 
 def test_a_program_that_raises_is_one_line(request_for, tmp_path):
