@@ -11,6 +11,12 @@ from typing import TYPE_CHECKING
 from hpctrain.plan.deepspeed import engine_config
 from hpctrain.settings.schema import EngineSettings
 from hpctrain.strategy.activations import FP32
+from hpctrain.strategy.exports import (
+    has_megatron,
+    jobset_yaml,
+    lightning_trainer,
+    megatron_args,
+)
 from hpctrain.strategy.screen import as_plain, heading
 
 if TYPE_CHECKING:
@@ -42,8 +48,11 @@ def files_of(
         "launch.sh": launch(plan),
         "train.sbatch": batch_script(plan, time=time, partition=partition),
         "accelerate.yaml": accelerate_yaml(plan, row, precision=precision),
+        "lightning_trainer.py": lightning_trainer(plan, row, precision=precision),
+        "jobset.yaml": jobset_yaml(plan, row, program=PROGRAM),
     }
-
+    if has_megatron(row, plan):
+        texts["megatron.args"] = megatron_args(plan, row, precision=precision)
     if row.way.layout.kind.startswith("zero"):
         texts["ds_config.json"] = ds_config(plan, row, precision=precision)
     return texts
