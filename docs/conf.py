@@ -23,7 +23,7 @@ html_show_sourcelink = False
 html_show_copyright = False
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 
-myst_heading_anchors = 3  # links to headings are checked too
+myst_heading_anchors = 4  # links to headings are checked too, those to rules of lint among them
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
