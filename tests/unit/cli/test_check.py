@@ -7,6 +7,9 @@ import json
 import pytest
 
 from hpctrain.cli.main import main
+from hpctrain.scheduler.base import get_cluster
+from hpctrain.settings.schema import Settings, SlurmSettings
+from hpctrain.site.load import load_site
 from hpctrain.submit import preflight
 
 GOOD = "import json\nprint('never run')\n"
@@ -121,3 +124,78 @@ def test_a_file_that_cannot_be_written_is_one_line(runs, capsys):
 
     assert main(["check", *LOCAL, "--junit", "nosuch/a.xml", "--", "train.py"]) == 1
     assert capsys.readouterr().err.startswith("hpctrain: error: ")
+
+
+SITE = """
+schema = 1
+name = "juniper"
+[slurm]
+kill_wait_s = 30
+[partitions.spare]
+[partitions.spare.preemption]
+mode = "requeue"
+grace_s = {grace}
+"""
+
+
+@pytest.fixture
+def sbatch(runs, monkeypatch, capsys):
+    """Checks for a SLURM whose sbatch answers so."""
+
+    def call(answer, *words, code):
+        folder = runs.parent / "bin"
+        folder.mkdir()
+        (folder / "sbatch").write_text(f"#!/bin/sh\n{answer}\n")
+        (folder / "sbatch").chmod(0o755)
+        (runs.parent / "train.py").write_text(GOOD)
+        monkeypatch.setenv("PATH", str(folder))
+        command = ["check", "--cluster", "slurm", "--json", *words, "--", "train.py"]
+        assert main(command) == code
+        checks = json.loads(capsys.readouterr().out)["checks"]
+        (line,) = [one for one in checks if one["check"] == "scheduler"]
+        return line
+
+    return call
+
+
+def test_the_scheduler_is_asked_whether_it_takes_the_script(sbatch):
+    line = sbatch(
+        'case "$1" in --test-only) [ -s "$2" ] && exit 0;; esac; exit 1',
+        *("--partition", "gpu"),
+        code=0,
+    )
+
+    assert (line["status"], line["message"]) == ("ok", "gpu: accepts the job")
+
+
+def test_what_the_scheduler_refuses_fails(sbatch):
+    line = sbatch("echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1", code=3)
+
+    assert line["status"] == "fail"
+    assert "invalid partition specified: gpu" in line["message"]
+
+
+def test_where_there_is_no_scheduler_nobody_is_asked(runs, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(runs.parent))
+    (runs.parent / "train.py").write_text(GOOD)
+
+    assert main(["check", "--cluster", "slurm", "--json", "--", "train.py"]) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    (line,) = [one for one in checks if one["check"] == "scheduler"]
+    assert line["status"] == "not known"
+    assert line["message"].startswith("nobody to ask: ")
+
+
+@pytest.mark.parametrize(
+    ("partition", "grace", "seconds"),
+    [("spare", 20, 20), ("spare", 0, 30), ("other", 20, None)],
+)
+def test_the_notice_is_that_of_the_preset(tmp_path, partition, grace, seconds):
+    (tmp_path / "juniper.toml").write_text(SITE.format(grace=grace))
+    site = load_site(str(tmp_path / "juniper.toml"), environ={}, project=tmp_path)
+    settings = Settings(slurm=SlurmSettings(partition=partition))
+
+    answer = get_cluster("slurm").notice(settings, site)
+
+    assert answer == (seconds and (seconds, site.where("partitions", "spare", "preemption")))
+    assert get_cluster("local").notice(settings, site) is None
