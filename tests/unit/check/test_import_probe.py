@@ -53,7 +53,8 @@ def test_an_import_that_raises_prints_or_reads_harms_nothing(tried):
     answer = tried(
         ["loud"],
         ["json"],
-        loud="print('[0, null]')\nimport sys\nsys.stdin.read()\nraise RuntimeError('no\\nGPU')\n",
+        loud="import atexit, sys\natexit.register(print, '[1, \"printed\"]')\nsys.stdin.read()\n"
+        "raise RuntimeError('no\\nGPU')\n",
     )
 
     assert why(answer) == [("loud", "RuntimeError: no GPU")]
