@@ -52,6 +52,7 @@ class RehearsedAttempt:
         losses: Each step that was told, with its loss, None where it told none.
         restored: The step that it went on from; None before that was told.
         saved: Steps of committed checkpoints.
+        save_bytes: Of the last; None where that is not known.
         reason: Why it ended; None before its end.
         ended: When, seconds since the epoch.
         failure: What a rank failed with, "" where none did.
@@ -60,6 +61,7 @@ class RehearsedAttempt:
     losses: dict[int, float | None] = field(default_factory=dict)
     restored: int | None = None
     saved: list[int] = field(default_factory=list)
+    save_bytes: int | None = None
     reason: EndReason | None = None
     ended: float = 0.0
     failure: str = ""
@@ -84,6 +86,7 @@ def rehearsed(events: Iterable[Event]) -> list[RehearsedAttempt]:
             attempt.restored = fact.step
         elif isinstance(fact, facts.CheckpointSaved):
             attempt.saved.append(fact.step)
+            attempt.save_bytes = fact.bytes
         elif isinstance(fact, facts.AttemptEnded):
             attempt.reason, attempt.ended = fact.reason, event.t
         elif isinstance(fact, facts.RankFailed):

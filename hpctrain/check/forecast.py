@@ -53,7 +53,7 @@ def check_lead(job: ForecastFacts, past: PastSaves | None) -> list[CheckLine]:
     """Whether a step and a save fit before the time limit, and after a notice."""
     if past is None:
         rule = f"the save before the end needs {_rule(job)}; the time limit is {_span(job.limit_s)}"
-        hint = "--rehearse measures a save on this machine; the first run here tells the real one"
+        hint = "the first save of a run here tells how long one takes"
         return [CheckLine("lead time", NOT_KNOWN, f"no run of it has saved here: {rule}", hint)]
     step_s = past.step_s or 0.0
     need = job.margin_s + interval.CLOCK_SAFETY * past.save_s + 2 * step_s
@@ -78,6 +78,8 @@ def check_lead(job: ForecastFacts, past: PastSaves | None) -> list[CheckLine]:
 
 
 def _rule(job: ForecastFacts) -> str:
+    if job.tells is None:
+        return "a time of which nothing is known, as it may or may not call hpctrain"
     if job.tells is False:
         return "its own time: it is told slurm.signal_lead_s before the limit"
     return f"{job.margin_s:g} s margin + {interval.CLOCK_SAFETY:g} x a save + 2 steps"
@@ -116,8 +118,10 @@ def check_interval(
 ) -> CheckLine:
     """How often it will save, against its jobs' time limit."""
     name = "interval"
-    if job.tells is False:
+    if not job.tells:
         message = "the program saves when it likes: it does not tell hpctrain"
+        if job.tells is None:
+            message = "whether the program calls hpctrain cannot be seen"
         return CheckLine(name, NOT_KNOWN, message, "docs/programs.md says how it could")
     limit = f"the time limit of {_span(job.limit_s)}"
     fixed = interval.as_set(checkpoint)
@@ -162,12 +166,12 @@ def check_room_for(
     if grows:
         words += f", and one more every {checkpoint.keep_every} steps"
     free = "not known" if free_bytes is None else size(free_bytes)
-    if job.tells is False:
+    if job.tells is not True:
         message = f"what the program writes itself; {free} free"
         return CheckLine("disk", NOT_KNOWN, message)
     if past is None or past.size_bytes is None or free_bytes is None:
         message = f"{words} of a size that is not known before a first save; {free} free"
-        hint = "`hpctrain plan` tells a checkpoint's size from the model"
+        hint = "--rehearse tells a checkpoint's size; `hpctrain plan` forecasts it from the model"
         return CheckLine("disk", NOT_KNOWN, message, hint)
     need = kept * past.size_bytes
     message = f"{words} of {size(past.size_bytes)} (as {past.run} saved): {size(need)}; {free} free"

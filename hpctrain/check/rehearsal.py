@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.files import read_text
 from hpctrain.base.records import EndReason
+from hpctrain.base.text import size
 from hpctrain.check.comparison import (
     ROUNDING,
     LossComparison,
@@ -156,7 +157,8 @@ def stop_line(before: RehearsedAttempt, after: RehearsedAttempt) -> CheckLine:
             f"{before.last - restored} steps are lost"
         )
         return CheckLine("rehearse", FAIL, message, "docs/programs.md says what is saved and when")
-    message = f"{shape}: saved step {saved}, resumed at {after.restored}, no step lost"
+    sized = "" if before.save_bytes is None else f" ({size(before.save_bytes)})"
+    message = f"{shape}: saved step {saved}{sized}, resumed at {after.restored}, no step lost"
     return CheckLine("rehearse", OK, message)
 
 

@@ -67,6 +67,12 @@ def test_a_stop_that_loses_a_step_fails(reason, saved, restored, status):
     assert stop_line(before, attempt({}, restored=restored)).status == status
 
 
+def test_the_size_of_a_save_is_told_where_it_is_known():
+    before = attempt({1: 4.0}, reason=EndReason.PREEMPTED, saved=[1], save_bytes=3 << 20)
+
+    assert "saved step 1 (3.0 MiB), resumed" in stop_line(before, attempt({}, restored=1)).message
+
+
 @pytest.mark.parametrize(
     ("comparison", "status"),
     [

@@ -122,11 +122,15 @@ def test_those_kept_every_so_many_steps_count_where_the_steps_are_known():
         (JOB, replace(PAST, size_bytes=None), 1 << 40),
         (JOB, PAST, None),
         (FOREIGN, PAST, 1 << 40),
+        (replace(JOB, tells=None), PAST, 1 << 40),
     ],
 )
 def test_a_size_or_room_that_nobody_knows_is_not_known(job, past, free):
     assert check_room_for(CheckpointSettings(), job, past, free).status == "not known"
 
 
-def test_the_saves_of_a_program_that_tells_nothing_are_not_known():
-    assert check_interval(CheckpointSettings(), FOREIGN, PAST).status == "not known"
+@pytest.mark.parametrize("tells", [False, None])
+def test_the_saves_of_a_program_that_tells_nothing_are_not_known(tells):
+    job = replace(JOB, tells=tells)
+
+    assert check_interval(CheckpointSettings(interval_s=60), job, PAST).status == "not known"
