@@ -64,7 +64,10 @@ def diagnose(attempt: AttemptView, logs: Sequence[LogFacts], history: RunHistory
     if cause not in OF_PROGRAM:
         return _by_ledger(attempt, kind, facts, Certainty.CERTAIN)
     judged = judge(facts, attempt.world_size or None)
-    if judged.kind is kind or (cause in _WEAK and judged.certainty.rank <= Certainty.POSSIBLE.rank):
+    # The connections of a rank that died break in the others' logs, which says nothing of why.
+    follows = cause is EndCause.CRASHED and judged.kind is FaultKind.TRANSPORT
+    is_weak = cause in _WEAK and judged.certainty.rank <= Certainty.POSSIBLE.rank
+    if judged.kind is kind or (is_weak and not follows):
         return judged
     if kind is FaultKind.UNKNOWN:
         return judged

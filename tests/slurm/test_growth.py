@@ -96,6 +96,7 @@ def test_another_node_takes_part_where_one_was_lost(slurm, tmp_path, capsys):
     assert nodes == [(first, lost, third), (first, third), (first, third, added)]
     again = [("node_failed", "restart"), ("grown", "restart"), ("completed", "stop")]
     assert run.ends() == again, run.story()
+    assert (run.doctor(1), run.doctor(2)) == ("node_fail", "grown")
     assert slurm.job(run.job_id)["Restarts"] == "0"
     peace = make_run(
         tmp_path / "peace",

@@ -144,6 +144,8 @@ def _assert_right_story(run, told):
         "crashed",
         "completed",
     ]
+    said = [run.doctor(attempt) for attempt in (1, 3, 4, 5, 6)]
+    assert said == ["preempted", "walltime", "node_fail", "killed", "completed"]
     lost = [one["steps_lost"] for one in attempts]
     assert lost[:3] == [0, 0, 0]
     restored = {e.attempt: all_fields(e)["step"] for e in run.events("restored")}

@@ -63,6 +63,10 @@ class RunHandle:
         assert done.returncode == 0, f"hpctrain {args}: exit {done.returncode}\n{done.stderr}"
         return done.stdout
 
+    def doctor(self, attempt: int) -> str:
+        """What the doctor calls the end of an attempt."""
+        return json.loads(self.cli("doctor", "run", "--attempt", str(attempt), "--json"))["kind"]
+
     def events(self, kind: str | None = None, attempt: int | None = None) -> list[Event]:
         """The ledger, or the part of it that is asked for."""
         return [

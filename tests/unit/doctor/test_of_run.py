@@ -118,6 +118,19 @@ def test_the_logs_say_what_stands_behind_a_broken_connection(tmp_path, capsys):
     assert document["evidence"][0]["rank"] == 2
 
 
+def test_a_killed_rank_is_named_where_the_others_lost_their_connections_to_it(tmp_path, capsys):
+    tale = story(tmp_path, "crashed", ("signal", "killed by SIGKILL"))
+    log = tale.run.rank_log(1, 0)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    lost = "RuntimeError: [gloo/x.cc:5] Connection closed by peer [10.0.0.2]:4711"
+    log.write_text(f"{TRACED}{lost}\n")
+
+    code, document = told(tmp_path, capsys)
+
+    assert (code, document["kind"], document["certainty"]) == (0, "killed", "possible")
+    assert (document["evidence"][0]["rank"], document["evidence"][0]["node"]) == (1, "n2")
+
+
 def test_the_scheduler_s_word_beats_what_its_signals_made_the_ranks_say(tmp_path, capsys):
     tale = story(tmp_path, "timed_out", None)
     tale.log(1, 0, f"{TRACED}RuntimeError: the loop was left\n")
