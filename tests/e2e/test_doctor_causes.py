@@ -46,7 +46,7 @@ ENDINGS = [
     Ending("goes_on", "stopped", "stopped", (), ("cancel", "it", "--save")),
     Ending("goes_on", "preempted", "preempted", (), ("local", "preempt", "it")),
 ]
-QUICK = {"worker", "full", "not_finite"}
+QUICK = {"full", "not_finite"}
 
 
 def _marked(ending: Ending):

@@ -18,7 +18,7 @@ from tests.support.scenario import submit
 pytestmark = pytest.mark.slurm
 
 EVERY = 5
-STEPS = 70
+STEPS = 100
 SETTINGS = {
     "train.steps": STEPS,
     "train.step_delay_s": 0.25,

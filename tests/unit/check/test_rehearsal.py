@@ -115,8 +115,10 @@ def test_ctrl_c_ends_its_job_and_leaves_nothing(tmp_path):
         "import threading\nthreading.Event().wait()\n"
     )
     words = ["check", "--cluster", "local", "--rehearse", "--", "train.py"]
+    # A shell that starts the tests in the background has it ignored, and so would this command.
+    heard = ["env", "--default-signal=INT"]
     command = subprocess.Popen(
-        [sys.executable, "-m", "hpctrain", *words],
+        [*heard, sys.executable, "-m", "hpctrain", *words],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
