@@ -44,6 +44,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "evaluate": ("hpctrain.cli.evaluate", "Submit the evaluations of checkpoints that are due."),
     "train": ("hpctrain.cli.train", "Train the shipped recipe here, without a cluster."),
     "local": ("hpctrain.cli.local", "The embedded cluster: see it, rehearse a preemption."),
+    "drill": ("hpctrain.cli.drill", "Plant faults in a run; was each promise kept?"),
     "sites": ("hpctrain.cli.sites", "Show the clusters that hpctrain has settings for."),
     "lint": ("hpctrain.cli.lint", "Find what hangs or goes wrong in a training program, unrun."),
     "preflight": ("hpctrain.cli.preflight", "Look at nodes before a run does; names the bad ones."),

@@ -14,6 +14,7 @@ LOGIN_ROOMS = (
     "checkpoint.store",
     "cli",
     "doctor",
+    "drill",
     "history",
     "logs",
     "nccl",

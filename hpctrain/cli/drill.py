@@ -1,0 +1,257 @@
+"""`hpctrain drill`: faults planted in a run, and what came of each held against the promises.
+
+tests/unit/cli/test_drill.py and tests/e2e/test_drill.py hold the promises.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpctrain.cli.options import cluster_option, json_option, runs_option
+from hpctrain.errors import ChecksFailed, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from hpctrain.drill.catalogue import DrillFault
+    from hpctrain.drill.course import Course
+
+_RECIPE = {
+    "train.steps": 1_000_000,
+    "train.global_batch": 24,
+    "train.seq_len": 16,
+    "train.layers": 2,
+    "train.dim": 16,
+    "train.heads": 2,
+    "train.data_limit_mb": 0.2,
+    "train.step_delay_s": 0.1,
+    "checkpoint.interval_steps": 20,
+}
+_ANY = {"run.log_every_s": 0.2, "run.restart_pause_s": 1.0, "budget.crashes": 0}
+_SCRIPT = {"checkpoint.interval_s": 10.0}
+
+
+class _Drill(click.Command):
+    """Notes whether words stand behind a `--`, which click takes away: they are a script's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_DASHES] = "--" in args
+        return super().parse_args(ctx, args)
+
+
+_DASHES = "hpctrain.drill.dashes"
+
+
+@click.command(
+    name="drill",
+    cls=_Drill,
+    epilog="""\b
+Examples:
+  hpctrain drill                                 the shipped recipe, on this machine or in SLURM
+  hpctrain drill --nodes 2 -- train.py --tiny    your own program
+  hpctrain drill --faults kill_rank,flip_bit --page drill.html
+  hpctrain drill lm-3 --faults preempt --yes     a run that lives: it costs steps
+  hpctrain drill --dry-run
+Exit codes: 0 no promise was broken; 3 one was.
+""",
+)
+@click.argument("words", nargs=-1, metavar="[RUN | -- SCRIPT ARGS...]")
+@click.option("--faults", default="", metavar="NAME,...", help="These only.  [default: all]")
+@click.option("--nodes", default="1", metavar="N", help="Nodes of the drill's own run.")
+@click.option("--ranks-per-node", type=click.IntRange(min=1), default=2, help="Ranks on each.")
+@cluster_option("Where its own run is; slurm if there is an sbatch.")
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="A setting of its own run.")
+@click.option(
+    "--patience",
+    type=click.FloatRange(min=1),
+    default=300.0,
+    help="Seconds that one fault may take.",
+)
+@click.option("--page", metavar="FILE", help="Write a page too: .html, else Markdown.")
+@click.option("--dry-run", is_flag=True, help="Only list what would be done.")
+@click.option("--yes", is_flag=True, help="Do not ask before a live run is disturbed.")
+@runs_option
+@json_option
+def command(
+    *, words: tuple[str, ...], faults: str, dry_run: bool, as_json: bool, runs: Path, **flags: Any
+) -> int:
+    """Plant faults in a run, one after the other, and hold what comes of each against the README.
+
+    Without RUN it starts a run of its own, and cancels it at the end. RUN is a live run: what could
+    lose its data is left out.
+    """
+    from hpctrain.drill.catalogue import chosen
+
+    named = bool(words) and not click.get_current_context().meta[_DASHES]
+    if named and len(words) > 1:
+        raise UsageError(
+            f"one RUN at a time; a script stands behind --: drill -- {' '.join(words)}"
+        )
+    picked = chosen([one.strip() for one in faults.split(",") if one.strip()])
+    if dry_run:
+        _list(picked, live=named, as_json=as_json)
+        return 0
+    _stop_as_interrupt()
+    if named:
+        return _live(words[0], picked, runs, as_json=as_json, **flags)
+    return _own(list(words), picked, runs, as_json=as_json, **flags)
+
+
+def _stop_as_interrupt() -> None:
+    """A drill that is ended cleans up as one that is interrupted."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+def _list(faults: Sequence[DrillFault], *, live: bool, as_json: bool) -> None:
+    from hpctrain.terminal import echo_json
+
+    if as_json:
+        echo_json([{"name": f.name, "does": f.does, "promise": f.promise} for f in faults])
+        return
+    for fault in faults:
+        left = " (left out: it could lose data)" if live and not fault.on_live else ""
+        click.echo(f"{fault.name}{left}\n    does: {fault.does}\n    promise: {fault.promise}")
+
+
+def _live(name: str, faults: list[DrillFault], runs: Path, *, as_json: bool, **flags: Any) -> int:
+    from hpctrain.drill.course import Course
+    from hpctrain.run.find_run import find_run
+    from hpctrain.run.ownership import own_spec
+
+    run = find_run(name, runs=runs)
+    spec = own_spec(run, named=name)
+    if not flags["yes"]:
+        question = f"{run.name} will be killed and preempted, and lose steps. Go on?"
+        if not click.confirm(question, default=False, err=True):
+            raise UsageError(f"{run.name} was left alone; --yes answers beforehand")
+    course = Course(run, spec.cluster, own=False, armed=None, patience_s=flags["patience"])
+    return _tell(course, faults, flags["page"], as_json=as_json)
+
+
+def _own(
+    words: list[str], faults: list[DrillFault], runs: Path, *, as_json: bool, **flags: Any
+) -> int:
+    from hpctrain import api
+    from hpctrain.drill.course import Course
+    from hpctrain.run.layout import RunDir
+    from hpctrain.settings.spec import load_spec
+
+    name = f"drill-{secrets.token_hex(3)}"
+    settings = _ANY | (_SCRIPT if words else _RECIPE)
+    for setting in flags["sets"]:
+        key, sign, value = setting.partition("=")
+        if not sign:
+            raise UsageError(f"--set {setting}: write SECTION.KEY=VALUE")
+        settings[key] = _value(value)
+    runs.mkdir(parents=True, exist_ok=True)
+    armed = runs / f".{name}"
+    armed.mkdir(mode=0o700)
+    try:
+        with _armed(armed):
+            started = api.submit(
+                words,
+                name=name,
+                nodes=flags["nodes"],
+                ranks_per_node=flags["ranks_per_node"],
+                cluster=flags["cluster"],
+                settings=settings,
+                snapshot=False,
+                runs=runs,
+            )
+        run = RunDir(started.dir)
+        try:
+            course = Course(
+                run,
+                load_spec(run.spec).cluster,
+                own=True,
+                armed=armed,
+                patience_s=flags["patience"],
+            )
+            return _tell(course, faults, flags["page"], as_json=as_json)
+        finally:
+            _end(run, runs)
+    finally:
+        shutil.rmtree(armed)
+
+
+@contextmanager
+def _armed(folder: Path) -> Iterator[None]:
+    """The environment in which a run is submitted whose armed faults wait for their marker to go.
+
+    A fault whose marker is there does not fire; the drill takes it away when its turn has come.
+    """
+    from hpctrain.base.env import HPCTRAIN_FAULTS
+    from hpctrain.drill.catalogue import FAULTS
+
+    before = os.environ.get(HPCTRAIN_FAULTS)
+    texts = [before] if before else []
+    for fault in FAULTS.values():
+        if fault.armed:
+            (folder / fault.name).touch()
+            texts.append(f"{fault.armed},once={folder / fault.name}")
+    os.environ[HPCTRAIN_FAULTS] = ";".join(texts)
+    try:
+        yield
+    finally:
+        os.environ.pop(HPCTRAIN_FAULTS)
+        if before is not None:
+            os.environ[HPCTRAIN_FAULTS] = before
+
+
+def _value(text: str) -> Any:
+    import tomllib
+
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _end(run: Any, runs: Path) -> None:
+    """Cancel the drill's own run, whatever it is at."""
+    from hpctrain import api
+    from hpctrain.errors import HpctrainError
+    from hpctrain.terminal import echo_note
+
+    try:
+        api.cancel(run.name, runs=runs)
+    except HpctrainError as error:
+        echo_note(f"{run.name}: {error}")
+
+
+def _tell(course: Course, faults: list[DrillFault], page: str | None, *, as_json: bool) -> int:
+    from hpctrain.base.files import replace_text
+    from hpctrain.drill import text
+    from hpctrain.terminal import echo_json
+
+    width = shutil.get_terminal_size((100, 24)).columns
+    results = []
+    if not as_json:
+        click.echo(f"drill of {course.run.name} on {course.cluster}")
+    for result in course.drill(faults):
+        results.append(result)
+        if not as_json:
+            click.echo(text.row(result, width))
+    if page is not None:
+        is_html = page.endswith((".html", ".htm"))
+        replace_text(Path(page), text.page(course.run.name, results, html=is_html))
+    if as_json:
+        echo_json(text.as_json(course.run.name, results))
+    else:
+        click.echo(text.summary(results))
+    broken = [one.fault.name for one in results if one.verdict.outcome == "broken"]
+    if broken:
+        raise ChecksFailed(f"a promise was broken: {', '.join(broken)}")
+    return 0

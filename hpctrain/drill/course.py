@@ -1,0 +1,209 @@
+"""The course of a drill: wait until the run trains, plant a fault, wait for what comes, judge.
+
+Whatever happens, what was stopped is continued and what was armed is disarmed.
+tests/e2e/test_drill.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from hpctrain.drill import hands
+from hpctrain.drill.catalogue import FAULTS, FREEZE_S
+from hpctrain.drill.flushed import unflushed_files
+from hpctrain.drill.judging import DrillVerdict, Planted, is_settled, judge
+from hpctrain.errors import HpctrainError
+from hpctrain.history.lineage import lineage
+from hpctrain.history.run_history import RunHistory
+from hpctrain.history.run_state import OVER
+from hpctrain.run import events as ledger
+from hpctrain.run.fence import take_attempt
+from hpctrain.scheduler.base import get_cluster
+from hpctrain.submit.live_job import newest_submission
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from hpctrain.drill.catalogue import DrillFault
+    from hpctrain.history.run_records import AttemptRecord
+    from hpctrain.run.layout import RunDir
+
+LOOK_S = 0.1
+TRIES = 3
+
+
+@dataclass(frozen=True)
+class DrillResult:
+    """A fault, and what came of it."""
+
+    fault: DrillFault
+    verdict: DrillVerdict
+    seconds: float
+
+
+@dataclass
+class Course:
+    """A drill of one run.
+
+    Attributes:
+        run: The run.
+        cluster: Name of its scheduler.
+        own: It is the drill's own, and may be lost.
+        armed: Folder with a marker for each armed fault; None where none could be armed.
+        patience_s: So long is waited for what comes of a fault.
+    """
+
+    run: RunDir
+    cluster: str
+    own: bool
+    armed: Path | None
+    patience_s: float
+    _stopped: list[int] = field(default_factory=list)
+
+    def drill(self, faults: Iterable[DrillFault]) -> Iterator[DrillResult]:
+        """Plant each fault in turn, and tell of each as it is over."""
+        try:
+            for fault in faults:
+                began = time.monotonic()
+                verdict = self._one(fault)
+                tries = 1
+                while verdict.again and tries < TRIES:
+                    verdict = self._one(fault)
+                    tries += 1
+                yield DrillResult(fault, verdict, time.monotonic() - began)
+        finally:
+            self.clean_up()
+
+    def clean_up(self) -> None:
+        """Continue what was stopped, and disarm what was armed."""
+        for pid in self._stopped:
+            hands.send(pid, signal.SIGCONT)
+        self._stopped.clear()
+        for fault in FAULTS.values():
+            if fault.armed and self.armed is not None:
+                (self.armed / fault.name).touch()
+
+    def _one(self, fault: DrillFault) -> DrillVerdict:
+        if not self.own and not fault.on_live:
+            return DrillVerdict("not tried", "it could lose data of a run that matters")
+        if fault.armed and self.armed is None:
+            return DrillVerdict("not tried", "it has to be armed before the run starts")
+        try:
+            ready = self._until_ready()
+            if isinstance(ready, DrillVerdict):
+                return ready
+            planted = self._plant(fault, *ready)
+        except (HpctrainError, OSError) as error:
+            return DrillVerdict("not tried", str(error))
+        if isinstance(planted, DrillVerdict):
+            return planted
+        return self._await(fault, planted)
+
+    def _until_ready(self) -> tuple[RunHistory, AttemptRecord] | DrillVerdict:
+        """Wait for a save that the newest attempt has just committed, and for one before it."""
+        deadline, seen = time.monotonic() + self.patience_s, None
+        while time.monotonic() < deadline:
+            history = RunHistory.read(self.run)
+            if history.state.phase in OVER:
+                return DrillVerdict("not tried", f"the run had ended ({history.state.phase})")
+            now = history.newest
+            if now is not None and not now.is_over and now.first_step is not None:
+                done = now.number, len(now.saves)
+                if seen is not None and seen[0] == done[0] and done[1] > max(1, seen[1]):
+                    return history, now
+                if seen is None or seen[0] != done[0]:
+                    seen = done
+            time.sleep(LOOK_S)
+        return DrillVerdict(
+            "not tried", f"it committed no checkpoint in {self.patience_s:.0f} s (--patience)"
+        )
+
+    def _plant(
+        self, fault: DrillFault, history: RunHistory, now: AttemptRecord
+    ) -> Planted | DrillVerdict:
+        planted = Planted(
+            time.time(),
+            now.number,
+            now.last_step or 0,
+            saves=len(history.saves),
+            problems=len(lineage(history).problems),
+        )
+        if fault.name == "power_cut":
+            return self._look_at_disk()
+        if fault.armed and self.armed is not None:
+            (self.armed / fault.name).unlink(missing_ok=True)
+            return replace(planted, fired=False)
+        if fault.name == "preempt":
+            job_id = newest_submission(history)[1] or now.job_id
+            get_cluster(self.cluster).rehearse(job_id, time_limit=False)
+            return planted
+        if fault.name == "second_writer":
+            take_attempt(self.run, job_id=now.job_id, restarts=now.restarts)
+            return replace(planted, on_disk=hands.committed(self.run))
+        return self._on_processes(fault, planted, now)
+
+    def _on_processes(
+        self, fault: DrillFault, planted: Planted, now: AttemptRecord
+    ) -> Planted | DrillVerdict:
+        ranks = hands.ranks_here(self.run, now.number)
+        if not ranks:
+            nodes = ", ".join(now.nodes)
+            return DrillVerdict("not tried", f"none of its ranks runs on this machine ({nodes})")
+        victim = ranks[-1]
+        if fault.name == "kill_agent":
+            hands.send(victim.agent, signal.SIGKILL)
+            return planted
+        if fault.name == "freeze_rank":
+            return self._freeze(victim.pid, planted)
+        if fault.name in {"tear_checkpoint", "flip_bit"}:
+            newest = hands.newest(self.run)
+            if newest is None:
+                return DrillVerdict("not tried", "it has no checkpoint of hpctrain's form")
+            hands.damage(self.run.checkpoints / newest[1], cut=fault.name == "tear_checkpoint")
+            planted = replace(planted, damaged_step=newest[0], damaged=newest[1])
+        hands.send(victim.pid, signal.SIGKILL)
+        return planted
+
+    def _freeze(self, pid: int, planted: Planted) -> Planted:
+        self._stopped.append(pid)
+        hands.send(pid, signal.SIGSTOP)
+        time.sleep(FREEZE_S)  # this is the fault
+        step = RunHistory.read(self.run).newest
+        hands.send(pid, signal.SIGCONT)
+        self._stopped.remove(pid)
+        return replace(planted, step=planted.step if step is None else step.last_step or 0)
+
+    def _look_at_disk(self) -> DrillVerdict:
+        newest = hands.newest(self.run)
+        if newest is None:
+            return DrillVerdict("not tried", "it has no checkpoint of hpctrain's form")
+        try:
+            lost = unflushed_files(self.run.checkpoints / newest[1])
+        except FileNotFoundError:
+            return DrillVerdict("not tried", f"{newest[1]} was pruned meanwhile", again=True)
+        if isinstance(lost, str):
+            return DrillVerdict("not tried", lost)
+        if lost:
+            names = ", ".join(lost)
+            return DrillVerdict("broken", f"{newest[1]} is committed; in memory alone: {names}")
+        return DrillVerdict("kept", f"{newest[1]} lies on the disk whole")
+
+    def _await(self, fault: DrillFault, planted: Planted) -> DrillVerdict:
+        deadline = time.monotonic() + self.patience_s
+        while True:
+            history = RunHistory.read(self.run)
+            if fault.armed and self.armed is not None:
+                planted = replace(planted, fired=(self.armed / fault.name).exists())
+            if fault.name == "second_writer":
+                is_told = any(
+                    one.kind == "fenced" for one in ledger.read_marked(self.run, b"fenced")
+                )
+                planted = replace(planted, gave_way=is_told)
+            on_disk = hands.committed(self.run)
+            if is_settled(fault, planted, history, on_disk) or time.monotonic() > deadline:
+                return judge(fault, planted, history, on_disk)
+            time.sleep(LOOK_S)

@@ -1,0 +1,101 @@
+"""The hands of a drill: what is done to a run's processes and files, and undone.
+
+Ranks are known by the log that is their standard output, which no other program has; so nothing is
+signalled that is not this run's. tests/unit/drill/test_hands.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpctrain.checkpoint.format.manifest import parse_step
+
+if TYPE_CHECKING:
+    import signal
+
+    from hpctrain.run.layout import RunDir
+
+_LOG = re.compile(r"rank-(\d+)\.log")
+_BLOCK = 4096
+
+
+class LiveRank(NamedTuple):
+    """A rank that lives on this machine."""
+
+    rank: int
+    pid: int
+    agent: int
+
+
+def ranks_here(run: RunDir, attempt: int) -> list[LiveRank]:
+    """The ranks of an attempt on this machine, by rank."""
+    folder = str(run.attempt(attempt).resolve())
+    ranks: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (rank := _rank(entry, folder)) is not None:
+            ranks[int(entry.name)] = rank
+    parents = {pid: _parent(pid) for pid in ranks}
+    # A rank's own children, its writer among them, have its log too.
+    return sorted(
+        LiveRank(rank, pid, parents[pid])
+        for pid, rank in ranks.items()
+        if parents[pid] > 1 and parents[pid] not in ranks
+    )
+
+
+def _rank(entry: Path, folder: str) -> int | None:
+    try:
+        target = (entry / "fd" / "1").readlink()
+    except OSError:  # it has ended, or is another user's
+        return None
+    match = _LOG.fullmatch(target.name)
+    return int(match[1]) if match and str(target.parent) == folder else None
+
+
+def _parent(pid: int) -> int:
+    """The parent of a process; 0 where it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rsplit(")", 1)[1].split()[1])
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Send a signal; a process that has ended needs none."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def committed(run: RunDir) -> frozenset[str]:
+    """Names of the checkpoints that are committed."""
+    try:
+        names = [one.name for one in run.checkpoints.iterdir()]
+    except FileNotFoundError:
+        return frozenset()
+    return frozenset(name for name in names if parse_step(name) is not None)
+
+
+def newest(run: RunDir) -> tuple[int, str] | None:
+    """Step and name of the newest committed checkpoint."""
+    steps = [(step, name) for name in committed(run) if (step := parse_step(name)) is not None]
+    return max(steps, default=None)
+
+
+def damage(folder: Path, *, cut: bool) -> None:
+    """Cut the largest file of a checkpoint in half, or turn one bit in its last block."""
+    path = max(
+        (one for one in folder.iterdir() if one.is_file()), key=lambda one: one.stat().st_size
+    )
+    size = path.stat().st_size
+    if cut:
+        os.truncate(path, size // 2)
+        return
+    with path.open("r+b", buffering=0) as file:
+        at = max(0, size - min(size, _BLOCK) // 2 - 1)
+        (value,) = os.pread(file.fileno(), 1, at)
+        os.pwrite(file.fileno(), bytes([value ^ 1]), at)

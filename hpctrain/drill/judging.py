@@ -1,0 +1,285 @@
+"""Whether a promise was kept, from what the ledger says before and after a fault. Pure.
+
+What cannot be told is "not tried", with why: a drill that says "kept" of what it has not seen
+would have people trust a cluster for nothing. tests/unit/drill/test_judging.py holds the promises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from hpctrain.base.text import count
+from hpctrain.history.lineage import lineage
+from hpctrain.history.run_state import OVER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hpctrain.drill.catalogue import DrillFault
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.history.run_records import AttemptRecord, SaveRecord
+
+Outcome = Literal["kept", "broken", "not tried"]
+
+
+@dataclass(frozen=True)
+class DrillVerdict:
+    """What came of a fault.
+
+    Attributes:
+        outcome: Whether its promise was kept.
+        why: In a line.
+        again: It came to nothing by chance, and may be tried once more.
+    """
+
+    outcome: Outcome
+    why: str
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Planted:
+    """What is known when a fault has been planted.
+
+    Attributes:
+        t: When, seconds since the epoch.
+        attempt: The attempt that it met.
+        step: The last step that was known to be done.
+        saves: How many saves the ledger knew.
+        problems: How many joints of the run's samples were wrong before.
+        damaged: Name of the checkpoint that was damaged; "" for none.
+        damaged_step: Its step.
+        on_disk: Names of the checkpoints that were committed.
+        fired: An armed fault has been met.
+        gave_way: The attempt has written that it was fenced; nobody writes its end but a successor.
+    """
+
+    t: float
+    attempt: int
+    step: int
+    saves: int = 0
+    problems: int = 0
+    damaged: str = ""
+    damaged_step: int = 0
+    on_disk: frozenset[str] = frozenset()
+    fired: bool = True
+    gave_way: bool = False
+
+
+def is_settled(
+    fault: DrillFault, planted: Planted, history: RunHistory, on_disk: frozenset[str]
+) -> bool:
+    """Whether what comes of a fault is there to be judged."""
+    if history.state.phase in OVER:
+        return True
+    newest = history.newest
+    if newest is None:
+        return False
+    if fault.name == "second_writer":
+        return bool(on_disk - planted.on_disk) or planted.gave_way
+    came_back = newest.number > planted.attempt and _trains(newest)
+    if fault.name == "freeze_rank":
+        return came_back or (newest.last_step or 0) > planted.step + 1
+    if fault.armed:
+        saved = [one for one in history.saves[planted.saves :] if one.committed]
+        return came_back or (planted.fired and bool(saved) and _told(fault, planted, history))
+    return came_back
+
+
+def judge(
+    fault: DrillFault, planted: Planted, history: RunHistory, on_disk: frozenset[str]
+) -> DrillVerdict:
+    """Whether the promise was kept.
+
+    Args:
+        fault: Which.
+        planted: What was known as it was planted.
+        history: The run's, when `is_settled` or after the drill's patience.
+        on_disk: Names of the checkpoints that are committed now.
+    """
+    verdict = _JUDGES[fault.name](planted, history, on_disk)
+    problems = lineage(history).problems
+    if verdict.outcome == "kept" and len(problems) > planted.problems:
+        return DrillVerdict("broken", f"samples were skipped or used twice: {problems[-1]}")
+    return verdict
+
+
+def _trains(attempt: AttemptRecord) -> bool:
+    """Whether an attempt has come to steps of its own."""
+    return attempt.first_step is not None and (
+        attempt.restored_step is None or (attempt.last_step or 0) > attempt.restored_step
+    )
+
+
+def _told(fault: DrillFault, planted: Planted, history: RunHistory) -> bool:
+    """A save that was refused is told before the next is made; of a late one there is no word."""
+    return fault.name != "fill_disk" or any(
+        not one.committed or (one.step or 0) > planted.step
+        for one in history.saves[planted.saves :]
+    )
+
+
+def _successor(planted: Planted, history: RunHistory) -> AttemptRecord | None:
+    """The first attempt after the one that was met which came to restore something."""
+    later = [one for one in history.attempts if one.number > planted.attempt]
+    return next((one for one in later if one.restored_step is not None), None)
+
+
+def _committed(planted: Planted, history: RunHistory, below: int | None = None) -> int:
+    """The newest step that was committed by the end of the attempt that was met."""
+    steps = [
+        one.step
+        for one in history.saves
+        if one.committed
+        and one.step is not None
+        and (one.attempt or 0) <= planted.attempt
+        and (below is None or one.step < below)
+    ]
+    return max(steps, default=0)
+
+
+def _nothing_followed(planted: Planted, history: RunHistory) -> DrillVerdict:
+    """Why the run does not go on, as far as the ledger tells."""
+    met = history.attempt(planted.attempt)
+    if met is None or not met.is_over:
+        return DrillVerdict("broken", f"attempt {planted.attempt} neither ended nor went on")
+    why = met.stopped_for_good or met.detail
+    ended = f"attempt {met.number} ended ({met.reason}{', ' + why if why else ''})"
+    return DrillVerdict("broken", f"{ended}, and none trains after it")
+
+
+def _killed(planted: Planted, history: RunHistory, _: frozenset[str]) -> DrillVerdict:
+    met, new = history.attempt(planted.attempt), _successor(planted, history)
+    if met is None or new is None:
+        return _nothing_followed(planted, history)
+    committed, restored = _committed(planted, history), new.restored_step or 0
+    if restored < committed:
+        return DrillVerdict(
+            "broken", f"went on from step {restored}, though step {committed} was committed"
+        )
+    lost = max(0, (met.last_step or 0) - restored)
+    return DrillVerdict(
+        "kept",
+        f"attempt {new.number} went on from step {restored}, the newest committed; "
+        f"{count(lost, 'step')} done again",
+    )
+
+
+def _preempted(planted: Planted, history: RunHistory, on_disk: frozenset[str]) -> DrillVerdict:
+    met, new = history.attempt(planted.attempt), _successor(planted, history)
+    if met is None or new is None:
+        return _nothing_followed(planted, history)
+    if met.stop_cause is None:
+        return DrillVerdict("broken", f"attempt {met.number} ended ({met.reason}) unasked")
+    lost = max(0, (met.last_step or 0) - (new.restored_step or 0))
+    if lost:
+        return DrillVerdict("broken", f"{count(lost, 'step')} lost, though it was told beforehand")
+    return (
+        _killed(planted, history, on_disk)
+        if met.last_step is None
+        else DrillVerdict(
+            "kept",
+            f"saved and left at step {met.last_step}, attempt {new.number} went on from there",
+        )
+    )
+
+
+def _damaged(planted: Planted, history: RunHistory, _: frozenset[str]) -> DrillVerdict:
+    new = _successor(planted, history)
+    if new is None:
+        return _nothing_followed(planted, history)
+    restored, name = new.restored_step or 0, planted.damaged
+    if new.from_checkpoint == name and new.read_from == "disk":
+        return DrillVerdict("broken", f"attempt {new.number} loaded {name}, which was damaged")
+    if restored >= planted.damaged_step:
+        return DrillVerdict("not tried", "a newer state was restored", again=True)
+    older = _committed(planted, history, below=planted.damaged_step)
+    if restored < older:
+        return DrillVerdict("broken", f"went on from step {restored}, though {older} was whole")
+    reasons = [one.reason for one in (*new.skipped, *history.set_aside) if one.name == name]
+    if not reasons:
+        return DrillVerdict("broken", f"{name} was passed over, and nobody was told")
+    return DrillVerdict("kept", f"went on from step {restored}; {name} left out: {reasons[0]}")
+
+
+def _frozen(planted: Planted, history: RunHistory, on_disk: frozenset[str]) -> DrillVerdict:
+    newest = history.newest
+    if newest is not None and newest.number > planted.attempt:
+        return _killed(planted, history, on_disk)
+    if newest is None or newest.is_over or (newest.last_step or 0) <= planted.step:
+        return _nothing_followed(planted, history)
+    return DrillVerdict("kept", f"the same attempt went on, to step {newest.last_step}")
+
+
+def _in_attempt(planted: Planted, history: RunHistory) -> Sequence[SaveRecord] | DrillVerdict:
+    """The saves since, where the attempt went on; else what to say."""
+    newest = history.newest
+    if not planted.fired:
+        return DrillVerdict("not tried", "no save came to the place where it was armed")
+    if newest is None or newest.number > planted.attempt or newest.is_over:
+        met = history.attempt(planted.attempt)
+        reason = "" if met is None else f" ({met.reason})"
+        return DrillVerdict("broken", f"attempt {planted.attempt} ended by it{reason}")
+    return history.saves[planted.saves :]
+
+
+def _filled(planted: Planted, history: RunHistory, on_disk: frozenset[str]) -> DrillVerdict:
+    saves = _in_attempt(planted, history)
+    if isinstance(saves, DrillVerdict):
+        return saves
+    failed = [one for one in saves if one.kind == "save_failed"]
+    if not failed:
+        return DrillVerdict("broken", "a write was refused, and no save was told to have failed")
+    step = failed[0].step
+    if any(_step(name) == step for name in on_disk):
+        return DrillVerdict("broken", f"step {step} is there, though a write of it was refused")
+    later = [one.step for one in saves if one.committed and (one.step or 0) > (step or 0)]
+    if not later:
+        return DrillVerdict("broken", f"the save of step {step} failed, and none came after it")
+    return DrillVerdict("kept", f"step {step} was not saved ({failed[0].why}); {later[0]} was")
+
+
+def _delayed(planted: Planted, history: RunHistory, _: frozenset[str]) -> DrillVerdict:
+    saves = _in_attempt(planted, history)
+    if isinstance(saves, DrillVerdict):
+        return saves
+    failed = [one for one in saves if one.kind == "save_failed"]
+    if failed:
+        return DrillVerdict("broken", f"the save of step {failed[0].step} failed: {failed[0].why}")
+    saved = [one for one in saves if one.committed]
+    if not saved:
+        return DrillVerdict("broken", "no save was committed after it")
+    slowest = max(saved, key=lambda one: one.seconds or 0.0)
+    took = "" if slowest.seconds is None else f" after {slowest.seconds:.1f} s"
+    return DrillVerdict("kept", f"step {slowest.step} was committed{took}")
+
+
+def _fenced(planted: Planted, _: RunHistory, on_disk: frozenset[str]) -> DrillVerdict:
+    written = sorted(on_disk - planted.on_disk)
+    if written:
+        return DrillVerdict(
+            "broken", f"attempt {planted.attempt} committed {written[0]} after it was taken over"
+        )
+    if not planted.gave_way:
+        return DrillVerdict("broken", f"attempt {planted.attempt} was never told that it is fenced")
+    return DrillVerdict("kept", f"attempt {planted.attempt} wrote nothing more, and left (fenced)")
+
+
+def _step(name: str) -> int | None:
+    """The step in a checkpoint's name."""
+    digits = name.rpartition("-")[2]
+    return int(digits) if digits.isdigit() else None
+
+
+_JUDGES: dict[str, Callable[[Planted, RunHistory, frozenset[str]], DrillVerdict]] = {
+    "kill_rank": _killed,
+    "kill_agent": _killed,
+    "preempt": _preempted,
+    "tear_checkpoint": _damaged,
+    "flip_bit": _damaged,
+    "freeze_rank": _frozen,
+    "fill_disk": _filled,
+    "delay_files": _delayed,
+    "second_writer": _fenced,
+}

@@ -1,0 +1,35 @@
+"""The faults of a drill by their names, and where each promise stands."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.drill.catalogue import FAULTS, chosen
+from hpctrain.drill.judging import _JUDGES
+from hpctrain.errors import UsageError
+
+
+def test_every_fault_has_a_judge_but_the_one_that_looks_at_the_disk():
+    assert set(FAULTS) - set(_JUDGES) == {"power_cut"}
+    assert set(_JUDGES) <= set(FAULTS)
+
+
+def test_faults_are_planted_in_the_drills_own_order_and_all_where_none_is_named():
+    assert chosen([]) == list(FAULTS.values())
+    assert [one.name for one in chosen(["second_writer", "kill_rank"])] == [
+        "kill_rank", "second_writer",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("kil_rank", "did you mean kill_rank?"), ("zzz", "there are power_cut, ")]
+)
+def test_a_name_that_is_none_is_refused_with_the_nearest(name, hint):
+    with pytest.raises(UsageError) as refused:
+        chosen([name])
+    assert hint in str(refused.value)
+
+
+def test_a_run_that_matters_is_left_its_data():
+    kept_from = {one.name for one in FAULTS.values() if not one.on_live}
+    assert {"tear_checkpoint", "flip_bit", "fill_disk", "second_writer"} <= kept_from

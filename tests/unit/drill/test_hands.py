@@ -1,0 +1,98 @@
+"""What a drill does to processes and files: to those of its run alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from hpctrain.drill import hands
+from hpctrain.drill.flushed import unflushed_files
+from hpctrain.run.layout import RunDir
+
+WAITS = "import sys; print('here', flush=True); sys.stdin.read()"
+REASONS = ("this kernel does not tell", "this file system does not tell")
+
+
+@pytest.fixture
+def run(tmp_path):
+    found = RunDir(tmp_path / "lm")
+    found.checkpoints.mkdir(parents=True)
+    found.attempt(2).mkdir(parents=True)
+    return found
+
+
+def waiting(path):
+    """A process whose standard output is a file."""
+    with path.open("wb") as out:
+        child = subprocess.Popen([sys.executable, "-c", WAITS], stdin=subprocess.PIPE, stdout=out)
+    while not path.read_bytes():
+        assert child.poll() is None
+    return child
+
+
+def test_ranks_are_found_by_their_logs_and_no_other_process_is(run, tmp_path):
+    ranks = [waiting(run.rank_log(2, rank)) for rank in (1, 0)]
+    others = [waiting(tmp_path / "rank-00003.log")]
+    try:
+        found = hands.ranks_here(run, 2)
+        assert [(one.rank, one.pid, one.agent) for one in found] == [
+            (0, ranks[1].pid, os.getpid()), (1, ranks[0].pid, os.getpid()),
+        ]  # fmt: skip
+        assert hands.ranks_here(run, 1) == []
+        hands.send(ranks[0].pid, signal.SIGKILL)
+        assert ranks[0].wait(30) == -signal.SIGKILL
+        hands.send(ranks[0].pid, signal.SIGKILL)  # it has ended: nothing to do
+    finally:
+        for child in [*ranks, *others]:
+            child.kill()
+            child.communicate()
+
+
+def checkpoint(run, step, sizes=(100, 9000)):
+    folder = run.checkpoints / f"step-{step:010d}"
+    folder.mkdir()
+    for number, size in enumerate(sizes):
+        (folder / f"shard-{number}").write_bytes(bytes(size))
+    return folder
+
+
+def test_the_newest_is_that_of_the_latest_step_and_staged_ones_do_not_count(run):
+    assert hands.newest(run) is None
+    checkpoint(run, 40)
+    checkpoint(run, 100)
+    (run.checkpoints / ".staged").mkdir()
+    assert hands.newest(run) == (100, "step-0000000100")
+    assert hands.committed(run) == {"step-0000000040", "step-0000000100"}
+
+
+def test_a_cut_and_a_turned_bit_meet_the_largest_file_once(run):
+    torn, flipped = checkpoint(run, 1), checkpoint(run, 2)
+    hands.damage(torn, cut=True)
+    hands.damage(flipped, cut=False)
+
+    assert [len((torn / f"shard-{n}").read_bytes()) for n in (0, 1)] == [100, 4500]
+    small, large = ((flipped / f"shard-{n}").read_bytes() for n in (0, 1))
+    assert (len(small), any(small), len(large)) == (100, False, 9000)
+    assert sum(byte.bit_count() for byte in large) == 1
+
+
+def test_what_was_never_flushed_is_named_or_it_is_said_that_nobody_can_tell(run):
+    folder = checkpoint(run, 1)
+    before = unflushed_files(folder)
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    after = unflushed_files(folder)
+
+    kernel = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
+    done = subprocess.run(["stat", "-f", "-c", "%T", run.root], capture_output=True, check=True)
+    if kernel >= (6, 5) and done.stdout.strip() in {b"ext2/ext3", b"xfs", b"btrfs"}:
+        assert (before, after) == (["shard-0", "shard-1"], [])
+    elif isinstance(before, str):
+        assert before.startswith(REASONS)
+        assert after == before
