@@ -64,8 +64,7 @@ def diagnose(attempt: AttemptView, logs: Sequence[LogFacts], history: RunHistory
     if cause not in OF_PROGRAM:
         return _by_ledger(attempt, kind, facts, Certainty.CERTAIN)
     judged = judge(facts, attempt.world_size or None)
-    # The connections of a rank that died break in the others' logs, which says nothing of why.
-    follows = cause is EndCause.CRASHED and judged.kind is FaultKind.TRANSPORT
+    follows = cause is EndCause.CRASHED and _is_told_by_the_ledger(attempt, judged)
     is_weak = cause in _WEAK and judged.certainty.rank <= Certainty.POSSIBLE.rank
     if judged.kind is kind or (is_weak and not follows):
         return judged
@@ -76,6 +75,17 @@ def diagnose(attempt: AttemptView, logs: Sequence[LogFacts], history: RunHistory
     if is_told and judged.certainty is Certainty.CERTAIN:
         return replace(judged, certainty=Certainty.LIKELY, why=_differs(cause, judged))
     return _by_ledger(attempt, kind, facts, certainty)
+
+
+def _is_told_by_the_ledger(attempt: AttemptView, judged: Diagnosis) -> bool:
+    """Whether what the logs say is no more than that a rank died, which the ledger says better.
+
+    Its connections break in the others' logs, if these get to say so before they are ended, and
+    its agent says by which signal: else the verdict would hang on who was quicker.
+    """
+    if judged.kind is FaultKind.TRANSPORT:
+        return True
+    return attempt.failure is not None and judged.kind is FaultKind.HOST_OOM
 
 
 def _differs(cause: EndCause, judged: Diagnosis) -> str:

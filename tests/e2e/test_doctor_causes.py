@@ -64,9 +64,9 @@ def test_the_ledger_and_the_doctor_name_what_ended_it(tmp_path: Path, ending: En
             assert time.monotonic() < deadline
             time.sleep(0.1)
         hpctrain(tmp_path, *ending.command)
-    end = await_end(run)
-    if end["next"] in {"restart", "requeue"}:
-        hpctrain(tmp_path, "cancel", "it")
+    if await_end(run)["next"] in {"restart", "requeue"}:
+        # It fails in the same way again and again, and may have used up its budget by now.
+        hpctrain(tmp_path, "cancel", "it", or_says="it is stopped")
     attempt = json.loads(hpctrain(tmp_path, "status", "it", "--json"))["attempts"][0]
     verdict = json.loads(hpctrain(tmp_path, "doctor", "it", "--attempt", "1", "--json"))
 

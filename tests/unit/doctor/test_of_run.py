@@ -131,6 +131,19 @@ def test_a_killed_rank_is_named_where_the_others_lost_their_connections_to_it(tm
     assert (document["evidence"][0]["rank"], document["evidence"][0]["node"]) == (1, "n2")
 
 
+def test_a_killed_rank_has_one_verdict_whether_or_not_its_agent_has_said_so(tmp_path, capsys):
+    tale = story(tmp_path, "crashed", ("signal", "killed by SIGKILL"))
+    before = told(tmp_path, capsys)[1]
+    tale.run.jobs.mkdir()
+    said = "2026-11-24 12:44:40 n2 agent attempt 1 torch.distributed: failed (exitcode: -9)\n"
+    (tale.run.jobs / "tok-1.out").write_text(said)
+
+    document = told(tmp_path, capsys)[1]
+
+    assert (before["kind"], document["kind"]) == ("killed", "killed")
+    assert (document["certainty"], document["evidence"][0]["rank"]) == ("possible", 1)
+
+
 def test_the_scheduler_s_word_beats_what_its_signals_made_the_ranks_say(tmp_path, capsys):
     tale = story(tmp_path, "timed_out", None)
     tale.log(1, 0, f"{TRACED}RuntimeError: the loop was left\n")
