@@ -221,7 +221,8 @@ def _import_lines(
     elif not lines:
         cut = "" if imports.is_whole else "; the program has more files than were read"
         took = time.monotonic() - began
-        message = f"{count(len(wanted), 'import')} of it work with {spec.python}{cut}"
+        verb = "works" if len(wanted) == 1 else "work"
+        message = f"{count(len(wanted), 'import')} of it {verb} with {spec.python}{cut}"
         lines.append(CheckLine(name, OK, message, seconds=took))
     return lines
 
