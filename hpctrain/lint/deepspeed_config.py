@@ -11,17 +11,17 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.lint.catalogue import RULES
-from hpctrain.lint.deepspeed_keys import (
-    OTHERS_KEYS,
-    REMOVED_KEYS,
-    REMOVED_ZERO_KEYS,
-    TELLING,
-    TOP_KEYS,
-    ZERO_KEYS,
-)
 from hpctrain.lint.rule import LintFinding
 from hpctrain.lint.saving import nearest_value
 from hpctrain.lint.syntax import keyword
+from hpctrain.settings.deepspeed_keys import (
+    OTHERS_KEYS,
+    REMOVED_KEYS,
+    REMOVED_ZERO_KEYS,
+    SECTIONS,
+    TOP_KEYS,
+    ZERO,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _STAGES = range(4)
 _LATER = "auto"
 _NEAR = 0.8
+_TELLING = frozenset({ZERO, "train_micro_batch_size_per_gpu", "train_batch_size"})
+"""By one of these and another known key a file is known as DeepSpeed's."""
 """How alike a key must be to count as misspelled."""
 
 
@@ -95,7 +97,7 @@ def is_deepspeed(value: object) -> bool:
         return False
     known_keys = TOP_KEYS.intersection(value)
     near = {
-        key for key in value if isinstance(key, str) and get_close_matches(key, TELLING, 1, _NEAR)
+        key for key in value if isinstance(key, str) and get_close_matches(key, _TELLING, 1, _NEAR)
     }
     return len(known_keys | near) > 1 and bool(near)
 
@@ -142,7 +144,7 @@ def check_config(
             )
         else:
             yield config.finding("HT702", key, f'unknown key "{key}", which DeepSpeed ignores')
-    zero = value.get("zero_optimization")
+    zero = value.get(ZERO)
     if isinstance(zero, dict):
         yield from _zero(config, zero)
     elif zero is not None and not isinstance(zero, bool):
@@ -160,12 +162,12 @@ def _is_on(section: object) -> bool:
 
 def _zero(config: ConfigText | ConfigInProgram, zero: Mapping[str, Any]) -> Iterator[LintFinding]:
     for key in zero:
-        if key in ZERO_KEYS:
+        if key in SECTIONS[ZERO]:
             continue
         if key in REMOVED_ZERO_KEYS:
             yield config.finding("HT710", key, f'DeepSpeed 0.19 stops at "{key}"')
             continue
-        alike = get_close_matches(key, ZERO_KEYS, 1, 0.6)
+        alike = get_close_matches(key, SECTIONS[ZERO], 1, 0.6)
         meant = f'; did you mean "{alike[0]}"?' if alike else ""
         yield config.finding("HT703", key, f'unknown key "{key}" in zero_optimization{meant}')
     stage = zero.get("stage", 0)

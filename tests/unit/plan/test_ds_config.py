@@ -20,19 +20,16 @@ from hpctrain.plan.deepspeed import (
     MUST_BE,
     NO_EFFECT,
     REFUSED,
-    REMOVED,
-    SECTIONS,
-    TOP,
     check_user_config,
     engine_config,
     read_user_config,
     resolve_ds_config,
 )
 from hpctrain.settings.check import check_engine
+from hpctrain.settings.deepspeed_keys import REMOVED_KEYS, SECTIONS, TOP_KEYS, ZERO
 from hpctrain.settings.schema import EngineSettings, Settings, TrainSettings, replaced
 from hpctrain.submit.checks import take_ds_config
 
-ZERO = "zero_optimization"
 CASES = [
     {"kind": f"zero{stage}", "offload": offload, "precision": precision, "selective": selective}
     for stage, precision, offload, selective in itertools.product(
@@ -72,8 +69,8 @@ def deepspeed():
 
 
 def test_our_top_level_keys_are_those_that_the_installed_deepspeed_reads(deepspeed):
-    assert sorted(TOP) == deepspeed["top"]
-    assert sorted(REMOVED) == deepspeed["removed"]
+    assert sorted(TOP_KEYS | REMOVED_KEYS) == deepspeed["top"]
+    assert sorted(REMOVED_KEYS) == deepspeed["removed"]
 
 
 def test_our_sections_have_the_keys_of_the_installed_deepspeed(deepspeed):
@@ -83,7 +80,7 @@ def test_our_sections_have_the_keys_of_the_installed_deepspeed(deepspeed):
 def test_what_is_refused_or_without_effect_is_a_key_of_deepspeeds():
     for path in [*REFUSED, *MUST_BE, *NO_EFFECT]:
         section, _, key = path.rpartition(".")
-        assert key in (SECTIONS[section] if section else TOP), path
+        assert key in (SECTIONS[section] if section else TOP_KEYS | REMOVED_KEYS), path
 
 
 def test_deepspeed_understands_every_generated_config_as_it_is_meant(deepspeed):
