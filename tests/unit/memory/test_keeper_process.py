@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
+import time
 
 import pytest
 
@@ -121,3 +123,29 @@ def test_a_keeper_killed_while_it_fetches_costs_its_node_alone(tmp_path):
         assert_whole(job.begin(), choices(job.lines)[0])
     finally:
         job.close()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_random_kills_on_a_copys_way_leave_the_newest_covered_step_whole(tmp_path):
+    """Of any of the nodes, the first one too, at any point and any step of some."""
+    seed = int(os.environ.get("HPCTRAIN_SEED", time.time_ns() % 10**9))
+    chance, met = random.Random(seed), 0
+    for number in range(int(os.environ.get("HPCTRAIN_DISTURBANCES", "300"))):
+        point, hit = chance.choice([*POINTS, "memory.publish"]), chance.randint(1, 6)
+        whose = "" if point == "memory.publish" else f",rank={chance.randrange(NODES)}"
+        told = f"seed {seed}, kill {number}: {point}{whose}, hit {hit}"
+        job = job_with(tmp_path / f"{number}", f"kill:{point}{whose},hit={hit}")
+        try:
+            ready(job.begin())
+            covered = copy_until_off(job.lines, range(10, 110, 10))
+            job.lose(lost_of(job))
+            there = choices(job.begin())
+
+            assert [choice.mark.step for choice in there[:1]] >= [covered] * (covered > 0), told
+            for choice in there:
+                assert_whole(job.lines, choice)
+            met += bool(there)
+        finally:
+            job.close()
+    assert met > 0, seed
