@@ -114,8 +114,9 @@ def test_the_first_step_and_a_named_section_have_their_own_limits(agents, tmp_pa
 def test_a_user_is_told_where_the_ranks_are_at_any_time(agents, tmp_path):
     agents.start(program("time.sleep(1000)"), hangs=None)
     path, deadline_s = stacks.path_of(tmp_path / "1"), time.monotonic() + 60
-    rows = []
-    while not any(row["at"].endswith("fetch_rows") for row in rows):
+    rows, told = [], {}
+    # Until all the others wait for it, too.
+    while not any(row["at"].endswith("fetch_rows") for row in rows) or not told["verdict"]["ranks"]:
         assert time.monotonic() < deadline_s
         stacks.ask(tmp_path / "stacks-request.json", "1", token := str(time.monotonic()))
         while (told := stacks.answer(path, token)) is None:

@@ -10,8 +10,8 @@ import pytest
 
 from hpctrain.hangs.look import RankProcess, look
 from hpctrain.hangs.verdict import verdict
-from tests.support.gloo import _free_port
 from tests.support.hang_scenes import BAD, RANKS, SCENES, Scene
+from tests.support.ports import free_port
 
 EXPECTED = {
     "sleeps": ("behind", (BAD,), "fetch_rows"),
@@ -28,7 +28,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("scene", SCENES)
 def test_who_holds_up_the_others_is_named(scene):
-    with Scene(scene, _free_port()) as ranks:
+    with Scene(scene, free_port()) as ranks:
         ranks.wait_until_still()
         began_s = time.monotonic()
         ruling = verdict(ranks.evidence())
@@ -41,7 +41,7 @@ def test_who_holds_up_the_others_is_named(scene):
 
 
 def test_ranks_that_only_take_long_go_on_after_a_look():
-    with Scene("slow", _free_port()) as ranks:
+    with Scene("slow", free_port()) as ranks:
         ranks.wait_for_step(5)
         evidence = ranks.evidence()
         ranks.wait_for_step(15)

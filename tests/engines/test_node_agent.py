@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.base.records import JobContext, RankTask, StopCause
 from hpctrain.errors import NoCheckpoint
 from hpctrain.run.fence import Attempt
+from tests.support.ports import free_port
 from tests.support.processes import listening
 
 pytestmark = pytest.mark.usefixtures("preloaded")
@@ -174,9 +174,7 @@ def start(tmp_path):
 
     def begin(script, **changes):
         (tmp_path / "script.py").write_text(script)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         fork = multiprocessing.get_context("fork")
         for node, mine in enumerate(({}, changes)):
             agents.append(fork.Process(target=_agent, args=(node, port, tmp_path, mine)))

@@ -18,7 +18,7 @@ from hpctrain.agent.ranks import run_rank
 from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.base.records import JobContext, RankTask
 from hpctrain.run.fence import Attempt
-from tests.support.gloo import _free_port
+from tests.support.ports import free_port
 from tests.support.processes import alive, kill_all
 
 NSYS = """#!/bin/sh
@@ -93,7 +93,7 @@ def start(tmp_path):
 
     def begin(what):
         fork = multiprocessing.get_context("fork")
-        process = fork.Process(target=agent_of, args=(tmp_path, _free_port(), what))
+        process = fork.Process(target=agent_of, args=(tmp_path, free_port(), what))
         process.start()
         begun.append(process)
         return process

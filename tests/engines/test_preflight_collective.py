@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.base.process import own_program
 from hpctrain.preflight.bounded import MODULE
-from tests.support.gloo import _free_port
+from tests.support.ports import free_port
 from tests.support.processes import alive, descendants
 
 PATIENCE_S = 30.0
@@ -32,7 +32,7 @@ def collective():
 
 def test_the_process_that_forks_ranks_serves_no_store(collective):
     """torch's server holds glibc's resolver lock in a thread; a fork would keep it for ever."""
-    port = _free_port()
+    port = free_port()
     assert _say(collective, {"store": port, "host": True, "address": "127.0.0.1"})["ready"]
     order = {"name": "1.0", "first": 0, "world": 1, "ranks": 1, "size_mib": 1, "timeout_s": 30.0,
              "address": "127.0.0.1", "port": port}  # fmt: skip
@@ -44,7 +44,7 @@ def test_the_process_that_forks_ranks_serves_no_store(collective):
 
 
 def test_the_store_ends_with_the_process_whose_ranks_meet_in_it(collective):
-    _say(collective, {"store": _free_port(), "host": True, "address": "127.0.0.1"})
+    _say(collective, {"store": free_port(), "host": True, "address": "127.0.0.1"})
     (store,) = descendants(collective.pid)
 
     collective.kill()

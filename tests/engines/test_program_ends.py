@@ -16,7 +16,8 @@ from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.base.records import JobContext, RankTask
 from hpctrain.run.fence import Attempt
 from tests.support import local_runs
-from tests.support.gloo import _free_port, launch, preload
+from tests.support.gloo import launch, preload
+from tests.support.ports import free_port
 from tests.support.processes import descendants, kill_all
 
 SCRIPT = local_runs.SCRIPTS / "ddp_to_the_end.py"
@@ -72,9 +73,7 @@ def _agent(folder, port):
 @pytest.mark.parametrize("turn", range(4))
 def test_a_program_whose_last_thread_waits_for_the_gil_ends(tmp_path, turn):
     del turn  # the last backward pass leaves something behind in one rank of three
-    agent = multiprocessing.get_context("fork").Process(
-        target=_agent, args=(tmp_path, _free_port())
-    )
+    agent = multiprocessing.get_context("fork").Process(target=_agent, args=(tmp_path, free_port()))
     agent.start()
     agent.join(PATIENCE_S)
 

@@ -14,7 +14,7 @@ import pytest
 
 from hpctrain.agent.store_process import StoreProcess
 from hpctrain.errors import ClusterError
-from tests.support.gloo import _free_port
+from tests.support.ports import free_port
 from tests.support.processes import alive, descendants, kill_all, listening
 
 PATIENCE_S = 30.0
@@ -52,7 +52,7 @@ def _await(condition, what):
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
 def test_a_store_at_the_loopback_is_for_this_machine_alone(store, address):
-    port = _free_port()
+    port = free_port()
     store.serve(address, port)
 
     assert listening(store.pid) == {f"0100007F:{port:04X}"}
@@ -61,7 +61,7 @@ def test_a_store_at_the_loopback_is_for_this_machine_alone(store, address):
 
 
 def test_other_machines_reach_a_store_at_a_name(store):
-    port = _free_port()
+    port = free_port()
     store.serve(socket.gethostname(), port)
 
     (found,) = listening(store.pid)
@@ -71,7 +71,7 @@ def test_other_machines_reach_a_store_at_a_name(store):
 
 
 def test_the_last_rounds_store_is_served_beside_the_present_one_and_older_ones_are_not(store):
-    ports = [_free_port() for _ in range(3)]
+    ports = [free_port() for _ in range(3)]
     for port in ports:
         store.serve("127.0.0.1", port)
 
@@ -88,19 +88,19 @@ def test_a_port_that_is_taken_is_told_in_a_line_and_the_next_one_works(store):
     ):
         store.serve("127.0.0.1", other.getsockname()[1])
 
-    store.serve("127.0.0.1", _free_port())
+    store.serve("127.0.0.1", free_port())
 
 
 def test_a_store_that_was_killed_is_told_in_a_line(store):
     os.kill(store.pid, signal.SIGKILL)
 
     with pytest.raises(ClusterError, match="the process that serves them is gone"):
-        store.serve("127.0.0.1", _free_port())
+        store.serve("127.0.0.1", free_port())
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT])
 def test_signals_to_all_processes_of_a_node_leave_the_store_alone(store, signum):
-    port = _free_port()
+    port = free_port()
     store.serve("127.0.0.1", port)
 
     os.kill(store.pid, signum)
@@ -111,7 +111,7 @@ def test_signals_to_all_processes_of_a_node_leave_the_store_alone(store, signum)
 
 def test_the_store_ends_with_a_killed_agent(tmp_path):
     maker = multiprocessing.get_context("fork").Process(
-        target=_serve, args=("127.0.0.1", _free_port(), tmp_path)
+        target=_serve, args=("127.0.0.1", free_port(), tmp_path)
     )
     maker.start()
     _await((tmp_path / "pid").exists, "no store")
@@ -142,7 +142,7 @@ def test_agents_that_do_not_come_are_named(capsys):
     from hpctrain.agent.rendezvous import Rendezvous
 
     nodes = ["n0", "n1", "n2"]
-    port = _free_port()
+    port = free_port()
     first = Rendezvous("127.0.0.1", port, 0, nodes, run_id="1.0", timeout_s=1)
     try:
         told = rf"the agents of n\[1-2\] did not come to 127.0.0.1:{port} within 1 s"

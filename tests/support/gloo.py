@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import multiprocessing
 import os
 import pickle
-import secrets
-import socket
 import tempfile
 import threading
 import traceback
@@ -23,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.env import HPCTRAIN_CONTROL
 from tests.support.control_tree import ControlTree
+from tests.support.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,13 +29,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 TIMEOUT_S = 120
 LEAVE_S = 60
 """A rank that was killed keeps the others waiting so long; one that failed says so."""
-PORTS = range(61_000, 65_500)
-"""Above Linux's ephemeral range, and above those of the test clusters."""
-SIDES = 4
-_COUNTER = itertools.count(secrets.randbelow(len(PORTS)))
-"""Two runs of tests that began together would else ask for the same ports in step. Not the
-process's number: the systems of other SLURM versions count their processes from 1, each by itself.
-"""
 PRELOAD = (
     "torch._dynamo",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
@@ -92,7 +83,7 @@ def launch(
         AssertionError: a rank failed or hung; with its traceback.
     """
     preload()
-    port = _free_port()
+    port = free_port()
     context = multiprocessing.get_context("fork")
     together = None if may_fail else context.Barrier(world_size)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -133,19 +124,6 @@ def launch(
         assert codes == [0] * world_size, f"exit codes {codes}"
         results = [out / f"{rank}.pkl" for rank in range(world_size)]
         return [pickle.loads(path.read_bytes()) for path in results]  # noqa: S301 - our own bytes
-
-
-def _free_port() -> int:
-    """One that neither an outgoing connection nor the other side's tests can take meanwhile."""
-    side = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % SIDES
-    size = len(PORTS) // SIDES
-    own = PORTS[side * size : (side + 1) * size]
-    for _ in own:
-        port = own[next(_COUNTER) % size]
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError(f"no port is free in {own}")
 
 
 def _rank(

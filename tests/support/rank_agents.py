@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.base.records import JobContext, RankTask
 from hpctrain.hangs.stacks import asked
 from hpctrain.run.fence import Attempt
+from tests.support.ports import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,9 +61,7 @@ class Agents:
     ) -> None:
         """Start agents, and do not wait for them."""
         (self._folder / "script.py").write_text(script)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         fork = multiprocessing.get_context("fork")
         agents = []
         for node in range(nodes):

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from hpctrain.agent.lifeline import Lifeline, LifelinePlace
+from tests.support.ports import free_port
 
 SECRET = "the same on all nodes"  # noqa: S105 - of a test
 LEASE_S = 1.0
@@ -34,9 +35,7 @@ class Nodes:
     """Node 0's lifeline in this process, two others in processes of their own."""
 
     def __init__(self):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.first = Lifeline(LifelinePlace(0, 3, "127.0.0.1", self.port, LEASE_S), SECRET)
         self.lines, self.agents, self.pids = {}, {}, {}
 

@@ -12,6 +12,7 @@ from hpctrain.agent.rendezvous import SignedStore
 from hpctrain.base.secret import code, sign
 from hpctrain.preflight.rendezvous import COORDINATOR, PEER, Connection, Coordinator, Peer, Stranger
 from tests.support.fuzzing import VALUES, Faults, cases, chances, odd
+from tests.support.ports import free_port
 
 SECRET, KEYS = "the secret", [f"round/{n}/{key}" for n in (0, 1) for key in ("news/0", "report/1")]
 PATIENCE_S = 60.0
@@ -103,9 +104,7 @@ def test_nothing_that_was_not_said_so_is_heard_on_a_connection(begin, end):
 
 @cases(50, 2000)
 def test_strangers_of_all_kinds_neither_come_in_nor_break_the_meeting(begin, end):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     host, faults = [], []
 
     def meet():

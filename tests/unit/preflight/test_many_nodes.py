@@ -15,6 +15,7 @@ from hpctrain.preflight.checks import Expected, Order
 from hpctrain.preflight.facts import NodeFacts
 from hpctrain.preflight.rendezvous import Acceptor, Coordinator, Peer
 from hpctrain.preflight.run import NodePlace, _Judge
+from tests.support.ports import free_port
 
 KEY = "key"
 PATIENCE_S = 20.0
@@ -22,9 +23,7 @@ PATIENCE_S = 20.0
 
 @pytest.fixture
 def port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_port()
 
 
 def answers_of(size, folder, *, silent=()):

@@ -26,16 +26,11 @@ from hpctrain.preflight.rendezvous import (
     Stranger,
 )
 from hpctrain.preflight.run import NodePlace
+from tests.support.ports import free_port
 from tests.support.users import OWNER, STRANGER, run_as, start_as
 
 KEY = "key"
 PATIENCE_S = 20.0
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture
