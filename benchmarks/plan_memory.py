@@ -38,7 +38,15 @@ def main() -> None:
     cases = (
         plan_cases.QUICK
         if given.quick
-        else [*plan_cases.EVERY, *plan_cases.TENSOR, *plan_cases.ZERO]
+        else [
+            *plan_cases.EVERY,
+            *plan_cases.TENSOR,
+            *plan_cases.ZERO,
+            *plan_cases.OFFLOAD,
+            *plan_cases.STAGES,
+            *plan_cases.ADAPTERS,
+            *plan_cases.EXPERTS,
+        ]
     )
     rows = [
         row_of(case, peak)
@@ -63,6 +71,8 @@ def others(facts: ModelFacts, step: dict[str, Any]) -> dict[str, int | None]:
     """What is said elsewhere. None where a tool has no such case."""
     from accelerate.commands.estimate import estimate_training_usage
 
+    if any(step.get(way) for way in ("offload", "pp", "ep", "lora")):
+        return dict.fromkeys(WHO[1:])  # none of them knows these
     ranks = step.get("ranks", 1)
     sharded = step["kind"] not in {"single", "ddp"}
     precision = "bfloat16" if step.get("bf16", True) else "float32"

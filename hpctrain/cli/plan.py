@@ -26,6 +26,7 @@ Examples:
   hpctrain plan config.json --gpu a100-sxm-40gb --gpus-per-node 4 --explain memory
   hpctrain plan mymodel:build --gpu-mem 24 --gpus-per-node 4 --measure
   hpctrain plan --params 7B --layers 32 --hidden 4096 --heads 32 --vocab 32000 --gpu-mem 80
+  hpctrain plan config.json --gpu l40s --gpus-per-node 4 --lora 16
   hpctrain plan config.json --gpu h100-sxm --gpus-per-node 8 --steps 100000 -o plan/
 """
 NUMBERS = ("params", "layers", "hidden", "heads", "kv_heads", "inner", "vocab")
@@ -87,8 +88,15 @@ _RATE = click.FloatRange(min=0, min_open=True)
     show_default=True,
     help="Without MODEL: its layout.",
 )
+@click.option(
+    "--node-mem", type=_RATE, metavar="GB", help="Memory of a node.  [default: the partition's]"
+)
+@click.option(
+    "--lora", type=click.IntRange(1, 65_536), metavar="RANK", help="Train adapters of it alone."
+)
 @click.option("--link-gbs", type=_RATE, metavar="GB/S", help="Rate between GPUs of a node.")
 @click.option("--net-gbs", type=_RATE, metavar="GB/S", help="A GPU's rate to other nodes.")
+@click.option("--host-gbs", type=_RATE, metavar="GB/S", help="A GPU's rate to its node's memory.")
 @click.option("--save-gbs", type=_RATE, metavar="GB/S", help="Rate at which the job saves.")
 @click.option("--compare", is_flag=True, help="Show every strategy.")
 @click.option(
@@ -150,7 +158,7 @@ def _plan(model: str | None, flags: dict[str, Any]) -> StrategyPlan:
     return replace(
         plan,
         saving=saving(
-            asked.model,
+            choice.saved_params(asked, row),
             asked.cluster,
             save_gbs=flags["save_gbs"],
             max_loss_s=1800.0,
@@ -158,8 +166,17 @@ def _plan(model: str | None, flags: dict[str, Any]) -> StrategyPlan:
             limit_s=limit_s,
         ),
         cost=cost(asked.steps, seconds, asked.cluster.ranks, limit_s),
-        notes=[*plan.notes, *choice.advice(asked, row)],
+        notes=[*plan.notes, *choice.advice(asked, row), *_left_out(plan, row, flags)],
     )
+
+
+def _left_out(plan: StrategyPlan, row: Row, flags: dict[str, Any]) -> list[str]:
+    """Files that -o does not write, since those who would read them have no such thing."""
+    from hpctrain.strategy.writing import without_equivalent
+
+    if not flags["output"]:
+        return []
+    return [f"no {name}: {why}" for name, why in without_equivalent(plan, row).items()]
 
 
 def _assumed(flags: dict[str, Any]) -> list[str]:
@@ -211,7 +228,7 @@ def _asked(source: ModelSource, flags: dict[str, Any]) -> tuple[PlanRequest, flo
         flags["gpu"] or of_site or None, flags["gpu_mem"], "--gpu" if flags["gpu"] else where
     )
     gpus = flags["gpus_per_node"] or (partition.gpus_per_node if partition else None) or 1
-    cluster = Machines(flags["nodes"], gpus)
+    cluster = Machines(flags["nodes"], gpus, _node_memory(flags["node_mem"], partition))
     limit = flags["time"] or (partition.max_time if partition else "")
     limit_s = seconds(limit) if limit else None
     _require_time(flags["time"], limit_s)
@@ -225,8 +242,18 @@ def _asked(source: ModelSource, flags: dict[str, Any]) -> tuple[PlanRequest, flo
         micro=flags["micro_batch"] or 0,
         low=FP32 if flags["precision"] == "fp32" else 2,
         steps=flags["steps"],
+        lora=flags["lora"] or 0,
     )
     return asked, float(limit_s) if limit_s else None
+
+
+def _node_memory(given_gb: float | None, partition: Partition | None) -> int | None:
+    """Bytes; None where nobody says."""
+    if given_gb is not None:
+        return round(given_gb * 1e9)
+    if partition is not None and partition.mem_gib is not None:
+        return round(partition.mem_gib * (1 << 30))
+    return None
 
 
 def _require_time(given: str | None, limit_s: int | None) -> None:
@@ -247,7 +274,8 @@ def _links(flags: dict[str, Any], inside: float | None, site: Site | None, gpus:
         inside = flags["link_gbs"] * 1e9
     if flags["net_gbs"]:
         between = flags["net_gbs"] * 1e9
-    return Links(inside, between)
+    host = flags["host_gbs"] * 1e9 if flags["host_gbs"] else None
+    return Links(inside, between, host)
 
 
 def _partition(flags: dict[str, Any]) -> tuple[Site | None, Partition | None]:

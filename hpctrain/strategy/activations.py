@@ -9,7 +9,7 @@ tests/engines/test_strategy_measured.py holds the sums against what autograd kep
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpctrain.strategy.facts import BERT, GPT2, LLAMA, MOE
@@ -24,6 +24,9 @@ LOGITS_FORWARD = 2 * FP32
 LOGITS_BACKWARD = 3 * FP32
 """As its gradient is: the log-softmax, its gradient, and the logit's gradient."""
 
+RMS_NORM = 22
+"""Bytes of a position that an RMSNorm's backward pass takes: five tensors in fp32, one in bf16."""
+
 
 @dataclass(frozen=True)
 class Widths:
@@ -35,6 +38,8 @@ class Widths:
         outside: Kept outside of blocks: embedding, last norm, head.
         block_backward: Taken by a block's backward pass beyond what the block has kept.
         head_backward: The same of the last norm's.
+        block_end: Taken by the backward pass of a block's first norm.
+        spared: Not kept by the first block, whose input needs no gradient.
     """
 
     block: float
@@ -42,9 +47,13 @@ class Widths:
     outside: float
     block_backward: float
     head_backward: float
+    block_end: float = 0.0
+    spared: float = 0.0
 
 
-def widths(model: ModelFacts, *, low: int, autocast: bool, tp: int = 1) -> Widths:
+def widths(
+    model: ModelFacts, *, low: int, autocast: bool, tp: int = 1, lora: int = 0, ep: int = 1
+) -> Widths:
     """Of a token.
 
     Args:
@@ -52,12 +61,23 @@ def widths(model: ModelFacts, *, low: int, autocast: bool, tp: int = 1) -> Width
         low: Bytes of a number that matrices are multiplied in: 2, or 4 for fp32.
         autocast: Weights and the residual stream stay in fp32, products are in `low`.
         tp: Ranks that share each matrix, and the positions between matrices.
+        lora: Rank of adapters, which alone are trained; 0 where all weights are.
+        ep: Ranks that share experts.
     """
-    hidden, inner = float(model.hidden), float(model.inner)
+    if lora:
+        return _adapted(
+            widths(model, low=low, autocast=autocast), model, low, lora, autocast=autocast
+        )
     if tp > 1:
         return _shared(model, low, tp)
     if not autocast and low == FP32:
         return _scaled(model)
+    return _in_16_bits(model, low, ep, autocast=autocast)
+
+
+def _in_16_bits(model: ModelFacts, low: int, ep: int, *, autocast: bool) -> Widths:
+    """As counted in the code of each family."""
+    hidden, inner = float(model.hidden), float(model.inner)
     stats: float = FP32 * model.heads  # one number per head, of the attention's softmax
     attention = 2 * low * (model.query + model.key)  # query, key, value, and what comes out
     if model.family == GPT2:
@@ -86,11 +106,15 @@ def widths(model: ModelFacts, *, low: int, autocast: bool, tp: int = 1) -> Width
         block = norms + attention + stats + low * routed * (4 * inner + 2 * hidden)
         block += FP32 * model.experts + 42 * routed  # the router's choice
         more = (8 + 6 * routed) * hidden + routed * inner
-        return Widths(block, _entry(hidden, autocast), outside, more, 10 * hidden)
+        if ep > 1:  # tokens as they have come, and as they are back
+            more += 2 * low * routed * hidden
+        return Widths(
+            block, _entry(hidden, autocast), outside, more, 10 * hidden, RMS_NORM * hidden
+        )
     assert model.family == LLAMA  # noqa: S101 - there are no others
     block = norms + attention + stats + 4 * low * inner
     more = max(4 * inner, 6.2 * hidden) if autocast else max(4 * inner + hidden, 8.2 * hidden)
-    return Widths(block, _entry(hidden, autocast), outside, more, 10 * hidden)
+    return Widths(block, _entry(hidden, autocast), outside, more, 10 * hidden, RMS_NORM * hidden)
 
 
 def _entry(hidden: float, autocast: bool) -> float:
@@ -107,6 +131,23 @@ def _shared(model: ModelFacts, low: int, tp: int) -> Widths:
         outside=(alone.outside - inputs / 2) / tp + inputs / 2,
         block_backward=alone.block_backward / tp + 2 * inputs,
         head_backward=alone.head_backward / tp + inputs,
+    )
+
+
+def _adapted(whole: Widths, model: ModelFacts, low: int, rank: int, *, autocast: bool) -> Widths:
+    """With frozen weights: norms keep their input alone, and adapters what is between their two.
+
+    Under autocast each adapter has a copy of its input in 16 bits: five of the norms', one of the
+    attention's.
+    """
+    hidden = float(model.hidden)
+    norms = 8 * hidden if autocast else 2 * low * hidden
+    more = low * model.query if autocast else 0
+    return replace(
+        whole,
+        block=whole.block - norms + more + 7 * low * rank,
+        outside=FP32 * hidden,
+        spared=FP32 * hidden,
     )
 
 

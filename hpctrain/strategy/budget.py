@@ -14,7 +14,6 @@ from hpctrain.plan.interval import Failures
 from hpctrain.strategy.activations import FP32
 
 if TYPE_CHECKING:
-    from hpctrain.strategy.facts import ModelFacts
     from hpctrain.strategy.strategies import Machines
 
 STATE_BYTES = 3 * FP32
@@ -63,7 +62,7 @@ class Cost:
 
 
 def saving(
-    model: ModelFacts,
+    params: int,
     cluster: Machines,
     *,
     save_gbs: float | None,
@@ -74,14 +73,14 @@ def saving(
     """How often to save, and what that takes.
 
     Args:
-        model: Its sizes.
+        params: In a checkpoint.
         cluster: The nodes, which fail.
         save_gbs: GB/s that the job writes to the file system; None where nobody has measured it.
         max_loss_s: What a hard kill may cost.
         keep_last: Newest checkpoints kept.
         limit_s: Time limit of a job.
     """
-    nbytes = model.params * STATE_BYTES
+    nbytes = params * STATE_BYTES
     save_s = nbytes / (save_gbs * 1e9) if save_gbs else None
     chosen = interval.choose(
         save_s,

@@ -12,8 +12,9 @@ from hpctrain.errors import ChecksFailed, UsageError
 from hpctrain.plan.mesh import divisors
 from hpctrain.strategy import batch as arithmetic
 from hpctrain.strategy.activations import FP32
-from hpctrain.strategy.memory import Batch, Peak, peak
-from hpctrain.strategy.strategies import candidates
+from hpctrain.strategy.memory import Batch, Peak
+from hpctrain.strategy.peaks import host_bytes, peak
+from hpctrain.strategy.strategies import adapted, candidates
 from hpctrain.strategy.timing import (
     StepTime,
     Traffic,
@@ -44,6 +45,7 @@ class PlanRequest:
         micro: Samples of a rank's pass; 0 chooses the most that fit.
         low: Bytes of a number in products.
         steps: Of the run; None where nobody said.
+        lora: Rank of adapters, which alone are to be trained; 0 for all weights.
     """
 
     model: ModelFacts
@@ -55,6 +57,7 @@ class PlanRequest:
     micro: int = 0
     low: int = 2
     steps: int | None = None
+    lora: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Row:
         way: The strategy.
         batch: What a rank is given; None where it cannot be had.
         peak: Its fullest moment; by formula, or measured.
+        host: Bytes of a node's own memory that offloaded state takes.
         measured: The exact peak of tensors, bytes; None where it was not measured.
         fits: Whether it does.
         why: Why not; or by how much.
@@ -79,6 +83,7 @@ class Row:
     why: str
     traffic: Traffic | None = None
     time: StepTime | None = None
+    host: int = 0
     measured: int | None = None
 
 
@@ -110,16 +115,23 @@ def rows_of(asked: PlanRequest) -> list[Row]:
         UsageError: the batch cannot be shared by any of them.
     """
     rows, refused = [], list[UsageError]()
-    for way in candidates(asked.model, asked.cluster, low=asked.low):
+    ways = candidates(asked.model, asked.cluster, low=asked.low) if not asked.lora else []
+    rank = asked.lora or SHOWN_RANK
+    shown = adapted(asked.model, asked.cluster, rank, asked=bool(asked.lora), low=asked.low)
+    for way in (*ways, *shown):
         try:
             rows.append(row_of(asked, way))
         except UsageError as error:
             refused.append(error)
             rows.append(Row(way, None, None, fits=False, why=str(error)))
-    possible = [row for row in rows if row.batch is not None and not row.way.impossible]
+    possible = [row for row in rows if row.batch is not None and not row.way.aside]
     if refused and not possible:
         raise refused[-1] if asked.cluster.ranks == 1 else refused[1]  # the first is for one GPU
     return rows
+
+
+SHOWN_RANK = 16
+"""Of the adapters that are shown beside what trains all weights."""
 
 
 def row_of(asked: PlanRequest, way: Strategy) -> Row:
@@ -128,24 +140,62 @@ def row_of(asked: PlanRequest, way: Strategy) -> Row:
     Raises:
         UsageError: the batch cannot be shared by its ranks.
     """
-    if way.impossible and way.key.removesuffix("+recompute") != "single":
+    if way.impossible:
         return Row(way, None, None, fits=False, why=way.impossible)
+    peaks = [(batch, peak(asked.model, batch, way.layout)) for batch in _tried(asked, way)]
+    fitting = [pair for pair in peaks if pair[1].needed <= asked.gpu.memory]
+    batch, most = fitting[0] if fitting else min(peaks, key=lambda pair: pair[1].needed)
+    over = most.needed - asked.gpu.memory
+    why = _too_much(asked, most, over) if over > 0 else f"{-over / 1e9:.1f} GB free"
+    host = host_bytes(asked.model, way.layout) * min(asked.cluster.gpus, way.ranks)
+    is_held, of_host = on_host(host, asked.cluster.memory)
+    traffic = traffic_of_step(asked.model, batch, way, asked.cluster)
+    time = step_time(flops_of_step(asked.model, batch, way), traffic, asked.gpu, asked.links)
+    return Row(
+        way,
+        batch,
+        most,
+        fits=over <= 0 and is_held and not way.aside,
+        why=way.aside or why + of_host,
+        traffic=traffic,
+        time=time,
+        host=host,
+    )
+
+
+def _tried(asked: PlanRequest, way: Strategy) -> list[Batch]:
+    """What a rank may be given, the largest micro-batch first.
+
+    Raises:
+        UsageError: no batch can be shared so, or not in passes enough for a pipeline.
+    """
     share = arithmetic.shares(asked.global_batch, way.data_ranks)
     if asked.micro:
         passes = arithmetic.passes(asked.global_batch, way.data_ranks, asked.micro)
         tried = [Batch(asked.micro, asked.seq, passes)]
     else:
         tried = [Batch(n, asked.seq, share // n) for n in reversed(divisors(share))]
-    peaks = [(batch, peak(asked.model, batch, way.layout)) for batch in tried]
-    fitting = [pair for pair in peaks if pair[1].needed <= asked.gpu.memory]
-    batch, most = fitting[0] if fitting else min(peaks, key=lambda pair: pair[1].needed)
-    over = most.needed - asked.gpu.memory
-    why = _too_much(asked, most, over) if over > 0 else f"{-over / 1e9:.1f} GB free"
-    if way.impossible:
-        why = way.impossible
-    traffic = traffic_of_step(asked.model, batch, way, asked.cluster)
-    time = step_time(flops_of_step(asked.model, batch, way), traffic, asked.gpu, asked.links)
-    return Row(way, batch, most, over <= 0 and not way.impossible, why, traffic, time)
+    enough = [batch for batch in tried if batch.passes >= way.least_passes]
+    if not enough:
+        most = max(batch.passes for batch in tried)
+        least = way.least_passes * way.data_ranks * (asked.micro or 1)
+        raise UsageError(
+            f"{way.layout.pp} stages want {way.least_passes} passes a step, and there are "
+            f"{most}: --global-batch {least}"
+        )
+    return enough
+
+
+def on_host(needed: int, there: int | None) -> tuple[bool, str]:
+    """Whether a node's memory holds what is offloaded, and what is said of it."""
+    if not needed:
+        return True, ""
+    takes = f"; {needed / 1e9:.1f} GB of a node's memory"
+    if there is None:
+        return True, f"{takes}, whose size is not known (--node-mem)"
+    if needed > there:
+        return False, f"{takes}, which has {there / 1e9:.1f} GB"
+    return True, f"{takes} of {there / 1e9:.1f} GB"
 
 
 def _too_much(asked: PlanRequest, most: Peak, over: int) -> str:
@@ -155,16 +205,20 @@ def _too_much(asked: PlanRequest, most: Peak, over: int) -> str:
 
 
 def choose(rows: list[Row], wanted: str | None = None) -> Row | None:
-    """The simplest that fits; or the one that is wanted, whether it fits or not.
+    """The simplest that fits, on the GPUs if it can be; or the one that is wanted, fitting or not.
 
     Raises:
         UsageError: there is none of that name.
     """
     if wanted is None:
-        return next((row for row in rows if row.fits), None)
+        # What rests on the host is slow in each step, so that it comes last.
+        fitting = sorted((row for row in rows if row.fits), key=lambda row: row.way.layout.offload)
+        return fitting[0] if fitting else None
     named = {row.way.key: row for row in rows}
     if wanted not in named:
         raise UsageError(f"--strategy {wanted}: there is none here; choose from {', '.join(named)}")
+    if not named[wanted].way.is_trained:
+        raise UsageError(f"--strategy {wanted} cannot be had: {named[wanted].way.aside}")
     if named[wanted].batch is None:
         raise UsageError(f"--strategy {wanted} cannot be had: {named[wanted].why}")
     return named[wanted]
@@ -178,7 +232,7 @@ def require_chosen(plan: StrategyPlan) -> Row:
     """
     if plan.chosen is not None:
         return plan.chosen
-    tried = [row for row in plan.rows if row.peak is not None and not row.way.impossible]
+    tried = [row for row in plan.rows if row.peak is not None and not row.way.aside]
     nearest = min(tried, key=lambda row: row.peak.needed if row.peak else 0)
     assert nearest.peak is not None  # noqa: S101 - chosen so
     raise ChecksFailed(
@@ -188,16 +242,27 @@ def require_chosen(plan: StrategyPlan) -> Row:
     )
 
 
+def saved_params(asked: PlanRequest, row: Row) -> int:
+    """What a checkpoint holds: all parameters, or those of adapters alone."""
+    lora = row.way.layout.lora
+    return asked.model.layers * asked.model.adapter_params(lora) if lora else asked.model.params
+
+
 def advice(asked: PlanRequest, row: Row) -> list[str]:
     """What is worth knowing of the chosen row."""
     notes = []
     batch, layout = row.batch, row.way.layout
     assert batch is not None  # noqa: S101 - a chosen row has one
-    if layout.kind == "fsdp2" and batch.passes > 1:
+    if layout.kind == "fsdp2" and batch.passes > 1 and layout.pp == 1 and not layout.lora:
         whole = FP32 * asked.model.params / layout.tp / 1e9
         notes.append(
             f"{batch.passes} passes: gradients wait in whole until the last one, {whole:.1f} GB; a "
             "larger --micro-batch, or a smaller --global-batch, saves them"
+        )
+    if layout.offload and asked.cluster.memory is None:
+        notes.append(
+            f"each node's own memory has to hold {row.host / 1e9:.0f} GB of state, and its size is "
+            "not known: give --node-mem, or --site with a partition that says it"
         )
     if asked.gpu.bf16 is False:
         notes.append(f"{asked.gpu.name} has no bf16: fp16 with a loss scale, engine.precision fp16")

@@ -5,6 +5,7 @@ Pure. tests/unit/strategy/test_explain.py holds that every part of a peak is exp
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpctrain.plan.deepspeed import BUCKET_ELEMENTS
@@ -21,12 +22,16 @@ from hpctrain.strategy.memory import (
     LIVE_ELEMENTS,
     LOGITS,
     MOMENTS,
+    QUANTISED,
     UPDATE,
     WEIGHTS,
 )
+from hpctrain.strategy.stages import stages_of
 
 if TYPE_CHECKING:
     from hpctrain.strategy.choice import PlanRequest, Row
+    from hpctrain.strategy.facts import ModelFacts
+    from hpctrain.strategy.memory import Batch, Spread
 
 SOURCES = {
     WEIGHTS: "masters in fp32: Micikevicius et al., Mixed Precision Training, 2018; sharded: "
@@ -42,7 +47,8 @@ SOURCES = {
     GATHERED: "16-bit weights of what is being computed, and of what comes next "
     "(torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, prefetch)",
     BUFFERS: "of gathers in 16 bits and reductions in fp32 "
-    "(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py)",
+    "(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py); of stages what each microbatch is "
+    "received in (torch/distributed/pipelining/stage.py, _setup_forward_recv_info)",
     UPDATE: "AdamW's foreach form, the default on GPUs, makes one more tensor for each parameter "
     "(torch/optim/adamw.py)",
 }
@@ -53,35 +59,120 @@ def formulas(asked: PlanRequest, row: Row) -> dict[str, str]:
     """Part to its formula, with this row's numbers put in."""
     assert row.batch is not None  # noqa: S101 - what has no batch is not explained
     model, batch, layout = asked.model, row.batch, row.way.layout
-    kept = widths(model, low=layout.low, autocast=layout.autocast, tp=layout.tp)
+    said = {
+        WEIGHTS: _weights(model, layout),
+        COPIES: f"{layout.low} B x the matrices' parameters",
+        **_learnt(model, batch, layout),
+        ACTIVATIONS: _activations(model, batch, layout),
+        LOGITS: f"{LOGITS_BACKWARD} B x {batch.tokens:,} tokens x {model.vocab:,} classes",
+        **_gathered(model, batch, layout),
+    }
+    if layout.quantised:
+        said[COPIES] = f"{layout.low} B x the largest matrix, which is 16 bits wide for a moment"
+    elif layout.lora and layout.recompute:
+        said[COPIES] = f"{layout.low} B x the matrices of the block that is computed again"
+    return said
+
+
+def _own(model: ModelFacts, layout: Spread, count: float, of: str = "parameters") -> str:
+    """A rank's part of so many parameters."""
     cut = layout.shards * layout.tp
-    own = f"{model.params:,} parameters" + (f" / {cut}" if cut > 1 else "")
+    if layout.pp > 1:
+        count, of = max(stage.params for stage in stages_of(model, layout.pp)), f"{of} of a stage"
+    return f"{count:,.0f} {of}" + (f" / {cut}" if cut > 1 else "")
+
+
+def _weights(model: ModelFacts, layout: Spread) -> str:
+    adapters = model.layers * model.adapter_params(layout.lora)
+    if layout.quantised:
+        matrices = model.layers * model.matrix_params
+        return (
+            f"{QUANTISED:.3f} B x {matrices:,} parameters in 4 bits + {layout.low} B x "
+            f"{model.params - matrices:,} others + 4 B x {adapters:,} of adapters"
+        )
+    text = f"4 B x {_own(model, layout, model.params)}"
+    if layout.offload:
+        text += ", which rest on the host"
+    if layout.lora:
+        return f"{text} + 4 B x {_own(model, layout, adapters, 'of adapters')}"
+    if layout.kind.startswith("zero"):
+        all_of = _own(model, layout, model.params)
+        text += f" + {layout.low} B x "
+        text += all_of if layout.kind == "zero3" else f"{model.params:,} parameters"
+    return text
+
+
+def _learnt(model: ModelFacts, batch: Batch, layout: Spread) -> dict[str, str]:
+    """What is there for what is trained."""
+    count, of = model.params, "parameters"
+    if layout.lora:
+        count, of = model.layers * model.adapter_params(layout.lora), "parameters of adapters"
+    own = _own(model, layout, count, of)
+    away = ", which rest on the host" if layout.offload else ""
+    gradients = f"4 B x {own}{away}"
+    if batch.passes > 1 and not layout.kind.startswith("zero"):
+        whole = _own(model, replace(layout, shards=1), count, of)
+        gradients = f"4 B x {whole}, whole until the last of several passes"
+    return {
+        GRADIENTS: gradients,
+        MOMENTS: f"8 B x {own}{away}",
+        UPDATE: f"4 B x {own}, only during the update{away}",
+    }
+
+
+def _activations(model: ModelFacts, batch: Batch, layout: Spread) -> str:
+    kept = widths(
+        model,
+        low=layout.low,
+        autocast=layout.autocast,
+        tp=layout.tp,
+        lora=layout.lora,
+        ep=layout.ep,
+    )
     in_block = kept.entry if layout.recompute else kept.block
     again = f" + {kept.block:,.0f} for the one that is computed again" if layout.recompute else ""
-    unit = f"{model.block_params:,} parameters of a block" + (
-        f" / {layout.tp}" if layout.tp > 1 else ""
+    blocks, flights = model.layers, ""
+    if layout.pp > 1:
+        blocks = max(stage.blocks for stage in stages_of(model, layout.pp))
+        flights = f" x up to {layout.pp} microbatches in flight"
+    return (
+        f"{batch.tokens:,} tokens x ({blocks} blocks x {in_block:,.0f} B{again} "
+        f"+ {kept.outside:,.0f} B outside){flights}, {FAMILIES[model.family]}"
     )
-    zero = layout.kind.startswith("zero")
-    low = f" + {layout.low} B x {own if layout.kind == 'zero3' else f'{model.params:,} parameters'}"
+
+
+def _gathered(model: ModelFacts, batch: Batch, layout: Spread) -> dict[str, str]:
+    """What is whole for a while, and what travels."""
+    low = layout.low
+    if layout.kind.startswith("zero"):
+        return {
+            GATHERED: f"{low} B x all parameters, up to {LIVE_ELEMENTS:,}",
+            BUFFERS: f"{low} B x {BUCKET_ELEMENTS:,} elements of a bucket, twice at stage 2",
+        }
+    if layout.pp > 1:
+        received = batch.passes * low * model.hidden * batch.tokens
+        return {
+            GATHERED: f"{low} B x the stage's parameters, gathered for all of a step",
+            BUFFERS: f"{received:,} B for each neighbour, what {batch.passes} microbatches hand "
+            "on, and a unit's reduction",
+        }
+    unit = f"{model.block_params:,} parameters of a block"
+    if layout.ep > 1:
+        unit += f", of its experts one in {layout.ep}"
+    if layout.tp > 1:
+        unit += f" / {layout.tp}"
+    whole = f"{low} B x all parameters"
     return {
-        WEIGHTS: f"4 B x {own}{low if zero else ''}",
-        COPIES: f"{layout.low} B x the matrices' parameters",
-        GRADIENTS: f"4 B x {own}"
-        + (" (whole until the last of several passes)" if batch.passes > 1 else ""),
-        MOMENTS: f"8 B x {own}",
-        ACTIVATIONS: f"{batch.tokens:,} tokens x ({model.layers} blocks x {in_block:,.0f} B{again} "
-        f"+ {kept.outside:,.0f} B outside), {FAMILIES[model.family]}",
-        LOGITS: f"{LOGITS_BACKWARD} B x {batch.tokens:,} tokens x {model.vocab:,} classes",
-        GATHERED: f"{layout.low} B x all parameters, up to {LIVE_ELEMENTS:,}"
-        if zero
-        else f"{layout.low} B x {unit}, two at a time, and the head's"
-        if layout.reshard
-        else f"{layout.low} B x all parameters",
-        BUFFERS: f"{layout.low} B x {BUCKET_ELEMENTS:,} elements of a bucket, twice at stage 2"
-        if zero
-        else f"({layout.low} + 4) B x {unit}",
-        UPDATE: f"4 B x {own}, only during the update",
+        GATHERED: f"{low} B x {unit}, two at a time, and the head's" if layout.reshard else whole,
+        BUFFERS: f"({low} + 4) B x {unit}",
     }
+
+
+def _on_host(asked: PlanRequest, row: Row) -> str:
+    layout = row.way.layout
+    low = f" + {layout.low}" if layout.kind.startswith("zero") else ""
+    own = _own(asked.model, layout, asked.model.params)
+    return f"(4 + 4 + 8{low}) B x {own}, of each GPU of a node; not what its processes take beside"
 
 
 def explained(asked: PlanRequest, row: Row) -> list[str]:
@@ -103,9 +194,14 @@ def explained(asked: PlanRequest, row: Row) -> list[str]:
     beside = f"{FRAGMENTED:.0%} of the peak for fragments, {CONTEXT_BYTES / 1e9:g} GB for context"
     allowed = f"an allowance, no measurement: {beside} and NCCL"
     there = f"of {asked.gpu.memory / 1e9:g} GB ({asked.gpu.source})"
-    return [
-        *lines,
+    lines += [
         "",
         f"  beside tensors {most.allowance / 1e9:8.2f} GB  {allowed}",
         f"  needed         {most.needed / 1e9:8.2f} GB  {there}",
     ]
+    if row.host:
+        lines += [
+            "",
+            f"  each node's own memory holds {row.host / 1e9:.2f} GB: {_on_host(asked, row)}",
+        ]
+    return lines

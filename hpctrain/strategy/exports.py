@@ -40,7 +40,7 @@ def shard(model, blocks, mesh):
     {mesh}
     policy = MixedPrecisionPolicy({policy})
     for part in (*blocks, model):
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward={reshard})
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward={reshard}{away})
 '''
 _RECOMPUTE = '''
 
@@ -145,10 +145,12 @@ def _parallel_model(row: Row, precision: str) -> tuple[str, list[str], str]:
         mesh=_mesh_line(row),
         policy=f"param_dtype={low}, reduce_dtype=torch.float32" if low else "",
         reshard=layout.reshard,
+        away=",\n                    offload_policy=CPUOffloadPolicy()" if layout.offload else "",
     )
+    names = (*["CPUOffloadPolicy"] * layout.offload, "MixedPrecisionPolicy", "fully_shard")
     imports = [
         "from lightning.pytorch.strategies import ModelParallelStrategy",
-        "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard",
+        f"from torch.distributed.fsdp import {', '.join(names)}",
     ]
     if layout.copies > 1:
         imports += ["from torch.distributed.device_mesh import init_device_mesh"]
@@ -165,9 +167,16 @@ def _mesh_line(row: Row) -> str:
     return f'mesh = init_device_mesh(mesh.device_type, {sizes}, mesh_dim_names=("copy", "shard"))'
 
 
-def has_megatron(row: Row, plan: StrategyPlan) -> bool:
-    """Whether Megatron-LM's pretrain_gpt.py trains such a model."""
-    return plan.asked.model.family != BERT and row.batch is not None
+def megatron_misfit(row: Row, plan: StrategyPlan) -> str:
+    """Why Megatron-LM's pretrain_gpt.py cannot train so; empty where it can."""
+    layout = row.way.layout
+    if plan.asked.model.family == BERT:
+        return "pretrain_gpt.py trains decoders alone"
+    if layout.offload:
+        return "pretrain_gpt.py keeps no weights on the host"
+    if layout.lora:
+        return "pretrain_gpt.py trains no adapters"
+    return ""
 
 
 def megatron_args(plan: StrategyPlan, row: Row, *, precision: str) -> str:
@@ -195,6 +204,10 @@ def megatron_args(plan: StrategyPlan, row: Row, *, precision: str) -> str:
     lines += [f"--tensor-model-parallel-size {layout.tp}"]
     if layout.tp > 1:
         lines += ["--sequence-parallel"]
+    if layout.pp > 1:
+        lines += [f"--pipeline-model-parallel-size {layout.pp}"]
+    if layout.ep > 1:
+        lines += [f"--expert-model-parallel-size {layout.ep}"]
     return "\n".join([*lines, *_megatron_sharding(row)]) + "\n"
 
 
@@ -224,7 +237,8 @@ def _megatron_sharding(row: Row) -> list[str]:
     layout = row.way.layout
     if layout.kind in {"single", "ddp"}:
         return []
-    if layout.kind == "zero1":
+    # A stage's weights stay whole for a step, and so do its gradients: the optimizer is sharded.
+    if layout.kind == "zero1" or layout.pp > 1:
         return ["--use-distributed-optimizer"]
     # Megatron has no sharding that keeps gathered blocks: whole weights with sharded gradients and
     # optimizer come nearest.

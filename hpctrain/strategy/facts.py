@@ -89,6 +89,11 @@ class ModelFacts:
         lookups = 0 if self.tied else self.embed_params
         return round(self.params - lookups - self.layers * idle)
 
+    def adapter_params(self, rank: int) -> int:
+        """Of one block's adapters, on each of its seven matrices, in a decoder like Llama."""
+        attention = 2 * (self.hidden + self.query) + 2 * (self.hidden + self.key)
+        return rank * (attention + 3 * (self.hidden + self.inner))
+
     @property
     def query(self) -> int:
         """Width of all heads' queries."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.strategy.activations import FP32
+from hpctrain.strategy.choice import on_host
 from hpctrain.strategy.memory import CONTEXT_BYTES, FRAGMENTED
 from hpctrain.strategy.reading import ask
 
@@ -32,13 +33,20 @@ def question_of(row: Row) -> dict[str, Any]:
         "recompute": layout.recompute,
         "reshard": layout.reshard,
         "bf16": layout.low != FP32,
+        "offload": layout.offload,
+        "lora": layout.lora,
     }
 
 
 def is_measurable(row: Row) -> bool:
-    """Whether values are not needed: tensor parallel layers and DeepSpeed look at some."""
+    """Whether one step tells it, without values.
+
+    Tensor parallel layers, experts on several ranks and DeepSpeed look at some, no 4-bit weights
+    are trained here, and a pipeline has as many steps as stages.
+    """
     layout = row.way.layout
-    return row.batch is not None and layout.tp == 1 and not layout.kind.startswith("zero")
+    is_whole = layout.tp == layout.pp == layout.ep == 1 and not layout.quantised
+    return row.batch is not None and is_whole and not layout.kind.startswith("zero")
 
 
 def measured(
@@ -52,22 +60,26 @@ def measured(
     chosen = [row for row in rows if is_measurable(row)]
     said = ask({"model": model, "steps": [question_of(row) for row in chosen]}, timeout_s)
     answers = {id(row): answer for row, answer in zip(chosen, said["steps"], strict=True)}
-    return [_with(row, answers.get(id(row)), asked.gpu.memory) for row in rows]
+    return [_with(row, answers.get(id(row)), asked) for row in rows]
 
 
-def _with(row: Row, answer: dict[str, Any] | None, memory: int) -> Row:
+def _with(row: Row, answer: dict[str, Any] | None, asked: PlanRequest) -> Row:
     if answer is None:
         return row
     if "error" in answer:
         return replace(row, fits=False, why=f"not measured: {answer['error']}")
-    peak = int(answer["peak"])
+    peak, memory = int(answer["peak"]), asked.gpu.memory
     over = round(peak * (1 + FRAGMENTED)) + CONTEXT_BYTES - memory
     why = (
         f"{over / 1e9:.1f} GB over {memory / 1e9:g} GB"
         if over > 0
         else f"{-over / 1e9:.1f} GB free"
     )
-    impossible = row.way.impossible
+    aside = row.way.aside
+    is_held, of_host = on_host(row.host, asked.cluster.memory)
     return replace(
-        row, measured=peak, fits=over <= 0 and not impossible, why=impossible or f"{why}, measured"
+        row,
+        measured=peak,
+        fits=over <= 0 and is_held and not aside,
+        why=aside or f"{why}, measured{of_host}",
     )

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hpctrain.base.mesh import Mesh
 from hpctrain.engines.blocks import every_block, recompute_blocks
@@ -33,14 +34,14 @@ from hpctrain.engines.native import shard
 from hpctrain.engines.tensor_parallel import tensor_parallelize
 from hpctrain.settings.schema import EngineSettings
 from hpctrain.strategy.peak_tracker import PeakTracker
+from hpctrain.strategy.stand_in_device import fill, flash_attention, stand_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch.distributed.fsdp import FSDPModule
 
-BUCKET_BYTES = 25 << 20
-"""DDP's buckets."""
+CPU = torch.device("cpu")
 STEPS = 2
 """The first makes the optimizer's moments; the second is as all others are."""
 
@@ -65,6 +66,11 @@ class Step:
         reshard: FSDP2 frees a block after its forward pass.
         bf16: Computed in; else in fp32.
         real: Computes in this machine's memory; else nothing is computed.
+        offload: FSDP2 keeps shards and moments on the host; the device's tensors are counted.
+        pp: Stages of a pipeline; one of them is measured.
+        stage: Which, from 0 on.
+        ep: Ranks that share experts; as many tokens are taken to come as go.
+        lora: Rank of adapters on a block's matrices, which alone are trained; 0 for none.
     """
 
     kind: str
@@ -78,11 +84,22 @@ class Step:
     reshard: bool = True
     bf16: bool = True
     real: bool = False
+    offload: bool = False
+    pp: int = 1
+    stage: int = 0
+    ep: int = 1
+    lora: int = 0
 
     @property
     def mesh(self) -> Mesh:
         """The ranks' axes."""
-        return Mesh(1, self.copies, self.ranks // self.copies // self.tp, self.tp)
+        shards = self.ranks // self.copies // self.tp // self.pp
+        return Mesh(self.pp, self.copies, shards, self.tp, self.ep)
+
+    @property
+    def low(self) -> torch.dtype:
+        """Of products."""
+        return torch.bfloat16 if self.bf16 else torch.float32
 
 
 def builder(model: Mapping[str, Any]) -> Callable[[], nn.Module]:
@@ -167,26 +184,20 @@ def step(build: Callable[[], nn.Module], what: Step, tracker: PeakTracker) -> di
     The step: AdamW in its form for GPUs (foreach), masters in fp32, logits in fp32 for the loss,
     gradients freed after the update. bf16 is autocast's without sharding, FSDP2's own with it.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with _ranks(what) as mesh, contextlib.nullcontext() if what.real else fake, tracker:
-        model = build()
-        model.train()
-        buckets = _spread(model, what, mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    device = stand_in() if what.offload else torch.device("cpu")
+    tracker.device = device.type
+    with _ranks(what, device) as meshes, _no_values(what), tracker:
+        ready = _ready(build, what, meshes, device)
         for _ in range(STEPS):
             tracker.phase = "forward"
             tracker.restart()
-            for number in range(what.passes):
-                if what.kind == "fsdp2":
-                    cast("FSDPModule", model).set_requires_gradient_sync(number == what.passes - 1)
-                _pass(model, what, tracker)
+            ready.passes(tracker)
             passes, at_peak, kinds = tracker.peak_bytes, dict(tracker.at_peak), tracker.kinds
             tracker.phase = "optimizer"
             tracker.restart()
-            optimizer.step()
+            ready.optimizer.step()
             update, at_update = tracker.peak_bytes, dict(tracker.at_peak)
-            optimizer.zero_grad()
-        del buckets
+            ready.optimizer.zero_grad()
         if update > passes:
             at_peak = at_update
     return {
@@ -197,6 +208,101 @@ def step(build: Callable[[], nn.Module], what: Step, tracker: PeakTracker) -> di
         "by_phase": at_peak,
         "kinds": [[*kind, count] for kind, count in kinds.items()],
     }
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A model that is spread.
+
+    Attributes:
+        optimizer: Of its parameters.
+        passes: Runs the passes of a step.
+        kept: What lives as long as the model.
+    """
+
+    optimizer: torch.optim.Optimizer
+    passes: Callable[[PeakTracker], None]
+    kept: Any = None
+
+
+@contextlib.contextmanager
+def _no_values(what: Step) -> Iterator[None]:
+    """Nothing is computed, unless `what` says so; and what a step needs beside that."""
+    with contextlib.ExitStack() as stack:
+        if not what.real:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        if what.offload:
+            stack.enter_context(flash_attention())
+        if what.ep > 1:
+            from hpctrain.strategy.measure_experts import even_exchange
+
+            stack.enter_context(even_exchange())
+        yield
+
+
+def _ready(build: Callable[[], nn.Module], what: Step, meshes: Any, device: torch.device) -> _Ready:
+    """Build a model and spread it as hpctrain's engines do."""
+    if what.lora or what.offload:  # neither can be made of tensors that have no values
+        with _disable_current_modes(), torch.device("meta"):
+            model = adapted(build(), what.lora) if what.lora else build()
+    else:
+        model = build()
+    model.train()
+    if what.lora:
+        fill(model, device)
+    if what.pp > 1:
+        return _stage(model, what, meshes)
+    kept = _spread(model, what, meshes)
+    if what.offload:
+        fill(model, device)
+
+    def passes(tracker: PeakTracker) -> None:
+        for number in range(what.passes):
+            if what.kind == "fsdp2":
+                cast("FSDPModule", model).set_requires_gradient_sync(number == what.passes - 1)
+            _pass(model, what, tracker, device)
+
+    return _Ready(_adamw(model), passes, kept)
+
+
+def _stage(model: nn.Module, what: Step, meshes: Any) -> _Ready:
+    """One of a pipeline's."""
+    from hpctrain.strategy import measure_pipeline
+
+    engine = measure_pipeline.stage_of(
+        model,
+        what.mesh,
+        meshes,
+        stage=what.stage,
+        recompute=what.recompute,
+        low=what.low,
+        optimizer_of=_adamw,
+    )
+    ids = torch.zeros((what.micro, what.seq), dtype=torch.long)
+
+    def passes(_tracker: PeakTracker) -> None:
+        measure_pipeline.passes(engine, model, ids, what.passes, _loss_of)
+
+    return _Ready(engine.optimizer, passes, engine)
+
+
+def adapted(model: nn.Module, rank: int) -> nn.Module:
+    """A model with adapters on the matrices of its blocks, as peft wraps it.
+
+    Raises:
+        CannotBuild: peft is not there, or takes no such model.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=rank, lora_alpha=rank, target_modules=list(ADAPTED))
+        return cast("nn.Module", get_peft_model(model, config))
+    except (ImportError, ValueError) as error:
+        raise CannotBuild(f"adapters are made by peft: {_line(error)}") from error
+
+
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The matrices of a block like Llama's."""
 
 
 def zero_step(build: Callable[[], nn.Module], what: Step, tracker: PeakTracker) -> dict[str, Any]:
@@ -235,12 +341,13 @@ def zero_step(build: Callable[[], nn.Module], what: Step, tracker: PeakTracker) 
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-4, foreach=True)
 
 
-def _pass(model: nn.Module, what: Step, tracker: PeakTracker) -> None:
+def _pass(model: nn.Module, what: Step, tracker: PeakTracker, device: torch.device = CPU) -> None:
     tracker.phase = "forward"
-    ids = torch.zeros((what.micro, what.seq), dtype=torch.long)
+    ids = torch.zeros((what.micro, what.seq), dtype=torch.long, device=device)
     casts = what.bf16 and what.kind != "fsdp2"
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
         loss = _loss(model, ids)
@@ -250,7 +357,10 @@ def _pass(model: nn.Module, what: Step, tracker: PeakTracker) -> None:
 
 def _loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Of a language model's logits. By itself, so that these end with it."""
-    out = model(ids)
+    return _loss_of(model(ids), ids)
+
+
+def _loss_of(out: Any, ids: torch.Tensor) -> torch.Tensor:
     logits = out if isinstance(out, torch.Tensor) else getattr(out, "logits", None)
     if logits is None:
         logits = out[0] if isinstance(out, tuple | list) else None
@@ -264,16 +374,17 @@ def _loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _ranks(what: Step) -> Any:
-    """This process as rank 0 of all; the meshes of an engine are made outside of FakeTensorMode."""
+def _ranks(what: Step, device: torch.device) -> Any:
+    """This process as one of all; the meshes of an engine are made outside of FakeTensorMode."""
     if what.ranks == 1 or what.kind != "fsdp2":
         yield None
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=what.ranks)
+    rank = what.stage * what.mesh.stage_ranks
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=what.ranks)
     try:
-        yield make_meshes(what.mesh, torch.device("cpu"))
+        yield make_meshes(what.mesh, device)
     finally:
         dist.destroy_process_group()
 
@@ -284,13 +395,18 @@ def _spread(model: nn.Module, what: Step, meshes: Any) -> list[torch.Tensor]:
         kind="fsdp2" if what.kind == "fsdp2" else "ddp",
         reshard_after_forward=what.reshard,
         activation_checkpointing="full" if what.recompute else "no",
+        offload="cpu" if what.offload else "no",
     )
+    if what.ep > 1:
+        from hpctrain.engines.experts import expert_parallelize
+
+        expert_parallelize(model, meshes)
     if what.tp > 1:
         tensor_parallelize(model, meshes.tp, settings, None)
     if what.recompute:
         recompute_blocks(model, "full")
     if what.kind == "fsdp2":
-        shard(model, meshes, torch.bfloat16 if what.bf16 else torch.float32, settings)
+        shard(model, meshes, what.low, settings)
     return _buckets(model) if what.kind == "ddp" else []
 
 
@@ -343,6 +459,9 @@ def main() -> None:
     """Answer stdin's question into the file that is named first."""
     question = json.load(sys.stdin)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    steps = [step for one in question.get("each", [question]) for step in one.get("steps", [])]
+    if any(step.get("offload") for step in steps):
+        stand_in()  # autograd counts the devices at its first backward pass, and not again
     try:
         said = answer(question)
     except CannotBuild as error:

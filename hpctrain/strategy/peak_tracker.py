@@ -24,6 +24,7 @@ class PeakTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         live_bytes: What tensors take now.
         peak_bytes: The most since `restart`.
+        device: Type of the device whose tensors count; empty for all.
         phase: What storages that are made now belong to.
         at_peak: Bytes of each phase's storages at the peak.
     """
@@ -33,6 +34,7 @@ class PeakTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.device = ""
         self.phase = "start"
         self.at_peak: Counter[str] = Counter()
         self.kinds: Counter[tuple[str, str, int]] = Counter()
@@ -59,7 +61,7 @@ class PeakTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count a tensor's storage, unless it is counted already."""
         if isinstance(tensor, DTensor):
             tensor = tensor.to_local() if tensor.requires_grad is False else tensor._local_tensor  # noqa: SLF001 - to_local is recorded by autograd
-        if tensor.device.type == "meta":
+        if tensor.device.type == "meta" or self.device not in {"", tensor.device.type}:
             return
         storage = tensor.untyped_storage()
         if id(storage) in self._live:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.text import duration, step_time
-from hpctrain.strategy.timing import AROUND
+from hpctrain.strategy.timing import AROUND, bubble
 
 if TYPE_CHECKING:
     from hpctrain.strategy.choice import Row, StrategyPlan
@@ -31,10 +31,15 @@ def heading(plan: StrategyPlan) -> str:
 
 
 def shown_rows(plan: StrategyPlan, *, compare: bool) -> list[Row]:
-    """All; or those up to the chosen one."""
-    if compare or plan.chosen is None:
+    """All; or those up to the chosen one, and all that do not offload before one that does."""
+    if compare:
         return plan.rows
-    return plan.rows[: plan.rows.index(plan.chosen) + 1]
+    considered = [row for row in plan.rows if not row.way.layout.lora or plan.asked.lora]
+    if plan.chosen is None or plan.chosen not in considered:
+        return considered if plan.chosen is None else [*considered, plan.chosen]
+    if plan.chosen.way.layout.offload:
+        return considered
+    return considered[: considered.index(plan.chosen) + 1]
 
 
 def cells(row: Row, plan: StrategyPlan) -> tuple[str, ...]:
@@ -63,13 +68,18 @@ def closing(plan: StrategyPlan, row: Row) -> list[str]:
     assert row.batch is not None  # noqa: S101 - a chosen row has one
     assert row.time is not None  # noqa: S101 - the same
     assert row.traffic is not None  # noqa: S101 - the same
+    host = f", {row.traffic.host / GB:.2g} GB to and from the host" if row.traffic.host else ""
     traffic = (
         f"{row.traffic.inside / GB:.2g} GB in the node, {row.traffic.between / GB:.2g} GB between"
+        f" nodes{host}"
     )
     lines = [
         f"step      {_step(row)}",
-        f"traffic   {traffic} nodes, sent by each GPU in a step",
+        f"traffic   {traffic}, sent by each GPU in a step",
     ]
+    if row.way.layout.pp > 1:
+        waits = bubble(row.batch, row.way)
+        lines.append(f"bubble    {waits:.0%} of a step, in which a stage waits for the others")
     if plan.saving is not None:
         saved = plan.saving
         lines.append(
@@ -154,6 +164,11 @@ def row_as_plain(row: Row) -> dict[str, Any]:
         "shards": layout.shards,
         "copies": layout.copies,
         "tp": layout.tp,
+        "pp": layout.pp,
+        "ep": layout.ep,
+        "offload": layout.offload,
+        "lora_rank": layout.lora or None,
+        "trained_by_hpctrain": row.way.is_trained,
         "recompute": layout.recompute,
         "reshard_after_forward": layout.reshard,
         "peak_bytes": most.nbytes if most else None,
@@ -161,7 +176,10 @@ def row_as_plain(row: Row) -> dict[str, Any]:
         "allowance_bytes": most.allowance if most else None,
         "moment": most.moment if most else None,
         "parts": {name: round(n) for name, n in most.parts.items()} if most else None,
+        "host_bytes_per_node": row.host,
         "traffic_bytes": round(row.traffic.nbytes) if row.traffic else None,
+        "host_traffic_bytes": round(row.traffic.host) if row.traffic else None,
+        "bubble": bubble(batch, row.way) if batch else None,
         "step_s": time.seconds if time else None,
         "step_basis": time.basis if time else None,
     }

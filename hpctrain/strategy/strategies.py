@@ -1,7 +1,8 @@
 """The ways to spread a model over GPUs, from simple to complex, and what each asks of the cluster.
 
 `candidates` lists them for so many nodes and GPUs, in the order in which the first that fits is
-taken; a way that the model or the cluster cannot have says why. Pure.
+taken; a way that the model or the cluster cannot have says why, and so does one that is shown but
+never taken by itself. `adapted` lists those that train adapters alone. Pure.
 tests/unit/strategy/test_strategies.py holds the order.
 """
 
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from hpctrain.plan.mesh import divisors
 from hpctrain.strategy.activations import FP32
-from hpctrain.strategy.facts import LLAMA
+from hpctrain.strategy.facts import LLAMA, MOE
 from hpctrain.strategy.memory import Spread
+from hpctrain.strategy.stages import MICROBATCHES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,10 +30,12 @@ class Machines:
     Attributes:
         nodes: Of the job.
         gpus: Of a node.
+        memory: Bytes of a node's own; None where it is not known.
     """
 
     nodes: int
     gpus: int
+    memory: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -49,6 +53,8 @@ class Strategy:
         layout: How the model lies on the ranks.
         data_ranks: Ranks that have samples of their own.
         impossible: Why it cannot be had here; empty where it can.
+        aside: Why it is shown and never taken by itself; empty for the others.
+        is_trained: Whether hpctrain trains so; else the row is one of memory.
     """
 
     key: str
@@ -56,18 +62,72 @@ class Strategy:
     layout: Spread
     data_ranks: int
     impossible: str = ""
+    aside: str = ""
+    is_trained: bool = True
 
     @property
     def ranks(self) -> int:
         """GPUs that it uses."""
-        return self.data_ranks * self.layout.tp
+        return self.data_ranks * self.layout.tp * self.layout.pp
+
+    @property
+    def least_passes(self) -> int:
+        """Of a step: a pipeline waits for too long with fewer."""
+        return MICROBATCHES * self.layout.pp if self.layout.pp > 1 else 1
 
 
 def candidates(model: ModelFacts, cluster: Machines, *, low: int = 2) -> list[Strategy]:
-    """Every way, the simplest first."""
+    """Every way that trains all weights, the simplest first."""
     plain = [*_copied(cluster, low), *_sharded(cluster, low)]
+    again = [_recomputing(way) for way in plain]
     cut = list(_cut(model, cluster, low))
-    return [*plain, *map(_recomputing, plain), *cut, *map(_recomputing, cut)]
+    piped = list(_piped(model, cluster, low))
+    shared = list(_shared_experts(model, cluster, low))
+    more = [each for ways in (cut, piped, shared) for each in (*ways, *map(_recomputing, ways))]
+    return [*plain, *again, *_offloaded(again), *more]
+
+
+def adapted(
+    model: ModelFacts, cluster: Machines, rank: int, *, asked: bool, low: int = 2
+) -> list[Strategy]:
+    """The ways to train adapters alone: those of hpctrain, and QLoRA's memory.
+
+    Args:
+        model: To be adapted.
+        cluster: Nodes and their GPUs.
+        rank: Of the adapters.
+        asked: Adapters are what is wanted; else they are shown for comparison.
+        low: Bytes of a number in products.
+    """
+    kinds = ("single", "ddp", "fsdp2")
+    plain = [way for way in (*_copied(cluster, low), *_sharded(cluster, low)) if way.key in kinds]
+    ways = [_adapting(model, way, rank, asked=asked) for way in plain]
+    ways += [_recomputing(way) for way in ways]
+    return ways + [_quantised(way) for way in ways if way.layout.kind in {"single", "ddp"}][-1:]
+
+
+def _adapting(model: ModelFacts, way: Strategy, rank: int, *, asked: bool) -> Strategy:
+    why = "" if model.family == LLAMA else "adapters are counted on decoders like Llama alone"
+    aside = way.aside or ("" if asked else f"trains adapters alone: ask for it with --lora {rank}")
+    return replace(
+        way,
+        key=f"lora-{way.key}",
+        title=f"LoRA {rank}, {way.title}",
+        layout=replace(way.layout, lora=rank),
+        impossible=way.impossible or why,
+        aside=aside,
+    )
+
+
+def _quantised(way: Strategy) -> Strategy:
+    return replace(
+        way,
+        key=way.key.replace("lora", "qlora"),
+        title=f"Q{way.title}",
+        layout=replace(way.layout, quantised=True),
+        aside="memory only: hpctrain trains no quantised weights",
+        is_trained=False,
+    )
 
 
 def _recomputing(way: Strategy) -> Strategy:
@@ -77,7 +137,7 @@ def _recomputing(way: Strategy) -> Strategy:
 
 def _copied(cluster: Machines, low: int) -> Iterator[Strategy]:
     single = "" if cluster.ranks == 1 else f"uses 1 of {cluster.ranks} GPUs"
-    yield Strategy("single", "one GPU", Spread("single", low=low), 1, single)
+    yield Strategy("single", "one GPU", Spread("single", low=low), 1, aside=single)
     if cluster.ranks > 1:
         yield Strategy("ddp", f"DDP x{cluster.ranks}", Spread("ddp", low=low), cluster.ranks)
 
@@ -110,6 +170,49 @@ def _cut(model: ModelFacts, cluster: Machines, low: int) -> Iterator[Strategy]:
         layout = Spread("fsdp2", shards=rest, tp=tp, low=low)
         why = tp_misfit(model, tp)
         yield Strategy(f"tp{tp}", f"TP {tp} x FSDP2 {rest}", layout, rest, why)
+
+
+def _offloaded(ways: list[Strategy]) -> Iterator[Strategy]:
+    """What shards everything may rest on the host; only with blocks computed again, as before."""
+    for way in ways:
+        if way.layout.kind in {"fsdp2", "zero3"} and way.layout.reshard and way.layout.copies == 1:
+            layout = replace(way.layout, offload=True)
+            yield replace(
+                way, key=f"{way.key}+offload", title=f"{way.title}, offload", layout=layout
+            )
+
+
+def _piped(model: ModelFacts, cluster: Machines, low: int) -> Iterator[Strategy]:
+    """Stages lie across nodes where there are several; each is sharded over its ranks."""
+    across = cluster.nodes if cluster.nodes > 1 else cluster.gpus
+    for pp in [n for n in divisors(across) if n > 1]:
+        rest = cluster.ranks // pp
+        layout = Spread("fsdp2", shards=rest, pp=pp, low=low)
+        yield Strategy(f"pp{pp}", f"PP {pp} x FSDP2 {rest}", layout, rest, pp_misfit(model, pp))
+
+
+def _shared_experts(model: ModelFacts, cluster: Machines, low: int) -> Iterator[Strategy]:
+    """Experts are shared in a node; a model without any has no such way."""
+    if model.family != MOE:
+        return
+    aside = (
+        "engine.ep takes no model of Hugging Face: put the experts into a module of their own "
+        "(docs/engines.md)"
+    )
+    for ep in [n for n in divisors(cluster.gpus) if n > 1]:
+        layout = Spread("fsdp2", shards=cluster.ranks, ep=ep, low=low)
+        why = f"ep {ep} does not divide {model.experts} experts" if model.experts % ep else ""
+        title = f"EP {ep} x FSDP2 {cluster.ranks // ep}"
+        yield Strategy(f"ep{ep}", title, layout, cluster.ranks, why, aside)
+
+
+def pp_misfit(model: ModelFacts, pp: int) -> str:
+    """Why a model cannot be cut into so many stages; empty where it can."""
+    if model.family != LLAMA:
+        return "hpctrain cuts decoders like Llama into stages"
+    if model.layers < pp:
+        return f"{pp} stages need {pp} blocks, and there are {model.layers}"
+    return ""
 
 
 def tp_misfit(model: ModelFacts, tp: int) -> str:

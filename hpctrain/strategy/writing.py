@@ -12,10 +12,10 @@ from hpctrain.plan.deepspeed import engine_config
 from hpctrain.settings.schema import EngineSettings
 from hpctrain.strategy.activations import FP32
 from hpctrain.strategy.exports import (
-    has_megatron,
     jobset_yaml,
     lightning_trainer,
     megatron_args,
+    megatron_misfit,
 )
 from hpctrain.strategy.screen import as_plain, heading
 
@@ -47,15 +47,32 @@ def files_of(
         ),
         "launch.sh": launch(plan),
         "train.sbatch": batch_script(plan, time=time, partition=partition),
-        "accelerate.yaml": accelerate_yaml(plan, row, precision=precision),
-        "lightning_trainer.py": lightning_trainer(plan, row, precision=precision),
         "jobset.yaml": jobset_yaml(plan, row, program=PROGRAM),
     }
-    if has_megatron(row, plan):
+    gone = without_equivalent(plan, row)
+    if "accelerate.yaml" not in gone:
+        texts["accelerate.yaml"] = accelerate_yaml(plan, row, precision=precision)
+    if "lightning_trainer.py" not in gone:
+        texts["lightning_trainer.py"] = lightning_trainer(plan, row, precision=precision)
+    if "megatron.args" not in gone:
         texts["megatron.args"] = megatron_args(plan, row, precision=precision)
     if row.way.layout.kind.startswith("zero"):
         texts["ds_config.json"] = ds_config(plan, row, precision=precision)
     return texts
+
+
+def without_equivalent(plan: StrategyPlan, row: Row) -> dict[str, str]:
+    """Files that others have no words for, and why."""
+    layout, gone = row.way.layout, dict[str, str]()
+    for axis, what in (("pp", "pipelines"), ("ep", "experts on several ranks")):
+        if getattr(layout, axis) > 1:
+            gone |= {
+                "accelerate.yaml": f"accelerate knows no {what}",
+                "lightning_trainer.py": f"Lightning's Trainer knows no {what}",
+            }
+    if why := megatron_misfit(row, plan):
+        gone["megatron.args"] = why
+    return gone
 
 
 def ds_config(plan: StrategyPlan, row: Row, *, precision: str) -> str:
@@ -64,6 +81,7 @@ def ds_config(plan: StrategyPlan, row: Row, *, precision: str) -> str:
     engine = EngineSettings(
         kind=row.way.layout.kind,
         activation_checkpointing="full" if row.way.layout.recompute else "no",
+        offload="cpu" if row.way.layout.offload else "no",
     )
     config = engine_config(engine, precision=precision, data_ranks=row.way.data_ranks)
     config |= {
@@ -90,6 +108,12 @@ def hpctrain_toml(
         engine["tp"] = str(layout.tp)
     if layout.copies > 1:
         engine["dp_replicate"] = str(layout.copies)
+    if layout.pp > 1:
+        engine |= {"pp": str(layout.pp), "pp_schedule": "1f1b"}
+    if layout.ep > 1:
+        engine["ep"] = str(layout.ep)
+    if layout.offload:
+        engine["offload"] = "cpu"
     slurm: dict[str, str | int] = {
         "nodes": str(cluster.nodes),
         "gpus_per_node": cluster.gpus,
@@ -101,6 +125,11 @@ def hpctrain_toml(
         f"# {row.way.title}: written by hpctrain plan.",
         f"# {heading(plan)}",
         f"# {batch.micro} samples x {batch.passes} passes x {row.way.data_ranks} ranks a step.",
+        *(
+            [f"# Adapters of rank {layout.lora} are your program's: peft's get_peft_model."]
+            if layout.lora
+            else []
+        ),
         "",
         *_table("slurm", slurm),
         *_table("engine", engine),
@@ -179,7 +208,7 @@ def accelerate_yaml(plan: StrategyPlan, row: Row, *, precision: str) -> str:
             "  fsdp_state_dict_type: SHARDED_STATE_DICT",
             f"  fsdp_activation_checkpointing: {str(layout.recompute).lower()}",
             "  fsdp_cpu_ram_efficient_loading: true",
-            "  fsdp_offload_params: false",
+            f"  fsdp_offload_params: {str(layout.offload).lower()}",
         ]
     if kind == "DEEPSPEED":
         lines += [

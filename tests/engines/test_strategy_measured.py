@@ -32,14 +32,27 @@ def test_predicted_peaks_are_the_measured_ones():
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_every_predicted_peak_is_near_the_measured_one():
-    errors = _errors([*plan_cases.EVERY, *plan_cases.TENSOR, *plan_cases.ZERO], patience_s=1700)
+    more = (plan_cases.OFFLOAD, plan_cases.STAGES, plan_cases.ADAPTERS, plan_cases.EXPERTS)
+    cases = [*plan_cases.EVERY, *plan_cases.TENSOR, *plan_cases.ZERO, *(c for m in more for c in m)]
+    errors = _errors(cases, patience_s=3400)
 
     close = sum(abs(error) <= CLOSE for error in errors.values())
     assert len(errors) >= 40
     assert close >= 0.9 * len(errors), errors
     assert {name: error for name, error in errors.items() if abs(error) > FAR} == {}
+
+
+@pytest.mark.timeout(600)
+def test_the_device_that_stands_in_has_what_a_cpu_has_but_what_rests_on_the_host():
+    step = {**plan_cases.FSDP2, **plan_cases.SMALL}
+    cases = [("llama-20M", step), ("llama-20M", {**step, "offload": True})]
+    params = of_config(plan_cases.MODELS["llama-20M"], "llama").params
+
+    kept, away = plan_cases.measured(cases, MOST_S)
+
+    assert kept - away == pytest.approx(12 * params / 8, rel=0.02)
 
 
 def test_parameters_are_counted_as_the_models_own_code_makes_them():

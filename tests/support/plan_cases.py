@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.strategy.choice import PlanRequest
 from hpctrain.strategy.facts import of_config
 from hpctrain.strategy.hardware import Accelerator
-from hpctrain.strategy.memory import Batch, Spread, peak
+from hpctrain.strategy.memory import Batch, Spread
+from hpctrain.strategy.peaks import peak, stage_peaks
 from hpctrain.strategy.reading import ask as child
 from hpctrain.strategy.strategies import Machines
 from hpctrain.strategy.timing import Links
@@ -64,6 +65,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "vocab_size": 32_000, "num_local_experts": 8,
         "num_experts_per_tok": 2, "experts_implementation": "grouped_mm",
     },
+    "mixtral-45M": {
+        "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 512,
+        "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "vocab_size": 1024, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "experts_implementation": "grouped_mm",
+    },
+    "mixtral-12M": {
+        "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 256,
+        "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "vocab_size": 2048, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "experts_implementation": "grouped_mm",
+    },
 }  # fmt: skip
 
 Case = tuple[str, dict[str, Any]]
@@ -84,6 +97,12 @@ QUICK: list[Case] = [
     ("gpt2-124M", {**FSDP2, **LONG, "passes": 2}),
     ("bert-52M", {**HSDP, **SMALL, **AGAIN}),
     ("mixtral-270M", {**FSDP2, **SMALL}),
+    ("llama-20M", {**FSDP2, **SMALL, "offload": True}),
+    ("llama-20M", {**FSDP2, **SMALL, "pp": 2, "stage": 0, "passes": 8}),
+    ("llama-20M", {**FSDP2, **SMALL, "pp": 2, "stage": 1, "passes": 8}),
+    ("llama-20M", {**SINGLE, **SMALL, "lora": 16}),
+    ("llama-20M", {**FSDP2, **SMALL, "lora": 16}),
+    ("mixtral-12M", {**FSDP2, **SMALL, "ep": 4, "real": True}),
 ]
 """Of each family and each way, in seconds."""
 
@@ -122,6 +141,51 @@ ZERO: list[Case] = [
 """DeepSpeed's engine as hpctrain sets it, on this machine's processors."""
 
 
+_HALF = {"micro": 2, "seq": 1024, "passes": 2}
+OFFLOAD: list[Case] = [
+    *((name, {**FSDP2, **size, **more, "offload": True})
+      for name in ("llama-156M", "llama-748M", "gpt2-124M")
+      for size in (SMALL, LONG) for more in ({}, AGAIN)),
+    *((name, {**FSDP2, **_HALF, "offload": True})
+      for name in ("llama-156M", "llama-748M", "gpt2-124M")),
+]  # fmt: skip
+"""On a device that stands in for a GPU: its tensors are counted, those of the host are not."""
+
+STAGES: list[Case] = [
+    ("llama-156M", {**FSDP2, **size, "pp": pp, "stage": stage, "passes": 4 * pp, **more})
+    for pp, stage in ((2, 0), (2, 1), (4, 0))
+    for size in (SMALL, {"micro": 2, "seq": 2048}) for more in ({}, AGAIN)
+] + [("llama-156M", {**FSDP2, **SMALL, "pp": 4, "stage": 1, "passes": 16})]  # fmt: skip
+"""Of pipelines: one stage each, by hpctrain's own engine and torch's 1F1B."""
+
+ADAPTERS: list[Case] = [
+    *(("llama-156M", {**way, **size, **more, "lora": 16})
+      for way in (FSDP2, SINGLE, DDP) for size in (SMALL, LONG) for more in ({}, AGAIN)),
+    ("llama-748M", {**FSDP2, **SMALL, **AGAIN, "lora": 16}),
+    ("llama-748M", {**SINGLE, **LONG, "lora": 16}),
+    ("llama-748M", {**SINGLE, **SMALL, **AGAIN, "lora": 64}),
+    ("llama-156M", {**FSDP2, **LONG, "lora": 64}),
+    *(("llama-156M", {**way, **_HALF, "lora": 16}) for way in (FSDP2, SINGLE)),
+]  # fmt: skip
+"""As peft wraps a model."""
+
+_QUARTER = {"micro": 1, "seq": 256}
+_FOUR = {"micro": 4, "seq": 512}
+EXPERTS: list[Case] = [
+    (name, {**FSDP2, "ep": ep, "real": True, **size})
+    for name, ep, size in (
+        ("mixtral-45M", 2, _QUARTER), ("mixtral-45M", 8, _QUARTER),
+        ("mixtral-45M", 8, {**_QUARTER, **AGAIN}), ("mixtral-45M", 4, _FOUR),
+        ("mixtral-45M", 4, {**_FOUR, **AGAIN}), ("mixtral-45M", 4, {**_QUARTER, "passes": 2}),
+        ("mixtral-12M", 2, SMALL), ("mixtral-12M", 4, SMALL), ("mixtral-12M", 8, SMALL),
+        ("mixtral-12M", 4, _FOUR), ("mixtral-12M", 4, {**_FOUR, **AGAIN}),
+        ("mixtral-12M", 8, {**SMALL, **AGAIN}),
+        ("mixtral-12M", 2, {"micro": 2, "seq": 512, "passes": 2}),
+    )
+]  # fmt: skip
+"""Blocks of a Mixtral with the recipe's experts, as many tokens coming as going."""
+
+
 def measured(cases: list[Case], patience_s: float) -> list[int]:
     """Exact peaks, bytes; DeepSpeed's cases in a process each, since it keeps its groups."""
     alone = [number for number, (_, step) in enumerate(cases) if step["kind"].startswith("zero")]
@@ -129,7 +193,7 @@ def measured(cases: list[Case], patience_s: float) -> list[int]:
     groups.append([n for n in range(len(cases)) if n not in alone])
     peaks = dict[int, int]()
     for group in groups:
-        each = [{"model": {"config": MODELS[cases[n][0]]}, "steps": [cases[n][1]]} for n in group]
+        each = [{"model": _source(*cases[n]), "steps": [cases[n][1]]} for n in group]
         answers = child({"model": {}, "each": each}, patience_s)["each"] if group else []
         for number, answer in zip(group, answers, strict=True):
             (step,) = answer["steps"]
@@ -138,22 +202,35 @@ def measured(cases: list[Case], patience_s: float) -> list[int]:
     return [peaks[number] for number in range(len(cases))]
 
 
+def _source(name: str, step: dict[str, Any]) -> dict[str, Any]:
+    if "ep" in step:  # a model whose experts an engine takes
+        return {"callable": f"tests.support.mixtral:{name.lower().replace('-', '_')}"}
+    return {"config": MODELS[name]}
+
+
 def predicted(case: Case) -> Peak:
     """What the formulas say."""
     name, step = case
     kind, copies = step["kind"], step.get("copies", 1)
-    tp = step.get("tp", 1)
+    tp, pp = step.get("tp", 1), step.get("pp", 1)
     layout = Spread(
         kind,
-        shards=step.get("ranks", 1) // copies // tp if kind not in {"single", "ddp"} else 1,
+        shards=step.get("ranks", 1) // copies // tp // pp if kind not in {"single", "ddp"} else 1,
         copies=copies,
         tp=tp,
         recompute=step.get("recompute", False),
         reshard=step.get("reshard", True),
         low=2 if step.get("bf16", True) else 4,
+        offload=step.get("offload", False),
+        pp=pp,
+        ep=step.get("ep", 1),
+        lora=step.get("lora", 0),
     )
-    batch = Batch(step["micro"], step["seq"], step.get("passes", 1))
-    return peak(of_config(MODELS[name], name), batch, layout)
+    batch, model = Batch(step["micro"], step["seq"], step.get("passes", 1)), MODELS[name]
+    facts = of_config(model, name)
+    if pp > 1:
+        return stage_peaks(facts, batch, layout)[step["stage"]]
+    return peak(facts, batch, layout)
 
 
 def title(case: Case) -> str:
@@ -177,3 +254,15 @@ def ask(
     batch = {"global_batch": nodes * gpus} | more
     gpu = Accelerator("GPU", round(gb * 1e9), 300e12, 300e9, bf16=True)
     return PlanRequest(facts, Machines(nodes, gpus), gpu, Links(300e9, 25e9), seq, **batch)
+
+
+def for_key(key: str, **more: Any) -> PlanRequest:
+    """A question among whose answers is the strategy of this key."""
+    needs: dict[str, Any] = {}
+    if key.startswith("pp"):
+        needs = {"global_batch": 128}
+    if key.startswith("ep"):
+        needs = {"model": "mixtral-270M"}
+    if key.startswith("lora"):
+        needs = {"lora": 16}
+    return ask(**(needs | more))

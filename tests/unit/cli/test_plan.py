@@ -54,6 +54,73 @@ def test_memory_is_explained_with_formulas_and_sources(config, capsys):
     assert "an allowance, no measurement" in text
 
 
+def test_ways_that_train_less_are_compared_and_not_shown_else(config, capsys):
+    assert main(["plan", config, *ASKED, "--gpu-mem", "24"]) == 0
+    assert "LoRA" not in capsys.readouterr().out
+    assert main(["plan", config, *ASKED, "--compare"]) == 0
+    text = capsys.readouterr().out
+    assert "trains adapters alone: ask for it with --lora 16" in text
+    assert "memory only: hpctrain trains no quantised weights" in text
+    assert main(["plan", config, *ASKED, "--lora", "8", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["chosen"] == "lora-ddp"
+    assert {row["lora_rank"] for row in plan["rows"]} == {8}
+    assert [row["strategy"] for row in plan["rows"] if not row["trained_by_hpctrain"]] == [
+        "qlora-ddp+recompute"
+    ]
+    assert plan["checkpoint"]["bytes"] == 12 * 32 * 8 * (4 * 2 * 4096 + 3 * (4096 + 11_008))
+
+
+def test_a_pipelines_bubble_and_its_passes_are_told(config, capsys):
+    command = ["plan", config, *ASKED, "--global-batch", "128", "--strategy", "pp2"]
+    assert main(command) == 0
+    assert "bubble    11% of a step" in capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert (rows["pp2"]["pp"], rows["pp2"]["passes"]) == (2, 8)
+    assert rows["pp2"]["bubble"] == pytest.approx(1 / 9)
+    assert rows["fsdp2"]["bubble"] == 0
+
+
+def test_a_node_whose_memory_is_known_to_be_too_small_offloads_nothing(config, tmp_path, capsys):
+    site = tmp_path / "mine.toml"
+    site.write_text(
+        'description = "x"\nstability = "local"\n'
+        '[partitions.gpu]\ngpus_per_node = 8\ngpu = "H100 SXM 80 GB"\nmem_gib = 48\n'
+    )
+    command = ["plan", config, "--site", str(site), "--nodes", "2", "--json"]
+    key = "fsdp2+recompute+offload"
+    for more, fits in (([], False), (["--node-mem", "60"], True)):
+        assert main([*command, *more]) == 0
+        rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+        assert rows[key]["fits"] is fits
+        assert rows[key]["host_bytes_per_node"] == 8 * 6_738_415_616
+        assert rows[key]["step_s"] is None
+    assert main([*command, "--host-gbs", "25", "--net-gbs", "25", "--strategy", key]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    (row,) = [row for row in plan["rows"] if row["strategy"] == key]
+    assert row["step_s"] > row["host_traffic_bytes"] / 25e9 > 0
+    assert "its size is not known" not in " ".join(plan["notes"])
+
+
+def test_what_rests_on_a_host_of_unknown_size_is_said(config, capsys):
+    assert main(["plan", config, *ASKED, "--gpu-mem", "8"]) == 0
+
+    said = capsys.readouterr()
+    assert "FSDP2 x16, recompute, offload" in said.out
+    assert "TP 8 x FSDP2 2, recompute" in said.out, "those that come before it, all of them"
+    assert "each node's own memory has to hold 54 GB of state" in said.out + said.err
+
+
+def test_files_that_others_have_no_words_for_are_said_to_be_missing(config, tmp_path, capsys):
+    command = ["plan", config, *ASKED, "--global-batch", "128", "--strategy", "pp2"]
+    assert main([*command, "-o", str(tmp_path / "out")]) == 0
+
+    said = capsys.readouterr()
+    assert "no accelerate.yaml: accelerate knows no pipelines" in said.out + said.err
+    assert not (tmp_path / "out" / "accelerate.yaml").exists()
+
+
 def test_the_budget_is_told_in_gpu_hours_and_jobs(config, capsys):
     more = ["--steps", "100000", "--time", "1-00:00:00", "--save-gbs", "5"]
     assert main(["plan", config, *ASKED, *more, "--json"]) == 0
@@ -122,6 +189,8 @@ def test_files_are_written_into_a_folder(config, tmp_path, capsys):
         (["CONFIG", *ASKED, "--global-batch", "48", "--micro-batch", "5"], 2, "nearest: 3"),
         (["CONFIG", *ASKED, "--layers", "3"], 2, "--layers goes without MODEL"),
         (["CONFIG", *ASKED, "--strategy", "x"], 2, "--strategy x: there is none here"),
+        (["CONFIG", *ASKED, "--lora", "0"], 2, "0 is not in the range"),
+        (["CONFIG", *ASKED, "--lora", "8", "--strategy", "qlora-ddp+recompute"], 2, "no quantised"),
         (["CONFIG", *ASKED, "--time", "soon"], 2, "--time 'soon' is no time limit"),
         (["CONFIG", "--gpu-mem", "1"], 3, "nothing fits 1 GB on 1 GPUs; the nearest is"),
         (["CONFIG", *ASKED, "--site", "nowhere"], 4, "nowhere"),
@@ -154,7 +223,8 @@ def test_measured_peaks_take_the_formulas_place(tmp_path, capsys):
     command = ["plan", str(path), "--gpu-mem", "80", "--seq", "256", "--measure", "--json"]
     assert main(command) == 0
 
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    rows = [row for row in json.loads(capsys.readouterr().out)["rows"] if row["peak_bytes"]]
+    assert [row["strategy"] for row in rows] == ["single", "single+recompute"]
     for row in rows:
         assert row["measured_bytes"] == pytest.approx(row["peak_bytes"], rel=0.05)
         assert "measured" in row["why"]

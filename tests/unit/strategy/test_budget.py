@@ -12,7 +12,7 @@ RULES = {"save_gbs": None, "max_loss_s": 1800.0, "keep_last": 3, "limit_s": None
 
 
 def test_a_checkpoint_holds_masters_and_moments_and_one_more_is_being_written():
-    saved = saving(LLAMA, Machines(4, 4), **RULES)
+    saved = saving(LLAMA.params, Machines(4, 4), **RULES)
 
     assert saved.nbytes == 12 * LLAMA.params
     assert saved.disk == 4 * saved.nbytes
@@ -21,11 +21,11 @@ def test_a_checkpoint_holds_masters_and_moments_and_one_more_is_being_written():
 
 
 def test_the_interval_is_the_projects_own():
-    saved = saving(LLAMA, Machines(4, 4), **(RULES | {"save_gbs": 5.0, "max_loss_s": 1e6}))
+    saved = saving(LLAMA.params, Machines(4, 4), **(RULES | {"save_gbs": 5.0, "max_loss_s": 1e6}))
 
     assert saved.save_s == pytest.approx(12 * LLAMA.params / 5e9)
     assert saved.why.startswith("Daly")
-    short = saving(LLAMA, Machines(4, 4), **(RULES | {"save_gbs": 5.0, "limit_s": 1200.0}))
+    short = saving(LLAMA.params, Machines(4, 4), **(RULES | {"save_gbs": 5.0, "limit_s": 1200.0}))
     assert short.interval_s == 300
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hpctrain.errors import ChecksFailed, UsageError
@@ -34,8 +36,11 @@ def test_where_the_parameters_do_not_fit_they_are_sharded_too():
 def test_beyond_that_matrices_are_cut_over_the_gpus_of_a_node():
     large = {"model": "llama-405B", "nodes": 64, "seq": 512}
     asked = ask(**large)
-    needed = {row.way.key: row.peak.needed for row in choice.rows_of(asked)}
-    sharded = min(needed[key] for key in needed if not key.startswith("tp"))
+    needed = {row.way.key: row.peak.needed for row in choice.rows_of(asked) if row.peak}
+    apart = ("tp", "pp", "lora", "qlora")
+    sharded = min(
+        needed[key] for key in needed if not key.startswith(apart) and "offload" not in key
+    )
     cut = min(needed[key] for key in needed if key.startswith("tp"))
     assert cut < sharded
 
@@ -54,9 +59,98 @@ def test_recomputation_comes_before_matrices_are_cut_and_after_sharding():
     keys = [row.way.key for row in choice.rows_of(ask())]
 
     order = ["single", "ddp", "fsdp2-no-reshard", "zero1", "zero2", "fsdp2", "zero3", "hsdp"]
-    order += ["ddp+recompute", "tp2"]
+    order += ["ddp+recompute", "fsdp2+recompute+offload", "zero3+recompute+offload"]
+    order += ["tp2", "tp2+recompute", "pp2", "pp2+recompute", "lora-ddp", "qlora-ddp+recompute"]
     assert [key for key in keys if key in order] == order
     assert taken(ask(gb=15)) == "fsdp2+recompute"
+
+
+def test_the_host_is_used_where_nothing_that_stays_on_the_gpus_fits():
+    rows = {row.way.key: row for row in choice.rows_of(ask(gb=12, micro=1))}
+    away, cut = rows["fsdp2+recompute+offload"], rows["tp8+recompute"]
+    assert away.fits
+    assert cut.fits
+
+    assert choice.choose([away, cut]) is cut
+    assert choice.choose([away]) is away
+    assert taken(ask(gb=8, micro=1)) == "fsdp2+recompute+offload"
+
+
+@pytest.mark.parametrize(
+    ("memory", "fits", "said"),
+    [
+        (None, True, "54.0 GB of a node's memory, whose size is not known (--node-mem)"),
+        (100, True, "54.0 GB of a node's memory of 100.0 GB"),
+        (50, False, "54.0 GB of a node's memory, which has 50.0 GB"),
+    ],
+)
+def test_a_node_has_to_hold_what_is_offloaded(memory, fits, said):
+    asked = ask(gb=40)
+    machines = replace(asked.cluster, memory=memory and memory * 10**9)
+    rows = {row.way.key: row for row in choice.rows_of(replace(asked, cluster=machines))}
+
+    row = rows["fsdp2+recompute+offload"]
+    assert row.fits is fits
+    assert row.why.endswith(said.replace("54.0", f"{row.host / 1e9:.1f}"))
+    assert row.host == pytest.approx(8 * 16 * asked.model.params / 16)
+    assert rows["zero3+recompute+offload"].host == pytest.approx(8 * 18 * asked.model.params / 16)
+    assert rows["fsdp2+recompute"].host == 0
+
+
+def test_a_pipeline_wants_four_microbatches_for_each_stage():
+    few = {row.way.key: row for row in choice.rows_of(ask(global_batch=16))}
+    many = {row.way.key: row for row in choice.rows_of(ask(global_batch=128))}
+
+    assert few["pp2"].batch is None
+    assert few["pp2"].why == "2 stages want 8 passes a step, and there are 2: --global-batch 64"
+    assert many["pp2"].batch.passes == 8
+    assert many["pp2"].batch.micro == 2
+    alone = {row.way.key: row for row in choice.rows_of(ask(global_batch=64, micro=1))}
+    assert alone["pp2"].batch.passes == 8
+    given = {row.way.key: row for row in choice.rows_of(ask(global_batch=64, micro=2))}
+    assert given["pp2"].why.endswith("there are 4: --global-batch 128")
+
+
+def test_adapters_are_never_taken_by_those_who_train_all_weights():
+    rows = choice.rows_of(ask(gb=9))
+
+    shown = [row for row in rows if row.way.layout.lora]
+    assert {row.way.layout.lora for row in shown} == {choice.SHOWN_RANK}
+    assert not any(row.fits for row in shown)
+    assert shown[1].why == "trains adapters alone: ask for it with --lora 16"
+    assert choice.choose(rows) is None or not choice.choose(rows).way.layout.lora
+
+
+def test_who_asks_for_adapters_gets_them_alone_and_never_quantised_weights():
+    rows = choice.rows_of(ask(gb=80, lora=32))
+
+    assert {row.way.layout.lora for row in rows} == {32}
+    assert choice.choose(rows).way.key == "lora-ddp"
+    tiny = choice.rows_of(ask(gb=9, lora=32))
+    (quantised,) = [row for row in tiny if row.way.layout.quantised]
+    assert quantised.peak.needed < 9e9
+    assert not quantised.fits
+    with pytest.raises(UsageError, match="hpctrain trains no quantised weights"):
+        choice.choose(tiny, quantised.way.key)
+
+
+def test_experts_on_several_ranks_are_shown_and_taken_when_asked_for():
+    rows = choice.rows_of(ask("mixtral-270M", gb=80))
+    keys = {row.way.key: row for row in rows}
+
+    assert not keys["ep8"].fits
+    assert keys["ep8"].peak is not None
+    assert keys["ep8"].why.startswith("engine.ep takes no model of Hugging Face")
+    assert choice.choose(rows, "ep8").way.layout.ep == 8
+    assert "ep2" not in {row.way.key for row in choice.rows_of(ask())}
+
+
+def test_a_checkpoint_of_adapters_holds_them_alone():
+    asked = ask(lora=16)
+    rows = {row.way.key: row for row in choice.rows_of(asked)}
+
+    saved = choice.saved_params(asked, rows["lora-ddp"])
+    assert saved == 32 * 16 * (4 * 2 * 4096 + 3 * (4096 + 11_008))
 
 
 def test_one_gpu_of_many_is_never_taken_and_alone_it_is():

@@ -18,14 +18,15 @@ from torch.distributed.fsdp import FSDPModule
 from hpctrain.strategy import choice
 from hpctrain.strategy.exports import jobset_yaml, lightning_trainer, megatron_args
 from hpctrain.strategy.writing import files_of
-from tests.support.plan_cases import ask
+from tests.support.plan_cases import for_key
 
 OPTIONS = Path(__file__).parents[2] / "data" / "megatron-options.txt"
 KEYS = ["ddp", "fsdp2", "fsdp2-no-reshard", "hsdp", "fsdp2+recompute", "tp2", "zero2", "zero3"]
+KEYS += ["fsdp2+recompute+offload", "lora-ddp"]
 
 
 def planned(key, **more):
-    asked = ask(**more)
+    asked = for_key(key, **more)
     rows = choice.rows_of(asked)
     row = choice.choose(rows, key)
     return choice.StrategyPlan(asked, rows, row), row
@@ -66,11 +67,16 @@ def test_lightning_makes_the_trainer(key, gpus, tmp_path, monkeypatch):
 
     assert (found.num_devices, found.num_nodes, found.max_steps) == (8, 2, 3)
     assert found.accumulate_grad_batches == row.batch.passes
-    kinds = {"ddp": DDPStrategy, "zero2": DeepSpeedStrategy, "zero3": DeepSpeedStrategy}
+    kinds = {
+        "ddp": DDPStrategy,
+        "lora-ddp": DDPStrategy,
+        "zero2": DeepSpeedStrategy,
+        "zero3": DeepSpeedStrategy,
+    }
     assert type(found.strategy) is kinds.get(key, ModelParallelStrategy)
     if key.startswith("zero"):
         assert found.strategy.config["zero_optimization"]["stage"] == int(key[4])
-    elif key != "ddp":
+    elif not key.endswith("ddp"):
         assert found.strategy._data_parallel_size == row.way.data_ranks
         assert found.strategy._tensor_parallel_size == row.way.layout.tp
     shards = type(found.strategy) is ModelParallelStrategy
@@ -104,6 +110,21 @@ def test_its_module_is_sharded_and_recomputed_as_the_plan_says(precision, low, a
     assert policy.param_dtype == low
     model(torch.ones(2, 4)).sum().backward()
     assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_what_rests_on_the_host_says_so_to_fsdp2():
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    given = []
+    for key in ("fsdp2+recompute+offload", "fsdp2"):
+        names = vars(read(*planned(key)))
+        scope = names["shard"].__globals__
+        scope["fully_shard"] = lambda _part, **options: given.append(options)
+        names["shard"]("all", [], {"data_parallel": "mesh"})
+
+    away, kept = given
+    assert isinstance(away["offload_policy"], CPUOffloadPolicy)
+    assert "offload_policy" not in kept
 
 
 def test_copies_of_a_sharded_model_have_a_mesh_of_their_own(monkeypatch):
@@ -146,7 +167,7 @@ def megatron(key, precision="bf16", **more):
     return megatron_parser().parse_args(words), plan, row
 
 
-@pytest.mark.parametrize("key", [*KEYS, "zero1", "tp4+recompute"])
+@pytest.mark.parametrize("key", [*KEYS[:8], "zero1", "tp4+recompute", "pp2"])
 def test_megatron_takes_its_arguments(key):
     args, plan, row = megatron(key, steps=1000, global_batch=64)
 
@@ -156,6 +177,8 @@ def test_megatron_takes_its_arguments(key):
     assert (args.micro_batch_size, args.global_batch_size) == (row.batch.micro, 64)
     assert (args.seq_length, args.max_position_embeddings, args.train_iters) == (2048, 2048, 1000)
     assert args.tensor_model_parallel_size == row.way.layout.tp
+    stages = row.way.layout.pp if row.way.layout.pp > 1 else None
+    assert args.pipeline_model_parallel_size == stages
     assert args.sequence_parallel is (row.way.layout.tp > 1)
     assert (args.recompute_granularity == "full") is row.way.layout.recompute
     assert args.bf16
@@ -164,8 +187,8 @@ def test_megatron_takes_its_arguments(key):
     assert args.untie_embeddings_and_output_weights
     assert not args.group_query_attention
     strategy = {
-        "ddp": (False, None), "zero1": (False, None), "zero2": (True, "optim_grads"),
-        "fsdp2-no-reshard": (True, "optim_grads"),
+        "ddp": (False, None), "zero1": (False, None), "pp2": (False, None),
+        "zero2": (True, "optim_grads"), "fsdp2-no-reshard": (True, "optim_grads"),
     }  # fmt: skip
     assert (args.use_megatron_fsdp, args.data_parallel_sharding_strategy) == strategy.get(
         key, (True, "optim_grads_params")
@@ -184,6 +207,9 @@ def test_megatron_is_told_what_kind_of_model_it_is():
     assert given == (False,) * 4
     experts, *_ = megatron("fsdp2", model="mixtral-270M")
     assert (experts.num_experts, experts.moe_router_topk) == (8, 2)
+    assert experts.expert_model_parallel_size is None
+    shared, *_ = megatron("ep4")
+    assert (shared.num_experts, shared.expert_model_parallel_size) == (8, 4)
 
 
 def test_a_model_that_pretrain_gpt_does_not_train_gets_no_arguments_for_it():

@@ -8,7 +8,8 @@ import pytest
 
 from hpctrain.strategy.activations import widths
 from hpctrain.strategy.facts import of_config
-from hpctrain.strategy.memory import CONTEXT_BYTES, PARTS, Batch, Spread, peak
+from hpctrain.strategy.memory import CONTEXT_BYTES, PARTS, Batch, Spread
+from hpctrain.strategy.peaks import host_bytes, peak
 from tests.support.plan_cases import MODELS
 
 LLAMA = of_config(MODELS["llama-7B"], "llama")
@@ -122,3 +123,86 @@ def test_deepspeeds_stages_shard_what_they_say():
     assert gathered == 2e9, "what DeepSpeed keeps gathered at most"
     for each in (one, two, three):
         assert each.parts["moments"] == pytest.approx(LLAMA.params)
+
+
+def test_what_is_offloaded_rests_on_the_host_and_units_are_gathered_all_the_same():
+    kept, away = (peak(LLAMA, LONG, replace(FSDP2, offload=off)) for off in (False, True))
+
+    assert kept.moment == away.moment == "the loss"
+    assert away.parts["weights"] == away.parts["moments"] == 0
+    assert kept.nbytes - away.nbytes == pytest.approx(12 * LLAMA.params / 16)
+    again = Batch(2, 8192, 2)
+    assert peak(LLAMA, again, replace(FSDP2, offload=True)).parts["gradients"] == pytest.approx(
+        4 * LLAMA.params
+    ), "several passes keep them whole, on the device"
+    low = peak(LLAMA, TINY, Spread("zero3", shards=8, offload=True))
+    assert low.parts["weights"] == low.parts["moments"] == 0
+    assert host_bytes(LLAMA, replace(FSDP2, offload=True)) == LLAMA.params
+    assert host_bytes(LLAMA, Spread("zero3", shards=9, offload=True)) == 2 * LLAMA.params
+    assert host_bytes(LLAMA, FSDP2) == 0
+
+
+def test_adapters_alone_have_gradients_and_moments():
+    adapters = 32 * LLAMA.adapter_params(16)
+    fullest = peak(LLAMA, LONG, Spread(lora=16))
+
+    assert LLAMA.adapter_params(16) == 16 * (4 * 2 * 4096 + 3 * (4096 + 11_008))
+    assert fullest.parts["weights"] == 4 * (LLAMA.params + adapters)
+    assert fullest.parts["moments"] == 8 * adapters
+    ddp = peak(LLAMA, LONG, Spread("ddp", lora=16))
+    assert ddp.nbytes - fullest.nbytes == 4 * adapters
+    sharded = peak(LLAMA, LONG, replace(FSDP2, lora=16))
+    assert sharded.parts["weights"] == pytest.approx(4 * (LLAMA.params + adapters) / 16)
+    assert sharded.parts["moments"] == pytest.approx(8 * adapters / 16)
+
+
+def test_frozen_matrices_are_copied_for_the_blocks_that_keep_them():
+    kept, again = (peak(LLAMA, LONG, Spread(lora=16, recompute=on)) for on in (False, True))
+
+    adapters = 32 * LLAMA.adapter_params(16)
+    first = 3 * LLAMA.hidden**2
+    blocks = LLAMA.layers * LLAMA.matrix_params
+    assert kept.moment == again.moment == "the loss"
+    assert again.parts["16-bit copies"] == 2 * (LLAMA.head_params + adapters)
+    assert kept.parts["16-bit copies"] - again.parts["16-bit copies"] == 2 * (blocks - first)
+
+
+def test_a_block_with_adapters_keeps_what_is_between_their_two_and_no_norms_product():
+    for autocast, norms, more in ((False, 4, 0), (True, 8, 2)):
+        whole, few = (widths(LLAMA, low=2, autocast=autocast, lora=r) for r in (0, 16))
+        between = 7 * 2 * 16
+        assert whole.block - few.block == norms * 4096 - more * 4096 - between
+        assert few.outside == few.spared == 4 * 4096
+
+
+def test_weights_in_4_bits_have_constants_in_8_and_those_some_in_32():
+    fullest = peak(LLAMA, LONG, Spread(lora=16, quantised=True))
+
+    matrices = LLAMA.layers * LLAMA.matrix_params
+    adapters = 32 * LLAMA.adapter_params(16)
+    bits = 4 + 8 / 64 + 32 / 64 / 256
+    assert bits - 4 == pytest.approx(0.127, abs=1e-3), "as the paper has it"
+    weights = matrices * bits / 8 + 2 * (LLAMA.params - matrices) + 4 * adapters
+    assert fullest.parts["weights"] == pytest.approx(weights)
+    assert fullest.parts["16-bit copies"] == 2 * (4096 * 11_008 + adapters)
+
+
+def test_experts_of_other_ranks_are_not_gathered_and_all_are_cut_over_all_ranks():
+    mixtral = of_config(MODELS["mixtral-270M"], "mixtral")
+    whole, shared = (peak(mixtral, Batch(1, 64), replace(FSDP2, ep=ep)) for ep in (1, 8))
+
+    assert shared.parts["weights"] == whole.parts["weights"]
+    away = mixtral.expert_params * 7 / 8
+    assert whole.nbytes - shared.nbytes > 2 * 2 * away * 0.9
+    alone = widths(mixtral, low=2, autocast=False)
+    travels = widths(mixtral, low=2, autocast=False, ep=8)
+    assert travels.block_backward - alone.block_backward == 2 * 2 * 2 * mixtral.hidden
+
+
+def test_a_unit_is_gathered_into_one_piece_and_copied_out_of_it():
+    fullest = peak(LLAMA, TINY, replace(FSDP2, shards=1 << 20, lora=1))
+
+    unit = LLAMA.block_params + LLAMA.adapter_params(1)
+    assert fullest.moment == "a block is gathered"
+    assert fullest.parts["gathered units"] == 2 * 2 * unit
+    assert fullest.parts["buffers"] == 2 * unit

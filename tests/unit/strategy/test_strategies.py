@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.strategy.facts import of_config
-from hpctrain.strategy.strategies import Machines, candidates, tp_misfit
+from hpctrain.strategy.strategies import Machines, adapted, candidates, pp_misfit, tp_misfit
 from tests.support.plan_cases import MODELS
 
 LLAMA = of_config(MODELS["llama-7B"], "llama")
@@ -33,7 +33,8 @@ def test_every_way_uses_the_gpus_that_it_says():
     for way in candidates(LLAMA, Machines(4, 8)):
         layout = way.layout
         assert (
-            layout.kind in {"single", "ddp"} or layout.shards * layout.copies * layout.tp == 32
+            layout.kind in {"single", "ddp"}
+            or layout.shards * layout.copies * layout.tp * layout.pp == 32
         ), way.key
         assert way.ranks == (1 if layout.kind == "single" else 32)
 
@@ -49,3 +50,30 @@ def test_every_way_uses_the_gpus_that_it_says():
 )
 def test_what_cannot_be_cut_says_why(model, tp, why):
     assert tp_misfit(of_config(MODELS[model], model), tp) == why
+
+
+def test_stages_lie_across_nodes_and_in_one_node_across_its_gpus():
+    assert [key for key in keys(4, 8) if key.startswith("pp")] == [
+        "pp2", "pp4", "pp2+recompute", "pp4+recompute",
+    ]  # fmt: skip
+    assert [key for key in keys(1, 2) if key.startswith("pp")] == ["pp2", "pp2+recompute"]
+
+
+@pytest.mark.parametrize(
+    ("model", "pp", "why"),
+    [
+        ("llama-7B", 4, ""),
+        ("llama-20M", 8, "8 stages need 8 blocks, and there are 4"),
+        ("bert-52M", 2, "hpctrain cuts decoders like Llama into stages"),
+    ],
+)
+def test_what_has_no_stages_says_why(model, pp, why):
+    assert pp_misfit(of_config(MODELS[model], model), pp) == why
+
+
+def test_one_gpu_and_more_train_adapters_and_other_families_say_why_not():
+    assert [way.key for way in adapted(LLAMA, Machines(1, 1), 8, asked=True)] == [
+        "lora-single", "lora-single+recompute", "qlora-single+recompute",
+    ]  # fmt: skip
+    ways = adapted(of_config(MODELS["bert-52M"], "bert"), Machines(1, 8), 8, asked=True)
+    assert all("decoders like Llama alone" in way.impossible for way in ways)

@@ -9,6 +9,7 @@ from hpctrain.strategy.strategies import Machines, Strategy
 from hpctrain.strategy.timing import (
     SHARE_OF_PEAK,
     Links,
+    bubble,
     flops_of_step,
     step_time,
     traffic_of_step,
@@ -77,3 +78,52 @@ def test_what_is_not_known_is_said(gpu, links, basis):
 
     assert time.seconds is None
     assert basis in time.basis
+
+
+def test_a_pipeline_waits_as_long_as_its_stages_and_microbatches_say():
+    batch = Batch(1, 2048, 12)
+    piped = way(shards=4, pp=4)
+
+    assert bubble(batch, piped) == pytest.approx(3 / 15)
+    assert bubble(batch, way(shards=16)) == 0
+    alone = flops_of_step(LLAMA, batch, way(shards=16))
+    assert flops_of_step(LLAMA, batch, piped) == pytest.approx(alone / 4 * 15 / 12)
+    sent = traffic_of_step(LLAMA, batch, piped, Machines(4, 4))
+    handed = 2 * 2 * LLAMA.hidden * 2048 * 12
+    assert sent.between == pytest.approx(handed)
+    assert sent.inside == pytest.approx((2 + 4) * LLAMA.params / 4 * 3 / 4)
+
+
+def test_what_is_offloaded_travels_to_the_host_and_its_rate_is_asked_for():
+    batch = Batch(1, 2048, 2)
+    for kind, nbytes in (("fsdp2", 4 * 4 + 4), ("zero3", 4 * 2 + 8)):
+        away = way(kind, shards=16, offload=True)
+        sent = traffic_of_step(LLAMA, batch, away, Machines(2, 8))
+        assert sent.host == pytest.approx(nbytes * LLAMA.params / 16)
+        unknown = step_time(1.0, sent, GPU, Links(1e9, 1e9))
+        assert unknown.seconds is None
+        assert unknown.basis == "not known: the rate to the host (--host-gbs)"
+        known = step_time(1.0, sent, GPU, Links(1e9, 1e9, 1e9))
+        assert known.traffic_s == pytest.approx(sent.nbytes / 1e9)
+        assert "the host's own update of the weights is not in it" in known.basis
+
+
+def test_adapters_spare_the_gradients_of_frozen_weights_and_their_travels():
+    full, few = (flops_of_step(LLAMA, BATCH, way(lora=rank)) for rank in (0, 16))
+    adapters = LLAMA.layers * LLAMA.adapter_params(16)
+
+    spared = 2 * (LLAMA.params - LLAMA.embed_params) - 6 * adapters
+    assert full - few == pytest.approx(spared * 2048, rel=1e-6)
+    ddp = Strategy("ddp", "ddp", Spread("ddp", lora=16), 16)
+    sent = traffic_of_step(LLAMA, BATCH, ddp, Machines(2, 8))
+    assert sent.nbytes == pytest.approx(2 * 4 * adapters * 15 / 16)
+
+
+def test_experts_stay_and_their_tokens_travel():
+    mixtral = of_config(MODELS["mixtral-270M"], "mixtral")
+    kept = traffic_of_step(mixtral, BATCH, way(shards=8), Machines(1, 8)).nbytes
+    sent = traffic_of_step(mixtral, BATCH, way(shards=8, ep=8), Machines(1, 8)).nbytes
+
+    experts = (2 * 2 + 4) * 4 * mixtral.expert_params * 7 / 8
+    tokens = 4 * 4 * 2 * 2 * mixtral.hidden * 2048 * 7 / 8
+    assert kept - sent == pytest.approx(experts - tokens)

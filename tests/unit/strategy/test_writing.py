@@ -9,15 +9,18 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.strategy import choice
-from hpctrain.strategy.writing import files_of
-from tests.support.plan_cases import ask
+from hpctrain.strategy.writing import files_of, without_equivalent
+from tests.support.plan_cases import for_key
 
 KEYS = ["ddp", "fsdp2", "fsdp2-no-reshard", "hsdp", "fsdp2+recompute", "tp2", "tp4+recompute"]
-KEYS += ["zero1", "zero2+recompute", "zero3"]
+KEYS += ["zero1", "zero2+recompute", "zero3", "fsdp2+recompute+offload", "zero3+recompute+offload"]
+KEYS += ["lora-ddp", "lora-fsdp2+recompute"]
+ALONE = ["pp2", "pp2+recompute", "ep8"]
+"""Of which hpctrain and Megatron-LM know, and no others."""
 
 
 def written(key, folder, **more):
-    asked = ask(**more)
+    asked = for_key(key, **more)
     rows = choice.rows_of(asked)
     row = choice.choose(rows, key)
     plan = choice.StrategyPlan(asked, rows, row)
@@ -27,7 +30,7 @@ def written(key, folder, **more):
     return row, texts
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", [*KEYS, *ALONE])
 def test_submit_takes_the_settings_as_they_are(key, tmp_path, monkeypatch, capsys):
     row, _ = written(key, tmp_path)
     (tmp_path / "train.py").write_text("print(1)\n")
@@ -42,6 +45,9 @@ def test_submit_takes_the_settings_as_they_are(key, tmp_path, monkeypatch, capsy
     assert engine["kind"] == row.way.layout.kind
     assert engine["tp"] == str(row.way.layout.tp)
     assert engine["dp_replicate"] == str(row.way.layout.copies)
+    assert (engine["pp"], engine["ep"]) == (str(row.way.layout.pp), str(row.way.layout.ep))
+    assert engine["pp_schedule"] == "1f1b"
+    assert engine["offload"] == ("cpu" if row.way.layout.offload else "no")
     assert engine["reshard_after_forward"] is row.way.layout.reshard
     assert (engine["activation_checkpointing"] == "full") is row.way.layout.recompute
 
@@ -57,7 +63,7 @@ def test_accelerate_reads_its_file(key, tmp_path):
     assert config.num_processes == 16
     assert config.num_machines == 2
     assert config.mixed_precision == "bf16"
-    if key == "ddp":
+    if key in {"ddp", "lora-ddp"}:
         assert config.distributed_type == "MULTI_GPU"
         return
     if key.startswith("zero"):
@@ -68,6 +74,37 @@ def test_accelerate_reads_its_file(key, tmp_path):
     assert config.fsdp_config["fsdp_version"] == 2
     assert config.fsdp_config["fsdp_reshard_after_forward"] is row.way.layout.reshard
     assert config.fsdp_config["fsdp_activation_checkpointing"] is row.way.layout.recompute
+    assert config.fsdp_config["fsdp_offload_params"] is row.way.layout.offload
+
+
+@pytest.mark.parametrize("key", ALONE)
+def test_what_others_have_no_words_for_is_not_written_and_said(key, tmp_path):
+    row, texts = written(key, tmp_path)
+    plan = choice.StrategyPlan(for_key(key), [row], row)
+
+    gone = without_equivalent(plan, row)
+
+    assert set(gone) == {"accelerate.yaml", "lightning_trainer.py"}
+    assert gone.keys().isdisjoint(texts)
+    assert "megatron.args" in texts
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("fsdp2+recompute+offload", "pretrain_gpt.py keeps no weights on the host"),
+        ("lora-ddp", "pretrain_gpt.py trains no adapters"),
+    ],
+)
+def test_megatron_is_told_nothing_that_it_cannot_do(key, why, tmp_path):
+    row, texts = written(key, tmp_path)
+
+    assert without_equivalent(choice.StrategyPlan(for_key(key), [row], row), row) == {
+        "megatron.args": why
+    }
+    assert "megatron.args" not in texts
+    is_adapted = "# Adapters of rank 16 are your program's" in texts["hpctrain.toml"]
+    assert is_adapted is (key == "lora-ddp")
 
 
 @pytest.mark.parametrize("name", ["launch.sh", "train.sbatch"])
@@ -110,7 +147,7 @@ def test_the_plan_itself_is_there_for_programs(tmp_path):
     assert same["peak_bytes"] == row.peak.nbytes == sum(same["parts"].values())
 
 
-@pytest.mark.parametrize("key", ["zero1", "zero2+recompute", "zero3"])
+@pytest.mark.parametrize("key", ["zero1", "zero2+recompute", "zero3", "zero3+recompute+offload"])
 def test_deepspeed_reads_its_file(key, tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -124,4 +161,7 @@ def test_deepspeed_reads_its_file(key, tmp_path, monkeypatch):
     assert config["train_batch_size"] == 64 == row.batch.micro * row.batch.passes * 16
     assert read.zero_config.stage == int(key[4])
     assert read.bfloat16_config.enabled
+    away = "cpu" if row.way.layout.offload else None
+    for section in (read.zero_config.offload_optimizer, read.zero_config.offload_param):
+        assert (section and section.device) == away
     assert read.gradient_accumulation_steps == row.batch.passes

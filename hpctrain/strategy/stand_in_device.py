@@ -1,0 +1,122 @@
+"""A device of which no machine has one: tensors that would lie on a GPU, told from the host's.
+
+Offload moves tensors between a GPU and its host, and a build of torch without GPUs knows one place
+alone. Torch lets Python register a device of its own (PrivateUse1); under FakeTensorMode it needs
+no kernels, so FSDP2 runs on it as on a GPU: shards wait on the host, are copied over, gathered, and
+gradients are copied back. Streams do nothing: nothing overlaps, and nothing is freed late.
+tests/engines/test_strategy_measured.py holds it against the same step without offload.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
+from torch.utils import backend_registration
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NAME = "standin"
+"""Of the device's type."""
+
+
+class _Stream:
+    """A stream or an event of a device that computes nothing."""
+
+    def __init__(self, *_args: object, **_kwargs: object) -> None:
+        """Of any priority."""
+
+    def _nothing(self, *_args: object) -> Self:
+        return self
+
+    wait_stream = wait_event = record_event = record = wait = synchronize = _nothing
+
+
+class _Module:
+    """What torch asks of `torch.<device>`."""
+
+    Stream = Event = _Stream
+
+    def is_available(self) -> bool:
+        """It stands in."""
+        return True
+
+    is_initialized = is_available
+
+    def device_count(self) -> int:
+        """This rank's."""
+        return 1
+
+    def current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def set_device(self, _device: object) -> None:
+        """There is one."""
+
+    def manual_seed_all(self, _seed: int) -> None:
+        """No value is drawn."""
+
+    def current_stream(self, _device: object = None) -> _Stream:
+        """There is one."""
+        return _Stream()
+
+    def stream(self, _stream: object) -> Any:
+        """Work goes nowhere else."""
+        return contextlib.nullcontext()
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Of autocast."""
+        return [torch.bfloat16, torch.float16]
+
+
+def stand_in() -> torch.device:
+    """Register the device, once in a process, and name it."""
+    if not hasattr(torch, NAME):
+        backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())  # noqa: SLF001 - what torch has for this
+    return torch.device(NAME, 0)
+
+
+@contextlib.contextmanager
+def flash_attention() -> Iterator[None]:
+    """Attention without a square of the sequence, as a GPU's kernel has it; torch would take one.
+
+    It is the CPU's operator, by shapes alone: inputs, output and a number for each position.
+    """
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(query: Any, key: Any, value: Any, *_mask: Any, **given: Any) -> torch.Tensor:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+        out: torch.Tensor = flash(query, key, value, 0.0, bool(given.get("is_causal")))[0]
+        return out
+
+    torch.nn.functional.scaled_dot_product_attention = attend
+    # Pinned memory is the host's, and no fake tensor can be pinned.
+    available = torch.accelerator.is_available
+    torch.accelerator.is_available = lambda: False
+    try:
+        yield
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = original
+        torch.accelerator.is_available = available
+
+
+def fill(model: nn.Module, device: torch.device) -> None:
+    """Give a model of the meta device its memory: weights on the host, tables on `device`."""
+    made = dict[int, nn.Parameter]()
+    for module in model.modules():
+        for name, weight in list(module._parameters.items()):  # noqa: SLF001 - as to_empty does it
+            if weight is not None and weight.is_meta:
+                if id(weight) not in made:  # a tied one stays one
+                    own = torch.empty_like(weight, device="cpu")
+                    made[id(weight)] = nn.Parameter(own, requires_grad=weight.requires_grad)
+                module._parameters[name] = made[id(weight)]  # noqa: SLF001
+        for name, table in list(module._buffers.items()):  # noqa: SLF001
+            if table is not None and table.is_meta:
+                module._buffers[name] = torch.empty_like(table, device=device)  # noqa: SLF001

@@ -1,0 +1,448 @@
+"""The fullest moment of a step, by how the model lies on the ranks: whole, sharded, by DeepSpeed.
+
+Each class walks through a step of its layout; `peaks.peak` takes the fullest moment. What pipelines
+and adapters hold is in `stages` and `adapters`. Pure. tests/unit/strategy/test_memory.py holds
+single terms, tests/engines/test_strategy_measured.py the sums against measured peaks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hpctrain.plan.deepspeed import BUCKET_ELEMENTS, SPREADS_PARAMETERS
+from hpctrain.strategy.activations import (
+    FP32,
+    LOGITS_BACKWARD,
+    LOGITS_FORWARD,
+    Widths,
+    widths,
+)
+from hpctrain.strategy.memory import (
+    ACTIVATIONS,
+    BUFFERS,
+    COPIES,
+    GATHERED,
+    GRADIENTS,
+    LIVE_ELEMENTS,
+    LOGITS,
+    MOMENTS,
+    QUANTISED,
+    SHARDS_GRADIENTS,
+    UPDATE,
+    WEIGHTS,
+    Peak,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hpctrain.strategy.facts import ModelFacts
+    from hpctrain.strategy.memory import Batch, Parts, Spread
+
+
+def cut(model: ModelFacts, tp: int) -> ModelFacts:
+    """The part of every matrix that one of so many ranks has. Norms, which all have, are small."""
+    if tp == 1:
+        return model
+    return replace(
+        model,
+        block_params=-(-model.block_params // tp),
+        matrix_params=-(-model.matrix_params // tp),
+        embed_params=-(-model.embed_params // tp),
+        head_params=-(-model.head_params // tp),
+    )
+
+
+class Step:
+    """What all layouts share: activations and logits."""
+
+    def __init__(self, model: ModelFacts, batch: Batch, layout: Spread) -> None:
+        self.kept: Widths = widths(
+            model,
+            low=layout.low,
+            autocast=layout.autocast,
+            tp=layout.tp,
+            lora=layout.lora,
+            ep=layout.ep,
+        )
+        model = cut(model, layout.tp)
+        self.adapters = model.adapter_params(layout.lora)
+        self.all_params = model.params + model.layers * self.adapters
+        self.learnt_params = model.layers * self.adapters if layout.lora else model.params
+        self.model, self.batch, self.layout = model, batch, layout
+        self.tokens = batch.tokens
+        self.block = self.kept.block * self.tokens
+        self.of_block = (self.kept.entry if layout.recompute else self.kept.block) * self.tokens
+        self.again = self.block if layout.recompute else 0.0
+        self.outside = self.kept.outside * self.tokens
+        self.logits = float(self.tokens * model.vocab)
+
+    def activations(self, blocks: int, *, outside: bool = False) -> float:
+        """Kept for the backward pass by the first so many blocks."""
+        spared = self.kept.spared * self.tokens if blocks and not self.layout.recompute else 0.0
+        return blocks * self.of_block - spared + (self.outside if outside else 0.0)
+
+    def in_block(self, block: int) -> float:
+        """As a block's backward pass runs: those before it, its own, and what it takes."""
+        own = self.block + self.kept.block_backward * self.tokens
+        return (
+            self.activations(block) + own + (self.kept.entry * self.tokens * self.layout.recompute)
+        )
+
+
+class Whole(Step):
+    """Every rank has the whole model: one process, or DDP."""
+
+    def __init__(self, model: ModelFacts, batch: Batch, layout: Spread) -> None:
+        super().__init__(model, batch, layout)
+        model, learnt = self.model, self.learnt_params
+        self.is_ddp = layout.kind == "ddp"
+        tied_head = model.vocab * model.hidden if model.tied else 0
+        self.head_copy = model.head_params + tied_head
+        self.block_copy = model.matrix_params + model.expert_params
+        self.rest: Parts = {WEIGHTS: self._weights(), MOMENTS: 2 * FP32 * learnt}
+        self.whole_gradients = FP32 * learnt
+        self.from_start = self.is_ddp or batch.passes > 1
+
+    def _weights(self) -> float:
+        """Masters; of quantised weights the matrices of blocks in 4 bits, all else in 16."""
+        if not self.layout.quantised:
+            return FP32 * self.all_params
+        model = self.model
+        quantised = model.layers * model.matrix_params
+        others = self.layout.low * (model.params - quantised)
+        return QUANTISED * quantised + others + FP32 * self.learnt_params
+
+    def base(self, blocks: int, *, head: bool = True) -> Parts:
+        """What rests, and the copies in 16 bits that so many blocks are left with, and the head.
+
+        Autocast keeps those of what is trained to its end; of frozen weights each product keeps
+        its own, which goes with the product, or with the block that is computed again.
+        """
+        low, model, layout = self.layout.low, self.model, self.layout
+        if not layout.autocast:
+            return {**self.rest, COPIES: 0.0}
+        if layout.quantised:  # one matrix at a time is made 16 bits wide
+            return {**self.rest, COPIES: low * (model.hidden * model.inner + self.learnt_params)}
+        if not layout.lora:
+            return {**self.rest, COPIES: low * (model.layers * self.block_copy + self.head_copy)}
+        blocks = min(blocks, 1 - head) if layout.recompute else blocks
+        # The first block's queries, keys and values pass no gradient on, and keep no weights.
+        first = model.hidden * (model.query + 2 * model.key) if blocks else 0
+        copied = blocks * self.block_copy - first + head * self.head_copy
+        return {**self.rest, COPIES: low * (copied + self.learnt_params)}
+
+    def gradients(self, blocks: int) -> float:
+        """Of the blocks that the backward pass is through with, and the head."""
+        if self.from_start:
+            return self.whole_gradients
+        if self.layout.lora:
+            return FP32 * blocks * self.adapters
+        own = 0 if self.model.tied else self.model.head_params
+        return FP32 * (blocks * self.model.block_params + own)
+
+    def moments(self) -> Iterator[Peak]:
+        """Of a step, each full in its way."""
+        model, layers = self.model, self.model.layers
+        begun = self.gradients(0) if self.from_start else 0.0
+        saved = self.activations(layers, outside=True)
+        yield Peak(
+            "the loss",
+            {
+                **self.base(layers),
+                GRADIENTS: begun,
+                ACTIVATIONS: saved,
+                LOGITS: self.logits * max(LOGITS_BACKWARD, LOGITS_FORWARD + self.layout.low),
+            },
+        )
+        head = {**self.base(layers), GRADIENTS: self.gradients(0)}
+        yield Peak(
+            "the head's backward pass",
+            {
+                **head,
+                ACTIVATIONS: saved + self.kept.head_backward * self.tokens,
+            },
+        )
+        for done in range(layers):
+            yield Peak(
+                "a block's backward pass",
+                {
+                    **self.base(layers - done, head=False),
+                    GRADIENTS: self.gradients(done),
+                    ACTIVATIONS: self.in_block(layers - 1 - done),
+                    BUFFERS: self._moving(),
+                },
+            )
+        # A tied matrix has gradients from both of its ends, and their sum.
+        matrix = 0 if self.layout.lora else FP32 * model.vocab * model.hidden
+        ends = matrix * (2 * model.tied + self.from_start)
+        yield Peak(
+            "the end of the backward pass",
+            {
+                **self.base(0, head=False),
+                GRADIENTS: self.whole_gradients,
+                BUFFERS: ends,
+            },
+        )
+        yield Peak(
+            "the update",
+            {
+                **self.rest,
+                GRADIENTS: self.whole_gradients,
+                UPDATE: FP32 * self.learnt_params,
+            },
+        )
+
+    def _moving(self) -> float:
+        """A matrix' gradient on its way: in 16 bits, and before it is added in fp32."""
+        rows = self.layout.lora or self.model.hidden
+        largest = rows * self.model.inner
+        return (self.layout.low + FP32 * self.from_start) * largest
+
+
+class Sharded(Step):
+    """FSDP2: every parameter is cut over ranks, and gathered unit by unit."""
+
+    def __init__(self, model: ModelFacts, batch: Batch, layout: Spread) -> None:
+        super().__init__(model, batch, layout)
+        model = self.model
+        # What is offloaded rests on the host: the device has it for no more than a copy's time.
+        rests = 0.0 if layout.offload else 1 / layout.shards
+        self.own = rests * self.learnt_params
+        self.base: Parts = {
+            WEIGHTS: FP32 * rests * self.all_params,
+            MOMENTS: 2 * FP32 * self.own,
+        }
+        away = model.expert_params * (1 - 1 / layout.ep)  # on other ranks, gathered there
+        self.unit = model.block_params - away + self.adapters
+        self.learnt = float(self.adapters) if layout.lora else self.unit
+        tied = model.embed_params if model.tied else 0
+        self.root = model.head_params + tied  # gathered from the head on until it is over
+        self.free = 0 if model.tied else model.embed_params
+        ends = not layout.lora  # whether they are trained
+        self.apart = 0 if model.tied else ends * self.root  # reduced before the blocks
+        self.last = ends * (self.root if model.tied else self.free)  # and behind them
+
+    def gradients(self, blocks: int) -> float:
+        """This rank's shards, of the blocks that are through, and those that wait in whole."""
+        through = blocks * self.learnt + self.apart
+        own = FP32 * through / self.layout.shards * (not self.layout.offload)
+        return own + self.waiting(through)
+
+    def waiting(self, through: float) -> float:
+        """Gradients in fp32 that are not reduced before the last pass of several."""
+        whole = self.model.layers * self.learnt + self.apart + self.last
+        return FP32 * (whole - through) if self.batch.passes > 1 else 0.0
+
+    def gathered(self, blocks: int, *, beside: float = 0.0) -> float:
+        """Bytes of blocks that are whole, beside the root."""
+        return self.layout.low * (self.root + blocks * self.unit + beside)
+
+    def moments(self) -> Iterator[Peak]:
+        """Of a step, each full in its way."""
+        layout, layers = self.layout, self.model.layers
+        saved = self.activations(layers, outside=True)
+        stays = 0 if layout.reshard else layers
+        free = 0.0 if layout.reshard else self.free
+        yield Peak(
+            "the loss",
+            {
+                **self.base,
+                GRADIENTS: self.waiting(0),
+                ACTIVATIONS: saved,
+                LOGITS: self.logits * max(LOGITS_BACKWARD, LOGITS_FORWARD + layout.low),
+                GATHERED: self.gathered(stays, beside=free),
+            },
+        )
+        # A unit is gathered into one piece, and copied out of it; the one before is there still.
+        for name, unit in (("a block", self.unit), ("the head", self.root)):
+            before = (stays or 1) * self.unit + free
+            own = 0.0 if stays and unit is self.unit else unit
+            yield Peak(
+                f"{name} is gathered",
+                {
+                    **self.base,
+                    GRADIENTS: self.waiting(0),
+                    ACTIVATIONS: self.activations(layers),
+                    GATHERED: layout.low * (before + own),
+                    BUFFERS: layout.low * unit,
+                },
+            )
+        if self.apart:
+            yield Peak(
+                "the head's reduction",
+                {
+                    **self.base,
+                    GRADIENTS: self.waiting(0) or layout.low * self.root,
+                    ACTIVATIONS: saved,
+                    GATHERED: layout.low * (max(1, stays) * self.unit + free),
+                    BUFFERS: FP32 * self.root,
+                },
+            )
+        for done in range(layers):
+            yield from self._block(done)
+        yield from self._end()
+        yield Peak(
+            "the update",
+            {
+                **self.base,
+                GRADIENTS: FP32 * self.own,
+                UPDATE: FP32 * self.own,
+            },
+        )
+
+    def _block(self, done: int) -> Iterator[Peak]:
+        """A block's backward pass, behind which its gradients are reduced."""
+        model, layout, layers = self.model, self.layout, self.model.layers
+        block = layers - 1 - done
+        unit, learnt, low = self.unit, self.learnt, layout.low
+        ahead = low * unit if block and layout.reshard else 0.0
+        free = 0.0 if layout.reshard else self.free
+        stays = 1 if layout.reshard else block + 1
+        held = low * ((self.root if model.tied else 0) + free + unit * stays)
+        # What was reduced before is let go of when the next reduction begins.
+        yield Peak(
+            "a block's backward pass",
+            {
+                **self.base,
+                GRADIENTS: self.gradients(done),
+                ACTIVATIONS: self.in_block(block),
+                GATHERED: held,
+                BUFFERS: ahead + (FP32 * learnt if done else 0.0),
+            },
+        )
+        own = 0.0 if self.batch.passes > 1 else low * learnt
+        last_reduced = 0.0 if self.batch.passes > 1 else FP32 * (learnt if done else self.apart)
+        yield Peak(
+            "the end of a block's backward pass",
+            {
+                **self.base,
+                GRADIENTS: self.gradients(done) + own,
+                ACTIVATIONS: self.activations(block) + self.kept.block_end * self.tokens,
+                GATHERED: held,
+                BUFFERS: ahead + last_reduced,
+            },
+        )
+        yield Peak(
+            "a block's reduction",
+            {
+                **self.base,
+                GRADIENTS: self.gradients(done) + own,
+                ACTIVATIONS: self.activations(block),
+                GATHERED: held - low * unit + ahead,
+                BUFFERS: FP32 * learnt + ahead,
+            },
+        )
+
+    def _end(self) -> Iterator[Peak]:
+        """The embedding's gradients, with the root's where they are one matrix."""
+        layout, last = self.layout, self.last
+        held = layout.low * last if self.model.tied else 0.0
+        yield Peak(
+            "the last reduction",
+            {
+                **self.base,
+                GRADIENTS: self.gradients(self.model.layers) + layout.low * last,
+                GATHERED: held,
+                BUFFERS: FP32 * last,
+            },
+        )
+
+
+class Zero(Step):
+    """DeepSpeed's stages 1 to 3 as hpctrain sets them: weights of 16 bits, shards of fp32."""
+
+    def __init__(self, model: ModelFacts, batch: Batch, layout: Spread) -> None:
+        super().__init__(model, batch, layout)
+        self.stage = int(layout.kind[-1])
+        self.own = 0.0 if layout.offload else model.params / layout.shards
+        self.bucket = float(layout.low * BUCKET_ELEMENTS)
+        weights = FP32 * self.own + layout.low * (
+            self.own if self.stage == SPREADS_PARAMETERS else model.params
+        )
+        self.base: Parts = {WEIGHTS: weights, MOMENTS: 2 * FP32 * self.own}
+        live = min(model.params, LIVE_ELEMENTS) if self.stage == SPREADS_PARAMETERS else 0
+        self.gathered = float(layout.low * live)
+
+    def resting(self) -> tuple[float, float]:
+        """Gradients and buffers that are there before the first backward pass of several ends."""
+        later = self.batch.passes > 1
+        if self.stage == 1:
+            return (self.layout.low * self.model.params if later else 0.0), 0.0
+        kept = FP32 * self.own
+        return kept if later or self.stage == SPREADS_PARAMETERS else 0.0, (
+            self.bucket if later or self.stage == SPREADS_PARAMETERS else 0.0
+        )
+
+    def moments(self) -> Iterator[Peak]:
+        """Of a step, each full in its way."""
+        model, low, layers = self.model, self.layout.low, self.model.layers
+        gradients, buffers = self.resting()
+        saved = self.activations(layers, outside=True)
+        held = {**self.base, GATHERED: self.gathered}
+        whole = low * model.params if self.stage == 1 else FP32 * self.own
+        yield Peak(
+            "the loss",
+            {
+                **held,
+                GRADIENTS: gradients,
+                ACTIVATIONS: saved,
+                LOGITS: self.logits * max(LOGITS_BACKWARD, LOGITS_FORWARD + low),
+                BUFFERS: buffers,
+            },
+        )
+        yield Peak(
+            "the first block's forward pass",
+            {
+                **held,
+                GRADIENTS: gradients,
+                BUFFERS: buffers
+                + low * min(model.params, BUCKET_ELEMENTS) * (self.stage == SPREADS_PARAMETERS),
+            },
+        )
+        yield from self._backward(held, gradients, whole)
+        yield Peak(
+            "the update",
+            {
+                **self.base,
+                GRADIENTS: FP32 * self.own,
+                UPDATE: FP32 * self.own,
+                BUFFERS: self.bucket * (self.stage == SPREADS_PARAMETERS),
+            },
+        )
+
+    def _backward(self, held: Parts, gradients: float, whole: float) -> Iterator[Peak]:
+        """From the last block to the last reduction."""
+        model, low, layers = self.model, self.layout.low, self.model.layers
+        matrix = model.vocab * model.hidden
+        for done in range(layers):
+            through = model.head_params + done * model.block_params
+            part = low * through if self.stage == 1 else whole * done / layers
+            yield Peak(
+                "a block's backward pass",
+                {
+                    **held,
+                    GRADIENTS: max(gradients, part),
+                    ACTIVATIONS: self.in_block(layers - 1 - done),
+                    BUFFERS: self.bucket + self._flat(through),
+                },
+            )
+        yield Peak(
+            "the last reduction",
+            {**held, GRADIENTS: gradients, BUFFERS: self.bucket + self._flat(model.params)},
+        )
+        yield Peak(
+            "the end of the backward pass",
+            {
+                **held,
+                GRADIENTS: whole,
+                BUFFERS: self.bucket
+                + (FP32 * min(matrix, self.own) if self.stage == SHARDS_GRADIENTS else 0.0),
+            },
+        )
+
+    def _flat(self, through: float) -> float:
+        """Gradients in one piece, as they are reduced at stage 2."""
+        waits = min(through, BUCKET_ELEMENTS) if self.stage == SHARDS_GRADIENTS else 0
+        return self.layout.low * waits
