@@ -41,6 +41,10 @@ ENDINGS = [
     # Its collective timed out; that the other rank never came is nearer to the cause.
     Ending("silent_peer", "nccl_error", "hang", ("alive.hang=off",)),
     Ending("stands", "hang", "hang", ("alive.hang_s=4",)),
+    Ending("leaves_out", "desync", "desync", ("alive.desync=restart",)),
+    # No GPU here: the real classes, with the words that PyTorch has for them.
+    Ending("gpu_memory", "gpu_oom", "gpu_oom"),
+    Ending("gpu", "gpu_error", "gpu_error"),
     Ending("stays", "hung_end", "hung_end", ("run.end_wait_s=1",)),
     Ending("goes_on", "cancelled", "cancelled", (), ("cancel", "it")),
     Ending("goes_on", "stopped", "stopped", (), ("cancel", "it", "--save")),
