@@ -1,20 +1,22 @@
 """The course of a drill: wait until the run trains, plant a fault, wait for what comes, judge.
 
-Whatever happens, what was stopped is continued and what was armed is disarmed.
-tests/e2e/test_drill.py holds the promises.
+What meets a process or a node's memory is done on that node, by a program of ours that the
+scheduler starts there; everything else by the run's files. Whatever happens, what was stopped is
+continued and what was armed is disarmed. tests/e2e/test_drill.py and tests/slurm/test_drill.py hold
+the promises.
 """
 
 from __future__ import annotations
 
-import signal
+import json
 import time
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from hpctrain.base.process import own_program
 from hpctrain.drill import hands
 from hpctrain.drill.catalogue import FAULTS, FREEZE_S
-from hpctrain.drill.flushed import unflushed_files
-from hpctrain.drill.judging import DrillVerdict, Planted, is_settled, judge
+from hpctrain.drill.judging import DrillVerdict, Planted, is_settled, judge, judge_flushed
 from hpctrain.errors import HpctrainError
 from hpctrain.history.lineage import lineage
 from hpctrain.history.run_history import RunHistory
@@ -25,7 +27,7 @@ from hpctrain.scheduler.base import get_cluster
 from hpctrain.submit.live_job import newest_submission
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from hpctrain.drill.catalogue import DrillFault
@@ -62,7 +64,6 @@ class Course:
     own: bool
     armed: Path | None
     patience_s: float
-    _stopped: list[int] = field(default_factory=list)
 
     def drill(self, faults: Iterable[DrillFault]) -> Iterator[DrillResult]:
         """Plant each fault in turn, and tell of each as it is over."""
@@ -79,10 +80,7 @@ class Course:
             self.clean_up()
 
     def clean_up(self) -> None:
-        """Continue what was stopped, and disarm what was armed."""
-        for pid in self._stopped:
-            hands.send(pid, signal.SIGCONT)
-        self._stopped.clear()
+        """Disarm what was armed; what was stopped is continued by who stopped it."""
         for fault in FAULTS.values():
             if fault.armed and self.armed is not None:
                 (self.armed / fault.name).touch()
@@ -133,64 +131,59 @@ class Course:
             problems=len(lineage(history).problems),
         )
         if fault.name == "power_cut":
-            return self._look_at_disk()
+            return self._look_at_disk(history, now)
         if fault.armed and self.armed is not None:
             (self.armed / fault.name).unlink(missing_ok=True)
             return replace(planted, fired=False)
         if fault.name == "preempt":
-            job_id = newest_submission(history)[1] or now.job_id
-            get_cluster(self.cluster).rehearse(job_id, time_limit=False)
+            get_cluster(self.cluster).rehearse(_job_of(history, now), time_limit=False)
             return planted
         if fault.name == "second_writer":
             take_attempt(self.run, job_id=now.job_id, restarts=now.restarts)
             return replace(planted, on_disk=hands.committed(self.run))
-        return self._on_processes(fault, planted, now)
+        return self._in_rank(fault, planted, history, now)
 
-    def _on_processes(
-        self, fault: DrillFault, planted: Planted, now: AttemptRecord
+    def _in_rank(
+        self, fault: DrillFault, planted: Planted, history: RunHistory, now: AttemptRecord
     ) -> Planted | DrillVerdict:
-        ranks = hands.ranks_here(self.run, now.number)
-        if not ranks:
-            nodes = ", ".join(now.nodes)
-            return DrillVerdict("not tried", f"none of its ranks runs on this machine ({nodes})")
-        victim = ranks[-1]
-        if fault.name == "kill_agent":
-            hands.send(victim.agent, signal.SIGKILL)
-            return planted
+        """Meet the last rank: where there are several nodes, it is not on the one that leads."""
+        if not now.nodes or now.world_size < len(now.nodes):
+            return DrillVerdict("not tried", "nobody has told where its ranks are")
+        rank = now.world_size - 1
+        node = now.nodes[rank * len(now.nodes) // now.world_size]
+        words = ("plant", fault.name, str(now.number), str(rank), str(FREEZE_S))
+        said = self._on_nodes(_job_of(history, now), [node], words)
+        if not said:
+            return DrillVerdict("not tried", f"{node} gave no answer")
+        done = hands.Done(**said[0])
+        if done.why:
+            return DrillVerdict("not tried", f"{node}: {done.why}")
         if fault.name == "freeze_rank":
-            return self._freeze(victim.pid, planted)
-        if fault.name in {"tear_checkpoint", "flip_bit"}:
-            newest = hands.newest(self.run)
-            if newest is None:
-                return DrillVerdict("not tried", "it has no checkpoint of hpctrain's form")
-            hands.damage(self.run.checkpoints / newest[1], cut=fault.name == "tear_checkpoint")
-            planted = replace(planted, damaged_step=newest[0], damaged=newest[1])
-        hands.send(victim.pid, signal.SIGKILL)
+            step = RunHistory.read(self.run).newest
+            return replace(planted, step=planted.step if step is None else step.last_step or 0)
+        if done.step is not None:
+            return replace(planted, damaged_step=done.step, damaged=done.name)
         return planted
 
-    def _freeze(self, pid: int, planted: Planted) -> Planted:
-        self._stopped.append(pid)
-        hands.send(pid, signal.SIGSTOP)
-        time.sleep(FREEZE_S)  # this is the fault
-        step = RunHistory.read(self.run).newest
-        hands.send(pid, signal.SIGCONT)
-        self._stopped.remove(pid)
-        return replace(planted, step=planted.step if step is None else step.last_step or 0)
-
-    def _look_at_disk(self) -> DrillVerdict:
+    def _look_at_disk(self, history: RunHistory, now: AttemptRecord) -> DrillVerdict:
         newest = hands.newest(self.run)
         if newest is None:
             return DrillVerdict("not tried", "it has no checkpoint of hpctrain's form")
-        try:
-            lost = unflushed_files(self.run.checkpoints / newest[1])
-        except FileNotFoundError:
+        said = self._on_nodes(_job_of(history, now), now.nodes, ("unflushed", newest[1]))
+        if len(said) < len(now.nodes):
+            return DrillVerdict("not tried", "not every node has answered")
+        if any("pruned" in one for one in said):
             return DrillVerdict("not tried", f"{newest[1]} was pruned meanwhile", again=True)
-        if isinstance(lost, str):
-            return DrillVerdict("not tried", lost)
-        if lost:
-            names = ", ".join(lost)
-            return DrillVerdict("broken", f"{newest[1]} is committed; in memory alone: {names}")
-        return DrillVerdict("kept", f"{newest[1]} lies on the disk whole")
+        return judge_flushed(newest[1], [one.get("files", one.get("why", "")) for one in said])
+
+    def _on_nodes(
+        self, job_id: str, nodes: Sequence[str], words: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """What our program has said on nodes of the job; a site's own lines are no answers."""
+        root = str(self.run.root.resolve())
+        command = own_program("hpctrain.entry.drill_node", root, *words)
+        text = get_cluster(self.cluster).on_nodes(job_id, nodes, command)
+        return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
     def _await(self, fault: DrillFault, planted: Planted) -> DrillVerdict:
         deadline = time.monotonic() + self.patience_s
@@ -207,3 +200,7 @@ class Course:
             if is_settled(fault, planted, history, on_disk) or time.monotonic() > deadline:
                 return judge(fault, planted, history, on_disk)
             time.sleep(LOOK_S)
+
+
+def _job_of(history: RunHistory, now: AttemptRecord) -> str:
+    return newest_submission(history)[1] or now.job_id

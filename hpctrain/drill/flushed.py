@@ -13,6 +13,8 @@ import os
 import tempfile
 from typing import TYPE_CHECKING
 
+from hpctrain.drill.judging import WRITTEN_ELSEWHERE
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -66,5 +68,5 @@ def unflushed_files(folder: Path) -> list[str] | str:
         cached += pages[1]
         unflushed += [path.name] if pages[0] else []
     if not cached:
-        return "another machine has written it, and only that one can tell"
+        return WRITTEN_ELSEWHERE
     return unflushed

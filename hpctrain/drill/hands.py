@@ -1,4 +1,4 @@
-"""The hands of a drill: what is done to a run's processes and files, and undone.
+"""The hands of a drill: what is done to a run's processes and files, on the node where they are.
 
 Ranks are known by the log that is their standard output, which no other program has; so nothing is
 signalled that is not this run's. tests/unit/drill/test_hands.py holds the promises.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from hpctrain.checkpoint.format.manifest import parse_step
 
 if TYPE_CHECKING:
-    import signal
-
     from hpctrain.run.layout import RunDir
 
 _LOG = re.compile(r"rank-(\d+)\.log")
@@ -63,6 +63,65 @@ def _parent(pid: int) -> int:
     except OSError:
         return 0
     return int(stat.rsplit(")", 1)[1].split()[1])
+
+
+class Done(NamedTuple):
+    """What was done to a rank; `why` says what was not.
+
+    Attributes:
+        why: Why nothing was done; "" where it was.
+        step: Of the checkpoint that was damaged; None where none was.
+        name: Its name.
+    """
+
+    why: str = ""
+    step: int | None = None
+    name: str = ""
+
+
+def plant(run: RunDir, fault: str, attempt: int, rank: int, seconds: float) -> Done:
+    """Plant a fault in a rank that lives on this machine.
+
+    Args:
+        run: The run.
+        fault: Its name in the catalogue, of those that meet a rank or its agent.
+        attempt: Of which attempt.
+        rank: Which rank.
+        seconds: So long it stands, where it is to be frozen.
+    """
+    victim = next((one for one in ranks_here(run, attempt) if one.rank == rank), None)
+    if victim is None:
+        return Done(why=f"rank {rank} of attempt {attempt} was not found on its node")
+    if fault == "freeze_rank":
+        freeze(victim.pid, seconds)
+        return Done()
+    if fault == "kill_agent":
+        send(victim.agent, signal.SIGKILL)
+        return Done()
+    done = Done()
+    if fault != "kill_rank":
+        saved = newest(run)
+        if saved is None:
+            return Done(why="it has no checkpoint of hpctrain's form")
+        damage(run.checkpoints / saved[1], cut=fault == "tear_checkpoint")
+        done = Done("", *saved)
+    send(victim.pid, signal.SIGKILL)
+    return done
+
+
+def freeze(pid: int, seconds: float) -> None:
+    """Stop a process for a while; it is continued also where this one is told to end."""
+
+    def leave(*_: object) -> NoReturn:
+        raise SystemExit(1)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        send(pid, signal.SIGSTOP)
+        time.sleep(seconds)  # this is the fault
+    finally:
+        send(pid, signal.SIGCONT)
+        signal.signal(signal.SIGTERM, before)
 
 
 def send(pid: int, number: signal.Signals) -> None:

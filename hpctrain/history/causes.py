@@ -165,6 +165,8 @@ def cause_of(attempt: AttemptRecord, *, state: JobState | None = None) -> EndCau
             none, or where another attempt followed in the same allocation.
     """
     reason = attempt.reason or EndReason.UNKNOWN
+    if reason is EndReason.UNKNOWN and attempt.gave_way is not None:
+        return EndCause.FENCED
     if attempt.stop_cause in _SAID:
         return _SAID[attempt.stop_cause]
     if reason is EndReason.NODE_FAILED and attempt.detail.startswith(UNFIT):

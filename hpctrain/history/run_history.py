@@ -169,10 +169,10 @@ class RunHistory:
             self.last_t = t
             attempt, kind = None, type(fact)
             if number is not None:
-                if number < self._newest and kind is not facts.AttemptEnded:
+                if number < self._newest and kind not in _OF_THE_END:
                     continue  # an old attempt beside a newer one
                 attempt = self._by_number.get(number) or self._begin(number, t)
-                if kind is not facts.AttemptEnded:
+                if kind not in _OF_THE_END:
                     attempt.resume = self.resumes
                     attempt.last_t = t
                 change = _OF_ATTEMPT.get(kind)
@@ -330,6 +330,11 @@ def _ended(attempt: AttemptRecord, t: float, fact: facts.AttemptEnded) -> None:
     attempt.moved(fact.step)
 
 
+def _fenced(attempt: AttemptRecord, t: float, _: facts.AttemptFenced) -> None:
+    attempt.gave_way = t
+    attempt.ended = t if attempt.ended is None else attempt.ended
+
+
 def _lost_node(attempt: AttemptRecord, _: float, fact: facts.NodeLost) -> None:
     attempt.lost_nodes.append(fact)
 
@@ -354,6 +359,8 @@ def _stopped_for_good(attempt: AttemptRecord, _: float, fact: facts.RunStopped) 
     attempt.stopped_for_good = fact.detail
 
 
+_OF_THE_END = frozenset({facts.AttemptEnded, facts.AttemptFenced})
+"""What counts of an old attempt beside a newer one."""
 _OF_ATTEMPT: dict[type[LedgerFact], Callable[[AttemptRecord, float, Any], None]] = {
     facts.AttemptStarted: _started,
     facts.PhaseReached: _phase,
@@ -378,6 +385,7 @@ _OF_ATTEMPT: dict[type[LedgerFact], Callable[[AttemptRecord, float, Any], None]]
     facts.MemoryCopiesSet: _memory,
     facts.RestartPaused: _paused,
     facts.AttemptEnded: _ended,
+    facts.AttemptFenced: _fenced,
     facts.Requeued: _requeued,
     facts.RequeueFailed: _not_requeued,
     facts.RunStopped: _stopped_for_good,

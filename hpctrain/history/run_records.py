@@ -189,6 +189,7 @@ class AttemptRecord:
         ended: When it ended; for one that died without a word, when it was last heard of.
         witnessed: When its end was written down by those who saw it.
         ended_at: The scheduler's word on the end of its allocation.
+        gave_way: When it told that a newer one has taken the run over.
         heard: When its ranks were last heard of, by those who wrote the end.
         last_step: The last step that it is known to have done since it last restored.
         highest_step: The highest one that it is known to have done.
@@ -256,6 +257,7 @@ class AttemptRecord:
     ended: float | None = None
     witnessed: float | None = None
     ended_at: float | None = None
+    gave_way: float | None = None
     heard: float | None = None
     last_step: int | None = None
     highest_step: int | None = None

@@ -106,6 +106,27 @@ def _known(name: str) -> Scheduler:
     return SCHEDULERS[name]
 
 
+def _run_here(command: Sequence[str]) -> str:
+    import subprocess
+
+    # A session of its own: Ctrl-C is for who asked, and the command has something to finish.
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    with child:
+        out, err = child.communicate()
+    if child.returncode != 0:
+        last = err.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
+        raise ClusterError(f"{command[0]}: {last[0]}")
+    return out
+
+
 def _load(where: str) -> Any:
     module, _, name = where.partition(":")
     return getattr(import_module(module), name)
@@ -228,6 +249,25 @@ class Cluster(Protocol):
         """
         del job_id, time_limit
         raise UsageError(f"{self.name} has no signals to rehearse with")
+
+    def on_nodes(self, job_id: str, nodes: Sequence[str], command: Sequence[str]) -> str:
+        """Run a command once on each of these nodes of a running job; all that they have printed.
+
+        It is not ended with the process that asks: what it has begun, it may finish.
+
+        Args:
+            job_id: The job.
+            nodes: Of those that it has now.
+            command: A program and its arguments, which are there on every node.
+
+        Raises:
+            ClusterError: refused, no answer, or it failed.
+            UsageError: this scheduler starts nothing beside a job's ranks.
+        """
+        del job_id, nodes
+        if not self.on_this_machine:
+            raise UsageError(f"{self.name} starts no program on the nodes of a running job")
+        return _run_here(command)
 
     def render(self, spec: Spec, run: RunDir, token: str) -> str:
         """The script of one submission, which is kept as ``run.script(token)``.

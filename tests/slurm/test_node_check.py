@@ -29,6 +29,8 @@ def test_a_job_with_a_sick_node_starts_again_without_it(slurm, tmp_path):
     started = run.events("attempt_started")[-1]
     assert all_fields(started)["nodes"] == ["n1", "n3"]
     assert [all_fields(e)["leave"] for e in run.events("preflight")] == [True, False]
+    assert [one["cause"] for one in run.status()["attempts"]] == ["unfit_node", "completed"]
+    assert run.doctor(1) == "unfit_node"
 
 
 def test_a_node_that_slows_the_collective_is_left_behind_where_the_preset_has_a_baseline(

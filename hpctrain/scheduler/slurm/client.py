@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     from hpctrain.site.preset import Site
 
 SUBMIT_TIMEOUT_S = 60.0
+STEP_TIMEOUT_S = 120.0
+"""A step waits for slurmctld, for each node's slurmd and for a program that starts from a shared
+disk."""
+BESIDE = "hpctrain-beside"
+"""What accounting calls such a step."""
 FORGOTTEN = "invalid job id"
 NO_ACCOUNTING = "accounting storage is disabled"
 
@@ -157,6 +162,11 @@ class SlurmCluster(Cluster):
         """Send the signal to the job's steps, as SLURM does."""
         _refuse_no_id(job_id)
         self._run("scancel", f"--signal={'USR2' if time_limit else 'TERM'}", "--", job_id)
+
+    def on_nodes(self, job_id: str, nodes: Sequence[str], command: Sequence[str]) -> str:
+        """A step of its own beside the agents', with one task on each node."""
+        _refuse_no_id(job_id)
+        return run([*step_words(job_id, nodes), *command], timeout_s=STEP_TIMEOUT_S, query=False)
 
     def render(self, spec: Spec, run: RunDir, token: str) -> str:
         """The batch script."""
@@ -324,6 +334,16 @@ class SlurmCluster(Cluster):
 
     def _run(self, *args: str) -> str:
         return run(args, timeout_s=self.query_timeout_s)
+
+
+def step_words(job_id: str, nodes: Sequence[str]) -> list[str]:
+    """The srun that starts a step beside those that run, with one task on each of these nodes."""
+    count = len(nodes)
+    return [
+        *("srun", f"--jobid={job_id}", "--overlap", f"--nodes={count}", f"--ntasks={count}"),
+        *("--ntasks-per-node=1", f"--nodelist={','.join(nodes)}"),
+        *("--cpu-bind=none", "--mpi=none", "--quiet", f"--job-name={BESIDE}"),
+    ]
 
 
 def _refuse_no_id(job_id: str) -> None:

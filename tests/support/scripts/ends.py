@@ -20,6 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 import hpctrain
 
 WAY = sys.argv[1]
+LATER = 1000
+"""That ranks call equally many collectives has been seen often enough by then."""
+LONG = {"goes_on": 2000, "leaves_out": 10_000}
 
 
 class Rows(Dataset):
@@ -73,6 +76,25 @@ def stands():
         time.sleep(3600)
 
 
+def gpu_memory():
+    """The real class and PyTorch's own words; no GPU has said them."""
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB "
+        "of which 12.69 GiB is free. Including non-PyTorch memory, this process has 66.40 GiB "
+        "memory in use. Of the allocated memory 65.03 GiB is allocated by PyTorch, and 512.00 MiB "
+        "is reserved by PyTorch but unallocated."
+    )
+
+
+def gpu():
+    """The same."""
+    raise torch.AcceleratorError(
+        "CUDA error: uncorrectable ECC error encountered\n"
+        "CUDA kernel errors might be asynchronously reported at some other API call, so the "
+        "stacktrace below might be incorrect.\n"
+    )
+
+
 def stays():
     threading.Thread(target=time.sleep, args=(3600,)).start()
 
@@ -87,9 +109,10 @@ run = hpctrain.init()
 layer = torch.nn.Linear(4, 4)
 run.track(model=layer)
 last = run.world.rank == run.world.world_size - 1
-for step in run.steps(2000 if WAY == "goes_on" else 12):
-    dist.all_reduce(torch.ones(1))
-    if WAY == "goes_on":
+for step in run.steps(LONG.get(WAY, 12)):
+    if WAY != "leaves_out" or step != LATER or not last:
+        dist.all_reduce(torch.ones(1))
+    if WAY in LONG:
         time.sleep(0.02)
     elif step == 5 and WAY in globals() and (last or WAY == "silent_peer"):
         globals()[WAY]()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.base.records import EndReason
+from hpctrain.history.attempts import attempts
 from hpctrain.history.causes import EndCause, cause_of, said_by
+from hpctrain.history.run_history import RunHistory
 from hpctrain.history.run_records import AttemptRecord, Failure
 from hpctrain.scheduler.slurm.jobs import job_state
+from tests.support.ledger_runs import Story
 
 
 def failed(summary: str, kind: str = "exception") -> Failure:
@@ -178,3 +181,19 @@ def test_only_what_detected_a_hang_says_so(word):
 def test_a_long_line_is_read_at_its_beginning_only():
     assert said_by(failed("x" * 10_000 + " CUDA error: y")) is None
     assert said_by(failed("CUDA error: y" + "x" * 10_000)) is EndCause.GPU_ERROR
+
+
+def test_an_attempt_that_gave_way_without_another_word_was_fenced(tmp_path):
+    story = Story(tmp_path / "lm").submitted().started(1).restored(1).steps(1, 1, 5)
+    story.started(2, restarts=1).restored(2, 0).add("fenced", 1, job_id="17")
+
+    def causes():
+        return [one.cause for one in attempts(RunHistory.read(story.run))]
+
+    assert causes() == [EndCause.FENCED, None]
+    story.ended(1, "unknown", "leave", by="successor")
+    assert causes() == [EndCause.FENCED, None]
+    story.ended(1, "node_failed", "leave", by="successor")
+    assert causes() == [EndCause.NODE_FAIL, None], "the scheduler knows why it was taken over"
+    story.add("fenced", 2, job_id="17")
+    assert causes() == [EndCause.NODE_FAIL, EndCause.FENCED]

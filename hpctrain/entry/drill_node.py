@@ -1,0 +1,51 @@
+"""What a drill does on a node of the job, in a step of its own there, or on this machine.
+
+    python -P -m hpctrain.entry.drill_node RUN plant FAULT ATTEMPT RANK SECONDS
+    python -P -m hpctrain.entry.drill_node RUN unflushed CHECKPOINT
+
+Prints one line of JSON: what `drill.hands.plant` says, or the files of that checkpoint of which
+this machine has bytes in memory alone. tests/unit/entry/test_drill_node.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.drill import hands
+from hpctrain.drill.flushed import unflushed_files
+from hpctrain.run.layout import RunDir
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str]) -> int:
+    """See the module's docstring."""
+    match list(argv):
+        case [root, "plant", fault, attempt, rank, seconds]:
+            run = RunDir(Path(root))
+            done = hands.plant(run, fault, int(attempt), int(rank), float(seconds))
+            print(json.dumps(done._asdict()), flush=True)
+        case [root, "unflushed", name]:
+            print(json.dumps(_unflushed(RunDir(Path(root)), name)), flush=True)
+        case _:
+            words = " ".join(argv)
+            print(f"hpctrain.entry.drill_node: {words!r}: see its docstring", file=sys.stderr)
+            return 2
+    return 0
+
+
+def _unflushed(run: RunDir, name: str) -> dict[str, list[str] | str]:
+    """Names of the files, or why this machine cannot say."""
+    try:
+        files = unflushed_files(run.checkpoints / name)
+    except FileNotFoundError:
+        return {"pruned": name}
+    return {"why": files} if isinstance(files, str) else {"files": files}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,106 @@
+"""Where a drill reaches for a rank, and what it says of nodes that give no answer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hpctrain.drill import course
+from hpctrain.drill.catalogue import FAULTS
+from hpctrain.drill.course import Course
+from hpctrain.drill.judging import WRITTEN_ELSEWHERE, Planted
+from hpctrain.history.run_history import RunHistory
+from hpctrain.scheduler.base import Cluster
+from tests.support.ledger_runs import Story
+
+DONE = json.dumps({"why": "", "step": None, "name": ""})
+
+
+class Nodes(Cluster):
+    """A scheduler whose nodes say what they are told to say."""
+
+    def __init__(self, *answers):
+        self.answers, self.asked = list(answers), []
+
+    def on_nodes(self, job_id, nodes, command):
+        self.asked.append((job_id, list(nodes), list(command)[-5:]))
+        return "a site's greeting\n" + self.answers.pop(0) + "\n"
+
+
+@pytest.fixture
+def reach(tmp_path, monkeypatch):
+    """Plant a fault in a run of three nodes with two ranks each; what came of that."""
+    story = Story(tmp_path / "lm").submitted(job_id="17")
+    story.started(1, nodes=("n7", "n2", "n5")).restored(1)
+    story.steps(1, 1, 20)
+    folder = story.run.checkpoints / "step-0000000020"
+    folder.mkdir(parents=True)
+
+    def planted(fault, *answers):
+        nodes = Nodes(*answers)
+        monkeypatch.setattr(course, "get_cluster", lambda _: nodes)
+        history = RunHistory.read(story.run)
+        drill = Course(story.run, "slurm", own=True, armed=None, patience_s=1.0)
+        found = drill._plant(FAULTS[fault], history, history.newest)
+        return found, nodes.asked
+
+    return planted
+
+
+@pytest.mark.parametrize("fault", ["kill_rank", "kill_agent", "freeze_rank"])
+def test_the_last_rank_is_met_on_its_own_node(reach, fault):
+    found, asked = reach(fault, DONE)
+
+    assert asked == [("17", ["n5"], ["plant", fault, "1", "5", "3.0"])]
+    assert isinstance(found, Planted)
+
+
+def test_what_was_damaged_is_what_the_node_has_said(reach):
+    said = json.dumps({"why": "", "step": 40, "name": "step-0000000040"})
+    found, _ = reach("flip_bit", said)
+    assert (found.damaged_step, found.damaged) == (40, "step-0000000040")
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ("", "n5 gave no answer"),
+        ('{"why": "rank 5 of attempt 1 was not found on its node"}',
+         "n5: rank 5 of attempt 1 was not found on its node"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_was_not_met_is_not_tried(reach, answer, why):
+    verdict, _ = reach("kill_rank", answer)
+    assert (verdict.outcome, verdict.why) == ("not tried", why)
+
+
+def test_every_node_is_asked_what_it_has_in_memory_alone(reach):
+    told = [{"files": []}, {"why": WRITTEN_ELSEWHERE}, {"files": ["shard-2"]}]
+    verdict, asked = reach("power_cut", "\n".join(map(json.dumps, told)))
+    assert [nodes for _, nodes, _ in asked] == [["n7", "n2", "n5"]]
+    assert (verdict.outcome, verdict.why) == (
+        "broken",
+        "step-0000000020 is committed; in memory alone: shard-2",
+    )
+
+
+@pytest.mark.parametrize(
+    ("told", "outcome", "why"),
+    [
+        ([[], [], WRITTEN_ELSEWHERE], "kept", "step-0000000020 lies on the disk whole"),
+        ([WRITTEN_ELSEWHERE] * 3, "not tried", WRITTEN_ELSEWHERE),
+        ([[], WRITTEN_ELSEWHERE, "no cachestat"], "not tried", "no cachestat"),
+        ([[], []], "not tried", "not every node has answered"),
+    ],
+)
+def test_what_lies_on_the_disk_is_said_where_all_nodes_can_tell(reach, told, outcome, why):
+    lines = [{"why": one} if isinstance(one, str) else {"files": one} for one in told]
+    verdict, _ = reach("power_cut", "\n".join(map(json.dumps, lines)))
+    assert (verdict.outcome, verdict.why) == (outcome, why)
+
+
+def test_one_that_was_pruned_meanwhile_is_tried_again(reach):
+    lines = [{"files": []}, {"pruned": "step-0000000020"}, {"files": []}]
+    verdict, _ = reach("power_cut", "\n".join(map(json.dumps, lines)))
+    assert (verdict.outcome, verdict.again) == ("not tried", True)
