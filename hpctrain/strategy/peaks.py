@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpctrain.strategy.activations import FP32
-from hpctrain.strategy.stages import Stage, stages_of
-from hpctrain.strategy.steps import Sharded, Whole, Zero
+from hpctrain.strategy.stages import PipelineStage, stages_of
+from hpctrain.strategy.steps import Sharded, Whole, ZeroStep
 
 if TYPE_CHECKING:
     from hpctrain.strategy.facts import ModelFacts
@@ -22,14 +22,14 @@ def peak(model: ModelFacts, batch: Batch, layout: Spread) -> Peak:
     """The fullest moment of a step on one rank; of a pipeline on a rank of its fullest stage."""
     if layout.pp > 1:
         return max(stage_peaks(model, batch, layout), key=lambda peak: peak.nbytes)
-    step = _STEPS.get(layout.kind, Zero)(model, batch, layout)
+    step = _STEPS.get(layout.kind, ZeroStep)(model, batch, layout)
     return max(step.moments(), key=lambda moment: moment.nbytes)
 
 
 def stage_peaks(model: ModelFacts, batch: Batch, layout: Spread) -> list[Peak]:
     """Of each stage of a pipeline, in order."""
     return [
-        max(Stage(model, batch, layout, stage).moments(), key=lambda moment: moment.nbytes)
+        max(PipelineStage(model, batch, layout, stage).moments(), key=lambda moment: moment.nbytes)
         for stage in stages_of(model, layout.pp)
     ]
 

@@ -25,7 +25,7 @@ from hpctrain.strategy.memory import (
     WEIGHTS,
     Peak,
 )
-from hpctrain.strategy.steps import Step
+from hpctrain.strategy.steps import StepMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,7 +90,7 @@ def stages_of(model: ModelFacts, count: int) -> list[StageFacts]:
     ]
 
 
-class Stage(Step):
+class PipelineStage(StepMemory):
     """One stage under FSDP2 with 1F1B, as it trains several microbatches."""
 
     def __init__(self, model: ModelFacts, batch: Batch, layout: Spread, stage: StageFacts) -> None:

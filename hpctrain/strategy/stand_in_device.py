@@ -23,7 +23,7 @@ NAME = "standin"
 """Of the device's type."""
 
 
-class _Stream:
+class _NoStream:
     """A stream or an event of a device that computes nothing."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
@@ -38,7 +38,7 @@ class _Stream:
 class _Module:
     """What torch asks of `torch.<device>`."""
 
-    Stream = Event = _Stream
+    Stream = Event = _NoStream
 
     def is_available(self) -> bool:
         """It stands in."""
@@ -60,9 +60,9 @@ class _Module:
     def manual_seed_all(self, _seed: int) -> None:
         """No value is drawn."""
 
-    def current_stream(self, _device: object = None) -> _Stream:
+    def current_stream(self, _device: object = None) -> _NoStream:
         """There is one."""
-        return _Stream()
+        return _NoStream()
 
     def stream(self, _stream: object) -> Any:
         """Work goes nowhere else."""

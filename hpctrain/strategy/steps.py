@@ -54,7 +54,7 @@ def cut(model: ModelFacts, tp: int) -> ModelFacts:
     )
 
 
-class Step:
+class StepMemory:
     """What all layouts share: activations and logits."""
 
     def __init__(self, model: ModelFacts, batch: Batch, layout: Spread) -> None:
@@ -91,7 +91,7 @@ class Step:
         )
 
 
-class Whole(Step):
+class Whole(StepMemory):
     """Every rank has the whole model: one process, or DDP."""
 
     def __init__(self, model: ModelFacts, batch: Batch, layout: Spread) -> None:
@@ -144,7 +144,7 @@ class Whole(Step):
 
     def moments(self) -> Iterator[Peak]:
         """Of a step, each full in its way."""
-        model, layers = self.model, self.model.layers
+        layers = self.model.layers
         begun = self.gradients(0) if self.from_start else 0.0
         saved = self.activations(layers, outside=True)
         yield Peak(
@@ -174,6 +174,11 @@ class Whole(Step):
                     BUFFERS: self._moving(),
                 },
             )
+        yield from self._end()
+
+    def _end(self) -> Iterator[Peak]:
+        """The embedding's gradients, and the update."""
+        model = self.model
         # A tied matrix has gradients from both of its ends, and their sum.
         matrix = 0 if self.layout.lora else FP32 * model.vocab * model.hidden
         ends = matrix * (2 * model.tied + self.from_start)
@@ -201,7 +206,7 @@ class Whole(Step):
         return (self.layout.low + FP32 * self.from_start) * largest
 
 
-class Sharded(Step):
+class Sharded(StepMemory):
     """FSDP2: every parameter is cut over ranks, and gathered unit by unit."""
 
     def __init__(self, model: ModelFacts, batch: Batch, layout: Spread) -> None:
@@ -241,6 +246,21 @@ class Sharded(Step):
 
     def moments(self) -> Iterator[Peak]:
         """Of a step, each full in its way."""
+        yield from self._forward()
+        for done in range(self.model.layers):
+            yield from self._block(done)
+        yield from self._end()
+        yield Peak(
+            "the update",
+            {
+                **self.base,
+                GRADIENTS: FP32 * self.own,
+                UPDATE: FP32 * self.own,
+            },
+        )
+
+    def _forward(self) -> Iterator[Peak]:
+        """The loss, units that are gathered, and the head's reduction ahead of all others."""
         layout, layers = self.layout, self.model.layers
         saved = self.activations(layers, outside=True)
         stays = 0 if layout.reshard else layers
@@ -280,17 +300,6 @@ class Sharded(Step):
                     BUFFERS: FP32 * self.root,
                 },
             )
-        for done in range(layers):
-            yield from self._block(done)
-        yield from self._end()
-        yield Peak(
-            "the update",
-            {
-                **self.base,
-                GRADIENTS: FP32 * self.own,
-                UPDATE: FP32 * self.own,
-            },
-        )
 
     def _block(self, done: int) -> Iterator[Peak]:
         """A block's backward pass, behind which its gradients are reduced."""
@@ -350,7 +359,7 @@ class Sharded(Step):
         )
 
 
-class Zero(Step):
+class ZeroStep(StepMemory):
     """DeepSpeed's stages 1 to 3 as hpctrain sets them: weights of 16 bits, shards of fp32."""
 
     def __init__(self, model: ModelFacts, batch: Batch, layout: Spread) -> None:
