@@ -14,8 +14,9 @@ import time
 from typing import TYPE_CHECKING, Any, cast
 
 from hpctrain.agent.copies_to_disk import CopySaver
-from hpctrain.agent.node import MANY, NodeAgent, RoundEnd
+from hpctrain.agent.node import MANY, NodeAgent
 from hpctrain.agent.rendezvous import LeftOut, RoundBroken
+from hpctrain.agent.rounds import RoundEnd
 from hpctrain.base.env import HPCTRAIN_ATTEMPT
 from hpctrain.base.records import FailureReport
 from hpctrain.errors import ControlLost
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
     from hpctrain.agent.growth import Growth
     from hpctrain.agent.hang_watch import RoundHangs
     from hpctrain.agent.in_place import InPlaceRendezvous
-    from hpctrain.agent.node import RoundHooks, _Reports
+    from hpctrain.agent.node import _Reports
     from hpctrain.agent.rendezvous import Loss
+    from hpctrain.agent.rounds import RoundHooks
     from hpctrain.agent.swaps import Swaps
     from hpctrain.run.layout import RunDir
 
