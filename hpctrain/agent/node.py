@@ -483,7 +483,8 @@ class NodeAgent(LocalElasticAgent):
         return True
 
     def _gather_wills(self) -> None:
-        if self._control is not None:
+        """Where a stop is under way no round follows, and each second is the last save's."""
+        if self._control is not None and self._stop_file.cause is None:
             self._control.gather_wills(self.attempt_number)
 
     def _say_report(self, failures: list[FailureReport]) -> None:

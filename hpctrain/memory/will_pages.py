@@ -92,14 +92,12 @@ class WillPage:
         self._words[CHANGING] = 0
 
     def open_cell(self, step: int) -> memoryview:
-        """The cell of a step, which does not count until `close_cell`."""
-        self._words[_at(step, _TAG)] = 0
+        """The cell of a step: what is written counts from `close_cell` on, which has its digest."""
         return self.cells[step % CELLS]
 
     def close_cell(self, step: int, nbytes: int, state: CellState) -> None:
         """So many bytes of a step's cell are written."""
-        digest = xxhash.xxh3_64_intdigest(self.cells[step % CELLS][:nbytes])
-        self._words[_at(step, _DIGEST)] = digest & _MASK
+        self._words[_at(step, _DIGEST)] = _digest(self.cells[step % CELLS][:nbytes], step)
         self._words[_at(step, _STATE)] = state
         self._words[_at(step, _TAG)] = step + 1
 
@@ -121,8 +119,7 @@ class WillPage:
             if step < 0 or step % CELLS != number:
                 continue
             content = bytes(cell[:nbytes])
-            digest = xxhash.xxh3_64_intdigest(content) & _MASK
-            if digest == self._words[_at(step, _DIGEST)]:
+            if _digest(content, step) == self._words[_at(step, _DIGEST)]:
                 kept.append(Cell(step, CellState(self._words[_at(step, _STATE)]), content))
         return kept
 
@@ -130,6 +127,12 @@ class WillPage:
 def fits(plan: CopyPlan) -> bool:
     """Whether what a rank alone has goes into a cell."""
     return plan.size <= CELL_BYTES
+
+
+def _digest(content: memoryview | bytes, step: int) -> int:
+    """Of a step's cell: its rank may be killed between writing it and saying whose it is."""
+    value: int = xxhash.xxh3_64_intdigest(content, step)
+    return value & _MASK
 
 
 def _at(step: int, word: int) -> int:

@@ -119,6 +119,8 @@ class LastWill:
         plan = self._plan(State(state.shared), manifest)[0]
         assert self._program.optimizer is not None, "it has stepped"  # noqa: S101 - our own bug
         self._program.optimizer.register_step_pre_hook(lambda *_: self._before_update())
+        if self._program.engine is not None:
+            self._program.engine.on_step = self._ahead_of_update
         stand_by(lambda: self.write(0.0))
         threading.Thread(
             target=self._stand_by, args=(plan.size,), name="hpctrain-will", daemon=True
@@ -225,11 +227,18 @@ class LastWill:
 
     # ---- the training thread
 
+    def _ahead_of_update(self) -> None:
+        """All have given their gradients, and none the norm's part without which none goes on.
+
+        So whoever comes to the end of this step knows that each rank, dead or alive, has been here.
+        """
+        if self._page is not None and self._generators is not None and self._step >= 0:
+            self._generators.keep(self._page, self._step + 1, is_ahead=True)
+
     def _before_update(self) -> None:
         self._kept = None
-        if self._page is not None and self._generators is not None and self._step >= 0:
+        if self._page is not None:
             self._page.change()
-            self._generators.keep(self._page, self._step + 1, is_ahead=True)
 
     def _give_up(self, why: str) -> None:
         log.warning("no last will: %s", why)

@@ -21,6 +21,7 @@ SETTINGS = {
     "budget.crashes": 1000,
     "budget.no_progress": 1000,
     "run.restarts_in_job": 1000,
+    "run.restart_pause_s": 0,
 }
 NO_DISK = ";".join(f"fail:{at},attempt=2,error=EIO" for at in ("choose.list", "read.manifest"))
 
@@ -52,11 +53,11 @@ def run_killed(tmp_path, monkeypatch, killed, *, faults=NO_DISK, nodes=1, ranks=
     return RunDir(root), events(root, "restored")
 
 
-@pytest.mark.parametrize("place", ["forward", "backward", "reduce", "update", "tail"])
+@pytest.mark.parametrize("place", ["forward", "backward", "reduce", "norm", "update", "tail"])
 def test_no_step_is_lost_wherever_a_rank_is_killed(tmp_path, monkeypatch, undisturbed, place):
     run, (_, second) = run_killed(tmp_path, monkeypatch, f"1:1:9:{place}")
 
-    done = 9 if place in {"update", "tail"} else 8
+    done = 9 if place in {"norm", "update", "tail"} else 8
     assert (second["step"], second["read_from"], second["skipped"]) == (done, "will", [])
     assert_same_bits(undisturbed, full_state(run, STEPS))
 
@@ -83,13 +84,41 @@ def test_two_ranks_that_are_killed_at_once(tmp_path, monkeypatch, undisturbed):
     assert_same_bits(undisturbed, full_state(run, STEPS))
 
 
+def test_what_a_rank_has_raised_leaves_no_will(tmp_path, monkeypatch, undisturbed):
+    """It may have computed what it fell over; a copy is older, as all ranks have made it."""
+    run, (_, second) = run_killed(tmp_path, monkeypatch, "1:1:9:raise")
+
+    assert second["read_from"] != "will"
+    assert_same_bits(undisturbed, full_state(run, STEPS))
+
+
+def test_with_the_setting_off_there_is_none(tmp_path, monkeypatch, undisturbed):
+    run, (_, second) = run_killed(tmp_path, monkeypatch, "1:1:9:forward", alive__last_will="no")
+
+    assert second["read_from"] != "will"
+    assert_same_bits(undisturbed, full_state(run, STEPS))
+
+
+@pytest.mark.parametrize(("who", "kept"), [("", "no will"), (",rank=0", "will")])
+def test_a_rank_that_is_killed_while_it_leaves_its_will_leaves_none(
+    tmp_path, monkeypatch, undisturbed, who, kept
+):
+    """Another one does, if there is one."""
+    faults = f"kill:memory.willed,attempt=1{who}"
+
+    run, (_, second) = run_killed(tmp_path, monkeypatch, "1:1:9:backward", faults=faults)
+
+    assert (second["read_from"] == "will") == (kept == "will")
+    assert_same_bits(undisturbed, full_state(run, STEPS))
+
+
 def random_kills(seed, count, *, ranks, gap, most_ms):
     """So many kills, each some steps after the one before: of any rank, at any moment of a step."""
     draw = random.Random(seed)
     killed, step = [], 0
     for attempt in range(1, count + 1):
         step += draw.randint(gap, gap + 3)
-        place = draw.choice(["forward", "backward", "reduce", "update", "tail"])
+        place = draw.choice(["forward", "backward", "reduce", "norm", "update", "tail"])
         if draw.random() < 0.5:
             place = str(draw.randint(0, most_ms))
         killed.append(f"{attempt}:{draw.randrange(ranks)}:{step}:{place}")

@@ -1,9 +1,10 @@
 """The shipped recipe, in which ranks are killed at a chosen place of a chosen step.
 
 KILLED is a list of "attempt:rank:step:place", separated by commas. Places: `forward`, `backward`
-(in the middle of it), `reduce` (gradients are there, their norm is not), `update` (the optimizer
-is about to change weights), `tail` (it has), `stop`: in the forward pass, and stopped, not
-killed; or a number: so many milliseconds after the forward pass has begun.
+(in the middle of it), `reduce` (gradients are there, their norm is not), `norm` (it is), `update`
+(the optimizer is about to change weights), `tail` (it has); a number: so many milliseconds after
+the forward pass has begun. In the forward pass `stop` stops the rank in place of killing it, and
+with `raise` it fails by itself.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def main() -> None:
         at, signum = places.get(engine.begun + 1, ("", 0))
         if at == place:
             os.kill(os.getpid(), signum)
+        elif (at, place) == ("raise", "forward"):
+            raise ValueError("a bad batch")
         elif place == "forward" and at.isdigit():
             threading.Timer(int(at) / 1000, os.kill, (os.getpid(), signum)).start()
 
@@ -59,7 +62,9 @@ def main() -> None:
 
     def killed_in_reduce(self: Any, gradients: Any) -> Any:
         reach(self, "reduce")
-        return norm(self, gradients)
+        value = norm(self, gradients)
+        reach(self, "norm")
+        return value
 
     def killed_in_update(self: Any) -> Any:
         # The last of all hooks: the others are there since the first step.

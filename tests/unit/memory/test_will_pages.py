@@ -43,6 +43,16 @@ def test_what_is_half_written_is_not_there(memory):
     assert [cell.step for cell in page.kept(5)] == [7]
 
 
+def test_who_is_killed_before_it_says_of_which_step_a_cell_is_has_kept_neither(memory):
+    page = WillPage(memory, 0)
+    keep(page, 6, b"step 6")
+    keep(page, 7, b"step 7")
+    with pytest.raises(TypeError):
+        keep(page, 8, b"step 8", "killed here")
+
+    assert [(cell.step, cell.content) for cell in page.kept(6)] == [(7, b"step 7")]
+
+
 def test_a_byte_that_has_changed_is_found(memory):
     page = WillPage(memory, 0)
     keep(page, 7, b"whole")

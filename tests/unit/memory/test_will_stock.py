@@ -159,17 +159,22 @@ def test_the_next_round_finds_the_wills_step_with_what_each_rank_alone_had(one):
     assert content(lines[1], best.mark, 1, own_plan(1, 3)[0]) == bytes([7]) * 16
 
 
-def test_of_ranks_that_are_a_step_apart_the_newer_one_leaves_the_will(one):
+def test_of_ranks_that_are_a_step_apart_the_newer_one_leaves_the_will(one, monkeypatch):
+    monkeypatch.setattr(will_stock, "CLAIM_S", 60.0)
     ranks = ranks_of(one)
     for rank in ranks:
         rank.done(6)
         rank.done(7, ends=rank is not ranks[0])
     ranks[1].line.close()
-    threads = [ranks[0].asked(6), ranks[2].asked(7)]
+    older = threading.Thread(target=lambda: left.append(ranks[0].leave(6)), daemon=True)
+    left = []
+    older.start()
+    newer = ranks[2].asked(7)
 
     assert gathered(one)["step"] == 7
-    for thread in threads:
+    for thread in (older, newer):
         thread.join(20)
+    assert left == [False], "a will that is written over may be lost, and the newer one with it"
 
 
 def test_one_that_is_in_its_update_may_come_to_a_newer_step(one, monkeypatch):
@@ -178,13 +183,16 @@ def test_one_that_is_in_its_update_may_come_to_a_newer_step(one, monkeypatch):
     for rank in ranks:
         rank.done(6)
     ranks[2].page.change()
-    older = threading.Thread(target=lambda: ranks[0].leave(6), daemon=True)
+    left = []
+    older = threading.Thread(target=lambda: left.append(ranks[0].leave(6)), daemon=True)
     older.start()
+    older.join(0.1)
+    assert left == [], "it has not waited"
 
     ranks[2].done(7)
     assert ranks[2].leave(7)
     older.join(20)
-    assert not older.is_alive()
+    assert left == [False]
     assert gathered_step(one) == 7
 
 
@@ -275,6 +283,7 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_none(one):
 def test_a_stopped_rank_is_not_waited_for(one, monkeypatch):
     """Nor one that has ended; the kernel knows both."""
     monkeypatch.setattr(will_stock, "LEAST_S", 600.0)
+    monkeypatch.setattr(will_stock, "MOST_S", 600.0)  # longer than its agent would wait
     ranks = ranks_of(one)
     for rank in ranks:
         rank.done(7)

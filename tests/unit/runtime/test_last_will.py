@@ -47,7 +47,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.program = Program(self.world)
         self.program.model, self.program.optimizer = self.model, self.optimizer
-        self.program.engine = SimpleNamespace(kind="ddp", state=self.state)
+        self.program.engine = SimpleNamespace(kind="ddp", state=self.state, on_step=None)
         self.position, self.counter = Counter(), Counter()
         self.program.data = self.position
         self.program.tracked = {"counter": self.counter}
@@ -64,6 +64,8 @@ class Trainer:
         self.model(torch.randn(4, self.width)).square().sum().backward()
 
     def update(self):
+        if self.program.engine.on_step is not None:
+            self.program.engine.on_step()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -175,6 +177,21 @@ def test_in_the_middle_of_an_update_there_is_none(keepers, trainer):
     assert left(keepers) is None
 
 
+def test_nor_where_moments_have_changed_and_no_weight_yet(keepers, trainer):
+    trainer.whole_step()
+    trainer.forward()
+
+    def half(*_):
+        for moments in trainer.optimizer.state.values():
+            moments["exp_avg"].mul_(2)
+        trainer.will.write(0.0)
+
+    trainer.optimizer.register_step_pre_hook(half)
+    trainer.update()
+
+    assert left(keepers) is None
+
+
 def test_who_is_asked_in_an_update_answers_at_the_end_of_the_step(keepers, trainer):
     trainer.whole_step()
     trainer.forward()
@@ -274,6 +291,7 @@ def test_a_step_pays_some_microseconds(trainer):
 
 def timed(trainer):
     began = time.perf_counter()
+    trainer.will._ahead_of_update()
     trainer.will._before_update()
     trainer.step += 1
     trainer.will.at_end_of(trainer.step)
