@@ -150,11 +150,11 @@ class NodeControl:
         if self._wills is not None and self._place is not None:
             self._wills.gather(self.folder, self._place.first_rank, attempt)
 
-    def settle_wills(self, end: RoundEnd, attempt: int) -> None:
+    def settle_wills(self, end: RoundEnd | None, attempt: int) -> None:
         """After a round, once its ranks are gone: say whether their last wills count.
 
         Args:
-            end: How it ended.
+            end: How it ended; None where only the first node knows.
             attempt: Its number.
         """
         if self._wills is not None and self._place is not None:

@@ -63,8 +63,10 @@ class InPlaceAgent(NodeAgent):
     def _start_and_run(self, group: WorkerGroup) -> RoundEnd:
         try:
             return self._copies_saved(super()._start_and_run(group))
-        except RoundBroken as broken:  # while it began
+        except RoundBroken as broken:  # while it began, or its verdict came later than the next one
             self._stop_workers(group)
+            if self._control is not None and self._hooks is None:
+                self._control.settle_wills(None, self.attempt_number)
             return RoundEnd("failed", restart=True, why=str(broken))
         except ControlLost as error:
             if self._hooks is not None:

@@ -72,10 +72,17 @@ class NodeWills:
                 "last will of this node: %s, %.3f s%s", step, took_s, f" ({whys})" * bool(whys)
             )
 
-    def settle(self, end: RoundEnd, attempt: int) -> None:
-        """The round's ranks are gone: say whether what they have left counts."""
+    def settle(self, end: RoundEnd | None, attempt: int) -> None:
+        """The round's ranks are gone: say whether what they have left counts.
+
+        Args:
+            end: How it ended; None where only the first node knows. Without the parts of that
+                node's ranks there is no will, so its word counts for all.
+            attempt: The round's number.
+        """
+        counts = end is None or may_count(end)
         try:
-            self._tell_keeper({"wills": {"attempt": attempt, "counts": may_count(end)}})
+            self._tell_keeper({"wills": {"attempt": attempt, "counts": counts}})
         except ControlLost as error:
             log.warning("no last will: %s", error)
 

@@ -35,7 +35,7 @@ from hpctrain.agent.lingering_ranks import SAY_S, LifeWatch, NodeEnds, in_words
 from hpctrain.agent.log_index import LogIndexer
 from hpctrain.agent.notify import telling
 from hpctrain.agent.ranks import collect, first_causal, settle_s
-from hpctrain.agent.rendezvous import SignedStore
+from hpctrain.agent.rendezvous import RoundBroken, SignedStore
 from hpctrain.agent.resume_choice import StopHeard, choose
 from hpctrain.agent.rounds import NothingToResume, RoundEnd, RoundHooks
 from hpctrain.agent.signals import Orphans, arrivals, kept
@@ -236,6 +236,9 @@ class NodeAgent(LocalElasticAgent):
                 end = self._watch_round()
                 if may_count(end):
                     self._gather_wills()
+            except RoundBroken:
+                self._gather_wills()
+                raise
             finally:
                 self._stop_watching()
                 self._stop_workers(group)

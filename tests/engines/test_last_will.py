@@ -84,6 +84,23 @@ def test_two_ranks_that_are_killed_at_once(tmp_path, monkeypatch, undisturbed):
     assert_same_bits(undisturbed, full_state(run, STEPS))
 
 
+def test_an_exact_run_loses_no_step_either(tmp_path, monkeypatch):
+    exact = {"engine__exact": True, "train__micro_batch": 4}
+    plain = make_run(tmp_path / "undisturbed" / "run", train__steps=STEPS, **exact)
+    train(plain, 3)
+
+    run, (_, second) = run_killed(tmp_path, monkeypatch, "1:1:9:update", **exact)
+
+    assert (second["step"], second["read_from"]) == (9, "will")
+    assert_same_bits(full_state(plain, STEPS), full_state(run, STEPS))
+
+
+def test_shards_are_nobody_elses_and_a_copy_serves(tmp_path, monkeypatch):
+    _, (_, second) = run_killed(tmp_path, monkeypatch, "1:1:9:forward", engine__kind="fsdp2")
+
+    assert second["read_from"] in {"memory", ""}
+
+
 def test_what_a_rank_has_raised_leaves_no_will(tmp_path, monkeypatch, undisturbed):
     """It may have computed what it fell over; a copy is older, as all ranks have made it."""
     run, (_, second) = run_killed(tmp_path, monkeypatch, "1:1:9:raise")

@@ -41,8 +41,9 @@ def _wait_for_copies_and_a_step(run, attempt):
     run.wait("steps", lambda: all_fields(run.events("steps", attempt)[-1])["last"] >= after)
 
 
-def test_a_killed_rank_costs_no_step_that_was_done(slurm, tmp_path, capsys):
-    args = ("--nodes=2", "--ranks-per-node=2")
+@pytest.mark.parametrize("nodes", ["2", "2+1"])
+def test_a_killed_rank_costs_no_step_that_was_done(slurm, tmp_path, capsys, nodes):
+    args = (f"--nodes={nodes}", "--ranks-per-node=2")
     run = submit(slurm, tmp_path, *args, sets=SETTINGS, env={"HPCTRAIN_FAULTS": NO_DISK})
     _wait_for_copies_and_a_step(run, 1)
     _kill_rank(slurm, run, 1, 3)

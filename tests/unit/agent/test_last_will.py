@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.agent.last_will import may_count
+from hpctrain.agent.last_will import NodeWills, may_count
 from hpctrain.agent.rounds import RoundEnd
 from hpctrain.base.records import HANG, FailureReport
 
@@ -39,3 +39,19 @@ def test_they_count_where_a_rank_was_killed_and_ranks_start_again():
 )
 def test_they_do_not_where_weights_may_be_bad_or_a_node_is_gone(end):
     assert not may_count(end)
+
+
+@pytest.mark.parametrize(
+    ("end", "counts"),
+    [
+        (RoundEnd("failed", restart=True, failure=report()), True),
+        (RoundEnd("left"), False),
+        (None, True),  # the first node says so by its own ranks' parts
+    ],
+)
+def test_the_keeper_hears_whether_they_count(end, counts):
+    orders = []
+
+    NodeWills(orders.append).settle(end, 3)
+
+    assert orders == [{"wills": {"attempt": 3, "counts": counts}}]

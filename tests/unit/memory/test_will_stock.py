@@ -322,6 +322,24 @@ def test_the_will_that_training_went_on_from_stays_until_a_newer_copy_counts(one
     until(lambda: again[1].leave(10), "no will though a newer copy counts")
 
 
+@pytest.mark.parametrize("first_says", [True, False])
+def test_the_first_nodes_word_is_that_of_all(tmp_path, first_says):
+    """The others may not have heard how the round ended."""
+    two = Keepers(tmp_path, nodes=2, ranks=1)
+    two.heirs = []
+    for rank in ranks_of(two):
+        rank.done(7)
+    assert two.heirs[1].leave(7)
+
+    for keeper, counts in zip(two.keepers, (first_says, True), strict=True):
+        two._do(keeper, {"wills": {"attempt": two.round, "counts": counts}})
+
+    assert [choice.mark for choice in choices(two)[1]] == [Mark(1, 7, 1)] * first_says
+    for rank in two.heirs:
+        rank.line.close()
+    two.close()
+
+
 def test_too_little_memory_costs_the_will_alone(one, monkeypatch):
     ready(one)
     line = WillLine(one.folder(0), 0, 1)
