@@ -59,6 +59,7 @@ def test_no_step_is_lost_wherever_a_rank_is_killed(tmp_path, monkeypatch, undist
 
     done = 9 if place in {"norm", "update", "tail"} else 8
     assert (second["step"], second["read_from"], second["skipped"]) == (done, "will", [])
+    assert "SIGKILL" in events(run.root, "attempt_ended")[0]["detail"], "an echo is named for it"
     assert_same_bits(undisturbed, full_state(run, STEPS))
 
 
