@@ -116,7 +116,7 @@ def _restart(slurm: SlurmCluster, folder: Path) -> None:
 
 
 def _kills(slurm: SlurmCluster, folder: Path) -> None:
-    """Ranks killed at random, with a copy in memory at each step."""
+    """Ranks killed at random: the others leave the newest step, or a copy of some steps before."""
     from tests.support.local_runs import SCRIPTS
     from tests.support.recipe import TINY
     from tests.support.scenario import submit
@@ -131,7 +131,7 @@ def _kills(slurm: SlurmCluster, folder: Path) -> None:
         "budget.crashes": 0,
         "budget.no_progress": 0,
         "alive.memory": "auto",
-        "alive.memory_steps": 1,
+        "alive.memory_steps": 10,
     }
     args = ("--nodes=4", "--ranks-per-node=2", "--time=30")
     script = [str(SCRIPTS / "killed_in_step.py")]
@@ -143,9 +143,9 @@ def _kills(slurm: SlurmCluster, folder: Path) -> None:
     slurm.wait_job(run.job_id, ("CANCELLED",), timeout=60)
     slurm.drain_all()
     for name in rows[0][0]:
-        seconds = sorted(row[name] for row, _ in rows)
+        seconds = sorted(row[name] for row, *_ in rows)
         print(f"{name:26} {statistics.median(seconds):6.2f} s, worst {seconds[-1]:.2f} s")
-    lost = [steps for _, steps in rows]
+    lost = [f"{steps} by {kept}" for _, steps, kept in rows]
     counted = ", ".join(f"{lost.count(steps)} lost {steps}" for steps in sorted(set(lost)))
     print(f"of {KILLS} kills (load {os.getloadavg()[0]:.1f}), in steps that were done: {counted}")
     facts = [event.fact for event in run.events("memory_copies")]
@@ -154,8 +154,12 @@ def _kills(slurm: SlurmCluster, folder: Path) -> None:
     print(f"a copy: training waits {waits * 1000:.1f} ms, whole on all after {whole * 1000:.1f} ms")
 
 
-def _killed(run: RunHandle, attempt: int) -> tuple[dict[str, float], int]:
-    """Kill a rank of this attempt: seconds by part, and the steps done that are done again."""
+def _killed(run: RunHandle, attempt: int) -> tuple[dict[str, float], int, str]:
+    """Kill a rank of this attempt.
+
+    Returns:
+        Seconds by part, the steps done that are done again, and from where training went on.
+    """
     from hpctrain.run.event_types import CheckpointRestored, PhaseReached
     from tests.support import processes
 
@@ -172,7 +176,7 @@ def _killed(run: RunHandle, attempt: int) -> tuple[dict[str, float], int]:
     began = {event.kind: event.t for event in reversed(events)}
     phases = {e.fact.name: e.t for e in events if isinstance(e.fact, PhaseReached)}
     (restored,) = [e.fact for e in events if isinstance(e.fact, CheckpointRestored)]
-    if restored.read_from != "memory":
+    if restored.read_from not in {"memory", "will"}:
         raise RuntimeError(f"attempt {attempt + 1} went on from elsewhere: {restored}")
     seconds = {
         "ranks gone, decided": first["attempt_ended"] - killed,
@@ -182,7 +186,7 @@ def _killed(run: RunHandle, attempt: int) -> tuple[dict[str, float], int]:
         "first step": phases["first_step"] - began["restored"],
         "from the kill on": phases["first_step"] - killed,
     }
-    return seconds, run.steps_lost()[attempt - 1]
+    return seconds, run.steps_lost()[attempt - 1], restored.read_from
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpctrain.agent.node import RoundEnd
+    from hpctrain.agent.rounds import RoundEnd
     from hpctrain.agent.stop_deadline import StopDeadline
     from hpctrain.base.records import FailureReport, JobContext, JobFacts
     from hpctrain.errors import CheckpointError

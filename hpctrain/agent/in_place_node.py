@@ -14,8 +14,9 @@ import time
 from typing import TYPE_CHECKING, Any, cast
 
 from hpctrain.agent.copies_to_disk import CopySaver
-from hpctrain.agent.node import MANY, NodeAgent, RoundEnd
+from hpctrain.agent.node import MANY, NodeAgent
 from hpctrain.agent.rendezvous import LeftOut, RoundBroken
+from hpctrain.agent.rounds import RoundEnd
 from hpctrain.base.env import HPCTRAIN_ATTEMPT
 from hpctrain.base.records import FailureReport
 from hpctrain.errors import ControlLost
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
     from hpctrain.agent.growth import Growth
     from hpctrain.agent.hang_watch import RoundHangs
     from hpctrain.agent.in_place import InPlaceRendezvous
-    from hpctrain.agent.node import RoundHooks, _Reports
+    from hpctrain.agent.node import _Reports
     from hpctrain.agent.rendezvous import Loss
+    from hpctrain.agent.rounds import RoundHooks
     from hpctrain.agent.swaps import Swaps
     from hpctrain.run.layout import RunDir
 
@@ -61,8 +63,10 @@ class InPlaceAgent(NodeAgent):
     def _start_and_run(self, group: WorkerGroup) -> RoundEnd:
         try:
             return self._copies_saved(super()._start_and_run(group))
-        except RoundBroken as broken:  # while it began
+        except RoundBroken as broken:  # while it began, or its verdict came later than the next one
             self._stop_workers(group)
+            if self._control is not None and self._hooks is None:
+                self._control.settle_wills(None, self.attempt_number)
             return RoundEnd("failed", restart=True, why=str(broken))
         except ControlLost as error:
             if self._hooks is not None:

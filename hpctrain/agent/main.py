@@ -20,6 +20,7 @@ from hpctrain.agent.environment import RankEnvironment
 from hpctrain.agent.growth import growth_of, joining_of
 from hpctrain.agent.loss_ending import LossEnding
 from hpctrain.agent.node_check import NodeCheck
+from hpctrain.agent.rounds import NothingToResume, RoundHooks
 from hpctrain.agent.stay_alive import EARLY_END_S, RENDEZVOUS_S, lifeline_of, rendezvous_of
 from hpctrain.agent.succession import Succeeds, Succession, generation_of, take_over
 from hpctrain.agent.swaps import swaps_of
@@ -217,6 +218,7 @@ def _node_control(
         context.master_addr,
         secret,
         keeps_copies=alive.memory != "no",
+        leaves_wills=alive.last_will == "auto",
         # Where a lost node ends the job, its part in another one's memory would be lost with it.
         copies_to_buddy=alive.memory_buddy == "auto" and lifeline is not None,
         keeper=keeper,
@@ -289,7 +291,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from hpctrain.agent.in_place_node import InPlaceAgent
-    from hpctrain.agent.node import NodeAgent, NothingToResume, RoundHooks
+    from hpctrain.agent.node import NodeAgent
     from hpctrain.agent.ranks import run_rank
     from hpctrain.agent.rendezvous import Rendezvous
     from hpctrain.agent.sealing import SealWatch

@@ -16,7 +16,7 @@ import signal
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -30,13 +30,14 @@ from hpctrain.agent.hang_watch import (
     NodeRank,
     RoundHangs,
 )
+from hpctrain.agent.last_will import may_count
 from hpctrain.agent.lingering_ranks import SAY_S, LifeWatch, NodeEnds, in_words
 from hpctrain.agent.log_index import LogIndexer
 from hpctrain.agent.notify import telling
 from hpctrain.agent.ranks import collect, first_causal, settle_s
-from hpctrain.agent.rendezvous import SignedStore
-from hpctrain.agent.resume_args import ResumeArgs
+from hpctrain.agent.rendezvous import RoundBroken, SignedStore
 from hpctrain.agent.resume_choice import StopHeard, choose
+from hpctrain.agent.rounds import NothingToResume, RoundEnd, RoundHooks
 from hpctrain.agent.signals import Orphans, arrivals, kept
 from hpctrain.agent.stop_notice import StopFile, listens, send_term
 from hpctrain.base.env import (
@@ -54,7 +55,7 @@ from hpctrain.run.event_types import RanksAwaited
 from hpctrain.run.layout import failure_path, rank_log_path, torch_error_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -62,12 +63,10 @@ if TYPE_CHECKING:
 
     from hpctrain.agent.control import NodeControl
     from hpctrain.agent.lingering_ranks import Life
-    from hpctrain.agent.rendezvous import Loss, Rendezvous
+    from hpctrain.agent.rendezvous import Rendezvous
     from hpctrain.agent.sealing import SealWatch
-    from hpctrain.agent.stop_deadline import StopDeadline
     from hpctrain.agent.stop_notice import StopNotice
     from hpctrain.hangs.standing import HangLimits
-    from hpctrain.run.event_kind import LedgerFact
     from hpctrain.run.fence import Attempt
 
 log = logging.getLogger("hpctrain.agent")
@@ -97,79 +96,6 @@ AWAIT_ENDS: dict[str, Any] = {"await_ends": True}
 """Some ranks have returned: every agent watches whether its own others live."""
 
 LOOK_ENDS_S = 1.0
-
-Ending = Literal["left", "failed", "killed", "hung"]
-
-
-@dataclass
-class RoundEnd:
-    """How a round of ranks ended, the same on every node.
-
-    Attributes:
-        ending: All ranks returned; one failed; they were killed because a stop took too long; or
-            some had returned, and the others did nothing any more.
-        restart: The agents start the ranks again in this allocation.
-        why: In words.
-        failure: The first causal failure.
-        silent_nodes: Nodes that are dead, by their numbers in the job: their agents did not answer
-            after it, or they were lost.
-        left_out: Why this node takes part in no round any more; then nobody else waits for it.
-    """
-
-    ending: Ending
-    restart: bool = False
-    why: str = ""
-    failure: FailureReport | None = None
-    silent_nodes: list[int] = field(default_factory=list)
-    left_out: str = ""
-
-
-class NothingToResume(Exception):
-    """Before any rank was started: the run has sealed checkpoints, and none can be had."""
-
-    def __init__(self, why: CheckpointError) -> None:
-        super().__init__(str(why))
-        self.why = why
-
-
-@dataclass
-class RoundHooks:
-    """What node 0's agent does around a round; None on the other nodes.
-
-    Attributes:
-        begin: Takes the attempt's number; called before the ranks start, with their number.
-        resume: What the ranks of this attempt go on from; may take long, since it reads what it
-            names, and calls what it is given for each part of that. A CheckpointError of it ends
-            the round before any rank is started.
-        sealing: Seals what the program saves, beside the ranks of an attempt.
-        deadline: When the ranks must be gone, once a stop has been asked for.
-        may_restart: Whether the ranks may start again here after this failure.
-        awaited: Told which ranks are waited for where others have returned.
-        starts: How often ranks of the run were started, this time included.
-        more_args: What the program gets beside its own arguments at this start, which goes on from
-            a path or None.
-        notice: Whether ranks that ask nobody should leave.
-        record: Writes an event into the ledger.
-        asked_stacks: The token of a user's request to know where the ranks are; "" for none.
-        may_go_on: Whether ranks may start again after nodes were lost, where others can go on.
-        lost: Told of each node that was lost, also of spares.
-    """
-
-    begin: Callable[[int], Attempt]
-    deadline: StopDeadline
-    may_restart: Callable[[FailureReport | None], bool]
-    resume: Callable[[Attempt, Callable[[int], None]], str | None] = lambda _attempt, _on_bytes: (
-        None
-    )
-    sealing: Callable[[Attempt], SealWatch] | None = None
-    awaited: Callable[[RanksAwaited], None] = lambda _: None
-    starts: Callable[[], int] = lambda: 1
-    more_args: Callable[[int, str | None], ResumeArgs] = lambda _start, _resume: ResumeArgs()
-    notice: StopNotice | None = None
-    record: Callable[[LedgerFact], None] = lambda _: None
-    asked_stacks: Callable[[], str] = lambda: ""
-    may_go_on: Callable[[str], bool] = lambda _why: False
-    lost: Callable[[Loss, tuple[int, ...] | None], None] = lambda _loss, _members: None
 
 
 @dataclass
@@ -308,9 +234,16 @@ class NodeAgent(LocalElasticAgent):
         with LogIndexer(self._logs(), in_all=ranks, pids=pids), self._sealing as seal:
             try:
                 end = self._watch_round()
+                if may_count(end):
+                    self._gather_wills()
+            except RoundBroken:
+                self._gather_wills()
+                raise
             finally:
                 self._stop_watching()
                 self._stop_workers(group)
+            if self._control is not None:
+                self._control.settle_wills(end, self.attempt_number)
             if seal is not None:
                 seal.returned = end.ending == "left"
         return end
@@ -545,11 +478,17 @@ class NodeAgent(LocalElasticAgent):
             return False
         failures = []
         if any(codes):
-            failures = self._failures(self._monitor_workers(self._worker_group))
+            self._gather_wills()  # torch ends the ranks that are left where one has failed
+            failures = self._failures(self._monitor_workers(self._worker_group), codes)
             if self._control is not None and (failure := self._control.failure()) is not None:
                 failures.append(failure)
         self._say_report(failures)
         return True
+
+    def _gather_wills(self) -> None:
+        """Where a stop is under way no round follows, and each second is the last save's."""
+        if self._control is not None and self._stop_file.cause is None:
+            self._control.gather_wills(self.attempt_number)
 
     def _say_report(self, failures: list[FailureReport]) -> None:
         plain = [asdict(failure) for failure in failures]
@@ -590,12 +529,18 @@ class NodeAgent(LocalElasticAgent):
         came_back = process.exitcode is None and value is not None and not value.empty()
         return came_back or process.exitcode == 0
 
-    def _failures(self, result: RunResult) -> list[FailureReport]:
+    def _failures(self, result: RunResult, ended: Sequence[int | None]) -> list[FailureReport]:
+        """What failed: torch names one rank of those that have ended, and has ended the others.
+
+        Args:
+            result: Torch's.
+            ended: Of each rank the exit code that it had before.
+        """
         directory = self._attempt_dir(self.attempt_number)
         codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-        for worker in self._worker_group.workers:
-            if failure_path(directory, worker.global_rank).exists():
-                codes.setdefault(worker.global_rank, 1)
+        for worker, code in zip(self._worker_group.workers, ended, strict=True):
+            if code or failure_path(directory, worker.global_rank).exists():
+                codes.setdefault(worker.global_rank, code or 1)
         return collect(directory, codes, self._node)
 
     def _coordinate(self, hooks: RoundHooks, reports: _Reports) -> RoundEnd | None:

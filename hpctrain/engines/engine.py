@@ -108,6 +108,7 @@ class Engine(abc.ABC):
         base: Of a model with adapters: the weights that no checkpoint holds.
         guard: Stands between gradients and update; None where no guard is on.
         audit: Looks at a step's microbatches first; None where gradients are not audited.
+        on_step: Called as `step` begins, ahead of all that ranks say to each other in it.
         left_out: The last step's update was left out: fp16 had overflowed, or a guard said so.
         decides_alone: It leaves out by itself what is not finite, and nothing else.
     """
@@ -115,6 +116,7 @@ class Engine(abc.ABC):
     loss_scale: LossScale | None = None
     guard: UpdateGuard | None = None
     audit: Auditing | None = None
+    on_step: Callable[[], None] | None = None
     left_out = False
     decides_alone = False
 
@@ -217,6 +219,8 @@ class Engine(abc.ABC):
             number where fp16 has overflowed; the update is left out then. `left_out` says so, and
             also what a guard has left out.
         """
+        if self.on_step is not None:
+            self.on_step()
         return self.update() if self.guard is None else self.guard.step()
 
     @abc.abstractmethod

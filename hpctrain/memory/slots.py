@@ -22,10 +22,18 @@ NEVER = -1
 
 
 class Mark(NamedTuple):
-    """A step of an attempt; of two marks, the later training is the greater one."""
+    """A step of an attempt; of two marks, the later training is the greater one.
+
+    Attributes:
+        attempt: Its number.
+        step: Updates applied.
+        will: 1 for what a rank has left at a fault (`hpctrain.memory.will_stock`), 0 for a copy
+            that all ranks have made in the course of training.
+    """
 
     attempt: int
     step: int
+    will: int = 0
 
 
 class Coverage:
@@ -151,17 +159,22 @@ def _is_needed(mark: Mark | None, kept: Mark | None, settled: Mark) -> bool:
 
 
 class HeldCopy(NamedTuple):
-    """A whole copy of one rank's parts, as a node's keeper tells of it."""
+    """A whole copy of one rank's parts, as a node's keeper tells of it.
+
+    Of a last will, `world_size` is one more than there are ranks: each has a part of its own, and
+    the last part is what all of them hold alike.
+    """
 
     attempt: int
     step: int
     world_size: int
     rank: int
+    will: int = 0
 
     @property
     def mark(self) -> Mark:
         """Its step and attempt."""
-        return Mark(self.attempt, self.step)
+        return Mark(self.attempt, self.step, self.will)
 
 
 def candidates(held: Iterable[Sequence[HeldCopy]], least_step: int) -> list[Mark]:

@@ -45,7 +45,8 @@ class ProvedCopy:
     @property
     def held(self) -> HeldCopy:
         """As it is told."""
-        return HeldCopy(*self.mark, self.plan.world_size, self.plan.rank)
+        mark, plan = self.mark, self.plan
+        return HeldCopy(mark.attempt, mark.step, plan.world_size, plan.rank, mark.will)
 
 
 class RankStock:

@@ -64,7 +64,7 @@ _LIMITS = {
     EndReason.USER_ERROR: "crashes",
     EndReason.UNKNOWN: "crashes",
 }
-IN_MEMORY = frozenset({"memory", "buddy"})
+IN_MEMORY = frozenset({"memory", "buddy", "will"})
 """Where a state came from that was on no disk."""
 LONG_S = 300.0
 """A program that raises later than this after its start has come to its work."""

@@ -305,6 +305,8 @@ class Run:
             self._restore()
             self._guards.begin(self.world, self._place)
         while self.step < total:
+            if self._memory is not None:
+                self._memory.at_end_of(self.step)
             self._obey(self._exchange())
             self._telemetry.step_began(self._program.consumed)
             self._guards.step_begins()
@@ -714,15 +716,14 @@ class Run:
         self._profiler.begin(step)
 
     def _load(self, place: SavePlace) -> Restored:
-        started = time.monotonic()
-        near = self._stops.near_stop_left_s
+        started, near = time.monotonic(), self._stops.near_stop_left_s
         self._saves = Saves(place, self.world, self._clock, self.settings.evaluate, near)
         if self.settings.checkpoint.overlap_copy:
             self._program.call_before_update(self._before_update)
         saver = self._saves.saver
         arena = saver.arena if saver is not None else None
         self._memory = memory_copies(
-            self.world, self.settings.alive, place.attempt.number, self._event
+            self.world, self._program, self.settings.alive, place.attempt.number, self._event
         )
         copies = self._memory.held if self._memory is not None else None
         restored = restore(place, self.world, self._wanted, arena=arena, copies=copies)

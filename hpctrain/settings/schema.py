@@ -273,6 +273,13 @@ class AliveSettings(Table):
     memory_steps: int = setting(
         0, "steps between two such copies at most; 0 chooses it from what a copy costs"
     )
+    last_will: str = setting(
+        "auto",
+        "auto: where such copies are made and each rank holds the whole state (engine.kind ddp, on CPUs), the "
+        "ranks that are left when one is killed leave the newest step in their node's memory; it takes "
+        "the state's size once more on each node; no: they leave nothing",
+        choices=("auto", "no"),
+    )
     memory_buddy: str = setting(
         "auto",
         "auto: where the run outlives its nodes (spares, shrink), each copy lies on the next node "

@@ -485,7 +485,10 @@ def _without_effect(
 
 def _memory_notes(settings: Settings, cluster: Cluster) -> list[str]:
     fewest, outlives = node_range(settings.slurm.nodes)[0], not cluster.on_this_machine
-    return memory_notes(settings.alive, None, fewest_nodes=fewest, outlives=outlives)
+    replicates = settings.engine.kind == "ddp"
+    return memory_notes(
+        settings.alive, None, fewest_nodes=fewest, outlives=outlives, replicates=replicates
+    )
 
 
 def _resume_note(run: RunSettings, entry: Entry) -> list[str]:

@@ -19,9 +19,10 @@ from hpctrain.agent.in_place import InPlaceRendezvous
 from hpctrain.agent.in_place_node import InPlaceAgent
 from hpctrain.agent.lifeline import Lifeline, LifelinePlace
 from hpctrain.agent.members import RoundSize
-from hpctrain.agent.node import NodeAgent, RoundHooks
+from hpctrain.agent.node import NodeAgent
 from hpctrain.agent.ranks import run_rank
 from hpctrain.agent.rendezvous import LeftOut
+from hpctrain.agent.rounds import RoundHooks
 from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.agent.swaps import SlowNode, Swaps
 from hpctrain.base.process import PORTS

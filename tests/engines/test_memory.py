@@ -17,6 +17,7 @@ SETTINGS = {
     "train.step_delay_s": 0.04,
     "alive.memory": "auto",
     "alive.memory_steps": 4,
+    "alive.last_will": "no",  # tests/engines/test_last_will.py has it on
 }
 NO_DISK = ";".join(f"fail:{at},attempt=2,error=EIO" for at in ("choose.list", "read.manifest"))
 

@@ -18,8 +18,9 @@ from hpctrain.agent import node as module
 from hpctrain.agent import ranks as ranks_module
 from hpctrain.agent import signals
 from hpctrain.agent.control import NodeControl
-from hpctrain.agent.node import NodeAgent, NothingToResume, RoundHooks
+from hpctrain.agent.node import NodeAgent
 from hpctrain.agent.ranks import run_rank
+from hpctrain.agent.rounds import NothingToResume, RoundHooks
 from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.base.records import JobContext, RankTask, StopCause
 from hpctrain.errors import NoCheckpoint

@@ -10,8 +10,9 @@ import weakref
 
 import pytest
 
-from hpctrain.agent.node import NodeAgent, RoundHooks
+from hpctrain.agent.node import NodeAgent
 from hpctrain.agent.ranks import run_rank
+from hpctrain.agent.rounds import RoundHooks
 from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.base.records import JobContext, RankTask
 from hpctrain.run.fence import Attempt

@@ -27,6 +27,7 @@ SETTINGS = {
     "run.restart_pause_s": 0,
     "alive.memory": "auto",
     "alive.memory_steps": EVERY,
+    "alive.last_will": "no",  # test_last_will.py has it on
 }
 NO_DISK = ";".join(f"fail:{at},attempt=3,error=EIO" for at in ("choose.list", "read.manifest"))
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.agent import signals
 from hpctrain.agent.control import NodeControl
-from hpctrain.agent.node import NodeAgent, RoundHooks
+from hpctrain.agent.node import NodeAgent
 from hpctrain.agent.ranks import run_rank
+from hpctrain.agent.rounds import RoundHooks
 from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.base.records import JobContext, RankTask
 from hpctrain.hangs.stacks import asked

@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.agent.convictions import convicted, keep_out
 from hpctrain.agent.ending import AttemptEnding
-from hpctrain.agent.node import RoundEnd
+from hpctrain.agent.rounds import RoundEnd
 from hpctrain.base.records import FailureReport, JobContext, JobFacts
 from hpctrain.history.run_history import RunHistory
 from hpctrain.preflight.node_lists import bad_nodes_path, read_bad

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.agent.ending import AttemptEnding, BatchScriptSide, JobStartFacts
-from hpctrain.agent.node import RoundEnd
+from hpctrain.agent.rounds import RoundEnd
 from hpctrain.base.records import FailureReport, JobContext, JobFacts, StopCause
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.agent.ending import AttemptEnding, BatchScriptSide, JobStartFacts, read_outcome
-from hpctrain.agent.node import RoundEnd
+from hpctrain.agent.rounds import RoundEnd
 from hpctrain.base.records import EndReason, FailureReport, JobContext, JobFacts, StopCause
 from hpctrain.control.board import BOARD, Board
 from hpctrain.control.pulse import STEP, Pulse

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hpctrain.agent.ending import AttemptEnding, BatchScriptSide, JobStartFacts, finish
-from hpctrain.agent.node import RoundEnd
+from hpctrain.agent.rounds import RoundEnd
 from hpctrain.base.records import FailureReport, JobContext, JobFacts, StopCause
 from hpctrain.cli.main import main
 from hpctrain.history.run_history import RunHistory

@@ -8,8 +8,8 @@ import pytest
 
 from hpctrain.agent import main
 from hpctrain.agent.loss_ending import LOOK_S, PROOF_S, TURN_S, LossEnding
-from hpctrain.agent.node import RoundEnd
 from hpctrain.agent.rendezvous import LeftOut, Loss
+from hpctrain.agent.rounds import RoundEnd
 from hpctrain.base.records import JobContext, JobFacts
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import read_fence, take_attempt

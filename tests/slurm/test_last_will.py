@@ -1,0 +1,61 @@
+"""A rank that is killed in a SLURM job of two nodes: no step is lost, and the disk is not read."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.support import processes
+from tests.support.ledger_runs import all_fields
+from tests.support.recipe import assert_same_bits, full_state, make_run, train
+from tests.support.scenario import submit
+
+pytestmark = pytest.mark.slurm
+
+STEPS = 40
+SETTINGS = {
+    "train.steps": STEPS,
+    "train.step_delay_s": 0.2,
+    "checkpoint.interval_steps": 1000,
+    "run.log_every_s": 0,
+    "run.restart_pause_s": 0,
+    "alive.memory": "auto",
+    "alive.memory_steps": 20,
+}
+NO_DISK = ";".join(f"fail:{at},attempt=2,error=EIO" for at in ("choose.list", "read.manifest"))
+
+
+def _kill_rank(slurm, run, attempt, rank):
+    log = str(run.dir.rank_log(attempt, rank))
+    pids = slurm.pids_of_job(run.job_id)
+    pid = next(pid for pid in pids if log in map(str, processes.open_files(pid)))
+    os.kill(pid, signal.SIGKILL)
+
+
+def _wait_for_copies_and_a_step(run, attempt):
+    run.wait("copies", lambda: run.events("memory_copies", attempt))
+    seen = run.events("steps", attempt)[-1]
+    after = all_fields(seen)["last"] + 4
+    run.wait("steps", lambda: all_fields(run.events("steps", attempt)[-1])["last"] >= after)
+
+
+@pytest.mark.parametrize("nodes", ["2", "2+1"])
+def test_a_killed_rank_costs_no_step_that_was_done(slurm, tmp_path, capsys, nodes):
+    args = (f"--nodes={nodes}", "--ranks-per-node=2")
+    run = submit(slurm, tmp_path, *args, sets=SETTINGS, env={"HPCTRAIN_FAULTS": NO_DISK})
+    _wait_for_copies_and_a_step(run, 1)
+    _kill_rank(slurm, run, 1, 3)
+    run.wait_done()
+
+    _, again = [all_fields(event) for event in run.events("restored")]
+    done = all_fields(run.events("attempt_ended")[0])["step"]
+    with capsys.disabled():
+        print(f"\nstep {done} was done, goes on from {again['step']}; {again['seconds']} s")
+    assert (again["read_from"], again["skipped"]) == ("will", []), run.story()
+    assert again["step"] == done
+    peace = make_run(tmp_path / "peace", train__steps=STEPS, train__dropout=0.0)
+    train(peace, 4)
+    assert_same_bits(full_state(run.dir, STEPS), full_state(peace, STEPS))
+    assert slurm.job(run.job_id)["Restarts"] == "0"
