@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from hpctrain.strategy.strategies import Machines, Strategy
     from hpctrain.strategy.timing import Links
 
+LITTLE = 50_000_000
+"""Bytes below which a number in GB with one digit says 0."""
+
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -146,7 +149,7 @@ def row_of(asked: PlanRequest, way: Strategy) -> Row:
     fitting = [pair for pair in peaks if pair[1].needed <= asked.gpu.memory]
     batch, most = fitting[0] if fitting else min(peaks, key=lambda pair: pair[1].needed)
     over = most.needed - asked.gpu.memory
-    why = _too_much(asked, most, over) if over > 0 else f"{-over / 1e9:.1f} GB free"
+    why = _too_much(asked, most, over) if over > 0 else f"{gigabytes(-over)} free"
     host = host_bytes(asked.model, way.layout) * min(asked.cluster.gpus, way.ranks)
     is_held, of_host = on_host(host, asked.cluster.memory)
     traffic = traffic_of_step(asked.model, batch, way, asked.cluster)
@@ -198,10 +201,15 @@ def on_host(needed: int, there: int | None) -> tuple[bool, str]:
     return True, f"{takes} of {there / 1e9:.1f} GB"
 
 
+def gigabytes(nbytes: int) -> str:
+    """In GB, and where it is little in MB: nothing that matters becomes a zero."""
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= LITTLE else f"{nbytes / 1e6:.3g} MB"
+
+
 def _too_much(asked: PlanRequest, most: Peak, over: int) -> str:
     part, nbytes = max(most.parts.items(), key=lambda item: item[1])
     memory = asked.gpu.memory / 1e9
-    return f"{over / 1e9:.1f} GB over {memory:g} GB; most is {part} ({nbytes / 1e9:.1f} GB)"
+    return f"{gigabytes(over)} over {memory:g} GB; most is {part} ({nbytes / 1e9:.1f} GB)"
 
 
 def choose(rows: list[Row], wanted: str | None = None) -> Row | None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.strategy.activations import FP32
-from hpctrain.strategy.choice import on_host
+from hpctrain.strategy.choice import gigabytes, on_host
 from hpctrain.strategy.memory import CONTEXT_BYTES, FRAGMENTED
 from hpctrain.strategy.reading import ask
 
@@ -70,11 +70,7 @@ def _with(row: Row, answer: dict[str, Any] | None, asked: PlanRequest) -> Row:
         return replace(row, fits=False, why=f"not measured: {answer['error']}")
     peak, memory = int(answer["peak"]), asked.gpu.memory
     over = round(peak * (1 + FRAGMENTED)) + CONTEXT_BYTES - memory
-    why = (
-        f"{over / 1e9:.1f} GB over {memory / 1e9:g} GB"
-        if over > 0
-        else f"{-over / 1e9:.1f} GB free"
-    )
+    why = f"{gigabytes(over)} over {memory / 1e9:g} GB" if over > 0 else f"{gigabytes(-over)} free"
     aside = row.way.aside
     is_held, of_host = on_host(row.host, asked.cluster.memory)
     return replace(

@@ -8,12 +8,21 @@ import pytest
 
 from hpctrain.errors import ChecksFailed, UsageError
 from hpctrain.strategy import choice
+from hpctrain.strategy.choice import gigabytes
 from tests.support.plan_cases import ask
 
 
 def taken(asked):
     row = choice.choose(choice.rows_of(asked))
     return row.way.key if row else None
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"),
+    [(49_900_000, "49.9 MB"), (50_000_000, "0.1 GB"), (1_234_000, "1.23 MB"), (7e9, "7.0 GB")],
+)
+def test_what_a_plan_lacks_is_never_shown_as_nothing(nbytes, shown):
+    assert gigabytes(int(nbytes)) == shown
 
 
 def test_what_fits_with_its_optimizer_is_copied():
