@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 MOST_SAMPLES = 64
 """Of a microbatch that are named."""
+LARGE = 65536
+"""Elements of a buffer that is copied only where torch has counted a change: masks and tables. What
+batch norm has, a number for each channel, changes uncounted."""
 
 
 class GuardListener(Protocol):
@@ -263,6 +266,18 @@ class StepGuard:
             self._spikes.load_state_dict(state["spikes"])
 
 
+class _KeptBuffer:
+    """A buffer, and what it was."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer, self.value = buffer, buffer.detach().clone()
+        self.version = buffer._version  # noqa: SLF001 - no public name
+
+    def may_differ(self) -> bool:
+        """Whether it may have changed since."""
+        return self.buffer.numel() <= LARGE or self.buffer._version != self.version  # noqa: SLF001
+
+
 class KeptState:
     """What a forward pass changes beside gradients: generators, and buffers as batch norm has."""
 
@@ -274,21 +289,27 @@ class KeptState:
             for name, buffer in module._buffers.items()  # noqa: SLF001
             if buffer is not None
         ]
-        self._copies: list[tuple[torch.Tensor, int, torch.Tensor] | None]
-        self._copies = [None] * len(self._tables)
+        self._copies: list[_KeptBuffer | None] = [None] * len(self._tables)
         self._generators: list[torch.Tensor] = []
 
     def keep(self) -> None:
-        """Before a step's first pass. A buffer that has not changed is not copied again."""
+        """Before a step's first pass. A large buffer that has not changed is not copied again."""
         self._generators = [torch.get_rng_state()]
         if is_accelerator(self._device):
             self._generators.append(random_state(self._device))
+        here, kept = [], []
         for place, (table, name) in enumerate(self._tables):
             buffer, copy = table[name], self._copies[place]
             if buffer is None:
                 continue
-            if copy is None or copy[0] is not buffer or copy[1] != buffer._version:  # noqa: SLF001 - no public name
-                self._copies[place] = (buffer, buffer._version, buffer.detach().clone())  # noqa: SLF001
+            if copy is None or copy.buffer is not buffer or copy.value.shape != buffer.shape:
+                self._copies[place] = _KeptBuffer(buffer)
+            elif copy.may_differ():
+                here.append(buffer.detach())
+                kept.append(copy.value)
+                copy.version = buffer._version  # noqa: SLF001 - no public name
+        if kept:
+            torch._foreach_copy_(kept, here)  # all of them in one call
 
     def put_back(self) -> None:
         """As it was before the step."""
@@ -303,10 +324,9 @@ class KeptState:
             for (table, name), copy in zip(self._tables, self._copies, strict=True):
                 if copy is None:
                     continue
-                buffer, version, value = copy
-                if table[name] is not buffer or buffer._version != version:  # noqa: SLF001
-                    buffer.copy_(value)
-                    table[name] = buffer
+                if table[name] is not copy.buffer or copy.may_differ():
+                    copy.buffer.copy_(copy.value)
+                    table[name] = copy.buffer
 
 
 def _telling(loss: Loss, numbers: BadNumbers) -> Loss:

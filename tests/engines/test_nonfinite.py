@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpctrain.data.batches import cut_step
-from hpctrain.engines.step_guard import StepGuard
+from hpctrain.engines.step_guard import LARGE, KeptState, StepGuard
 from hpctrain.guards.nonfinite import Ruling
 from hpctrain.settings.schema import GuardSettings
 from tests.support import layouts, zero
@@ -285,3 +285,23 @@ def test_overflows_of_fp16_are_no_incident_until_they_do_not_end():
     (one,) = heard.bad
     assert (one.rank, one.transient, one.is_left_out) == (0, False, True)
     assert SAMPLE in one.samples
+
+
+def test_running_means_are_put_back_though_torch_counts_no_change_of_them():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4))
+    large = torch.zeros(LARGE + 1)
+    model.register_buffer("table", large)
+    kept = KeptState(model, torch.device("cpu"))
+    for step in range(3):
+        kept.keep()
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model(torch.randn(8, 4))
+        large.add_(1.0)
+        changed = dict(model.named_buffers())
+        assert all(not torch.equal(changed[name], value) for name, value in before.items())
+
+        if step != 1:  # a step that is kept is what the next one goes back to
+            kept.put_back_buffers()
+            after = dict(model.named_buffers())
+            assert all(torch.equal(after[name], value) for name, value in before.items())
