@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 
 import pytest
 
+from tests.support import processes
 from tests.support.ledger_runs import all_fields
 from tests.support.scenario import cli, submit
 
@@ -156,3 +158,21 @@ def test_a_start_after_the_end_leaves_at_once_and_does_nothing(slurm, tmp_path):
     why = f"job {run.job_id} has ended the run (completed); it does not start again"
     assert left == [why] * once_more
     assert run.status()["state"] == "done"
+
+
+@pytest.mark.soak
+def test_a_requeue_of_agents_that_say_nothing_is_told_by_slurms_account(slurm, tmp_path):
+    """All of them are gone before they can say a word: stopped, requeued, and killed."""
+    run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", "--time=10", sets=SETTINGS)
+    run.wait_step(3, attempt=1)
+    pids = slurm.pids_of_job(run.job_id)
+    processes.kill_all(pids, signal.SIGSTOP)
+
+    slurm.run("scontrol", "requeue", run.job_id, check=True)
+    processes.kill_all(pids)
+    run.wait_step(6, attempt=2)
+
+    first = run.status()["attempts"][0]
+    assert first["cause"] == "requeued"
+    assert run.doctor(1) == "requeued"
+    run.cli("cancel", "run")
