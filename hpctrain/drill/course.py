@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.1
 TRIES = 3
+_SAID = frozenset({*hands.Done._fields, "files", "pruned"})
+"""What `entry.drill_node` says, by name."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ class Course:
         root = str(self.run.root.resolve())
         command = own_program("hpctrain.entry.drill_node", root, *words)
         text = get_cluster(self.cluster).on_nodes(job_id, nodes, command)
-        return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        return [said for line in text.splitlines() if (said := _answer(line)) is not None]
 
     def _await(self, fault: DrillFault, planted: Planted) -> DrillVerdict:
         deadline = time.monotonic() + self.patience_s
@@ -200,6 +202,17 @@ class Course:
             if is_settled(fault, planted, history, on_disk) or time.monotonic() > deadline:
                 return judge(fault, planted, history, on_disk)
             time.sleep(LOOK_S)
+
+
+def _answer(line: str) -> dict[str, Any] | None:
+    """What our program has said; None for a line that a site's profile or greeting has."""
+    if not line.startswith("{"):
+        return None
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return said if said and said.keys() <= _SAID else None
 
 
 def _job_of(history: RunHistory, now: AttemptRecord) -> str:

@@ -56,6 +56,14 @@ def test_the_last_rank_is_met_on_its_own_node(reach, fault):
     assert isinstance(found, Planted)
 
 
+@pytest.mark.parametrize("line", ["{", "{}", '{"motd": "welcome"}', '{"a":' * 99_999, "[1]", "7"])
+def test_lines_that_are_none_of_ours_are_passed_over(reach, line):
+    found, _ = reach("kill_rank", f"{line}\n{DONE}\n{line}")
+    assert isinstance(found, Planted)
+    nothing, _ = reach("kill_rank", line)
+    assert nothing.why == "n5 gave no answer"
+
+
 def test_what_was_damaged_is_what_the_node_has_said(reach):
     said = json.dumps({"why": "", "step": 40, "name": "step-0000000040"})
     found, _ = reach("flip_bit", said)
