@@ -15,6 +15,7 @@ from hpctrain.drill.flushed import unflushed_files
 from hpctrain.run.layout import RunDir
 
 WAITS = "import sys; print('here', flush=True); sys.stdin.read()"
+FORKS = "import os; pid = os.fork(); " + WAITS.replace("'here'", "'here', pid")
 REASONS = ("this kernel does not tell", "this file system does not tell")
 
 
@@ -26,11 +27,11 @@ def run(tmp_path):
     return found
 
 
-def waiting(path):
+def waiting(path, program=WAITS, lines=1):
     """A process whose standard output is a file."""
     with path.open("wb") as out:
-        child = subprocess.Popen([sys.executable, "-c", WAITS], stdin=subprocess.PIPE, stdout=out)
-    while not path.read_bytes():
+        child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=out)
+    while path.read_bytes().count(b"\n") < lines:
         assert child.poll() is None
     return child
 
@@ -51,6 +52,15 @@ def test_ranks_are_found_by_their_logs_and_no_other_process_is(run, tmp_path):
         for child in [*ranks, *others]:
             child.kill()
             child.communicate()
+
+
+def test_a_ranks_own_child_is_not_taken_for_it(run):
+    """Its writer has the same log, and would be stopped or killed in its place."""
+    rank = waiting(run.rank_log(2, 0), FORKS, lines=2)
+    try:
+        assert [one.pid for one in hands.ranks_here(run, 2)] == [rank.pid]
+    finally:
+        rank.communicate()  # both read to the end of what nobody writes
 
 
 def checkpoint(run, step, sizes=(100, 9000)):

@@ -42,6 +42,8 @@ def test_what_is_no_job_gets_no_step(srun):
 def test_nodes_that_are_this_machine_need_nobody():
     words = [sys.executable, "-c", "print('here')"]
     assert LocalCluster().on_nodes("local-1", ["local0"], words) == "here\n"
+    alone = [sys.executable, "-c", "import os; print(os.getsid(0) == os.getpid())"]
+    assert LocalCluster().on_nodes("local-1", ["local0"], alone) == "True\n", "it hears no Ctrl-C"
     fails = [sys.executable, "-c", "import sys; sys.exit('no such rank')"]
     with pytest.raises(ClusterError, match="no such rank"):
         LocalCluster().on_nodes("local-1", ["local0"], fails)
