@@ -33,7 +33,14 @@ LOGIN_ROOMS = (
     "submit",
 )
 LOGIN_MODULES = ("errors", "terminal", "entry.slurm_task", "entry.slurm_batch")
-TENSORS = {"preflight.collective", "strategy.measure_child", "strategy.peak_tracker"}
+TENSORS = {
+    "preflight.collective",
+    "strategy.measure_child",
+    "strategy.measure_experts",
+    "strategy.measure_pipeline",
+    "strategy.peak_tracker",
+    "strategy.stand_in_device",
+}
 BYTES = {
     *(
         f"checkpoint.format.{name}"

@@ -47,8 +47,8 @@ def test_every_predicted_peak_is_near_the_measured_one():
 @pytest.mark.timeout(600)
 def test_the_device_that_stands_in_has_what_a_cpu_has_but_what_rests_on_the_host():
     step = {**plan_cases.FSDP2, **plan_cases.SMALL}
-    cases = [("llama-20M", step), ("llama-20M", {**step, "offload": True})]
-    params = of_config(plan_cases.MODELS["llama-20M"], "llama").params
+    cases = [("llama-156M", step), ("llama-156M", {**step, "offload": True})]
+    params = of_config(plan_cases.MODELS["llama-156M"], "llama").params
 
     kept, away = plan_cases.measured(cases, MOST_S)
 
