@@ -95,6 +95,7 @@ Engine.seed
 Engine.base
 Engine.guard
 Engine.audit
+Engine.on_step
 Engine.left_out
 Engine.decides_alone
 Engine.data_rank
