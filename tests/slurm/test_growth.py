@@ -67,8 +67,8 @@ def _held(slurm, run, attempt):
     processes.kill_all(ranks, signal.SIGCONT)
 
 
-# Not on every SLURM: 26.05 can call the lost node "completing" for good, and the tests behind it wait
-# for that node in vain; `make soak` has it there.
+# Not on every SLURM: 26.05 can call the lost node "completing" for good, and the tests behind it
+# wait for that node in vain; `make soak` has it there.
 def test_another_node_takes_part_where_one_was_lost(slurm, tmp_path, capsys):
     run = submit(
         slurm,
