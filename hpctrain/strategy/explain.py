@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpctrain.plan.deepspeed import BUCKET_ELEMENTS
-from hpctrain.strategy.activations import LOGITS_BACKWARD, widths
+from hpctrain.strategy.activations import LOGITS_BACKWARD
 from hpctrain.strategy.facts import FAMILIES
 from hpctrain.strategy.memory import (
     ACTIVATIONS,
@@ -27,6 +27,7 @@ from hpctrain.strategy.memory import (
     WEIGHTS,
 )
 from hpctrain.strategy.stages import stages_of
+from hpctrain.strategy.steps import widths_of
 
 if TYPE_CHECKING:
     from hpctrain.strategy.choice import PlanRequest, Row
@@ -121,14 +122,7 @@ def _learnt(model: ModelFacts, batch: Batch, layout: Spread) -> dict[str, str]:
 
 
 def _activations(model: ModelFacts, batch: Batch, layout: Spread) -> str:
-    kept = widths(
-        model,
-        low=layout.low,
-        autocast=layout.autocast,
-        tp=layout.tp,
-        lora=layout.lora,
-        ep=layout.ep,
-    )
+    kept = widths_of(model, layout)
     in_block = kept.entry if layout.recompute else kept.block
     again = f" + {kept.block:,.0f} for the one that is computed again" if layout.recompute else ""
     blocks, flights = model.layers, ""

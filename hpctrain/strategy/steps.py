@@ -54,18 +54,23 @@ def cut(model: ModelFacts, tp: int) -> ModelFacts:
     )
 
 
+def widths_of(model: ModelFacts, layout: Spread) -> Widths:
+    """What a token keeps, as a model is spread."""
+    return widths(
+        model,
+        low=layout.low,
+        autocast=layout.autocast,
+        tp=layout.tp,
+        lora=layout.lora,
+        ep=layout.ep,
+    )
+
+
 class StepMemory:
     """What all layouts share: activations and logits."""
 
     def __init__(self, model: ModelFacts, batch: Batch, layout: Spread) -> None:
-        self.kept: Widths = widths(
-            model,
-            low=layout.low,
-            autocast=layout.autocast,
-            tp=layout.tp,
-            lora=layout.lora,
-            ep=layout.ep,
-        )
+        self.kept = widths_of(model, layout)
         model = cut(model, layout.tp)
         self.adapters = model.adapter_params(layout.lora)
         self.all_params = model.params + model.layers * self.adapters
