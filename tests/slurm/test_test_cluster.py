@@ -240,6 +240,10 @@ def test_a_users_shell_with_the_cluster_in_its_environment_is_not_the_clusters()
     shell = subprocess.Popen(["sleep", "60"], env={"SLURM_CONF": f"{folder}/slurm.conf"})
     daemon = subprocess.Popen(["sleep", "60"], env={MARK: str(folder)})
     try:
+        # A parent goes on once its child's pipes are closed; the kernel gives the child its
+        # environment a moment later. Read in between, it is empty.
+        for child in (shell, daemon):
+            wait_for(lambda pid=child.pid: processes.environment(pid), 20, f"process {child.pid}")
         assert _left_of(folder) == [daemon.pid]
     finally:
         for process in (shell, daemon):
