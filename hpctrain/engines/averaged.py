@@ -10,7 +10,10 @@ one process.
 Without the search, DDP also fills its buckets anew after the first step, so that a resumed first
 step would add in another order than an undisturbed one: not bit-equal from three ranks on. Here
 they are filled before, in the order in which gradients usually come.
-tests/engines/test_averaged.py holds the promises.
+
+And DDP leaves each rank with running means of its own batch until the next pass begins, which then
+takes rank 0's. Here they are rank 0's at the end of the step, so that any rank may leave the state.
+tests/engines/test_averaged.py and test_buffers.py hold the promises.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.device import is_accelerator
-from hpctrain.engines.torch_private import fill_buckets
+from hpctrain.engines.torch_private import fill_buckets, sync_buffers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,7 +62,10 @@ class Averaged(DistributedDataParallel):
         self._reached.clear()
 
     def finish(self) -> None:
-        """Its backward pass is done. Collective where it has not reached every parameter."""
+        """Its backward pass is done. Collective where it has not reached every parameter.
+
+        And where there are buffers: all ranks end the step with rank 0's.
+        """
         reached = {id(weight) for weight in self._reached}
         if not reached:
             return  # a forward pass alone
@@ -68,6 +74,7 @@ class Averaged(DistributedDataParallel):
         self._idle = [weight for weight in missing if weight.grad is None or id(weight) in idle]
         if missing:
             torch.autograd.backward(missing, [torch.zeros_like(weight) for weight in missing])
+        sync_buffers(self)
 
     @property
     def idle(self) -> int:

@@ -82,6 +82,21 @@ def _collect_by_name(model: nn.Module, optimizer: Optimizer | None) -> dict[str,
     return state | moments
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Buffers that belong to the state, by their full names: who holds each, and as what.
+
+    Not the tensors: moving a model to its device makes new ones, and a program may put others in
+    their place.
+    """
+    found = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, buffer in module._buffers.items():  # noqa: SLF001 - as torch's state_dict does
+            if buffer is not None and key not in module._non_persistent_buffers_set:  # noqa: SLF001
+                stem = _plain_name(prefix + "." if prefix else "")
+                found[f"{MODEL}{stem}{key}"] = (module, key)
+    return found
+
+
 def _plain_name(name: str) -> str:
     """A module's name in the model that nothing wraps."""
     parts = [part + "." for part in name.split(".")[:-1]]

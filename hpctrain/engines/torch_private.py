@@ -193,6 +193,18 @@ def fill_buckets(model: DistributedDataParallel) -> None:
     reducer._rebuild_buckets()  # noqa: SLF001
 
 
+def sync_buffers(model: DistributedDataParallel) -> None:
+    """Give all ranks rank 0's buffers now, and not before the next forward pass. Collective.
+
+    After the pass whose gradients travel.
+    """
+    if not hasattr(model, "_sync_buffers") or not hasattr(model, "require_forward_param_sync"):
+        raise _lacks("DistributedDataParallel._sync_buffers", "engine.kind ddp")
+    if model.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+        model._sync_buffers()  # type: ignore[no-untyped-call]  # noqa: SLF001
+        model.require_forward_param_sync = False
+
+
 # ---- what is done to tensors
 
 

@@ -294,12 +294,8 @@ class _SmallState:
             return
         self._is_looked_at = True
         self._weights = list(model.parameters())
-        for prefix, module in model.named_modules(remove_duplicate=False):
-            stem = prefix + "." if prefix else ""
-            for key in module._buffers:  # noqa: SLF001 - a buffer may be put in another's place
-                if key not in module._non_persistent_buffers_set:  # noqa: SLF001
-                    name = names.MODEL + names.unwrapped(stem + key)
-                    self._tables.append((module._buffers, key, name))  # noqa: SLF001
+        for name, (module, key) in names.persistent_buffers(model).items():
+            self._tables.append((module._buffers, key, name))  # noqa: SLF001 - as it is by then
 
 
 class _Generators:

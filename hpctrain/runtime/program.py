@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from hpctrain.checkpoint.tensors.boxes import State
 from hpctrain.checkpoint.tensors.restore import Wanted
@@ -26,7 +27,7 @@ from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.world import gather
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import nn
     from torch.optim import Optimizer
@@ -40,6 +41,8 @@ RATES = "__rates__"
 SCHEDULED = ("lr", "momentum", "betas")
 """What torch's schedulers set in the optimizer's groups."""
 PREFIX = "rng."
+MOST_OF_RANK_0_BYTES = 1 << 20
+"""A tensor of what is tracked beside the model is rank 0's up to here, and spread beyond."""
 BASE = "base_weights"
 
 
@@ -148,11 +151,31 @@ class Program:
     def snapshot(self) -> tuple[State, dict[str, Any]]:
         """All tensors, and what else is tracked as JSON. Collective where the engine shards."""
         state = self._tensors()
+        tracked: dict[str, Any] = {}
         extra = {
-            name: split(f"tracked.{name}", state_of(thing), state.shared)
+            name: split(f"tracked.{name}", state_of(thing), tracked)
             for name, thing in self.tracked.items()
         }
+        copies = {**state.copies, **self._of_the_first(state, tracked)}
+        state = replace(state, shared={**state.shared, **tracked}, copies=copies)
         return replace(state, own=capture(self._world), steady=self._steady(state)), extra
+
+    def _of_the_first(
+        self, state: State, tracked: Mapping[str, torch.Tensor]
+    ) -> dict[str, tuple[int, int]]:
+        """Copies of which only those of the first rank are saved, as `State.copies` says it.
+
+        Ranks may hold them differently, and a part from each would be a state that nobody had:
+        running means are of a rank's own batches until the next pass (torch's DDP goes on with
+        rank 0's then), and what is tracked may count on each rank by itself. Large tensors that
+        are tracked are taken for averages of the weights, which are alike.
+        """
+        rank = self._world.rank
+        first = {n: (rank, 1) for n, each in tracked.items() if each.nbytes <= MOST_OF_RANK_0_BYTES}
+        for name in names.persistent_buffers(self.model) if self.model is not None else ():
+            if name in state.shared and not isinstance(state.shared[name], DTensor):
+                first[name] = (state.copies.get(name, (rank, 1))[0], 1)
+        return first
 
     def call_before_update(self, act: Callable[[], None]) -> None:
         """Have something called each time before the optimizer changes weights, where it can be.

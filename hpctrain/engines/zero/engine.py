@@ -22,6 +22,7 @@ from hpctrain.engines.blocks import compile_blocks, every_block, recompute_block
 from hpctrain.engines.engine import Engine
 from hpctrain.engines.norm import clip_factor, global_norm, scale_
 from hpctrain.engines.precision import DTYPES, LossScale
+from hpctrain.engines.state import persistent_buffers
 from hpctrain.engines.zero.begin import fill, spread
 from hpctrain.engines.zero.state import SPREADS_PARAMETERS, ZeroState
 from hpctrain.errors import UsageError
@@ -112,7 +113,7 @@ class Zero(Engine):
             )
         _drop_untrained(optimizer)
         named = dict(model.named_parameters(remove_duplicate=False))
-        buffers = _persistent_buffers(model)
+        buffers = persistent_buffers(model)
         _prepare(model, settings, world.device)  # looks for blocks by what is in them
         give = spread if self._stage == SPREADS_PARAMETERS else fill
         before = give(named, made, config, self.precision, world.device)
@@ -320,16 +321,3 @@ def _drop_untrained(optimizer: Optimizer) -> None:
                 f"group {number} of the optimizer's param_groups has no parameter that is trained; "
                 "leave it out with engine.kind zero0 to zero3"
             )
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Buffers that belong to the state, by their full names: who holds each, and as what.
-
-    Not the tensors: moving a model to its device makes new ones.
-    """
-    return {
-        f"{prefix}.{key}".removeprefix("."): (module, key)
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for key, buffer in module._buffers.items()  # noqa: SLF001 - as torch's state_dict does
-        if buffer is not None and key not in module._non_persistent_buffers_set  # noqa: SLF001
-    }

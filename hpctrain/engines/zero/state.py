@@ -176,7 +176,7 @@ class ZeroState:
 
         Args:
             named: Every name of the original model's parameters; one parameter can have several.
-            buffers: Persistent buffers: the module that holds each, and its name there.
+            buffers: As `persistent_buffers` gives them.
             optimizer: The program's, in DeepSpeed's hands already.
             zero: DeepSpeed's optimizer; at stage 0 not needed.
             stage: ZeRO's.
@@ -249,7 +249,7 @@ class ZeroState:
                 elif fragment.count or fragment.whole:
                     shared[full_name] = fragment.view(value)
         for name, (module, key) in self._buffers.items():
-            shared[MODEL + name] = module._buffers[key]  # type: ignore[assignment]  # noqa: SLF001
+            shared[name] = module._buffers[key]  # type: ignore[assignment]  # noqa: SLF001
         return State(shared, elsewhere=frozenset(names - shared.keys()))
 
     def _untrained(self, name: str, parameter: Any) -> dict[str, torch.Tensor | Flat]:
