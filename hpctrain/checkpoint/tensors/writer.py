@@ -77,11 +77,12 @@ class ShardWriter:
     In a process that was forked from the rank it does nothing: it is the rank's.
     """
 
-    def __init__(self, *, nice: int = 10) -> None:
+    def __init__(self, *, nice: int = 10, at_once: bool = True) -> None:
         """Start the process; it is ready about 0.2 s later, `begin` does not wait for that.
 
         Args:
             nice: How much it steps back behind training.
+            at_once: Start it now, and not with `ready`.
 
         Raises:
             CheckpointError: it cannot be started.
@@ -95,7 +96,8 @@ class ShardWriter:
         self._abandoned = False
         self._closed = False
         self._left: list[subprocess.Popen[bytes]] = []
-        self._process: _Process | None = _Process(nice)
+        _require_main_thread()
+        self._process: _Process | None = _Process(nice) if at_once else None
 
     @property
     def pid(self) -> int | None:
@@ -273,13 +275,17 @@ class ShardWriter:
         self._left = [popen for popen in self._left if popen.poll() is None]
 
 
+def _require_main_thread() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        # The kernel kills a process when the thread that started it ends.
+        raise RuntimeError("a writer process is started by the main thread only")
+
+
 class _Process:
     """A writer process and this end of the socket to it."""
 
     def __init__(self, nice: int) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            # The kernel kills it when the thread that started it ends.
-            raise RuntimeError("a writer process is started by the main thread only")
+        _require_main_thread()
         self._socket, theirs = socket.socketpair()
         package = str(Path(__file__).parents[2])
         libraries = [str(Path(module.__path__[0]).parent) for module in (np, xxhash)]
