@@ -85,18 +85,17 @@ class WriteFailure:
     errno: int | None
 
 
-def main(handle: int, rank_pid: int, nice: int) -> None:
+def main(handle: int, rank_pid: int) -> None:
     """Write what the rank asks for until it closes its end, or dies.
 
     Args:
         handle: This process's end of the socket.
         rank_pid: The rank that started it.
-        nice: How much to step back behind training.
     """
     _shield()
     die_with_parent(rank_pid)
     ctypes.CDLL(None).prctl(PR_SET_NAME, b"hpctrain-writer")  # in top, beside the rank
-    _step_back(nice)
+    _step_back()
     arena = _Mapped()
     with socket.socket(fileno=handle) as connection:
         while (received := _receive(connection)) is not None:
@@ -116,10 +115,8 @@ def _shield() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
 
 
-def _step_back(nice: int) -> None:
+def _step_back() -> None:
     with contextlib.suppress(OSError):  # a refusal costs training a little speed, no save
-        os.nice(nice)
-    with contextlib.suppress(OSError):
         _set_io_priority()
 
 

@@ -599,6 +599,19 @@ def test_the_process_has_no_descriptor_of_the_ranks(arena, tmp_path):
     assert pipe not in open_there
 
 
+def test_the_process_steps_back_before_it_has_begun():
+    """An interpreter's start is 0.1 s of CPU, beside training."""
+    with ShardWriter() as one:
+        assert os.getpriority(os.PRIO_PROCESS, one.pid) > os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_without_being_told_to_there_is_no_process_until_it_is_needed(arena, tmp_path):
+    with ShardWriter(at_once=False) as one:
+        assert one.pid is None
+        one.ready()
+        assert ready(one, arena, tmp_path / "shard") == one.pid
+
+
 def test_the_process_steps_back_behind_training(one, arena, tmp_path):
     pid = ready(one, arena, tmp_path / "shard")
     own = os.getpriority(os.PRIO_PROCESS, 0)
