@@ -76,6 +76,9 @@ PRELOAD = (
     "hpctrain.engines.step_guard",
     "hpctrain.runtime.replicas",
     "numpy.ma",  # numpy.unique imports it
+    # Rank 0's, for which all others wait.
+    "tensorboard.compat.proto.event_pb2",
+    "tensorboard.plugins.hparams.plugin_data_pb2",
 )
 
 
