@@ -1,7 +1,8 @@
-"""Nodes that guards have named again and again: left out of the job's next start.
+"""Nodes that guards have named again and again: left out of the next round, and of later starts.
 
-By the same list as nodes that a preflight has found bad, so that `submit` and `resume` know them
-too. tests/unit/agent/test_convictions.py holds the promises.
+Of these by the same list as nodes that a preflight has found bad, so that `submit` and `resume`
+know them too. tests/unit/agent/test_convictions.py and tests/slurm/test_convicted_node.py hold the
+promises.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 from hpctrain.preflight.node_lists import bad_nodes_path, read_bad, record_bad
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from hpctrain.base.records import JobContext
     from hpctrain.history.run_history import RunHistory
     from hpctrain.run.layout import RunDir
@@ -32,26 +35,47 @@ def convicted(history: RunHistory, least: int) -> dict[str, str]:
     }
 
 
-def keep_out(
-    run: RunDir, history: RunHistory, settings: Settings, context: JobContext
-) -> list[str]:
-    """Write such nodes into the run's list of bad ones; returns those that no start left out yet.
+class Convictions:
+    """What is done about such nodes in a job.
 
-    None where that would leave no node of the job, nor where all nodes are this machine.
+    Attributes:
+        leave_out: Leaves nodes, each with why, out of all further rounds of this allocation, and
+            says whether the next round is without them. Here every node has to come, so that it is
+            where they are other jobs' nodes.
     """
-    least = settings.guard.convict
-    if not least or context.on_this_machine:
-        return []
-    path = bad_nodes_path(run)
-    bad = convicted(history, least)
-    if not bad or not set(context.nodes) - bad.keys():
-        return []
-    listed = read_bad(path)
-    new = {node: why for node, why in bad.items() if node not in listed}
-    try:
-        record_bad(path, new, hours=settings.preflight.bad_node_hours)
-    except OSError as error:
-        log.warning("bad nodes could not be written down: %s", error)
-    for node, why in new.items():
-        log.warning("%s is left out of the next start: %s", node, why)
-    return list(bad)
+
+    def __init__(self, run: RunDir, settings: Settings, context: JobContext) -> None:
+        """Nothing is done yet."""
+        self._run, self._settings, self._context = run, settings, context
+        self.leave_out: Callable[[Mapping[str, str]], bool] = lambda bad: (
+            not bad.keys() & set(context.nodes)
+        )
+
+    def are_out(self, history: RunHistory) -> bool:
+        """Whether the next round here is without such nodes: there are none, or others go on."""
+        bad = self.keep_out(history)
+        return not bad or self.leave_out(bad)
+
+    def keep_out(self, history: RunHistory) -> dict[str, str]:
+        """Write such nodes into the run's list of bad ones.
+
+        Returns:
+            Those that no start has left out yet, each with why. None where that would leave no node
+            of the job, nor where all nodes are this machine.
+        """
+        least, context = self._settings.guard.convict, self._context
+        if not least or context.on_this_machine:
+            return {}
+        path = bad_nodes_path(self._run)
+        bad = convicted(history, least)
+        if not bad or not set(context.nodes) - bad.keys():
+            return {}
+        listed = read_bad(path)
+        new = {node: why for node, why in bad.items() if node not in listed}
+        try:
+            record_bad(path, new, hours=self._settings.preflight.bad_node_hours)
+        except OSError as error:
+            log.warning("bad nodes could not be written down: %s", error)
+        for node, why in new.items():
+            log.warning("%s is left out from now on: %s", node, why)
+        return bad

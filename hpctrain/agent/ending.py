@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpctrain.agent.convictions import keep_out
+from hpctrain.agent.convictions import Convictions
 from hpctrain.agent.incidents import Incidents
 from hpctrain.agent.notify import SPARE_S, notify, wait_for
 from hpctrain.agent.ranks import is_echo
@@ -250,6 +250,7 @@ class AttemptEnding:
         self._control = control
         self._end = EndWriter(run, control)
         self._incidents = Incidents(run, spec.settings.notify)
+        self.convictions = Convictions(run, spec.settings, context)
         self._end_of: int | None = 0
         self.pause_s = 0.0
         self.seen_step: Callable[[], int | None] = lambda: None  # of this node's ranks
@@ -331,7 +332,7 @@ class AttemptEnding:
         decision = decide_end(facts, self._end.history, self._settings.budget)
         if decision.next is not Next.RESTART or self._is_left_behind(attempt):
             return False
-        if keep_out(self._run, self._end.history, self._settings, self._context):
+        if not self.convictions.are_out(self._end.history):
             return False  # in this allocation its ranks would be there again
         self._record_failure(attempt, failure)
         self._end.carry_out(facts, decision)
@@ -417,7 +418,7 @@ class AttemptEnding:
         history = self._look(facts.attempt).history
         decision = decide_end(facts, history, self._settings.budget)
         self._record_failure(facts.attempt, failure)
-        named = keep_out(self._run, history, self._settings, self._context)
+        named = self.convictions.keep_out(history)
         recorded, _ = self._end.carry_out(facts, decision, exclude=[*exclude, *named])
         if decision.next is Next.STOP and not recorded:
             return EXIT_STOPPED  # all that the batch side has to tell it from a start that failed

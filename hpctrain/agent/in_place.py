@@ -23,7 +23,7 @@ from hpctrain.base.process import connections_to
 from hpctrain.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.agent.lifeline import Lifeline
     from hpctrain.agent.members import RoundSize
@@ -139,9 +139,31 @@ class InPlaceRendezvous(Rendezvous):
             why: In words.
         """
         nodes = [self.members[place] for place in places if self.members[place] != 0]
+        return self._drop(nodes, why)
+
+    def _drop(self, nodes: list[int], why: str) -> list[Loss]:
         self._lifeline.say({"drop": nodes, "why": why})
         self._living -= set(nodes)
-        return [Loss(node, self.nodes[node], why, was_member=True) for node in nodes]
+        named = [(node, self.nodes[node]) for node in nodes]
+        return [Loss(node, name, why, was_member=node in self.members) for node, name in named]
+
+    def leave_out(self, bad: Mapping[str, str]) -> list[Loss] | None:
+        """Node 0: leave nodes out of all further rounds, spares too, where others can go on.
+
+        Args:
+            bad: Why, by their names; some may be out already.
+
+        Returns:
+            Those that were not; None where nothing was done, since no round can do without them.
+        """
+        out = [node for node in sorted(self._living) if self.nodes[node] in bad]
+        if 0 in out or not self._can_do_without(out):
+            return None
+        return [loss for node in out for loss in self._drop([node], bad[self.nodes[node]])]
+
+    def _can_do_without(self, nodes: Sequence[int]) -> bool:
+        others = self._living - set(nodes)
+        return choose_members(self.members, others, self._size, self._fits) is not None
 
     def note_death(self, node: str) -> bool:
         """Node 0: a rank of a node has died; whether that was once too often for it.
@@ -155,10 +177,8 @@ class InPlaceRendezvous(Rendezvous):
             return False
         number = self.members[self.names().index(node)]
         again = self._deaths.note(number, time.monotonic())
-        if not again or number == 0:
-            return False
-        others = self._living - {number}
-        return choose_members(self.members, others, self._size, self._fits) is not None
+        # One that is out already, since guards have named it, is not lost twice.
+        return again and number in self._living - {0} and self._can_do_without([number])
 
     def next_members(self) -> tuple[int, ...] | None:
         """Node 0: the nodes of the next round; None where there can be none."""

@@ -23,6 +23,8 @@ from hpctrain.errors import ControlLost
 from hpctrain.run.fence import Attempt
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 
     from hpctrain.agent.growth import Growth
@@ -212,6 +214,18 @@ class InPlaceAgent(NodeAgent):
         may = hooks.deadline.cause is None and members is not None
         nodes = [loss.node for loss in gone]
         return RoundEnd("failed", restart=may and hooks.may_go_on(why), why=why, silent_nodes=nodes)
+
+    def leave_out(self, bad: Mapping[str, str]) -> bool:
+        """Node 0: end without nodes that guards have named; see `Convictions.leave_out`.
+
+        Args:
+            bad: Why, by their names.
+        """
+        losses = cast("InPlaceRendezvous", self._meeting_place).leave_out(bad)
+        for loss in losses or []:
+            assert self._hooks is not None  # noqa: S101 - node 0 has them
+            self._hooks.lost(loss, self._meeting_place.next_members())
+        return losses is not None
 
     def _leave_out_again(self, hooks: RoundHooks, failure: FailureReport) -> None:
         """A node whose ranks die again and again is left out, where a round can do without it."""

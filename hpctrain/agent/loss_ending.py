@@ -55,6 +55,7 @@ class LossEnding(AttemptEnding):
         decision = decide_end(facts, self._end.history, self._settings.budget)
         if decision.next is not Next.RESTART or self._is_left_behind(attempt):
             return False
+        self.convictions.are_out(self._end.history)  # where others can do without such nodes
         self._end.carry_out(facts, decision)
         self.pause_s = 0.0
         notify(self._run, self._settings.notify, attempt)
@@ -71,6 +72,7 @@ class LossEnding(AttemptEnding):
         decision = decide_end(facts, self._end.history, self._settings.budget)
         if decision.next is not Next.RESTART or self._is_left_behind(attempt):
             return False
+        self.convictions.are_out(self._end.history)  # where others can do without such nodes
         self._end.carry_out(facts, decision)
         self.pause_s = 0.0
         return True

@@ -454,6 +454,7 @@ def _prepare_to_stay(
     agent.swaps = swaps_of(run, alive)
     agent.run_of_copies = run if alive.memory != "no" else None
     if context.node_rank == 0:
+        ending.convictions.leave_out = agent.leave_out
         agent.growth = growth_of(
             run,
             alive,

@@ -588,8 +588,8 @@ class GuardSettings(Table):
     )
     convict: int = setting(
         2,
-        "a node whose ranks these guards named so often is left out of the next start of the job, "
-        "for preflight.bad_node_hours; 0: never",
+        "a node whose ranks these guards named so often is left out when ranks start again, for "
+        "preflight.bad_node_hours; 0: never",
     )
 
 

@@ -46,6 +46,11 @@ while not (folder / "leave").exists():
 """
 
 
+def _bad(folder):
+    """Nodes that guards have named, by a file each."""
+    return {path.name.removeprefix("bad-"): "guards named it" for path in folder.glob("bad-*")}
+
+
 def _agent(node, nodes, size, port, folder):
     """The agent of one node, with one rank; writes how it ended."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -73,7 +78,7 @@ def _agent(node, nodes, size, port, folder):
     hooks = RoundHooks(
         begin,
         deadline,
-        may_restart=lambda _failure: True,
+        may_restart=lambda _failure: agent.leave_out(_bad(folder)),
         resume=resume,
         may_go_on=lambda _why: not (folder / "may-not").exists(),
         lost=lambda loss, members: lost.append([loss.name, loss.was_member, members]),
@@ -330,6 +335,64 @@ def test_a_node_whose_ranks_are_killed_twice_stays_where_no_round_can_do_without
 
     assert (ending, lost) == ("left", [])
     assert [names for names, *_ in told] == [["n0", "n1"]] * 3
+
+
+@pytest.mark.parametrize(
+    ("bad", "size", "second", "lost"),
+    [
+        (["n1"], RoundSize(2, 2), ["n0", "n2"], [["n1", True, [0, 2]]]),
+        (["n1"], RoundSize(3, 2), ["n0", "n2"], [["n1", True, [0, 2]]]),
+        (["n2"], RoundSize(2, 2), ["n0", "n1"], [["n2", False, [0, 1]]]),
+        (["n9"], RoundSize(2, 2), ["n0", "n1"], []),
+    ],
+    ids=["a spare waits", "fewer can go on", "it is a spare", "another job's"],
+)
+def test_a_node_that_guards_have_named_is_left_out_of_the_next_round(job, bad, size, second, lost):
+    job = job(3, size)
+    ranks = job.ranks(1, size.most)
+    for name in bad:
+        (job.folder / f"bad-{name}").touch()
+
+    os.kill(ranks[0], signal.SIGKILL)
+    job.ranks(2, 2)
+    if lost:  # it leaves while the others go on
+        (out,) = [node for node in (1, 2) if f"n{node}" in bad]
+        assert json.loads(job.wait(f"end-{out}"))[2] == "dropped"
+    ending, _, _, told, all_lost = job.end(2)
+
+    assert (ending, [names for names, *_ in told][1], all_lost) == ("left", second, lost)
+
+
+@pytest.mark.parametrize(
+    ("bad", "size"),
+    [(["n1"], RoundSize(3, 3)), (["n1", "n2"], RoundSize(3, 2)), (["n0"], RoundSize(3, 2)),
+     (["n0", "n1"], RoundSize(3, 1))],
+    ids=["all are needed", "too few are left", "the first one", "the first one too"],
+)  # fmt: skip
+def test_where_no_round_can_do_without_such_nodes_none_is_left_out(job, bad, size):
+    job = job(3, size)
+    ranks = job.ranks(1, 3)
+    for name in bad:
+        (job.folder / f"bad-{name}").touch()
+
+    os.kill(ranks[1], signal.SIGKILL)
+
+    assert json.loads(job.wait("end-0"))[0] == "failed"
+    *_, told, lost = json.loads(job.wait("end-0"))
+    assert (len(told), lost) == (1, [])
+
+
+def test_a_node_that_is_left_out_for_guards_is_lost_once_though_its_ranks_died_twice(job):
+    job = job(3, RoundSize(2, 2))
+    for attempt in (1, 2):
+        ranks = job.ranks(attempt, 2)
+        if attempt == 2:
+            (job.folder / "bad-n1").touch()
+        os.kill(ranks[1], signal.SIGKILL)
+    job.ranks(3, 2)
+    *_, lost = job.end(3)
+
+    assert lost == [["n1", True, [0, 2]]]
 
 
 def test_spares_leave_when_the_run_is_done(job):

@@ -130,6 +130,23 @@ def test_a_rank_that_is_killed_while_it_leaves_its_will_leaves_none(
     assert_same_bits(undisturbed, full_state(run, STEPS))
 
 
+def test_where_its_agent_is_killed_over_a_will_the_run_goes_on_from_a_whole_checkpoint(
+    tmp_path, monkeypatch, undisturbed
+):
+    """The memory goes with the agent, and what is in it of the will: its header."""
+    killed = "1:1:9:backward,1:0:9:agent,1:2:9:agent"
+
+    run, (_, second) = run_killed(
+        tmp_path, monkeypatch, killed, faults="", checkpoint__interval_steps=4
+    )
+
+    assert events(run.root, "attempt_ended")[0]["by"] == "batch"  # no agent is left to say it
+    assert (second["read_from"], second["step"] in {4, 8}) == ("", True), second
+    # The newest may have been on its way to disk.
+    assert all(one["reason"].endswith("never committed") for one in second["skipped"])
+    assert_same_bits(undisturbed, full_state(run, STEPS))
+
+
 def random_kills(seed, count, *, ranks, gap, most_ms):
     """So many kills, each some steps after the one before: of any rank, at any moment of a step."""
     draw = random.Random(seed)

@@ -4,7 +4,8 @@ KILLED is a list of "attempt:rank:step:place", separated by commas. Places: `for
 (in the middle of it), `reduce` (gradients are there, their norm is not), `norm` (it is), `update`
 (the optimizer is about to change weights), `tail` (it has); a number: so many milliseconds after
 the forward pass has begun. In the forward pass `stop` stops the rank in place of killing it, and
-with `raise` it fails by itself.
+with `raise` it fails by itself. With `agent` it kills its node's agent while it copies its last
+will, at whatever step.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from hpctrain.engines.native import Native
 from hpctrain.recipes.lm import train
+from hpctrain.runtime import last_will
 
 
 def _places() -> dict[int, tuple[str, int]]:
@@ -30,6 +32,16 @@ def _places() -> dict[int, tuple[str, int]]:
             signum = signal.SIGSTOP if is_stop else signal.SIGKILL
             places[int(step)] = ("forward" if is_stop else place, signum)
     return places
+
+
+def _kill_agent_over_will() -> None:
+    copied = last_will.copy_parts
+
+    def killed(*given: Any) -> Any:
+        os.kill(os.getppid(), signal.SIGKILL)
+        return copied(*given)
+
+    last_will.copy_parts = killed
 
 
 def main() -> None:
@@ -74,6 +86,8 @@ def main() -> None:
         reach(self, "tail")
         return value
 
+    if "agent" in [place for place, _ in places.values()]:
+        _kill_agent_over_will()
     Native.accumulate, Native.backward = killed_in_forward, killed_in_backward
     Native.norm, Native.update = killed_in_reduce, killed_in_update
     train.main()

@@ -1,4 +1,4 @@
-"""A node that guards have named twice is left out of the next start, and kept in the list."""
+"""A node that guards have named twice is left out from then on, and kept in the list."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent.convictions import convicted, keep_out
-from hpctrain.agent.ending import AttemptEnding
+from hpctrain.agent.convictions import Convictions, convicted
+from hpctrain.agent.loss_ending import LossEnding
 from hpctrain.agent.rounds import RoundEnd
 from hpctrain.base.records import FailureReport, JobContext, JobFacts
 from hpctrain.history.run_history import RunHistory
@@ -34,7 +34,7 @@ def name(story, node="n2", kind="audit_failed", **more):
 
 def kept_out(story, context=CONTEXT, **settings):
     history = RunHistory.read(story.run)
-    return keep_out(story.run, history, replaced(Settings(), settings), context)
+    return list(Convictions(story.run, replaced(Settings(), settings), context).keep_out(history))
 
 
 @pytest.mark.parametrize("kind", ["audit_failed", "replicas_differ", "nonfinite"])
@@ -102,6 +102,7 @@ class Scheduler:
         self.did.append(("without", *nodes))
 
 
+AN_END = "attempt_ended"
 FAILURE = FailureReport(rank=1, node="n2", kind="exception", summary="ReplicasDiverged: rank 1")
 
 
@@ -113,22 +114,83 @@ def crashed(story, times):
     for _ in range(times):
         name(story)
     scheduler = Scheduler()
-    return AttemptEnding(story.run, load_spec(story.run.spec), CONTEXT, scheduler), scheduler
+    return LossEnding(story.run, load_spec(story.run.spec), CONTEXT, scheduler), scheduler
+
+
+NEVER_ASKED = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+
+
+def excluded(story):
+    return [all_fields(e)["nodes"] for e in ledger.read(story.run) if e.kind == "excluded"]
 
 
 def test_the_end_of_an_attempt_has_the_job_go_on_without_it(story):
     end, scheduler = crashed(story, 2)
-    never_asked = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
 
     assert not end.after_crash(1, FAILURE)  # its ranks would be there again
-    end.conclude(1, RoundEnd("failed", failure=FAILURE), never_asked)
+    end.conclude(1, RoundEnd("failed", failure=FAILURE), NEVER_ASKED)
 
     assert scheduler.did == ["requeue", ("without", "n2")]
-    (fact,) = [all_fields(e) for e in ledger.read(story.run) if e.kind == "excluded"]
-    assert fact["nodes"] == ["n2"]
+    assert excluded(story) == [["n2"]]
     assert list(read_bad(bad_nodes_path(story.run))) == ["n2"]
 
 
 def test_named_once_the_ranks_start_again_in_the_allocation(story):
     end, _ = crashed(story, 1)
+    end.convictions.leave_out = lambda _bad: pytest.fail("there is none")
     assert end.after_crash(1, FAILURE)
+
+
+@pytest.mark.parametrize("others_can", [True, False])
+def test_the_ranks_start_again_here_where_others_can_go_on_without_it(story, others_can):
+    end, scheduler = crashed(story, 2)
+    asked = []
+    end.convictions.leave_out = lambda bad: asked.append(dict(bad)) or others_can
+
+    assert end.after_crash(1, FAILURE) is others_can
+
+    assert asked == [{"n2": "guards named it 2 times: a wrong gradient"}]
+    assert list(read_bad(bad_nodes_path(story.run))) == ["n2"]
+    ends = [(e.fact.reason, e.fact.next) for e in ledger.read(story.run) if e.kind == AN_END]
+    assert ends == ([("crashed", "restart")] if others_can else [])
+    assert scheduler.did == []
+
+
+def test_a_later_requeue_keeps_out_what_was_left_out_here(story):
+    end, scheduler = crashed(story, 2)
+    end.convictions.leave_out = lambda _bad: True
+    assert end.after_crash(1, FAILURE)
+    number = take_attempt(story.run, job_id="7", restarts=1).number
+    story.started(number, "7", by="restart").restored(number).steps(number, 41, 60)
+
+    end.conclude(number, RoundEnd("failed", failure=FAILURE), NEVER_ASKED)
+
+    assert scheduler.did == ["requeue", ("without", "n2")]
+    assert excluded(story) == [["n2"]]
+
+
+def test_nodes_are_left_out_only_once_all_else_has_agreed_to_another_round(story):
+    end, scheduler = crashed(story, 2)
+    end.convictions.leave_out = lambda _bad: pytest.fail("none follows")
+    scheduler.facts = lambda: JobFacts("RUNNING", restarts=2)  # SLURM runs the job again
+    assert not end.after_crash(1, FAILURE)
+    assert not end.after_loss(1, "n1 was lost")
+
+
+@pytest.mark.parametrize("how", ["after_loss", "after_growth"])
+@pytest.mark.parametrize("others_can", [True, False])
+def test_a_round_that_ends_for_another_node_leaves_it_out_too_where_that_can_be(
+    story, how, others_can
+):
+    end, _ = crashed(story, 2)
+    asked = []
+    end.convictions.leave_out = lambda bad: asked.append(list(bad)) or others_can
+    assert getattr(end, how)(1, "another node")
+    assert asked == [["n2"]]
+
+
+def test_a_node_of_an_earlier_start_keeps_no_ranks_from_starting_again_here(story):
+    end, _ = crashed(story, 0)
+    name(name(story, "n9"), "n9")
+    assert end.after_crash(1, FAILURE)
+    assert list(read_bad(bad_nodes_path(story.run))) == ["n9"]
