@@ -129,7 +129,7 @@ def own_switch(env: Mapping[str, str]) -> str:
     address = env.get("SLURM_TOPOLOGY_ADDR", "")
     *kinds, last = env.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
     above = address.removesuffix(f".{env.get('SLURMD_NODENAME', '')}")  # names may have dots
-    is_plain = above.isascii() and above.isprintable() and len(above) <= LONGEST_SWITCH
+    is_plain = above.isprintable() and len(above) <= LONGEST_SWITCH
     is_known = bool(kinds) and last == "node" and set(kinds) <= SHARED and above != address
     return above if is_known and is_plain else ""
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import datetime
 
 import pytest
 
 from hpctrain.cli.main import main
 from tests.support.ledger_runs import Story
+from tests.support.users import OWNER
 
 
 @pytest.fixture
@@ -75,6 +77,19 @@ def test_a_ledger_that_cannot_be_read_is_named_and_the_others_count(runs, capsys
     out, err = capsys.readouterr()
     assert "1 of 1" in out
     assert err.startswith(f"hpctrain: not counted: {runs / 'lm-2'}: ")
+
+
+@pytest.mark.two_users
+def test_what_another_user_has_put_there_counts_for_nothing_unless_it_is_named(runs, capsys):
+    os.chown(runs / "lm-0", OWNER.uid, OWNER.gid)
+
+    assert main(["report", "--nodes", "--runs", str(runs)]) == 0
+    out, err = capsys.readouterr()
+    assert "1 of 2" in out
+    assert err == f"hpctrain: {runs} has besides 1 run of other users, not counted\n"
+
+    assert main(["report", "--nodes", "lm-0", "--runs", str(runs)]) == 0
+    assert "1 of 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flag", ["--compare", "--open", "-o=page.html"])

@@ -310,6 +310,7 @@ def test_the_switch_of_a_node_is_what_slurmd_says_above_it(variables, switch):
     [
         {},
         _on("n3", "node"),  # no topology
+        _on("s2.n3", "node"),
         _on("r8:2.n3", "ring:position.node"),  # each place of a ring has one node
         _on("top.s2.n4", "switch.switch.node"),  # of another node
         _on("top.s2.n3", "switch.switch"),
