@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.cli.main import main
 from hpctrain.history.attempts import attempts
 from hpctrain.history.lineage import lineage
 from hpctrain.history.run_history import RunHistory
@@ -67,6 +68,20 @@ def test_a_switch_that_dies_with_its_nodes_leaves_every_copy_on_the_other_one(
     assert [of.nodes for of in attempts(history)][-1] == SWITCHES["s1"]
     assert lineage(history).problems == []
     assert slurm.job(run.job_id)["Restarts"] == "0"
+
+
+def test_where_a_switch_has_more_than_half_it_is_said_whose_copies_it_takes(
+    slurm, tmp_path, capsys
+):
+    run = submit(slurm, tmp_path, "--nodes=2-3", sets=SETTINGS | {"train.steps": 12})
+    run.wait("copies", lambda: run.events("memory_copies"))
+    run.wait_done()
+
+    assert main(["status", run.dir.name, "--runs", str(run.dir.root.parent)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "copies of n1 on n3, n2 on n1, n3 on n2; 2 of 3 on another switch" in shown
+    said = "copies of n2 stay on their own switch (top.s1)"
+    assert any(said in path.read_text() for path in run.dir.jobs.iterdir() if path.is_file())
 
 
 @pytest.mark.soak  # test_memory_copies.py has the loss of the first node in short
