@@ -148,8 +148,8 @@ def _tell_nodes(named: Sequence[str], runs: Path, *, as_json: bool) -> None:
     pasts = node_pasts(ledgers)
     if as_json:
         left_out = folder.left_out if folder else ""
-        told = {"runs": len(ledgers), "unread": unread, "left_out": left_out or None}
-        echo_json({**told, "nodes": [asdict(past) for past in pasts]})
+        heard = {"runs": len(ledgers), "unread": unread, "left_out": left_out or None}
+        echo_json({**heard, "nodes": [asdict(past) for past in pasts]})
         return
     _print_nodes(pasts, len(ledgers))
     for why in unread:

@@ -48,7 +48,7 @@ class NodePast:
     worst: float | None = None
     newest_t: float | None = None
 
-    def found(self, run: str, t: float, by: float | None) -> None:
+    def was_slow(self, run: str, t: float, by: float | None) -> None:
         """It was slow in a run, at a moment, by so much of a step."""
         self.findings += 1
         if run not in self.slow:
@@ -66,11 +66,11 @@ def node_pasts(runs: Iterable[tuple[str, Sequence[Event]]]) -> list[NodePast]:
     """
     pasts: dict[tuple[str, str], NodePast] = {}
     for run, events in runs:
-        served, found = _of_run(events)
+        served, verdicts = _of_run(events)
         for place in served:
             pasts.setdefault(place, NodePast(*place)).served += 1
-        for place, t, by in found:
-            pasts[place].found(run, t, by)
+        for place, t, by in verdicts:
+            pasts[place].was_slow(run, t, by)
     return sorted(pasts.values(), key=lambda past: (-len(past.slow), past.served, past.node))
 
 
@@ -82,7 +82,7 @@ def _of_run(events: Iterable[Event]) -> tuple[set[Place], list[tuple[Place, floa
     """Where a run trained, and where something was slow, when, and by how much."""
     clusters: dict[int | None, str] = {}
     served: set[Place] = set()
-    found: list[tuple[Place, float, float | None]] = []
+    verdicts: list[tuple[Place, float, float | None]] = []
     is_local = False
     for event in events:
         match event.fact:
@@ -95,7 +95,7 @@ def _of_run(events: Iterable[Event]) -> tuple[set[Place], list[tuple[Place, floa
                 cluster = clusters.get(event.attempt, "")
                 places = [(cluster, node) for node in nodes]
                 # A ledger may be torn, or written by anybody: who has not served was not slow.
-                found += [(place, event.t, by) for place in places if place in served]
+                verdicts += [(place, event.t, by) for place in places if place in served]
             case _:
                 pass
-    return served, found
+    return served, verdicts
