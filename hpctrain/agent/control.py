@@ -24,7 +24,7 @@ from hpctrain.memory.rank_line import KeeperLine
 from hpctrain.preflight.rendezvous import is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from hpctrain.agent.rendezvous import SignedStore
@@ -81,13 +81,25 @@ class NodeControl:
         """Of the newest round: where its ranks, their board and their witnesses meet."""
         return self._process.folder
 
-    def begin(self, place: TreePlace, store: SignedStore, key: Callable[[str], str]) -> None:
+    @property
+    def copies_to_buddy(self) -> bool:
+        """Whether copies lie on another node, too."""
+        return self._memory is not None and self._memory.to_buddy
+
+    def begin(
+        self,
+        place: TreePlace,
+        store: SignedStore,
+        key: Callable[[str], str],
+        buddies: Sequence[int] = (),
+    ) -> None:
         """Serve a round of this node's ranks, which find their way by the environment.
 
         Args:
             place: This node's.
             store: The agents'.
             key: Makes names in it this round's.
+            buddies: On node 0: by place, the node that has each one's copies; () for the next one.
 
         Raises:
             ControlLost: there is no room or no port for it.
@@ -103,7 +115,9 @@ class NodeControl:
         if port:
             store.set(key(f"control/{place.node}"), [shown, port])
         if self._memory is not None:
-            self._memory.begin(place, self._process.folder, store, key, (address, shown))
+            self._memory.begin(
+                place, self._process.folder, store, key, (address, shown), buddies=buddies
+            )
         if self._wills is not None:
             self._wills.begin()
         os.environ[HPCTRAIN_CONTROL] = str(self._process.folder)

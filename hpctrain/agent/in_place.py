@@ -56,6 +56,7 @@ class InPlaceRendezvous(Rendezvous):
         fits: Callable[[int], bool],
         gather_s: float | None = None,
         wanted: int | None = None,
+        switch: str = "",
     ) -> None:
         """Make this node's side; on node 0 this forks, so call it before any thread starts.
 
@@ -70,6 +71,7 @@ class InPlaceRendezvous(Rendezvous):
             gather_s: So long is waited for nodes that may be dead, then the others are enough; None
                 where each has to come.
             wanted: So many nodes the job had at its start; None for as many as it has.
+            switch: What this node hangs on with others; "" for not known.
         """
         place = lifeline.place
         super().__init__(place.address, port, place.node, nodes, run_id=run_id, timeout_s=timeout_s)
@@ -82,6 +84,7 @@ class InPlaceRendezvous(Rendezvous):
         self.members = ()
         self._announced: dict[str, Any] = {}
         self._living = {0}
+        self._switches = {place.node: switch}
         self._losses: list[Loss] = []
         self._joined: list[int] = []
         self._deaths = RankDeaths()
@@ -91,6 +94,10 @@ class InPlaceRendezvous(Rendezvous):
     def spares(self) -> tuple[str, ...]:
         """Nodes that live and wait, by name."""
         return tuple(self.nodes[node] for node in sorted(self._living - set(self.members)))
+
+    def switches(self) -> tuple[str, ...]:
+        """Node 0: of the round's nodes what each hangs on; "" for not known."""
+        return tuple(self._switches.get(node, "") for node in self.members)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other members of the next round that has this node; a spare waits for one.
@@ -275,7 +282,8 @@ class InPlaceRendezvous(Rendezvous):
 
     def _follow(self) -> Any:
         if self.round < 0:
-            self._lifeline.say({"ready": True, "name": self.nodes[self.node]})
+            own = {"name": self.nodes[self.node], "switch": self._switches[self.node]}
+            self._lifeline.say({"ready": True, **own})
         while True:
             while self._announced.get("round", -1) <= self.round:
                 self._hear(1.0)
@@ -320,6 +328,7 @@ class InPlaceRendezvous(Rendezvous):
         for said in self._lifeline.news(wait_s):
             if "ready" in said:
                 self._let_in(said["ready"], said["name"])
+                self._switches[said["ready"]] = said["switch"]
             if "lost" in said:
                 self._lose(said["lost"], said["why"])
             if "round" in said:

@@ -268,7 +268,8 @@ class _First(_LifelineSide):
         if "beat" in head:
             end.say(packed({"beat": head["beat"]}))
         if "ready" in head:
-            self._tell({"ready": node, "name": str(head.get("name", ""))})
+            said = {key: str(head.get(key, "")) for key in ("name", "switch")}
+            self._tell({"ready": node, **said})
         if self._over and node not in self._told_over:
             self._say_over(node)
 

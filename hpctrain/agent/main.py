@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.agent import signals
 from hpctrain.agent.control import NodeControl
@@ -39,6 +39,7 @@ from hpctrain.control import pulse
 from hpctrain.errors import ClusterError, RunAlive
 from hpctrain.hangs import stacks
 from hpctrain.hangs.standing import FEWEST_S, HangLimits
+from hpctrain.memory import pairing
 from hpctrain.run import events as ledger
 from hpctrain.run import fence
 from hpctrain.run.event_types import AttemptStarted, NodeJoined, OrphanLeft
@@ -333,6 +334,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         batch_started = None if again else os.environ.get(HPCTRAIN_BATCH_STARTED)
         begun = AttemptStarted(
             **fence.identity(run, attempt),
+            **_buddies(rendezvous, node_control),
             by="restart" if again else "start",
             nodes=rendezvous.names(),
             spares=rendezvous.spares,
@@ -435,6 +437,18 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         return ending.end_without_resume(agent.attempt_number, error.why)
     finally:
         rendezvous.close()
+
+
+def _buddies(rendezvous: Rendezvous, node_control: NodeControl) -> dict[str, Any]:
+    """What an attempt says of who has whose copies; where a switch takes both, a user hears it."""
+    names, switches = rendezvous.names(), rendezvous.switches()
+    if not node_control.copies_to_buddy or len(names) == 1:
+        return {}
+    buddies = pairing.buddies_of(switches)
+    if why := pairing.warning(names, buddies, switches):
+        log.warning("%s", why)
+    by_name = {"buddies": tuple(names[buddy] for buddy in buddies)}
+    return by_name | ({"switches": switches} if any(switches) else {})
 
 
 def _prepare_to_stay(

@@ -13,7 +13,7 @@ from hpctrain.errors import ControlLost
 from hpctrain.memory.keeper_process import KeeperProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from hpctrain.agent.rendezvous import SignedStore
@@ -23,17 +23,21 @@ log = logging.getLogger("hpctrain.agent")
 
 
 class NodeMemory:
-    """This node's keeper, round after round; its memory lives as long as the agent."""
+    """This node's keeper, round after round; its memory lives as long as the agent.
+
+    Attributes:
+        to_buddy: Each copy is on another node, too.
+    """
 
     def __init__(self, secret: str, *, to_buddy: bool = False, handed_over: str = "") -> None:
         """Fork it. To be made while this process has one thread.
 
         Args:
             secret: Of this start of the job; the same on all nodes.
-            to_buddy: Have each copy on the next node, too.
+            to_buddy: Have each copy on another node, too.
             handed_over: By the agent whose place this one takes, with its copies; "" for nothing.
         """
-        self._to_buddy = to_buddy
+        self.to_buddy = to_buddy
         self._secret = secret
         self._process = KeeperProcess(handed_over)
         self._place: TreePlace | None = None
@@ -50,6 +54,8 @@ class NodeMemory:
         store: SignedStore,
         key: Callable[[str], str],
         addresses: tuple[str, str],
+        *,
+        buddies: Sequence[int] = (),
     ) -> None:
         """Serve a round of this node's ranks, which find the keeper in the folder.
 
@@ -59,6 +65,7 @@ class NodeMemory:
             store: The agents'.
             key: Makes names in it this round's.
             addresses: Where the process listens, and under what other nodes can reach that.
+            buddies: See `NodeControl.begin`.
         """
         self._place, port = place, 0
         try:
@@ -72,7 +79,8 @@ class NodeMemory:
                 secret=self._secret,
                 about=key("memory"),
                 address=addresses[0],
-                shown=addresses[1] if self._to_buddy else "",
+                shown=addresses[1] if self.to_buddy else "",
+                buddies=buddies,
             )
         except ControlLost as error:
             log.warning("no copies in memory on %s: %s", place.name, error)

@@ -51,6 +51,7 @@ from hpctrain.base.env import (
 from hpctrain.base.records import HANG, FailureReport, StopCause
 from hpctrain.control.node_server import TreePlace
 from hpctrain.errors import CheckpointError, Fenced
+from hpctrain.memory.pairing import buddies_of
 from hpctrain.run.event_types import RanksAwaited
 from hpctrain.run.layout import failure_path, rank_log_path, torch_error_path
 
@@ -250,7 +251,8 @@ class NodeAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._control is not None:
-            self._control.begin(self._tree_place(worker_group), self._news_store, self._key)
+            place, switches = self._tree_place(worker_group), self._meeting_place.switches()
+            self._control.begin(place, self._news_store, self._key, buddies_of(switches))
         attempt = self._begin_attempt(worker_group)
         self.attempt_number = int(attempt["number"])
         directory = self._attempt_dir(self.attempt_number)

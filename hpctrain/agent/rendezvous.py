@@ -150,6 +150,10 @@ class Rendezvous(StaticTCPRendezvous):
         """Of the round's nodes."""
         return tuple(self.nodes[node] for node in self.members)
 
+    def switches(self) -> tuple[str, ...]:
+        """Of the round's nodes what each hangs on: of no use here, where all go at once."""
+        return ("",) * len(self.members)
+
     def look(self) -> None:
         """Whether this node still takes part in the round; here it does while there is one."""
 

@@ -93,4 +93,5 @@ def rendezvous_of(
         fits=lambda count: planner.at(count) is not None,
         gather_s=None if generation is None else GATHER_S,
         wanted=at_start,
+        switch=context.switch,
     )

@@ -203,6 +203,9 @@ class JobContext:
     """The name of the scheduler's cluster, which counts its jobs for itself; "" if it has none."""
     on_this_machine: bool = False
     """All nodes are processes of one machine: they share its CPUs, and none is bad by itself."""
+    switch: str = ""
+    """What this node hangs on with others, and goes down with; "" for not known. Names of one
+    cluster: they are only compared."""
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,11 @@ from hpctrain.cli.options import json_option, runs_option
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hpctrain.history.slow_nodes import NodePast
     from hpctrain.report.gather import ReportData
 
 TOGETHER = "hpctrain-compare.html"
+_RUNS_SHOWN = 3
 
 
 @click.command(
@@ -32,9 +34,10 @@ Examples:
   hpctrain report lm-3 -o /tmp/lm-3.html --open
   hpctrain report lm-3 lm-4 --compare     both in hpctrain-compare.html
   hpctrain report - --text                the newest run's numbers, here
+  hpctrain report --nodes                 nodes that your runs found slow, how often
 """,
 )
-@click.argument("runs_named", nargs=-1, required=True, metavar="RUN...")
+@click.argument("runs_named", nargs=-1, metavar="RUN...")
 @click.option(
     "-o",
     "--output",
@@ -43,6 +46,12 @@ Examples:
 )
 @click.option("--compare", is_flag=True, help="Lay the runs over each other, in one page.")
 @click.option("--text", "as_text", is_flag=True, help="Print the numbers; write no page.")
+@click.option(
+    "--nodes",
+    "of_nodes",
+    is_flag=True,
+    help="Which nodes were found slow, in how many of the runs: of all of yours, or of these.",
+)
 @click.option("--open", "show", is_flag=True, help="Open the page in this machine's browser.")
 @runs_option
 @json_option
@@ -52,6 +61,7 @@ def command(
     output: str | None,
     compare: bool,
     as_text: bool,
+    of_nodes: bool,
     show: bool,
     runs: Path,
     as_json: bool,
@@ -64,6 +74,12 @@ def command(
     from hpctrain.run.find_run import find_run
     from hpctrain.status.reader import StatusReader
 
+    if of_nodes:
+        _check_nodes({"-o": output is not None, "--compare": compare, "--open": show})
+        _tell_nodes(runs_named, runs, as_json=as_json)
+        return
+    if not runs_named:
+        raise click.UsageError("Missing argument 'RUN...'.", click.get_current_context())
     _check(len(runs_named), output, compare=compare, as_text=as_text, show=show)
     run_dirs = list(dict.fromkeys(find_run(name, runs=runs) for name in runs_named))
     reader = StatusReader(runs)
@@ -102,6 +118,70 @@ def _check(named: int, output: str | None, *, compare: bool, as_text: bool, show
         raise UsageError(
             f"-o {output} is one page for {named} runs: add --compare, or leave -o out"
         )
+
+
+def _check_nodes(given: dict[str, bool]) -> None:
+    from hpctrain.errors import UsageError
+
+    for flag, is_given in given.items():
+        if is_given:
+            raise UsageError(f"--nodes prints a table and writes no page: leave {flag} out")
+
+
+def _tell_nodes(named: Sequence[str], runs: Path, *, as_json: bool) -> None:
+    """Which nodes were found slow: by the ledgers alone, no scheduler is asked."""
+    from dataclasses import asdict
+
+    from hpctrain.history.slow_nodes import MARKERS, node_pasts
+    from hpctrain.run.events import read_marked
+    from hpctrain.run.find_run import find_run, look_into
+    from hpctrain.terminal import echo_json, echo_note
+
+    folder = None if named else look_into(runs, own=True)
+    looked_at = folder.runs if folder else dict.fromkeys(find_run(one, runs=runs) for one in named)
+    ledgers, unread = [], []
+    for run in looked_at:
+        try:
+            ledgers.append((run.name, read_marked(run, *MARKERS)))
+        except OSError as error:
+            unread.append(f"{run.root}: {error.strerror or error}")
+    pasts = node_pasts(ledgers)
+    if as_json:
+        left_out = folder.left_out if folder else ""
+        heard = {"runs": len(ledgers), "unread": unread, "left_out": left_out or None}
+        echo_json({**heard, "nodes": [asdict(past) for past in pasts]})
+        return
+    _print_nodes(pasts, len(ledgers))
+    for why in unread:
+        echo_note(f"not counted: {why}")
+    if folder and folder.left_out:
+        echo_note(f"{folder.root} has besides {folder.left_out}, not counted")
+
+
+def _print_nodes(pasts: Sequence[NodePast], runs: int) -> None:
+    from datetime import datetime
+
+    from hpctrain.base.text import count, percent
+    from hpctrain.drawing import echo_table
+
+    slow = [past for past in pasts if past.slow]
+    rows = [
+        (
+            past.node,
+            past.cluster or None,
+            f"{len(past.slow)} of {past.served}",
+            past.findings,
+            None if past.worst is None else percent(past.worst),
+            datetime.fromtimestamp(past.newest_t or 0).astimezone().strftime("%Y-%m-%d"),
+            ", ".join(past.slow[:_RUNS_SHOWN]) + (", ..." if past.slow[_RUNS_SHOWN:] else ""),
+        )
+        for past in slow
+    ]
+    header = ("NODE", "CLUSTER", "SLOW IN RUNS", "TIMES", "AT MOST", "LAST", "RUNS")
+    echo_table(rows, header=header, right=(3, 4))
+    others = count(len(pasts) - len(slow), "node")
+    which = f"{others} besides" if slow else others
+    click.echo(f"{count(runs, 'run')}; {which} served, and nobody found them slow")
 
 
 def _write(data: ReportData, output: str | None) -> Path:

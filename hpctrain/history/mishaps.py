@@ -52,12 +52,16 @@ class JobMembers:
         waiting: Spares that are there.
         lost: Nodes that the job lost and went on without, in order.
         rounds: How often its ranks were started.
+        buddies: By node rank, the host that has copies of each node's state; none without copies.
+        switches: By node rank, what each hangs on; "" for not known, none where none is.
     """
 
     training: tuple[str, ...] = ()
     waiting: tuple[str, ...] = ()
     lost: tuple[facts.NodeLost, ...] = ()
     rounds: int = 0
+    buddies: tuple[str, ...] = ()
+    switches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,8 @@ def _members(history: RunHistory) -> JobMembers:
         waiting=tuple(node for node in newest.spares if node not in gone),
         lost=lost,
         rounds=len(rounds),
+        buddies=newest.buddies,
+        switches=newest.switches,
     )
 
 

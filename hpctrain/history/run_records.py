@@ -210,6 +210,8 @@ class AttemptRecord:
         hang_t: When that was said.
         straggler: Who is slower than the others, as was said last; None where nobody is.
         spares: Host names of the nodes that waited when it began.
+        buddies: By node rank, the host that has copies of each node's state; none without copies.
+        switches: By node rank, what each hangs on; "" for not known, none where none is.
         lost_nodes: Those that were lost in it, spares too.
         out_of_step: Which ranks do not call equally many collectives; None for none.
         memory: How often it copies its state into memory; None where it has not said so.
@@ -276,6 +278,8 @@ class AttemptRecord:
     hang_t: float | None = None
     straggler: facts.StragglerFound | None = None
     spares: tuple[str, ...] = ()
+    buddies: tuple[str, ...] = ()
+    switches: tuple[str, ...] = ()
     lost_nodes: list[facts.NodeLost] = field(default_factory=list)
     out_of_step: facts.RanksOutOfStep | None = None
     memory: facts.MemoryCopiesSet | None = None

@@ -1,9 +1,9 @@
-"""Copies on another node: each node's keeper sends its ranks' copies on to that of the next node.
+"""Copies on another node: each node's keeper sends its ranks' copies on to that of its buddy.
 
-The nodes of a round are a ring, and a node's buddy is the next one in it. A rank's copy that is
-proved is sent on behind training, one connection for each rank; the buddy proves the bytes it has
-by the copy's own digests before it says that it has them. The same connections serve other nodes
-what they lack at a restart. tests/unit/memory/test_buddy.py holds the promises.
+Who is whose buddy is `pairing`'s. A rank's copy that is proved is sent on behind training, one
+connection for each rank; the buddy proves the bytes it has by the copy's own digests before it says
+that it has them. The same connections serve other nodes what they lack at a restart.
+tests/unit/memory/test_buddy.py holds the promises.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Ranks come to a Unix socket in the folder of their round, each served by a thread of its own: they
 get memory, write a copy, and say so; the keeper takes the digests. What all ranks of the node have
 is told to the keeper of node 0, over TCP with codes (`control.wire`), and that one tells all which
-steps are settled and covered. Where nodes may be lost each keeper sends its copies on to the next
-node's (`buddy`). Where a keeper is lost no copies are made any more in the round, and training goes
+steps are settled and covered. Where nodes may be lost each keeper sends its copies on to another
+one (`buddy`). Where a keeper is lost no copies are made any more in the round, and training goes
 on: those that were made are still there at the next start of the ranks.
 tests/unit/memory/test_keeper.py holds the promises.
 """
@@ -30,6 +30,7 @@ from hpctrain.control.wire import Greeting, packed, unpacked
 from hpctrain.errors import CheckpointError, ControlLost, HpctrainError
 from hpctrain.memory.copy_plan import CopyPlan
 from hpctrain.memory.node_stock import CopyInMemory, NodeStock, room_refused
+from hpctrain.memory.pairing import next_nodes
 from hpctrain.memory.protocol import (
     COVERED,
     COVERED_NS,
@@ -52,7 +53,7 @@ from hpctrain.memory.will_stock import RoundWills
 from hpctrain.testing import points
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from hpctrain.control.endpoint import Endpoint
 
@@ -97,6 +98,7 @@ class Keeper:
         about: str,
         address: str,
         shown: str = "",
+        buddies: Sequence[int] = (),
     ) -> int:
         if self._round is not None:
             self._round.close()
@@ -106,7 +108,8 @@ class Keeper:
         self._stock.new_round(at.ranks)
         self._round = KeeperRound(Path(folder), at, self._stock, partial(Greeting, secret, about))
         if shown and at.nodes > 1:
-            self._round.copy_on(address, shown, partial(Greeting, secret, f"{about}/copies"))
+            said = partial(Greeting, secret, f"{about}/copies")
+            self._round.copy_on(address, shown, said, buddies or next_nodes(at.nodes))
         return await self._round.start(address)
 
 
@@ -155,18 +158,25 @@ class KeeperRound:
         self._door = ChildrenDoor(range(1, place.nodes), greeting, self._let_in)
         self._server: asyncio.Server | None = None
 
-    def copy_on(self, address: str, shown: str, greeting: Callable[[], Greeting]) -> None:
-        """Have copies on the next node, too. Before `start`.
+    def copy_on(
+        self,
+        address: str,
+        shown: str,
+        greeting: Callable[[], Greeting],
+        buddies: Sequence[int],
+    ) -> None:
+        """Have copies on another node, too. Before `start`.
 
         Args:
             address: Where this keeper listens for the others.
             shown: Under which they reach that.
             greeting: Makes one for each connection for copies.
+            buddies: By place, the node that has each one's copies; node 0's counts.
 
         Raises:
             OSError: there is no such address, or no port.
         """
-        self._ring = BuddyRing(self._place, self._stock, self, greeting)
+        self._ring = BuddyRing(self._place, self._stock, self, greeting, buddies)
         self._ring.open(address, shown)
 
     def needed(self) -> tuple[Mark | None, Mark] | None:
@@ -273,14 +283,14 @@ class KeeperRound:
             self._ring.meet_at(head["at"])
 
     def _hear_place(self, node: int, at: list[Any] | None) -> None:
-        """On node 0: where a node keeps others' copies; with the last one all hear of the next."""
+        """On node 0: where a node keeps others' copies; with the last all hear of their buddies."""
         if self._ring is None or at is None:
             return
         self._ring.doors[node] = at
         if len(self._ring.doors) == self._place.nodes:
             for number, child in self._below.items():
-                child.say(packed({"is": "ring", "at": self._ring.after(number)}))
-            self._ring.meet_at(self._ring.after(0))
+                child.say(packed({"is": "ring", "at": self._ring.of_buddy(number)}))
+            self._ring.meet_at(self._ring.of_buddy(0))
 
     def _node_settled(self, node: int, step: int, *, whole: bool) -> None:
         """On node 0: a node's word on a step."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.control.forked import ForkedServer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
 
     from hpctrain.control.node_server import TreePlace
@@ -42,6 +42,7 @@ class KeeperProcess(ForkedServer):
         about: str,
         address: str,
         shown: str = "",
+        buddies: Sequence[int] = (),
     ) -> int:
         """Serve a new round of ranks; the one before it ends.
 
@@ -51,8 +52,9 @@ class KeeperProcess(ForkedServer):
             secret: Of the attempt; the same on all nodes.
             about: Which round it is; the same words on all nodes.
             address: Where other nodes' keepers are awaited.
-            shown: Under what they can reach that, where copies go on to the next node; "" where
+            shown: Under what they can reach that, where copies go on to another node; "" where
                 they do not.
+            buddies: On node 0: by place, the node that has each one's copies; () for the next one.
 
         Returns:
             The port for the other nodes; 0 on all but node 0.
@@ -60,8 +62,8 @@ class KeeperProcess(ForkedServer):
         Raises:
             ControlLost: it cannot be served, or the process is gone.
         """
-        order = {"folder": str(folder), "place": asdict(place), "secret": secret}
-        order |= {"about": about, "address": address, "shown": shown}
+        order: dict[str, Any] = {"folder": str(folder), "place": asdict(place), "secret": secret}
+        order |= {"about": about, "address": address, "shown": shown, "buddies": list(buddies)}
         return self.ask({"begin": order})
 
     def join(self, address: str, port: int) -> None:

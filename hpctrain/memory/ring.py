@@ -41,6 +41,7 @@ class BuddyRing:
         stock: NodeStock,
         needs: RoundNeeds,
         greeting: Callable[[], Greeting],
+        buddies: Sequence[int],
     ) -> None:
         """Nobody is let in yet.
 
@@ -49,10 +50,11 @@ class BuddyRing:
             stock: Its memory.
             needs: The round's.
             greeting: Makes one for each connection.
+            buddies: By place, the node that has each one's copies; node 0 tells the others.
         """
         self.at: Door = []
         self.doors: dict[int, Door] = {}
-        self._place = place
+        self._place, self._buddies = place, buddies
         self._lines = BuddyLines(place.node, greeting)
         self._door = CopyDoor(range(place.nodes), greeting, CopyServer(stock, needs).serve)
         self._fetcher = CopyFetcher(stock, place.node, greeting)
@@ -71,9 +73,9 @@ class BuddyRing:
         if self._place.node == 0:
             self.doors[0] = self.at
 
-    def after(self, node: int) -> Door:
+    def of_buddy(self, node: int) -> Door:
         """On node 0, once all are known: the door of a node's buddy."""
-        return self.doors[(node + 1) % self._place.nodes]
+        return self.doors[self._buddies[node]]
 
     def meet_at(self, buddy: Door | None) -> None:
         """Where this node's buddy lets others in; None where copies are off."""
@@ -85,7 +87,7 @@ class BuddyRing:
             why = self._lines.room(local, nbytes)
         except LOST as error:
             return f"{self._place.name}: copies cannot be sent to another node: {error}"
-        return f"the node after {self._place.name}, for its copies: {why}; {HINT}" if why else ""
+        return f"the node for copies of {self._place.name}: {why}; {HINT}" if why else ""
 
     def send(self, local: int, there: CopyInMemory) -> tuple[str, bool]:
         """Send a copy to the buddy.

@@ -125,6 +125,13 @@ class AttemptStarted(LedgerFact):
     spares: tuple[str, ...] = maybe(
         check.texts, "nodes that wait to take a lost one's place: `alive.spares`"
     )
+    buddies: tuple[str, ...] = maybe(
+        check.texts, "of each node the one that has copies of its ranks' state, by node rank"
+    )
+    switches: tuple[str, ...] = maybe(
+        check.texts,
+        "what each node hangs on by SLURM's topology, by node rank; an empty one is not known",
+    )
     run_dir: str = maybe(check.path, "where the run lay then: a copy is known by it")
     slurm_cluster: str = maybe(check.words, "SLURM's ClusterName")
     token: str = maybe(check.identifier, "the attempt's own, by which it holds the fence")

@@ -282,8 +282,9 @@ class AliveSettings(Table):
     )
     memory_buddy: str = setting(
         "auto",
-        "auto: where the run outlives its nodes (spares, shrink), each copy lies on the next node "
-        "too, so that a lost node's part can be had; it takes twice the memory; no: on its own alone",
+        "auto: where the run outlives its nodes (spares, shrink), each copy lies on another node too "
+        "(of another switch where SLURM tells), so that a lost node's part can be had; it takes "
+        "twice the memory; no: on its own alone",
         choices=("auto", "no"),
     )
 

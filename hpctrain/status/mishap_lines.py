@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 from hpctrain.base.text import count, duration, fold_nodes, fold_ranks, size, step_time
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hpctrain.history.mishaps import Guarded, JobMembers, Mishaps
     from hpctrain.run import event_types as facts
 
 REASONS = {"nonfinite": "not finite", "spike": "a spike", "replicas": "copies differ"}
 """Why a guard did something, in words."""
 LOST_SHOWN = 4
+BUDDIES_SHOWN = 8
 
 
 def mishap_lines(seen: Mishaps) -> list[tuple[str, str]]:
@@ -24,6 +27,7 @@ def mishap_lines(seen: Mishaps) -> list[tuple[str, str]]:
         ("round", _members(seen.members)),
         ("out of step", "" if seen.out_of_step is None else _out_of_step(seen.out_of_step)),
         ("memory", "" if seen.memory is None else _memory(seen.memory)),
+        ("buddies", _buddies(seen.members) if seen.memory and seen.memory.steps else ""),
         ("guards", _guards(seen.guarded)),
         ("copies", "" if seen.guarded.differing is None else _differing(seen.guarded.differing)),
         ("gradients", "" if seen.guarded.disputed is None else _disputed(seen.guarded.disputed)),
@@ -106,6 +110,30 @@ def _memory(fact: facts.MemoryCopiesSet) -> str:
         "the newest whole one is known to the nodes alone",
     ]
     return f"a copy every {count(fact.steps, 'step')} ({', '.join(filter(None, parts))})"
+
+
+def _buddies(seen: JobMembers) -> str:
+    """Which node has whose copies, and how many a switch takes with their states."""
+    pairs = list(zip(seen.training, seen.buddies, strict=False))
+    if not pairs:
+        return ""
+    shown = [f"{node} on {buddy}" for node, buddy in pairs[:BUDDIES_SHOWN]]
+    if len(pairs) > BUDDIES_SHOWN:
+        shown.append(f"{len(pairs) - BUDDIES_SHOWN} more (--json has all)")
+    return f"copies of {', '.join(shown)}; {_switches(seen, pairs)}"
+
+
+def _switches(seen: JobMembers, pairs: Sequence[tuple[str, str]]) -> str:
+    on = dict(zip(seen.training, seen.switches, strict=False))
+    both = [(on.get(node), on.get(buddy)) for node, buddy in pairs]
+    unknown = sum(not all(pair) for pair in both)
+    if unknown == len(both):
+        return "switches are not known"
+    apart = sum(all(pair) and len(set(pair)) > 1 for pair in both)
+    if apart == len(both):
+        return "all on another switch"
+    more = f", {unknown} not known" if unknown else ""
+    return f"{apart} of {len(both)} on another switch{more}"
 
 
 def _seconds(words: str, seconds: float | None) -> str:

@@ -64,6 +64,9 @@ def _agent(node, nodes, size, port, folder):
     def begin(world_size):
         begun.append(rendezvous.names())
         told.append([list(rendezvous.names()), list(rendezvous.spares), world_size])
+        staged = folder / "switches.new"
+        staged.write_text(json.dumps(rendezvous.switches()))
+        staged.rename(folder / f"switches-{len(begun)}")
         return Attempt(len(begun), "token", "1", 0, time.time())
 
     def resume(_attempt, on_bytes):
@@ -87,7 +90,14 @@ def _agent(node, nodes, size, port, folder):
     lifeline = Lifeline(place, SECRET)
     control = NodeControl("127.0.0.1", SECRET)
     rendezvous = InPlaceRendezvous(
-        lifeline, names, port=port, run_id="test", timeout_s=60, size=size, fits=bool
+        lifeline,
+        names,
+        port=port,
+        run_id="test",
+        timeout_s=60,
+        size=size,
+        fits=bool,
+        switch=f"s{node // 2}",
     )
     spec = WorkerSpec(
         role="rank",
@@ -213,6 +223,18 @@ def test_a_spare_takes_the_place_of_a_node_that_died(job):
     assert lost == [["n1", True, [0, 2]]]
     assert not _lives(ranks[0])
     assert json.loads(job.wait("end-2"))[0] == "left"
+
+
+def test_the_first_node_knows_the_switch_of_each_node_that_takes_part(job):
+    job = job(3, RoundSize(2, 2))
+    ranks = job.ranks(1, 2)
+
+    job.signal(1, signal.SIGKILL, ranks=ranks[1:])
+    job.ranks(2, 2)
+    job.end(2)
+
+    told = [json.loads(job.wait(f"switches-{number}")) for number in (1, 2)]
+    assert told == [["s0", "s0"], ["s0", "s1"]]
 
 
 def test_a_slow_node_gives_its_place_to_a_spare_behind_a_save(job):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from hpctrain.cli.main import main
 from hpctrain.history.attempts import attempts
 from hpctrain.history.run_history import RunHistory
 from tests.support.ledger_runs import all_fields
@@ -37,5 +39,9 @@ def test_a_slow_node_gives_its_place_to_a_spare(slurm, tmp_path, capsys):
     assert (first.nodes, second.nodes) == (("n1", "n2"), ("n1", "n3"))
     assert second.first_step % EVERY == 0
     assert first.steps_lost <= 2, "right behind a save"
+    capsys.readouterr()
+    assert main(["report", "--nodes", "--runs", str(run.dir.root.parent), "--json"]) == 0
+    past, *_ = json.loads(capsys.readouterr().out)["nodes"]
+    assert (past["node"], past["slow"], past["served"]) == ("n2", [run.dir.name], 1)
     with capsys.disabled():
         print(f"\nswapped at step {first.last_step}, {first.steps_lost} steps lost")

@@ -37,6 +37,7 @@ class Keepers:
     def __init__(self, root: Path, nodes: int, ranks: int, *, to_buddy: bool = False) -> None:
         self.root, self.nodes, self.ranks = root, nodes, ranks
         self.to_buddy = to_buddy
+        self.buddies: tuple[int, ...] = ()
         self.round = 0
         self.lines: list[KeeperLine] = []
         self.loop = asyncio.new_event_loop()
@@ -60,6 +61,7 @@ class Keepers:
             secret = secrets[node] if secrets else "secret"
             order |= {"secret": secret, "about": f"round {self.round}"}
             order |= {"shown": "127.0.0.1" if self.to_buddy else ""}
+            order |= {"buddies": self.buddies if node == 0 else ()}  # it tells the others
             port = self._do(keeper, {"begin": order}) or port
         for keeper in self.keepers[1:]:
             self._do(keeper, {"join": ["127.0.0.1", port]})

@@ -27,6 +27,7 @@ from tests.support.slurm_config import (
     Shape,
     slurm_conf,
     slurmdbd_conf,
+    topology_conf,
 )
 from tests.support.slurm_keeper import LOCK
 
@@ -236,6 +237,8 @@ class Daemons:
             fresh = path.with_suffix(".fresh")
             fresh.write_text(text.replace(str(self.at.munge_socket), socket_path))
             fresh.replace(path)  # commands may be reading the old one
+        if self.shape.switches:
+            self.at.topology_conf.write_text(topology_conf(self.shape))
 
     def _taken_ports(self) -> Ports:
         if self._ports is None:

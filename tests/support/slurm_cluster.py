@@ -226,16 +226,21 @@ class SlurmCluster:
 
     # -- nodes
 
-    def kill_node(self, name: str, *, leave_ranks: bool = False) -> None:
+    def kill_node(self, *names: str, leave_ranks: bool = False) -> None:
         """Let a node die: slurmd, its slurmstepds and all that they started; SLURM is told.
 
-        With `leave_ranks` the job's own processes live on as zombies that SLURM knows nothing of.
+        Several die at once. With `leave_ranks` the job's own processes live on as zombies that
+        SLURM knows nothing of.
         """
-        self._daemons.kill(name)
+        for name in names:
+            self._daemons.kill(name)
 
         def gone() -> bool:
-            steps = self._stepds(name)
-            ranks = [] if leave_ranks else [*processes.descendants(*steps), *self._ranks(name)]
+            steps = [pid for name in names for pid in self._stepds(name)]
+            ranks = []
+            if not leave_ranks:
+                ranks = [*processes.descendants(*steps)]
+                ranks += [pid for name in names for pid in self._ranks(name)]
             # slurmstepd stands still first: it must not tell of the rest. Then srun, which a node
             # without power takes along: left behind, or stopped, it would get the kernel's SIGHUP
             # for an orphaned group, and end the step's tasks on all other nodes.
@@ -244,8 +249,10 @@ class SlurmCluster:
             processes.kill_all(steps, signal.SIGKILL)
             return not steps and not ranks
 
-        wait_for(gone, 10, f"the end of the processes of {name}")
-        self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=test", check=True)
+        wait_for(gone, 10, f"the end of the processes of {', '.join(names)}")
+        for name in names:
+            down = ("scontrol", "update", f"nodename={name}", "state=down", "reason=test")
+            self.run(*down, check=True)
 
     def revive_node(self, name: str) -> None:
         """Start the node's slurmd if it is dead and wait until SLURM counts it as up."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpctrain.base.process import PORT_BASE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 NODES = ("n1", "n2", "n3", "n4")
@@ -35,6 +35,7 @@ class Shape:
         credential_s: So long may a step take to reach its last node.
         unkillable_s: A node that has not ended a step within so long after SIGKILL is drained.
         nodes_a_munged: Nodes have one each; a thousand that ask one at once are turned away.
+        switches: The nodes on each switch, by its name, all below one switch; none for no topology.
     """
 
     nodes: tuple[str, ...] = NODES
@@ -44,6 +45,7 @@ class Shape:
     credential_s: int = 5
     unkillable_s: int = 60
     nodes_a_munged: int = 50
+    switches: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def group(self, node: str) -> int:
         """Which munged a node asks; commands ask the first, with the first nodes."""
@@ -112,6 +114,11 @@ class Layout:
     @property
     def slurm_conf(self) -> Path:
         return self.folder / "slurm.conf"
+
+    @property
+    def topology_conf(self) -> Path:
+        """Beside slurm.conf, where SLURM looks for it."""
+        return self.folder / "topology.conf"
 
     @property
     def munge_socket(self) -> Path:
@@ -191,6 +198,7 @@ def slurm_conf(at: Layout, ports: Ports, size: Shape, *, user: str, user_signal:
     )
     everywhere = f"Nodes={','.join(size.nodes)} State=UP MaxTime=INFINITE"
     parameters = "SlurmctldParameters=preempt_send_user_signal" if user_signal else ""
+    topology = "TopologyPlugin=topology/tree" if size.switches else ""
     return f"""\
 ClusterName={CLUSTER}
 SlurmctldHost={host}(127.0.0.1)
@@ -212,6 +220,7 @@ DebugFlags=NO_CONF_HASH
 LogTimeFormat=iso8601_ms
 SlurmdParameters=config_overrides
 {parameters}
+{topology}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -242,6 +251,12 @@ PartitionName=work {everywhere} Default=YES PriorityTier=1 PreemptMode=REQUEUE G
 PartitionName=grace {everywhere} PriorityTier=1 PreemptMode=REQUEUE GraceTime={GRACE_S}
 PartitionName=urgent {everywhere} PriorityTier=10 PreemptMode=OFF
 """
+
+
+def topology_conf(size: Shape) -> str:
+    """topology.conf: the switches, below one."""
+    leaves = [f"SwitchName={name} Nodes={','.join(on)}" for name, on in size.switches.items()]
+    return "\n".join([*leaves, f"SwitchName=top Switches={','.join(size.switches)}", ""])
 
 
 def slurmdbd_conf(at: Layout, ports: Ports, *, user: str) -> str:

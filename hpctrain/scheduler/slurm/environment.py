@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 KILL_WAIT_S = 30.0
 """SLURM's default, where it could not be asked."""
+SHARED = frozenset({"switch", "block"})
+"""What nodes hang on together, in SLURM's patterns. In a ring each has a place of its own."""
+LONGEST_SWITCH = 1000
 PREFIXES = (
     "SACCT_",
     "SALLOC_",
@@ -88,6 +91,7 @@ def job_context(environ: Mapping[str, str] | None = None) -> JobContext:
         kill_wait_s=float(env.get(HPCTRAIN_KILL_WAIT_S) or KILL_WAIT_S),
         start_time=own_start(env),
         cluster=env.get("SLURM_CLUSTER_NAME", ""),
+        switch=own_switch(env),
     )
 
 
@@ -113,6 +117,21 @@ def own_end(env: Mapping[str, str]) -> float | None:
     """When SLURM will end this start of the job: what slurmctld said, else SLURM's own variable."""
     end = env.get(HPCTRAIN_JOB_END) or env.get("SLURM_JOB_END_TIME")
     return float(end) if end else None
+
+
+def own_switch(env: Mapping[str, str]) -> str:
+    """The switches above this node, or its block, down to the one it hangs on; "" for not known.
+
+    slurmd says it to each task, so no command is asked that could be late or wrong: `top.s2.n3`
+    with the pattern `switch.switch.node`, `b8.n3` with `block.node`, and without a topology the
+    node alone. A level at which it has none is empty (`top..n3`).
+    """
+    address = env.get("SLURM_TOPOLOGY_ADDR", "")
+    *kinds, last = env.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    above = address.removesuffix(f".{env.get('SLURMD_NODENAME', '')}")  # names may have dots
+    is_plain = above.isprintable() and len(above) <= LONGEST_SWITCH
+    is_known = bool(kinds) and last == "node" and set(kinds) <= SHARED and above != address
+    return above if is_known and is_plain else ""
 
 
 def master_addr(env: Mapping[str, str], nodes: Sequence[str]) -> str:

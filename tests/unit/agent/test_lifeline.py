@@ -22,7 +22,7 @@ def _other(node, port, secret, line):
     place = LifelinePlace(node, 3, "127.0.0.1", port, LEASE_S)
     with Lifeline(place, secret) as lifeline:
         line.send(lifeline.pid)
-        lifeline.say({"ready": True, "name": f"n{node}"})
+        lifeline.say({"ready": True, "name": f"n{node}", "switch": f"s{node}"})
         while True:
             for said in lifeline.news(0.1):
                 line.send(said)
@@ -215,7 +215,7 @@ def test_an_added_node_says_its_name_and_is_waited_for_at_the_end_once_it_came(b
     nodes = both
     nodes.first.say({"await": [5], "absent": [5]})
     nodes.begin(5)
-    assert nodes.hear("ready") == {"ready": 5, "name": "n5"}
+    assert nodes.hear("ready") == {"ready": 5, "name": "n5", "switch": "s5"}
     nodes.first.end("done", 20)
     for node in (1, 2, 5):
         assert nodes.hears(node, "over") == {"over": "done"}

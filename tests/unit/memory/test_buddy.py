@@ -14,6 +14,7 @@ from hpctrain.errors import ControlLost
 from hpctrain.memory import copy_line
 from hpctrain.memory.choice import Inventory, choose
 from hpctrain.memory.copy_line import CopyDoor, CopyLine, meet
+from hpctrain.memory.pairing import buddies_of
 from hpctrain.memory.slots import HeldCopy, Mark
 from hpctrain.testing.faults import armed
 from tests.support.keepers import (
@@ -108,6 +109,25 @@ def test_after_a_lost_node_every_rank_has_its_part_of_the_last_covered_step(job,
     job.lose(1)
     newest = choices(job.begin())[0]
     assert (newest.mark, newest.kept_by) == (Mark(2, 25), "buddy")
+
+
+def test_two_nodes_of_one_switch_may_go_at_once_where_their_copies_are_on_another(tmp_path):
+    job = Keepers(tmp_path, nodes=4, ranks=1, to_buddy=True)
+    job.buddies = buddies_of(["s1", "s1", "s2", "s2"])
+    covered_by_all(ready(job), 20)
+    guests = [[copy.rank for copy in line.held().guests] for line in job.lines]
+    assert guests == [[2], [3], [0], [1]]
+
+    job.lose(3)
+    job.lose(2)
+    lines = job.begin()
+
+    newest = choices(lines)[0]
+    assert (newest.mark, newest.kept_by) == (Mark(1, 20), "buddy")
+    for rank, line in enumerate(lines):
+        plan, _ = plan_of(rank, 4)
+        assert content(line, newest, rank) == values_of(20, rank, sum(plan.sizes))
+    job.close()
 
 
 def test_what_a_spare_has_fetched_is_its_own_from_then_on(job):
@@ -240,7 +260,7 @@ def test_too_little_memory_for_the_buddys_copies_ends_copies_on_all(job, monkeyp
 
     why = lines[0].take_room(ROOM)
 
-    assert "the node after n0, for its copies: copies in memory need" in why
+    assert "the node for copies of n0: copies in memory need" in why
     assert 'alive.memory_buddy = "no"' in why
     for line in lines:
         until(lambda line=line: line.is_off, "a node has not heard of it")

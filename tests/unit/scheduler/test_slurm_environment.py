@@ -18,7 +18,7 @@ from hpctrain.entry import slurm_batch
 from hpctrain.entry.slurm_batch import exports
 from hpctrain.errors import ClusterError
 from hpctrain.scheduler.slurm.control import SlurmControl
-from hpctrain.scheduler.slurm.environment import job_context, master_addr
+from hpctrain.scheduler.slurm.environment import job_context, master_addr, own_switch
 
 KNOWN = ["HPCTRAIN_BATCH_VERSION", "HPCTRAIN_NODES", "HPCTRAIN_PORT", "HPCTRAIN_RESTARTS"]
 JOB = {
@@ -280,3 +280,48 @@ def test_a_port_that_another_has_over_ipv6_alone_is_not_free():
         theirs.listen()
 
         assert free_port(job, 0) != port
+
+
+def _on(address, pattern, node="n3"):
+    return {
+        "SLURM_TOPOLOGY_ADDR": address,
+        "SLURM_TOPOLOGY_ADDR_PATTERN": pattern,
+        "SLURMD_NODENAME": node,
+    }
+
+
+@pytest.mark.parametrize(
+    ("variables", "switch"),
+    [
+        (_on("top.s2.n3", "switch.switch.node"), "top.s2"),
+        (_on("top..n3", "switch.switch.node"), "top."),
+        (_on("top.s[1-2].n3", "switch.switch.node"), "top.s[1-2]"),
+        (_on("top.s2.n3.site.org", "switch.switch.node", "n3.site.org"), "top.s2"),
+        (_on("b8.n3", "block.node"), "b8"),
+    ],
+)
+def test_the_switch_of_a_node_is_what_slurmd_says_above_it(variables, switch):
+    assert own_switch(variables) == switch
+    assert job_context(JOB | variables).switch == switch
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        _on("n3", "node"),  # no topology
+        _on("s2.n3", "node"),
+        _on("r8:2.n3", "ring:position.node"),  # each place of a ring has one node
+        _on("top.s2.n4", "switch.switch.node"),  # of another node
+        _on("top.s2.n3", "switch.switch"),
+        _on("top.s2.n3", ""),
+        _on("", "switch.node"),
+        _on("top.s2.n3", "switch.switch.node", ""),
+        _on("s\x1b[2J.n3", "switch.node"),
+        _on("s\n2.n3", "switch.node"),
+        _on(f"{'s' * 1001}.n3", "switch.node"),
+    ],
+)
+def test_a_switch_that_nobody_tells_in_plain_words_is_not_known(variables):
+    assert own_switch(variables) == ""
+    assert job_context(JOB | variables).switch == ""

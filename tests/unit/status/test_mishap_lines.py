@@ -132,3 +132,45 @@ def test_nothing_is_shown_where_nothing_happened():
 def test_each_has_its_row(seen, row):
     assert mishap_lines(seen) == [row]
     assert len(row[0]) < LABEL
+
+
+PAIRS = ("n1", "n2", "n3", "n4"), ("n3", "n4", "n1", "n2")
+
+
+@pytest.mark.parametrize(
+    ("switches", "words"),
+    [
+        ((), "switches are not known"),
+        (("", "", "", ""), "switches are not known"),
+        (("a", "a", "b", "b"), "all on another switch"),
+        (("a", "a", "a", "b"), "2 of 4 on another switch"),
+        (("a", "a", "b", ""), "2 of 4 on another switch, 2 not known"),
+        (("a",), "switches are not known"),  # as somebody else has written it
+    ],
+)
+def test_it_is_shown_who_has_whose_copies_and_what_a_switch_takes(switches, words):
+    training, buddies = PAIRS
+    members = JobMembers(training, buddies=buddies, switches=switches)
+
+    (_, row) = mishap_lines(Mishaps(members=members, memory=COPIES))
+
+    pairs = "copies of n1 on n3, n2 on n4, n3 on n1, n4 on n2"
+    assert row == ("buddies", f"{pairs}; {words}")
+
+
+def test_of_many_buddies_some_are_shown():
+    names = tuple(f"n{number}" for number in range(10))
+    members = JobMembers(names, buddies=(*names[1:], names[0]))
+
+    (_, row) = mishap_lines(Mishaps(members=members, memory=COPIES))
+
+    assert row[1].endswith("n7 on n8, 2 more (--json has all); switches are not known")
+
+
+@pytest.mark.parametrize("memory", [None, facts.MemoryCopiesSet(steps=0)])
+def test_no_buddy_is_shown_where_no_copies_are_made(memory):
+    training, buddies = PAIRS
+
+    rows = mishap_lines(Mishaps(members=JobMembers(training, buddies=buddies), memory=memory))
+
+    assert "buddies" not in dict(rows)

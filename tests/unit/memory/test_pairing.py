@@ -1,0 +1,95 @@
+"""Who has whose copies, by the switches of the nodes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.memory.pairing import beside, buddies_of, next_nodes, warning
+
+KNOWN = st.lists(st.sampled_from(["s1", "s2", "s3", "s4"]), min_size=2, max_size=40)
+SOME_KNOWN = st.lists(st.sampled_from(["", "s1", "s2", "s3"]), min_size=2, max_size=40)
+
+
+def apart(buddies, switches):
+    """How many copies are on another switch than their state."""
+    pairs = enumerate(buddies)
+    return sum(switches[place] != switches[buddy] for place, buddy in pairs)
+
+
+@given(SOME_KNOWN)
+def test_each_node_has_the_copies_of_one_other_node(switches):
+    buddies = buddies_of(switches)
+
+    assert sorted(buddies) == list(range(len(switches)))
+    assert all(buddy != place for place, buddy in enumerate(buddies))
+
+
+@given(KNOWN)
+def test_every_copy_is_on_another_switch_where_none_has_more_than_half(switches):
+    largest, nodes = max(Counter(switches).values()), len(switches)
+
+    together = beside(buddies_of(switches), switches)
+
+    # A switch with more than half of the nodes finds so many places outside, and fills them.
+    assert len(together) == max(0, 2 * largest - nodes)
+
+
+@given(st.lists(st.sampled_from(["", "s1", "s2", "s3"]), min_size=2, max_size=6))
+def test_no_other_ring_has_more_copies_on_another_switch(switches):
+    places = range(len(switches))
+    rings = [ring for ring in permutations(places) if all(ring[place] != place for place in places)]
+
+    assert apart(buddies_of(switches), switches) == max(apart(ring, switches) for ring in rings)
+
+
+@given(SOME_KNOWN, st.randoms())
+def test_the_names_of_switches_do_not_matter(switches, chance):
+    names = ["a", "b", "c", "d"]
+    chance.shuffle(names)
+    others = dict(zip(["", "s1", "s2", "s3"], names, strict=True))
+
+    assert buddies_of([others[name] for name in switches]) == buddies_of(switches)
+
+
+@given(st.integers(1, 40))
+def test_it_is_the_next_node_where_no_switch_is_known_or_each_node_has_its_own(nodes):
+    ring = tuple((place + 1) % nodes for place in range(nodes))
+
+    assert next_nodes(nodes) == ring
+    assert buddies_of(["s1"] * nodes) == ring
+    assert buddies_of([f"s{place}" for place in range(nodes)]) == ring
+
+
+def test_it_is_no_node_where_there_is_none():
+    assert next_nodes(0) == ()
+
+
+@pytest.mark.parametrize("dead", ["s1", "s2", "s3"])
+def test_a_switch_that_dies_leaves_each_of_its_states_elsewhere(dead):
+    switches = ["s1", "s1", "s2", "s2", "s3", "s3", "s3"]
+
+    living = {place for place, switch in enumerate(switches) if switch != dead}
+
+    lost = set(range(len(switches))) - living
+    assert {buddies_of(switches)[place] for place in lost} <= living
+
+
+def test_it_is_said_whose_copies_a_switch_takes_with_it():
+    names, switches = ["n1", "n2", "n3", "n4"], ["s1", "s1", "s1", "s2"]
+
+    said = warning(names, buddies_of(switches), switches)
+
+    assert said == (
+        "copies of n[2-3] stay on their own switch (s1): it has more than half of the round's "
+        "nodes, and where it dies they are lost"
+    )
+
+
+@pytest.mark.parametrize("switches", [["s1", "s1", "s2", "s2"], ["", "", ""], ["", "s1", "s2"]])
+def test_nothing_is_said_where_no_switch_takes_both_or_none_is_known(switches):
+    assert warning(["n1", "n2", "n3", "n4"], buddies_of(switches), switches) == ""
