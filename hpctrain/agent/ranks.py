@@ -26,7 +26,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.agent import foreign, nsys, signals
+from hpctrain.agent import foreign, nsys, signals, worker_deaths
 from hpctrain.agent.cpus import bind
 from hpctrain.agent.environment import as_task
 from hpctrain.agent.resume_args import ResumeArgs, line
@@ -86,18 +86,15 @@ def run_rank(task: RankTask) -> None:
     os.environ.update(as_task(os.environ))
     task = _with_args(task, rank)
     try:
-        if not nsys.run_below(task, rank, attempt_dir):
-            if task.program:
-                _run_foreign(task, rank, attempt_dir)
-            else:
-                _run_program(task, rank)
+        _run(task, rank, attempt_dir)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             if not failure_path(attempt_dir, rank).exists():  # of the rank's that ran below nsys
                 _report(attempt_dir, rank, leaving)
             _exit_even_if_stuck(leaving.code if isinstance(leaving.code, int) else 1)
             raise
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the agent must hear of it
+    except BaseException as raised:  # noqa: BLE001 - whatever it is, the agent must hear of it
+        error = worker_deaths.cause_behind(raised)
         if says_echo(_summary(error)):
             leave_will()
         _report(attempt_dir, rank, error)
@@ -108,6 +105,18 @@ def run_rank(task: RankTask) -> None:
         _end_children()
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def _run(task: RankTask, rank: int, attempt_dir: Path) -> None:
+    try:
+        if not nsys.run_below(task, rank, attempt_dir):
+            if task.program:
+                _run_foreign(task, rank, attempt_dir)
+            else:
+                _run_program(task, rank)
+    except BaseException:
+        worker_deaths.silence()  # before it is told: what torch raises then would end the report
+        raise
 
 
 def _run_hooks() -> None:
