@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from hpctrain.strategy.activations import FP32
 from hpctrain.strategy.stages import PipelineStage, stages_of
-from hpctrain.strategy.steps import Sharded, Whole, ZeroStep
+from hpctrain.strategy.steps import Sharded, Whole
+from hpctrain.strategy.zero_steps import ZeroStep
 
 if TYPE_CHECKING:
     from hpctrain.strategy.facts import ModelFacts
