@@ -87,7 +87,7 @@ def stand_in() -> torch.device:
     """Register the device, once in a process, and name it."""
     if not hasattr(torch, NAME):
         backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())  # noqa: SLF001 - what torch has for this
-        kernels = torch.library.Library("aten", "IMPL")
+        kernels: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         for name in ONE_KERNEL:
             kernels.impl(name, _like_the_gradient, "PrivateUse1")
         _KERNELS.append(kernels)

@@ -87,7 +87,6 @@ class StepMemory:
         self.tokens = batch.tokens
         self.block = self.kept.block * self.tokens
         self.of_block = (self.kept.entry if layout.recompute else self.kept.block) * self.tokens
-        self.again = self.block if layout.recompute else 0.0
         self.outside = self.kept.outside * self.tokens
         self.logits = float(self.tokens * model.vocab)
 

@@ -1,7 +1,7 @@
 """docs/plan.md: each error in its table is what the formulas of today make of the exact peak there.
 
-The peaks were measured by torch (benchmarks/plan_memory.py). A formula that is changed shows here at
-once, before anything is measured again.
+The peaks were measured by torch (benchmarks/plan_memory.py). A formula that is changed shows here
+at once, before anything is measured again.
 """
 
 from __future__ import annotations

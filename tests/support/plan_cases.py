@@ -259,7 +259,8 @@ def predicted(case: Case) -> Peak:
 def title(case: Case) -> str:
     """A case in words."""
     name, step = case
-    words = [f"{key}={value}" for key, value in step.items() if key not in {"kind", "real"}]
+    said = {key: value for key, value in step.items() if key not in {"kind", "real"}}
+    words = [key if value is True else f"{key}={value}" for key, value in said.items()]
     return f"{name} {step['kind']} {' '.join(words)}"
 
 

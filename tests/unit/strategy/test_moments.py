@@ -13,6 +13,7 @@ import pytest
 
 from hpctrain.strategy.facts import LLAMA, MOE, ModelFacts
 from hpctrain.strategy.memory import Batch, Spread
+from hpctrain.strategy.peaks import peak, stage_peaks
 from hpctrain.strategy.stages import PipelineStage, StageFacts, stages_of
 from hpctrain.strategy.steps import Sharded, Whole
 from hpctrain.strategy.zero_steps import ZeroStep
@@ -253,8 +254,9 @@ def test_a_whole_models_activations_go_block_by_block():
 
     assert _parts(kept, "activations") == [2 * block + 400, 2 * block + 400 + 400,
                                            2 * block + own, block + own, 0, 0]  # fmt: skip
-    assert _parts(again, "activations") == [320 + 400, 320 + 400 + 400,
-                                            160 + block + own + 160, block + own + 160, 0, 0]  # fmt: skip
+    assert _parts(again, "activations") == [
+        320 + 400, 320 + 400 + 400, 160 + block + own + 160, block + own + 160, 0, 0,
+    ]  # fmt: skip
 
 
 def test_the_first_blocks_input_is_not_kept_for_adapters():
@@ -263,6 +265,8 @@ def test_the_first_blocks_input_is_not_kept_for_adapters():
     block = (172 - 16 + 14) * 10
 
     assert _parts(step, "activations")[:3] == [2 * block - 160 + 160, block - 160, 2 * block - 160]
+    again = Sharded(MODEL, TEN, replace(CUT, lora=1, recompute=True))
+    assert _parts(again, "activations")[:3] == [160 + 160, 80, 160], "of which nothing is spared"
 
 
 BUCKET = 100_000_000
@@ -362,11 +366,41 @@ def test_a_stage_keeps_microbatches_in_flight_and_all_it_receives(
 def test_the_last_stage_keeps_what_the_head_takes_of_one_microbatch():
     step = _stage(2, 3, 8, TEN)
 
-    assert _parts(step, "activations") == [2 * 1720 + 320, 1720 + 360, 2 * 1720 + 360, 1720, 0, 0, 0]
+    assert _parts(step, "activations") == [
+        2 * 1720 + 320,
+        1720 + 360,
+        2 * 1720 + 360,
+        1720,
+        0,
+        0,
+        0,
+    ]
     assert _parts(step, "logits") == [14 * 10 * 10, 0, 0, 0, 0, 0, 0]
     assert _parts(step, "buffers")[0] == 8 * 80
     again = _stage(2, 3, 8, TEN, replace(CUT, recompute=True))
-    assert _parts(again, "activations")[:4] == [160 + 320, 1720 + 360 + 80, 80 + 1720 + 360 + 80, 80]
+    assert _parts(again, "activations")[:4] == [
+        160 + 320,
+        1720 + 360 + 80,
+        80 + 1720 + 360 + 80,
+        80,
+    ]
+
+
+def test_of_a_stage_s_blocks_the_last_s_gradients_are_added_first():
+    stage = PipelineStage(MODEL, TEN, replace(CUT, pp=2), StageFacts(0, 2, 4, 400, 0, 1000))
+
+    assert _parts(stage, "activations") == [
+        1720 * n + 1720 + 360 for n in range(4)
+    ] + [3 * 1720, 0, 0, 0]  # fmt: skip
+
+
+def test_of_two_stages_the_fullest_is_the_peak():
+    split = replace(CUT, pp=2)
+    each = stage_peaks(replace(MODEL, layers=4), TWICE, split)
+
+    assert len(each) == 2
+    assert peak(replace(MODEL, layers=4), TWICE, split).nbytes == max(one.nbytes for one in each)
+    assert peak(MODEL, TWICE, AWAY).nbytes == 12_400 + 6000
 
 
 def test_stages_of_a_model_have_its_parameters_where_the_engine_puts_them():
@@ -378,3 +412,12 @@ def test_stages_of_a_model_have_its_parameters_where_the_engine_puts_them():
     assert first.blocks + last.blocks == 4
     assert (first.is_last, last.is_last) == (False, True)
     assert last.params == last.blocks * 1000 + 44
+
+
+def test_of_weights_in_4_bits_one_matrix_at_a_time_is_made_wide():
+    step = Whole(MODEL, NO_TOKENS, Spread(lora=1, quantised=True))
+
+    # 4 bits, 8 for each 64 and 32 for each 16,384 of 1,800; 2 bytes for the other 1,300.
+    weights = 1800 * (0.5 + 0.015625 + 0.000244140625) + 2600 + 544
+    assert _parts(step, "weights") == pytest.approx([weights] * 6)
+    assert _parts(step, "16-bit copies") == [*[2 * (4 * 8 + 136)] * 5, 0]
