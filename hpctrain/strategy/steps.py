@@ -1,7 +1,7 @@
 """The moments of a step, by how the model lies on the ranks: whole, or sharded by FSDP2.
 
 Each class walks through a step of its layout; `peaks.peak` takes the fullest moment. DeepSpeed's
-stages are in `zero_steps`, those of pipelines in `stages`. Pure.
+stages are in `peaks`, those of pipelines in `stages`. Pure.
 tests/unit/strategy/test_moments.py holds each moment by hand,
 tests/engines/test_strategy_measured.py the sums against measured peaks.
 """

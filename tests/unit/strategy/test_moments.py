@@ -13,10 +13,9 @@ import pytest
 
 from hpctrain.strategy.facts import LLAMA, MOE, ModelFacts
 from hpctrain.strategy.memory import Batch, Spread
-from hpctrain.strategy.peaks import peak, stage_peaks
+from hpctrain.strategy.peaks import ZeroStep, peak, stage_peaks
 from hpctrain.strategy.stages import PipelineStage, StageFacts, stages_of
 from hpctrain.strategy.steps import Sharded, Whole
-from hpctrain.strategy.zero_steps import ZeroStep
 
 MODEL = ModelFacts(
     "round", LLAMA, layers=2, hidden=4, heads=1, kv_heads=1, head_dim=4, inner=8, vocab=10,
