@@ -87,20 +87,6 @@ def test_the_ledger_and_the_doctor_name_what_ended_it(tmp_path: Path, ending: En
     assert verdict["certainty"] in sure
 
 
-@pytest.mark.soak
-def test_a_run_that_is_preempted_before_each_save_is_stopped_for_that(tmp_path: Path):
-    """No time for a save at the notice, and none before it: its budget is one such attempt."""
-    sets = ("checkpoint.interval_steps=100000", "preflight.enabled=no", "budget.no_progress=1")
-    words = [word for value in sets for word in ("--set", value)]
-    run = start(tmp_path, "it", 1, 2, *words, "--", str(SCRIPTS / "ends.py"), "goes_on")
-    _await(lambda: events(run, "steps"))
-    hpctrain(tmp_path, "local", "preempt", "it", "--grace", "0")
-    _await(lambda: events(run, "run_stopped"))
-
-    assert not events(run, "saved")
-    assert _verdict(tmp_path, 0) == ("preempted", "no_progress")
-
-
 @pytest.fixture
 def goes_on(tmp_path: Path):
     """A run that has saved, and goes on."""
