@@ -420,3 +420,11 @@ def test_of_weights_in_4_bits_one_matrix_at_a_time_is_made_wide():
     weights = 1800 * (0.5 + 0.015625 + 0.000244140625) + 2600 + 544
     assert _parts(step, "weights") == pytest.approx([weights] * 6)
     assert _parts(step, "16-bit copies") == [*[2 * (4 * 8 + 136)] * 5, 0]
+
+
+def test_a_whole_model_in_fp32_has_no_copies_and_the_same_logits():
+    for low in (2, 4):
+        assert _parts(Whole(MODEL, TEN, Spread(low=low)), "logits") == [1200, 0, 0, 0, 0, 0]
+    plain = Whole(MODEL, NO_TOKENS, Spread(low=4))
+    assert _line(plain)[0] == ("the loss", 37_200)
+    assert _parts(plain, "16-bit copies") == [0] * 6
