@@ -35,19 +35,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="some of them")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    cases = (
-        plan_cases.QUICK
-        if given.quick
-        else [
-            *plan_cases.EVERY,
-            *plan_cases.TENSOR,
-            *plan_cases.ZERO,
-            *plan_cases.OFFLOAD,
-            *plan_cases.STAGES,
-            *plan_cases.ADAPTERS,
-            *plan_cases.EXPERTS,
-        ]
-    )
+    cases = plan_cases.QUICK if given.quick else plan_cases.ALL
     rows = [
         row_of(case, peak)
         for case, peak in zip(cases, plan_cases.measured(cases, 3600), strict=True)

@@ -391,8 +391,13 @@ KNOWLEDGE: dict[FaultKind, Knowledge] = {
     ),
     FaultKind.NO_PROGRESS: Knowledge(
         "HT830",
-        "a program ended again and again, or stood, without progress",
-        ("the same error comes at every start: mend it before the next one",),
+        "the run was stopped: one attempt after another ended before a new save",
+        (
+            (
+                "save more often than an attempt lasts (`checkpoint.interval_s`), or ask for "
+                "longer attempts; then `hpctrain resume RUN`"
+            ),
+        ),
     ),
     FaultKind.UNFIT_NODE: Knowledge(
         "HT831",
@@ -455,7 +460,6 @@ OF_CAUSE: dict[EndCause, FaultKind] = {
     EndCause.NCCL_ERROR: FaultKind.TRANSPORT,
     EndCause.DATA_WORKER: FaultKind.DATA_WORKER,
     EndCause.NAN: FaultKind.NAN,
-    EndCause.NO_PROGRESS: FaultKind.NO_PROGRESS,
     EndCause.STORAGE_FULL: FaultKind.STORAGE_FULL,
     EndCause.STORAGE_ERROR: FaultKind.STORAGE_ERROR,
     EndCause.USER_ERROR: FaultKind.CODE,

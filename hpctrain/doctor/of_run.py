@@ -17,7 +17,7 @@ from hpctrain.doctor.judge import Diagnosis, judge
 from hpctrain.doctor.scan import LogScanner
 from hpctrain.doctor.sighting import LogFacts, Sighting
 from hpctrain.doctor.sign import Role
-from hpctrain.history.causes import EndCause
+from hpctrain.history.causes import WITHOUT_A_STEP, EndCause
 from hpctrain.run.event_types import HangFound
 from hpctrain.run.layout import RunDir
 
@@ -44,6 +44,10 @@ OF_PROGRAM = frozenset(
     }
 )
 """Causes that the ledger has read from words too, so that logs may know better."""
+_FROM_OUTSIDE = frozenset(
+    {EndCause.PREEMPTED, EndCause.WALLTIME, EndCause.REQUEUED, EndCause.NODE_FAIL}
+)
+"""Causes that are no fault of the run's: a run that was stopped behind them has another reason."""
 _WEAK = frozenset({EndCause.NCCL_ERROR, EndCause.USER_ERROR, EndCause.CRASHED, EndCause.UNKNOWN})
 """Causes that something finer may stand behind."""
 
@@ -61,14 +65,16 @@ def diagnose(attempt: AttemptView, logs: Sequence[LogFacts], history: RunHistory
         return _of_live(attempt, facts, history)
     cause = attempt.cause or EndCause.UNKNOWN
     kind = OF_CAUSE[cause]
+    record = history.attempt(attempt.number)
+    stopped = (record.stopped_for_good if record is not None else None) or ""
+    if cause in _FROM_OUTSIDE and WITHOUT_A_STEP in stopped:
+        return _of_idle(attempt, facts, stopped)
     if cause not in OF_PROGRAM:
         return _by_ledger(attempt, kind, facts, Certainty.CERTAIN)
     judged = judge(facts, attempt.world_size or None)
     follows = cause is EndCause.CRASHED and _is_told_by_the_ledger(attempt, judged)
     is_weak = cause in _WEAK and judged.certainty.rank <= Certainty.POSSIBLE.rank
-    if judged.kind is kind or (is_weak and not follows):
-        return judged
-    if kind is FaultKind.UNKNOWN:
+    if judged.kind is kind or kind is FaultKind.UNKNOWN or (is_weak and not follows):
         return judged
     is_told = cause not in _WEAK
     certainty = Certainty.LIKELY if is_told else Certainty.POSSIBLE
@@ -159,6 +165,14 @@ def _of_failure(attempt: AttemptView) -> LogFacts:
     facts = scanner.finish()
     facts.sightings = [replace(s, line=0, node=s.node or failure.node) for s in facts.sightings]
     return facts
+
+
+def _of_idle(attempt: AttemptView, logs: Sequence[LogFacts], stopped: str) -> Diagnosis:
+    """Nothing is broken, but what was done between two ends was never saved."""
+    told = _by_ledger(attempt, FaultKind.NO_PROGRESS, logs, Certainty.CERTAIN)
+    title = KNOWLEDGE[FaultKind.NO_PROGRESS].title
+    words = f"{title}: {stopped}; the last of them: {attempt.cause}"
+    return replace(told, headline=words, why="the ledger says why the run was stopped")
 
 
 def _of_live(attempt: AttemptView, logs: Sequence[LogFacts], history: RunHistory) -> Diagnosis:

@@ -43,7 +43,6 @@ class EndCause(StrEnum):
     DATA_WORKER = "data_worker"
     """A worker process of a DataLoader died."""
     NAN = "nan"
-    NO_PROGRESS = "no_progress"
     STORAGE_FULL = "storage_full"
     STORAGE_ERROR = "storage_error"
     """The file system refused: a stale handle, a server that is away, an expired ticket."""
@@ -60,6 +59,9 @@ class EndCause(StrEnum):
     UNKNOWN = "unknown"
 
 
+WITHOUT_A_STEP = "in a row without one new committed step"
+"""How a run's stop for attempts that came to nothing is told. It is no attempt's cause: each of
+them has one of its own, and this is why no other follows."""
 UNFIT = "preflight: "
 """How the agent's word on an end begins where a node was not fit."""
 
@@ -88,7 +90,7 @@ _BY_STATE = {
 _CAUSES = frozenset({JobState.NODE_FAILED, JobState.OUT_OF_MEMORY})
 """What can make a rank crash; the other states follow from it, as a requeue does."""
 
-_SAID = {cause.value: cause for cause in (EndCause.HANG, EndCause.DESYNC, EndCause.NO_PROGRESS)}
+_SAID = {cause.value: cause for cause in (EndCause.HANG, EndCause.DESYNC)}
 """Only what detected them may say so: they look like many other things from outside."""
 
 _LOSS = r"\b(?:loss|grad\w*|norm)\b"

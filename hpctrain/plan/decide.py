@@ -28,7 +28,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Literal
 
 from hpctrain.base.records import EndReason, JobState, Next, StopCause
-from hpctrain.history.causes import cause_of
+from hpctrain.history.causes import WITHOUT_A_STEP, cause_of
 from hpctrain.history.telling import startup_s
 from hpctrain.settings.schema import BudgetSettings
 
@@ -264,10 +264,7 @@ def allow(
             return BudgetDecision(ok=False, exit_code=EXIT_STOPPED, why=why)
     idle = attempts_without_progress(history)
     if budget.no_progress and idle >= budget.no_progress:
-        why = (
-            f"{idle} attempts in a row without one new committed step "
-            f"(budget.no_progress is {budget.no_progress})"
-        )
+        why = f"{idle} attempts {WITHOUT_A_STEP} (budget.no_progress is {budget.no_progress})"
         return BudgetDecision(ok=False, exit_code=EXIT_STOPPED, why=why)
     return BudgetDecision(ok=True)
 

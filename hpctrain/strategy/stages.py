@@ -25,7 +25,7 @@ from hpctrain.strategy.memory import (
     WEIGHTS,
     Peak,
 )
-from hpctrain.strategy.steps import StepMemory
+from hpctrain.strategy.steps import StepMemory, own_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -137,7 +137,7 @@ class PipelineStage(StepMemory):
                 {
                     **full,
                     ACTIVATIONS: others + self.in_block(block),
-                    BUFFERS: self.received,
+                    BUFFERS: self.received + low * own_matrix(self.model, self.layout),
                 },
             )
         yield Peak(

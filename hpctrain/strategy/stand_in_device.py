@@ -3,7 +3,9 @@
 Offload moves tensors between a GPU and its host, and a build of torch without GPUs knows one place
 alone. Torch lets Python register a device of its own (PrivateUse1); under FakeTensorMode it needs
 no kernels, so FSDP2 runs on it as on a GPU: shards wait on the host, are copied over, gathered, and
-gradients are copied back. Streams do nothing: nothing overlaps, and nothing is freed late.
+gradients are copied back. Streams do nothing: nothing overlaps, and nothing is freed late. Where a
+GPU has one kernel and torch takes several operators without it, the device is told it has one too
+(`ONE_KERNEL`): what is between these operators was counted else.
 tests/engines/test_strategy_measured.py holds it against the same step without offload.
 """
 
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
 
 NAME = "standin"
 """Of the device's type."""
+ONE_KERNEL = ("silu_backward", "mish_backward")
+"""Operators that torch puts together from others on a device without a kernel for them; a GPU and a
+CPU have one. Put together, SiLU's takes four tensors of an MLP's width that no GPU takes."""
+_KERNELS = list[torch.library.Library]()
+"""Torch keeps what is registered as long as this."""
 
 
 class _NoStream:
@@ -80,7 +87,16 @@ def stand_in() -> torch.device:
     """Register the device, once in a process, and name it."""
     if not hasattr(torch, NAME):
         backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())  # noqa: SLF001 - what torch has for this
+        kernels: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        for name in ONE_KERNEL:
+            kernels.impl(name, _like_the_gradient, "PrivateUse1")
+        _KERNELS.append(kernels)
     return torch.device(NAME, 0)
+
+
+def _like_the_gradient(gradient: torch.Tensor, _input: torch.Tensor) -> torch.Tensor:
+    """By its shape alone; FakeTensorMode asks for no more than that it is there."""
+    return torch.empty_like(gradient)
 
 
 @contextlib.contextmanager

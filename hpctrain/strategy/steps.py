@@ -1,8 +1,9 @@
-"""The fullest moment of a step, by how the model lies on the ranks: whole, sharded, by DeepSpeed.
+"""The moments of a step, by how the model lies on the ranks: whole, or sharded by FSDP2.
 
-Each class walks through a step of its layout; `peaks.peak` takes the fullest moment. What pipelines
-and adapters hold is in `stages` and `adapters`. Pure. tests/unit/strategy/test_memory.py holds
-single terms, tests/engines/test_strategy_measured.py the sums against measured peaks.
+Each class walks through a step of its layout; `peaks.peak` takes the fullest moment. DeepSpeed's
+stages are in `peaks`, those of pipelines in `stages`. Pure.
+tests/unit/strategy/test_moments.py holds each moment by hand,
+tests/engines/test_strategy_measured.py the sums against measured peaks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpctrain.plan.deepspeed import BUCKET_ELEMENTS, SPREADS_PARAMETERS
 from hpctrain.strategy.activations import (
     FP32,
     LOGITS_BACKWARD,
@@ -24,11 +24,9 @@ from hpctrain.strategy.memory import (
     COPIES,
     GATHERED,
     GRADIENTS,
-    LIVE_ELEMENTS,
     LOGITS,
     MOMENTS,
     QUANTISED,
-    SHARDS_GRADIENTS,
     UPDATE,
     WEIGHTS,
     Peak,
@@ -66,6 +64,16 @@ def widths_of(model: ModelFacts, layout: Spread) -> Widths:
     )
 
 
+def own_matrix(model: ModelFacts, layout: Spread) -> float:
+    """Elements of the matrix whose gradient is first there in a block's backward pass.
+
+    It is the MLP's last; of experts, those of this rank are one.
+    """
+    if model.expert_params:
+        return model.expert_params / 3 / layout.ep
+    return (layout.lora or model.hidden) * model.inner / layout.tp
+
+
 class StepMemory:
     """What all layouts share: activations and logits."""
 
@@ -79,7 +87,6 @@ class StepMemory:
         self.tokens = batch.tokens
         self.block = self.kept.block * self.tokens
         self.of_block = (self.kept.entry if layout.recompute else self.kept.block) * self.tokens
-        self.again = self.block if layout.recompute else 0.0
         self.outside = self.kept.outside * self.tokens
         self.logits = float(self.tokens * model.vocab)
 
@@ -233,6 +240,10 @@ class Sharded(StepMemory):
         ends = not layout.lora  # whether they are trained
         self.apart = 0 if model.tied else ends * self.root  # reduced before the blocks
         self.last = ends * (self.root if model.tied else self.free)  # and behind them
+        # A tied matrix' gradient from the head waits in 16 bits for the embedding's.
+        self.of_head = layout.low * model.tied * ends * model.vocab * model.hidden / layout.tp
+        # The gradient of the MLP's last matrix, in 16 bits, as the pass is within the MLP.
+        self.moving = layout.low * own_matrix(model, layout)
 
     def gradients(self, blocks: int) -> float:
         """This rank's shards, of the blocks that are through, and those that wait in whole."""
@@ -244,6 +255,15 @@ class Sharded(StepMemory):
         """Gradients in fp32 that are not reduced before the last pass of several."""
         whole = self.model.layers * self.learnt + self.apart + self.last
         return FP32 * (whole - through) if self.batch.passes > 1 else 0.0
+
+    def reduced(self, whole: float) -> float:
+        """In fp32: what is reduced, in one piece, and this rank's shard that comes out of it.
+
+        Of a unit whose last parameter is a large matrix, as head and embedding are. Of a block the
+        gradients in 16 bits go before the shard comes, and these are no less: `foreach_reduce` of
+        torch 2.13 keeps none but its last parameter's, a norm's.
+        """
+        return FP32 * whole * (1 + 1 / self.layout.shards)
 
     def gathered(self, blocks: int, *, beside: float = 0.0) -> float:
         """Bytes of blocks that are whole, beside the root."""
@@ -289,7 +309,7 @@ class Sharded(StepMemory):
                 {
                     **self.base,
                     GRADIENTS: self.waiting(0),
-                    ACTIVATIONS: self.activations(layers),
+                    ACTIVATIONS: self.activations(layers - (unit is self.unit)),
                     GATHERED: layout.low * (before + own),
                     BUFFERS: layout.low * unit,
                 },
@@ -302,7 +322,7 @@ class Sharded(StepMemory):
                     GRADIENTS: self.waiting(0) or layout.low * self.root,
                     ACTIVATIONS: saved,
                     GATHERED: layout.low * (max(1, stays) * self.unit + free),
-                    BUFFERS: FP32 * self.root,
+                    BUFFERS: self.reduced(self.root),
                 },
             )
 
@@ -315,19 +335,19 @@ class Sharded(StepMemory):
         free = 0.0 if layout.reshard else self.free
         stays = 1 if layout.reshard else block + 1
         held = low * ((self.root if model.tied else 0) + free + unit * stays)
-        # What was reduced before is let go of when the next reduction begins.
+        # What was reduced before, the head at first, is let go of as the next reduction begins.
+        last_reduced = FP32 * (learnt if done else self.apart)
         yield Peak(
             "a block's backward pass",
             {
                 **self.base,
-                GRADIENTS: self.gradients(done),
+                GRADIENTS: self.gradients(done) + self.of_head + self.moving,
                 ACTIVATIONS: self.in_block(block),
                 GATHERED: held,
-                BUFFERS: ahead + (FP32 * learnt if done else 0.0),
+                BUFFERS: ahead + last_reduced,
             },
         )
-        own = 0.0 if self.batch.passes > 1 else low * learnt
-        last_reduced = 0.0 if self.batch.passes > 1 else FP32 * (learnt if done else self.apart)
+        own = self.of_head + low * learnt
         yield Peak(
             "the end of a block's backward pass",
             {
@@ -338,125 +358,42 @@ class Sharded(StepMemory):
                 BUFFERS: ahead + last_reduced,
             },
         )
+        # Of several passes' the last has been added to those that wait, in fp32.
+        added = low * learnt * (self.batch.passes == 1)
         yield Peak(
             "a block's reduction",
             {
                 **self.base,
-                GRADIENTS: self.gradients(done) + own,
+                GRADIENTS: self.gradients(done) + self.of_head + added,
                 ACTIVATIONS: self.activations(block),
-                GATHERED: held - low * unit + ahead,
+                GATHERED: held - low * unit,
                 BUFFERS: FP32 * learnt + ahead,
             },
         )
 
     def _end(self) -> Iterator[Peak]:
         """The embedding's gradients, with the root's where they are one matrix."""
-        layout, last = self.layout, self.last
-        held = layout.low * last if self.model.tied else 0.0
-        yield Peak(
-            "the last reduction",
-            {
-                **self.base,
-                GRADIENTS: self.gradients(self.model.layers) + layout.low * last,
-                GATHERED: held,
-                BUFFERS: FP32 * last,
-            },
-        )
-
-
-class ZeroStep(StepMemory):
-    """DeepSpeed's stages 1 to 3 as hpctrain sets them: weights of 16 bits, shards of fp32."""
-
-    def __init__(self, model: ModelFacts, batch: Batch, layout: Spread) -> None:
-        super().__init__(model, batch, layout)
-        self.stage = int(layout.kind[-1])
-        self.own = 0.0 if layout.offload else model.params / layout.shards
-        self.bucket = float(layout.low * BUCKET_ELEMENTS)
-        weights = FP32 * self.own + layout.low * (
-            self.own if self.stage == SPREADS_PARAMETERS else model.params
-        )
-        self.base: Parts = {WEIGHTS: weights, MOMENTS: 2 * FP32 * self.own}
-        live = min(model.params, LIVE_ELEMENTS) if self.stage == SPREADS_PARAMETERS else 0
-        self.gathered = float(layout.low * live)
-
-    def resting(self) -> tuple[float, float]:
-        """Gradients and buffers that are there before the first backward pass of several ends."""
-        later = self.batch.passes > 1
-        if self.stage == 1:
-            return (self.layout.low * self.model.params if later else 0.0), 0.0
-        kept = FP32 * self.own
-        return kept if later or self.stage == SPREADS_PARAMETERS else 0.0, (
-            self.bucket if later or self.stage == SPREADS_PARAMETERS else 0.0
-        )
-
-    def moments(self) -> Iterator[Peak]:
-        """Of a step, each full in its way."""
-        model, low, layers = self.model, self.layout.low, self.model.layers
-        gradients, buffers = self.resting()
-        saved = self.activations(layers, outside=True)
-        held = {**self.base, GATHERED: self.gathered}
-        whole = low * model.params if self.stage == 1 else FP32 * self.own
-        yield Peak(
-            "the loss",
-            {
-                **held,
-                GRADIENTS: gradients,
-                ACTIVATIONS: saved,
-                LOGITS: self.logits * max(LOGITS_BACKWARD, LOGITS_FORWARD + low),
-                BUFFERS: buffers,
-            },
-        )
-        yield Peak(
-            "the first block's forward pass",
-            {
-                **held,
-                GRADIENTS: gradients,
-                BUFFERS: buffers
-                + low * min(model.params, BUCKET_ELEMENTS) * (self.stage == SPREADS_PARAMETERS),
-            },
-        )
-        yield from self._backward(held, gradients, whole)
-        yield Peak(
-            "the update",
-            {
-                **self.base,
-                GRADIENTS: FP32 * self.own,
-                UPDATE: FP32 * self.own,
-                BUFFERS: self.bucket * (self.stage == SPREADS_PARAMETERS),
-            },
-        )
-
-    def _backward(self, held: Parts, gradients: float, whole: float) -> Iterator[Peak]:
-        """From the last block to the last reduction."""
-        model, low, layers = self.model, self.layout.low, self.model.layers
-        matrix = model.vocab * model.hidden
-        for done in range(layers):
-            through = model.head_params + done * model.block_params
-            part = low * through if self.stage == 1 else whole * done / layers
+        layout, last, tied = self.layout, self.last, self.model.tied
+        through = self.gradients(self.model.layers)
+        held = layout.low * last if tied else 0.0
+        if self.of_head:
             yield Peak(
-                "a block's backward pass",
+                "a tied matrix' gradients are added",
                 {
-                    **held,
-                    GRADIENTS: max(gradients, part),
-                    ACTIVATIONS: self.in_block(layers - 1 - done),
-                    BUFFERS: self.bucket + self._flat(through),
+                    **self.base,
+                    GRADIENTS: through + layout.low * last + 2 * self.of_head,
+                    GATHERED: held,
+                    BUFFERS: FP32 * self.learnt,
                 },
             )
+        # Of several passes' the last has been added to those that wait, in fp32.
+        own = layout.low * last * (self.batch.passes == 1)
         yield Peak(
             "the last reduction",
-            {**held, GRADIENTS: gradients, BUFFERS: self.bucket + self._flat(model.params)},
-        )
-        yield Peak(
-            "the end of the backward pass",
             {
-                **held,
-                GRADIENTS: whole,
-                BUFFERS: self.bucket
-                + (FP32 * min(matrix, self.own) if self.stage == SHARDS_GRADIENTS else 0.0),
+                **self.base,
+                GRADIENTS: through + own,
+                GATHERED: held,
+                BUFFERS: FP32 * last if tied else self.reduced(last),
             },
         )
-
-    def _flat(self, through: float) -> float:
-        """Gradients in one piece, as they are reduced at stage 2."""
-        waits = min(through, BUCKET_ELEMENTS) if self.stage == SHARDS_GRADIENTS else 0
-        return self.layout.low * waits

@@ -1,8 +1,7 @@
 """Each cause that a machine without a GPU can have, by a real fault: the ledger's and the doctor's.
 
 GPU errors are PyTorch's own classes with its words, raised in a rank. Not among them: what only a
-scheduler's nodes have (walltime, node_fail, requeued, grown, unfit_node: tests/slurm), and
-no_progress, which nothing in this version says.
+scheduler's nodes have (walltime, node_fail, requeued, grown, unfit_node: tests/slurm).
 """
 
 from __future__ import annotations

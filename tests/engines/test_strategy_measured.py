@@ -34,9 +34,7 @@ def test_predicted_peaks_are_the_measured_ones():
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_every_predicted_peak_is_near_the_measured_one():
-    more = (plan_cases.OFFLOAD, plan_cases.STAGES, plan_cases.ADAPTERS, plan_cases.EXPERTS)
-    cases = [*plan_cases.EVERY, *plan_cases.TENSOR, *plan_cases.ZERO, *(c for m in more for c in m)]
-    errors = _errors(cases, patience_s=3400)
+    errors = _errors(plan_cases.ALL, patience_s=3400)
 
     close = sum(abs(error) <= CLOSE for error in errors.values())
     assert len(errors) >= 40

@@ -98,6 +98,9 @@ QUICK: list[Case] = [
     ("bert-52M", {**HSDP, **SMALL, **AGAIN}),
     ("mixtral-270M", {**FSDP2, **SMALL}),
     ("llama-20M", {**FSDP2, **SMALL, "offload": True}),
+    ("llama-20M", {**FSDP2, **SMALL, **AGAIN, "offload": True}),
+    ("llama-156M", {**FSDP2, "ranks": 2, "micro": 1, "seq": 64, "offload": True}),
+    ("gpt2-124M", {**FSDP2, "micro": 1, "seq": 64, "passes": 2, "offload": True}),
     ("llama-20M", {**FSDP2, **SMALL, "pp": 2, "stage": 0, "passes": 8}),
     ("llama-20M", {**FSDP2, **SMALL, "pp": 2, "stage": 1, "passes": 8}),
     ("llama-20M", {**SINGLE, **SMALL, "lora": 16}),
@@ -148,8 +151,23 @@ OFFLOAD: list[Case] = [
       for size in (SMALL, LONG) for more in ({}, AGAIN)),
     *((name, {**FSDP2, **_HALF, "offload": True})
       for name in ("llama-156M", "llama-748M", "gpt2-124M")),
+    ("llama-156M", {**FSDP2, **SMALL, **AGAIN, "ranks": 2, "offload": True}),
+    *(("llama-20M", {**FSDP2, **SMALL, **more, "offload": True}) for more in ({}, AGAIN)),
 ]  # fmt: skip
 """On a device that stands in for a GPU: its tensors are counted, those of the host are not."""
+
+_FEW = {"micro": 1, "seq": 64}
+THIN: list[Case] = [
+    *((name, {**FSDP2, **_FEW, **more, **away})
+      for name in ("llama-20M", "gpt2-124M", "bert-52M")
+      for more in ({}, AGAIN, {"passes": 2}) for away in ({}, {"offload": True})),
+    *(("llama-156M", {**FSDP2, **_FEW, **more, "ranks": 2, "offload": True})
+      for more in ({}, AGAIN, {"passes": 2})),
+    *((name, {**way, **_FEW}) for name in ("llama-20M", "gpt2-124M")
+      for way in (NO_RESHARD, HSDP)),
+    ("llama-20M", {**FSDP2, **_FEW, "lora": 16}),
+]  # fmt: skip
+"""Of few tokens: what rests, what is gathered and what is reduced decides, moment by moment."""
 
 STAGES: list[Case] = [
     ("llama-156M", {**FSDP2, **size, "pp": pp, "stage": stage, "passes": 4 * pp, **more})
@@ -184,6 +202,11 @@ EXPERTS: list[Case] = [
     )
 ]  # fmt: skip
 """Blocks of a Mixtral with the recipe's experts, as many tokens coming as going."""
+
+ALL: list[Case] = [
+    *EVERY, *TENSOR, *ZERO, *OFFLOAD, *THIN, *STAGES, *ADAPTERS, *EXPERTS
+]  # fmt: skip
+"""Each once, as docs/plan.md lists them."""
 
 
 def measured(cases: list[Case], patience_s: float) -> list[int]:
@@ -236,7 +259,8 @@ def predicted(case: Case) -> Peak:
 def title(case: Case) -> str:
     """A case in words."""
     name, step = case
-    words = [f"{key}={value}" for key, value in step.items() if key not in {"kind", "real"}]
+    said = {key: value for key, value in step.items() if key not in {"kind", "real"}}
+    words = [key if value is True else f"{key}={value}" for key, value in said.items()]
     return f"{name} {step['kind']} {' '.join(words)}"
 
 

@@ -27,7 +27,6 @@ ENDS = {
     EndCause.GROWN: ("grown", {}, None),
     EndCause.HANG: ("crashed", {}, ("hang", "rank 1 holds up the others at train.py:24")),
     EndCause.DESYNC: ("crashed", {}, ("desync", "rank 1 called a barrier, the others not")),
-    EndCause.NO_PROGRESS: ("user_error", {}, ("no_progress", "three ends at step 0")),
     EndCause.GPU_OOM: ("crashed", {}, ("exception", "OutOfMemoryError: CUDA out of memory.")),
     EndCause.GPU_ERROR: ("crashed", {}, ("exception", "RuntimeError: CUDA error: unknown error")),
     EndCause.HOST_OOM: ("crashed", {}, ("exception", "MemoryError")),
@@ -91,6 +90,46 @@ def test_every_fault_has_a_code_of_its_own():
     assert set(KNOWLEDGE) == set(FaultKind)
     codes = [knowledge.code for knowledge in KNOWLEDGE.values()]
     assert codes == [f"HT{number}" for number in range(801, 801 + len(codes))]
+
+
+IDLE = "3 attempts in a row without one new committed step (budget.no_progress is 3)"
+
+
+@pytest.mark.parametrize("reason", ["preempted", "timed_out", "requeued", "node_failed"])
+def test_a_run_that_was_stopped_for_attempts_that_came_to_nothing_is_told_that(
+    reason, tmp_path, capsys
+):
+    tale = story(tmp_path, reason, None)
+    cause = json.loads(_status(tmp_path, capsys))["attempts"][0]["cause"]
+    tale.add("run_stopped", 1, reason=reason, exit_code=93, detail=IDLE)
+
+    code, document = told(tmp_path, capsys)
+
+    assert (code, document["kind"], document["certainty"]) == (0, "no_progress", "certain")
+    assert document["headline"].endswith(f"{IDLE}; the last of them: {cause}")
+    assert "checkpoint.interval_s" in document["do"][0]
+    again = json.loads(_status(tmp_path, capsys))["attempts"][0]["cause"]
+    assert again == cause, "the attempt's own cause stays what it was"
+
+
+def _status(tmp_path, capsys):
+    assert main(["status", "lm-3", "--runs", str(tmp_path), "--json"]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_program_s_own_error_comes_before_the_budget_that_stopped_the_run(tmp_path, capsys):
+    tale = story(tmp_path, "crashed", ("exception", "OSError: [Errno 28] No space left on device"))
+    tale.add("run_stopped", 1, reason="crashed", exit_code=93, detail=IDLE)
+
+    assert told(tmp_path, capsys)[1]["kind"] == "storage_full"
+
+
+def test_a_budget_of_preemptions_is_no_want_of_progress(tmp_path, capsys):
+    tale = story(tmp_path, "preempted", None)
+    why = "7 attempts ended by preempted, budget.preemptions is 6"
+    tale.add("run_stopped", 1, reason="preempted", exit_code=93, detail=why)
+
+    assert told(tmp_path, capsys)[1]["kind"] == "preempted"
 
 
 def test_ranks_that_did_not_end_are_named(tmp_path, capsys):

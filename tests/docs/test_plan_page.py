@@ -1,0 +1,53 @@
+"""docs/plan.md: each error in its table is what the formulas of today make of the exact peak there.
+
+The peaks were measured by torch (benchmarks/plan_memory.py). A formula that is changed shows here
+at once, before anything is measured again.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.support import plan_cases
+
+PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
+MIB = 1 << 20
+ROW = re.compile(r"^\| ((?:llama|gpt2|bert|mixtral)-\S+ .+?) \| ([\d,]+) \| ([+-]?[\d.]+) % \|")
+CLOSE, NEAR = 5.0, 10.0
+
+
+def rows():
+    """Case to exact peak in MiB and what the page says of the plan's error, in percent."""
+    found = {}
+    for line in PAGE.read_text().splitlines():
+        if row := ROW.match(line):
+            assert row[1] not in found, f"{row[1]} is there twice"
+            found[row[1]] = (int(row[2].replace(",", "")), float(row[3]))
+    return found
+
+
+CASES = {plan_cases.title(case): case for case in plan_cases.ALL}
+
+
+def test_the_page_has_a_row_for_each_case():
+    assert set(rows()) == set(CASES)
+
+
+def test_each_error_is_what_the_formulas_say_today():
+    """The page's peaks are whole MiB, its errors tenths of a percent."""
+    off = {}
+    for name, (peak, said) in rows().items():
+        nbytes = plan_cases.predicted(CASES[name]).nbytes
+        least, most = (100 * (nbytes / MIB / (peak + half) - 1) for half in (0.5, -0.5))
+        if not least - 0.051 <= said <= most + 0.051:
+            off[name] = (said, round(least, 2), round(most, 2))
+    assert off == {}
+
+
+def test_the_summary_counts_the_rows():
+    errors = [abs(said) for _, said in rows().values()]
+    close, near = (sum(error <= most for error in errors) for most in (CLOSE, NEAR))
+
+    summary = f"| `hpctrain plan` | {len(errors)} | {close} | {near} | {max(errors)} % |"
+    assert summary in PAGE.read_text()
