@@ -164,6 +164,9 @@ def _print_nodes(pasts: Sequence[NodePast], runs: int) -> None:
     from hpctrain.base.text import count, percent
     from hpctrain.drawing import echo_table
 
+    if not pasts:
+        click.echo(f"{count(runs, 'run')}; no node of a cluster has served in them")
+        return
     slow = [past for past in pasts if past.slow]
     rows = [
         (

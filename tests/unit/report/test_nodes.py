@@ -61,7 +61,7 @@ def test_runs_that_are_named_count_alone(runs, capsys):
 def test_nobody_was_slow_in_no_run_at_all(tmp_path, capsys):
     assert main(["report", "--nodes", "--runs", str(tmp_path / "none")]) == 0
 
-    assert capsys.readouterr().out == "0 runs; 0 nodes served, and nobody found them slow\n"
+    assert capsys.readouterr().out == "0 runs; no node of a cluster has served in them\n"
 
 
 def test_a_ledger_that_cannot_be_read_is_named_and_the_others_count(runs, capsys):
