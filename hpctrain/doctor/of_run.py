@@ -169,10 +169,10 @@ def _of_failure(attempt: AttemptView) -> LogFacts:
 
 def _of_idle(attempt: AttemptView, logs: Sequence[LogFacts], stopped: str) -> Diagnosis:
     """Nothing is broken, but what was done between two ends was never saved."""
-    told = _by_ledger(attempt, FaultKind.NO_PROGRESS, logs, Certainty.CERTAIN)
+    diagnosis = _by_ledger(attempt, FaultKind.NO_PROGRESS, logs, Certainty.CERTAIN)
     title = KNOWLEDGE[FaultKind.NO_PROGRESS].title
     words = f"{title}: {stopped}; the last of them: {attempt.cause}"
-    return replace(told, headline=words, why="the ledger says why the run was stopped")
+    return replace(diagnosis, headline=words, why="the ledger says why the run was stopped")
 
 
 def _of_live(attempt: AttemptView, logs: Sequence[LogFacts], history: RunHistory) -> Diagnosis:

@@ -88,13 +88,13 @@ def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     Not the tensors: moving a model to its device makes new ones, and a program may put others in
     their place.
     """
-    found = {}
+    buffers = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, buffer in module._buffers.items():  # noqa: SLF001 - as torch's state_dict does
             if buffer is not None and key not in module._non_persistent_buffers_set:  # noqa: SLF001
                 stem = _plain_name(prefix + "." if prefix else "")
-                found[f"{MODEL}{stem}{key}"] = (module, key)
-    return found
+                buffers[f"{MODEL}{stem}{key}"] = (module, key)
+    return buffers
 
 
 def _plain_name(name: str) -> str:
