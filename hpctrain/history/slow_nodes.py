@@ -96,6 +96,4 @@ def _of_run(events: Iterable[Event]) -> tuple[set[Place], list[tuple[Place, floa
                 places = [(cluster, node) for node in nodes]
                 # A ledger may be torn, or written by anybody: who has not served was not slow.
                 verdicts += [(place, event.t, by) for place in places if place in served]
-            case _:
-                pass
     return served, verdicts

@@ -26,7 +26,7 @@ NAME = "standin"
 ONE_KERNEL = ("silu_backward", "mish_backward")
 """Operators that torch puts together from others on a device without a kernel for them; a GPU and a
 CPU have one. Put together, SiLU's takes four tensors of an MLP's width that no GPU takes."""
-_KERNELS = list[torch.library.Library]()
+_KERNELS: list[torch.library.Library] = []
 """Torch keeps what is registered as long as this."""
 
 

@@ -66,7 +66,8 @@ def test_parameters_are_counted_as_the_models_own_code_makes_them():
 
 
 def test_the_tracker_counts_what_lives_and_forgets_what_is_gone():
-    torch = pytest.importorskip("torch")
+    import torch
+
     from hpctrain.strategy.peak_tracker import PeakTracker
 
     with PeakTracker() as tracker:
@@ -99,13 +100,13 @@ def _sent(_state, bucket):
 
 def test_what_stands_in_for_ddp_takes_what_ddp_takes():
     """The real one with real values, on a model that is small enough to be trained here."""
-    from hpctrain.strategy import measure_child
-    from hpctrain.strategy.peak_tracker import PeakTracker
-
-    torch = pytest.importorskip("torch")
-    dist = torch.distributed
+    import torch
+    import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
     from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from hpctrain.strategy import measure_child
+    from hpctrain.strategy.peak_tracker import PeakTracker
 
     config = plan_cases.MODELS["gpt2-124M"] | {"n_layer": 2, "n_embd": 128, "n_head": 4}
     config |= {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0}

@@ -13,22 +13,13 @@ from hpctrain.history.run_history import RunHistory
 from tests.support import processes
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state, make_run, train
-from tests.support.scenario import submit
+from tests.support.scenario import copies_in_memory, submit
 
 pytestmark = pytest.mark.slurm
 
 STEPS = 50
 EVERY = 4
-SETTINGS = {
-    "train.steps": STEPS,
-    "train.step_delay_s": 0.1,
-    "checkpoint.interval_steps": 1000,
-    "run.log_every_s": 0,
-    "run.restart_pause_s": 0,
-    "alive.memory": "auto",
-    "alive.memory_steps": EVERY,
-    "alive.last_will": "no",  # test_last_will.py has it on
-}
+SETTINGS = copies_in_memory(STEPS, EVERY)
 NO_DISK = ";".join(f"fail:{at},attempt=3,error=EIO" for at in ("choose.list", "read.manifest"))
 
 

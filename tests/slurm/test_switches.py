@@ -9,7 +9,7 @@ from hpctrain.history.attempts import attempts
 from hpctrain.history.lineage import lineage
 from hpctrain.history.run_history import RunHistory
 from tests.support.ledger_runs import all_fields
-from tests.support.scenario import submit
+from tests.support.scenario import copies_in_memory, submit
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_config import Shape
 
@@ -17,17 +17,7 @@ pytestmark = pytest.mark.slurm
 
 STEPS = 50
 EVERY = 4
-SETTINGS = {
-    "train.steps": STEPS,
-    "train.step_delay_s": 0.1,
-    "checkpoint.interval_steps": 1000,
-    "run.log_every_s": 0,
-    "run.restart_pause_s": 0,
-    "alive.memory": "auto",
-    "alive.memory_steps": EVERY,
-    "alive.last_will": "no",  # the nodes that are left would have the state without any copy
-    "alive.shrink": "auto",
-}
+SETTINGS = copies_in_memory(STEPS, EVERY) | {"alive.shrink": "auto"}
 NO_DISK = ";".join(
     f"fail:{at},attempt={attempt},error=EIO"
     for attempt in (2, 3)  # both nodes may be missed in one look, or one after the other

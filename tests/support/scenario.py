@@ -157,6 +157,23 @@ class RunHandle:
         return "\n".join(lines)
 
 
+def copies_in_memory(steps: int, every: int) -> dict[str, Any]:
+    """Settings of a run that copies its state into memory, and saves and wills nothing.
+
+    Ranks that are left would have the state without any copy, by their last will.
+    """
+    return {
+        "train.steps": steps,
+        "train.step_delay_s": 0.1,
+        "checkpoint.interval_steps": 1000,
+        "run.log_every_s": 0,
+        "run.restart_pause_s": 0,
+        "alive.memory": "auto",
+        "alive.memory_steps": every,
+        "alive.last_will": "no",
+    }
+
+
 def submit(
     slurm: SlurmCluster,
     cwd: Path,
