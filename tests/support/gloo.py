@@ -6,6 +6,7 @@ Ranks agree through gloo groups, or through as many nodes of a control plane as 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -118,6 +119,9 @@ def launch(
             assert not hung, f"ranks {hung} hung"
             return []
         errors = "\n".join(path.read_text() for path in sorted(out.glob("*.error")))
+        for path in sorted(out.glob("*.crash")):
+            if path.stat().st_size:
+                errors += f"\n{path.stem} crashed:\n{path.read_text()}"
         codes = [process.exitcode for process in ranks]
         assert not errors, f"{errors}\nexit codes {codes}, hung {hung}"
         assert not hung, f"ranks {hung} hung"
@@ -150,6 +154,8 @@ def _rank(
         MASTER_PORT=str(port),
     )
     _compute_alone()
+    crash = (out / f"rank {rank}.crash").open("w")  # its stack, if torch or gloo kills it
+    faulthandler.enable(crash)
     try:
         result = fn(**kwargs)
         (out / f"{rank}.pkl").write_bytes(pickle.dumps(result))
