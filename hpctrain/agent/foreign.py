@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 from hpctrain.agent.signals import PR_SET_CHILD_SUBREAPER, arrivals, note_term
 from hpctrain.agent.stop_notice import send_term
 from hpctrain.base.env import HPCTRAIN_STOP_FILE
+from hpctrain.base.files import read_end
 from hpctrain.base.process import die_with_parent
 from hpctrain.base.records import StopCause
 
@@ -108,9 +109,7 @@ def environment(environ: Mapping[str, str], python_path: Sequence[str]) -> dict[
 def last_lines(path: Path) -> str:
     """The end of a rank's log, where a program has most likely said why it failed."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LINES_BYTES))
-            text = file.read(LINES_BYTES).decode(errors="replace")
+        text = read_end(path, LINES_BYTES)
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-LINES:])

@@ -26,7 +26,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.agent import foreign, nsys, signals, worker_deaths
+from hpctrain.agent import foreign, native_crash, nsys, signals, worker_deaths
 from hpctrain.agent.cpus import bind
 from hpctrain.agent.environment import as_task
 from hpctrain.agent.resume_args import ResumeArgs, line
@@ -166,6 +166,10 @@ def collect(attempt_dir: Path, exit_codes: Mapping[int, int], node: str) -> list
             reports.append(FailureReport(**json.loads(read_plain(path))))
         except (OSError, ValueError, TypeError) as error:
             report = _from_exit_code(rank, code, node)
+            if -code in native_crash.SIGNALS:
+                report.traceback = native_crash.crash_traceback(
+                    rank_log_path(attempt_dir, rank), __file__
+                )
             whole = isinstance(error, FileNotFoundError)
             report.summary += "" if whole else f"; its own report {path.name} is not whole"
             reports.append(_with_torchs(report, torch_error_path(attempt_dir, rank)))
@@ -221,6 +225,7 @@ def _run_program(task: RankTask, rank: int) -> None:
     from hpctrain.engines.torch_private import let_groups_go_last
 
     let_groups_go_last()
+    native_crash.tell_crashes()
     _be_seen(rank)
     if task.cwd:
         os.chdir(task.cwd)
@@ -316,7 +321,7 @@ def _shown(error: BaseException) -> str:
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without the frames of this launcher: people look for their own lines."""
-    skip = {__file__, "<frozen runpy>", runpy.__file__}
+    skip = {__file__, *native_crash.RUNPY}
     while trace is not None and trace.tb_frame.f_code.co_filename in skip:
         trace = trace.tb_next
     return trace

@@ -94,6 +94,17 @@ def read_plain(path: Path, most_bytes: int = SMALL_BYTES) -> bytes:
         return all_of(file, path, most_bytes)
 
 
+def read_end(path: Path, most_bytes: int) -> str:
+    """The last bytes of a log as text; a character that was cut is shown as one that is none.
+
+    Raises:
+        OSError: see `open_plain`.
+    """
+    with open_plain(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
+        return file.read(most_bytes).decode(errors="replace")
+
+
 def all_of(file: FileIO, path: Path, most_bytes: int = SMALL_BYTES) -> bytes:
     """What is in a file that is open.
 

@@ -344,7 +344,7 @@ KNOWLEDGE: dict[FaultKind, Knowledge] = {
         "HT823",
         "a process crashed in native code",
         (
-            "run with PYTHONFAULTHANDLER=1, which prints where Python was",
+            "read the log behind 'Fatal Python error'; without it, run with PYTHONFAULTHANDLER=1",
             "look for libraries that were built for another torch, CUDA or C++ ABI",
         ),
     ),

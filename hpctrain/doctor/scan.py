@@ -18,6 +18,7 @@ from hpctrain.doctor.losses import LossWatch
 from hpctrain.doctor.sighting import LogFacts, Sighting
 from hpctrain.doctor.sign import Role
 from hpctrain.doctor.signatures import COARSE, DEFAULT_OF_CAUSE, SIGNS
+from hpctrain.doctor.signs_ranks import FATAL
 from hpctrain.history.causes import told_in
 
 if TYPE_CHECKING:
@@ -43,8 +44,10 @@ _AFTER_ERROR = 3
 """Lines that are looked at after "Last error:"."""
 
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
-_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
 _RICH_FRAME = re.compile(r"^(?P<file>/\S+\.py):(?P<line>\d+) in (?P<function>\S+)")
+_CRASHED = re.compile(r"^Current thread 0x[0-9a-f]+.*\(most recent call first\):$")
+"""faulthandler's, behind what it says of the crash; that thread's frames follow, newest first."""
 _EXCEPTION = re.compile(r"^(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: (?P<text>.*)|:?)$")
 _OBVIOUS = re.compile(
     r"^(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception))(?:: (?P<text>.*)|:?)$"
@@ -82,6 +85,7 @@ class _Writer:
         follows: What comes next follows from the exception before.
         last: Where its last exception stands among the sightings.
         failed: The rank of which a launcher's table of failures tells.
+        crashed: The next line of the program itself is where it crashed.
     """
 
     left: int = 0
@@ -91,6 +95,7 @@ class _Writer:
     follows: bool = False
     last: int | None = None
     failed: int | None = None
+    crashed: bool = False
 
 
 class LogScanner:
@@ -189,7 +194,7 @@ class LogScanner:
                 when,
                 is_late,
                 details,
-                stream.place if sign.startswith("exception") or role is Role.CAUSE else "",
+                stream.place if _has_place(sign, role) else "",
                 stream.is_ignored or (stream.follows and kind is FaultKind.CODE),
             ),
             stream,
@@ -216,8 +221,16 @@ class LogScanner:
             if sign.word in text and (match := sign.compiled.search(text)) is not None:
                 details = {name: value for name, value in match.groupdict().items() if value}
                 self._close(stream, text)
+                if sign.name == FATAL:
+                    self._await_frames(stream)
                 return sign.name, sign.kind, sign.role, sign.certainty, details, sign.is_late
         return self._exception(text, stream)
+
+    def _await_frames(self, stream: _Writer) -> None:
+        """Where the crash is told behind this line; a traceback before it tells of it as well."""
+        if stream.left <= 0:
+            stream.left, stream.place = _ATTENTION, ""
+            self._attention = max(self._attention, _ATTENTION)
 
     def _environment(self, text: str) -> None:
         """Which network and which NCCL a line tells of."""
@@ -248,13 +261,23 @@ class LogScanner:
         if stream.left <= 0:
             return False
         stream.left -= 1
+        stream.crashed = stream.crashed or _CRASHED.match(text) is not None
         frame = _FRAME.match(text) or _RICH_FRAME.match(text)
         if frame is not None:
             place = f"{frame['file']}:{frame['line']} in {frame['function']}"
             stream.innermost = place
             if _LIBRARY.search(frame["file"]) is None:
                 stream.place = place
+                self._say_where(stream)
         return frame is not None or text.startswith((" ", "\t", "~", "^"))
+
+    def _say_where(self, stream: _Writer) -> None:
+        """Give the crash that was told just now its place."""
+        if stream.crashed and stream.last is not None:
+            self.facts.sightings[stream.last] = replace(
+                self.facts.sightings[stream.last], place=stream.place
+            )
+            stream.crashed, stream.left = False, 0
 
     def _chain(self, stream: _Writer, *, handled: bool) -> None:
         """An exception came of the one before: in its handling, or because of it."""
@@ -293,6 +316,10 @@ class LogScanner:
             return f"ledger-{cause.value}", kind, role, certainty, details, False
         sure = Certainty.CERTAIN if is_own else Certainty.LIKELY
         return f"exception-{name}", FaultKind.CODE, Role.CAUSE, sure, details, False
+
+
+def _has_place(sign: str, role: Role) -> bool:
+    return sign == FATAL or sign.startswith("exception") or role is Role.CAUSE
 
 
 def _candidates(block: bytes) -> list[int]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from hpctrain.doctor.faults import Certainty, FaultKind
 from hpctrain.doctor.sign import LogSign, Role
 
+FATAL = "fatal-python-error"
+"""faulthandler's, of a crash in native code. An abort is none: whoever aborts has said why."""
 _K, _R, _LIKELY, _POSSIBLE = FaultKind, Role, Certainty.LIKELY, Certainty.POSSIBLE
 
 WAITS: tuple[LogSign, ...] = (
@@ -219,6 +221,15 @@ DEATHS: tuple[LogSign, ...] = (
         r"^srun: error: \S+: tasks? \S+: Killed",
         _POSSIBLE,
         is_late=True,
+    ),
+    LogSign(
+        FATAL,
+        _K.NATIVE,
+        _R.DEATH,
+        "Fatal Python error",
+        r"^Fatal Python error: (?:Segmentation fault|Bus error|Floating.point exception|Illegal "
+        r"instruction)",
+        _LIKELY,
     ),
     LogSign(
         "segfault",

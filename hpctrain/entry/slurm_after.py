@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.agent.ending import JobStartFacts, finish
 from hpctrain.base.env import HPCTRAIN_ALIVE, HPCTRAIN_KILL_WAIT_S, HPCTRAIN_RELAY
+from hpctrain.base.files import read_end
 from hpctrain.entry.evaluations import at_the_end_of
 from hpctrain.errors import ClusterError
 from hpctrain.run.layout import RunDir
@@ -96,9 +97,6 @@ def _lines(path: Path, since: float | None) -> list[str]:
     """The last lines of a log of this start that tell something."""
     with contextlib.suppress(OSError):
         if path.stat().st_mtime >= (since or 0.0):
-            with path.open("rb") as file:
-                file.seek(-min(path.stat().st_size, LAST_BYTES), os.SEEK_END)
-                text = file.read().decode(errors="replace")
-            lines = (line.strip() for line in text.splitlines())
+            lines = (line.strip() for line in read_end(path, LAST_BYTES).splitlines())
             return [line for line in lines if line and not _BESIDE.match(line)]
     return []

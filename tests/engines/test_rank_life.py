@@ -35,6 +35,18 @@ import signal, threading
 threading.Thread(target=threading.Event().wait).start()
 raise ValueError("mine")
 """
+CRASH = """
+import ctypes
+def poke():
+    ctypes.string_at(0)
+poke()
+"""
+CRASH_BESIDE = """
+import ctypes, signal
+made = ctypes.c_ulong()  # a thread that runs from address 1 on, and has no Python
+ctypes.CDLL(None).pthread_create(ctypes.byref(made), None, ctypes.c_void_p(1), None)
+signal.pause()
+"""
 DEAF = """
 import signal
 names = ("SIGTERM", "SIGUSR2", "SIGUSR1", "SIGHUP")
@@ -148,3 +160,20 @@ def test_a_rank_dies_with_its_agent(tmp_path):
             time.sleep(0.01)
     finally:
         kill_all([pid])
+
+
+@pytest.mark.parametrize("thread", ["main", "native"])
+def test_a_rank_that_a_signal_kills_from_inside_says_where_it_was(rank, tmp_path, thread):
+    process = rank(CRASH if thread == "main" else CRASH_BESIDE)
+
+    process.join(PATIENCE_S)
+
+    assert process.exitcode == -signal.SIGSEGV
+    (report,) = ranks.collect(tmp_path, {0: process.exitcode}, "n1")
+    lines = report.traceback.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1] == "Fatal Python error: Segmentation fault"
+    script = str(tmp_path / "script.py")
+    frames = [line for line in lines if line.startswith("  File")]
+    assert frames[0].startswith(f'  File "{script}", line ')
+    assert ("in poke" in report.traceback) == (thread == "main")

@@ -22,6 +22,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hpctrain.base.env import HPCTRAIN_SRUN_ARGS
+from hpctrain.base.files import read_end
 from hpctrain.base.process import own_program
 from hpctrain.errors import ClusterError
 from hpctrain.scheduler.base import RequestEnd
@@ -117,9 +118,8 @@ class AddedNode:
             log.warning("SLURM is still asked for a node; see %s", self._log)
 
     def _last_line(self) -> str:
-        with contextlib.suppress(OSError), self._log.open("rb") as file:
-            file.seek(-min(self._log.stat().st_size, LAST_BYTES), os.SEEK_END)
-            lines = file.read().decode(errors="replace").split("\n")
+        with contextlib.suppress(OSError):
+            lines = read_end(self._log, LAST_BYTES).split("\n")
             if said := [line.strip() for line in lines if line.strip()]:
                 return said[-1].partition("hpctrain: error: ")[2] or said[-1]
         return f"it is not known why; {self._log} is empty"

@@ -11,7 +11,7 @@ import pytest
 from hpctrain.agent import ranks
 from hpctrain.agent.node import NoRedirect
 from hpctrain.agent.ranks import collect
-from hpctrain.run.layout import failure_path, torch_error_path
+from hpctrain.run.layout import failure_path, rank_log_path, torch_error_path
 
 RAISED = {
     "message": {
@@ -20,6 +20,29 @@ RAISED = {
     }
 }
 WHOLE = json.dumps(RAISED)
+CRASHED = f"""step 3
+Fatal Python error: Segmentation fault
+
+Thread 0x00007f79769c1b80 (most recent call first):
+  File "/python/threading.py", line 320 in wait
+
+Current thread 0x00007f7976ac2c80 (most recent call first):
+  File "/home/me/model.py", line 7 in forward
+  File "/home/me/train.py", line 31 in <module>
+  File "<frozen runpy>", line 88 in _run_code
+  File "{ranks.__file__}", line 240 in _run_program
+  File "/python/multiprocessing/process.py", line 108 in run
+  File "<frozen runpy>", line 198 in _run_module_as_main
+
+Extension modules: torch._C (total: 1)
+"""
+"""As faulthandler writes it, newest frame first."""
+FIRST = "Traceback (most recent call last):"
+WHERE = """Traceback (most recent call last):
+  File "/home/me/train.py", line 31, in <module>
+  File "/home/me/model.py", line 7, in forward
+Fatal Python error: Segmentation fault
+"""
 
 
 def only(tmp_path, code=3):
@@ -105,3 +128,59 @@ def test_a_full_disk_costs_the_report_and_not_the_exit(tmp_path, monkeypatch, ca
     told = capsys.readouterr().err
     assert "ValueError: mine" in told
     assert "no report of this failure: [Errno 28] No space left on device" in told
+
+
+def crashed(tmp_path, text, code=-11):
+    path = rank_log_path(tmp_path, 1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return only(tmp_path, code)
+
+
+def test_a_crash_in_native_code_is_told_as_any_other_traceback(tmp_path):
+    report = crashed(tmp_path, CRASHED)
+
+    assert (report.summary, report.traceback) == ("killed by SIGSEGV", WHERE)
+
+
+def test_a_thread_without_python_is_told_by_what_the_main_thread_did(tmp_path):
+    text = """Fatal Python error: Aborted
+
+Current thread 0x00007f7976ac2c80 (most recent call first):
+  <no Python frame>
+
+Thread 0x00007f79769c1b80 (most recent call first):
+  File "/home/me/train.py", line 31 in <module>
+"""
+    assert crashed(tmp_path, text, -6).traceback == (
+        'Traceback (most recent call last):\n  File "/home/me/train.py", line 31, in <module>\n'
+        "Fatal Python error: Aborted\n"
+    )
+
+
+def test_of_several_crashes_in_a_log_the_last_one_is_the_ranks(tmp_path):
+    """A worker of its own may have crashed before."""
+    worker = CRASHED.replace("Segmentation fault", "Bus error")
+
+    assert crashed(tmp_path, worker + "step 4\n" + CRASHED).traceback == WHERE
+
+
+@pytest.mark.parametrize(
+    ("text", "code"), [("step 3\n", -11), ("", -11), (CRASHED, -9), (CRASHED, 3)]
+)
+def test_what_no_crash_of_the_rank_has_written_is_not_told(tmp_path, text, code):
+    assert crashed(tmp_path, text, code).traceback == ""
+
+
+def test_a_log_that_is_not_there_tells_no_crash(tmp_path):
+    assert only(tmp_path, -11).traceback == ""
+
+
+@pytest.mark.parametrize("cut", range(0, len(CRASHED), 9))
+def test_a_crash_that_was_cut_off_is_told_as_far_as_it_goes(tmp_path, cut):
+    traceback = crashed(tmp_path, CRASHED[:cut]).traceback
+
+    first, *frames, title = traceback.splitlines() or [FIRST, ""]
+    assert first == FIRST
+    assert all(line.startswith('  File "/') for line in frames)
+    assert "Fatal Python error: Segmentation fault".startswith(title)

@@ -21,6 +21,17 @@ TRACED = (
     'Traceback (most recent call last):\n  File "/home/u/train.py", line 24, in main\n    x()\n'
 )
 
+CRASHED = (
+    "Fatal Python error: Segmentation fault", "",
+    "Thread 0x00007f79769c1b80 (most recent call first):",
+    '  File "/home/u/other.py", line 3 in wait', "",
+    "Current thread 0x00007f7976ac2c80 (most recent call first):",
+    '  File "/opt/lib/python3.11/site-packages/fast/attention.py", line 7 in forward',
+    '  File "/home/u/train.py", line 24 in main',
+    '  File "/home/u/train.py", line 31 in <module>', "",
+    "Extension modules: torch._C (total: 1)",
+)  # fmt: skip
+
 
 def waited(rank, minute=7, number=1580, operation="ALLREDUCE"):
     return TIMED_OUT.format(r=rank, m=minute, n=number, op=operation)
@@ -217,3 +228,37 @@ def test_a_later_line_of_an_error_s_message_may_say_what_is_wrong():
 
     assert (diagnosis.kind, diagnosis.certainty) == (FaultKind.GPU_SETUP, Certainty.CERTAIN)
     assert diagnosis.rivals == ()
+
+
+def test_a_crash_in_native_code_is_where_the_thread_was_that_crashed():
+    """As Python's faulthandler tells it, behind the crash and the newest frame first."""
+    diagnosis = judge([log(*CRASHED, f"[rank2]: {CLOSED}")])
+
+    assert diagnosis.kind is FaultKind.NATIVE
+    assert diagnosis.headline.endswith(
+        "Fatal Python error: Segmentation fault at /home/u/train.py:24 in main"
+    )
+    assert log(*CRASHED).sightings[0].line == 1
+
+
+def test_a_crash_in_native_code_is_where_the_traceback_before_it_ends():
+    """As the ledger tells a rank's."""
+    diagnosis = judge([log(TRACED + "Fatal Python error: Bus error")])
+
+    assert diagnosis.kind is FaultKind.NATIVE
+    assert diagnosis.headline.endswith("Bus error at /home/u/train.py:24 in main")
+
+
+def test_a_crash_without_frames_has_no_place_and_takes_none_that_comes_later():
+    (crash, *_) = log(CRASHED[0], "", *["step"] * 100, *CRASHED[5:]).sightings
+
+    assert crash.place == ""
+    diagnosis = judge([log(CRASHED[0])])
+    assert diagnosis.headline.endswith("Segmentation fault")
+
+
+def test_an_abort_is_no_crash_where_something_has_said_why():
+    diagnosis = judge([log(waited(0), waited(1), "Fatal Python error: Aborted", *CRASHED[1:])])
+
+    assert diagnosis.kind is FaultKind.HANG
+    assert log("Fatal Python error: Aborted", *CRASHED[1:]).sightings == []
