@@ -63,7 +63,8 @@ def live_job(run: RunDir, cluster: Cluster) -> JobInfo | None:
 def refuse_alive(run: RunDir, spec: Spec) -> None:
     """Refuse while a job of the run may still write; one that is ending is waited for a while.
 
-    Who cancels a run and resumes it with the next command need not try again.
+    Who cancels a run, or sees in `status` that it has stopped, and resumes it with the next command
+    need not try again: an attempt's end is on record before its job is over.
 
     Raises:
         RunAlive: with the job and what to do.
@@ -71,15 +72,23 @@ def refuse_alive(run: RunDir, spec: Spec) -> None:
     cluster = get_cluster(spec.cluster)
     deadline = time.monotonic() + ENDING_S
     alive = live_job(run, cluster)
-    if alive is not None and alive.state == JobState.COMPLETING:
-        echo_note(
-            f"the cluster is ending job {alive.job_id}; waiting for that up to {ENDING_S:.0f} s"
-        )
+    if alive is not None and (how := _ends(run, alive)):
+        echo_note(f"{how}; waiting for that up to {ENDING_S:.0f} s")
     while alive is not None:
-        if alive.state != JobState.COMPLETING or time.monotonic() > deadline:
+        if not _ends(run, alive) or time.monotonic() > deadline:
             raise refusal(run, alive)
         time.sleep(LOOK_S)  # a scheduler tells nobody
         alive = live_job(run, cluster)
+
+
+def _ends(run: RunDir, alive: JobInfo) -> str:
+    """How a job is about to end; "" for one that is not, as far as anybody knows."""
+    if alive.state == JobState.COMPLETING:
+        return f"the cluster is ending job {alive.job_id}"
+    now = RunHistory.read(run).state
+    if now.phase in OVER and now.job_id == alive.job_id:
+        return f"the run's end is on record, and its job {alive.job_id} is about to be over"
+    return ""
 
 
 def refusal(run: RunDir, alive: JobInfo) -> RunAlive:
@@ -88,6 +97,8 @@ def refusal(run: RunDir, alive: JobInfo) -> RunAlive:
     onward = f"end it with `hpctrain cancel {run.name}`, or let it go on"
     if alive.state == JobState.COMPLETING:
         onward = "the cluster is ending it: try again when it has"
+    elif _ends(run, alive):
+        onward = "the run's end is on record, and the job not over: try again when it is"
     elif now.cancel == "save" and now.job_id == alive.job_id:
         onward = (
             "it was asked to save and leave: try again when it has, which "

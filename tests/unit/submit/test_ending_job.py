@@ -10,6 +10,7 @@ from hpctrain.base.records import JobInfo, JobState
 from hpctrain.errors import RunAlive
 from hpctrain.run.layout import RunDir
 from hpctrain.submit import live_job
+from tests.support.ledger_runs import Story
 
 SPEC = SimpleNamespace(cluster="local")
 ENDING = JobInfo("local-1", JobState.COMPLETING, alive=True)
@@ -62,3 +63,37 @@ def test_one_that_runs_is_refused_at_once(run, monkeypatch, before):
     with pytest.raises(RunAlive, match="or let it go on"):
         live_job.refuse_alive(run, SPEC)
     assert state["looks"] == len(before) + 1
+
+
+def stopped(run, job_id):
+    """A run that was asked to save and leave, and did."""
+    story = Story(run.root).submitted(job_id).started(1, job_id)
+    story.add("cancel_requested", save=True, job_id=job_id)
+    story.add("stopped", 1, step=7).ended(1, "stopped", "stop", step=7)
+
+
+def test_a_job_whose_run_has_ended_by_the_ledger_is_waited_for(run, monkeypatch, capsys):
+    """`status` says stopped by then: who resumes at its word need not try again."""
+    stopped(run, "local-1")
+    state = answers(monkeypatch, RUNNING, RUNNING, ENDING, None)
+    live_job.refuse_alive(run, SPEC)
+    assert state["looks"] == 4
+    assert capsys.readouterr().err == (
+        "hpctrain: the run's end is on record, and its job local-1 is about to be over; "
+        "waiting for that up to 45 s\n"
+    )
+
+
+def test_a_job_that_outlives_its_runs_end_for_long_is_refused(run, monkeypatch):
+    stopped(run, "local-1")
+    answers(monkeypatch, RUNNING)
+    with pytest.raises(RunAlive, match="and the job not over: try again when it is"):
+        live_job.refuse_alive(run, SPEC)
+
+
+def test_the_end_of_another_job_is_not_this_ones(run, monkeypatch):
+    stopped(run, "local-0")
+    state = answers(monkeypatch, RUNNING)
+    with pytest.raises(RunAlive, match="or let it go on"):
+        live_job.refuse_alive(run, SPEC)
+    assert state["looks"] == 1
