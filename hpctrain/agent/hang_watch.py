@@ -49,9 +49,9 @@ ASKED_S = 1.0
 """So often node 0 looks whether a user wants to know where the ranks are."""
 ANSWERS_S, ANSWER_EACH_S = 4.0, 0.005
 """So long node 0 waits for what all agents' looks have found, and for each node a little."""
-COUNTS_S, COUNTS_EACH_S = 5.0, 0.05
-"""So often nodes say how many collectives their ranks have called, and node 0 compares; and for
-each node a little."""
+COUNTS_S, COUNTS_EACH_S = 1.0, 0.05
+"""So often nodes say how many collectives their ranks have called, and node 0 compares; with many
+nodes as often as makes twenty words a second."""
 LOOK_NOW = "hang_look"
 """News that all agents look at their ranks, with the number of the look."""
 
@@ -69,6 +69,10 @@ class NodeRank:
     rank: int
     pid: int
     has_returned: bool
+
+
+def _counts_s(nodes: int) -> float:
+    return max(COUNTS_S, COUNTS_EACH_S * nodes)
 
 
 class NodeHangs:
@@ -100,6 +104,7 @@ class NodeHangs:
         """
         self._folder, self._store, self._key = folder, store, key
         self._number, self._name = node
+        self._node_count = nodes
         watches = limits is not None and limits.watches
         self._standing = Standing(limits, time.monotonic) if limits and watches else None
         counts = limits is not None and limits.desync != "off"
@@ -139,7 +144,7 @@ class NodeHangs:
 
     def _look_at_counts(self, counts: CountsByTick, board: Board, now_s: float) -> None:
         counts.look(tick_counts.read(board))
-        if now_s >= self._counted_s + COUNTS_S:
+        if now_s >= self._counted_s + _counts_s(self._node_count):
             self._counted_s = now_s
             self._store.set(self._key(f"counts/{self._number}"), counts.plain())
 
@@ -316,7 +321,7 @@ class JobHangs:
 
     def _compare(self, now_s: float) -> FailureReport | None:
         """Whether ranks are out of step, and the round ends by that."""
-        limits, each_s = self._limits, max(COUNTS_S, COUNTS_EACH_S * len(self._nodes))
+        limits, each_s = self._limits, _counts_s(len(self._nodes))
         if limits is None or limits.desync == "off" or now_s < self._compared_s + each_s:
             return None
         self._compared_s = now_s

@@ -151,7 +151,6 @@ for step in run.steps(STEPS):
 
 @pytest.mark.parametrize("desync", ["restart", "tell"])
 def test_a_rank_that_is_out_of_step_is_named(agents, tmp_path, monkeypatch, desync):
-    monkeypatch.setattr(hang_watch, "COUNTS_S", 0.5)
     monkeypatch.setattr(tick_counts, "APART_NS", 20_000_000)  # of each step: the run is short
     leaves_out = "__import__('os').environ['HPCTRAIN_ATTEMPT_DIR'].endswith('1')"
     script = SKIPS.replace("LEAVES_OUT", leaves_out).replace("STEPS", "400")
@@ -163,6 +162,10 @@ def test_a_rank_that_is_out_of_step_is_named(agents, tmp_path, monkeypatch, desy
     assert (fact["kind"], fact["ranks"], fact["ended"]) == ("desync", [2], desync == "restart")
     assert "rank 2 has called 1 fewer collectives of all ranks than the others" in fact["summary"]
     assert end is None if desync == "tell" else end[0] == "left"
+
+
+def test_nodes_say_their_counts_each_second_and_many_together_no_more_than_twenty_times():
+    assert [hang_watch._counts_s(nodes) for nodes in (1, 20, 100, 1024)] == [1.0, 1.0, 5.0, 51.2]
 
 
 def test_ranks_in_step_are_not_told_of(agents, tmp_path, monkeypatch):
