@@ -10,9 +10,11 @@ from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state, make_run, train
 from tests.support.scenario import submit
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 STEPS = 60
+PATIENCE_S = 280
+"""A start may come late on a busy machine, and then has time for a step or two."""
 SETTINGS = {
     "train.steps": STEPS,
     "train.step_delay_s": 0.55,  # in all a little more than the first start can do
@@ -34,7 +36,7 @@ def test_the_clock_alone_stops_a_run_before_its_limit(slurm, tmp_path, quiet):
     """No signal is asked for (no --signal line): only the job's end, known from SLURM, counts."""
     run = submit(slurm, tmp_path, "--nodes=2", "--ranks-per-node=1", "--time=1", sets=SETTINGS)
 
-    run.wait_done(timeout_s=200)
+    run.wait_done(timeout_s=PATIENCE_S)
 
     assert "--signal" not in next(run.dir.jobs.glob("*.sh")).read_text()
     assert run.ends()[0] == ("timed_out", "requeue")
@@ -50,7 +52,7 @@ def test_a_warning_that_comes_at_once_does_not_make_a_requeue_loop(slurm, tmp_pa
     settings = SETTINGS | {"slurm.signal_lead_s": 30}
     run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", "--time=1", sets=settings)
 
-    run.wait_done(timeout_s=200)
+    run.wait_done(timeout_s=PATIENCE_S)
 
     *stopped, last = [reason for reason, _ in run.ends()]
     assert (set(stopped), last) == ({"timed_out"}, "completed")
