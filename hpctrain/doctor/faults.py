@@ -155,14 +155,17 @@ KNOWLEDGE: dict[FaultKind, Knowledge] = {
     ),
     FaultKind.SHARED_MEMORY: Knowledge(
         "HT806",
-        "shared memory was too small for what DataLoader workers pass on",
+        "shared memory or the limit of files was too small for what DataLoader workers pass on",
         (
             (
                 "give /dev/shm more room (a container's `--shm-size=16g`, `--ipc=host`), "
                 "or have fewer workers "
                 "and less prefetching"
             ),
-            "or `torch.multiprocessing.set_sharing_strategy('file_system')`",
+            (
+                "or `torch.multiprocessing.set_sharing_strategy('file_system')`; `ulimit -n` where "
+                "files were too many"
+            ),
         ),
     ),
     FaultKind.DATA_WORKER: Knowledge(

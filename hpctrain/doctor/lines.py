@@ -10,6 +10,12 @@ import re
 from typing import NamedTuple
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_ELASTIC = re.compile(
+    r"^(?:[EWIF]\d{4} [\d:.]+ +\d+ (?:\S*/)?torch/distributed/\S+\.py:\d+\]|"
+    r"\[[-\d]+ [\d:,]+\] torch\.distributed\.\S+ \[[A-Z]+\]|"
+    r"(?:ERROR|WARNING|INFO):torch\.distributed\.[\w.]+:) ?"
+)
+"""torchrun's own, before all that it tells: a traceback of a rank of its too."""
 _FRAME = re.compile(r"^[│┃|]\s(?P<text>.*?)\s*[│┃|]?$")
 _COLLECTED = re.compile(r"^\S+ \[?(?:stdout|stderr)\]? ")
 TABLE_RANK = re.compile(r"^\s*rank\s*: (?P<rank>\d+) \(local_rank: \d+\)")
@@ -86,6 +92,9 @@ def plain(raw: str) -> PlainLine:
         stream, text = stream + match[0].strip(), text[match.end() :]
         if rank is not None:
             break
+    told = _ELASTIC.match(text)
+    if told is not None:
+        text = text[told.end() :]
     framed = _FRAME.match(text)
     if framed is not None:
         text = framed["text"]

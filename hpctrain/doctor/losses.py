@@ -154,14 +154,15 @@ class LossWatch:
         out: list[Sighting] = []
         for series in self._series.values():
             shown = series.name
-            if series.first_nan is not None and series.nans > 1:
+            is_all = series.values == 0
+            if series.first_nan is not None and (series.nans > 1 or is_all):
                 line, offset = series.first_nan
                 out.append(
                     Sighting(
                         "loss-nan",
                         FaultKind.NAN,
                         Role.HINT,
-                        Certainty.LIKELY,
+                        Certainty.LIKELY if series.nans > 1 else Certainty.POSSIBLE,
                         f"{shown} is no number from here to the end ({series.nans} times)",
                         source,
                         line,

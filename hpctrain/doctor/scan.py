@@ -40,6 +40,8 @@ _AFTER_EXCEPTION = 12
 """Lines that are looked at after an exception's first one: its message may have several."""
 _TABLE = 2000
 """Lines of a launcher's table of failures that are looked at."""
+_TABLE_INDENT = "  "
+"""Before each line of that table, and so before a rank's traceback in it."""
 _AFTER_ERROR = 3
 """Lines that are looked at after "Last error:"."""
 
@@ -172,6 +174,8 @@ class LogScanner:
         if len(self._streams) > MOST_STREAMS:
             self._streams.clear()
         stream = self._streams.setdefault(line.stream, _Writer())
+        if stream.failed is not None:
+            line = line._replace(text=line.text.removeprefix(_TABLE_INDENT))
         sighting = self._read(line, stream)
         if line.rank is None:
             rank = stream.failed if stream.failed is not None else rank
@@ -192,7 +196,7 @@ class LogScanner:
                 int(named) if rank is None and named else rank,
                 details.get("node") or line.node,
                 when,
-                is_late,
+                is_late or stream.failed is not None,
                 details,
                 stream.place if _has_place(sign, role) else "",
                 stream.is_ignored or (stream.follows and kind is FaultKind.CODE),
@@ -215,8 +219,17 @@ class LogScanner:
         """What a line says: of a fault, or of what its stream is in the middle of."""
         text = line.text
         self._environment(text)
-        if self._inside(text, stream):
+        begun = _TRACEBACK.search(text)
+        if self._inside(text, stream) and (begun is None or begun[0] == text.strip()):
             return None
+        return self._signed(text, stream) or (
+            self._exception(text, stream) if begun is None else None
+        )
+
+    def _signed(
+        self, text: str, stream: _Writer
+    ) -> tuple[str, FaultKind, Role, Certainty, dict[str, str], bool] | None:
+        """What a signature knows of a line."""
         for sign in self._signs:
             if sign.word in text and (match := sign.compiled.search(text)) is not None:
                 details = {name: value for name, value in match.groupdict().items() if value}
@@ -224,7 +237,7 @@ class LogScanner:
                 if sign.name == FATAL:
                     self._await_frames(stream)
                 return sign.name, sign.kind, sign.role, sign.certainty, details, sign.is_late
-        return self._exception(text, stream)
+        return None
 
     def _await_frames(self, stream: _Writer) -> None:
         """Where the crash is told behind this line; a traceback before it tells of it as well."""
@@ -256,6 +269,7 @@ class LogScanner:
             self._attention = max(self._attention, _AFTER_ERROR if "Last" in text else _TABLE)
         if (table := TABLE_RANK.match(text)) is not None:
             stream.failed = int(table["rank"])
+            self._attention = max(self._attention, _AFTER_EXCEPTION)
         elif text.startswith("==="):
             stream.failed = None
         if stream.left <= 0:

@@ -48,6 +48,7 @@ COARSE: tuple[bytes, ...] = tuple(
             "peer access",
         ),
         *("return code = -", "Unexpected result", "service not known", "name resolution"),
+        *("machine only has", "(local_rank: "),
     )
 )
 """One of these stands in every line that is worth a look."""

@@ -125,6 +125,14 @@ MEETING: tuple[LogSign, ...] = (
         _LIKELY,
     ),
     LogSign(
+        "store-connect",
+        _K.RENDEZVOUS,
+        _R.CAUSE,
+        "connect() timed out",
+        r"connect\(\) timed out\. Original timeout was (?P<waited>\d+ ms)",
+        _LIKELY,
+    ),
+    LogSign(
         "store-unreachable",
         _K.RENDEZVOUS,
         _R.CAUSE,
@@ -180,6 +188,14 @@ MEETING: tuple[LogSign, ...] = (
         _LIKELY,
     ),
     LogSign(
+        "versions-address",
+        _K.VERSIONS,
+        _R.CAUSE,
+        "neither AF_INET",
+        r"connecting to address .*with family \d+ is neither AF_INET",
+        _LIKELY,
+    ),
+    LogSign(
         "undefined-symbol",
         _K.VERSIONS,
         _R.CAUSE,
@@ -210,7 +226,7 @@ TRAINING: tuple[LogSign, ...] = (
         "Detected mismatch between collectives",
         r"Detected mismatch between collectives on ranks\. Rank (?P<first>\d+) is running "
         r"(?:inconsistent )?collective: CollectiveFingerPrint\("
-        r"(?:SequenceNumber=(?P<number>\d+), ?)?OpType=(?P<operation>\w+)(?:.*?but Rank "
+        r"(?:SequenceNumber=(?P<number>\d+),? ?)?OpType=(?P<operation>\w+)(?:.*?but Rank "
         r"(?P<second>\d+) is running collective: "
         r"(?:CollectiveFingerPrint\()?(?:SequenceNumber=\d+,? ?)?(?:OpType=)?(?P<other>\w+))?",
     ),
@@ -281,6 +297,15 @@ TRAINING: tuple[LogSign, ...] = (
         _R.CAUSE,
         "loading state_dict",
         r"Error\(s\) in loading state_dict for (?P<model>\w+)",
+    ),
+    LogSign(
+        "state-dict-size",
+        _K.CHECKPOINT,
+        _R.CAUSE,
+        "size mismatch for",
+        r"size mismatch for (?P<key>\S+): copying a param with shape (?P<was>torch\.Size\([^)]*\)) "
+        r"from checkpoint, the shape in current model is (?P<now>torch\.Size\([^)]*\))",
+        _POSSIBLE,
     ),
     LogSign(
         "dcp-exception",

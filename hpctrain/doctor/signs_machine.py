@@ -37,7 +37,7 @@ ACCELERATORS: tuple[LogSign, ...] = (
         _K.GPU_OOM,
         _R.CAUSE,
         "OutOfMemoryError",
-        r"\b(?:torch\.(?:cuda\.)?)?OutOfMemoryError\b",
+        r"(?<![\w.])(?:torch\.(?:cuda\.)?)?OutOfMemoryError\b",
     ),
     LogSign(
         "kernel-assert-line",
@@ -89,6 +89,36 @@ ACCELERATORS: tuple[LogSign, ...] = (
         _R.CAUSE,
         "invalid device ordinal",
         r"\binvalid device ordinal\b",
+    ),
+    LogSign(
+        "fewer-gpus",
+        _K.GPU_SETUP,
+        _R.CAUSE,
+        "machine only has",
+        r"\bmachine only has: (?P<there>\[.*?\])",
+    ),
+    LogSign(
+        "fewer-slots",
+        _K.GPU_SETUP,
+        _R.CAUSE,
+        "No slot '",
+        r"No slot '(?P<slot>\d+)' specified on host '(?P<node>[^']+)'",
+    ),
+    LogSign(
+        "gpu-busy",
+        _K.GPU_SETUP,
+        _R.CAUSE,
+        "busy or unavailable",
+        r"CUDA-capable devices?(?:\(s\))? (?:is/)?are busy or unavailable",
+    ),
+    LogSign(
+        "gpu-not-initialized",
+        _K.GPU_SETUP,
+        _R.CAUSE,
+        "rror",
+        r"^(?!.*Warning).*(?:no CUDA-capable device is detected|CUDA driver initialization failed|"
+        r"[Ss]ystem not yet initialized|forward compatibility was attempted on non supported|"
+        r"unsupported display driver / cuda driver combination|: Invalid device id$)",
     ),
     LogSign(
         "no-peer-access",
@@ -190,6 +220,13 @@ MEMORY: tuple[LogSign, ...] = (
         is_late=True,
     ),
     LogSign(
+        "ray-oom",
+        _K.HOST_OOM,
+        _R.CAUSE,
+        "emory",
+        r"killed due to (?:the node running low on memory|memory pressure \(OOM\))",
+    ),
+    LogSign(
         "cpu-allocator",
         _K.HOST_OOM,
         _R.CAUSE,
@@ -221,6 +258,13 @@ MEMORY: tuple[LogSign, ...] = (
         r"unable to (?:write to|resize|open|mmap|allocate) .{0,60}</torch_",
     ),
     LogSign(
+        "worker-descriptors",
+        _K.SHARED_MEMORY,
+        _R.CAUSE,
+        "RuntimeError",
+        r"received \d+ items of ancdata|Communication with the workers is no longer possible",
+    ),
+    LogSign(
         "cannot-allocate",
         _K.HOST_OOM,
         _R.CAUSE,
@@ -241,7 +285,7 @@ MEMORY: tuple[LogSign, ...] = (
         _K.DATA_WORKER,
         _R.CAUSE,
         "exited unexpectedly",
-        r"DataLoader worker \(pid\(s\) (?P<pid>[\d, ]+)\) exited unexpectedly",
+        r"DataLoader worker (?:\(pid(?:\(s\))? (?P<pid>[\d, ]+)\) )?exited unexpectedly",
         _LIKELY,
     ),
     LogSign(

@@ -68,6 +68,15 @@ WAITS: tuple[LogSign, ...] = (
         r"\[(?P<rank>\d+)\] is setting up NCCL communicator.*(?:Socket Timeout|timeout)",
         _LIKELY,
     ),
+    LogSign(
+        "store-get-failed",
+        _K.HANG,
+        _R.WAIT,
+        "is setting up NCCL communicator",
+        r"\[(?P<rank>\d+)\] is setting up NCCL communicator .* got error"
+        r"(?!.*(?:onnection|Broken|recv|refused))",
+        _POSSIBLE,
+    ),
 )
 
 LINKS: tuple[LogSign, ...] = (
@@ -272,6 +281,32 @@ DEATHS: tuple[LogSign, ...] = (
         _R.DEATH,
         "SIGBUS",
         r"Signal 7 \(SIGBUS\) received by PID \d+",
+        _POSSIBLE,
+        is_late=True,
+    ),
+    LogSign(
+        "bus-error",
+        _K.SHARED_MEMORY,
+        _R.DEATH,
+        "Bus error",
+        r"Caught signal 7 \(Bus error|^(?:\S+: line \d+: +\d+ |srun: error: .*: )?Bus error\b",
+        _POSSIBLE,
+    ),
+    LogSign(
+        "bus-error-return-code",
+        _K.SHARED_MEMORY,
+        _R.DEATH,
+        "return code",
+        r"exits with return code = -7\b",
+        _POSSIBLE,
+        is_late=True,
+    ),
+    LogSign(
+        "ray-worker-died",
+        _K.HOST_OOM,
+        _R.DEATH,
+        "Worker exit type",
+        r"Worker exit type: SYSTEM_ERROR",
         _POSSIBLE,
         is_late=True,
     ),

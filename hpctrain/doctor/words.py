@@ -54,7 +54,8 @@ def headline(first: Sighting, kind: FaultKind, sightings: Sequence[Sighting]) ->
     who = f" on {fold_ranks(ranks)}" if ranks else ""
     node = f" (node {first.node})" if first.node else ""
     if first.role is Role.DEATH and kind is FaultKind.HOST_OOM:
-        return f"a process was killed by SIGKILL{who}{node}: most often a node's memory is out"
+        how = "died at once" if "SYSTEM_ERROR" in first.text else "was killed by SIGKILL"
+        return f"a process {how}{who}{node}: most often a node's memory is out"
     words = _WORDS.get(kind)
     detail = words(first) if words is not None else ""
     return f"{KNOWLEDGE[kind].title}{who}{node}{': ' if detail else ''}{detail}"

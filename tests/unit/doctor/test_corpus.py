@@ -11,7 +11,8 @@ from hpctrain.doctor.scan import LogScanner
 from hpctrain.doctor.signatures import SIGNS
 from tests.support.quoted_logs import FOLDER, diagnose, quoted
 
-QUOTED = [log for name in ("quoted.txt", "held_out.txt", "held_out_2.txt") for log in quoted(name)]
+FILES = ("quoted.txt", "held_out.txt", "held_out_2.txt", "held_out_3.txt")
+QUOTED = [log for name in FILES for log in quoted(name)]
 WORDINGS = [
     line.split(" | ", 2)
     for line in (FOLDER / "wordings.txt").read_text().splitlines()
@@ -42,7 +43,7 @@ def test_a_quoted_log_has_its_fault_or_at_least_no_certain_other_one(log):
 def test_the_quotes_are_many_and_nine_of_ten_are_right():
     right = [log for log in QUOTED if diagnose(log.text).kind == log.fault]
 
-    assert len(QUOTED) >= 105
+    assert len(QUOTED) >= 163
     assert len(right) >= 0.9 * len(QUOTED)
     assert len({log.address for log in QUOTED}) == len(QUOTED)
 

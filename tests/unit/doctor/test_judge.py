@@ -262,3 +262,30 @@ def test_an_abort_is_no_crash_where_something_has_said_why():
 
     assert diagnosis.kind is FaultKind.HANG
     assert log("Fatal Python error: Aborted", *CRASHED[1:]).sightings == []
+
+
+def test_an_error_before_a_traceback_on_the_same_line_is_read():
+    taken = "RuntimeError: port: 12341, code: -98, message: address already in use"
+
+    diagnosis = judge([log(f"{taken} Traceback (most recent call last):")])
+
+    assert diagnosis.kind is FaultKind.PORT_IN_USE
+
+
+def test_a_traceback_in_a_launcher_s_table_is_that_of_its_rank():
+    diagnosis = judge([
+        log(
+            "  rank      : 3 (local_rank: 3)",
+            "  exitcode  : 1 (pid: 340055)",
+            "  traceback : Traceback (most recent call last):",
+            '    File "/home/u/train.py", line 24, in main',
+            "      x()",
+            "  ValueError: no",
+            "=====",
+        )
+    ])  # fmt: skip
+
+    assert diagnosis.kind is FaultKind.CODE
+    assert diagnosis.evidence[0].rank == 3
+    assert diagnosis.evidence[0].is_late
+    assert diagnosis.evidence[0].place == "/home/u/train.py:24 in main"

@@ -21,6 +21,17 @@ from hpctrain.doctor.lines import clock, plain, rank_of_file
         ("Traceback (most recent call last): (RANK 7)", None, 7),
         ("[E321 02:07:08 x.cpp:1] [Rank 4] late", None, 4),
         ("ValueError: 3: no", "ValueError: 3: no", None),
+        (
+            "E0227 17:39:41.51 29 site-packages/torch/distributed/elastic/x.py:732] ValueError: no",
+            "ValueError: no",
+            None,
+        ),
+        (
+            "[2024-05-10 22:43:34,776] torch.distributed.run: [WARNING] ValueError: no",
+            "ValueError: no",
+            None,
+        ),
+        ("ERROR:torch.distributed.elastic.multiprocessing.api:failed", "failed", None),
     ],
 )
 def test_a_line_is_freed_of_what_launchers_put_before_it(raw, text, rank):

@@ -30,6 +30,13 @@ def test_a_loss_that_came_back_is_not_told():
     assert seen("loss: 2.5", "loss: nan", "loss: nan", "loss: 2.4") == []
 
 
+def test_one_loss_that_is_no_number_is_told_where_there_was_never_one():
+    [first] = seen("loss: nan")
+
+    assert (first.kind, first.certainty) == (FaultKind.NAN, Certainty.POSSIBLE)
+    assert seen("loss: 2.5", "loss: nan") == []
+
+
 @pytest.mark.parametrize("name", ["val_loss", "eval_loss", "test_loss"])
 def test_losses_of_validation_are_left_out(name):
     assert seen(f"{name}: nan", f"{name}: nan") == []
