@@ -58,7 +58,7 @@ _EXPLAINS: dict[FaultKind, frozenset[FaultKind]] = {
 """What the first kind brings with it, so that both together are no riddle."""
 _BRIDGE = re.compile(r"\b(?:docker\d+|br-[\da-f]{12}|virbr\d+|veth\w+|cni\d+)\b")
 _SUDDEN = frozenset({FaultKind.HOST_OOM, FaultKind.NATIVE, FaultKind.SHARED_MEMORY})
-_ABORT = "killed-sigabrt"
+_ABORTS = frozenset({"killed-sigabrt", "aborted"})
 _CRASHES = frozenset({FaultKind.GPU_ASSERT, FaultKind.FP16_OVERFLOW})
 """Ends to which numbers that are none lead."""
 
@@ -197,7 +197,7 @@ def _of_death(case: _Case, waits: Sequence[Sighting]) -> Diagnosis | None:
     """
     waiting = {wait.rank for wait in waits}
     for death in case.by_role.get(Role.DEATH, []):
-        by_itself = death.kind in _SUDDEN and death.sign != _ABORT
+        by_itself = death.kind in _SUDDEN and death.sign not in _ABORTS
         if by_itself and not (waits and (death.rank is None or death.rank in waiting)):
             return _told(case, death, (), death.certainty)
     return None
@@ -289,7 +289,8 @@ def _numbers_before(first: Sighting, case: _Case) -> Sighting | None:
     hints = case.by_role.get(Role.HINT, [])
     if first.kind not in _CRASHES:
         return None
-    return next((h for h in hints if h.kind is FaultKind.NAN and precedes(h, first) is True), None)
+    sure = (h for h in hints if h.kind is FaultKind.NAN and h.certainty is not Certainty.POSSIBLE)
+    return next((h for h in sure if precedes(h, first) is True), None)
 
 
 def _waited_before(first: Sighting, waits: Sequence[Sighting]) -> bool:

@@ -314,7 +314,7 @@ class LogScanner:
         """An exception that no signature knows: the ledger's words for it, else the program's."""
         pattern = _EXCEPTION if stream.left > 0 else _OBVIOUS
         match = pattern.match(text)
-        if match is None or (stream.left > 0 and not match["name"][:1].isalpha()):
+        if match is None or (stream.left > 0 and not match["name"].lstrip("_")[:1].isalpha()):
             return None
         name = match["name"]
         # What a library raises may be the machine's fault; what the program raises is its own word.

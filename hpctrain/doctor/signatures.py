@@ -48,7 +48,8 @@ COARSE: tuple[bytes, ...] = tuple(
             "peer access",
         ),
         *("return code = -", "Unexpected result", "service not known", "name resolution"),
-        *("machine only has", "(local_rank: "),
+        *("machine only has", "(local_rank: ", "core dumped", "by GPU node", "norm': nan"),
+        *("norm: nan", "double free", "(): ", "stack smashing", "it code 13", "ncclInv"),
     )
 )
 """One of these stands in every line that is worth a look."""

@@ -46,9 +46,17 @@ MEETING: tuple[LogSign, ...] = (
         "group-missing",
         _K.LAUNCH,
         _R.CAUSE,
-        "has not been initialized",
-        r"[Dd]efault process group has not been initialized",
+        "initialized",
+        r"[Dd]efault process group (?:has not been|is not) initialized",
         _LIKELY,
+    ),
+    LogSign(
+        "nccl-invalid-usage",
+        _K.LAUNCH,
+        _R.CAUSE,
+        "ncclInvalidUsage",
+        r"\bncclInvalidUsage\b",
+        _POSSIBLE,
     ),
     LogSign(
         "local-rank-argument",
@@ -129,7 +137,15 @@ MEETING: tuple[LogSign, ...] = (
         _K.RENDEZVOUS,
         _R.CAUSE,
         "connect() timed out",
-        r"connect\(\) timed out\. Original timeout was (?P<waited>\d+ ms)",
+        r"connect\(\) timed out(?:\. Original timeout was (?P<waited>\d+ ms))?",
+        _LIKELY,
+    ),
+    LogSign(
+        "store-refused",
+        _K.RENDEZVOUS,
+        _R.CAUSE,
+        "RuntimeError: Connection refused",
+        r"^RuntimeError: Connection refused$",
         _LIKELY,
     ),
     LogSign(
@@ -178,6 +194,28 @@ MEETING: tuple[LogSign, ...] = (
         "ersion",
         r"[Mm]ismatched NCCL version|NCCL version mismatch|"
         r"Net(?:work)? plugin .{0,40}version mismatch",
+    ),
+    LogSign(
+        "versions-cuda",
+        _K.VERSIONS,
+        _R.CAUSE,
+        "CUDA version",
+        r"detected CUDA version .{0,40}mismatches|nstalled CUDA version \S+ does not match",
+    ),
+    LogSign(
+        "versions-cudnn",
+        _K.VERSIONS,
+        _R.CAUSE,
+        "version incompatibility",
+        r"\bcuDNN version incompatibility",
+    ),
+    LogSign(
+        "versions-import",
+        _K.VERSIONS,
+        _R.CAUSE,
+        "cannot import name",
+        r"cannot import name '(?P<symbol>\w+)' from '[\w.]+' \(\S*/(?:site|dist)-packages/",
+        _LIKELY,
     ),
     LogSign(
         "versions-bytes",
@@ -327,8 +365,26 @@ TRAINING: tuple[LogSign, ...] = (
         _K.CHECKPOINT,
         _R.CAUSE,
         "UnpicklingError",
-        r"\bUnpicklingError: (?:pickle data was truncated|invalid load key)",
+        r"\bUnpicklingError: (?:pickle data was truncated|invalid load key|"
+        r"Weights only load failed|unpickling stack underflow)",
         _LIKELY,
+    ),
+    LogSign(
+        "checkpoint-empty",
+        _K.CHECKPOINT,
+        _R.CAUSE,
+        "rror: ",
+        r"EOFError: Ran out of input|Invalid magic number; corrupt file|"
+        r"Can't find a valid checkpoint at",
+        _LIKELY,
+    ),
+    LogSign(
+        "optimizer-groups",
+        _K.CHECKPOINT,
+        _R.CAUSE,
+        "param",
+        r"loaded state dict (?:contains a parameter group|has a different number of parameter)|"
+        r"is not specified in param_groups\[\d+\] when resuming",
     ),
     LogSign(
         "safetensors-torn",
@@ -365,6 +421,31 @@ TRAINING: tuple[LogSign, ...] = (
         _R.CAUSE,
         "topping training",
         r"\b[Ll]oss is (?:nan|inf|\S+?nan\S*),? ?[Ss]topping training",
+    ),
+    LogSign(
+        "nan-raised",
+        _K.NAN,
+        _R.CAUSE,
+        "oss",
+        r"^\w*(?:Error|Exception): .*\b[Ll]oss\b.{0,40}"
+        r"\b(?:[Nn]a[Nn]|[Ii]nf|non-finite|not finite)\b",
+        _LIKELY,
+    ),
+    LogSign(
+        "nan-values",
+        _K.NAN,
+        _R.CAUSE,
+        "nan",
+        r"\bfound invalid values:.*\bnan\b|^tensor\(\[+ *nan\b",
+        _LIKELY,
+    ),
+    LogSign(
+        "norm-nan",
+        _K.NAN,
+        _R.HINT,
+        "norm",
+        r"\bgrad[_ ]norm['\"]?: ?nan\b",
+        _POSSIBLE,
     ),
     LogSign(
         "anomaly-nan",

@@ -17,8 +17,9 @@ ACCELERATORS: tuple[LogSign, ...] = (
         "cuda-oom",
         _K.GPU_OOM,
         _R.CAUSE,
-        "out of memory",
-        r"\b(?:CUDA|HIP|XPU|NPU)(?: error:| driver error:)? out of memory\b"
+        "ut of memory",
+        r"(?:\b(?:CUDA|HIP|XPU|NPU)(?: error:| driver error:)? out of memory\b|"
+        r"\bcuda runtime error \(2\) : out of memory|RESOURCE_EXHAUSTED: Out of memory)"
         r"(?:.*?Tried to allocate (?P<asked>[\d.]+ [KMGT]iB))?",
     ),
     LogSign(
@@ -138,10 +139,17 @@ ACCELERATORS: tuple[LogSign, ...] = (
         "driver-too-old",
         _K.GPU_SETUP,
         _R.CAUSE,
-        "driver",
-        r"The NVIDIA driver on your system is too old|"
+        "river",
+        r"The NVIDIA driver on your system is too old|couldn't communicate with the NVIDIA driver|"
         r"CUDA driver version is insufficient for CUDA runtime|"
         r"[Dd]river/library version mismatch|provided PTX was compiled with an unsupported tool",
+    ),
+    LogSign(
+        "torch-without-gpu",
+        _K.GPU_SETUP,
+        _R.CAUSE,
+        "CUDA",
+        r"Torch not compiled with CUDA enabled|Attempting to deserialize object on (?:a )?CUDA dev",
     ),
     LogSign(
         "no-gpu",
@@ -165,6 +173,14 @@ ACCELERATORS: tuple[LogSign, ...] = (
         _R.CAUSE,
         "illegal",
         r"an illegal (?:memory access|instruction) was encountered|CUDA_ERROR_ILLEGAL_ADDRESS",
+        _LIKELY,
+    ),
+    LogSign(
+        "amd-fault",
+        _K.GPU_ERROR,
+        _R.CAUSE,
+        "by GPU node",
+        r"(?:Memory access fault|HW Exception) by GPU node-(?P<gpu>\d+)",
         _LIKELY,
     ),
     LogSign(
@@ -239,7 +255,8 @@ MEMORY: tuple[LogSign, ...] = (
         _K.HOST_OOM,
         _R.CAUSE,
         "MemoryError",
-        r"^(?:numpy\.\S*\.?_?Array)?MemoryError\b|_ArrayMemoryError: Unable to allocate",
+        r"^(?:numpy\.\S*\.?_?Array)?MemoryError\b|_ArrayMemoryError: Unable to allocate|"
+        r"\bArrowMemoryError\b",
     ),
     LogSign("bad-alloc", _K.HOST_OOM, _R.CAUSE, "std::bad_alloc", r"\bstd::bad_alloc\b", _LIKELY),
     LogSign(
@@ -269,7 +286,7 @@ MEMORY: tuple[LogSign, ...] = (
         _K.HOST_OOM,
         _R.CAUSE,
         "annot allocate memory",
-        r"\[Errno 12\]|^(?!.*NCCL).*Cannot allocate memory",
+        r"\[Errno 12\]|^(?!.*(?:NCCL|UCX|ibv_)).*Cannot allocate memory",
         _LIKELY,
     ),
     LogSign(
@@ -286,6 +303,14 @@ MEMORY: tuple[LogSign, ...] = (
         _R.CAUSE,
         "exited unexpectedly",
         r"DataLoader worker (?:\(pid(?:\(s\))? (?P<pid>[\d, ]+)\) )?exited unexpectedly",
+        _LIKELY,
+    ),
+    LogSign(
+        "worker-silent",
+        _K.DATA_WORKER,
+        _R.CAUSE,
+        "DataLoader timed out",
+        r"DataLoader timed out after (?P<waited>\d+ seconds)",
         _LIKELY,
     ),
     LogSign(
@@ -326,15 +351,15 @@ STORAGE: tuple[LogSign, ...] = (
         _K.STORAGE_FULL,
         _R.CAUSE,
         "file write failed",
-        r"PytorchStreamWriter failed writing file.*file write failed",
+        r"PytorchStreamWriter failed writing .*file write failed",
         _LIKELY,
     ),
     LogSign(
         "stale-handle",
         _K.STORAGE_ERROR,
         _R.CAUSE,
-        "Stale file handle",
-        r"Stale file handle(?:.*?'(?P<path>/[^']+)')?",
+        "file handle",
+        r"Stale (?:NFS )?file handle(?:.*?'(?P<path>/[^']+)')?",
     ),
     LogSign(
         "input-output",
@@ -349,6 +374,14 @@ STORAGE: tuple[LogSign, ...] = (
         _R.CAUSE,
         "Errno",
         r"\[Errno (?:108|121|107)\].*(?:'(?P<path>/[^']+)')?",
+    ),
+    LogSign(
+        "lock-refused",
+        _K.STORAGE_ERROR,
+        _R.CAUSE,
+        "unable to lock file",
+        r"\(unable to lock file, errno = \d+",
+        _LIKELY,
     ),
     LogSign(
         "read-only",

@@ -81,12 +81,28 @@ WAITS: tuple[LogSign, ...] = (
 
 LINKS: tuple[LogSign, ...] = (
     LogSign(
+        "store-socket-timeout",
+        _K.HANG,
+        _R.LINK,
+        "Socket Timeout",
+        r"^(?:[\w.]+\.)?(?:RuntimeError|DistStoreError): Socket Timeout",
+        _POSSIBLE,
+    ),
+    LogSign(
         "ib-completion",
         _K.TRANSPORT,
         _R.LINK,
         "Got completion",
         r"NET/IBP? ?: ?Got completion from peer (?P<peer>\S+) with (?:status|error)[= ]?"
         r"(?P<status>\d+).*?(?:vendor err (?P<vendor>\d+)|$)(?:.*?hca (?P<card>\w+))?",
+        _LIKELY,
+    ),
+    LogSign(
+        "ofi-completion",
+        _K.TRANSPORT,
+        _R.LINK,
+        "NET/OFI",
+        r"NET/OFI Request .*completed with error",
         _LIKELY,
     ),
     LogSign(
@@ -102,7 +118,8 @@ LINKS: tuple[LogSign, ...] = (
         _K.TRANSPORT,
         _R.CAUSE,
         "ibv_",
-        r"NCCL WARN (?:Call to )?(?P<call>ibv_\w+) failed(?: with error)? ?(?P<error>.*)",
+        r"(?:NCCL WARN|UCX +ERROR) (?:Call to )?(?P<call>ibv_\w+)(?:\(.*?\))? "
+        r"failed(?: with error)? ?(?P<error>.*)",
         _LIKELY,
     ),
     LogSign(
@@ -222,6 +239,59 @@ DEATHS: tuple[LogSign, ...] = (
         is_late=True,
     ),
     LogSign(
+        "killed-signal-9",
+        _K.HOST_OOM,
+        _R.DEATH,
+        "signal 9",
+        r"(?:exited on|interrupted by) signal 9\b",
+        _POSSIBLE,
+        is_late=True,
+    ),
+    LogSign(
+        "killed-code-137",
+        _K.HOST_OOM,
+        _R.DEATH,
+        "137",
+        r"\b(?:exit|return) ?code:? 137\b",
+        _POSSIBLE,
+        is_late=True,
+    ),
+    LogSign(
+        "segfault-code-139",
+        _K.NATIVE,
+        _R.DEATH,
+        "139",
+        r"\b(?:exit|return) ?code:? 139\b",
+        _LIKELY,
+        is_late=True,
+    ),
+    LogSign(
+        "heap-damaged",
+        _K.NATIVE,
+        _R.DEATH,
+        "r",
+        r"\bdouble free or corruption \(|\bfree\(\): (?:invalid|double free)|"
+        r"\bmalloc(?:_consolidate)?\(\): |\bmunmap_chunk\(\): |stack smashing detected",
+        _LIKELY,
+    ),
+    LogSign(
+        "crashed-core-dumped",
+        _K.NATIVE,
+        _R.DEATH,
+        "core dumped",
+        r"\b(?:Illegal instruction|Floating point exception) *\(core dumped\)",
+        _LIKELY,
+    ),
+    LogSign(
+        "aborted",
+        _K.NATIVE,
+        _R.DEATH,
+        "Aborted",
+        r"\bAborted +\(core dumped\)",
+        _POSSIBLE,
+        is_late=True,
+    ),
+    LogSign(
         "killed-by-shell",
         _K.HOST_OOM,
         _R.DEATH,
@@ -262,7 +332,8 @@ DEATHS: tuple[LogSign, ...] = (
         _K.NATIVE,
         _R.DEATH,
         "SIGSEGV",
-        r"Signal 11 \(SIGSEGV\) received by PID \d+|died with <Signals\.SIGSEGV",
+        r"Signal 11 \(SIGSEGV\) received by PID \d+|died with <Signals\.SIGSEGV|"
+        r"terminated with signal SIGSEGV|signal 11: SIGSEGV|\*\*\* SIGSEGV ",
         _LIKELY,
         is_late=True,
     ),
