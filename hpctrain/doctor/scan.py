@@ -54,6 +54,11 @@ _EXCEPTION = re.compile(r"^(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: (?P<tex
 _OBVIOUS = re.compile(
     r"^(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception))(?:: (?P<text>.*)|:?)$"
 )
+_UNCAUGHT = re.compile(
+    r"\b(?:Uncaught|Unhandled)(?: exception:?)? "
+    r"(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception))(?:: (?P<text>.*)|:?)$"
+)
+_RAISES = re.compile(r"^\s*(?:raise|assert)\b")
 _LIBRARY = re.compile(
     r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<|/torch/|^torch/|/bin/(?:torchrun|accelerate|"
     r"deepspeed)$|/(?:deepspeed|accelerate|lightning|pytorch_lightning|transformers)/"
@@ -88,6 +93,7 @@ class _Writer:
         last: Where its last exception stands among the sightings.
         failed: The rank of which a launcher's table of failures tells.
         crashed: The next line of the program itself is where it crashed.
+        raises: The innermost line is one that raises.
     """
 
     left: int = 0
@@ -98,6 +104,7 @@ class _Writer:
     last: int | None = None
     failed: int | None = None
     crashed: bool = False
+    raises: bool = False
 
 
 class LogScanner:
@@ -279,10 +286,12 @@ class LogScanner:
         frame = _FRAME.match(text) or _RICH_FRAME.match(text)
         if frame is not None:
             place = f"{frame['file']}:{frame['line']} in {frame['function']}"
-            stream.innermost = place
+            stream.innermost, stream.raises = place, False
             if _LIBRARY.search(frame["file"]) is None:
                 stream.place = place
                 self._say_where(stream)
+        else:
+            stream.raises = stream.raises or _RAISES.match(text) is not None
         return frame is not None or text.startswith((" ", "\t", "~", "^"))
 
     def _say_where(self, stream: _Writer) -> None:
@@ -313,12 +322,14 @@ class LogScanner:
     ) -> tuple[str, FaultKind, Role, Certainty, dict[str, str], bool] | None:
         """An exception that no signature knows: the ledger's words for it, else the program's."""
         pattern = _EXCEPTION if stream.left > 0 else _OBVIOUS
-        match = pattern.match(text)
+        match = pattern.match(text) or _UNCAUGHT.search(text)
         if match is None or (stream.left > 0 and not match["name"].lstrip("_")[:1].isalpha()):
             return None
         name = match["name"]
         # What a library raises may be the machine's fault; what the program raises is its own word.
         is_own = stream.left > 0 and stream.place != "" and stream.place == stream.innermost
+        # A RuntimeError at a line that raises nothing came out of torch's own code below it.
+        is_own = is_own and (stream.raises or name != "RuntimeError")
         stream.left = 0
         self._attention = max(self._attention, _AFTER_EXCEPTION)
         if _WRAPPERS.search(name) is not None or _IN_WORKER.search(text) is not None:

@@ -50,6 +50,7 @@ COARSE: tuple[bytes, ...] = tuple(
         *("return code = -", "Unexpected result", "service not known", "name resolution"),
         *("machine only has", "(local_rank: ", "core dumped", "by GPU node", "norm': nan"),
         *("norm: nan", "double free", "(): ", "stack smashing", "it code 13", "ncclInv"),
+        *("Unable to load", "without SLURM", "`srun` command"),
     )
 )
 """One of these stands in every line that is worth a look."""

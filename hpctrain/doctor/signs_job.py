@@ -74,6 +74,15 @@ MEETING: tuple[LogSign, ...] = (
         r"does not match the number of (?:nodes|tasks) .*SLURM",
     ),
     LogSign(
+        "not-by-slurm",
+        _K.LAUNCH,
+        _R.HINT,
+        "is",
+        r"multi-node training without SLURM handling the processes|"
+        r"The `srun` command is available on your system but is not used",
+        _POSSIBLE,
+    ),
+    LogSign(
         "no-interface",
         _K.INTERFACE,
         _R.CAUSE,
@@ -368,6 +377,22 @@ TRAINING: tuple[LogSign, ...] = (
         r"\bUnpicklingError: (?:pickle data was truncated|invalid load key|"
         r"Weights only load failed|unpickling stack underflow)",
         _LIKELY,
+    ),
+    LogSign(
+        "checkpoint-file-missing",
+        _K.CHECKPOINT,
+        _R.CAUSE,
+        "No such file",
+        r"FileNotFoundError: .*(?:checkpoint|ckpt|global_step|iter_\d+)\S*\."
+        r"(?:pkl|pt|pth|bin|safetensors|json|distcp)\b",
+        _LIKELY,
+    ),
+    LogSign(
+        "megatron-not-loaded",
+        _K.CHECKPOINT,
+        _R.CAUSE,
+        "Unable to load",
+        r"Unable to load [\w ]+ from checkpoint .*--no-load-",
     ),
     LogSign(
         "checkpoint-empty",

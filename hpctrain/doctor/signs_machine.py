@@ -187,8 +187,9 @@ ACCELERATORS: tuple[LogSign, ...] = (
         "launch-failure",
         _K.GPU_ERROR,
         _R.CAUSE,
-        "CUDA error",
-        r"CUDA error: (?:unspecified launch failure|misaligned address|unknown error|"
+        "rror",
+        r"(?:CUDA error: |cuda runtime error \(\d+\) : |THCudaCheck FAIL .*error=\d+ : )"
+        r"(?:unspecified launch failure|misaligned address|unknown error|"
         r"the launch timed out|invalid program counter|hardware stack error)",
         _LIKELY,
     ),
@@ -198,6 +199,14 @@ ACCELERATORS: tuple[LogSign, ...] = (
         _R.CAUSE,
         "_STATUS_",
         r"\bCU(?:DNN|BLAS|SPARSE)_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|NOT_INITIALIZED)\b",
+        _POSSIBLE,
+    ),
+    LogSign(
+        "cuda-runtime-error",
+        _K.GPU_ERROR,
+        _R.CAUSE,
+        "runtime error",
+        r"\bcuda runtime error \(\d+\) : (?P<error>.+?) at ",
         _POSSIBLE,
     ),
 )

@@ -174,6 +174,22 @@ LINKS: tuple[LogSign, ...] = (
     ),
     LogSign("broken-pipe", _K.TRANSPORT, _R.LINK, "Broken pipe", r"\bBroken pipe\b", _POSSIBLE),
     LogSign(
+        "nccl-operations-failed",
+        _K.TRANSPORT,
+        _R.LINK,
+        "NCCL operations",
+        r"Some NCCL operations have failed or timed out",
+        _POSSIBLE,
+    ),
+    LogSign(
+        "barrier-of-others",
+        _K.TRANSPORT,
+        _R.LINK,
+        "monitoredBarrier",
+        r"reached monitoredBarrier, but received errors while waiting",
+        _POSSIBLE,
+    ),
+    LogSign(
         "full-mesh",
         _K.TRANSPORT,
         _R.LINK,

@@ -289,3 +289,19 @@ def test_a_traceback_in_a_launcher_s_table_is_that_of_its_rank():
     assert diagnosis.evidence[0].rank == 3
     assert diagnosis.evidence[0].is_late
     assert diagnosis.evidence[0].place == "/home/u/train.py:24 in main"
+
+
+def test_an_error_out_of_torch_at_a_line_that_raises_nothing_is_no_more_than_likely():
+    below = judge([log(*TRACED.splitlines(), "RuntimeError: no")])
+    raised = judge([
+        log(*TRACED.splitlines()[:2], "    raise RuntimeError('no')", "RuntimeError: no")
+    ])  # fmt: skip
+
+    assert (below.kind, below.certainty) == (FaultKind.CODE, Certainty.LIKELY)
+    assert (raised.kind, raised.certainty) == (FaultKind.CODE, Certainty.CERTAIN)
+
+
+def test_an_error_that_a_logger_calls_uncaught_is_read():
+    diagnosis = judge([log("CRITICAL [root, rank=0] Uncaught ValueError: no")])
+
+    assert (diagnosis.kind, diagnosis.certainty) == (FaultKind.CODE, Certainty.LIKELY)
