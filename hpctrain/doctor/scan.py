@@ -60,14 +60,17 @@ _UNCAUGHT = re.compile(
 )
 _RAISES = re.compile(r"^\s*(?:raise|assert)\b")
 _LIBRARY = re.compile(
-    r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<|/torch/|^torch/|/bin/(?:torchrun|accelerate|"
+    r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<|/torch/|^torch/|\.pyx$|/bin/(?:torchrun|accelerate|"
     r"deepspeed)$|/(?:deepspeed|accelerate|lightning|pytorch_lightning|transformers)/"
 )
 _WRAPPERS = re.compile(
     r"(?:^|\.)(?:ChildFailedError|CalledProcessError|SystemExit|ProcessRaise"
-    r"dException|RayTaskError\S*|"
-    r"ProcessExitedException|ExceptionGroup|SignalException|StopIteration)$"
+    r"dException|RayTaskError\S*|ActorDiedError|RayActorError|WorkerCrashedError|"
+    r"ProcessExitedException|ExceptionGroup|SignalException|StopIteration)$",
+    re.IGNORECASE,
 )
+_LOADS = re.compile(r"^_?load_(?:\w+_)?(?:state|checkpoint|state_dict|optimizer\w*)$")
+"""Functions that read a checkpoint: what fails below them failed with it."""
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
 _HANDLED = "During handling of the above exception"
 _CHAINED = "was the direct cause of the following exception"
@@ -94,6 +97,7 @@ class _Writer:
         failed: The rank of which a launcher's table of failures tells.
         crashed: The next line of the program itself is where it crashed.
         raises: The innermost line is one that raises.
+        loads: A function that reads a checkpoint is among the lines.
     """
 
     left: int = 0
@@ -105,6 +109,7 @@ class _Writer:
     failed: int | None = None
     crashed: bool = False
     raises: bool = False
+    loads: bool = False
 
 
 class LogScanner:
@@ -263,6 +268,7 @@ class LogScanner:
         """Whether the line only belongs to a traceback, of which the place is kept."""
         if _TRACEBACK.search(text) is not None:
             stream.left, stream.place, stream.innermost = _ATTENTION, "", ""
+            stream.loads = False
             self._attention = max(self._attention, _ATTENTION)
             return True
         if _IGNORED.match(text) is not None:
@@ -287,6 +293,7 @@ class LogScanner:
         if frame is not None:
             place = f"{frame['file']}:{frame['line']} in {frame['function']}"
             stream.innermost, stream.raises = place, False
+            stream.loads = stream.loads or _LOADS.match(frame["function"]) is not None
             if _LIBRARY.search(frame["file"]) is None:
                 stream.place = place
                 self._say_where(stream)
@@ -339,6 +346,15 @@ class LogScanner:
         if cause is not None and cause in DEFAULT_OF_CAUSE:
             kind, role, certainty = DEFAULT_OF_CAUSE[cause]
             return f"ledger-{cause.value}", kind, role, certainty, details, False
+        if stream.loads and pattern is _EXCEPTION:
+            return (
+                "checkpoint-read",
+                FaultKind.CHECKPOINT,
+                Role.CAUSE,
+                Certainty.LIKELY,
+                details,
+                False,
+            )
         sure = Certainty.CERTAIN if is_own else Certainty.LIKELY
         return f"exception-{name}", FaultKind.CODE, Role.CAUSE, sure, details, False
 

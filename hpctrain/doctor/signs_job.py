@@ -54,8 +54,8 @@ MEETING: tuple[LogSign, ...] = (
         "nccl-invalid-usage",
         _K.LAUNCH,
         _R.CAUSE,
-        "ncclInvalidUsage",
-        r"\bncclInvalidUsage\b",
+        "nvalid",
+        r"\bncclInvalid(?:Usage|Argument)\b|\bNCCL error.*, invalid (?:usage|argument)\b",
         _POSSIBLE,
     ),
     LogSign(

@@ -315,6 +315,14 @@ MEMORY: tuple[LogSign, ...] = (
         _LIKELY,
     ),
     LogSign(
+        "worker-of-batchgenerators",
+        _K.DATA_WORKER,
+        _R.CAUSE,
+        "background workers",
+        r"background workers are no longer alive",
+        _LIKELY,
+    ),
+    LogSign(
         "worker-silent",
         _K.DATA_WORKER,
         _R.CAUSE,
@@ -388,8 +396,8 @@ STORAGE: tuple[LogSign, ...] = (
         "lock-refused",
         _K.STORAGE_ERROR,
         _R.CAUSE,
-        "unable to lock file",
-        r"\(unable to lock file, errno = \d+",
+        "ock",
+        r"\(unable to lock file, errno = \d+|\blmdb\.LockError\b",
         _LIKELY,
     ),
     LogSign(

@@ -407,6 +407,15 @@ DEATHS: tuple[LogSign, ...] = (
         is_late=True,
     ),
     LogSign(
+        "aborted-code",
+        _K.NATIVE,
+        _R.DEATH,
+        "xitcode",
+        r"\bexitcode\s*:?\s*-6\b",
+        _POSSIBLE,
+        is_late=True,
+    ),
+    LogSign(
         "received-sigterm",
         _K.KILLED,
         _R.DEATH,

@@ -11,7 +11,14 @@ from hpctrain.doctor.scan import LogScanner
 from hpctrain.doctor.signatures import SIGNS
 from tests.support.quoted_logs import FOLDER, diagnose, quoted
 
-FILES = ("quoted.txt", "held_out.txt", "held_out_2.txt", "held_out_3.txt", "held_out_4.txt")
+FILES = (
+    "quoted.txt",
+    "held_out.txt",
+    "held_out_2.txt",
+    "held_out_3.txt",
+    "held_out_4.txt",
+    "held_out_5.txt",
+)
 QUOTED = [log for name in FILES for log in quoted(name)]
 WORDINGS = [
     line.split(" | ", 2)
@@ -27,6 +34,8 @@ WRONG = {
     "https://github.com/InternLM/xtuner/issues/719",
     # A program's error by its words; that a launcher was missing came out in the thread.
     "https://github.com/hiyouga/LlamaFactory/issues/4557",
+    # A file is missing that only its folder's use tells to be a checkpoint's.
+    "https://github.com/facebookresearch/PyTorch-BigGraph/issues/142",
 }
 
 
@@ -49,7 +58,7 @@ def test_a_quoted_log_has_its_fault_or_at_least_no_certain_other_one(log):
 def test_the_quotes_are_many_and_nine_of_ten_are_right():
     right = [log for log in QUOTED if diagnose(log.text).kind == log.fault]
 
-    assert len(QUOTED) >= 196
+    assert len(QUOTED) >= 223
     assert len(right) >= 0.9 * len(QUOTED)
     assert len({log.address for log in QUOTED}) == len(QUOTED)
 

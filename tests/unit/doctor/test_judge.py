@@ -305,3 +305,11 @@ def test_an_error_that_a_logger_calls_uncaught_is_read():
     diagnosis = judge([log("CRITICAL [root, rank=0] Uncaught ValueError: no")])
 
     assert (diagnosis.kind, diagnosis.certainty) == (FaultKind.CODE, Certainty.LIKELY)
+
+
+def test_an_error_below_a_function_that_reads_a_checkpoint_is_the_checkpoints():
+    reading = '  File "/opt/lib/python3.11/site-packages/accelerate/x.py", line 3, in load_state'
+
+    diagnosis = judge([log(*TRACED.splitlines(), reading, "    y()", "KeyError: 'step'")])
+
+    assert (diagnosis.kind, diagnosis.certainty) == (FaultKind.CHECKPOINT, Certainty.LIKELY)
