@@ -92,9 +92,9 @@ def plain(raw: str) -> PlainLine:
         stream, text = stream + match[0].strip(), text[match.end() :]
         if rank is not None:
             break
-    told = _ELASTIC.match(text)
-    if told is not None:
-        text = text[told.end() :]
+    of_torchrun = _ELASTIC.match(text)
+    if of_torchrun is not None:
+        text = text[of_torchrun.end() :]
     framed = _FRAME.match(text)
     if framed is not None:
         text = framed["text"]

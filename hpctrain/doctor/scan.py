@@ -268,7 +268,7 @@ class LogScanner:
         """Whether the line only belongs to a traceback, of which the place is kept."""
         if _TRACEBACK.search(text) is not None:
             stream.left, stream.place, stream.innermost = _ATTENTION, "", ""
-            stream.loads = False
+            stream.raises = stream.loads = False
             self._attention = max(self._attention, _ATTENTION)
             return True
         if _IGNORED.match(text) is not None:
@@ -289,17 +289,21 @@ class LogScanner:
             return False
         stream.left -= 1
         stream.crashed = stream.crashed or _CRASHED.match(text) is not None
+        return self._frame(text, stream) or text.startswith((" ", "\t", "~", "^"))
+
+    def _frame(self, text: str, stream: _Writer) -> bool:
+        """Whether the line is one of a traceback's places; what is told of them is kept."""
         frame = _FRAME.match(text) or _RICH_FRAME.match(text)
-        if frame is not None:
-            place = f"{frame['file']}:{frame['line']} in {frame['function']}"
-            stream.innermost, stream.raises = place, False
-            stream.loads = stream.loads or _LOADS.match(frame["function"]) is not None
-            if _LIBRARY.search(frame["file"]) is None:
-                stream.place = place
-                self._say_where(stream)
-        else:
+        if frame is None:
             stream.raises = stream.raises or _RAISES.match(text) is not None
-        return frame is not None or text.startswith((" ", "\t", "~", "^"))
+            return False
+        place = f"{frame['file']}:{frame['line']} in {frame['function']}"
+        stream.innermost, stream.raises = place, False
+        stream.loads = stream.loads or _LOADS.match(frame["function"]) is not None
+        if _LIBRARY.search(frame["file"]) is None:
+            stream.place = place
+            self._say_where(stream)
+        return True
 
     def _say_where(self, stream: _Writer) -> None:
         """Give the crash that was told just now its place."""
@@ -347,14 +351,8 @@ class LogScanner:
             kind, role, certainty = DEFAULT_OF_CAUSE[cause]
             return f"ledger-{cause.value}", kind, role, certainty, details, False
         if stream.loads and pattern is _EXCEPTION:
-            return (
-                "checkpoint-read",
-                FaultKind.CHECKPOINT,
-                Role.CAUSE,
-                Certainty.LIKELY,
-                details,
-                False,
-            )
+            kind, sure = FaultKind.CHECKPOINT, Certainty.LIKELY
+            return "checkpoint-read", kind, Role.CAUSE, sure, details, False
         sure = Certainty.CERTAIN if is_own else Certainty.LIKELY
         return f"exception-{name}", FaultKind.CODE, Role.CAUSE, sure, details, False
 

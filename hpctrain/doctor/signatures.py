@@ -48,9 +48,9 @@ COARSE: tuple[bytes, ...] = tuple(
             "peer access",
         ),
         *("return code = -", "Unexpected result", "service not known", "name resolution"),
-        *("machine only has", "(local_rank: ", "core dumped", "by GPU node", "norm': nan"),
-        *("norm: nan", "double free", "(): ", "stack smashing", "it code 13", "ncclInv"),
-        *("Unable to load", "without SLURM", "`srun` command"),
+        *("machine only has", "(local_rank: ", "(core dumped)", "by GPU node-", "grad_norm': nan"),
+        *("double free or corr", "(): invalid ", "exit code 13", "ncclInvalid", "Unable to load"),
+        *("without SLURM handling", "`srun` command is"),
     )
 )
 """One of these stands in every line that is worth a look."""
