@@ -209,7 +209,7 @@ MEETING: tuple[LogSign, ...] = (
         _K.VERSIONS,
         _R.CAUSE,
         "CUDA version",
-        r"detected CUDA version .{0,40}mismatches|[Ii]nstalled CUDA version \S+ does not match",
+        r"detected CUDA version .{0,40}mismatches|\bCUDA version \S+ does not match",
     ),
     LogSign(
         "versions-cudnn",
