@@ -282,7 +282,6 @@ class LogScanner:
             self._attention = max(self._attention, _AFTER_ERROR if "Last" in text else _TABLE)
         if (table := TABLE_RANK.match(text)) is not None:
             stream.failed = int(table["rank"])
-            self._attention = max(self._attention, _AFTER_EXCEPTION)
         elif text.startswith("==="):
             stream.failed = None
         if stream.left <= 0:

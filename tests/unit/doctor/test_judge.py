@@ -313,3 +313,29 @@ def test_an_error_below_a_function_that_reads_a_checkpoint_is_the_checkpoints():
     diagnosis = judge([log(*TRACED.splitlines(), reading, "    y()", "KeyError: 'step'")])
 
     assert (diagnosis.kind, diagnosis.certainty) == (FaultKind.CHECKPOINT, Certainty.LIKELY)
+
+
+def test_a_connection_that_broke_explains_an_abort_without_a_word():
+    for death in ("Aborted (core dumped)", "exitcode: -6"):
+        assert judge([log(f"[rank1]: {CLOSED}", death)]).kind is FaultKind.TRANSPORT
+
+
+def test_one_loss_that_is_no_number_does_not_explain_an_assertion_on_the_device():
+    diagnosis = judge([log("step 1 loss: nan", "CUDA error: device-side assert triggered")])
+
+    assert diagnosis.kind is FaultKind.GPU_ASSERT
+
+
+def test_what_read_a_checkpoint_in_one_traceback_does_not_in_the_next():
+    reading = '  File "/opt/lib/python3.11/site-packages/accelerate/x.py", line 3, in load_state'
+    lines = [*TRACED.splitlines(), reading, "    y()", "KeyError: 'step'"]
+
+    first, second = log(*lines, *TRACED.splitlines(), "ValueError: no").sightings
+
+    assert (first.kind, second.kind) == (FaultKind.CHECKPOINT, FaultKind.CODE)
+
+
+def test_an_error_of_a_module_whose_name_begins_with_a_line_is_read():
+    diagnosis = judge([log(*TRACED.splitlines(), "_pickle.PicklingError: Can't pickle this")])
+
+    assert diagnosis.kind is FaultKind.CODE
