@@ -43,6 +43,7 @@ from hpctrain.memory import pairing
 from hpctrain.run import events as ledger
 from hpctrain.run import fence
 from hpctrain.run.event_types import AttemptStarted, NodeJoined, OrphanLeft
+from hpctrain.run.fence import read_fence
 from hpctrain.run.ownership import job_spec, start_secret
 
 if TYPE_CHECKING:
@@ -237,8 +238,11 @@ def _node_control(
 
 def _why_not(run: RunDir, context: JobContext, ending: LossEnding) -> str:
     """Node 0: why this job must not run, or ""."""
-    ending.record_lost_attempt()
-    if why := ending.is_over():
+    why, fence = ending.is_over(), read_fence(run)
+    # A job that may not start is late: the newest attempt may be a newer job's, and live.
+    if not why or (fence is not None and fence.job_id == context.job_id):
+        ending.record_lost_attempt()
+    if why:
         ledger.record(run, OrphanLeft(job_id=context.job_id, why=why))
         log.warning("%s", why)
     return why

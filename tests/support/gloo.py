@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 TIMEOUT_S = 120
+STUCK_S = TIMEOUT_S - 10
+"""By then a rank writes down where it stands."""
 LEAVE_S = 60
 """A rank that was killed keeps the others waiting so long; one that failed says so."""
 PRELOAD = (
@@ -119,15 +121,22 @@ def launch(
             assert not hung, f"ranks {hung} hung"
             return []
         errors = "\n".join(path.read_text() for path in sorted(out.glob("*.error")))
-        for path in sorted(out.glob("*.crash")):
-            if path.stat().st_size:
-                errors += f"\n{path.stem} crashed:\n{path.read_text()}"
         codes = [process.exitcode for process in ranks]
+        if errors or hung or any(codes):  # one that took long has written where it stood, too
+            errors += _stacks(out)
         assert not errors, f"{errors}\nexit codes {codes}, hung {hung}"
         assert not hung, f"ranks {hung} hung"
         assert codes == [0] * world_size, f"exit codes {codes}"
         results = [out / f"{rank}.pkl" for rank in range(world_size)]
         return [pickle.loads(path.read_bytes()) for path in results]  # noqa: S301 - our own bytes
+
+
+def _stacks(out: Path) -> str:
+    """Where ranks were that a signal killed, and those that have taken long."""
+    said = {path.stem: path.read_text() for path in sorted(out.glob("*.crash"))}
+    return "".join(
+        f"\n{rank} crashed, or stood here:\n{text}" for rank, text in said.items() if text
+    )
 
 
 def _rank(
@@ -156,6 +165,7 @@ def _rank(
     _compute_alone()
     crash = (out / f"rank {rank}.crash").open("w")  # its stack, if torch or gloo kills it
     faulthandler.enable(crash)
+    faulthandler.dump_traceback_later(STUCK_S, file=crash)
     try:
         result = fn(**kwargs)
         (out / f"{rank}.pkl").write_bytes(pickle.dumps(result))

@@ -13,6 +13,8 @@ from hpctrain.base.records import EndReason, FailureReport, JobContext, JobFacts
 from hpctrain.control.board import BOARD, Board
 from hpctrain.control.pulse import STEP, Pulse
 from hpctrain.errors import ClusterUnreachable, FileSystemFault, NoCheckpoint
+from hpctrain.history.run_history import RunHistory
+from hpctrain.history.run_state import RunState
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.heartbeat import Heartbeat, write_heartbeat
@@ -103,6 +105,24 @@ def test_a_job_of_a_submission_that_no_longer_counts_does_not_start(
         return
     assert main.run_agent(story.run, context_of("tok-1"), Scheduler()) == 5
     assert why in all_fields(last(story, "orphan_left"))["why"]
+
+
+def test_a_job_that_may_not_start_writes_no_end_for_the_one_that_runs(story, monkeypatch):
+    """It was late: the run's newer job has begun an attempt, of which it knows no end."""
+    from hpctrain.agent import main
+
+    story.submitted("8", "tok-2")
+    number = take_attempt(story.run, job_id="8", restarts=0).number
+    story.started(number, "8")
+    monkeypatch.setattr(main.signals, "install", lambda: None)
+    monkeypatch.setattr(main, "follow_folder", lambda _: None)
+
+    assert main.run_agent(story.run, context_of("tok-1"), Scheduler()) == 5
+
+    kinds = [event.kind for event in ledger.read(story.run)]
+    assert kinds[-1] == "orphan_left"
+    assert "attempt_ended" not in kinds
+    assert RunHistory.read(story.run).state.phase is RunState.RUNNING
 
 
 class Started(Exception):
