@@ -6,7 +6,7 @@ import time
 
 from tests.support.local_runs import await_end, events, hpctrain, start
 
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 LOOKS = """#!/bin/bash
 # Traps nothing: it looks.
 touch "$HPCTRAIN_OUTPUT_DIR/ready-$RANK"
