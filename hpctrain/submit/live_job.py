@@ -63,8 +63,8 @@ def live_job(run: RunDir, cluster: Cluster) -> JobInfo | None:
 def refuse_alive(run: RunDir, spec: Spec) -> None:
     """Refuse while a job of the run may still write; one that is ending is waited for a while.
 
-    Who cancels a run, or sees in `status` that it has stopped, and resumes it with the next command
-    need not try again: an attempt's end is on record before its job is over.
+    Who cancels a run, also with --save, or sees in `status` that it has stopped, and resumes it
+    with the next command need not try again: an attempt's end is on record before its job is over.
 
     Raises:
         RunAlive: with the job and what to do.
@@ -88,6 +88,8 @@ def _ends(run: RunDir, alive: JobInfo) -> str:
     now = RunHistory.read(run).state
     if now.phase in OVER and now.job_id == alive.job_id:
         return f"the run's end is on record, and its job {alive.job_id} is about to be over"
+    if now.cancel == "save" and now.job_id == alive.job_id:
+        return f"job {alive.job_id} was asked to save and leave"
     return ""
 
 
@@ -97,7 +99,7 @@ def refusal(run: RunDir, alive: JobInfo) -> RunAlive:
     onward = f"end it with `hpctrain cancel {run.name}`, or let it go on"
     if alive.state == JobState.COMPLETING:
         onward = "the cluster is ending it: try again when it has"
-    elif _ends(run, alive):
+    elif now.phase in OVER and now.job_id == alive.job_id:
         onward = "the run's end is on record, and the job not over: try again when it is"
     elif now.cancel == "save" and now.job_id == alive.job_id:
         onward = (

@@ -97,3 +97,27 @@ def test_the_end_of_another_job_is_not_this_ones(run, monkeypatch):
     with pytest.raises(RunAlive, match="or let it go on"):
         live_job.refuse_alive(run, SPEC)
     assert state["looks"] == 1
+
+
+def asked_to_save(run, job_id):
+    """A run that was asked to save and leave, and has not left."""
+    story = Story(run.root).submitted(job_id).started(1, job_id)
+    story.add("cancel_requested", save=True, job_id=job_id)
+
+
+def test_a_job_that_was_asked_to_save_and_leave_is_waited_for(run, monkeypatch, capsys):
+    """Who cancels with --save and resumes with the next command, as the first one says."""
+    asked_to_save(run, "local-1")
+    state = answers(monkeypatch, RUNNING, RUNNING, None)
+    live_job.refuse_alive(run, SPEC)
+    assert state["looks"] == 3
+    assert capsys.readouterr().err == (
+        "hpctrain: job local-1 was asked to save and leave; waiting for that up to 45 s\n"
+    )
+
+
+def test_a_job_whose_save_takes_long_is_refused(run, monkeypatch):
+    asked_to_save(run, "local-1")
+    answers(monkeypatch, RUNNING)
+    with pytest.raises(RunAlive, match="asked to save and leave: try again when it has"):
+        live_job.refuse_alive(run, SPEC)
