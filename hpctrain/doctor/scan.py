@@ -331,13 +331,14 @@ class LogScanner:
         self, text: str, stream: _Writer
     ) -> tuple[str, FaultKind, Role, Certainty, dict[str, str], bool] | None:
         """An exception that no signature knows: the ledger's words for it, else the program's."""
-        pattern = _EXCEPTION if stream.left > 0 else _OBVIOUS
+        in_traceback = stream.left > 0
+        pattern = _EXCEPTION if in_traceback else _OBVIOUS
         match = pattern.match(text) or _UNCAUGHT.search(text)
-        if match is None or (stream.left > 0 and not match["name"].lstrip("_")[:1].isalpha()):
+        if match is None or (in_traceback and not match["name"].lstrip("_")[:1].isalpha()):
             return None
         name = match["name"]
         # What a library raises may be the machine's fault; what the program raises is its own word.
-        is_own = stream.left > 0 and stream.place != "" and stream.place == stream.innermost
+        is_own = in_traceback and stream.place != "" and stream.place == stream.innermost
         # A RuntimeError at a line that raises nothing came out of torch's own code below it.
         is_own = is_own and (stream.raises or name != "RuntimeError")
         stream.left = 0
@@ -349,7 +350,7 @@ class LogScanner:
         if cause is not None and cause in DEFAULT_OF_CAUSE:
             kind, role, certainty = DEFAULT_OF_CAUSE[cause]
             return f"ledger-{cause.value}", kind, role, certainty, details, False
-        if stream.loads and pattern is _EXCEPTION:
+        if in_traceback and stream.loads:
             kind, sure = FaultKind.CHECKPOINT, Certainty.LIKELY
             return "checkpoint-read", kind, Role.CAUSE, sure, details, False
         sure = Certainty.CERTAIN if is_own else Certainty.LIKELY
