@@ -6,7 +6,7 @@ tests/slurm/test_two_writers.py and tests/unit/submit/test_copied_run.py hold th
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from hpctrain.base.records import JobState
 from hpctrain.errors import AccountingSilent, ClusterUnreachable, RunAlive
@@ -72,50 +72,35 @@ def refuse_alive(run: RunDir, spec: Spec) -> None:
     cluster = get_cluster(spec.cluster)
     deadline = time.monotonic() + ENDING_S
     alive = live_job(run, cluster)
-    if alive is not None and (leaving := _leaving(run, alive)):
-        echo_note(f"{leaving.how}; waiting for that up to {ENDING_S:.0f} s")
+    if alive is not None and (leaving := _leaving(run, alive, f"job {alive.job_id}")):
+        echo_note(f"{leaving}; waiting for that up to {ENDING_S:.0f} s")
     while alive is not None:
-        if _leaving(run, alive) is None or time.monotonic() > deadline:
+        if not _leaving(run, alive) or time.monotonic() > deadline:
             raise refusal(run, alive)
         time.sleep(LOOK_S)  # a scheduler tells nobody
         alive = live_job(run, cluster)
 
 
-class _Leaving(NamedTuple):
-    """A job that is about to end: how anybody knows, and what to do where it takes long."""
-
-    how: str
-    onward: str
-
-
-def _leaving(run: RunDir, alive: JobInfo) -> _Leaving | None:
-    """None for a job that goes on, as far as anybody knows."""
+def _leaving(run: RunDir, alive: JobInfo, name: str = "it") -> str:
+    """How a job is about to end; "" for one that goes on, as far as anybody knows."""
     if alive.state == JobState.COMPLETING:
-        how = f"the cluster is ending job {alive.job_id}"
-        return _Leaving(how, "the cluster is ending it: try again when it has")
+        return f"the cluster is ending {name}"
     now = RunHistory.read(run).state
     if now.job_id != alive.job_id:
-        return None
+        return ""
     if now.phase in OVER:
-        how = f"the run's end is on record, and its job {alive.job_id} is about to be over"
-        onward = "the run's end is on record, and the job not over: try again when it is"
-        return _Leaving(how, onward)
-    if now.cancel == "save":
-        onward = (
-            "it was asked to save and leave: try again when it has, which "
-            f"`hpctrain status {run.name}` shows"
-        )
-        return _Leaving(f"job {alive.job_id} was asked to save and leave", onward)
-    return None
+        return f"the run's end is on record, and {name} is about to be over"
+    return f"{name} was asked to save and leave" if now.cancel == "save" else ""
 
 
 def refusal(run: RunDir, alive: JobInfo) -> RunAlive:
     """Why nothing can be started beside a job of the run, and what to do."""
-    leaving = _leaving(run, alive)
     onward = f"end it with `hpctrain cancel {run.name}`, or let it go on"
+    if leaving := _leaving(run, alive):
+        onward = f"{leaving}: try again when it has, which `hpctrain status {run.name}` shows"
     return RunAlive(
         f"{run.name} has job {alive.job_id} ({alive.shown.lower()}), which may still write; "
-        f"{leaving.onward if leaving else onward}"
+        f"{onward}"
     )
 
 

@@ -79,7 +79,7 @@ def test_a_job_whose_run_has_ended_by_the_ledger_is_waited_for(run, monkeypatch,
     live_job.refuse_alive(run, SPEC)
     assert state["looks"] == 4
     assert capsys.readouterr().err == (
-        "hpctrain: the run's end is on record, and its job local-1 is about to be over; "
+        "hpctrain: the run's end is on record, and job local-1 is about to be over; "
         "waiting for that up to 45 s\n"
     )
 
@@ -87,7 +87,7 @@ def test_a_job_whose_run_has_ended_by_the_ledger_is_waited_for(run, monkeypatch,
 def test_a_job_that_outlives_its_runs_end_for_long_is_refused(run, monkeypatch):
     stopped(run, "local-1")
     answers(monkeypatch, RUNNING)
-    with pytest.raises(RunAlive, match="and the job not over: try again when it is"):
+    with pytest.raises(RunAlive, match="and it is about to be over: try again when it has"):
         live_job.refuse_alive(run, SPEC)
 
 
