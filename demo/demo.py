@@ -45,7 +45,7 @@ SETTINGS = (
     "train.lr=0.003",
     "run.log_every_s=0.5",
 )
-PREEMPT_AT = 80
+PREEMPT_AT = 30  # early: where a machine is busy, steps go on while the next command starts
 PATIENCE_S = 150.0
 POLL_S = 0.2
 COLUMNS, ROWS = 72, 12
@@ -74,7 +74,6 @@ def _tell(run: RunDir) -> None:
     sets = [f"--set={text}" for text in SETTINGS]
     _hpctrain("submit", "--cluster=local", "--nodes=1-4", f"--name={run.name}", *sets)
     _wait(run, f"step {PREEMPT_AT}", lambda: _newest_step(run) >= PREEMPT_AT)
-    _hpctrain("status", run.name)
 
     _say("Somebody's urgent job takes two of the four nodes; there are 30 s to leave.")
     _hpctrain("local", "preempt", run.name, "--leave=2", "--grace=30")

@@ -8,7 +8,7 @@ import time
 from tests.support.local_runs import await_end, events, hpctrain, start
 
 HANGS = """
-import os, pathlib, time
+import os, pathlib, random, time
 import torch, torch.distributed as dist
 import hpctrain
 
@@ -17,16 +17,20 @@ layer = torch.nn.Linear(4, 4)
 run.track(model=layer)
 first = pathlib.Path(os.environ["HPCTRAIN_ATTEMPT_DIR"]).name.endswith("1")
 
-def fetch_rows(step):
-    if first and step == 6 and run.world.rank == 1:
-        time.sleep(3600)
+def fetch_rows(blocks):
+    if blocks:
+        return fetch_rows(blocks - 1)
+    time.sleep(3600 if os.path.exists("looked_at") else 0.2)
 
 for step in run.steps(12):
     with run.section("reading"):
-        fetch_rows(step)
+        while first and step == 6 and run.world.rank == 1:
+            fetch_rows(random.randrange(20))
     dist.all_reduce(torch.ones(4))
 """
-SET = ("--set", "alive.hang_s=10", "--set", "checkpoint.interval_steps=2")
+"""Until somebody has looked, its stack changes from look to look: a sign of life, so that the hang
+stays a suspicion for as long as the commands take on a busy machine."""
+SET = ("--set", "alive.hang_s=6", "--set", "checkpoint.interval_steps=2")
 TELL = ("--set", "notify.on=['incident']", "--set", "notify.command=tee -a heard")
 WAITS = "1 rank waits for rank 1, which has not come to all_reduce"
 
@@ -41,6 +45,7 @@ def test_a_hang_is_named_while_it_stands_and_costs_no_more_than_a_restart(tmp_pa
         time.sleep(0.1)
     status = " ".join(hpctrain(tmp_path, "status", "hangs").split())
     stacks = hpctrain(tmp_path, "stacks", "hangs")
+    (tmp_path / "looked_at").touch()
     first, last = await_end(run, attempts=1), await_end(run, attempts=2)
 
     assert "fetch_rows (step 6, in reading)" in stacks

@@ -34,7 +34,7 @@ FAULTS = {
     "clock": "skew:n1,seconds=5",
     "version of torch": "version:n4,of=torch,is=1.0",
 }
-SLOW = "slow:n3,seconds=0.5"
+SLOW = "slow:n3,seconds=1.5"
 
 
 def preflight(slurm, cwd, *args, faults="", code):
