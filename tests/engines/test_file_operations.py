@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.strace
 NODES, RANKS = 2, 4
 TRAIN_S = 2.0
+BY_TIME = {"stop-request.json", "profile-request.json", "heartbeat.json"}
+"""Looked at or written so many times a second; how often in a start depends on how busy all are."""
 OTHERS = [f"rank {rank}" for rank in range(1, RANKS)]
 DATA = ("read", "write", "flush")
 
@@ -58,9 +60,16 @@ def test_a_start_is_one_operation_for_each_rank(run, asked):
     assert [told[rank] for rank in OTHERS] == [{"open": 1}] * len(OTHERS)  # its log
     assert not [one for rank in OTHERS for one in of(asked, phase="start", below=run, owner=rank)
                 if one.kind == "read"]  # fmt: skip
-    assert told["rank 0"].total() <= 80
-    assert told["agent 1"].total() <= 15
-    assert told["agent 0"].total() <= 55
+    assert _once(asked, run, "rank 0") <= 76
+    assert _once(asked, run, "agent 1") <= 15
+    assert _once(asked, run, "agent 0") <= 55
+
+
+def _once(asked: list[Operation], run: Path, owner: str) -> int:
+    """What is asked at a start, however long that takes."""
+    start = of(asked, phase="start", below=run, owner=owner)
+    names = [one.path.rpartition("/")[2] for one in start if one.kind in METADATA]
+    return len([name for name in names if name not in BY_TIME])
 
 
 def test_training_asks_nothing_of_the_file_system_but_on_rank_0(run, asked):

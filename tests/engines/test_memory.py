@@ -66,7 +66,8 @@ def test_a_killed_rank_costs_some_steps_and_no_byte_of_the_disk(tmp_path, monkey
 
 def test_with_a_copy_at_each_step_no_step_that_was_done_is_done_again(tmp_path, monkeypatch):
     """Whether even or odd: agreed on one by one, copies would be made at every other step."""
-    monkeypatch.setenv("STEP_S", "2.0")  # a copy is whole before its next half is over
+    monkeypatch.setenv("STEP_S", "2.0")  # a copy is whole before the step is over
+    monkeypatch.setenv("LINGER_S", "5.0")  # and before the kill, though others use the CPUs
     monkeypatch.setenv("KILLED_AT", "1:7:6")
     settings = SETTINGS | {"train.steps": 12, "train.step_delay_s": 0, "alive.memory_steps": 1}
     script = str(SCRIPTS / "killed_in_step.py")
@@ -94,12 +95,12 @@ def test_a_flipped_bit_is_found_and_the_disk_is_taken(tmp_path, monkeypatch, und
     flips = ";".join(f"flip:memory.proved,rank=1,hit={hit},bit=99999" for hit in (2, 3, 4, 5, 6))
 
     run, (_, second) = run_with(
-        # The last save before the kill is older than the last copy, with steps to spare.
+        # Copies at 4, 8, 12 and 16, where the kill is: the save of 11 is older than 12's copy.
         tmp_path,
         monkeypatch,
         f"{kill};{flips}",
-        checkpoint__interval_steps=5,
-        train__step_delay_s=0.15,
+        checkpoint__interval_steps=11,
+        train__step_delay_s=0.3,
     )
 
     assert second["read_from"] == ""
