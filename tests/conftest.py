@@ -3,7 +3,7 @@
 `make test` runs three files at a time (pytest-xdist). Two workers begin with those that need
 SLURM, each with a cluster of its own; they mostly wait for it. The third takes what needs none
 (`support.two_clusters`), which gets what they leave of the CPUs (`nice`), so that no time limit of
-a real job is missed because of a unit test.
+a real job is missed because of a unit test. Whole local runs come last, when no cluster is left.
 
 A test marked `slurm` is skipped with one reason line where no cluster can be started, and fails
 there when HPCTRAIN_REQUIRE contains "slurm" (as on the project's own machines). The same holds for
@@ -27,7 +27,7 @@ from tests.support import browser, client_disk, container_image, file_operations
 from tests.support.memory import folder_in_memory
 from tests.support.slurm_boot import FOREIGN, missing
 from tests.support.slurm_cluster import SlurmCluster
-from tests.support.two_clusters import SLURM_TESTS, TwoClusters
+from tests.support.two_clusters import SLURM_TESTS, TwoClusters, place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,7 +59,7 @@ NEEDS = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(SLURM_TESTS))
+    items.sort(key=lambda item: place(item.nodeid))
 
 
 @pytest.hookimpl(optionalhook=True)

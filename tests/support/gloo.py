@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-TIMEOUT_S = 120
+TIMEOUT_S = 180
 STUCK_S = TIMEOUT_S - 10
 """By then a rank writes down where it stands."""
 LEAVE_S = 60

@@ -2,7 +2,9 @@
 
 Tests with SLURM mostly wait, for it and for ranks that start; whoever needs none runs beside, with
 what they leave of the CPUs. More than two clusters at once would have each other's time limits
-missed. tests/unit/test_two_clusters.py holds the promises.
+missed. Beside them come first the tests that compute and watch no clock (`ORDER`): whole local
+runs, whose commands and steps race, would get too little of the CPUs there.
+tests/unit/test_two_clusters.py holds the promises.
 """
 
 from __future__ import annotations
@@ -17,6 +19,13 @@ if TYPE_CHECKING:
 CLUSTERS = 2
 """So many workers may have a cluster."""
 SLURM_TESTS = "tests/slurm/"
+ORDER = (SLURM_TESTS, "tests/engines/", "tests/unit/")
+"""What comes first; the rest, whole local runs among it, comes last."""
+
+
+def place(nodeid: str) -> int:
+    """A sort key for `ORDER`."""
+    return next((n for n, folder in enumerate(ORDER) if nodeid.startswith(folder)), len(ORDER))
 
 
 class TwoClusters(LoadFileScheduling):  # type: ignore[misc] # xdist says no types

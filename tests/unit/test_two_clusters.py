@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.two_clusters import TwoClusters
+from tests.support.two_clusters import TwoClusters, place
 
 SLURM = [f"tests/slurm/test_{name}.py" for name in "abcd"]
 OTHERS = [f"tests/unit/test_{name}.py" for name in "efgh"]
@@ -84,3 +84,9 @@ def test_without_slurm_all_share():
 
 def test_a_file_of_few_tests_is_no_reason_to_stop():
     assert ran(SLURM + OTHERS, 3, tests=1)[2][0] == OTHERS[0]
+
+
+def test_whole_local_runs_wait_until_no_cluster_is_left():
+    files = ["tests/docs/a", "tests/e2e/b", "tests/engines/c", "tests/slurm/d", "tests/unit/e"]
+
+    assert [file[-1] for file in sorted(files, key=place)] == ["d", "c", "e", "a", "b"]
