@@ -103,7 +103,10 @@ def newest(run):
     return load_manifest(max(run.checkpoints.glob("step-*")) / "MANIFEST.json")
 
 
-@pytest.mark.parametrize(("kind", "is_given"), [("ddp", False), ("fsdp2", False), ("fsdp2", True)])
+@pytest.mark.parametrize(
+    ("kind", "is_given"),
+    [("ddp", False), pytest.param("fsdp2", False, marks=pytest.mark.soak), ("fsdp2", True)],
+)
 def test_adapters_alone_are_saved_and_go_on_bit_equal(tmp_path, kind, is_given):
     folder = hub.make(tmp_path, "Llama")
     quiet = make_run(tmp_path / "quiet", engine__kind=kind)

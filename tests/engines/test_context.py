@@ -77,7 +77,7 @@ def alone() -> dict[str, Any]:
     return launch(_alone, 1, families=FAMILIES)[0]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_decoders_train_as_in_one_process(alone, ranks):
     cases = [(family, "") for family in FAMILIES] if ranks == 4 else [
         ("Llama", "whole"), ("Qwen3, tied", "full"), ("Olmo2", "selective, aot")

@@ -12,6 +12,7 @@ from tests.support.local_runs import SCRIPTS, await_end, events, start
 from tests.support.recipe import TINY, assert_same_bits, full_state, make_run, train
 
 STEPS = 16
+MORE = ("forward", "reduce", "norm", "tail")
 SETTINGS = {
     **TINY,
     "train.steps": STEPS,
@@ -53,7 +54,9 @@ def run_killed(tmp_path, monkeypatch, killed, *, faults=NO_DISK, nodes=1, ranks=
     return RunDir(root), events(root, "restored")
 
 
-@pytest.mark.parametrize("place", ["forward", "backward", "reduce", "norm", "update", "tail"])
+@pytest.mark.parametrize(
+    "place", ["backward", "update", *(pytest.param(at, marks=pytest.mark.soak) for at in MORE)]
+)
 def test_no_step_is_lost_wherever_a_rank_is_killed(tmp_path, monkeypatch, undisturbed, place):
     run, (_, second) = run_killed(tmp_path, monkeypatch, f"1:1:9:{place}")
 

@@ -224,7 +224,7 @@ def changed(tmp_path_factory, preloaded):
 @pytest.mark.parametrize(
     ("way", "name"),
     [
-        ("whole, in halves", "Gemma"),
+        pytest.param("whole, in halves", "Gemma", marks=pytest.mark.soak),
         ("recomputed and compiled", "Qwen3"),
         ("cut by tp", "Llama, tied"),
         ("interleaved", "Llama, tied"),

@@ -24,9 +24,16 @@ def _errors(cases, patience_s=MOST_S):
     }
 
 
-@pytest.mark.timeout(600)  # twelve seconds alone
-def test_predicted_peaks_are_the_measured_ones():
-    errors = _errors(plan_cases.QUICK)
+@pytest.mark.timeout(600)  # 10 to 60 seconds alone
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(plan_cases.QUICK, id="quick"),
+        pytest.param(plan_cases.MORE, id="more", marks=pytest.mark.soak),
+    ],
+)
+def test_predicted_peaks_are_the_measured_ones(cases):
+    errors = _errors(cases)
 
     assert {name: error for name, error in errors.items() if abs(error) > CLOSE} == {}
 

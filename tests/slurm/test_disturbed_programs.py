@@ -57,6 +57,7 @@ def tell(capsys):
     return line
 
 
+@pytest.mark.soak
 def test_a_kill_in_the_middle_of_its_only_file_costs_an_unchanged_program_that_save(
     slurm, tmp_path
 ):

@@ -93,18 +93,30 @@ def _sha256(run):
     return digest.hexdigest()
 
 
-def test_an_exact_run_has_the_same_bits_whatever_nodes_it_had(slurm, tmp_path, tmp_path_factory):
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(((3, 1),), id="once"),
+        pytest.param(((1, 2), (3, 1), (2, 2)), id="three times", marks=pytest.mark.soak),
+    ],
+)
+def test_an_exact_run_has_the_same_bits_whatever_nodes_it_had(
+    slurm, tmp_path, tmp_path_factory, sizes
+):
     exact = {"engine.exact": True, "engine.precision": "bf16", "train.dropout": 0.1}
     changes = {key.replace(".", "__"): value for key, value in exact.items()}
     in_peace = _in_peace(tmp_path_factory.mktemp("exact"), **changes)
     run = submit(slurm, tmp_path, "--nodes=2", "--ranks-per-node=2", sets={**SETTINGS, **exact})
-    for attempt, (nodes, ranks) in enumerate(((1, 2), (3, 1), (2, 2)), start=1):
+    for attempt, (nodes, ranks) in enumerate(sizes, start=1):
         run.wait_step(5 * attempt, attempt=attempt)
         _preempt(slurm, run, f"--nodes={nodes}", f"--ranks-per-node={ranks}")
     run.wait_done()
 
-    assert [view.world_size for view in attempts(RunHistory.of(run.events()))] == [4, 2, 3, 4]
-    assert run.steps_lost() == [0, 0, 0]
+    assert [view.world_size for view in attempts(RunHistory.of(run.events()))] == [
+        4,
+        *(nodes * ranks for nodes, ranks in sizes),
+    ]
+    assert run.steps_lost() == [0] * len(sizes)
     _assert_exactly_once(run)
     assert losses(run.dir) == losses(in_peace)
     assert _sha256(run.dir) == _sha256(in_peace)

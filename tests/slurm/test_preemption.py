@@ -19,7 +19,7 @@ SETTINGS = {"train.steps": STEPS, "train.step_delay_s": 0.1}
 @pytest.mark.every_slurm
 @pytest.mark.parametrize(
     ("partition", "user_signal"),
-    [("work", False), ("grace", False), ("grace", True)],
+    [("work", False), pytest.param("grace", False, marks=pytest.mark.soak), ("grace", True)],
     ids=["no grace, SIGTERM", "grace, SIGTERM only", "grace, user signal"],
 )
 def test_a_preempted_run_comes_back_and_ends_bit_equal(

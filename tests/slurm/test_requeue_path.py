@@ -36,6 +36,7 @@ def test_a_slurmctld_that_is_silent_during_the_stop_is_waited_for(slurm, tmp_pat
     assert slurm.job(run.job_id)["Restarts"] == "1"
 
 
+@pytest.mark.soak
 def test_a_munged_that_is_away_during_the_stop_is_waited_for(slurm, tmp_path):
     """Its restart is an update's everyday; meanwhile SLURM says what sounds like a refusal."""
     run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", "--time=10", sets=SETTINGS)

@@ -121,6 +121,7 @@ def test_one_node_gets_it_by_sbcast(slurm, tmp_path, environment, nodes):
     assert not list(Path(fact["folder"]).glob("*.sent-*"))
 
 
+@pytest.mark.soak
 def test_a_node_without_room_starts_from_the_shared_environment_and_says_so(
     slurm, tmp_path, environment, nodes
 ):
@@ -140,6 +141,7 @@ def test_a_node_without_room_starts_from_the_shared_environment_and_says_so(
     assert "n2 starts from the shared environment" in log_of(run, "-1")
 
 
+@pytest.mark.soak
 def test_an_archive_that_is_torn_or_gone_costs_the_run_nothing(slurm, tmp_path, environment, nodes):
     run, _ = submit(slurm, tmp_path, environment, stage_dir=nodes / "$SLURMD_NODENAME", hold=True)
     archive = Path(json.loads(run.dir.staging.read_text())["archive"]["path"])
