@@ -125,11 +125,14 @@ class Watched:
 def limited(slurm_cluster: SlurmCluster) -> Iterator[Watched]:
     """A job that nears its time limit from the beginning, on n4; the rest happens beside it."""
     slurm_cluster.reset()
-    job = Watched.submit(slurm_cluster, "limited", "--nodelist=n4", "--time=10")
+    # Warned a loop and SLACK_S before: a loop that is late would find only that the limit is over.
+    warned_s = LOOP_S + SLACK_S
+    signal = f"--signal=USR2@{warned_s}"
+    job = Watched.submit(slurm_cluster, "limited", "--nodelist=n4", "--time=10", signal)
     job.started()
     # Since 23.11 a reconfiguration starts slurmctld anew, and with it the 30 s (`jobs` has two).
     loops = slurm_cluster.by_version({OLDEST: 1, (23, 11): 2})
-    slurm_cluster.end_in(job.job_id, loops * LOOP_S + 2)
+    slurm_cluster.end_in(job.job_id, (loops - 1) * LOOP_S + warned_s + 2)
     yield job
     slurm_cluster.reset()
 
