@@ -17,7 +17,7 @@ from tests.support.scenario import RunHandle
 from tests.support.small_disk import mounted
 from tests.support.small_environment import make_environment
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]  # a gigabyte packed, unpacked, deleted
 
 SCRIPT = Path(__file__).parents[1] / "support" / "scripts" / "where_from.py"
 
