@@ -158,9 +158,8 @@ def alone():
     return found
 
 
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(2, marks=pytest.mark.soak), 3, 6, 8]
-)  # and 4, in tests/slurm/test_engines.py
+# And 4, in tests/slurm/test_engines.py.
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.soak), 3, 6, 8])
 def test_losses_norms_and_weights_are_the_same_bits_at_any_number_of_ranks(alone, ranks):
     others = OTHERWISE if ranks == 3 else []
     same = {named({**case, **changes}): alone[named(case)] for case, changes in others}
