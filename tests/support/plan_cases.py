@@ -92,6 +92,7 @@ AGAIN = {"recompute": True}
 QUICK: list[Case] = [
     ("llama-156M", {**SINGLE, **LONG}),
     ("llama-156M", {**FSDP2, **SMALL, **AGAIN}),
+    ("llama-156M", {**NO_RESHARD, **LONG}),
     ("gpt2-124M", {**DDP, **SMALL}),
     ("bert-52M", {**HSDP, **SMALL, **AGAIN}),
     ("mixtral-270M", {**FSDP2, **SMALL}),
@@ -103,7 +104,6 @@ QUICK: list[Case] = [
 ]
 """Of each family and each way, in seconds."""
 MORE: list[Case] = [
-    ("llama-156M", {**NO_RESHARD, **LONG}),
     ("gpt2-124M", {**FSDP2, **LONG, "passes": 2}),
     ("llama-20M", {**FSDP2, **SMALL, "offload": True}),
     ("gpt2-124M", {**FSDP2, "micro": 1, "seq": 64, "passes": 2, "offload": True}),
