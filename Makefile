@@ -73,10 +73,18 @@ container: $(STAMP)
 	    [ -z "$(HPCTRAIN_REQUIRE)" ] && echo "tests that need it are skipped" >&2; }
 	@rm -f .container-install.log
 
+# Each process of a test would compile hpctrain anew, where Python writes no caches.
+.PHONY: compiled
+compiled: $(STAMP)
+	@PYTHONDONTWRITEBYTECODE= python -m compileall -q hpctrain tests
+
 .PHONY: test
-test: slurm browser fuse container strace ## all tests, on a real SLURM that the tests start; TESTS=tests/unit for some of them
-	@python -m compileall -q hpctrain # else each process of a test compiles it, where Python writes no caches
-	@$(PYTEST) -n 3 $(BY_FILE) $(TESTS)
+test: compiled ## ten minutes of tests, without root, SLURM, browser, FUSE or containers; TESTS=tests/unit for some of them
+	@PYTHONDONTWRITEBYTECODE= $(PYTEST) --tier test $(BESIDE) $(TESTS)
+
+.PHONY: landing-tests
+landing-tests: compiled slurm browser fuse container strace
+	@PYTHONDONTWRITEBYTECODE= $(PYTEST) --tier check --second-run -n 3 $(BY_FILE) $(TESTS)
 
 # The versions of SLURM beside this machine's own, and what of tests/slurm each is held against.
 SLURM_VERSIONS := 24.11 26.05
@@ -100,7 +108,7 @@ endef
 
 .PHONY: slurm-versions
 slurm-versions: $(STAMP) ## what SLURM does to a run, on the other versions of SLURM as well
-	@$(call on_the_other_versions,-m every_slurm tests/slurm)
+	@$(call on_the_other_versions,--tier check --second-run -m every_slurm tests/slurm)
 
 .PHONY: lint
 lint: $(STAMP) ## format, style, types, direction of imports, shell scripts, spelling
@@ -120,14 +128,14 @@ docs: $(STAMP) ## the pages of docs/ and the API as a site, in build/docs
 	@echo "docs: build/docs/index.html"
 
 .PHONY: check
-check: lint docs test ## lint, docs and test: what continuous integration runs
+check: lint docs landing-tests slurm-versions ## lint, docs, all tests but long campaigns: what continuous integration runs
 
 .PHONY: soak
-soak: slurm fuse container ## long campaigns, and all of tests/slurm on every version of SLURM, for a night
-	@$(PYTEST) $(BESIDE) tests/slurm
-	@$(call on_the_other_versions,tests/slurm)
-	@$(PYTEST) -m soak --timeout=0 $(TESTS)
-	@$(call on_the_other_versions,-m soak --timeout=0 -n 0 tests/slurm/test_disturbances.py)
+soak: compiled slurm browser fuse container strace ## all tests, all of tests/slurm on every version of SLURM, long campaigns: for a night
+	@$(PYTEST) --tier soak -n 3 $(BY_FILE) $(TESTS)
+	@$(call on_the_other_versions,--tier soak tests/slurm)
+	@$(PYTEST) --tier soak -m soak --timeout=0 $(TESTS)
+	@$(call on_the_other_versions,--tier soak -m soak --timeout=0 -n 0 tests/slurm/test_disturbances.py)
 
 TORCH_VERSIONS ?= 2.8.0 2.14.1
 TORCH_FOLDER ?= /var/cache/hpctrain-torch

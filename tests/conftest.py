@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,15 @@ from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
 from hpctrain.base import log
-from tests.support import browser, client_disk, container_image, file_operations, users
+from tests.support import (
+    browser,
+    client_disk,
+    container_image,
+    file_operations,
+    second_run,
+    tiers,
+    users,
+)
 from tests.support.memory import folder_in_memory
 from tests.support.slurm_boot import FOREIGN, missing
 from tests.support.slurm_cluster import SlurmCluster
@@ -33,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from xdist.remote import Producer
+    from xdist.workermanage import WorkerController
 
 # Other tests run beside: how long an example takes says nothing about the code.
 hypothesis_settings.register_profile(
@@ -58,8 +68,56 @@ NEEDS = {
 """Marker to: what of it is missing here, what to say then, how to come by it."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+LEFT_OUT = pytest.StashKey[Counter[str]]()
+"""How many tests the tier left out, by what they need."""
+LEFT_OUT_KEY = "hpctrain_left_out"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("hpctrain")
+    names = [tier.name.lower() for tier in tiers.Tier]
+    group.addoption("--tier", choices=names, help="run the tests of this tier (support/tiers.py)")
+    group.addoption(
+        "--second-run",
+        action="store_true",
+        help="run a failed test with the mark `realtime` once more, alone (support/second_run.py)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT_OUT] = Counter()
+    if config.getoption("--second-run") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(second_run.SecondRun(config), "hpctrain-second-run")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if faults := list(tiers.unproved(items)):
+        raise pytest.UsageError("\n".join(faults))
+    for item in items:
+        second_run.note(item)
+    if tier := config.getoption("--tier"):
+        items[:], left, counts = tiers.divide(items, tiers.Tier[tier.upper()])
+        config.hook.pytest_deselected(items=left)
+        config.stash[LEFT_OUT].update(counts)
     items.sort(key=lambda item: place(item.nodeid))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput[LEFT_OUT_KEY] = dict(session.config.stash[LEFT_OUT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: WorkerController) -> None:
+    """Take what a worker left out; all workers collect the same tests."""
+    node.config.stash[LEFT_OUT] |= Counter(getattr(node, "workeroutput", {}).get(LEFT_OUT_KEY, {}))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Print what was not run below pytest's own summary."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter and (line := tiers.closing_line(config.stash[LEFT_OUT])):
+        reporter.write_line(line)
 
 
 @pytest.hookimpl(optionalhook=True)
