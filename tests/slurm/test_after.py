@@ -36,6 +36,7 @@ def names(chain):
     return [link["run"] for link in chain]
 
 
+@pytest.mark.story(proved_by=("tests/e2e/test_after.py", "tests/unit/submit/test_after.py"))
 def test_what_follows_a_preempted_run_begins_once_and_a_chain_is_shown_as_one(slurm, tmp_path):
     """Two by `--then`, two by `--after`; the second is preempted too."""
     twice = 'if [ "$HPCTRAIN_STARTS" = 1 ]; then sleep 600; fi'
@@ -88,6 +89,12 @@ def disturb(slurm, run):
     slurm.start_now(run.job_id)
 
 
+@pytest.mark.story(
+    proved_by=(
+        "tests/e2e/test_after.py::test_a_job_that_ended_well_is_not_enough",
+        "tests/unit/submit/test_after.py",
+    )
+)
 def test_a_follower_never_begins_behind_what_is_not_done_until_that_is_resumed(slurm, tmp_path):
     """One fails, one is cancelled, one saves and leaves with exit code 0."""
     until_told = "trap 'exit 0' TERM; " + UNTIL

@@ -58,6 +58,9 @@ def move(run, nodes):
     return urgent
 
 
+@pytest.mark.story(
+    proved_by=("tests/e2e/test_unkind_disk.py", "tests/engines/test_unkind_disks.py")
+)
 def test_a_run_that_moves_between_nodes_with_stale_caches_loses_nothing(slurm, rules, tmp_path):
     run = submit(slurm, tmp_path, *TWO_BY_ONE, sets=SETTINGS)
     more_steps(run, 1)
@@ -86,6 +89,7 @@ def test_a_run_that_moves_between_nodes_with_stale_caches_loses_nothing(slurm, r
     assert all(one["locks"].startswith("local: ") for one in told), told
 
 
+@pytest.mark.story(proved_by="tests/unit/run/test_shared_folder.py")
 def test_nodes_that_do_not_see_each_others_renames_end_the_run_in_one_line(slurm, rules, tmp_path):
     rules["n2"].set({"op": "open", "path": "run/preflight/*/n1", "do": "ENOENT"})
     run = submit(slurm, tmp_path, *TWO_BY_ONE, sets=SETTINGS)

@@ -72,6 +72,9 @@ def test_scancel_of_a_training_run_ends_it_for_good(slurm, tmp_path):
     assert_cancelled_for_good(run)
 
 
+@pytest.mark.story(
+    proved_by=("tests/engines/test_kill_during_save.py", "tests/unit/checkpoint/test_commit.py")
+)
 def test_scancel_in_the_middle_of_a_save_ends_it_for_good_and_the_leftover_is_not_in_the_way(
     slurm, tmp_path
 ):

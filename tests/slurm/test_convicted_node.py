@@ -81,6 +81,12 @@ def test_the_others_go_on_without_it_and_where_too_few_are_left_the_next_start_d
     _assert_that_it_ends_as_if_nothing_was(run, tmp_path / "peace", 6, **exact)
 
 
+@pytest.mark.story(
+    proved_by=(
+        "tests/engines/test_in_place.py::test_a_node_that_guards_have_named_is_left_out_of_the_next_round",
+        "tests/unit/agent/test_convictions.py",
+    )
+)
 def test_a_spare_takes_the_place_of_a_node_that_was_named_twice(slurm, tmp_path):
     run = _submit(slurm, tmp_path, "2+1", "1:n2:17,2:n2:17")
     _await_that_it_leaves(slurm, run, "n2")

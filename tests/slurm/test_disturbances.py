@@ -230,6 +230,13 @@ def disturb(run, rules, count, tell):
     return disturber
 
 
+@pytest.mark.story(
+    proved_by=(
+        "tests/slurm/test_preemption.py",
+        "tests/slurm/test_cancel.py",
+        "tests/unit/plan/test_decide.py",
+    )
+)
 @pytest.mark.parametrize(
     "count", [3, pytest.param(MANY, marks=[pytest.mark.soak, pytest.mark.timeout(0)])]
 )

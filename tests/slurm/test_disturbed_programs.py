@@ -81,6 +81,9 @@ def test_a_kill_in_the_middle_of_its_only_file_costs_an_unchanged_program_that_s
     assert float(result) == pytest.approx(alone(60), rel=1e-5)
 
 
+@pytest.mark.story(
+    proved_by="tests/engines/test_frameworks.py::test_the_program_that_is_shown_loses_no_step_to_a_preemption"
+)
 def test_transformers_trainer_with_the_callback_loses_no_step_in_a_preemption(slurm, tmp_path):
     program = dataclasses.replace(TRAINER, words=(TRAINER.words[0], "--steps=60", "--told"))
     campaign = Campaign(slurm, tmp_path, program, partition="grace")

@@ -53,6 +53,12 @@ def _reached(slurm, job_id, count):
     return slurm.wait_for(rows, 60, f"{count} steps in SLURM's account of job {job_id}")
 
 
+@pytest.mark.story(
+    proved_by=(
+        "tests/e2e/test_drill.py::test_a_killed_rank_and_a_turned_bit_end_as_promised",
+        "tests/unit/entry/test_drill_node.py",
+    )
+)
 def test_a_rank_is_killed_and_frozen_on_its_node_and_the_notice_is_heard(slurm, tmp_path):
     brisk = ("--set=train.step_delay_s=0.05", "--set=run.restart_pause_s=0")
     faults = "--faults=kill_rank,preempt,freeze_rank"

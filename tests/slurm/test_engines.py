@@ -56,6 +56,7 @@ def _assert_exactly_once(run):
         assert sorted(indices) == sorted(samples_of_step(run.dir, step)), f"step {step}"
 
 
+@pytest.mark.story(proved_by="tests/engines/test_every_engine.py")
 def test_a_run_changes_engine_and_nodes_three_times_and_keeps_its_curve(
     slurm, tmp_path, tmp_path_factory
 ):
@@ -93,6 +94,7 @@ def _sha256(run):
     return digest.hexdigest()
 
 
+@pytest.mark.story(proved_by="tests/engines/test_exact.py")
 @pytest.mark.parametrize(
     "sizes",
     [

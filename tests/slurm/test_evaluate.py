@@ -50,6 +50,9 @@ def evaluations(run):
     return found
 
 
+@pytest.mark.story(
+    proved_by=("tests/e2e/test_evaluated_run.py", "tests/unit/submit/test_evaluations.py")
+)
 def test_every_third_is_evaluated_once_through_preemptions_of_both(slurm, tmp_path):
     script = tmp_path / "evaluate.sh"
     script.write_text(EVALUATE)

@@ -42,6 +42,9 @@ def _wait_for_copies_and_a_step(run, attempt):
     run.wait("steps", lambda: all_fields(run.events("steps", attempt)[-1])["last"] >= after)
 
 
+@pytest.mark.story(
+    proved_by="tests/engines/test_last_will.py::test_no_step_is_lost_wherever_a_rank_is_killed"
+)
 @pytest.mark.parametrize("nodes", ["2", "2+1"])
 def test_a_killed_rank_costs_no_step_that_was_done(slurm, tmp_path, capsys, nodes):
     args = (f"--nodes={nodes}", "--ranks-per-node=2")
@@ -87,6 +90,9 @@ def _assert_that_it_went_on_from_the_copy_before(run, tmp_path, capsys):
     assert run.slurm.job(run.job_id)["Restarts"] == "0"
 
 
+@pytest.mark.story(
+    proved_by="tests/engines/test_last_will.py::test_where_its_agent_is_killed_over_a_will_the_run_goes_on_from_a_whole_checkpoint"
+)
 def test_where_an_agent_is_killed_over_a_will_the_others_go_on_from_the_copy_before(
     slurm, tmp_path, capsys
 ):

@@ -30,6 +30,12 @@ def _kill_rank(slurm, run, attempt, rank):
     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.story(
+    proved_by=(
+        "tests/engines/test_memory.py::test_nodes_have_each_their_ranks_copies",
+        "tests/unit/memory/test_buddy.py",
+    )
+)
 def test_a_dead_rank_goes_on_from_its_node_and_a_dead_node_from_its_buddy(slurm, tmp_path, capsys):
     run = submit(
         slurm,
@@ -63,6 +69,9 @@ def test_a_dead_rank_goes_on_from_its_node_and_a_dead_node_from_its_buddy(slurm,
     assert slurm.job(run.job_id)["Restarts"] == "0"
 
 
+@pytest.mark.story(
+    proved_by=("tests/unit/memory/test_buddy.py", "tests/unit/memory/test_keeper_process.py")
+)
 def test_the_first_nodes_part_is_had_from_its_buddy_by_those_that_go_on(slurm, tmp_path, capsys):
     run = submit(slurm, tmp_path, "--nodes=2+1", "--ranks-per-node=2", sets=SETTINGS)
     run.wait("copies", lambda: run.events("memory_copies"))
@@ -81,6 +90,7 @@ def test_the_first_nodes_part_is_had_from_its_buddy_by_those_that_go_on(slurm, t
     assert_same_bits(full_state(run.dir, STEPS), full_state(peace, STEPS))
 
 
+@pytest.mark.story(proved_by="tests/unit/agent/test_copies_to_disk.py")
 def test_where_no_round_can_follow_a_loss_copies_go_to_disk_before_the_requeue(
     slurm, tmp_path, capsys
 ):

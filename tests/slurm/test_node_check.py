@@ -33,6 +33,9 @@ def test_a_job_with_a_sick_node_starts_again_without_it(slurm, tmp_path):
     assert run.doctor(1) == "unfit_node"
 
 
+@pytest.mark.story(
+    proved_by=("tests/unit/preflight/test_known_good.py", "tests/unit/preflight/test_slow_nodes.py")
+)
 def test_a_node_that_slows_the_collective_is_left_behind_where_the_preset_has_a_baseline(
     slurm, tmp_path
 ):
@@ -52,6 +55,7 @@ def test_a_node_that_slows_the_collective_is_left_behind_where_the_preset_has_a_
     assert node_lists.are_known_good(node_lists.known_good_path(run.dir), ["n1", "n2", "n4"], 1)
 
 
+@pytest.mark.story(proved_by="tests/unit/submit/test_kept_out_nodes.py")
 def test_where_no_node_is_left_the_refusal_says_who_was_kept_out(slurm, tmp_path):
     record_bad(bad_nodes_of_user(slurm.env, CLUSTER), dict.fromkeys(slurm.nodes, "slow"))
 

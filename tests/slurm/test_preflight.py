@@ -104,6 +104,7 @@ def test_an_interface_that_the_kernel_has_not_got_is_missed():
         assert IFNAME in found.message
 
 
+@pytest.mark.story(proved_by="tests/unit/preflight/test_slow_nodes.py")
 def test_a_throttled_node_is_found_by_bisection(slurm, tmp_path):
     report = preflight(slurm, tmp_path, "--nodes=4", faults=SLOW, code=3)
 

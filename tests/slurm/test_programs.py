@@ -34,6 +34,9 @@ pathlib.Path("lightning.json").write_text(json.dumps(told))
 """
 
 
+@pytest.mark.story(
+    proved_by="tests/engines/test_foreign.py::test_a_preempted_shell_script_saves_while_the_other_ranks_die_and_comes_back"
+)
 def test_a_shell_script_is_preempted_saves_and_comes_back_and_slurm_tells_each_rank_its_own(
     slurm, tmp_path
 ):

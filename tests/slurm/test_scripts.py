@@ -51,6 +51,7 @@ def test_an_unchanged_torchrun_script_is_preempted_and_goes_on_from_its_own_chec
     assert run.status()["state"] == "done"
 
 
+@pytest.mark.story(proved_by=("tests/e2e/test_doctor_run.py", "tests/unit/plan/test_decide.py"))
 def test_a_script_that_raises_shows_its_own_traceback_once_and_is_not_started_again(
     slurm, tmp_path
 ):

@@ -16,6 +16,9 @@ SAVE_EVERY = 5
 STUCK_AT = 7
 
 
+@pytest.mark.story(
+    proved_by=("tests/engines/test_hang_watch.py", "tests/unit/agent/test_stop_deadline.py")
+)
 @pytest.mark.parametrize(
     ("how", "partition"),
     [("c-call", "grace"), ("stopped", "work")],

@@ -77,6 +77,7 @@ def test_a_job_comes_back_from_a_preemption_by_sigterm_and_from_a_dead_node(
     assert "saving the call" in job.stdout()
 
 
+@pytest.mark.story(proved_by=("tests/unit/submitit/test_task.py", "tests/e2e/test_submitit_own.py"))
 def test_a_limit_of_a_minute_stops_no_job_and_every_rank_keeps_its_own_state(
     slurm, tmp_path, monkeypatch
 ):

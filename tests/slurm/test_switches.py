@@ -33,6 +33,9 @@ def slurm_cluster():
         yield cluster
 
 
+@pytest.mark.story(
+    proved_by=("tests/unit/memory/test_pairing.py", "tests/unit/memory/test_buddy.py")
+)
 def test_a_switch_that_dies_with_its_nodes_leaves_every_copy_on_the_other_one(
     slurm, tmp_path, capsys
 ):
@@ -60,6 +63,7 @@ def test_a_switch_that_dies_with_its_nodes_leaves_every_copy_on_the_other_one(
     assert slurm.job(run.job_id)["Restarts"] == "0"
 
 
+@pytest.mark.story(proved_by="tests/unit/memory/test_pairing.py")
 def test_where_a_switch_has_more_than_half_it_is_said_whose_copies_it_takes(
     slurm, tmp_path, capsys
 ):

@@ -79,6 +79,7 @@ def free_mib():
     return next(int(line.split()[1]) for line in lines if line.startswith("MemAvail")) / 1024
 
 
+@pytest.mark.story(proved_by="tests/unit/scheduler/test_many_nodes.py")
 @pytest.mark.parametrize(
     "count", [16, pytest.param(MANY, marks=[pytest.mark.soak, pytest.mark.timeout(0)])]
 )
