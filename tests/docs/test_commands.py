@@ -89,6 +89,7 @@ def test_the_readmes_loop_is_the_examples():
     assert calls == wanted, "the README shows every line that is hpctrain's"
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
 def test_the_shown_session_runs(page, tmp_path):
     """Each command exits 0 where there is no sbatch; between them one waits as a person would."""

@@ -6,6 +6,8 @@ import re
 import time
 from pathlib import Path
 
+import pytest
+
 from hpctrain.base import env
 from tests.docs.test_environment import WORDS, documented
 from tests.docs.test_pages import table
@@ -25,6 +27,7 @@ def test_the_page_names_every_variable_that_programs_read():
     assert [tuple(row) for row in table(PAGE, "variable")] == told
 
 
+@pytest.mark.check
 def test_the_pages_script_saves_at_a_preemption_and_goes_on_from_there(tmp_path):
     (text,) = re.findall(r"<!-- test: preempted -->\n```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
     script = tmp_path / "steps.sh"

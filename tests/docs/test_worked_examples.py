@@ -74,6 +74,7 @@ def _has_ended(machine, name):
     return True
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("title", list(SECTIONS))
 def test_the_session_prints_what_is_shown(title, machine):
     sessions = SESSION.findall(SECTIONS[title])
@@ -122,6 +123,7 @@ def _plain(text):
     return " ".join(text.split())
 
 
+@pytest.mark.check
 def test_the_settings_that_are_shown_are_those_that_the_plan_writes(machine, tmp_path):
     [(block, _)] = SESSION.findall(SECTIONS[HUNDRED])[:1]
     [shown] = re.findall(r"```toml\n(.*?)```", SECTIONS[HUNDRED], re.DOTALL)
@@ -130,6 +132,7 @@ def test_the_settings_that_are_shown_are_those_that_the_plan_writes(machine, tmp
     assert shown in (tmp_path / "hundred" / "hpctrain.toml").read_text()
 
 
+@pytest.mark.check
 def test_the_pipeline_passes_and_leaves_its_files(machine, tmp_path):
     lines = re.findall(r"- run: (hpctrain .+)", SECTIONS[PIPELINE])
 
@@ -144,6 +147,7 @@ def test_the_pipeline_passes_and_leaves_its_files(machine, tmp_path):
     assert machine("hpctrain lint examples --format sarif").returncode == 3
 
 
+@pytest.mark.check
 def test_the_pipeline_stops_where_nothing_fits_any_more(machine):
     [line] = re.findall(r"- run: (hpctrain plan .+) >", SECTIONS[PIPELINE])
 
