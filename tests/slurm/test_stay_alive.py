@@ -66,7 +66,6 @@ def _assert_every_sample_was_used_once(run):
     assert lineage(RunHistory.of(run.events())).problems == []
 
 
-@pytest.mark.every_slurm
 def test_a_spare_takes_a_dead_nodes_place_and_the_next_one_is_left_out(slurm, tmp_path, capsys):
     run = submit(
         slurm,
