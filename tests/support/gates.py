@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.support import patience
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    import pytest
 
 
 @dataclass
@@ -63,3 +65,17 @@ class Gate(AbstractContextManager["Gate"]):
             return found if len(found) >= arrivals else None
 
         return patience.until(there, f"{arrivals} arrivals at {self.path}", alive=alive)
+
+
+def before(patch: pytest.MonkeyPatch, kind: type, method: str, act: Callable[..., object]) -> None:
+    """Have every call of a method call `act` first, with the same arguments.
+
+    Ranks that are forked afterwards do it too.
+    """
+    real = getattr(kind, method)
+
+    def called(*args: Any, **named: Any) -> Any:
+        act(*args, **named)
+        return real(*args, **named)
+
+    patch.setattr(kind, method, called)
