@@ -23,7 +23,7 @@ from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
 from hpctrain.base import log
-from tests.support import browser, client_disk, container_image, file_operations, users
+from tests.support import browser, client_disk, container_image, file_operations, network, users
 from tests.support.memory import folder_in_memory
 from tests.support.slurm_boot import FOREIGN, missing
 from tests.support.slurm_cluster import SlurmCluster
@@ -56,6 +56,11 @@ NEEDS = {
     "two_users": (users.missing, "no second user here", "run the tests as root"),
 }
 """Marker to: what of it is missing here, what to say then, how to come by it."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", default=None):
+        network.enter_own()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
