@@ -23,7 +23,15 @@ from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
 from hpctrain.base import log
-from tests.support import browser, client_disk, container_image, file_operations, network, users
+from tests.support import (
+    browser,
+    client_disk,
+    container_image,
+    cpus,
+    file_operations,
+    network,
+    users,
+)
 from tests.support.memory import folder_in_memory
 from tests.support.slurm_boot import FOREIGN, missing
 from tests.support.slurm_cluster import SlurmCluster
@@ -82,6 +90,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             reason = f"{none}, missing: {', '.join(lacking)}; {install}"
             required = name in os.environ.get(REQUIRE, "").replace(",", " ").split()
             (pytest.fail if required else pytest.skip)(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    with cpus.of_test(item):
+        return (yield)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,8 @@ import threading
 CLONE_NEWNET = 0x40000000
 SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCSIFADDR, SIOCSIFNETMASK = 0x8913, 0x8914, 0x8916, 0x891C
 IFF_UP = 1
+SOME_ADDRESS = "192.0.2.1"
+"""Of the block for documentation, which nobody has."""
 
 
 def enter_own() -> bool:
@@ -34,17 +36,21 @@ def enter_own() -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         (flags,) = struct.unpack_from("16xh", fcntl.ioctl(control, SIOCGIFFLAGS, _request("lo")))
         fcntl.ioctl(control, SIOCSIFFLAGS, _request("lo", struct.pack("h", flags | IFF_UP)))
-        if address is not None and not address.startswith("127."):  # gloo binds to it
-            for name, value in ((SIOCSIFADDR, address), (SIOCSIFNETMASK, "255.255.255.255")):
-                fcntl.ioctl(control, name, _request("lo:1", _sockaddr(value)))
+        for name, value in ((SIOCSIFADDR, address), (SIOCSIFNETMASK, "255.255.255.255")):
+            fcntl.ioctl(control, name, _request("lo:1", _sockaddr(value)))
     return True
 
 
-def _own_address() -> str | None:
+def _own_address() -> str:
+    """The address of this machine's name: gloo binds to it.
+
+    There has to be one that is no loopback's: else getaddrinfo finds none for slurmdbd.
+    """
     try:
-        return socket.gethostbyname(socket.gethostname())
+        found = socket.gethostbyname(socket.gethostname())
     except OSError:
-        return None
+        return SOME_ADDRESS
+    return SOME_ADDRESS if found.startswith("127.") else found
 
 
 def _request(name: str, value: bytes = b"") -> bytes:

@@ -23,7 +23,7 @@ with socket.create_server(("127.0.0.1", PORT)) as server:
     socket.create_connection(("127.0.0.1", PORT)).close()
 socket.create_server((socket.gethostbyname(socket.gethostname()), 0)).close()
 try:
-    socket.create_connection(("192.0.2.1", 80), timeout=5)
+    socket.create_connection(("198.51.100.1", 80), timeout=5)
 except OSError as error:
     print(error.strerror)
 print(*sorted(line.split(":")[0].strip() for line in open("/proc/net/dev").readlines()[2:]))
@@ -51,7 +51,7 @@ def test_a_port_that_is_taken_elsewhere_is_free_in_a_network_of_its_own():
 @pytest.mark.two_users
 def test_this_process_has_a_network_of_its_own():
     with pytest.raises(OSError, match="Network is unreachable"):
-        socket.create_connection(("192.0.2.1", 80), timeout=5)
+        socket.create_connection(("198.51.100.1", 80), timeout=5)
 
 
 def test_whoever_is_not_root_keeps_the_network_and_is_told(monkeypatch):
