@@ -28,7 +28,9 @@ from tests.support import (
     browser,
     client_disk,
     container_image,
+    cpus,
     file_operations,
+    network,
     second_run,
     tiers,
     users,
@@ -89,6 +91,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT_OUT] = Counter()
     if config.getoption("--second-run") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(second_run.SecondRun(config), "hpctrain-second-run")
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", default=None):
+        network.enter_own()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -136,6 +140,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             reason = f"{none}, missing: {', '.join(lacking)}; {install}"
             required = name in os.environ.get(REQUIRE, "").replace(",", " ").split()
             (pytest.fail if required else pytest.skip)(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    with cpus.of_test(item):
+        return (yield)
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,7 @@ from hpctrain.runtime.saves import Saves, sweep_old
 from hpctrain.runtime.stops import Stops
 from hpctrain.runtime.telemetry import Telemetry
 from hpctrain.runtime.trackers import Trackers
+from hpctrain.testing import points
 from hpctrain.world import World, on_rank_0
 
 if TYPE_CHECKING:
@@ -315,6 +316,7 @@ class Run:
             if self._program.engine is not None:
                 self._program.engine.at_step(self.step)
             pulse.here().at_step(self.step, pulse.STEP)
+            points.reach("step.begin", step=self.step, rank=self.world.rank)
             try:
                 yield self.step
             except GeneratorExit:  # the program left its loop: what is being saved is worth having

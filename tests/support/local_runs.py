@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.support import cpus
+
 SCRIPTS = Path(__file__).parent / "scripts"
 FRAMEWORKS = Path(__file__).parents[2] / "docs" / "frameworks.md"
 POLL_S = 0.1
@@ -42,6 +44,7 @@ def hpctrain(folder: Path, *words: str, or_says: str = "") -> str:
 
 def start(folder: Path, name: str, nodes: int | str, ranks: int, *words: str) -> Path:
     """Submit a run of nodes x ranks; `words` are flags, "--", script and arguments."""
+    cpus.take(ranks * max(map(int, f"{nodes}".replace("+", "-").split("-"))))
     where = ["--cluster", "local", "--no-snapshot", "--name", name]
     hpctrain(
         folder, "submit", *where, "--nodes", f"{nodes}", "--ranks-per-node", f"{ranks}", *words

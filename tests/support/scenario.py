@@ -14,12 +14,15 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base.env import HPCTRAIN_FAULTS
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
+from tests.support import cpus
+from tests.support.gates import steps_held
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import TINY
 
@@ -27,9 +30,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.run.events import Event
+    from tests.support.gates import Gate
     from tests.support.slurm_cluster import SlurmCluster
 
 POLL_S = 0.1
+CPUS = 2
+"""What a story on the cluster is taken to use; it waits for SLURM at times."""
 
 
 def cli(
@@ -56,6 +62,11 @@ class RunHandle:
     cwd: Path
     dir: RunDir
     job_id: str
+    gates: Mapping[int, Gate] = field(default_factory=dict)
+
+    def let_go(self, attempt: int) -> None:
+        """Let the steps of an attempt go on that `submit` had held."""
+        self.gates[attempt].open()
 
     def cli(self, *args: str, env: Mapping[str, str] | None = None) -> str:
         """A command that must succeed; its stdout."""
@@ -111,6 +122,15 @@ class RunHandle:
         """Wait until the program has returned and the job is gone."""
         self.wait_event("done", timeout_s=timeout_s)
         self.slurm.wait_job(self.job_id, ("COMPLETED",), timeout=30)
+
+    def wait_preempted(self) -> None:
+        """Wait until slurmctld has begun to preempt the job, or has ended it."""
+
+        def begun() -> bool:
+            job = self.slurm.job(self.job_id)
+            return job["JobState"] != "RUNNING" or job.get("PreemptTime", "None") != "None"
+
+        self.wait("a preemption", begun)
 
     def nodes(self) -> tuple[list[str], list[str]]:
         """Those of the newest attempt, and the spares. SLURM does not always begin with n1."""
@@ -182,8 +202,17 @@ def submit(
     name: str = "run",
     script: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
+    held: Mapping[int, int] | None = None,
 ) -> RunHandle:
-    """`hpctrain submit` of the tiny recipe (or of a script) with these settings over `TINY`."""
+    """`hpctrain submit` of the tiny recipe (or of a script) with these settings over `TINY`.
+
+    `held` is attempt to step: its ranks stand before that step until `RunHandle.let_go`.
+    """
+    cpus.take(CPUS)
+    gates, faults = steps_held(cwd, held or {})
+    if faults:
+        armed = (env or {}).get(HPCTRAIN_FAULTS)
+        env = {**(env or {}), HPCTRAIN_FAULTS: f"{armed};{faults}" if armed else faults}
     settings = {} if script else {**TINY, "train.dropout": 0.0}
     settings |= sets or {}
     words = [f"--set={key}={_toml(value)}" for key, value in settings.items()]
@@ -202,7 +231,7 @@ def submit(
     )
     assert done.returncode == 0, f"submit: exit {done.returncode}\n{done.stderr}"
     told = json.loads(done.stdout)
-    return RunHandle(slurm, cwd, RunDir(Path(told["run_dir"])), str(told["job_id"]))
+    return RunHandle(slurm, cwd, RunDir(Path(told["run_dir"])), str(told["job_id"]), gates)
 
 
 def _toml(value: Any) -> str:
