@@ -26,9 +26,13 @@ def test_a_preempted_run_comes_back_and_ends_bit_equal(
     slurm, tmp_path, undisturbed, partition, user_signal
 ):
     with slurm.user_signal() if user_signal else contextlib.nullcontext():
-        run = submit(slurm, tmp_path, *FOUR_BY_TWO, f"--partition={partition}", sets=SETTINGS)
+        run = submit(
+            slurm, tmp_path, *FOUR_BY_TWO, f"--partition={partition}", sets=SETTINGS, held={1: 10}
+        )
         run.wait_step(5)
         urgent = slurm.submit_urgent(4)
+        run.wait_preempted()
+        run.let_go(1)
         slurm.wait_job(run.job_id, "PENDING", timeout=30)
         slurm.cancel(urgent)
         run.wait_done()

@@ -186,9 +186,8 @@ def test_begin_returns_at_once_even_if_the_process_does_not_move(one, arena, tmp
     many = [
         ShardPiece(f"a.long.name.of.a.tensor.{i}", "U8", (9,), (0,), (9,)) for i in range(20_000)
     ]
-    began = time.monotonic()
     one.begin(request(tmp_path / "shard", many, [0] * len(many)), arena)
-    assert time.monotonic() - began < 2.0
+    assert Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T ")
     assert not one.done()
     os.kill(pid, signal.SIGCONT)
     until(one.done)

@@ -26,6 +26,11 @@ try:
     socket.create_connection(("198.51.100.1", 80), timeout=5)
 except OSError as error:
     print(error.strerror)
+try:
+    socket.getaddrinfo("no-such-name.example", 1)
+except socket.gaierror as error:
+    assert error.errno == socket.EAI_NONAME, error
+print(socket.getnameinfo(("::ffff:127.0.0.1", 1), 0)[0])
 print(*sorted(line.split(":")[0].strip() for line in open("/proc/net/dev").readlines()[2:]))
 """
 
@@ -42,8 +47,9 @@ def test_a_port_that_is_taken_elsewhere_is_free_in_a_network_of_its_own():
         done = _run(IN_A_NETWORK.replace("PORT", f"{taken.getsockname()[1]}"))
 
     assert done.returncode == 0, done.stderr
-    said, devices = done.stdout.splitlines()
+    said, name, devices = done.stdout.splitlines()
     assert said == "Network is unreachable"
+    assert name in {"::ffff:127.0.0.1", "localhost"}
     assert "lo" in devices.split()
     assert "eth0" not in devices.split()
 
