@@ -74,6 +74,8 @@ NEEDS = {
 LEFT_OUT = pytest.StashKey[Counter[str]]()
 """How many tests the tier left out, by what they need."""
 LEFT_OUT_KEY = "hpctrain_left_out"
+BESIDE_SLURM = pytest.StashKey[bool]()
+"""Whether this session has tests with SLURM, to which the others leave the CPUs."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -105,6 +107,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left)
         config.stash[LEFT_OUT].update(counts)
     items.sort(key=lambda item: place(item.nodeid))
+    config.stash[BESIDE_SLURM] = any(item.nodeid.startswith(SLURM_TESTS) for item in items)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -133,7 +136,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> TwoClus
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     os.umask(0o022)  # commands set it for their process, which is the tests' own here
-    if "PYTEST_XDIST_WORKER" in os.environ and not item.nodeid.startswith(SLURM_TESTS):
+    beside = "PYTEST_XDIST_WORKER" in os.environ and item.config.stash[BESIDE_SLURM]
+    if beside and not item.nodeid.startswith(SLURM_TESTS):
         os.setpriority(os.PRIO_PROCESS, 0, BESIDE_NICENESS)
     for name, (missing_of, none, install) in NEEDS.items():
         if item.get_closest_marker(name) is not None and (lacking := missing_of()):
