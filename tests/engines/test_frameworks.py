@@ -46,7 +46,7 @@ def train(folder: Path, framework: str, preempted_at: int) -> RunHistory:
     run = local_runs.start(folder, "r", 1, RANKS, *words)
     attempts = 1 if preempted_at == NEVER else 2
     # DeepSpeed's import takes minutes where other tests leave it little of the CPUs.
-    end = local_runs.await_end(run, attempts, patience_s=600.0)
+    end = local_runs.await_end(run, attempts)
     assert end["reason"] == "completed"
     return RunHistory.read(RunDir(run))
 

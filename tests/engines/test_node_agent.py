@@ -25,6 +25,7 @@ from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.base.records import JobContext, RankTask, StopCause
 from hpctrain.errors import NoCheckpoint
 from hpctrain.run.fence import Attempt
+from tests.support import patience
 from tests.support.ports import free_port
 from tests.support.processes import listening
 
@@ -161,11 +162,7 @@ def _note_forks(path):
 
 
 def _wait(path):
-    deadline = time.monotonic() + 60
-    while not path.exists() or not path.read_text():
-        assert time.monotonic() < deadline, f"{path} did not come"
-        time.sleep(0.05)
-    return path.read_text()
+    return patience.until(lambda: path.exists() and path.read_text(), f"{path}")
 
 
 @pytest.fixture
@@ -256,10 +253,7 @@ def test_a_verdict_that_somebody_writes_over_is_said_again(start, tmp_path):
 
     start("pass", POLL_S=1.5)
     store = TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
-    deadline = time.monotonic() + 60
-    while not (found := [key for key in store.list_keys() if key.endswith("news/0")]):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    found = patience.until(lambda: [key for key in store.list_keys() if key.endswith("news/0")])
     store.set(found[0].removeprefix("/"), "a stranger's")
 
     ends = [json.loads(_wait(tmp_path / f"end-{node}"))[0] for node in (0, 1)]

@@ -26,6 +26,7 @@ from hpctrain.scheduler.slurm.executor import HpctrainExecutor
 from hpctrain.scheduler.slurm.script import render_script
 from hpctrain.settings.schema import Settings, SlurmSettings
 from hpctrain.settings.spec import Entry, Spec
+from tests.support import patience
 from tests.support.ledger_runs import all_fields, write_event
 from tests.support.slurm_boot import tail
 
@@ -366,8 +367,7 @@ class StandIn:
         report = self.run.root / f"context-{context.restarts}-{context.node_rank}.json"
         report.write_text(json.dumps(asdict(context)))
         if told == "wait for signals":
-            while len(signals.arrivals()) < 2:
-                time.sleep(0.05)
+            patience.until(lambda: len(signals.arrivals()) >= 2)
             noted = sorted(arrival.signum for arrival in signals.arrivals())
             (self.run.root / f"signals-{context.node_rank}.json").write_text(json.dumps(noted))
             return 0
@@ -382,8 +382,7 @@ class StandIn:
             restarts=context.restarts,
         )
         if told == "work":
-            while not signals.arrivals():
-                time.sleep(0.05)
+            patience.until(signals.arrivals)
             return 9
         reason, following = told
         write_event(self.run, "attempt_ended", attempt=attempt, reason=reason, next=following)

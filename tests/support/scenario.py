@@ -13,7 +13,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.base.env import HPCTRAIN_FAULTS
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
-from tests.support import cpus
+from tests.support import cpus, patience
 from tests.support.gates import steps_held
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import TINY
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from tests.support.gates import Gate
     from tests.support.slurm_cluster import SlurmCluster
 
-POLL_S = 0.1
 CPUS = 2
 """What a story on the cluster is taken to use; it waits for SLURM at times."""
 
@@ -86,41 +84,33 @@ class RunHandle:
             if kind in (None, e.kind) and attempt in (None, e.attempt)
         ]
 
-    def wait(self, what: str, reached: Callable[[], Any], timeout_s: float = 90) -> Any:
-        """Wait for something to become true; on time-out everything that may tell why."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            if found := reached():
-                return found
-            if time.monotonic() > deadline:
-                raise AssertionError(f"{what} did not happen in {timeout_s} s\n{self.story()}")
-            time.sleep(POLL_S)
+    def wait(self, what: str, reached: Callable[[], Any]) -> Any:
+        """Wait for something to become true; where it does not, all that may tell why."""
+        return patience.until(reached, lambda: f"{what}\n{self.story()}")
 
-    def wait_event(
-        self, kind: str, attempt: int | None = None, count: int = 1, timeout_s: float = 90
-    ) -> Event:
+    def wait_event(self, kind: str, attempt: int | None = None, count: int = 1) -> Event:
         """Wait for the count-th event of a kind."""
 
         def there() -> list[Event] | None:
             found = self.events(kind, attempt)
             return found if len(found) >= count else None
 
-        found: list[Event] = self.wait(f"event {kind} (attempt {attempt})", there, timeout_s)
+        found: list[Event] = self.wait(f"event {kind} (attempt {attempt})", there)
         return found[count - 1]
 
-    def wait_step(self, step: int, attempt: int | None = None, timeout_s: float = 90) -> int:
+    def wait_step(self, step: int, attempt: int | None = None) -> int:
         """Wait until a step is done (in an attempt); the newest step."""
 
         def done() -> int | None:
             steps = [int(all_fields(e)["last"]) for e in self.events("steps", attempt)]
             return max(steps) if steps and max(steps) >= step else None
 
-        newest: int = self.wait(f"step {step}", done, timeout_s)
+        newest: int = self.wait(f"step {step}", done)
         return newest
 
-    def wait_done(self, timeout_s: float = 120) -> None:
+    def wait_done(self) -> None:
         """Wait until the program has returned and the job is gone."""
-        self.wait_event("done", timeout_s=timeout_s)
+        self.wait_event("done")
         self.slurm.wait_job(self.job_id, ("COMPLETED",), timeout=30)
 
     def wait_preempted(self) -> None:

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,9 +15,10 @@ from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.agent.stop_notice import StopFile, StopNotice, catches_term, listens, send_term
 from hpctrain.base.records import JobContext, JobFacts, JobState, StopCause
 from hpctrain.run.layout import RunDir
+from tests.support import patience
 from tests.support.clocks import jumping
+from tests.support.patience import PATIENCE_S
 
-PATIENCE_S = 20.0
 CATCHES = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))"
 INIT = (
     "signal.signal(signal.SIGTERM, lambda *_: None);"
@@ -190,10 +190,6 @@ def test_a_handler_that_comes_later_is_not_missed(process):
     assert left == {late.pid}
     late.stdin.write("\n")
     late.stdin.flush()
-    deadline = time.monotonic() + PATIENCE_S
-    while left:
-        assert time.monotonic() < deadline
-        send_term(left)
-        time.sleep(0.01)
+    patience.until(lambda: send_term(left) or not left)
 
     assert late.wait(PATIENCE_S) == 5
