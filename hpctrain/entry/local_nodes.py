@@ -10,7 +10,8 @@ process of its own:
   and torch read theirs only once). All variables count but `OF_EACH_START`.
 - An import has set a variable: that one would be lost.
 - A file that the controller has imported has changed since, as after an update of hpctrain.
-- The controller has a second thread, or CUDA is initialised: a fork would copy half of that.
+- The controller has a second thread that outlives a fork, or CUDA is initialised: a fork would copy
+  half of that.
 - An import fails: the node says why, in its attempt.
 
 tests/unit/entry/test_local_nodes.py and tests/e2e/test_forked_nodes.py hold the promises.
@@ -203,12 +204,28 @@ def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
 
 def _in_the_way() -> str:
     """Return what a fork would copy only half of; "" for nothing."""
-    threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208 - names alone
-    if threads > 1:
+    if _threads() > 1:
+        _fork_in_vain()
+    if (threads := _threads()) > 1:
         return f"the controller has {threads} threads"
     if sys.modules["torch"].cuda.is_initialized():
         return "CUDA is initialised in the controller"
     return ""
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208 - names alone
+
+
+def _fork_in_vain() -> None:
+    """Have OpenBLAS end the threads that it has made when numpy was imported.
+
+    It does so before each fork, and makes them anew when somebody computes, which is not here.
+    """
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
 
 
 @contextmanager
@@ -271,8 +288,9 @@ def _live(
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         _be_program(run, context)
         runpy.run_module(PROGRAM, run_name="__main__", alter_sys=True)
+        code = 0
     except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        code = _exit_code(leaving)
     except BaseException:  # noqa: BLE001 - nothing may return into the controller's code
         traceback.print_exc()
     finally:
@@ -289,6 +307,14 @@ def _be_program(run: Path, context: JobContext) -> None:
         sys.modules["numpy.random"].seed()
     name = f"hpctrain {context.nodes[context.node_rank]}"
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:NAME_BYTES])
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    """Return the exit code that Python makes of it; a text is printed."""
+    if leaving.code is None or isinstance(leaving.code, int):
+        return leaving.code or 0
+    print(leaving.code, file=sys.stderr)
+    return 1
 
 
 def _unbuffered(stream: TextIO) -> TextIO:
