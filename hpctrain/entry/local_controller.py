@@ -1,36 +1,38 @@
 """The controller of one local job, in SLURM's place: starts nodes, signals, ends, starts again.
 
 It keeps to what SLURM was seen to do with jobs, their signals, limits and requeues, so that the
-agents meet the same order of events here as there. Run as ``python -m
-hpctrain.entry.local_controller JOB_ID``. tests/unit/entry/test_local_controller.py holds the
-promises.
+agents meet the same order of events here as there. `local_nodes` starts the nodes. Run as
+``python -m hpctrain.entry.local_controller JOB_ID``. tests/unit/entry/test_local_controller.py
+holds the promises.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.agent.ending import BatchScriptSide, JobStartFacts
 from hpctrain.agent.predecessors import held_back
 from hpctrain.base import clock
-from hpctrain.base.env import HPCTRAIN_LOCAL_CONTEXT
 from hpctrain.base.log import configure
 from hpctrain.base.process import free_port, own_program
-from hpctrain.base.records import JobState
+from hpctrain.base.records import JobContext, JobState
 from hpctrain.entry.evaluations import at_the_end_of
+from hpctrain.entry.local_nodes import NodeStarter
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.decide import EXIT_STOPPED
 from hpctrain.run.layout import RunDir
 from hpctrain.run.ownership import job_spec
 from hpctrain.scheduler.local import client
 from hpctrain.scheduler.local.control import LocalControl
+
+if TYPE_CHECKING:
+    from hpctrain.entry.local_nodes import Node
 
 log = logging.getLogger("hpctrain.entry")
 
@@ -50,7 +52,8 @@ class Controller:
             raise SystemExit(f"there is no local job {job_id}")
         self.record = record
         self.run = RunDir(Path(record.run_dir))
-        self._nodes: list[subprocess.Popen[bytes]] = []
+        self._starter = NodeStarter(self.run)
+        self._nodes: list[Node] = []
         self._requeue = False
         self._kill_at: float | None = None
         self._warned = False
@@ -139,30 +142,26 @@ class Controller:
         record.starts.append((record.restarts, record.start_time, None, count))
         self._requeue, self._kill_at, self._warned = False, None, False
         client.write(record)
+        spec = job_spec(self.run)
+        self._starter.prepare(spec, self._context(0, port=0))
         # Other folders have jobs of the same number, and a port counts as free until it is used.
         port = free_port(f"{client.root()}/{record.job_id}", record.restarts)
-        python = job_spec(self.run).python
-        self._nodes = [self._start_node(python, rank, port) for rank in range(count)]
+        self._nodes = [self._starter.start(self._context(rank, port)) for rank in range(count)]
 
-    def _start_node(self, python: str, rank: int, port: int) -> subprocess.Popen[bytes]:
+    def _context(self, rank: int, port: int) -> JobContext:
         record = self.record
-        context = {
-            "job_id": record.job_id,
-            "restarts": record.restarts,
-            "node_rank": rank,
-            "nodes": record.nodes,
-            "master_addr": "127.0.0.1",
-            "port": port,
-            "token": record.token,
-            "end_time": record.end_time,
-            "kill_wait_s": KILL_WAIT_S,
-            "on_this_machine": True,
-        }
-        environment = {**os.environ, HPCTRAIN_LOCAL_CONTEXT: json.dumps(context)}
-        command = own_program(
-            "hpctrain.entry.local_node", str(self.run.root), python=python, unbuffered=True
+        return JobContext(
+            job_id=record.job_id,
+            restarts=record.restarts,
+            node_rank=rank,
+            nodes=record.nodes,
+            master_addr="127.0.0.1",
+            port=port,
+            token=record.token,
+            end_time=record.end_time,
+            kill_wait_s=KILL_WAIT_S,
+            on_this_machine=True,
         )
-        return subprocess.Popen(command, env=environment, start_new_session=True)
 
     def _supervise(self) -> int:
         """Until every node's agent has left; the worst of their exit codes."""
@@ -265,7 +264,7 @@ def _state_of(job_id: str) -> str:
     return JobState.FAILED if lost else record.state
 
 
-def _code(node: subprocess.Popen[bytes]) -> int | None:
+def _code(node: Node) -> int | None:
     """How a node's agent ended, 0 for well; None while it lives.
 
     It is not reaped: until it is, its number, which its group has too, is nobody else's.
@@ -276,7 +275,7 @@ def _code(node: subprocess.Popen[bytes]) -> int | None:
     return None if ended is None else int(ended.si_status)
 
 
-def _kill_group(node: subprocess.Popen[bytes], signum: signal.Signals) -> None:
+def _kill_group(node: Node, signum: signal.Signals) -> None:
     """Signal every process of a node; the agent leads the group, its ranks are in it."""
     if node.returncode is not None:
         return  # reaped: the number may be another's by now

@@ -424,5 +424,3 @@ def test_a_load_makes_state_without_a_step_of_the_optimizer():
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)
     assert [parameter.grad for parameter in other.parameters()] == [None, None]
-
-
