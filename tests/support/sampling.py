@@ -11,7 +11,7 @@ import random
 import subprocess
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
@@ -33,6 +33,18 @@ def sample(places: Sequence[T], limit: int | None) -> list[T]:
         return list(places)
     inner = random.Random(seed()).sample(range(1, len(places) - 1), limit - 2)
     return [places[index] for index in sorted([0, *inner, len(places) - 1])]
+
+
+def some(values: Sequence[Any], count: int) -> list[Any]:
+    """Return parameters of a test: `count` of the values, by the seed; the rest in `make soak`."""
+    chosen = set(random.Random(seed()).sample(range(len(values)), min(count, len(values))))
+    rest = pytest.mark.soak
+    return [
+        pytest.param(*value, marks=() if index in chosen else rest)
+        if isinstance(value, tuple)
+        else pytest.param(value, marks=() if index in chosen else rest)
+        for index, value in enumerate(values)
+    ]
 
 
 @cache
