@@ -42,6 +42,8 @@ from tests.support.checkpoints import flip_bit
 from tests.support.gloo import launch
 from tests.support.ledger_runs import all_fields
 
+pytestmark = pytest.mark.quick
+
 OLD, NEW = 10, 20
 SHARDS = [shard.file_name(0), shard.file_name(1)]
 FILES = [*SHARDS, TABLE_NAME, MANIFEST_NAME]

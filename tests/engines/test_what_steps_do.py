@@ -26,6 +26,8 @@ from hpctrain.world import World, join_world
 from tests.support import lm_training as lmt
 from tests.support.gloo import launch
 
+pytestmark = pytest.mark.quick
+
 ON_2 = {
     "ddp": {"kind": "ddp"},
     "ddp bf16": {"kind": "ddp", "precision": "bf16"},
