@@ -202,24 +202,26 @@ def running(slurm, *options):
 
 
 def test_facts_of_a_running_job(slurm):
+    submitted = time.time()
     job_id = running(slurm, "--time=10")
 
     facts = SlurmControl(job_id).facts()
 
     assert (facts.state, facts.restarts, facts.reason) == ("RUNNING", 0, None)
     assert facts.preempt_time is None
-    assert 500 < facts.end_time - time.time() <= 600
+    assert submitted - 1 <= facts.end_time - 600 <= time.time()
 
 
 def test_facts_of_a_preemption_with_grace(slurm):
     job_id = running(slurm, "--partition=grace", "--nodelist=n1", "--exclusive")
 
+    began = time.time()
     slurm.submit_urgent(["n1"])
     slurm.wait_job(job_id, lambda record: record.get("PreemptTime") != "None")
     facts = SlurmControl(job_id, restarts=0).facts()
 
     assert (facts.state, facts.restarts) == ("RUNNING", 0)
-    assert abs(facts.preempt_time - time.time()) < 30
+    assert began - 1 <= facts.preempt_time <= time.time() + 30
     assert facts.comes_back is (slurm.version >= (24, 5))
 
 
@@ -417,6 +419,7 @@ def output(run):
 
 
 def test_every_agent_knows_its_place(slurm, submit, token):
+    submitted = time.time()
     name = 'odd 100%j $(touch pwned) it\'s "me"'
     run, job_id = submit(
         ("completed", "stop"),
@@ -438,7 +441,7 @@ def test_every_agent_knows_its_place(slurm, submit, token):
     assert len({c["port"] for c in contexts}) == 1
     assert {c["token"] for c in contexts} == {token}
     assert {c["kill_wait_s"] for c in contexts} == {8.0}
-    assert all(500 < c["end_time"] - time.time() <= 600 for c in contexts)
+    assert all(submitted - 1 <= c["end_time"] - 600 <= time.time() for c in contexts)
     assert {p.name for p in run.jobs.glob("*.out")} == {
         f"{token}.out",
         *(f"{token}-{n}.out" for n in range(3)),
