@@ -33,12 +33,13 @@ def test_sleeps_are_in_the_clocks_time_and_in_order():
 
 def test_what_is_on_its_way_through_a_socket_arrives_before_time_passes():
     """A thousand times there and back, with a time limit of a tick of the clock's each."""
-    hands = ManualClock()
+    hands, over = ManualClock(), asyncio.Event()
 
     async def echo(reader, writer):
         while piece := await reader.read(100):
             writer.write(piece)
         writer.close()
+        over.set()
 
     async def main():
         server = await asyncio.start_server(echo, "127.0.0.1", 0)
@@ -49,7 +50,7 @@ def test_what_is_on_its_way_through_a_socket_arrives_before_time_passes():
                 async with asyncio.timeout(HOUR_S):
                     assert await reader.read(1) == b"x"
             writer.close()
-            await writer.wait_closed()
+            await over.wait()
 
     run_jumping(main(), hands)
 
@@ -57,16 +58,18 @@ def test_what_is_on_its_way_through_a_socket_arrives_before_time_passes():
 
 
 def test_a_silent_socket_runs_into_the_time_limit():
-    hands = ManualClock()
+    hands, silent = ManualClock(), []
 
     async def main():
-        server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+        server = await asyncio.start_server(lambda _, end: silent.append(end), "127.0.0.1", 0)
         async with server:
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(HOUR_S):
                     await reader.read(1)
-            writer.close()
+            for end in (writer, *silent):
+                end.close()
+                await end.wait_closed()
 
     run_jumping(main(), hands)
 
