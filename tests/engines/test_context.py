@@ -34,11 +34,7 @@ def _seen(engine: Any) -> Any:
     tokens = lmt.microbatches(engine, 0)
     evaluated = engine.evaluate(tokens, decoders.share)
     engine.forward_backward(tokens, decoders.share)
-    gradients = {
-        decoders.unwrapped(name): lmt.arrays({name: weight.grad})[name]
-        for name, weight in engine.model.named_parameters()
-        if weight.requires_grad
-    }
+    gradients = decoders.gradients_of(engine.model)
     steps = []
     engine.optimizer.zero_grad()
     for step in range(decoders.STEPS):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from hpctrain.engines import names
 from hpctrain.engines.deferred import DeferredModel
-from hpctrain.engines.state import unwrapped
 from hpctrain.errors import UsageError
 from tests.support import lm_training as lmt
 from tests.support import sharded
@@ -92,6 +92,15 @@ def share(output: Any, targets: Any) -> Any:
     return lmt.share(output.logits, targets)
 
 
+def gradients_of(model: Any) -> dict[str, Any]:
+    """Gradients by the names that a checkpoint has, a tied parameter's once. Collective."""
+    first: dict[Any, str] = {}
+    for name, weight in names.parameters(model):
+        if weight.requires_grad:
+            first.setdefault(weight, name)
+    return {name: lmt.arrays({name: weight.grad})[name] for weight, name in first.items()}
+
+
 def seen(engine: Any) -> dict[str, Any]:
     """Logits, gradients of one step by name, ten steps, and the state. Collective."""
     import logging
@@ -101,11 +110,7 @@ def seen(engine: Any) -> dict[str, Any]:
     with torch.no_grad():
         logits = lmt.arrays({"": engine.model(tokens).logits})[""]
     engine.forward_backward(lmt.microbatches(engine, 0), share)
-    gradients = {
-        unwrapped(name): lmt.arrays({name: weight.grad})[name]
-        for name, weight in engine.model.named_parameters()
-        if weight.requires_grad
-    }
+    gradients = gradients_of(engine.model)
     steps = []
     engine.optimizer.zero_grad()
     for step in range(STEPS):
