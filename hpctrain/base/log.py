@@ -146,3 +146,30 @@ def _is_configured() -> bool:
 
 def _is_ours(handler: logging.Handler) -> TypeGuard[_Stderr]:
     return isinstance(handler, _Stderr)
+
+
+_held_for_a_fork: list[_Stderr] = []
+
+
+def _before_fork() -> None:
+    """Wait until no thread is in the middle of a line, and keep others from beginning one.
+
+    A thread that writes holds the stream's own lock. A child that is forked then has it locked for
+    ever: its first line would never end. `logging` renews only its own locks in a child.
+    """
+    for name in (OURS, TORCH_ELASTIC):
+        for handler in filter(_is_ours, logging.getLogger(name).handlers):
+            handler.acquire()
+            _held_for_a_fork.append(handler)
+
+
+def _after_fork_in_parent() -> None:
+    while _held_for_a_fork:
+        _held_for_a_fork.pop().release()
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_held_for_a_fork.clear,  # `logging` has given each handler a new lock
+)

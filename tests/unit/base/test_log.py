@@ -134,6 +134,37 @@ def test_a_log_that_cannot_be_written_ends_nothing():
     assert said(CONFIGURE, code, SAY, "sys.stderr = None\n") == []
 
 
+def test_a_fork_waits_until_no_thread_is_in_the_middle_of_a_line():
+    code = """
+import io, signal, sys, threading
+inside, may_go_on = threading.Event(), threading.Event()
+class Pipe(io.RawIOBase):
+    def writable(self):
+        return True
+    def write(self, line):  # the stream's lock is held here
+        inside.set()
+        may_go_on.wait()
+        return os.write(2, line)
+sys.stderr = io.TextIOWrapper(io.BufferedWriter(Pipe()))
+log = logging.getLogger("hpctrain.runtime")
+thread = threading.Thread(target=log.info, args=("first",))
+thread.start()
+inside.wait()
+os.register_at_fork(before=may_go_on.set)  # runs before those that were registered earlier
+pid = os.fork()
+if pid == 0:
+    signal.alarm(60)
+    log.info("second")
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+thread.join()
+"""
+    first, second = said(CONFIGURE, code)
+
+    assert re.fullmatch(f"{PLACE}hpctrain: first", first)
+    assert re.fullmatch(f"{PLACE}hpctrain: second", second)
+
+
 def test_a_process_that_was_forked_while_another_thread_logs_can_log():
     code = """
 import threading
