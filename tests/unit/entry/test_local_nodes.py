@@ -226,6 +226,26 @@ def test_a_thread_is_counted_and_a_fork_in_vain_leaves_no_process():
     assert not [pid for pid in children.split() if not Path(f"/proc/{pid}/exe").exists()]
 
 
+COUNTS = """
+import numpy
+from hpctrain.entry import local_nodes
+print(local_nodes._threads())
+local_nodes._fork_in_vain()
+print(local_nodes._threads())
+"""
+
+
+def test_openblas_ends_its_threads_before_a_fork():
+    """It makes them when numpy is imported, as many as there are CPUs, where nobody forbids it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", COUNTS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+
+    before, after = map(int, done.stdout.split())
+    assert before == min(2, os.cpu_count())
+    assert after == 1
+
+
 @pytest.fixture
 def forked(tmp_path, job, run):
     """Forks a node whose program is the given text, and gives what it leaves in `facts`."""
