@@ -126,8 +126,7 @@ def _run_generation(
     ending.succession = _succession(run, shared, context, lifeline)
 
     def rounds() -> int:
-        preload(spec)
-        signals.start_resource_tracker()
+        _preload(spec)
         if against := node_check.against():
             return node_check.leave(against, ending)
         return _run_rounds(
@@ -251,6 +250,11 @@ def _allow_connections(spec: Spec, context: JobContext) -> None:
     warning = process.warning(world_size, process.raise_limit(), node)
     if warning:
         log.warning("%s", warning)
+
+
+def _preload(spec: Spec) -> None:
+    preload(spec)
+    signals.start_resource_tracker()
 
 
 def _run_rounds(  # noqa: C901 - what the hooks do, a function each

@@ -196,10 +196,10 @@ class NodeStarter:
         self._imported_under = environment
 
 
-def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+def differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the names of the variables that are not the same in both, but for `OF_EACH_START`."""
-    names = (one.keys() | other.keys()) - OF_EACH_START
-    return sorted(name for name in names if one.get(name) != other.get(name))
+    names = (before.keys() | now.keys()) - OF_EACH_START
+    return sorted(name for name in names if before.get(name) != now.get(name))
 
 
 def _in_the_way() -> str:

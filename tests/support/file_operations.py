@@ -2,9 +2,10 @@
 
 Counted is what a client of a shared file system may have to ask its servers: names that are looked
 up, opened, listed, changed, locked, and bytes. What is asked of a file that is open already (its
-size, its position) is not. A process is known by what it does: an agent by its program, a rank by
-the log that it opens; what they have started counts as theirs. A program says in which phase it is
-by `/phase/NAME`, a path that it asks for and that is not there (`PHASE` has the lines for it).
+size, its position) is not. A process is known by what it does: an agent by its program, or by the
+name that it takes where it was forked; a rank by the log that it opens; what they have started
+counts as theirs. A program says in which phase it is by `/phase/NAME`, a path that it asks for and
+that is not there (`PHASE` has the lines for it).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _BY_DESCRIPTOR = frozenset({"list", "lock", "read", "write", "flush"})
 METADATA = frozenset({"open", "look", "list", "change", "lock"})
 _KIND_OF = {call: kind for kind, calls in _KINDS.items() for call in calls}
 _STARTS = ("clone", "clone3", "fork", "vfork")
-_CALLS = ",".join(f"?{call}" for call in (*_KIND_OF, *_STARTS, "execve"))
+_CALLS = ",".join(f"?{call}" for call in (*_KIND_OF, *_STARTS, "execve", "prctl"))
 STRACE = (
     *("strace", "-f", "--seccomp-bpf", "-y", "-qq", "-s", "64", "-ttt", "-e", f"trace={_CALLS}"),
 )
@@ -59,6 +60,7 @@ _CHILD = re.compile(r"=> \{parent_tid=\[(\d+)\]|\) = (\d+)$")
 _DESCRIPTOR = re.compile(r"(?:AT_FDCWD|\d+)<([^>]*)>")
 _NAME = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _AGENT = re.compile(r'"hpctrain\.entry\.(?:local_node|slurm_task)"')
+_FORKED_AGENT = re.compile(r'PR_SET_NAME, "hpctrain local\d')
 _RANK_LOG = re.compile(r"rank-(\d{5})\.log$")
 
 
@@ -176,8 +178,8 @@ class _Traced:
         if name in _STARTS:
             if child := _CHILD.search(text):
                 self._parent[int(child[1] or child[2])] = pid
-        elif name == "execve":
-            if _AGENT.search(text):
+        elif name in {"execve", "prctl"}:
+            if _AGENT.search(text) or _FORKED_AGENT.search(text):
                 self._role[pid] = "agent"
         elif name in _KIND_OF and (call := _CALL.match(text)):
             result = -1 if call[3] == "?" else int(call[3])

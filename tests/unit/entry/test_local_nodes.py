@@ -22,13 +22,17 @@ from hpctrain.run.layout import RunDir
 from hpctrain.settings.spec import Entry, Spec
 
 CONTEXT = JobContext("local-1", 0, 0, ["local0", "local1"], "127.0.0.1", 20000, "tok")
+LATE = (
+    *("OMP_NUM_THREADS", "KMP_AFFINITY", "MKL_DYNAMIC", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"),
+    *("TORCH_SHOW_CPP_STACKTRACES", "LD_LIBRARY_PATH", "HPCTRAIN_FAULTS", "WHATEVER"),
+)
 
 
 @pytest.fixture(autouse=True)
 def job(monkeypatch):
     """The controller's environment, put back afterwards."""
     for name in list(os.environ):
-        if name.startswith(("HPCTRAIN_", "OMP_", "TORCH")):
+        if name in LATE or name.startswith(("HPCTRAIN_", "OMP_", "TORCH")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("MKL_NUM_THREADS", "2")
     before = dict(os.environ)
@@ -95,13 +99,7 @@ def test_the_import_sees_what_a_node_would_see_and_the_controller_keeps_its_own(
     assert dict(os.environ) == before
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("OMP_NUM_THREADS", "KMP_AFFINITY", "MKL_DYNAMIC", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"),
-        *("TORCH_SHOW_CPP_STACKTRACES", "LD_LIBRARY_PATH", "HPCTRAIN_FAULTS", "WHATEVER"),
-    ],
-)
+@pytest.mark.parametrize("name", LATE)
 def test_a_variable_that_came_after_the_import_needs_a_process_of_its_own(cluster, caplog, name):
     caplog.set_level(logging.INFO, "hpctrain.entry")
     assert cluster.start() == FORKED
@@ -224,6 +222,26 @@ def test_a_thread_is_counted_and_a_fork_in_vain_leaves_no_process():
     assert counted == before + 1
     children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text()
     assert not [pid for pid in children.split() if not Path(f"/proc/{pid}/exe").exists()]
+
+
+COUNTS = """
+import numpy
+from hpctrain.entry import local_nodes
+print(local_nodes._threads())
+local_nodes._fork_in_vain()
+print(local_nodes._threads())
+"""
+
+
+def test_openblas_ends_its_threads_before_a_fork():
+    """It makes them when numpy is imported, as many as there are CPUs, where nobody forbids it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", COUNTS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+
+    before, after = map(int, done.stdout.split())
+    assert before == min(2, os.cpu_count())
+    assert after == 1
 
 
 @pytest.fixture
