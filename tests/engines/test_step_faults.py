@@ -1,4 +1,4 @@
-"""A fault at the beginning of a step meets every rank there, before anything of the step is done."""
+"""A fault at the beginning of a step meets every rank there, before anything of it is done."""
 
 from __future__ import annotations
 
