@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support import hub, local_runs, patience
+from tests.support import hub, local_runs
+from tests.support.gates import steps_held
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune.py"
 SIZES = "STEPS, GLOBAL_BATCH, MICRO_BATCH, SEQ_LEN = 1000, 32, 4, 1024"
@@ -15,7 +16,7 @@ STEPS = 150
 
 
 @pytest.mark.timeout(600)
-def test_the_example_begins_with_a_folder_is_preempted_and_ends_as_a_folder(tmp_path):
+def test_the_example_begins_with_a_folder_is_preempted_and_ends_as_a_folder(tmp_path, monkeypatch):
     import torch
 
     folder = hub.make(tmp_path, "Llama")
@@ -27,9 +28,12 @@ def test_the_example_begins_with_a_folder_is_preempted_and_ends_as_a_folder(tmp_
     (tmp_path / "finetune.py").write_text(program.replace(SIZES, smaller))
 
     flags = ["--engine", "fsdp2", "--", "finetune.py", "Llama", "tokens.bin"]
+    gates, held = steps_held(tmp_path, {1: 20})
+    monkeypatch.setenv("HPCTRAIN_FAULTS", held)
     run = local_runs.start(tmp_path, "tuned", "1-2", 1, *flags)
-    await_first_step(run)
+    gates[1].wait(2)
     local_runs.hpctrain(tmp_path, "local", "preempt", "tuned", "--leave=1", "--grace=60")
+    gates[1].open()
     local_runs.await_end(run, attempts=2)
 
     starts = local_runs.events(run, "attempt_started")
@@ -44,7 +48,3 @@ def test_the_example_begins_with_a_folder_is_preempted_and_ends_as_a_folder(tmp_
         before, after = (hub.loaded(f)(hub.tokens()).logits for f in (folder, tmp_path / "out"))
     assert after.isfinite().all()
     assert not torch.equal(before, after)
-
-
-def await_first_step(run):
-    patience.until(lambda: any(e["name"] == "first_step" for e in local_runs.events(run, "phase")))

@@ -39,6 +39,7 @@ from hpctrain.run.layout import RunDir
 from hpctrain.testing import faults, points
 from tests.support import sharded
 from tests.support.checkpoints import flip_bit
+from tests.support.gates import Gate
 from tests.support.gloo import launch
 from tests.support.ledger_runs import all_fields
 
@@ -60,7 +61,7 @@ def _state(world, engine, step, mesh):
     return State(sharded.spread(world, engine, step, mesh), sharded.own(world, step))
 
 
-def _save_rank(root, steps, mode="sync", engine="fsdp2", **settings):
+def _save_rank(root, steps, mode="sync", engine="fsdp2", gates=None, **settings):
     """Save steps; what came of each: its step, or the error's text."""
     from hpctrain.checkpoint.tensors.save import save
     from hpctrain.checkpoint.tensors.saver import Saver
@@ -80,6 +81,8 @@ def _save_rank(root, steps, mode="sync", engine="fsdp2", **settings):
             saver.begin(state, manifest)
             for tensor in [*state.shared.values(), *state.own.values()]:
                 (tensor.to_local() if hasattr(tensor, "to_local") else tensor).zero_()
+            if gates:
+                gates[world.rank].open()
             outcome = saver.land()
             said.append(str(outcome.error) if outcome.saved is None else outcome.saved.step)
         except CheckpointError as error:
@@ -391,8 +394,11 @@ def test_a_committed_step_that_is_saved_again_is_refused_on_all_and_stays_as_it_
 
 def test_state_that_changes_while_it_is_written_is_saved_as_it_was(tmp_path):
     """The writer waits until training has overwritten everything."""
-    with faults.armed("delay:writer.request,seconds=0.5"):
-        launch(_save_rank, 2, root=tmp_path / "run", steps=(NEW,), mode="async", engine="ddp")
+    gates = [Gate(tmp_path / f"gate-{rank}") for rank in range(2)]
+    held = (f"hold:writer.request,rank={rank},{gate.until}" for rank, gate in enumerate(gates))
+    settings = {"root": tmp_path / "run", "steps": (NEW,), "mode": "async", "engine": "ddp"}
+    with faults.armed(";".join(held)):
+        launch(_save_rank, 2, gates=gates, **settings)
 
     for ours in launch(_load_rank, 2, roots=[tmp_path / "run"]):
         assert (ours["run"]["step"], ours["run"]["wrong"]) == (NEW, [])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import time
 from pathlib import Path
 
 import torch
@@ -13,9 +12,13 @@ import torch
 from hpctrain.checkpoint.sealed import seals
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
-from tests.support import local_runs
+from tests.support import local_runs, patience
 from tests.support.gloo import launch
 from tests.support.ledger_runs import all_fields
+
+
+def _await_calls(folder, step, count):
+    patience.until(lambda: len(list(folder.glob(f"calls-{step}-*"))) == count)
 
 
 def program(root, out, steps=(), *, late_rank=None, sealed=None):
@@ -29,8 +32,9 @@ def program(root, out, steps=(), *, late_rank=None, sealed=None):
         folder = Path(out) / f"global_step{step}"
         folder.mkdir(parents=True, exist_ok=True)
         if run.world.rank == late_rank:
-            time.sleep(0.5)  # the others have long called `sealed`
+            _await_calls(Path(out).parent, step, run.world.world_size - 1)
         torch.save({"step": step, "rank": run.world.rank}, folder / f"rank_{run.world.rank}.pt")
+        (Path(out).parent / f"calls-{step}-{run.world.rank}").touch()
         try:
             run.sealed(step, sealed or folder)
         except hpctrain.errors.CheckpointError as error:

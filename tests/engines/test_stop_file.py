@@ -65,7 +65,8 @@ def test_a_python_script_with_a_handler_gets_sigterm(tmp_path):
 
 
 def test_a_stop_before_the_program_was_there_is_told_to_it(tmp_path):
-    (tmp_path / "slow.sh").write_text("sleep 3\n" + TRAPS.replace("exit 3", "exit 0"))
+    told = 'until [ -e "$HPCTRAIN_STOP_FILE" ]; do sleep 0.1; done\n'
+    (tmp_path / "slow.sh").write_text(told + TRAPS.replace("exit 3", "exit 0"))
     run = start(tmp_path, "r", 1, 1, "--", "bash", "slow.sh")
     log = run / "attempts" / "0001" / "rank-00000.log"
     patience.until(log.exists)

@@ -42,10 +42,11 @@ def test_a_run_that_was_asked_to_save_goes_on_bit_equal_and_is_not_resumed_befor
 ):
     settings = {"train.steps": STEPS, "train.step_delay_s": 0.1}
     shape = ("--nodes=4", "--ranks-per-node=2", "--time=10")
-    run = submit(slurm, tmp_path, *shape, sets=settings)
+    run = submit(slurm, tmp_path, *shape, sets=settings, held={1: 15})
     run.wait_step(5)
     early = cli(slurm, tmp_path, "resume", "run")
     run.cli("cancel", "run", "--save")
+    run.let_go(1)
     slurm.wait_job(run.job_id, "COMPLETED", timeout=40)
     stopped = run.status()
     run.job_id = str(run.cli("resume", "run").split("job ")[1].split()[0])

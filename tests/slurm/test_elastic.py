@@ -28,16 +28,20 @@ def in_peace(tmp_path_factory):
 
 def test_a_run_takes_the_nodes_that_there_are_at_each_start(slurm, tmp_path, in_peace):
     settings = {"train.steps": STEPS, "train.step_delay_s": 0.2}
-    run = submit(slurm, tmp_path, "--nodes=1-2", sets=settings)
+    run = submit(slurm, tmp_path, "--nodes=1-2", sets=settings, held={1: 12, 2: 24, 3: 36})
     run.wait_step(5, attempt=1)
 
     urgent = slurm.submit_urgent(["n1", "n3", "n4"])
+    run.wait_preempted()
+    run.let_go(1)
     run.wait_step(10, attempt=2)
     slurm.cancel(urgent)
     slurm.wait_job(urgent, "CANCELLED")
     slurm.run("scontrol", "requeue", run.job_id, check=True)
+    run.let_go(2)
     run.wait_step(15, attempt=3)
     run.cli("cancel", "run", "--save")
+    run.let_go(3)
     slurm.wait_job(run.job_id, "COMPLETED", timeout=40)
     plan = run.cli("resume", "run", "--nodes=3", "--set=engine.kind=fsdp2")
     run.job_id = plan.split("job ")[1].split()[0]

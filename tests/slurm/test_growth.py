@@ -52,7 +52,7 @@ def test_another_node_takes_part_where_one_was_lost(slurm, tmp_path, capsys):
         "--nodes=2-3",
         "--ranks-per-node=2",
         sets=SETTINGS | EXACT,
-        held={1: 10, 2: 20},
+        held={1: 20, 2: 28},
     )
     run.wait_event("saved")
     (first, lost, third), _ = run.nodes()
@@ -96,7 +96,7 @@ def test_another_node_takes_part_where_one_was_lost(slurm, tmp_path, capsys):
 def test_who_goes_on_after_the_first_node_asks_anew_and_takes_it_back_at_the_end(slurm, tmp_path):
     """A node that dies with a request leaves it in SLURM's queue, where it would wait for a node
     for nobody; and a lost node that comes up again is a new one."""
-    held = {1: 10, 2: 20, 3: 30, 4: 50}
+    held = {1: 20, 2: 30, 3: 40, 4: 50}
     run = submit(slurm, tmp_path, "--nodes=2-4", sets=SETTINGS | {"train.steps": 60}, held=held)
     run.wait_event("saved")
     (first, second, *others), _ = run.nodes()

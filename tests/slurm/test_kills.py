@@ -48,7 +48,7 @@ def _stat(pid):
 
 def test_a_killed_rank_agent_and_slurmctld_each_end_in_a_finished_run(slurm, tmp_path):
     args = ("--nodes=2", "--ranks-per-node=2", "--time=10")
-    run = submit(slurm, tmp_path, *args, sets=SETTINGS, held={1: 10, 2: 20, 3: 35})
+    run = submit(slurm, tmp_path, *args, sets=SETTINGS, held={1: 20, 2: 40, 3: 70})
     run.wait_event("saved", attempt=1)
     (_, last), _ = run.nodes()
 

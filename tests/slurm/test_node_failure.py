@@ -39,7 +39,7 @@ def assert_every_sample_was_used_once(run, steps):
 @pytest.mark.every_slurm
 def test_a_dead_node_costs_a_few_steps_and_the_run_ends_on_the_others(slurm, tmp_path, undisturbed):
     args = ("--nodes=2-4", "--ranks-per-node=2")
-    run = submit(slurm, tmp_path, *args, sets=SETTINGS, held={1: 15})
+    run = submit(slurm, tmp_path, *args, sets=SETTINGS, held={1: 20})
     run.wait_event("saved")
     run.wait_step(EVERY + 2)
 

@@ -15,17 +15,19 @@ from tests.support.scenario import cli, submit
 pytestmark = pytest.mark.slurm
 
 SETTINGS = {"train.steps": 60, "train.step_delay_s": 0.2}
+ONE_BY_TWO = ("--nodes=1", "--ranks-per-node=2", "--time=10")
 
 
 def test_a_slurmctld_that_is_silent_during_the_stop_is_waited_for(slurm, tmp_path):
     """The stop comes while slurmctld is down: nobody can be asked, and the requeue waits for it."""
-    run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", "--time=10", sets=SETTINGS)
+    run = submit(slurm, tmp_path, *ONE_BY_TWO, sets=SETTINGS, held={1: 10})
     run.wait_step(3)
     pids = slurm.pids_of_job(run.job_id)
 
     slurm.kill_slurmctld()
     for pid in pids:
         _signal_if_rank(pid)
+    run.let_go(1)
     run.wait_event("stopped")
     run.wait_event("attempt_ended")
     slurm.start_slurmctld()
@@ -39,7 +41,7 @@ def test_a_slurmctld_that_is_silent_during_the_stop_is_waited_for(slurm, tmp_pat
 @pytest.mark.soak
 def test_a_munged_that_is_away_during_the_stop_is_waited_for(slurm, tmp_path):
     """Its restart is an update's everyday; meanwhile SLURM says what sounds like a refusal."""
-    run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", "--time=10", sets=SETTINGS)
+    run = submit(slurm, tmp_path, *ONE_BY_TWO, sets=SETTINGS, held={1: 10})
     run.wait_step(3)
     pids = slurm.pids_of_job(run.job_id)
     # The table of all runs asks squeue, and this one what a single run's status does not ask.
@@ -49,6 +51,7 @@ def test_a_munged_that_is_away_during_the_stop_is_waited_for(slurm, tmp_path):
     slurm.kill_munged()
     for pid in pids:
         _signal_if_rank(pid)
+    run.let_go(1)
     run.wait_event("stopped")
     run.wait_event("attempt_ended")
     slurm.start_munged()
@@ -60,12 +63,13 @@ def test_a_munged_that_is_away_during_the_stop_is_waited_for(slurm, tmp_path):
 
 def test_a_job_that_may_not_requeue_ends_with_a_clear_code_and_can_be_resumed(slurm, tmp_path):
     settings = SETTINGS | {"train.steps": 25}
-    run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", "--time=10", sets=settings)
+    run = submit(slurm, tmp_path, *ONE_BY_TWO, sets=settings, held={1: 10})
     run.wait_step(3)
     slurm.run("scontrol", "update", f"jobid={run.job_id}", "Requeue=0", check=True)
 
     for pid in slurm.pids_of_job(run.job_id):
         _signal_if_rank(pid)
+    run.let_go(1)
     slurm.wait_job(run.job_id, ("FAILED", "COMPLETED"), timeout=60)
 
     failed = run.wait_event("requeue_failed")

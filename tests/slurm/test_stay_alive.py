@@ -73,7 +73,7 @@ def test_a_spare_takes_a_dead_nodes_place_and_the_next_one_is_left_out(slurm, tm
         "--nodes=2-3+1",
         "--ranks-per-node=2",
         sets=SETTINGS | {"alive.shrink": "auto"},
-        held={1: 10, 2: 20},
+        held={1: 20, 2: 40},
     )
     run.wait_event("saved")
 
@@ -138,7 +138,7 @@ def test_a_frozen_node_is_replaced_and_ends_its_ranks_as_it_thaws(slurm, tmp_pat
 def test_where_the_first_node_dies_the_others_go_on_and_end_the_job(slurm, tmp_path, capsys):
     """SLURM keeps the job for them, without its batch script and its srun."""
     args = ("--nodes=2+1", "--ranks-per-node=2")
-    run = submit(slurm, tmp_path, *args, sets=SETTINGS, held={1: 10})
+    run = submit(slurm, tmp_path, *args, sets=SETTINGS, held={1: 20})
     run.wait_event("saved")
 
     (leader, member), (spare,) = run.nodes()
@@ -167,7 +167,7 @@ def test_a_job_that_has_lost_its_first_node_is_requeued_at_a_preemption(slurm, t
         "--ranks-per-node=2",
         "--partition=grace",
         sets=SETTINGS,
-        held={1: 10, 2: 20},
+        held={1: 20, 2: 40},
     )
     run.wait_event("saved")
     (leader, *_), _ = run.nodes()
@@ -263,7 +263,7 @@ def test_a_rank_that_dies_costs_no_node_once_and_its_node_the_second_time(slurm,
         "--nodes=2+1",
         "--ranks-per-node=2",
         sets=SETTINGS | {"run.restart_pause_s": 0},
-        held={1: 10, 2: 20},
+        held={1: 20, 2: 40},
     )
     for attempt in (1, 2):
         run.wait_event("saved", attempt=attempt)

@@ -31,7 +31,6 @@ SLEEPS = {
     "engines/test_in_place.py": 4,
     "engines/test_node_agent.py": 1,
     "engines/test_profile_run.py": 1,
-    "engines/test_sealed.py": 1,
     "engines/test_slow_campaign.py": 2,
     "engines/test_told_steps.py": 1,
     "slurm/test_alive_campaign.py": 1,

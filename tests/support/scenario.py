@@ -196,7 +196,8 @@ def submit(
 ) -> RunHandle:
     """`hpctrain submit` of the tiny recipe (or of a script) with these settings over `TINY`.
 
-    `held` is attempt to step: its ranks stand before that step until `RunHandle.let_go`.
+    `held` is attempt to step: its ranks stand before that step until `RunHandle.let_go`. A save's
+    event comes with the next save at the latest: hold behind that one to wait for it.
     """
     cpus.take(CPUS)
     gates, faults = steps_held(cwd, held or {})
