@@ -137,9 +137,9 @@ class ManualClock:
             heapq.heappush(self._plans, (int(due), next(self._numbers), call))
 
     def until_waiting(self, threads: int = 1) -> None:
-        """Return when so many threads sleep or wait."""
+        """Return when so many threads sleep or wait for what has yet to come."""
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self._waiting) >= threads, PATIENCE_S)
+            assert self._changed.wait_for(lambda: self._held() >= threads, PATIENCE_S)
 
     # ---- inside
 
@@ -181,8 +181,12 @@ class ManualClock:
     def _may_jump(self) -> bool:
         if not self._jumps or len(self._waiting) < self._jumps:
             return False
-        return not any(
-            waiter.is_called() or waiter.until_ns <= self._passed_ns for waiter in self._waiting
+        return self._held() == len(self._waiting)
+
+    def _held(self) -> int:
+        """Return how many wait for a moment or an event that has yet to come."""
+        return sum(
+            waiter.until_ns > self._passed_ns and not waiter.is_called() for waiter in self._waiting
         )
 
     def _next_ns(self) -> float:
