@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 WALL_S = 1_800_000_000
 """What a new clock shows: a moment in 2027."""
 MONOTONIC_S = 1_000
+SLEPT_S = 500.0
+"""So long the machine has slept: who compares boottime with monotonic sees that they differ."""
 LOOK_S = 0.002
 """A waiter looks so often whether its event was set: by the real clock, for nobody tells us."""
 PATIENCE_S = 60.0
@@ -92,7 +94,7 @@ class ManualClock:
         return MONOTONIC_S * NS + self._passed_ns
 
     def boottime(self) -> float:
-        return self.monotonic()
+        return self.monotonic() + SLEPT_S
 
     def sleep(self, seconds: float) -> None:
         if seconds < 0:
