@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 WALL_S = 1_800_000_000
 """What a new clock shows: a moment in 2027."""
 MONOTONIC_S = 1_000
+SLEPT_S = 500.0
+"""So long the machine has slept: who compares boottime with monotonic sees that they differ."""
 LOOK_S = 0.002
 """A waiter looks so often whether its event was set: by the real clock, for nobody tells us."""
 PATIENCE_S = 60.0
@@ -92,7 +94,7 @@ class ManualClock:
         return MONOTONIC_S * NS + self._passed_ns
 
     def boottime(self) -> float:
-        return self.monotonic()
+        return self.monotonic() + SLEPT_S
 
     def sleep(self, seconds: float) -> None:
         if seconds < 0:
@@ -137,9 +139,9 @@ class ManualClock:
             heapq.heappush(self._plans, (int(due), next(self._numbers), call))
 
     def until_waiting(self, threads: int = 1) -> None:
-        """Return when so many threads sleep or wait."""
+        """Return when so many threads sleep or wait for what has yet to come."""
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self._waiting) >= threads, PATIENCE_S)
+            assert self._changed.wait_for(lambda: self._held() >= threads, PATIENCE_S)
 
     # ---- inside
 
@@ -181,8 +183,12 @@ class ManualClock:
     def _may_jump(self) -> bool:
         if not self._jumps or len(self._waiting) < self._jumps:
             return False
-        return not any(
-            waiter.is_called() or waiter.until_ns <= self._passed_ns for waiter in self._waiting
+        return self._held() == len(self._waiting)
+
+    def _held(self) -> int:
+        """Return how many wait for a moment or an event that has yet to come."""
+        return sum(
+            waiter.until_ns > self._passed_ns and not waiter.is_called() for waiter in self._waiting
         )
 
     def _next_ns(self) -> float:

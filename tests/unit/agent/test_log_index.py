@@ -11,7 +11,9 @@ import pytest
 
 from hpctrain.agent import log_index
 from hpctrain.agent.log_index import LogIndexer
+from hpctrain.base import clock
 from hpctrain.run.log_files import Guess, LogMark, LogTimes, first_offset, times_path
+from tests.support.clocks import ManualClock
 
 
 class Rank:
@@ -106,18 +108,20 @@ def test_a_clock_that_was_put_back_does_not_stop_the_marks(rank):
     assert rank.marks == [(5000, 10), (5100, 30)]  # a mark that goes back is not read
 
 
-def test_it_looks_by_itself_while_the_ranks_run_and_once_more_at_the_end(rank, monkeypatch):
-    monkeypatch.setattr(log_index, "LOOK_S", 0.001)
-    seen = threading.Event()
-    rank.clock._indexes[0]._write, write = (
-        lambda marks: (write(marks), seen.set()),
-        rank.clock._indexes[0]._write,
-    )
-    with rank.clock:
+def test_it_looks_by_itself_while_the_ranks_run_and_once_more_at_the_end(rank):
+    hands = ManualClock()
+    with clock.use(hands), rank.clock:
+        hands.until_waiting()
         rank.prints(10)
-        assert seen.wait(20)
+        hands.advance(log_index.LOOK_S - 0.1)
+        hands.until_waiting()
+        early = rank.marks
+        hands.advance(0.1)
+        hands.until_waiting()
+        seen = rank.marks
         rank.prints(10)
-    assert rank.marks[-2:] == [(1000, 10), (1000, 20)]
+    assert (early, seen) == ([], [(1000, 10)])
+    assert rank.marks == [(1000, 10), (1000, 20)]
 
 
 def test_a_file_system_that_hangs_keeps_nobody_waiting(rank, monkeypatch):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.agent.node import NodeAgent, _Reports
-from hpctrain.agent.rendezvous import SignedStore
+from hpctrain.agent.rendezvous import SAY_AGAIN_S, SignedStore
 from hpctrain.base.secret import sign
 
 
@@ -93,7 +93,7 @@ def test_what_was_lost_is_said_again_and_what_stands_is_left_alone(stores, loss)
     assert shared["news/0"] is kept
 
 
-def test_who_waits_says_again_what_others_and_itself_wait_for(stores):
+def test_who_waits_says_again_what_others_and_itself_wait_for(stores, hands):
     shared, _, other = stores
     heard = []
 
@@ -109,6 +109,7 @@ def test_who_waits_says_again_what_others_and_itself_wait_for(stores):
 
     assert waits.wait("control/1", 10.0) == "here"
     assert heard == [{"number": 1}]
+    assert SAY_AGAIN_S < hands.passed_s < SAY_AGAIN_S + 1
 
     shared.set("attempt/0", "and again")
     assert waits.wait("attempt/0", 10.0) == {"number": 1}, "its own word"

@@ -87,6 +87,8 @@ def test_a_lone_thread_moves_the_time_by_its_sleeps():
         clock.sleep(HOUR_S)
         late = clock.wait(threading.Event(), 2 * HOUR_S)
 
+        assert clock.boottime() == hands.boottime() != clock.monotonic()
+
     assert not late
     assert (hands.passed_s, hands.slept) == (3 * HOUR_S, [HOUR_S, 2 * HOUR_S])
     assert (hands.now() - began[0], hands.monotonic() - began[1]) == (3 * HOUR_S, 3 * HOUR_S)

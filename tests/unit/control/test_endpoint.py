@@ -11,6 +11,7 @@ from hpctrain.control import endpoint
 from hpctrain.control.endpoint import ChildrenDoor, NotAwaited, meet_parent
 from hpctrain.control.wire import GREETING_BYTES, Greeting, framed, packed
 from hpctrain.errors import ControlLost
+from tests.support.clocks import ManualClock
 from tests.support.jumping_loop import run_jumping
 
 HERE = "127.0.0.1"
@@ -177,8 +178,10 @@ def test_a_stranger_may_not_stay_silent_for_ever():
 
 
 def test_a_parent_that_says_nothing_is_given_up():
+    hands = ManualClock()
     with socket.create_server((HERE, 0)) as silent, pytest.raises(TimeoutError):
-        run_jumping(meet_parent(HERE, silent.getsockname()[1], greeting(), 1))
+        run_jumping(meet_parent(HERE, silent.getsockname()[1], greeting(), 1), hands)
+    assert hands.passed_s == pytest.approx(endpoint.GREET_S)
 
 
 def test_a_child_that_says_what_nobody_sealed_is_ended():

@@ -455,13 +455,13 @@ def test_of_two_looks_at_once_one_says_what_has_ended_and_submits(run, jobs, mon
     assert len(told(run)) == 1
 
 
-def test_who_cannot_have_the_lock_says_so(run, monkeypatch):
-    monkeypatch.setattr(evaluations, "LOCK_S", 0.0)
+def test_who_cannot_have_the_lock_says_so(run, hands):
     with (
         evaluations._locked(run),
         pytest.raises(RunLocked, match=r"evaluations.lock has been held"),
     ):
         look(run)
+    assert hands.passed_s >= evaluations.LOCK_S
 
 
 def killed_at(run, write):
