@@ -1,0 +1,356 @@
+"""Real agents on simulated machines: torch's part of them, and what they import, stood in.
+
+What decides is the product's: `NodeAgent`, `InPlaceAgent`, both rendezvous, both sides of the
+lifeline, the watch for hangs, growth, swaps and the deadline of a stop.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
+
+from hpctrain.agent import (
+    growth,
+    hang_watch,
+    in_place,
+    in_place_node,
+    lifeline,
+    lingering_ranks,
+    loss_ending,
+    node,
+    ranks,
+    rendezvous,
+    slow_watch,
+    stop_deadline,
+    stop_notice,
+    swaps,
+)
+from hpctrain.agent.resume_choice import StopHeard
+from hpctrain.control.pulse import PulseSeen
+from tests.support.simulation.kernel import MachineTime
+from tests.support.simulation.stores import PrefixStore, Store, StoreProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+    from hpctrain.agent.rounds import RoundEnd
+    from hpctrain.hangs.evidence import RankEvidence
+    from hpctrain.hangs.look import RankProcess
+    from tests.support.simulation.job import Job, Node
+    from tests.support.simulation.ranks import Rank
+
+READ_S = 0.3
+"""So long at most is read what ranks go on from."""
+LOOK_S = 0.2
+"""A look at the ranks of a node takes up to so long."""
+
+
+class NoPath:
+    """A folder that is on no disk."""
+
+    def __truediv__(self, name: str) -> NoPath:
+        return self
+
+    def mkdir(self, **_: Any) -> None:
+        """Nothing is made."""
+
+    def exists(self) -> bool:
+        """Nothing is there."""
+        return False
+
+    def stat(self) -> Any:
+        """Nothing is there."""
+        raise FileNotFoundError
+
+    def with_name(self, _: str) -> NoPath:
+        """Nor that."""
+        return self
+
+
+class Torch(LocalElasticAgent):
+    """What torch does below a `NodeAgent`: it starts ranks, watches and ends them."""
+
+    job: Job
+    place: Node
+
+    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+        numbers = [worker.global_rank for worker in worker_group.workers]
+        processes = self.job.start_ranks(self.place, self.attempt_number, numbers)  # type: ignore[attr-defined]
+        self._pcontext: Any = SimpleNamespace(
+            _pc=SimpleNamespace(processes=processes),
+            _worker_finished_event=SimpleNamespace(set=lambda: None),
+            _ret_vals={
+                local: SimpleNamespace(empty=lambda rank=rank: rank.state != "returned")
+                for local, rank in enumerate(processes)
+            },
+        )
+        return {local: rank.pid for local, rank in enumerate(processes)}
+
+    def _monitor_workers(self, worker_group: Any) -> RunResult:
+        processes: list[Rank] = self._pcontext._pc.processes
+        failed = [rank for rank in processes if rank.exitcode]
+        if failed:
+            result = {failed[0].number: SimpleNamespace(exitcode=failed[0].exitcode)}
+            for rank in processes:
+                rank.kill()
+            return RunResult(state=WorkerState.FAILED, failures=result)  # type: ignore[arg-type]
+        is_over = all(rank.exitcode == 0 for rank in processes)
+        return RunResult(state=WorkerState.SUCCEEDED if is_over else WorkerState.HEALTHY)
+
+    def _stop_workers(self, worker_group: Any) -> None:
+        self._shutdown()
+
+    def _shutdown(self, death_sig: Any = None, timeout: int = 30) -> None:
+        if self._pcontext is not None:
+            for rank in self._pcontext._pc.processes:
+                rank.kill()
+            self.job.simulation.may_switch()
+
+
+class _Told:
+    """Tells the job what its agents have come to."""
+
+    job: Job
+    place: Node
+
+    def _watch_round(self, **options: Any) -> RoundEnd:
+        end: RoundEnd = super()._watch_round(**options)  # type: ignore[misc]
+        self.job.verdict(self.place, self._meeting_place, end)  # type: ignore[attr-defined]
+        return end
+
+
+class Agent(_Told, node.NodeAgent, Torch):
+    """`NodeAgent`."""
+
+
+class StayingAgent(_Told, in_place_node.InPlaceAgent, Torch):
+    """`InPlaceAgent`."""
+
+
+class Control:
+    """As `hpctrain.agent.control.NodeControl`: nothing is agreed on here."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._node = job, job.here()
+        self.pids: list[int] = []
+        self.folder = NoPath()
+
+    def begin(self, *_: Any, **__: Any) -> None:
+        """See the real one; so below."""
+        self._job.simulation.may_switch()
+
+    def join(self, *_: Any, **__: Any) -> None:  # noqa: D102
+        self._job.simulation.may_switch()
+
+    def failure(self) -> None:  # noqa: D102
+        return None
+
+    def gather_wills(self, attempt: int) -> None:  # noqa: D102
+        self._node.wills.append(("gather", attempt, None))
+
+    def settle_wills(self, end: RoundEnd | None, attempt: int) -> None:  # noqa: D102
+        self._node.wills.append(("settle", attempt, end))
+
+    def memory_line(self, attempt: int) -> None:  # noqa: D102
+        return None
+
+    def hand_over(self) -> str:  # noqa: D102
+        return ""
+
+    def stop(self) -> None:  # noqa: D102
+        pass
+
+
+class StopFile:
+    """As `hpctrain.agent.stop_notice.StopFile`."""
+
+    path = "/stop"
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._node = job, job.here()
+        self.cause: Any = None
+
+    def tell(self, cause: Any) -> None:
+        """See the real one; so below."""
+        if self.cause is None:
+            self.cause = cause
+            self._job.tell_ranks(self._node, str(cause))
+
+    def renew(self) -> None:  # noqa: D102
+        self.cause = None
+
+    def remove(self) -> None:  # noqa: D102
+        pass
+
+
+class _Orphans:
+    def __init__(self, job: Job) -> None:
+        self._job, self._node = job, job.here()
+
+    def end(self, spare: Collection[int] = ()) -> None:
+        del spare
+        self._job.simulation.may_switch()
+
+
+def _pulses(job: Job, here: Node) -> list[PulseSeen]:
+    return [
+        PulseSeen(
+            rank.number,
+            rank.pid if rank.state != "starts" else 0,
+            rank.step,
+            rank.phase if rank.state != "starts" else 0,
+            rank.step == 0,
+            None,
+            round(rank.since_s * 1e9) + rank.frame,
+            0.0,
+        )
+        for rank in here.round_ranks()
+    ]
+
+
+def _look(job: Job, here: Node, seen: Sequence[RankProcess]) -> list[RankEvidence]:
+    job.simulation.sleep(job.simulation.random.uniform(0.0, LOOK_S))
+    by_number = {rank.number: rank for rank in here.round_ranks()}
+    return [
+        by_number[one.rank].attempt.evidence(by_number[one.rank])
+        for one in seen
+        if one.rank in by_number
+    ]
+
+
+def _choose(job: Job, look: Callable[[Callable[[int], None]], Any], why_not: Callable[[], str]) -> Any:
+    """What is read is there after a while; a stop is heard meanwhile."""
+    until_s = job.simulation.now_s + job.simulation.random.uniform(0, READ_S) + job.reads_s
+    while job.simulation.now_s < until_s:
+        job.simulation.sleep(min(0.1, until_s - job.simulation.now_s))
+        if why := why_not():
+            raise StopHeard(why)
+    return look(lambda _: None)
+
+
+def _collect(job: Job, codes: dict[int, int], here: Node) -> list[Any]:
+    found = []
+    attempt = here.round_ranks()[0].attempt
+    for rank, code in codes.items():
+        report = attempt.reports.get(rank)
+        found.append(report or ranks._from_exit_code(rank, code, here.machine.name))  # noqa: SLF001
+    return found
+
+
+def _wait(job: Job, sentinels: Sequence[Any], timeout: float) -> None:
+    job.simulation.wait(sentinels, timeout * job.poll_stretch)
+
+
+def _failure_path(job: Job, number: int) -> Any:
+    here = job.here()
+    attempt = here.round_ranks()[0].attempt
+    return SimpleNamespace(exists=lambda: number in attempt.reports)
+
+
+class _Os:
+    """`os` with an environment of each machine's own."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return self._job.here().environ
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+
+def stand_ins(job: Job) -> list[tuple[Any, str, Any]]:
+    """Module, name, and what stands there while a simulation runs."""
+    time = MachineTime(lambda: job.simulation)
+    own_os = _Os(job)
+    here = job.here
+    timed = [
+        growth, hang_watch, in_place, in_place_node, lingering_ranks, loss_ending, node, ranks,
+        rendezvous, slow_watch, stop_deadline, stop_notice, swaps, lifeline,
+    ]  # fmt: skip
+
+    def store(address: str, port: int, *_: Any, timeout: Any, **__: Any) -> Store:
+        return Store(job, address, port, timeout)
+
+    return [
+        *((module, "time", time) for module in timed),
+        (lifeline, "_now", lambda: job.simulation.now_s),
+        (rendezvous, "TCPStore", store),
+        (rendezvous, "PrefixStore", PrefixStore),
+        (rendezvous, "StoreProcess", partial(StoreProcess, job)),
+        (static_tcp_rendezvous, "PrefixStore", PrefixStore),
+        (in_place, "TCPStore", store),
+        (in_place, "PrefixStore", PrefixStore),
+        (in_place, "connections_to", lambda _port: [_Connection(here().connections[-1])]),
+        (in_place_node, "os", own_os),
+        (node, "os", own_os),
+        (node, "multiprocessing", SimpleNamespace(
+            connection=SimpleNamespace(wait=lambda them, timeout: _wait(job, them, timeout)))),
+        (node, "Orphans", partial(_Orphans, job)),
+        (node, "telling", list),
+        (node, "arrivals", lambda: tuple(here().arrivals)),
+        (node, "kept", nullcontext),
+        (node, "LogIndexer", lambda *_args, **_options: nullcontext()),
+        (node, "collect", lambda _folder, codes, _name: _collect(job, codes, here())),
+        (node, "failure_path", lambda _folder, number: _failure_path(job, number)),
+        (node, "StopFile", partial(StopFile, job)),
+        (node, "listens", lambda _pid: job.listens),
+        (node, "send_term", lambda pids: job.send_term(here(), pids)),
+        (node, "choose", partial(_choose, job)),
+        (node, "LifeWatch", partial(
+            lingering_ranks.LifeWatch, clock=time.monotonic,
+            look_at=lambda pids: job.uses(pids))),
+        (hang_watch, "Board", SimpleNamespace(open=lambda _path: _Board())),
+        (hang_watch, "pulse", SimpleNamespace(
+            read=lambda _board: _pulses(job, here()),
+            phase_name=lambda _folder, _rank, phase: job.phase_name(phase))),
+        (hang_watch, "tick_counts", SimpleNamespace(read=lambda _board: job.counts(here()))),
+        (hang_watch, "uses", lambda pids: job.used(pids)),
+        (hang_watch, "look", lambda _folder, _name, seen: _look(job, here(), seen)),
+        (hang_watch, "replace_text", lambda path, text: job.documents.append(text)),
+        (stop_notice, "stop_is_asked", lambda _request, _job_id: job.is_stop_asked),
+    ]  # fmt: skip
+
+
+class _Board:
+    def close(self) -> None:
+        pass
+
+
+class _Connection:
+    """What the kernel calls a connection to a store."""
+
+    def __init__(self, store: Store) -> None:
+        self.cut = store.cut
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def installed(job: Job) -> Iterator[None]:
+    """All stand-ins in their places."""
+    log = logging.getLogger("hpctrain")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    before = []
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
+    try:
+        for module, name, value in stand_ins(job):
+            before.append((module, name, getattr(module, name)))
+            setattr(module, name, value)
+        yield
+    finally:
+        for module, name, value in reversed(before):
+            setattr(module, name, value)
+        log.setLevel(level)
