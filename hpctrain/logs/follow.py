@@ -122,7 +122,7 @@ class EndWatch:
 
     def _note_waiting(self, state: RunState, answer: Answer) -> None:
         """New words for each new reason: an expected start that moves is no news."""
-        from hpctrain.base.text import clock
+        from hpctrain.base.text import time_of_day
 
         job = answer.job
         if state not in _WAITING or job is None:
@@ -133,7 +133,7 @@ class EndWatch:
         self._why = job.reason or ""
         reason = f" ({job.reason})" if job.reason else ""
         now, start = time.time(), job.start_time
-        expected = f", expected start {clock(start, now)}" if start and start > now else ""
+        expected = f", expected start {time_of_day(start, now)}" if start and start > now else ""
         self.waiting = f"job {job.job_id} waits in the queue{reason}{expected}"
 
 

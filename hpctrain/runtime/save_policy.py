@@ -37,16 +37,16 @@ GUESS_SHARE = 1 / 8
 class SavePolicy:
     """The interval between saves; `checkpoint.interval_s` where it is set."""
 
-    def __init__(self, place: SavePlace, world: World, clock: JobClock) -> None:
+    def __init__(self, place: SavePlace, world: World, job_clock: JobClock) -> None:
         self._settings = place.settings
         self._is_chosen = interval.as_set(place.settings) is None
         history = RunHistory.read(place.run)
-        clock.earlier_s = interval.longest_save_s(history, world.world_size)
+        job_clock.earlier_s = interval.longest_save_s(history, world.world_size)
         self._record = interval.failures(history)
         earlier = interval.costs(history)
         self._costs = [] if earlier is None else [earlier]
         self._nodes = max(1, world.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        self._job_s = None if clock.end_time is None else clock.end_time - time.time()
+        self._job_s = None if job_clock.end_time is None else job_clock.end_time - time.time()
         self._began = time.monotonic()
         self._told: interval.Interval | None = None
         self.now = self._choose()

@@ -65,7 +65,7 @@ class Saves:
         self,
         place: SavePlace,
         world: World,
-        clock: JobClock,
+        job_clock: JobClock,
         evaluate: EvaluateSettings,
         near_stop_left_s: Callable[[], float | None] = lambda: None,
     ) -> None:
@@ -74,7 +74,7 @@ class Saves:
         Args:
             place: Where, and by which right.
             world: The ranks.
-            clock: Which also says how long a save takes.
+            job_clock: Which also says how long a save takes.
             evaluate: Which checkpoints must stay for evaluations.
             near_stop_left_s: Seconds for a save at the stop that this rank knows of; else None.
         """
@@ -82,14 +82,14 @@ class Saves:
         """The newest step that is committed, or on its way."""
         self._place = place
         self._world = world
-        self._clock = clock
+        self._clock = job_clock
         self._near_stop_left_s = near_stop_left_s
         self._settings = place.settings
         if world.rank == 0 and (problem := stripes.lay_out(place.run.checkpoints, self._settings)):
             log.warning("%s", problem)
         self._saver = Saver(place, world, after=self._prune) if self._is_async else None
         self._last_at = time.monotonic()
-        self._policy = SavePolicy(place, world, clock) if world.rank == 0 else None
+        self._policy = SavePolicy(place, world, job_clock) if world.rank == 0 else None
         self._flight_s: float | None = None
         self._waited_s = 0.0
         self._is_leaving = False

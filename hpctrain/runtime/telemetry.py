@@ -109,7 +109,7 @@ class Telemetry:
         self._own = ComputeTime(model, elsewhere_s=self._elsewhere_s, clock=self._clock)
         if self._world.rank == 0:
             self._writer = _Rank0Writer(
-                run, attempt, log_every_s, ranks=self._world.world_size, clock=self._clock
+                run, attempt, log_every_s, ranks=self._world.world_size, monotonic=self._clock
             )
 
     # ---- what a program says
@@ -237,14 +237,14 @@ class _Rank0Writer:
         log_every_s: float,
         *,
         ranks: int,
-        clock: Callable[[], float],
+        monotonic: Callable[[], float],
     ) -> None:
         self._run = run
         self._attempt = attempt.number
         self._log_every_s = log_every_s
         self._ranks = ranks
-        self._clock = clock
-        now, wall = clock(), time.time()
+        self._clock = monotonic
+        now, wall = monotonic(), time.time()
         self._born = now - run_age_s(run, wall)
         before = sampled_before(run, attempt.number)
         # By the run's clock, not the attempt's: of many short attempts some are told of.
@@ -254,7 +254,7 @@ class _Rank0Writer:
         self._window = (0, 0)
         self._slow: dict[str, float] = {}
         self._silent = False
-        self.marks = StepLog(run, attempt, self._mark_every_s, clock=clock)
+        self.marks = StepLog(run, attempt, self._mark_every_s, clock=monotonic)
 
     def _mark_every_s(self) -> float:
         return mark_every_s(self._clock() - self._born, self._log_every_s)

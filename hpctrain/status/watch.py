@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.base.text import clock, duration
+from hpctrain.base.text import duration, time_of_day
 from hpctrain.terminal import can_redraw
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _on_screen(interval_s: float) -> Iterator[Callable[[Shown], None]]:
 
     def framed() -> RenderableType:
         now = time.time()
-        footer = f"{clock(now, now)}, again every {duration(interval_s)}; Ctrl-C ends"
+        footer = f"{time_of_day(now, now)}, again every {duration(interval_s)}; Ctrl-C ends"
         return Framed(last[-1].screen() if last else "", footer)
 
     def show(shown: Shown) -> None:

@@ -34,8 +34,9 @@ from hpctrain.agent import (
     swaps,
 )
 from hpctrain.agent.resume_choice import StopHeard
+from hpctrain.base import clock
 from hpctrain.control.pulse import PulseSeen
-from tests.support.simulation.kernel import MachineTime
+from tests.support.simulation.kernel import MachineClock
 from tests.support.simulation.stores import PrefixStore, Store, StoreProcess
 
 if TYPE_CHECKING:
@@ -271,7 +272,7 @@ class _Os:
 
 def stand_ins(job: Job) -> list[tuple[Any, str, Any]]:
     """Module, name, and what stands there while a simulation runs."""
-    time = MachineTime(lambda: job.simulation)
+    time = MachineClock(job.simulation)
     own_os = _Os(job)
     here = job.here
     timed = [
@@ -283,8 +284,7 @@ def stand_ins(job: Job) -> list[tuple[Any, str, Any]]:
         return Store(job, address, port, timeout)
 
     return [
-        *((module, "time", time) for module in timed),
-        (lifeline, "_now", lambda: job.simulation.now_s),
+        *((module, "time", time) for module in timed if hasattr(module, "time")),
         (rendezvous, "TCPStore", store),
         (rendezvous, "PrefixStore", PrefixStore),
         (rendezvous, "StoreProcess", partial(StoreProcess, job)),
@@ -349,7 +349,8 @@ def installed(job: Job) -> Iterator[None]:
         for module, name, value in stand_ins(job):
             before.append((module, name, getattr(module, name)))
             setattr(module, name, value)
-        yield
+        with clock.use(MachineClock(job.simulation)):
+            yield
     finally:
         for module, name, value in reversed(before):
             setattr(module, name, value)

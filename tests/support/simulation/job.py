@@ -23,7 +23,7 @@ from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.hangs.suspicion import Used
 from hpctrain.run.fence import Attempt as Fence
 from tests.support.simulation import agents
-from tests.support.simulation.kernel import EPOCH_S, Bell, Machine, MachineTime, Simulation, Task
+from tests.support.simulation.kernel import EPOCH_S, Bell, Machine, MachineClock, Simulation, Task
 from tests.support.simulation.network import Network
 from tests.support.simulation.ranks import Attempt, Program, Rank
 
@@ -234,7 +234,7 @@ class Job:
         context = JobContext(
             "1", 0, node.number, names, "n0", PORT, "", self._wall(setup.end_s), KILL_WAIT_S
         )
-        time = MachineTime(lambda: self.simulation)
+        time = MachineClock(self.simulation)
         lifeline = None
         rendezvous: Any
         if setup.size is None:
@@ -311,9 +311,7 @@ class Job:
             context,
             arrivals=lambda: tuple(self.nodes[0].arrivals),
             ask=self.ask_scheduler,
-            clock=time,
             stop_margin_s=self.setup.margin_s,
-            sleep=time.sleep,
         )
         self.deadline = deadline
         run: Any = type("Run", (), {"stop_request": None})()
@@ -337,7 +335,7 @@ class Job:
             awaited=self.record,
             may_go_on=self._may_go_on,
             lost=lost,
-            notice=StopNotice(run, context, deadline, lead_s=10.0, clock=time),
+            notice=StopNotice(run, context, deadline, lead_s=10.0),
             record=self.record,
             asked_stacks=lambda: self.asked_stacks,
         )

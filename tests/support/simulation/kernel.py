@@ -11,11 +11,12 @@ import heapq
 import itertools
 import random
 import threading
-import time as real
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from hpctrain.base.clock import Waitable
 
 EPOCH_S = 1_790_000_000.0
 """What the clocks on the wall show as a simulation begins."""
@@ -323,39 +324,49 @@ class Simulation:
             self._give_away(None)
 
 
-class MachineTime:
-    """The `time` module as the task that runs sees it."""
+class MachineClock:
+    """A clock as `hpctrain.base.clock` takes it: that of the machine whose code runs."""
 
-    def __init__(self, simulation: Callable[[], Simulation | None]) -> None:
+    def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
 
-    def _machine(self) -> tuple[float, float, float]:
-        simulation = self._simulation()
-        if simulation is None:
-            return real.monotonic(), 0.0, real.time() - real.monotonic()
-        task = simulation.current
-        machine = None if task is None else task.machine
-        if machine is None:
-            return simulation.now_s, 0.0, EPOCH_S
-        return simulation.now_s, machine.booted_s, EPOCH_S + machine.ahead_s
+    def now(self) -> float:
+        """Seconds since the epoch, by the machine's clock."""
+        machine = self._machine()
+        return EPOCH_S + self._simulation.now_s + (machine.ahead_s if machine else 0.0)
+
+    time = now
+
+    def now_ns(self) -> int:
+        """The same in nanoseconds."""
+        return round(self.now() * 1e9)
 
     def monotonic(self) -> float:
         """Seconds since the machine was booted."""
-        now_s, booted_s, _ = self._machine()
-        return now_s + booted_s
+        machine = self._machine()
+        return self._simulation.now_s + (machine.booted_s if machine else 0.0)
 
-    def time(self) -> float:
-        """Seconds since the epoch, by the machine's clock."""
-        now_s, _, epoch_s = self._machine()
-        return now_s + epoch_s
+    def monotonic_ns(self) -> int:
+        """The same in nanoseconds."""
+        return round(self.monotonic() * 1e9)
+
+    def boottime(self) -> float:
+        """For processes that only compare what they read themselves."""
+        return self._simulation.now_s
 
     def sleep(self, seconds: float) -> None:
         """Let simulated time go by."""
-        simulation = self._simulation()
-        if simulation is None or simulation.current is None:
-            real.sleep(seconds)
-        else:
-            simulation.sleep(seconds)
+        self._simulation.sleep(seconds)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(real, name)
+    def wait(self, event: Waitable, timeout_s: float) -> bool:
+        """Wait for an event that some other task sets."""
+        until_s = self._simulation.now_s + timeout_s
+        while not event.wait(0):
+            if self._simulation.now_s >= until_s:
+                return False
+            self._simulation.sleep(min(0.05, timeout_s))
+        return True
+
+    def _machine(self) -> Machine | None:
+        task = self._simulation.current
+        return None if task is None else task.machine
