@@ -250,6 +250,7 @@ class InPlaceRendezvous(Rendezvous):
         begun = time.monotonic()
         while len(self._living) + len({loss.node for loss in self._losses}) < len(self.nodes):
             self._hear(LOOK_S)
+            self._check_lifeline()
             waited = time.monotonic() - begun
             away = [node for node in range(len(self.nodes)) if node not in self._living]
             absent = ", ".join(self.nodes[node] for node in away)
@@ -270,6 +271,7 @@ class InPlaceRendezvous(Rendezvous):
         deadline = time.monotonic() + MEET_S
         while not here.check([str(place) for place in range(self.world_size)]):
             self._hear(LOOK_S)
+            self._check_lifeline()
             if not set(self.members) <= self._living:
                 return False
             if time.monotonic() > deadline:
@@ -277,6 +279,11 @@ class InPlaceRendezvous(Rendezvous):
                 self._losses += self.drop(absent, f"its agent did not come within {MEET_S:g} s")
                 return False
         return True
+
+    def _check_lifeline(self) -> None:
+        """Where its own lifeline has ended nothing is heard of the others: it would ask in vain."""
+        if self._out is not None:
+            raise ClusterError(str(self._out))
 
     # ---- the others
 

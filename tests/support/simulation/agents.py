@@ -76,6 +76,9 @@ class NoPath:
         return self
 
 
+NO_PATH = NoPath()
+
+
 class Torch(LocalElasticAgent):
     """What torch does below a `NodeAgent`: it starts ranks, watches and ends them."""
 
@@ -142,7 +145,7 @@ class Control:
     def __init__(self, job: Job) -> None:
         self._job, self._node = job, job.here()
         self.pids: list[int] = []
-        self.folder = NoPath()
+        self.folder = NO_PATH
 
     def begin(self, *_: Any, **__: Any) -> None:
         """See the real one; so below."""
@@ -317,7 +320,7 @@ def stand_ins(job: Job) -> list[tuple[Any, str, Any]]:
         (hang_watch, "tick_counts", SimpleNamespace(read=lambda _board: job.counts(here()))),
         (hang_watch, "uses", lambda pids: job.used(pids)),
         (hang_watch, "look", lambda _folder, _name, seen: _look(job, here(), seen)),
-        (hang_watch, "replace_text", lambda path, text: job.documents.append(text)),
+        (hang_watch, "replace_text", lambda _path, text: job.wrote(text)),
         (stop_notice, "stop_is_asked", lambda _request, _job_id: job.is_stop_asked),
     ]  # fmt: skip
 

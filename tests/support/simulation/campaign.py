@@ -2,25 +2,29 @@
 
 A failure is played again by its seed:
 
-    .venv/bin/python -m tests.support.simulation.campaign rounds SEED
+    .venv/bin/python -m tests.support.simulation.campaign staying SEED
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import sys
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hpctrain.agent.members import RoundSize
+from hpctrain.hangs.standing import HangLimits
 from tests.support.simulation.checks import Overlap, wrong_with
-from tests.support.simulation.job import Job, Setup
-from tests.support.simulation.kernel import Stuck
+from tests.support.simulation.job import KILL_WAIT_S, Job, Setup
+from tests.support.simulation.kernel import EPOCH_S, Stuck
 from tests.support.simulation.ranks import Program
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 FIXED = 20_261_127
 """The first of the seeds that are tried each time."""
@@ -52,11 +56,11 @@ def play(name: str, seed: int) -> Job:
     Raises:
         Broken: what is wrong with it, and how to play it again.
     """
-    job, bound_s = CAMPAIGNS[name](seed)
+    job = CAMPAIGNS[name](seed)
     overlap = Overlap(job)
     wrong: list[str] = []
     try:
-        job.run(bound_s)
+        job.run(BOUND_S)
     except Stuck as stuck:
         wrong = [str(stuck)]
     except Exception as error:  # noqa: BLE001 - told with the seed
@@ -70,14 +74,24 @@ def play(name: str, seed: int) -> Job:
     return job
 
 
-def _setup(rng: random.Random, *, stays: bool) -> Setup:
-    nodes = rng.randint(2, 6)
+def _job(seed: int, *, stays: bool | None, nodes: int | None = None) -> Job:
+    """A job of random make."""
+    rng = Job(seed, Setup()).simulation.random
+    job = Job(seed, _setup(rng, stays=stays, nodes=nodes), _program(rng))
+    for node in job.nodes:
+        node.machine.slowness_s = job.simulation.random.choice([0.0, 0.0, 0.05, 0.3])
+    return job
+
+
+def _setup(rng: random.Random, *, stays: bool | None, nodes: int | None) -> Setup:
+    nodes = nodes or rng.randint(2, 6)
     most = rng.randint(1, nodes)
     least = rng.randint(1, most)
+    has_size = rng.random() < 0.5 if stays is None else stays
     return Setup(
         nodes=nodes,
         ranks=rng.choice([1, 1, 2]),
-        size=RoundSize(most, least) if stays else None,
+        size=RoundSize(most, least) if has_size else None,
         lease_s=rng.choice([1.0, 2.0, 10.0]),
         restarts=rng.choice([0, 1, 3]),
         listens=rng.random() < 0.8,
@@ -94,40 +108,141 @@ def _program(rng: random.Random) -> Program:
     )
 
 
-def _faults(job: Job, rng: random.Random, kinds: list[str], most: int) -> None:
+def _hurt(job: Job, kinds: Sequence[str], *, most: int = 4, first: int = 1) -> None:
+    """Something happens to nodes, from `first` on; ranks of node 0 may die, too."""
+    rng = job.simulation.random
     for _ in range(rng.randint(0, most)):
-        kind, node = rng.choice(kinds), rng.randrange(job.setup.nodes)
-        if kind == "agent":
-            kind = "dies"
-        for_s = rng.choice([0.5, job.setup.lease_s * rng.uniform(0.5, 3.0), 30.0])
-        at_s = rng.expovariate(1 / 4.0)
-        job.simulation.after(at_s, lambda k=kind, n=node, s=for_s: job.fault(k, n, for_s=s))
-
-
-def staying(seed: int) -> tuple[Job, float]:
-    """A job that outlives its nodes, whose first node lives."""
-    job = Job(seed, Setup())
-    rng = job.simulation.random
-    job = Job(seed, _setup(rng, stays=True), _program(rng))
-    rng = job.simulation.random
-    for node in job.nodes:
-        node.machine.slowness_s = rng.choice([0.0, 0.0, 0.05, 0.3])
-    kinds = ["power", "dies", "freezes", "cut", "rank", "raises"]
-    _faults_of_others(job, rng, kinds)
-    return job, BOUND_S
-
-
-def _faults_of_others(job: Job, rng: random.Random, kinds: list[str]) -> None:
-    for _ in range(rng.randint(0, 4)):
         kind = rng.choice(kinds)
-        first = 0 if kind in {"rank", "raises"} else 1
-        node = rng.randrange(first, job.setup.nodes)
+        node = rng.randrange(0 if kind in {"rank", "raises"} else first, job.setup.nodes)
         for_s = rng.choice([0.5, job.setup.lease_s * rng.uniform(0.5, 3.0), 30.0])
         at_s = rng.expovariate(1 / 4.0)
-        job.simulation.after(at_s, lambda k=kind, n=node, s=for_s: job.fault(k, n, for_s=s))
+        job.simulation.after(at_s, partial(job.fault, kind, node, for_s=for_s))
 
 
-CAMPAIGNS: dict[str, Callable[[int], tuple[Job, float]]] = {"staying": staying}
+def staying(seed: int) -> Job:
+    """A job that outlives its nodes, whose first node lives."""
+    job = _job(seed, stays=True)
+    _hurt(job, ["power", "dies", "freezes", "cut", "rank", "raises"])
+    return job
+
+
+def together(seed: int) -> Job:
+    """A job in which every node has to come, and one that is lost ends it."""
+    job = _job(seed, stays=False)
+    job.program.peers_raise = True
+    _hurt(job, ["power", "dies", "rank", "raises", "rank"], most=3)
+    job.simulation.after(800.0, partial(job.fault, "over", 0))  # where nobody is told of a death
+    return job
+
+
+def headless(seed: int) -> Job:
+    """The first node is lost, or seems to be."""
+    job = _job(seed, stays=True)
+    rng = job.simulation.random
+    kind = rng.choice(["power", "dies", "freezes", "cut", "lifeline"])
+    for_s = rng.choice([0.5, job.setup.lease_s * rng.uniform(0.5, 3.0), 30.0])
+    job.simulation.after(rng.expovariate(1 / 4.0), partial(job.fault, kind, 0, for_s=for_s))
+    _hurt(job, ["power", "dies", "freezes", "rank", "lifeline"], most=2)
+    return job
+
+
+def hanging(seed: int) -> Job:
+    """Ranks hang, or only seem to."""
+    job = _job(seed, stays=None)
+    rng = job.simulation.random
+    limit_s = rng.choice([2.0, 5.0])
+    job.setup.limits = HangLimits(
+        limit_s,
+        first_step_s=60.0,
+        ends_round=rng.random() < 0.8,
+        watches=rng.random() < 0.95,
+        desync=rng.choice(["off", "tell", "restart"]),
+    )
+    job.program.steps = 60
+    _hurt(job, ["hangs", "computes", "stopped", "rank"], most=2, first=0)
+    if rng.random() < 0.3:
+        job.simulation.after(rng.expovariate(1 / 5.0), partial(job.ask_for_stacks, "a"))
+        job.simulation.after(rng.expovariate(1 / 15.0), partial(job.ask_for_stacks, "b"))
+    job.simulation.after(400.0, partial(job.fault, "over", 0))  # the scheduler's time limit
+    return job
+
+
+def out_of_step(seed: int) -> Job:
+    """A rank leaves out a collective, for ever."""
+    job = _job(seed, stays=None)
+    rng = job.simulation.random
+    desync = rng.choice(["off", "tell", "restart"])
+    job.setup.limits = HangLimits(60.0, desync=desync, watches=rng.random() < 0.5)
+    job.program.steps, job.program.step_s = 80, 0.5
+    if rng.random() < 0.8:
+        members = job.setup.size.most if job.setup.size else job.setup.nodes
+        job.odd_counts[rng.randrange(members * job.setup.ranks)] = rng.randint(10, 40)
+    return job
+
+
+def stopped(seed: int) -> Job:
+    """The scheduler, or a user, asks for a stop."""
+    job = _job(seed, stays=None)
+    rng = job.simulation.random
+    job.program.steps = rng.choice([20, 2000])
+    job.program.save_s = rng.choice([0.1, 5.0])
+    job.program.heeds_stop = rng.random() < 0.8
+    at_s = rng.uniform(0.0, 15.0)
+    job.reads_s = rng.choice([0.0, 0.0, 5.0])
+    how = rng.choice(["preempted", "grace", "limit", "cancelled", "user", "silent", "both"])
+    job.simulation.after(at_s, partial(stop, job, how))
+    _hurt(job, ["rank", "raises"], most=1)
+    return job
+
+
+def stop(job: Job, how: str) -> None:
+    """The scheduler stops a job, as SLURM does."""
+    facts, end_s = job.scheduler, KILL_WAIT_S
+    if how == "user":
+        job.is_stop_asked = True
+        job.signalled.append((job.simulation.now_s, how))
+        job.simulation.after(120.0, partial(job.fault, "over", 0))
+        return
+    if how == "silent":
+        job.is_scheduler_silent = True
+    if how in {"preempted", "silent"}:
+        job.scheduler = replace(facts, state="COMPLETING", restarts=1)
+    if how in {"grace", "both"}:
+        end_s = 40.0
+        at_s = EPOCH_S + job.simulation.now_s
+        job.scheduler = replace(facts, preempt_time=at_s, end_time=at_s + end_s)
+    if how == "cancelled":
+        job.scheduler = replace(facts, state="COMPLETING")
+    if how == "limit":
+        job.scheduler = replace(facts, state="COMPLETING", reason="TimeLimit")
+    job.stop_how = how
+    if how == "both":
+        job.signal(signal.SIGUSR2)
+        job.simulation.after(10.0, partial(job.signal, signal.SIGTERM))
+    else:
+        job.signal(signal.SIGTERM)
+    job.simulation.after(end_s + 1.0, partial(job.fault, "over", 0))
+
+
+def lingering(seed: int) -> Job:
+    """Ranks stay behind when others have returned."""
+    job = _job(seed, stays=None)
+    rng = job.simulation.random
+    job.setup.end_wait_s = rng.choice([4.0, 20.0])
+    job.program.works_s = rng.choice([3.0, 30.0])
+    job.program.steps = 3
+    members = job.setup.size.most if job.setup.size else job.setup.nodes
+    ranks = members * job.setup.ranks
+    for rank in rng.sample(range(ranks), rng.randint(0, ranks)):
+        job.program.lingers[rank] = rng.choice(["stays", "hangs", "works"])
+    job.simulation.after(400.0, partial(job.fault, "over", 0))  # where all hang
+    return job
+
+
+CAMPAIGNS: dict[str, Callable[[int], Job]] = {
+    made.__name__: made
+    for made in (staying, together, headless, hanging, out_of_step, stopped, lingering)
+}
 
 
 def main(name: str, *numbers: str) -> None:

@@ -9,6 +9,20 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from hpctrain.agent.lifeline import LEAVE_S
+from hpctrain.agent.node import GOODBYE_S
+from hpctrain.agent.ranks import is_echo
+from hpctrain.agent.stop_deadline import ASK_AGAIN_S
+from hpctrain.agent.stop_deadline import LEAVE_S as LEAVE_DEADLINE_S
+from hpctrain.hangs.suspicion import DOUBTFUL
+from hpctrain.run.event_types import (
+    HangCleared,
+    HangFound,
+    HangSuspected,
+    RanksAwaited,
+    RanksOutOfStep,
+)
+from tests.support.simulation import agents
+from tests.support.simulation.job import KILL_WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,7 +31,7 @@ if TYPE_CHECKING:
 
 LOSING = frozenset({"power", "dies", "agent", "freezes", "cut", "lifeline"})
 """After these a node may be lost."""
-HANGING = frozenset({"hangs", "stopped"})
+HANGING = frozenset({"hangs", "stopped", "computes"})
 DYING = frozenset({"rank", "raises"})
 
 
@@ -86,6 +100,8 @@ def names_the_guilty(job: Job) -> Iterator[str]:
         failure = one.end.failure
         if failure is None or failure.kind in {"hang", "desync"}:
             continue
+        if is_echo(failure) and lost:
+            continue  # of a node that said nothing
         if not any(f"n{f.node}" == failure.node for f in job.faults if f.kind in DYING | LOSING):
             yield f"{failure.node} is blamed: {failure.summary}"
 
@@ -130,7 +146,9 @@ def ends_well(job: Job) -> Iterator[str]:
     least = job.setup.nodes if job.setup.size is None else job.setup.size.least
     if living < least:
         return
-    if job.setup.swaps or job.is_stop_asked or any(node.arrivals for node in job.nodes):
+    if job.setup.swaps or job.signalled or job.odd_counts or job.program.lingers:
+        return
+    if any(fault.kind in HANGING and fault.until_s > 390.0 for fault in job.faults):
         return
     if job.end is None or job.end.ending != "left" or not job.program.done_at:
         if job.nodes[0].error is not None and "did not come" in str(job.nodes[0].error):
@@ -152,16 +170,149 @@ def who_is_lost_leaves(job: Job) -> Iterator[str]:
 
 
 def hears_its_stop(job: Job) -> Iterator[str]:
-    """A stop is never lost: no round begins behind it."""
-    heard_s = [
-        arrival.at_monotonic_s - job.nodes[0].machine.booted_s for arrival in job.nodes[0].arrivals
-    ]
-    if not heard_s:
+    """A stop is never lost: all leave in time, and no round begins behind it."""
+    if not job.signalled:
         return
-    began = [job.attempts[n].began_s for n in job.attempts]
-    for at_s in began:
-        if at_s > min(heard_s) + 1.0:
-            yield f"ranks began at {at_s:.1f} s, and a stop was told at {min(heard_s):.1f} s"
+    (at_s, how), *_ = job.signalled
+    slack_s = 2.0 + job.poll_stretch + 4 * max(node.machine.slowness_s for node in job.nodes)
+    for attempt in job.attempts.values():
+        if attempt.began_s > at_s + slack_s + agents.READ_S:
+            yield f"ranks begin at {attempt.began_s:.1f} s, behind a stop at {at_s:.1f} s"
+    for one in job.verdicts:
+        if one.end.restart and one.node == 0 and one.at_s > at_s + slack_s:
+            yield f"round {one.round} is to begin anew behind a stop at {at_s:.1f} s"
+    if how == "user":
+        limit_s = 30.0 if job.program.heeds_stop else None
+    elif job.stop_how == "cancelled":
+        limit_s = ASK_AGAIN_S
+    elif job.stop_how in {"grace", "both"}:
+        limit_s = 40.0
+    else:
+        limit_s = KILL_WAIT_S - LEAVE_DEADLINE_S
+    if limit_s is not None and job.simulation.now_s > at_s + limit_s + slack_s + GOODBYE_S:
+        yield f"stop ({how}, {job.stop_how}) at {at_s:.1f} s; ends at {job.simulation.now_s:.1f} s"
+    for one in job.verdicts:
+        if one.end.ending != "killed" or one.node or "no rank had started" in one.end.why:
+            continue
+        least_s = 0.0 if job.stop_how == "cancelled" else KILL_WAIT_S - LEAVE_DEADLINE_S
+        if one.at_s < at_s + least_s - 0.01 or job.program.heeds_stop and least_s:
+            yield f"ranks are killed {one.at_s - at_s:.1f} s after a stop: {one.end.why}"
+
+
+def names_hangs_in_time(job: Job) -> Iterator[str]:
+    """A hang is named within its limit and some looks, never before, and by its ranks."""
+    found = [(at_s, n, fact) for at_s, n, fact in job.facts if isinstance(fact, HangFound)]
+    for at_s, number, fact in found:
+        stood = {rank: (how, since_s) for n, rank, how, since_s in job.stood if n == number}
+        others = {f.node for f in job.faults if f.kind in LOSING}
+        if not stood and not others:
+            yield f"attempt {number} is said to hang, and no rank stands: {fact.summary}"
+            continue
+        if not set(fact.ranks) <= set(stood) and not others:
+            yield f"attempt {number}: ranks {fact.ranks} are named, and {sorted(stood)} stand"
+        if others or not stood:
+            continue
+        since_s = min(since_s for _, since_s in stood.values())
+        if at_s - since_s < 2 * fact.limit_s - 0.5:
+            yield f"named after {at_s - since_s:.1f} s, with a limit of {fact.limit_s:g} s"
+        only = {how for how, _ in stood.values()}
+        most_s = 2.7 * fact.limit_s + 10.0
+        if only == {"hangs"} and len(stood) == len(job.stood) == 1 and at_s - since_s > most_s:
+            yield f"named only after {at_s - since_s:.1f} s, with a limit of {fact.limit_s:g} s"
+        if only == {"computes"} and at_s - since_s < DOUBTFUL * fact.limit_s:
+            yield f"a rank that computes is ended after {at_s - since_s:.1f} s"
+    limits = job.setup.limits
+    if limits is None or not limits.watches:
+        if found:
+            yield "hangs are named, and nobody watches"
+        return
+    for number, attempt in job.attempts.items():
+        named = [fact for _, n, fact in found if n == number]
+        stands = [r for r in attempt.ranks.values() if r.state in HANGING]
+        was_long = job.was_killed_at_s and job.was_killed_at_s - attempt.began_s > 200
+        if stands and was_long and attempt is list(job.attempts.values())[-1] and not named:
+            yield f"attempt {number} hangs by rank {stands[0].number}, and nobody says so"
+        if any(fact.ended != limits.ends_round for fact in named):
+            yield f"attempt {number}: {named}"
+    told = [fact for _, _, fact in job.facts]
+    suspected = sum(isinstance(fact, HangSuspected) for fact in told)
+    cleared = sum(isinstance(fact, HangCleared) for fact in told)
+    if not cleared <= suspected <= cleared + len(job.attempts):
+        yield f"{suspected} suspicions, {cleared} of them cleared"
+    if len(found) > suspected:
+        yield f"{len(found)} hangs, {suspected} suspicions"
+
+
+def answers_users(job: Job) -> Iterator[str]:
+    """A user hears where the ranks are, while there are some."""
+    for token, at_s in job.asked.items():
+        if token in job.answered:
+            if job.answered[token] < at_s:
+                yield f"{token} was answered before it was asked"
+            continue
+        newer = any(other != token and later >= at_s for other, later in job.asked.items())
+        runs = [
+            a
+            for a in job.attempts.values()
+            if a.began_s + 1.0 < at_s and job.round_end_s(a.number) > at_s + 12.0
+        ]
+        if runs and not newer:
+            yield f"{token} was asked at {at_s:.1f} s, and nobody has answered"
+
+
+def waits_for_who_works(job: Job) -> Iterator[str]:
+    """Ranks that stay behind are ended after their time, and only where none of them works."""
+    lingers, wait_s = job.program.lingers, job.setup.end_wait_s
+    if not wait_s or any(fault.kind != "over" for fault in job.faults):
+        return
+    if set(lingers.values()) == {"hangs"} and len(lingers) == len(job.attempts[1].ranks):
+        return  # of which none returns
+    first = [one for one in job.verdicts if one.round == 0 and one.node == 0]
+    if not first:
+        yield "the first round has not ended"
+        return
+    end, at_s = first[0].end, first[0].at_s
+    hangs = {rank for rank, how in lingers.items() if how == "hangs"}
+    stays = {rank for rank, how in lingers.items() if how == "stays"}
+    works = {rank for rank, how in lingers.items() if how == "works"}
+    of_all = set(job.attempts[1].ranks)
+    if end.ending == "hung":
+        named = {end.failure.rank, *end.failure.others} if end.failure else set()
+        if named != hangs:
+            yield f"ranks {sorted(named)} are ended as hung, and {sorted(hangs)} are"
+    elif hangs and hangs != of_all:
+        yield f"ranks {sorted(hangs)} do not return, and it ended so: {end}"
+    if end.ending in {"hung", "left"} and (hangs or stays) and hangs != of_all:
+        came_s = max(job.program.came_s or [0.0])
+        if at_s < came_s + wait_s - 0.5:
+            yield f"ended {at_s - came_s:.1f} s after the last rank had returned"
+        most_s = came_s + 2.0 * wait_s + 20.0
+        if at_s > most_s:
+            yield f"ended only {at_s - came_s:.1f} s after the last rank had returned"
+    if works and any(job.attempts[1].ranks[rank].exitcode != 0 for rank in works):
+        yield "a rank that worked was ended"
+    awaited = [fact for _, n, fact in job.facts if isinstance(fact, RanksAwaited) and n == 1]
+    if len([fact for fact in awaited if not fact.ended]) > 1:
+        yield f"said more than once: {awaited}"
+
+
+def names_who_is_out_of_step(job: Job) -> Iterator[str]:
+    """Ranks whose counts differ are named, once in a round."""
+    limits = job.setup.limits
+    told = [(n, fact) for _, n, fact in job.facts if isinstance(fact, RanksOutOfStep)]
+    if limits is None or limits.desync == "off" or not job.odd_counts:
+        if told:
+            yield f"{told}"
+        return
+    for number, fact in told:
+        if set(fact.ranks) != set(job.odd_counts) and job.attempts[number].world_size > 2:
+            yield f"ranks {fact.ranks} are named, {sorted(job.odd_counts)} are out of step"
+        if fact.ended != (limits.desync == "restart"):
+            yield f"{fact}"
+    since = min(job.odd_counts.values())
+    last = job.attempts[max(job.attempts)]
+    if not told and not job.faults and last.step > since + 20 and last.world_size > 1:
+        yield f"out of step from {since} on, at step {last.step} now, and nobody says so"
 
 
 def raises_with_reason(job: Job) -> Iterator[str]:
@@ -175,7 +326,9 @@ def raises_with_reason(job: Job) -> Iterator[str]:
         least = job.setup.nodes if size is None else size.least
         is_too_few = job.setup.nodes - len(lost) < least
         is_absent = "did not come" in str(node.error) and hurt
-        if node.number or not (is_too_few or is_absent):
+        follows = node.number and job.nodes[0].error is not None  # it has taken its store along
+        waits = node.number and isinstance(node.error, TimeoutError) and hurt
+        if not (follows or waits) and (node.number or not (is_too_few or is_absent)):
             yield f"{node.name} raises {type(node.error).__name__}: {node.error}"
 
 
@@ -188,6 +341,10 @@ CHECKS = (
     ends_well,
     who_is_lost_leaves,
     hears_its_stop,
+    names_hangs_in_time,
+    answers_users,
+    waits_for_who_works,
+    names_who_is_out_of_step,
 )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import signal
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -172,8 +172,13 @@ class Job:
         self.reads_s = 0.0
         self.odd_counts: dict[int, int] = {}
         self.end: RoundEnd | None = None
-        self.refused: list[str] = []
-        self.wait_for: dict[int, set[int]] = defaultdict(set)
+        self.stood: list[tuple[int, int, str, float]] = []
+        self.asked: dict[str, float] = {}
+        self.answered: dict[str, float] = {}
+        self.signalled: list[tuple[float, str]] = []
+        self.orphans: list[int] = []
+        self.stop_how = ""
+        self.was_killed_at_s: float | None = None
         self.watchers: list[Callable[[], None]] = []
 
     # ---- the run
@@ -252,7 +257,7 @@ class Job:
         agent = self.make_agent(node, rendezvous, context, time)
         try:
             agent.run()
-        except (ClusterError, RuntimeError) as error:  # the task fails, and the batch script decides
+        except (ClusterError, RuntimeError, TimeoutError) as error:  # the task fails
             self.note(f"raises {error}")
             node.error = error
         finally:
@@ -270,6 +275,7 @@ class Job:
     def orphaned(self, node: Node) -> None:
         """A node has not heard of the first one for too long: others see to the job."""
         self.note("the first node is gone")
+        self.orphans.append(node.number)
 
     def make_agent(self, node: Node, rendezvous: Any, context: JobContext, time: Any) -> Any:
         """The agent of a node."""
@@ -291,7 +297,7 @@ class Job:
         node.agent = agent = kind(
             spec,
             node=node.name,
-            attempt_dir=lambda _number: agents.NoPath(),
+            attempt_dir=lambda _number: agents.NO_PATH,
             hooks=hooks,
             start_method="fork",
             before_ranks=lambda _number: None,
@@ -349,7 +355,7 @@ class Job:
 
     def _may_go_on(self, why: str) -> bool:
         self.went_on.append(why)
-        return self.may_go_on
+        return self.may_go_on and not self.orphans  # who has gone on without it has the run
 
     def record(self, fact: Any) -> None:
         """Node 0 writes something down."""
@@ -407,7 +413,7 @@ class Job:
     uses = used
 
     def _use(self, rank: Rank) -> Used:
-        lives = rank.state in {"runs", "computes", "starts"}
+        lives = rank.state in {"runs", "computes", "starts", "works"}
         return Used(self.simulation.now_s if lives else 0.0, 0)
 
     def tell_ranks(self, node: Node, cause: str) -> None:
@@ -426,11 +432,29 @@ class Job:
             pids.discard(rank.pid)
             rank.attempt.told(rank)
 
+    def round_end_s(self, number: int) -> float:
+        """When the agents heard how an attempt had ended."""
+        heard = [one.at_s for one in self.verdicts if one.round == number - 1]
+        return min(heard, default=self.was_killed_at_s or self.simulation.now_s)
+
     # ---- what is done to it
+
+    def ask_for_stacks(self, token: str) -> None:
+        """A user wants to know where the ranks are."""
+        self.asked_stacks = token
+        self.asked[token] = self.simulation.now_s
+
+    def wrote(self, text: str) -> None:
+        """Node 0 writes a document."""
+        token = json.loads(text)["token"]
+        if token:
+            self.answered[token] = self.simulation.now_s
+        self.documents.append(text)
 
     def signal(self, signum: signal.Signals) -> None:
         """The scheduler signals every process of the job, a node after the other."""
         self.note(f"{signum.name} comes")
+        self.signalled.append((self.simulation.now_s, signum.name))
         for node in self.nodes:
             delay_s = self.simulation.random.uniform(0, 0.5)
             self.simulation.after(delay_s, lambda node=node: self._arrive(node, signum))
@@ -462,9 +486,28 @@ class Job:
     def _fault_power(self, node: Node, _: float) -> None:
         node.machine.has_power = False
         self.simulation.ring(self.network.changed)
+        if self.program.peers_raise:  # at last their connections time out
+            delay_s = self.simulation.random.uniform(5.0, 20.0)
+            self.simulation.after(delay_s, self._time_out)
+
+    def _time_out(self) -> None:
+        for attempt in self.attempts.values():
+            attempt.look()
 
     def _fault_dies(self, node: Node, _: float) -> None:
         self.kill_agent(node, "dies")
+
+    def _fault_over(self, node: Node, _: float) -> None:
+        """The scheduler kills all that is left of the job."""
+        del node
+        for one in self.nodes:
+            if not self._has_ended(one):
+                self.was_killed_at_s = self.simulation.now_s
+                self.kill_agent(one, "is killed by the scheduler")
+
+    def _fault_lifeline(self, node: Node, _: float) -> None:
+        if node.lifeline is not None:
+            node.lifeline.die()
 
     def _fault_agent(self, node: Node, _: float) -> None:
         self.kill_agent(node, "is killed")
@@ -494,16 +537,27 @@ class Job:
             rank.fail(1, "ValueError: the cause")
 
     def _fault_hangs(self, node: Node, for_s: float) -> None:
+        self._stand(node, "hangs", for_s)
+
+    def _fault_computes(self, node: Node, for_s: float) -> None:
+        self._stand(node, "computes", for_s)
+
+    def _fault_stopped(self, node: Node, for_s: float) -> None:
+        self._stand(node, "stopped", for_s)
+
+    def _stand(self, node: Node, how: str, for_s: float) -> None:
         for rank in node.live_ranks()[:1]:
             if rank.state == "runs":
-                rank.state = "hangs"
+                rank.state = how
+                self.stood.append((rank.attempt.number, rank.number, how, rank.since_s))
                 if for_s != float("inf"):
                     self.simulation.after(for_s, lambda rank=rank: self._wake(rank), node.machine)
 
     def _wake(self, rank: Rank) -> None:
-        if rank.state == "hangs":
+        if rank.state in {"hangs", "computes", "stopped"}:
             rank.state = "runs"
             rank.frame += 1
+            rank.attempt.begin_steps()
 
     def kill_agent(self, node: Node, why: str) -> None:
         """SIGKILL to an agent: its ranks and children die with it."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tests.support.simulation.network import End
     from tests.support.simulation.stores import Store
 
+SPINS = 2000
+"""So often may be asked what a process says that is gone: the real one's answer takes no time."""
 LINE_S = 0.0005
 """Between an agent and its process."""
 
@@ -28,6 +30,7 @@ class Lifeline(module.Lifeline):
         self.place, self.pid = place, 1
         self._job, self._node = job, job.here()
         self._is_gone = self._is_stopped = False
+        self._asked_in_vain = 0
         self._inbox: list[dict[str, Any]] = []
         self._spoke = Bell()
         self._orders = self._answers = 0.0
@@ -46,6 +49,10 @@ class Lifeline(module.Lifeline):
 
     def news(self, wait_s: float = 0.0) -> list[dict[str, Any]]:  # noqa: D102
         if self._is_gone or self._is_stopped:
+            self._asked_in_vain += 1
+            if self._asked_in_vain > SPINS:
+                raise AssertionError("it asks a process that is gone again and again")
+            self._job.simulation.sleep(0.001)
             return []
         if wait_s and not self._inbox:
             self._job.simulation.wait((self._spoke,), wait_s)

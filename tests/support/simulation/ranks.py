@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpctrain.base.records import FailureReport
-from hpctrain.control.pulse import PHASES, STEP, VALIDATE
+from hpctrain.control.pulse import PHASES, STEP
 from hpctrain.hangs.evidence import Collective, Frame, Front, RankEvidence, Recorded
 from hpctrain.hangs.suspicion import Used
 from tests.support.simulation.kernel import EPOCH_S, Bell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from tests.support.simulation.job import Job, Node
 
@@ -85,7 +85,14 @@ class Program:
         peers_raise: Ranks whose peer has gone raise that; else they wait for ever.
         save_s: A rank that is to leave saves for so long.
         every: A save after so many steps.
-        returns: Told by the attempt's end whether all came back; set by `Attempt`.
+        saved: The step of the newest save.
+        stays_s: After the program's end up to so long until the process has ended.
+        heeds_stop: Ranks leave when they are told to.
+        lingers: In the first attempt, by rank, what it does at the end: "stays" (its process does,
+            and does nothing), "hangs" (it does not return), "works" (it returns, but later).
+        works_s: So long.
+        done_at: Attempts whose program came to its end.
+        came_s: When ranks of the first attempt returned.
     """
 
     steps: int = 12
@@ -96,10 +103,11 @@ class Program:
     every: int = 4
     saved: int = 0
     stays_s: float = 0.0
-    """After the program's end so long until the process has ended."""
     heeds_stop: bool = True
+    lingers: dict[int, str] = field(default_factory=dict)
+    works_s: float = 0.0
     done_at: list[int] = field(default_factory=list)
-    """Attempts whose program came to its end."""
+    came_s: list[float] = field(default_factory=list)
 
 
 class Attempt:
@@ -134,7 +142,11 @@ class Attempt:
     def look(self) -> None:
         """Somebody has ended, or stands: what do the others do?"""
         living = [rank for rank in self.ranks.values() if rank.exitcode is None]
-        gone = [rank for rank in self.ranks.values() if rank.exitcode not in (None, 0)]
+        gone = [
+            rank
+            for rank in self.ranks.values()
+            if rank.exitcode not in (None, 0) or not rank.node.machine.has_power
+        ]
         if gone and self._job.program.peers_raise:
             simulation = self._job.simulation
             for rank in living:
@@ -150,6 +162,10 @@ class Attempt:
         if rank.exitcode is None and rank.state == "starts":
             self._move(rank, self.step, STEP)
             rank.state = "runs"
+        self.begin_steps()
+
+    def begin_steps(self) -> None:
+        """All ranks have come to their first step, or some have yet to come."""
         if len(self.ranks) == self.world_size and not self._is_stepping:
             if all(rank.state == "runs" for rank in self.ranks.values()):
                 self._is_stepping = True
@@ -198,6 +214,15 @@ class Attempt:
             self._move(rank, self.step, PHASES.index("end"))
             rank.state = "leaves"
             stays_s = self._job.program.stays_s * simulation.random.random()
+            how = self._job.program.lingers.get(rank.number) if self.number == 1 else None
+            if how in {"stays", "hangs"}:
+                rank.state = "returned" if how == "stays" else "hangs"
+                if how == "stays":
+                    self._job.program.came_s.append(simulation.now_s)
+                continue
+            if how == "works":
+                rank.state = "works"
+                stays_s = self._job.program.works_s
             simulation.after(
                 after_s + simulation.random.uniform(0.0, 0.3) + stays_s,
                 lambda rank=rank: self._end(rank),
@@ -205,7 +230,9 @@ class Attempt:
             )
 
     def _end(self, rank: Rank) -> None:
-        if rank.state == "leaves":
+        if rank.state in {"leaves", "works"}:
+            if self.number == 1:
+                self._job.program.came_s.append(self._job.simulation.now_s)
             rank.end(0)
 
     # ---- what a look finds
@@ -234,31 +261,3 @@ class Attempt:
     def used(self, rank: Rank) -> Used:
         """What a rank has used so far."""
         return Used(rank.cpu_s, 0)
-
-
-def hang(rank: Rank, how: str = "hangs") -> None:
-    """A rank comes to no further step; the others wait for it."""
-    if rank.exitcode is None and rank.state == "runs":
-        rank.state = how
-
-
-def go_on(rank: Rank) -> None:
-    """A rank that stood has only been slow."""
-    if rank.exitcode is None and rank.state in {"hangs", "stopped"}:
-        rank.state = "runs"
-        rank.since_s = rank._job.simulation.now_s  # noqa: SLF001 - of the same file
-        rank.frame += 1
-
-
-def phases() -> dict[str, int]:
-    """Numbers of phases by name."""
-    return {"step": STEP, "validate": VALIDATE}
-
-
-def when(call: Callable[[], Any]) -> Callable[[], None]:
-    """A call whose value nobody wants."""
-
-    def made() -> None:
-        call()
-
-    return made
