@@ -24,6 +24,7 @@ from hypothesis import settings as hypothesis_settings
 
 from hpctrain.base import log
 from tests.support import browser, client_disk, container_image, file_operations, users
+from tests.support.clocks import ManualClock, jumping
 from tests.support.memory import folder_in_memory
 from tests.support.slurm_boot import FOREIGN, missing
 from tests.support.slurm_cluster import SlurmCluster
@@ -107,6 +108,13 @@ def _environment() -> Iterator[None]:
     for name, value in before.items():
         if name != PYTEST_CURRENT_TEST and os.environ.get(name) != value:
             os.environ[name] = value
+
+
+@pytest.fixture
+def hands() -> Iterator[ManualClock]:
+    """The process's clock as the test moves it; by the thread that sleeps it moves itself."""
+    with jumping() as hands:
+        yield hands
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ import os
 import select
 import signal
 import socket
-import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
@@ -157,8 +156,8 @@ class Lifeline(ForkedProcess):
             patience_s: So long those are waited for that have yet to come.
         """
         self.say({"over": why})
-        deadline = time.monotonic() + patience_s
-        while not self._is_gone and (left := deadline - time.monotonic()) > 0:
+        deadline = clock.monotonic() + patience_s
+        while not self._is_gone and (left := deadline - clock.monotonic()) > 0:
             if any("all_told" in said for said in self.news(left)):
                 return
 

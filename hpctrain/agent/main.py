@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from hpctrain.agent.rounds import NothingToResume, RoundHooks
 from hpctrain.agent.stay_alive import EARLY_END_S, RENDEZVOUS_S, lifeline_of, rendezvous_of
 from hpctrain.agent.succession import Succeeds, Succession, generation_of, take_over
 from hpctrain.agent.swaps import swaps_of
-from hpctrain.base import process
+from hpctrain.base import clock, process
 from hpctrain.base.env import (
     HPCTRAIN_BATCH_STARTED,
     HPCTRAIN_JOINS,
@@ -129,7 +128,7 @@ def _run_generation(
     spec = job_spec(run)
     shared = start_secret(run, context.job_id, context.restarts)
     ending = LossEnding(run, spec, context, control)
-    started = time.time()
+    started = clock.now()
     if context.node_rank == 0 and (why := _why_not(run, context, ending)):
         # Not 0: the other nodes' agents would wait for this one for minutes; so they are killed.
         _send_home(lifeline_of(spec, context, shared), why)
@@ -313,7 +312,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
     from hpctrain.agent.stop_notice import StopNotice
     from hpctrain.checkpoint.sealed.start import resume_at_start
 
-    imported = time.time()
+    imported = clock.now()
     cpus = cpus_of_ranks(spec, os.environ, shared=context.on_this_machine)
     hear_elastic()
     deadline = StopDeadline(

@@ -14,12 +14,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from hpctrain.agent.ending import BatchScriptSide, JobStartFacts
 from hpctrain.agent.predecessors import held_back
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_LOCAL_CONTEXT
 from hpctrain.base.log import configure
 from hpctrain.base.process import free_port, own_program
@@ -106,7 +106,7 @@ class Controller:
             if reason != self.record.reason:
                 self.record.reason = reason
                 client.write(self.record)
-            time.sleep(LOOK_S)
+            clock.sleep(LOOK_S)
 
     def _let_go(self) -> None:
         """The nodes are free: what follows is the scheduler's own time."""
@@ -132,7 +132,7 @@ class Controller:
         count = max(record.min_nodes, min(record.max_nodes, self._available))
         record.nodes = [f"local{i}" for i in range(count)]
         record.state, record.reason = JobState.RUNNING, None
-        record.start_time = time.time()
+        record.start_time = clock.now()
         record.end_time = record.start_time + record.time_s
         record.preempt_time = None
         self._own_restarts = record.restarts
@@ -171,11 +171,11 @@ class Controller:
             self._enforce_limits()
             if any(codes):
                 self._signal(signal.SIGKILL)  # as srun --kill-on-bad-exit does
-            time.sleep(TICK_S)
+            clock.sleep(TICK_S)
         self._signal(signal.SIGKILL)  # what a dead agent left behind
         for node in self._nodes:
             node.wait()
-        self.record.previous_stop = time.time()  # for the start that may follow
+        self.record.previous_stop = clock.now()  # for the start that may follow
         return max((code for code in codes if code is not None), default=0)
 
     def _take_requests(self, taken: frozenset[str] | None = None) -> None:
@@ -206,8 +206,8 @@ class Controller:
         if grace_s <= 0:
             self._on_requeue()
             return
-        self.record.preempt_time = time.time()
-        self.record.end_time = time.time() + grace_s
+        self.record.preempt_time = clock.now()
+        self.record.end_time = clock.now() + grace_s
         client.write(self.record)
         self._signal(signal.SIGTERM)
 
@@ -226,7 +226,7 @@ class Controller:
         self._signal(signal.SIGKILL)
 
     def _enforce_limits(self) -> None:
-        now = time.time()
+        now = clock.now()
         end = self.record.end_time or float("inf")
         if not self._warned and now >= end - self.record.signal_lead_s:
             self._warned = True
@@ -243,7 +243,7 @@ class Controller:
     def _end(self, *, reason: str | None) -> None:
         self.record.state, self.record.reason = JobState.COMPLETING, reason
         client.write(self.record)  # before the signal: whoever gets it asks at once
-        self._kill_at = time.time() + KILL_WAIT_S
+        self._kill_at = clock.now() + KILL_WAIT_S
         self._signal(signal.SIGTERM)
 
     def _signal(self, signum: signal.Signals) -> None:

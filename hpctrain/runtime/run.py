@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from dataclasses import asdict
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 import torch
 
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_JOB_END
 from hpctrain.base.records import Skipped, StopCause
 from hpctrain.checkpoint.format.manifest import MAX_STEP, Manifest
@@ -123,7 +123,7 @@ class Run:
         self._clock = JobClock(
             float(end) if end else None,
             settings.run.stop_margin_s,
-            float(end) - time.time() if end else None,
+            float(end) - clock.now() if end else None,
         )
         requests = start_requests(self.dir, self._attempt, self.world, self._clock)
         self._stops = Stops(world, signals, requests, self._clock)
@@ -522,7 +522,7 @@ class Run:
         own_s = self._own_loop.since_s(step) if self._own_loop is not None else None
         self._telemetry.saving.seconds += own_s or 0.0
         self._before_save()
-        began = time.monotonic()
+        began = clock.monotonic()
         with self._telemetry.saving:
             sealed.seal(
                 self.dir,
@@ -534,7 +534,7 @@ class Run:
                 own_s=own_s,
             )
         if own_s is not None:
-            self._clock.saved(own_s + time.monotonic() - began)
+            self._clock.saved(own_s + clock.monotonic() - began)
 
     # ---- the loop's parts
 
@@ -686,7 +686,7 @@ class Run:
             step=self.step,
             attempt=attempt.number,
             attempt_token=attempt.token,
-            created=time.time(),
+            created=clock.now(),
             world_size=self.world.world_size,
             mesh=self._program.mesh,
             engine=self._program.kind,
@@ -716,7 +716,7 @@ class Run:
         self._profiler.begin(step)
 
     def _load(self, place: SavePlace) -> Restored:
-        started, near = time.monotonic(), self._stops.near_stop_left_s
+        started, near = clock.monotonic(), self._stops.near_stop_left_s
         self._saves = Saves(place, self.world, self._clock, self.settings.evaluate, near)
         if self.settings.checkpoint.overlap_copy:
             self._program.call_before_update(self._before_update)
@@ -740,7 +740,7 @@ class Run:
             checkpoint=restored.path.name if restored.path else None,
             from_world_size=restored.manifest.world_size if restored.manifest else None,
             world_size=self.world.world_size,
-            seconds=round(time.monotonic() - started, 3),
+            seconds=round(clock.monotonic() - started, 3),
             bytes_read=restored.bytes_read,
             skipped=tuple(Skipped(**row) for row in restored.skipped),
             read_from=restored.kept_by,

@@ -15,12 +15,12 @@ import os
 import re
 import signal
 import threading
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_ATTEMPT, HPCTRAIN_FAULTS
 from hpctrain.errors import UsageError
 from hpctrain.testing import points
@@ -225,7 +225,7 @@ def _fail(fault: Fault, reached: Reached) -> None:
 
 
 def _delay(fault: Fault, _: Reached) -> None:
-    time.sleep(fault.seconds)
+    clock.sleep(fault.seconds)
 
 
 def _tear(fault: Fault, reached: Reached) -> None:

@@ -57,6 +57,7 @@ class ManualClock:
 
     Attributes:
         slept: Each sleep, and each wait's time limit, in their order.
+        on_sleep: Called as each of them begins: what happens meanwhile.
     """
 
     def __init__(self, *, wall_s: float = WALL_S, jumps: int = 0) -> None:
@@ -67,6 +68,7 @@ class ManualClock:
             jumps: The number of threads that take part in jumps; 0: only `advance` moves the time.
         """
         self.slept: list[float] = []
+        self.on_sleep: Callable[[float], object] = lambda _seconds: None
         self._wall_ns = round(wall_s * NS)
         self._passed_ns = 0
         self._jumps = jumps
@@ -135,6 +137,7 @@ class ManualClock:
 
     def _block(self, seconds: float, event: Waitable | None) -> bool:
         self.slept.append(seconds)
+        self.on_sleep(seconds)
         if event is not None and event.wait(0):
             return True
         with self._changed:

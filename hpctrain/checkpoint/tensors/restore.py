@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from hpctrain.base import clock
 from hpctrain.base.text import Meter
 from hpctrain.checkpoint.format.geometry import my_part
 from hpctrain.checkpoint.format.patience import Patience
@@ -208,13 +208,13 @@ def restore(
             skipped = _unique(skipped + newer)
             on_rank_0(world, functools.partial(_begin_anew, run, attempt, asked, skipped))
             return Restored(skipped=skipped)
-        started = time.monotonic()
+        started = clock.monotonic()
         reading = _Reading(place.settings.read_once, arena, patience)
         bytes_read, damage = _try(candidate, world, wanted, reading)
         if not damage:
             if asked is not None:
                 on_rank_0(world, lambda: _set_newer_aside(run, attempt, asked))
-            seconds = time.monotonic() - started
+            seconds = clock.monotonic() - started
             skipped = _unique(skipped + newer)
             return Restored(
                 step=candidate.step,
@@ -261,13 +261,13 @@ def _from_memory(
     for candidate in copies.find(least_step):
         if most is not None and candidate.step > most:
             continue  # a guard goes back behind it; of files such ones are set aside
-        started = time.monotonic()
+        started = clock.monotonic()
         try:
             bytes_read, damage = _try(candidate, world, wanted, reading)
         except FileSystemFault as error:  # on every rank
             bytes_read, damage = 0, str(error)
         if not damage:
-            seconds = time.monotonic() - started
+            seconds = clock.monotonic() - started
             return Restored(
                 candidate.step,
                 candidate.path,
@@ -516,11 +516,11 @@ class _Filling:
 
 def _teller(name: str, total: int) -> Callable[[int], None]:
     """Says in the log how far a long reading is; one rank stands for all, whose parts are alike."""
-    meter = Meter(f"restoring {name}: this rank has read", total, time.monotonic())
+    meter = Meter(f"restoring {name}: this rank has read", total, clock.monotonic())
 
     def tell(count: int) -> None:
         meter.done += count
-        now = time.monotonic()
+        now = clock.monotonic()
         if meter.due(now):
             log.info("%s", meter.text(now))
 

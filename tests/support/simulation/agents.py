@@ -18,20 +18,14 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
 from hpctrain.agent import (
-    growth,
     hang_watch,
     in_place,
     in_place_node,
-    lifeline,
     lingering_ranks,
-    loss_ending,
     node,
     ranks,
     rendezvous,
-    slow_watch,
-    stop_deadline,
     stop_notice,
-    swaps,
 )
 from hpctrain.agent.resume_choice import StopHeard
 from hpctrain.base import clock
@@ -151,25 +145,25 @@ class Control:
         """See the real one; so below."""
         self._job.simulation.may_switch()
 
-    def join(self, *_: Any, **__: Any) -> None:  # noqa: D102
+    def join(self, *_: Any, **__: Any) -> None:
         self._job.simulation.may_switch()
 
-    def failure(self) -> None:  # noqa: D102
+    def failure(self) -> None:
         return None
 
-    def gather_wills(self, attempt: int) -> None:  # noqa: D102
+    def gather_wills(self, attempt: int) -> None:
         self._node.wills.append(("gather", attempt, None))
 
-    def settle_wills(self, end: RoundEnd | None, attempt: int) -> None:  # noqa: D102
+    def settle_wills(self, end: RoundEnd | None, attempt: int) -> None:
         self._node.wills.append(("settle", attempt, end))
 
-    def memory_line(self, attempt: int) -> None:  # noqa: D102
+    def memory_line(self, attempt: int) -> None:
         return None
 
-    def hand_over(self) -> str:  # noqa: D102
+    def hand_over(self) -> str:
         return ""
 
-    def stop(self) -> None:  # noqa: D102
+    def stop(self) -> None:
         pass
 
 
@@ -188,10 +182,10 @@ class StopFile:
             self.cause = cause
             self._job.tell_ranks(self._node, str(cause))
 
-    def renew(self) -> None:  # noqa: D102
+    def renew(self) -> None:
         self.cause = None
 
-    def remove(self) -> None:  # noqa: D102
+    def remove(self) -> None:
         pass
 
 
@@ -230,7 +224,9 @@ def _look(job: Job, here: Node, seen: Sequence[RankProcess]) -> list[RankEvidenc
     ]
 
 
-def _choose(job: Job, look: Callable[[Callable[[int], None]], Any], why_not: Callable[[], str]) -> Any:
+def _choose(
+    job: Job, look: Callable[[Callable[[int], None]], Any], why_not: Callable[[], str]
+) -> Any:
     """What is read is there after a while; a stop is heard meanwhile."""
     until_s = job.simulation.now_s + job.simulation.random.uniform(0, READ_S) + job.reads_s
     while job.simulation.now_s < until_s:
@@ -245,7 +241,7 @@ def _collect(job: Job, codes: dict[int, int], here: Node) -> list[Any]:
     attempt = here.round_ranks()[0].attempt
     for rank, code in codes.items():
         report = attempt.reports.get(rank)
-        found.append(report or ranks._from_exit_code(rank, code, here.machine.name))  # noqa: SLF001
+        found.append(report or ranks._from_exit_code(rank, code, here.machine.name))
     return found
 
 
@@ -275,19 +271,13 @@ class _Os:
 
 def stand_ins(job: Job) -> list[tuple[Any, str, Any]]:
     """Module, name, and what stands there while a simulation runs."""
-    time = MachineClock(job.simulation)
     own_os = _Os(job)
     here = job.here
-    timed = [
-        growth, hang_watch, in_place, in_place_node, lingering_ranks, loss_ending, node, ranks,
-        rendezvous, slow_watch, stop_deadline, stop_notice, swaps, lifeline,
-    ]  # fmt: skip
 
     def store(address: str, port: int, *_: Any, timeout: Any, **__: Any) -> Store:
         return Store(job, address, port, timeout)
 
     return [
-        *((module, "time", time) for module in timed if hasattr(module, "time")),
         (rendezvous, "TCPStore", store),
         (rendezvous, "PrefixStore", PrefixStore),
         (rendezvous, "StoreProcess", partial(StoreProcess, job)),
@@ -311,8 +301,7 @@ def stand_ins(job: Job) -> list[tuple[Any, str, Any]]:
         (node, "send_term", lambda pids: job.send_term(here(), pids)),
         (node, "choose", partial(_choose, job)),
         (node, "LifeWatch", partial(
-            lingering_ranks.LifeWatch, clock=time.monotonic,
-            look_at=lambda pids: job.uses(pids))),
+            lingering_ranks.LifeWatch, look_at=lambda pids: job.uses(pids))),
         (hang_watch, "Board", SimpleNamespace(open=lambda _path: _Board())),
         (hang_watch, "pulse", SimpleNamespace(
             read=lambda _board: _pulses(job, here()),

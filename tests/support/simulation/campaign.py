@@ -249,8 +249,8 @@ def main(name: str, *numbers: str) -> None:
     """Play seeds again, and show what happens."""
     for number in numbers:
         job = play(name, int(number))
-        print("\n".join(job.simulation.trace))  # noqa: T201 - what was asked for
-        print(f"{name} {number}: nothing is wrong")  # noqa: T201
+        print("\n".join(job.simulation.trace))
+        print(f"{name} {number}: nothing is wrong")
 
 
 if __name__ == "__main__":

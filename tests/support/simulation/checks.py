@@ -195,7 +195,7 @@ def hears_its_stop(job: Job) -> Iterator[str]:
         if one.end.ending != "killed" or one.node or "no rank had started" in one.end.why:
             continue
         least_s = 0.0 if job.stop_how == "cancelled" else KILL_WAIT_S - LEAVE_DEADLINE_S
-        if one.at_s < at_s + least_s - 0.01 or job.program.heeds_stop and least_s:
+        if one.at_s < at_s + least_s - 0.01 or (job.program.heeds_stop and least_s):
             yield f"ranks are killed {one.at_s - at_s:.1f} s after a stop: {one.end.why}"
 
 

@@ -145,9 +145,7 @@ class Job:
         self.setup, self.program = setup, program or Program()
         rng = self.simulation.random
         self.network = Network(self.simulation)
-        self.nodes = [
-            Node(Machine(number, f"n{number}", rng)) for number in range(setup.nodes)
-        ]
+        self.nodes = [Node(Machine(number, f"n{number}", rng)) for number in range(setup.nodes)]
         self.ports: dict[int, StoreServer] = {}
         self.served = Bell()
         self.lifelines: dict[int, First] = {}
@@ -247,9 +245,7 @@ class Job:
         else:
             from tests.support.simulation.lifelines import Lifeline
 
-            place = LifelinePlace(
-                node.number, len(names), "n0", PORT + PORTS - 3, setup.lease_s
-            )
+            place = LifelinePlace(node.number, len(names), "n0", PORT + PORTS - 3, setup.lease_s)
             lifeline = Lifeline(self, place)
             rendezvous = InPlaceRendezvous(
                 lifeline, names, port=PORT, run_id="1", timeout_s=600, size=setup.size, fits=bool
@@ -395,7 +391,10 @@ class Job:
     def counts(self, node: Node) -> list[dict[int, int]]:
         """How many collectives each rank has called at which tick."""
         return [
-            {tick: 2 * tick + 2 - self._fewer(rank, tick) for tick in range(max(0, rank.step - 4), rank.step)}
+            {
+                tick: 2 * tick + 2 - self._fewer(rank, tick)
+                for tick in range(max(0, rank.step - 4), rank.step)
+            }
             for rank in node.round_ranks()
         ]
 
@@ -569,4 +568,3 @@ class Job:
             rank.end(-9)
         for end in node.children:
             end()
-

@@ -44,10 +44,10 @@ class Lifeline(module.Lifeline):
         plain = json.dumps(message)
         self._later(lambda: self.side.obey(json.loads(plain)))
 
-    def guard(self, connections: Sequence[Any]) -> None:  # noqa: D102
+    def guard(self, connections: Sequence[Any]) -> None:
         self._later(lambda: self.side.guard(list(connections)))
 
-    def news(self, wait_s: float = 0.0) -> list[dict[str, Any]]:  # noqa: D102
+    def news(self, wait_s: float = 0.0) -> list[dict[str, Any]]:
         if self._is_gone or self._is_stopped:
             self._asked_in_vain += 1
             if self._asked_in_vain > SPINS:
@@ -63,7 +63,7 @@ class Lifeline(module.Lifeline):
         why = {"gone": "the process that shows that this node lives has ended"}
         return [why if "gone by itself" in one else one for one in said]
 
-    def stop(self) -> None:  # noqa: D102
+    def stop(self) -> None:
         self._is_stopped = True
         self.side.end()
 
@@ -74,7 +74,9 @@ class Lifeline(module.Lifeline):
 
     def _later(self, call: Callable[[], None]) -> None:
         simulation = self._job.simulation
-        self._orders = max(self._orders + 1e-9, simulation.now_s + simulation.random.random() * LINE_S)
+        self._orders = max(
+            self._orders + 1e-9, simulation.now_s + simulation.random.random() * LINE_S
+        )
         simulation.at(self._orders, call, self._node.machine)
 
     def _put(self, message: dict[str, Any]) -> None:
@@ -95,9 +97,7 @@ class Lifeline(module.Lifeline):
 class _Side:
     """What both sides have: turns, and an end."""
 
-    def _begin_here(
-        self, job: Job, node: Node, tell: Callable[[dict[str, Any]], None]
-    ) -> None:
+    def _begin_here(self, job: Job, node: Node, tell: Callable[[dict[str, Any]], None]) -> None:
         self.job, self.node, self._put = job, node, tell
         self.is_up = True
         self.ends: list[End] = []
@@ -122,7 +122,9 @@ class _Side:
     def _turn_later(self) -> None:
         lease_s = self._place.lease_s  # type: ignore[attr-defined]
         late_s = self.job.simulation.random.uniform(0, self.node.machine.slowness_s / 4)
-        self.job.simulation.after(lease_s / module.BEATS + late_s, self._take_turn, self.node.machine)
+        self.job.simulation.after(
+            lease_s / module.BEATS + late_s, self._take_turn, self.node.machine
+        )
 
     def _take_turn(self) -> None:
         if not self.is_up:
@@ -133,13 +135,13 @@ class _Side:
         self._turn_later()
 
 
-class First(_Side, module._First):  # noqa: SLF001 - the real one
+class First(_Side, module._First):
     """The first node's process."""
 
     def __init__(
         self, job: Job, node: Node, place: LifelinePlace, tell: Callable[[dict[str, Any]], None]
     ) -> None:
-        module._First.__init__(self, place, "", None, 0)  # type: ignore[arg-type]  # noqa: SLF001
+        module._First.__init__(self, place, "", None, 0)  # type: ignore[arg-type]
         self.admitted: set[int] = set()
         self._begin_here(job, node, tell)
         job.lifelines[place.port] = self
@@ -157,13 +159,13 @@ class First(_Side, module._First):  # noqa: SLF001 - the real one
         """It waits for nobody's store."""
 
 
-class Other(_Side, module._Other):  # noqa: SLF001 - the real one
+class Other(_Side, module._Other):
     """Any other node's process."""
 
     def __init__(
         self, job: Job, node: Node, place: LifelinePlace, tell: Callable[[dict[str, Any]], None]
     ) -> None:
-        module._Other.__init__(self, place, "", None, 0, None)  # type: ignore[arg-type]  # noqa: SLF001
+        module._Other.__init__(self, place, "", None, 0, None)  # type: ignore[arg-type]
         self._stores: list[list[Store]] = []
         self._begin_here(job, node, tell)
         self._until_s = job.simulation.now_s + module.FIRST_S

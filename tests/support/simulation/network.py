@@ -89,13 +89,13 @@ class End:
     def say(self, message: bytes) -> None:
         """Send it."""
         if self.is_open:
-            self._channel.send(lambda: self._other._hear(message))  # noqa: SLF001 - the other end
+            self._channel.send(lambda: self._other._hear(message))
 
     def close(self) -> None:
         """Send what was said, and end it; this side hears no more."""
         if self.is_open:
             self.is_open = False
-            self._channel.send(self._other._ended)  # noqa: SLF001 - the other end
+            self._channel.send(self._other._ended)
 
     @property
     def _other(self) -> End:

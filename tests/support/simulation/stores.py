@@ -96,15 +96,15 @@ class Store:
         self._server.words[key] = value.encode() if isinstance(value, str) else value
         self._job.simulation.ring(self._server.changed)
 
-    def get(self, key: str) -> bytes:  # noqa: D102
+    def get(self, key: str) -> bytes:
         self.wait([key], timedelta(seconds=self._timeout_s))
         return self._server.words[key]
 
-    def check(self, keys: list[str]) -> bool:  # noqa: D102
+    def check(self, keys: list[str]) -> bool:
         self._ask()
         return all(key in self._server.words for key in keys)
 
-    def add(self, key: str, more: int) -> int:  # noqa: D102
+    def add(self, key: str, more: int) -> int:
         self._ask()
         count = int(self._server.words.get(key, b"0")) + more
         if more or key not in self._server.words:
@@ -112,7 +112,7 @@ class Store:
             self._job.simulation.ring(self._server.changed)
         return count
 
-    def wait(self, keys: list[str], timeout: timedelta) -> None:  # noqa: D102
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
         simulation = self._job.simulation
         until_s = simulation.now_s + timeout.total_seconds()
         while True:
@@ -152,15 +152,15 @@ class PrefixStore:
         """As torch's; so below."""
         self._of.set(f"{self._prefix}/{key}", value)
 
-    def get(self, key: str) -> bytes:  # noqa: D102
+    def get(self, key: str) -> bytes:
         got: bytes = self._of.get(f"{self._prefix}/{key}")
         return got
 
-    def check(self, keys: list[str]) -> bool:  # noqa: D102
+    def check(self, keys: list[str]) -> bool:
         return bool(self._of.check([f"{self._prefix}/{key}" for key in keys]))
 
-    def add(self, key: str, more: int) -> int:  # noqa: D102
+    def add(self, key: str, more: int) -> int:
         return int(self._of.add(f"{self._prefix}/{key}", more))
 
-    def wait(self, keys: list[str], timeout: timedelta) -> None:  # noqa: D102
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
         self._of.wait([f"{self._prefix}/{key}" for key in keys], timeout)
