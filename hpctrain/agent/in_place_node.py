@@ -207,7 +207,9 @@ class InPlaceAgent(NodeAgent):
         members = self._meeting_place.next_members()
         for loss in losses:
             hooks.lost(loss, members)
-        gone = [loss for loss in losses if loss.was_member]
+        # One that was lost while this round began is in none any more, and its word comes only now.
+        here = self._meeting_place.members
+        gone = [loss for loss in losses if loss.was_member and loss.node in here]
         if not gone:
             return None
         why = "; ".join(f"{loss.name} was lost: {loss.why}" for loss in gone)

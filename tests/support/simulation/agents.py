@@ -124,6 +124,13 @@ class _Told:
         self.job.verdict(self.place, self._meeting_place, end)  # type: ignore[attr-defined]
         return end
 
+    def _round_hangs(self) -> Any:
+        hangs: Any = super()._round_hangs()  # type: ignore[misc]
+        if hangs is not None and self.place.number == 0:
+            members = self._meeting_place.members  # type: ignore[attr-defined]
+            hangs.slow_node = lambda: self.job.slow_node(members)
+        return hangs
+
 
 class Agent(_Told, node.NodeAgent, Torch):
     """`NodeAgent`."""
@@ -301,13 +308,13 @@ def stand_ins(job: Job) -> list[tuple[Any, str, Any]]:
         (node, "send_term", lambda pids: job.send_term(here(), pids)),
         (node, "choose", partial(_choose, job)),
         (node, "LifeWatch", partial(
-            lingering_ranks.LifeWatch, look_at=lambda pids: job.uses(pids))),
+            lingering_ranks.LifeWatch, look_at=job.uses)),
         (hang_watch, "Board", SimpleNamespace(open=lambda _path: _Board())),
         (hang_watch, "pulse", SimpleNamespace(
             read=lambda _board: _pulses(job, here()),
             phase_name=lambda _folder, _rank, phase: job.phase_name(phase))),
         (hang_watch, "tick_counts", SimpleNamespace(read=lambda _board: job.counts(here()))),
-        (hang_watch, "uses", lambda pids: job.used(pids)),
+        (hang_watch, "uses", job.used),
         (hang_watch, "look", lambda _folder, _name, seen: _look(job, here(), seen)),
         (hang_watch, "replace_text", lambda _path, text: job.wrote(text)),
         (stop_notice, "stop_is_asked", lambda _request, _job_id: job.is_stop_asked),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from hpctrain.agent.growth import FIRST_PAUSE_S
 from hpctrain.agent.lifeline import LEAVE_S
 from hpctrain.agent.node import GOODBYE_S
 from hpctrain.agent.ranks import is_echo
@@ -27,6 +28,7 @@ from tests.support.simulation.job import KILL_WAIT_S
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hpctrain.base.records import FailureReport
     from tests.support.simulation.job import Job
 
 LOSING = frozenset({"power", "dies", "agent", "freezes", "cut", "lifeline"})
@@ -78,32 +80,42 @@ def same_verdict(job: Job) -> Iterator[str]:
             yield f"a node heard two verdicts of round {number}"
         if 0 not in {v.node for v in heard}:
             yield f"node 0 does not know how round {number} ended"
+        for one in heard:
+            if strangers := set(one.end.silent_nodes) - set(one.members):
+                yield f"round {number} ended for {sorted(strangers)}, and has {one.members}"
 
 
 def names_the_guilty(job: Job) -> Iterator[str]:
     """No verdict, loss or failure names a node or rank that nothing was done to."""
-    lost = {fault.node for fault in job.faults if fault.kind in LOSING}
-    cut_off = any(fault.kind in {"freezes", "cut"} and fault.node == 0 for fault in job.faults)
-    died = defaultdict(int)
-    for fault in job.faults:
-        died[fault.node] += fault.kind == "rank"
+    guilty = _may_be_lost(job)
     for name, _, _ in job.losses:
-        number = int(name[1:])
-        if number in lost or cut_off or died[number] > 1 or name in job.bad or job.setup.swaps:
-            continue
-        yield f"{name} was lost, and nothing was done to it"
+        if int(name[1:]) not in guilty:
+            yield f"{name} was lost, and nothing was done to it"
     for one in job.verdicts:
         for node in one.end.silent_nodes:
-            if node not in lost and not cut_off and died[node] < 2 and f"n{node}" not in job.bad:
-                if not job.setup.swaps:
-                    yield f"round {one.round}: n{node} is said to be silent"
+            if node not in guilty:
+                yield f"round {one.round}: n{node} is said to be silent"
         failure = one.end.failure
-        if failure is None or failure.kind in {"hang", "desync"}:
-            continue
-        if is_echo(failure) and lost:
-            continue  # of a node that said nothing
-        if not any(f"n{f.node}" == failure.node for f in job.faults if f.kind in DYING | LOSING):
-            yield f"{failure.node} is blamed: {failure.summary}"
+        if failure is not None and failure.kind not in {"hang", "desync"}:
+            yield from _innocent(job, failure)
+
+
+def _innocent(job: Job, failure: FailureReport) -> Iterator[str]:
+    if is_echo(failure) and any(fault.kind in LOSING for fault in job.faults):
+        return  # of a node that said nothing
+    if not any(f"n{f.node}" == failure.node for f in job.faults if f.kind in DYING | LOSING):
+        yield f"{failure.node} is blamed: {failure.summary}"
+
+
+def _may_be_lost(job: Job) -> set[int]:
+    """Nodes that something was done to after which they may be lost."""
+    if any(fault.kind in {"freezes", "cut"} and fault.node == 0 for fault in job.faults):
+        return set(range(len(job.nodes)))
+    deaths = [fault.node for fault in job.faults if fault.kind == "rank"]
+    lost = {fault.node for fault in job.faults if fault.kind in LOSING}
+    lost |= {node for node in deaths if deaths.count(node) > 1}
+    lost |= {node.number for node in job.nodes if node.name in job.bad}
+    return lost if job.slow is None else lost | {job.slow}
 
 
 def one_attempt_each(job: Job) -> Iterator[str]:
@@ -142,11 +154,13 @@ def ends_well(job: Job) -> Iterator[str]:
     hurt = {fault.node for fault in job.faults if fault.kind in LOSING}
     deaths = [f.node for f in job.faults if f.kind == "rank"]
     hurt |= {node for node in deaths if deaths.count(node) > 1}
+    if job.slow is not None:
+        hurt.add(job.slow)
     living = job.setup.nodes - len(hurt)
     least = job.setup.nodes if job.setup.size is None else job.setup.size.least
     if living < least:
         return
-    if job.setup.swaps or job.signalled or job.odd_counts or job.program.lingers:
+    if job.signalled or job.odd_counts or job.program.lingers:
         return
     if any(fault.kind in HANGING and fault.until_s > 390.0 for fault in job.faults):
         return
@@ -332,6 +346,97 @@ def raises_with_reason(job: Job) -> Iterator[str]:
             yield f"{node.name} raises {type(node.error).__name__}: {node.error}"
 
 
+def asks_for_nodes_in_order(job: Job) -> Iterator[str]:
+    """One node at a time is asked for, where one is missing; nothing is asked for at the end."""
+    pause_s, before = FIRST_PAUSE_S, None
+    for request in job.requests:
+        if not any(fault.kind in LOSING | DYING for fault in job.faults):
+            yield f"n{request.number} is asked for, and none is missing"
+        if before is not None and before.came_s is None and not before.is_taken_back:
+            if before.ended_s is None:
+                yield f"n{request.number} is asked for beside n{before.number}"
+            elif request.asked_s < before.ended_s + pause_s - 0.5:
+                yield f"asked again after {request.asked_s - before.ended_s:.1f} s"
+            elif before.is_final:
+                yield f"n{request.number} is asked for, though none is ever added"
+            pause_s = 2 * pause_s
+        if before is not None and before.came_s is not None:
+            pause_s = FIRST_PAUSE_S
+        before = request
+    first = job.nodes[0]
+    is_well = not any(fault.node == 0 and fault.kind in LOSING | {"over"} for fault in job.faults)
+    for request in job.requests:
+        if is_well and first.error is None and request.came_s is None and request.ended_s is None:
+            yield f"n{request.number} is still asked for at the end"
+    names = [name for name, _ in job.joined]
+    if len(names) != len(set(names)):
+        yield f"joined twice: {names}"
+
+
+def grows_behind_saves(job: Job) -> Iterator[str]:
+    """A round ends for an added node, and the next one has it; where it is to, behind a save."""
+    for at_s, why in job.grown:
+        later = [begun for begun in job.begun if job.began_s(begun[0]) > at_s]
+        names = why.removesuffix(" joined the job").split(", ")
+        if later and not set(names) & set(later[0][1]) and not _hurt_since(job, at_s - 30.0):
+            yield f"the round ended since {why}, and the next one is {later[0][1]}"
+        if job.grows_by_saves and not any(0 <= at_s - saved < 2.0 for saved in job.saves_at_s):
+            yield f"a round ended for {names} at {at_s:.1f} s, and not behind a save"
+    if job.setup.growth is None and job.grown:
+        yield "a round ended for a node that nobody has asked for"
+
+
+def _hurt_since(job: Job, at_s: float) -> bool:
+    return any(fault.at_s > at_s for fault in job.faults)
+
+
+def swaps_when_it_pays(job: Job) -> Iterator[str]:
+    """A slow node gives its place to a spare behind a save, once it has cost a new start."""
+    if job.slow is None:
+        return
+    for name, _, members in job.losses:
+        number = int(name[1:])
+        touched = [f for f in job.faults if f.node == number and f.kind in LOSING | {"rank"}]
+        if number != job.slow or touched or name in job.bad:
+            continue
+        if number == 0:
+            yield "the first node gives its place away"
+        lost_at_s = job.lost_at_s[name]
+        if lost_at_s < job.slow_from_s + job.restart_s:
+            yield f"{name} is changed at {lost_at_s:.1f} s, slow since {job.slow_from_s:.1f} s"
+        if not any(0 <= lost_at_s - saved < 2.0 for saved in job.saves_at_s):
+            yield f"{name} is changed at {lost_at_s:.1f} s, and not behind a save"
+        if members is not None and len(members) < len(job.verdicts[0].members) and not job.faults:
+            yield f"{name} is changed for none: {members}"
+    if job.faults or job.bad or not job.slow or job.size_most == job.setup.nodes:
+        return
+    first = job.begun[0]
+    due = [s for s in job.saves_at_s if s > job.slow_from_s + job.restart_s + 5.0]
+    if (
+        len(due) > 2
+        and f"n{job.slow}" in first[1]
+        and f"n{job.slow}" not in dict.fromkeys(name for name, *_ in job.losses)
+    ):
+        yield f"n{job.slow} is slow, a spare waits, and it keeps its place"
+
+
+def leaves_the_bad_out(job: Job) -> Iterator[str]:
+    """No round begins with a node that guards have named by then."""
+    for number, names, _, _ in job.begun:
+        bad = set(names) & {
+            name for name in job.bad_at_s if job.bad_at_s[name] < _fail_s(job, number)
+        }
+        if bad:
+            yield f"attempt {number} begins with {sorted(bad)}"
+
+
+def _fail_s(job: Job, number: int) -> float:
+    """When the attempt before it was judged, as a crash; never for other ends."""
+    before = [v for v in job.verdicts if v.round == number - 2 and v.node == 0]
+    is_crash = bool(before) and before[0].end.failure is not None
+    return before[0].at_s - 1.0 if is_crash else float("-inf")
+
+
 CHECKS = (
     raises_with_reason,
     same_verdict,
@@ -345,6 +450,10 @@ CHECKS = (
     answers_users,
     waits_for_who_works,
     names_who_is_out_of_step,
+    asks_for_nodes_in_order,
+    grows_behind_saves,
+    swaps_when_it_pays,
+    leaves_the_bad_out,
 )
 
 

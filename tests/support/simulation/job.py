@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import signal
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.agent.in_place import InPlaceRendezvous
 from hpctrain.agent.lifeline import LifelinePlace
-from hpctrain.agent.members import RoundSize
 from hpctrain.agent.rendezvous import Rendezvous
 from hpctrain.agent.rounds import RoundHooks
 from hpctrain.agent.signals import Arrival
 from hpctrain.agent.stay_alive import EARLY_END_S
 from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.agent.stop_notice import StopNotice
+from hpctrain.agent.swaps import SlowNode, Swaps
 from hpctrain.base.process import PORTS
 from hpctrain.base.records import JobContext, JobFacts
 from hpctrain.control.pulse import PHASES
@@ -28,11 +28,14 @@ from tests.support.simulation.network import Network
 from tests.support.simulation.ranks import Attempt, Program, Rank
 
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Callable, Collection, Sequence
 
+    from hpctrain.agent.members import RoundSize
     from hpctrain.agent.rounds import RoundEnd
     from hpctrain.hangs.standing import HangLimits
     from tests.support.simulation.lifelines import First, Lifeline
+    from tests.support.simulation.requests import Request
     from tests.support.simulation.stores import Store, StoreServer
 
 SECRET = "of the simulation"  # noqa: S105 - of a test
@@ -54,6 +57,9 @@ class Setup:
         end_wait_s: See the setting.
         listens: The program hears of stops by itself.
         come_s: Agents come up within so long.
+        end_s: The job's time limit; None for none.
+        margin_s: `run.stop_margin_s`.
+        growth: Makes node 0's `Growth`.
     """
 
     nodes: int = 3
@@ -67,7 +73,6 @@ class Setup:
     come_s: float = 1.0
     end_s: float | None = None
     margin_s: float = 10.0
-    swaps: Any = None
     growth: Callable[[Job], Any] | None = None
 
 
@@ -176,6 +181,16 @@ class Job:
         self.signalled: list[tuple[float, str]] = []
         self.orphans: list[int] = []
         self.stop_how = ""
+        self.slow: int | None = None
+        self.slow_from_s = 0.0
+        self.restart_s = 3.0
+        self.saves_at_s: list[float] = []
+        self.requests: list[Request] = []
+        self.joined: list[tuple[str, float | None]] = []
+        self.lost_at_s: dict[str, float] = {}
+        self.bad_at_s: dict[str, float] = {}
+        self.grows_by_saves = False
+        self.grown: list[tuple[float, str]] = []
         self.was_killed_at_s: float | None = None
         self.watchers: list[Callable[[], None]] = []
 
@@ -210,6 +225,21 @@ class Job:
     def _is_over(self) -> bool:
         return all(self._has_ended(node) for node in self.nodes)
 
+    def add_node(self) -> Node:
+        """A machine that may join the job later; nothing runs there yet."""
+        number = len(self.nodes)
+        node = Node(Machine(number, f"n{number}", self.simulation.random))
+        node.machine.has_power = False
+        self.nodes.append(node)
+        return node
+
+    def join(self, node: Node) -> None:
+        """The scheduler has given the job this machine: its agent comes up."""
+        self.note(f"{node.name} is added to the job")
+        node.machine.has_power = True
+        before = self.nodes[0].agent._meeting_place.nodes[: node.number]  # noqa: SLF001
+        self.begin(node, partial(self._agent, before=[*before, node.name]))
+
     def _has_ended(self, node: Node) -> bool:
         if not node.machine.has_power or node.is_killed:
             return True
@@ -231,9 +261,9 @@ class Job:
 
     # ---- an agent's life
 
-    def _agent(self, node: Node) -> None:
+    def _agent(self, node: Node, before: list[str] | None = None) -> None:
         setup = self.setup
-        names = [one.name for one in self.nodes]
+        names = before or [one.name for one in self.nodes[: setup.nodes]]
         context = JobContext(
             "1", 0, node.number, names, "n0", PORT, "", self._wall(setup.end_s), KILL_WAIT_S
         )
@@ -304,7 +334,7 @@ class Job:
         )
         agent.job, agent.place = self, node
         if node.number == 0 and isinstance(agent, agents.StayingAgent):
-            agent.swaps = setup.swaps
+            agent.swaps = None if self.slow is None else Swaps(self.newest_save)
             agent.growth = None if setup.growth is None else setup.growth(self)
         return agent
 
@@ -327,6 +357,7 @@ class Job:
 
         def lost(loss: Any, members: tuple[int, ...] | None) -> None:
             self.note(f"lost: {loss}, goes on with {members}")
+            self.lost_at_s[loss.name] = self.simulation.now_s
             self.losses.append((loss.name, loss.was_member, members))
 
         return RoundHooks(
@@ -351,7 +382,28 @@ class Job:
 
     def _may_go_on(self, why: str) -> bool:
         self.went_on.append(why)
-        return self.may_go_on and not self.orphans  # who has gone on without it has the run
+        return self.may_go_on and not self.is_left_behind()
+
+    def is_left_behind(self) -> bool:
+        """Whether others may have gone on without the first node, as the run's records say."""
+        return bool(self.orphans) and any(fault.node == 0 for fault in self.faults)
+
+    def newest_save(self) -> int | None:
+        """The step of the newest checkpoint."""
+        return self.program.saved or None
+
+    def slow_node(self, members: tuple[int, ...]) -> SlowNode | None:
+        """Who is slow, as the watch for slow ranks would say."""
+        if self.slow not in members or self.simulation.now_s < self.slow_from_s:
+            return None
+        lost_s = self.simulation.now_s - self.slow_from_s
+        name = self.nodes[self.slow].name
+        return SlowNode(members.index(self.slow), name, lost_s, self.restart_s, f"{name} is slow")
+
+    def name_bad(self, name: str) -> None:
+        """Guards name a node."""
+        self.bad[name] = "guards named it"
+        self.bad_at_s[name] = self.simulation.now_s
 
     def record(self, fact: Any) -> None:
         """Node 0 writes something down."""
@@ -430,6 +482,16 @@ class Job:
         for rank in self._by_pid(pids):
             pids.discard(rank.pid)
             rank.attempt.told(rank)
+
+    def began_s(self, number: int) -> float:
+        """When an attempt's first ranks began; at once where it had none."""
+        attempt = self.attempts.get(number)
+        return float("-inf") if attempt is None else attempt.began_s
+
+    @property
+    def size_most(self) -> int:
+        """So many nodes at most has a round."""
+        return self.setup.nodes if self.setup.size is None else self.setup.size.most
 
     def round_end_s(self, number: int) -> float:
         """When the agents heard how an attempt had ended."""

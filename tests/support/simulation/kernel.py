@@ -78,7 +78,7 @@ class Task:
 class _Event:
     __slots__ = ("at_s", "call", "machine", "number", "task", "ticket", "tie")
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - made in two places, very often
         self,
         at_s: float,
         tie: float,
@@ -260,7 +260,7 @@ class Simulation:
         heapq.heappush(self._heap, event)
 
     def _give_away(self, own: Task | None) -> None:
-        """Run what comes next. Returns once it is `own`'s turn; at once for None, when another's is.
+        """Run what comes next; returns once it is `own`'s turn, for None once it is another's.
 
         Events that belong to no task happen here, in whichever thread came.
         """

@@ -166,10 +166,10 @@ class Attempt:
 
     def begin_steps(self) -> None:
         """All ranks have come to their first step, or some have yet to come."""
-        if len(self.ranks) == self.world_size and not self._is_stepping:
-            if all(rank.state == "runs" for rank in self.ranks.values()):
-                self._is_stepping = True
-                self._next_step()
+        are_all = len(self.ranks) == self.world_size and not self._is_stepping
+        if are_all and all(rank.state == "runs" for rank in self.ranks.values()):
+            self._is_stepping = True
+            self._next_step()
 
     def _move(self, rank: Rank, step: int, phase: int) -> None:
         rank.step, rank.phase, rank.since_s = step, phase, self._job.simulation.now_s
@@ -190,6 +190,7 @@ class Attempt:
         program = self._job.program
         if self.step % program.every == 0:
             program.saved = max(program.saved, self.step)
+            self._job.saves_at_s.append(self._job.simulation.now_s)
         if self.is_stopping:
             self._leave(program.save_s)
         elif self.step >= program.steps:

@@ -1,4 +1,4 @@
-"""Torch's stores, of a simulated job: the interface that agents use, and what goes wrong with it."""
+"""Torch's stores, of a simulated job: what agents use of them, and what goes wrong there."""
 
 from __future__ import annotations
 
