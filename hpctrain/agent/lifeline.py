@@ -53,6 +53,9 @@ TRY_AGAIN_S = 0.2
 FIRST_S = 600.0
 """So long may the first node's agent take to come up."""
 _LINE_BYTES = 1 << 20
+OWN_END = {"dropped": "the process that shows that this node lives has ended"}
+"""The first node takes this one for lost by that. Of the first one it says nothing: who saw to the
+job in its place would do so beside it."""
 MOST_GUARDED = 8
 """Connections to one store; torch makes one."""
 
@@ -134,8 +137,7 @@ class Lifeline(ForkedProcess):
                 piece = b""
             if not piece:
                 self._is_gone = True
-                why = "the process that shows that this node lives has ended"
-                return [*self._split(), {"gone": why}]
+                return [*self._split(), OWN_END]
             self._heard += piece
         return self._split()
 

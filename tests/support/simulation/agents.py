@@ -81,7 +81,8 @@ class Torch(LocalElasticAgent):
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         numbers = [worker.global_rank for worker in worker_group.workers]
-        processes = self.job.start_ranks(self.place, self.attempt_number, numbers)  # type: ignore[attr-defined]
+        number, size = self.attempt_number, worker_group.workers[0].world_size  # type: ignore[attr-defined]
+        processes = self.job.start_ranks(self.place, number, numbers, size)
         self._pcontext: Any = SimpleNamespace(
             _pc=SimpleNamespace(processes=processes),
             _worker_finished_event=SimpleNamespace(set=lambda: None),
@@ -146,6 +147,7 @@ class Control:
     def __init__(self, job: Job) -> None:
         self._job, self._node = job, job.here()
         self.pids: list[int] = []
+        self.copies_to_buddy = False
         self.folder = NO_PATH
 
     def begin(self, *_: Any, **__: Any) -> None:

@@ -68,9 +68,10 @@ class Overlap:
 def same_verdict(job: Job) -> Iterator[str]:
     """All members of a round that hear a verdict hear the same one, of node 0."""
     by_round = defaultdict(list)
+    is_first_hurt = any(fault.node == 0 and fault.kind in LOSING | {"over"} for fault in job.faults)
     for one in job.verdicts:
-        by_round[one.round].append(one)
-    for number, heard in by_round.items():
+        by_round[one.job_id, one.round].append(one)
+    for (_, number), heard in by_round.items():
         plain = {(v.end.ending, v.end.restart, v.end.why, tuple(v.end.silent_nodes)) for v in heard}
         if len(plain) > 1:
             yield f"round {number} ended differently: {sorted(plain)}"
@@ -78,7 +79,7 @@ def same_verdict(job: Job) -> Iterator[str]:
             yield f"round {number} has different members"
         if len({v.node for v in heard}) < len(heard):
             yield f"a node heard two verdicts of round {number}"
-        if 0 not in {v.node for v in heard}:
+        if 0 not in {v.node for v in heard} and not is_first_hurt:
             yield f"node 0 does not know how round {number} ended"
         for one in heard:
             if strangers := set(one.end.silent_nodes) - set(one.members):

@@ -123,6 +123,7 @@ class Verdict:
     round: int
     members: tuple[int, ...]
     end: RoundEnd
+    job_id: str = ""
 
 
 @dataclass
@@ -414,15 +415,23 @@ class Job:
         """An agent has heard how a round ended."""
         self.note(f"hears {end.ending}, restart {end.restart}: {end.why}")
         self.verdicts.append(
-            Verdict(self.simulation.now_s, node.number, rendezvous.round, rendezvous.members, end)
+            Verdict(
+                self.simulation.now_s,
+                node.number,
+                rendezvous.round,
+                rendezvous.members,
+                end,
+                rendezvous._job if hasattr(rendezvous, "_job") else "",  # noqa: SLF001
+            )
         )
 
     # ---- what agents ask for
 
-    def start_ranks(self, node: Node, number: int, numbers: Sequence[int]) -> list[Rank]:
+    def start_ranks(
+        self, node: Node, number: int, numbers: Sequence[int], world_size: int
+    ) -> list[Rank]:
         """Ranks of an attempt begin on a node."""
         if number not in self.attempts:
-            world_size = next(size for n, _, _, size in reversed(self.begun) if n == number)
             self.attempts[number] = Attempt(self, number, world_size)
         begun = self.attempts[number].start(node, numbers)
         for watch in self.watchers:

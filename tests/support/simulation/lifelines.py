@@ -60,8 +60,7 @@ class Lifeline(module.Lifeline):
             self._job.simulation.may_switch(self._job.switch_share)
         said, self._inbox = self._inbox, []
         self._is_gone = any("gone by itself" in one for one in said)
-        why = {"gone": "the process that shows that this node lives has ended"}
-        return [why if "gone by itself" in one else one for one in said]
+        return [module.OWN_END if "gone by itself" in one else one for one in said]
 
     def stop(self) -> None:
         self._is_stopped = True

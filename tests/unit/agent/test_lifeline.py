@@ -202,7 +202,7 @@ def test_a_stranger_is_not_let_in(nodes):
 def test_an_agent_hears_that_its_own_process_has_ended(nodes):
     os.kill(nodes.first.pid, signal.SIGKILL)
 
-    assert "has ended" in nodes.hear("gone")["gone"]
+    assert "has ended" in nodes.hear("dropped")["dropped"], "it says nothing of the first node"
 
 
 def test_a_node_that_is_added_is_let_in_once_it_is_awaited(nodes):

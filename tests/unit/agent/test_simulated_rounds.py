@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.simulation.campaign import CAMPAIGNS, play, seeds
+from tests.support.simulation.campaign import CAMPAIGNS, RECORDED, play, seeds
 
 FEW, MANY = 60, 1000
 BATCH = 20
+ALL = [*CAMPAIGNS, *RECORDED]
 
 
-@pytest.mark.parametrize("name", CAMPAIGNS)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("batch", range(FEW // BATCH))
 def test_every_schedule_keeps_the_contract(name, batch):
     for seed in seeds(FEW)[batch * BATCH : (batch + 1) * BATCH]:
@@ -22,13 +23,13 @@ def test_every_schedule_keeps_the_contract(name, batch):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", CAMPAIGNS)
+@pytest.mark.parametrize("name", ALL)
 def test_very_many_schedules_keep_the_contract(name):
     for seed in seeds(MANY, fixed=0):
         play(name, seed)
 
 
-@pytest.mark.parametrize("name", CAMPAIGNS)
+@pytest.mark.parametrize("name", ALL)
 def test_the_same_seed_is_the_same_run(name):
     first, again = (play(name, seeds(1)[0]).simulation.trace for _ in range(2))
     assert first == again

@@ -1,0 +1,115 @@
+"""What must hold of the records of a job, whoever led it: see `generations`."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING
+
+from hpctrain.base.records import EndReason, Next
+from hpctrain.run.event_types import AttemptEnded, AttemptStarted, NodeLost, Requeued
+from tests.support.simulation import checks
+from tests.support.simulation.checks import LOSING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.support.simulation.checks import Overlap
+    from tests.support.simulation.generations import RecordedJob
+
+
+def one_leader_each(job: RecordedJob) -> Iterator[str]:
+    """A generation has one leader and one list of nodes; each node goes on once in it."""
+    made = defaultdict(set)
+    for _, generation in job.generations:
+        made[generation.number].add(generation)
+    for number, them in made.items():
+        if len(them) > 1:
+            yield f"generation {number} was begun {len(them)} times: {them}"
+    times = Counter((node, generation.number) for node, generation in job.generations)
+    for (node, number), count in times.items():
+        if count > 1:
+            yield f"n{node} went on {count} times in generation {number}"
+    for node, generation in job.generations:
+        if f"n{node}" not in generation.nodes or f"n{node}" in generation.lost:
+            yield f"n{node} goes on in generation {number} without a place in it"
+
+
+def each_end_once(job: RecordedJob) -> Iterator[str]:
+    """Each attempt begins once and ends once; behind the run's end none begins."""
+    started: list[int | None] = []
+    ended: dict[int | None, AttemptEnded] = {}
+    for event in job.events():
+        fact = event.fact
+        if isinstance(fact, AttemptStarted):
+            if event.attempt in started:
+                yield f"attempt {event.attempt} began twice"
+            if any(end.next is not Next.RESTART for end in ended.values()):
+                yield f"attempt {event.attempt} began behind the end of the run or of the job"
+            started.append(event.attempt)
+        if isinstance(fact, AttemptEnded):
+            before = ended.get(event.attempt)
+            if before is not None and before.next not in {Next.RESTART, Next.ASK_BATCH}:
+                yield f"attempt {event.attempt} ended twice: {before}, {fact}"
+            ended[event.attempt] = fact
+    if started != sorted(started, key=lambda number: number or 0):
+        yield f"attempts in this order: {started}"
+    open_ones = [number for number in started[:-1] if number not in ended]
+    if open_ones:
+        yield f"attempts {open_ones} have no end, and others followed"
+
+
+def requeued_once(job: RecordedJob) -> Iterator[str]:
+    """At most one agent asks for the job's next start, and none behind the run's end."""
+    if len(job.requeued) > 1:
+        yield f"n{job.requeued} have all requeued the job"
+    told = [event.fact for event in job.events() if isinstance(event.fact, Requeued)]
+    if len(told) > len(job.requeued):
+        yield f"{told}, and nobody asked for that"
+    if job.requeued and job.ended_by:
+        yield "the job was requeued and ended"
+
+
+def loses_the_lost(job: RecordedJob) -> Iterator[str]:
+    """Only nodes to which something was done are written down as lost."""
+    hurt = {f"n{fault.node}" for fault in job.faults if fault.kind in LOSING}
+    deaths = Counter(fault.node for fault in job.faults if fault.kind == "rank")
+    hurt |= {f"n{node}" for node, count in deaths.items() if count > 1}
+    # Whoever has the whole network against him takes the others for lost.
+    is_apart = any(fault.kind in {"freezes", "cut"} for fault in job.faults)
+    leads = {generation.leader for _, generation in job.generations} | {"n0"}
+    for event in job.events():
+        if isinstance(event.fact, NodeLost) and event.fact.node not in hurt:
+            if not (is_apart and hurt & leads):
+                yield f"{event.fact}"
+
+
+def somebody_sees_to_it(job: RecordedJob) -> Iterator[str]:
+    """A job whose first node is lost goes on, or is requeued: it never just stands there."""
+    first = [fault for fault in job.faults if fault.node == 0 and fault.kind in LOSING]
+    hurt = {fault.node for fault in job.faults if fault.kind in LOSING}
+    is_late = any(fault.kind == "over" and fault.at_s < 100.0 for fault in job.faults)
+    well = [node for node in job.nodes if node.number not in hurt]
+    ends = [event.fact for event in job.events() if isinstance(event.fact, AttemptEnded)]
+    last = ends[-1] if ends else None
+    gone = first and all(fault.kind in {"power", "dies"} for fault in first)
+    is_seen_to = bool(job.requeued) or (last is not None and last.next is Next.STOP)
+    if gone and well and not is_late and not is_seen_to:
+        yield f"n0 is gone, {well} live, and nobody sees to the job: {last}"
+    assert job.setup.size is not None
+    only = len(job.faults) - sum(fault.kind == "over" for fault in job.faults) == 1
+    can_go_on = len(well) >= job.setup.size.least and only and gone
+    began_s = job.began_s(1)
+    if can_go_on and 0 <= began_s < first[0].at_s and not job.program.done_at:
+        yield f"{well} could have gone on: {last}"
+    if last is not None and last.reason is EndReason.COMPLETED and not job.program.done_at:
+        yield "the run is said to be done, and its program is not"
+
+
+CHECKS = (one_leader_each, each_end_once, requeued_once, loses_the_lost, somebody_sees_to_it)
+OF_ROUNDS = (checks.same_verdict, checks.nothing_runs_on, checks.who_is_lost_leaves)
+
+
+def wrong_with(job: RecordedJob, overlap: Overlap) -> list[str]:
+    """All that is wrong."""
+    found = [*overlap.wrong, *(words for check in OF_ROUNDS for words in check(job))]
+    return [*found, *(words for check in CHECKS for words in check(job))]
