@@ -322,10 +322,14 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         stop_margin_s=spec.settings.run.stop_margin_s,
     )
 
+    newest = fence.read_fence(run)
+
     def begin(world_size: int) -> Attempt:
         follows = None if generation is None else generation.follows
         before = agent.attempt_number if agent.end is not None else follows
         again = before is not None
+        if before is None:  # others may see to the job while this node stands still
+            before = 0 if newest is None else newest.number
         deadline.wait(ending.pause_s)
         attempt = fence.take_attempt(
             run,

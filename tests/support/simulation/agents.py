@@ -13,6 +13,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.elastic.agent.server import api as torch_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
@@ -291,6 +292,7 @@ def stand_ins(job: Job) -> list[tuple[Any, str, Any]]:
         (rendezvous, "PrefixStore", PrefixStore),
         (rendezvous, "StoreProcess", partial(StoreProcess, job)),
         (static_tcp_rendezvous, "PrefixStore", PrefixStore),
+        (torch_agent, "record", lambda *_args, **_options: None),
         (in_place, "TCPStore", store),
         (in_place, "PrefixStore", PrefixStore),
         (in_place, "connections_to", lambda _port: [_Connection(here().connections[-1])]),

@@ -300,13 +300,31 @@ CAMPAIGNS: dict[str, Callable[[int], Job]] = {
 }
 
 
-def succeeding(seed: int, folder: Path) -> RecordedJob:
-    """The first node is lost, with others before, meanwhile or after; real records are written."""
+def _recorded(seed: int, folder: Path) -> RecordedJob:
     rng = Job(seed, Setup()).simulation.random
     job = RecordedJob(seed, _setup(rng, stays=True, nodes=None), folder, _program(rng))
-    rng = job.simulation.random
     for node in job.nodes:
-        node.machine.slowness_s = rng.choice([0.0, 0.0, 0.05, 0.3])
+        node.machine.slowness_s = job.simulation.random.choice([0.0, 0.0, 0.05, 0.3])
+    return job
+
+
+def recording(seed: int, folder: Path) -> RecordedJob:
+    """Nodes are lost and ranks die, and the first node lives; real records are written."""
+    job = _recorded(seed, folder)
+    rng = job.simulation.random
+    _hurt(job, ["power", "dies", "freezes", "cut", "rank", "rank", "raises", "lifeline"])
+    if rng.random() < 0.4:
+        job.program.steps = 2000
+        how = rng.choice(["preempted", "grace", "limit", "cancelled", "silent", "both"])
+        job.simulation.after(rng.uniform(0.0, 15.0), partial(stop, job, how))
+    job.simulation.after(1200.0, partial(job.fault, "over", 0))
+    return job
+
+
+def succeeding(seed: int, folder: Path) -> RecordedJob:
+    """The first node is lost, with others before, meanwhile or after; real records are written."""
+    job = _recorded(seed, folder)
+    rng = job.simulation.random
     job.program.steps = rng.choice([8, 40])
     kinds = ["power", "dies", "freezes", "cut", "lifeline"]
     for_s = rng.choice([0.5, job.setup.lease_s * rng.uniform(0.5, 3.0), 30.0, 60.0])
@@ -322,7 +340,9 @@ def succeeding(seed: int, folder: Path) -> RecordedJob:
     return job
 
 
-RECORDED: dict[str, Callable[[int, Path], RecordedJob]] = {"succeeding": succeeding}
+RECORDED: dict[str, Callable[[int, Path], RecordedJob]] = {
+    made.__name__: made for made in (recording, succeeding)
+}
 NO_FOLDER = Path(os.devnull)
 
 

@@ -55,10 +55,15 @@ class Overlap:
                 self.wrong.append(f"ranks of attempts {sorted(numbers)} run on {node.name} at once")
             old = {number for number in numbers if number < newest}
             # A node that was lost may have old ranks: those of the others must be gone by now.
-            if old and not self._was_touched(node.number):
+            if old and not self._was_touched(node.number) and not self._leaves(node.name):
                 self.wrong.append(
                     f"ranks of attempt {sorted(old)} still run on {node.name} in attempt {newest}"
                 )
+
+    def _leaves(self, name: str) -> bool:
+        """A node that was left out though it lives has a moment to end its ranks."""
+        lost_at_s = self._job.lost_at_s.get(name, float("-inf"))
+        return self._job.simulation.now_s < lost_at_s + LEAVE_S + self._job.poll_stretch
 
     def _was_touched(self, node: int) -> bool:
         touching = [0, node]  # what keeps node 0 from the others keeps them from it
@@ -189,6 +194,8 @@ def hears_its_stop(job: Job) -> Iterator[str]:
     if not job.signalled:
         return
     (at_s, how), *_ = job.signalled
+    if not any(attempt.began_s < at_s for attempt in job.attempts.values()):
+        return  # nodes may still be awaited, and then nobody looks
     slack_s = 2.0 + job.poll_stretch + 4 * max(node.machine.slowness_s for node in job.nodes)
     for attempt in job.attempts.values():
         if attempt.began_s > at_s + slack_s + agents.READ_S:

@@ -150,8 +150,13 @@ class RecordedJob(Job):
                 break
             else:
                 break
-        if node.number == 0 and generation is None:  # the batch script sees to what is left
-            self.simulation.after(60.0, partial(self.fault, "over", 0))
+        if node.number == 0:
+            self.simulation.after(60.0, self._batch_script_ends)
+
+    def _batch_script_ends(self) -> None:
+        """The first node's task has ended: its batch script ends the job, if none goes on in it."""
+        if not self.generations:
+            self.fault("over", 0)
 
     def _take_over(self, node: Node, generation: Generation) -> None:
         self.note(f"goes on in generation {generation.number}, led by {generation.leader}")

@@ -62,7 +62,8 @@ def requeued_once(job: RecordedJob) -> Iterator[str]:
     """At most one agent asks for the job's next start, and none behind the run's end."""
     if len(job.requeued) > 1:
         yield f"n{job.requeued} have all requeued the job"
-    told = [event.fact for event in job.events() if isinstance(event.fact, Requeued)]
+    facts = [event.fact for event in job.events()]
+    told = [fact for fact in facts if isinstance(fact, Requeued) and fact.by != "scheduler"]
     if len(told) > len(job.requeued):
         yield f"{told}, and nobody asked for that"
     if job.requeued and job.ended_by:
@@ -105,8 +106,50 @@ def somebody_sees_to_it(job: RecordedJob) -> Iterator[str]:
         yield "the run is said to be done, and its program is not"
 
 
-CHECKS = (one_leader_each, each_end_once, requeued_once, loses_the_lost, somebody_sees_to_it)
-OF_ROUNDS = (checks.same_verdict, checks.nothing_runs_on, checks.who_is_lost_leaves)
+def decides_of_each_end(job: RecordedJob) -> Iterator[str]:
+    """Where the first node lives its agent says what follows, and that is what follows."""
+    if any(fault.node == 0 and fault.kind in LOSING for fault in job.faults):
+        return
+    if job.nodes[0].error is not None or job.nodes[0].is_killed:
+        return  # the batch script decides
+    ends = [event.fact for event in job.events() if isinstance(event.fact, AttemptEnded)]
+    if not ends or ends[-1].next is Next.RESTART:
+        yield f"the first node lives, and has not said what follows: {ends[-1:]}"
+        return
+    last = ends[-1]
+    if (last.next is Next.REQUEUE) != bool(job.requeued):
+        yield f"{last}, and requeued by {job.requeued}"
+    expected = {
+        "preempted": {(EndReason.PREEMPTED, Next.LEAVE)},
+        "grace": {(EndReason.PREEMPTED, Next.REQUEUE)},
+        "both": {(EndReason.PREEMPTED, Next.REQUEUE)},
+        "limit": {(EndReason.TIMED_OUT, Next.REQUEUE)},
+        "cancelled": {(EndReason.CANCELLED, Next.STOP)},
+        "silent": {(EndReason.PREEMPTED, Next.ASK_BATCH)},
+    }
+    was_in_time = job.signalled and job.signalled[0][0] < job.round_end_s(1) - 2.0
+    only_stop = not [fault for fault in job.faults if fault.kind != "over"]
+    if was_in_time and only_stop and (last.reason, last.next) not in expected[job.stop_how]:
+        yield f"a job that was stopped ({job.stop_how}) ended so: {last}"
+    done = last.reason is EndReason.COMPLETED
+    if not job.signalled and only_stop and not done:
+        yield f"nothing happened to the job, and it ended so: {last}"
+
+
+CHECKS = (
+    one_leader_each,
+    each_end_once,
+    requeued_once,
+    loses_the_lost,
+    somebody_sees_to_it,
+    decides_of_each_end,
+)
+OF_ROUNDS = (
+    checks.same_verdict,
+    checks.nothing_runs_on,
+    checks.who_is_lost_leaves,
+    checks.hears_its_stop,
+)
 
 
 def wrong_with(job: RecordedJob, overlap: Overlap) -> list[str]:
