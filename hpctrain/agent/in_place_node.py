@@ -64,16 +64,12 @@ class InPlaceAgent(NodeAgent):
 
     def _start_and_run(self, group: WorkerGroup) -> RoundEnd:
         try:
-            return self._copies_saved(super()._start_and_run(group))
+            return self._copies_saved(self._begin_and_run(group))
         except RoundBroken as broken:  # while it began, or its verdict came later than the next one
             self._stop_workers(group)
             if self._control is not None and self._hooks is None:
                 self._control.settle_wills(None, self.attempt_number)
             return RoundEnd("failed", restart=True, why=str(broken))
-        except ControlLost as error:
-            if self._hooks is not None:
-                raise
-            return self._fail_to_start(group, error)
         except LeftOut as left_out:
             self._stop_workers(group)
             if self._hooks is not None:  # the lifeline of node 0 itself
@@ -86,6 +82,14 @@ class InPlaceAgent(NodeAgent):
                 raise
             self.left_out = out
             return RoundEnd("failed", why=str(out), left_out=str(out))
+
+    def _begin_and_run(self, group: WorkerGroup) -> RoundEnd:
+        try:
+            return super()._start_and_run(group)
+        except ControlLost as error:
+            if self._hooks is not None:
+                raise
+            return self._fail_to_start(group, error)
 
     def _own_pids(self) -> list[int]:
         return [*super()._own_pids(), *(self.growth.pids if self.growth is not None else [])]

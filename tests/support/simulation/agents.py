@@ -30,8 +30,10 @@ from hpctrain.agent import (
 )
 from hpctrain.agent.resume_choice import StopHeard
 from hpctrain.base import clock
+from hpctrain.base.records import FailureReport
 from hpctrain.control.pulse import PulseSeen
-from tests.support.simulation.kernel import MachineClock
+from hpctrain.errors import ControlLost
+from tests.support.simulation.kernel import EPOCH_S, MachineClock
 from tests.support.simulation.stores import PrefixStore, Store, StoreProcess
 
 if TYPE_CHECKING:
@@ -148,18 +150,30 @@ class Control:
     def __init__(self, job: Job) -> None:
         self._job, self._node = job, job.here()
         self.pids: list[int] = []
+        self._has_ended = False
         self.copies_to_buddy = False
         self.folder = NO_PATH
 
     def begin(self, *_: Any, **__: Any) -> None:
         """See the real one; so below."""
         self._job.simulation.may_switch()
+        self._has_ended = False
+        if self._node.lacks_control:
+            self._node.lacks_control = False
+            raise ControlLost("no port is free")
 
     def join(self, *_: Any, **__: Any) -> None:
         self._job.simulation.may_switch()
 
-    def failure(self) -> None:
-        return None
+    def failure(self) -> FailureReport | None:
+        if self._node.control_died_s is None or not self._node.round_ranks():
+            return None
+        self._has_ended = True
+        first = self._node.round_ranks()[0].number
+        why = "the process that carries the ranks' agreement has ended"
+        return FailureReport(
+            first, self._node.name, "signal", why, time=EPOCH_S + self._node.control_died_s
+        )
 
     def gather_wills(self, attempt: int) -> None:
         self._node.wills.append(("gather", attempt, None))
@@ -167,14 +181,42 @@ class Control:
     def settle_wills(self, end: RoundEnd | None, attempt: int) -> None:
         self._node.wills.append(("settle", attempt, end))
 
-    def memory_line(self, attempt: int) -> None:
-        return None
+    def memory_line(self, attempt: int) -> _Line:
+        line = _Line(attempt)
+        self._node.lines.append(line)
+        return line
 
     def hand_over(self) -> str:
         return ""
 
     def stop(self) -> None:
         pass
+
+
+class _Line:
+    """To a keeper of copies."""
+
+    def __init__(self, attempt: int) -> None:
+        self.attempt, self.is_closed = attempt, False
+
+    def close(self) -> None:
+        """Let go."""
+        self.is_closed = True
+
+
+class CopySaver:
+    """As `hpctrain.agent.copies_to_disk.CopySaver`: says what it would do."""
+
+    def __init__(self, job: Job, *_: Any, **told: Any) -> None:
+        self._job, self._told = job, told
+
+    def save(self) -> str | None:
+        """See the real one."""
+        job, told = self._job, self._told
+        job.simulation.sleep(job.simulation.random.uniform(0.0, 0.5))
+        why = told["why_not"]()
+        job.copied.append((job.here().number, told["place"], tuple(told["living"]), why))
+        return None if why else "copies are saved"
 
 
 class StopFile:
@@ -225,6 +267,7 @@ def _pulses(job: Job, here: Node) -> list[PulseSeen]:
 
 
 def _look(job: Job, here: Node, seen: Sequence[RankProcess]) -> list[RankEvidence]:
+    job.looks_at_s.append(job.simulation.now_s)
     job.simulation.sleep(job.simulation.random.uniform(0.0, LOOK_S))
     by_number = {rank.number: rank for rank in here.round_ranks()}
     return [
@@ -297,6 +340,7 @@ def stand_ins(job: Job) -> list[tuple[Any, str, Any]]:
         (in_place, "PrefixStore", PrefixStore),
         (in_place, "connections_to", lambda _port: [_Connection(here().connections[-1])]),
         (in_place_node, "os", own_os),
+        (in_place_node, "CopySaver", partial(CopySaver, job)),
         (node, "os", own_os),
         (node, "multiprocessing", SimpleNamespace(
             connection=SimpleNamespace(wait=lambda them, timeout: _wait(job, them, timeout)))),
@@ -313,7 +357,7 @@ def stand_ins(job: Job) -> list[tuple[Any, str, Any]]:
         (node, "choose", partial(_choose, job)),
         (node, "LifeWatch", partial(
             lingering_ranks.LifeWatch, look_at=job.uses)),
-        (hang_watch, "Board", SimpleNamespace(open=lambda _path: _Board())),
+        (hang_watch, "Board", SimpleNamespace(open=lambda _path: _board(here()))),
         (hang_watch, "pulse", SimpleNamespace(
             read=lambda _board: _pulses(job, here()),
             phase_name=lambda _folder, _rank, phase: job.phase_name(phase))),
@@ -326,8 +370,19 @@ def stand_ins(job: Job) -> list[tuple[Any, str, Any]]:
 
 
 class _Board:
+    def __init__(self, here: Node) -> None:
+        self._node = here
+        here.boards += 1
+
     def close(self) -> None:
-        pass
+        """Let go."""
+        self._node.boards -= 1
+
+
+def _board(here: Node) -> _Board:
+    if here.lacks_board:
+        raise OSError("there is no board")
+    return _Board(here)
 
 
 class _Connection:
@@ -340,12 +395,27 @@ class _Connection:
         pass
 
 
+class _Warnings(logging.Handler):
+    """Keeps what agents warn of."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self._job = job
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        task = self._job.simulation.current
+        who = -1 if task is None or task.machine is None else task.machine.number
+        self._job.warned.append((who, record.getMessage()))
+
+
 @contextmanager
 def installed(job: Job) -> Iterator[None]:
     """All stand-ins in their places."""
     log = logging.getLogger("hpctrain")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
+    level, handlers, propagates = log.level, log.handlers, log.propagate
+    log.handlers, log.propagate = [_Warnings(job)], False
+    log.setLevel(logging.WARNING)
     before = []
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     try:
@@ -357,4 +427,5 @@ def installed(job: Job) -> Iterator[None]:
     finally:
         for module, name, value in reversed(before):
             setattr(module, name, value)
+        log.handlers, log.propagate = handlers, propagates
         log.setLevel(level)

@@ -88,6 +88,9 @@ def _play(job: Job, name: str, seed: int) -> Job:
     return job
 
 
+LOSSES = ["power", "dies", "freezes", "cut"]
+
+
 def _job(seed: int, *, stays: bool | None, nodes: int | None = None) -> Job:
     """A job of random make."""
     rng = Job(seed, Setup()).simulation.random
@@ -136,7 +139,8 @@ def _hurt(job: Job, kinds: Sequence[str], *, most: int = 4, first: int = 1) -> N
 def staying(seed: int) -> Job:
     """A job that outlives its nodes, whose first node lives."""
     job = _job(seed, stays=True)
-    _hurt(job, ["power", "dies", "freezes", "cut", "rank", "raises"])
+    job.saves_copies = job.simulation.random.random() < 0.3
+    _hurt(job, [*LOSSES, "rank", "raises", "control", "controls_end", "lifeline"])
     return job
 
 
@@ -144,7 +148,7 @@ def together(seed: int) -> Job:
     """A job in which every node has to come, and one that is lost ends it."""
     job = _job(seed, stays=False)
     job.program.peers_raise = True
-    _hurt(job, ["power", "dies", "rank", "raises", "rank"], most=3)
+    _hurt(job, ["power", "dies", "rank", "raises", "rank", "controls_end"], most=3)
     job.simulation.after(800.0, partial(job.fault, "over", 0))  # where nobody is told of a death
     return job
 
@@ -173,6 +177,8 @@ def hanging(seed: int) -> Job:
         desync=rng.choice(["off", "tell", "restart"]),
     )
     job.program.steps = 60
+    for node in job.nodes:
+        node.lacks_board = rng.random() < 0.03
     _hurt(job, ["hangs", "computes", "stopped", "rank"], most=2, first=0)
     if rng.random() < 0.3:
         job.simulation.after(rng.expovariate(1 / 5.0), partial(job.ask_for_stacks, "a"))

@@ -9,6 +9,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from hpctrain.agent.growth import FIRST_PAUSE_S
+from hpctrain.agent.last_will import may_count
 from hpctrain.agent.lifeline import LEAVE_S
 from hpctrain.agent.node import GOODBYE_S
 from hpctrain.agent.ranks import is_echo
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 LOSING = frozenset({"power", "dies", "agent", "freezes", "cut", "lifeline"})
 """After these a node may be lost."""
 HANGING = frozenset({"hangs", "stopped", "computes"})
-DYING = frozenset({"rank", "raises"})
+DYING = frozenset({"rank", "raises", "control", "controls_end"})
 
 
 class Overlap:
@@ -445,7 +446,75 @@ def _fail_s(job: Job, number: int) -> float:
     return before[0].at_s - 1.0 if is_crash else float("-inf")
 
 
+def looks_with_reason(job: Job) -> Iterator[str]:
+    """Ranks are looked at where some stand, or a user asks: never else."""
+    is_quiet = not job.faults and not job.asked and not job.program.lingers
+    limits = job.setup.limits
+    if is_quiet and job.looks_at_s and (limits is None or limits.hang_s > 1.0):
+        yield f"nothing stands, and there were {len(job.looks_at_s)} looks"
+    for node in job.nodes:
+        has_ended = node.task is not None and node.task.is_over and not node.is_killed
+        if has_ended and node.machine.has_power and node.boards:
+            yield f"{node.name} holds {node.boards} boards at its end"
+
+
+def begins_again_soon(job: Job) -> Iterator[str]:
+    """Where ranks are to start again they do so at once: nobody is waited for who is lost."""
+    for one in job.verdicts:
+        if one.node != 0 or not one.end.restart:
+            continue
+        began = [a.began_s for a in job.attempts.values() if a.began_s > one.at_s]
+        until_s = min(began, default=job.simulation.now_s)
+        slack_s = 10.0 + 2 * job.setup.lease_s + job.reads_s + job.poll_stretch
+        later = [f for f in job.faults if one.at_s - 2 * job.setup.lease_s < f.at_s < until_s]
+        if until_s - one.at_s > slack_s and not later:
+            yield f"round {one.round} ended at {one.at_s:.1f} s, and ranks begin at {until_s:.1f} s"
+
+
+def asks_for_wills(job: Job) -> Iterator[str]:
+    """Where last wills count every node has asked for them before its ranks were ended."""
+    for node in job.nodes:
+        if node.is_killed or not node.machine.has_power:
+            continue
+        for what, attempt, end in node.wills:
+            gathered = ("gather", attempt, None) in node.wills
+            if what == "settle" and end is not None and may_count(end) and not gathered:
+                if not job.signalled and any(r.attempt.number == attempt for r in node.ranks):
+                    yield f"{node.name} asked for no wills in attempt {attempt}: {end}"
+
+
+def copies_together(job: Job) -> Iterator[str]:
+    """Copies go to disk at the end of the last round alone, by all that live, who agree on that."""
+    if not job.saves_copies:
+        if job.copied:
+            yield f"{job.copied}"
+        return
+    if len({living for _, _, living, _ in job.copied}) > 1:
+        yield f"they do not agree on who lives: {job.copied}"
+    for number, _, _, why in job.copied:
+        if number and why and "was lost" not in why:
+            yield f"n{number} knows why no copies are saved: {why}"
+    last = [one for one in job.verdicts if one.node == 0][-1:]
+    if last and job.copied:
+        end = last[0].end
+        is_loss = end.silent_nodes or (end.failure is not None and end.failure.kind == "signal")
+        if end.restart or not is_loss:
+            yield f"copies are saved at such an end: {end}"
+        if job.signalled and job.copied[0][3] == "" and job.copied[0][0] == 0:
+            stop_s = job.signalled[0][0]
+            if stop_s < last[0].at_s - 1.0:
+                yield "copies are saved while the job is to end"
+    for node in job.nodes:
+        is_well = not node.is_killed and node.machine.has_power
+        if is_well and any(not line.is_closed for line in node.lines):
+            yield f"{node.name} holds a line to its keeper"
+
+
 CHECKS = (
+    looks_with_reason,
+    begins_again_soon,
+    asks_for_wills,
+    copies_together,
     raises_with_reason,
     same_verdict,
     names_the_guilty,

@@ -86,6 +86,10 @@ class Node:
         self.children: list[Callable[[], None]] = []
         self.connections: list[Store] = []
         self.ranks: list[Rank] = []
+        self.lacks_control = self.lacks_board = False
+        self.control_died_s: float | None = None
+        self.lines: list[Any] = []
+        self.boards = 0
         self.wills: list[tuple[str, int, Any]] = []
         self.lifeline: Lifeline | None = None
         self.task: Task | None = None
@@ -188,6 +192,10 @@ class Job:
         self.saves_at_s: list[float] = []
         self.requests: list[Request] = []
         self.joined: list[tuple[str, float | None]] = []
+        self.copied: list[tuple[int, int, tuple[int, ...], str]] = []
+        self.looks_at_s: list[float] = []
+        self.warned: list[tuple[int, str]] = []
+        self.saves_copies = False
         self.lost_at_s: dict[str, float] = {}
         self.bad_at_s: dict[str, float] = {}
         self.grows_by_saves = False
@@ -334,6 +342,8 @@ class Job:
             hang_limits=setup.limits,
         )
         agent.job, agent.place = self, node
+        if self.saves_copies and isinstance(agent, agents.StayingAgent):
+            agent.run_of_copies = agents.NO_PATH  # type: ignore[assignment]
         if node.number == 0 and isinstance(agent, agents.StayingAgent):
             agent.swaps = None if self.slow is None else Swaps(self.newest_save)
             agent.growth = None if setup.growth is None else setup.growth(self)
@@ -433,6 +443,7 @@ class Job:
         """Ranks of an attempt begin on a node."""
         if number not in self.attempts:
             self.attempts[number] = Attempt(self, number, world_size)
+        node.control_died_s = None
         begun = self.attempts[number].start(node, numbers)
         for watch in self.watchers:
             watch()
@@ -578,6 +589,17 @@ class Job:
     def _fault_lifeline(self, node: Node, _: float) -> None:
         if node.lifeline is not None:
             node.lifeline.die()
+
+    def _fault_control(self, node: Node, _: float) -> None:
+        """There is no port for its ranks' agreement at the next start."""
+        node.lacks_control = True
+
+    def _fault_controls_end(self, node: Node, _: float) -> None:
+        """The process of its ranks' agreement ends: they leave by that."""
+        if node.live_ranks() and node.control_died_s is None:
+            node.control_died_s = self.simulation.now_s
+            for rank in node.live_ranks():
+                rank.fail(1, "ControlLost: the node's process has ended")
 
     def _fault_agent(self, node: Node, _: float) -> None:
         self.kill_agent(node, "is killed")

@@ -159,6 +159,26 @@ def test_a_node_without_a_lifeline_leaves_and_the_others_go_on(seed):
     assert told(played)[1] == (("n0", "n2"), ())
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_node_that_cannot_begin_hears_that_its_round_is_broken(seed):
+    """It waits for the verdict then, and the next round may be announced before it has read it."""
+    made = job(seed, 4, RoundSize(4, 2), lease_s=1.0)
+    made.poll_stretch = 6.0
+    played = play(made, (3.0, "control", 1), (4.0, "rank", 0), (4.2, "power", 3), (4.4, "dies", 2))
+    assert [node.error for node in played.nodes] == [None] * 4
+    assert played.begun[-1][1] == ("n0", "n1")
+
+
+@pytest.mark.parametrize(("how", "are_saved"), [("dies", True), ("rank", True), ("raises", False)])
+def test_copies_go_to_disk_where_no_round_follows_a_death(how, are_saved):
+    made = job(1, 3, RoundSize(3, 2), restarts=0)
+    made.saves_copies, made.may_go_on = True, False
+    played = play(made, (4.0, how, 2))
+    living = (0, 1) if how == "dies" else (0, 1, 2)
+    said = {(number, place, them) for number, place, them, _ in played.copied}
+    assert said == ({(number, number, living) for number in living} if are_saved else set())
+
+
 # ---- rounds in which every node has to come
 
 
