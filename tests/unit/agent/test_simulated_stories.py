@@ -169,6 +169,17 @@ def test_a_node_that_cannot_begin_hears_that_its_round_is_broken(seed):
     assert played.begun[-1][1] == ("n0", "n1")
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_who_is_slow_and_finds_its_rounds_store_gone_goes_on_with_the_next(seed):
+    """Two rounds were announced in a moment, and node 0 serves the stores of two."""
+    made = job(seed, 5, RoundSize(5, 2), lease_s=1.0)
+    made.poll_stretch = 6.0
+    dies_s = 4.05 + 0.03 * seed
+    played = play(made, (4.0, "dies", 1), (dies_s, "dies", 2), (dies_s + 0.05, "dies", 3))
+    assert (played.nodes[4].error, played.nodes[4].left_out) == (None, None)
+    assert played.begun[-1][1] == ("n0", "n4")
+
+
 @pytest.mark.parametrize(("how", "are_saved"), [("dies", True), ("rank", True), ("raises", False)])
 def test_copies_go_to_disk_where_no_round_follows_a_death(how, are_saved):
     made = job(1, 3, RoundSize(3, 2), restarts=0)
