@@ -227,18 +227,20 @@ class StopFile:
     def __init__(self, job: Job) -> None:
         self._job, self._node = job, job.here()
         self.cause: Any = None
+        self._node.stop_files += 1
 
     def tell(self, cause: Any) -> None:
         """See the real one; so below."""
         if self.cause is None:
             self.cause = cause
-            self._job.tell_ranks(self._node, str(cause))
+            if self._job.hears == "file":
+                self._job.tell_ranks(self._node, str(cause))
 
     def renew(self) -> None:
         self.cause = None
 
     def remove(self) -> None:
-        pass
+        self._node.stop_files -= 1
 
 
 class _Orphans:
@@ -415,7 +417,7 @@ def installed(job: Job) -> Iterator[None]:
     log = logging.getLogger("hpctrain")
     level, handlers, propagates = log.level, log.handlers, log.propagate
     log.handlers, log.propagate = [_Warnings(job)], False
-    log.setLevel(logging.WARNING)
+    log.setLevel(logging.INFO)
     before = []
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     try:

@@ -265,7 +265,6 @@ def growing(seed: int) -> Job:
     rng = job.simulation.random
     saves, never = rng.random() < 0.6, rng.random() < 0.1
     job.setup.growth = partial(growth, saves=saves, never=never)
-    job.grows_by_saves = saves
     job.setup.size = RoundSize(rng.randint(1, job.setup.nodes), 1)
     job.program.steps, job.program.step_s = rng.choice([40, 200]), 0.5
     _hurt(job, ["power", "dies", "freezes", "cut", "rank"], most=3)

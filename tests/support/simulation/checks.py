@@ -179,15 +179,49 @@ def ends_well(job: Job) -> Iterator[str]:
 
 def who_is_lost_leaves(job: Job) -> Iterator[str]:
     """A node that node 0 has lost has no ranks soon after it can know it."""
-    wait_s = 3 * job.setup.lease_s + LEAVE_S
-    for fault in job.faults:
-        node = job.nodes[fault.node]
-        if fault.kind not in {"freezes", "cut"} or fault.until_s == float("inf"):
+    for name, lost_at_s in job.lost_at_s.items():
+        node = job.nodes[int(name[1:])]
+        if not node.machine.has_power:
             continue
-        ended = [rank for rank in node.ranks if rank.is_alive]
-        over_s = job.simulation.now_s - fault.until_s
-        if ended and over_s > wait_s:
-            yield f"{node.name} has ranks {over_s:.1f} s after it came back"
+        apart = [
+            f for f in job.faults if f.kind in {"freezes", "cut"} and f.node in {0, node.number}
+        ]
+        back_s = max([lost_at_s, *(fault.until_s for fault in apart)])
+        latest_s = back_s + 1.5 * job.setup.lease_s + LEAVE_S + job.poll_stretch + 1.0
+        late = [rank for rank in node.ranks if rank.ended_s > latest_s]
+        if late and job.simulation.now_s > latest_s:
+            yield f"{name} was lost at {lost_at_s:.1f} s, and rank {late[0].number} runs on"
+
+
+def spares_leave(job: Job) -> Iterator[str]:
+    """As the run is over nodes that wait hear that, and nothing of the agents is left."""
+    first = job.nodes[0]
+    is_well = first.error is None and not first.is_killed and first.machine.has_power
+    if job.first_ended_s is None or not is_well:
+        return
+    for node in job.nodes:
+        touched = any(
+            f.node in {0, node.number} and f.kind in LOSING | {"over"} for f in job.faults
+        )
+        if touched or node.ended_s is None or node.is_killed:
+            continue
+        slack_s = 5.0 + job.poll_stretch + 4 * node.machine.slowness_s
+        if node.ended_s > job.first_ended_s + slack_s:
+            yield f"{node.name} leaves {node.ended_s - job.first_ended_s:.1f} s after the first"
+        if node.stop_files:
+            yield f"{node.name} leaves a stop file behind"
+    if any(server.is_up for server in job.ports.values()):
+        yield "a store is still served at the end"
+
+
+def seals_what_is_true(job: Job) -> Iterator[str]:
+    """What seals a program's saves hears once of each round whether its ranks returned."""
+    ended = {one.round: one.end.ending == "left" for one in job.verdicts if one.node == 0}
+    for number, watch in job.sealed:
+        if watch.returned != ended.get(number - 1, False) and job.setup.size is None:
+            yield f"attempt {number}: returned is {watch.returned}"
+    if len({number for number, _ in job.sealed}) < len(job.sealed):
+        yield f"sealed twice: {job.sealed}"
 
 
 def hears_its_stop(job: Job) -> Iterator[str]:
@@ -315,6 +349,9 @@ def waits_for_who_works(job: Job) -> Iterator[str]:
     if works and any(job.attempts[1].ranks[rank].exitcode != 0 for rank in works):
         yield "a rank that worked was ended"
     awaited = [fact for _, n, fact in job.facts if isinstance(fact, RanksAwaited) and n == 1]
+    is_waiting = end.ending == "hung" or (end.ending == "left" and bool(end.why))
+    if [fact.ended for fact in awaited].count(True) != is_waiting:
+        yield f"ended as {end.ending} ({end.why}), and this was written down: {awaited}"
     if len([fact for fact in awaited if not fact.ended]) > 1:
         yield f"said more than once: {awaited}"
 
@@ -377,9 +414,42 @@ def asks_for_nodes_in_order(job: Job) -> Iterator[str]:
     for request in job.requests:
         if is_well and first.error is None and request.came_s is None and request.ended_s is None:
             yield f"n{request.number} is still asked for at the end"
+    for name, waited_s in job.joined:
+        request = next((one for one in job.requests if one.node.name == name), None)
+        if waited_s is not None and request is not None and request.came_s is not None:
+            least_s = request.came_s - request.asked_s
+            if not least_s - 0.1 <= waited_s <= least_s + 10.0 + 2 * job.setup.lease_s:
+                yield f"{name} came after {least_s:.1f} s, and {waited_s:.1f} s are told"
+    yield from _asks_soon(job)
     names = [name for name, _ in job.joined]
     if len(names) != len(set(names)):
         yield f"joined twice: {names}"
+
+
+def _asks_soon(job: Job) -> Iterator[str]:
+    """A lost node is missed at once; one that has come is taken in at a save."""
+    is_on = job.setup.growth is not None and not job.signalled and not job.crashes
+    if not is_on or any(fault.node == 0 and fault.kind in LOSING for fault in job.faults):
+        return
+    first = job.nodes[0]
+    ended_s = job.first_ended_s
+    if first.error is not None or ended_s is None or not job.lost_at_s:
+        return
+    lost_s = min(job.lost_at_s.values())
+    began_s = [a.began_s for a in job.attempts.values() if a.began_s > lost_s - 20.0]
+    runs_on = bool(began_s) and ended_s > max(lost_s, min(began_s)) + 15.0
+    if runs_on and not job.requests and not job.never_grows:
+        yield f"a node was lost at {lost_s:.1f} s, and none was asked for by {ended_s:.1f} s"
+    for request in job.requests:
+        stays = request.came_s is not None and request.ended_s is None
+        hurt = any(f.node == request.number for f in job.faults)
+        if not stays or hurt or request.came_s is None:
+            continue
+        began = [n for n, names, *_ in job.begun if request.node.name in names]
+        last = job.begun[-1]
+        has_room = len(last[1]) < job.size_most
+        if not began and has_room and ended_s > request.came_s + 30.0 + 2 * job.setup.lease_s:
+            yield f"{request.node.name} came at {request.came_s:.1f} s, and is not taken in"
 
 
 def grows_behind_saves(job: Job) -> Iterator[str]:
@@ -522,6 +592,8 @@ CHECKS = (
     nothing_runs_on,
     ends_well,
     who_is_lost_leaves,
+    spares_leave,
+    seals_what_is_true,
     hears_its_stop,
     names_hangs_in_time,
     answers_users,

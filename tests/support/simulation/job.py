@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.agent.in_place import InPlaceRendezvous
@@ -28,8 +31,7 @@ from tests.support.simulation.network import Network
 from tests.support.simulation.ranks import Attempt, Program, Rank
 
 if TYPE_CHECKING:
-    import signal
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from hpctrain.agent.members import RoundSize
     from hpctrain.agent.rounds import RoundEnd
@@ -89,7 +91,8 @@ class Node:
         self.lacks_control = self.lacks_board = False
         self.control_died_s: float | None = None
         self.lines: list[Any] = []
-        self.boards = 0
+        self.boards = self.stop_files = 0
+        self.ended_s: float | None = None
         self.wills: list[tuple[str, int, Any]] = []
         self.lifeline: Lifeline | None = None
         self.task: Task | None = None
@@ -162,6 +165,7 @@ class Job:
         self.facts: list[tuple[float, int, Any]] = []
         self.attempts: dict[int, Attempt] = {}
         self.begun: list[tuple[int, tuple[str, ...], tuple[str, ...], int]] = []
+        self.begun_at_s: list[float] = []
         self.verdicts: list[Verdict] = []
         self.faults: list[Fault] = []
         self.losses: list[tuple[str, bool, tuple[int, ...] | None]] = []
@@ -175,6 +179,8 @@ class Job:
         self.scheduler = JobFacts("RUNNING", restarts=0, end_time=self._wall(setup.end_s))
         self.is_scheduler_silent = False
         self.listens = setup.listens
+        self.hears = rng.choice(["file", "term"])
+        self.sealed: list[tuple[int, Any]] = []
         self.switch_share = rng.choice([0.02, 0.1, 0.4])
         self.poll_stretch = rng.choice([1.0, 2.0, 4.0, 6.0])
         self.reads_s = 0.0
@@ -196,9 +202,10 @@ class Job:
         self.looks_at_s: list[float] = []
         self.warned: list[tuple[int, str]] = []
         self.saves_copies = False
+        self.first_ended_s: float | None = None
         self.lost_at_s: dict[str, float] = {}
         self.bad_at_s: dict[str, float] = {}
-        self.grows_by_saves = False
+        self.grows_by_saves = self.never_grows = self.has_full_disk = False
         self.grown: list[tuple[float, str]] = []
         self.was_killed_at_s: float | None = None
         self.watchers: list[Callable[[], None]] = []
@@ -302,10 +309,13 @@ class Job:
         node.left_out = getattr(agent, "left_out", None)
         if node.left_out is not None and node.left_out.first_is_gone:
             self.orphaned(node)
+        if node.number == 0:
+            self.first_ended_s = self.simulation.now_s
         if lifeline is not None:
             if node.number == 0:
                 lifeline.end("done", EARLY_END_S)
             lifeline.stop()
+        node.ended_s = self.simulation.now_s
 
     def orphaned(self, node: Node) -> None:
         """A node has not heard of the first one for too long: others see to the job."""
@@ -361,6 +371,7 @@ class Job:
 
         def begin(world_size: int) -> Fence:
             number = len(self.begun) + 1
+            self.begun_at_s.append(self.simulation.now_s)
             self.begun.append((number, rendezvous.names(), rendezvous.spares, world_size))
             self.note(f"attempt {number} of {rendezvous.names()}")
             self.simulation.may_switch()
@@ -376,6 +387,7 @@ class Job:
             deadline,
             self._may_restart,
             resume=lambda _attempt, _on_bytes: None,
+            sealing=self._sealing,
             awaited=self.record,
             may_go_on=self._may_go_on,
             lost=lost,
@@ -383,6 +395,14 @@ class Job:
             record=self.record,
             asked_stacks=lambda: self.asked_stacks,
         )
+
+    @contextmanager
+    def _sealing(self, attempt: Fence) -> Iterator[Any]:
+        watch = SimpleNamespace(returned=False)
+        try:
+            yield watch
+        finally:
+            self.sealed.append((attempt.number, watch))
 
     def _may_restart(self, failure: Any) -> bool:
         self.crashes.append(failure)
@@ -397,7 +417,9 @@ class Job:
 
     def is_left_behind(self) -> bool:
         """Whether others may have gone on without the first node, as the run's records say."""
-        return bool(self.orphans) and any(fault.node == 0 for fault in self.faults)
+        hurting = {"power", "dies", "freezes", "cut", "lifeline"}
+        was_hurt = any(fault.node == 0 and fault.kind in hurting for fault in self.faults)
+        return bool(self.orphans) and was_hurt
 
     def newest_save(self) -> int | None:
         """The step of the newest checkpoint."""
@@ -500,8 +522,9 @@ class Job:
     def send_term(self, node: Node, pids: set[int]) -> None:
         """SIGTERM to ranks that catch it."""
         for rank in self._by_pid(pids):
-            pids.discard(rank.pid)
-            rank.attempt.told(rank)
+            if rank.state != "starts" and self.hears == "term":
+                pids.discard(rank.pid)
+                rank.attempt.told(rank)
 
     def began_s(self, number: int) -> float:
         """When an attempt's first ranks began; at once where it had none."""
@@ -527,6 +550,8 @@ class Job:
 
     def wrote(self, text: str) -> None:
         """Node 0 writes a document."""
+        if self.has_full_disk:
+            raise OSError("no room")
         token = json.loads(text)["token"]
         if token:
             self.answered[token] = self.simulation.now_s
@@ -544,7 +569,7 @@ class Job:
         def heard() -> None:
             at_s = self.simulation.now_s + node.machine.booted_s
             node.arrivals.append(Arrival(signum, at_s))
-            if self.listens:
+            if self.listens or (signum == signal.SIGTERM and self.hears == "term"):
                 self.tell_ranks(node, signum.name)
 
         self.simulation.after(0.0, heard, node.machine)

@@ -40,7 +40,7 @@ class Rank:
         self.phase = 1
         self.frame = 0
         self.cpu_s = 0.0
-        self.told_at_s: float | None = None
+        self.ended_s = float("inf")
 
     @property
     def is_alive(self) -> bool:
@@ -58,6 +58,7 @@ class Rank:
         """Its process ends."""
         if self.exitcode is None:
             self.exitcode, self.state = code, "ended"
+            self.ended_s = self._job.simulation.now_s
             self._job.simulation.ring(self.ended)
             self._job.note(f"rank {self.number} of attempt {self.attempt.number} ends: {code}")
             self.attempt.look()

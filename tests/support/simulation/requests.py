@@ -83,6 +83,8 @@ def growth(job: Job, *, saves: bool, never: bool = False) -> Growth:
         never: The scheduler adds none to such a job.
     """
 
+    job.grows_by_saves, job.never_grows = saves, never
+
     def ask(number: int) -> Request:
         if never:
             raise ClusterError("it never adds one")

@@ -292,7 +292,6 @@ def test_ranks_that_do_not_leave_are_killed_before_the_scheduler_does_it(size):
 def test_a_lost_node_is_replaced_by_one_that_is_added_behind_a_save(seed):
     made = job(seed, 3, RoundSize(3, 2), steps=400)
     made.setup.growth = partial(growth, saves=True)
-    made.grows_by_saves = True
     played = play(made, (5.0, "dies", 2))
     came = [request for request in played.requests if request.came_s is not None]
     grown = [names for _, names, *_ in played.begun if set(names) & {r.node.name for r in came}]
@@ -381,6 +380,75 @@ def test_who_thaws_before_its_first_attempt_begins_none_beside_the_others(tmp_pa
     played = play(made, (0.9, "freezes", 0, 7.4 + 0.1 * seed))
     assert len(played.requeued) <= 1
     assert ends(played)
+
+
+# ---- what is said of it
+
+
+def said(played):
+    return " | ".join(words for _, words in played.warned)
+
+
+def test_hangs_are_told_in_the_log():
+    played = play(job(1, 3, limits=HangLimits(2.0), steps=30), (6.0, "hangs", 1, 3.0))
+    assert "the ranks may hang: 2 ranks wait for rank 1" in said(played)
+    assert "the ranks go on, after they had stood for" in said(played)
+
+    played = play(job(1, 3, limits=HangLimits(2.0), steps=30), (6.0, "hangs", 1))
+    assert "the ranks hang; the round ends: " in said(played)
+
+    made = job(1, 3, limits=HangLimits(2.0))
+    made.nodes[1].lacks_board = True
+    assert "the ranks' pulses cannot be read: there is no board" in said(play(made))
+
+    made = job(1, 4, limits=HangLimits(60.0, desync="restart"), steps=60, restarts=1)
+    made.odd_counts[2] = 30
+    assert "are of different steps; the round ends" in said(play(made)).replace("is of", "are of")
+
+
+def test_a_document_that_cannot_be_written_costs_the_file_and_never_the_verdict():
+    made = job(1, 3, limits=HangLimits(2.0), steps=30)
+    made.has_full_disk = True
+    played = play(made, (6.0, "hangs", 1))
+    assert "cannot write what the ranks do: no room" in said(played)
+    assert played.end.ending == "left"
+
+
+def test_who_is_waited_for_is_told_in_the_log():
+    late = job(1, 3, RoundSize(2, 2))
+    late.simulation.after(0.0, partial(late.simulation.freeze, late.nodes[1].machine))
+    late.simulation.after(45.0, partial(late.simulation.thaw, late.nodes[1].machine))
+    assert "still waits for the agents of n1" in said(play(late))
+
+    made = job(1, 3)
+    made.setup.end_wait_s = 20.0
+    made.program.lingers[1] = "hangs"
+    words = said(play(made))
+    assert "2 ranks returned and rank 1 did not" in words
+    assert "ended after 20 s of that" in words
+    assert words.count("; ended") == 2
+
+
+def test_growth_is_told_in_the_log():
+    made = job(1, 3, RoundSize(3, 2), steps=60)
+    made.setup.growth = partial(growth, saves=False, never=True)
+    assert "no node is added to the job: it never adds one" in said(play(made, (5.0, "dies", 2)))
+
+    for seed in range(8):
+        made = job(seed, 3, RoundSize(3, 2), steps=200)
+        made.setup.growth = partial(growth, saves=False)
+        words = said(play(made, (5.0, "dies", 2)))
+        assert "asks for a node in the place of a lost one" in words
+        assert ("no node was added to the job: refused" in words) == any(
+            request.came_s is None and request.ended_s and not request.is_taken_back
+            for request in made.requests
+        )
+
+
+def test_who_goes_on_is_told_in_the_log(tmp_path):
+    words = said(play(recorded(tmp_path, 1, 3, (3, 2)), (5.0, "power", 0)))
+    assert "n0 was lost: nothing was heard from the first node for 2 s; what follows is" in words
+    assert "leaves the job: nothing was heard" in words
 
 
 # ---- the simulation itself
