@@ -84,7 +84,7 @@ class Torch(LocalElasticAgent):
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         numbers = [worker.global_rank for worker in worker_group.workers]
-        number, size = self.attempt_number, worker_group.workers[0].world_size  # type: ignore[attr-defined]
+        number, size = self.attempt_number, worker_group.workers[0].world_size
         processes = self.job.start_ranks(self.place, number, numbers, size)
         self._pcontext: Any = SimpleNamespace(
             _pc=SimpleNamespace(processes=processes),
@@ -103,7 +103,7 @@ class Torch(LocalElasticAgent):
             result = {failed[0].number: SimpleNamespace(exitcode=failed[0].exitcode)}
             for rank in processes:
                 rank.kill()
-            return RunResult(state=WorkerState.FAILED, failures=result)  # type: ignore[arg-type]
+            return RunResult(state=WorkerState.FAILED, failures=result)
         is_over = all(rank.exitcode == 0 for rank in processes)
         return RunResult(state=WorkerState.SUCCEEDED if is_over else WorkerState.HEALTHY)
 
@@ -124,14 +124,14 @@ class _Told:
     place: Node
 
     def _watch_round(self, **options: Any) -> RoundEnd:
-        end: RoundEnd = super()._watch_round(**options)  # type: ignore[misc]
-        self.job.verdict(self.place, self._meeting_place, end)  # type: ignore[attr-defined]
+        end: RoundEnd = super()._watch_round(**options)
+        self.job.verdict(self.place, self._meeting_place, end)
         return end
 
     def _round_hangs(self) -> Any:
-        hangs: Any = super()._round_hangs()  # type: ignore[misc]
+        hangs: Any = super()._round_hangs()
         if hangs is not None and self.place.number == 0:
-            members = self._meeting_place.members  # type: ignore[attr-defined]
+            members = self._meeting_place.members
             hangs.slow_node = lambda: self.job.slow_node(members)
         return hangs
 

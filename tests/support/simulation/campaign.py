@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from hpctrain.agent.members import RoundSize
 from hpctrain.hangs.standing import HangLimits
 from tests.support.memory import folder_in_memory
-from tests.support.simulation import record_checks
-from tests.support.simulation.checks import Overlap, wrong_with
+from tests.support.simulation.checks import Overlap
+from tests.support.simulation.contract import wrong_with
 from tests.support.simulation.generations import RecordedJob
 from tests.support.simulation.job import KILL_WAIT_S, Job, Setup
 from tests.support.simulation.kernel import EPOCH_S, Stuck
@@ -76,10 +76,7 @@ def _play(job: Job, name: str, seed: int) -> Job:
         wrong = [str(stuck)]
     except Exception as error:  # noqa: BLE001 - told with the seed
         wrong = [f"{type(error).__name__}: {error}"]
-    is_recorded = isinstance(job, RecordedJob)
-    wrong = wrong or (
-        record_checks.wrong_with(job, overlap) if is_recorded else wrong_with(job, overlap)
-    )
+    wrong = wrong or wrong_with(job, overlap)
     if wrong:
         lines = "\n  ".join(wrong)
         again = f".venv/bin/python -m {__spec__.name} {name} {seed}"

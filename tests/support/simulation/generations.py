@@ -132,10 +132,10 @@ class RecordedJob(Job):
         while True:
             own = context if generation is None else generation.context(context)
             try:
-                self.codes[node.number] = main._run_generation(  # noqa: SLF001 - the life of an agent
+                self.codes[node.number] = main._run_generation(
                     self.run_dir,
                     own,
-                    self.control,  # type: ignore[arg-type]
+                    self.control,
                     {},
                     generation=generation,
                     keeper="",
@@ -230,7 +230,7 @@ def _agent_class(job: RecordedJob) -> type[agents.StayingAgent]:
 
 
 def _stand_ins(job: RecordedJob) -> list[tuple[Any, str, Any]]:
-    own_os = agents._Os(job)  # noqa: SLF001 - of the same simulation
+    own_os = agents._Os(job)
     quiet: Any = lambda *_args, **_options: None  # noqa: E731
     return [
         (main, "job_spec", lambda _run: job.spec),

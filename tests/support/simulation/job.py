@@ -153,7 +153,9 @@ class Job:
         faults: What was done.
     """
 
-    def __init__(self, seed: int | str, setup: Setup, program: Program | None = None) -> None:
+    def __init__(  # noqa: PLR0915 - all that is kept of a job
+        self, seed: int | str, setup: Setup, program: Program | None = None
+    ) -> None:
         self.simulation = Simulation(seed)
         self.setup, self.program = setup, program or Program()
         rng = self.simulation.random
@@ -253,7 +255,7 @@ class Job:
         """The scheduler has given the job this machine: its agent comes up."""
         self.note(f"{node.name} is added to the job")
         node.machine.has_power = True
-        before = self.nodes[0].agent._meeting_place.nodes[: node.number]  # noqa: SLF001
+        before = self.nodes[0].agent._meeting_place.nodes[: node.number]
         self.begin(node, partial(self._agent, before=[*before, node.name]))
 
     def _has_ended(self, node: Node) -> bool:
@@ -353,7 +355,7 @@ class Job:
         )
         agent.job, agent.place = self, node
         if self.saves_copies and isinstance(agent, agents.StayingAgent):
-            agent.run_of_copies = agents.NO_PATH  # type: ignore[assignment]
+            agent.run_of_copies = agents.NO_PATH
         if node.number == 0 and isinstance(agent, agents.StayingAgent):
             agent.swaps = None if self.slow is None else Swaps(self.newest_save)
             agent.growth = None if setup.growth is None else setup.growth(self)
@@ -453,7 +455,7 @@ class Job:
                 rendezvous.round,
                 rendezvous.members,
                 end,
-                rendezvous._job if hasattr(rendezvous, "_job") else "",  # noqa: SLF001
+                rendezvous._job if hasattr(rendezvous, "_job") else "",
             )
         )
 

@@ -106,7 +106,7 @@ class _Side:
     def obey(self, order: dict[str, Any]) -> None:
         """Do what the agent says."""
         if self.is_up:
-            self._obey(order)  # type: ignore[attr-defined]
+            self._obey(order)
 
     def end(self) -> None:
         """The process has ended."""
@@ -119,7 +119,7 @@ class _Side:
             self._put(message)
 
     def _turn_later(self) -> None:
-        lease_s = self._place.lease_s  # type: ignore[attr-defined]
+        lease_s = self._place.lease_s
         late_s = self.job.simulation.random.uniform(0, self.node.machine.slowness_s / 4)
         self.job.simulation.after(
             lease_s / module.BEATS + late_s, self._take_turn, self.node.machine
@@ -130,7 +130,7 @@ class _Side:
             return
         now_s = self.job.simulation.now_s
         stood_s, self._last_s = now_s - self._last_s, now_s
-        self._turn(stood_s)  # type: ignore[attr-defined]
+        self._turn(stood_s)
         self._turn_later()
 
 
@@ -140,7 +140,7 @@ class First(_Side, module._First):
     def __init__(
         self, job: Job, node: Node, place: LifelinePlace, tell: Callable[[dict[str, Any]], None]
     ) -> None:
-        module._First.__init__(self, place, "", None, 0)  # type: ignore[arg-type]
+        module._First.__init__(self, place, "", None, 0)
         self.admitted: set[int] = set()
         self._begin_here(job, node, tell)
         job.lifelines[place.port] = self
@@ -151,7 +151,7 @@ class First(_Side, module._First):
             return False
         self.admitted.add(node)
         self.ends.append(end)
-        self._admit(node, end)  # type: ignore[arg-type]
+        self._admit(node, end)
         return True
 
     def guard(self, stores: list[Store]) -> None:
@@ -164,7 +164,7 @@ class Other(_Side, module._Other):
     def __init__(
         self, job: Job, node: Node, place: LifelinePlace, tell: Callable[[dict[str, Any]], None]
     ) -> None:
-        module._Other.__init__(self, place, "", None, 0, None)  # type: ignore[arg-type]
+        module._Other.__init__(self, place, "", None, 0, None)
         self._stores: list[list[Store]] = []
         self._begin_here(job, node, tell)
         self._until_s = job.simulation.now_s + module.FIRST_S
@@ -183,7 +183,7 @@ class Other(_Side, module._Other):
             own, others = connected(job.network, machine, first.node.machine)
             if first.knock(self._place.node, others):
                 self.ends.append(own)
-                self._met(own)  # type: ignore[arg-type]
+                self._met(own)
                 return
         if job.simulation.now_s > self._until_s:
             self._leave("the first node's agent cannot be reached")

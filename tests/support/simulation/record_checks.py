@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.records import EndReason, Next
 from hpctrain.run.event_types import AttemptEnded, AttemptStarted, NodeLost, Requeued
-from tests.support.simulation import checks
 from tests.support.simulation.checks import LOSING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.support.simulation.checks import Overlap
     from tests.support.simulation.generations import RecordedJob
 
 
@@ -79,9 +77,9 @@ def loses_the_lost(job: RecordedJob) -> Iterator[str]:
     is_apart = any(fault.kind in {"freezes", "cut"} for fault in job.faults)
     leads = {generation.leader for _, generation in job.generations} | {"n0"}
     for event in job.events():
-        if isinstance(event.fact, NodeLost) and event.fact.node not in hurt:
-            if not (is_apart and hurt & leads):
-                yield f"{event.fact}"
+        is_loss = isinstance(event.fact, NodeLost) and event.fact.node not in hurt
+        if is_loss and not (is_apart and hurt & leads):
+            yield f"{event.fact}"
 
 
 def somebody_sees_to_it(job: RecordedJob) -> Iterator[str]:
@@ -144,15 +142,3 @@ CHECKS = (
     somebody_sees_to_it,
     decides_of_each_end,
 )
-OF_ROUNDS = (
-    checks.same_verdict,
-    checks.nothing_runs_on,
-    checks.who_is_lost_leaves,
-    checks.hears_its_stop,
-)
-
-
-def wrong_with(job: RecordedJob, overlap: Overlap) -> list[str]:
-    """All that is wrong."""
-    found = [*overlap.wrong, *(words for check in OF_ROUNDS for words in check(job))]
-    return [*found, *(words for check in CHECKS for words in check(job))]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.simulation.campaign import CAMPAIGNS, RECORDED, play, seeds
 
-FEW, MANY = 60, 1000
+FEW, MANY = 40, 1000
 BATCH = 20
 ALL = [*CAMPAIGNS, *RECORDED]
 

@@ -21,7 +21,7 @@ from hpctrain.run.event_types import (
     NodeLost,
     RanksOutOfStep,
 )
-from tests.support.simulation import campaign, checks, record_checks
+from tests.support.simulation import campaign, contract
 from tests.support.simulation.checks import Overlap
 from tests.support.simulation.generations import RecordedJob
 from tests.support.simulation.job import Job, Setup
@@ -39,8 +39,7 @@ def play(job, *faults, bound_s=BOUND_S):
     for at_s, kind, node, *for_s in faults:
         job.simulation.after(at_s, partial(job.fault, kind, node, for_s=[*for_s, float("inf")][0]))
     job.run(bound_s)
-    check = record_checks if isinstance(job, RecordedJob) else checks
-    assert check.wrong_with(job, overlap) == []
+    assert contract.wrong_with(job, overlap) == []
     return job
 
 
@@ -468,6 +467,6 @@ def test_nothing_waits_for_the_real_clock():
 
 
 def test_what_is_broken_is_said_with_the_command_that_plays_it_again(monkeypatch):
-    monkeypatch.setattr(checks, "CHECKS", (lambda _job: iter(["this"]),))
+    monkeypatch.setattr(contract, "CHECKS", (lambda _job: iter(["this"]),))
     with pytest.raises(campaign.Broken, match=r"simulation\.campaign staying 3\n"):
         campaign.play("staying", 3)
