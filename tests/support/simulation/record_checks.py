@@ -73,6 +73,7 @@ def loses_the_lost(job: RecordedJob) -> Iterator[str]:
     hurt = {f"n{fault.node}" for fault in job.faults if fault.kind in LOSING}
     deaths = Counter(fault.node for fault in job.faults if fault.kind == "rank")
     hurt |= {f"n{node}" for node, count in deaths.items() if count > 1}
+    hurt |= {node.name for node in job.nodes if node.error is not None}
     # Whoever has the whole network against him takes the others for lost.
     is_apart = any(fault.kind in {"freezes", "cut"} for fault in job.faults)
     leads = {generation.leader for _, generation in job.generations} | {"n0"}
@@ -91,15 +92,16 @@ def somebody_sees_to_it(job: RecordedJob) -> Iterator[str]:
     ends = [event.fact for event in job.events() if isinstance(event.fact, AttemptEnded)]
     last = ends[-1] if ends else None
     gone = first and all(fault.kind in {"power", "dies"} for fault in first)
-    is_seen_to = bool(job.requeued) or (last is not None and last.next is Next.STOP)
+    said = {Next.STOP, Next.LEAVE} | ({Next.ASK_BATCH} if job.is_scheduler_silent else set())
+    is_seen_to = bool(job.requeued) or (last is not None and last.next in said)
     if gone and well and not is_late and not is_seen_to:
-        yield f"n0 is gone, {well} live, and nobody sees to the job: {last}"
+        yield f"n0 is gone, {len(well)} live, and nobody sees to the job: {last}"
     assert job.setup.size is not None
     only = len(job.faults) - sum(fault.kind == "over" for fault in job.faults) == 1
-    can_go_on = len(well) >= job.setup.size.least and only and gone
+    can_go_on = len(well) >= job.setup.size.least and only and gone and not job.signalled
     began_s = job.began_s(1)
     if can_go_on and 0 <= began_s < first[0].at_s and not job.program.done_at:
-        yield f"{well} could have gone on: {last}"
+        yield f"{len(well)} nodes could have gone on: {last}"
     if last is not None and last.reason is EndReason.COMPLETED and not job.program.done_at:
         yield "the run is said to be done, and its program is not"
 

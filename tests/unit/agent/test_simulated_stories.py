@@ -381,6 +381,46 @@ def test_who_thaws_before_its_first_attempt_begins_none_beside_the_others(tmp_pa
     assert ends(played)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_job_whose_first_node_dies_before_its_first_attempt_is_requeued(tmp_path, seed):
+    made = recorded(tmp_path, seed, 3, (2, 2))
+    made.reads_s = 5.0
+    made.simulation.after(0.4, partial(made.simulation.freeze, made.nodes[0].machine))
+    made.simulation.after(0.5, partial(made.simulation.thaw, made.nodes[0].machine))
+    played = play(made, (0.5, "dies", 0))
+    assert ends(played) == [(EndReason.NODE_FAILED, Next.REQUEUE)]
+    assert len(played.requeued) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [
+        ("preempted", (EndReason.PREEMPTED, Next.LEAVE)),
+        ("grace", (EndReason.PREEMPTED, Next.REQUEUE)),
+        ("limit", (EndReason.TIMED_OUT, Next.REQUEUE)),
+        ("cancelled", (EndReason.CANCELLED, Next.STOP)),
+        ("silent", (EndReason.PREEMPTED, Next.ASK_BATCH)),
+    ],
+)
+@pytest.mark.parametrize("is_led_by_another", [False, True])
+def test_what_follows_a_stop_is_said_by_whoever_leads(tmp_path, how, end, is_led_by_another):
+    made = recorded(tmp_path, 3, 3, (3, 2), steps=2000)
+    made.simulation.after(30.0, partial(campaign.stop, made, how))
+    played = play(made, *([(5.0, "dies", 0)] if is_led_by_another else []))
+    assert ends(played) == [*([RESTART] if is_led_by_another else []), end]
+    assert bool(played.requeued) == (end[1] is Next.REQUEUE)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_rank_that_dies_costs_no_node_once_and_its_node_the_second_time(tmp_path, seed):
+    made = recorded(tmp_path, seed, 3, (2, 2), steps=60)
+    played = play(made, (4.0, "rank", 1), (14.0, "rank", 1))
+    began = [event.fact.nodes for event in played.events() if event.kind == "attempt_started"]
+    assert began == [("n0", "n1"), ("n0", "n1"), ("n0", "n2")]
+    (lost,) = [event.fact for event in played.events() if isinstance(event.fact, NodeLost)]
+    assert (lost.node, lost.why) == ("n1", "its ranks died twice within an hour")
+
+
 # ---- what is said of it
 
 
