@@ -86,7 +86,10 @@ def same_verdict(job: Job) -> Iterator[str]:
 def names_the_guilty(job: Job) -> Iterator[str]:
     """No verdict, loss or failure names a node or rank that nothing was done to."""
     guilty = _may_be_lost(job)
-    for name, _, _ in job.losses:
+    names = [name for name, *_ in job.losses]
+    if len(names) != len(set(names)):
+        yield f"lost twice: {names}"
+    for name in names:
         if int(name[1:]) not in guilty:
             yield f"{name} was lost, and nothing was done to it"
     for one in job.verdicts:
