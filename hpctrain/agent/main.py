@@ -333,6 +333,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
             job_id=context.job_id,
             restarts=context.restarts,
             follows=before,
+            check=ending.check_leads,
         )
         run.output.mkdir(exist_ok=True)  # before the other nodes look for it
         batch_started = None if again else os.environ.get(HPCTRAIN_BATCH_STARTED)

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import signal
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 
 from hpctrain.agent.members import RoundSize
-from hpctrain.base.records import EndReason, Next
+from hpctrain.agent.succession import Succession
+from hpctrain.base.records import EndReason, JobContext, Next
+from hpctrain.errors import Fenced
 from hpctrain.hangs.standing import HangLimits
+from hpctrain.run import fence
 from hpctrain.run.event_types import (
     AttemptEnded,
     AttemptFenced,
@@ -379,6 +383,32 @@ def test_who_thaws_before_its_first_attempt_begins_none_beside_the_others(tmp_pa
     played = play(made, (0.9, "freezes", 0, 7.4 + 0.1 * seed))
     assert len(played.requeued) <= 1
     assert ends(played)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_of_two_leaders_that_cannot_hear_each_other_one_ends_the_job(tmp_path, seed):
+    """The second one still awaits a dead node as a third takes it for lost, and leads as well."""
+    made = recorded(tmp_path, seed, 4, (4, 1))
+    kinds = [(5.0, "dies", 0), (5.2, "dies", 3), (13.0, "cut", 2, 30.0), (300.0, "over", 0)]
+    played = play(made, *kinds)
+    assert ends(played)[-1] == DONE
+    assert len(played.ended_by) == 1
+    assert played.simulation.now_s < 100.0
+
+
+def test_nobody_leads_after_a_first_node_that_has_begun_another_attempt(tmp_path):
+    made = recorded(tmp_path, 1, 3, (3, 1))
+    taken = partial(fence.take_attempt, made.run_dir, job_id="7", restarts=0)
+    taken()
+    context = JobContext("7", 0, 1, ["n0", "n1", "n2"], "n0", 1, "")
+    own = Succession(made.run_dir, "secret", context)
+    taken()
+    with pytest.raises(Fenced, match="attempt 2 has begun"):
+        own.claim(1)
+    assert own.claimed() is None
+    with pytest.raises(Fenced, match="not I"):
+        taken(check=Mock(side_effect=Fenced("not I")))
+    assert fence.read_fence(made.run_dir).number == 2
 
 
 @pytest.mark.parametrize("seed", range(6))
