@@ -56,8 +56,9 @@ def watch(run: RunDir, stop: threading.Event) -> None:
         is_last = clock.wait(stop, LOOK_S) or os.getppid() != parent
         why = ""
         try:
-            if ledger.has_news():
-                look(run)
+            if not ledger.has_news():
+                continue  # nothing was tried: the last complaint stands
+            look(run)
         except (HpctrainError, OSError) as error:
             why = str(error)
         except Exception as error:  # noqa: BLE001 - training must not notice

@@ -114,6 +114,14 @@ class ManualClock:
         with self._changed:
             self._move_to(self._passed_ns + _ns(seconds))
 
+    def advance_to_next(self, most_s: float) -> None:
+        """Move the time to the next plan, and no further than so many seconds."""
+        with self._changed:
+            moment_ns = self._passed_ns + _ns(most_s)
+            if self._plans:
+                moment_ns = min(moment_ns, self._plans[0][0])
+            self._move_to(moment_ns)
+
     def move_to(self, wall_s: float) -> None:
         """Move the time until the wall clock shows so much."""
         self.advance(wall_s - self.now())

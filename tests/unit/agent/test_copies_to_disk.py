@@ -199,18 +199,17 @@ def test_it_is_given_up_where_the_job_has_no_time_left(held, monkeypatch, capsys
     assert find.steps(held.run) == []
 
 
-def test_agents_that_never_hear_of_an_order_leave(held, monkeypatch, capsys):
-    monkeypatch.setattr(copies_to_disk, "ORDER_S", 0.05)
+def test_agents_that_never_hear_of_an_order_leave(held, hands, capsys):
     saver = CopySaver(
         *(held.run, held.attempt, 1, [0, 1], held.lines[2]),
         *(SignedStore(Store(), "secret"), lambda name: name),
     )
     assert saver.save() is None
     assert "no agent said copies/order" in capsys.readouterr().err
+    assert hands.passed_s == pytest.approx(copies_to_disk.ORDER_S, abs=1.0)
 
 
-def test_one_that_says_nothing_is_not_waited_for_long(held, monkeypatch):
-    monkeypatch.setattr(copies_to_disk, "HELD_S", 0.3)
+def test_one_that_says_nothing_is_not_waited_for_long(held, hands):
     store = Store()
     own = SignedStore(store, "secret")
     first = CopySaver(
@@ -223,3 +222,4 @@ def test_one_that_says_nothing_is_not_waited_for_long(held, monkeypatch):
     order = first._order()
 
     assert order["shares"] == {"0": [0, 1], "2": [2, 3, 4, 5]}
+    assert hands.passed_s == pytest.approx(copies_to_disk.HELD_S, abs=copies_to_disk.POLL_S)

@@ -11,6 +11,8 @@ from hpctrain.control import endpoint
 from hpctrain.control.endpoint import ChildrenDoor, NotAwaited, meet_parent
 from hpctrain.control.wire import GREETING_BYTES, Greeting, framed, packed
 from hpctrain.errors import ControlLost
+from tests.support.clocks import ManualClock
+from tests.support.jumping_loop import run_jumping
 
 HERE = "127.0.0.1"
 
@@ -48,10 +50,10 @@ class Door:
 
 def run(act):
     async def within():
-        async with asyncio.timeout(20), Door() as door:
+        async with asyncio.timeout(5 * endpoint.GREET_S), Door() as door:
             return await act(door)
 
-    return asyncio.run(within())
+    return run_jumping(within())
 
 
 def test_a_child_comes_in_and_is_heard_and_spoken_to():
@@ -132,9 +134,8 @@ def test_silent_strangers_are_sent_away_and_keep_no_child_out(monkeypatch):
     run(act)
 
 
-def test_a_child_that_is_in_stays_in(monkeypatch):
+def test_a_child_that_is_in_stays_in():
     """The time to say who one is ends with having said it."""
-    monkeypatch.setattr(endpoint, "GREET_S", 0.05)
 
     async def act(door):
         child = await meet_parent(HERE, door.port, greeting(), 1)
@@ -167,9 +168,7 @@ def test_an_end_is_told_once_and_nothing_is_said_behind_it():
     run(act)
 
 
-def test_a_stranger_may_not_stay_silent_for_ever(monkeypatch):
-    monkeypatch.setattr(endpoint, "GREET_S", 0.05)
-
+def test_a_stranger_may_not_stay_silent_for_ever():
     async def act(door):
         reader, writer = await asyncio.open_connection(HERE, door.port)
         await reader.read()
@@ -178,10 +177,11 @@ def test_a_stranger_may_not_stay_silent_for_ever(monkeypatch):
     run(act)
 
 
-def test_a_parent_that_says_nothing_is_given_up(monkeypatch):
-    monkeypatch.setattr(endpoint, "GREET_S", 0.05)
+def test_a_parent_that_says_nothing_is_given_up():
+    hands = ManualClock()
     with socket.create_server((HERE, 0)) as silent, pytest.raises(TimeoutError):
-        asyncio.run(meet_parent(HERE, silent.getsockname()[1], greeting(), 1))
+        run_jumping(meet_parent(HERE, silent.getsockname()[1], greeting(), 1), hands)
+    assert hands.passed_s == pytest.approx(endpoint.GREET_S)
 
 
 def test_a_child_that_says_what_nobody_sealed_is_ended():

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from hpctrain.entry import evaluations
-from hpctrain.entry.evaluations import at_the_end_of, watch
+from hpctrain.entry.evaluations import LOOK_AGAIN_S, LOOK_S, at_the_end_of, watch
 from hpctrain.errors import ClusterError
 from hpctrain.run.event_types import Evaluated
 from hpctrain.run.layout import RunDir
@@ -40,70 +40,52 @@ def beside(run, **changes):
 
 
 class Watcher:
-    """A watch in a thread, and the looks that it takes."""
+    """A watch on this thread, in time that jumps, and the moments of its looks."""
 
-    def __init__(self, run, monkeypatch, *, fails=()):
-        self.looks, self.changed = 0, threading.Condition()
-        self.fails, self.stop = list(fails), threading.Event()
-        monkeypatch.setattr(evaluations, "LOOK_S", 0.02)
+    def __init__(self, run, hands, monkeypatch, *, fails=()):
+        self.run, self.hands, self.fails = run, hands, list(fails)
+        self.looks, self.stop = [], threading.Event()
         monkeypatch.setattr(evaluations, "look", self.look)
-        self.thread = threading.Thread(target=watch, args=(run, self.stop), daemon=True)
 
-    def look(self, run):
-        with self.changed:
-            self.looks += 1
-            self.changed.notify_all()
+    def look(self, _run):
+        self.looks.append(self.hands.passed_s)
         if self.fails:
             raise self.fails.pop(0)
 
-    def wait(self, looks):
-        with self.changed:
-            assert self.changed.wait_for(lambda: self.looks >= looks, PATIENCE_S)
-
-    def __enter__(self):
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self.stop.set()
-        self.thread.join(PATIENCE_S)
-        assert not self.thread.is_alive()
+    def watch(self, ends_s):
+        self.hands.after(ends_s, self.stop.set)
+        watch(self.run, self.stop)
+        return self.looks
 
 
-def test_it_looks_at_its_start_and_whenever_something_else_is_due(story, monkeypatch):
-    with Watcher(story.run, monkeypatch) as watcher:
-        watcher.wait(1)
-        story.saved(1, 10)
-        watcher.wait(2)
-        story.steps(1, 11, 20)
-        story.saved(1, 20)
-        watcher.wait(3)
-
-    assert watcher.looks == 3
+@pytest.fixture
+def watcher(story, hands, monkeypatch):
+    return Watcher(story.run, hands, monkeypatch)
 
 
-def test_it_looks_again_after_a_while_though_nothing_new_was_said(story, monkeypatch):
-    monkeypatch.setattr(evaluations, "LOOK_AGAIN_S", 0.05)
-    with Watcher(story.run, monkeypatch) as watcher:
-        watcher.wait(3)
+def test_it_looks_at_its_start_and_whenever_something_else_is_due(story, hands, watcher):
+    hands.after(2.5 * LOOK_S, lambda: story.saved(1, 10))
+    hands.after(4.5 * LOOK_S, lambda: story.steps(1, 11, 20))
+    hands.after(6.5 * LOOK_S, lambda: story.saved(1, 20))
+
+    assert watcher.watch(10.5 * LOOK_S) == [LOOK_S, 3 * LOOK_S, 7 * LOOK_S]
 
 
-def test_its_last_look_sees_what_was_saved_at_the_very_end(story, monkeypatch):
-    with Watcher(story.run, monkeypatch) as watcher:
-        watcher.wait(1)
-        monkeypatch.setattr(evaluations, "LOOK_S", 600.0)
-        watcher.stop.wait(0.1)  # the wait that has begun is a short one
-        story.saved(1, 10)
-
-    assert watcher.looks == 2
+def test_it_looks_again_after_a_while_though_nothing_new_was_said(watcher):
+    assert watcher.watch(3 * LOOK_AGAIN_S) == [LOOK_S, LOOK_S + LOOK_AGAIN_S, LOOK_S + 120.0]
 
 
-def test_it_goes_on_after_every_failure_and_says_the_same_once(story, monkeypatch, caplog):
-    monkeypatch.setattr(evaluations, "LOOK_AGAIN_S", 0.0)
+def test_its_last_look_sees_what_was_saved_at_the_very_end(story, hands, watcher):
+    hands.after(1.5 * LOOK_S, lambda: story.saved(1, 10))
+
+    assert watcher.watch(1.6 * LOOK_S) == [LOOK_S, 1.6 * LOOK_S]
+
+
+def test_it_goes_on_after_every_failure_and_says_the_same_once(watcher, caplog):
     silent = ClusterError("no answer")
-    fails = [silent, silent, OSError(28, "no space"), ZeroDivisionError("x")]
-    with caplog.at_level(logging.WARNING), Watcher(story.run, monkeypatch, fails=fails) as watcher:
-        watcher.wait(6)
+    watcher.fails = [silent, silent, OSError(28, "no space"), ZeroDivisionError("x")]
+    with caplog.at_level(logging.WARNING):
+        assert len(watcher.watch(5.5 * LOOK_AGAIN_S)) == 6
 
     told = [record.getMessage() for record in caplog.records]
     assert [text.rpartition("now: ")[2] for text in told] == [
@@ -113,22 +95,31 @@ def test_it_goes_on_after_every_failure_and_says_the_same_once(story, monkeypatc
     ]
 
 
-def test_it_ends_when_the_script_that_started_it_has_ended(story, monkeypatch):
-    watcher = Watcher(story.run, monkeypatch)
-    watcher.thread.start()
-    watcher.wait(1)
-    monkeypatch.setattr(evaluations.os, "getppid", lambda: 1)
-    watcher.thread.join(PATIENCE_S)
+def test_it_ends_when_the_script_that_started_it_has_ended(hands, watcher, monkeypatch):
+    hands.after(3.5 * LOOK_S, lambda: monkeypatch.setattr(evaluations.os, "getppid", lambda: 1))
+    watch(watcher.run, watcher.stop)
 
-    assert not watcher.thread.is_alive()
+    assert hands.passed_s == 4 * LOOK_S
 
 
-def test_a_run_whose_ledger_is_not_there_yet_is_waited_for(story, monkeypatch):
+def test_a_run_whose_ledger_is_not_there_yet_is_waited_for(story, hands, watcher):
     story.run.events.unlink()
-    with Watcher(story.run, monkeypatch) as watcher:
-        watcher.wait(1)
-        story.saved(1, 10)
-        watcher.wait(2)
+    hands.after(2.5 * LOOK_S, lambda: story.saved(1, 10))
+
+    assert watcher.watch(4.5 * LOOK_S) == [LOOK_S, 3 * LOOK_S]
+
+
+def test_it_hears_at_once_that_it_is_to_stop(story, monkeypatch):
+    """By the real clock, on a thread of its own."""
+    monkeypatch.setattr(evaluations, "LOOK_S", 600.0)
+    stop = threading.Event()
+    thread = threading.Thread(target=watch, args=(story.run, stop), daemon=True)
+    monkeypatch.setattr(evaluations, "look", lambda _run: None)
+    thread.start()
+    stop.set()
+    thread.join(PATIENCE_S)
+
+    assert not thread.is_alive()
 
 
 # ---- the end of a job

@@ -17,6 +17,7 @@ from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.base import get_control
 from hpctrain.scheduler.slurm import executor, relay
 from hpctrain.scheduler.slurm.relay import RelayedControl, serve
+from tests.support.clocks import jumping
 
 FACTS = JobFacts(JobState.RUNNING, restarts=2, preempt_time=5.0, end_time=9.5, comes_back=True)
 
@@ -85,11 +86,10 @@ def test_what_slurm_says_comes_in_and_what_is_asked_of_it_goes_out(tmp_path, slu
     assert slurm.done == ["requeue", "end", ("n1", "n2")]
 
 
-def test_who_does_not_know_the_secret_is_not_heard(tmp_path, slurm, monkeypatch):
+def test_who_does_not_know_the_secret_is_not_heard(tmp_path, slurm):
     ask(tmp_path).facts()  # it is there
-    monkeypatch.setattr(relay, "COMES_S", 0.0)
 
-    with pytest.raises(ClusterUnreachable, match="nobody beside the batch script"):
+    with jumping(), pytest.raises(ClusterUnreachable, match="nobody beside the batch script"):
         ask(tmp_path, "another").requeue()
 
     assert slurm.done == []
@@ -103,8 +103,7 @@ def test_nothing_but_our_own_questions_is_asked(tmp_path, slurm):
             ask(tmp_path)._ask(what)
 
 
-def test_where_the_process_is_gone_the_batch_script_decides(tmp_path, monkeypatch):
-    monkeypatch.setattr(relay, "COMES_S", 0.0)
+def test_where_the_process_is_gone_the_batch_script_decides(tmp_path, hands):
     control = ask(tmp_path)
 
     for port in ("", "no port\n", "1\n"):
@@ -115,9 +114,8 @@ def test_where_the_process_is_gone_the_batch_script_decides(tmp_path, monkeypatc
     assert control.previous_stop() is None
 
 
-def test_a_strangers_answer_is_none(tmp_path, monkeypatch):
+def test_a_strangers_answer_is_none(tmp_path, hands):
     """Whoever takes the port of one that is gone does not decide what becomes of a run."""
-    monkeypatch.setattr(relay, "COMES_S", 0.0)
     with socket.create_server((relay.HOST, 0)) as server:
         (tmp_path / "port").write_text(f"{server.getsockname()[1]}\n")
 
