@@ -129,7 +129,7 @@ class InPlaceRendezvous(Rendezvous):
         self._hear()
         if self._out is not None and not self._out.is_over:
             raise self._out
-        if self.node != 0 and self._announced.get("round", -1) > self.round:
+        if self.node != 0 and self.is_behind:
             raise RoundBroken(f"round {self.round} is over")
 
     def losses(self) -> list[Loss]:
@@ -217,9 +217,14 @@ class InPlaceRendezvous(Rendezvous):
     def left_out(self) -> LeftOut | None:
         """How this node came to take no part, as far as that is known within a lease."""
         deadline = clock.monotonic() + 1.5 * self._lifeline.place.lease_s
-        while self._out is None and clock.monotonic() < deadline:
+        while self._out is None and not self.is_behind and clock.monotonic() < deadline:
             self._hear(LOOK_S)
         return self._out
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a later round was announced, as far as this node has heard."""
+        return bool(self._announced.get("round", -1) > self.round)
 
     # ---- node 0
 
@@ -250,6 +255,7 @@ class InPlaceRendezvous(Rendezvous):
         begun = clock.monotonic()
         while len(self._living) + len({loss.node for loss in self._losses}) < len(self.nodes):
             self._hear(LOOK_S)
+            self._check_lifeline()
             waited = clock.monotonic() - begun
             away = [node for node in range(len(self.nodes)) if node not in self._living]
             absent = ", ".join(self.nodes[node] for node in away)
@@ -270,6 +276,7 @@ class InPlaceRendezvous(Rendezvous):
         deadline = clock.monotonic() + MEET_S
         while not here.check([str(place) for place in range(self.world_size)]):
             self._hear(LOOK_S)
+            self._check_lifeline()
             if not set(self.members) <= self._living:
                 return False
             if clock.monotonic() > deadline:
@@ -278,6 +285,11 @@ class InPlaceRendezvous(Rendezvous):
                 return False
         return True
 
+    def _check_lifeline(self) -> None:
+        """Where its own lifeline has ended nothing is heard of the others: it would ask in vain."""
+        if self._out is not None:
+            raise ClusterError(str(self._out))
+
     # ---- the others
 
     def _follow(self) -> Any:
@@ -285,7 +297,7 @@ class InPlaceRendezvous(Rendezvous):
             own = {"name": self.nodes[self.node], "switch": self._switches[self.node]}
             self._lifeline.say({"ready": True, **own})
         while True:
-            while self._announced.get("round", -1) <= self.round:
+            while not self.is_behind:
                 self._hear(1.0)
                 if self._out is not None:
                     raise self._out
@@ -297,8 +309,7 @@ class InPlaceRendezvous(Rendezvous):
                 PrefixStore(f"{self.run_id}/here", store).set(str(self.rank), "")
             except RuntimeError:  # torch's: node 0 is gone, or at a round further on
                 self._hear(LOOK_S)
-                is_at_it = self._out is None and self._announced["round"] <= self.round
-                if is_at_it and self.left_out() is None:
+                if not self.is_behind and self.left_out() is None and not self.is_behind:
                     raise
                 continue
             return store

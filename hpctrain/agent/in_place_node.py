@@ -64,16 +64,9 @@ class InPlaceAgent(NodeAgent):
 
     def _start_and_run(self, group: WorkerGroup) -> RoundEnd:
         try:
-            return self._copies_saved(super()._start_and_run(group))
+            return self._copies_saved(self._begin_and_run(group))
         except RoundBroken as broken:  # while it began, or its verdict came later than the next one
-            self._stop_workers(group)
-            if self._control is not None and self._hooks is None:
-                self._control.settle_wills(None, self.attempt_number)
-            return RoundEnd("failed", restart=True, why=str(broken))
-        except ControlLost as error:
-            if self._hooks is not None:
-                raise
-            return self._fail_to_start(group, error)
+            return self._after_break(group, str(broken))
         except LeftOut as left_out:
             self._stop_workers(group)
             if self._hooks is not None:  # the lifeline of node 0 itself
@@ -82,10 +75,27 @@ class InPlaceAgent(NodeAgent):
             return RoundEnd("failed", why=str(left_out), left_out=str(left_out))
         except RuntimeError:  # torch's store does not answer
             self._stop_workers(group)
-            if (out := self._meeting_place.left_out()) is None:
+            out = self._meeting_place.left_out()
+            if out is None and self._meeting_place.is_behind:
+                return self._after_break(group, "its store has ended: others are rounds ahead")
+            if out is None:
                 raise
             self.left_out = out
             return RoundEnd("failed", why=str(out), left_out=str(out))
+
+    def _after_break(self, group: WorkerGroup, why: str) -> RoundEnd:
+        self._stop_workers(group)
+        if self._control is not None and self._hooks is None:
+            self._control.settle_wills(None, self.attempt_number)
+        return RoundEnd("failed", restart=True, why=why)
+
+    def _begin_and_run(self, group: WorkerGroup) -> RoundEnd:
+        try:
+            return super()._start_and_run(group)
+        except ControlLost as error:
+            if self._hooks is not None:
+                raise
+            return self._fail_to_start(group, error)
 
     def _own_pids(self) -> list[int]:
         return [*super()._own_pids(), *(self.growth.pids if self.growth is not None else [])]
@@ -207,7 +217,9 @@ class InPlaceAgent(NodeAgent):
         members = self._meeting_place.next_members()
         for loss in losses:
             hooks.lost(loss, members)
-        gone = [loss for loss in losses if loss.was_member]
+        # One that was lost while this round began is in none any more, and its word comes only now.
+        here = self._meeting_place.members
+        gone = [loss for loss in losses if loss.was_member and loss.node in here]
         if not gone:
             return None
         why = "; ".join(f"{loss.name} was lost: {loss.why}" for loss in gone)

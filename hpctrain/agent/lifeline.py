@@ -53,6 +53,9 @@ TRY_AGAIN_S = 0.2
 FIRST_S = 600.0
 """So long may the first node's agent take to come up."""
 _LINE_BYTES = 1 << 20
+OWN_END = {"dropped": "the process that shows that this node lives has ended"}
+"""The first node takes this one for lost by that. Of the first one it says nothing: who saw to the
+job in its place would do so beside it."""
 MOST_GUARDED = 8
 """Connections to one store; torch makes one."""
 
@@ -134,8 +137,7 @@ class Lifeline(ForkedProcess):
                 piece = b""
             if not piece:
                 self._is_gone = True
-                why = "the process that shows that this node lives has ended"
-                return [*self._split(), {"gone": why}]
+                return [*self._split(), OWN_END]
             self._heard += piece
         return self._split()
 
@@ -360,6 +362,9 @@ class _Other(_LifelineSide):
                     self._leave(f"the first node's agent cannot be reached: {error}")
                     return
             await asyncio.sleep(TRY_AGAIN_S)
+        self._met(first)
+
+    def _met(self, first: Endpoint) -> None:
         self._heard = clock.boottime()
         first.on_message = self._hear
         first.on_end = lambda _, why: self._leave(f"the first node's agent is gone: {why}")
@@ -403,11 +408,15 @@ class _Other(_LifelineSide):
             return
         self._is_over = True
         self._tell({"dropped" if dropped else "gone": why})
+        self._close_guarded()
+        if self._may_have_ranks:  # else it still imports, and sees to the job as it hears of this
+            self._kill_agent_after(min(LEAVE_S, self._place.lease_s))
+
+    def _close_guarded(self) -> None:
         for fd in [fd for fds in self._guards for fd in fds]:
             with suppress(OSError), socket.socket(fileno=fd) as connection:
                 connection.shutdown(socket.SHUT_RDWR)  # the agent's descriptor is another one
         self._guards = []
-        if not self._may_have_ranks:
-            return  # it still imports, and sees to the job as soon as it hears of this
-        loop = asyncio.get_running_loop()
-        loop.call_later(min(LEAVE_S, self._place.lease_s), os.kill, self._agent, signal.SIGKILL)
+
+    def _kill_agent_after(self, seconds: float) -> None:
+        asyncio.get_running_loop().call_later(seconds, os.kill, self._agent, signal.SIGKILL)

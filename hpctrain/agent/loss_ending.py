@@ -16,7 +16,7 @@ from hpctrain.agent.ending import AttemptEnding
 from hpctrain.agent.notify import notify
 from hpctrain.base import clock
 from hpctrain.base.records import Next
-from hpctrain.errors import ClusterError, HpctrainError
+from hpctrain.errors import ClusterError, Fenced, HpctrainError
 from hpctrain.plan.decide import decide_end, is_cancelled, is_requeued
 from hpctrain.run import event_types as kinds
 from hpctrain.run import events as ledger
@@ -117,7 +117,11 @@ class LossEnding(AttemptEnding):
         Returns:
             The generation of agents that this one goes on with; None to leave.
         """
-        begun = self._next_generation(why, node, attempt, turn, sleep)
+        try:
+            begun = self._next_generation(why, node, attempt, turn, sleep)
+        except Fenced as error:  # the first one lives, and has begun another attempt meanwhile
+            log.warning("the job goes on without %s: %s", node, error)
+            return None
         # It thaws, and was lost before the first one; or was added, and no other one knows of it.
         if begun is not None and node not in begun.nodes:
             log.warning("the job goes on without %s", node)
@@ -145,6 +149,8 @@ class LossEnding(AttemptEnding):
         if self.succession is not None and self.after_loss(fence.number, lost):
             try:
                 return self.succession.claim(fence.number, self._lost_nodes())
+            except Fenced:
+                raise
             except (HpctrainError, OSError) as error:
                 log.warning("nobody can lead the agents that are left: %s", error)
         if (begun := _claimed(self.succession)) is not None:  # while this one looked
@@ -195,6 +201,15 @@ class LossEnding(AttemptEnding):
         return scheduler is None or not (
             is_requeued(scheduler, own[1]) or is_cancelled(scheduler, own[1])
         )
+
+    def check_leads(self) -> None:
+        """Before an attempt begins: whether another agent leads those that are left by now.
+
+        Raises:
+            Fenced: one does.
+        """
+        if (begun := _claimed(self.succession)) is not None:
+            raise Fenced(f"{begun.leader} leads the agents of this job that are left")
 
     def _is_current(self, attempt: int) -> bool:
         # A first node that thaws must not end what others go on with, also before they take part

@@ -292,16 +292,18 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         stop_margin_s=spec.settings.run.stop_margin_s,
     )
 
+    follows = _newest_attempt(run) if generation is None else generation.follows
+
     def begin(world_size: int) -> Attempt:
-        follows = None if generation is None else generation.follows
+        again = agent.end is not None or generation is not None
         before = agent.attempt_number if agent.end is not None else follows
-        again = before is not None
         deadline.wait(ending.pause_s)
         attempt = fence.take_attempt(
             run,
             job_id=context.job_id,
             restarts=context.restarts,
             follows=before,
+            check=ending.check_leads,
         )
         run.output.mkdir(exist_ok=True)  # before the other nodes look for it
         batch_started = None if again else os.environ.get(HPCTRAIN_BATCH_STARTED)
@@ -410,6 +412,12 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         return ending.end_without_resume(agent.attempt_number, error.why)
     finally:
         rendezvous.close()
+
+
+def _newest_attempt(run: RunDir) -> int:
+    """As this node comes up: while it stands still others may see to the job, and take another."""
+    newest = read_fence(run)
+    return 0 if newest is None else newest.number
 
 
 def _buddies(rendezvous: Rendezvous, node_control: NodeControl) -> dict[str, Any]:

@@ -89,6 +89,9 @@ class Rendezvous(StaticTCPRendezvous):
     stays_alive = False
     """Whether a round goes on without a node that was lost (`in_place.py`)."""
 
+    is_behind = False
+    """Whether others are at a later round: here all go on together."""
+
     @property
     def spares(self) -> tuple[str, ...]:
         """Nodes that live and wait, by name: none here."""

@@ -21,7 +21,8 @@ from hpctrain.base.env import HPCTRAIN_GENERATION, HPCTRAIN_KEEPER
 from hpctrain.base.files import write_private
 from hpctrain.base.process import free_port, print_to
 from hpctrain.base.secret import Forged, code, sign, verify
-from hpctrain.run.fence import left_text, run_lock
+from hpctrain.errors import Fenced
+from hpctrain.run.fence import left_text, read_fence, run_lock
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -140,6 +141,7 @@ class Succession:
 
         Raises:
             OSError: it cannot be written down.
+            Fenced: another attempt has begun.
             HpctrainError: the run's lock cannot be had, or no port.
         """
         context = self._context
@@ -147,6 +149,9 @@ class Succession:
         with run_lock(self._run):
             if (there := self.claimed()) is not None:
                 return there
+            newest = read_fence(self._run)
+            if newest is not None and newest.number != follows:
+                raise Fenced(f"attempt {newest.number} has begun: this node does not lead the job")
             _, address = addresses(context.master_addr, context.node_rank)
             port = free_port(context.job_id, context.restarts)
             before = self._now.lost if self._now is not None else ()

@@ -28,7 +28,7 @@ from hpctrain.errors import CheckpointError, Fenced, RunLocked
 from hpctrain.run.event_types import AttemptStarted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from hpctrain.run.layout import RunDir
@@ -90,7 +90,14 @@ def read_fence(run: RunDir) -> Attempt | None:
         return None
 
 
-def take_attempt(run: RunDir, *, job_id: str, restarts: int, follows: int | None = None) -> Attempt:
+def take_attempt(
+    run: RunDir,
+    *,
+    job_id: str,
+    restarts: int,
+    follows: int | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Attempt:
     """Begin the next attempt; every older one is refused from here on. Called by one agent only.
 
     Args:
@@ -98,6 +105,7 @@ def take_attempt(run: RunDir, *, job_id: str, restarts: int, follows: int | None
         job_id: The job that the attempt runs in.
         restarts: Which start of the job.
         follows: The number of the attempt that goes on with this one in the same allocation.
+        check: Called while the lock is held; may raise Fenced.
 
     Raises:
         Fenced: the run has gone on without this start of the job, e.g. after its node was lost.
@@ -110,6 +118,7 @@ def take_attempt(run: RunDir, *, job_id: str, restarts: int, follows: int | None
                 f"job {job_id} (start {restarts}) may not go on: attempt {previous.number} has "
                 f"taken {run.name} over"
             )
+        check()
         attempt = Attempt(
             number=1 if previous is None else previous.number + 1,
             token=secrets.token_hex(8),

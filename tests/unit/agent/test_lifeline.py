@@ -154,7 +154,7 @@ def test_who_is_not_awaited_any_more_does_not_hold_up_the_end_and_may_come_all_t
 def test_an_agent_hears_that_its_own_process_has_ended(nodes):
     os.kill(nodes.first.pid, signal.SIGKILL)
 
-    assert "has ended" in nodes.hear("gone")["gone"]
+    assert "has ended" in nodes.hear("dropped")["dropped"], "it says nothing of the first node"
 
 
 def test_an_added_node_says_its_name_and_is_waited_for_at_the_end_once_it_came(both):

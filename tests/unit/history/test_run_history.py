@@ -65,6 +65,16 @@ def test_of_what_an_old_attempt_says_beside_a_newer_one_only_its_end_counts(tmp_
     )
 
 
+def test_an_end_that_was_written_twice_counts_once_as_it_was_written_last(tmp_path):
+    story = Story(tmp_path / "lm").submitted().started(1).ended(1, "crashed", "ask_batch")
+    story.ended(1, "node_failed", "restart").ended(1, "node_failed", "requeue").started(2)
+    story.ended(None, "unknown", "requeue").ended(None, "unknown", "requeue")
+    assert RunHistory.read(story.run).ends_since_resume == [
+        (1, EndReason.NODE_FAILED),
+        *[(None, EndReason.UNKNOWN)] * 2,
+    ]
+
+
 @pytest.mark.parametrize("marks", ["all", "few"])
 def test_it_tells_how_many_events_it_has_and_when_the_last_was_written(tmp_path, marks):
     story = Story(tmp_path / "lm").submitted().started(1)

@@ -1,0 +1,35 @@
+"""Whole jobs of real agents in simulated time: thousands of random schedules, each by its seed.
+
+What must hold in all of them is in tests/support/simulation/checks.py; what is done to the jobs in
+tests/support/simulation/campaign.py. A failure says how it is played again.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.simulation.campaign import CAMPAIGNS, RECORDED, play, seeds
+
+FEW, MANY = 40, 1000
+BATCH = 20
+ALL = [*CAMPAIGNS, *RECORDED]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("batch", range(FEW // BATCH))
+def test_every_schedule_keeps_the_contract(name, batch):
+    for seed in seeds(FEW)[batch * BATCH : (batch + 1) * BATCH]:
+        play(name, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ALL)
+def test_very_many_schedules_keep_the_contract(name):
+    for seed in seeds(MANY, fixed=0):
+        play(name, seed)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_same_seed_is_the_same_run(name):
+    first, again = (play(name, seeds(1)[0]).simulation.trace for _ in range(2))
+    assert first == again
