@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hpctrain.testing")
 
+HOLD_POLL_S = 0.02
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -50,6 +52,7 @@ class Fault:
         error: errno of `fail`.
         after: Bytes that `fail` lets through at this point before it fails: a disk fills up.
         seconds: Of `delay`.
+        until: The file that ends a `hold`.
         keep: The share of the file that `tear` leaves.
         bit: Which bit `flip` turns, counted from the file's start and, past its end, round again.
         code: What `exit` leaves with.
@@ -66,6 +69,7 @@ class Fault:
     error: int = errno.EIO
     after: int | None = None
     seconds: float = 1.0
+    until: Path | None = None
     keep: float = 0.5
     bit: int = 0
     code: int = 1
@@ -79,12 +83,14 @@ class Action(NamedTuple):
         do: Does it.
         keys: Its own keys, each with what reads the value.
         always: Without hit= it fires every time, else the first time only.
+        required: The key without which it means nothing.
     """
 
     meaning: str
     do: Callable[[Fault, Reached], None]
     keys: Mapping[str, Callable[[str], object]]
     always: bool = False
+    required: str | None = None
 
 
 def parse(text: str, *, origin: str = "faults") -> list[Fault]:
@@ -170,6 +176,8 @@ class _Armed:
         with self._lock:  # a shard may be written by several threads
             due = [one.fault for one in self._counted if one.is_due(reached)]
         for fault in due:
+            if fault.until is not None and fault.until.exists():
+                continue
             if fault.once is None or _is_first(fault.once):
                 _say(fault, reached)
                 ACTIONS[fault.action].do(fault, reached)
@@ -228,6 +236,19 @@ def _delay(fault: Fault, _: Reached) -> None:
     time.sleep(fault.seconds)
 
 
+def _hold(fault: Fault, reached: Reached) -> None:
+    """Stop this thread until the file is there; the process's other threads go on.
+
+    The arrival is appended to FILE.arrived as "rank pid", so that a test can wait for it.
+    """
+    assert fault.until is not None  # noqa: S101 - `_read` requires it
+    arrival = f"{_rank(reached)} {os.getpid()}\n".encode()
+    with fault.until.with_name(f"{fault.until.name}.arrived").open("ab", buffering=0) as file:
+        file.write(arrival)
+    while not fault.until.exists():
+        time.sleep(HOLD_POLL_S)
+
+
 def _tear(fault: Fault, reached: Reached) -> None:
     path, size = _file(fault, reached)
     os.truncate(path, int(size * fault.keep))
@@ -281,6 +302,8 @@ def _read(item: str, place: str) -> Fault:
             values[key] = reader(value)
         except ValueError as error:
             raise UsageError(f"{place}: {key}={value} is not {error}") from error
+    if action.required is not None and action.required not in values:
+        raise UsageError(f"{place}: {name} needs {action.required}=")
     if {"hit", "after"} <= values.keys():
         raise UsageError(f"{place}: hit= and after= both say when to fail; give one of them")
     return Fault(item, name, point, **values)
@@ -348,6 +371,13 @@ COMMON: dict[str, Callable[[str], object]] = {
 ACTIONS = {
     "fail": Action("raises OSError", _fail, {"error": _error, "after": _whole}, always=True),
     "delay": Action("waits", _delay, {"seconds": _seconds}, always=True),
+    "hold": Action(
+        "stops the thread until a file exists",
+        _hold,
+        {"until": _marker},
+        always=True,
+        required="until",
+    ),
     "tear": Action("cuts the file and kills the process", _tear, {"keep": _share}),
     "flip": Action("turns one bit of the file and goes on", _flip, {"bit": _whole}),
     "kill": Action("ends the process with SIGKILL", _signal(signal.SIGKILL), {}),

@@ -10,21 +10,23 @@ import os
 import re
 import signal
 import threading
-import time
 from contextlib import ExitStack
 
 import pytest
 
 from hpctrain.checkpoint.store import find
-from hpctrain.checkpoint.tensors import device_copy
+from hpctrain.checkpoint.tensors import device_copy, host_copy
 from hpctrain.run import events as ledger
+from hpctrain.runtime import saves
 from hpctrain.testing import faults
-from tests.support import zero
+from tests.support import gates, patience, zero
+from tests.support.gates import Gate
 from tests.support.gloo import launch
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state, make_run, train
 
 STEPS = 5
+HELD_S = 0.2
 EACH = {"train__steps": STEPS, "checkpoint__interval_steps": 1, "checkpoint__keep_last": STEPS}
 ENGINES = {
     "ddp": (2, {}),
@@ -53,6 +55,28 @@ def fault():
     """`fault(text)`: put a fault into all that this test starts."""
     with ExitStack() as stack:
         yield lambda text: stack.enter_context(faults.armed(text))
+
+
+@pytest.fixture
+def gate(tmp_path):
+    with Gate(tmp_path / "gate") as gate:
+        yield gate
+
+
+def _open_where_training_waits(monkeypatch, gate, held_s=0.0):
+    """Open the gate once training waits for the copies of a rank that is held there."""
+
+    def opens(copies):
+        def open_it():
+            patience.until(lambda: copies._held_from is not None)
+            if held_s:
+                threading.Event().wait(held_s)
+            gate.open()
+
+        if gate.arrivals():
+            threading.Thread(target=open_it, daemon=True).start()
+
+    gates.before(monkeypatch, host_copy.CopyThread, "hold", opens)
 
 
 def _events(run, kind):
@@ -92,7 +116,7 @@ def test_every_step_has_the_bits_of_a_save_that_training_waits_for(tmp_path, fau
 # ---- a program's own loop
 
 
-def _own_loop(overlap_by):
+def _own_loop(overlap_by, gate):
     """Batch norm's buffers, an average of the weights, two groups, two passes for each update."""
     import torch
 
@@ -109,7 +133,7 @@ def _own_loop(overlap_by):
     run.track(model=model, optimizer=optimizer, average=average)
     for step in run.steps(total=STEPS):
         if overlap_by is not None and step == overlap_by:
-            _swap(model, average)
+            _swap(model, average, gate)
         for half in range(2):
             torch.manual_seed(100 * step + half)
             model(torch.rand(12, 6)).square().mean().backward()
@@ -119,14 +143,15 @@ def _own_loop(overlap_by):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def _swap(model, average):
+def _swap(model, average, gate):
     """Validate with the averaged weights, as many programs do: put in through `.data`, and back.
 
-    The copy is made meanwhile.
+    The copy is made meanwhile: it is held until the weights are exchanged.
     """
     kept = [parameter.data.clone() for parameter in model.parameters()]
     for parameter, other in zip(model.parameters(), average.module.parameters(), strict=True):
         parameter.data.copy_(other.data)
+    gate.open()
     for thread in threading.enumerate():
         if thread.name == "hpctrain-copy":
             thread.join()
@@ -136,7 +161,7 @@ def _swap(model, average):
 
 def _train_own(run, monkeypatch, **given):
     monkeypatch.setenv("HPCTRAIN_RUN_DIR", str(run.root))
-    return launch(_own_loop, 1, **{"overlap_by": None, **given})
+    return launch(_own_loop, 1, **{"overlap_by": None, "gate": None, **given})
 
 
 @pytest.fixture(scope="module")
@@ -162,11 +187,11 @@ def test_an_own_loop_with_buffers_and_an_average_saves_the_same_bits(
 
 
 def test_weights_that_are_exchanged_while_they_are_copied_cost_that_save_and_the_hiding(
-    tmp_path, fault, monkeypatch, own_at_once, capfd
+    tmp_path, fault, gate, *, monkeypatch, own_at_once, capfd
 ):
-    fault("delay:arena.behind,seconds=0.5")
+    fault(f"delay:arena.behind,seconds=0; hold:arena.behind,step=2,{gate.until}")
     run = make_run(tmp_path / "run", **EACH, checkpoint__overlap_copy=True)
-    _train_own(run, monkeypatch, overlap_by=2)
+    _train_own(run, monkeypatch, overlap_by=2, gate=gate)
 
     (failed,) = _events(run, "save_failed")
     assert failed["step"] == 2
@@ -181,16 +206,19 @@ def test_weights_that_are_exchanged_while_they_are_copied_cost_that_save_and_the
 # ---- what comes in between
 
 
-def test_what_training_waits_for_a_copy_counts_as_a_stall_and_not_as_a_step(tmp_path, fault):
-    fault("delay:arena.behind,seconds=2,step=2")  # steps are far shorter
+def test_what_training_waits_for_a_copy_counts_as_a_stall_and_not_as_a_step(
+    tmp_path, fault, gate, monkeypatch
+):
+    fault(f"hold:arena.behind,step=2,{gate.until}")
+    _open_where_training_waits(monkeypatch, gate, HELD_S)
     run = _run_of_recipe(tmp_path, "ddp", checkpoint__overlap_copy=True)
     train(run, 2)
 
     stalls = {data["step"]: data["stall_s"] for data in _events(run, "saved")}
-    assert stalls[2] >= 1.0
+    assert stalls[2] >= HELD_S
     steps = {data["last"]: data for data in _events(run, "steps")}
     before, after = steps[2], steps[3]
-    assert after["save_s"] - before["save_s"] >= 1.0
+    assert after["save_s"] - before["save_s"] >= HELD_S
 
 
 def test_a_rank_that_is_killed_while_it_copies_costs_the_step_and_the_next_start_goes_on(
@@ -208,8 +236,11 @@ def test_a_rank_that_is_killed_while_it_copies_costs_the_step_and_the_next_start
     assert_same_bits(full_state(reference, STEPS), full_state(run, STEPS))
 
 
-def test_a_stop_while_a_copy_is_made_saves_it_and_the_newest_step(tmp_path, fault):
-    fault("delay:arena.behind,seconds=0.5,step=2")
+def test_a_stop_while_a_copy_is_made_saves_it_and_the_newest_step(
+    tmp_path, fault, gate, monkeypatch
+):
+    fault(f"hold:arena.behind,step=2,{gate.until}")
+    _open_where_training_waits(monkeypatch, gate)
     more = {"checkpoint__interval_steps": 2, "train__steps": 50}
     run = _run_of_recipe(tmp_path, "ddp", checkpoint__overlap_copy=True, **more)
     train(run, 2, stop_at=2, victim=1)
@@ -219,8 +250,16 @@ def test_a_stop_while_a_copy_is_made_saves_it_and_the_newest_step(tmp_path, faul
     assert not _events(run, "save_failed")
 
 
-def test_a_program_that_leaves_its_loop_keeps_what_is_being_copied(tmp_path, fault, monkeypatch):
-    fault("delay:arena.behind,seconds=0.5")
+def test_a_program_that_leaves_its_loop_keeps_what_is_being_copied(
+    tmp_path, fault, gate, monkeypatch
+):
+    fault(f"hold:arena.behind,{gate.until}")
+
+    def waits(_saves):
+        gate.wait()
+        gate.open()
+
+    gates.before(monkeypatch, saves.Saves, "settle", waits)
     run = make_run(tmp_path / "run", **EACH, checkpoint__overlap_copy=True)
     monkeypatch.setenv("HPCTRAIN_RUN_DIR", str(run.root))
     launch(_leave_early_and_spoil, 1)
@@ -245,16 +284,24 @@ def _leave_early_and_spoil():
     model.weight.data.zero_()
 
 
-def test_ctrl_c_while_training_waits_for_a_copy_is_heard(tmp_path, fault, monkeypatch):
-    fault("delay:arena.behind,seconds=5,step=1")
+def test_ctrl_c_while_training_waits_for_a_copy_is_heard(tmp_path, fault, gate, monkeypatch):
+    fault(f"hold:arena.behind,step=1,{gate.until}")
     run = make_run(tmp_path / "run", **EACH, checkpoint__overlap_copy=True)
     monkeypatch.setenv("HPCTRAIN_RUN_DIR", str(run.root))
-    (waited,) = launch(_interrupted_in_hold, 1)
 
-    assert waited < 3
+    def interrupt(copies):
+        def once_it_waits():
+            patience.until(lambda: copies._held_from is not None)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        if gate.arrivals():
+            threading.Thread(target=once_it_waits).start()
+
+    gates.before(monkeypatch, host_copy.CopyThread, "hold", interrupt)
+    assert launch(_interrupted_in_hold, 1, gate=gate) == ["interrupted, and the copy is held"]
 
 
-def _interrupted_in_hold():
+def _interrupted_in_hold(gate):
     import torch
 
     import hpctrain
@@ -266,10 +313,11 @@ def _interrupted_in_hold():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for step in run.steps(total=3):
         if step == 1:
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-            began = time.monotonic()
+            gate.wait()
             with pytest.raises(KeyboardInterrupt):
                 optimizer.step()
-            return time.monotonic() - began
+            assert not gate.path.exists()
+            gate.open()
+            return "interrupted, and the copy is held"
         optimizer.step()
     return None

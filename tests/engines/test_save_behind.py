@@ -6,23 +6,30 @@ Of two cases of a test one has ranks that agree by a control plane (`TREE`), as 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
+import threading
+import time
 
 import pytest
 
 from hpctrain.checkpoint.store import find
+from hpctrain.checkpoint.tensors import saver
 from hpctrain.run import events as ledger
 from hpctrain.runtime import saves
 from hpctrain.testing import faults
+from tests.support import patience
 from tests.support import small_disk as disks
+from tests.support.gates import Gate, before
 from tests.support.gloo import launch
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state, make_run, train
 
 small_disk = disks.small_disk
 STEPS = 8
+HELD_S = 0.2
 TREE = {"tree": 2}
 EACH = {"train__steps": STEPS, "checkpoint__interval_steps": 1, "checkpoint__keep_last": STEPS}
 
@@ -32,6 +39,23 @@ def fault():
     """`fault(text)`: put a fault into all that this test starts."""
     with contextlib.ExitStack() as stack:
         yield lambda text: stack.enter_context(faults.armed(text))
+
+
+@pytest.fixture
+def gate(tmp_path):
+    with Gate(tmp_path / "gate") as gate:
+        yield gate
+
+
+def _opens(gate):
+    """What opens the gate where training waits for a save, once both writers stand there."""
+
+    def opens(saves, *_):
+        if saves._saver.in_flight:
+            gate.wait(2)
+            gate.open()
+
+    return opens
 
 
 def _events(run, kind):
@@ -65,26 +89,64 @@ def test_every_step_saved_behind_training_is_what_it_is_when_training_waits(
         assert_same_bits(full_state(undisturbed, step), full_state(run, step))
 
 
-def test_a_save_that_is_due_while_one_is_written_waits_and_says_how_long(tmp_path, fault):
-    fault("delay:shard.flush,step=2,seconds=4")
+def test_a_save_that_is_due_while_one_is_written_waits_and_says_how_long(
+    tmp_path, fault, gate, monkeypatch
+):
+    """The bounds are what a clock beside it has measured."""
+    fault(f"hold:shard.flush,step=2,{gate.until}")
+    due, landed, begun = {}, {}, {}
+    real = saves.Saves._land
+
+    def land(self):
+        before = time.monotonic()
+        if max(due) == 3:
+            gate.wait(2)
+            threading.Timer(HELD_S, gate.open).start()
+        ended = real(self)
+        landed.setdefault(max(due), time.monotonic() - before)
+        return ended
+
+    def begin(_self, _state, manifest, **_):
+        begun[manifest.step] = time.monotonic() - due[manifest.step]
+        (tmp_path / os.environ["RANK"]).write_text(json.dumps([landed, begun]))
+
+    def is_due(_self, _saver, step, _snapshot):
+        due[step] = time.monotonic()
+
+    monkeypatch.setattr(saves.Saves, "_land", land)
+    before(monkeypatch, saves.Saves, "_behind", is_due)
+    before(monkeypatch, saver.Saver, "begin", begin)
     run = make_run(tmp_path / "run", **EACH)
     train(run, 2)
 
     assert _committed(run) == list(range(STEPS, 0, -1))
     waited = {data["step"]: data["waited_s"] for data in _events(run, "saved")}
-    assert waited[3] >= 3.0
-    assert waited[2] < 3.0
+    landed, begun = json.loads((tmp_path / "0").read_text())
+    assert waited[3] >= HELD_S
+    for step in range(2, STEPS):
+        assert round(landed[f"{step}"], 3) <= waited[step] <= round(begun[f"{step}"], 3)
 
 
-def test_a_save_that_is_due_while_one_is_written_is_left_out_and_noted(tmp_path, fault):
-    fault("delay:shard.flush,step=2,seconds=1.5")
-    run = make_run(tmp_path / "run", **EACH, checkpoint__when_busy="skip", train__step_delay_s=0.1)
+def test_a_save_that_is_due_while_one_is_written_is_left_out_and_noted(
+    tmp_path, fault, gate, monkeypatch
+):
+    fault(f"hold:shard.flush,step=2,{gate.until}")
+
+    def settled(self, step):
+        """Step 4 finds step 2 in flight, every other step finds none."""
+        if step == 4:
+            gate.wait(2)
+        elif step != 3:
+            if step > 4:
+                gate.open()
+            patience.until(lambda: not self._saver.in_flight)
+
+    before(monkeypatch, saves.Saves, "_is_busy_and_skips", settled)
+    run = make_run(tmp_path / "run", **EACH, checkpoint__when_busy="skip")
     train(run, 2, **TREE)
 
-    skipped = [data["step"] for data in _events(run, "save_skipped")]
-    assert skipped
-    assert set(skipped) <= set(range(2, STEPS))  # step 1 may take its time on a busy machine
-    assert sorted(_committed(run) + skipped) == list(range(1, STEPS + 1))
+    assert [data["step"] for data in _events(run, "save_skipped")] == [3, 4]
+    assert _committed(run) == [step for step in range(STEPS, 0, -1) if step not in {3, 4}]
 
 
 def test_a_writer_that_dies_costs_its_save_only(tmp_path, fault, undisturbed):
@@ -205,8 +267,12 @@ def test_the_last_save_is_tried_again_only_while_there_is_time(tmp_path, fault, 
     assert not _events(run, "save_failed")[-1]["why"].endswith("; tried again")
 
 
-def test_a_stop_while_a_save_is_written_finishes_it_and_saves_the_newest_step(tmp_path, fault):
-    fault("delay:shard.flush,step=2,seconds=1")
+def test_a_stop_while_a_save_is_written_finishes_it_and_saves_the_newest_step(
+    tmp_path, fault, gate, monkeypatch
+):
+    fault(f"hold:shard.flush,step=2,{gate.until}")
+    for waits in ("_behind", "final"):  # a save at 4 may be due before the ranks have agreed
+        before(monkeypatch, saves.Saves, waits, _opens(gate))
     sets = {
         **EACH,
         "train__steps": 100,
@@ -287,9 +353,10 @@ def _told_to_stop_where_it_waits(real):
 
 
 def test_a_program_that_leaves_its_loop_early_keeps_the_save_in_flight(
-    tmp_path, fault, monkeypatch
+    tmp_path, fault, gate, monkeypatch
 ):
-    fault("delay:shard.flush,seconds=1")
+    fault(f"hold:shard.flush,{gate.until}")
+    before(monkeypatch, saves.Saves, "settle", _opens(gate))
     run = make_run(tmp_path / "run", **EACH)
     monkeypatch.setenv("HPCTRAIN_RUN_DIR", str(run.root))
     launch(_leave_early, 2)

@@ -15,6 +15,7 @@ import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.testing import faults, points
+from tests.support.gates import Gate
 
 TOP = Path(__file__).parents[3]
 PACKAGE = TOP / "hpctrain"
@@ -65,6 +66,11 @@ def sizes(shard):
 @pytest.fixture
 def shard(tmp_path):
     return tmp_path / "shard"
+
+
+@pytest.fixture
+def gate(tmp_path):
+    return Gate(tmp_path / "gate")
 
 
 @pytest.fixture
@@ -171,6 +177,72 @@ def test_delay_takes_its_time_at_each_hit():
         points.reach("publish.rename")
 
     assert time.monotonic() - before >= 0.1
+
+
+def test_hold_stops_the_thread_that_comes_until_the_file_is_there(gate, caplog):
+    passed = []
+    armed = f"hold:shard.open,{gate.until}"
+    with faults.armed(armed), gate:
+        threads = [
+            threading.Thread(target=lambda n=n: (points.reach("shard.open"), passed.append(n)))
+            for n in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        assert gate.wait(arrivals=2) == [(0, os.getpid())] * 2
+        points.reach("shard.done")  # this thread goes on, and so does every other point
+        assert passed == []
+        gate.open()
+        for thread in threads:
+            thread.join()
+        points.reach("shard.open")
+
+    assert sorted(passed) == [0, 1]
+    assert gate.arrivals() == [(0, os.getpid())] * 2  # who comes to an open gate is not held
+    assert caplog.messages == [f"fault: {armed} (rank 0)"] * 2
+
+
+def test_a_held_process_is_killed_at_its_point(shard, gate):
+    with gate:
+        process = start(shard, f"hold:shard.write,step=2,hit=2,{gate.until}", rank=3)
+        [(rank, pid)] = gate.wait()
+        held = sizes(shard)
+        process.kill()
+        code, said = ended(process)
+
+    assert (rank, pid) == (3, process.pid)
+    assert (code, held, sizes(shard)) == (-signal.SIGKILL, [len(BYTES), HALF, None], held)
+    assert "fault: hold:shard.write" in said
+
+
+def test_a_held_process_runs_its_signal_handlers_and_goes_on(shard, gate):
+    code = (
+        "import signal\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('told', file=sys.stderr, flush=True))\n"
+    )
+    with gate:
+        process = start(
+            shard, f"hold:shard.flush,step=1,{gate.until}", code="import sys\n" + code + SAVE
+        )
+        gate.wait()
+        process.terminate()
+        lines = [process.stderr.readline() for _ in range(2)]
+        gate.open()
+        left, _ = ended(process)
+
+    assert lines[1] == "told\n"
+    assert (left, sizes(shard)) == (0, [len(BYTES)] * 3)
+
+
+def test_hold_with_once_holds_the_first_alone(tmp_path, gate):
+    with gate, faults.armed(f"hold:shard.open,{gate.until},once={tmp_path / 'held'}"):
+        thread = threading.Thread(target=points.reach, args=("shard.open",))
+        thread.start()
+        gate.wait()
+        points.reach("shard.open")
+        assert thread.is_alive()
+        gate.open()
+        thread.join()
 
 
 @pytest.mark.parametrize(("keep", "left"), [("0", 0), ("0.25", 256), ("", HALF), (".999", 1022)])
@@ -400,6 +472,9 @@ def test_what_is_started_meanwhile_is_armed_too(shard):
         ("tear:shard.flush,keep=1.5", "keep=1.5 is not a fraction from 0 to below 1"),
         ("delay:shard.flush,seconds=nan", "seconds=nan is not a number of seconds"),
         ("delay:shard.flush,seconds=", "seconds= is not a number of seconds"),
+        ("hold:shard.write", "hold:shard.write: hold needs until="),
+        ("hold:shard.write,until=/no/such/f", "is not a file in a folder that is there"),
+        ("delay:shard.write,until=f", "'until' is no key of delay;"),
         ("fail:shard.write,error=EFULL", "error=EFULL is not the name of an error"),
         ("fail:shard.write,error=__name__", "error=__name__ is not the name of an error"),
         ("fail:shard.write,error=errorcode", "error=errorcode is not the name of an error"),

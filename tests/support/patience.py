@@ -1,0 +1,46 @@
+"""How long a test waits for a thing that comes: as long as it takes.
+
+No test promises a duration by waiting. pytest-timeout ends a test that waits in vain, and prints
+every thread's stack; `PATIENCE_S` only ends what that cannot reach, such as a child that waits.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PATIENCE_S = 900.0
+"""The one limit of all polls. Beyond pytest's own, so that its stacks come first."""
+POLL_S = 0.02
+
+T = TypeVar("T")
+
+
+def until(
+    reached: Callable[[], T | None],
+    what: Callable[[], str] | str = "",
+    *,
+    alive: Callable[[], bool] | None = None,
+) -> T:
+    """Poll until `reached` returns something true, and return that.
+
+    Args:
+        reached: What is awaited; called every 20 ms.
+        what: What to say where it never comes.
+        alive: Whether it can still come. Where not, `reached` is called a last time.
+
+    Raises:
+        AssertionError: it cannot come any more, or did not within `PATIENCE_S`.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        hopeless = alive is not None and not alive()
+        if found := reached():
+            return found
+        if hopeless or time.monotonic() > deadline:
+            said = what() if callable(what) else what
+            raise AssertionError(f"never came: {said or reached}")
+        time.sleep(POLL_S)
