@@ -1,4 +1,6 @@
-"""A run on the real cluster, driven as a user drives it: by the command line, read by its ledger.
+"""A run, driven as a user drives it: by the command line, read by its ledger.
+
+On the real cluster, or with `slurm=None` on the embedded one.
 
 run = submit(slurm, tmp_path, "--nodes", "4", "--ranks-per-node", "2", sets=TINY)
 run.wait_step(5)
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
+from hpctrain.scheduler.local import client as local_client
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import TINY
 
@@ -52,7 +55,7 @@ def cli(
 class RunHandle:
     """One run of a test."""
 
-    slurm: SlurmCluster
+    slurm: SlurmCluster | None
     cwd: Path
     dir: RunDir
     job_id: str
@@ -110,6 +113,7 @@ class RunHandle:
     def wait_done(self, timeout_s: float = 120) -> None:
         """Wait until the program has returned and the job is gone."""
         self.wait_event("done", timeout_s=timeout_s)
+        assert self.slurm is not None
         self.slurm.wait_job(self.job_id, ("COMPLETED",), timeout=30)
 
     def nodes(self) -> tuple[list[str], list[str]]:
@@ -145,7 +149,8 @@ class RunHandle:
 
     def story(self) -> str:
         """What happened so far, for a failing test."""
-        lines = [json.dumps(self.slurm.job(self.job_id))]
+        job = local_client.read(self.job_id) if self.slurm is None else self.slurm.job(self.job_id)
+        lines = [str(job)]
         lines += [
             f"{e.t:.1f} {e.attempt} {e.kind} {json.dumps(all_fields(e))[:299]}"
             for e in self.events()
@@ -175,7 +180,7 @@ def copies_in_memory(steps: int, every: int) -> dict[str, Any]:
 
 
 def submit(
-    slurm: SlurmCluster,
+    slurm: SlurmCluster | None,
     cwd: Path,
     *args: str,
     sets: Mapping[str, Any] | None = None,
@@ -183,7 +188,10 @@ def submit(
     script: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> RunHandle:
-    """`hpctrain submit` of the tiny recipe (or of a script) with these settings over `TINY`."""
+    """`hpctrain submit` of the tiny recipe (or of a script) with these settings over `TINY`.
+
+    To the real cluster, where there is one, unless `args` name another.
+    """
     settings = {} if script else {**TINY, "train.dropout": 0.0}
     settings |= sets or {}
     words = [f"--set={key}={_toml(value)}" for key, value in settings.items()]
@@ -192,7 +200,7 @@ def submit(
         slurm,
         cwd,
         "submit",
-        "--cluster=slurm",
+        *(["--cluster=slurm"] if slurm is not None else []),
         f"--name={name}",
         *args,
         *words,

@@ -91,7 +91,6 @@ def attempt_facts(events: Sequence[Mapping[str, Any]], ends_after: float = 0) ->
     stays = events[-1]["t"] - signals[0]["t"] if signals else 0
     return {
         "signals": [name for name in names if name != "SIGCONT"],
-        "is woken": "SIGCONT" in names,
         "seen": seen,
         "requeue": next((e["status"] for e in events if e["event"] == "requeue"), None),
         "lives on": bool(ends_after) and stays >= ends_after,

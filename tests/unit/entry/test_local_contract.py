@@ -43,10 +43,12 @@ NOT_HERE = {
 """Jobs that cannot be on the embedded cluster, and why."""
 OF_EVERY_JOB = {
     "batch.signals": "The controller is the batch script, and no signal is sent to it.",
-    "tasks.is woken": "SLURM sends SIGCONT beside SIGTERM; nobody stops a local job's processes.",
 }
 """Facts that no local job has, and why."""
-DIFFERENCES: dict[str, str] = {}
+DIFFERENCES = {
+    "second requeue.status": "SlurmControl.requeue hides the refusal as well.",
+    "node failed.tasks.seen": "The reason is NodeDown, which SlurmControl.facts adds from sinfo.",
+}
 """A fact of a job that is otherwise on the embedded cluster than on every SLURM, and why."""
 
 
@@ -93,7 +95,7 @@ class Node:
         signals = [e for e in self.events if e["event"].startswith("SIG")]
         seen = [e["seen"] for e in self.events if e["event"] == "record"]
         killed = next((e["t"] for e in self.events if e["event"] == "killed"), None)
-        stays = killed is not None and killed - signals[0]["t"] >= ends_after
+        stays = bool(signals) and killed is not None and killed - signals[0]["t"] >= ends_after
         return {
             "signals": list(dict.fromkeys(e["event"] for e in signals)),
             "seen": [one for n, one in enumerate(seen) if one not in seen[:n]],
@@ -116,7 +118,7 @@ class World:
         self.reactions = reactions
         self.attempts: list[list[Node]] = []
         self.plan: list[tuple[float, Callable[[], object]]] = []
-        self.ends: list[tuple[str, int]] = []
+        self.between: Callable[[], object] = lambda: None
         self._now = 1_800_000_000.0
         self.began = self._now
 
@@ -155,6 +157,7 @@ class WatchedController(local_controller.Controller):
         return None
 
     def _conclude(self, code: int) -> int:
+        self.world.between()
         return code
 
 
@@ -299,3 +302,28 @@ def test_each_recorded_job_is_played_here_or_cannot_be() -> None:
 
 def test_three_versions_are_recorded() -> None:
     assert {path.stem for path in FOLDER.glob("*.json")} >= {"22.05", "24.11", "26.05"}
+
+
+def test_a_job_that_is_cancelled_between_two_starts_stays_cancelled(
+    make: Callable[[Story], WatchedController],
+) -> None:
+    controller = make(STORIES["preempted"])
+    controller.world.between = lambda: _ask("cancel")(controller)
+
+    played(STORIES["preempted"], controller)
+
+    assert controller.record.state == "CANCELLED"
+    assert len(controller.world.attempts) == 1
+
+
+def test_a_requeue_that_is_asked_for_at_the_end_of_the_time_is_a_start_more(
+    make: Callable[[Story], WatchedController],
+) -> None:
+    controller = make(STORIES["limited"])
+    controller.world.between = lambda: (
+        len(controller.world.attempts) == 1 and _ask("requeue")(controller)
+    )
+
+    facts = played(STORIES["limited"], controller)
+
+    assert facts["then"] == {"state": "COMPLETED", "restarts": 1}
