@@ -1,10 +1,9 @@
 """The controller of one local job, in SLURM's place: starts nodes, signals, ends, starts again.
 
 It keeps to what SLURM was seen to do with jobs, their signals, limits and requeues, so that the
-agents meet the same order of events here as there (tests/unit/entry/test_local_contract.py).
-Run as ``python -m
-hpctrain.entry.local_controller JOB_ID``. tests/unit/entry/test_local_controller.py holds the
-promises.
+agents meet the same order of events here as there: tests/unit/entry/test_local_contract.py compares
+them. Run as ``python -m hpctrain.entry.local_controller JOB_ID``.
+tests/unit/entry/test_local_controller.py holds the other promises.
 """
 
 from __future__ import annotations

@@ -463,11 +463,8 @@ def test_after_a_user_signal_the_term_comes_at_the_end_of_the_grace_time(
     assert job.event("SIGTERM")["t"] - job.event("SIGUSR2")["t"] >= GRACE_S - 1
 
 
-def test_the_limit_is_kept_as_recorded(limited: Watched, recording: Recording) -> None:
-    recording.hold("limited", limited.facts(KILL_WAIT_S - 2, timeout=4 * LOOP_S))
-
-
 STAY_S = {
+    "limited": KILL_WAIT_S - 2,
     "preempted": KILL_WAIT_S - 2,
     "graced": GRACE_S,
     "requeued": KILL_WAIT_S - 2,
@@ -483,10 +480,10 @@ STAY_S = {
     ["graced_exits", "graced_requeues", "cancelled_requeues", *STAY_S],
 )
 def test_each_job_does_what_is_recorded(
-    jobs: dict[str, Watched], recording: Recording, name: str
+    limited: Watched, jobs: dict[str, Watched], recording: Recording, name: str
 ) -> None:
-    patience_s = GRACE_S + LOOP_S + KILL_WAIT_S + SLACK_S
+    job = {"limited": limited, **jobs}[name]
 
-    facts = jobs[name].facts(STAY_S.get(name, 0), timeout=patience_s)
+    facts = job.facts(STAY_S.get(name, 0), timeout=GRACE_S + 3 * LOOP_S + KILL_WAIT_S + SLACK_S)
 
     recording.hold(name, facts)

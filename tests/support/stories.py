@@ -231,6 +231,14 @@ class Story:
     def _is_over(self) -> bool:
         return self.cluster.state(self.run)[0] in {*map(str, client.OVER), "TIMEOUT"}
 
+    def wait_gone(self) -> None:
+        """Wait until no rank that was held is left."""
+
+        def gone() -> bool:
+            return not any(_lives(int(path.read_text())) for path in self._files("held"))
+
+        self.wait("the end of the ranks", gone)
+
     # -- what is done to it
 
     def open_gate(self) -> None:
@@ -273,12 +281,15 @@ class Story:
 
     def tear_checkpoint(self) -> str:
         """Cut a file of the newest checkpoint; the checkpoint's name."""
-        newest = find.step_path(self.run.dir, find.steps(self.run.dir)[0])
-        shard = newest / "shard-00000.safetensors"
+        shard = self.run.dir.checkpoints / self.newest() / "shard-00000.safetensors"
         shard.write_bytes(shard.read_bytes()[:-1])
-        return newest.name
+        return shard.parent.name
 
     # -- what came of it
+
+    def newest(self) -> str:
+        """The name of the newest committed checkpoint."""
+        return find.step_path(self.run.dir, find.steps(self.run.dir)[0]).name
 
     def ends(self) -> list[tuple[str, str]]:
         """(reason, next) of each attempt that ended, in order."""
@@ -293,6 +304,14 @@ class Story:
         """The attempts ended so, and each but the last lost so many steps."""
         assert [reason for reason, _ in self.ends()] == list(reasons), self.run.story()
         assert self.run.steps_lost() == list(lost), self.run.story()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def on_both(*, quick: bool = True, every_slurm: bool = False) -> Callable[[Any], Any]:

@@ -4,7 +4,8 @@
 
 At the beginning of step HELD_AT every rank (or RANK alone) writes `held-<attempt>-<rank>` with its
 process number, and waits for the file `gate`. From there it also writes `heard-<attempt>-<rank>`
-once it has got a stop signal. Files are in the folder of the submit. After STEPS steps rank 0
+once it has got a stop signal. Its stack changes, as a sign of life, until there is a file `looked`:
+then it stands still. Files are in the folder of the submit. After STEPS steps rank 0
 writes `final`: a digest of all state. Without hpctrain, `reference` comes to the same.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import sys
 import time
 from pathlib import Path
@@ -54,6 +56,13 @@ def reference(steps: int) -> str:
     return digest(model, optimizer)
 
 
+def rest(depth: int) -> None:
+    """Wait a little, so deep in the stack."""
+    if depth:
+        return rest(depth - 1)
+    return time.sleep(POLL_S)
+
+
 def hold(attempt: int, rank: int) -> None:
     """Wait for the gate, and write down what comes meanwhile."""
     from hpctrain.runtime.signals import RankSignals
@@ -66,7 +75,9 @@ def hold(attempt: int, rank: int) -> None:
     while not Path("gate").exists():
         if listening.heard.is_set():
             Path(f"heard-{attempt}-{rank}").touch()
-        time.sleep(POLL_S)
+        if Path("looked").exists():
+            time.sleep(3600)
+        rest(random.randrange(20))
 
 
 def main() -> None:
