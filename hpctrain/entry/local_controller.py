@@ -200,7 +200,7 @@ class Controller:
         self.record.after = after
 
     def _on_cancel(self) -> None:
-        self._requeue, self._cancelled = False, True
+        self._cancelled = True
         self._end(reason=None)
 
     def _on_requeue(self, reason: str | None = None) -> None:

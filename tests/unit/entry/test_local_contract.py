@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import signal
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
@@ -169,11 +170,11 @@ def make(
     monkeypatch.setattr(local_controller, "_code", lambda node: node.code)
     monkeypatch.setattr(local_controller, "_kill_group", lambda node, signum: node.signal(signum))
 
-    def make(story: Story) -> WatchedController:
-        folder = tmp_path_factory.mktemp("job")
+    def make(story: Story, folder: Path | None = None) -> WatchedController:
+        folder = folder or tmp_path_factory.mktemp("job")
         monkeypatch.setenv("HPCTRAIN_LOCAL_DIR", str(folder / "local"))
         run = RunDir(folder / "run")
-        run.root.mkdir()
+        run.root.mkdir(exist_ok=True)
         Spec("run", "id", 0.0, "local", "", Entry("recipe"), Settings()).dump(run.spec)
         record = client.LocalJobRecord(
             job_id="",
@@ -327,3 +328,69 @@ def test_a_requeue_that_is_asked_for_at_the_end_of_the_time_is_a_start_more(
     facts = played(STORIES["limited"], controller)
 
     assert facts["then"] == {"state": "COMPLETED", "restarts": 1}
+
+
+def test_hpctrain_concludes_no_job_that_was_cancelled(
+    make: Callable[[Story], WatchedController],
+) -> None:
+    controller = make(STORIES["cancelled"])
+    controller.world.between = lambda: pytest.fail("the scheduler runs nothing more")
+
+    played(STORIES["cancelled"], controller)
+
+
+def test_the_nodes_beside_a_dead_one_have_their_time_to_leave(
+    make: Callable[[Story], WatchedController],
+) -> None:
+    story = replace(STORIES["node failed"], reactions={}, lives_s=KILL_WAIT_S)
+    controller = make(story)
+
+    facts = played(story, controller)
+
+    assert facts["tasks"]["lives on"]
+    assert [e["event"] for e in controller.world.attempts[0][1].events] == ["killed"]
+
+
+def test_an_agent_that_fails_ends_the_others_also_behind_a_dead_node(
+    make: Callable[[Story], WatchedController],
+) -> None:
+    story = STORIES["node failed"]
+    controller = make(story)
+
+    def fail() -> None:
+        controller.world.attempts[1][1].code = 1
+
+    controller.world.then(AT_S, lambda: story.do(controller)).then(2 * AT_S, fail)
+    controller.serve()
+
+    (killed,) = controller.world.attempts[1][0].events
+    assert killed["event"] == "killed"
+    assert controller.record.state == "FAILED"
+
+
+def test_a_moved_end_is_a_time_limit(make: Callable[[Story], WatchedController]) -> None:
+    story = Story(_ask("end_in", seconds=60))
+
+    facts = played(story, make(story))
+
+    assert facts["tasks"]["signals"] == ["SIGUSR2", "SIGTERM"]
+    assert facts["next"]["state"] == "TIMEOUT"
+
+
+@pytest.mark.parametrize("state", ["FAILED", "CANCELLED", "TIMEOUT"])
+def test_a_job_waits_in_vain_for_one_that_did_not_end_well(
+    make: Callable[..., WatchedController], state: str
+) -> None:
+    before = make(Story())
+    before.record.state = state
+    client.write(before.record)
+    controller = make(Story(), folder=Path(before.record.run_dir).parent)
+    controller.record.after = [before.record.job_id]
+    reasons = []
+    controller.world.then(AT_S, lambda: reasons.append(controller.record.reason))
+    controller.world.then(2 * AT_S, lambda: _ask("cancel")(controller))
+
+    controller.serve()
+
+    assert reasons == ["DependencyNeverSatisfied"]
+    assert controller.world.attempts == []
