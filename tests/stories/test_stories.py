@@ -140,7 +140,7 @@ def test_a_rank_that_hangs_is_named_while_it_stands_and_costs_a_restart(cluster,
 
     ranks = 2 * cluster.ranks_per_node
     waits = f"{ranks - 1} {'rank waits' if ranks == 2 else 'ranks wait'} for rank 1"
-    assert f"rest (step {HELD_AT})" in stacks
+    assert f"rest (step {HELD_AT}, in step)" in stacks
     assert f"it may hang: {waits}" in stacks
     assert "it may hang" in status or "it hangs" in status
     assert hang["summary"].startswith(waits)
