@@ -118,6 +118,7 @@ lint: $(STAMP) ## format, style, types, direction of imports, shell scripts, spe
 	@lint-imports --no-logo >.lint-imports.log || { cat .lint-imports.log; exit 1; }
 	@rm -f .lint-imports.log
 	@shellcheck -x .ci/run sbatch/body.sh sbatch/stage.sh sbatch/stage_node.sh sbatch/preflight.sh sbatch/train.sbatch tests/support/install_slurm.sh tests/support/install_chromium.sh tests/support/slurm_system.sh tests/support/install_fuse.sh tests/support/install_container.sh tests/support/install_strace.sh tests/support/torch_environment.sh tests/support/framework_environment.sh
+	@python -m tests.support.lint_tests
 	@codespell hpctrain tests docs demo examples sbatch site-configs README.md CHANGELOG.md
 	@echo "lint: clean"
 

@@ -1,6 +1,6 @@
 """Fixtures for all tests, and what to do where a test's surroundings are missing.
 
-`make test` runs three files at a time (pytest-xdist). Two workers begin with those that need
+`make check` runs three files at a time (pytest-xdist). Two workers begin with those that need
 SLURM, each with a cluster of its own; they mostly wait for it. The third takes what needs none
 (`support.two_clusters`), which gets what they leave of the CPUs (`nice`), so that no time limit of
 a real job is missed because of a unit test. Whole local runs come last, when no cluster is left.
@@ -28,11 +28,14 @@ from tests.support import (
     browser,
     client_disk,
     container_image,
+    cpus,
     file_operations,
+    network,
     second_run,
     tiers,
     users,
 )
+from tests.support.clocks import ManualClock, jumping
 from tests.support.memory import folder_in_memory
 from tests.support.slurm_boot import FOREIGN, missing
 from tests.support.slurm_cluster import SlurmCluster
@@ -71,6 +74,8 @@ NEEDS = {
 LEFT_OUT = pytest.StashKey[Counter[str]]()
 """How many tests the tier left out, by what they need."""
 LEFT_OUT_KEY = "hpctrain_left_out"
+BESIDE_SLURM = pytest.StashKey[bool]()
+"""Whether this session has tests with SLURM, to which the others leave the CPUs."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -88,6 +93,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT_OUT] = Counter()
     if config.getoption("--second-run") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(second_run.SecondRun(config), "hpctrain-second-run")
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", default=None):
+        network.enter_own()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -100,6 +107,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left)
         config.stash[LEFT_OUT].update(counts)
     items.sort(key=lambda item: place(item.nodeid))
+    config.stash[BESIDE_SLURM] = any(item.nodeid.startswith(SLURM_TESTS) for item in items)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -128,13 +136,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> TwoClus
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     os.umask(0o022)  # commands set it for their process, which is the tests' own here
-    if "PYTEST_XDIST_WORKER" in os.environ and not item.nodeid.startswith(SLURM_TESTS):
+    beside = "PYTEST_XDIST_WORKER" in os.environ and item.config.stash[BESIDE_SLURM]
+    if beside and not item.nodeid.startswith(SLURM_TESTS):
         os.setpriority(os.PRIO_PROCESS, 0, BESIDE_NICENESS)
     for name, (missing_of, none, install) in NEEDS.items():
         if item.get_closest_marker(name) is not None and (lacking := missing_of()):
             reason = f"{none}, missing: {', '.join(lacking)}; {install}"
             required = name in os.environ.get(REQUIRE, "").replace(",", " ").split()
             (pytest.fail if required else pytest.skip)(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    with cpus.of_test(item):
+        return (yield)
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +180,13 @@ def _environment() -> Iterator[None]:
     for name, value in before.items():
         if name != PYTEST_CURRENT_TEST and os.environ.get(name) != value:
             os.environ[name] = value
+
+
+@pytest.fixture
+def hands() -> Iterator[ManualClock]:
+    """The process's clock as the test moves it; by the thread that sleeps it moves itself."""
+    with jumping() as hands:
+        yield hands
 
 
 @pytest.fixture

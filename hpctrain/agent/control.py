@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import time
 from typing import TYPE_CHECKING
 
 from hpctrain.agent.last_will import NodeWills
 from hpctrain.agent.memory import NodeMemory
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_CONTROL
 from hpctrain.base.records import FailureReport
 from hpctrain.base.secret import code
@@ -181,7 +181,7 @@ class NodeControl:
             why = f"the process that carries the ranks' agreement on {place.name} {end}"
             log.warning("%s", why)
             self._failure = FailureReport(
-                place.first_rank, place.name, "signal", why, time=time.time()
+                place.first_rank, place.name, "signal", why, time=clock.now()
             )
         return self._failure
 

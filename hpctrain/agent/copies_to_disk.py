@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base import clock
 from hpctrain.checkpoint.format.shard import file_name
 from hpctrain.checkpoint.store import commit, find
 from hpctrain.errors import HpctrainError
@@ -80,7 +80,7 @@ class CopySaver:
         return None
 
     def _save(self) -> CheckpointSaved | None:
-        began = time.monotonic()
+        began = clock.monotonic()
         self.store.set(self.key(f"copies/held/{self.place}"), self._held())
         if self.place == 0:
             self.store.set(self.key("copies/order"), self._order_or_none())
@@ -130,7 +130,7 @@ class CopySaver:
         except (HpctrainError, OSError):
             commit.discard(staged)
             raise
-        seconds = round(time.monotonic() - began, 3)
+        seconds = round(clock.monotonic() - began, 3)
         log.warning("step %d was written to disk from memory", manifest.step)
         return CheckpointSaved(
             step=manifest.step,
@@ -160,10 +160,10 @@ class CopySaver:
         Raises:
             HpctrainError: it is to be given up.
         """
-        deadline = time.monotonic() + wait_s
+        deadline = clock.monotonic() + wait_s
         awaited = set(places or self.living)
         heard: dict[int, Any] = {}
-        while awaited and time.monotonic() < deadline:
+        while awaited and clock.monotonic() < deadline:
             if why := self.why_not():
                 raise HpctrainError(why)
             for place in sorted(awaited):
@@ -172,7 +172,7 @@ class CopySaver:
                     heard[place] = said
             awaited -= set(heard)
             if awaited:
-                time.sleep(POLL_S)
+                clock.sleep(POLL_S)
         return heard
 
     # ---- all

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +23,7 @@ from hpctrain.agent.convictions import Convictions
 from hpctrain.agent.incidents import Incidents
 from hpctrain.agent.notify import SPARE_S, notify, wait_for
 from hpctrain.agent.ranks import is_echo
+from hpctrain.base import clock
 from hpctrain.base.files import follow_folder, read_plain
 from hpctrain.base.records import DESYNC, HANG, EndReason, Next, StopCause
 from hpctrain.errors import ClusterError, FileSystemFault, NotWritten, UsageError
@@ -122,7 +122,7 @@ class EndWriter:
 
     def add(self, fact: LedgerFact, attempt: int | None) -> bool:
         """Write a fact down; returns whether there was room for it."""
-        self._take_in([ledger.Event(round(time.time(), 3), attempt, fact)])
+        self._take_in([ledger.Event(round(clock.now(), 3), attempt, fact)])
         return ledger.record(self._run, fact, attempt=attempt)
 
     def _take_in(self, events: list[ledger.Event]) -> None:
@@ -241,7 +241,7 @@ class AttemptEnding:
         context: JobContext,
         control: JobControl,
         *,
-        now: Callable[[], float] = time.time,
+        now: Callable[[], float] = clock.now,
     ) -> None:
         self._run = run
         self._now = now
@@ -558,7 +558,7 @@ class JobStartFacts:
             return 0.0
         pause: float = min(FIRST_PAUSE_S * 2 ** min(self.restarts, 10), LONGEST_PAUSE_S)
         if self.end_time is not None:
-            pause = min(pause, self.end_time - SPARE_END_S - time.time())
+            pause = min(pause, self.end_time - SPARE_END_S - clock.now())
         return max(pause, 0.0)
 
 
@@ -566,13 +566,13 @@ def finish(
     run: RunDir,
     start: JobStartFacts,
     control: JobControl,
-    sleep: Callable[[float], None] = time.sleep,
+    sleep: Callable[[float], None] = clock.sleep,
 ) -> int:
     """Finish what the agents of this start began, and tell of it; returns the job's exit code.
 
     Also where the run's files cannot be read: then the scheduler's word alone decides.
     """
-    deadline = time.monotonic() + (0.0 if start.term else UNREAD_S)
+    deadline = clock.monotonic() + (0.0 if start.term else UNREAD_S)
     while True:
         try:
             side = BatchScriptSide(run, start, control, sleep)
@@ -580,7 +580,7 @@ def finish(
             break
         except OSError as error:
             log.warning("%s cannot be read: %s", run.root, error)
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 return _without_ledger(start, control, sleep)
         sleep(READ_AGAIN_S)
     side.wait_told()
@@ -618,7 +618,7 @@ class BatchScriptSide:
         run: RunDir,
         start: JobStartFacts,
         control: JobControl,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] = clock.sleep,
     ) -> None:
         follow_folder(run.root)
         self._sleep = sleep

@@ -23,13 +23,13 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.agent.signals import PR_SET_CHILD_SUBREAPER, arrivals, note_term
 from hpctrain.agent.stop_notice import send_term
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_STOP_FILE
 from hpctrain.base.files import read_end
 from hpctrain.base.process import die_with_parent
@@ -151,9 +151,9 @@ def _await_children() -> None:
 
 def _is_stop(code: int, stop: Path) -> bool:
     """Whether the program ended because the job is asked to stop, of which its rank hears too."""
-    deadline = time.monotonic() + (OWN_TERM_S if code in {-signal.SIGTERM, 143} else 0.0)
+    deadline = clock.monotonic() + (OWN_TERM_S if code in {-signal.SIGTERM, 143} else 0.0)
     while not (stop.exists() or any(one.signum == signal.SIGTERM for one in arrivals())):
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             return False
-        time.sleep(POLL_S)
+        clock.sleep(POLL_S)
     return True

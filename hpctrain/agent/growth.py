@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from hpctrain.agent.swaps import newest_save
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_JOINS
 from hpctrain.base.text import duration
 from hpctrain.errors import ClusterError
@@ -135,7 +135,7 @@ class Growth:
         *,
         joined: Callable[[str, float | None], None],
         may_grow: Callable[[str], bool],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         """Nothing is asked for yet.
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.agent.lingering_ranks import uses
 from hpctrain.agent.slow_watch import JobStragglers, NodeMoments
+from hpctrain.base import clock
 from hpctrain.base.files import replace_text
 from hpctrain.base.records import DESYNC, HANG, FailureReport
 from hpctrain.base.text import duration
@@ -106,7 +106,7 @@ class NodeHangs:
         self._number, self._name = node
         self._node_count = nodes
         watches = limits is not None and limits.watches
-        self._standing = Standing(limits, time.monotonic) if limits and watches else None
+        self._standing = Standing(limits, clock.monotonic) if limits and watches else None
         counts = limits is not None and limits.desync != "off"
         self._counts, self._counted_s = (CountsByTick() if counts else None), 0.0
         self._looked_s = 0.0
@@ -127,7 +127,7 @@ class NodeHangs:
 
     def look_at_pulses(self) -> None:
         """Tell node 0 where a rank has begun or ceased to stand for too long."""
-        now_s = time.monotonic()
+        now_s = clock.monotonic()
         if self._board is None or now_s < self._looked_s + LOOK_S:
             return
         self._looked_s = now_s
@@ -297,7 +297,7 @@ class JobHangs:
         Args:
             done: Nodes whose ranks have all ended.
         """
-        now_s = time.monotonic()
+        now_s = clock.monotonic()
         if now_s >= self._asked_s + ASKED_S:
             self._asked_s = now_s
             self._hear_user()
@@ -339,7 +339,7 @@ class JobHangs:
         self._hooks.record(RanksOutOfStep(ranks=odd.ranks, summary=odd.summary, ended=ends))
         others = list(odd.ranks[1:])
         report = FailureReport(
-            odd.ranks[0], "", DESYNC, odd.summary, time=time.time(), others=others
+            odd.ranks[0], "", DESYNC, odd.summary, time=clock.now(), others=others
         )
         return report if ends else None
 
@@ -417,13 +417,13 @@ class JobHangs:
             HANG,
             words,
             text,
-            time=time.time(),
+            time=clock.now(),
             others=list(ranks[1:]),
         )
 
     def _told(self, job_look: JobLook, token: str) -> dict[str, Any]:
         return stacks.document_of(
-            job_look, token=token, t=time.time(), hang=self._suspicion.verdict
+            job_look, token=token, t=clock.now(), hang=self._suspicion.verdict
         )
 
     def _write(self, path: Path, document: dict[str, Any]) -> None:

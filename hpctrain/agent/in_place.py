@@ -10,7 +10,6 @@ tests/engines/test_in_place.py holds the promises.
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -19,6 +18,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousS
 from hpctrain.agent.lifeline import LIFELINE_PORT
 from hpctrain.agent.members import RankDeaths, choose_members
 from hpctrain.agent.rendezvous import SAY_S, LeftOut, Loss, Rendezvous, RoundBroken
+from hpctrain.base import clock
 from hpctrain.base.process import connections_to
 from hpctrain.errors import ClusterError
 
@@ -183,7 +183,7 @@ class InPlaceRendezvous(Rendezvous):
         if node not in self.names():
             return False
         number = self.members[self.names().index(node)]
-        again = self._deaths.note(number, time.monotonic())
+        again = self._deaths.note(number, clock.monotonic())
         # One that is out already, since guards have named it, is not lost twice.
         return again and number in self._living - {0} and self._can_do_without([number])
 
@@ -216,8 +216,8 @@ class InPlaceRendezvous(Rendezvous):
 
     def left_out(self) -> LeftOut | None:
         """How this node came to take no part, as far as that is known within a lease."""
-        deadline = time.monotonic() + 1.5 * self._lifeline.place.lease_s
-        while self._out is None and time.monotonic() < deadline:
+        deadline = clock.monotonic() + 1.5 * self._lifeline.place.lease_s
+        while self._out is None and clock.monotonic() < deadline:
             self._hear(LOOK_S)
         return self._out
 
@@ -247,10 +247,10 @@ class InPlaceRendezvous(Rendezvous):
     def _await_all(self) -> None:
         """Before the first round: wait for all nodes, and at last for as many as a round needs."""
         limit_s, said = self.timeout.total_seconds(), False
-        begun = time.monotonic()
+        begun = clock.monotonic()
         while len(self._living) + len({loss.node for loss in self._losses}) < len(self.nodes):
             self._hear(LOOK_S)
-            waited = time.monotonic() - begun
+            waited = clock.monotonic() - begun
             away = [node for node in range(len(self.nodes)) if node not in self._living]
             absent = ", ".join(self.nodes[node] for node in away)
             if self._gather_s is not None and waited > self._gather_s:
@@ -267,12 +267,12 @@ class InPlaceRendezvous(Rendezvous):
         """Whether all members came; not where one of them was lost meanwhile."""
         here = PrefixStore(f"{self.run_id}/here", store)
         here.set("0", "")
-        deadline = time.monotonic() + MEET_S
+        deadline = clock.monotonic() + MEET_S
         while not here.check([str(place) for place in range(self.world_size)]):
             self._hear(LOOK_S)
             if not set(self.members) <= self._living:
                 return False
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 absent = [n for n in range(self.world_size) if not here.check([str(n)])]
                 self._losses += self.drop(absent, f"its agent did not come within {MEET_S:g} s")
                 return False

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from typing import TYPE_CHECKING, Any, cast
 
 from hpctrain.agent.copies_to_disk import CopySaver
 from hpctrain.agent.node import MANY, NodeAgent
 from hpctrain.agent.rendezvous import LeftOut, RoundBroken
 from hpctrain.agent.rounds import RoundEnd
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_ATTEMPT
 from hpctrain.base.records import FailureReport
 from hpctrain.errors import ControlLost
@@ -128,7 +128,7 @@ class InPlaceAgent(NodeAgent):
         self._pcontext = None
         why = f"ControlLost: {error}"
         first = group.workers[0].global_rank
-        failure = FailureReport(first, self._node, "error", why, time=time.time())
+        failure = FailureReport(first, self._node, "error", why, time=clock.now())
         self._say_report([failure])
         return self._watch_round(reported=True)
 

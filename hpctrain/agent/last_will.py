@@ -11,10 +11,10 @@ hold the promises.
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING
 
 from hpctrain.agent.ranks import is_echo
+from hpctrain.base import clock
 from hpctrain.errors import ControlLost
 from hpctrain.memory.protocol import KeeperLost
 from hpctrain.memory.will_line import WillLine
@@ -54,7 +54,7 @@ class NodeWills:
         """
         if self._has_asked:
             return
-        self._has_asked, began = True, time.monotonic()
+        self._has_asked, began = True, clock.monotonic()
         try:
             line = WillLine(folder, rank, attempt)
             try:
@@ -67,7 +67,7 @@ class NodeWills:
         if said["step"] is not None or said["why"]:
             whys = "; ".join(f"rank {rank + int(n)}: {why}" for n, why in said["why"].items())
             step = "none" if said["step"] is None else f"of step {said['step']}"
-            took_s = time.monotonic() - began
+            took_s = clock.monotonic() - began
             log.info(
                 "last will of this node: %s, %.3f s%s", step, took_s, f" ({whys})" * bool(whys)
             )

@@ -25,7 +25,6 @@ import os
 import select
 import signal
 import socket
-import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpctrain.agent import signals
 from hpctrain.agent.control import addresses
+from hpctrain.base import clock
 from hpctrain.base.process import PORTS, ForkedProcess, die_with_parent
 from hpctrain.base.secret import code
 from hpctrain.control.endpoint import ChildrenDoor, Endpoint, meet_parent
@@ -156,8 +156,8 @@ class Lifeline(ForkedProcess):
             patience_s: So long those are waited for that have yet to come.
         """
         self.say({"over": why})
-        deadline = time.monotonic() + patience_s
-        while not self._is_gone and (left := deadline - time.monotonic()) > 0:
+        deadline = clock.monotonic() + patience_s
+        while not self._is_gone and (left := deadline - clock.monotonic()) > 0:
             if any("all_told" in said for said in self.news(left)):
                 return
 
@@ -180,11 +180,6 @@ def _serve_until_killed(
         traceback.print_exc()
     finally:
         os._exit(1)
-
-
-def _now() -> float:
-    """Seconds on a clock that goes on while the machine sleeps."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class _LifelineSide:
@@ -212,10 +207,10 @@ class _LifelineSide:
         raise NotImplementedError
 
     async def _turns(self) -> None:
-        last = _now()
+        last = clock.boottime()
         while True:
             await asyncio.sleep(self._place.lease_s / BEATS)
-            now = _now()
+            now = clock.boottime()
             stood_s, last = now - last, now
             self._turn(stood_s)
 
@@ -253,13 +248,13 @@ class _First(_LifelineSide):
         self._all_told()
 
     def _admit(self, node: int, end: Endpoint) -> None:
-        self._others[node], self._heard[node] = end, _now()
+        self._others[node], self._heard[node] = end, clock.boottime()
         self._absent.discard(node)
         end.on_message = partial(self._hear, node)
         end.on_end = lambda _, why: self._lose(node, why)
 
     def _hear(self, node: int, end: Endpoint, message: bytes) -> None:
-        self._heard[node] = _now()
+        self._heard[node] = clock.boottime()
         if node not in self._spoken:
             self._spoken.add(node)
             if self._round:
@@ -310,7 +305,7 @@ class _First(_LifelineSide):
             self._tell({"all_told": True})
 
     def _turn(self, stood_s: float) -> None:
-        lease_s, now = self._place.lease_s, _now()
+        lease_s, now = self._place.lease_s, clock.boottime()
         if stood_s > lease_s / 2:  # what came meanwhile has yet to be read
             self._heard = dict.fromkeys(self._heard, now)
             return
@@ -333,7 +328,7 @@ class _Other(_LifelineSide):
         self._guarded = guarded
         self._guards: list[list[int]] = []
         self._first: Endpoint | None = None
-        self._heard = _now()
+        self._heard = clock.boottime()
         self._waiting: list[dict[str, Any]] = []
         self._is_over = False
         self._may_have_ranks = False
@@ -355,17 +350,17 @@ class _Other(_LifelineSide):
                     os.close(fd)
 
     async def _meet(self) -> None:
-        place, until = self._place, _now() + FIRST_S
+        place, until = self._place, clock.boottime() + FIRST_S
         while True:
             try:
                 first = await meet_parent(place.address, place.port, self._greeting(), place.node)
                 break
             except (OSError, TimeoutError, ControlLost) as error:
-                if _now() > until:
+                if clock.boottime() > until:
                     self._leave(f"the first node's agent cannot be reached: {error}")
                     return
             await asyncio.sleep(TRY_AGAIN_S)
-        self._heard = _now()
+        self._heard = clock.boottime()
         first.on_message = self._hear
         first.on_end = lambda _, why: self._leave(f"the first node's agent is gone: {why}")
         self._first = first
@@ -375,7 +370,7 @@ class _Other(_LifelineSide):
 
     def _hear(self, end: Endpoint, message: bytes) -> None:
         del end
-        self._heard = _now()
+        self._heard = clock.boottime()
         head = unpacked(message)[0]
         if "round" in head:
             self._tell({"round": head["round"]})
@@ -398,7 +393,7 @@ class _Other(_LifelineSide):
             return
         if stood_s > lease_s:
             self._leave(f"this node stood still for {stood_s:.1f} s", dropped=True)
-        elif _now() - self._heard > lease_s:
+        elif clock.boottime() - self._heard > lease_s:
             self._leave(f"nothing was heard from the first node for {lease_s:g} s")
         self._first.say(packed({"beat": 1}))
 

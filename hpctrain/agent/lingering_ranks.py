@@ -10,12 +10,12 @@ tests/unit/agent/test_lingering_ranks.py, tests/engines/test_lingering_ranks.py:
 from __future__ import annotations
 
 import os
-import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from hpctrain.base import clock
 from hpctrain.base.text import count, duration, fold_ranks
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class LifeWatch:
         self,
         limit_s: float,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
         look_at: Callable[[Collection[int]], Mapping[int, Use]] = uses,
     ) -> None:
         """Watch from now on.

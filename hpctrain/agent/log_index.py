@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from typing import TYPE_CHECKING, Self
 
+from hpctrain.base import clock
 from hpctrain.run.log_files import LogMark, mark_line, times_path
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class LogIndexer:
     def __init__(
         self,
         logs: Sequence[Path],
-        now: Callable[[], float] = time.time,
+        now: Callable[[], float] = clock.now,
         *,
         in_all: int = 1,
         pids: Sequence[int | None] = (),
@@ -84,7 +84,7 @@ class LogIndexer:
                 continue  # no output so far, or no room: the lines' times are then not known
 
     def _run(self) -> None:
-        while not self._over.wait(self.every_s):
+        while not clock.wait(self._over, self.every_s):
             self.look()
         self.look(last=True)
 

@@ -9,12 +9,12 @@ tests/unit/agent/test_loss_ending.py holds the promises.
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpctrain.agent.ending import AttemptEnding
 from hpctrain.agent.notify import notify
+from hpctrain.base import clock
 from hpctrain.base.records import Next
 from hpctrain.errors import ClusterError, HpctrainError
 from hpctrain.plan.decide import decide_end, is_cancelled, is_requeued
@@ -100,7 +100,7 @@ class LossEnding(AttemptEnding):
         node: str,
         attempt: int,
         turn: int,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] = clock.sleep,
     ) -> Generation | None:
         """See to the job after node 0 was lost.
 

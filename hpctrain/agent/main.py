@@ -6,10 +6,8 @@ those of the rounds.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +18,12 @@ from hpctrain.agent.environment import RankEnvironment
 from hpctrain.agent.growth import growth_of, joining_of
 from hpctrain.agent.loss_ending import LossEnding
 from hpctrain.agent.node_check import NodeCheck
+from hpctrain.agent.preload import preload
 from hpctrain.agent.rounds import NothingToResume, RoundHooks
 from hpctrain.agent.stay_alive import EARLY_END_S, RENDEZVOUS_S, lifeline_of, rendezvous_of
 from hpctrain.agent.succession import Succeeds, Succession, generation_of, take_over
 from hpctrain.agent.swaps import swaps_of
-from hpctrain.base import process
+from hpctrain.base import clock, process
 from hpctrain.base.env import (
     HPCTRAIN_BATCH_STARTED,
     HPCTRAIN_JOINS,
@@ -63,25 +62,6 @@ if TYPE_CHECKING:
     from hpctrain.settings.spec import Spec
 
 log = logging.getLogger("hpctrain.agent")
-
-PRELOAD = (
-    # The first optimizer step imports it: 1.1 s in every rank.
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.checkpoint.filesystem",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-    "hpctrain.runtime.joining",
-    # 60 ms of CPU in every rank, at every start in place.
-    "hpctrain.engines.parallelize",
-    "hpctrain.engines.loss",
-    "hpctrain.engines.step_guard",
-    "hpctrain.runtime.replicas",
-    "numpy.ma",  # numpy.unique imports it
-    # Rank 0's, for which all others wait.
-    "tensorboard.compat.proto.event_pb2",
-    "tensorboard.plugins.hparams.plugin_data_pb2",
-)
 
 
 def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
@@ -129,7 +109,7 @@ def _run_generation(
     spec = job_spec(run)
     shared = start_secret(run, context.job_id, context.restarts)
     ending = LossEnding(run, spec, context, control)
-    started = time.time()
+    started = clock.now()
     if context.node_rank == 0 and (why := _why_not(run, context, ending)):
         # Not 0: the other nodes' agents would wait for this one for minutes; so they are killed.
         _send_home(lifeline_of(spec, context, shared), why)
@@ -146,7 +126,8 @@ def _run_generation(
     ending.succession = _succession(run, shared, context, lifeline)
 
     def rounds() -> int:
-        _preload()
+        preload(spec)
+        signals.start_resource_tracker()
         if against := node_check.against():
             return node_check.leave(against, ending)
         return _run_rounds(
@@ -272,22 +253,6 @@ def _allow_connections(spec: Spec, context: JobContext) -> None:
         log.warning("%s", warning)
 
 
-def _preload() -> None:
-    """Import once per node what every rank needs; forked ranks share it.
-
-    Nothing here may initialise CUDA: a forked rank could not use it any more.
-    """
-    from importlib import import_module
-
-    gc.disable()  # else it looks through all that torch makes, again and again: 0.8 s of 4
-    for name in PRELOAD:
-        import_module(name)
-    gc.enable()
-    signals.start_resource_tracker()
-    gc.collect()
-    gc.freeze()  # so that a collection in a rank does not copy the shared pages
-
-
 def _run_rounds(  # noqa: C901 - what the hooks do, a function each
     run: RunDir,
     spec: Spec,
@@ -313,7 +278,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
     from hpctrain.agent.stop_notice import StopNotice
     from hpctrain.checkpoint.sealed.start import resume_at_start
 
-    imported = time.time()
+    imported = clock.now()
     cpus = cpus_of_ranks(spec, os.environ, shared=context.on_this_machine)
     hear_elastic()
     deadline = StopDeadline(

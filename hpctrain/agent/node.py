@@ -13,7 +13,6 @@ import logging
 import multiprocessing.connection
 import os
 import signal
-import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -40,6 +39,7 @@ from hpctrain.agent.resume_choice import StopHeard, choose
 from hpctrain.agent.rounds import NothingToResume, RoundEnd, RoundHooks
 from hpctrain.agent.signals import Orphans, arrivals, kept
 from hpctrain.agent.stop_notice import StopFile, listens, send_term
+from hpctrain.base import clock
 from hpctrain.base.env import (
     HPCTRAIN_ATTEMPT,
     HPCTRAIN_ATTEMPT_DIR,
@@ -361,12 +361,12 @@ class NodeAgent(LocalElasticAgent):
 
     def _watch_round(self, *, reported: bool = False) -> RoundEnd:
         reports = _Reports()
-        said_at = time.monotonic()
+        said_at = clock.monotonic()
         self._hangs = self._round_hangs()
         while True:
-            if time.monotonic() > said_at + LOOK_ANYWAY_S:
+            if clock.monotonic() > said_at + LOOK_ANYWAY_S:
                 self._say_again()
-                said_at = time.monotonic()
+                said_at = clock.monotonic()
             multiprocessing.connection.wait(  # those of ended ranks are always ready
                 [one.sentinel for one in self._processes() if one.exitcode is None], timeout=POLL_S
             )
@@ -571,7 +571,7 @@ class NodeAgent(LocalElasticAgent):
         failure = self._hangs.failure(reports.nodes)
         if failure is not None:
             reports.failures.append(failure)
-            reports.first_failure_at = time.monotonic()
+            reports.first_failure_at = clock.monotonic()
             self._publish(ROLL_CALL)
 
     def _after_failure(
@@ -582,7 +582,7 @@ class NodeAgent(LocalElasticAgent):
         A node of which nothing is heard is dead, and ranks that were started again would wait for
         it in the rendezvous.
         """
-        waited = time.monotonic() - first_failure_at
+        waited = clock.monotonic() - first_failure_at
         if len(reports.nodes) < self._node_count and waited < settle_s(reports.failures):
             return None
         silent = [
@@ -608,7 +608,7 @@ class NodeAgent(LocalElasticAgent):
 
     def _after_silence(self, hooks: RoundHooks, reports: _Reports) -> RoundEnd | None:
         """Some ranks have returned: end the round where nothing is to be expected of the others."""
-        now, each_s = time.monotonic(), max(LOOK_ENDS_S, self._node_count * LOOK_EACH_S)
+        now, each_s = clock.monotonic(), max(LOOK_ENDS_S, self._node_count * LOOK_EACH_S)
         if now < reports.ends_looked_at + min(each_s, self._end_wait_s / 4):
             return None
         reports.ends_looked_at = now
@@ -656,12 +656,12 @@ class NodeAgent(LocalElasticAgent):
         if not left:
             return RoundEnd("left", why=why)
         (first, node), *_ = left
-        failure = FailureReport(first, node, HANG, why, time=time.time(), others=list(ranks[1:]))
+        failure = FailureReport(first, node, HANG, why, time=clock.now(), others=list(ranks[1:]))
         restart = hooks.may_restart(failure)
         return RoundEnd("hung", restart=restart, why=why, failure=failure)
 
     def _gather(self, reports: _Reports) -> None:
-        count, now = self._news_store.count(self._key("reports")), time.monotonic()
+        count, now = self._news_store.count(self._key("reports")), clock.monotonic()
         if count == reports.count and now < reports.looked_at + LOOK_ANYWAY_S:
             return
         if count < self._node_count and now < reports.looked_at + self._node_count * LOOK_EACH_S:
@@ -673,7 +673,7 @@ class NodeAgent(LocalElasticAgent):
                 reports.nodes.add(node)
                 reports.failures += [FailureReport(**one) for one in said]
         if reports.failures and reports.first_failure_at is None:
-            reports.first_failure_at = time.monotonic()
+            reports.first_failure_at = clock.monotonic()
             self._publish(ROLL_CALL)
 
     def _publish(self, news: dict[str, Any]) -> None:
@@ -683,7 +683,7 @@ class NodeAgent(LocalElasticAgent):
 
     def _read_news(self) -> RoundEnd | None:
         """The verdict, if it has come; a roll call is answered, a stop is told to the ranks."""
-        now, each_s = time.monotonic(), min(self._node_count * LOOK_EACH_S, LONGEST_LOOK_S)
+        now, each_s = clock.monotonic(), min(self._node_count * LOOK_EACH_S, LONGEST_LOOK_S)
         if self._hooks is None and each_s > POLL_S and now < self._news_looked_at + each_s:
             return None  # all ask one store; node 0's agent hears itself at once
         raw = self._news_store.get(self._key(f"news/{self._news}"))
@@ -713,14 +713,14 @@ class NodeAgent(LocalElasticAgent):
         self._news_store.set(self._key(f"goodbye/{self._worker_group.group_rank}"), "gone")
         if self._hooks is None:
             return
-        deadline = time.monotonic() + GOODBYE_S
+        deadline = clock.monotonic() + GOODBYE_S
         here = set(range(self._node_count))
-        while here and time.monotonic() < deadline:
+        while here and clock.monotonic() < deadline:
             self._news_store.say_again()
             while here and self._news_store.get(self._key(f"goodbye/{min(here)}")) is not None:
                 here.remove(min(here))
             if here:
-                time.sleep(POLL_S / 2)
+                clock.sleep(POLL_S / 2)
 
     @property
     def _news_store(self) -> SignedStore:

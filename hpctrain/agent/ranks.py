@@ -20,7 +20,6 @@ import runpy
 import signal
 import sys
 import threading
-import time
 import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from hpctrain.agent import foreign, native_crash, nsys, signals, worker_deaths
 from hpctrain.agent.cpus import bind
 from hpctrain.agent.environment import as_task
 from hpctrain.agent.resume_args import ResumeArgs, line
+from hpctrain.base import clock
 from hpctrain.base.env import (
     HPCTRAIN_ATTEMPT_DIR,
     HPCTRAIN_CONTROL,
@@ -286,7 +286,7 @@ def _report(attempt_dir: Path, rank: int, error: BaseException) -> None:
         kind="exit" if isinstance(error, SystemExit) else "exception",
         summary=summary,
         traceback=text,
-        time=time.time(),
+        time=clock.now(),
         exit_code=code if isinstance(code, int) else 1,
     )
     _write(attempt_dir, report)
@@ -374,5 +374,5 @@ def _from_exit_code(rank: int, code: int, node: str) -> FailureReport:
     else:
         summary, kind = f"exit code {code}", "exit"
     return FailureReport(
-        rank=rank, node=node, kind=kind, summary=summary, time=time.time(), exit_code=code
+        rank=rank, node=node, kind=kind, summary=summary, time=clock.now(), exit_code=code
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from hpctrain.agent.store_process import StoreProcess
+from hpctrain.base import clock
 from hpctrain.base.process import PORTS
 from hpctrain.base.secret import Forged, sign, verify
 from hpctrain.base.text import fold_nodes
@@ -270,17 +270,17 @@ class SignedStore:
         Raises:
             TimeoutError: none did.
         """
-        begun = said_at = time.monotonic()
+        begun = said_at = clock.monotonic()
         while (value := self.get(key)) is None:
             self._look()
-            now = time.monotonic()
+            now = clock.monotonic()
             if now > begun + timeout_s:
                 raise TimeoutError(f"no agent said {key} in {timeout_s:g} s")
             if now > said_at + SAY_AGAIN_S:
                 self.say_again()
                 said_at = now
                 continue  # before it can be written over once more
-            time.sleep(POLL_S)
+            clock.sleep(POLL_S)
         return value
 
     def count(self, key: str, more: int = 0) -> int:

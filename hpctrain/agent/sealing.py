@@ -13,10 +13,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.checkpoint.sealed import unsealed
 from hpctrain.checkpoint.sealed.seals import listing
 from hpctrain.errors import CheckpointError, Fenced
@@ -64,7 +64,7 @@ class SealWatch:
         cwd: str,
         *,
         is_stopping: Callable[[], bool] = lambda: False,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         """Nothing is looked at before it is entered.
 
@@ -196,7 +196,7 @@ class SealWatch:
             log.warning("no word for the next start: %s", error)
 
     def _watch(self) -> None:
-        while not self._over.wait(self.rest_s):
+        while not clock.wait(self._over, self.rest_s):
             if not self._guarded(self.look):
                 return
 

@@ -17,12 +17,13 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import time
 from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from hpctrain.base import clock
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -48,7 +49,7 @@ _arrivals: list[Arrival] = []
 
 
 def _note(signum: int, _frame: FrameType | None) -> None:
-    _arrivals.append(Arrival(signum, time.monotonic()))
+    _arrivals.append(Arrival(signum, clock.monotonic()))
 
 
 def install() -> None:
@@ -130,14 +131,14 @@ class Orphans:
         Args:
             spare: Processes of the agent's own that began since; they and what is below them stay.
         """
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = clock.monotonic() + PATIENCE_S
         while left := _descendants(spare) - self._ours:
             for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 return
-            time.sleep(POLL_S)
+            clock.sleep(POLL_S)
 
 
 def _descendants(spare: Collection[int] = ()) -> set[int]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.agent.swaps import SlowNode
+from hpctrain.base import clock
 from hpctrain.base.text import duration
 from hpctrain.control import pulse
 from hpctrain.control.root_clock import shown
@@ -89,7 +89,7 @@ class NodeMoments:
         self._every_s = every_s(nodes)
         self._look = 0
         self._in_data: deque[tuple[float, list[float]]] = deque(maxlen=DATA_LOOKS + 1)
-        self._begun_s = time.monotonic()
+        self._begun_s = clock.monotonic()
         self.ready_s: float | None = None
 
     def look(self, board: Board) -> None:
@@ -102,7 +102,7 @@ class NodeMoments:
         ahead_ns = shown(board)
         if ahead_ns is None:
             return
-        number = int((time.time() - ahead_ns / 1e9) / self._every_s)
+        number = int((clock.now() - ahead_ns / 1e9) / self._every_s)
         if number == self._look:
             return
         is_first, self._look = not self._look, number
@@ -123,11 +123,11 @@ class NodeMoments:
         if self.ready_s is None and all(
             seen.phase and not seen.is_first for seen in pulse.read(board)
         ):
-            self.ready_s = time.monotonic() - self._begun_s
+            self.ready_s = clock.monotonic() - self._begun_s
 
     def _data_share(self, board: Board) -> list[float]:
         """How much of the time each rank has waited for its data, in the last looks; first none."""
-        now_s, now = time.monotonic(), [seen.in_data_s for seen in pulse.read(board)]
+        now_s, now = clock.monotonic(), [seen.in_data_s for seen in pulse.read(board)]
         self._in_data.append((now_s, now))
         then_s, then = self._in_data[0]
         passed_s = now_s - then_s
@@ -193,7 +193,7 @@ class JobStragglers:
         self._said: dict[int, dict[str, Any]] = {}
         self._group, self._last = "", 0
         self._steps: list[OwnWork] = []
-        self._heard_s = time.monotonic()
+        self._heard_s = clock.monotonic()
         self._slow: dict[int, str] = {}
 
     def slow_node(self, restart_s: float | None) -> SlowNode | None:
@@ -247,7 +247,7 @@ class JobStragglers:
             return
         arrivals = [[row[number] for number in range(first, last + 1)] for row in rows]
         steps = own_work(arrivals, period)
-        now_s = time.monotonic()
+        now_s = clock.monotonic()
         seen_s, passed_s = sum(step.step_s for step in steps), now_s - self._heard_s
         self._heard_s = now_s
         # Of short steps a recorder keeps the last ones; those before were as slow.

@@ -9,10 +9,10 @@ tests/unit/agent/test_stop_deadline.py holds the promises.
 from __future__ import annotations
 
 import signal
-import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.records import StopCause
 from hpctrain.errors import ClusterError
 from hpctrain.plan.decide import is_cancelled, is_ending
@@ -27,16 +27,6 @@ LEAVE_S = 3.0
 """Kept free between the ranks' end and the scheduler's SIGKILL: enough to ask and to requeue."""
 ASK_AGAIN_S = 2.0
 POLL_S = 0.1
-
-
-class Clock(Protocol):
-    """Both clocks of the machine, so that a test can turn them."""
-
-    def time(self) -> float:
-        """Seconds since the epoch."""
-
-    def monotonic(self) -> float:
-        """Seconds on a clock that never jumps."""
 
 
 @dataclass
@@ -57,9 +47,7 @@ class StopDeadline:
         *,
         arrivals: Callable[[], Sequence[Arrival]],
         ask: Callable[[], JobFacts] | None,
-        clock: Clock = time,
         stop_margin_s: float = 10.0,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Watch the signals of this process.
 
@@ -67,9 +55,7 @@ class StopDeadline:
             context: The job; its end time is the first deadline.
             arrivals: Signals noted so far.
             ask: Asks the scheduler; None on every node but the first, which is told by the first.
-            clock: Time.
             stop_margin_s: Seconds kept free at the job's end.
-            sleep: Lets seconds go by.
         """
         self.cause: StopCause | None = None
         self.facts: JobFacts | None = None
@@ -77,9 +63,7 @@ class StopDeadline:
         self._context = context
         self._arrivals = arrivals
         self._ask = ask
-        self._clock = clock
-        self._sleep = sleep
-        self._started = clock.time()
+        self._started = clock.now()
         self._margin_s = max(LEAVE_S, stop_margin_s / 2)
         self._seen = 0
         self._term_at: float | None = None
@@ -99,12 +83,12 @@ class StopDeadline:
 
     def wait(self, seconds: float) -> None:
         """Let time go by, but none once a stop has been asked for."""
-        until = self._clock.monotonic() + seconds
-        while self._clock.monotonic() < until:
+        until = clock.monotonic() + seconds
+        while clock.monotonic() < until:
             self._take_in()
             if self.cause is not None:
                 return
-            self._sleep(min(POLL_S, max(0.0, until - self._clock.monotonic())))
+            clock.sleep(min(POLL_S, max(0.0, until - clock.monotonic())))
 
     def is_told_to_stop(self) -> bool:
         """Whether a program that now returns may have done so because it was asked to stop.
@@ -117,20 +101,20 @@ class StopDeadline:
             return self.cause is not None
         if self.facts is not None and self.facts.preempt_time is not None:
             return True
-        now = self._clock.time()
+        now = clock.now()
         return now - self._started > (self.end_time - self._started) / 2
 
     def seconds_left(self) -> float | None:
         """Seconds until the ranks must be gone; None while no end is known."""
         after_term_s = self._context.kill_wait_s - LEAVE_S
         if self._term_at is not None and not self._in_grace():
-            return after_term_s - (self._clock.monotonic() - self._term_at)
+            return after_term_s - (clock.monotonic() - self._term_at)
         if self.end_time is None:
             return None
         # At its limit a job hears SIGTERM and is killed KillWait later; at the end of a grace time
         # it is killed. A save that has just begun, as the limit was moved, must not be cut off.
         spare_s = -self._margin_s if self._in_grace() else max(-self._margin_s, after_term_s)
-        return self.end_time - self._clock.time() + spare_s
+        return self.end_time - clock.now() + spare_s
 
     def _take_in(self) -> None:
         arrivals = self._arrivals()
@@ -144,7 +128,7 @@ class StopDeadline:
         self._seen = len(arrivals)
 
     def _ask_scheduler(self) -> None:
-        now = self._clock.monotonic()
+        now = clock.monotonic()
         if now - self._asked_at < ASK_AGAIN_S or self._ask is None:
             return
         self._asked_at = now

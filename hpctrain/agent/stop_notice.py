@@ -16,10 +16,10 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.records import StopCause
 from hpctrain.plan.decide import is_ending
 from hpctrain.run.fence import stop_is_asked
@@ -27,7 +27,7 @@ from hpctrain.run.fence import stop_is_asked
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpctrain.agent.stop_deadline import Clock, StopDeadline
+    from hpctrain.agent.stop_deadline import StopDeadline
     from hpctrain.base.records import JobContext
     from hpctrain.run.layout import RunDir
 
@@ -81,7 +81,6 @@ class StopNotice:
         deadline: StopDeadline,
         *,
         lead_s: float,
-        clock: Clock = time,
     ) -> None:
         """Watch for requests, and the clock.
 
@@ -90,14 +89,12 @@ class StopNotice:
             context: The job.
             deadline: What knows the signals and the scheduler's word, and is told of the cause.
             lead_s: So long before the job's end a program is told that does not know hpctrain.
-            clock: Time.
         """
         self._request = run.stop_request
         self._job_id = context.job_id
         self._deadline = deadline
         self._lead_s = lead_s
-        self._clock = clock
-        self._started = clock.time()
+        self._started = clock.now()
         self._looked_at = float("-inf")
         self._failed = False
 
@@ -136,10 +133,10 @@ class StopNotice:
         if end is None:
             return False
         lead_s = min(self._lead_s, (end - self._started) / SHARE)
-        return self._clock.time() >= end - lead_s
+        return clock.now() >= end - lead_s
 
     def _is_asked(self) -> bool:
-        now = self._clock.monotonic()
+        now = clock.monotonic()
         if now < self._looked_at + LOOK_S:
             return False
         self._looked_at = now

@@ -9,10 +9,10 @@ tests/unit/agent/test_swaps.py holds the promises.
 from __future__ import annotations
 
 import logging
-import time
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpctrain.base import clock
 from hpctrain.base.text import duration
 from hpctrain.errors import HpctrainError
 
@@ -50,7 +50,7 @@ class Swaps:
     """Decides for one start of the job."""
 
     def __init__(
-        self, newest_save: Callable[[], int | None], clock: Callable[[], float] = time.monotonic
+        self, newest_save: Callable[[], int | None], clock: Callable[[], float] = clock.monotonic
     ) -> None:
         """No node is to be changed yet.
 

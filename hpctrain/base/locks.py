@@ -13,8 +13,9 @@ import errno
 import fcntl
 import os
 import stat
-import time
 from typing import TYPE_CHECKING
+
+from hpctrain.base import clock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,9 +43,9 @@ def held(path: Path, timeout_s: float, *, insist: bool = True) -> Iterator[None]
         TimeoutError: another process has kept it for so long.
         OSError: it cannot be locked, with the system's reason.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = clock.monotonic() + timeout_s
     while (descriptor := _taken(path, deadline, insist=insist)) is None:
-        time.sleep(POLL_S)
+        clock.sleep(POLL_S)
     try:
         yield
     finally:
@@ -63,11 +64,11 @@ def _taken(path: Path, deadline: float, *, insist: bool) -> int | None:
         if _is_still(path, descriptor):
             return descriptor
     except BlockingIOError as error:
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             os.close(descriptor)
             raise TimeoutError(errno.ETIMEDOUT, "held by another process", str(path)) from error
     except OSError as error:
-        unanswered = insist and error.errno in _UNANSWERED and time.monotonic() <= deadline
+        unanswered = insist and error.errno in _UNANSWERED and clock.monotonic() <= deadline
         if not unanswered:
             _close(descriptor)
             raise

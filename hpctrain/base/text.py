@@ -101,7 +101,7 @@ def duration(seconds: float) -> str:
     return f"{whole // _DAY}d{whole % _DAY // _HOUR}h"
 
 
-def clock(t: float, now: float) -> str:
+def time_of_day(t: float, now: float) -> str:
     """Local time, with as much of the date as is needed."""
     if abs(now - t) < _DAY / 2:
         return time.strftime("%H:%M:%S", time.localtime(t))

@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.text import count
 from hpctrain.check import forecast
 from hpctrain.check.import_probe import try_imports
@@ -205,7 +205,7 @@ def _import_lines(
         return [CheckLine(name, NOT_KNOWN, message)]
     wanted = _once(imports.others)
     say(f"{count(len(wanted), 'import')} on {spec.python}")
-    began = time.monotonic()
+    began = clock.monotonic()
     answer = try_imports(
         spec.python,
         wanted,
@@ -220,7 +220,7 @@ def _import_lines(
         lines.append(CheckLine(name, NOT_KNOWN, f"{spec.python}: {answer.trouble}"))
     elif not lines:
         cut = "" if imports.is_whole else "; the program has more files than were read"
-        took = time.monotonic() - began
+        took = clock.monotonic() - began
         verb = "works" if len(wanted) == 1 else "work"
         message = f"{count(len(wanted), 'import')} of it {verb} with {spec.python}{cut}"
         lines.append(CheckLine(name, OK, message, seconds=took))

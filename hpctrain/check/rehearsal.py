@@ -6,10 +6,10 @@ the other checks. tests/unit/check/test_rehearsal.py and test_comparison.py hold
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.files import read_text
 from hpctrain.base.records import EndReason
 from hpctrain.base.text import size
@@ -73,7 +73,7 @@ def rehearse(
         tells: Whether the program tells hpctrain of its steps; None where nobody knows.
         patience_s: So long may each wait take.
     """
-    began = time.monotonic()
+    began = clock.monotonic()
     lines: list[CheckLine] = []
     try:
         with RehearsalStage(request, patience_s=patience_s) as stage:
@@ -84,7 +84,7 @@ def rehearse(
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         lines.append(CheckLine("rehearse", NOT_KNOWN, f"{error.strerror or error}{where}"))
-    took = time.monotonic() - began
+    took = clock.monotonic() - began
     return [replace(lines[0], seconds=took), *lines[1:]]
 
 
@@ -232,7 +232,7 @@ def _silent(stage: RehearsalStage, say: Say) -> list[CheckLine]:
     if attempts and attempts[-1].reason is not None:
         return [_no_steps(attempts)]
     stage.preempt(job_id)
-    asked = time.time()
+    asked = clock.now()
     say("rehearse: preempted, until it has started again")
     attempts = stage.wait(run, job_id, _Printing(run, 2, STEPS))
     stage.end(job_id)
@@ -278,7 +278,7 @@ class _Printing:
     def __call__(self, attempts: list[RehearsedAttempt]) -> bool:
         if len(attempts) < self._number:
             return False
-        now = time.monotonic()
+        now = clock.monotonic()
         self._began = self._began or now
         losses = _printed(self._run, self._number).losses
         if not losses:

@@ -10,11 +10,11 @@ import contextlib
 import os
 import shutil
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_FAULTS, HPCTRAIN_LOCAL_DIR
 from hpctrain.base.files import make_runs_folder
 from hpctrain.check.comparison import RehearsedAttempt, rehearsed
@@ -153,7 +153,7 @@ class RehearsalStage:
         Raises:
             RehearsalFailed: a rank has failed, or it took too long.
         """
-        until = time.monotonic() + self._patience_s
+        until = clock.monotonic() + self._patience_s
         while True:
             job = get_cluster(LOCAL).job(job_id)  # before the ledger: what it ended with is in it
             attempts = rehearsed(ledger.read(run))
@@ -162,13 +162,13 @@ class RehearsalStage:
                 raise RehearsalFailed(failure)
             if enough(attempts) or job is None or not job.alive:
                 return attempts
-            if time.monotonic() > until:
+            if clock.monotonic() > until:
                 last = attempts[-1].last if attempts else 0
                 raise RehearsalFailed(
                     f"after {self._patience_s:g} s it had come to step {last} of attempt "
                     f"{len(attempts)}; give it longer with --timeout"
                 )
-            time.sleep(POLL_S)
+            clock.sleep(POLL_S)
 
     def end(self, job_id: str) -> None:
         """Cancel a job and wait for its end."""
@@ -177,9 +177,9 @@ class RehearsalStage:
         if job is None or not job.alive:
             return
         cluster.cancel(job_id)
-        until = time.monotonic() + END_S
-        while time.monotonic() < until:
+        until = clock.monotonic() + END_S
+        while clock.monotonic() < until:
             job = cluster.job(job_id)
             if job is None or not job.alive:
                 return
-            time.sleep(POLL_S)
+            clock.sleep(POLL_S)

@@ -6,12 +6,12 @@ tests/unit/cli/test_events.py holds the promises.
 from __future__ import annotations
 
 import re
-import time
 from collections import deque
 from typing import TYPE_CHECKING
 
 import click
 
+from hpctrain.base import clock
 from hpctrain.base.text import count
 from hpctrain.cli.options import runs_option, since_option
 
@@ -98,7 +98,7 @@ def _follow(run: RunDir, reading: Reading, attempt: int | None) -> None:
         if watch.waiting and watch.waiting != waiting:
             echo_note(watch.waiting)
         waiting = watch.waiting
-        time.sleep(log_follow.POLL_S)
+        clock.sleep(log_follow.POLL_S)
         attempts_seen = len(reading.turns)
         for text in reading.new(last=over):
             click.echo(text)
@@ -222,7 +222,7 @@ class EventLines:
         if self._row and (of != self._of or self._is_new_window(raw)):
             yield from self.end()
         if not self._row:
-            self._since_when = time.monotonic()
+            self._since_when = clock.monotonic()
         self._of, self._marks = of, self._marks + 1
         self._row = [self._row[0], raw] if self._row else [raw]
 
@@ -244,7 +244,7 @@ class EventLines:
 
     def pause(self) -> Iterator[str]:
         """The row so far, where it has been held for a while: a line for each look is too much."""
-        if self._row and time.monotonic() - self._since_when >= CALM_S:
+        if self._row and clock.monotonic() - self._since_when >= CALM_S:
             yield from self.end()
 
     def _is_new_window(self, raw: bytes) -> bool:

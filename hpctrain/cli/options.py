@@ -6,13 +6,13 @@ Among them `--since`, how far back one looks, as people write it (`parse_since`)
 from __future__ import annotations
 
 import re
-import time
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_RUNS
 from hpctrain.scheduler.base import SCHEDULERS
 from hpctrain.settings.fields import keys_of
@@ -138,7 +138,7 @@ def parse_since(text: str, now: float | None = None) -> float:
     """
     from hpctrain.errors import UsageError
 
-    moment = time.time() if now is None else now
+    moment = clock.now() if now is None else now
     if _SPAN.fullmatch(text):
         parts = re.findall(r"([\d.]+)([smhdw])", text)
         return moment - sum(float(number) * _UNITS[unit] for number, unit in parts)

@@ -6,13 +6,13 @@ tests/unit/cli/test_preflight.py and tests/slurm/test_preflight.py hold the prom
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.base import clock
 from hpctrain.cli.options import cluster_option, json_option, runs_option
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _login(
     from hpctrain.submit.preflight import check_login, refused
     from hpctrain.submit.prepare import SubmitRequest, prepare
 
-    began = time.monotonic()
+    began = clock.monotonic()
     config = flags.pop("config")
     request = SubmitRequest(
         cwd=Path.cwd(),
@@ -153,7 +153,7 @@ def _login(
     site = None if spec.preset is None else Site.from_plain(spec.preset)
     results = [Result("settings", WARN, note) for note in prepared.notes]
     results += check_login(spec, site, prepared.runs)
-    results.append(Result("login node", OK, f"looked at in {time.monotonic() - began:.1f} s"))
+    results.append(Result("login node", OK, f"looked at in {clock.monotonic() - began:.1f} s"))
     return spec, site, prepared.runs, results
 
 

@@ -6,11 +6,11 @@ tests/unit/cli/test_profile.py holds the promises.
 from __future__ import annotations
 
 import secrets
-import time
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.base import clock
 from hpctrain.cli.options import foreign_option, json_option, run_argument, runs_option
 from hpctrain.cli.progress import line
 from hpctrain.errors import HpctrainError, UsageError
@@ -183,7 +183,7 @@ def ask_for(
         raise UsageError(f"--ranks names {wanted[-1]}; {run.name} has ranks 0 to {world_size - 1}")
     job_id = started.job_id
     _refuse_second(run, events, job_id)
-    request = ProfileRequest(job_id, secrets.token_hex(4), steps, wanted, memory, time.time())
+    request = ProfileRequest(job_id, secrets.token_hex(4), steps, wanted, memory, clock.now())
     request.write(run.profile_request)
     return request, set(range(world_size) if wanted is None else wanted)
 
@@ -194,14 +194,14 @@ def wait_for(run: RunDir, request: ProfileRequest, expected: set[int]) -> Profil
     Raises:
         NotProfiled: the run ended before.
     """
-    looked_at, gone_at = time.monotonic(), None
+    looked_at, gone_at = clock.monotonic(), None
     with line() as shown:
         while True:
             events = ledger.read(run)
             profile = _found(run, request, events)
             if profile is not None and _have_written(profile) >= expected:
                 return examine(profile)
-            now, state = time.monotonic(), _state_by_ledger(events)
+            now, state = clock.monotonic(), _state_by_ledger(events)
             if now - looked_at > LOOK_S or state in OVER:
                 looked_at = now
                 state = _state_of_attempt(run, request, events)
@@ -212,7 +212,7 @@ def wait_for(run: RunDir, request: ProfileRequest, expected: set[int]) -> Profil
                         return examine(profile)
                     raise NotProfiled(f"{run.name} was not profiled: it is {state} by now")
             shown.show(_progress(request, events, profile, expected))
-            time.sleep(POLL_S)
+            clock.sleep(POLL_S)
 
 
 def _running(run: RunDir, events: Sequence[Event]) -> AttemptStarted:

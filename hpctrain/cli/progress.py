@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.text import SPARSE_S, Meter
 from hpctrain.terminal import can_redraw, clean
 
@@ -34,7 +34,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
         label: What is done, e.g. "reading".
         total: Bytes to come; nothing is shown for 0.
     """
-    meter = Meter(label, total, time.monotonic())
+    meter = Meter(label, total, clock.monotonic())
     lock = threading.Lock()
     with line() as one_line:
         every_s = DRAW_S if one_line.in_place else SPARSE_S
@@ -42,7 +42,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
         def advance(count: int) -> None:
             with lock:
                 meter.done += count
-                now = time.monotonic()
+                now = clock.monotonic()
                 if total and meter.due(now, every_s):
                     one_line.show(meter.text(now), min(1.0, meter.done / total))
 
@@ -91,7 +91,7 @@ class ProgressLine:
             self._shown = text
             self._draw(text, share)
             return
-        now = time.monotonic()
+        now = clock.monotonic()
         if self._told is not None and now - self._told < self.sparse_s:
             return
         self._shown, self._told = text, now

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.base import clock
 from hpctrain.cli.options import json_option, site_argument
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ def init_command(*, source: str | None, name: str | None, output: Path | None) -
         raise click.UsageError("nothing to draft from; say --from-slurm.")
     facts = get_cluster(source).facts()
     chosen = name or (output.stem if output else site_name(facts.name))
-    text = draft(facts, name=chosen, today=date.today().isoformat())  # noqa: DTZ011 - a day
+    today = date.fromtimestamp(clock.now())  # noqa: DTZ012 - a day
+    text = draft(facts, name=chosen, today=today.isoformat())
     if output is None:
         click.echo(text, nl=False)
         return

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 import secrets
-import time
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.base import clock
 from hpctrain.base.text import count, duration, fold_ranks
 from hpctrain.cli.options import foreign_option, json_option, run_argument, runs_option
 from hpctrain.cli.progress import line
@@ -108,18 +108,18 @@ def _running(run: RunDir) -> tuple[int, str, int]:
 def _answer(run: RunDir, attempt: int, job_id: str) -> dict[str, Any]:
     token, path = secrets.token_hex(4), stacks.path_of(run.attempt(attempt))
     stacks.ask(run.stacks_request, job_id, token)
-    deadline_s = time.monotonic() + ANSWER_S
+    deadline_s = clock.monotonic() + ANSWER_S
     try:
         with line() as shown:
             while (document := stacks.answer(path, token)) is None:
-                if time.monotonic() > deadline_s:
+                if clock.monotonic() > deadline_s:
                     raise NoStacks(
                         f"the agents of {run.name} have not answered within {ANSWER_S:.0f} s: its "
                         "ranks may just be starting or leaving, or its job was submitted by a "
                         "version of hpctrain that cannot"
                     )
                 shown.show("waiting for the agents")
-                time.sleep(POLL_S)
+                clock.sleep(POLL_S)
     finally:
         run.stacks_request.unlink(missing_ok=True)
     return document

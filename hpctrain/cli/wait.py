@@ -5,12 +5,12 @@ tests/unit/cli/test_wait.py holds the promises.
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.base import clock
 from hpctrain.run.layout import runs_flag
 
 if TYPE_CHECKING:
@@ -136,12 +136,12 @@ def _look_on(
     from hpctrain.status.status import exit_status
 
     reader = StatusReader(runs)
-    began, ask_at, lost = time.monotonic(), 0.0, 0
+    began, ask_at, lost = clock.monotonic(), 0.0, 0
     while True:
         history.extend(tail.new())
         if first_step(history) is not None:
             return _waited(history, "running", 0)
-        now = time.monotonic()
+        now = clock.monotonic()
         if now >= ask_at:
             ask_at = now + min(ASK_SELDOM_S, max(ASK_S, (now - began) / 20))
             status = reader.look(run, thorough=False)
@@ -151,7 +151,7 @@ def _look_on(
                 history.extend(tail.new())
                 return _waited(history, status.state.value, exit_status(status))
         one_line.show(_words(status, now - began if one_line.in_place else None))
-        time.sleep(POLL_S)
+        clock.sleep(POLL_S)
 
 
 def _words(status: RunStatus, seconds: float | None) -> str:
@@ -176,7 +176,7 @@ def _since_submission(history: RunHistory) -> list[AttemptRecord]:
 
 
 def _waited(history: RunHistory, state: str, code: int, *, interrupted: bool = False) -> Waited:
-    stepped, now = first_step(history), time.time()
+    stepped, now = first_step(history), clock.now()
     submitted = history.submissions[-1].asked if history.submissions else now
     # An attempt is written down after its imports: when its job began is what counts.
     begun = [a.began if a.begun is None else a.begun for a in _since_submission(history)]

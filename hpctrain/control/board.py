@@ -12,10 +12,10 @@ import json
 import mmap
 import os
 import struct
-import time
 import zlib
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.files import plain_descriptor
 from hpctrain.control.lease import KINDS, MOST, Lease, Report, Wishes
 from hpctrain.errors import HpctrainError
@@ -70,7 +70,7 @@ class Board:
         self.words = self._bytes.cast("q")
         self.first_rank, self.ranks = first_rank, ranks
         self.ranks_in_all = self.words[RANKS_IN_ALL]
-        self._put = (0, time.monotonic_ns())
+        self._put = (0, clock.monotonic_ns())
         at = (_HEAD + ranks * _ROW) * _WORD
         self._lease = _Cell(self._bytes, at, _LEASE_BYTES)
         at += _Cell.size(_LEASE_BYTES)
@@ -147,7 +147,7 @@ class Board:
         Args:
             version: To be counted up by whoever sends it.
         """
-        now_ns, wishes = time.monotonic_ns(), Wishes()
+        now_ns, wishes = clock.monotonic_ns(), Wishes()
         pace, behind, ranks = (-1, 0.0, 0.0), MOST, 0
         for local_rank in range(self.ranks):
             wishes = wishes.joined(self.wishes(local_rank))
@@ -193,7 +193,7 @@ class Board:
         self._lease.write(json.dumps(lease.to_plain()).encode())
         ticks = (decision.tick for decision in lease.decisions)
         self.words[FREE_TICKS] = min(ticks, default=lease.horizon + 1)
-        self._put = (lease.number, time.monotonic_ns())
+        self._put = (lease.number, clock.monotonic_ns())
         return True
 
     def newer_lease(self, stamp: int) -> tuple[int, Lease] | None:
@@ -217,7 +217,7 @@ class Board:
 
     def beat(self) -> None:
         """The node's process is alive, and hears the root. To be said every few seconds."""
-        self.words[SERVER_BEAT] = time.monotonic_ns()
+        self.words[SERVER_BEAT] = clock.monotonic_ns()
 
     @property
     def server_beat(self) -> int:

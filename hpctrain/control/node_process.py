@@ -12,12 +12,12 @@ import fcntl
 import os
 import shutil
 import tempfile
-import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base import clock
 from hpctrain.control.forked import ANSWER_S, ForkedServer
 from hpctrain.control.node_server import NodeServer, TreePlace
 from hpctrain.errors import ControlLost
@@ -113,7 +113,7 @@ def _remove_left_over(parent: Path) -> None:
         with suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                if abs(time.time() - os.fstat(descriptor).st_mtime) < ANSWER_S:
+                if abs(clock.now() - os.fstat(descriptor).st_mtime) < ANSWER_S:
                     continue
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)

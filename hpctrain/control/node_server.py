@@ -13,11 +13,11 @@ import asyncio
 import os
 import socket
 import struct
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base import clock
 from hpctrain.control.board import BOARD, SOCKET, Board
 from hpctrain.control.collectives import DOWN, UP, Call, Collectives, Delivery, children_of
 from hpctrain.control.endpoint import ChildrenDoor, Endpoint, NotAwaited, meet_parent
@@ -136,7 +136,7 @@ class NodeServer:
         )
         self._servers: list[asyncio.Server] = []
         self._look_timer: asyncio.TimerHandle | None = None
-        self._looked_s = time.monotonic()
+        self._looked_s = clock.monotonic()
 
     async def start(self, address: str) -> int:
         """Begin to serve the ranks, and the children if this node has any.
@@ -184,7 +184,7 @@ class NodeServer:
 
     async def _met(self, address: str, port: int) -> Endpoint:
         """The parent; a stranger may have pushed in before this node, which then knocks again."""
-        deadline_s = time.monotonic() + JOIN_S
+        deadline_s = clock.monotonic() + JOIN_S
         while True:
             greeting = Greeting(self._secret, self._about)
             try:
@@ -192,7 +192,7 @@ class NodeServer:
             except NotAwaited:
                 raise
             except (OSError, ControlLost):
-                if time.monotonic() + KNOCK_AGAIN_S > deadline_s:
+                if clock.monotonic() + KNOCK_AGAIN_S > deadline_s:
                     raise
             await asyncio.sleep(KNOCK_AGAIN_S)
 
@@ -243,7 +243,7 @@ class NodeServer:
                     peer.say(packed({"is": "lost", "why": self.lost}))
             case "report":
                 report, is_urgent = Report.of_plain(head.get("report")), bool(head.get("urgent"))
-                self._leases.hear_child(child, report, time.monotonic(), is_urgent=is_urgent)
+                self._leases.hear_child(child, report, clock.monotonic(), is_urgent=is_urgent)
                 self._look_in_time()
             case "values":
                 call = Call.of_plain(head.get("call"))
@@ -261,7 +261,7 @@ class NodeServer:
                 self._board.beat()
                 self._hear_clock(head.get("now_ns"))
                 lease = Lease.of_plain(head.get("lease"))
-                if self._leases.hear_parent(lease, time.monotonic()):
+                if self._leases.hear_parent(lease, clock.monotonic()):
                     self._send_lease(lease, is_new=True)
             case "values":
                 call = Call.of_plain(head.get("call"))
@@ -343,14 +343,14 @@ class NodeServer:
         """Look at the board when it is time to, which may be now."""
         if self._look_timer is not None:
             self._look_timer.cancel()
-        wait_s = self._leases.next_look_s() - time.monotonic()
+        wait_s = self._leases.next_look_s() - clock.monotonic()
         if wait_s <= 0:
             self._look()
         else:
             self._look_timer = asyncio.get_running_loop().call_later(wait_s, self._look)
 
     def _look(self) -> None:
-        now_s = time.monotonic()
+        now_s = clock.monotonic()
         self._watch_silence(now_s)
         if self.lost:
             return

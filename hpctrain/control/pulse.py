@@ -12,9 +12,9 @@ import contextlib
 import functools
 import json
 import os
-import time
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
+from hpctrain.base import clock
 from hpctrain.base.files import read_plain, replace_text
 from hpctrain.control.board import (
     BOARD,
@@ -152,7 +152,7 @@ class Pulse:
         return number
 
     def _put(self, word: int) -> None:
-        now_ns = time.monotonic_ns()
+        now_ns = clock.monotonic_ns()
         if self._is_in_data:
             self._words[self._at_in_data] += now_ns - self._words[self._at_since]
         self._is_in_data = word & _CODE == DATA

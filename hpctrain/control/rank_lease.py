@@ -10,10 +10,10 @@ promises.
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Protocol
 
+from hpctrain.base import clock
 from hpctrain.control import tick_counts
 from hpctrain.control.board import ARRIVED, BEAT, FIRST_WISH, FREE_TICKS, STEP, TICK, WAITS
 from hpctrain.control.lease import Lease, Wishes, most_ahead
@@ -111,7 +111,7 @@ class RankLease:
 
     def beat(self) -> None:
         """This rank is alive. From any thread."""
-        self._words[self._at_beat] = time.monotonic_ns()
+        self._words[self._at_beat] = clock.monotonic_ns()
 
     def tick(self) -> tuple[Decision, ...]:
         """Begin the next tick as soon as that is granted, and learn what is to be done at it.
@@ -123,7 +123,7 @@ class RankLease:
             ControlLost: the node's process is gone, or silent for `PATIENCE_S`, and this tick was
                 not granted.
         """
-        now_ns, words = time.monotonic_ns(), self._words
+        now_ns, words = clock.monotonic_ns(), self._words
         tick = self._tick = self._tick + 1
         if self._began_ns:
             step_ns = now_ns - self._began_ns
@@ -198,4 +198,4 @@ class RankLease:
                 )
             self._waker.ask()
         words[self._at_waits] = 0
-        words[self._at_arrived] = self._began_ns = time.monotonic_ns()
+        words[self._at_arrived] = self._began_ns = clock.monotonic_ns()

@@ -8,10 +8,10 @@ twice. tests/unit/control/test_root_clock.py holds the promises.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.control.board import CLOCK
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class RootClock:
         ahead_ns: In nanoseconds, negative where it is behind; None while it is not known.
     """
 
-    def __init__(self, *, is_root: bool, clock: Callable[[], int] = time.time_ns) -> None:
+    def __init__(self, *, is_root: bool, clock: Callable[[], int] = clock.now_ns) -> None:
         """Nothing was heard.
 
         Args:

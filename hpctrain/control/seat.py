@@ -12,9 +12,9 @@ import pickle
 import select
 import socket
 import threading
-import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_CONTROL
 from hpctrain.base.text import count
 from hpctrain.control.board import BOARD, SOCKET, Board
@@ -193,9 +193,9 @@ class _Line:
             ControlLost: the round has failed, or the process is gone.
             TimeoutError: none came.
         """
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = clock.monotonic() + timeout_s
         while not self._heard:
-            left_s = deadline_s - time.monotonic()
+            left_s = deadline_s - clock.monotonic()
             if not self._is_readable(left_s):
                 raise TimeoutError
             self._read()
@@ -317,10 +317,10 @@ class TreeExchange:
         Raises:
             ControlLost: the round has failed, or not all of them came in time.
         """
-        deadline_s = time.monotonic() + self._timeout_s
+        deadline_s = clock.monotonic() + self._timeout_s
         try:
             while call not in self._arrived:
-                self._take(self._line.hear(deadline_s - time.monotonic()))
+                self._take(self._line.hear(deadline_s - clock.monotonic()))
         except TimeoutError:
             # Ranks that come later would take this one's next call for this one.
             self._lost = (

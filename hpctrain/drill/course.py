@@ -9,10 +9,10 @@ the promises.
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base import clock
 from hpctrain.base.process import own_program
 from hpctrain.drill import hands
 from hpctrain.drill.catalogue import FAULTS, FREEZE_S
@@ -71,13 +71,13 @@ class Course:
         """Plant each fault in turn, and tell of each as it is over."""
         try:
             for fault in faults:
-                began = time.monotonic()
+                began = clock.monotonic()
                 verdict = self._one(fault)
                 tries = 1
                 while verdict.again and tries < TRIES:
                     verdict = self._one(fault)
                     tries += 1
-                yield DrillResult(fault, verdict, time.monotonic() - began)
+                yield DrillResult(fault, verdict, clock.monotonic() - began)
         finally:
             self.clean_up()
 
@@ -105,8 +105,8 @@ class Course:
 
     def _until_ready(self) -> tuple[RunHistory, AttemptRecord] | DrillVerdict:
         """Wait for a save that the newest attempt has just committed, and for one before it."""
-        deadline, seen = time.monotonic() + self.patience_s, None
-        while time.monotonic() < deadline:
+        deadline, seen = clock.monotonic() + self.patience_s, None
+        while clock.monotonic() < deadline:
             history = RunHistory.read(self.run)
             if history.state.phase in OVER:
                 return DrillVerdict("not tried", f"the run had ended ({history.state.phase})")
@@ -117,7 +117,7 @@ class Course:
                     return history, now
                 if seen is None or seen[0] != done[0]:
                     seen = done
-            time.sleep(LOOK_S)
+            clock.sleep(LOOK_S)
         return DrillVerdict(
             "not tried", f"it committed no checkpoint in {self.patience_s:.0f} s (--patience)"
         )
@@ -126,7 +126,7 @@ class Course:
         self, fault: DrillFault, history: RunHistory, now: AttemptRecord
     ) -> Planted | DrillVerdict:
         planted = Planted(
-            time.time(),
+            clock.now(),
             now.number,
             now.last_step or 0,
             saves=len(history.saves),
@@ -188,7 +188,7 @@ class Course:
         return [said for line in text.splitlines() if (said := _answer(line)) is not None]
 
     def _await(self, fault: DrillFault, planted: Planted) -> DrillVerdict:
-        deadline = time.monotonic() + self.patience_s
+        deadline = clock.monotonic() + self.patience_s
         while True:
             history = RunHistory.read(self.run)
             if fault.armed and self.armed is not None:
@@ -199,9 +199,9 @@ class Course:
                 )
                 planted = replace(planted, gave_way=is_told)
             on_disk = hands.committed(self.run)
-            if is_settled(fault, planted, history, on_disk) or time.monotonic() > deadline:
+            if is_settled(fault, planted, history, on_disk) or clock.monotonic() > deadline:
                 return judge(fault, planted, history, on_disk)
-            time.sleep(LOOK_S)
+            clock.sleep(LOOK_S)
 
 
 def _answer(line: str) -> dict[str, Any] | None:

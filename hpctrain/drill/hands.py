@@ -10,10 +10,10 @@ import contextlib
 import os
 import re
 import signal
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+from hpctrain.base import clock
 from hpctrain.checkpoint.format.manifest import parse_step
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def freeze(pid: int, seconds: float) -> None:
     before = signal.signal(signal.SIGTERM, leave)
     try:
         send(pid, signal.SIGSTOP)
-        time.sleep(seconds)  # this is the fault
+        clock.sleep(seconds)  # this is the fault
     finally:
         send(pid, signal.SIGCONT)
         signal.signal(signal.SIGTERM, before)

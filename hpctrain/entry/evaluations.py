@@ -18,10 +18,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.log import configure
 from hpctrain.base.process import own_program
 from hpctrain.errors import HpctrainError
@@ -53,7 +53,7 @@ def watch(run: RunDir, stop: threading.Event) -> None:
     ledger = _Ledger(run)
     is_last = False
     while not is_last:
-        is_last = stop.wait(LOOK_S) or os.getppid() != parent
+        is_last = clock.wait(stop, LOOK_S) or os.getppid() != parent
         why = ""
         try:
             if ledger.has_news():
@@ -85,7 +85,7 @@ class _Ledger:
         from hpctrain.run.event_types import StepsDone
         from hpctrain.run.ownership import job_spec
 
-        before, now = self._due, time.monotonic()
+        before, now = self._due, clock.monotonic()
         events = [event for event in self._tail.new() if not isinstance(event.fact, StepsDone)]
         if events or before is None:
             self._history.extend(events)

@@ -2,35 +2,37 @@
 
 It keeps to what SLURM was seen to do with jobs, their signals, limits and requeues, so that the
 agents meet the same order of events here as there: tests/unit/entry/test_local_contract.py compares
-them. Run as ``python -m hpctrain.entry.local_controller JOB_ID``.
+them. `local_nodes` starts the nodes. Run as ``python -m hpctrain.entry.local_controller JOB_ID``.
 tests/unit/entry/test_local_controller.py holds the other promises.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.agent.ending import BatchScriptSide, JobStartFacts
 from hpctrain.agent.predecessors import held_back
-from hpctrain.base.env import HPCTRAIN_LOCAL_CONTEXT
+from hpctrain.base import clock
 from hpctrain.base.log import configure
 from hpctrain.base.process import free_port, own_program
-from hpctrain.base.records import NODE_DOWN, JobState
+from hpctrain.base.records import NODE_DOWN, JobContext, JobState
 from hpctrain.entry.evaluations import at_the_end_of
+from hpctrain.entry.local_nodes import NodeStarter
 from hpctrain.errors import HpctrainError
 from hpctrain.plan.decide import EXIT_STOPPED
 from hpctrain.run.layout import RunDir
 from hpctrain.run.ownership import job_spec
 from hpctrain.scheduler.local import client
 from hpctrain.scheduler.local.control import LocalControl
+
+if TYPE_CHECKING:
+    from hpctrain.entry.local_nodes import Node
 
 log = logging.getLogger("hpctrain.entry")
 
@@ -50,7 +52,8 @@ class Controller:
             raise SystemExit(f"there is no local job {job_id}")
         self.record = record
         self.run = RunDir(Path(record.run_dir))
-        self._nodes: list[subprocess.Popen[bytes]] = []
+        self._starter = NodeStarter(self.run)
+        self._nodes: list[Node] = []
         self._requeue = self._cancelled = False
         self._dead: set[int] = set()
         self._kill_at: float | None = None
@@ -115,7 +118,7 @@ class Controller:
             if reason != self.record.reason:
                 self.record.reason = reason
                 client.write(self.record)
-            time.sleep(LOOK_S)
+            clock.sleep(LOOK_S)
 
     def _let_go(self) -> None:
         """The nodes are free: what follows is the scheduler's own time."""
@@ -141,7 +144,7 @@ class Controller:
         count = max(record.min_nodes, min(record.max_nodes, self._available))
         record.nodes = [f"local{i}" for i in range(count)]
         record.state, record.reason = JobState.RUNNING, None
-        record.start_time = time.time()
+        record.start_time = clock.now()
         record.end_time = record.start_time + record.time_s
         record.preempt_time = None
         self._own_restarts = record.restarts
@@ -149,30 +152,26 @@ class Controller:
         self._requeue, self._kill_at, self._warned = False, None, False
         self._dead.clear()
         client.write(record)
+        spec = job_spec(self.run)
+        self._starter.prepare(spec, self._context(0, port=0))
         # Other folders have jobs of the same number, and a port counts as free until it is used.
         port = free_port(f"{client.root()}/{record.job_id}", record.restarts)
-        python = job_spec(self.run).python
-        self._nodes = [self._start_node(python, rank, port) for rank in range(count)]
+        self._nodes = [self._starter.start(self._context(rank, port)) for rank in range(count)]
 
-    def _start_node(self, python: str, rank: int, port: int) -> subprocess.Popen[bytes]:
+    def _context(self, rank: int, port: int) -> JobContext:
         record = self.record
-        context = {
-            "job_id": record.job_id,
-            "restarts": record.restarts,
-            "node_rank": rank,
-            "nodes": record.nodes,
-            "master_addr": "127.0.0.1",
-            "port": port,
-            "token": record.token,
-            "end_time": record.end_time,
-            "kill_wait_s": KILL_WAIT_S,
-            "on_this_machine": True,
-        }
-        environment = {**os.environ, HPCTRAIN_LOCAL_CONTEXT: json.dumps(context)}
-        command = own_program(
-            "hpctrain.entry.local_node", str(self.run.root), python=python, unbuffered=True
+        return JobContext(
+            job_id=record.job_id,
+            restarts=record.restarts,
+            node_rank=rank,
+            nodes=record.nodes,
+            master_addr="127.0.0.1",
+            port=port,
+            token=record.token,
+            end_time=record.end_time,
+            kill_wait_s=KILL_WAIT_S,
+            on_this_machine=True,
         )
-        return subprocess.Popen(command, env=environment, start_new_session=True)
 
     def _supervise(self) -> int:
         """Until every node's agent has left; the worst of their exit codes."""
@@ -181,11 +180,11 @@ class Controller:
             self._enforce_limits()
             if any(code for node, code in enumerate(codes) if node not in self._dead):
                 self._signal(signal.SIGKILL)  # as srun --kill-on-bad-exit does
-            time.sleep(TICK_S)
+            clock.sleep(TICK_S)
         self._signal(signal.SIGKILL)  # what a dead agent left behind
         for node in self._nodes:
             node.wait()
-        self.record.previous_stop = time.time()  # for the start that may follow
+        self.record.previous_stop = clock.now()  # for the start that may follow
         return max((code for code in codes if code is not None), default=0)
 
     def _take_requests(self, taken: frozenset[str] | None = None) -> None:
@@ -219,14 +218,14 @@ class Controller:
         if grace_s <= 0:
             self._on_requeue()
             return
-        self.record.preempt_time = time.time()
-        self.record.end_time = time.time() + grace_s
+        self.record.preempt_time = clock.now()
+        self.record.end_time = clock.now() + grace_s
         client.write(self.record)
         self._signal(signal.SIGTERM)
 
     def _on_end_in(self, seconds: float) -> None:
         """Move the time limit, as `scontrol update EndTime=` does."""
-        self.record.end_time = time.time() + seconds
+        self.record.end_time = clock.now() + seconds
 
     def _on_free(self) -> None:
         """The nodes are free again."""
@@ -241,7 +240,7 @@ class Controller:
         self._on_requeue(NODE_DOWN)
 
     def _enforce_limits(self) -> None:
-        now = time.time()
+        now = clock.now()
         end = self.record.end_time or float("inf")
         if not self._warned and now >= end - self.record.signal_lead_s:
             self._warned = True
@@ -258,7 +257,7 @@ class Controller:
     def _end(self, *, reason: str | None) -> None:
         self.record.state, self.record.reason = JobState.COMPLETING, reason
         client.write(self.record)  # before the signal: whoever gets it asks at once
-        self._kill_at = time.time() + KILL_WAIT_S
+        self._kill_at = clock.now() + KILL_WAIT_S
         self._signal(signal.SIGTERM)
 
     def _signal(self, signum: signal.Signals) -> None:
@@ -280,7 +279,7 @@ def _state_of(job_id: str) -> str:
     return JobState.FAILED if lost else record.state
 
 
-def _code(node: subprocess.Popen[bytes]) -> int | None:
+def _code(node: Node) -> int | None:
     """How a node's agent ended, 0 for well; None while it lives.
 
     It is not reaped: until it is, its number, which its group has too, is nobody else's.
@@ -291,7 +290,7 @@ def _code(node: subprocess.Popen[bytes]) -> int | None:
     return None if ended is None else int(ended.si_status)
 
 
-def _kill_group(node: subprocess.Popen[bytes], signum: signal.Signals) -> None:
+def _kill_group(node: Node, signum: signal.Signals) -> None:
     """Signal every process of a node; the agent leads the group, its ranks are in it."""
     if node.returncode is not None:
         return  # reaped: the number may be another's by now

@@ -9,13 +9,13 @@ import http.client
 import json
 import os
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base import clock
 from hpctrain.base.files import read_plain
 from hpctrain.hangs.arrivals import calls_of
 from hpctrain.hangs.evidence import RankEvidence, frames_of, process_state, recorded_of
@@ -124,9 +124,9 @@ def _frames(path: Path, pid: int) -> tuple[Frame, ...] | None:
     with suppress(OSError):
         before = path.stat().st_size
         os.kill(pid, LOOK_SIGNAL)
-        deadline_s, size, unchanged = time.monotonic() + ANSWER_S, before, 0
-        while time.monotonic() < deadline_s and unchanged < _STACKS_UNCHANGED:
-            time.sleep(_STACKS_POLL_S)  # a signal handler tells nobody that it is done
+        deadline_s, size, unchanged = clock.monotonic() + ANSWER_S, before, 0
+        while clock.monotonic() < deadline_s and unchanged < _STACKS_UNCHANGED:
+            clock.sleep(_STACKS_POLL_S)  # a signal handler tells nobody that it is done
             last, size = size, path.stat().st_size
             unchanged = unchanged + 1 if last == size > before else 0
         text = read_plain(path, MOST_STACKS_BYTES)[before:].decode(errors="replace")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base import clock
 from hpctrain.base.files import read_plain, replace_text
 from hpctrain.hangs.verdict import STATES, own_frame, verdict
 from hpctrain.run.fence import left_text
@@ -40,14 +40,14 @@ def ask(path: Path, job_id: str, token: str) -> None:
     Raises:
         OSError: it could not be written.
     """
-    replace_text(path, json.dumps({"job_id": job_id, "token": token, "t": time.time()}) + "\n")
+    replace_text(path, json.dumps({"job_id": job_id, "token": token, "t": clock.now()}) + "\n")
 
 
 def asked(path: Path, job_id: str) -> str:
     """The token of a request that holds; "" for none."""
     try:
         plain = json.loads(left_text(path))
-        holds = plain["job_id"] == job_id and abs(time.time() - plain["t"]) < REQUEST_HOLDS_S
+        holds = plain["job_id"] == job_id and abs(clock.now() - plain["t"]) < REQUEST_HOLDS_S
         return str(plain["token"]) if holds else ""
     # Not there, or seen while NFS still shows half of it.
     except (ValueError, KeyError, TypeError):

@@ -7,10 +7,10 @@ promises.
 from __future__ import annotations
 
 import contextlib
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.history.run_history import RunHistory
 from hpctrain.history.run_state import OVER, RunState, run_state
 from hpctrain.run.events import LONGEST_BYTES, parse
@@ -83,7 +83,7 @@ class EndWatch:
             return True
         if only is not None and now.attempt is not None and now.attempt > only:
             return True
-        if time.monotonic() - self._asked < ASK_S or (heard and now.phase is RunState.RUNNING):
+        if clock.monotonic() - self._asked < ASK_S or (heard and now.phase is RunState.RUNNING):
             return False
         answer = self._ask()
         if now.phase in OVER:  # done, and its last words are still to come
@@ -115,14 +115,14 @@ class EndWatch:
             with contextlib.suppress(HpctrainError):  # then the ledger alone must do
                 self._cluster = load_spec(self.run.spec).cluster
         before, self._answer = self._answer, ask(self.run, self._cluster, self.history)
-        self._asked = time.monotonic()
+        self._asked = clock.monotonic()
         if self._answer.problem and (before is None or before.problem != self._answer.problem):
             self.tell(f"no answer from the cluster: {self._answer.problem}")
         return self._answer
 
     def _note_waiting(self, state: RunState, answer: Answer) -> None:
         """New words for each new reason: an expected start that moves is no news."""
-        from hpctrain.base.text import clock
+        from hpctrain.base.text import time_of_day
 
         job = answer.job
         if state not in _WAITING or job is None:
@@ -132,8 +132,8 @@ class EndWatch:
             return
         self._why = job.reason or ""
         reason = f" ({job.reason})" if job.reason else ""
-        now, start = time.time(), job.start_time
-        expected = f", expected start {clock(start, now)}" if start and start > now else ""
+        now, start = clock.now(), job.start_time
+        expected = f", expected start {time_of_day(start, now)}" if start and start > now else ""
         self.waiting = f"job {job.job_id} waits in the queue{reason}{expected}"
 
 
@@ -161,7 +161,7 @@ class Follower:
     def _show_and_wait(self) -> None:
         self.printer.show(self.watch.history, over=False)
         self._tell_what_is_waited_for()
-        time.sleep(pause(self.printer.open_logs))
+        clock.sleep(pause(self.printer.open_logs))
         self.watch.add(self.ledger.new())
 
     def _tell_what_is_waited_for(self) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import heapq
 import json
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
 import click
 
+from hpctrain.base import clock
 from hpctrain.logs.sections import ALL, TROUBLE, LineFilter, LogSource, Section, sections
 from hpctrain.run.log_files import (
     LATE_S,
@@ -175,7 +175,7 @@ class Printer:
         self.open_logs += len(sources)
         at_once = min(_MOST_AT_ONCE, max(_LEAST_AT_ONCE, _AT_ONCE // max(1, len(sources))))
         streams = [self._stream(source, section) for source in sources]
-        now = time.time()
+        now = clock.now()
         new = [one.new(section, now, last=last, at_once=at_once) for one in streams]
         several = len(sources) > 1 or self.choice.of_several
         for line in heapq.merge(*new, key=lambda line: line.about) if len(new) > 1 else _first(new):

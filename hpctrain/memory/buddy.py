@@ -14,6 +14,7 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hpctrain.base import clock
 from hpctrain.control.wire import Garbled
 from hpctrain.errors import CheckpointError, ControlLost
 from hpctrain.memory.copy_line import PIECE_BYTES, CopyLine, meet
@@ -124,7 +125,7 @@ class BuddyLines:
     def _line(self, local: int) -> CopyLine:
         if local in self._lines:
             return self._lines[local]
-        if not self._is_known.wait(RING_S) or self._address is None:
+        if not clock.wait(self._is_known, RING_S) or self._address is None:
             raise ControlLost("its buddy is not there")
         line = meet(self._address, self._greeting, self._node)
         with self._lock:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpctrain.base import clock
 from hpctrain.checkpoint.format import manifest as manifests
 from hpctrain.checkpoint.format import shard
 from hpctrain.checkpoint.tensors.boxes import held, parts_to_write
@@ -76,7 +76,7 @@ class RankCopies:
             state: This rank's tensors; they may change when this returns.
             manifest: Everything but files and tensors.
         """
-        began, slot = time.monotonic(), None
+        began, slot = clock.monotonic(), None
         try:
             if self.is_ready:
                 slot = self._line.take_slot()
@@ -88,7 +88,7 @@ class RankCopies:
             log.warning("step %d has no copy in memory: %s", manifest.step, error)
             with contextlib.suppress(KeeperLost):  # then nobody waits for this rank's word
                 self._line.left_out(manifest.step, slot)
-        return time.monotonic() - began
+        return clock.monotonic() - began
 
     def _take(self, nbytes: int) -> None:
         try:

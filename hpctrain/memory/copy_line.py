@@ -11,10 +11,10 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base import clock
 from hpctrain.control.wire import (
     GREETING_BYTES,
     MOST_BYTES,
@@ -136,15 +136,15 @@ def meet(address: tuple[str, int], greeting: Callable[[], Greeting], node: int) 
     Raises:
         ControlLost: it cannot be reached, or something else is there.
     """
-    deadline_s = time.monotonic() + JOIN_S
+    deadline_s = clock.monotonic() + JOIN_S
     while True:
         try:
             return _met(address, greeting(), node)
         except (OSError, Garbled) as error:
-            if time.monotonic() + KNOCK_AGAIN_S > deadline_s:
+            if clock.monotonic() + KNOCK_AGAIN_S > deadline_s:
                 where = f"{address[0]}:{address[1]}"
                 raise ControlLost(f"{where} is no keeper that can be met: {error}") from error
-        time.sleep(KNOCK_AGAIN_S)
+        clock.sleep(KNOCK_AGAIN_S)
 
 
 def _met(address: tuple[str, int], greeting: Greeting, node: int) -> CopyLine:

@@ -18,12 +18,12 @@ import os
 import socket
 import struct
 import threading
-import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base import clock
 from hpctrain.control.endpoint import ChildrenDoor, meet_parent
 from hpctrain.control.node_server import TreePlace
 from hpctrain.control.wire import Greeting, packed, unpacked
@@ -227,12 +227,12 @@ class KeeperRound:
 
     async def _met(self, address: str, port: int) -> Endpoint:
         """The keeper of node 0; a stranger may have pushed in before, so this one knocks again."""
-        deadline_s = time.monotonic() + JOIN_S
+        deadline_s = clock.monotonic() + JOIN_S
         while True:
             try:
                 return await meet_parent(address, port, self._greeting(), self._place.node)
             except (OSError, ControlLost):
-                if time.monotonic() + KNOCK_AGAIN_S > deadline_s:
+                if clock.monotonic() + KNOCK_AGAIN_S > deadline_s:
                     raise
             await asyncio.sleep(KNOCK_AGAIN_S)
 
@@ -313,7 +313,7 @@ class KeeperRound:
             if self._is_over:
                 return
             if covered + 1 > self._words[COVERED]:
-                self._words[COVERED_NS] = time.monotonic_ns()
+                self._words[COVERED_NS] = clock.monotonic_ns()
             self._words[COVERED], self._words[SETTLED] = covered + 1, settled + 1
             for local in range(self._place.ranks):
                 self._offer(local)

@@ -12,11 +12,11 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.checkpoint.format import shard
 from hpctrain.checkpoint.tensors.arena import Arena
 from hpctrain.errors import CheckpointError
@@ -117,12 +117,12 @@ class RoundWills:
             step: Its step.
             may: Whether what is in the memory for wills may be overwritten.
         """
-        deadline = time.monotonic() + CLAIM_S
+        deadline = clock.monotonic() + CLAIM_S
         with self._changed:
             while may and not self._is_over:
                 if self._whole is not None and self._whole.mark.step >= step:
                     break
-                is_late = time.monotonic() > deadline
+                is_late = clock.monotonic() > deadline
                 if self._writer is None and (is_late or not self._is_behind(local, step)):
                     if not self._stock.will_in_use.acquire(blocking=False):
                         break
@@ -131,7 +131,7 @@ class RoundWills:
                     return True
                 if is_late:
                     break
-                self._changed.wait(LOOK_S)
+                clock.wait(self._changed, LOOK_S)
             self._answer(local)
             return False
 
@@ -166,7 +166,7 @@ class RoundWills:
 
     def gather(self) -> dict[str, object]:
         """Ask all heirs, and wait until each has answered, or does nothing any more."""
-        deadline = time.monotonic() + min(LEAST_S + self._stock.will.size / BYTES_PER_S, MOST_S)
+        deadline = clock.monotonic() + min(LEAST_S + self._stock.will.size / BYTES_PER_S, MOST_S)
         with self._changed:
             for heir in self._heirs.values():
                 if not heir.has_answered:
@@ -174,8 +174,8 @@ class RoundWills:
                         send(heir.peer, {"is": "will"})
                     except OSError:
                         heir.has_answered = True
-            while self._is_awaited() and (left_s := deadline - time.monotonic()) > 0:
-                self._changed.wait(min(left_s, 10 * LOOK_S))
+            while self._is_awaited() and (left_s := deadline - clock.monotonic()) > 0:
+                clock.wait(self._changed, min(left_s, 10 * LOOK_S))
             step = None if self._whole is None else self._whole.mark.step
             whys = {str(local): heir.why for local, heir in self._heirs.items() if heir.why}
             return {"step": step, "why": whys}

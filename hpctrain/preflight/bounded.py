@@ -14,9 +14,9 @@ import os
 import select
 import signal
 import subprocess
-import time
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from hpctrain.base import clock
 from hpctrain.base.process import own_program
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Child:
             Unanswered: no answer in time, or it failed; the text says which.
         """
         try:
-            text = _read_all(self._reading, time.monotonic() + timeout_s)
+            text = _read_all(self._reading, clock.monotonic() + timeout_s)
         finally:
             os.close(self._reading)
             _end(self._pid)
@@ -106,7 +106,7 @@ def _read_all(descriptor: int, deadline: float) -> bytes | None:
     """All that comes until the other end is closed; None where that does not happen in time."""
     parts: list[bytes] = []
     while True:
-        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - clock.monotonic()))
         if not ready:
             return None
         part = os.read(descriptor, _CHUNK)
@@ -120,10 +120,10 @@ def _end(child: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(child, signal.SIGKILL)
         os.killpg(child, signal.SIGKILL)
-    deadline = time.monotonic() + REAP_S
+    deadline = clock.monotonic() + REAP_S
     with contextlib.suppress(ChildProcessError):
-        while not os.waitpid(child, os.WNOHANG)[0] and time.monotonic() < deadline:
-            time.sleep(REAP_POLL_S)
+        while not os.waitpid(child, os.WNOHANG)[0] and clock.monotonic() < deadline:
+            clock.sleep(REAP_POLL_S)
 
 
 class CollectiveProcess:

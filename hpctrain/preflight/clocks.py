@@ -8,9 +8,10 @@ tests/unit/preflight/test_rendezvous.py holds the promises.
 from __future__ import annotations
 
 import selectors
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from hpctrain.base import clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -110,13 +111,13 @@ class _Asking:
                 self._selector.register(self._peers[rank], selectors.EVENT_READ, rank)
                 self._ask(rank, PINGS - 1)
             oldest = min((ping.mark for ping in self._asked.values()), default=0.0)
-            for key, _ in self._selector.select(max(oldest + ANSWER_S - time.monotonic(), 0.0)):
+            for key, _ in self._selector.select(max(oldest + ANSWER_S - clock.monotonic(), 0.0)):
                 self._hear(key.data)
             self._give_up()
         return self._skews
 
     def _ask(self, rank: int, left: int) -> None:
-        self._asked[rank] = _Ping(self._clock(), time.monotonic(), left)
+        self._asked[rank] = _Ping(self._clock(), clock.monotonic(), left)
         try:
             self._peers[rank].tell({"ask": "clock"})
         except OSError as error:
@@ -129,7 +130,7 @@ class _Asking:
         except (OSError, ValueError, TypeError) as error:
             self._finish(rank, error)
             return
-        half = (time.monotonic() - ping.mark) / 2
+        half = (clock.monotonic() - ping.mark) / 2
         skew = Skew(round(answer - (ping.began + half), 6), round(half, 6))
         self._skews[rank] = min(self._skews.get(rank, skew), skew, key=lambda one: one.bound_s)
         if ping.left:
@@ -138,7 +139,7 @@ class _Asking:
             self._finish(rank)
 
     def _give_up(self) -> None:
-        now = time.monotonic()
+        now = clock.monotonic()
         for rank in [rank for rank, ping in self._asked.items() if now >= ping.mark + ANSWER_S]:
             self._finish(rank, TimeoutError())
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from hpctrain.base import clock
 from hpctrain.base.process import die_with_parent
 from hpctrain.device import device_of_rank, is_accelerator, synchronize
 from hpctrain.preflight.bounded import Unanswered, start
@@ -93,7 +94,7 @@ def _try(order: Mapping[str, Any]) -> dict[str, Any]:
     """One group's try on this node: what each of its ranks measured, or why there is nothing."""
     order = {**order, "parent": os.getpid()}
     ranks = [start(partial(_measure, order, local)) for local in range(int(order["ranks"]))]
-    deadline = time.monotonic() + float(order["timeout_s"])
+    deadline = clock.monotonic() + float(order["timeout_s"])
     measured: list[dict[str, Any]] = []
     why = ""
     for rank in ranks:
@@ -106,7 +107,7 @@ def _try(order: Mapping[str, Any]) -> dict[str, Any]:
 
 def _awaited(rank: Child, deadline: float, *, hurry: bool) -> dict[str, Any]:
     """A rank's measurement; once one has failed the others are not waited for."""
-    answer: dict[str, Any] = rank.answer(0.0 if hurry else deadline - time.monotonic())
+    answer: dict[str, Any] = rank.answer(0.0 if hurry else deadline - clock.monotonic())
     return answer
 
 
@@ -117,7 +118,7 @@ def _measure(order: Mapping[str, Any], local: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     device = device_of_rank(local)
     rank, world = int(order["first"]) + local, int(order["world"])
-    began = time.monotonic()
+    began = clock.monotonic()
     store = TCPStore(
         str(order["address"]), int(order["port"]), is_master=False,
         timeout=timedelta(seconds=JOIN_S),
@@ -133,7 +134,7 @@ def _measure(order: Mapping[str, Any], local: int) -> dict[str, Any]:
     dist.all_reduce(ones)
     if ones.item() != world:
         raise OSError(f"an all-reduce of ones over {world} ranks came to {ones.item():g}")
-    took = time.monotonic() - began
+    took = clock.monotonic() - began
     seconds, size = _reduce(order, device)
     return {
         "init_s": round(took, 3),
@@ -151,7 +152,7 @@ def _reduce(order: Mapping[str, Any], device: torch.device) -> tuple[float, int]
     for _ in range(1 + (GPU_TIMES if gpu else CPU_TIMES)):
         began = time.perf_counter()
         if slower := float(order.get("slow_s") or 0):
-            time.sleep(slower)
+            clock.sleep(slower)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         synchronize(device)
         times.append(time.perf_counter() - began)

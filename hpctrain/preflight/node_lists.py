@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.files import read_plain
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def bad_nodes_of_user(environ: Mapping[str, str], cluster: str) -> Path:
 
 def read_bad(path: Path, *, now: float | None = None) -> dict[str, BadNode]:
     """The nodes that are kept out; none without a list. A list that is torn counts as none."""
-    now = time.time() if now is None else now
+    now = clock.now() if now is None else now
     try:
         raw = json.loads(read_plain(path))
         bad = {name: BadNode(**entry) for name, entry in raw["nodes"].items()}
@@ -81,7 +81,7 @@ def record_bad(
     Raises:
         OSError: it cannot be written.
     """
-    now = time.time() if now is None else now
+    now = clock.now() if now is None else now
     gone = set(well)
     kept = {name: entry for name, entry in read_bad(path, now=now).items() if name not in gone}
     entries = kept | {name: BadNode(why, now, now + hours * 3600) for name, why in bad.items()}
@@ -117,7 +117,7 @@ def are_known_good(
     path: Path, nodes: Sequence[str], hours: float, *, now: float | None = None
 ) -> bool:
     """Whether all of these nodes were proven in the last so many hours."""
-    now = time.time() if now is None else now
+    now = clock.now() if now is None else now
     good = read_known_good(path)
     return all(now - good.get(node, 0.0) < hours * HOUR_S for node in nodes)
 
@@ -128,7 +128,7 @@ def record_known_good(path: Path, nodes: Iterable[str], *, now: float | None = N
     Raises:
         OSError: it cannot be written.
     """
-    now = time.time() if now is None else now
+    now = clock.now() if now is None else now
     staged = path.with_name(f"{path.name}.{os.getpid()}")
     staged.write_text(json.dumps(read_known_good(path) | dict.fromkeys(nodes, now)) + "\n")
     staged.replace(path)

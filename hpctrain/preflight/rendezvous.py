@@ -20,11 +20,11 @@ import json
 import secrets
 import selectors
 import socket
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+from hpctrain.base import clock
 from hpctrain.base.process import raise_limit
 from hpctrain.base.secret import Forged, code, is_code, sign, verify
 from hpctrain.preflight.clocks import PINGS, ask_clocks
@@ -90,7 +90,7 @@ class Coordinator:
         self.missing: dict[int, str] = {}
         raise_limit()  # each node is an open file here
         with listen(address, port, BACKLOG) as server:
-            self._peers = Acceptor(server, size, key).admit(time.monotonic() + timeout_s)
+            self._peers = Acceptor(server, size, key).admit(clock.monotonic() + timeout_s)
         for rank in range(1, size):
             if rank not in self._peers:
                 self.missing[rank] = f"did not connect in {timeout_s:g} s"
@@ -103,7 +103,7 @@ class Coordinator:
         """Let all go."""
         self.close()
 
-    def skews(self, clock: Callable[[], float] = time.time) -> dict[int, Skew]:
+    def skews(self, clock: Callable[[], float] = clock.now) -> dict[int, Skew]:
         """Each other node's clock against this one's, by the midpoint of the quickest exchange.
 
         Some are asked at a time: see `ask_clocks`.
@@ -138,10 +138,10 @@ class Coordinator:
         return answers.get(0)
 
     def _heard(self, own: Any, timeout_s: float) -> dict[int, Any]:
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.monotonic() + timeout_s
         values = {0: own}
         for rank, line in list(self._peers.items()):
-            heard = self._with(rank, partial(_value, line, deadline - time.monotonic()))
+            heard = self._with(rank, partial(_value, line, deadline - clock.monotonic()))
             if heard is not None:
                 values[rank] = heard["value"]
         return values
@@ -178,15 +178,15 @@ class Peer:
         Raises:
             Alone: it could not be reached in time; the text says why.
         """
-        deadline, pause_s = time.monotonic() + timeout_s, RETRY_S
+        deadline, pause_s = clock.monotonic() + timeout_s, RETRY_S
         while True:
             line_or_why = _meet(rank, address, port, key)
             if isinstance(line_or_why, Connection):
                 self._line = line_or_why
                 return
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 raise Alone(f"{address} port {port} {line_or_why}")
-            time.sleep(pause_s)
+            clock.sleep(pause_s)
             pause_s = min(pause_s * 1.5, LONGEST_RETRY_S)
 
     def __enter__(self) -> Self:
@@ -213,7 +213,7 @@ class Peer:
         except OSError as error:
             raise Alone(f"the first node is not heard any more: {error}") from None
 
-    def tell_time(self, clock: Callable[[], float] = time.time, *, count: int = PINGS) -> None:
+    def tell_time(self, clock: Callable[[], float] = clock.now, *, count: int = PINGS) -> None:
         """Answer the first node's questions for the time.
 
         Raises:
@@ -426,8 +426,8 @@ class Acceptor:
         try:
             while len(self._peers) < self._size - 1:
                 until = min(deadline, self._first_to_go().until if self._guests else deadline)
-                ready = self._selector.select(max(until - time.monotonic(), 0.0))
-                if time.monotonic() >= deadline:
+                ready = self._selector.select(max(until - clock.monotonic(), 0.0))
+                if clock.monotonic() >= deadline:
                     break
                 self._serve([key.data for key, _ in ready])
         finally:
@@ -443,7 +443,7 @@ class Acceptor:
                 self._greet()
             elif guest.connection in self._guests:  # `_greet` may have sent it away
                 self._listen_to(guest)
-        while self._guests and time.monotonic() >= self._first_to_go().until:
+        while self._guests and clock.monotonic() >= self._first_to_go().until:
             self._send_away(self._first_to_go().connection)
 
     def _first_to_go(self) -> _Guest:
@@ -461,7 +461,7 @@ class Acceptor:
             if self._guests:
                 self._send_away(self._first_to_go().connection)
             return
-        guest = _Guest(connection, challenge(), time.monotonic() + HELLO_S)
+        guest = _Guest(connection, challenge(), clock.monotonic() + HELLO_S)
         self._guests[connection] = guest
         self._selector.register(connection, selectors.EVENT_READ, guest)
         try:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_NODE_FAULTS
 from hpctrain.errors import ChecksFailed
 from hpctrain.preflight import checks_between as between
@@ -119,13 +119,13 @@ def run_checks(
 def _first(
     place: NodePlace, order: Order, faults: Faults, say: Say
 ) -> tuple[PreflightReport, NodesVerdict]:
-    began = time.monotonic()
+    began = clock.monotonic()
     say(f"waiting for {len(place.nodes)} nodes")
     with Coordinator(
         len(place.nodes), place.port, place.key, order.meet_s, address=place.address
     ) as coordinator:
         coordinator.agree(None, lambda _: order.to_others(), LOOK_S)
-        skews = coordinator.skews(lambda: time.time() + seconds(faults, "skew"))
+        skews = coordinator.skews(lambda: clock.now() + seconds(faults, "skew"))
         with _Judge(place, order, skews) as judge, _Node(place, order, faults) as node:
             say("looking at each node")
             task = coordinator.agree_each(node.facts(), judge.facts, FACTS_S)
@@ -134,7 +134,7 @@ def _first(
             while part is not None:
                 say(f"all-reduce of {order.ranks} x {judge.sizes}")
                 part = coordinator.agree_each(node.reduce(part), judge.reduced, _reducing_s(order))
-            report = judge.report(coordinator.missing, time.monotonic() - began)
+            report = judge.report(coordinator.missing, clock.monotonic() - began)
             verdict = NodesVerdict(report.bad, judge.apart)
             coordinator.agree(None, lambda _: asdict(verdict), LOOK_S)
             return report, verdict
@@ -144,7 +144,7 @@ def _other(place: NodePlace, faults: Faults) -> NodesVerdict:
     """The same stations, without the judging."""
     with Peer(place.rank, place.address, place.port, place.key, LOOK_S) as peer:
         order = Order.from_plain(peer.agree(None, _nobody, LOOK_S))
-        peer.tell_time(lambda: time.time() + seconds(faults, "skew"))
+        peer.tell_time(lambda: clock.now() + seconds(faults, "skew"))
         with _Node(place, order, faults) as node:
             task = peer.agree(node.facts(), _nobody, FACTS_S)
             part = peer.agree(node.look(task), _nobody, _looking_s(order))

@@ -13,10 +13,10 @@ import errno
 import fcntl
 import os
 import select
-import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.preflight.bounded import Unanswered, bounded
 from hpctrain.run.fence import look_anew
 
@@ -109,9 +109,9 @@ class HeldLock:
         """Let go; the child ends when the pipe closes, also where this process is killed."""
         os.close(self._go)
         with contextlib.suppress(ChildProcessError):
-            deadline = time.monotonic() + 1.0
-            while not os.waitpid(self._child, os.WNOHANG)[0] and time.monotonic() < deadline:
-                time.sleep(0.002)
+            deadline = clock.monotonic() + 1.0
+            while not os.waitpid(self._child, os.WNOHANG)[0] and clock.monotonic() < deadline:
+                clock.sleep(0.002)
 
 
 def _write(folder: Path, name: str, nonce: str) -> None:
@@ -131,17 +131,17 @@ def _write(folder: Path, name: str, nonce: str) -> None:
 
 
 def _unseen(folder: Path, nonces: Mapping[str, str], wait_s: float, *, listed: bool) -> list[str]:
-    deadline, pause_s = time.monotonic() + wait_s, POLL_S
+    deadline, pause_s = clock.monotonic() + wait_s, POLL_S
     left = dict(nonces)
     while True:
         there: Container[str] = left
         if listed:
             there = set(os.listdir(folder)) if folder.is_dir() else ()  # noqa: PTH208 - names only
         left = {n: v for n, v in left.items() if n not in there or _content(folder / n) != v}
-        if not left or time.monotonic() > deadline:
+        if not left or clock.monotonic() > deadline:
             return list(left)
         look_anew(folder)  # else this node's client may show the same list for a minute
-        time.sleep(pause_s)
+        clock.sleep(pause_s)
         pause_s = min(pause_s * 1.5, LONGEST_POLL_S)
 
 

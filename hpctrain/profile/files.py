@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.files import replace_text
 from hpctrain.run.fence import left_text
 
@@ -83,7 +83,7 @@ def read_request(path: Path, job_id: str) -> ProfileRequest | None:
     # Not there, or seen while NFS still shows half of it.
     except (ValueError, KeyError, TypeError, OverflowError):
         return None
-    holds = request.job_id == job_id and abs(time.time() - request.t) < REQUEST_HOLDS_S
+    holds = request.job_id == job_id and abs(clock.now() - request.t) < REQUEST_HOLDS_S
     return request if holds else None
 
 

@@ -25,11 +25,10 @@ import logging
 import math
 import os
 import re
-import time
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from hpctrain.base import locks
+from hpctrain.base import clock, locks
 from hpctrain.base.files import open_plain, plain_descriptor, skip_hole
 from hpctrain.run.event_fields import attempt_number, moment, whole_text
 from hpctrain.run.event_kind import KINDS, LedgerFact
@@ -97,7 +96,7 @@ def append(
     Raises:
         OSError: the event could not be written, e.g. the disk is full; names the file.
     """
-    when = round(time.time(), 3) if t is None else t
+    when = round(clock.now(), 3) if t is None else t
     plain = {"t": when, "kind": fact.kind, "attempt": attempt} | fact.fields_set()
     line = _dumps(plain).encode() + b"\n"
     with _locked(run):  # before it is opened: what a client knows of a file's end is from then

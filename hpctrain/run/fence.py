@@ -19,11 +19,10 @@ import logging
 import os
 import secrets
 import socket
-import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.base import locks
+from hpctrain.base import clock, locks
 from hpctrain.base.files import all_of, plain_descriptor, read_plain, read_text
 from hpctrain.errors import CheckpointError, Fenced, RunLocked
 from hpctrain.run.event_types import AttemptStarted
@@ -116,7 +115,7 @@ def take_attempt(run: RunDir, *, job_id: str, restarts: int, follows: int | None
             token=secrets.token_hex(8),
             job_id=job_id,
             restarts=restarts,
-            started=time.time(),
+            started=clock.now(),
         )
         _write(run, attempt)
         # Before the other nodes look into it: told that it is not there, their clients of the disk

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import difflib
 import errno
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_RUNS
 from hpctrain.base.files import is_plain
 from hpctrain.base.text import count
@@ -165,7 +165,7 @@ def _newest_submission_t(run: RunDir) -> float:
     facts = read_marked(run, b'"submit', b'"attempt_started"')
     times = [e.t for e in facts if e.kind.startswith("submit")] or [e.t for e in facts]
     newest = max(times, default=0.0)
-    now = time.time()
+    now = clock.now()
     return newest if newest <= now else min(now, run.events.stat().st_mtime)
 
 

@@ -17,10 +17,10 @@ import os
 import pwd
 import shlex
 import stat
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.files import write_private
 from hpctrain.base.secret import BYTES, code, new_secret
 from hpctrain.errors import ChecksFailed, UsageError
@@ -185,7 +185,7 @@ def _user(uid: int) -> str:
 
 def _read_or_make(path: Path) -> str:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    deadline = time.monotonic() + WAIT_S
+    deadline = clock.monotonic() + WAIT_S
     while True:
         with contextlib.suppress(FileNotFoundError):
             return _read(path, deadline)
@@ -212,6 +212,6 @@ def _read(path: Path, deadline: float) -> str:
             )
         if len(content) == LENGTH and content.endswith(b"\n"):
             return content[:-1].decode(errors="replace")
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             raise ChecksFailed(f"{path} holds no secret; remove it, and resume the run")
-        time.sleep(_POLL_S)
+        clock.sleep(_POLL_S)

@@ -6,13 +6,13 @@ tests/engines/test_agreement.py and tests/unit/runtime/test_leased_agreement.py 
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
+from hpctrain.base import clock
 from hpctrain.base.records import StopCause
 from hpctrain.control.seat import TreeExchange
 from hpctrain.hangs.torch_names import collectives_called
@@ -115,7 +115,7 @@ class GlooAgreement:
         self._flight: tuple[dist.Work, torch.Tensor] | None = None
         self._ticks_left = 0
         self._gap = 1
-        self._last_tick = time.monotonic()
+        self._last_tick = clock.monotonic()
         self._tick_s = 1.0
 
     def tick(self, request: StopRequest) -> StopRequest:
@@ -160,7 +160,7 @@ class GlooAgreement:
         return max(2, min(1000, int(LATENCY_S / max(self._tick_s, 1e-6))))
 
     def _measure(self) -> None:
-        now = time.monotonic()
+        now = clock.monotonic()
         self._tick_s += 0.3 * (now - self._last_tick - self._tick_s)
         self._last_tick = now
 

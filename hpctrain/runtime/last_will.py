@@ -16,12 +16,12 @@ import pickle
 import random
 import struct
 import threading
-import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpctrain.base import clock
 from hpctrain.checkpoint.format import manifest as manifests
 from hpctrain.checkpoint.tensors.boxes import State, bytes_of, held, parts_to_write
 from hpctrain.data.stream_loader import StreamLoader
@@ -195,7 +195,7 @@ class LastWill:
         """What was kept of the step that the weights are of; None in the middle of an update."""
         came = self._came = threading.Event()
         if self._kept is None and wait_s:
-            came.wait(wait_s)
+            clock.wait(came, wait_s)
         return self._kept
 
     def _copy(self, memory: memoryview, kept: _Kept) -> CopyPlan:
@@ -206,7 +206,7 @@ class LastWill:
         data, tracked = pickle.loads(kept.small)  # noqa: S301 - this process has made it
         extra = {name: split(f"tracked.{name}", value, shared) for name, value in tracked.items()}
         manifest = replace(
-            template, step=kept.step, created=time.time(), data=data, extra=extra, metrics={}
+            template, step=kept.step, created=clock.now(), data=data, extra=extra, metrics={}
         )
         plan, layout, parts = self._plan(State(shared), manifest)
         if plan.size > len(memory):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_CONTROL
 from hpctrain.control.seat import TreeExchange
 from hpctrain.memory.copies import RankCopies
@@ -177,13 +177,13 @@ class MemoryCopies:
         self._is_awaited = False
         if step in {0, self._newest}:
             return
-        self._began_ns = time.monotonic_ns()
+        self._began_ns = clock.monotonic_ns()
         state, manifest = snapshot()
         if self._copies is not None:
             self._copies.copy(state, manifest)
         self._newest = self._pending = step
         self._is_late = False
-        self._stall_s = (time.monotonic_ns() - self._began_ns) / 1e9
+        self._stall_s = (clock.monotonic_ns() - self._began_ns) / 1e9
         self._clock.leave_out(self._stall_s)
 
     def _is_settled(self, line: KeeperLine) -> bool:
@@ -243,7 +243,7 @@ class _StepClock:
 
     def at(self, step: int) -> None:
         """The loop has come to this step."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if self._step >= 0 and step > self._step:
             each = (now - self._at) / (step - self._step)
             self.step_s += 0.3 * (each - self.step_s) if self.step_s else each

@@ -8,9 +8,9 @@ here is collective. tests/engines/test_told_steps.py holds the promises.
 from __future__ import annotations
 
 import operator
-import time
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.device import is_accelerator, memory_stats
 from hpctrain.errors import UsageError
 from hpctrain.history.run_history import RunHistory
@@ -63,7 +63,7 @@ class OwnLoop:
     def at(self, step: int, values: dict[str, float]) -> None:
         """`step` updates are applied; see `Run.at`."""
         before, self.step = self.step, step
-        self._told_at = time.monotonic()
+        self._told_at = clock.monotonic()
         if before is None or step < before:
             # Values are a step's: the update before them was done ere anybody was told of it.
             before = max(0, step - 1) if values else step
@@ -92,7 +92,7 @@ class OwnLoop:
 
         What it has saved of the step since then took no longer. Asked again, it is counted anew.
         """
-        before, self._told_at = self._told_at, time.monotonic()
+        before, self._told_at = self._told_at, clock.monotonic()
         return self._told_at - before if step == self.step else None
 
 

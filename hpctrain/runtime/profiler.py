@@ -17,7 +17,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_NSYS
 from hpctrain.device import is_accelerator, memory_stats, synchronize
 from hpctrain.profile.files import (
@@ -174,9 +174,9 @@ class Profiler:
         except Exception as error:  # noqa: BLE001 - the same
             self._give_up(error)
         self._set_recording(on=False)
-        deadline = time.monotonic() + min(WRITE_S, WRITE_S if left_s is None else left_s / 2)
+        deadline = clock.monotonic() + min(WRITE_S, WRITE_S if left_s is None else left_s / 2)
         for writer in self._writers:
-            writer.join(max(0.0, deadline - time.monotonic()))
+            writer.join(max(0.0, deadline - clock.monotonic()))
 
     # ---- one profile
 

@@ -13,6 +13,7 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_CLUSTER
 from hpctrain.errors import ClusterError
 from hpctrain.plan.decide import is_ending
@@ -143,7 +144,7 @@ class Rank0Requests:
     def _watch(self) -> None:
         self._try("the job's state", self._hear_what_was_missed)
         while not self.stop:
-            if self._warned.wait(POLL_S):
+            if clock.wait(self._warned, POLL_S):
                 self._warned.clear()
                 self.stop = self._meaning_of_warning()
             if not self.stop:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from dataclasses import asdict
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 import torch
 
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_JOB_END
 from hpctrain.base.records import Skipped, StopCause
 from hpctrain.checkpoint.format.manifest import MAX_STEP, Manifest
@@ -40,6 +40,7 @@ from hpctrain.run.event_types import (
 from hpctrain.runtime import program as program_state
 from hpctrain.runtime import sealed
 from hpctrain.runtime.attempt import write_outcome
+from hpctrain.runtime.fitting import NEW, require_known
 from hpctrain.runtime.guarding import Guarding
 from hpctrain.runtime.memory import MemoryCopies, memory_copies
 from hpctrain.runtime.own_loop import OwnLoop, earlier_save_s, memory_in_use, step_number
@@ -51,10 +52,11 @@ from hpctrain.runtime.saves import Saves, sweep_old
 from hpctrain.runtime.stops import Stops
 from hpctrain.runtime.telemetry import Telemetry
 from hpctrain.runtime.trackers import Trackers
+from hpctrain.testing import points
 from hpctrain.world import World, on_rank_0
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -112,6 +114,7 @@ class Run:
         self._attempt = attempt
         self._spec = spec
         self._program = Program(world)
+        self._program.allow = frozenset(settings.resume.allow)
         self._guards = Guarding(
             settings.guard,
             self._program,
@@ -123,7 +126,7 @@ class Run:
         self._clock = JobClock(
             float(end) if end else None,
             settings.run.stop_margin_s,
-            float(end) - time.time() if end else None,
+            float(end) - clock.now() if end else None,
         )
         requests = start_requests(self.dir, self._attempt, self.world, self._clock)
         self._stops = Stops(world, signals, requests, self._clock)
@@ -168,6 +171,7 @@ class Run:
         settings, place = self.settings, self._place
         is_made = not isinstance(model, torch.nn.Module)
         awaits = is_made and place is not None and has_checkpoints(place, self.world)
+        awaits = awaits and NEW not in settings.resume.allow  # what is new needs its own values
         self._program.awaits_weights = awaits
         seed = settings.train.seed
         engine = parallelize(
@@ -193,6 +197,7 @@ class Run:
         model: nn.Module | None = None,
         optimizer: Optimizer | None = None,
         data: Any = None,
+        allow: Sequence[str] = (),
         **others: program_state.Stateful,
     ) -> None:
         """Name what a checkpoint holds.
@@ -203,9 +208,15 @@ class Run:
             data: The position in the data: anything with state_dict/load_state_dict; a key
                 ``samples_consumed`` in its state lets the ledger prove that each sample was used
                 once.
+            allow: Changes of the program since the checkpoint that may pass, beside those of
+                `resume.allow`: ``new-parameters``, ``dropped-parameters``, ``optimizer-changed``.
             others: Scheduler and the like, by name; state of tensors, numbers, strings, lists,
                 dicts.
+
+        Raises:
+            UsageError: `allow` has something else.
         """
+        require_known(allow)
         program = self._program
         program.model = model if model is not None else program.model
         program.optimizer = optimizer if optimizer is not None else program.optimizer
@@ -213,6 +224,7 @@ class Run:
         for name, thing in others.items():  # said now, not when the first save fails
             program_state.split(name, program_state.state_of(thing), {})
         program.tracked.update(others)
+        program.allow |= frozenset(allow)
 
     def loader(
         self,
@@ -315,6 +327,7 @@ class Run:
             if self._program.engine is not None:
                 self._program.engine.at_step(self.step)
             pulse.here().at_step(self.step, pulse.STEP)
+            points.reach("step.begin", step=self.step, rank=self.world.rank)
             try:
                 yield self.step
             except GeneratorExit:  # the program left its loop: what is being saved is worth having
@@ -522,7 +535,7 @@ class Run:
         own_s = self._own_loop.since_s(step) if self._own_loop is not None else None
         self._telemetry.saving.seconds += own_s or 0.0
         self._before_save()
-        began = time.monotonic()
+        began = clock.monotonic()
         with self._telemetry.saving:
             sealed.seal(
                 self.dir,
@@ -534,7 +547,7 @@ class Run:
                 own_s=own_s,
             )
         if own_s is not None:
-            self._clock.saved(own_s + time.monotonic() - began)
+            self._clock.saved(own_s + clock.monotonic() - began)
 
     # ---- the loop's parts
 
@@ -686,7 +699,7 @@ class Run:
             step=self.step,
             attempt=attempt.number,
             attempt_token=attempt.token,
-            created=time.time(),
+            created=clock.now(),
             world_size=self.world.world_size,
             mesh=self._program.mesh,
             engine=self._program.kind,
@@ -699,6 +712,7 @@ class Run:
         return state, manifest
 
     def _restore(self) -> None:
+        self._program.begin()
         restored = Restored() if self._place is None else self._load(self._place)
         self._program.seed(restored.manifest, self.settings.train.seed, self.step)
         self._open(self.step)
@@ -716,7 +730,7 @@ class Run:
         self._profiler.begin(step)
 
     def _load(self, place: SavePlace) -> Restored:
-        started, near = time.monotonic(), self._stops.near_stop_left_s
+        started, near = clock.monotonic(), self._stops.near_stop_left_s
         self._saves = Saves(place, self.world, self._clock, self.settings.evaluate, near)
         if self.settings.checkpoint.overlap_copy:
             self._program.call_before_update(self._before_update)
@@ -740,7 +754,7 @@ class Run:
             checkpoint=restored.path.name if restored.path else None,
             from_world_size=restored.manifest.world_size if restored.manifest else None,
             world_size=self.world.world_size,
-            seconds=round(time.monotonic() - started, 3),
+            seconds=round(clock.monotonic() - started, 3),
             bytes_read=restored.bytes_read,
             skipped=tuple(Skipped(**row) for row in restored.skipped),
             read_from=restored.kept_by,

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.records import StopCause
 from hpctrain.history.run_history import RunHistory
 from hpctrain.plan import interval
@@ -37,17 +37,17 @@ GUESS_SHARE = 1 / 8
 class SavePolicy:
     """The interval between saves; `checkpoint.interval_s` where it is set."""
 
-    def __init__(self, place: SavePlace, world: World, clock: JobClock) -> None:
+    def __init__(self, place: SavePlace, world: World, job_clock: JobClock) -> None:
         self._settings = place.settings
         self._is_chosen = interval.as_set(place.settings) is None
         history = RunHistory.read(place.run)
-        clock.earlier_s = interval.longest_save_s(history, world.world_size)
+        job_clock.earlier_s = interval.longest_save_s(history, world.world_size)
         self._record = interval.failures(history)
         earlier = interval.costs(history)
         self._costs = [] if earlier is None else [earlier]
         self._nodes = max(1, world.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        self._job_s = None if clock.end_time is None else clock.end_time - time.time()
-        self._began = time.monotonic()
+        self._job_s = None if job_clock.end_time is None else job_clock.end_time - clock.now()
+        self._began = clock.monotonic()
         self._told: interval.Interval | None = None
         self.now = self._choose()
 
@@ -95,7 +95,7 @@ class SavePolicy:
         )
 
     def _mtbf_s(self) -> float:
-        seconds = self._record.observed_s + time.monotonic() - self._began
+        seconds = self._record.observed_s + clock.monotonic() - self._began
         return interval.mtbf_s(interval.Failures(self._record.count, seconds), self._nodes)
 
 

@@ -7,9 +7,9 @@ tests/unit/runtime/test_saves.py and tests/engines/test_save_behind.py hold the 
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.checkpoint.store import retention, stripes
 from hpctrain.checkpoint.tensors.save import Saved, SavePlace, save
 from hpctrain.checkpoint.tensors.saver import Saver
@@ -65,7 +65,7 @@ class Saves:
         self,
         place: SavePlace,
         world: World,
-        clock: JobClock,
+        job_clock: JobClock,
         evaluate: EvaluateSettings,
         near_stop_left_s: Callable[[], float | None] = lambda: None,
     ) -> None:
@@ -74,7 +74,7 @@ class Saves:
         Args:
             place: Where, and by which right.
             world: The ranks.
-            clock: Which also says how long a save takes.
+            job_clock: Which also says how long a save takes.
             evaluate: Which checkpoints must stay for evaluations.
             near_stop_left_s: Seconds for a save at the stop that this rank knows of; else None.
         """
@@ -82,14 +82,14 @@ class Saves:
         """The newest step that is committed, or on its way."""
         self._place = place
         self._world = world
-        self._clock = clock
+        self._clock = job_clock
         self._near_stop_left_s = near_stop_left_s
         self._settings = place.settings
         if world.rank == 0 and (problem := stripes.lay_out(place.run.checkpoints, self._settings)):
             log.warning("%s", problem)
         self._saver = Saver(place, world, after=self._prune) if self._is_async else None
-        self._last_at = time.monotonic()
-        self._policy = SavePolicy(place, world, clock) if world.rank == 0 else None
+        self._last_at = clock.monotonic()
+        self._policy = SavePolicy(place, world, job_clock) if world.rank == 0 else None
         self._flight_s: float | None = None
         self._waited_s = 0.0
         self._is_leaving = False
@@ -120,7 +120,7 @@ class Saves:
     def start(self, step: int) -> None:
         """Training begins at this step, which is committed, or 0."""
         self.step = step
-        self._last_at = time.monotonic()
+        self._last_at = clock.monotonic()
         self._tell_interval()
 
     def wishes(self) -> bool:
@@ -130,7 +130,7 @@ class Saves:
             self._tell(outcome)
         if self._policy is None or self._settings.interval_steps:
             return False
-        if time.monotonic() - self._last_at < self._policy.now.seconds:
+        if clock.monotonic() - self._last_at < self._policy.now.seconds:
             return False
         busy = self._saver is not None and self._saver.in_flight
         return not (busy and self._settings.when_busy == "skip")
@@ -150,7 +150,7 @@ class Saves:
             return
         if self._is_busy_and_skips(step):
             return
-        self._last_at = time.monotonic()
+        self._last_at = clock.monotonic()
         try:
             if self._saver is None:
                 self._now(step, snapshot)
@@ -199,15 +199,15 @@ class Saves:
         patience = self._settings.save_patience_s
         if left_s is not None:
             patience = min(patience, patience_s(left_s, self._clock.expected_save_s()))
-        deadline, pause = time.monotonic() + patience, FIRST_PAUSE_S
+        deadline, pause = clock.monotonic() + patience, FIRST_PAUSE_S
         while True:
             try:
                 return self.now(step, snapshot)
             except (NotWritten, FileSystemFault) as error:
-                if not broadcast(self._world, time.monotonic() + pause <= deadline):
+                if not broadcast(self._world, clock.monotonic() + pause <= deadline):
                     raise
                 self._event(SaveFailed(step=step, why=f"{error}; tried again"))
-            time.sleep(pause)  # a file system tells nobody that it is back
+            clock.sleep(pause)  # a file system tells nobody that it is back
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def now(self, step: int, snapshot: Snapshot) -> None:
@@ -246,20 +246,20 @@ class Saves:
         self._waited_s = 0.0
         state, manifest = snapshot()
         saved = save(self._place, self._world, state, manifest)
-        self.step, self._last_at = step, time.monotonic()
+        self.step, self._last_at = step, clock.monotonic()
         self._note_saved(saved, "sync")
         if self._world.rank == 0:
             self._prune(saved)
 
     def _behind(self, saver: Saver, step: int, snapshot: Snapshot) -> None:
-        due = time.monotonic()
+        due = clock.monotonic()
         failed = self._land()
         if failed is not None and broadcast(self._world, self._near_stop_left_s() is not None):
             self._is_leaving = True
             why = f"a stop is near, and step {failed} could not be saved"
             self._event(SaveSkipped(step=step, why=why))
             return
-        started = time.monotonic()
+        started = clock.monotonic()
         self._waited_s = started - due
         state, manifest = snapshot()
         if not self._has_memory and not self._take_memory(saver, state):

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from typing import TYPE_CHECKING, ClassVar
 
 from hpctrain.agent.signals import STOP_SIGNALS as HEARD
 from hpctrain.agent.signals import start_resource_tracker
+from hpctrain.base import clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,7 +77,7 @@ class RankSignals:
     def note(self, signum: int) -> None:
         """Take in a signal."""
         if signum == signal.SIGTERM:
-            self.term_at = self.term_at or time.time()
+            self.term_at = self.term_at or clock.now()
             self.term = True
         else:
             self.warned = True

@@ -7,9 +7,9 @@ promises.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base import clock
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import StepsDone
 
@@ -78,7 +78,7 @@ class StepLog:
         attempt: Attempt,
         every_s: Callable[[], float],
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         """Start with an empty mark.
 

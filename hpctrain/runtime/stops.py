@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_KILL_WAIT_S
 from hpctrain.base.records import StopCause
 from hpctrain.errors import HpctrainError
@@ -106,7 +106,7 @@ class Stops:
         kill_wait = os.environ.get(HPCTRAIN_KILL_WAIT_S)
         return self._clock.left_s(
             cause,
-            time.time(),
+            clock.now(),
             term_at=self._signals.term_at,
             kill_wait_s=float(kill_wait) if kill_wait else None,
             grace_end=self._grace_end if cause is StopCause.TERM else None,
@@ -122,7 +122,7 @@ class Stops:
             None where it knows of no stop, or nobody says when processes are killed.
         """
         stop = max(self._heard(), self._agreement.stop_ahead)
-        if not stop and self._world.rank == 0 and self._clock.is_due(time.time()):
+        if not stop and self._world.rank == 0 and self._clock.is_due(clock.now()):
             stop = STOP_CLOCK
         cause = StopRequest(stop).cause
         left_s = self.left_s(cause) if cause is not None else None
@@ -157,7 +157,7 @@ class Stops:
 
     def _is_due(self) -> bool:
         # What is said now may hold only some steps later.
-        now = time.time() + self._agreement.steps_ahead * self._clock.step_s
+        now = clock.now() + self._agreement.steps_ahead * self._clock.step_s
         late = self._clock.is_late(now)
         if late and not self._clock.has_stepped and not self._said_late:
             self._said_late = True

@@ -21,12 +21,12 @@ import logging
 import math
 import resource
 import statistics
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from hpctrain.base import clock
 from hpctrain.control import pulse
 from hpctrain.device import is_accelerator, memory_stats, timing_event
 from hpctrain.errors import UsageError
@@ -67,7 +67,7 @@ class Telemetry:
         saving: Around whatever stops training for a save.
     """
 
-    def __init__(self, world: World, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, world: World, clock: Callable[[], float] = clock.monotonic) -> None:
         """Counts from the start; nothing is written before `open`."""
         self._world = world
         self._clock = clock
@@ -109,7 +109,7 @@ class Telemetry:
         self._own = ComputeTime(model, elsewhere_s=self._elsewhere_s, clock=self._clock)
         if self._world.rank == 0:
             self._writer = _Rank0Writer(
-                run, attempt, log_every_s, ranks=self._world.world_size, clock=self._clock
+                run, attempt, log_every_s, ranks=self._world.world_size, monotonic=self._clock
             )
 
     # ---- what a program says
@@ -237,14 +237,14 @@ class _Rank0Writer:
         log_every_s: float,
         *,
         ranks: int,
-        clock: Callable[[], float],
+        monotonic: Callable[[], float],
     ) -> None:
         self._run = run
         self._attempt = attempt.number
         self._log_every_s = log_every_s
         self._ranks = ranks
-        self._clock = clock
-        now, wall = clock(), time.time()
+        self._clock = monotonic
+        now, wall = monotonic(), clock.now()
         self._born = now - run_age_s(run, wall)
         before = sampled_before(run, attempt.number)
         # By the run's clock, not the attempt's: of many short attempts some are told of.
@@ -254,7 +254,7 @@ class _Rank0Writer:
         self._window = (0, 0)
         self._slow: dict[str, float] = {}
         self._silent = False
-        self.marks = StepLog(run, attempt, self._mark_every_s, clock=clock)
+        self.marks = StepLog(run, attempt, self._mark_every_s, clock=monotonic)
 
     def _mark_every_s(self) -> float:
         return mark_every_s(self._clock() - self._born, self._log_every_s)
@@ -277,7 +277,7 @@ class _Rank0Writer:
             return
         self._beat_at = now
         try:
-            write_heartbeat(self._run, self._attempt, Heartbeat(time.time(), step))
+            write_heartbeat(self._run, self._attempt, Heartbeat(clock.now(), step))
         except OSError as error:
             self._cannot(error)
 
@@ -297,7 +297,7 @@ class _Rank0Writer:
         step, steps = self._window
         if not steps:
             return
-        sample = sample_of(time.time(), step, steps, rows)
+        sample = sample_of(clock.now(), step, steps, rows)
         self._slow = slowest(sample)  # for the next mark
         try:
             append_sample(self._run, self._attempt, sample)
@@ -355,7 +355,7 @@ class ComputeTime:
         model: nn.Module | None,
         *,
         elsewhere_s: Callable[[], float],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         """Put hooks on a model that is wrapped in DDP; any other is left alone.
 

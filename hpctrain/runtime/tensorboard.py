@@ -18,6 +18,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base import clock
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
 from hpctrain.run.evaluation_curves import record
@@ -124,9 +125,9 @@ class EventFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o666)
-        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._add(Event(wall_time=clock.now(), file_version="brain.Event:2"))
         start = SessionLog(status=SessionLog.START)
-        self._add(Event(wall_time=time.time(), step=purge_step, session_log=start))
+        self._add(Event(wall_time=clock.now(), step=purge_step, session_log=start))
 
     def scalars(self, step: int, t: float, values: Mapping[str, float]) -> None:
         """Scalars of one step, as one record.
@@ -148,7 +149,7 @@ class EventFile:
 
         tensor = TensorProto(dtype=DT_STRING, string_val=[markdown.encode()])
         tensor.tensor_shape.dim.add(size=1)
-        event = self._new_event(wall_time=time.time(), step=step)
+        event = self._new_event(wall_time=clock.now(), step=step)
         value = event.summary.value.add(tag=f"{tag}/text_summary", tensor=tensor)
         value.metadata.plugin_data.plugin_name = "text"
         value.metadata.plugin_data.content = b""
@@ -161,7 +162,7 @@ class EventFile:
 
         tensor = TensorProto(dtype=DT_FLOAT)
         tensor.tensor_shape.dim.add(size=0)
-        event = self._new_event(wall_time=time.time(), step=step)
+        event = self._new_event(wall_time=clock.now(), step=step)
         value = event.summary.value.add(tag=tag, tensor=tensor)
         value.metadata.plugin_data.plugin_name = plugin
         value.metadata.plugin_data.content = content

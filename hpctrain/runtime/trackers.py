@@ -15,7 +15,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +23,7 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
+from hpctrain.base import clock
 from hpctrain.runtime.tensorboard import TensorBoardTracker, public_settings
 from hpctrain.settings.check import BUILT_IN
 
@@ -157,7 +157,7 @@ class Trackers:
 
     def _hand_over(self) -> None:
         if self._values:
-            t = time.time()
+            t = clock.now()
             for thread in self._threads:
                 thread.put(self._step, self._values, t)
             self._values = {}
@@ -170,11 +170,11 @@ class Trackers:
         """
         self._hand_over()
         limit_s = CLOSE_S if left_s is None else min(CLOSE_S, max(CLOSE_LEAST_S, left_s / 2))
-        deadline = time.monotonic() + limit_s
+        deadline = clock.monotonic() + limit_s
         for thread in self._threads:
             thread.begin_close()
         for thread in self._threads:
-            thread.wait_closed(max(0.0, deadline - time.monotonic()))
+            thread.wait_closed(max(0.0, deadline - clock.monotonic()))
         self._threads = []
         self._at_exit.cancel()
 
@@ -306,7 +306,7 @@ class TrackerThread:
         """Hand over what waits; whether that was the last time."""
         with self._condition:
             if self._asked == self._flushed and not self._closing:
-                self._condition.wait(self._every_s)
+                clock.wait(self._condition, self._every_s)
             ticket, last = self._asked, self._closing
         moved = False
         while self._waiting:

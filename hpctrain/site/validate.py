@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from datetime import date, timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpctrain.base import clock
 from hpctrain.errors import UsageError
 from hpctrain.nccl.lists import LONGEST_NETDEV, MOST_HCAS, MOST_NETDEVS
 from hpctrain.nccl.rules import DEBUG, ERROR, Context, check_environment, check_variable
@@ -495,7 +496,7 @@ def validate(site: Site, *, today: date | None = None) -> list[PresetFinding]:
         site: The preset, with whatever its layers and bases give.
         today: The day against which its review is held; this day by default.
     """
-    today = today or date.today()  # noqa: DTZ011 - a review has a day, and no hour
+    today = today or date.fromtimestamp(clock.now())  # noqa: DTZ012 - a review has a day, and no hour
     said = [
         *_about(site),
         *_reviewed(site, today),

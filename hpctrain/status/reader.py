@@ -8,12 +8,12 @@ tests/unit/cli/test_status.py and tests/unit/scheduler/test_status_questions.py 
 from __future__ import annotations
 
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from hpctrain.base import clock
 from hpctrain.base.records import TERMINAL_JOB, JobInfo, JobState
 from hpctrain.errors import AccountingSilent, ClusterError, UsageError
 from hpctrain.run.layout import RunDir, runs_flag
@@ -373,7 +373,7 @@ def _lately(
     ask: Callable[[], _T],
 ) -> _T:
     """The last answer where it is young and about the same; else a new one."""
-    now = time.monotonic()
+    now = clock.monotonic()
     t, asked_about, answer = kept.get(key, (0.0, None, None))
     if answer is not None and asked_about == about and now - t < every_s:
         return answer

@@ -17,7 +17,6 @@ from rich.text import Text
 from hpctrain.base.text import (
     LABEL,
     amount,
-    clock,
     count,
     duration,
     fold_nodes,
@@ -26,6 +25,7 @@ from hpctrain.base.text import (
     percent,
     size,
     step_time,
+    time_of_day,
 )
 from hpctrain.drawing import Column, facts, fitted, rank_map, uncut
 from hpctrain.history.goodput import TimeClass
@@ -539,7 +539,7 @@ def attempts_table(
         Column("#", [str(one.number) for one in shown], right=True),
         Column("job", [one.job_id or "-" for one in shown], drop=1 if one_job else 3),
         Column("where", [fold_nodes(one.nodes) or "-" for one in shown], shrink=True),
-        Column("started", [clock(one.started, status.now) for one in shown]),
+        Column("started", [time_of_day(one.started, status.now) for one in shown]),
         Column("ran", [_ran(status, one) for one in shown], right=True),
         Column("ended", [_ended(status, one) for one in shown]),
         Column("steps", steps, short=plain_steps),

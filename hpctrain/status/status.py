@@ -6,10 +6,10 @@ tests/unit/cli/test_status.py holds the promises.
 from __future__ import annotations
 
 import shlex
-import time
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.mesh import Mesh
 from hpctrain.history.attempts import AttemptView, attempts
 from hpctrain.history.goodput import Goodput, goodput, window
@@ -130,7 +130,7 @@ class RunStatus:
     """How the user can name the run in the next command."""
     flags: str
     """What the next command needs behind it, e.g. " --runs DIR"."""
-    now: float = field(default_factory=time.time)
+    now: float = field(default_factory=clock.now)
     goodput: Goodput = field(default_factory=Goodput)
     day: Goodput = field(default_factory=Goodput)
     """The same for the last 24 hours."""
@@ -218,7 +218,7 @@ def status_of(
         now: Seconds since the epoch.
     """
     state = run_state(history.state, answer.job, asked=answer.asked)
-    moment = time.time() if now is None else now
+    moment = clock.now() if now is None else now
     gone = state not in {RunState.RUNNING, RunState.COMPLETING}
     done = attempts(history, starts, gone=gone)
     until = _counted_until(history, starts, state, moment)

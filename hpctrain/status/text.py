@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpctrain.base.records import JobState
-from hpctrain.base.text import clock, count, duration, fold_nodes, fold_ranks
+from hpctrain.base.text import count, duration, fold_nodes, fold_ranks, time_of_day
 from hpctrain.history.causes import EndCause
 from hpctrain.history.run_state import RunState
 from hpctrain.scheduler.base import title_of
@@ -226,7 +226,7 @@ def _waiting(status: RunStatus) -> str:
         return ""
     text = f" ({job.reason})" if job.reason else ""
     if job.start_time is not None and job.start_time > status.now:
-        when = clock(job.start_time, status.now)
+        when = time_of_day(job.start_time, status.now)
         text += f", expected to start {when} (in {duration(job.start_time - status.now)})"
     words = explained(job.reason or "")
     return f"{text}: {words}" if words else text

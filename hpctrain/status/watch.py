@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.base.text import clock, duration
+from hpctrain.base import clock
+from hpctrain.base.text import duration, time_of_day
 from hpctrain.terminal import can_redraw
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def keep_looking(look: Callable[[], Shown], interval_s: float, *, as_json: bool 
             if shown.over and (shown.sure or lost):
                 return shown
             lost = shown.over
-            time.sleep(interval_s)
+            clock.sleep(interval_s)
 
 
 def _over(runs: Sequence[RunStatus]) -> tuple[bool, bool]:
@@ -178,8 +178,8 @@ def _on_screen(interval_s: float) -> Iterator[Callable[[Shown], None]]:
     last: list[Shown] = []
 
     def framed() -> RenderableType:
-        now = time.time()
-        footer = f"{clock(now, now)}, again every {duration(interval_s)}; Ctrl-C ends"
+        now = clock.now()
+        footer = f"{time_of_day(now, now)}, again every {duration(interval_s)}; Ctrl-C ends"
         return Framed(last[-1].screen() if last else "", footer)
 
     def show(shown: Shown) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpctrain.base import clock
 from hpctrain.base.files import write_plain
 from hpctrain.base.records import TERMINAL_JOB
 from hpctrain.errors import ClusterError, ClusterUnreachable, HpctrainError, UsageError
@@ -81,7 +81,7 @@ def _live_job(run: RunDir, answer: Answer, history: RunHistory) -> str:
 
 def _ask_to_save(run: RunDir, job_id: str, history: RunHistory) -> None:
     """Leave the request that rank 0 looks for, whole or not at all."""
-    request = {"time": time.time(), "job_id": job_id, "token": history.state.token}
+    request = {"time": clock.now(), "job_id": job_id, "token": history.state.token}
     staged = run.stop_request.with_suffix(".new")
     try:
         write_plain(staged, json.dumps(request) + "\n")

@@ -18,10 +18,10 @@ import shutil
 import subprocess
 import tarfile
 import threading
-import time
 from dataclasses import asdict
 from typing import IO, TYPE_CHECKING, cast
 
+from hpctrain.base import clock
 from hpctrain.base.files import write_private
 from hpctrain.base.locks import held
 from hpctrain.base.text import count, size
@@ -128,13 +128,13 @@ def archive_of(
     with held(folder / f"{key}.lock", LOCK_S):
         if ready := _found(folder, key):
             return ready, None
-        began = time.monotonic()
+        began = clock.monotonic()
         _prune(folder, keep=key)
         total = sum(file.size_bytes for file in files)
         show = progress("packing the environment:", total) if progress else _silent()
         with show as on_bytes:
             made = _packed(python, files, folder, key, compress, on_bytes=on_bytes)
-        return made, time.monotonic() - began
+        return made, clock.monotonic() - began
 
 
 @contextlib.contextmanager
@@ -323,7 +323,7 @@ def _add(tar: tarfile.TarFile, file: EnvironmentFile) -> None:
 
 def _prune(folder: Path, *, keep: str) -> None:
     """Remove what nothing has used for long, and what killed submits have left."""
-    oldest = time.time() - UNUSED_DAYS * 86400
+    oldest = clock.now() - UNUSED_DAYS * 86400
     for path in folder.iterdir():
         is_old = path.suffix in {".json", ".new"} and path.stat().st_mtime < oldest
         if not is_old or path.stem == keep:

@@ -15,12 +15,11 @@ import contextlib
 import logging
 import os
 import re
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.base import locks
+from hpctrain.base import clock, locks
 from hpctrain.base.files import make_private_folder, make_run_folder
 from hpctrain.checkpoint.store import find, retention
 from hpctrain.errors import (
@@ -197,7 +196,7 @@ class _EvaluationLook:
             if copied_from(child, history) is not None:
                 continue  # its job is the original's
             if _is_refused(history) or history.state.phase is RunState.CREATED:
-                if not self._insist and not _may_try(history, time.time()):
+                if not self._insist and not _may_try(history, clock.now()):
                     self._paused.add(step)
             elif history.state.phase is RunState.SUBMITTING:
                 self._unanswered.add(step)

@@ -14,10 +14,10 @@ tests/slurm/test_node_check.py hold the promises.
 from __future__ import annotations
 
 import secrets
-import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.files import follow_folder, make_private_folder, write_private
 from hpctrain.base.records import JobRequest
 from hpctrain.errors import ChecksFailed, ClusterError, ClusterUnreachable, NotFound, UsageError
@@ -290,7 +290,7 @@ def new_token(run: RunDir) -> str:
 
 def _adopt(cluster: Cluster, token: str, error: ClusterUnreachable) -> str:
     """The job that was accepted although the scheduler's answer never came."""
-    deadline = time.monotonic() + ADOPT_WAIT_S
+    deadline = clock.monotonic() + ADOPT_WAIT_S
     while True:
         try:
             job = cluster.find_job(token)
@@ -298,12 +298,12 @@ def _adopt(cluster: Cluster, token: str, error: ClusterUnreachable) -> str:
             job = None  # still silent; asked again until the deadline
         if job is not None:
             return job.job_id
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             raise ClusterUnreachable(
                 f"{error}; no job with token {token} was found. Try again: if it was accepted "
                 "after all, it will be found by its token and not started twice"
             ) from error
-        time.sleep(LOOK_AGAIN_S)
+        clock.sleep(LOOK_AGAIN_S)
 
 
 def without_nodes(spec: Spec, exclude: Sequence[str]) -> Spec:

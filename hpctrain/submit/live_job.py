@@ -5,9 +5,9 @@ tests/slurm/test_two_writers.py and tests/unit/submit/test_copied_run.py hold th
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.records import JobState
 from hpctrain.errors import AccountingSilent, ClusterUnreachable, RunAlive
 from hpctrain.history.run_history import RunHistory
@@ -70,14 +70,14 @@ def refuse_alive(run: RunDir, spec: Spec) -> None:
         RunAlive: with the job and what to do.
     """
     cluster = get_cluster(spec.cluster)
-    deadline = time.monotonic() + ENDING_S
+    deadline = clock.monotonic() + ENDING_S
     alive = live_job(run, cluster)
     if alive is not None and (leaving := _leaving(run, alive, f"job {alive.job_id}")):
         echo_note(f"{leaving}; waiting for that up to {ENDING_S:.0f} s")
     while alive is not None:
-        if not _leaving(run, alive) or time.monotonic() > deadline:
+        if not _leaving(run, alive) or clock.monotonic() > deadline:
             raise refusal(run, alive)
-        time.sleep(LOOK_S)  # a scheduler tells nobody
+        clock.sleep(LOOK_S)  # a scheduler tells nobody
         alive = live_job(run, cluster)
 
 

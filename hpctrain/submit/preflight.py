@@ -17,11 +17,11 @@ import json
 import os
 import secrets
 import shutil
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.files import follow_folder, make_runs_folder, read_text
 from hpctrain.preflight.bounded import Unanswered, bounded
 from hpctrain.preflight.checks import Order, expected_of
@@ -237,7 +237,7 @@ def _wait(
         with contextlib.suppress(OSError):
             return PreflightReport.load(root / REPORT)
         lines_told = _tell_progress(root / PROGRESS, lines_told, say)
-        now = time.monotonic()
+        now = clock.monotonic()
         began = now if lines_told and began is None else began
         if over_at is not None and now > over_at + LAST_WORDS_S:
             return _without_report(preflight, f"{job.name} ended without a report")
@@ -249,7 +249,7 @@ def _wait(
             over_at = (over_at or now) if job.is_over() else None
             if not lines_told and over_at is None and (why := job.waits_for()):
                 say(f"{job.name} waits: {why}")
-        time.sleep(POLL_S)
+        clock.sleep(POLL_S)
 
 
 def _tell_progress(path: Path, shown_lines: int, say: Say) -> int:

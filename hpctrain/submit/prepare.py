@@ -10,11 +10,11 @@ import contextlib
 import os
 import re
 import sys
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.files import can_be_replaced, make_run_folder, make_runs_folder
 from hpctrain.errors import ChecksFailed, ClusterError, RunExists, UsageError
 from hpctrain.memory.need import memory_notes
@@ -238,7 +238,7 @@ def prepare(request: SubmitRequest) -> Prepared:
     spec = Spec(
         name=name,
         run_id=os.urandom(8).hex(),
-        created=time.time(),
+        created=clock.now(),
         cluster=cluster.name,
         site=site.name if site else "",
         entry=entry,

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import os
 import shlex
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base import clock
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.scheduler.base import get_cluster
 from hpctrain.settings.check import BOUNDED
@@ -154,7 +154,7 @@ def side_spec(
         spec,
         name=name,
         run_id=os.urandom(8).hex(),
-        created=time.time(),
+        created=clock.now(),
         entry=spec.beside[section],
         beside={},
         after=[],

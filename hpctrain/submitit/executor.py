@@ -12,7 +12,6 @@ import logging
 import re
 import shlex
 import sys
-import time
 import uuid
 import warnings
 from pathlib import Path
@@ -23,6 +22,7 @@ from submitit.auto.auto import flexible_init
 from submitit.core import core, utils
 from submitit.slurm import slurm
 
+from hpctrain.base import clock
 from hpctrain.errors import RunExists, UsageError
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.base import default_cluster, get_cluster
@@ -139,7 +139,7 @@ class _RunExecutor(core.PicklingExecutor):
         try:
             for path in pickles:
                 self._throttle()
-                self._last_job_submitted = time.time()
+                self._last_job_submitted = clock.now()
                 jobs.append(self._start(path, flags, [job.job_id for job in jobs]))
         except BaseException:
             cancel_all(jobs)

@@ -6,11 +6,11 @@ tests/unit/submitit/test_job.py holds the promises.
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from submitit.core import core, utils
 
+from hpctrain.base import clock
 from hpctrain.base.records import JobState
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.history.run_state import OVER, RunState
@@ -72,7 +72,7 @@ class RunWatcher(core.InfoWatcher):
                 waiting.setdefault(_cluster_of(run), {})[job_id] = run, history
         for cluster, jobs in waiting.items():
             self._ask(cluster, jobs)
-        self._last_status_check = time.time()
+        self._last_status_check = clock.now()
         self._finished |= {one for one in self._registered if self.is_done(one, mode="cache")}
 
     def _ask(self, cluster: str, jobs: dict[str, tuple[RunDir, RunHistory]]) -> None:
@@ -89,8 +89,8 @@ class RunWatcher(core.InfoWatcher):
 
     def _note(self, job_id: str, state: RunState, history: RunHistory) -> None:
         if state is RunState.LOST:
-            since = self._lost_since.setdefault(job_id, time.time())
-            word = LOST if time.time() - since > LOST_S else UNKNOWN
+            since = self._lost_since.setdefault(job_id, clock.now())
+            word = LOST if clock.now() - since > LOST_S else UNKNOWN
         else:
             self._lost_since.pop(job_id, None)
             word = _WORDS[state].value

@@ -16,9 +16,9 @@ import logging
 import os
 import signal
 import threading
-import time
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.files import replace_text
 from hpctrain.base.records import StopCause
 from hpctrain.run.fence import left_text
@@ -116,11 +116,11 @@ class StopWatch:
                 self.cause = cause
                 break
             lively = self._rank == 0 or self._signals.heard.is_set()
-            time.sleep(POLL_S if lively else IDLE_POLL_S)
+            clock.sleep(POLL_S if lively else IDLE_POLL_S)
         main = threading.main_thread()
         while main.is_alive():
             signal.pthread_kill(main.ident or 0, INTERRUPT)
-            time.sleep(AGAIN_S)
+            clock.sleep(AGAIN_S)
 
     def _look(self) -> StopCause | None:
         if self._requests is None:
@@ -132,7 +132,7 @@ class StopWatch:
         if cause is None and self._signals.term:
             cause = StopCause.TERM
         due = self._due()
-        if cause is None and due is not None and time.time() >= due:
+        if cause is None and due is not None and clock.now() >= due:
             cause = StopCause.CLOCK
         if cause is not None:
             replace_text(self._path, json.dumps({"cause": cause.value}))

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import sys
-import time
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from submitit import helpers
 from submitit.core import utils
 
+from hpctrain.base import clock
 from hpctrain.base.env import (
     HPCTRAIN_ATTEMPT,
     HPCTRAIN_CLUSTER,
@@ -132,14 +132,14 @@ class Task:
             dump(("error", traceback.format_exc()), path)
 
     def _load(self) -> DelayedSubmission:
-        deadline = time.monotonic() + WAIT_PICKLE_S
+        deadline = clock.monotonic() + WAIT_PICKLE_S
         while not self.files.pickle().exists():
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 raise FileNotFoundError(
                     f"{self.files.pickle()} did not come in {WAIT_PICKLE_S:.0f} s: the program "
                     "that submitted this job has died; submit it anew"
                 )
-            time.sleep(POLL_S)
+            clock.sleep(POLL_S)
             look_anew(self.files.folder)
         return self.files.load(self.rank)
 
@@ -215,14 +215,14 @@ class Task:
     def _await_saved(self) -> None:
         """Until rank 0 has committed; the agent ends us where it never does."""
         while not self._is_saved():
-            time.sleep(POLL_S)
+            clock.sleep(POLL_S)
             look_anew(self.run.attempt(self.attempt.number))
 
     def _await_pickles(self, ranks: int) -> None:
         own = [self.files.pickle(self.attempt.number, rank) for rank in range(ranks)]
         given = [self.files.result(rank) for rank in range(ranks)]
         while not all(a.exists() or b.exists() for a, b in zip(own, given, strict=True)):
-            time.sleep(POLL_S)
+            clock.sleep(POLL_S)
             look_anew(self.files.folder)
 
     def _leave(self) -> NoReturn:
@@ -234,15 +234,15 @@ class Task:
 
     def _await_peers(self, *, failed: bool) -> None:
         """Until all tasks have a result; as under srun, one that fails does not end the others."""
-        deadline = time.monotonic() + PEERS_S
+        deadline = clock.monotonic() + PEERS_S
         while not all(self.files.result(rank).exists() for rank in range(self.ranks)):
-            if failed and time.monotonic() > deadline:
+            if failed and clock.monotonic() > deadline:
                 return
             if self.watch.cause is not None and not failed:
                 if self.rank == 0 and not self._is_saved():
                     self._commit_for_peers()
                 self._leave()
-            time.sleep(POLL_S)
+            clock.sleep(POLL_S)
             look_anew(self.files.folder)
 
     def _commit_for_peers(self) -> None:

@@ -15,12 +15,12 @@ import os
 import re
 import signal
 import threading
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_ATTEMPT, HPCTRAIN_FAULTS
 from hpctrain.errors import UsageError
 from hpctrain.testing import points
@@ -233,7 +233,7 @@ def _fail(fault: Fault, reached: Reached) -> None:
 
 
 def _delay(fault: Fault, _: Reached) -> None:
-    time.sleep(fault.seconds)
+    clock.sleep(fault.seconds)
 
 
 def _hold(fault: Fault, reached: Reached) -> None:
@@ -246,7 +246,7 @@ def _hold(fault: Fault, reached: Reached) -> None:
     with fault.until.with_name(f"{fault.until.name}.arrived").open("ab", buffering=0) as file:
         file.write(arrival)
     while not fault.until.exists():
-        time.sleep(HOLD_POLL_S)
+        clock.sleep(HOLD_POLL_S)
 
 
 def _tear(fault: Fault, reached: Reached) -> None:

@@ -1,4 +1,4 @@
-"""The places of a save and a restore at which a fault can be put in. Does nothing unless armed.
+"""The places of a step, a save and a restore where a fault can be put in. Nothing unless armed.
 
 Product code says `points.reach("shard.write", path=path, bytes=size)` just before it does what the
 point's name says. `faults.py` knows what can happen there; docs/testing-faults.md shows its use,
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 POINTS = {
+    "step.begin": "a step is about to begin, with so many steps done",
     "memory.copy": "a rank's state is about to be copied into its node's memory",
     "memory.copied": "it is copied, and the keeper is about to be told",
     "memory.digest": "the keeper is about to take the digests of a copy",

@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import click
 import pytest
 
 from hpctrain.cli.main import COMMANDS, cli
+from tests.support import patience
 
 TOP = Path(__file__).parents[2]
 PAGES = sorted([TOP / "README.md", *(TOP / "docs").glob("*.md")])
@@ -30,7 +30,6 @@ NOT_RUN = {
     "make check": "continuous integration runs it",
     "make cluster": "tests/slurm/test_test_cluster.py starts the same cluster",
 }
-PATIENCE_S = 90.0
 TINY = """\
 [train]
 steps = 100000
@@ -89,6 +88,7 @@ def test_the_readmes_loop_is_the_examples():
     assert calls == wanted, "the README shows every line that is hpctrain's"
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
 def test_the_shown_session_runs(page, tmp_path):
     """Each command exits 0 where there is no sbatch; between them one waits as a person would."""
@@ -161,10 +161,7 @@ def _is_alive(call):
 
 
 def _until(reached, what):
-    deadline = time.monotonic() + PATIENCE_S
-    while not reached():
-        assert time.monotonic() < deadline, f"{what} did not come in {PATIENCE_S:.0f} s"
-        time.sleep(0.2)
+    patience.until(reached, what)
 
 
 def _parse(command, words):

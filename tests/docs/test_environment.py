@@ -7,9 +7,13 @@ import itertools
 import re
 from pathlib import Path
 
+import pytest
+
 from hpctrain.base import env
 from hpctrain.scheduler.slurm.environment import clean
 from tests.docs.test_pages import table
+
+pytestmark = pytest.mark.check  # reads all of hpctrain's syntax trees
 
 TOP = Path(__file__).parents[2]
 SOURCE = Path(env.__file__)

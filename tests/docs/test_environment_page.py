@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
+
+import pytest
 
 from hpctrain.base import env
 from tests.docs.test_environment import WORDS, documented
 from tests.docs.test_pages import table
+from tests.support import patience
 from tests.support.local_runs import await_end, events, hpctrain, start
 
 PAGE = Path(__file__).parents[2] / "docs" / "environment.md"
-PATIENCE_S = 60.0
 
 
 def test_the_page_names_every_variable_that_programs_read():
@@ -25,6 +26,7 @@ def test_the_page_names_every_variable_that_programs_read():
     assert [tuple(row) for row in table(PAGE, "variable")] == told
 
 
+@pytest.mark.check
 def test_the_pages_script_saves_at_a_preemption_and_goes_on_from_there(tmp_path):
     (text,) = re.findall(r"<!-- test: preempted -->\n```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
     script = tmp_path / "steps.sh"
@@ -32,10 +34,7 @@ def test_the_pages_script_saves_at_a_preemption_and_goes_on_from_there(tmp_path)
     script.chmod(0o755)
     run = start(tmp_path, "r", 2, 2, "--", "./steps.sh")
     logs = [run / "attempts" / "0001" / f"rank-{rank:05d}.log" for rank in range(4)]
-    deadline = time.monotonic() + PATIENCE_S
-    while not all(log.exists() and "from step 0" in log.read_text() for log in logs):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    patience.until(lambda: all(log.exists() and "from step 0" in log.read_text() for log in logs))
     hpctrain(tmp_path, "local", "preempt", "r", "--leave", "2", "--grace", "30")
 
     assert await_end(run, 2)["reason"] == "completed"

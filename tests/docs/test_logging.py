@@ -9,6 +9,8 @@ import pytest
 
 import hpctrain
 
+pytestmark = pytest.mark.check  # reads all of hpctrain's syntax trees
+
 PACKAGE = Path(hpctrain.__file__).parent
 SPEAKERS = ("cli", "recipes", "entry")
 """Rooms that print for a user, or for the shell that called them."""

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.check  # reads all of hpctrain's syntax trees
+
 TOP = Path(__file__).parents[2]
 PROGRAM = runpy.run_path(str(TOP / "docs" / "measure_house.py"))
 House = PROGRAM["House"]

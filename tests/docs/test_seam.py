@@ -11,6 +11,8 @@ from hpctrain.base.records import JobState
 from hpctrain.scheduler.base import SCHEDULERS
 from hpctrain.scheduler.slurm.jobs import FINISHED, STATES
 
+pytestmark = pytest.mark.check  # reads all of hpctrain's syntax trees
+
 PACKAGE = Path(__file__).parents[2] / "hpctrain"
 INSIDE = ("scheduler", "entry")
 SAID = frozenset(JobState) | FINISHED | STATES.keys() | {"SIGNALING", "SUSPENDED", "RESIZING"}

@@ -48,7 +48,7 @@ def test_the_site_is_built_before_the_tests_and_its_warnings_are_errors():
 
     assert recipe is not None
     assert re.search(r"-m sphinx .*-E -W .* docs build/docs$", recipe[1], re.MULTILINE)
-    assert re.search(r"^check: lint docs test ", makefile, re.MULTILINE)
+    assert re.search(r"^check: lint docs landing-tests ", makefile, re.MULTILINE)
     assert "nitpicky = True" in (DOCS / "conf.py").read_text()
 
 

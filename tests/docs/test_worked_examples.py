@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import patience
+from tests.support.patience import PATIENCE_S
+
 TOP = Path(__file__).parents[2]
 PAGE = (TOP / "docs" / "worked-examples.md").read_text()
 SECTION = re.compile(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -23,7 +26,6 @@ SESSION = re.compile(
 )
 SECTIONS = dict(SECTION.findall(PAGE))
 HUNDRED, GROWS, STALLS, PIPELINE = SECTIONS
-PATIENCE_S = 60.0
 UNDER_WAY = 75
 """Exit code of `status --exit-status`."""
 TINY = """\
@@ -62,18 +64,16 @@ def machine(tmp_path):
     for run in json.loads(call("hpctrain status --json").stdout):
         if run["state"] == "running":
             call(f"hpctrain cancel {run['run']}")
-            assert _has_ended(call, run["run"]), run["run"]
+            _await_end(call, run["run"])
 
 
-def _has_ended(machine, name):
-    limit = time.monotonic() + PATIENCE_S
-    while machine(f"hpctrain status {name} --exit-status").returncode == UNDER_WAY:
-        if time.monotonic() > limit:
-            return False
-        time.sleep(0.1)
-    return True
+def _await_end(machine, name):
+    patience.until(
+        lambda: machine(f"hpctrain status {name} --exit-status").returncode != UNDER_WAY, name
+    )
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("title", list(SECTIONS))
 def test_the_session_prints_what_is_shown(title, machine):
     sessions = SESSION.findall(SECTIONS[title])
@@ -93,7 +93,7 @@ def _answer(machine, line, shown):
     if words[1] == "cancel":  # as a person would, when there is something to save
         _until_step(machine, words[-1])
     if words[1] == "resume":
-        assert _has_ended(machine, words[2]), line
+        _await_end(machine, words[2])
     while True:
         done = machine(line)
         missing = [part for part in _parts(shown) if part not in _plain(done.stdout)]
@@ -105,10 +105,9 @@ def _answer(machine, line, shown):
 
 
 def _until_step(machine, run):
-    limit = time.monotonic() + PATIENCE_S
-    while not (json.loads(machine(f"hpctrain status {run} --json").stdout).get("step") or 0):
-        assert time.monotonic() < limit, run
-        time.sleep(0.2)
+    patience.until(
+        lambda: json.loads(machine(f"hpctrain status {run} --json").stdout).get("step"), run
+    )
 
 
 def _parts(shown):
@@ -122,6 +121,7 @@ def _plain(text):
     return " ".join(text.split())
 
 
+@pytest.mark.check
 def test_the_settings_that_are_shown_are_those_that_the_plan_writes(machine, tmp_path):
     [(block, _)] = SESSION.findall(SECTIONS[HUNDRED])[:1]
     [shown] = re.findall(r"```toml\n(.*?)```", SECTIONS[HUNDRED], re.DOTALL)
@@ -130,6 +130,7 @@ def test_the_settings_that_are_shown_are_those_that_the_plan_writes(machine, tmp
     assert shown in (tmp_path / "hundred" / "hpctrain.toml").read_text()
 
 
+@pytest.mark.check
 def test_the_pipeline_passes_and_leaves_its_files(machine, tmp_path):
     lines = re.findall(r"- run: (hpctrain .+)", SECTIONS[PIPELINE])
 
@@ -144,6 +145,7 @@ def test_the_pipeline_passes_and_leaves_its_files(machine, tmp_path):
     assert machine("hpctrain lint examples --format sarif").returncode == 3
 
 
+@pytest.mark.check
 def test_the_pipeline_stops_where_nothing_fits_any_more(machine):
     [line] = re.findall(r"- run: (hpctrain plan .+) >", SECTIONS[PIPELINE])
 

@@ -8,9 +8,9 @@ import subprocess
 import sys
 
 from tests.support.local_runs import await_end, events, hpctrain, start
+from tests.support.patience import PATIENCE_S
 from tests.support.slurm_boot import wait_for
 
-PATIENCE_S = 120.0
 ENDS = 'while [ ! -e "$1" ]; do sleep 0.1; done; [ -s "$1" ]'
 
 

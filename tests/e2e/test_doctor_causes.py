@@ -10,14 +10,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.layout import RunDir
-from tests.support import processes
+from tests.support import patience, processes
 from tests.support.local_runs import SCRIPTS, await_end, events, hpctrain, start
 
 if TYPE_CHECKING:
@@ -69,10 +68,7 @@ def test_the_ledger_and_the_doctor_name_what_ended_it(tmp_path: Path, ending: En
     sets = [word for value in (*BRISK, *ending.sets) for word in ("--set", value)]
     run = start(tmp_path, "it", 1, 2, *sets, "--", str(SCRIPTS / "ends.py"), ending.way)
     if ending.command:
-        deadline = time.monotonic() + 120
-        while not events(run, "saved"):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        patience.until(lambda: events(run, "saved"))
         hpctrain(tmp_path, *ending.command)
     if await_end(run)["next"] in {"restart", "requeue"}:
         # It fails in the same way again and again, and may have used up its budget by now.
@@ -97,10 +93,7 @@ def goes_on(tmp_path: Path):
 
 
 def _await(reached):
-    deadline = time.monotonic() + 180
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    patience.until(reached)
 
 
 def _verdict(folder: Path, code: int) -> tuple[str, str]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
-
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpctrain.checkpoint.store import find
 from hpctrain.history.evaluations import due
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run.layout import RunDir
-from tests.support.local_runs import POLL_S, await_end, events, start
+from tests.support import patience
+from tests.support.local_runs import await_end, events, start
 from tests.support.recipe import TINY
 
-PATIENCE_S = 120.0
 EVALUATE = """#!/bin/sh
 env > "$HPCTRAIN_RESULTS.env"
 step=$(basename "$HPCTRAIN_CHECKPOINT" | sed 's/step-0*//')
@@ -40,18 +38,17 @@ def test_checkpoints_are_evaluated_once_and_nothing_of_the_job_reaches_their_job
     sets = [f"--set={name}={value}" for name, value in SETTINGS.items()]
     run = start(tmp_path, "run", 2, 1, *sets)
     await_end(run)
-    deadline = time.monotonic() + PATIENCE_S
     steps = due(RunHistory.read(RunDir(run)), 3, last=True)
-    while len(events(run, "evaluated")) < len(steps):
-        assert time.monotonic() < deadline, (run / "events.jsonl").read_text()
-        time.sleep(POLL_S)
+    patience.until(
+        lambda: len(events(run, "evaluated")) >= len(steps), (run / "events.jsonl").read_text
+    )
 
     assert steps == [6, 12]
     told = events(run, "evaluated")
     assert sorted((fact["step"], fact["metrics"]["loss"]) for fact in told) == [(6, 6), (12, 12)]
-    while find.steps(RunDir(run)) != [12, 10, 6]:  # the newest, and the best of the evaluated
-        assert time.monotonic() < deadline, find.steps(RunDir(run))
-        time.sleep(POLL_S)
+    patience.until(  # the newest, and the best of the evaluated
+        lambda: find.steps(RunDir(run)) == [12, 10, 6], lambda: find.steps(RunDir(run))
+    )
     board = EventAccumulator(str(run / "tensorboard" / "eval")).Reload()
     assert [(point.step, point.value) for point in board.Scalars("eval/loss")] == [(6, 6), (12, 12)]
     child = RunDir(run).evaluation(6)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support import hub, local_runs
+from tests.support import hub, local_runs, patience
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune.py"
 SIZES = "STEPS, GLOBAL_BATCH, MICRO_BATCH, SEQ_LEN = 1000, 32, 4, 1024"
@@ -47,8 +46,5 @@ def test_the_example_begins_with_a_folder_is_preempted_and_ends_as_a_folder(tmp_
     assert not torch.equal(before, after)
 
 
-def await_first_step(run, patience_s=120.0):
-    deadline = time.monotonic() + patience_s
-    while not any(e["name"] == "first_step" for e in local_runs.events(run, "phase")):
-        assert time.monotonic() < deadline, run
-        time.sleep(local_runs.POLL_S)
+def await_first_step(run):
+    patience.until(lambda: any(e["name"] == "first_step" for e in local_runs.events(run, "phase")))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import runpy
-import time
 
 import pytest
 
 from hpctrain.data.order import SampleOrder
-from tests.support import local_runs
+from tests.support import local_runs, patience
 
 SCRIPT = local_runs.SCRIPTS / "loader.py"
-PATIENCE_S = 300.0
 
 
 @pytest.mark.timeout(900)  # up to 32 workers import torch
@@ -36,7 +34,7 @@ def test_each_sample_is_trained_on_once_through_preemptions_over_4_2_and_3_ranks
     for attempt, left in enumerate(ranks[1:], start=1):
         await_file(tmp_path / f"waits-{attempt}", run)
         local_runs.hpctrain(tmp_path, "local", "preempt", "loader", f"--leave={left}", "--grace=60")
-    local_runs.await_end(run, attempts=len(ranks), patience_s=PATIENCE_S)
+    local_runs.await_end(run, attempts=len(ranks))
 
     script = runpy.run_path(str(SCRIPT))
     starts = local_runs.events(run, "attempt_started")
@@ -78,7 +76,7 @@ def test_an_iterable_dataset_is_used_once_through_stops_over_4_2_and_3_ranks(tmp
         local_runs.hpctrain(
             tmp_path, "local", "preempt", "stream", f"--leave={ranks}", "--grace=60"
         )
-    local_runs.await_end(run, attempts=3, patience_s=PATIENCE_S)
+    local_runs.await_end(run, attempts=3)
 
     rows = [
         json.loads(line)
@@ -96,8 +94,7 @@ def test_an_iterable_dataset_is_used_once_through_stops_over_4_2_and_3_ranks(tmp
 
 
 def await_file(path, run):
-    deadline = time.monotonic() + PATIENCE_S
-    while not path.exists():
-        logs = sorted(run.glob("attempts/*/rank-*.log"))
-        assert time.monotonic() < deadline, {log.name: log.read_text() for log in logs}
-        time.sleep(local_runs.POLL_S)
+    patience.until(
+        path.exists,
+        lambda: {log.name: log.read_text() for log in sorted(run.glob("attempts/*/rank-*.log"))},
+    )

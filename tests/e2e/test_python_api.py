@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.patience import PATIENCE_S
+
 PAGE = Path(__file__).parents[2] / "docs" / "python-api.md"
-PATIENCE_S = 300.0
 
 
 def test_the_example_runs_as_it_stands(tmp_path, monkeypatch):

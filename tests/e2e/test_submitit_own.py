@@ -19,6 +19,7 @@ import pytest
 from submitit.core import utils
 
 from hpctrain.submitit import AutoExecutor, JobEnvironment, helpers
+from tests.support import patience
 
 
 class Slacker(helpers.Checkpointable):
@@ -116,10 +117,7 @@ def test_job_environment_and_torch_s(jobs):
 
 def test_custom_checkpoint(jobs):
     job = jobs["slacker"]
-    deadline = time.monotonic() + 120
-    while "Slacking" not in (job.stdout() or ""):
-        assert time.monotonic() < deadline, job.state
-        time.sleep(0.1)
+    patience.until(lambda: "Slacking" in (job.stdout() or ""), lambda: job.state)
 
     job._interrupt()
 

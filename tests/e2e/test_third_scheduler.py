@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
+from tests.support import patience
 from tests.support.ledger_runs import all_fields
 
 TOP = Path(__file__).parents[2]
-PATIENCE_S = 120.0
 PROGRAM = """\
 import pathlib, time
 while not pathlib.Path("go").exists():
@@ -46,12 +45,14 @@ def third(tmp_path):
 
 
 def await_event(run, kind, count):
-    deadline = time.monotonic() + PATIENCE_S
-    while len(seen := [e for e in ledger.read(run) if e.kind == kind]) < count:
-        told = [path.read_text() for path in run.root.parent.parent.glob("jobs/*/output")]
-        assert time.monotonic() < deadline, told
-        time.sleep(0.05)
-    return seen[-1]
+    def seen():
+        return [e for e in ledger.read(run) if e.kind == kind]
+
+    patience.until(
+        lambda: len(seen()) >= count,
+        lambda: [path.read_text() for path in run.root.parent.parent.glob("jobs/*/output")],
+    )
+    return seen()[-1]
 
 
 def test_it_takes_submit_status_cancel_and_resume(third, tmp_path):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
+from tests.support import patience
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import TINY
 from tests.support.scenario import cli
 
-LIMIT_S = 150
 FAULTS = "kill:report.gather,step=8,attempt=1,rank=1;fail:read.table,rank=1,attempt=2,error=ESTALE"
 
 
@@ -31,13 +29,13 @@ def test_the_attempt_is_requeued_and_goes_on_from_the_same_checkpoint(tmp_path):
     done = cli(None, tmp_path, "submit", "--name", "lm", *where, *words, env=env)
     assert done.returncode == 0, done.stderr
     run = RunDir(tmp_path / "runs" / "lm")
-    deadline = time.monotonic() + LIMIT_S
-    while (ends := _ends(run))[-1:] not in (["completed"], ["user_error"]):
-        assert time.monotonic() < deadline, [(e.kind, all_fields(e)) for e in ledger.read(run)]
-        time.sleep(0.1)
+    patience.until(
+        lambda: _ends(run)[-1:] in (["completed"], ["user_error"]),
+        lambda: [(e.kind, all_fields(e)) for e in ledger.read(run)],
+    )
 
     events = ledger.read(run)
-    assert ends == ["crashed", "storage_failed", "completed"]
+    assert _ends(run) == ["crashed", "storage_failed", "completed"]
     assert [all_fields(e)["step"] for e in events if e.kind == "restored"] == [0, 4]
     assert not [e for e in events if e.kind == "checkpoint_set_aside"]
     status = cli(None, tmp_path, "status", "lm", env=env).stdout

@@ -14,6 +14,8 @@ from hpctrain.world import World, join_world
 from tests.support import lm_training as lmt
 from tests.support.gloo import launch
 
+pytestmark = pytest.mark.quick
+
 ALONE = World(0, 0, 1, torch.device("cpu"))
 BATCH, PASSES, RANKS = 6, 2, 3
 USED = {

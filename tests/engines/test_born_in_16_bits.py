@@ -12,6 +12,8 @@ from tests.support import layouts
 from tests.support import lm_training as lmt
 from tests.support.gloo import launch
 
+pytestmark = pytest.mark.quick
+
 ALONE = World(0, 0, 1, torch.device("cpu"))
 KINDS = ("ddp", "fsdp2", "zero1")
 

@@ -18,6 +18,8 @@ from tests.support import zero
 from tests.support.gloo import launch
 from tests.support.recipe import full_state, make_run
 
+pytestmark = pytest.mark.quick
+
 RANKS, STEPS = 3, 3
 EACH = {"train__steps": STEPS, "checkpoint__interval_steps": 1, "checkpoint__keep_last": STEPS}
 NAMES = ("running_mean", "running_var", "num_batches_tracked")

@@ -192,6 +192,7 @@ RECOMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.story(proved_by="tests/engines/test_recompute_compile.py")
 @pytest.mark.parametrize(
     "names",
     [

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hpctrain.run import events as ledger
 from tests.support.exchange import Commands
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state, losses, make_run, train
+
+pytestmark = pytest.mark.quick
 
 STEPS, STOP = 12, 5
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
+from tests.support import patience
 from tests.support.local_runs import await_end, events, hpctrain, start
 
-PATIENCE_S = 60.0
 SHOW = """#!/bin/bash
 echo "$RANK of $WORLD_SIZE, local $LOCAL_RANK of $LOCAL_WORLD_SIZE, $# words: $1"
 [ -n "$MASTER_ADDR" ] && [ -n "$MASTER_PORT" ] && touch "met-$RANK"
@@ -61,10 +59,10 @@ def log(run, rank, attempt=1):
 
 
 def await_files(folder, *names):
-    deadline = time.monotonic() + PATIENCE_S
-    while not all((folder / name).exists() for name in names):
-        assert time.monotonic() < deadline, sorted(path.name for path in folder.iterdir())
-        time.sleep(0.05)
+    patience.until(
+        lambda: all((folder / name).exists() for name in names),
+        lambda: sorted(path.name for path in folder.iterdir()),
+    )
 
 
 def test_a_shell_script_is_a_rank_with_torchruns_environment(tmp_path):

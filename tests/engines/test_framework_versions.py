@@ -45,7 +45,7 @@ def train(folder: Path, preempted_at: int) -> RunHistory:
     where = ["--env", f"PYTHONPATH={local_runs.SCRIPTS}", "--"]
     config = ["--module", "titan_tiny", "--config", "tiny"]
     run = local_runs.start(folder, "r", 1, RANKS, *where, *words, *config)
-    ended = local_runs.await_end(run, 1 if preempted_at == NEVER else 2, patience_s=180)
+    ended = local_runs.await_end(run, 1 if preempted_at == NEVER else 2)
     assert ended["reason"] == "completed"
     return RunHistory.read(RunDir(run))
 

@@ -20,6 +20,8 @@ from tests.support.gloo import launch
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state, make_run, samples_of_step, train
 
+pytestmark = pytest.mark.quick
+
 BATCH = 24
 
 

@@ -29,6 +29,7 @@ from hpctrain.base.process import PORTS
 from hpctrain.base.records import JobContext, RankTask
 from hpctrain.errors import ClusterError
 from hpctrain.run.fence import Attempt
+from tests.support import patience
 from tests.support.slurm_config import free_range
 
 pytestmark = pytest.mark.usefixtures("preloaded")
@@ -158,10 +159,7 @@ class Job:
 
     def wait(self, name):
         """What a file holds, once it is there."""
-        deadline = time.monotonic() + 60
-        while not (self.folder / name).exists():
-            assert time.monotonic() < deadline, f"{name} did not come"
-            time.sleep(0.02)
+        patience.until((self.folder / name).exists, name)
         return (self.folder / name).read_text()
 
     def ranks(self, attempt, count):
@@ -204,10 +202,7 @@ def _lives(pid):
 
 
 def _await_end(pids):
-    deadline = time.monotonic() + 30
-    while any(_lives(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    patience.until(lambda: not any(_lives(pid) for pid in pids))
 
 
 def test_a_spare_takes_the_place_of_a_node_that_died(job):

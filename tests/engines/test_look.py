@@ -30,14 +30,14 @@ EXPECTED = {
 def test_who_holds_up_the_others_is_named(scene):
     with Scene(scene, free_port()) as ranks:
         ranks.wait_until_still()
-        began_s = time.monotonic()
+        began_s = time.process_time()
         ruling = verdict(ranks.evidence())
-        took_s = time.monotonic() - began_s
+        took_s = time.process_time() - began_s
 
     kind, blamed, words = EXPECTED[scene]
     assert (ruling.kind, ruling.ranks, ruling.is_certain) == (kind, blamed, True)
     assert words in ruling.summary
-    assert took_s < 10  # 0.04 s, or 2 s where a rank does not answer; this machine may be busy
+    assert took_s < 2  # of this process's CPU; it uses 0.04 s
 
 
 def test_ranks_that_only_take_long_go_on_after_a_look():

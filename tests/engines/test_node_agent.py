@@ -25,6 +25,7 @@ from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.base.records import JobContext, RankTask, StopCause
 from hpctrain.errors import NoCheckpoint
 from hpctrain.run.fence import Attempt
+from tests.support import patience
 from tests.support.ports import free_port
 from tests.support.processes import listening
 
@@ -161,11 +162,7 @@ def _note_forks(path):
 
 
 def _wait(path):
-    deadline = time.monotonic() + 60
-    while not path.exists() or not path.read_text():
-        assert time.monotonic() < deadline, f"{path} did not come"
-        time.sleep(0.05)
-    return path.read_text()
+    return patience.until(lambda: path.exists() and path.read_text(), f"{path}")
 
 
 @pytest.fixture
@@ -256,10 +253,7 @@ def test_a_verdict_that_somebody_writes_over_is_said_again(start, tmp_path):
 
     start("pass", POLL_S=1.5)
     store = TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
-    deadline = time.monotonic() + 60
-    while not (found := [key for key in store.list_keys() if key.endswith("news/0")]):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    found = patience.until(lambda: [key for key in store.list_keys() if key.endswith("news/0")])
     store.set(found[0].removeprefix("/"), "a stranger's")
 
     ends = [json.loads(_wait(tmp_path / f"end-{node}"))[0] for node in (0, 1)]
@@ -268,8 +262,8 @@ def test_a_verdict_that_somebody_writes_over_is_said_again(start, tmp_path):
 
 
 @pytest.mark.parametrize("nodes", [4, 1000])
-def test_nodes_that_report_one_by_one_are_not_asked_for_all_at_each(monkeypatch, nodes):
-    asked, moment = [], [100.0]
+def test_nodes_that_report_one_by_one_are_not_asked_for_all_at_each(hands, nodes):
+    asked = []
 
     class Store:
         said = 0
@@ -281,13 +275,12 @@ def test_nodes_that_report_one_by_one_are_not_asked_for_all_at_each(monkeypatch,
             asked.append(key)
             return [] if int(key) < self.said else None
 
-    monkeypatch.setattr(module.time, "monotonic", lambda: moment[0])
     store, reports = Store(), module._Reports()
     agent = SimpleNamespace(
         _news_store=store, _node_count=nodes, _key=lambda name: name.removeprefix("report/")
     )
     for store.said in range(nodes + 1):
-        moment[0] += module.POLL_S
+        hands.advance(module.POLL_S)
         NodeAgent._gather(agent, reports)
 
     assert reports.nodes == set(range(nodes))  # also the last one's, at once
@@ -296,17 +289,16 @@ def test_nodes_that_report_one_by_one_are_not_asked_for_all_at_each(monkeypatch,
 
 @pytest.mark.parametrize(("nodes", "most_a_second"), [(4, 10), (100, 10), (1000, 1.1), (9000, 0.6)])
 def test_the_agents_of_many_nodes_do_not_ask_for_news_ten_times_a_second(
-    monkeypatch, nodes, most_a_second
+    hands, nodes, most_a_second
 ):
     """They ask one store, that of node 0's agent: at 4 nodes as quick as ever."""
-    asked, moment, news = [], [100.0], {}
+    asked, news = [], {}
 
     class Store:
         def get(self, key):
             asked.append(key)
             return news.get(key)
 
-    monkeypatch.setattr(module.time, "monotonic", lambda: moment[0])
     agent = SimpleNamespace(
         _news_store=Store(),
         _node_count=nodes,
@@ -317,30 +309,30 @@ def test_the_agents_of_many_nodes_do_not_ask_for_news_ten_times_a_second(
         _heed=lambda raw: module.STOP in raw,
     )
     for _ in range(600):
-        moment[0] += module.POLL_S
+        hands.advance(module.POLL_S)
         assert NodeAgent._read_news(agent) is None
 
     assert 0.4 * 60 <= len(asked) <= most_a_second * 60
 
     news["news/0"], news["news/1"] = {module.STOP: StopCause.TERM}, asdict(module.RoundEnd("left"))
-    began = moment[0]
+    began = hands.monotonic()
     while (end := NodeAgent._read_news(agent)) is None:
-        moment[0] += module.POLL_S
+        hands.advance(module.POLL_S)
     assert end == module.RoundEnd("left")
     # one wait in all: what has come together is read together
-    assert moment[0] - began <= max(2 * module.POLL_S, min(nodes / 1000, 2.0) + 2 * module.POLL_S)
+    most_s = max(2 * module.POLL_S, min(nodes / 1000, 2.0) + 2 * module.POLL_S)
+    assert hands.monotonic() - began <= most_s + 1e-6
 
 
-def test_the_first_agent_hears_its_own_news_at_once_on_any_number_of_nodes(monkeypatch):
+def test_the_first_agent_hears_its_own_news_at_once_on_any_number_of_nodes(hands):
     asked = []
-    monkeypatch.setattr(module.time, "monotonic", lambda: 100.0)
     agent = SimpleNamespace(
         _news_store=SimpleNamespace(get=asked.append),
         _node_count=9000,
         _key=str,
         _hooks=object(),
         _news=0,
-        _news_looked_at=100.0,
+        _news_looked_at=hands.monotonic(),
     )
 
     for _ in range(3):

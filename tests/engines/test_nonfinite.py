@@ -15,6 +15,8 @@ from hpctrain.guards.nonfinite import Ruling
 from hpctrain.settings.schema import GuardSettings
 from tests.support import layouts, zero
 
+pytestmark = pytest.mark.quick
+
 STEPS, BAD = 5, 2
 SAMPLE = BAD * layouts.GLOBAL_BATCH + 17
 """In the last quarter but one of its step: one rank has it, at any number of ranks."""

@@ -15,6 +15,8 @@ from hpctrain.errors import CheckpointError
 from hpctrain.world import World
 from tests.support.gloo import launch
 
+pytestmark = pytest.mark.quick
+
 SHAPES = [(7, 5), (12,), (3, 4, 2)]
 
 

@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import signal
-import time
 
 import pytest
 
@@ -19,6 +18,8 @@ from hpctrain.agent.rounds import RoundHooks
 from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.base.records import JobContext, RankTask
 from hpctrain.run.fence import Attempt
+from tests.support import patience
+from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
 from tests.support.processes import alive, kill_all
 
@@ -41,7 +42,6 @@ if sys.argv[1] == "sleep":
 if sys.argv[1] == "fail" and rank == "1":
     raise RuntimeError("of the program's own")
 """
-PATIENCE_S = 30.0
 
 
 def agent_of(folder, port, what):
@@ -117,10 +117,7 @@ def told(folder):
 
 
 def until(reached, what):
-    deadline = time.monotonic() + PATIENCE_S
-    while not reached():
-        assert time.monotonic() < deadline, f"{what} did not come in {PATIENCE_S:.0f} s"
-        time.sleep(0.05)
+    patience.until(reached, what)
 
 
 def end(folder, process):

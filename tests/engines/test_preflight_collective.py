@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from hpctrain.base.process import own_program
 from hpctrain.preflight.bounded import MODULE
+from tests.support import patience
 from tests.support.ports import free_port
 from tests.support.processes import alive, descendants
-
-PATIENCE_S = 30.0
 
 
 def _say(process, order):
@@ -50,7 +48,4 @@ def test_the_store_ends_with_the_process_whose_ranks_meet_in_it(collective):
     collective.kill()
     collective.wait()
 
-    deadline = time.monotonic() + PATIENCE_S
-    while alive(store):
-        assert time.monotonic() < deadline, f"store {store} outlived its maker"
-        time.sleep(0.02)
+    patience.until(lambda: not alive(store), f"the end of store {store}")

@@ -18,12 +18,12 @@ from hpctrain.base.records import JobContext, RankTask
 from hpctrain.run.fence import Attempt
 from tests.support import local_runs
 from tests.support.gloo import launch, preload
+from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
 from tests.support.processes import descendants, kill_all
 
 SCRIPT = local_runs.SCRIPTS / "ddp_to_the_end.py"
 RANKS = 4
-PATIENCE_S = 20.0
 
 
 @pytest.fixture(scope="module")

@@ -6,18 +6,18 @@ import atexit
 import multiprocessing
 import os
 import signal
-import time
 
 import pytest
 
 from hpctrain.agent import ranks
 from hpctrain.agent.ranks import run_rank
 from hpctrain.base.records import RankTask
+from tests.support import patience
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import alive, descendants, kill_all
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
-PATIENCE_S = 30.0
 FORK = multiprocessing.get_context("fork")
 CHILD = """
 import multiprocessing, signal
@@ -146,18 +146,13 @@ def test_a_rank_dies_with_its_agent(tmp_path):
     script.write_text(PAUSE)
     agent = FORK.Process(target=_agent, args=(script, tmp_path))
     agent.start()
-    deadline = time.monotonic() + PATIENCE_S
-    while not (tmp_path / "pid").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    patience.until((tmp_path / "pid").exists)
     pid = int((tmp_path / "pid").read_text())
     try:
         assert alive(pid)
         agent.kill()
         agent.join()
-        while alive(pid):
-            assert time.monotonic() < deadline, "it outlived its agent"
-            time.sleep(0.01)
+        patience.until(lambda: not alive(pid), "its end with its agent's")
     finally:
         kill_all([pid])
 

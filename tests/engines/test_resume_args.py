@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
+from tests.support import patience
 from tests.support.local_runs import await_end, events, hpctrain, start
 
-PATIENCE_S = 60.0
 PROGRAM = """
 import pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # it has saved, and need not be killed
@@ -29,10 +27,7 @@ def test_a_preempted_program_gets_its_arguments(tmp_path, condition):
     (tmp_path / "train.py").write_text(PROGRAM)
     flags = ("--resume-args", "--init_from=resume", *condition)
     run = start(tmp_path, "r", 1, 1, *flags, "--", "train.py", "--lr", "1")
-    deadline = time.monotonic() + PATIENCE_S
-    while not (tmp_path / "out" / "ckpt.txt").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    patience.until((tmp_path / "out" / "ckpt.txt").exists)
     hpctrain(tmp_path, "local", "preempt", "r", "--leave", "1", "--grace", "20")
 
     assert await_end(run, 2)["reason"] == "completed"

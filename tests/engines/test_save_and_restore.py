@@ -22,6 +22,8 @@ from tests.support.checkpoints import flip_bit
 from tests.support.gloo import launch
 from tests.support.ledger_runs import all_fields
 
+pytestmark = pytest.mark.quick
+
 ENGINES = ["ddp", "fsdp2"]
 SIZES = [(1, 2), (2, 1), (2, 4), (4, 3), (3, 5), (8, 2)]
 

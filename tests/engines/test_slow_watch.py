@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 
 from hpctrain.agent import slow_watch
 from hpctrain.hangs.standing import HangLimits
+from tests.support import patience
 from tests.support.rank_agents import Agents
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
 RANKS = 4
 LIMITS = HangLimits(60.0, stragglers="tell")
-PATIENCE_S = 120
 BEGIN = """
 import pathlib, random, time
 import torch, torch.distributed as dist
@@ -78,14 +77,14 @@ def events(folder):
 
 def told_of(folder, rank, kinds=("rank",)):
     """The event that names a rank; on a busy machine another one may be slow as well."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while True:
-        for fact in events(folder):
-            if rank in fact["ranks"] and fact.get("kind_of") in kinds:
-                (folder / "stop").touch()
-                return fact
-        assert time.monotonic() < deadline_s, events(folder)
-        time.sleep(0.1)
+
+    def told():
+        facts = (fact for fact in events(folder) if rank in fact["ranks"])
+        return next((fact for fact in facts if fact.get("kind_of") in kinds), None)
+
+    fact = patience.until(told, lambda: events(folder))
+    (folder / "stop").touch()
+    return fact
 
 
 @pytest.mark.parametrize("engine", ENGINES)

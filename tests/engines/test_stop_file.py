@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
+from tests.support import patience
 from tests.support.local_runs import await_end, events, hpctrain, start
 
-PATIENCE_S = 150.0
 LOOKS = """#!/bin/bash
 # Traps nothing: it looks.
 touch "$HPCTRAIN_OUTPUT_DIR/ready-$RANK"
@@ -39,10 +37,7 @@ def cancelled(tmp_path, nodes, ranks, *command):
     """What each rank of a run has saved when it was asked to save and leave."""
     run = start(tmp_path, "r", nodes, ranks, "--", *command)
     output = run / "output"
-    deadline = time.monotonic() + PATIENCE_S
-    while len(list(output.glob("ready-*"))) < nodes * ranks:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    patience.until(lambda: len(list(output.glob("ready-*"))) >= nodes * ranks)
     text = hpctrain(tmp_path, "cancel", "r", "--save")
     assert "HPCTRAIN_STOP_FILE" in text
     end = await_end(run)
@@ -73,10 +68,7 @@ def test_a_stop_before_the_program_was_there_is_told_to_it(tmp_path):
     (tmp_path / "slow.sh").write_text("sleep 3\n" + TRAPS.replace("exit 3", "exit 0"))
     run = start(tmp_path, "r", 1, 1, "--", "bash", "slow.sh")
     log = run / "attempts" / "0001" / "rank-00000.log"
-    deadline = time.monotonic() + PATIENCE_S
-    while not log.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    patience.until(log.exists)
     hpctrain(tmp_path, "cancel", "r", "--save")
 
     assert await_end(run)["reason"] == "stopped"

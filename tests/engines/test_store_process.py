@@ -7,17 +7,15 @@ import multiprocessing
 import os
 import signal
 import socket
-import time
 from datetime import timedelta
 
 import pytest
 
 from hpctrain.agent.store_process import StoreProcess
 from hpctrain.errors import ClusterError
+from tests.support import patience
 from tests.support.ports import free_port
 from tests.support.processes import alive, descendants, kill_all, listening
-
-PATIENCE_S = 30.0
 
 
 @pytest.fixture
@@ -44,10 +42,7 @@ def _serve(address, port, folder):
 
 
 def _await(condition, what):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
+    patience.until(condition, what)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])

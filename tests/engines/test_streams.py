@@ -6,11 +6,13 @@ import json
 import warnings
 from collections import Counter
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 
 from hpctrain.errors import HpctrainError
 from tests.support.gloo import launch
+from tests.support.sampling import some
 
 SHARDS, EACH = 12, 20
 
@@ -161,8 +163,7 @@ DATASETS = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", DATASETS)
+@pytest.mark.parametrize(("name", "workers"), some(list(product(DATASETS, [0, 2])), 4))
 def test_each_sample_is_used_once_over_4_2_and_3_ranks(name, workers, tmp_path):
     dataset, rules = DATASETS[name]
     if isinstance(dataset, str):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,9 @@ import pytest
 from hpctrain.base.process import own_program
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
+from tests.support import patience
 from tests.support.users import OWNER, STRANGER, run_as
 
-PATIENCE_S = 40.0
 SCRIPT = """
 import os, pathlib, time
 here = pathlib.Path(__file__).parent
@@ -37,10 +36,7 @@ print(attempt)
 
 
 def wait(what, reached, output):
-    deadline = time.monotonic() + PATIENCE_S
-    while not reached():
-        assert time.monotonic() < deadline, f"{what} did not come: {output.read_text()}"
-        time.sleep(0.1)
+    patience.until(reached, lambda: f"{what} did not come: {output.read_text()}")
 
 
 def listening_at(port):

@@ -11,6 +11,8 @@ from hpctrain.base.env import HPCTRAIN_CONTROL
 from tests.support.control_tree import ControlTree
 from tests.support.gloo import launch
 
+pytestmark = pytest.mark.quick
+
 
 class Odd(Exception):
     """Cannot be sent: it does not come back from a pickle."""

@@ -148,10 +148,10 @@ class Faults:
 def disturbed(run, faults, count, tell):
     """So many faults, each behind a save; seconds until the next step was done, by kind."""
     took = []
-    run.wait_event("saved", timeout_s=LONG_S)
+    run.wait_event("saved")
     for _ in range(count):
         attempt = run.events("attempt_started")[-1].attempt
-        run.wait_event("saved", attempt=attempt, timeout_s=LONG_S)
+        run.wait_event("saved", attempt=attempt)
         if run.events("done"):
             break
         last = max(int(all_fields(e)["last"]) for e in run.events("steps"))
@@ -171,7 +171,7 @@ def disturbed(run, faults, count, tell):
             )
             took.append((name, stepped[0].t - began))
         else:
-            run.wait_step(last + 5, timeout_s=LONG_S)
+            run.wait_step(last + 5)
             took.append((name, time.time() - began))
         tell(f"{took[-1][0]}: next step after {took[-1][1]:.2f} s")
     faults.thaw()
@@ -196,7 +196,7 @@ def test_a_run_with_spares_stays_in_its_allocation_through_faults(slurm, tmp_pat
         folder.mkdir()
         run = submit(slurm, folder, "--nodes=2+2", "--ranks-per-node=2", sets=SETTINGS)
         took += disturbed(run, Faults(run), min(A_ROUND, FAULTS - len(took)), tell)
-        run.wait_event("done", timeout_s=LONG_S)
+        run.wait_event("done")
         # Where the first node was lost the batch script is gone, and another one ends the job.
         slurm.wait_job(run.job_id, ("COMPLETED", "CANCELLED"), timeout=30)
         assert slurm.job(run.job_id)["Restarts"] == "0", run.story()

@@ -47,8 +47,8 @@ def rules(slurm, tmp_path):
 
 def more_steps(run, attempt):
     """Wait until an attempt has done some."""
-    begun = all_fields(run.wait_event("restored", attempt, timeout_s=120))["step"]
-    return run.wait_step(begun + 5, attempt, timeout_s=120)
+    begun = all_fields(run.wait_event("restored", attempt))["step"]
+    return run.wait_step(begun + 5, attempt)
 
 
 def move(run, nodes):

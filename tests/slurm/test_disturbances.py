@@ -146,7 +146,7 @@ class Disturber:
         before = len(self.run.events("attempt_started"))
         os.kill(self.run.wait("rank 1", self._rank_1), signal.SIGKILL)
         # Else the next disturbance would meet an attempt that is lost already.
-        self.run.wait_event("attempt_started", count=before + 1, timeout_s=LONG_S)
+        self.run.wait_event("attempt_started", count=before + 1)
 
     def _rank_1(self):
         """It is forked and so has its agent's environment, but its own log."""
@@ -160,12 +160,10 @@ class Disturber:
         op = random.choice(["create", "write", "fsync", "rename", "readdir", "open"])
         self.rules.set({"op": op, "path": "run/checkpoints*", "do": do, "count": 1})
         until = self.run.newest_step() + 3 * SETTINGS["checkpoint.interval_steps"]
-        self.run.wait(
-            "a fault", lambda: self.rules.hits() or self.run.newest_step() >= until, LONG_S
-        )
+        self.run.wait("a fault", lambda: self.rules.hits() or self.run.newest_step() >= until)
         self.rules.set()
         saves = len(self.run.events("saved")) + SAVES_AFTER_A_FAULT
-        self.run.wait_event("saved", count=saves, timeout_s=LONG_S)
+        self.run.wait_event("saved", count=saves)
 
     def _graceful(self):
         self.graceful.add(self.run.attempt())
@@ -210,13 +208,13 @@ def kinds_of(disturber, count):
 def disturb(run, rules, count, tell):
     """So many disturbances, each after some steps of the attempt that the one before has left."""
     disturber = Disturber(run, rules)
-    run.wait_step(random.randint(1, 15), timeout_s=LONG_S)
+    run.wait_step(random.randint(1, 15))
     known = []
     for number, kind in enumerate(kinds_of(disturber, count), start=1):
         began, verdict = time.monotonic(), "the run did not go on"
         try:
             kind()
-            run.wait_step(run.newest_step() + random.randint(1, 15), timeout_s=LONG_S)
+            run.wait_step(run.newest_step() + random.randint(1, 15))
             now = wrong(run, disturber)
             verdict = "; ".join(what for what in now if what not in known) or "ok"
             known = now
@@ -226,7 +224,7 @@ def disturb(run, rules, count, tell):
             tell(f"{number}/{count} {kind.__name__} {took}, {where}: {verdict}")
     rules.set()
     disturber.save_leave_and_resume(f"--set=train.steps={run.newest_step() + 50}")
-    run.wait_done(timeout_s=LONG_S)
+    run.wait_done()
     return disturber
 
 

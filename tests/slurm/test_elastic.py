@@ -26,7 +26,6 @@ def in_peace(tmp_path_factory):
     return run
 
 
-@pytest.mark.every_slurm
 def test_a_run_takes_the_nodes_that_there_are_at_each_start(slurm, tmp_path, in_peace):
     settings = {"train.steps": STEPS, "train.step_delay_s": 0.2}
     run = submit(slurm, tmp_path, "--nodes=1-2", sets=settings)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-
 import pytest
 
 from hpctrain.history.attempts import attempts
 from hpctrain.history.run_history import RunHistory
 from hpctrain.scheduler.slurm.growth import request_name
-from tests.support import processes
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import (
     assert_same_bits,
@@ -47,26 +43,6 @@ def _asked(slurm, run):
     return slurm.run("squeue", "--noheader", name, "--states=PENDING", check=True).stdout.split()
 
 
-@contextlib.contextmanager
-def _held(slurm, run, attempt):
-    """Its ranks stand still: the run is not to end before what is awaited meanwhile."""
-    run.wait(
-        "a first step",
-        lambda: "first_step" in [all_fields(e)["name"] for e in run.events("phase", attempt)],
-    )
-    logs = f"{run.dir.attempt(attempt)}/rank-"
-    ranks = [
-        pid
-        for pid in slurm.pids_of_job(run.job_id)
-        if "hpctrain.entry.slurm_task" in processes.command(pid)
-        and any(path.startswith(logs) for path in processes.open_files(pid))
-    ]
-    assert ranks
-    processes.kill_all(ranks, signal.SIGSTOP)
-    yield
-    processes.kill_all(ranks, signal.SIGCONT)
-
-
 # Not on every SLURM: 26.05 can call the lost node "completing" for good, and the tests behind it
 # wait for that node in vain; `make soak` has it there.
 def test_another_node_takes_part_where_one_was_lost(slurm, tmp_path, capsys):
@@ -76,13 +52,15 @@ def test_another_node_takes_part_where_one_was_lost(slurm, tmp_path, capsys):
         "--nodes=2-3",
         "--ranks-per-node=2",
         sets=SETTINGS | EXACT,
+        held={1: 10, 2: 20},
     )
     run.wait_event("saved")
     (first, lost, third), _ = run.nodes()
 
     slurm.kill_node(lost)
-    with _held(slurm, run, attempt=2):
-        joined = run.wait_event("node_joined")
+    run.let_go(1)
+    joined = run.wait_event("node_joined")
+    run.let_go(2)
     begun = run.wait_event("attempt_started", attempt=3)
     with capsys.disabled():
         waited = all_fields(joined)["waited_s"]
@@ -118,22 +96,24 @@ def test_another_node_takes_part_where_one_was_lost(slurm, tmp_path, capsys):
 def test_who_goes_on_after_the_first_node_asks_anew_and_takes_it_back_at_the_end(slurm, tmp_path):
     """A node that dies with a request leaves it in SLURM's queue, where it would wait for a node
     for nobody; and a lost node that comes up again is a new one."""
-    run = submit(slurm, tmp_path, "--nodes=2-4", sets=SETTINGS | {"train.steps": 60})
+    held = {1: 10, 2: 20, 3: 30, 4: 50}
+    run = submit(slurm, tmp_path, "--nodes=2-4", sets=SETTINGS | {"train.steps": 60}, held=held)
     run.wait_event("saved")
     (first, second, *others), _ = run.nodes()
     slurm.kill_node(second)
-    with _held(slurm, run, attempt=2):
-        run.wait("a request", lambda: _asked(slurm, run))
+    run.let_go(1)
+    run.wait("a request", lambda: _asked(slurm, run))
     slurm.kill_node(first)
+    run.let_go(2)
 
-    with _held(slurm, run, attempt=3):
-        slurm.revive_node(second)
-        joined = run.wait_event("node_joined")
+    slurm.revive_node(second)
+    joined = run.wait_event("node_joined")
+    run.let_go(3)
     grown = all_fields(run.wait_event("attempt_started", attempt=4))
     assert all_fields(joined)["node"] == second
     assert grown["nodes"] == [*others, second]
-    with _held(slurm, run, attempt=4):
-        run.wait("another request, for the first node", lambda: _asked(slurm, run))
+    run.wait("another request, for the first node", lambda: _asked(slurm, run))
+    run.let_go(4)
     run.wait_event("done")
     slurm.wait_for(lambda: not _jobs(slurm), 30, "an empty queue")
     lost = ("node_failed", "restart")

@@ -47,12 +47,14 @@ def _stat(pid):
 
 
 def test_a_killed_rank_agent_and_slurmctld_each_end_in_a_finished_run(slurm, tmp_path):
-    run = submit(slurm, tmp_path, "--nodes=2", "--ranks-per-node=2", "--time=10", sets=SETTINGS)
+    args = ("--nodes=2", "--ranks-per-node=2", "--time=10")
+    run = submit(slurm, tmp_path, *args, sets=SETTINGS, held={1: 10, 2: 20, 3: 35})
     run.wait_event("saved", attempt=1)
     (_, last), _ = run.nodes()
 
     # Rank 3: its node's agent sees it first, all ranks start again inside the allocation.
     os.kill(run.wait("rank 3", lambda: _rank_pid(slurm, run.job_id, 3)), signal.SIGKILL)
+    run.let_go(1)
     run.wait_event("restored", attempt=2)
     failure = run.wait_event("failure")
     assert (all_fields(failure)["rank"], all_fields(failure)["node"]) == (3, last)
@@ -62,6 +64,7 @@ def test_a_killed_rank_agent_and_slurmctld_each_end_in_a_finished_run(slurm, tmp
     # The agent of the last node: its ranks die with it, the step ends, the batch side requeues.
     run.wait_event("saved", attempt=2)
     os.kill(_agent_pid(slurm, run, last), signal.SIGKILL)
+    run.let_go(2)
     run.wait_event("restored", attempt=3)
     assert slurm.job(run.job_id)["Restarts"] == "1"
     assert len(run.events("requeued")) == 1
@@ -70,6 +73,7 @@ def test_a_killed_rank_agent_and_slurmctld_each_end_in_a_finished_run(slurm, tmp
     slurm.kill_slurmctld()
     run.wait_event("saved", attempt=3, count=2)
     slurm.start_slurmctld()
+    run.let_go(3)
     run.wait_done()
 
     assert [reason for reason, _ in run.ends()] == ["crashed", "crashed", "completed"]

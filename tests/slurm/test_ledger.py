@@ -62,7 +62,7 @@ def night(slurm, tmp_path):
     slurm.start_now(run.job_id)
     _wait_steps(run, 5)
     os.kill(run.wait("rank 3", lambda: _rank_pid(slurm, run, 3)), signal.SIGKILL)
-    run.wait_done(timeout_s=150)
+    run.wait_done()
     return run
 
 

@@ -38,11 +38,13 @@ def assert_every_sample_was_used_once(run, steps):
 
 @pytest.mark.every_slurm
 def test_a_dead_node_costs_a_few_steps_and_the_run_ends_on_the_others(slurm, tmp_path, undisturbed):
-    run = submit(slurm, tmp_path, "--nodes=2-4", "--ranks-per-node=2", sets=SETTINGS)
+    args = ("--nodes=2-4", "--ranks-per-node=2")
+    run = submit(slurm, tmp_path, *args, sets=SETTINGS, held={1: 15})
     run.wait_event("saved")
     run.wait_step(EVERY + 2)
 
     slurm.kill_node("n3")
+    run.let_go(1)
     run.wait_done()
 
     begun = attempts(RunHistory.of(run.events()))

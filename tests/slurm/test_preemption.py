@@ -19,9 +19,11 @@ def test_a_run_that_gets_its_user_signal_in_a_grace_time_ends_bit_equal(
 ):
     shape = ("--nodes=4", "--ranks-per-node=2", "--time=10", "--partition=grace")
     with slurm.user_signal():
-        run = submit(slurm, tmp_path, *shape, sets=SETTINGS)
+        run = submit(slurm, tmp_path, *shape, sets=SETTINGS, held={1: 10})
         run.wait_step(5)
         urgent = slurm.submit_urgent(4)
+        run.wait_preempted()
+        run.let_go(1)
         slurm.wait_job(run.job_id, "PENDING", timeout=30)
         slurm.cancel(urgent)
         run.wait_done()

@@ -54,7 +54,6 @@ def bad_list(cwd):
     return list(json.loads(found[0].read_text())["nodes"]) if found else []
 
 
-@pytest.mark.every_slurm
 def test_all_that_is_wrong_is_named_with_its_node_and_nothing_else(slurm, tmp_path):
     args = ("--nodes=4", "--no-bandwidth")
     sick = preflight(slurm, tmp_path, *args, faults="; ".join(FAULTS.values()), code=3)

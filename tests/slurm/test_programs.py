@@ -47,7 +47,7 @@ def test_a_shell_script_is_preempted_saves_and_comes_back_and_slurm_tells_each_r
     size = ("--nodes=2", "--ranks-per-node=2", "--partition=grace", "--time=10")
     run = submit(slurm, tmp_path, *size, script=["./any.sh", sys.executable])
     ready = [tmp_path / f"ready-{rank}" for rank in range(4)]
-    run.wait("all ranks", lambda: all(path.exists() for path in ready), timeout_s=180)
+    run.wait("all ranks", lambda: all(path.exists() for path in ready))
     urgent = slurm.submit_urgent(4)
     slurm.wait_job(run.job_id, "PENDING", timeout=60)
     slurm.cancel(urgent)

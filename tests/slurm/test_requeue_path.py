@@ -29,7 +29,7 @@ def test_a_slurmctld_that_is_silent_during_the_stop_is_waited_for(slurm, tmp_pat
     run.wait_event("stopped")
     run.wait_event("attempt_ended")
     slurm.start_slurmctld()
-    run.wait_done(timeout_s=150)
+    run.wait_done()
 
     assert run.ends()[0][1] in {"ask_batch", "requeue"}
     assert run.steps_lost() == [0]
@@ -52,7 +52,7 @@ def test_a_munged_that_is_away_during_the_stop_is_waited_for(slurm, tmp_path):
     run.wait_event("stopped")
     run.wait_event("attempt_ended")
     slurm.start_munged()
-    run.wait_done(timeout_s=150)
+    run.wait_done()
 
     assert run.steps_lost() == [0]
     assert slurm.job(run.job_id)["Restarts"] == "1"
@@ -74,7 +74,7 @@ def test_a_job_that_may_not_requeue_ends_with_a_clear_code_and_can_be_resumed(sl
     assert run.status()["state"] not in {"running", "pending", "done"}
     told = run.cli("resume", run.dir.name)
     assert "takes step-" in told
-    run.wait_event("done", timeout_s=90)
+    run.wait_event("done")
     assert run.steps_lost() == [0]
 
 

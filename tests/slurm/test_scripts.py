@@ -27,7 +27,6 @@ def is_over_or_again(job: Record) -> bool:
     return job["JobState"] in {"FAILED", "COMPLETED", "CANCELLED"} or job["Restarts"] != "0"
 
 
-@pytest.mark.every_slurm
 def test_an_unchanged_torchrun_script_is_preempted_and_goes_on_from_its_own_checkpoint(
     slurm, tmp_path
 ):

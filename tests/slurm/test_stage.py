@@ -84,7 +84,12 @@ def staged(run):
     return [(fact["staged"], fact["reused"], fact["not_staged"]) for fact in facts]
 
 
-@pytest.mark.every_slurm
+@pytest.mark.story(
+    proved_by=(
+        "tests/unit/scheduler/test_stage_node.py",
+        "tests/unit/scheduler/test_stage_script.py",
+    )
+)
 def test_ranks_run_from_their_nodes_own_disk_and_a_later_start_finds_it_there(
     slurm, tmp_path, environment, nodes
 ):

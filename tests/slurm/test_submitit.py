@@ -8,10 +8,9 @@ import pytest
 
 import hpctrain
 from hpctrain import submitit
+from tests.support import patience
 
 pytestmark = pytest.mark.slurm
-
-PATIENCE_S = 180.0
 
 
 def counter(*, every_rank=False):
@@ -43,10 +42,10 @@ def executor(tmp_path, **parameters):
 
 
 def await_output(job, text):
-    deadline = time.monotonic() + PATIENCE_S
-    while text not in (job.stdout() or ""):
-        assert time.monotonic() < deadline, (job.stdout(), job.stderr(), job.state)
-        time.sleep(0.1)
+    patience.until(
+        lambda: text in (job.stdout() or ""),
+        lambda: (job.stdout(), job.stderr(), job.state),
+    )
 
 
 def reasons(job):

@@ -47,7 +47,7 @@ def run_of(cluster, cwd, *args):
 
 def wait_attempt(run, number, nodes):
     """Until all its nodes have begun."""
-    begun = run.wait_event("attempt_started", number, timeout_s=run.slurm.patience_s)
+    begun = run.wait_event("attempt_started", number)
     folder = run.dir.attempt(number)
     run.wait(
         f"logs of {nodes} ranks",
@@ -146,7 +146,7 @@ def resume_and_end(cluster, diary, run, count):
         wait_attempt(run, 4, count - 1)
     with diary.part("done"):
         (run.dir.root / FINISH).touch()
-        run.wait_event("done", timeout_s=cluster.patience_s)
+        run.wait_event("done")
     cluster.wait_job(run.job_id, "COMPLETED", cluster.patience_s)
 
 

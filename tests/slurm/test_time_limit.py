@@ -13,7 +13,6 @@ from tests.support.scenario import submit
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 STEPS = 60
-PATIENCE_S = 280
 """A start may come late on a busy machine, and then has time for a step or two."""
 SETTINGS = {
     "train.steps": STEPS,
@@ -36,7 +35,7 @@ def test_the_clock_alone_stops_a_run_before_its_limit(slurm, tmp_path, quiet):
     """No signal is asked for (no --signal line): only the job's end, known from SLURM, counts."""
     run = submit(slurm, tmp_path, "--nodes=2", "--ranks-per-node=1", "--time=1", sets=SETTINGS)
 
-    run.wait_done(timeout_s=PATIENCE_S)
+    run.wait_done()
 
     assert "--signal" not in next(run.dir.jobs.glob("*.sh")).read_text()
     assert run.ends()[0] == ("timed_out", "requeue")
@@ -52,7 +51,7 @@ def test_a_warning_that_comes_at_once_does_not_make_a_requeue_loop(slurm, tmp_pa
     settings = SETTINGS | {"slurm.signal_lead_s": 30}
     run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", "--time=1", sets=settings)
 
-    run.wait_done(timeout_s=PATIENCE_S)
+    run.wait_done()
 
     *stopped, last = [reason for reason, _ in run.ends()]
     assert (set(stopped), last) == ({"timed_out"}, "completed")

@@ -25,9 +25,9 @@ from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.store import find
 from hpctrain.run.fence import take_attempt
 from hpctrain.run.layout import RunDir
+from tests.support import patience
 from tests.support.campaign_rank import (
     KEEP_LAST,
-    PATIENCE_S,
     POINTS,
     RANKS,
     Doom,
@@ -315,10 +315,7 @@ def _newest(run: RunDir) -> int:
 
 
 def _until(holds: Callable[[], object], why: str) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < end, f"{why} (waited {PATIENCE_S:.0f} s)"
-        time.sleep(0.001)
+    patience.until(holds, why)
 
 
 def _is_gone(pid: int) -> bool:

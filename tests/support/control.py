@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.control.lease import Root
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class NodeOnCall:
 
     def look(self) -> None:
         """What the node's process does: report, have it decided, let the ranks read it."""
-        now_s = time.monotonic()
+        now_s = clock.monotonic()
         self.root.hear(self.board.report(self.asked), now_s)
         lease = self.root.lease(now_s)
         if lease.number and self.board.put_lease(lease):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tests.support import patience
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     import pytest
@@ -79,3 +79,21 @@ def before(patch: pytest.MonkeyPatch, kind: type, method: str, act: Callable[...
         return real(*args, **named)
 
     patch.setattr(kind, method, called)
+
+
+def steps_held(folder: Path, held: Mapping[int, int]) -> tuple[dict[int, Gate], str]:
+    """Return a gate in some attempts of a run, and the faults that shut them.
+
+    A test that acts on a run in its middle holds the run there: it would else come to its end while
+    the test's commands take their time.
+
+    Args:
+        folder: Of the gates' files.
+        held: Attempt to the number of steps done when `run.steps` is held.
+    """
+    gates = {attempt: Gate(folder / f"gate-{attempt}") for attempt in held}
+    faults = [
+        f"hold:step.begin,step={step},attempt={attempt},{gates[attempt].until}"
+        for attempt, step in held.items()
+    ]
+    return gates, ";".join(faults)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.env import HPCTRAIN_CONTROL
+from tests.support import cpus
 from tests.support.control_tree import ControlTree
 from tests.support.ports import free_port
 
@@ -86,6 +87,14 @@ def launch(
         AssertionError: a rank failed or hung; with its traceback.
     """
     preload()
+    with cpus.taken(world_size):
+        return _launch(fn, world_size, may_fail=may_fail, tree=tree, kwargs=kwargs)
+
+
+def _launch(
+    fn: Callable[..., Any], world_size: int, *, may_fail: bool, tree: int, kwargs: dict[str, Any]
+) -> list[Any]:
+    """See `launch`."""
     port = free_port()
     context = multiprocessing.get_context("fork")
     together = None if may_fail else context.Barrier(world_size)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.hangs.look import RankProcess, look
+from tests.support import patience
 from tests.support.gloo import preload
 
 if TYPE_CHECKING:
@@ -155,10 +156,9 @@ class Scene:
 
     def wait_for_step(self, step: int) -> None:
         """Until all ranks have begun it."""
-        deadline_s = time.monotonic() + 60
-        while min(self._steps) < step:
-            assert time.monotonic() < deadline_s, f"the ranks stand at {list(self._steps)}"
-            time.sleep(0.02)
+        patience.until(
+            lambda: min(self._steps) >= step, lambda: f"the ranks stand at {list(self._steps)}"
+        )
 
     def __enter__(self) -> Self:
         for process in self.ranks:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,8 @@ from hpctrain.memory.facts import part_facts
 from hpctrain.memory.keeper import Keeper
 from hpctrain.memory.keeper_process import KeeperProcess
 from hpctrain.memory.rank_line import KeeperLine
+from tests.support import patience
+from tests.support.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from hpctrain.memory.slots import Mark
 
 BLOCK_BYTES = 1024
-PATIENCE_S = 20.0
 ROOM = 8000
 """Bytes that each rank asks for a copy."""
 
@@ -170,10 +170,7 @@ def write_copy(
 
 def until(holds: Callable[[], Any], why: str) -> None:
     """Wait for another thread's or process's doing."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline, why
-        time.sleep(0.002)
+    patience.until(holds, why)
 
 
 def ready(keepers: Keepers, mark: Mark | None = None) -> list[KeeperLine]:

@@ -7,13 +7,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+from tests.support import cpus, patience
+
 SCRIPTS = Path(__file__).parent / "scripts"
 FRAMEWORKS = Path(__file__).parents[2] / "docs" / "frameworks.md"
-POLL_S = 0.1
 
 
 def shown(framework: str) -> str:
@@ -42,6 +42,7 @@ def hpctrain(folder: Path, *words: str, or_says: str = "") -> str:
 
 def start(folder: Path, name: str, nodes: int | str, ranks: int, *words: str) -> Path:
     """Submit a run of nodes x ranks; `words` are flags, "--", script and arguments."""
+    cpus.take(ranks * max(map(int, f"{nodes}".replace("+", "-").split("-"))))
     where = ["--cluster", "local", "--no-snapshot", "--name", name]
     hpctrain(
         folder, "submit", *where, "--nodes", f"{nodes}", "--ranks-per-node", f"{ranks}", *words
@@ -56,13 +57,12 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in told if event["kind"] == kind]
 
 
-def await_end(run: Path, attempts: int = 1, patience_s: float = 180.0) -> dict[str, Any]:
-    """Wait for the end of the last of so many attempts; each may take so long, no more."""
-    began, seen = time.monotonic(), 0
-    while len(ended := events(run, "attempt_ended")) < attempts:
-        if len(ended) > seen:
-            began, seen = time.monotonic(), len(ended)
-        logs = sorted((run / "attempts" / f"{seen + 1:04d}").glob("rank-*.log"))
-        assert time.monotonic() - began < patience_s, {log.name: log.read_text() for log in logs}
-        time.sleep(POLL_S)
-    return ended[-1]
+def await_end(run: Path, attempts: int = 1) -> dict[str, Any]:
+    """Wait for the end of the last of so many attempts."""
+
+    def logs() -> dict[str, str]:
+        newest = sorted(run.glob("attempts/*"))[-1:]
+        return {log.name: log.read_text() for one in newest for log in one.glob("rank-*.log")}
+
+    patience.until(lambda: len(events(run, "attempt_ended")) >= attempts, logs)
+    return events(run, "attempt_ended")[-1]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, TypeVar
 
+import pytest
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -21,7 +23,7 @@ T = TypeVar("T")
 
 def until(
     reached: Callable[[], T | None],
-    what: Callable[[], str] | str = "",
+    what: Callable[[], object] | str = "",
     *,
     alive: Callable[[], bool] | None = None,
 ) -> T:
@@ -36,11 +38,15 @@ def until(
         AssertionError: it cannot come any more, or did not within `PATIENCE_S`.
     """
     deadline = time.monotonic() + PATIENCE_S
-    while True:
-        hopeless = alive is not None and not alive()
-        if found := reached():
-            return found
-        if hopeless or time.monotonic() > deadline:
-            said = what() if callable(what) else what
-            raise AssertionError(f"never came: {said or reached}")
-        time.sleep(POLL_S)
+    try:
+        while True:
+            hopeless = alive is not None and not alive()
+            if found := reached():
+                return found
+            if hopeless or time.monotonic() > deadline:
+                raise AssertionError("what is awaited did not come")  # noqa: TRY301
+            time.sleep(POLL_S)
+    except (AssertionError, pytest.fail.Exception) as error:  # the latter is pytest-timeout's
+        said = what() if callable(what) else what
+        error.add_note(f"waited for: {said or reached}")
+        raise

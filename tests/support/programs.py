@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from tests.support.ledger_runs import all_fields
 from tests.support.local_runs import SCRIPTS
+from tests.support.patience import PATIENCE_S
 from tests.support.scenario import submit
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ KINDS = ("without grace", "grace", "dead node", "time limit")
 TOLD = frozenset({"without grace", "grace", "time limit"})
 """Of these the run hears before it has to go."""
 LIMIT_MIN = 600
-PATIENCE_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Campaign:
             assert not ends or ends[-1][1] != "stop", self.run.story()
             return len(self.steps(max(attempt, self.attempt()))) >= count
 
-        self.run.wait(f"{count} steps of attempt {attempt}", done, PATIENCE_S)
+        self.run.wait(f"{count} steps of attempt {attempt}", done)
 
     def disturb(self, kind: str, after: int = 10, next_partition: str = "") -> Disturbed:
         """Disturb the run after so many steps of its attempt, and wait until it trains again.
@@ -168,7 +168,7 @@ class Campaign:
         self._do(kind, before, next_partition)
         self.wait_steps(1, before + 1)
         now = self.attempt()
-        ended = self.run.wait_event("attempt_ended", attempt=before, timeout_s=PATIENCE_S)
+        ended = self.run.wait_event("attempt_ended", attempt=before)
         return Disturbed(
             kind,
             last=self.steps(before)[-1],

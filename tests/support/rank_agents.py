@@ -18,6 +18,7 @@ from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.base.records import JobContext, RankTask
 from hpctrain.hangs.stacks import asked
 from hpctrain.run.fence import Attempt
+from tests.support import cpus
 from tests.support.ports import free_port
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Agents:
         hangs: HangLimits | None = None,
     ) -> None:
         """Start agents, and do not wait for them."""
+        cpus.take(nodes * self._ranks)
         (self._folder / "script.py").write_text(script)
         port = free_port()
         fork = multiprocessing.get_context("fork")

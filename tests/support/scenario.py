@@ -15,14 +15,16 @@ import json
 import os
 import subprocess
 import sys
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base.env import HPCTRAIN_FAULTS
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.local import client as local_client
+from tests.support import cpus, patience
+from tests.support.gates import steps_held
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import TINY
 
@@ -30,9 +32,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.run.events import Event
+    from tests.support.gates import Gate
     from tests.support.slurm_cluster import SlurmCluster
 
-POLL_S = 0.1
+CPUS = 2
+"""What a story on the cluster is taken to use; it waits for SLURM at times."""
 
 
 def cli(
@@ -59,6 +63,11 @@ class RunHandle:
     cwd: Path
     dir: RunDir
     job_id: str
+    gates: Mapping[int, Gate] = field(default_factory=dict)
+
+    def let_go(self, attempt: int) -> None:
+        """Let the steps of an attempt go on that `submit` had held."""
+        self.gates[attempt].open()
 
     def cli(self, *args: str, env: Mapping[str, str] | None = None) -> str:
         """A command that must succeed; its stdout."""
@@ -78,43 +87,46 @@ class RunHandle:
             if kind in (None, e.kind) and attempt in (None, e.attempt)
         ]
 
-    def wait(self, what: str, reached: Callable[[], Any], timeout_s: float = 90) -> Any:
-        """Wait for something to become true; on time-out everything that may tell why."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            if found := reached():
-                return found
-            if time.monotonic() > deadline:
-                raise AssertionError(f"{what} did not happen in {timeout_s} s\n{self.story()}")
-            time.sleep(POLL_S)
+    def wait(self, what: str, reached: Callable[[], Any]) -> Any:
+        """Wait for something to become true; where it does not, all that may tell why."""
+        return patience.until(reached, lambda: f"{what}\n{self.story()}")
 
-    def wait_event(
-        self, kind: str, attempt: int | None = None, count: int = 1, timeout_s: float = 90
-    ) -> Event:
+    def wait_event(self, kind: str, attempt: int | None = None, count: int = 1) -> Event:
         """Wait for the count-th event of a kind."""
 
         def there() -> list[Event] | None:
             found = self.events(kind, attempt)
             return found if len(found) >= count else None
 
-        found: list[Event] = self.wait(f"event {kind} (attempt {attempt})", there, timeout_s)
+        found: list[Event] = self.wait(f"event {kind} (attempt {attempt})", there)
         return found[count - 1]
 
-    def wait_step(self, step: int, attempt: int | None = None, timeout_s: float = 90) -> int:
+    def wait_step(self, step: int, attempt: int | None = None) -> int:
         """Wait until a step is done (in an attempt); the newest step."""
 
         def done() -> int | None:
             steps = [int(all_fields(e)["last"]) for e in self.events("steps", attempt)]
             return max(steps) if steps and max(steps) >= step else None
 
-        newest: int = self.wait(f"step {step}", done, timeout_s)
+        newest: int = self.wait(f"step {step}", done)
         return newest
 
-    def wait_done(self, timeout_s: float = 120) -> None:
+    def wait_done(self) -> None:
         """Wait until the program has returned and the job is gone."""
-        self.wait_event("done", timeout_s=timeout_s)
         assert self.slurm is not None
+        self.wait_event("done")
         self.slurm.wait_job(self.job_id, ("COMPLETED",), timeout=30)
+
+    def wait_preempted(self) -> None:
+        """Wait until slurmctld has begun to preempt the job, or has ended it."""
+        slurm = self.slurm
+        assert slurm is not None
+
+        def begun() -> bool:
+            job = slurm.job(self.job_id)
+            return job["JobState"] != "RUNNING" or job.get("PreemptTime", "None") != "None"
+
+        self.wait("a preemption", begun)
 
     def nodes(self) -> tuple[list[str], list[str]]:
         """Those of the newest attempt, and the spares. SLURM does not always begin with n1."""
@@ -187,11 +199,18 @@ def submit(
     name: str = "run",
     script: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
+    held: Mapping[int, int] | None = None,
 ) -> RunHandle:
     """`hpctrain submit` of the tiny recipe (or of a script) with these settings over `TINY`.
 
-    To the real cluster, where there is one, unless `args` name another.
+    It goes to the real cluster where there is one, else to what `args` name. `held` is attempt to
+    step: its ranks stand before that step until `RunHandle.let_go`.
     """
+    cpus.take(CPUS)
+    gates, faults = steps_held(cwd, held or {})
+    if faults:
+        armed = (env or {}).get(HPCTRAIN_FAULTS)
+        env = {**(env or {}), HPCTRAIN_FAULTS: f"{armed};{faults}" if armed else faults}
     settings = {} if script else {**TINY, "train.dropout": 0.0}
     settings |= sets or {}
     words = [f"--set={key}={_toml(value)}" for key, value in settings.items()]
@@ -210,7 +229,7 @@ def submit(
     )
     assert done.returncode == 0, f"submit: exit {done.returncode}\n{done.stderr}"
     told = json.loads(done.stdout)
-    return RunHandle(slurm, cwd, RunDir(Path(told["run_dir"])), str(told["job_id"]))
+    return RunHandle(slurm, cwd, RunDir(Path(told["run_dir"])), str(told["job_id"]), gates)
 
 
 def _toml(value: Any) -> str:

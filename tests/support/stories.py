@@ -24,7 +24,7 @@ import pytest
 from hpctrain.base.records import JobState
 from hpctrain.checkpoint.store import find
 from hpctrain.scheduler.local import client
-from tests.support import local_runs, patience
+from tests.support import local_runs
 from tests.support.ledger_runs import all_fields
 from tests.support.scenario import RunHandle, submit
 
@@ -215,12 +215,12 @@ class Story:
         self.wait("a stop signal", lambda: self._files("heard"))
 
     def wait(self, what: str, reached: Callable[[], Any]) -> Any:
-        """Wait for something; pytest's own time-out prints what happened instead."""
-        return self.run.wait(what, reached, patience.PATIENCE_S)
+        """Wait for something to become true."""
+        return self.run.wait(what, reached)
 
     def wait_event(self, kind: str, count: int = 1) -> dict[str, Any]:
         """Wait for the count-th event of a kind; its fields."""
-        return all_fields(self.run.wait_event(kind, count=count, timeout_s=patience.PATIENCE_S))
+        return all_fields(self.run.wait_event(kind, count=count))
 
     def wait_over(self, state: str, restarts: int) -> None:
         """Wait until the job has ended, in this state of its run, after so many restarts."""

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Self
 
 import pyte
 
+from tests.support.patience import PATIENCE_S
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PATIENCE_S = 120.0
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 FIXED = frozenset({"NO_COLOR", "COLUMNS", "LINES"})
 """What would make a command blind to the terminal that it runs on."""

@@ -24,13 +24,14 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from tests.support.patience import PATIENCE_S
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
 
 CHECKOUT = Path(__file__).parents[2]
 TOOLS = ("unshare", "setpriv")
-TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def run_as(
         env=_environment(env),
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0 or not check, f"exit {done.returncode}: {done.stdout}{done.stderr}"

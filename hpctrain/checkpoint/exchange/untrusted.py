@@ -12,6 +12,7 @@ import contextlib
 import io
 import math
 import pickle  # only its Unpickler, with a list of what it may name
+import pickletools
 import re
 import warnings
 import zipfile
@@ -79,6 +80,7 @@ def unpickled(path: Path, names: dict[tuple[str, str], Any]) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     try:
+        _require_small_memo(content)
         return Unpickler(io.BytesIO(content), names).load()
     except Refused as error:
         raise CheckpointError(refusal(path, str(error))) from None
@@ -86,6 +88,16 @@ def unpickled(path: Path, names: dict[tuple[str, str], Any]) -> Any:
         raise CheckpointError(
             f"{path} is cut or damaged: {type(error).__name__}: {_line(error)}"
         ) from error
+
+
+def _require_small_memo(content: bytes) -> None:
+    """Refuse a memo that no pickle of this length can need.
+
+    Python's unpickler makes room for any index that a pickle names: one flipped bit took 22 GB.
+    """
+    for opcode, argument, _ in pickletools.genops(content):
+        if "PUT" in opcode.name and isinstance(argument, int) and argument > len(content):
+            raise pickle.UnpicklingError(f"memo index {argument} of {len(content)} bytes")
 
 
 def refusal(where: object, what: str) -> str:

@@ -32,12 +32,12 @@ import json
 import math
 import os
 import re
-import time
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from hpctrain.base import clock
 from hpctrain.base.files import open_plain, read_plain
 from hpctrain.checkpoint.format import packing
 from hpctrain.checkpoint.format.patience import proves_absence
@@ -331,7 +331,7 @@ class Manifest:
     """Filled in by `commit.publish`."""
     attempt_token: str = ""
     """Filled in by `commit.publish`."""
-    created: float = field(default_factory=time.time)
+    created: float = field(default_factory=clock.now)
     """Seconds since the epoch; for people, never for choosing."""
     world_size: int
     mesh: dict[str, Any]

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import errno
 import logging
-import time
 from typing import TYPE_CHECKING, TypeVar
 
+from hpctrain.base import clock
 from hpctrain.errors import FileSystemFault, IncompleteCheckpoint
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Patience:
                     raise
                 wait_s = min(wait_s, self._left_s)
                 self._tell(error, wait_s)
-            time.sleep(wait_s)
+            clock.sleep(wait_s)
             self._left_s -= wait_s
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hpctrain.base import clock
 from hpctrain.base.files import NOT_PLAIN
 from hpctrain.base.records import Skipped
 from hpctrain.base.text import size
@@ -104,7 +104,7 @@ class BytesRead:
         self.bytes = 0
         self._what = what
         self._on_bytes = on_bytes or (lambda _: None)
-        self._next = time.monotonic() + TELL_S
+        self._next = clock.monotonic() + TELL_S
         self._lock = threading.Lock()
 
     def __call__(self, count: int) -> None:
@@ -112,8 +112,8 @@ class BytesRead:
         self._on_bytes(count)
         with self._lock:
             self.bytes += count
-            if self._what and time.monotonic() > self._next:
-                self._next = time.monotonic() + TELL_S
+            if self._what and clock.monotonic() > self._next:
+                self._next = clock.monotonic() + TELL_S
                 log.info("%s: %s read so far", self._what, size(self.bytes))
 
 
@@ -321,7 +321,7 @@ class Choice:
             CheckpointError: a torn one cannot be moved, or a copy not be put back.
             Fenced: a newer attempt has taken the run over.
         """
-        started = time.monotonic()
+        started = clock.monotonic()
         seals.sweep(self._run)
         everything = self._patience(lambda: seals.listing(self._run))
         wanted = [s for s in everything if at_step is None or _step(s) == at_step]
@@ -337,7 +337,7 @@ class Choice:
         return Resume(
             **(taken or {}),
             read_bytes=self._reading.bytes,
-            seconds=time.monotonic() - started,
+            seconds=clock.monotonic() - started,
             skipped=tuple(self._skipped),
             set_aside=tuple(self._aside),
         )

@@ -11,11 +11,11 @@ import contextlib
 import os
 import secrets
 import stat
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.files import ROOT
 from hpctrain.checkpoint.format.manifest import MAX_STEP
 from hpctrain.checkpoint.format.patience import proves_absence
@@ -199,7 +199,7 @@ def begin(
         staged.mkdir()
     except OSError as error:
         raise NotWritten(f"{path} cannot be sealed: {describe(error, run.sealed)}") from error
-    return SealPlan(path, path.is_dir(), files, staged, copies, time.time())
+    return SealPlan(path, path.is_dir(), files, staged, copies, clock.now())
 
 
 def _resolved(path: Path) -> Path:
@@ -446,7 +446,7 @@ def sealed_now(
         step=stored.seal.step,
         path=stored.seal.path,
         bytes=stored.seal.size,
-        seconds=round(max(0.0, time.time() - plan.began), 3),
+        seconds=round(max(0.0, clock.now() - plan.began), 3),
         own_s=None if own_s is None else round(own_s, 3),
         by=stored.seal.by,
         name=stored.name,

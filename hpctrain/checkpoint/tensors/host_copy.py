@@ -18,12 +18,12 @@ tests/engines/test_hidden_copies.py hold the promises.
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from hpctrain.base import clock
 from hpctrain.testing import points
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class CopyThread:
         """Wait until the copies are made, or have failed, which `wait` tells."""
         with self._lock:
             if not self._made.is_set() and self._held_from is None:
-                self._held_from = time.monotonic()
+                self._held_from = clock.monotonic()
         self._made.wait()
 
     def wait(self) -> None:
@@ -125,7 +125,7 @@ class CopyThread:
         self._rows = []  # a temporary's memory is free again
         with self._lock:
             if self._held_from is not None:
-                self.held_s = time.monotonic() - self._held_from
+                self.held_s = clock.monotonic() - self._held_from
             self._made.set()
 
 

@@ -7,12 +7,12 @@ test_checkpoint_faults.py.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import xxhash
 
+from hpctrain.base import clock
 from hpctrain.checkpoint.format import shard
 from hpctrain.checkpoint.format.layout import NO_KEY, RankPart, part_of, placed
 from hpctrain.checkpoint.format.manifest import step_name
@@ -84,7 +84,7 @@ def save(place: SavePlace, world: World, state: State, manifest: Manifest) -> Sa
             NotWritten where a file system refused, which it may not do the next time.
         Fenced: a newer attempt has taken the run over.
     """
-    started = time.monotonic()
+    started = clock.monotonic()
     parts = parts_to_write(held(state, world))
     pieces = [part.piece for part in parts]
     options = write_options(place.settings, manifest)
@@ -142,7 +142,7 @@ def commit_together(
 
     answers = gather_on_0(world, _write(staged, world, manifest.step, report))
     size, digest = on_rank_0(world, lambda: _publish(place, staged, manifest, answers))
-    seconds = time.monotonic() - started
+    seconds = clock.monotonic() - started
     return Saved(manifest.step, step_name(manifest.step), size, seconds, seconds, digest)
 
 

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from hpctrain.base import clock
 from hpctrain.checkpoint.tensors.arena import Arena, aligned
 from hpctrain.checkpoint.tensors.boxes import Flat, held, parts_to_write
 from hpctrain.checkpoint.tensors.device_copy import (
@@ -118,7 +118,7 @@ class Saver:
     @property
     def flying_s(self) -> float:
         """How long the save in flight has taken so far; 0 without one."""
-        return time.monotonic() - self._flight.began if self.in_flight and self._flight else 0.0
+        return clock.monotonic() - self._flight.began if self.in_flight and self._flight else 0.0
 
     @property
     def step(self) -> int | None:
@@ -177,7 +177,7 @@ class Saver:
         """
         if self._flight is not None:
             raise RuntimeError(f"step {self._flight.step} has not been landed")
-        flight = _Flight(manifest.step, time.monotonic() if started is None else started)
+        flight = _Flight(manifest.step, clock.monotonic() if started is None else started)
         parts = parts_to_write(held(state, self._world))
         if self._preparing is not None:
             self._preparing.join()
@@ -187,7 +187,7 @@ class Saver:
             write = self._writing(flight, parts, offsets, manifest)
         except (CheckpointError, OSError) as error:
             write = _failing(error)
-        flight.stall_s = time.monotonic() - flight.began
+        flight.stall_s = clock.monotonic() - flight.began
         pieces = [part.piece for part in parts]
         threading.Thread(
             target=self._behind,
@@ -231,7 +231,7 @@ class Saver:
     def _await_copies(self, flight: _Flight, copies: HostCopies) -> None:
         """In the save's thread: then the arena holds the state, and the stall is known."""
         if copies.wait():
-            flight.stall_s = time.monotonic() - flight.began
+            flight.stall_s = clock.monotonic() - flight.began
         flight.stall_s += copies.held_s
         if flight.is_given_up:
             raise CheckpointError("the shard was not written: it was abandoned")

@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import xxhash
 
+from hpctrain.base import clock
 from hpctrain.checkpoint.format.shard import ShardReport
 from hpctrain.checkpoint.tensors.writer_process import (
     FRAME,
@@ -171,7 +171,7 @@ class ShardWriter:
                     raise CheckpointError("the shard was not written: it was abandoned")
                 raise RuntimeError("nothing is being written")
             try:
-                answer = self._answer(request, process, time.monotonic() + timeout_s)
+                answer = self._answer(request, process, clock.monotonic() + timeout_s)
             except BaseException:  # half an answer may have been read: nothing can follow it
                 self._end()
                 raise
@@ -335,7 +335,7 @@ class _Process:
             raise ValueError(f"it answers request {answered}, not {number}")
         if nbytes > MAX_ANSWER_BYTES:
             raise ValueError(f"it announces {nbytes:,} bytes")
-        body = self._read(nbytes, max(deadline, time.monotonic() + ANSWER_S), abandoned)
+        body = self._read(nbytes, max(deadline, clock.monotonic() + ANSWER_S), abandoned)
         if xxhash.xxh3_64_intdigest(body) != digest:
             raise ValueError("its digest is another")
         answer: object = pickle.loads(body)  # noqa: S301 - from the process started above
@@ -379,12 +379,12 @@ class _Process:
         content = bytearray(count)
         left = memoryview(content)
         while left:
-            while not self.readable(max(0.0, min(LOOK_S, deadline - time.monotonic()))):
+            while not self.readable(max(0.0, min(LOOK_S, deadline - clock.monotonic()))):
                 if abandoned():
                     raise EOFError
                 if self.dead() and not self.readable(0):
                     raise EOFError
-                if time.monotonic() >= deadline:
+                if clock.monotonic() >= deadline:
                     raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
             taken = self._socket.recv_into(left)
             if taken == 0:

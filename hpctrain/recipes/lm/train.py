@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +25,7 @@ from hpctrain import (
     broadcast,
     cut_step,
 )
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_ATTEMPT_DIR
 from hpctrain.plan.mesh import shape_of
 from hpctrain.recipes.lm import corpus
@@ -73,7 +73,7 @@ def main() -> None:
     step_flops = step_tokens * flops_per_token(model.config)
     share = share_of_loss(step_tokens)
     for step in run.steps(total=train.steps):
-        began = time.monotonic()
+        began = clock.monotonic()
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, peak=train.lr, warmup=train.warmup, total=train.steps)
         with run.timed("data"):
@@ -84,7 +84,7 @@ def main() -> None:
         if train.audit and engine.is_first_reader:
             _audit(step, batch)
         if train.step_delay_s:
-            time.sleep(train.step_delay_s)
+            clock.sleep(train.step_delay_s)
         run.log(
             loss=loss,
             grad_norm=norm,
@@ -92,7 +92,7 @@ def main() -> None:
             tokens=step_tokens,
             flops=step_flops,
             skipped=engine.left_out,
-            step_s=time.monotonic() - began,
+            step_s=clock.monotonic() - began,
         )
         if _is_validation(step + 1, train.val_every, train.steps):
             validation = validate(run, engine, tokens, held_out)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_LOCAL_DIR
 from hpctrain.base.process import own_program
 from hpctrain.base.records import JobInfo, JobStart, JobState
@@ -140,7 +140,7 @@ def request(job_id: str, operation: str, **fields: Any) -> None:
         raise ClusterUnreachable(
             f"the controller of local job {job_id} (pid {record.controller_pid}) is gone"
         )
-    name = f"request-{time.time_ns()}-{os.getpid()}"
+    name = f"request-{clock.now_ns()}-{os.getpid()}"
     staged = job_dir(job_id) / f"{name}.new"
     staged.write_text(json.dumps({"operation": operation, **fields}))
     staged.rename(job_dir(job_id) / f"{name}.json")

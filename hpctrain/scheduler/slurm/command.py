@@ -14,9 +14,9 @@ import re
 import shutil
 import signal
 import threading
-import time
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.scheduler.slurm.environment import clean
 
@@ -148,15 +148,15 @@ def run_until(args: Sequence[str], *, deadline: float, timeout_s: float = QUERY_
     """
     pause_s = RETRY_PAUSE_S
     while True:
-        left = deadline - time.monotonic()
+        left = deadline - clock.monotonic()
         try:
             return run(args, timeout_s=max(min(timeout_s, left), RETRY_PAUSE_S))
         except ClusterError as error:
-            left = deadline - time.monotonic()
+            left = deadline - clock.monotonic()
             if _is_final(error) or left < RETRY_PAUSE_S:
                 raise
         # slurmctld announces its return to nobody: asking again is all there is
-        time.sleep(min(pause_s, left))
+        clock.sleep(min(pause_s, left))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
@@ -237,11 +237,11 @@ def name_here() -> str:
     whose = tuple(os.environ.get(name) for name in ("PATH", "SLURM_CONF", "SLURM_CLUSTERS"))
     with _ASKING:  # `status` asks about a job and its accounts at once, and both want the name
         if whose not in _KNOWN:
-            if time.monotonic() < _SILENT_AT.get(whose, -math.inf) + SILENCE_S:
+            if clock.monotonic() < _SILENT_AT.get(whose, -math.inf) + SILENCE_S:
                 return ""
             cluster = cluster_name()
             if cluster is None:
-                _SILENT_AT[whose] = time.monotonic()
+                _SILENT_AT[whose] = clock.monotonic()
                 return ""
             _KNOWN[whose] = cluster
         return _KNOWN[whose]

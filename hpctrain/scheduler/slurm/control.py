@@ -13,10 +13,10 @@ tests/unit/scheduler/test_slurm_grace.py and tests/slurm/test_requeue_path.py ho
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.host_list import expand_nodes
 from hpctrain.base.records import NODE_DOWN, EndReason, JobFacts
 from hpctrain.base.text import fold_nodes
@@ -80,7 +80,7 @@ class SlurmControl:
 
     def facts(self) -> JobFacts:
         """Ask slurmctld about our own job."""
-        record = self._record(time.monotonic() + self.timeout_s)
+        record = self._record(clock.monotonic() + self.timeout_s)
         facts = job_facts(record)
         if self._is_requeued(facts) and self._lost_a_node():
             return replace(facts, reason=NODE_DOWN)
@@ -88,7 +88,7 @@ class SlurmControl:
 
     def requeue(self) -> None:
         """Ask for this job to be run again, patiently while slurmctld is down."""
-        deadline = time.monotonic() + self.timeout_s
+        deadline = clock.monotonic() + self.timeout_s
         if self.restarts is not None and self._is_requeued(job_facts(self._record(deadline))):
             return
         try:
@@ -105,7 +105,7 @@ class SlurmControl:
         Only after `requeue`: of a running job SLURM refuses it ("no longer pending execution"), and
         from the requeue on it takes it, while the job's processes still end (measured on 22.05).
         """
-        deadline = time.monotonic() + self.timeout_s
+        deadline = clock.monotonic() + self.timeout_s
         before = self._record(deadline).get("ExcNodeList", "")
         kept_out = [*_names("" if before in NOTHING else before), *nodes]
         names = fold_nodes(list(dict.fromkeys(kept_out)))
@@ -114,7 +114,7 @@ class SlurmControl:
 
     def end(self) -> None:
         """End our own job: one whose first node is dead stays RUNNING, with nothing in it."""
-        deadline = time.monotonic() + self.timeout_s
+        deadline = clock.monotonic() + self.timeout_s
         if not self._is_requeued(job_facts(self._record(deadline))):
             from hpctrain.scheduler.slurm.growth import take_back_all
 
@@ -133,7 +133,7 @@ class SlurmControl:
         Since 24.05 a job that leaves in its grace time is run again whatever its exit code. Some
         versions do so at its next end as well, where it was requeued in a grace time before.
         """
-        deadline = time.monotonic() + min(self.timeout_s, FORBID_TIMEOUT_S)
+        deadline = clock.monotonic() + min(self.timeout_s, FORBID_TIMEOUT_S)
         if not self._is_requeued(job_facts(self._record(deadline))):
             update = ["scontrol", "update", f"JobId={self.job_id}", "Requeue=0"]
             run_until(update, deadline=deadline)

@@ -18,9 +18,9 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from typing import TYPE_CHECKING
 
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_SRUN_ARGS
 from hpctrain.base.files import read_end
 from hpctrain.base.process import own_program
@@ -240,7 +240,7 @@ def _granted(words: Sequence[str], parent: int) -> str:
         while salloc.poll() is None:
             if os.getppid() != parent:
                 raise ClusterError("the agent that asked for a node has gone")
-            time.sleep(LOOK_S)  # nothing tells that the parent has gone, and salloc may wait long
+            clock.sleep(LOOK_S)  # nothing tells that the parent has gone, and salloc may wait long
     finally:
         if salloc.poll() is None:
             salloc.send_signal(signal.SIGINT)  # takes back what is still in the queue
@@ -278,4 +278,4 @@ def _of_srun(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _seconds_left(environ: Mapping[str, str]) -> float | None:
     end = own_end(environ)
-    return None if end is None else end - time.time()
+    return None if end is None else end - clock.now()

@@ -15,11 +15,11 @@ import json
 import os
 import secrets
 import socket
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_RELAY, HPCTRAIN_RUN_DIR
 from hpctrain.base.files import read_plain, write_private
 from hpctrain.base.records import EndReason, JobFacts, JobState
@@ -94,9 +94,9 @@ def _receive(connection: socket.socket, patience_s: float) -> bytes:
     Raises:
         OSError: none came in time, or the other has gone.
     """
-    deadline, got = time.monotonic() + patience_s, b""
+    deadline, got = clock.monotonic() + patience_s, b""
     while not got.endswith(b"\n"):
-        connection.settimeout(max(0.01, deadline - time.monotonic()))
+        connection.settimeout(max(0.01, deadline - clock.monotonic()))
         more = connection.recv(MOST_BYTES)
         got += more
         if not more or len(got) > MOST_BYTES:
@@ -143,7 +143,7 @@ class RelayedControl:
         self._path = path
         self._secret = secret
         self._timeout_s = timeout_s
-        self._until = time.monotonic() + COMES_S
+        self._until = clock.monotonic() + COMES_S
 
     def facts(self) -> JobFacts:
         """See `SlurmControl`."""
@@ -220,9 +220,9 @@ class RelayedControl:
                 port = int(read_plain(self._path))
                 return socket.create_connection((HOST, port), timeout=WORD_S)
             except (OSError, ValueError):
-                if time.monotonic() > self._until:
+                if clock.monotonic() > self._until:
                     raise
-            time.sleep(0.1)
+            clock.sleep(0.1)
 
 
 def parent_is_gone(parent: int) -> Callable[[], bool]:

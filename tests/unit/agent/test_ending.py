@@ -445,7 +445,7 @@ def test_an_agent_sees_the_step_of_its_own_nodes_ranks(story, tmp_path, monkeypa
         "follow_folder": None,
         "RankEnvironment": beforehand,
         "_node_control": processes,
-        "_preload": None,
+        "preload": None,
     }.items():
         monkeypatch.setattr(main, name, lambda *_, value=value: value)
     monkeypatch.setattr(main, "_run_rounds", lambda *given, **_: given[3].seen_step())

@@ -254,8 +254,8 @@ def test_before_sigkill_there_is_no_pause(training):
     assert (scheduler.requeues, slept) == (1, [0.0])
 
 
-def test_a_pause_ends_before_the_job_does(monkeypatch):
-    monkeypatch.setattr("time.time", lambda: 1000.0)
+def test_a_pause_ends_before_the_job_does(hands):
+    hands.set_wall(1000.0)
 
     assert JobStartFacts("7", 9, "", [], 1, term=False, end_time=1100.0).pause_s() == 40.0
     assert JobStartFacts("7", 9, "", [], 1, term=False, end_time=900.0).pause_s() == 0.0

@@ -15,6 +15,7 @@ from tests.support.ports import free_port
 
 SECRET = "the same on all nodes"  # noqa: S105 - of a test
 LEASE_S = 1.0
+FOR_EVER_S = 1e6
 
 
 def _other(node, port, secret, line):
@@ -87,12 +88,10 @@ def both(nodes):
 
 
 def test_a_node_that_died_is_lost_at_once_and_one_that_lives_is_not(both):
-    began = time.monotonic()
     both.agents[1].kill()
     lost = both.hear("lost")
 
-    assert (lost["lost"], "closed" in lost["why"]) == (1, True)
-    assert time.monotonic() - began < LEASE_S
+    assert (lost["lost"], "closed" in lost["why"]) == (1, True), "not by its silence"
     assert both.first.news(3 * LEASE_S) == []
 
 
@@ -101,7 +100,7 @@ def test_a_node_that_stands_still_is_lost_after_a_lease_and_leaves_as_it_goes_on
     stopped = time.monotonic()
     lost = both.hear("lost")
     assert (lost["lost"], "silent" in lost["why"]) == (1, True)
-    assert LEASE_S * 0.8 < time.monotonic() - stopped < 3 * LEASE_S
+    assert time.monotonic() - stopped > LEASE_S * 0.8
 
     os.kill(both.pids[1], signal.SIGCONT)
     said = both.lines[1].recv()  # the first word after it, whichever it noticed
@@ -163,9 +162,7 @@ def test_one_that_is_dropped_hears_why_and_is_not_lost_besides(both):
 
     assert both.hears(2, "dropped")["dropped"] == "its ranks died twice"
     assert both.first.news(2 * LEASE_S) == []
-    began = time.monotonic()
-    both.first.end("done", 60)
-    assert time.monotonic() - began < 30, "it was waited for"
+    both.first.end("done", FOR_EVER_S)  # it is not waited for
 
 
 def test_at_the_end_all_are_told_also_who_comes_later_and_nobody_is_killed(nodes):
@@ -186,9 +183,7 @@ def test_who_is_not_awaited_any_more_does_not_hold_up_the_end_and_may_come_all_t
     nodes.begin(1)
     nodes.hear("ready")
     nodes.first.say({"absent": [2]})
-    began = time.monotonic()
-    nodes.first.end("done", 60)
-    assert time.monotonic() - began < 30, "it was waited for"
+    nodes.first.end("done", FOR_EVER_S)  # it is not waited for
     nodes.begin(2)
     assert nodes.hears(2, "over")["over"] == "done"
 
@@ -223,6 +218,4 @@ def test_an_added_node_says_its_name_and_is_waited_for_at_the_end_once_it_came(b
 
 def test_nobody_waits_at_the_end_for_a_node_that_has_not_come(both):
     both.first.say({"await": [5], "absent": [5]})
-    began = time.monotonic()
-    both.first.end("done", 30)
-    assert time.monotonic() - began < 15
+    both.first.end("done", FOR_EVER_S)

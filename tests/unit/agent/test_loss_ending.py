@@ -10,10 +10,12 @@ from hpctrain.agent import main
 from hpctrain.agent.loss_ending import LOOK_S, PROOF_S, TURN_S, LossEnding
 from hpctrain.agent.rendezvous import LeftOut, Loss
 from hpctrain.agent.rounds import RoundEnd
+from hpctrain.base import clock
 from hpctrain.base.records import JobContext, JobFacts
 from hpctrain.run import events as ledger
 from hpctrain.run.fence import read_fence, take_attempt
 from hpctrain.settings.spec import load_spec
+from tests.support.clocks import ManualClock
 from tests.support.ledger_runs import Story, all_fields
 
 JOB_BEGAN = 1_790_000_000.0
@@ -259,15 +261,13 @@ def test_nothing_is_done_where_slurm_has_ended_the_job(story, facts):
     [None, ("7", 0, 0.0), ("6", 0, -50.0)],
     ids=["none", "of the start before", "of the job before"],
 )
-def test_a_job_whose_first_node_was_lost_before_its_first_attempt_is_requeued(
-    tmp_path, newest, monkeypatch
-):
+def test_a_job_whose_first_node_was_lost_before_its_first_attempt_is_requeued(tmp_path, newest):
     """Without an agent of the first node nobody else would ever end it."""
     story = Story(tmp_path / "gpt").submitted("7")
     if newest is not None:
         job_id, restarts, began = newest
-        monkeypatch.setattr("hpctrain.run.fence.time.time", lambda: JOB_BEGAN + began)
-        take_attempt(story.run, job_id=job_id, restarts=restarts)
+        with clock.use(ManualClock(wall_s=JOB_BEGAN + began)):
+            take_attempt(story.run, job_id=job_id, restarts=restarts)
     number = 1 if newest is None else 2
     own = ending(story, scheduler := Scheduler(restarts=1), restarts=1)
     own.succession = Succession()
@@ -301,12 +301,12 @@ def test_a_job_whose_first_node_was_lost_before_its_first_attempt_is_requeued(
     ids=["a later job", "a later start", "requeued", "cancelled", "SLURM is silent"],
 )
 def test_a_start_without_an_attempt_does_nothing_where_the_run_may_be_elsewhere(
-    tmp_path, monkeypatch, newest, facts
+    tmp_path, newest, facts
 ):
     story = Story(tmp_path / "gpt").submitted("7")
     job_id, restarts, began = newest
-    monkeypatch.setattr("hpctrain.run.fence.time.time", lambda: JOB_BEGAN + began)
-    taken = take_attempt(story.run, job_id=job_id, restarts=restarts)
+    with clock.use(ManualClock(wall_s=JOB_BEGAN + began)):
+        taken = take_attempt(story.run, job_id=job_id, restarts=restarts)
     scheduler = Scheduler(**({"restarts": 1} | (facts or {})))
     own = ending(story, scheduler, restarts=1)
     if facts is None:

@@ -17,6 +17,7 @@ from hpctrain.run.event_types import AttemptStarted, CheckpointSealed, Submitted
 from hpctrain.run.fence import identity
 from hpctrain.run.layout import RunDir
 from hpctrain.settings.schema import CheckpointSettings
+from tests.support import patience
 from tests.support.checkpoints import next_attempt
 from tests.support.checkpoints import save as save_checkpoint
 from tests.support.sealed import archive
@@ -452,11 +453,9 @@ def test_the_thread_looks_by_itself_and_is_gone_with_the_ranks(run, monkeypatch)
     watched = Watched(run, "out/ckpt-*.pt")
     watched.settings = CheckpointSettings(sealed=["out/ckpt-*.pt"], seal_settle_s=0.0)
     watch = SealWatch(run, watched.attempt, watched.settings, str(watched.cwd))
-    deadline = time.monotonic() + 30
     with watch:
         save(watched, "out/ckpt-50.pt")
-        while not seals.listing(run) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        patience.until(lambda: seals.listing(run))
 
     assert [stored.seal.step for stored in seals.listing(run)] == [50]
     assert not watch._thread.is_alive()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from types import SimpleNamespace
 
 import pytest
 
@@ -11,27 +10,16 @@ from hpctrain.agent.signals import Arrival
 from hpctrain.agent.stop_deadline import LEAVE_S, StopDeadline
 from hpctrain.base.records import JobContext, JobFacts, StopCause
 from hpctrain.errors import ClusterUnreachable
+from tests.support.clocks import jumping
 
 
-class Hands:
-    """A clock that the test turns."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def time(self):
-        return self.now
-
-    def monotonic(self):
-        return self.now
+@pytest.fixture(autouse=True)
+def hands():
+    with jumping(wall_s=1000.0) as hands:
+        yield hands
 
 
-@pytest.fixture
-def clock():
-    return Hands()
-
-
-def deadline(clock, *, arrivals, facts, end_time=None, kill_wait_s=30.0):
+def deadline(*, arrivals, facts, end_time=None, kill_wait_s=30.0):
     context = JobContext("7", 0, 0, ["n1"], "n1", 1, "t", end_time, kill_wait_s)
 
     def ask():
@@ -39,20 +27,18 @@ def deadline(clock, *, arrivals, facts, end_time=None, kill_wait_s=30.0):
             raise facts
         return facts
 
-    return StopDeadline(
-        context, arrivals=lambda: arrivals, ask=ask, clock=clock, stop_margin_s=10.0
-    )
+    return StopDeadline(context, arrivals=lambda: arrivals, ask=ask, stop_margin_s=10.0)
 
 
-def test_without_a_signal_the_scheduler_is_never_asked(clock):
-    looked = deadline(clock, arrivals=[], facts=AssertionError("asked")).look()
+def test_without_a_signal_the_scheduler_is_never_asked(hands):
+    looked = deadline(arrivals=[], facts=AssertionError("asked")).look()
 
     assert not looked.kill
 
 
-def test_a_cancelled_job_is_given_up_at_once(clock):
+def test_a_cancelled_job_is_given_up_at_once(hands):
     stop = deadline(
-        clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=JobFacts("COMPLETING", restarts=0)
+        arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=JobFacts("COMPLETING", restarts=0)
     )
 
     looked = stop.look()
@@ -60,108 +46,104 @@ def test_a_cancelled_job_is_given_up_at_once(clock):
     assert (looked.kill, looked.why) == (True, "cancelled")
 
 
-def test_ranks_may_save_until_shortly_before_killwait_ends(clock):
+def test_ranks_may_save_until_shortly_before_killwait_ends(hands):
     stop = deadline(
-        clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=JobFacts("COMPLETING", restarts=1)
+        arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=JobFacts("COMPLETING", restarts=1)
     )
 
-    clock.now = 1000.0 + 30.0 - LEAVE_S - 0.1
+    hands.move_to(1000.0 + 30.0 - LEAVE_S - 0.1)
     early = stop.look().kill
-    clock.now = 1000.0 + 30.0 - LEAVE_S + 0.1
+    hands.move_to(1000.0 + 30.0 - LEAVE_S + 0.1)
     late = stop.look().kill
 
     assert (early, late) == (False, True)
 
 
 @pytest.mark.parametrize("end_time", [998.0, 1002.0, 1010.0])
-def test_sigterm_at_the_limit_leaves_the_ranks_all_of_killwait(clock, end_time):
+def test_sigterm_at_the_limit_leaves_the_ranks_all_of_killwait(hands, end_time):
     facts = JobFacts("RUNNING", restarts=0, end_time=end_time)
-    stop = deadline(
-        clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=facts, end_time=end_time
-    )
+    stop = deadline(arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=facts, end_time=end_time)
 
     at_once = stop.look().kill
-    clock.now = 1000.0 + 30.0 - LEAVE_S - 0.1
+    hands.move_to(1000.0 + 30.0 - LEAVE_S - 0.1)
     early = stop.look().kill
-    clock.now = 1000.0 + 30.0 - LEAVE_S + 0.1
+    hands.move_to(1000.0 + 30.0 - LEAVE_S + 0.1)
     late = stop.look().kill
 
     assert (at_once, early, late) == (False, False, True)
 
 
-def test_in_the_grace_time_the_moved_end_counts_not_killwait(clock):
+def test_in_the_grace_time_the_moved_end_counts_not_killwait(hands):
     facts = JobFacts("RUNNING", restarts=0, preempt_time=1000.0, end_time=1100.0)
-    stop = deadline(clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=facts)
+    stop = deadline(arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=facts)
 
-    clock.now = 1050.0
+    hands.move_to(1050.0)
     inside = stop.look().kill
-    clock.now = 1096.0
+    hands.move_to(1096.0)
     after = stop.look().kill
 
     assert (inside, after) == (False, True)
 
 
-def test_a_silent_scheduler_leaves_killwait_as_the_deadline(clock):
-    stop = deadline(
-        clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=ClusterUnreachable("silent")
-    )
+def test_a_silent_scheduler_leaves_killwait_as_the_deadline(hands):
+    stop = deadline(arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=ClusterUnreachable("silent"))
 
-    clock.now = 1028.0
+    hands.move_to(1028.0)
 
     assert stop.look().kill
 
 
-def test_a_warning_alone_is_no_term_and_kills_nobody(clock):
+def test_a_warning_alone_is_no_term_and_kills_nobody(hands):
     facts = JobFacts("RUNNING", restarts=0, end_time=2000.0)
-    stop = deadline(clock, arrivals=[Arrival(signal.SIGUSR2, 1000.0)], facts=facts, end_time=2000.0)
+    stop = deadline(arrivals=[Arrival(signal.SIGUSR2, 1000.0)], facts=facts, end_time=2000.0)
 
-    clock.now = 1100.0
+    hands.move_to(1100.0)
     looked = stop.look()
 
     assert (looked.kill, stop.cause) == (False, StopCause.WARNING)
 
 
-def test_the_jobs_end_kills_ranks_that_no_signal_reached(clock):
-    stop = deadline(clock, arrivals=[], facts=JobFacts("RUNNING"), end_time=1100.0)
+def test_the_jobs_end_kills_ranks_that_no_signal_reached(hands):
+    stop = deadline(arrivals=[], facts=JobFacts("RUNNING"), end_time=1100.0)
 
-    clock.now = 1100.0 + 30.0 - LEAVE_S - 0.1
+    hands.move_to(1100.0 + 30.0 - LEAVE_S - 0.1)
     early = stop.look().kill
-    clock.now = 1100.0 + 30.0 - LEAVE_S + 0.1
+    hands.move_to(1100.0 + 30.0 - LEAVE_S + 0.1)
     late = stop.look().kill
 
     assert (early, late) == (False, True)
 
 
 @pytest.mark.parametrize(("kill_wait_s", "until"), [(30.0, 1031.0), (2.0, 1003.0), (0.0, 1001.0)])
-def test_a_limit_that_was_moved_near_leaves_time_for_a_save(clock, kill_wait_s, until):
+def test_a_limit_that_was_moved_near_leaves_time_for_a_save(hands, kill_wait_s, until):
     facts = JobFacts("RUNNING", restarts=0, end_time=1004.0)
     signals = [Arrival(signal.SIGUSR2, 1000.0)]
-    stop = deadline(clock, arrivals=signals, facts=facts, end_time=5000.0, kill_wait_s=kill_wait_s)
+    stop = deadline(arrivals=signals, facts=facts, end_time=5000.0, kill_wait_s=kill_wait_s)
 
-    clock.now = until - 0.1
+    hands.move_to(until - 0.1)
     early = stop.look().kill
-    clock.now = until + 0.1
+    hands.move_to(until + 0.1)
     late = stop.look().kill
 
     assert (early, late) == (False, True)
 
 
 @pytest.mark.parametrize(("ran_s", "told"), [(10.0, False), (90.0, True)])
-def test_a_warning_in_the_first_half_of_a_job_does_not_explain_a_return(clock, ran_s, told):
+def test_a_warning_in_the_first_half_of_a_job_does_not_explain_a_return(hands, ran_s, told):
     facts = JobFacts("RUNNING", restarts=0, end_time=1100.0)
     arrivals = [Arrival(signal.SIGUSR2, 1000.0)]
-    stop = deadline(clock, arrivals=arrivals, facts=facts, end_time=1100.0)
+    stop = deadline(arrivals=arrivals, facts=facts, end_time=1100.0)
     stop.look()
 
-    clock.now = 1000.0 + ran_s
+    hands.move_to(1000.0 + ran_s)
 
     assert stop.is_told_to_stop() is told
 
 
-def test_a_user_signal_of_a_preemption_explains_a_return(clock):
+def test_a_user_signal_of_a_preemption_explains_a_return(hands):
     facts = JobFacts("RUNNING", restarts=0, preempt_time=1000.0, end_time=1100.0)
     arrivals = [Arrival(signal.SIGUSR2, 1000.0)]
-    stop = deadline(clock, arrivals=arrivals, facts=facts, end_time=5000.0)
+    stop = deadline(arrivals=arrivals, facts=facts, end_time=5000.0)
 
     stop.look()
 
@@ -169,28 +151,22 @@ def test_a_user_signal_of_a_preemption_explains_a_return(clock):
 
 
 @pytest.mark.parametrize("preempt_time", [None, 990.0])
-def test_what_a_job_on_its_way_out_says_of_its_end_is_not_the_ranks_time(clock, preempt_time):
+def test_what_a_job_on_its_way_out_says_of_its_end_is_not_the_ranks_time(hands, preempt_time):
     """SLURM sets the end of a job that it requeues to now, and kills after KillWait."""
     facts = JobFacts("COMPLETING", restarts=1, preempt_time=preempt_time, end_time=1000.0)
-    stop = deadline(clock, arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=facts, end_time=9000.0)
+    stop = deadline(arrivals=[Arrival(signal.SIGTERM, 1000.0)], facts=facts, end_time=9000.0)
 
     assert not stop.look().kill
     assert stop.seconds_left() == 30.0 - LEAVE_S
 
 
 @pytest.mark.parametrize(("stop_at", "ends"), [(None, 8.0), (3.0, 3.0)])
-def test_a_pause_ends_at_once_where_the_job_is_asked_to_stop(stop_at, ends):
-    now = [0.0]
+def test_a_pause_ends_at_once_where_the_job_is_asked_to_stop(hands, stop_at, ends):
+    arrivals = []
+    if stop_at is not None:
+        hands.after(stop_at, lambda: arrivals.append(Arrival(signal.SIGTERM, 1000.0 + stop_at)))
 
-    def sleep(seconds):
-        now[0] += seconds
-
-    def arrivals():
-        is_asked = stop_at is not None and now[0] >= stop_at
-        return [Arrival(signal.SIGTERM, now[0])] if is_asked else []
-
-    clock = SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0])
     context = JobContext("1", 0, 0, ["n0"], "n0", 1, "")
-    StopDeadline(context, arrivals=arrivals, ask=None, clock=clock, sleep=sleep).wait(8.0)
+    StopDeadline(context, arrivals=lambda: arrivals, ask=None).wait(8.0)
 
-    assert now[0] == pytest.approx(ends, abs=0.2)
+    assert hands.passed_s == pytest.approx(ends, abs=0.2)

@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +15,10 @@ from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.agent.stop_notice import StopFile, StopNotice, catches_term, listens, send_term
 from hpctrain.base.records import JobContext, JobFacts, JobState, StopCause
 from hpctrain.run.layout import RunDir
+from tests.support import patience
+from tests.support.clocks import jumping
+from tests.support.patience import PATIENCE_S
 
-PATIENCE_S = 20.0
 CATCHES = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))"
 INIT = (
     "signal.signal(signal.SIGTERM, lambda *_: None);"
@@ -28,15 +30,10 @@ BORN = (
 )
 
 
-class Clock:
-    """Both clocks, turned by hand."""
-
-    now = 1000.0
-
-    def time(self):
-        return self.now
-
-    monotonic = time
+@pytest.fixture
+def hands():
+    with jumping(wall_s=1000.0) as hands:
+        yield hands
 
 
 @pytest.fixture
@@ -62,35 +59,37 @@ def process():
         child.communicate()
 
 
-def notice(tmp_path, *, signals=(), facts=None, end_time=None, lead_s=90.0):
-    clock = Clock()
+@pytest.fixture
+def notice(tmp_path, hands):
+    return partial(_notice, tmp_path)
+
+
+def _notice(tmp_path, *, signals=(), facts=None, end_time=None, lead_s=90.0):
     context = JobContext("7", 0, 0, ["a"], "a", 1, "", end_time=end_time)
     arrivals = [SimpleNamespace(signum=signum, at_monotonic_s=0.0) for signum in signals]
 
     def ask():
         return facts
 
-    deadline = StopDeadline(
-        context, arrivals=lambda: arrivals, ask=ask if facts else None, clock=clock
-    )
+    deadline = StopDeadline(context, arrivals=lambda: arrivals, ask=ask if facts else None)
     deadline.look()
-    made = StopNotice(RunDir(tmp_path), context, deadline, lead_s=lead_s, clock=clock)
-    return made, deadline, clock
+    made = StopNotice(RunDir(tmp_path), context, deadline, lead_s=lead_s)
+    return made, deadline
 
 
 def request(tmp_path, job_id):
     (tmp_path / "stop-request.json").write_text(json.dumps({"job_id": job_id}))
 
 
-def test_nothing_is_told_while_nothing_asks(tmp_path):
-    made, deadline, _ = notice(tmp_path, end_time=5000.0)
+def test_nothing_is_told_while_nothing_asks(notice):
+    made, deadline = notice(end_time=5000.0)
 
     assert made.look(lambda: False) is None
     assert deadline.cause is None
 
 
-def test_sigterm_is_told_at_once(tmp_path):
-    made, _, _ = notice(tmp_path, signals=[signal.SIGTERM])
+def test_sigterm_is_told_at_once(notice):
+    made, _ = notice(signals=[signal.SIGTERM])
 
     assert made.look(lambda: False) is StopCause.TERM
 
@@ -103,38 +102,38 @@ def test_sigterm_is_told_at_once(tmp_path):
         (JobFacts(JobState.COMPLETING, end_time=5000.0), StopCause.WARNING),
     ],
 )
-def test_sigusr2_is_told_where_it_means_a_preemption(tmp_path, facts, told):
-    made, _, _ = notice(tmp_path, signals=[signal.SIGUSR2], facts=facts, end_time=5000.0)
+def test_sigusr2_is_told_where_it_means_a_preemption(facts, told, notice):
+    made, _ = notice(signals=[signal.SIGUSR2], facts=facts, end_time=5000.0)
 
     assert made.look(lambda: False) is told
 
 
-def test_a_request_for_this_job_is_told_and_is_the_reason_of_the_end(tmp_path):
-    made, deadline, clock = notice(tmp_path)
+def test_a_request_for_this_job_is_told_and_is_the_reason_of_the_end(tmp_path, notice, hands):
+    made, deadline = notice()
     request(tmp_path, "6")
     assert made.look(lambda: False) is None
     request(tmp_path, "7")
-    clock.now += 2
+    hands.advance(2)
 
     assert made.look(lambda: False) is StopCause.USER
     assert deadline.is_told_to_stop()
     assert deadline.cause is StopCause.USER
 
 
-def test_a_program_that_listens_gives_its_own_reason(tmp_path):
-    made, deadline, _ = notice(tmp_path)
+def test_a_program_that_listens_gives_its_own_reason(tmp_path, notice):
+    made, deadline = notice()
     request(tmp_path, "7")
 
     assert made.look(lambda: True) is StopCause.USER
     assert deadline.cause is None
 
 
-def test_what_cannot_be_read_is_said_once(tmp_path, caplog):
-    made, _, clock = notice(tmp_path)
+def test_what_cannot_be_read_is_said_once(tmp_path, caplog, notice, hands):
+    made, _ = notice()
     (tmp_path / "stop-request.json").mkdir()
     for _ in range(3):
         assert made.look(lambda: False) is None
-        clock.now += 2
+        hands.advance(2)
 
     assert len(caplog.records) == 1
 
@@ -143,11 +142,13 @@ def test_what_cannot_be_read_is_said_once(tmp_path, caplog):
     ("length_s", "lead_s", "comes_s"),
     [(3600.0, 90.0, 90.0), (80.0, 90.0, 10.0), (3600.0, 10.0, 10.0)],
 )
-def test_the_clock_tells_in_the_last_eighth_at_the_earliest(tmp_path, length_s, lead_s, comes_s):
-    made, deadline, clock = notice(tmp_path, end_time=1000.0 + length_s, lead_s=lead_s)
-    clock.now = 1000.0 + length_s - comes_s - 0.5
+def test_the_clock_tells_in_the_last_eighth_at_the_earliest(
+    length_s, lead_s, comes_s, notice, hands
+):
+    made, deadline = notice(end_time=1000.0 + length_s, lead_s=lead_s)
+    hands.move_to(1000.0 + length_s - comes_s - 0.5)
     assert made.look(lambda: False) is None
-    clock.now += 1
+    hands.advance(1)
 
     assert made.look(lambda: True) is None
     assert made.look(lambda: False) is StopCause.CLOCK
@@ -189,10 +190,6 @@ def test_a_handler_that_comes_later_is_not_missed(process):
     assert left == {late.pid}
     late.stdin.write("\n")
     late.stdin.flush()
-    deadline = time.monotonic() + PATIENCE_S
-    while left:
-        assert time.monotonic() < deadline
-        send_term(left)
-        time.sleep(0.01)
+    patience.until(lambda: send_term(left) or not left)
 
     assert late.wait(PATIENCE_S) == 5

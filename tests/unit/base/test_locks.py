@@ -9,7 +9,6 @@ import os
 import stat
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -96,13 +95,11 @@ def failing(monkeypatch, code, times=10**6):
 def test_who_may_only_read_a_run_cannot_keep_it_from_going_on(shared_run, name):
     """flock(2) asks for no right to write: what a stranger can open, he can lock."""
     shared_run.spec.write_text("{}")
-    started = time.monotonic()
 
     with holding(getattr(shared_run, name), STRANGER) as held:
         assert take(OWNER, shared_run.root).stdout == "2\n"
 
     assert held == (name in {"events", "spec"})
-    assert time.monotonic() - started < fence.LOCK_TIMEOUT_S / 2
 
 
 def test_the_files_of_locks_are_open_to_nobody_else(run):
@@ -250,14 +247,13 @@ def test_who_removes_the_lock_file_does_not_let_in_two(run, monkeypatch):
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EIO, errno.ESTALE])
 def test_no_fact_is_lost_where_there_are_no_locks(run, monkeypatch, code):
-    failing(monkeypatch, code)
-    started = time.monotonic()
+    asked = failing(monkeypatch, code)
 
     for _ in range(20):
         write_event(run, "x")
 
     assert len(read(run)) == 20
-    assert time.monotonic() - started < 2, "each fact waited for a lock that does not come"
+    assert len(asked) == 20, "a fact waited for a lock that does not come"
 
 
 def test_no_fact_is_lost_where_the_lock_cannot_be_opened(run):

@@ -6,7 +6,6 @@ import io
 import re
 import sys
 import threading
-from types import SimpleNamespace
 
 import pyte
 import pytest
@@ -35,14 +34,6 @@ class Terminal(io.StringIO):
         return super().write(text)
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Time of the progress module, that only the test moves."""
-    now = SimpleNamespace(t=1000.0)
-    monkeypatch.setattr(shown, "time", SimpleNamespace(monotonic=lambda: now.t))
-    return now
-
-
 def stderr(monkeypatch, stream, term="xterm"):
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", term)
@@ -52,10 +43,10 @@ def stderr(monkeypatch, stream, term="xterm"):
     return stream
 
 
-def work(clock, seconds, parts=10, total=10 * GIB):
+def work(hands, seconds, parts=10, total=10 * GIB):
     with shown.progress("reading", total) as on_bytes:
         for _ in range(parts):
-            clock.t += seconds / parts
+            hands.advance(seconds / parts)
             on_bytes(total // parts)
 
 
@@ -69,10 +60,10 @@ def test_a_line_says_done_of_total_the_rate_and_what_is_left():
     assert meter.text(6.0).endswith(", 0 s left")
 
 
-def test_a_terminal_has_one_line_that_is_gone_at_the_end(clock, monkeypatch, capsys):
+def test_a_terminal_has_one_line_that_is_gone_at_the_end(hands, monkeypatch, capsys):
     terminal = stderr(monkeypatch, Terminal())
 
-    work(clock, 60)
+    work(hands, 60)
 
     told = "reading 5.0 GiB of 10.0 GiB (50 %), 170.7 MiB/s, 30 s left"
     assert f"{'-' * 8} {'-' * 7} {told}" in [lines[0] for lines in terminal.seen]
@@ -85,13 +76,13 @@ def test_a_terminal_has_one_line_that_is_gone_at_the_end(clock, monkeypatch, cap
 @pytest.mark.parametrize(
     ("language", "bar"), [("C", "--------"), ("", "--------"), ("de_DE.UTF-8", "\u2501" * 8)]
 )
-def test_a_bar_is_drawn_with_what_the_users_language_has(clock, monkeypatch, language, bar):
+def test_a_bar_is_drawn_with_what_the_users_language_has(hands, monkeypatch, language, bar):
     terminal = stderr(monkeypatch, Terminal())
     monkeypatch.delenv("LANG", raising=False)
     monkeypatch.delenv("LC_CTYPE", raising=False)
     monkeypatch.setenv("LC_ALL", language)
 
-    work(clock, 60)
+    work(hands, 60)
 
     assert any(re.match(f"{bar}[^{bar[0]}]", lines[0]) for lines in terminal.seen)
     assert terminal.getvalue().isascii() or bar[0] != "-"
@@ -106,28 +97,28 @@ def test_a_line_obeys_no_sequence_of_a_message(monkeypatch):
         assert not terminal.screen.cursor.hidden, "who is killed here leaves the terminal so"
 
 
-def test_a_line_is_cut_where_the_terminal_is_narrow(clock, monkeypatch):
+def test_a_line_is_cut_where_the_terminal_is_narrow(hands, monkeypatch):
     terminal = stderr(monkeypatch, Terminal(columns=30))
 
-    work(clock, 60)
+    work(hands, 60)
 
     assert "reading 5.0 GiB of 10.0 GiB (5" in [lines[0] for lines in terminal.seen]
     assert not any(any(lines[1:]) for lines in terminal.seen)
 
 
-def test_many_small_parts_are_not_drawn_one_by_one(clock, monkeypatch):
+def test_many_small_parts_are_not_drawn_one_by_one(hands, monkeypatch):
     terminal = stderr(monkeypatch, Terminal())
 
-    work(clock, 2, parts=1000)
+    work(hands, 2, parts=1000)
 
     assert 5 <= len({lines[0] for lines in terminal.seen}) <= 12
 
 
 @pytest.mark.parametrize(("stream", "term"), [(io.StringIO, "xterm"), (Terminal, "dumb")])
-def test_a_log_gets_a_plain_line_every_ten_seconds(clock, monkeypatch, stream, term):
+def test_a_log_gets_a_plain_line_every_ten_seconds(hands, monkeypatch, stream, term):
     log = stderr(monkeypatch, stream(), term)
 
-    work(clock, 60, parts=60, total=60 * GIB)
+    work(hands, 60, parts=60, total=60 * GIB)
 
     lines = log.getvalue().splitlines()
     assert len(lines) == 6
@@ -135,16 +126,16 @@ def test_a_log_gets_a_plain_line_every_ten_seconds(clock, monkeypatch, stream, t
     assert "\033" not in log.getvalue()
 
 
-def test_short_work_and_no_work_leave_nothing_in_a_log(clock, monkeypatch):
+def test_short_work_and_no_work_leave_nothing_in_a_log(hands, monkeypatch):
     log = stderr(monkeypatch, io.StringIO())
 
-    work(clock, 9)
-    work(clock, 60, total=0)
+    work(hands, 9)
+    work(hands, 60, total=0)
 
     assert log.getvalue() == ""
 
 
-def test_threads_may_tell_at_once(clock, monkeypatch):
+def test_threads_may_tell_at_once(hands, monkeypatch):
     log = stderr(monkeypatch, io.StringIO())
 
     with shown.progress("reading", 80_000) as on_bytes:
@@ -155,22 +146,22 @@ def test_threads_may_tell_at_once(clock, monkeypatch):
             thread.start()
         for thread in threads:
             thread.join()
-        clock.t += 10
+        hands.advance(10)
         on_bytes(0)
 
     assert log.getvalue().startswith("hpctrain: reading 78.1 KiB of 78.1 KiB (100 %)")
 
 
-def test_a_line_in_a_log_is_written_when_it_is_news(clock, monkeypatch):
+def test_a_line_in_a_log_is_written_when_it_is_news(hands, monkeypatch):
     log = stderr(monkeypatch, io.StringIO())
 
     with shown.line() as one_line:
         for text in ("waits (Priority)", "waits (Priority)", "waits (Resources)"):
             one_line.show(text)
         assert log.getvalue() == "hpctrain: waits (Priority)\n"
-        clock.t += 10
+        hands.advance(10)
         one_line.show("waits (Resources)")
-        clock.t += 100
+        hands.advance(100)
         one_line.show("waits (Resources)")
 
     assert log.getvalue().splitlines()[1:] == ["hpctrain: waits (Resources)"]

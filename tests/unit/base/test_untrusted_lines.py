@@ -12,10 +12,10 @@ from hpctrain.agent.rendezvous import SignedStore
 from hpctrain.base.secret import code, sign
 from hpctrain.preflight.rendezvous import COORDINATOR, PEER, Connection, Coordinator, Peer, Stranger
 from tests.support.fuzzing import VALUES, Faults, cases, chances, odd
+from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
 
 SECRET, KEYS = "the secret", [f"round/{n}/{key}" for n in (0, 1) for key in ("news/0", "report/1")]
-PATIENCE_S = 60.0
 
 
 class Store(dict):

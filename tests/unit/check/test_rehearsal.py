@@ -52,6 +52,7 @@ def request_for(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.check
 def test_a_program_that_resumes_well_is_told_so_and_nothing_stays(request_for, tmp_path):
     request = request_for(EXAMPLE.read_text())
     told = []
@@ -69,6 +70,7 @@ def test_a_program_that_resumes_well_is_told_so_and_nothing_stays(request_for, t
     assert os.environ["HPCTRAIN_LOCAL_DIR"] == str(tmp_path / "never")
 
 
+@pytest.mark.check
 def test_what_is_not_saved_is_found(request_for):
     _, loss = rehearse(request_for(FORGETS), lambda _: None, tells=True, patience_s=120)
 
@@ -85,6 +87,7 @@ def test_a_program_that_knows_nothing_of_hpctrain_is_watched_by_what_it_prints(r
     assert (loss.status, "with step 0 again" in loss.message) == ("note", True)
 
 
+@pytest.mark.check
 def test_a_program_that_raises_is_one_line(request_for, tmp_path):
     request = request_for("import hpctrain\nhpctrain.init()\nraise ValueError('no data')\n")
 
@@ -95,6 +98,7 @@ def test_a_program_that_raises_is_one_line(request_for, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
+@pytest.mark.check
 def test_where_a_program_cannot_start_nothing_is_tried(request_for, tmp_path):
     checks = CheckList([CheckLine("imports", "fail", "no einops")], tells=True)
 
@@ -106,6 +110,7 @@ def test_where_a_program_cannot_start_nothing_is_tried(request_for, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.check
 def test_ctrl_c_ends_its_job_and_leaves_nothing(tmp_path):
     mark = tmp_path / "mark"
     os.mkfifo(mark)
@@ -133,6 +138,7 @@ def test_ctrl_c_ends_its_job_and_leaves_nothing(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mark", "train.py"]
 
 
+@pytest.mark.check
 def test_a_folder_that_cannot_be_made_is_a_line(request_for, tmp_path):
     request = request_for(FORGETS)
     shutil.rmtree(tmp_path / "runs", ignore_errors=True)

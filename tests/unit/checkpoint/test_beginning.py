@@ -103,10 +103,8 @@ class Refuses:
 
 
 @pytest.fixture
-def slept(monkeypatch):
-    waits = []
-    monkeypatch.setattr("hpctrain.checkpoint.format.patience.time.sleep", waits.append)
-    return waits
+def slept(hands):
+    return hands.slept
 
 
 def test_what_the_file_system_refuses_is_tried_again_at_growing_distances(slept, capsys):

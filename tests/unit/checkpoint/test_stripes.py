@@ -6,7 +6,6 @@ The `lfs` here stands for Lustre's: it notes how it was called, and fails where 
 from __future__ import annotations
 
 import logging
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -77,14 +76,12 @@ def test_what_cannot_be_striped_is_one_line(run, lfs, body, said):
 
 
 def test_a_program_that_hangs_is_given_up(run, lfs, monkeypatch):
-    lfs.put("exec /bin/sleep 60")
+    lfs.put("exec /bin/sleep 100000")
     monkeypatch.setattr(stripes, "TIMEOUT_S", 0.2)
-    began = time.monotonic()
 
     problem = stripes.lay_out(run.checkpoints, CheckpointSettings(stripe_count=2))
 
     assert "timed out" in problem
-    assert time.monotonic() - began < 30
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(run, lfs):

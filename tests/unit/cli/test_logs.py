@@ -680,12 +680,10 @@ def test_ctrl_c_ends_following_quietly_with_130(story, tmp_path, follow):
 
 def test_following_a_finished_run_shows_it_and_ends(story, runs, capsys):
     story.add("done", 2, step=1).ended(2, "completed", "stop")
-    started = time.monotonic()
     code, out, _ = logs("-f", capsys=capsys)
     assert code == 0
     assert out[-1] == marker("lm: done")
     assert "a4 without end" in out
-    assert time.monotonic() - started < 5
 
 
 def test_a_new_ranks_log_is_noticed_while_following(runs, tmp_path, follow):

@@ -177,14 +177,14 @@ def test_a_program_without_hpctrain_cannot_hear(runs, tmp_path, capsys):
     assert "has not called hpctrain.init()" in profile("lm", "--now", capsys=capsys)[2]
 
 
-def test_waiting_ends_with_the_run(running, tmp_path, monkeypatch, capsys):
+def test_waiting_ends_with_the_run(running, tmp_path, monkeypatch, hands, capsys):
     from hpctrain.cli import profile as command
 
     def ends(_seconds):
         local_job(tmp_path / "local", "local-17", state="COMPLETED")
         running.add("done", 1, step=60)
 
-    monkeypatch.setattr(command.time, "sleep", ends)
+    hands.on_sleep = ends
     monkeypatch.setattr(command, "LINGER_S", 0.0)
     code, _, err = profile("lm", "--now", "--wait", capsys=capsys)
 

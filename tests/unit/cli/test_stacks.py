@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 
 import pytest
 
 from hpctrain.cli import stacks as module
 from hpctrain.cli.main import main
 from hpctrain.hangs import stacks
+from tests.support import patience
 from tests.support.ledger_runs import Story, local_job
 
 
@@ -53,10 +53,7 @@ def answered(run, *rows, **known):
     """An agent that answers the first request, with these rows."""
 
     def answer():
-        path, deadline_s = run.stacks_request, time.monotonic() + 20
-        while not (token := stacks.asked(path, "local-17")):
-            assert time.monotonic() < deadline_s, "nobody asks"
-            time.sleep(0.01)
+        token = patience.until(lambda: stacks.asked(run.stacks_request, "local-17"))
         verdict = {"kind": "behind", "ranks": [1], "summary": "3 ranks wait for rank 1"}
         told = {"t": 1.0, "token": token, "is_suspected": False, "verdict": verdict, "silent": []}
         where = stacks.path_of(run.attempt(1))

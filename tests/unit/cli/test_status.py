@@ -773,7 +773,7 @@ def test_watching_a_run_that_is_over_shows_it_once_and_ends(runs, story, capsys)
 
 
 def test_watched_elsewhere_than_on_a_terminal_a_screen_is_printed_for_news_only(
-    runs, story, tmp_path, monkeypatch, capsys
+    runs, story, tmp_path, hands, capsys
 ):
     local_job(tmp_path / "local", "local-17", state="RUNNING")
     happens = [
@@ -782,7 +782,7 @@ def test_watched_elsewhere_than_on_a_terminal_a_screen_is_printed_for_news_only(
         lambda: None,
         lambda: story.steps(3, 281, 400).add("done", 3, step=400),
     ]
-    monkeypatch.setattr(time, "sleep", lambda _: happens.pop(0)())
+    hands.on_sleep = lambda _: happens.pop(0)()
     code, out, _ = run("lm-3", "--watch", capsys=capsys)
     assert code == 0
     headers = [line for line in out.splitlines() if line.startswith("lm-3  ")]
@@ -794,13 +794,9 @@ def test_watched_elsewhere_than_on_a_terminal_a_screen_is_printed_for_news_only(
     assert "\033" not in out
 
 
-def test_a_run_that_seems_lost_is_looked_at_twice_before_watching_ends(
-    runs, story, monkeypatch, capsys
-):
-    slept = []
-    monkeypatch.setattr(time, "sleep", slept.append)
+def test_a_run_that_seems_lost_is_looked_at_twice_before_watching_ends(runs, story, hands, capsys):
     code, out, _ = run("lm-3", "--watch", "-i", "7", "--exit-status", capsys=capsys)
-    assert (code, slept) == (1, [7.0])
+    assert (code, hands.slept) == (1, [7.0])
     assert out.count("lm-3  lost") == 1
 
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 
@@ -16,10 +15,10 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.runtime.tensorboard import EventFile, file_name
+from tests.support import patience
 from tests.support.ledger_runs import Story
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import AT_A_TERMINAL
-
-PATIENCE_S = 90.0
 
 
 def a_run(folder, name, *, attempts=1, scalars=True):
@@ -157,13 +156,13 @@ def _first_value(stream):
 
 def _served(url, server):
     """The JSON at this address, once it has anything."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline and server.poll() is None:
+
+    def served():
         try:
             with urllib.request.urlopen(url) as answer:  # noqa: S310 - it is http
-                if len(found := json.load(answer)) > 1:
-                    return sorted(found)
+                found = json.load(answer)
         except (urllib.error.URLError, ConnectionError):
-            pass
-        time.sleep(0.1)
-    raise AssertionError(f"{url} did not come up")
+            return None
+        return sorted(found) if len(found) > 1 else None
+
+    return patience.until(served, url, alive=lambda: server.poll() is None)

@@ -22,12 +22,12 @@ def story(tmp_path):
 
 
 @pytest.fixture
-def world(monkeypatch):
+def world(monkeypatch, hands):
     """What happens while the command sleeps, one thing each time, and what the scheduler says."""
-    at = SimpleNamespace(t=0.0, job=JobInfo("17", "PENDING", alive=True), happens=[], asked=0)
+    at = SimpleNamespace(job=JobInfo("17", "PENDING", alive=True), happens=[], asked=0)
 
     def sleep(_):
-        at.t += 5.0
+        hands.advance(5.0)
         at.happens.pop(0)()
 
     def ask(*_):
@@ -35,8 +35,8 @@ def world(monkeypatch):
         return Answer(at.job)
 
     monkeypatch.setattr(reader, "ask", ask)
-    clock = {"sleep": sleep, "monotonic": lambda: at.t, "time": lambda: 1_763_800_000.0}
-    monkeypatch.setattr(wait, "time", SimpleNamespace(**clock))
+    hands.set_wall(1_763_800_000.0)
+    hands.on_sleep = sleep
     return at
 
 

@@ -13,12 +13,12 @@ import socket
 import struct
 import time
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hpctrain.base import clock
 from hpctrain.control import node_server
 from hpctrain.control.board import FIRST_WISH, SOCKET, TICK, WAITS, Board
 from hpctrain.control.collectives import CALL_KINDS, Call
@@ -400,20 +400,29 @@ def test_a_child_that_came_in_and_says_no_more_is_given_up(run, monkeypatch):
     assert run(act) == "n0 has lost node 1: it was silent for 0 s"
 
 
-def test_a_node_that_was_stopped_itself_calls_nobody_else_silent(run, monkeypatch):
+class Shifted(clock.SystemClock):
+    """The system's clock, so far ahead."""
+
+    shift_s = 0.0
+
+    def monotonic(self):
+        return super().monotonic() + self.shift_s
+
+
+def test_a_node_that_was_stopped_itself_calls_nobody_else_silent(run):
     """A laptop's lid, a debugger, SIGSTOP: the others could not be heard meanwhile."""
-    clock = SimpleNamespace(monotonic=time.monotonic)
-    monkeypatch.setattr(node_server, "time", clock)
+    hands = Shifted()
 
     async def act(node):
         child = await node.child(1)
         await child.hear("lease")
-        clock.monotonic = lambda: time.monotonic() + 1000
+        hands.shift_s = 1000.0
         # It looks again, and gives the sign of life that is long due.
         await child.hear("lease")
         return node.server.lost
 
-    assert run(act) == ""
+    with clock.use(hands):
+        assert run(act) == ""
 
 
 def test_a_node_below_gives_its_ranks_a_sign_of_life_only_with_the_roots(run, monkeypatch):

@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from hpctrain.base import clock
 from hpctrain.control import pulse
 from hpctrain.control.board import BOARD, COUNTS, FIRST_WISH, Board
 from hpctrain.control.lease import KINDS
@@ -25,6 +26,7 @@ from hpctrain.control.pulse import (
     read,
 )
 from hpctrain.errors import UsageError
+from tests.support.clocks import ManualClock
 
 RANK = 9
 
@@ -77,9 +79,20 @@ def test_phases_stand_inside_each_other(board, here):
     assert seen(board).phase == STEP
 
 
-def test_how_long_it_has_waited_for_its_data_adds_up(board, here, monkeypatch):
-    now = iter(range(1_000_000_000, 20_000_000_000, 1_000_000_000))  # a second at each change
-    monkeypatch.setattr(pulse.time, "monotonic_ns", lambda: next(now))
+class Seconds(ManualClock):
+    """A second passes at each look at it."""
+
+    def monotonic_ns(self):
+        self.advance(1.0)
+        return super().monotonic_ns()
+
+
+def test_how_long_it_has_waited_for_its_data_adds_up(board, here):
+    with clock.use(Seconds()):
+        _wait_for_data(board, here)
+
+
+def _wait_for_data(board, here):
     here.at_step(1, STEP)
     for _ in range(2):
         with Phase(DATA):

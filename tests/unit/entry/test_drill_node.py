@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from hpctrain.base.process import own_program
 from hpctrain.entry import drill_node
 from hpctrain.run.layout import RunDir
+from tests.support import patience
 
 STANDS = "T"
 
@@ -52,10 +52,7 @@ def state(pid):
 
 
 def until(true):
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    patience.until(true)
 
 
 def test_a_rank_is_killed_and_one_that_is_not_here_is_told(run, rank, capsys):

@@ -19,8 +19,7 @@ from hpctrain.scheduler.slurm.environment import script_environment
 from hpctrain.settings.spec import Entry, Evaluates, load_spec
 from hpctrain.submit.evaluations import Advanced
 from tests.support.ledger_runs import Story
-
-PATIENCE_S = 20.0
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture

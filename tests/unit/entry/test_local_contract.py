@@ -8,6 +8,7 @@ that one; where they differ, one of theirs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 from dataclasses import dataclass, field, replace
@@ -16,16 +17,20 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
+from hpctrain.base import clock
 from hpctrain.entry import local_controller
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.local import client
 from hpctrain.scheduler.local.control import LocalControl
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import Entry, Spec
+from tests.support.clocks import ManualClock
 from tests.support.slurm_diaries import FOLDER, seen_facts, shared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+
+    from hpctrain.base.records import JobContext
 
 KILL_WAIT_S = local_controller.KILL_WAIT_S
 GRACE_S = 20.0
@@ -71,10 +76,10 @@ class Node:
             return
         if signum == signal.SIGKILL:
             self.code = 9
-            self.events.append({"event": "killed", "t": self.world.time()})
+            self.events.append({"event": "killed", "t": self.world.passed_s})
             return
         control = LocalControl(self.world.job_id)
-        self.events.append({"event": signum.name, "t": self.world.time()})
+        self.events.append({"event": signum.name, "t": self.world.passed_s})
         if signum in TELLING:
             seen = seen_facts(signum.name, control.facts())
             self.events.append({"event": "record", "seen": seen})
@@ -105,8 +110,8 @@ class Node:
         }
 
 
-class World:
-    """The controller's time and nodes. Whoever sleeps moves the time on."""
+class World(ManualClock):
+    """The controller's time and nodes; it starts them. Whoever sleeps moves the time on."""
 
     def __init__(self, job_id: str, reactions: dict[str, str]) -> None:
         """Make one that waits for its controller.
@@ -115,44 +120,42 @@ class World:
             job_id: The job.
             reactions: What tasks do at a signal, as `support.signal_watch` has it.
         """
+        super().__init__(jumps=1)
         self.job_id = job_id
         self.reactions = reactions
         self.attempts: list[list[Node]] = []
-        self.plan: list[tuple[float, Callable[[], object]]] = []
         self.between: Callable[[], object] = lambda: None
-        self._now = 1_800_000_000.0
-        self.began = self._now
 
-    def time(self) -> float:
-        """Return seconds since the epoch."""
-        return self._now
+    def now_ns(self) -> int:
+        """Move on by a nanosecond, so that no two requests have one name."""
+        self._passed_ns += 1
+        return super().now_ns()
 
     def sleep(self, seconds: float) -> None:
         """Move on, and do what is due."""
-        self._now += seconds
-        assert self._now < self.began + END_S, "the job does not end"
-        while self.plan and self.began + self.plan[0][0] <= self._now:
-            self.plan.pop(0)[1]()
+        super().sleep(seconds)
+        assert self.passed_s < END_S, "the job does not end"
 
     def then(self, after_s: float, do: Callable[[], object]) -> Self:
-        """Do something so long after the beginning; later ones come later."""
-        self.plan.append((after_s, do))
+        """Do something so long after the beginning."""
+        self.after(after_s, do)
         return self
+
+    def prepare(self, spec: Spec, context: JobContext) -> None:
+        """Begin an attempt, as `NodeStarter` does."""
+        del spec, context
+        self.attempts.append([])
+
+    def start(self, context: JobContext) -> Node:
+        """Start a node of it."""
+        self.attempts[-1].append(Node(self, context.node_rank))
+        return self.attempts[-1][-1]
 
 
 class WatchedController(local_controller.Controller):
     """The real one, but for its nodes and for hpctrain's own batch side."""
 
     world: World
-
-    def _start(self) -> None:
-        self.world.attempts.append([])
-        super()._start()
-
-    def _start_node(self, python: str, rank: int, port: int) -> Any:
-        del python, port
-        self.world.attempts[-1].append(Node(self.world, rank))
-        return self.world.attempts[-1][-1]
 
     def _watch(self) -> None:
         return None
@@ -165,7 +168,7 @@ class WatchedController(local_controller.Controller):
 @pytest.fixture
 def make(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Story], WatchedController]:
+) -> Iterator[Callable[..., WatchedController]]:
     """Make the local job of a story."""
     monkeypatch.setattr(local_controller, "_code", lambda node: node.code)
     monkeypatch.setattr(local_controller, "_kill_group", lambda node, signum: node.signal(signum))
@@ -188,10 +191,12 @@ def make(
         job_id = client.create(record).job_id
         controller = WatchedController(job_id)
         controller.world = World(job_id, dict(story.reactions))
-        monkeypatch.setattr(local_controller, "time", controller.world)
+        controller._starter = controller.world
+        clocks.enter_context(clock.use(controller.world))
         return controller
 
-    return make
+    with contextlib.ExitStack() as clocks:
+        yield make
 
 
 def _requeue_twice(controller: WatchedController) -> None:

@@ -9,9 +9,8 @@ import subprocess
 import pytest
 
 from hpctrain.entry import local_controller
+from tests.support.patience import PATIENCE_S
 from tests.support.slurm_boot import wait_for
-
-PATIENCE_S = 60.0
 
 
 def _node(command):

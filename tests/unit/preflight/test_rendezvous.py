@@ -17,7 +17,6 @@ from hpctrain.preflight import run as preflight_run
 from hpctrain.preflight.checks import Expected, Order
 from hpctrain.preflight.rendezvous import (
     COORDINATOR,
-    HELLO_S,
     PEER,
     Alone,
     Connection,
@@ -153,23 +152,21 @@ def test_strangers_are_not_let_in(port, nodes):
     assert [one.result() for one in strangers] == [b""] * count
 
 
-def test_silent_strangers_keep_nobody_out(port, nodes):
+def test_silent_strangers_keep_nobody_out(port, nodes, monkeypatch):
+    """None of them is sent away before the real one is there."""
+    monkeypatch.setattr(rendezvous, "HELLO_S", PATIENCE_S)
     silent = [nodes.submit(connected, port) for _ in range(40)]
-    began = []
 
     def real():
         for one in silent:
             one.result()
-        began.append(time.monotonic())
         return say(1, port, 1)
 
     answer = nodes.submit(real)
-    with Coordinator(2, port, KEY, PATIENCE_S) as host:
-        took_s = time.monotonic() - began[0]
+    with Coordinator(2, port, KEY, PATIENCE_S / 2) as host:
         host.agree(0, dict, PATIENCE_S)
 
     assert answer.result() == {"0": 0, "1": 1}
-    assert took_s < HELLO_S
     for one in silent:
         one.result()[0].close()
 

@@ -31,13 +31,14 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_a_fact_is_read_back_with_its_fields(run):
+    before = time.time()
     write_event(run, "saved", attempt=2, step=400, checkpoint=Path("/x/step-1"), nodes=["a", "b"])
 
     [event] = read(run)
 
     assert (event.kind, event.attempt) == ("saved", 2)
     assert fields_of(event) == {"step": 400, "checkpoint": "/x/step-1", "nodes": ["a", "b"]}
-    assert abs(event.t - time.time()) < 5
+    assert before <= event.t <= time.time()
 
 
 def test_enums_sets_and_dataclasses_become_plain_json(run):
@@ -186,9 +187,7 @@ def test_a_writer_that_hangs_with_the_lock_does_not_keep_a_fact_from_being_writt
     write_event(run, "first")
     with run.events_lock.open("ab") as holder:
         flock(holder, LOCK_EX)
-        started = time.monotonic()
         write_event(run, "second")
-        assert time.monotonic() - started < 5
     assert [e.kind for e in read(run)] == ["first", "second"]
 
 

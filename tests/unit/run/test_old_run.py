@@ -36,13 +36,13 @@ COMMANDS = {
 
 
 @pytest.fixture
-def old(tmp_path, monkeypatch) -> Path:
+def old(tmp_path, monkeypatch, hands) -> Path:
     copy_of_old_run(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HPCTRAIN_LOCAL_DIR", str(tmp_path / "local"))
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
-    monkeypatch.setattr(time, "time", lambda: LATER)
+    hands.set_wall(LATER)
     monkeypatch.setattr(
         os, "statvfs", lambda _path: SimpleNamespace(f_bavail=2**20, f_frsize=2**12)
     )

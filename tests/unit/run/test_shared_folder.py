@@ -62,14 +62,14 @@ def test_a_hole_of_a_terabyte_takes_no_time(tmp_path):
     with run.events.open("r+b") as file:
         file.seek(1 << 40)
         file.write(b'\n{"t": 5.0, "kind": "done"}\n')
-    began = time.monotonic()
+    began = time.process_time()
     for events in (ledger.read(run), ledger.read(run, marks="few"), Tail(run.events).new()):
         assert [event.kind for event in events] == ["submit_intent", "submitted", "done"]
     assert find_run("17", runs=tmp_path).root == run.root
     log = LogFile(run.events)
     assert [parse(line).kind for line in log.lines() if parse(line)][-1] == "done"
     assert log.at == run.events.stat().st_size
-    assert time.monotonic() - began < MOST_S
+    assert time.process_time() - began < MOST_S
 
 
 @pytest.mark.parametrize("filling", [b"\0", b"x", b'{"t": 1, "kind": "'])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import subprocess
-import time
 
 import grpc
 import pytest
@@ -17,9 +16,9 @@ from tensorboard.data.server_ingester import get_server_binary
 
 from hpctrain.run.evaluation_curves import masked_crc, write_curves
 from hpctrain.runtime.tensorboard import EventFile, file_name
+from tests.support import patience
 from tests.support.ledger_runs import Story
 
-PATIENCE_S = 60.0
 SAMPLES = {"scalars": 10_000, "tensors": 100}
 HOUR_S = 3600.0
 
@@ -133,11 +132,7 @@ def provider(request, folder):
 
 
 def _await(reached):
-    deadline = time.monotonic() + PATIENCE_S
-    while not (found := reached()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
+    return patience.until(reached)
 
 
 def _scalars(provider, tag):

@@ -13,8 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.base.records import StopCause
-from hpctrain.control import board as board_module
-from hpctrain.control import rank_lease
 from hpctrain.control.board import Board
 from hpctrain.control.lease import Decision, Lease
 from hpctrain.control.rank_lease import RankLease
@@ -29,33 +27,12 @@ from hpctrain.runtime.agreement import (
     LeasedAgreement,
     StopRequest,
 )
-from tests.support import control
+from tests.support.clocks import ManualClock, jumping
 from tests.support.control import NodeOnCall
 
 RANKS = 3
 SAVE, TELL, PROFILE = StopRequest(save=True), StopRequest(tell=True), StopRequest(profile=1)
 COPY = StopRequest(memory=True)
-
-
-class Clock:
-    """Time that passes when it is told to, for ranks and node alike."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def monotonic_ns(self) -> int:
-        return int(self.now_s * 1e9)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    for module in (rank_lease, board_module, control):
-        monkeypatch.setattr(module, "time", clock)
-    return clock
 
 
 @pytest.fixture
@@ -82,10 +59,10 @@ def granted(board, *decisions):
 
 
 @pytest.mark.parametrize("wish", [SAVE, TELL, PROFILE], ids=["save", "tell", "profile"])
-def test_what_is_wished_until_it_is_done_is_done_once_on_every_rank(clock, ranks, wish):
+def test_what_is_wished_until_it_is_done_is_done_once_on_every_rank(hands, ranks, wish):
     agreed: list[StopRequest] = []
     for _ in range(200):
-        clock.now_s += 0.02
+        hands.advance(0.02)
         agreed.append(ranks[0].tick(wish if wish not in agreed else NOTHING))
 
     assert [told(rank, [NOTHING] * len(agreed)) for rank in ranks[1:]] == [agreed] * 2
@@ -100,21 +77,21 @@ def test_what_is_wished_again_is_done_again(ranks):
     assert saved == sorted(set(saved))
 
 
-def test_each_wish_for_a_copy_in_memory_is_one_more(clock, board):
+def test_each_wish_for_a_copy_in_memory_is_one_more(hands, board):
     """Also while the one ahead of it is agreed on and not made yet."""
     node = NodeOnCall(board)
     ranks = [LeasedAgreement(RankLease(board, rank, node)) for rank in range(RANKS)]
     agreed = []
     for _ in range(20):
         agreed.append(ranks[0].tick(COPY).memory)
-        clock.now_s += 0.3
+        hands.advance(0.3)
         node.ask()  # it looks at the board in the middle of a step, too
 
     assert all(agreed[3:]), "but for the first ticks, when no step's time is known"
     assert [rank.tick(NOTHING).memory for rank in ranks[1:] for _ in agreed] == agreed * 2
 
 
-def test_a_wish_of_another_kind_is_not_taken_for_one_that_waits(clock, ranks):
+def test_a_wish_of_another_kind_is_not_taken_for_one_that_waits(hands, ranks):
     told(ranks[0], [SAVE])
     agreed = told(ranks[0], [TELL, PROFILE, *[NOTHING] * 200])
 
@@ -164,14 +141,14 @@ def test_a_warning_is_told_of_and_stops_nobody(ranks):
     assert others == agreed
 
 
-def test_a_warning_that_is_said_on_and_on_is_counted_once_until_it_is_told(clock, board, ranks):
+def test_a_warning_that_is_said_on_and_on_is_counted_once_until_it_is_told(hands, board, ranks):
     for _ in range(50):
-        clock.now_s += 0.02
+        hands.advance(0.02)
         ranks[0].tick(NOTHING)
     said = 1
     while said < 200 and ranks[0].tick(StopRequest(WARNED)).stop != WARNED:
         said += 1
-        clock.now_s += 0.02
+        hands.advance(0.02)
 
     assert 3 < said < 200
     assert board.wishes(0).warned == 1
@@ -208,14 +185,14 @@ def test_a_stop_that_another_thread_wishes_is_said_while_this_one_is_in_a_step(b
 
 
 @pytest.mark.parametrize(("step_s", "ahead"), [(0.021, 25), (1.0, 2), (1e-6, 51)])
-def test_a_wish_holds_no_later_than_said(clock, ranks, step_s, ahead):
+def test_a_wish_holds_no_later_than_said(hands, ranks, step_s, ahead):
     rank = ranks[0]
     for _ in range(200):
         rank.tick(NOTHING)
-        clock.now_s += step_s
+        hands.advance(step_s)
     ahead_said, ticks = rank.steps_ahead, 0
     while ticks < 100 and rank.tick(StopRequest(STOP_CLOCK)).cause is None:
-        clock.now_s += step_s
+        hands.advance(step_s)
         ticks += 1
 
     assert ticks <= ahead_said == ahead
@@ -284,21 +261,18 @@ MOVES = st.lists(
 @given(MOVES, st.sampled_from([0, STOP_TERM, STOP_USER]))
 @settings(max_examples=150, deadline=None)
 def test_whatever_ranks_wish_all_do_the_same_and_each_wish_once(moves, stop):
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        clock = Clock()
-        for module in (rank_lease, board_module, control):
-            patch.setattr(module, "time", clock)
+    with tempfile.TemporaryDirectory() as folder, jumping() as hands:
         board = Board.create(Path(folder) / "board", first_rank=0, ranks=RANKS)
         node = NodeOnCall(board)
         callers = [Caller(LeasedAgreement(RankLease(board, n, node))) for n in range(RANKS)]
         for number, kind, step_s in moves:
-            clock.now_s += step_s
+            hands.advance(step_s)
             if kind == "warn":
                 callers[number].want("stop", WARNED)
             elif kind:
                 callers[number].want(kind, 1)
             callers[number].tick()
-        _let_all_be_done(callers, clock, stop)
+        _let_all_be_done(callers, hands, stop)
         board.close()
 
     first = callers[0].agreed
@@ -313,17 +287,17 @@ def test_whatever_ranks_wish_all_do_the_same_and_each_wish_once(moves, stop):
     assert first[-1].cause is CODES[stop]
 
 
-def _let_all_be_done(callers: list[Caller], clock: Clock, stop: int) -> None:
+def _let_all_be_done(callers: list[Caller], hands: ManualClock, stop: int) -> None:
     """All come to the same tick, with nothing left to be done; then they stop, if they are to."""
     for caller in callers:
         while len(caller.agreed) < 600:
-            clock.now_s += 0.02
+            hands.advance(0.02)
             caller.tick()
     if stop:
         callers[-1].agreement.wish(stop)
     for caller in callers:
         for _ in range(60):
-            clock.now_s += 0.02
+            hands.advance(0.02)
             if not caller.is_over:
                 caller.tick()
 

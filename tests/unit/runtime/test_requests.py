@@ -20,8 +20,9 @@ from hpctrain.runtime import requests as module
 from hpctrain.runtime.agreement import STOP_TERM, STOP_USER, STOP_WARNED
 from hpctrain.runtime.requests import Rank0Requests
 from hpctrain.runtime.save_policy import JobClock
+from tests.support import patience
+from tests.support.patience import PATIENCE_S
 
-PATIENCE_S = 20.0
 RUNNING = JobFacts("RUNNING", restarts=0)
 PREEMPTED = JobFacts("RUNNING", restarts=0, preempt_time=1.0, end_time=2e9)
 JOB = "17"
@@ -85,10 +86,7 @@ def watching(tmp_path, *, request=None, profile=None, control=None, end_time=2e9
 
 
 def until(condition):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.002)
+    patience.until(condition, "it did not come")
 
 
 def asked(job_id=JOB):

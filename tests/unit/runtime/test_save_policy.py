@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ from hpctrain.checkpoint.tensors.save import Saved, SavePlace
 from hpctrain.plan import interval
 from hpctrain.run.event_types import IntervalSet
 from hpctrain.run.fence import take_attempt
-from hpctrain.runtime import save_policy as module
 from hpctrain.runtime.save_policy import JobClock, SavePolicy
 from hpctrain.settings.schema import CheckpointSettings
 from hpctrain.world import World
@@ -21,25 +18,9 @@ DAY = 86400.0
 FAR = 1e9
 
 
-@dataclass
-class Clock:
-    """Time that passes when a test says so."""
-
-    now: float = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
+@pytest.fixture(autouse=True)
+def _one_node(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    return clock
 
 
 @pytest.fixture
@@ -48,7 +29,7 @@ def story(tmp_path):
 
 
 @pytest.fixture
-def pace_of(clock, story):
+def pace_of(hands, story):
     """Makes the pace of the story's run."""
 
     def make(*, ranks=1, end_time=None, **settings) -> SavePolicy:
@@ -65,7 +46,7 @@ def saved(stall_s, seconds, step=100) -> Saved:
 
 
 @pytest.mark.parametrize("settings", [{}, {"interval_s": 60.0}, {"interval_steps": 5}])
-def test_the_jobs_clock_hears_what_earlier_attempts_saves_took(story, clock, settings):
+def test_the_jobs_clock_hears_what_earlier_attempts_saves_took(story, hands, settings):
     story.started(1).add("saved", 1, step=5, seconds=40.0, stall_s=0.1)
     attempt = take_attempt(story.run, job_id="17", restarts=0)
     place = SavePlace(story.run, attempt, CheckpointSettings(**settings))
@@ -116,12 +97,12 @@ def test_an_earlier_attempts_saves_spare_the_guess_and_its_deaths_shorten_the_in
     assert pace.now.seconds < calm.now.seconds / 2
 
 
-def test_calm_hours_of_this_attempt_lengthen_the_interval_at_the_next_save(pace_of, clock):
+def test_calm_hours_of_this_attempt_lengthen_the_interval_at_the_next_save(pace_of, hands):
     pace = pace_of(max_loss_s=FAR)
     pace.saved(saved(3.0, 3.0))
     before = pace.now.seconds
 
-    clock.now += 60 * DAY
+    hands.advance(60 * DAY)
     pace.saved(saved(3.0, 3.0))
 
     assert pace.now == interval.choose(3.0, 90 * DAY, max_loss_s=FAR, write_s=3.0)
@@ -139,13 +120,13 @@ def test_more_nodes_fail_more_often(pace_of, monkeypatch, ranks, local, nodes):
 
 
 def test_every_job_saves_within_a_quarter_of_its_whole_time_also_when_most_of_it_is_over(
-    pace_of, clock
+    pace_of, hands
 ):
-    pace = pace_of(max_loss_s=FAR, end_time=clock.now + 4000)
+    pace = pace_of(max_loss_s=FAR, end_time=hands.now() + 4000)
     pace.saved(saved(30.0, 30.0))
     assert pace.now.seconds == 1000
 
-    clock.now += 3900
+    hands.advance(3900)
     pace.saved(saved(30.0, 30.0))
     assert pace.now.seconds == 1000
 

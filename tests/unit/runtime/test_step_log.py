@@ -170,13 +170,11 @@ def test_an_older_run_is_marked_less_often_and_never_more_than_a_minute_apart():
     assert mark_every_s(30 * DAY, 0.0) == 0.0  # every step, as the person has set it
 
 
-def test_a_new_attempt_of_an_old_run_goes_on_at_the_old_runs_pace(run, attempt, clock, monkeypatch):
-    monkeypatch.setattr(ledger.time, "time", clock)
+def test_a_new_attempt_of_an_old_run_goes_on_at_the_old_runs_pace(run, attempt, clock, hands):
     run.events.write_text("torn\n")
     write_event(run, "submitted", token="t-1", job_id="17")
-    clock.passes(DAY)
-    assert run_age_s(run, clock()) == DAY
-    monkeypatch.setattr(module.time, "time", clock)
+    hands.advance(DAY)
+    assert run_age_s(run, hands.now()) == DAY
     program = Program(run, attempt, clock, log_every_s=5.0)
     for _ in range(121):
         program.does(1.0)

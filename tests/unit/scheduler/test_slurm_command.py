@@ -14,6 +14,7 @@ import pytest
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.scheduler.slurm.command import CommandMissing, run, run_until
 from hpctrain.scheduler.slurm.environment import clean
+from tests.support import patience
 
 
 @pytest.mark.parametrize("name", ["TERM", "USR1", "USR2", "HUP"])
@@ -49,14 +50,12 @@ def test_missing_command_says_where_to_go():
 
 def test_silent_command_ends_with_its_children_at_its_time_out(tmp_path):
     mark = tmp_path / "pid"
-    start = time.monotonic()
 
     with pytest.raises(ClusterUnreachable, match=r"sh gave no answer within 0\.5 s"):
-        run(["sh", "-c", f"sleep 60 & echo $! > {mark}; wait"], timeout_s=0.5)
+        run(["sh", "-c", f"sleep 100000 & echo $! > {mark}; wait"], timeout_s=0.5)
 
-    assert time.monotonic() - start < 10
-    while Path(f"/proc/{mark.read_text().strip()}").exists():  # goes a moment after SIGKILL
-        assert time.monotonic() - start < 10
+    child = Path(f"/proc/{mark.read_text().strip()}")
+    patience.until(lambda: not child.exists(), "the end of the child")  # soon after SIGKILL
 
 
 def test_refusal_is_the_first_error_line():
@@ -165,12 +164,8 @@ def test_the_real_scontrol_without_its_munged_is_no_answer(tmp_path, monkeypatch
 
 
 def test_silence_ends_at_the_deadline():
-    start = time.monotonic()
-
     with pytest.raises(ClusterUnreachable):
-        run_until(["sleep", "60"], deadline=start + 1)
-
-    assert time.monotonic() - start < 10
+        run_until(["sleep", "100000"], deadline=time.monotonic() + 1)
 
 
 def test_what_the_shell_leaks_is_dropped_and_named():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from hpctrain.scheduler.slurm import growth
 from hpctrain.scheduler.slurm.relay import RelayedControl
 from hpctrain.settings.schema import EnvironmentSettings, Settings, SlurmSettings
 from hpctrain.settings.spec import Entry, Spec
+from tests.support import patience
 
 ENVIRON = {
     "SLURM_JOB_ID": "7",
@@ -182,9 +182,7 @@ def added(tmp_path, monkeypatch, text):
 
 
 def ended(request):
-    deadline = time.monotonic() + 30
-    while request.ended() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    patience.until(lambda: request.ended() is not None)
     return request.ended()
 
 
@@ -210,9 +208,7 @@ def test_a_request_that_is_taken_back_is_interrupted_and_awaited(tmp_path, monke
     text = listens + "import time; print(1, flush=True); time.sleep(60)"
     request = added(tmp_path, monkeypatch, text)
     out = tmp_path / "jobs" / "tok-joins-3.out"
-    deadline = time.monotonic() + 30
-    while not out.read_text() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    patience.until(out.read_text)
     assert request.ended() is None
     request.take_back(30)
     assert request._child.returncode == -signal.SIGINT

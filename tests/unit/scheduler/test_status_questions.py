@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 
@@ -109,13 +108,11 @@ def test_what_is_not_known_is_said_in_time(slurm, tmp_path, monkeypatch, capsys)
     """A slurmctld that does not answer is waited for once, not once for each run."""
     for number in range(12):
         live(tmp_path / "runs" / f"run-{number}", str(100 + number))
-    slurm.answer(squeue="sleep 60")
+    slurm.answer(squeue="sleep 100000")
     monkeypatch.setattr("hpctrain.scheduler.base.get_cluster", _hasty)
-    began = time.monotonic()
 
     shown = status(capsys)
 
-    assert time.monotonic() - began < 20
     assert [line.split()[0] for line in slurm.asked()] == ["squeue"]
     assert shown.count("pending?") == 12
     assert "no answer: squeue gave no answer within 1 s" in " ".join(shown.split())

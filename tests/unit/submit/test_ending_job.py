@@ -12,6 +12,8 @@ from hpctrain.run.layout import RunDir
 from hpctrain.submit import live_job
 from tests.support.ledger_runs import Story
 
+pytestmark = pytest.mark.usefixtures("hands")
+
 SPEC = SimpleNamespace(cluster="local")
 ENDING = JobInfo("local-1", JobState.COMPLETING, alive=True)
 RUNNING = JobInfo("local-1", JobState.RUNNING, alive=True)
@@ -24,8 +26,7 @@ def run(tmp_path):
 
 
 def answers(monkeypatch, *jobs):
-    """What the cluster says at each look; the last for ever. Time is what is slept."""
-    clock = SimpleNamespace(now=0.0)
+    """What the cluster says at each look; the last for ever."""
     said = iter(jobs)
     state = {"last": jobs[-1], "looks": 0}
 
@@ -33,11 +34,7 @@ def answers(monkeypatch, *jobs):
         state["looks"] += 1
         return next(said, state["last"])
 
-    def sleep(seconds):
-        clock.now += seconds
-
     monkeypatch.setattr(live_job, "live_job", look)
-    monkeypatch.setattr(live_job, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
     return state
 
 

@@ -362,26 +362,25 @@ def test_a_copy_of_a_run_evaluates_for_itself_what_the_original_is_at(run, jobs)
 # ---- submissions that fail
 
 
-def test_what_was_refused_is_tried_again_after_a_while(run, jobs, monkeypatch):
+def test_what_was_refused_is_tried_again_after_a_while(run, jobs, hands):
     (jobs.folder / "refused").write_text("Access/permission denied")
     done = look(run)
     assert done.refused == {60: "Access/permission denied"}
     (jobs.folder / "refused").unlink()
     assert look(run).submitted == []
-    now = evaluations.time.time()
-    monkeypatch.setattr(evaluations.time, "time", lambda: now + evaluations.FIRST_PAUSE_S + 1)
+    hands.advance(evaluations.FIRST_PAUSE_S + 1)
 
     assert look(run).submitted == [60]
     assert [fact.run for fact in told(run)] == []
 
 
-def test_what_was_refused_again_and_again_waits_longer_each_time(run, jobs, monkeypatch):
+def test_what_was_refused_again_and_again_waits_longer_each_time(run, jobs, hands):
     (jobs.folder / "refused").write_text("no")
-    now, tries = evaluations.time.time(), []
+    tries = []
     for minute in range(120):
-        monkeypatch.setattr(evaluations.time, "time", lambda: now + 61 * minute)  # noqa: B023
         if look(run).refused:
             tries.append(minute)
+        hands.advance(61)
 
     assert tries[:4] == [0, 1, 2, 4]
     assert len(tries) < 14

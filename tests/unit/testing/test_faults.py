@@ -459,7 +459,7 @@ def test_what_is_started_meanwhile_is_armed_too(shard):
         ("failx:shard.write", "'failx' is no action; did you mean fail?"),
         ("xyz:shard.write", "'xyz' is no action; there are fail, delay,"),
         ("fail:shard.wrote", "'shard.wrote' is no point; did you mean shard.write?"),
-        ("fail", "'' is no point; there are memory.copy,"),
+        ("fail", "'' is no point; there are step.begin,"),
         ("kill:shard.write,rnak=1", "'rnak' is no key of kill; did you mean rank?"),
         ("kill:shard.write,keep=0.5", "'keep' is no key of kill; there are rank, step,"),
         ("tear:shard.write,after=5", "'after' is no key of tear;"),

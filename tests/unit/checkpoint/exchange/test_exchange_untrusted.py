@@ -24,7 +24,7 @@ from hpctrain.checkpoint.exchange import from_dcp, open_source
 from hpctrain.checkpoint.exchange.naming import NameRequest, name_all
 from hpctrain.checkpoint.exchange.untrusted import unpickled
 from hpctrain.cli.main import main
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import CheckpointError, HpctrainError
 from tests.support.exchange import made_run, names_in, save, some
 
 PACKAGE = Path(hpctrain.__file__).parent
@@ -251,6 +251,16 @@ def test_flipped_bits_are_read_or_refused_and_never_anything_else(tmp_path, name
             refused.append(str(error))
     assert len(refused) > 20
     assert not [line for line in refused if "\n" in line]
+
+
+@pytest.mark.parametrize("put", [b"r\xff\xff\xff\x00", b"p16777215\n"], ids=["binary", "text"])
+def test_a_memo_of_any_size_is_refused_before_memory_is_taken_for_it(tmp_path, put):
+    """Python's unpickler makes room for any index; a flipped bit asked for 22 GB."""
+    path = tmp_path / ".metadata"
+    path.write_bytes(b"\x80\x02]" + put + b".")
+
+    with pytest.raises(CheckpointError, match=r"cut or damaged: .*memo index 16777215"):
+        unpickled(path, {})
 
 
 def header(entries):

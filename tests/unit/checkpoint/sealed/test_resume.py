@@ -195,7 +195,7 @@ def test_an_older_archive_in_the_place_of_the_newest_is_not_taken_for_newer(run,
     assert path.read_bytes() == first.copy.read_bytes()
 
 
-def test_what_is_gone_is_not_waited_for(run, attempt, out, monkeypatch):
+def test_what_is_gone_is_not_waited_for(run, attempt, out, hands):
     for step in (50, 100):
         seal(run, attempt, folder_of(out, step), step)
     (out / "checkpoint-100").rename(out / "away")
@@ -203,7 +203,7 @@ def test_what_is_gone_is_not_waited_for(run, attempt, out, monkeypatch):
     def waits(_):
         raise AssertionError("it waits")
 
-    monkeypatch.setattr("hpctrain.checkpoint.format.patience.time.sleep", waits)
+    hands.on_sleep = waits
     assert choosing.Choice(run, attempt, patience_s=60).choose().step == 50
 
 
