@@ -213,6 +213,8 @@ class Controller:
 
     def _on_preempt(self, leave: int, grace_s: float) -> None:
         """A more important job takes nodes: `leave` of them are left for the next start."""
+        if self._cancelled:
+            return
         self._available = leave
         self.record.previous_end = "preempted"
         if grace_s <= 0:
@@ -237,7 +239,8 @@ class Controller:
         self.record.previous_end = "node_failed"
         self._dead.add(node)
         _kill_group(self._nodes[node], signal.SIGKILL)
-        self._on_requeue(NODE_DOWN)
+        if not self._cancelled:
+            self._on_requeue(NODE_DOWN)
 
     def _enforce_limits(self) -> None:
         now = clock.now()

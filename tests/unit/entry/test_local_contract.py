@@ -399,3 +399,17 @@ def test_a_job_waits_in_vain_for_one_that_did_not_end_well(
 
     assert reasons == ["DependencyNeverSatisfied"]
     assert controller.world.attempts == []
+
+
+@pytest.mark.parametrize("name", ["preempted", "node failed"])
+def test_a_cancelled_job_stays_cancelled_whatever_happens_to_its_nodes(
+    make: Callable[[Story], WatchedController], name: str
+) -> None:
+    story = replace(STORIES[name], reactions={})
+    controller = make(story)
+    controller.world.then(AT_S - 1, lambda: _ask("cancel")(controller))
+
+    played(story, controller)
+
+    assert controller.record.state == "CANCELLED"
+    assert len(controller.world.attempts) == 1
