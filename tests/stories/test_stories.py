@@ -67,7 +67,7 @@ def test_a_run_that_nears_its_time_limit_saves_and_comes_back(cluster, tmp_path)
 def test_a_cancelled_run_ends_for_good(cluster, tmp_path):
     story = Story(cluster, tmp_path)
     story.wait_held()
-    story.wait_event("saved", count=2)
+    story.wait_saved()
 
     story.cancel()
     story.wait_heard()
@@ -110,7 +110,6 @@ def test_a_torn_checkpoint_is_passed_over(cluster, tmp_path):
     story = Story(cluster, tmp_path)
     story.wait_held()
 
-    story.wait_event("saved", count=2)
     torn = story.tear_checkpoint()
     story.kill_rank()
     story.open_gate()

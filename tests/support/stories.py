@@ -231,6 +231,11 @@ class Story:
     def _is_over(self) -> bool:
         return self.cluster.state(self.run)[0] in {*map(str, client.OVER), "TIMEOUT"}
 
+    def wait_saved(self) -> None:
+        """Wait until a run that is held has its newest checkpoint, which is written behind it."""
+        last = HELD_AT // EVERY * EVERY
+        self.wait(f"the save of step {last}", lambda: find.steps(self.run.dir)[:1] == [last])
+
     def wait_gone(self) -> None:
         """Wait until no rank that was held is left."""
 
@@ -281,6 +286,7 @@ class Story:
 
     def tear_checkpoint(self) -> str:
         """Cut a file of the newest checkpoint; the checkpoint's name."""
+        self.wait_saved()
         shard = self.run.dir.checkpoints / self.newest() / "shard-00000.safetensors"
         shard.write_bytes(shard.read_bytes()[:-1])
         return shard.parent.name
