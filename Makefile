@@ -86,7 +86,7 @@ test: compiled ## ten minutes of tests, without root, SLURM, browser, FUSE or co
 landing-tests: compiled slurm browser fuse container strace
 	@PYTHONDONTWRITEBYTECODE= $(PYTEST) --tier check --second-run -n 3 $(BY_FILE) $(TESTS)
 
-# The versions of SLURM beside this machine's own, and what of tests/slurm each is held against.
+# The versions of SLURM beside this machine's own, and which tests each is held against.
 SLURM_VERSIONS := 24.11 26.05
 SYSTEM := tests/support/slurm_system.sh
 
@@ -108,7 +108,7 @@ endef
 
 .PHONY: slurm-versions
 slurm-versions: $(STAMP) ## what SLURM does to a run, on the other versions of SLURM as well
-	@$(call on_the_other_versions,--tier check --second-run -m every_slurm tests/slurm)
+	@$(call on_the_other_versions,--tier check --second-run -m every_slurm tests/slurm tests/stories)
 
 .PHONY: lint
 lint: $(STAMP) ## format, style, types, direction of imports, shell scripts, spelling
@@ -134,7 +134,7 @@ check: lint docs landing-tests slurm-versions ## lint, docs, all tests but long 
 .PHONY: soak
 soak: compiled slurm browser fuse container strace ## all tests, all of tests/slurm on every version of SLURM, long campaigns: for a night
 	@$(PYTEST) --tier soak -n 3 $(BY_FILE) $(TESTS)
-	@$(call on_the_other_versions,--tier soak tests/slurm)
+	@$(call on_the_other_versions,--tier soak tests/slurm tests/stories)
 	@$(PYTEST) --tier soak -m soak --timeout=0 $(TESTS)
 	@$(call on_the_other_versions,--tier soak -m soak --timeout=0 -n 0 tests/slurm/test_disturbances.py)
 

@@ -101,6 +101,11 @@ class JobState(StrEnum):
     """No process of it is left, and the scheduler says no more than that."""
 
 
+NODE_DOWN = "NodeDown"
+"""`JobFacts.reason` where a job is run again because one of its nodes died. SLURM's own record says
+None then, as it does after a preemption (measured on 22.05)."""
+
+
 @dataclass(frozen=True)
 class JobFacts:
     """What the scheduler says of our own job, asked from inside it.

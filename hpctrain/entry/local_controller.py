@@ -1,9 +1,9 @@
 """The controller of one local job, in SLURM's place: starts nodes, signals, ends, starts again.
 
 It keeps to what SLURM was seen to do with jobs, their signals, limits and requeues, so that the
-agents meet the same order of events here as there. `local_nodes` starts the nodes. Run as
-``python -m hpctrain.entry.local_controller JOB_ID``. tests/unit/entry/test_local_controller.py
-holds the promises.
+agents meet the same order of events here as there: tests/unit/entry/test_local_contract.py compares
+them. `local_nodes` starts the nodes. Run as ``python -m hpctrain.entry.local_controller JOB_ID``.
+tests/unit/entry/test_local_controller.py holds the other promises.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpctrain.agent.predecessors import held_back
 from hpctrain.base import clock
 from hpctrain.base.log import configure
 from hpctrain.base.process import free_port, own_program
-from hpctrain.base.records import JobContext, JobState
+from hpctrain.base.records import NODE_DOWN, JobContext, JobState
 from hpctrain.entry.evaluations import at_the_end_of
 from hpctrain.entry.local_nodes import NodeStarter
 from hpctrain.errors import HpctrainError
@@ -54,7 +54,8 @@ class Controller:
         self.run = RunDir(Path(record.run_dir))
         self._starter = NodeStarter(self.run)
         self._nodes: list[Node] = []
-        self._requeue = False
+        self._requeue = self._cancelled = False
+        self._dead: set[int] = set()
         self._kill_at: float | None = None
         self._warned = False
         self._available = record.max_nodes
@@ -76,12 +77,20 @@ class Controller:
             if watcher is not None:
                 watcher.send_signal(signal.SIGINT)
             self._let_go()
-            if self.record.state == JobState.COMPLETING and self.record.reason == "cancelled":
-                return self._over(JobState.CANCELLED, code)
-            code = self._conclude(code)
             self._take_requests()
+            if not self._cancelled:
+                code = self._conclude(code)
+                self._take_requests()
+            if self._cancelled:
+                return self._over(JobState.CANCELLED, code)
             if not self._requeue:
-                return self._over(JobState.COMPLETED if code == 0 else JobState.FAILED, code)
+                return self._over(self._final_state(code), code)
+
+    def _final_state(self, code: int) -> JobState:
+        """The state of a job that is not run again, after its batch side ended with this code."""
+        if self.record.reason == "TimeLimit":
+            return JobState.TIMED_OUT
+        return JobState.COMPLETED if code == 0 else JobState.FAILED
 
     def _watch(self) -> subprocess.Popen[bytes] | None:
         """Start what looks after the run's evaluations, where there are any; see body.sh."""
@@ -104,7 +113,7 @@ class Controller:
             states = {_state_of(job_id) for job_id in self.record.after}
             if states <= {JobState.COMPLETED}:
                 return True
-            never = states & {JobState.FAILED, JobState.CANCELLED}
+            never = states & (client.OVER - {JobState.COMPLETED})
             reason = "DependencyNeverSatisfied" if never else "Dependency"
             if reason != self.record.reason:
                 self.record.reason = reason
@@ -141,6 +150,7 @@ class Controller:
         self._own_restarts = record.restarts
         record.starts.append((record.restarts, record.start_time, None, count))
         self._requeue, self._kill_at, self._warned = False, None, False
+        self._dead.clear()
         client.write(record)
         spec = job_spec(self.run)
         self._starter.prepare(spec, self._context(0, port=0))
@@ -168,7 +178,7 @@ class Controller:
         while None in (codes := [_code(node) for node in self._nodes]):
             self._take_requests()
             self._enforce_limits()
-            if any(codes):
+            if any(code for node, code in enumerate(codes) if node not in self._dead):
                 self._signal(signal.SIGKILL)  # as srun --kill-on-bad-exit does
             clock.sleep(TICK_S)
         self._signal(signal.SIGKILL)  # what a dead agent left behind
@@ -189,17 +199,22 @@ class Controller:
         self.record.after = after
 
     def _on_cancel(self) -> None:
-        self._end(reason="cancelled")
+        self._cancelled = True
+        self._end(reason=None)
 
-    def _on_requeue(self) -> None:
+    def _on_requeue(self, reason: str | None = None) -> None:
+        """Run the job again, even one that is being cancelled: SLURM does."""
         if self._requeue:
             return
-        self._requeue = True
+        self._requeue, self._cancelled = True, False
         self.record.restarts += 1
-        self._end(reason=None)
+        self.record.preempt_time = None
+        self._end(reason=reason)
 
     def _on_preempt(self, leave: int, grace_s: float) -> None:
         """A more important job takes nodes: `leave` of them are left for the next start."""
+        if self._cancelled:
+            return
         self._available = leave
         self.record.previous_end = "preempted"
         if grace_s <= 0:
@@ -210,19 +225,22 @@ class Controller:
         client.write(self.record)
         self._signal(signal.SIGTERM)
 
+    def _on_end_in(self, seconds: float) -> None:
+        """Move the time limit, as `scontrol update EndTime=` does."""
+        self.record.end_time = clock.now() + seconds
+
     def _on_free(self) -> None:
         """The nodes are free again."""
         self._available = self.record.max_nodes
 
     def _on_fail_node(self, node: int) -> None:
-        """A node dies; SLURM would requeue by itself."""
+        """A node dies: the job is run again, and the other nodes have `KILL_WAIT_S` to leave."""
         self._available = max(self.record.min_nodes, len(self._nodes) - 1)
         self.record.previous_end = "node_failed"
+        self._dead.add(node)
         _kill_group(self._nodes[node], signal.SIGKILL)
-        if not self._requeue:
-            self._requeue = True
-            self.record.restarts += 1
-        self._signal(signal.SIGKILL)
+        if not self._cancelled:
+            self._on_requeue(NODE_DOWN)
 
     def _enforce_limits(self) -> None:
         now = clock.now()
@@ -232,10 +250,10 @@ class Controller:
             if self.record.preempt_time is None:
                 self._signal(signal.SIGUSR2)
         if now >= end and self._kill_at is None:
-            if self.record.preempt_time is not None and not self._requeue:
-                self._requeue = True
-                self.record.restarts += 1
-            self._end(reason="TimeLimit" if self.record.preempt_time is None else None)
+            if self.record.preempt_time is None:
+                self._end(reason="TimeLimit")
+            else:
+                self._on_requeue()
         if self._kill_at is not None and now >= self._kill_at:
             self._signal(signal.SIGKILL)
 

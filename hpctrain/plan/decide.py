@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Literal
 
-from hpctrain.base.records import EndReason, JobState, Next, StopCause
+from hpctrain.base.records import NODE_DOWN, EndReason, JobState, Next, StopCause
 from hpctrain.history.causes import WITHOUT_A_STEP, cause_of
 from hpctrain.history.telling import startup_s
 from hpctrain.settings.schema import BudgetSettings
@@ -178,7 +178,7 @@ def decide(  # noqa: PLR0911 - a decision table: each return is one of its rows
     if facts is None:
         return _guess(cause, outcome), Next.ASK_BATCH
     if is_requeued(facts, own_restarts):
-        dead = facts.reason == "NodeDown"
+        dead = facts.reason == NODE_DOWN
         return EndReason.NODE_FAILED if dead else EndReason.PREEMPTED, Next.LEAVE
     if is_cancelled(facts, own_restarts):
         return EndReason.CANCELLED, Next.STOP

@@ -15,12 +15,12 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from hpctrain.base.records import EndReason, JobRequest
+from hpctrain.base.records import NODE_DOWN, EndReason, JobRequest
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.slurm.client import SlurmCluster
-from hpctrain.scheduler.slurm.control import NODE_DOWN, SlurmControl
+from hpctrain.scheduler.slurm.control import SlurmControl
 from hpctrain.scheduler.slurm.environment import clean
 from hpctrain.scheduler.slurm.executor import HpctrainExecutor
 from hpctrain.scheduler.slurm.script import render_script

@@ -5,6 +5,8 @@ that it was seen with, or the one whose source has it. docs/slurm-versions.md is
 
 All jobs of a module start together and are then preempted, requeued, cancelled and timed out side
 by side (SLURM looks at time limits and grace times only every 30 s). The tests read their diaries.
+`support.slurm_diaries` keeps what each version does as data; the embedded cluster is held against
+it (tests/unit/entry/test_local_contract.py).
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ import pytest
 from tests.support import signal_watch
 from tests.support.slurm_cluster import Record, SlurmCluster, parse_record
 from tests.support.slurm_config import GRACE_S, KILL_WAIT_S
+from tests.support.slurm_diaries import Recording, attempt_facts, next_facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from subprocess import CompletedProcess
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slurm, pytest.mark.every_slurm, pytest.mark.timeout(200)]
 
 ELASTIC = ("--nodes=2-3", "--exclusive")
 OLDEST = (22, 5)
@@ -120,6 +123,27 @@ class Watched:
     def wait(self, *states: str, timeout: float = 30) -> Record:
         return self.cluster.wait_job(self.job_id, states, timeout)
 
+    def facts(self, ends_after: float = 0, timeout: float = 30) -> dict[str, Any]:
+        """What is recorded of a job: its first attempt, and what followed.
+
+        Args:
+            ends_after: So long after the signal a task that stays must live at least.
+            timeout: For the end of the first attempt.
+        """
+
+        def next_is_known(record: Record) -> bool:
+            return bool(next_facts(record, before=0))
+
+        following = self.cluster.wait_job(self.job_id, next_is_known, timeout)
+        facts = {
+            "tasks": attempt_facts(min(self.diaries().items())[1], ends_after),
+            "next": next_facts(following, before=0),
+        }
+        if ends_after:  # or its signals may come as it leaves
+            events = attempt_facts(min(self.diaries("-batch").items())[1])
+            facts["batch"] = {"signals": events["signals"]}
+        return facts
+
 
 @pytest.fixture(scope="module")
 def limited(slurm_cluster: SlurmCluster) -> Iterator[Watched]:
@@ -135,6 +159,13 @@ def limited(slurm_cluster: SlurmCluster) -> Iterator[Watched]:
     slurm_cluster.end_in(job.job_id, (loops - 1) * LOOP_S + warned_s + 2)
     yield job
     slurm_cluster.reset()
+
+
+@pytest.fixture(scope="module")
+def recording(slurm_cluster: SlurmCluster) -> Iterator[Recording]:
+    """What is recorded of this version; `support.slurm_diaries` writes it anew."""
+    with Recording.of(slurm_cluster.version) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +188,7 @@ def jobs(limited: Watched, answers: dict[str, CompletedProcess[str]]) -> dict[st
         "graced_requeues_then_exits": (on_n1, "SIGTERM=requeue SIGUSR1=exit"),
         "requeued": (("--nodelist=n2",), ""),
         "cancelled": (("--nodelist=n2",), ""),
+        "cancelled_requeues": (("--nodelist=n2",), "SIGTERM=requeue"),
         "warned_preempted": (on_n3, ""),
         "warned_graced": (("--partition=grace", *on_n3), ""),
     }
@@ -168,6 +200,7 @@ def jobs(limited: Watched, answers: dict[str, CompletedProcess[str]]) -> dict[st
     found["requeued"].event("SIGTERM")
     answers["second requeue"] = c.run("scontrol", "requeue", found["requeued"].job_id)
     c.cancel(found["cancelled"].job_id)
+    c.cancel(found["cancelled_requeues"].job_id)
     for name in ("preempted", *(name for name in found if name.startswith("graced"))):
         found[name].event("SIGTERM")
     with c.user_signal():
@@ -190,7 +223,7 @@ def three_nodes(limited: Watched) -> Iterator[SlurmCluster]:
 
 
 def test_a_job_without_task_count_comes_back_on_the_nodes_that_a_failure_left(
-    three_nodes: SlurmCluster,
+    three_nodes: SlurmCluster, recording: Recording
 ) -> None:
     c = three_nodes
     job = Watched.submit(
@@ -205,6 +238,7 @@ def test_a_job_without_task_count_comes_back_on_the_nodes_that_a_failure_left(
 
     assert c.job(job.job_id)["NodeList"] == "n[1,3]"
     assert c.pids_of_job(job.job_id, "n2"), "ranks of the lost node outlive their attempt"
+    recording.hold("node failed", job.facts() | {"nodes": [3, 2]})
 
 
 def test_a_task_count_in_the_header_may_take_the_least_number_of_nodes(
@@ -282,10 +316,11 @@ def test_a_job_that_exits_0_in_its_grace_is_completed_or_comes_back_by_itself(
 
 
 def test_a_job_that_was_requeued_in_its_grace_may_come_back_after_its_next_end_as_well(
-    jobs: dict[str, Watched],
+    jobs: dict[str, Watched], recording: Recording
 ) -> None:
     job = jobs["graced_requeues_then_exits"]
     job.started_again("n4")
+    first = job.facts()
 
     job.cluster.run("scancel", "--signal=USR1", job.job_id, check=True)
 
@@ -293,6 +328,7 @@ def test_a_job_that_was_requeued_in_its_grace_may_come_back_after_its_next_end_a
     assert (after["JobState"], after["Restarts"]) == job.cluster.by_version(
         {OLDEST: ("COMPLETED", "1"), (24, 5): ("PENDING", "2"), (26, 5): ("COMPLETED", "1")}
     )
+    recording.hold("graced_requeues_then_exits", first | {"then": next_facts(after, before=1)})
 
 
 def test_a_job_that_requeues_itself_in_its_grace_comes_back(jobs: dict[str, Watched]) -> None:
@@ -342,7 +378,7 @@ def test_a_requeue_from_outside_looks_like_preemption_without_grace(
 
 
 def test_a_second_requeue_is_refused_and_changes_nothing(
-    jobs: dict[str, Watched], answers: dict[str, CompletedProcess[str]]
+    jobs: dict[str, Watched], answers: dict[str, CompletedProcess[str]], recording: Recording
 ) -> None:
     job, again = jobs["requeued"], answers["second requeue"]
 
@@ -350,6 +386,7 @@ def test_a_second_requeue_is_refused_and_changes_nothing(
     assert "pending execution" in again.stderr
     job.started_again()
     assert job.cluster.job(job.job_id)["Restarts"] == "1"
+    recording.hold("second requeue", {"status": again.returncode, "restarts": 1})
 
 
 def test_a_requeued_job_keeps_its_id_and_counts_restarts_in_its_environment(
@@ -399,6 +436,13 @@ def test_the_time_limit_is_told_as_the_reason(limited: Watched) -> None:
     assert after["Restarts"] == "0"
 
 
+def test_a_cancelled_job_that_asks_for_a_requeue_runs_again(jobs: dict[str, Watched]) -> None:
+    job = jobs["cancelled_requeues"]
+
+    assert job.event("requeue")["status"] == 0
+    assert job.facts()["next"] == {"state": "runs again", "restarts": 1}
+
+
 def test_the_end_of_a_grace_time_is_a_requeue(jobs: dict[str, Watched]) -> None:
     job = jobs["graced"]
 
@@ -417,3 +461,29 @@ def test_after_a_user_signal_the_term_comes_at_the_end_of_the_grace_time(
 
     assert after["Restarts"] == "1"
     assert job.event("SIGTERM")["t"] - job.event("SIGUSR2")["t"] >= GRACE_S - 1
+
+
+STAY_S = {
+    "limited": KILL_WAIT_S - 2,
+    "preempted": KILL_WAIT_S - 2,
+    "graced": GRACE_S,
+    "requeued": KILL_WAIT_S - 2,
+    "cancelled": KILL_WAIT_S - 2,
+    "warned_preempted": KILL_WAIT_S - 2,
+    "warned_graced": GRACE_S - 1,
+}
+"""Of jobs whose tasks do not leave: so long after the first signal they live at least."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["graced_exits", "graced_requeues", "cancelled_requeues", *STAY_S],
+)
+def test_each_job_does_what_is_recorded(
+    limited: Watched, jobs: dict[str, Watched], recording: Recording, name: str
+) -> None:
+    job = {"limited": limited, **jobs}[name]
+
+    facts = job.facts(STAY_S.get(name, 0), timeout=GRACE_S + 3 * LOOP_S + KILL_WAIT_S + SLACK_S)
+
+    recording.hold(name, facts)

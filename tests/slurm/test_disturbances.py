@@ -230,7 +230,7 @@ def disturb(run, rules, count, tell):
 
 @pytest.mark.story(
     proved_by=(
-        "tests/slurm/test_preemption.py",
+        "tests/stories/test_stories.py::test_a_preempted_run_comes_back_and_loses_nothing",
         "tests/slurm/test_cancel.py",
         "tests/unit/plan/test_decide.py",
     )

@@ -1,8 +1,6 @@
-"""The main job: preempted, saved, requeued, back, done, and bit-equal to a run left in peace."""
+"""A preemption of which only the user signal tells; the others are in tests/stories."""
 
 from __future__ import annotations
-
-import contextlib
 
 import pytest
 
@@ -12,23 +10,16 @@ from tests.support.scenario import submit
 pytestmark = pytest.mark.slurm
 
 STEPS = 60
-FOUR_BY_TWO = ("--nodes=4", "--ranks-per-node=2", "--time=10")
 SETTINGS = {"train.steps": STEPS, "train.step_delay_s": 0.1}
 
 
 @pytest.mark.every_slurm
-@pytest.mark.parametrize(
-    ("partition", "user_signal"),
-    [("work", False), pytest.param("grace", False, marks=pytest.mark.soak), ("grace", True)],
-    ids=["no grace, SIGTERM", "grace, SIGTERM only", "grace, user signal"],
-)
-def test_a_preempted_run_comes_back_and_ends_bit_equal(
-    slurm, tmp_path, undisturbed, partition, user_signal
+def test_a_run_that_gets_its_user_signal_in_a_grace_time_ends_bit_equal(
+    slurm, tmp_path, undisturbed
 ):
-    with slurm.user_signal() if user_signal else contextlib.nullcontext():
-        run = submit(
-            slurm, tmp_path, *FOUR_BY_TWO, f"--partition={partition}", sets=SETTINGS, held={1: 10}
-        )
+    shape = ("--nodes=4", "--ranks-per-node=2", "--time=10", "--partition=grace")
+    with slurm.user_signal():
+        run = submit(slurm, tmp_path, *shape, sets=SETTINGS, held={1: 10})
         run.wait_step(5)
         urgent = slurm.submit_urgent(4)
         run.wait_preempted()

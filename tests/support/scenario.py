@@ -1,4 +1,6 @@
-"""A run on the real cluster, driven as a user drives it: by the command line, read by its ledger.
+"""A run, driven as a user drives it: by the command line, read by its ledger.
+
+On the real cluster, or with `slurm=None` on the embedded one.
 
 run = submit(slurm, tmp_path, "--nodes", "4", "--ranks-per-node", "2", sets=TINY)
 run.wait_step(5)
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.base.env import HPCTRAIN_FAULTS
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
+from hpctrain.scheduler.local import client as local_client
 from tests.support import cpus, patience
 from tests.support.gates import steps_held
 from tests.support.ledger_runs import all_fields
@@ -56,7 +59,7 @@ def cli(
 class RunHandle:
     """One run of a test."""
 
-    slurm: SlurmCluster
+    slurm: SlurmCluster | None
     cwd: Path
     dir: RunDir
     job_id: str
@@ -110,14 +113,17 @@ class RunHandle:
 
     def wait_done(self) -> None:
         """Wait until the program has returned and the job is gone."""
+        assert self.slurm is not None
         self.wait_event("done")
         self.slurm.wait_job(self.job_id, ("COMPLETED",), timeout=30)
 
     def wait_preempted(self) -> None:
         """Wait until slurmctld has begun to preempt the job, or has ended it."""
+        slurm = self.slurm
+        assert slurm is not None
 
         def begun() -> bool:
-            job = self.slurm.job(self.job_id)
+            job = slurm.job(self.job_id)
             return job["JobState"] != "RUNNING" or job.get("PreemptTime", "None") != "None"
 
         self.wait("a preemption", begun)
@@ -155,7 +161,8 @@ class RunHandle:
 
     def story(self) -> str:
         """What happened so far, for a failing test."""
-        lines = [json.dumps(self.slurm.job(self.job_id))]
+        job = local_client.read(self.job_id) if self.slurm is None else self.slurm.job(self.job_id)
+        lines = [str(job)]
         lines += [
             f"{e.t:.1f} {e.attempt} {e.kind} {json.dumps(all_fields(e))[:299]}"
             for e in self.events()
@@ -185,7 +192,7 @@ def copies_in_memory(steps: int, every: int) -> dict[str, Any]:
 
 
 def submit(
-    slurm: SlurmCluster,
+    slurm: SlurmCluster | None,
     cwd: Path,
     *args: str,
     sets: Mapping[str, Any] | None = None,
@@ -196,8 +203,9 @@ def submit(
 ) -> RunHandle:
     """`hpctrain submit` of the tiny recipe (or of a script) with these settings over `TINY`.
 
-    `held` is attempt to step: its ranks stand before that step until `RunHandle.let_go`. A save's
-    event comes with the next save at the latest: hold behind that one to wait for it.
+    It goes to the real cluster where there is one, else to what `args` name. `held` is attempt to
+    step: its ranks stand before that step until `RunHandle.let_go`. A save's event comes with the
+    next save at the latest: hold behind that one to wait for it.
     """
     cpus.take(CPUS)
     gates, faults = steps_held(cwd, held or {})
@@ -212,7 +220,7 @@ def submit(
         slurm,
         cwd,
         "submit",
-        "--cluster=slurm",
+        *(["--cluster=slurm"] if slurm is not None else []),
         f"--name={name}",
         *args,
         *words,

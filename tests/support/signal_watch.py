@@ -19,7 +19,9 @@ from pathlib import Path
 
 WATCHED = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT, signal.SIGCHLD}
 TELLING = (signal.SIGTERM, signal.SIGUSR2)
-"""At the first of each, SLURM is asked what it says of the job."""
+"""At each of these, SLURM is asked what it says of the job."""
+RECORDS = 4
+"""SLURM repeats a SIGTERM; it is asked no more than so often."""
 
 
 class Diary:
@@ -73,7 +75,7 @@ def main() -> int:
 
 def watch(diary: Diary, reactions: dict[str, str], child: subprocess.Popen[bytes] | None) -> int:
     """Write down every signal until one says leave, or the command ends."""
-    told: set[int] = set()
+    told = 0
     while child is None or child.poll() is None:
         came = signal.sigtimedwait(WATCHED, 0.1)
         if came is None:
@@ -83,8 +85,8 @@ def watch(diary: Diary, reactions: dict[str, str], child: subprocess.Popen[bytes
             continue
         name = signal.Signals(came.si_signo).name
         diary.write(name)
-        if came.si_signo in TELLING and came.si_signo not in told:
-            told.add(came.si_signo)
+        if came.si_signo in TELLING and told < RECORDS:
+            told += 1
             diary.write("record", at=name, record=ask())
         reaction = reactions.get(name, "stay")
         if reaction == "requeue":

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 CLUSTERS = 2
 """So many workers may have a cluster."""
-SLURM_TESTS = "tests/slurm/"
+SLURM_TESTS = ("tests/slurm/", "tests/stories/")
+"""Folders of files that may need a cluster."""
 ORDER = (SLURM_TESTS, "tests/engines/", "tests/unit/")
 """What comes first; the rest, whole local runs among it, comes last."""
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 PREFIX = "local-"
 REHEARSED_GRACE_S = 60.0
-OVER = frozenset({JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED})
+OVER = frozenset({JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT})
 
 
 def root() -> Path:

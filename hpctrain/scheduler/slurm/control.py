@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base import clock
 from hpctrain.base.host_list import expand_nodes
-from hpctrain.base.records import EndReason, JobFacts
+from hpctrain.base.records import NODE_DOWN, EndReason, JobFacts
 from hpctrain.base.text import fold_nodes
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.scheduler.slurm.command import QUERY_TIMEOUT_S, run, run_until
@@ -42,9 +42,6 @@ TIMEOUT_S = 5.0
 _SETTING = re.compile(r"^(\w+)\s*=\s*(.*?)\s*$", re.MULTILINE)
 ALREADY_REQUEUED = "pending execution"
 """scontrol's rc 1 where SLURM requeues the job by itself (submitit#1617)."""
-NODE_DOWN = "NodeDown"
-"""The reason in our facts where SLURM requeues a job because one of its nodes died. Its own record
-says None then, as it does after a preemption (measured on 22.05)."""
 FORBID_TIMEOUT_S = 10.0
 """The end of a finished job is not held up for longer by a silent slurmctld: a start that comes all
 the same ends itself."""

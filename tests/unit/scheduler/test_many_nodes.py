@@ -12,12 +12,13 @@ import threading
 import pytest
 
 from hpctrain.base.host_list import expand_nodes
+from hpctrain.base.records import NODE_DOWN
 from hpctrain.entry.slurm_batch import exports
 from hpctrain.errors import ClusterError
 from hpctrain.preflight.node import main as preflight_node
 from hpctrain.preflight.node import place_of
 from hpctrain.scheduler.slurm import command
-from hpctrain.scheduler.slurm.control import NODE_DOWN, SlurmControl
+from hpctrain.scheduler.slurm.control import SlurmControl
 from hpctrain.scheduler.slurm.environment import job_context
 
 NODES = 16_384
