@@ -193,7 +193,7 @@ class Run:
         model: nn.Module | None = None,
         optimizer: Optimizer | None = None,
         data: Any = None,
-        **others: program_state.Stateful,
+        **others: program_state.Stateful | program_state.Generator,
     ) -> None:
         """Name what a checkpoint holds.
 
@@ -203,16 +203,19 @@ class Run:
             data: The position in the data: anything with state_dict/load_state_dict; a key
                 ``samples_consumed`` in its state lets the ledger prove that each sample was used
                 once.
-            others: Scheduler and the like, by name; state of tensors, numbers, strings, lists,
-                dicts.
+            others: Schedulers and the like by name, whose state is of the types that
+                docs/checkpoints.md lists; and random generators: numpy's Generator and RandomState,
+                random.Random, torch.Generator. A checkpoint holds each rank's own.
+
+        Raises:
+            UsageError: something of `others` has no state_dict().
+            CheckpointError: its state holds something that cannot be saved; with the path.
         """
         program = self._program
         program.model = model if model is not None else program.model
         program.optimizer = optimizer if optimizer is not None else program.optimizer
         program.data = data if data is not None else program.data
-        for name, thing in others.items():  # said now, not when the first save fails
-            program_state.split(name, program_state.state_of(thing), {})
-        program.tracked.update(others)
+        program.track(others)  # refused now, not when the first save fails
 
     def loader(
         self,
@@ -678,8 +681,7 @@ class Run:
         attempt = self._attempt
         if attempt is None or self.dir is None:
             raise UsageError("there is no run directory to save into")
-        state, extra = self._program.snapshot()
-        data = self._program.data
+        state, extra, data = self._program.snapshot()
         manifest = Manifest(
             run_id=self._spec.run_id if self._spec else "",
             name=self.dir.name,
@@ -690,7 +692,7 @@ class Run:
             world_size=self.world.world_size,
             mesh=self._program.mesh,
             engine=self._program.kind,
-            data=data.state_dict() if data is not None else {},
+            data=data,
             rng={"ranks": self.world.world_size},
             versions={"torch": str(torch.__version__), "python": sys.version.split()[0]},
             extra=extra,

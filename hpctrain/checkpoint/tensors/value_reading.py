@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from hpctrain.checkpoint.format.manifest import KIND
 from hpctrain.checkpoint.tensors.value_types import (
     FACTORIES,
     SIMPLE,
@@ -26,7 +27,7 @@ from hpctrain.checkpoint.tensors.value_types import (
     member_of,
     torch_dtype,
 )
-from hpctrain.checkpoint.tensors.values import ITEMS, KIND, TENSOR, TUPLE
+from hpctrain.checkpoint.tensors.values import ITEMS, TENSOR, TUPLE
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -66,6 +67,11 @@ def placeholders(
         }
     except (KeyError, TypeError, ValueError, RuntimeError, RecursionError) as error:
         raise _not_ours(error) from error
+
+
+def has_sharded(form: Any) -> bool:
+    """Whether a form names a tensor that was sharded over ranks when it was saved."""
+    return any(one.get("sharded") for one in _tensor_forms(form))
 
 
 def decode(form: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import enum
 import random
+import struct
 import sys
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
@@ -190,9 +191,14 @@ def _build_random_state(state: dict[str, Any]) -> Any:
     return made
 
 
-def _build_random(*state: Any) -> random.Random:
+def _random(value: random.Random) -> Sequence[Any]:
+    version, words, gauss = value.getstate()
+    return (version, struct.pack(f"<{len(words)}I", *words), gauss)
+
+
+def _build_random(version: int, words: bytes, gauss: float | None) -> random.Random:
     made = random.Random()  # noqa: S311 - its state is set next
-    made.setstate(state)
+    made.setstate((version, struct.unpack(f"<{len(words) // 4}I", words), gauss))
     return made
 
 
@@ -232,7 +238,7 @@ _TYPES = [
     Simple("torch.Size", torch.Size, tuple, lambda *sizes: torch.Size(sizes)),
     Simple("torch.dtype", torch.dtype, lambda dtype: (str(dtype).split(".")[-1],), torch_dtype),
     Simple("torch.device", torch.device, lambda device: (str(device),), torch.device),
-    Simple("random.Random", random.Random, lambda g: g.getstate(), _build_random, is_mutable=True),
+    Simple("random.Random", random.Random, _random, _build_random, is_mutable=True),
     Simple("SeedSequence", numpy_random.SeedSequence, _seeds, _build_seeds, is_mutable=True),
     *(
         Simple(word, kind, _bit_generator, _builder_of_bits(kind), is_mutable=True)

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from hpctrain.checkpoint.format.manifest import KIND
 from hpctrain.checkpoint.tensors.value_types import (
     FACTORIES,
     FACTORY_OF,
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TENSOR, TUPLE, ITEMS = "__tensor__", "__tuple__", "__items__"
-KIND = "__hpctrain__"
-"""The key of every form that came with format 4; its value is the type's word."""
 RESERVED = frozenset({TENSOR, TUPLE, ITEMS, KIND})
 MOST_DEPTH = 100
 """Python's JSON and our reader call themselves for each level."""
