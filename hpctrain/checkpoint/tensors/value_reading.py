@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hpctrain.checkpoint.format.manifest import KIND
+from hpctrain.checkpoint.tensors.boxes import AS_STORED
 from hpctrain.checkpoint.tensors.value_types import (
     FACTORIES,
     SIMPLE,
@@ -117,9 +118,10 @@ def _placeholder(
     at = torch.device("cpu")
     if device is not None and form.get("device") == device.type:
         at = device
+    stored = AS_STORED.get(dtype, dtype)
     if "stride" in form:
-        return torch.empty_strided(shape, form["stride"], dtype=dtype, device=at)
-    return torch.empty(shape, dtype=dtype, device=at)
+        return torch.empty_strided(shape, form["stride"], dtype=stored, device=at).view(dtype)
+    return torch.empty(shape, dtype=stored, device=at).view(dtype)
 
 
 class _Decoder:
