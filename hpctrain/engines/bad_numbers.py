@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from hpctrain.engines.norm import local
-from hpctrain.engines.state import unwrapped
+from hpctrain.engines.names import modules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -51,7 +51,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 def first_of(named: Iterable[tuple[str, torch.Tensor | None]]) -> str:
     """The name of the first tensor that is not finite; "" for none."""
-    return next((unwrapped(n) for n, t in named if t is not None and not is_finite(t)), "")
+    return next((name for name, t in named if t is not None and not is_finite(t)), "")
 
 
 class BadNumbers:
@@ -70,10 +70,9 @@ class BadNumbers:
         self._armed: dict[int, nn.Parameter] = {}
 
     def __enter__(self) -> Self:
-        for name, module in self._model.named_modules():
+        for module, stem in {module: stem for stem, module in modules(self._model)}.items():
             own = next((key for key, p in module._parameters.items() if p is not None), None)  # noqa: SLF001 - its own alone
             if own is not None:
-                stem = f"{unwrapped(name)}." if name else ""
                 before = module.register_forward_pre_hook(self._arm(stem))
                 self._handles += [before, module.register_forward_hook(self._look(stem + own))]
         return self

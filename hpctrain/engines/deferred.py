@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from hpctrain.checkpoint.tensors.boxes import State, held
-from hpctrain.engines.state import unwrapped
+from hpctrain.engines.names import modules
 from hpctrain.engines.torch_private import intercepting, map_tensors, without_modes
 from hpctrain.errors import UsageError
 
@@ -171,7 +171,7 @@ class DeferredModel:
                     tensor, device=CPU if stays else world.device, requires_grad=False
                 )
                 filled[id(tensor)] = _like(tensor, own_part)
-                empty[unwrapped(name)] = own_part
+                empty[name] = own_part
             table[own] = filled.get(id(tensor), tensor)
         for name, own_part in empty.items():
             if name not in awaited:
@@ -329,11 +329,11 @@ def seed_of(seed: int, draw: int) -> int:
 
 def _places(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Where a model holds tensors: the name, the table that it is in, and its name there."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    for stem, module in modules(model):
         for table in (module._parameters, module._buffers):  # noqa: SLF001 - as torch's own walks
             for own, tensor in list(table.items()):
                 if tensor is not None:
-                    yield f"{prefix}.{own}" if prefix else own, table, own
+                    yield stem + own, table, own
 
 
 def _like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

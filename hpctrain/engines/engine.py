@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hpctrain.base.mesh import Mesh
+    from hpctrain.checkpoint.format.manifest import TensorEntry
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.engines.adapters import BaseWeights
     from hpctrain.engines.precision import LossScale
@@ -231,11 +232,17 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def state(self, *, with_optimizer: bool = True) -> State:
-        """This rank's weights (fp32 masters where there are such) and moments by full names.
+    def state(
+        self, *, with_optimizer: bool = True, saved: Mapping[str, TensorEntry] | None = None
+    ) -> State:
+        """Return this rank's weights (fp32 masters where there are such) and moments by full names.
 
-        They share memory with what trains. Collective: every rank calls it. An optimizer that has
-        not stepped yet gets the state of step 0.
+        They share memory with what trains. Collective: every rank calls it.
+
+        Args:
+            with_optimizer: Whether moments are in it.
+            saved: The tensors of a checkpoint that is to be loaded; then the moments are those that
+                the checkpoint has, in memory that `apply` gives to the optimizer.
         """
 
     @abc.abstractmethod

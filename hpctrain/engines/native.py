@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from hpctrain.checkpoint.format.manifest import TensorEntry
     from hpctrain.engines.context import ContextParallel
     from hpctrain.engines.engine import EngineInputs, Loss, Microbatch
     from hpctrain.engines.layouts import DeviceMeshes
@@ -165,10 +166,15 @@ class Native(Engine):
 
     # ---- state
 
-    def state(self, *, with_optimizer: bool = True) -> State:
+    def state(
+        self, *, with_optimizer: bool = True, saved: Mapping[str, TensorEntry] | None = None
+    ) -> State:
         """See `Engine`."""
-        self._reshard()
-        tensors = names.collect(self.model, self.optimizer if with_optimizer else None)
+        optimizer = self.optimizer if with_optimizer else None
+        if saved is None:
+            tensors = names.collect(self.model, optimizer)
+        else:
+            tensors = names.wanted(self.model, optimizer, saved)
         if self.base is not None:
             left_out = {names.MODEL + name for name in self.base.names}
             tensors = {name: one for name, one in tensors.items() if name not in left_out}
@@ -179,8 +185,7 @@ class Native(Engine):
 
     def apply(self, tensors: Mapping[str, Any], *, with_optimizer: bool = True) -> None:
         """See `Engine`."""
-        if with_optimizer:
-            names.apply(self.model, self.optimizer, tensors)
+        names.apply(self.model, self.optimizer if with_optimizer else None, tensors)
 
     def _copies(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Which copy of its part of a tensor this rank has, beyond what the tensor knows itself."""

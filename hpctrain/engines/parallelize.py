@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hpctrain.base.mesh import Mesh
-from hpctrain.engines import state as names
+from hpctrain.engines.names import parameters
 from hpctrain.engines.adapters import base_weights, is_adapted, refuse_adapted
 from hpctrain.engines.averaged import Averaged
 from hpctrain.engines.blocks import compile_blocks, every_block, recompute_blocks
@@ -407,8 +407,8 @@ def point_to(
     Raises:
         UsageError: a parameter is gone that must be here: it would not train, without a word.
     """
-    # Recomputation has put a wrapper into the blocks' names since.
-    now = {names.unwrapped(name): parameter for name, parameter in model.named_parameters()}
+    # Recomputation has put a wrapper around the blocks since.
+    now = dict(parameters(model))
     for group in optimizer.param_groups:
         own = [before[id(parameter)] for parameter in group["params"]]
         group["params"] = [now[name] for name in own if name in now]

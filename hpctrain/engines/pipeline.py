@@ -27,6 +27,7 @@ from torch.distributed.pipelining.schedules import (
 from hpctrain.control.pulse import VALIDATE, in_phase
 from hpctrain.engines import state as names
 from hpctrain.engines.engine import Engine
+from hpctrain.engines.names import parameters
 from hpctrain.engines.native import Native
 from hpctrain.engines.norm import local
 from hpctrain.engines.stages import PassThrough, Stages, Tied, cut, passed_on
@@ -36,11 +37,12 @@ from hpctrain.plan.mesh import LOOPED, passes_of
 from hpctrain.world import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from hpctrain.checkpoint.format.manifest import TensorEntry
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.engines.engine import EngineInputs, Loss, Microbatch
     from hpctrain.engines.layouts import DeviceMeshes
@@ -90,7 +92,7 @@ class Pipeline(Native):
         self._forms: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
         self._round: _Round | None = None
         self._pp_rank = mesh.pp_rank(world.rank)
-        own = {names.unwrapped(name): p for name, p in model.named_parameters()}
+        own = dict(parameters(model))
         self._tied = [
             (tied, next(own[name] for name in tied.names if name in own)) for tied in stages.tied
         ]
@@ -185,9 +187,11 @@ class Pipeline(Native):
         second = {id(p.grad) for tied, p in self._tied if self._copy_of(tied)}
         return super().norm([each for each in gradients if id(each) not in second])
 
-    def state(self, *, with_optimizer: bool = True) -> State:
+    def state(
+        self, *, with_optimizer: bool = True, saved: Mapping[str, TensorEntry] | None = None
+    ) -> State:
         """See `Engine`; what two stages have the first one writes, and both read."""
-        state = super().state(with_optimizer=with_optimizer)
+        state = super().state(with_optimizer=with_optimizer, saved=saved)
         copies = dict(state.copies)
         for tied, _ in self._tied:
             stems = [f"{kind}{name}" for kind in (names.MODEL, names.OPTIM) for name in tied.names]

@@ -1,15 +1,21 @@
 """The state of a model and its optimizer as full parameter names -> tensors, under any engine.
 
 Names are those of the unwrapped model (``model.blocks.0.attn.wq.weight``,
-``optim.blocks.0.attn.wq.weight.exp_avg``); sharded parameters stay sharded (DTensor).
-Hyper-parameters stay out: the run's settings supply them. tests/engines/test_what_steps_do.py and
-test_save_and_restore.py hold the promises.
+``optim.blocks.0.attn.wq.weight.exp_avg``); sharded parameters stay sharded (DTensor). A number that
+is no tensor has its type at the end of the name (``optim.weight.step:int``). What the groups of an
+optimizer hold is `runtime.param_groups`' matter.
+
+At a load the checkpoint says which state there is, not the fresh program: `wanted` makes memory for
+what the checkpoint has, and `apply` gives it to the program. Nothing steps the optimizer for that.
+State of a parameter that the optimizer does not update yet waits until it does.
+tests/engines/test_changed_programs.py, test_what_steps_do.py and test_save_and_restore.py hold the
+promises.
 """
 
 from __future__ import annotations
 
 import contextlib
-import warnings
+import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -17,69 +23,159 @@ import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
+    set_model_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parameter import UninitializedTensorMixin
+
+from hpctrain.checkpoint.tensors.boxes import DTYPES
+from hpctrain.engines import names
+from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping, Set as AbstractSet
 
     from torch import nn
     from torch.optim import Optimizer
 
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+    from hpctrain.checkpoint.format.manifest import TensorEntry
+
+    Entries = Mapping[str, TensorEntry]
+
 MODEL, OPTIM = "model.", "optim."
-_KNOWN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models of which torch and `_collect_by_name` say the same."""
-_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+NUMBERS: dict[str, tuple[type, torch.dtype]] = {
+    "bool": (bool, torch.bool),
+    "int": (int, torch.int64),
+    "float": (float, torch.float64),
+}
+"""Python's numbers in an optimizer's state: the end of the name, and the dtype that is exact."""
+MOST_INT = 2**63
+_TORCH = {word: dtype for dtype, word in DTYPES.items()}
+_UNSEEN: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
+"""Names that only a model's own `state_dict` knows; found once, since torch takes milliseconds."""
+_WAITING: weakref.WeakKeyDictionary[Optimizer, Waiting] = weakref.WeakKeyDictionary()
 
 
 def collect(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
-    """Every tensor of the model and the optimizer by its full name; memory is shared, not copied.
+    """Return every tensor of the model and the optimizer by its full name; memory is shared.
 
-    Collective under a sharding engine: every rank calls it. The optimizer's state is made if it is
-    not there yet (zeros, step 0). Torch gives the names, and takes ten milliseconds for some
-    hundred parameters, which training would wait for at each save; so they are also told from the
-    modules themselves, and from the second time on, where both agreed, from these alone.
+    Raises:
+        CheckpointError: the optimizer holds state that cannot be saved, or has no name.
     """
-    if optimizer is None or not optimizer.state or model not in _KNOWN:
-        state = _collect_by_torch(model, optimizer)
-        by_name = _collect_by_name(model, optimizer)
-        if optimizer is not None and optimizer.state and _same(state, by_name):
-            _KNOWN.add(model)
-        return state
-    return _collect_by_name(model, optimizer)
-
-
-def _collect_by_torch(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
-    state: dict[str, Any] = {
-        MODEL + name: value for name, value in get_model_state_dict(model).items()
-    }
-    if optimizer is not None:
-        for name, value in _optimizer_state(model, optimizer).items():
-            if name.startswith("state."):
-                state[OPTIM + name.removeprefix("state.")] = torch.as_tensor(value)
-    return state
-
-
-def _collect_by_name(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
-    """The same from the modules as they are now; nothing is kept from one time to the next."""
+    _reshard(model)
     state: dict[str, torch.Tensor] = {}
     moments: dict[str, torch.Tensor] = {}
-    held = optimizer.state if optimizer is not None else {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        stem = _plain_name(prefix + "." if prefix else "")
-        for name, parameter in module._parameters.items():  # noqa: SLF001 - as torch's own walks
-            if parameter is None:
-                continue
-            state[f"{MODEL}{stem}{name}"] = parameter.detach()
-            for key, value in held.get(parameter, {}).items():
-                moments[f"{OPTIM}{stem}{name}.{key}"] = torch.as_tensor(value)
-        for name, buffer in module._buffers.items():  # noqa: SLF001 - the same
-            if buffer is not None and name not in module._non_persistent_buffers_set:  # noqa: SLF001
-                state[f"{MODEL}{stem}{name}"] = buffer
-    return state | moments
+    held = _held_by(optimizer)
+    for name, parameter in names.parameters(model):
+        state[MODEL + name] = parameter.detach()
+        for key, value in held.pop(parameter, {}).items():
+            _put(moments, f"{OPTIM}{name}.{key}", value)
+    for place, buffer in names.buffers(model):
+        if buffer is not None:
+            state[MODEL + place.name] = buffer
+    if held and optimizer is not None:
+        _refuse_nameless(optimizer, held)
+    return state | _unseen(model, state) | moments
+
+
+def wanted(
+    model: nn.Module, optimizer: Optimizer | None, entries: Entries
+) -> dict[str, torch.Tensor]:
+    """Return what to fill from a checkpoint: the model's tensors, and new ones for the rest.
+
+    New are the optimizer's state, buffers that the program has not made yet or has in another
+    shape, and what only `state_dict` knows. The program gets them by `apply`. A tensor that the
+    checkpoint does not have is in here too, if the model has it.
+
+    Args:
+        model: The program's; lazy parameters get their shape from the checkpoint.
+        optimizer: The program's; None where its state is not to be loaded.
+        entries: The checkpoint's tensors by name.
+    """
+    _reshard(model)
+    tensors: dict[str, torch.Tensor] = {}
+    owners = dict(names.parameters(model))
+    for name, parameter in owners.items():
+        entry = entries.get(MODEL + name)
+        if isinstance(parameter, UninitializedTensorMixin) and entry is not None:
+            parameter.materialize(entry.shape)
+        tensors[MODEL + name] = parameter.detach()
+    device = next((_local(p).device for p in owners.values()), torch.device("cpu"))
+    for place, buffer in names.buffers(model):
+        name = MODEL + place.name
+        if _is_other(buffer, entries.get(name)):
+            near = _device_in(place.module) or device
+            tensors[name] = _empty(entries[name], near)
+        elif buffer is not None:
+            tensors[name] = buffer
+    for name in _names_unseen(model, tensors.keys()):
+        if name in entries:
+            tensors[name] = _empty(entries[name], device)
+    for name, entry in entries.items() if optimizer is not None else ():
+        if name.startswith(OPTIM):
+            owner, key, _ = _parsed(name, owners)
+            if owner is not None:
+                tensors[name] = _state_like(owner, key, entry, optimizer)
+    return tensors
+
+
+def apply(model: nn.Module, optimizer: Optimizer | None, tensors: Mapping[str, Any]) -> None:
+    """Give a program the tensors of `wanted` that were filled since.
+
+    What the model holds itself is filled in place and needs nothing.
+
+    Args:
+        model: The program's.
+        optimizer: The program's; None where its state was not loaded.
+        tensors: By full names; others' names are passed over.
+    """
+    known = set()
+    for place, buffer in list(names.buffers(model)):
+        known.add(MODEL + place.name)
+        loaded = tensors.get(MODEL + place.name)
+        if loaded is not None and loaded is not buffer and not _is_same(loaded, buffer):
+            place.module._buffers[place.key] = loaded  # noqa: SLF001 - torch has no other way
+    owners = dict(names.parameters(model))
+    known.update(MODEL + name for name in owners)
+    unseen = {name.removeprefix(MODEL): tensors[name] for name in _names_unseen(model, known)
+              if name in tensors}  # fmt: skip
+    if unseen:
+        set_model_state_dict(model, unseen, options=StateDictOptions(strict=False))
+    if optimizer is not None:
+        _give_state(optimizer, owners, tensors)
+
+
+def buffers_of_other_shape(model: nn.Module, entries: Entries) -> list[tuple[str, Any, Any]]:
+    """Return buffers that a checkpoint has in another shape: the name, its shape, the model's."""
+    return [
+        (place.name, entries[MODEL + place.name].shape, tuple(buffer.shape))
+        for place, buffer in names.buffers(model)
+        if buffer is not None and _is_other(buffer, entries.get(MODEL + place.name))
+    ]
+
+
+def without_state(model: nn.Module, optimizer: Optimizer, entries: Entries) -> list[str]:
+    """Return the names of trained parameters of which a checkpoint has no optimizer state."""
+    owners = dict(names.parameters(model))
+    have = {id(_parsed(name, owners)[0]) for name in entries if name.startswith(OPTIM)}
+    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    lacking = {}
+    for name, parameter in owners.items():
+        if id(parameter) in updated - have and parameter.requires_grad:
+            lacking.setdefault(id(parameter), name)
+    return list(lacking.values())
+
+
+def state_keys(entries: Entries, model: nn.Module) -> dict[nn.Parameter, set[str]]:
+    """Return under which keys a checkpoint has state of each parameter of a model."""
+    owners = dict(names.parameters(model))
+    keys: dict[nn.Parameter, set[str]] = {}
+    for name in entries:
+        owner, key, _ = _parsed(name, owners) if name.startswith(OPTIM) else (None, "", "")
+        if owner is not None:
+            keys.setdefault(owner, set()).add(key)
+    return keys
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
@@ -88,140 +184,204 @@ def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     Not the tensors: moving a model to its device makes new ones, and a program may put others in
     their place.
     """
-    buffers = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for key, buffer in module._buffers.items():  # noqa: SLF001 - as torch's state_dict does
-            if buffer is not None and key not in module._non_persistent_buffers_set:  # noqa: SLF001
-                stem = _plain_name(prefix + "." if prefix else "")
-                buffers[f"{MODEL}{stem}{key}"] = (module, key)
-    return buffers
+    return {
+        MODEL + place.name: (place.module, place.key)
+        for place, buffer in names.buffers(model)
+        if buffer is not None
+    }
 
 
-def _plain_name(name: str) -> str:
-    """A module's name in the model that nothing wraps."""
-    parts = [part + "." for part in name.split(".")[:-1]]
-    return "".join(part for part in parts if part not in _WRAPPERS)
+class Waiting:
+    """Loaded state of parameters that an optimizer does not update yet.
+
+    It is part of what `collect` gives, and becomes the optimizer's own when it is about to update
+    the parameter.
+    """
+
+    def __init__(self, optimizer: Optimizer, state: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Wait with some state for an optimizer's next step."""
+        self.state = state
+        self._optimizer = weakref.ref(optimizer)
+        # What is no optimizer of torch's may have no hooks: there a save hands over.
+        with contextlib.suppress(AttributeError):
+            optimizer.register_step_pre_hook(lambda *_: self.claim())
+
+    def claim(self) -> None:
+        """Hand over the state of what has come to the optimizer's groups since."""
+        optimizer = self._optimizer()
+        if optimizer is None or not self.state:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                values = self.state.pop(parameter, None)
+                if values is not None and not optimizer.state.get(parameter):
+                    optimizer.state[parameter] = values
 
 
-def unwrapped(name: str) -> str:
-    """A parameter's name in the model that nothing wraps."""
-    stem, _, own = name.rpartition(".")
-    return _plain_name(stem + "." if stem else "") + own
+def _held_by(optimizer: Optimizer | None) -> dict[torch.Tensor, dict[str, Any]]:
+    """The state of each parameter that an optimizer updates, or that waits for it."""
+    if optimizer is None:
+        return {}
+    waiting = _WAITING.get(optimizer)
+    if waiting is not None:
+        waiting.claim()
+    state = optimizer.state
+    held = {
+        parameter: state[parameter]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if state.get(parameter)
+    }
+    return held if waiting is None else waiting.state | held
 
 
-def _same(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether both have the same names, each for the same memory or the same single value."""
-    return first.keys() == other.keys() and all(
-        _memory(first[name]) == _memory(other[name]) for name in first
+def _put(moments: dict[str, torch.Tensor], name: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        moments[name] = value
+        return
+    for kind, (number, dtype) in NUMBERS.items():
+        if type(value) is number and (number is not int or -MOST_INT <= value < MOST_INT):
+            moments[f"{name}:{kind}"] = torch.tensor(value, dtype=dtype)
+            return
+    raise CheckpointError(
+        f"{name} is a {type(value).__name__}; the state of an optimizer that hpctrain saves "
+        "consists of tensors and numbers"
     )
 
 
-def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    where = (local.data_ptr(), tuple(local.shape), tuple(tensor.shape), local.dtype)
-    return where if local.numel() != 1 else (*where[1:], local.item())
+def _refuse_nameless(optimizer: Optimizer, held: Mapping[torch.Tensor, Any]) -> None:
+    shape = list(next(iter(held)).shape)
+    raise CheckpointError(
+        f"{type(optimizer).__name__} updates a parameter of shape {shape} that is in no module of "
+        "the tracked model, so its state has no name; make it a parameter of the model"
+    )
 
 
-def apply(model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any]) -> None:
-    """Make an optimizer go on with the tensors that `collect` gave and that were filled since.
-
-    The model's own share their memory with what `collect` gives and need nothing. Collective under
-    a sharding engine: every rank calls it.
-    """
-    if optimizer is None:
-        return
-    full = _optimizer_state(model, optimizer)  # its param_groups are this run's own
-    for name, value in state.items():
-        if name.startswith(OPTIM):
-            full["state." + name.removeprefix(OPTIM)] = value
-    with _quiet(), _without_empty_groups(optimizer):
-        set_optimizer_state_dict(model, optimizer, full, options=_FLAT)
-
-
-def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state by name; where there was none yet, it is that of step 0."""
-    fresh = not optimizer.state
-    if fresh:
-        _make_state(optimizer)
-    with _quiet(), _without_empty_groups(optimizer):
-        state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
-    if fresh:
-        for values in optimizer.state.values():
-            step = values.get("step")
-            if isinstance(step, torch.Tensor):
-                step.zero_()
-            elif step is not None:
-                values["step"] = 0
-        state.update(
-            {
-                k: torch.zeros_like(torch.as_tensor(v))
-                for k, v in state.items()
-                if k.endswith(".step")
-            }
-        )
-    return state
+def _parsed(
+    name: str, owners: Mapping[str, nn.Parameter]
+) -> tuple[nn.Parameter | None, str, str]:
+    """The parameter that state is of, its key and the kind of number; None for another model's."""
+    stem, _, kind = name.rpartition(":")
+    rest, kind = (stem, kind) if kind in NUMBERS else (name, "")
+    owner, key = rest.removeprefix(OPTIM), ""
+    while owner:
+        owner, _, last = owner.rpartition(".")
+        key = f"{last}.{key}" if key else last
+        if owner in owners:
+            return owners[owner], key, kind
+    return None, "", ""
 
 
-def _make_state(optimizer: Optimizer) -> None:
-    """Make what an optimizer has no state of yet, by a step of rate 0; Adam's count is at 1 then.
+def _give_state(
+    optimizer: Optimizer, owners: Mapping[str, nn.Parameter], tensors: Mapping[str, Any]
+) -> None:
+    loaded: dict[torch.Tensor, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        if not name.startswith(OPTIM):
+            continue
+        owner, key, kind = _parsed(name, owners)
+        if owner is not None:
+            value = NUMBERS[kind][0](tensor.item()) if kind else tensor
+            loaded.setdefault(owner, {})[key] = value
+    updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    later = {parameter: loaded.pop(parameter) for parameter in loaded.keys() - updated}
+    for parameter, values in loaded.items():
+        optimizer.state[parameter] = values
+    if later:
+        _WAITING[optimizer] = Waiting(optimizer, later)
+    # Torch calls them at a load, and a program may make anew there what it keeps beside.
+    for hook in getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {}).values():
+        hook(optimizer)
 
-    Torch would give all parameters gradients of zeros at once, as much memory as the weights take.
-    Here they lie in the memory of the largest, one after the other.
-    """
-    groups = optimizer.param_groups
-    trained = [
-        (group, parameter)
-        for group in groups
-        for parameter in group["params"]
-        if parameter.requires_grad and parameter.grad is None
-    ]
-    zeros = dict[tuple[torch.dtype, torch.device], torch.Tensor]()
-    for local in sorted((_local(parameter) for _, parameter in trained), key=torch.Tensor.numel):
-        zeros[local.dtype, local.device] = local
-    zeros = {key: torch.zeros_like(local).view(-1) for key, local in zeros.items()}
-    try:
-        for group, parameter in trained:
-            rate = group["lr"]
-            still = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-            optimizer.param_groups = [{**group, "params": [parameter], "lr": still}]
-            parameter.grad = _like(parameter, zeros[parameter.dtype, _local(parameter).device])
-            optimizer.step()
-            parameter.grad = None
-    finally:
-        optimizer.param_groups = groups
+
+def _state_like(
+    parameter: nn.Parameter, key: str, entry: TensorEntry, optimizer: Optimizer
+) -> torch.Tensor:
+    """Memory for one value of a parameter's state: cut as the parameter is, if it is as large."""
+    local = _local(parameter)
+    is_count = key == "step"
+    if is_count and not _counts_on_device(optimizer):
+        return _empty(entry, torch.device("cpu"))
+    if not isinstance(parameter, DTensor) or not entry.shape:
+        return _empty(entry, local.device)
+    mesh = parameter.device_mesh
+    if entry.shape == tuple(parameter.shape):
+        return DTensor.from_local(
+            torch.empty(local.shape, dtype=_TORCH[entry.dtype], device=local.device),
+            mesh, parameter.placements, run_check=False,
+            shape=parameter.shape, stride=_strides(entry.shape),
+        )  # fmt: skip
+    whole = _empty(entry, local.device)
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _counts_on_device(optimizer: Optimizer) -> bool:
+    """Whether a count of steps lies beside its parameter, as torch's optimizers have it."""
+    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _empty(entry: TensorEntry, device: torch.device) -> torch.Tensor:
+    return torch.empty(entry.shape, dtype=_TORCH[entry.dtype], device=device)
+
+
+def _is_other(buffer: torch.Tensor | None, entry: TensorEntry | None) -> bool:
+    """Whether a checkpoint has a buffer that the model lacks, or has in another shape."""
+    if entry is None:
+        return False
+    return buffer is None or (
+        isinstance(buffer, UninitializedTensorMixin) or tuple(buffer.shape) != entry.shape
+    )
+
+
+def _is_same(loaded: Any, buffer: torch.Tensor | None) -> bool:
+    """Whether what was loaded lies where the model's buffer does."""
+    if buffer is None or isinstance(buffer, UninitializedTensorMixin):
+        return False
+    return loaded.shape == buffer.shape and (
+        _local(loaded).data_ptr() == _local(buffer).data_ptr()
+    )
+
+
+def _device_in(module: nn.Module) -> torch.device | None:
+    held = (*module._parameters.values(), *module._buffers.values())  # noqa: SLF001 - its own alone
+    return next((_local(tensor).device for tensor in held if tensor is not None), None)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _like(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """The first elements of some memory as a tensor of a parameter's kind."""
-    local = _local(parameter)
-    view = flat[: local.numel()].view(local.shape)
-    if not isinstance(parameter, DTensor):
-        return view
-    return DTensor.from_local(
-        view, parameter.device_mesh, parameter.placements, run_check=False,
-        shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip
+def _reshard(model: nn.Module) -> None:
+    """Free what a pass has left gathered, which would hide the shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
-@contextlib.contextmanager
-def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
-    """A group may be empty on a pipeline stage, where torch asks for its first parameter's name."""
-    groups = list(optimizer.param_groups)
-    optimizer.param_groups = [group for group in groups if group["params"]]
-    try:
-        yield
-    finally:
-        filled = iter(optimizer.param_groups)  # loading makes new ones
-        optimizer.param_groups = [next(filled) if group["params"] else group for group in groups]
+def _names_unseen(model: nn.Module, seen: AbstractSet[str]) -> frozenset[str]:
+    """Names that a model's own `state_dict` has beyond its parameters and buffers."""
+    if model not in _UNSEEN:
+        told = {MODEL + name for name in get_model_state_dict(model)}
+        _UNSEEN[model] = frozenset(told - seen)
+    return _UNSEEN[model]
 
 
-class _quiet(warnings.catch_warnings):  # noqa: N801 - reads as what it does
-    """torch warns of its own internals here; nothing in it that a user could act on."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        warnings.simplefilter("ignore")
+def _unseen(model: nn.Module, seen: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    unseen = _names_unseen(model, seen.keys())
+    values = get_model_state_dict(model) if unseen else {}
+    for name in unseen:
+        value = values.get(name.removeprefix(MODEL))
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{name} is a {type(value).__name__} that get_extra_state() gives; hpctrain saves "
+                "tensors there"
+            )
+        found[name] = value
+    return found

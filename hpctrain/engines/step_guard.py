@@ -26,6 +26,7 @@ from hpctrain.engines.bad_numbers import (
     Found,
     first_of,
 )
+from hpctrain.engines.names import parameters
 from hpctrain.guards.nonfinite import BadStep, NonfiniteRule, Ruling
 from hpctrain.guards.spikes import SpikeRule
 from hpctrain.world import gather
@@ -101,7 +102,7 @@ class StepGuard:
         """Whether the update with a gradient of this norm is to be applied; asked before it."""
         if not self._is_finite(norm):
             self._suspect = first_of(
-                (name, parameter.grad) for name, parameter in self._engine.model.named_parameters()
+                (name, parameter.grad) for name, parameter in parameters(self._engine.model)
             )
             return not self._leaves_out
         if self._spikes is not None:
@@ -198,7 +199,7 @@ class StepGuard:
         if seen.place == GRADIENT and engine.mesh.pp > 1:
             seen = Found(GRADIENT, None, seen.parameter)  # passes go forth and back by turns
         if not self._is_finite(norm):
-            weights = first_of(engine.model.named_parameters())
+            weights = first_of(parameters(engine.model))
             seen = Found(WEIGHTS, None, weights) if weights else seen
         return norm, seen
 

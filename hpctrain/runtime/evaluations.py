@@ -105,12 +105,16 @@ class Evaluation:
             )
         world = _world()
         checkpoint = on_rank_0(world, lambda: look_at(self.checkpoint, self.step))
+        entries = checkpoint.manifest.tensors if checkpoint.manifest is not None else []
+        saved = {entry.name: entry for entry in entries}
         if isinstance(model, Engine):
-            state = model.state(with_optimizer=False)
+            state = model.state(with_optimizer=False, saved=saved)
         else:
-            state = State(dict(names.collect(model, None)))
+            state = State(dict(names.wanted(model, None, saved)))
         manifest = load_weights(checkpoint, world, state, self._settings)
-        if isinstance(model, Engine):
+        if not isinstance(model, Engine):
+            names.apply(model, None, state.shared)
+        else:
             model.apply(state.shared, with_optimizer=False)
             if model.base is not None and BASE in manifest.extra:
                 model.base.load_state_dict(manifest.extra[BASE])

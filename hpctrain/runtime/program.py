@@ -25,17 +25,22 @@ from hpctrain.checkpoint.tensors.values import encode
 from hpctrain.data.loader import DataPlace
 from hpctrain.data.stream_loader import Ranks, StreamLoader
 from hpctrain.engines import state as names
-from hpctrain.errors import UsageError
+from hpctrain.engines.names import parameters
+from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.runtime.fitting import NEW, OPTIMIZER, Fit, counted, fit, way_out
 from hpctrain.runtime.generators import KINDS, Generators, seed_anew
+from hpctrain.runtime.other_optimizer import other_optimizer
+from hpctrain.runtime.param_groups import NAME as GROUPS
+from hpctrain.runtime.param_groups import ParamGroups
 from hpctrain.world import gather
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
 
-    from hpctrain.checkpoint.format.manifest import Manifest
+    from hpctrain.checkpoint.format.manifest import Manifest, TensorEntry
     from hpctrain.engines.engine import Engine
     from hpctrain.world import World
 
@@ -44,6 +49,11 @@ log = logging.getLogger("hpctrain.runtime")
 RATES = "__rates__"
 SCHEDULED = ("lr", "momentum", "betas")
 """What torch's schedulers set in the optimizer's groups."""
+PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums",
+             "max_momentums")  # fmt: skip
+"""What a scheduler's state has for each of the optimizer's groups."""
+INNER = "_schedulers"
+"""The states of the schedulers in one that combines them."""
 DATA = "data"
 MOST_OF_RANK_0_BYTES = 1 << 20
 """A tensor of what is tracked beside the model is rank 0's up to here, and spread beyond."""
@@ -75,6 +85,7 @@ class Program:
         tracked: Everything else by its name.
         generators: This rank's random generators.
         awaits_weights: The model has memory and no values: a checkpoint's go straight into it.
+        allow: Changes of the program since the checkpoint that may pass; of `fitting.CHANGES`.
     """
 
     def __init__(self, world: World) -> None:
@@ -85,6 +96,10 @@ class Program:
         self.tracked: dict[str, Stateful] = {}
         self.generators = Generators(world)
         self.awaits_weights = False
+        self.allow: frozenset[str] = frozenset()
+        self._notes: list[str] = []
+        self._groups: ParamGroups | None = None
+        self._has_state = self._takes_groups = False
         self._tells_updates = False
         self._world = world
         self._loading: dict[str, Any] = {}
@@ -240,26 +255,80 @@ class Program:
         # Nobody waits for an update otherwise, and walking through the names holds up training.
         if not self._tells_updates or self.model is None or self.optimizer is None:
             return frozenset()
-        weights = self.model.named_parameters(remove_duplicate=False)
+        weights = parameters(self.model)
         if self.engine is None:
             groups = self.optimizer.param_groups
             updated = {id(parameter) for group in groups for parameter in group["params"]}
             weights = ((name, weight) for name, weight in weights if id(weight) in updated)
-        named = {names.MODEL + names.unwrapped(name) for name, _ in weights}
+        named = {names.MODEL + name for name, _ in weights}
         return frozenset(n for n in state.shared if n.startswith(names.OPTIM) or n in named)
 
     # ---- restoring
 
+    def begin(self) -> None:
+        """Note how the program has made its optimizer. Collective where ranks differ in it."""
+        if isinstance(self.optimizer, torch.optim.Optimizer) and self.model is not None:
+            self._groups = ParamGroups(
+                self.optimizer, self.model, driven=self._driven, allow=lambda: self.allow
+            )
+            has_stages = self.mesh.get("pp", 1) > 1
+            self._groups.begin(partial(gather, self._world) if has_stages else None)
+            self.tracked[GROUPS] = self._groups
+
+    def _drives(self, thing: Stateful) -> bool:
+        """Whether something is a scheduler of the tracked optimizer."""
+        groups = _scheduled_groups(thing)
+        return self.optimizer is not None and groups is self.optimizer.param_groups
+
+    def _driven(self) -> frozenset[str]:
+        """What tracked schedulers set in the groups of the tracked optimizer."""
+        drivers = [thing for thing in self.tracked.values() if self._drives(thing)]
+        if not drivers:
+            return frozenset()
+        cycled = any(map(_cycles_momentum, drivers))
+        return frozenset(SCHEDULED if cycled else SCHEDULED[:1])
+
+    def _optimizer_fits(self, manifest: Manifest, saved: Mapping[str, TensorEntry]) -> bool:
+        """Whether the optimizer's state is to be loaded.
+
+        Raises:
+            CheckpointError: it is another optimizer's, and that is not allowed.
+        """
+        self._takes_groups = False
+        if not _has_optimizer(manifest) or self.model is None or self.optimizer is None:
+            return False
+        theirs = manifest.extra.get(GROUPS, {}).get("class")
+        why = other_optimizer(self.optimizer, self.model, saved, theirs)
+        if why and OPTIMIZER not in self.allow:
+            raise CheckpointError(f"{why}. {way_out([OPTIMIZER])}")
+        if why:
+            self._notes.append(f"{why}: the optimizer begins without state")
+        self._takes_groups = not why and self._groups is not None and theirs is not None
+        return not why
+
     def wanted(self, manifest: Manifest) -> Wanted:
         """The tensors to fill from a checkpoint; the program's own, not copies."""
-        state = self._tensors(with_optimizer=_has_optimizer(manifest))
+        saved = {entry.name: entry for entry in manifest.tensors}
+        self._notes = []
+        self._has_state = self._optimizer_fits(manifest, saved)
+        state = self._tensors(with_optimizer=self._has_state, saved=saved)
+        common = self._common(state, saved)
+        # State of another parameter's shape is none of what has taken its name.
+        stems = tuple(f"{names.OPTIM}{name.removeprefix(names.MODEL)}." for name in common.fresh)
+        asked_for = {
+            name: tensor
+            for name, tensor in state.shared.items()
+            if name in saved and name not in common.fresh and not name.startswith(stems)
+        }
+        state = replace(state, shared=asked_for)
         empty = (names.OPTIM, names.MODEL) if self.awaits_weights else (names.OPTIM,)
         fresh = {name for name in state.shared if name.startswith(empty)}
         found = self._wanted_of_tracked(manifest)
         own = self.generators.wanted(manifest, is_same_mesh=self._has_generators(manifest))
         state = replace(state, shared={**state.shared, **found}, own=own)
         self._loading = {**state.shared, **own}
-        return Wanted(state, frozenset(fresh | set(found) | set(own)))
+        new = frozenset(fresh | set(found) | set(own))
+        return Wanted(state, new, left_out=common.dropped)
 
     def _wanted_of_tracked(self, manifest: Manifest) -> dict[str, torch.Tensor]:
         """Tensors for what this program tracks, each as it was or as the program shards it now."""
@@ -273,20 +342,70 @@ class Program:
             found.update(placeholders(manifest.data, device=self._world.device))
         return found
 
+    def _common(self, state: State, saved: Mapping[str, TensorEntry]) -> Fit:
+        """What the model and a checkpoint have in common; notes of the rest are kept.
+
+        Raises:
+            CheckpointError: they differ in a way that is not allowed.
+        """
+        if self.model is None:
+            return Fit(frozenset(), frozenset(), ())
+        ours, theirs = (
+            {name: tuple(one.shape) for name, one in each.items() if name.startswith(names.MODEL)}
+            for each in (state.shared, saved)
+        )
+        named = list(parameters(self.model))
+        loaded = {id(one) for name, one in named if names.MODEL + name in saved}
+        for name, one in named:  # a tied weight may have come under one of its names
+            if names.MODEL + name not in saved and id(one) in loaded:
+                ours.pop(names.MODEL + name, None)
+        common = fit(ours, state.elsewhere, theirs, self.allow)
+        if common.fresh and self.awaits_weights:
+            raise CheckpointError(
+                f"{counted(sorted(common.fresh))} are not in the checkpoint, and the model was "
+                f"made without values; {way_out([NEW])}"
+            )
+        self._notes += common.notes
+        for name, shape, now in names.buffers_of_other_shape(self.model, saved):
+            self._notes.append(
+                f"buffer {name} has shape {list(shape)} in the checkpoint and {list(now)} in the "
+                "model: the checkpoint's is taken"
+            )
+        self._notes += self._without_state(saved, common)
+        return common
+
+    def _without_state(self, saved: Mapping[str, TensorEntry], common: Fit) -> list[str]:
+        if not isinstance(self.optimizer, torch.optim.Optimizer) or self.model is None:
+            return []
+        if not self._has_state or not any(name.startswith(names.OPTIM) for name in saved):
+            return []
+        lacking = names.without_state(self.model, self.optimizer, saved)
+        known = [name for name in lacking if names.MODEL + name not in common.fresh]
+        if not known:
+            return []
+        return [f"no optimizer state in the checkpoint for {counted(known)}: they begin without"]
+
     def take_over(self, manifest: Manifest) -> None:
         """Go on from what has been loaded into the tensors that were wanted."""
         tensors, self._loading = self._loading, {}
-        has_optimizer = _has_optimizer(manifest)
         if self.engine is not None:
-            self.engine.apply(tensors, with_optimizer=has_optimizer)
-        elif self.model is not None and has_optimizer:
-            names.apply(self.model, self.optimizer, tensors)
+            self.engine.apply(tensors, with_optimizer=self._has_state)
+        elif self.model is not None:
+            names.apply(self.model, self.optimizer if self._has_state else None, tensors)
+        if self._groups is not None and self._takes_groups:
+            self._groups.load_state_dict(decode(manifest.extra[GROUPS], tensors))
+            self._notes += self._groups.notes
         for name, thing in self.tracked.items():
-            if name in manifest.extra:
-                restore(thing, decode(manifest.extra[name], tensors))
+            if name in manifest.extra and name != GROUPS:
+                order = self._groups.order if self._groups and self._drives(thing) else None
+                restore(thing, decode(manifest.extra[name], tensors), order)
         if self.data is not None and manifest.data:
             self.data.load_state_dict(decode(manifest.data, tensors))
         self._generators_loaded = tensors
+
+        for note in dict.fromkeys(sum(gather(self._world, self._notes), [])):
+            if self._world.rank == 0:
+                log.warning("%s", note)
 
     def seed(self, manifest: Manifest | None, seed: int, step: int) -> None:
         """Start this rank's generators, or let them go on from the checkpoint's. Collective."""
@@ -298,12 +417,17 @@ class Program:
         if manifest is not None:
             self.generators.apply(tensors, is_same_mesh=is_same_mesh, seed=seed, step=step)
 
-    def _tensors(self, *, with_optimizer: bool = True) -> State:
+    def _tensors(
+        self, *, with_optimizer: bool = True, saved: Mapping[str, TensorEntry] | None = None
+    ) -> State:
         if self.engine is not None:
-            return self.engine.state(with_optimizer=with_optimizer)
+            return self.engine.state(with_optimizer=with_optimizer, saved=saved)
         if self.model is None:
             return State()
-        return State(dict(names.collect(self.model, self.optimizer if with_optimizer else None)))
+        optimizer = self.optimizer if with_optimizer else None
+        if saved is None:
+            return State(dict(names.collect(self.model, optimizer)))
+        return State(dict(names.wanted(self.model, optimizer, saved)))
 
     def _has_generators(self, manifest: Manifest) -> bool:
         """Whether this rank's generators are in a checkpoint: it was saved on the same mesh."""
@@ -322,11 +446,56 @@ def state_of(thing: Stateful) -> dict[str, Any]:
     return {**thing.state_dict(), RATES: rates}
 
 
-def restore(thing: Stateful, state: dict[str, Any]) -> None:
-    """Go on from what `state_of` gave."""
-    thing.load_state_dict({name: value for name, value in state.items() if name != RATES})
-    for group, rates in zip(_scheduled_groups(thing), state.get(RATES, []), strict=False):
-        group.update(rates)
+def restore(
+    thing: Stateful, state: dict[str, Any], order: Sequence[int | None] | None = None
+) -> None:
+    """Go on from what `state_of` gave.
+
+    Args:
+        thing: What is tracked.
+        state: As the checkpoint has it.
+        order: Of a scheduler whose optimizer's groups have their values already: for each group
+            the number of the checkpoint's; None in it for a new one.
+
+    Raises:
+        CheckpointError: a scheduler's optimizer has more or fewer groups than it had.
+    """
+    own = {name: value for name, value in state.items() if name != RATES}
+    if order is not None:
+        thing.load_state_dict(in_order(own, thing.state_dict(), order))
+        return
+    groups, rates = _scheduled_groups(thing), state.get(RATES)
+    if rates is not None and len(rates) != len(groups):
+        raise CheckpointError(
+            f"the optimizer of a tracked {type(thing).__name__} has {len(groups)} parameter groups "
+            f"and had {len(rates)} in the checkpoint"
+        )
+    thing.load_state_dict(own)
+    for group, values in zip(groups, rates or [], strict=False):
+        group.update(values)
+
+
+def in_order(
+    saved: dict[str, Any], now: dict[str, Any], order: Sequence[int | None]
+) -> dict[str, Any]:
+    """Return a scheduler's state with what it has for each group in the order of the groups."""
+    state = dict(saved)
+    for key in PER_GROUP:
+        theirs, ours = saved.get(key), now.get(key)
+        if isinstance(theirs, list) and isinstance(ours, list) and len(ours) == len(order):
+            state[key] = [
+                ours[place] if number is None or number >= len(theirs) else theirs[number]
+                for place, number in enumerate(order)
+            ]
+    inner, inner_now = saved.get(INNER), now.get(INNER)
+    if isinstance(inner, list) and isinstance(inner_now, list) and len(inner) == len(inner_now):
+        state[INNER] = [in_order(a, b, order) for a, b in zip(inner, inner_now, strict=True)]
+    return state
+
+
+def _cycles_momentum(scheduler: Any) -> bool:
+    inner = getattr(scheduler, INNER, [])
+    return bool(getattr(scheduler, "cycle_momentum", False)) or any(map(_cycles_momentum, inner))
 
 
 def _scheduled_groups(thing: Any) -> list[dict[str, Any]]:

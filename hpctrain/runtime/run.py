@@ -40,6 +40,7 @@ from hpctrain.run.event_types import (
 from hpctrain.runtime import program as program_state
 from hpctrain.runtime import sealed
 from hpctrain.runtime.attempt import write_outcome
+from hpctrain.runtime.fitting import NEW, require_known
 from hpctrain.runtime.guarding import Guarding
 from hpctrain.runtime.memory import MemoryCopies, memory_copies
 from hpctrain.runtime.own_loop import OwnLoop, earlier_save_s, memory_in_use, step_number
@@ -54,7 +55,7 @@ from hpctrain.runtime.trackers import Trackers
 from hpctrain.world import World, on_rank_0
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -112,6 +113,7 @@ class Run:
         self._attempt = attempt
         self._spec = spec
         self._program = Program(world)
+        self._program.allow = frozenset(settings.resume.allow)
         self._guards = Guarding(
             settings.guard,
             self._program,
@@ -168,6 +170,7 @@ class Run:
         settings, place = self.settings, self._place
         is_made = not isinstance(model, torch.nn.Module)
         awaits = is_made and place is not None and has_checkpoints(place, self.world)
+        awaits = awaits and NEW not in settings.resume.allow  # what is new needs its own values
         self._program.awaits_weights = awaits
         seed = settings.train.seed
         engine = parallelize(
@@ -193,6 +196,7 @@ class Run:
         model: nn.Module | None = None,
         optimizer: Optimizer | None = None,
         data: Any = None,
+        allow: Sequence[str] = (),
         **others: program_state.Stateful | program_state.Generator,
     ) -> None:
         """Name what a checkpoint holds.
@@ -203,19 +207,23 @@ class Run:
             data: The position in the data: anything with state_dict/load_state_dict; a key
                 ``samples_consumed`` in its state lets the ledger prove that each sample was used
                 once.
+            allow: Changes of the program since the checkpoint that may pass, beside those of
+                `resume.allow`: ``new-parameters``, ``dropped-parameters``, ``optimizer-changed``.
             others: Schedulers and the like by name, whose state is of the types that
                 docs/checkpoints.md lists; and random generators: numpy's Generator and RandomState,
                 random.Random, torch.Generator. A checkpoint holds each rank's own.
 
         Raises:
-            UsageError: something of `others` has no state_dict().
+            UsageError: `allow` has something else, or something of `others` has no state_dict().
             CheckpointError: its state holds something that cannot be saved; with the path.
         """
+        require_known(allow)
         program = self._program
         program.model = model if model is not None else program.model
         program.optimizer = optimizer if optimizer is not None else program.optimizer
         program.data = data if data is not None else program.data
         program.track(others)  # refused now, not when the first save fails
+        program.allow |= frozenset(allow)
 
     def loader(
         self,
@@ -701,6 +709,7 @@ class Run:
         return state, manifest
 
     def _restore(self) -> None:
+        self._program.begin()
         restored = Restored() if self._place is None else self._load(self._place)
         self._program.seed(restored.manifest, self.settings.train.seed, self.step)
         self._open(self.step)

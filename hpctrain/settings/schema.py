@@ -390,6 +390,18 @@ class CheckpointSettings(Table):
     best_is: str = setting("lowest", "which value of it is the best", choices=("lowest", "highest"))
 
 
+class ResumeSettings(Table):
+    """[resume]: what may have changed in the program since the checkpoint."""
+
+    allow: list[str] = setting(
+        [],
+        "changes of the program that may pass: new-parameters (what the checkpoint lacks keeps the "
+        "values that the program has given it), dropped-parameters (what the program lacks is left "
+        "out), optimizer-changed (the optimizer begins without state)",
+        choices=("new-parameters", "dropped-parameters", "optimizer-changed"),
+    )
+
+
 class EvaluateSettings(Table):
     """[evaluate]: a job of its own for checkpoints of the run."""
 
@@ -637,6 +649,7 @@ class Settings(Table):
     alive: AliveSettings = table(AliveSettings)
     budget: BudgetSettings = table(BudgetSettings)
     checkpoint: CheckpointSettings = table(CheckpointSettings)
+    resume: ResumeSettings = table(ResumeSettings)
     evaluate: EvaluateSettings = table(EvaluateSettings)
     then: ThenSettings = table(ThenSettings)
     notify: NotifySettings = table(NotifySettings)

@@ -504,6 +504,8 @@ def test_an_optimizers_state_goes_by_name_and_each_group_keeps_its_own_settings(
     """All groups came back with the first one's weight decay and rate."""
     import torch
 
+    from hpctrain.checkpoint.format.manifest import TensorEntry
+    from hpctrain.checkpoint.tensors.boxes import DTYPES
     from hpctrain.engines import state as engine_state
 
     def made(order, rate):
@@ -525,7 +527,11 @@ def test_an_optimizers_state_goes_by_name_and_each_group_keeps_its_own_settings(
         optimizer.step()
     saved_bits = {k: v.clone() for k, v in engine_state.collect(model, optimizer).items()}
     other, fresh = made(("rest", "matrices"), 0.7)  # the program was changed meanwhile
-    wanted = engine_state.collect(other, fresh)
+    entries = {
+        name: TensorEntry(name, DTYPES[bits.dtype], tuple(bits.shape))
+        for name, bits in saved_bits.items()
+    }
+    wanted = engine_state.wanted(other, fresh, entries)
     assert wanted.keys() == saved_bits.keys()
     for name, tensor in wanted.items():
         tensor.copy_(saved_bits[name])

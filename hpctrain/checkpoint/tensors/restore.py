@@ -16,11 +16,12 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from hpctrain.base.text import Meter
 from hpctrain.checkpoint.format.geometry import my_part
@@ -28,7 +29,7 @@ from hpctrain.checkpoint.format.patience import Patience
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.store import find, retention, verify
 from hpctrain.checkpoint.store.find import refuse_to_forget
-from hpctrain.checkpoint.tensors.boxes import bytes_of, held, sharers
+from hpctrain.checkpoint.tensors.boxes import Flat, bytes_of, held, sharers
 from hpctrain.device import has_host_backend
 from hpctrain.errors import (
     CheckpointError,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from hpctrain.world import World
 
 T = TypeVar("T")
+Tensor = torch.Tensor | Flat
 
 log = logging.getLogger("hpctrain.checkpoint")
 
@@ -79,10 +81,12 @@ class Wanted:
     Attributes:
         state: The tensors to fill.
         fresh: Names in it that hold nothing of value: read straight into place.
+        left_out: Weights of the checkpoint that nobody asks for, which is allowed.
     """
 
     state: State
     fresh: frozenset[str] = frozenset()
+    left_out: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -356,6 +360,9 @@ def _try(
         raise CheckpointError(f"{candidate.path} is whole but does not fit this program: {misfit}")
     if filling is not None and not torn:
         filling.finish()
+        differ = next(filter(None, gather(world, filling.unlike())), "")
+        if differ:
+            raise CheckpointError(f"{candidate.path} does not fit this program: {differ}")
     return count, torn
 
 
@@ -370,18 +377,18 @@ def _read(
     # First, on every rank: it may be collective, and a damaged table is seen by one rank alone.
     want = wanted(candidate.manifest)
     source = reading.source(candidate, candidate.manifest)
-    _require_all_weights(source, want.state)
+    _require_all_weights(source, want)
     readers = () if reading.copies is None else reading.copies.readers
     filling = _Filling(world, want, once=reading.once, arena=reading.arena, readers=readers)
     return filling, filling.read(source)
 
 
-def _require_all_weights(source: CheckpointSource, state: State) -> None:
+def _require_all_weights(source: CheckpointSource, want: Wanted) -> None:
     """A weight that nobody asks for belongs to another model, and would be lost with the next save.
 
     Generators of other ranks, and moments of what is no longer trained, may be left out.
     """
-    asked_for = state.shared.keys() | state.elsewhere
+    asked_for = want.state.shared.keys() | want.state.elsewhere | want.left_out
     left = [name for name in source.names if name.startswith(WEIGHTS) and name not in asked_for]
     if left:
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
@@ -458,9 +465,11 @@ class _Filling:
         self._arena = arena
         self._used = 0
         self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
-        boxes = [box for box in held(wanted.state, world) if box.piece.nbytes]
+        state, self._ties = _untied(wanted.state)
+        self._fresh |= self._ties.keys()
+        boxes = [box for box in held(state, world) if box.piece.nbytes]
         shares = once and world.is_distributed and world.world_size > 1
-        self._shared = _shared(boxes, wanted.state, world, readers) if shares else []
+        self._shared = _shared(boxes, state, world, readers) if shares else []
         shared = {id(box) for among in self._shared for box in among.boxes}
         self._alone = [box for box in boxes if id(box) not in shared]
 
@@ -500,6 +509,16 @@ class _Filling:
                 views = [_view(box, piece) for box, piece in among.parts_of(rank)]
                 _broadcast_views(views, rank, self._world, among.group)
 
+    def unlike(self) -> str:
+        """Say which names of one memory had different values in the checkpoint; "" for none."""
+        for name, (first, tensor, apart) in self._ties.items():
+            if not _same_bytes(_elements(tensor), _elements(apart)):
+                return (
+                    f"{name} and {first} are one tensor in the program and have different values "
+                    "in the checkpoint; resume with a program in which they are not tied"
+                )
+        return ""
+
     def _stage(self, view: torch.Tensor, piece: ShardPiece) -> Target:
         host = self._host(piece.nbytes).view(view.dtype).view(view.shape)
         self._staged.append((view, host))
@@ -512,6 +531,45 @@ class _Filling:
             self._used += -(-nbytes // 64) * 64
             return torch.frombuffer(memory, dtype=torch.uint8)
         return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def _untied(state: State) -> tuple[State, dict[str, tuple[str, Tensor, Tensor]]]:
+    """Give each further name of a weight memory of its own.
+
+    Returns:
+        The state, and by each such name the first one, its tensor, and the new tensor.
+    """
+    shared, ties = dict(state.shared), {}
+    first: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state.shared.items():
+        elements = _elements(tensor)
+        if not name.startswith(WEIGHTS) or not elements.numel():
+            continue
+        place = (elements.data_ptr(), elements.dtype, elements.shape, elements.stride())
+        known = first.setdefault(place, name)
+        if known != name:
+            apart = _empty_like(tensor)
+            ties[name] = (known, tensor, apart)
+            shared[name] = apart
+    return replace(state, shared=shared), ties
+
+
+def _elements(tensor: Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    if isinstance(tensor, Flat):
+        return tensor.local.detach()
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, Flat):
+        return replace(tensor, local=torch.empty_like(tensor.local))
+    return torch.empty_like(tensor, requires_grad=False)
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    bits = [each.contiguous().view(-1).view(torch.uint8) for each in (one, other)]
+    return torch.equal(*bits)
 
 
 def _teller(name: str, total: int) -> Callable[[int], None]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from hpctrain.checkpoint.format.manifest import TensorEntry
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.engines.engine import EngineInputs
     from hpctrain.engines.zero.begin import Made
@@ -184,7 +185,12 @@ class Zero(Engine):
 
     # ---- state
 
-    def state(self, *, with_optimizer: bool = True) -> State:
+    def state(
+        self,
+        *,
+        with_optimizer: bool = True,
+        saved: Mapping[str, TensorEntry] | None = None,  # noqa: ARG002 - its rows have state or not
+    ) -> State:
         """See `Engine`."""
         return self._zero_state.collect(
             with_optimizer=with_optimizer, state_names=self._state_names

@@ -1,0 +1,290 @@
+"""A checkpoint and a program that do not hold the same state: what each of the two has alone.
+
+What the checkpoint has is loaded, also into what the program makes later. What it lacks begins
+fresh, and the log says so. A change of the program that would be lost without a word is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from hpctrain.errors import CheckpointError
+from tests.support.resumed import resumed, start, undisturbed, values
+
+
+def trained(run, total, model, optimizer, loss, **tracked):
+    """A plain loop; returns weights and counts of the end."""
+    run.track(model=model, optimizer=optimizer, **tracked)
+    for step in run.steps(total):
+        optimizer.zero_grad()
+        loss(model, step).backward()
+        optimizer.step()
+    steps = {n: optimizer.state[p].get("step") for n, p in model.named_parameters()}
+    return values(model), {n: float(s) for n, s in steps.items() if s is not None}
+
+
+class Unused(nn.Module):
+    """A model with a layer that no forward pass uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.pooler = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def with_unused(run, total):
+    model = Unused()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return trained(run, total, model, optimizer, lambda m, _: m(torch.randn(1, 2)).sum())
+
+
+def test_a_parameter_that_never_gets_a_gradient_is_resumed_without_state(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "hpctrain")
+
+    end = resumed(tmp_path, with_unused, 3, 6)
+
+    assert end == undisturbed(tmp_path, with_unused, 6)
+    assert sorted(end[1]) == ["used.bias", "used.weight"]
+    (line,) = [r.message for r in caplog.records if "no optimizer state" in r.message]
+    assert "2 parameters (pooler.weight, pooler.bias)" in line
+
+
+def unfrozen_on_the_way(run, total):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(requires_grad=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    def loss(model, step):
+        model[0].requires_grad_(step >= 3)
+        return ((model(torch.randn(4, 2)) - 1) ** 2).mean()
+
+    return trained(run, total, model, optimizer, loss)
+
+
+def test_layers_unfrozen_on_the_way_keep_their_moments(tmp_path):
+    end = resumed(tmp_path, unfrozen_on_the_way, 5, 8)
+
+    assert end == undisturbed(tmp_path, unfrozen_on_the_way, 8)
+    assert end[1]["0.weight"] == 5.0
+
+
+def unfrozen_at_a_resume(run, total):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(total > 3)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    return trained(run, total, model, optimizer, lambda m, _: m(torch.randn(4, 2)).mean())
+
+
+def test_layers_that_are_trainable_from_a_resume_on_begin_without_moments(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "hpctrain")
+
+    _, steps = resumed(tmp_path, unfrozen_at_a_resume, 3, 5)
+
+    assert steps == {"0.weight": 2.0, "0.bias": 2.0, "1.weight": 5.0, "1.bias": 5.0}
+    (line,) = [r.message for r in caplog.records if "no optimizer state" in r.message]
+    assert "2 parameters (0.weight, 0.bias)" in line
+
+
+def added_on_the_way(run, total):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.AdamW(model[1].parameters(), lr=0.05)
+
+    def loss(model, step):
+        if step >= 2 and len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
+        return ((model(torch.randn(4, 2)) - 1) ** 2).mean()
+
+    return trained(run, total, model, optimizer, loss)
+
+
+def test_state_of_parameters_that_the_loop_adds_waits_for_them(tmp_path):
+    end = resumed(tmp_path, added_on_the_way, 4, 7)
+
+    assert end == undisturbed(tmp_path, added_on_the_way, 7)
+    assert end[1]["0.weight"] == 5.0
+
+
+def added_late(run, total):
+    """The parameters come back to the optimizer three steps after the resume."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    first = run.settings.train.steps == 0
+    groups = [{"params": list(layer.parameters())} for layer in model]
+    optimizer = torch.optim.AdamW(groups if first else groups[1:], lr=0.05)
+
+    def loss(model, step):
+        if not first and step >= 7 and len(optimizer.param_groups) == 1:
+            optimizer.add_param_group(groups[0])
+        return ((model(torch.randn(4, 2)) - 1) ** 2).mean()
+
+    return trained(run, total, model, optimizer, loss)
+
+
+def test_state_that_still_waits_goes_through_the_saves_in_between(tmp_path):
+    start(tmp_path, added_late, 4, train__steps=0)
+    start(tmp_path, added_late, 6, train__steps=1)  # nobody has asked for it
+
+    _, steps = start(tmp_path, added_late, 9, train__steps=1)
+
+    assert steps["1.weight"] == 9.0
+    assert steps["0.weight"] == 4.0 + 2.0
+
+
+class ScaledByItsFirstBatch(nn.Module):
+    """A buffer that the first forward pass makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.register_buffer("scale", None)
+
+    def forward(self, x):
+        if self.scale is None:
+            self.scale = x.std().detach()
+        return self.layer(x) * self.scale
+
+
+def scaled_by_its_first_batch(run, total):
+    model = ScaledByItsFirstBatch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return trained(run, total, model, optimizer, lambda m, _: m(torch.randn(4, 2)).sum())
+
+
+def test_a_buffer_that_the_first_pass_makes_takes_the_saved_value(tmp_path):
+    end = resumed(tmp_path, scaled_by_its_first_batch, 3, 6)
+
+    assert end == undisturbed(tmp_path, scaled_by_its_first_batch, 6)
+
+
+class Growing(nn.Module):
+    """A buffer that has a row more after each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.register_buffer("seen", torch.zeros(0, 2))
+
+    def forward(self, x):
+        self.seen = torch.cat([self.seen, x.mean(0, keepdim=True).detach()])
+        return self.layer(x - self.seen.mean(0))
+
+
+def growing(run, total):
+    model = Growing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return trained(run, total, model, optimizer, lambda m, _: m(torch.randn(4, 2)).sum())
+
+
+def test_a_buffer_that_grows_takes_the_saved_shape_and_that_is_said(tmp_path, caplog):
+    end = resumed(tmp_path, growing, 3, 6)
+
+    assert end == undisturbed(tmp_path, growing, 6)
+    lines = [record.message for record in caplog.records]
+    assert any("buffer seen has shape [3, 2]" in line and "[0, 2]" in line for line in lines)
+
+
+def with_head(run, total, *, width=1, name="head", allow=()):
+    torch.manual_seed(total)  # another start has other values
+    model = nn.Sequential()
+    model.add_module("body", nn.Linear(2, 2))
+    model.add_module(name, nn.Linear(2, width))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    begun = {n: p.detach().clone() for n, p in model.named_parameters()}
+    run.track(allow=allow)
+    return *trained(run, total, model, optimizer, lambda m, _: m(torch.ones(1, 2)).sum()), begun
+
+
+BOTH = ("new-parameters", "dropped-parameters")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"width": 3}, "head.weight .*has shape \\[1, 2\\] in the checkpoint and \\[3, 2\\]"),
+        ({"name": "top"}, "top.weight .*is in the model and not in the checkpoint"),
+    ],
+)
+def test_a_replaced_head_is_refused_and_the_rest_is_loaded_where_it_is_allowed(
+    tmp_path, change, said
+):
+    weights, *_ = start(tmp_path, with_head, 3)
+    for allow in ((), BOTH[:1], BOTH[1:]):
+        with pytest.raises(CheckpointError, match="resume.allow") as refusal:
+            start(tmp_path, lambda run, total: with_head(run, total, **change, allow=allow), 3)
+        missing = [flag for flag in BOTH if flag not in allow]
+        assert all(flag in str(refusal.value) for flag in missing)
+    with pytest.raises(CheckpointError, match=said):
+        start(tmp_path, lambda run, total: with_head(run, total, **change), 3)
+
+    now, _, begun = start(
+        tmp_path, lambda run, total: with_head(run, total, **change, allow=BOTH), 3
+    )
+
+    assert now["0.body.weight"] == weights["0.body.weight"]
+    head = f"{change.get('name', 'head')}.weight"
+    assert now[f"0.{head}"] == begun[head].tolist()
+
+
+def test_the_setting_allows_the_same(tmp_path):
+    start(tmp_path, with_head, 3)
+
+    _, steps, _ = start(
+        tmp_path,
+        lambda run, total: with_head(run, total, name="top"),
+        5,
+        resume__allow=list(BOTH),
+    )
+
+    assert steps == {"body.weight": 5.0, "body.bias": 5.0, "top.weight": 2.0, "top.bias": 2.0}
+
+
+def test_a_change_that_cannot_be_allowed_is_refused_by_name(tmp_path):
+    from hpctrain.errors import UsageError
+
+    with pytest.raises(UsageError, match="allow.*'everything'.*new-parameters"):
+        start(tmp_path, lambda run, total: with_head(run, total, allow=["everything"]), 3)
+
+
+def with_optimizer(run, total, make, allow=()):
+    model = nn.Linear(2, 2)
+    run.track(allow=allow)
+    optimizer = make(model.parameters())
+    return trained(run, total, model, optimizer, lambda m, _: m(torch.randn(1, 2)).sum())
+
+
+def adamw(parameters, **options):
+    return torch.optim.AdamW(parameters, lr=0.1, **options)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (adamw, sgd, "state of AdamW, .* by SGD"),
+        (sgd, adamw, "state of SGD, .* by AdamW"),
+        (adamw, lambda p: adamw(p, amsgrad=True), "max_exp_avg_sq"),
+    ],
+)
+def test_another_optimizer_is_refused_and_begins_fresh_where_it_is_allowed(
+    tmp_path, first, second, said
+):
+    start(tmp_path, lambda run, total: with_optimizer(run, total, first), 3)
+    with pytest.raises(CheckpointError, match=said) as refusal:
+        start(tmp_path, lambda run, total: with_optimizer(run, total, second), 4)
+    assert "optimizer-changed" in str(refusal.value)
+
+    _, steps = start(
+        tmp_path,
+        lambda run, total: with_optimizer(run, total, second, allow=["optimizer-changed"]),
+        4,
+    )
+
+    assert set(steps.values()) <= {1.0}

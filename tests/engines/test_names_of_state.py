@@ -1,0 +1,192 @@
+"""Names are those of the unwrapped model, by knowing the wrappers; one memory has one value."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
+
+from hpctrain.engines import names, state
+from hpctrain.errors import CheckpointError
+from tests.support.gloo import launch
+from tests.support.resumed import start, values
+
+
+def layers(name="module"):
+    model = nn.Sequential()
+    model.add_module(name, nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    model.add_module("last", nn.Linear(2, 1))
+    return model
+
+
+def named(model):
+    found = [name for name, _ in names.parameters(model)]
+    return found + [place.name for place, buffer in names.buffers(model) if buffer is not None]
+
+
+def test_a_submodule_keeps_the_name_of_a_wrapper():
+    for name in ("module", "_orig_mod", "_checkpoint_wrapped_module"):
+        model = layers(name)
+        assert sorted(named(model)) == sorted(model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["module", "body"])
+def test_wrappers_leave_no_trace_in_names(name):
+    plain = layers(name)
+    expected = named(plain)
+
+    assert named(torch.compile(plain, backend="eager")) == expected
+    assert named(nn.DataParallel(plain)) == expected
+    plain[0] = checkpoint_wrapper(plain[0])
+    assert named(plain) == expected
+    wrapped = torch.compile(nn.DataParallel(plain), backend="eager")
+    assert named(wrapped) == expected
+    told = state.collect(plain, None)
+    assert list(told) == ["model." + each for each in expected]
+    assert set(state.persistent_buffers(wrapped)) == {
+        f"model.{each}" for each in expected if "running" in each or "num_batches" in each
+    }
+
+
+def test_names_are_those_that_torch_gives():
+    """Which older checkpoints have."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    model = layers("module")
+    model[0] = checkpoint_wrapper(model[0])
+    model.averaged = torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1))
+
+    told = get_model_state_dict(torch.compile(model, backend="eager"))
+
+    assert set(state.collect(model, None)) == {"model." + name for name in told}
+
+
+def under_ddp(root, name, total):
+    """Two ranks' own running means; what each has after a restore."""
+    def program(run, total):
+        model = layers(name)
+        known = inspect.signature(DistributedDataParallel).parameters
+        key = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        wrapped = DistributedDataParallel(model, **{key: False})
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        run.track(model=wrapped, optimizer=optimizer)
+        seen = None
+        for step in run.steps(total):
+            seen = model[0][1].running_mean.tolist() if seen is None else seen
+            made = torch.Generator().manual_seed(10 * step + run.world.rank)
+            wrapped(torch.randn(4, 2, generator=made)).sum().backward()
+            optimizer.step()
+        return seen, model[0][1].running_mean.tolist()
+
+    return start(root, program, total)
+
+
+@pytest.mark.parametrize("name", ["module", "body"])
+def test_buffers_of_the_first_rank_come_back_whatever_the_submodule_is_called(tmp_path, name):
+    ends = launch(under_ddp, 2, root=tmp_path, name=name, total=2)
+    assert ends[0][1] != ends[1][1]
+
+    begun = launch(under_ddp, 2, root=tmp_path, name=name, total=3)
+
+    assert [seen for seen, _ in begun] == [ends[0][1]] * 2
+
+
+class Pair(nn.Module):
+    def __init__(self, *, tied, frozen=False):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.embedding.weight.requires_grad_(not frozen)
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return self.head(self.embedding(x) * self.scale)
+
+
+def pair(run, total, *, tied, same=False, frozen=False):
+    model = Pair(tied=tied, frozen=frozen)
+    if same:
+        model.head.weight.data = model.embedding.weight.data.clone()
+    rate = 0.0 if same else 0.1
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    run.track(model=model, optimizer=optimizer)
+    for _ in run.steps(total):
+        optimizer.zero_grad()
+        model(torch.tensor([0, 1])).pow(2).sum().backward()
+        optimizer.step()
+    return values(model)
+
+
+def test_two_values_for_one_memory_are_refused(tmp_path):
+    start(tmp_path, lambda run, total: pair(run, total, tied=False), 3)
+
+    with pytest.raises(CheckpointError, match="head.weight and .*embedding.weight are one tensor"):
+        start(tmp_path, lambda run, total: pair(run, total, tied=True), 4)
+
+
+def test_equal_values_for_one_memory_are_loaded(tmp_path):
+    before = start(tmp_path, lambda run, total: pair(run, total, tied=False, same=True), 3)
+
+    after = start(tmp_path, lambda run, total: pair(run, total, tied=True), 3)
+
+    assert after == before
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_tied_weight_goes_on(tmp_path, frozen):
+    def program(run, total):
+        return pair(run, total, tied=True, frozen=frozen)
+
+    start(tmp_path / "stopped", program, 3)
+    assert start(tmp_path / "stopped", program, 6) == start(tmp_path / "whole", program, 6)
+
+
+def tied_on_shards(root, tied):
+    def program(run, total):
+        from torch.distributed.fsdp import fully_shard
+
+        model = fully_shard(Pair(tied=tied))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        for _ in run.steps(total):
+            model(torch.tensor([0, 1])).pow(2).sum().backward()
+            optimizer.step()
+
+    try:
+        start(root, program, 2 if not tied else 3)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_two_values_for_one_sharded_memory_are_refused_on_every_rank(tmp_path):
+    assert launch(tied_on_shards, 2, root=tmp_path, tied=False) == ["", ""]
+
+    for said in launch(tied_on_shards, 2, root=tmp_path, tied=True):
+        assert "are one tensor in the program" in said
+
+
+def test_a_parameter_that_no_module_has_is_refused_by_its_shape():
+    model, extra = nn.Linear(2, 2), nn.Parameter(torch.ones(7))
+    optimizer = torch.optim.AdamW([*model.parameters(), extra])
+    (model(torch.ones(1, 2)).sum() + extra.sum()).backward()
+    optimizer.step()
+
+    with pytest.raises(CheckpointError, match=r"AdamW updates a parameter of shape \[7\]"):
+        state.collect(model, optimizer)
+
+
+def test_fsdp1_is_refused_in_one_line():
+    class FullyShardedDataParallel(nn.Module):
+        pass
+
+    FullyShardedDataParallel.__module__ = "torch.distributed.fsdp.fully_sharded_data_parallel"
+    FullyShardedDataParallel.__qualname__ = "FullyShardedDataParallel"
+
+    with pytest.raises(CheckpointError, match="FSDP1.*fully_shard"):
+        state.collect(FullyShardedDataParallel(), None)

@@ -1,0 +1,269 @@
+"""What an optimizer's groups hold: what the optimizer changes goes on, what a person sets counts."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from hpctrain.errors import CheckpointError
+from tests.support.resumed import resumed, start, undisturbed, values
+
+
+class Counting(torch.optim.SGD):
+    """Keeps running numbers in its groups, as FusedAdam, Prodigy and schedule-free do."""
+
+    def __init__(self, params, lr=0.1, growth=1.5):
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group.setdefault("d", 1e-3)
+            group["growth"] = growth
+        self.defaults["d"] = 1e-3
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["d"] *= group["growth"]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-group["lr"] * group["d"])
+
+
+def trained(run, total, model, optimizer, scheduler=None, change=None):
+    tracked = {"scheduler": scheduler} if scheduler is not None else {}
+    run.track(model=model, optimizer=optimizer, **tracked)
+    for step in run.steps(total):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).pow(2).sum().backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        if change is not None:
+            change(step)
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    return values(model), groups
+
+
+def counting(run, total, **options):
+    model = nn.Linear(2, 1)
+    return trained(run, total, model, Counting(model.parameters(), **options))
+
+
+def test_numbers_that_the_optimizer_keeps_in_its_groups_go_on(tmp_path):
+    end = resumed(tmp_path, counting, 2, 3, 5)
+
+    assert end == undisturbed(tmp_path, counting, 5)
+    assert end[1][0]["k"] == 5
+
+
+def test_what_only_the_program_sets_is_the_programs_and_a_difference_is_said(tmp_path, caplog):
+    start(tmp_path, counting, 3)
+
+    _, (group,) = start(tmp_path, lambda run, total: counting(run, total, lr=0.01), 4)
+
+    assert group["lr"] == 0.01
+    assert group["k"] == 4
+    said = "lr was set to 0.1 before and is set to 0.01 now: the program's counts"
+    assert said in [record.message for record in caplog.records]
+
+
+def with_a_rate_that_the_loop_lowers(run, total, lr=0.1):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+
+    def lower(step):
+        if step == 1:
+            optimizer.param_groups[0]["lr"] *= 0.1
+
+    return trained(run, total, model, optimizer, change=lower)
+
+
+def test_a_rate_that_the_loop_has_changed_goes_on(tmp_path):
+    end = resumed(tmp_path, with_a_rate_that_the_loop_lowers, 3, 4, 6)
+
+    assert end == undisturbed(tmp_path, with_a_rate_that_the_loop_lowers, 6)
+
+
+def test_a_rate_that_a_person_changes_counts_before_one_that_the_loop_has_changed(tmp_path, caplog):
+    start(tmp_path, with_a_rate_that_the_loop_lowers, 3)
+
+    _, (group,) = start(
+        tmp_path, lambda run, total: with_a_rate_that_the_loop_lowers(run, total, lr=0.5), 4
+    )
+
+    assert group["lr"] == 0.5
+    assert any("lr was set to 0.1 before and is set to 0.5 now" in r.message for r in caplog.records)
+
+
+def with_scheduler(run, total, lr=0.1, momentum=0.5):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    return trained(run, total, model, optimizer, scheduler)
+
+
+def test_a_tracked_scheduler_goes_on_and_the_rate_that_does_not_count_is_said(tmp_path, caplog):
+    start(tmp_path, with_scheduler, 3)
+
+    _, (group,) = start(
+        tmp_path, lambda run, total: with_scheduler(run, total, lr=0.01, momentum=0.9), 4
+    )
+
+    assert group["lr"] == pytest.approx(0.1 * 0.01)
+    assert group["momentum"] == 0.9  # StepLR does not set it
+    lines = [record.message for record in caplog.records]
+    assert any(
+        "lr was set to 0.1 before and is set to 0.01 now: the checkpoint's counts" in line
+        for line in lines
+    )
+    assert any("momentum was set to 0.5 before and is set to 0.9 now" in line for line in lines)
+
+
+def in_any_order(run, total, *, turned=(), scheduled=True, kind="lambda"):
+    """Two groups; a start in `turned` gives them the other way round."""
+    model = nn.Linear(2, 1)
+    groups = [
+        {"params": [model.weight], "lr": 0.1, "name": "weight"},
+        {"params": [model.bias], "lr": 0.001, "name": "bias"},
+    ]
+    if total in turned:
+        groups.reverse()
+    optimizer = Counting(groups)
+    scheduler = None
+    if scheduled:
+        make = {
+            "lambda": lambda: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n),
+            "chain": lambda: torch.optim.lr_scheduler.SequentialLR(
+                optimizer,
+                [torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 1),
+                 torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)],
+                [2],
+            ),
+            "plateau": lambda: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        }  # fmt: skip
+        scheduler = make[kind]()
+    weights, groups = trained(run, total, model, optimizer, scheduler)
+    return weights, sorted(groups, key=lambda group: group["name"])
+
+
+@pytest.mark.parametrize("kind", ["lambda", "chain", "plateau"])
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_groups_in_another_order_keep_each_its_own_values(tmp_path, scheduled, kind):
+    def program(run, total):
+        return in_any_order(run, total, turned=(6,), scheduled=scheduled, kind=kind)
+
+    end = resumed(tmp_path, program, 4, 6)
+
+    expected = start(
+        tmp_path / "other", lambda *a: in_any_order(*a, scheduled=scheduled, kind=kind), 6
+    )
+    assert end == expected
+
+
+def split_in_another_way(run, total, *, rates=(0.1, 0.1), allow=()):
+    """Three groups at first and two later; then one."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    parameters = list(model.parameters())
+    cuts = {3: [parameters[:1], parameters[1:3], parameters[3:]], 5: [parameters[:2],
+            parameters[2:]], 7: [parameters]}[total]  # fmt: skip
+    groups = [{"params": part} for part in cuts]
+    for group, d in zip(groups, rates, strict=False):
+        group["d"] = d
+    run.track(allow=allow)
+    return trained(run, total, model, Counting(groups))
+
+
+def test_groups_that_are_split_in_another_way_go_on_where_they_were_alike(tmp_path):
+    def program(run, total):
+        return split_in_another_way(run, total, rates=())
+
+    start(tmp_path, program, 3)
+    start(tmp_path, program, 5)
+    _, (group,) = start(tmp_path, program, 7)
+
+    assert group["k"] == 7
+
+
+def test_groups_with_numbers_of_their_own_do_not_become_one_unasked(tmp_path):
+    start(tmp_path, split_in_another_way, 3)
+    start(tmp_path, split_in_another_way, 3)
+
+    def different(run, total):
+        return split_in_another_way(run, total, rates=(0.1, 0.2, 0.3))
+
+    start(tmp_path / "other", different, 3)
+    with pytest.raises(CheckpointError, match="are one group .*optimizer-changed"):
+        start(tmp_path / "other", different, 5)
+
+
+def test_an_empty_group_keeps_its_values_and_its_place(tmp_path):
+    def program(run, total):
+        model = nn.Linear(2, 1, bias=False)
+        groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [], "lr": 0.5}]
+        optimizer = torch.optim.AdamW(groups, lr=0.05)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return trained(run, total, model, optimizer, scheduler)
+
+    assert resumed(tmp_path, program, 3, 6) == undisturbed(tmp_path, program, 6)
+
+
+def test_a_rate_in_a_tensor_stays_the_programs_tensor(tmp_path):
+    held = []
+
+    def program(run, total):
+        model = nn.Linear(2, 1)
+        rate = torch.tensor(0.1)
+        held.append(rate)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        weights, (group,) = trained(run, total, model, optimizer, scheduler)
+        assert group["lr"] is rate
+        return weights, float(group["lr"])
+
+    assert resumed(tmp_path, program, 3, 5) == undisturbed(tmp_path, program, 5)
+
+
+def test_a_group_that_the_loop_adds_takes_the_values_that_wait_for_it(tmp_path):
+    def program(run, total):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        optimizer = Counting(model[1].parameters())
+
+        def add(step):
+            if step >= 1 and len(optimizer.param_groups) == 1:
+                group = {"params": list(model[0].parameters()), "d": 0.01, "growth": 1.2}
+                optimizer.add_param_group(group)
+
+        return trained(run, total, model, optimizer, change=add)
+
+    expected = undisturbed(tmp_path, program, 8)
+    _, groups = resumed(tmp_path, program, 4, 8)
+
+    # The loop adds it after the first step of the start: that one step is without it.
+    assert [group["k"] for group in groups] == [8, 8 - 2 - 1]
+    assert [group["k"] for group in expected[1]] == [8, 8 - 2]
+
+
+def test_what_waits_for_a_group_goes_through_the_saves_in_between(tmp_path):
+    def program(run, total):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        layers = [model[1]] if total == 5 else [model[1], model[0]]
+        return trained(run, total, model, Counting([{"params": [*m.parameters()]} for m in layers]))
+
+    _, groups = resumed(tmp_path, program, 4, 5, 7)
+
+    assert [group["k"] for group in groups] == [7, 6]
+
+
+def test_what_cannot_be_saved_of_a_group_is_the_programs_while_nobody_changes_it(tmp_path, caplog):
+    def program(run, total):
+        model = nn.Linear(2, 1)
+        group = {"params": [*model.parameters()], "shape": lambda value: value}
+        return trained(run, total, model, Counting([group]))[0]
+
+    assert resumed(tmp_path, program, 3, 5) == undisturbed(tmp_path, program, 5)
+    assert not [r for r in caplog.records if "shape" in r.message]
