@@ -45,7 +45,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     **_flags("Adam", OPTIM.Adam, *EACH, "fused", "amsgrad", "decoupled_weight_decay"),
     **_flags("AdamW", OPTIM.AdamW, *EACH, "fused", "amsgrad"),
     "AdamW fused amsgrad": _made(OPTIM.AdamW, fused=True, amsgrad=True),
-    "AdamW rate in a tensor": _made(OPTIM.AdamW, lr=torch.tensor(RATE), fused=True),
+    "AdamW rate in a tensor": lambda model: OPTIM.AdamW(
+        model.parameters(), lr=torch.tensor(RATE), fused=True
+    ),
     **_flags("Adamax", OPTIM.Adamax, *EACH),
     **_flags("ASGD", OPTIM.ASGD, *EACH, t0=2),
     **_flags("LBFGS", OPTIM.LBFGS, max_iter=3, history_size=2),
