@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from hpctrain.engines.norm import local
 from hpctrain.engines.names import modules
+from hpctrain.engines.norm import local
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

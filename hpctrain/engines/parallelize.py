@@ -18,13 +18,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hpctrain.base.mesh import Mesh
-from hpctrain.engines.names import parameters
 from hpctrain.engines.adapters import base_weights, is_adapted, refuse_adapted
 from hpctrain.engines.averaged import Averaged
 from hpctrain.engines.blocks import compile_blocks, every_block, recompute_blocks
 from hpctrain.engines.deferred import DeferredModel
 from hpctrain.engines.engine import EngineInputs
 from hpctrain.engines.layouts import make_meshes
+from hpctrain.engines.names import parameters
 from hpctrain.engines.native import Native, shard
 from hpctrain.engines.precision import precision_of
 from hpctrain.engines.pretrained import open_folder

@@ -12,6 +12,7 @@ import logging
 import random
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -402,8 +403,7 @@ class Program:
         if self.data is not None and manifest.data:
             self.data.load_state_dict(decode(manifest.data, tensors))
         self._generators_loaded = tensors
-
-        for note in dict.fromkeys(sum(gather(self._world, self._notes), [])):
+        for note in dict.fromkeys(chain(*gather(self._world, self._notes))):
             if self._world.rank == 0:
                 log.warning("%s", note)
 

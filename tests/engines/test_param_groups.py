@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -97,7 +95,9 @@ def test_a_rate_that_a_person_changes_counts_before_one_that_the_loop_has_change
     )
 
     assert group["lr"] == 0.5
-    assert any("lr was set to 0.1 before and is set to 0.5 now" in r.message for r in caplog.records)
+    assert any(
+        "lr was set to 0.1 before and is set to 0.5 now" in r.message for r in caplog.records
+    )
 
 
 def with_scheduler(run, total, lr=0.1, momentum=0.5):

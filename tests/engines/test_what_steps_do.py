@@ -16,9 +16,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpctrain.engines import native
 from hpctrain.checkpoint.format.manifest import TensorEntry
 from hpctrain.checkpoint.tensors.boxes import DTYPES
+from hpctrain.engines import native
 from hpctrain.engines import state as names
 from hpctrain.engines.parallelize import names_of, point_to
 from hpctrain.errors import UsageError
@@ -424,5 +424,3 @@ def test_a_load_makes_state_without_a_step_of_the_optimizer():
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)
     assert [parameter.grad for parameter in other.parameters()] == [None, None]
-
-

@@ -95,7 +95,7 @@ def _engine(kind):
         optimizer=optimizer,
         loss_scale=None,
         base=None,
-        state=lambda with_optimizer: State(tensors),
+        state=lambda with_optimizer, saved: State(tensors),
     )
 
 
@@ -149,7 +149,7 @@ def test_all_names_of_a_tied_weight_are_steady():
     engine.model.append(torch.nn.Linear(2, 2))
     engine.model[2].weight = engine.model[0].weight
     tensors = {f"model.{name}": tensor for name, tensor in engine.model.state_dict().items()}
-    engine.state = lambda with_optimizer: State(tensors)
+    engine.state = lambda with_optimizer, saved: State(tensors)
     found.use(engine)
     found.call_before_update(lambda: None)
 
