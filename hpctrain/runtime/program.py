@@ -135,7 +135,12 @@ class Program:
         """
         if self.model is None:
             return 0
-        saved = [p for p in self.model.parameters() if p.requires_grad or BASE not in self.tracked]
+        saved = [
+            parameter
+            for parameter in self.model.parameters()
+            if parameter.requires_grad or BASE not in self.tracked
+            if not torch.nn.parameter.is_lazy(parameter)
+        ]
         whole = sum(_whole_numel(p) * p.element_size() for p in saved)
         return 3 * whole * self.mesh.get("pp", 1) // self._world.world_size
 

@@ -81,8 +81,15 @@ def facts_of(made: Training) -> dict[str, Any]:
 
 
 def _filled(state: dict[Any, Any]) -> dict[Any, Any]:
-    """Of an optimizer's state what holds something: asking for a parameter's makes an empty one."""
-    return {key: value for key, value in state.items() if value or not isinstance(value, dict)}
+    """Of an optimizer's state what holds something, in order of the keys.
+
+    Asking for a parameter's state makes an empty one, and no optimizer goes by the order.
+    """
+    return {
+        owner: dict(sorted(values.items())) if isinstance(values, dict) else values
+        for owner, values in sorted(state.items(), key=str)
+        if values or not isinstance(values, dict)
+    }
 
 
 def differences(resumed: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:

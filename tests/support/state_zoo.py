@@ -158,9 +158,8 @@ def training(model: nn.Module, optimizer: Any, schedule: Any = None, **tracked: 
 
 def _norms() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Unflatten(1, (4, 1)), nn.InstanceNorm1d(
-            4, affine=True, track_running_stats=True
-        ), nn.BatchNorm1d(4, momentum=None), nn.GroupNorm(2, 4), nn.Flatten(), nn.LayerNorm(4),
+        nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, affine=True, track_running_stats=True
+        ), nn.BatchNorm1d(2, momentum=None), nn.GroupNorm(2, 2), nn.Flatten(), nn.LayerNorm(4),
         nn.RMSNorm(4),
     )  # fmt: skip
 
