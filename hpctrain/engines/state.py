@@ -165,7 +165,9 @@ def buffers_of_other_shape(model: nn.Module, entries: Entries) -> list[tuple[str
     return [
         (place.name, entries[MODEL + place.name].shape, tuple(buffer.shape))
         for place, buffer in names.buffers(model)
-        if buffer is not None and _is_other(buffer, entries.get(MODEL + place.name))
+        if buffer is not None
+        and not isinstance(buffer, UninitializedTensorMixin)
+        and _is_other(buffer, entries.get(MODEL + place.name))
     ]
 
 
