@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedTensorMixin
 
 from hpctrain.checkpoint.tensors.boxes import State
 from hpctrain.checkpoint.tensors.restore import Wanted
@@ -138,8 +139,8 @@ class Program:
         saved = [
             parameter
             for parameter in self.model.parameters()
-            if parameter.requires_grad or BASE not in self.tracked
-            if not torch.nn.parameter.is_lazy(parameter)
+            if (parameter.requires_grad or BASE not in self.tracked)
+            and not isinstance(parameter, UninitializedTensorMixin)
         ]
         whole = sum(_whole_numel(p) * p.element_size() for p in saved)
         return 3 * whole * self.mesh.get("pp", 1) // self._world.world_size

@@ -126,7 +126,7 @@ def pair(run, total, *, tied, same=False, frozen=False):
 def test_two_values_for_one_memory_are_refused(tmp_path):
     start(tmp_path, lambda run, total: pair(run, total, tied=False), 3)
 
-    with pytest.raises(CheckpointError, match=r"head\.weight and .*embedding.weight are one tensor"):
+    with pytest.raises(CheckpointError, match=r"head\.weight and .*are one tensor"):
         start(tmp_path, lambda run, total: pair(run, total, tied=True), 4)
 
 
@@ -189,5 +189,5 @@ def test_fsdp1_is_refused_in_one_line():
     FullyShardedDataParallel.__module__ = "torch.distributed.fsdp.fully_sharded_data_parallel"
     FullyShardedDataParallel.__qualname__ = "FullyShardedDataParallel"
 
-    with pytest.raises(CheckpointError, match="FSDP1.*fully_shard"):
+    with pytest.raises(CheckpointError, match=r"FSDP1.*fully_shard"):
         state.collect(FullyShardedDataParallel(), None)

@@ -1,4 +1,4 @@
-"""What an optimizer's groups hold: what the optimizer changes goes on, what a person sets counts."""
+"""An optimizer's groups: what the optimizer changes goes on, what a person sets counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Counting(torch.optim.SGD):
                     parameter.data.add_(parameter.grad, alpha=-group["lr"] * group["d"])
 
 
-def trained(run, total, model, optimizer, scheduler=None, change=None):
+def trained(run, total, model, optimizer, *, scheduler=None, change=None):
     tracked = {"scheduler": scheduler} if scheduler is not None else {}
     run.track(model=model, optimizer=optimizer, **tracked)
     for step in run.steps(total):
@@ -104,7 +104,7 @@ def with_scheduler(run, total, lr=0.1, momentum=0.5):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    return trained(run, total, model, optimizer, scheduler)
+    return trained(run, total, model, optimizer, scheduler=scheduler)
 
 
 def test_a_tracked_scheduler_goes_on_and_the_rate_that_does_not_count_is_said(tmp_path, caplog):
@@ -147,7 +147,7 @@ def in_any_order(run, total, *, turned=(), scheduled=True, kind="lambda"):
             "plateau": lambda: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
         }  # fmt: skip
         scheduler = make[kind]()
-    weights, groups = trained(run, total, model, optimizer, scheduler)
+    weights, groups = trained(run, total, model, optimizer, scheduler=scheduler)
     return weights, sorted(groups, key=lambda group: group["name"])
 
 
@@ -197,7 +197,7 @@ def test_groups_with_numbers_of_their_own_do_not_become_one_unasked(tmp_path):
         return split_in_another_way(run, total, rates=(0.1, 0.2, 0.3))
 
     start(tmp_path / "other", different, 3)
-    with pytest.raises(CheckpointError, match="are one group .*optimizer-changed"):
+    with pytest.raises(CheckpointError, match=r"are one group .*optimizer-changed"):
         start(tmp_path / "other", different, 5)
 
 
@@ -207,7 +207,7 @@ def test_an_empty_group_keeps_its_values_and_its_place(tmp_path):
         groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [], "lr": 0.5}]
         optimizer = torch.optim.AdamW(groups, lr=0.05)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        return trained(run, total, model, optimizer, scheduler)
+        return trained(run, total, model, optimizer, scheduler=scheduler)
 
     assert resumed(tmp_path, program, 3, 6) == undisturbed(tmp_path, program, 6)
 
@@ -221,7 +221,7 @@ def test_a_rate_in_a_tensor_stays_the_programs_tensor(tmp_path):
         held.append(rate)
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        weights, (group,) = trained(run, total, model, optimizer, scheduler)
+        weights, (group,) = trained(run, total, model, optimizer, scheduler=scheduler)
         assert group["lr"] is rate
         return weights, float(group["lr"])
 
