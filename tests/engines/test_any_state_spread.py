@@ -29,10 +29,16 @@ SAMPLE = {
     "fsdp2": [
         ("AdamW foreach", "in sequence", "untied"), ("SGD nesterov", "chained", "dropout"),
         ("Adagrad", "plateau", "attention"), ("NAdam", "one cycle", "untied"),
-        ("Lion", "cosine", "untied"), ("Adamax", "average", "norms"),
+        ("Lion", "cosine", "untied"), ("Adamax", "average", "attention"),
     ],
 }  # fmt: skip
-"""Optimizer, scheduler and model."""
+"""Optimizer, scheduler and model. Under FSDP2 ranks have batch norms of their own, and a checkpoint
+holds rank 0's: tests/engines/test_buffers.py."""
+RESHARDED = [
+    ("AdamW foreach", "in sequence", "untied"), ("SGD nesterov", "chained", "double"),
+    ("NAdam", "one cycle", "untied"), ("Lion", "milestones", "untied"),
+]  # fmt: skip
+"""Models whose steps do not depend on how samples are cut into batches."""
 
 
 def make_of(optimizer, schedule, model):
@@ -51,7 +57,9 @@ def make_of(optimizer, schedule, model):
             count = SAMPLES // run.world.world_size
             mine = every[run.world.rank * count :][:count]
             torch.rand(1)
-            engine.forward_backward([Microbatch(mine, None)], lambda out, _: out.square().mean())
+            engine.forward_backward(
+                [Microbatch(mine, None)], lambda out, _: out.square().sum() / SAMPLES
+            )
             engine.step()
             more = (float(number % 3),) if schedule == "plateau" else ()
             scheduler.step(*more)
@@ -82,9 +90,9 @@ def test_each_rank_resumes_to_the_bit(tmp_path, kind):
 
 
 def weights(kind, folder, total):
-    """The whole weights after some steps of the first three of the sample."""
+    """The whole weights after some steps, for each case."""
     world, found = join_world(), {}
-    for case in SAMPLE[kind][:3]:
+    for case in RESHARDED:
         where = folder / "".join(filter(str.isalnum, "".join(case))) if folder else None
         made = []
 
