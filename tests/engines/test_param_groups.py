@@ -267,3 +267,53 @@ def test_what_cannot_be_saved_of_a_group_is_the_programs_while_nobody_changes_it
 
     assert resumed(tmp_path, program, 3, 5) == undisturbed(tmp_path, program, 5)
     assert not [r for r in caplog.records if "shape" in r.message]
+
+
+def adversarial(run, total, *, turned=()):
+    """A second model with an optimizer of its own, whose groups come the other way round once."""
+    model, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    groups = [
+        {"params": [critic.weight], "lr": 0.1, "name": "weight"},
+        {"params": [critic.bias], "lr": 0.001, "name": "bias"},
+    ]
+    if total in turned:
+        groups.reverse()
+    second = torch.optim.AdamW(groups)
+    scheduler = torch.optim.lr_scheduler.StepLR(second, 2, 0.5)
+    tracked = {"critic": critic}
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler, second=second, **tracked)
+    for _ in run.steps(total):
+        second.zero_grad()
+        critic(model(torch.randn(4, 2)).detach()).pow(2).mean().backward()
+        second.step()
+        optimizer.zero_grad()
+        critic(model(torch.randn(4, 2))).mean().backward()
+        optimizer.step()
+        scheduler.step()
+    rates = {group["name"]: group["lr"] for group in second.param_groups}
+    return values(model, critic), rates, sorted(map(sum, [scheduler.get_last_lr()]))
+
+
+def test_a_second_optimizer_goes_on_whatever_the_order_of_its_groups(tmp_path):
+    def program(run, total):
+        return adversarial(run, total, turned=(6,))
+
+    end = resumed(tmp_path, program, 3, 6)
+
+    assert end == start(tmp_path / "other", adversarial, 6)
+    assert end[1] == {"weight": 0.1 * 0.125, "bias": 0.001 * 0.125}
+
+
+def test_a_second_optimizer_of_other_parameters_is_refused(tmp_path):
+    def program(run, total):
+        model, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        second = torch.optim.SGD([critic.weight if total == 2 else critic.bias], lr=0.1)
+        run.track(model=model, optimizer=optimizer, critic=critic, second=second)
+        for _ in run.steps(total):
+            pass
+
+    start(tmp_path, program, 2)
+    with pytest.raises(CheckpointError, match=r"critic\.bias is updated by a tracked optimizer"):
+        start(tmp_path, program, 3)
