@@ -317,3 +317,74 @@ def test_a_second_optimizer_of_other_parameters_is_refused(tmp_path):
     start(tmp_path, program, 2)
     with pytest.raises(CheckpointError, match=r"critic\.bias is updated by a tracked optimizer"):
         start(tmp_path, program, 3)
+
+
+def as_before(monkeypatch):
+    """Checkpoints have no groups, as those of earlier versions."""
+    monkeypatch.setattr("hpctrain.runtime.program.Program.begin", lambda _: None)
+
+
+def scheduled_adamw(run, total):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    return trained(run, total, model, optimizer, scheduler=scheduler)
+
+
+def test_a_checkpoint_without_groups_goes_on_by_its_schedulers_rates(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        as_before(patch)
+        resumed(tmp_path, scheduled_adamw, 3)
+
+    end = resumed(tmp_path, scheduled_adamw, 4, 6)
+
+    assert end == undisturbed(tmp_path, scheduled_adamw, 6)
+
+
+def test_rates_for_more_groups_than_there_are_are_refused(tmp_path):
+    def program(run, total):
+        model = nn.Linear(2, 1)
+        groups = [[*model.parameters()]] if total > 3 else [[model.weight], [model.bias]]
+        optimizer = torch.optim.SGD([{"params": part} for part in groups], lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        return trained(run, total, model, optimizer, scheduler=scheduler)
+
+    with pytest.MonkeyPatch.context() as patch:
+        as_before(patch)
+        start(tmp_path, program, 3)
+
+    with pytest.raises(CheckpointError, match="has 1 parameter groups and had 2"):
+        start(tmp_path, program, 4)
+
+
+def test_another_optimizer_is_seen_without_the_name_of_its_class(tmp_path):
+    def program(run, total):
+        model = nn.Linear(2, 1)
+        kind = torch.optim.AdamW if total == 3 else torch.optim.SGD
+        return trained(run, total, model, kind(model.parameters(), lr=0.1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        as_before(patch)
+        start(tmp_path, program, 3)
+
+    with pytest.raises(
+        CheckpointError, match=r"has exp_avg, exp_avg_sq, step .*, which SGD has not"
+    ):
+        start(tmp_path, program, 4)
+
+
+def test_asking_what_an_optimizer_keeps_changes_nothing_of_it():
+    from hpctrain.runtime.other_optimizer import keys_made
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), amsgrad=True)
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("the program's hook ran"))
+    optimizer.register_step_post_hook(lambda *_: pytest.fail("the program's hook ran"))
+    before = {**optimizer.param_groups[0]}
+
+    made = keys_made(optimizer, optimizer.param_groups[0], 2)
+
+    assert made == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+    assert optimizer.param_groups[0] == before
+    assert not optimizer.state
+    assert keys_made(Counting(model.parameters()), optimizer.param_groups[0], 2) is None
