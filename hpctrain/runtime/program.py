@@ -31,6 +31,7 @@ from hpctrain.engines.names import parameters
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.runtime.fitting import NEW, OPTIMIZER, Fit, counted, fit, way_out
 from hpctrain.runtime.generators import KINDS, Generators, seed_anew
+from hpctrain.runtime.named_optimizer import NamedOptimizer
 from hpctrain.runtime.other_optimizer import other_optimizer
 from hpctrain.runtime.param_groups import NAME as GROUPS
 from hpctrain.runtime.param_groups import ParamGroups
@@ -281,11 +282,26 @@ class Program:
             has_stages = self.mesh.get("pp", 1) > 1
             self._groups.begin(partial(gather, self._world) if has_stages else None)
             self.tracked[GROUPS] = self._groups
+        models = {n: one for n, one in self.tracked.items() if isinstance(one, torch.nn.Module)}
+        models |= {"model": self.model} if self.model is not None else {}
+        for name, thing in self.tracked.items():
+            if isinstance(thing, torch.optim.Optimizer):
+                self.tracked[name] = NamedOptimizer(thing, models)
 
     def _drives(self, thing: Stateful) -> bool:
         """Whether something is a scheduler of the tracked optimizer."""
         groups = _scheduled_groups(thing)
         return self.optimizer is not None and groups is self.optimizer.param_groups
+
+    def _order_for(self, thing: Stateful) -> Sequence[int | None] | None:
+        """Of a scheduler the order of its optimizer's groups, where they were loaded by names."""
+        if self._groups is not None and self._drives(thing):
+            return self._groups.order
+        groups = _scheduled_groups(thing)
+        for other in self.tracked.values():
+            if isinstance(other, NamedOptimizer) and other.optimizer.param_groups is groups:
+                return other.order
+        return None
 
     def _driven(self) -> frozenset[str]:
         """What tracked schedulers set in the groups of the tracked optimizer."""
@@ -402,10 +418,12 @@ class Program:
         if self._groups is not None and self._takes_groups:
             self._groups.load_state_dict(decode(manifest.extra[GROUPS], tensors))
             self._notes += self._groups.notes
-        for name, thing in self.tracked.items():
+        optimizers_first = sorted(
+            self.tracked.items(), key=lambda item: not isinstance(item[1], NamedOptimizer)
+        )
+        for name, thing in optimizers_first:
             if name in manifest.extra and name != GROUPS:
-                order = self._groups.order if self._groups and self._drives(thing) else None
-                restore(thing, decode(manifest.extra[name], tensors), order)
+                restore(thing, decode(manifest.extra[name], tensors), self._order_for(thing))
         if self.data is not None and manifest.data:
             self.data.load_state_dict(decode(manifest.data, tensors))
         self._generators_loaded = tensors
