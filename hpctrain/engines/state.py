@@ -1,9 +1,10 @@
 """The state of a model and its optimizer as full parameter names -> tensors, under any engine.
 
 Names are those of the unwrapped model (``model.blocks.0.attn.wq.weight``,
-``optim.blocks.0.attn.wq.weight.exp_avg``); sharded parameters stay sharded (DTensor). A number that
-is no tensor has its type at the end of the name (``optim.weight.step:int``). What the groups of an
-optimizer hold is `runtime.param_groups`' matter.
+``optim.blocks.0.attn.wq.weight.exp_avg``); sharded parameters stay sharded (DTensor). What is no
+tensor in an optimizer's state has its type at the end of the name: ``optim.weight.step:int``,
+``optim.weight.history:json``. What the groups of an optimizer hold is `runtime.param_groups`'
+matter.
 
 At a load the checkpoint says which state there is, not the fresh program: `wanted` makes memory for
 what the checkpoint has, and `apply` gives it to the program. Nothing steps the optimizer for that.
@@ -15,6 +16,7 @@ promises.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import UninitializedTensorMixin
 
 from hpctrain.checkpoint.tensors.boxes import DTYPES
+from hpctrain.checkpoint.tensors.value_reading import decode
+from hpctrain.checkpoint.tensors.values import encode
 from hpctrain.engines import names
 from hpctrain.errors import CheckpointError
 
@@ -52,6 +56,8 @@ NUMBERS: dict[str, tuple[type, torch.dtype]] = {
 }
 """Python's numbers in an optimizer's state: the end of the name, and the dtype that is exact."""
 MOST_INT = 2**63
+JSON = "json"
+"""The end of the name of any other object; its tensors have names below its own."""
 _TORCH = {word: dtype for dtype, word in DTYPES.items()}
 _UNSEEN: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 """Names that only a model's own `state_dict` knows; found once, since torch takes milliseconds."""
@@ -110,14 +116,21 @@ def wanted(
             tensors[name] = _empty(entries[name], near)
         elif buffer is not None:
             tensors[name] = buffer
-    for name in _names_unseen(model, tensors.keys()):
-        if name in entries:
-            tensors[name] = _empty(entries[name], device)
-    for name, entry in entries.items() if optimizer is not None else ():
-        if name.startswith(OPTIM):
-            owner, key, _ = _parsed(name, owners)
-            if owner is not None:
-                tensors[name] = _state_like(owner, key, entry, optimizer)
+    for name in _names_unseen(model, tensors.keys()) & entries.keys():
+        tensors[name] = _empty(entries[name], device)
+    return tensors if optimizer is None else tensors | _wanted_state(optimizer, owners, entries)
+
+
+def _wanted_state(
+    optimizer: Optimizer, owners: Mapping[str, nn.Parameter], entries: Entries
+) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for name, entry in entries.items():
+        owner, key, kind = _parsed(name, owners) if name.startswith(OPTIM) else (None, "", "")
+        if owner is not None and kind:
+            tensors[name] = _empty(entry, torch.device("cpu"))
+        elif owner is not None:
+            tensors[name] = _state_like(owner, key, entry, optimizer)
     return tensors
 
 
@@ -152,7 +165,9 @@ def buffers_of_other_shape(model: nn.Module, entries: Entries) -> list[tuple[str
     return [
         (place.name, entries[MODEL + place.name].shape, tuple(buffer.shape))
         for place, buffer in names.buffers(model)
-        if buffer is not None and _is_other(buffer, entries.get(MODEL + place.name))
+        if buffer is not None
+        and not isinstance(buffer, UninitializedTensorMixin)
+        and _is_other(buffer, entries.get(MODEL + place.name))
     ]
 
 
@@ -175,7 +190,7 @@ def state_keys(entries: Entries, model: nn.Module) -> dict[nn.Parameter, set[str
     for name in entries:
         owner, key, _ = _parsed(name, owners) if name.startswith(OPTIM) else (None, "", "")
         if owner is not None:
-            keys.setdefault(owner, set()).add(key)
+            keys.setdefault(owner, set()).add(key.partition(".")[0])
     return keys
 
 
@@ -244,10 +259,10 @@ def _put(moments: dict[str, torch.Tensor], name: str, value: Any) -> None:
         if type(value) is number and (number is not int or -MOST_INT <= value < MOST_INT):
             moments[f"{name}:{kind}"] = torch.tensor(value, dtype=dtype)
             return
-    raise CheckpointError(
-        f"{name} is a {type(value).__name__}; the state of an optimizer that hpctrain saves "
-        "consists of tensors and numbers"
-    )
+    form, tensors = encode(value, name)
+    moments.update(tensors)
+    text = bytearray(json.dumps(form).encode())
+    moments[f"{name}:{JSON}"] = torch.frombuffer(text, dtype=torch.uint8)
 
 
 def _refuse_nameless(optimizer: Optimizer, held: Mapping[torch.Tensor, Any]) -> None:
@@ -258,12 +273,10 @@ def _refuse_nameless(optimizer: Optimizer, held: Mapping[torch.Tensor, Any]) -> 
     )
 
 
-def _parsed(
-    name: str, owners: Mapping[str, nn.Parameter]
-) -> tuple[nn.Parameter | None, str, str]:
+def _parsed(name: str, owners: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter | None, str, str]:
     """The parameter that state is of, its key and the kind of number; None for another model's."""
     stem, _, kind = name.rpartition(":")
-    rest, kind = (stem, kind) if kind in NUMBERS else (name, "")
+    rest, kind = (stem, kind) if kind in NUMBERS or kind == JSON else (name, "")
     owner, key = rest.removeprefix(OPTIM), ""
     while owner:
         owner, _, last = owner.rpartition(".")
@@ -277,13 +290,21 @@ def _give_state(
     optimizer: Optimizer, owners: Mapping[str, nn.Parameter], tensors: Mapping[str, Any]
 ) -> None:
     loaded: dict[torch.Tensor, dict[str, Any]] = {}
+    objects: list[tuple[torch.Tensor, str, Any]] = []
     for name, tensor in tensors.items():
         if not name.startswith(OPTIM):
             continue
         owner, key, kind = _parsed(name, owners)
-        if owner is not None:
+        if owner is not None and kind != JSON:
             value = NUMBERS[kind][0](tensor.item()) if kind else tensor
             loaded.setdefault(owner, {})[key] = value
+        elif owner is not None:
+            objects.append((owner, key, json.loads(bytes(tensor.tolist()))))
+    for owner, key, form in objects:
+        values = loaded.setdefault(owner, {})
+        for part in [each for each in values if each == key or each.startswith(key + ".")]:
+            del values[part]
+        values[key] = decode(form, tensors)
     updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     later = {parameter: loaded.pop(parameter) for parameter in loaded.keys() - updated}
     for parameter, values in loaded.items():
@@ -342,9 +363,7 @@ def _is_same(loaded: Any, buffer: torch.Tensor | None) -> bool:
     """Whether what was loaded lies where the model's buffer does."""
     if buffer is None or isinstance(buffer, UninitializedTensorMixin):
         return False
-    return loaded.shape == buffer.shape and (
-        _local(loaded).data_ptr() == _local(buffer).data_ptr()
-    )
+    return loaded.shape == buffer.shape and (_local(loaded).data_ptr() == _local(buffer).data_ptr())
 
 
 def _device_in(module: nn.Module) -> torch.device | None:

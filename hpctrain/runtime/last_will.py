@@ -24,6 +24,7 @@ import torch
 from hpctrain.base import clock
 from hpctrain.checkpoint.format import manifest as manifests
 from hpctrain.checkpoint.tensors.boxes import State, bytes_of, held, parts_to_write
+from hpctrain.checkpoint.tensors.values import encode
 from hpctrain.data.stream_loader import StreamLoader
 from hpctrain.engines import state as names
 from hpctrain.errors import CheckpointError
@@ -32,7 +33,7 @@ from hpctrain.memory.copy_plan import CopyPlan
 from hpctrain.memory.protocol import KeeperLost
 from hpctrain.memory.will_line import WillLine, stand_by
 from hpctrain.memory.will_pages import CellState
-from hpctrain.runtime.program import capture, split, state_of
+from hpctrain.runtime.program import DATA, state_of
 from hpctrain.testing import points
 
 if TYPE_CHECKING:
@@ -40,8 +41,11 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.memory.will_pages import WillPage
+    from hpctrain.runtime.generators import Generators
     from hpctrain.runtime.program import Program
     from hpctrain.world import World
+
+    _Drawn = tuple[torch.Tensor, Any, dict[str, bytes]]
 
 log = logging.getLogger("hpctrain.runtime")
 
@@ -115,7 +119,7 @@ class LastWill:
                 log.info("no last will: %s", why)
             return
         self._manifest = manifest
-        self._generators = _Generators(self._world, manifest.block_bytes)
+        self._generators = _Generators(self._program.generators, self._world, manifest.block_bytes)
         plan = self._plan(State(state.shared), manifest)[0]
         assert self._program.optimizer is not None, "it has stepped"  # noqa: S101 - our own bug
         self._program.optimizer.register_step_pre_hook(lambda *_: self._before_update())
@@ -204,7 +208,12 @@ class LastWill:
         assert engine is not None and template is not None, "nobody asks before"  # noqa: PT018, S101
         shared = {**engine.state().shared, **kept.buffers}
         data, tracked = pickle.loads(kept.small)  # noqa: S301 - this process has made it
-        extra = {name: split(f"tracked.{name}", value, shared) for name, value in tracked.items()}
+        data, found = encode(data, f"tracked.{DATA}")
+        shared |= found
+        extra = {}
+        for name, value in tracked.items():
+            extra[name], found = encode(value, f"tracked.{name}")
+            shared |= found
         manifest = replace(
             template, step=kept.step, created=clock.now(), data=data, extra=extra, metrics={}
         )
@@ -301,9 +310,9 @@ class _SmallState:
 class _Generators:
     """This rank's random generators, written into its page as a checkpoint would hold them."""
 
-    def __init__(self, world: World, block_bytes: int) -> None:
-        self._world = world
-        parts = parts_to_write(held(State(own=capture(world)), world))
+    def __init__(self, generators: Generators, world: World, block_bytes: int) -> None:
+        self._live = generators
+        parts = parts_to_write(held(State(own=generators.capture()), world))
         self._layout = CopyLayout([part.piece for part in parts], world.rank, block_bytes)
         header, facts = self._layout.header, {"part": self._layout.facts}
         self.plan = CopyPlan(
@@ -312,10 +321,10 @@ class _Generators:
         self._at: dict[str, tuple[int, int]] = {}
         low = len(header)
         for piece in self._layout.pieces:
-            self._at[piece.name.rpartition(".")[2]] = (low, piece.nbytes)
+            self._at[piece.name.split(".", 2)[2]] = (low, piece.nbytes)
             low += piece.nbytes
         self._nbytes = low
-        self._ahead: tuple[torch.Tensor, Any] | None = None
+        self._ahead: _Drawn | None = None
 
     def keep(self, page: WillPage, step: int, *, is_ahead: bool) -> None:
         """Write the generators as they are.
@@ -325,7 +334,7 @@ class _Generators:
             step: Which they are of.
             is_ahead: Of its update, and not of its end.
         """
-        now = (torch.get_rng_state(), random.getstate())
+        now = (torch.get_rng_state(), random.getstate(), self._live.texts())
         state = CellState.AHEAD
         if not is_ahead:
             before, self._ahead = self._ahead, None
@@ -340,7 +349,9 @@ class _Generators:
         self._put(cell, *now)
         page.close_cell(step, self._nbytes, state)
 
-    def _put(self, cell: memoryview, of_torch: torch.Tensor, of_python: Any) -> None:
+    def _put(
+        self, cell: memoryview, of_torch: torch.Tensor, of_python: Any, texts: dict[str, bytes]
+    ) -> None:
         header = self._layout.header
         cell[: len(header)] = header
         low, nbytes = self._at["torch"]
@@ -350,7 +361,10 @@ class _Generators:
         struct.pack_into(f"={nbytes // 8}q", cell, low, version, *words)
         low, _ = self._at["python_gauss"]
         struct.pack_into("=d", cell, low, float("nan") if gauss is None else gauss)
+        for name, text in texts.items():
+            low, nbytes = self._at[name]
+            cell[low : low + nbytes] = text
 
 
-def _same(before: tuple[torch.Tensor, Any], now: tuple[torch.Tensor, Any]) -> bool:
-    return before[1] == now[1] and torch.equal(before[0], now[0])
+def _same(before: _Drawn, now: _Drawn) -> bool:
+    return before[1:] == now[1:] and torch.equal(before[0], now[0])

@@ -45,7 +45,9 @@ def other_optimizer(
         if made is None:
             return ""
         if missing := sorted(made - kept):
-            return f"{ours} keeps {', '.join(missing)} of each parameter, which the checkpoint lacks"
+            return (
+                f"{ours} keeps {', '.join(missing)} of each parameter, which the checkpoint lacks"
+            )
         if saved_class is None and (odd := sorted(kept - made)):
             return f"the checkpoint has {', '.join(odd)} of each parameter, which {ours} has not"
     return ""

@@ -17,11 +17,14 @@ import contextlib
 import inspect
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from hpctrain.checkpoint.tensors.values import encode
 from hpctrain.engines.names import parameters
 from hpctrain.errors import CheckpointError
 from hpctrain.runtime.fitting import OPTIMIZER, way_out
@@ -113,7 +116,7 @@ class ParamGroups:
             self.optimizer.register_step_pre_hook(lambda *_: self._note_new())
         if gathered is not None:
             ranks = gathered(self._own_members())
-            self._far = [sorted(set(sum(each, []))) for each in zip(*ranks, strict=True)]
+            self._far = [list(dict.fromkeys(chain(*each))) for each in zip(*ranks, strict=True)]
 
     # ---- saving
 
@@ -311,16 +314,20 @@ def _same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
     return bool(one == other) or (one != one and other != other)  # noqa: PLR0124 - NaN
 
 
 def _is_plain(value: Any) -> bool:
     """Whether it can be saved."""
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    return value is None or isinstance(value, torch.Tensor | bool | int | float | str)
+    if value is None or type(value) in {bool, int, float, str}:
+        return True
+    try:
+        encode(value, "group")
+    except CheckpointError:
+        return False
+    return True
 
 
 def _arguments(optimizer: Any) -> frozenset[str]:

@@ -1,9 +1,8 @@
 """The program that a run trains: its model, its optimizer, and all else that a checkpoint holds.
 
-Anything with state_dict/load_state_dict travels without pickle: tensors by name, the rest as JSON.
-So do this rank's random number generators, as tensors. On another mesh the saved ones have no
-owner: each rank then starts from (seed, step, rank), which is the same however often the run is
-disturbed. tests/unit/runtime/test_tracked.py and tests/engines/test_resume.py hold the promises.
+Anything with state_dict/load_state_dict travels without pickle: tensors by name, the rest as JSON,
+with the types that it had (`checkpoint.tensors.values`). Random generators are in `generators`.
+tests/unit/runtime/test_tracked.py and tests/engines/test_resume.py hold the promises.
 """
 
 from __future__ import annotations
@@ -13,20 +12,26 @@ import logging
 import random
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedTensorMixin
 
 from hpctrain.checkpoint.tensors.boxes import State
 from hpctrain.checkpoint.tensors.restore import Wanted
+from hpctrain.checkpoint.tensors.value_reading import decode, has_sharded, placeholders
+from hpctrain.checkpoint.tensors.values import encode
 from hpctrain.data.loader import DataPlace
 from hpctrain.data.stream_loader import Ranks, StreamLoader
-from hpctrain.device import is_accelerator, random_state, set_random_state
 from hpctrain.engines import state as names
 from hpctrain.engines.names import parameters
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.runtime.fitting import NEW, OPTIMIZER, Fit, counted, fit, way_out
+from hpctrain.runtime.generators import KINDS, Generators, seed_anew
+from hpctrain.runtime.named_optimizer import NamedOptimizer
 from hpctrain.runtime.other_optimizer import other_optimizer
 from hpctrain.runtime.param_groups import NAME as GROUPS
 from hpctrain.runtime.param_groups import ParamGroups
@@ -44,7 +49,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hpctrain.runtime")
 
-TENSOR, TUPLE, ITEMS = "__tensor__", "__tuple__", "__items__"
 RATES = "__rates__"
 SCHEDULED = ("lr", "momentum", "betas")
 """What torch's schedulers set in the optimizer's groups."""
@@ -53,7 +57,7 @@ PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_m
 """What a scheduler's state has for each of the optimizer's groups."""
 INNER = "_schedulers"
 """The states of the schedulers in one that combines them."""
-PREFIX = "rng."
+DATA = "data"
 MOST_OF_RANK_0_BYTES = 1 << 20
 """A tensor of what is tracked beside the model is rank 0's up to here, and spread beyond."""
 BASE = "base_weights"
@@ -69,6 +73,10 @@ class Stateful(Protocol):
         """Go on from there."""
 
 
+Generator = np.random.Generator | np.random.RandomState | random.Random | torch.Generator
+"""What `Run.track` takes besides."""
+
+
 class Program:
     """What there is to save, and to go on with.
 
@@ -78,6 +86,7 @@ class Program:
         optimizer: The same.
         data: The position in the data.
         tracked: Everything else by its name.
+        generators: This rank's random generators.
         awaits_weights: The model has memory and no values: a checkpoint's go straight into it.
         allow: Changes of the program since the checkpoint that may pass; of `fitting.CHANGES`.
     """
@@ -88,6 +97,7 @@ class Program:
         self.optimizer: Optimizer | None = None
         self.data: Any = None
         self.tracked: dict[str, Stateful] = {}
+        self.generators = Generators(world)
         self.awaits_weights = False
         self.allow: frozenset[str] = frozenset()
         self._notes: list[str] = []
@@ -96,6 +106,7 @@ class Program:
         self._tells_updates = False
         self._world = world
         self._loading: dict[str, Any] = {}
+        self._generators_loaded: dict[str, Any] = {}
 
     def use(self, engine: Engine) -> None:
         """Take an engine's model and optimizer, and what it needs to go on."""
@@ -126,9 +137,35 @@ class Program:
         """
         if self.model is None:
             return 0
-        saved = [p for p in self.model.parameters() if p.requires_grad or BASE not in self.tracked]
+        saved = [
+            parameter
+            for parameter in self.model.parameters()
+            if (parameter.requires_grad or BASE not in self.tracked)
+            and not isinstance(parameter, UninitializedTensorMixin)
+        ]
         whole = sum(_whole_numel(p) * p.element_size() for p in saved)
         return 3 * whole * self.mesh.get("pp", 1) // self._world.world_size
+
+    def track(self, others: Mapping[str, Any]) -> None:
+        """Take objects and generators by name; what cannot be saved is refused now.
+
+        Raises:
+            UsageError: one is neither a generator nor has it a state.
+            CheckpointError: its state holds something that cannot be saved.
+        """
+        for name, thing in others.items():
+            if type(thing) in KINDS:
+                encode(thing, f"tracked.{name}")
+            elif hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
+                encode(state_of(thing), f"tracked.{name}")
+            else:
+                raise UsageError(
+                    f"run.track({name}=...): a {type(thing).__name__} has no state_dict() and "
+                    "load_state_dict(), and is no random generator; give it these two methods"
+                )
+        for name, thing in others.items():
+            taken = self.generators.tracked if type(thing) in KINDS else self.tracked
+            taken[name] = thing
 
     def add_data(self, name: str, loader: Stateful) -> None:
         """Take a loader; the one named "data" is the position in the data.
@@ -136,12 +173,13 @@ class Program:
         Raises:
             UsageError: there is one of that name.
         """
-        taken = {"model", "optimizer", *self.tracked, *(["data"] if self.data is not None else [])}
+        taken = {"model", "optimizer", *self.tracked, *self.generators.tracked}
+        taken |= {DATA} if self.data is not None else set()
         if name in taken:
             raise UsageError(
                 f"{name!r} is tracked already; give this loader another name (name=...)"
             )
-        if name == "data":
+        if name == DATA:
             self.data = loader
         else:
             self.tracked[name] = loader
@@ -166,17 +204,25 @@ class Program:
 
     # ---- saving
 
-    def snapshot(self) -> tuple[State, dict[str, Any]]:
-        """All tensors, and what else is tracked as JSON. Collective where the engine shards."""
+    def snapshot(self) -> tuple[State, dict[str, Any], dict[str, Any]]:
+        """All tensors, what is tracked as JSON, and the position in the data as JSON.
+
+        Collective where the engine shards.
+        """
         state = self._tensors()
         tracked: dict[str, Any] = {}
-        extra = {
-            name: split(f"tracked.{name}", state_of(thing), tracked)
-            for name, thing in self.tracked.items()
-        }
+        extra = {}
+        for name, thing in self.tracked.items():
+            extra[name], found = encode(state_of(thing), f"tracked.{name}")
+            tracked |= found
+        data: dict[str, Any] = {}
+        if self.data is not None:
+            data, found = encode(self.data.state_dict(), f"tracked.{DATA}")
+            tracked |= found
         copies = {**state.copies, **self._of_the_first(state, tracked)}
         state = replace(state, shared={**state.shared, **tracked}, copies=copies)
-        return replace(state, own=capture(self._world), steady=self._steady(state)), extra
+        own = self.generators.capture()
+        return replace(state, own=own, steady=self._steady(state)), extra, data
 
     def _of_the_first(
         self, state: State, tracked: Mapping[str, torch.Tensor]
@@ -236,11 +282,26 @@ class Program:
             has_stages = self.mesh.get("pp", 1) > 1
             self._groups.begin(partial(gather, self._world) if has_stages else None)
             self.tracked[GROUPS] = self._groups
+        models = {n: one for n, one in self.tracked.items() if isinstance(one, torch.nn.Module)}
+        models |= {"model": self.model} if self.model is not None else {}
+        for name, thing in self.tracked.items():
+            if isinstance(thing, torch.optim.Optimizer):
+                self.tracked[name] = NamedOptimizer(thing, models)
 
     def _drives(self, thing: Stateful) -> bool:
         """Whether something is a scheduler of the tracked optimizer."""
         groups = _scheduled_groups(thing)
         return self.optimizer is not None and groups is self.optimizer.param_groups
+
+    def _order_for(self, thing: Stateful) -> Sequence[int | None] | None:
+        """Of a scheduler the order of its optimizer's groups, where they were loaded by names."""
+        if self._groups is not None and self._drives(thing):
+            return self._groups.order
+        groups = _scheduled_groups(thing)
+        for other in self.tracked.values():
+            if isinstance(other, NamedOptimizer) and other.optimizer.param_groups is groups:
+                return other.order
+        return None
 
     def _driven(self) -> frozenset[str]:
         """What tracked schedulers set in the groups of the tracked optimizer."""
@@ -276,9 +337,7 @@ class Program:
         state = self._tensors(with_optimizer=self._has_state, saved=saved)
         common = self._common(state, saved)
         # State of another parameter's shape is none of what has taken its name.
-        stems = tuple(
-            f"{names.OPTIM}{name.removeprefix(names.MODEL)}." for name in common.fresh
-        )
+        stems = tuple(f"{names.OPTIM}{name.removeprefix(names.MODEL)}." for name in common.fresh)
         asked_for = {
             name: tensor
             for name, tensor in state.shared.items()
@@ -287,13 +346,24 @@ class Program:
         state = replace(state, shared=asked_for)
         empty = (names.OPTIM, names.MODEL) if self.awaits_weights else (names.OPTIM,)
         fresh = {name for name in state.shared if name.startswith(empty)}
-        placeholders: dict[str, torch.Tensor] = {}
-        empty_tensors(manifest.extra, placeholders)
-        own = capture(self._world) if self._has_generators(manifest) else {}
-        state = replace(state, shared={**state.shared, **placeholders}, own=own)
+        found = self._wanted_of_tracked(manifest)
+        own = self.generators.wanted(manifest, is_same_mesh=self._has_generators(manifest))
+        state = replace(state, shared={**state.shared, **found}, own=own)
         self._loading = {**state.shared, **own}
-        new = frozenset(fresh | set(placeholders) | set(own))
+        new = frozenset(fresh | set(found) | set(own))
         return Wanted(state, new, left_out=common.dropped)
+
+    def _wanted_of_tracked(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        """Tensors for what this program tracks, each as it was or as the program shards it now."""
+        found = {}
+        for name, thing in self.tracked.items():
+            if name in manifest.extra:
+                form = manifest.extra[name]
+                like = encode(state_of(thing), f"tracked.{name}")[1] if has_sharded(form) else None
+                found.update(placeholders(form, like, self._world.device))
+        if self.data is not None:
+            found.update(placeholders(manifest.data, device=self._world.device))
+        return found
 
     def _common(self, state: State, saved: Mapping[str, TensorEntry]) -> Fit:
         """What the model and a checkpoint have in common; notes of the rest are kept.
@@ -346,26 +416,30 @@ class Program:
         elif self.model is not None:
             names.apply(self.model, self.optimizer if self._has_state else None, tensors)
         if self._groups is not None and self._takes_groups:
-            self._groups.load_state_dict(join(manifest.extra[GROUPS], tensors))
+            self._groups.load_state_dict(decode(manifest.extra[GROUPS], tensors))
             self._notes += self._groups.notes
-        for name, thing in self.tracked.items():
+        optimizers_first = sorted(
+            self.tracked.items(), key=lambda item: not isinstance(item[1], NamedOptimizer)
+        )
+        for name, thing in optimizers_first:
             if name in manifest.extra and name != GROUPS:
-                order = self._groups.order if self._groups and self._drives(thing) else None
-                restore(thing, join(manifest.extra[name], tensors), order)
+                restore(thing, decode(manifest.extra[name], tensors), self._order_for(thing))
         if self.data is not None and manifest.data:
-            self.data.load_state_dict(manifest.data)
-        if self._has_generators(manifest):
-            apply(self._world, tensors)
-
-        for note in dict.fromkeys(sum(gather(self._world, self._notes), [])):
+            self.data.load_state_dict(decode(manifest.data, tensors))
+        self._generators_loaded = tensors
+        for note in dict.fromkeys(chain(*gather(self._world, self._notes))):
             if self._world.rank == 0:
                 log.warning("%s", note)
 
     def seed(self, manifest: Manifest | None, seed: int, step: int) -> None:
-        """Start this rank's generators, unless they went on from the checkpoint's."""
-        if manifest is None or not self._has_generators(manifest):
+        """Start this rank's generators, or let them go on from the checkpoint's. Collective."""
+        tensors, self._generators_loaded = self._generators_loaded, {}
+        is_same_mesh = manifest is not None and self._has_generators(manifest)
+        if not is_same_mesh:
             number = self.engine.random_rank if self.engine is not None else self._world.rank
             seed_anew(number, seed, step)
+        if manifest is not None:
+            self.generators.apply(tensors, is_same_mesh=is_same_mesh, seed=seed, step=step)
 
     def _tensors(
         self, *, with_optimizer: bool = True, saved: Mapping[str, TensorEntry] | None = None
@@ -454,116 +528,6 @@ def _scheduled_groups(thing: Any) -> list[dict[str, Any]]:
         return []
     groups: list[dict[str, Any]] = thing.optimizer.param_groups
     return groups
-
-
-def split(name: str, value: Any, tensors: dict[str, Any]) -> Any:
-    """The JSON form of a state; its tensors are put into `tensors` under names below `name`.
-
-    Raises:
-        CheckpointError: something in it is neither tensor nor JSON.
-    """
-    if isinstance(value, torch.Tensor):
-        tensors[name] = value
-        return {TENSOR: name, "shape": list(value.shape), "dtype": str(value.dtype).split(".")[-1]}
-    if isinstance(value, dict):
-        if _has_whole_numbers_for_keys(value):  # a MultiStepLR's milestones
-            items = [[k, split(f"{name}.{k}", item, tensors)] for k, item in value.items()]
-            return {ITEMS: items}
-        _refuse_odd_keys(name, value)
-        return {key: split(f"{name}.{key}", item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [split(f"{name}.{i}", item, tensors) for i, item in enumerate(value)]
-        return {TUPLE: items} if isinstance(value, tuple) else items
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise CheckpointError(
-        f"tracked state {name} holds a {type(value).__name__}, which is neither a tensor nor JSON; "
-        "keep it out of state_dict() or turn it into numbers and strings"
-    )
-
-
-def empty_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Make a tensor for each one that a JSON form names, to be loaded into."""
-    if isinstance(value, dict):
-        if TENSOR in value:
-            tensors[value[TENSOR]] = torch.empty(
-                value["shape"], dtype=getattr(torch, value["dtype"])
-            )
-            return
-        for item in value.values():
-            empty_tensors(item, tensors)
-    elif isinstance(value, list):
-        for item in value:
-            empty_tensors(item, tensors)
-
-
-def join(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The state as it was, from its JSON form and the loaded tensors."""
-    if isinstance(value, dict):
-        if TENSOR in value:
-            return tensors[value[TENSOR]]
-        if TUPLE in value:
-            return tuple(join(item, tensors) for item in value[TUPLE])
-        if ITEMS in value:
-            return {key: join(item, tensors) for key, item in value[ITEMS]}
-        return {key: join(item, tensors) for key, item in value.items()}
-    if isinstance(value, list):
-        return [join(item, tensors) for item in value]
-    return value
-
-
-def _has_whole_numbers_for_keys(value: dict[Any, Any]) -> bool:
-    return bool(value) and all(isinstance(k, int) and not isinstance(k, bool) for k in value)
-
-
-def _refuse_odd_keys(name: str, value: dict[Any, Any]) -> None:
-    for key in value:
-        if not isinstance(key, str) or key in {TENSOR, TUPLE, ITEMS}:
-            raise CheckpointError(
-                f"tracked state {name} has the key {key!r}; "
-                "keys must be strings, or all whole numbers, to be saved as JSON"
-            )
-
-
-def capture(world: World) -> dict[str, torch.Tensor]:
-    """This rank's generators by name; every rank has its own names."""
-    stem = f"{PREFIX}rank-{world.rank:05d}."
-    version, words, gauss = random.getstate()
-    state = {
-        stem + "torch": torch.get_rng_state(),
-        stem + "python": torch.tensor([version, *words], dtype=torch.int64),
-        stem + "python_gauss": torch.tensor(
-            [float("nan") if gauss is None else gauss], dtype=torch.float64
-        ),
-    }
-    if is_accelerator(world.device):
-        state[stem + world.device.type] = random_state(world.device)
-    return state
-
-
-def apply(world: World, state: dict[str, torch.Tensor]) -> None:
-    """Go on with what `capture` gave on this rank."""
-    stem = f"{PREFIX}rank-{world.rank:05d}."
-    torch.set_rng_state(state[stem + "torch"])
-    version, *words = state[stem + "python"].tolist()
-    gauss = float(state[stem + "python_gauss"].item())
-    random.setstate((version, tuple(words), None if gauss != gauss else gauss))  # noqa: PLR0124 - NaN
-    if stem + world.device.type in state:
-        set_random_state(world.device, state[stem + world.device.type])
-
-
-def seed_anew(number: int, seed: int, step: int) -> None:
-    """Start every generator from (seed, step, number).
-
-    Args:
-        number: Of the rank; ranks that must draw the same numbers have the same.
-        seed: The run's.
-        step: Updates applied.
-    """
-    value = (seed * 1_000_003 + step) * 1_000_003 + number
-    value &= 0x7FFF_FFFF_FFFF_FFFF
-    torch.manual_seed(value)  # CUDA's too
-    random.seed(value)
 
 
 def _whole_numel(parameter: torch.Tensor) -> int:

@@ -198,7 +198,7 @@ class Run:
         optimizer: Optimizer | None = None,
         data: Any = None,
         allow: Sequence[str] = (),
-        **others: program_state.Stateful,
+        **others: program_state.Stateful | program_state.Generator,
     ) -> None:
         """Name what a checkpoint holds.
 
@@ -210,20 +210,20 @@ class Run:
                 once.
             allow: Changes of the program since the checkpoint that may pass, beside those of
                 `resume.allow`: ``new-parameters``, ``dropped-parameters``, ``optimizer-changed``.
-            others: Scheduler and the like, by name; state of tensors, numbers, strings, lists,
-                dicts.
+            others: Schedulers and the like by name, whose state is of the types that
+                docs/checkpoints.md lists; and random generators: numpy's Generator and RandomState,
+                random.Random, torch.Generator. A checkpoint holds each rank's own.
 
         Raises:
-            UsageError: `allow` has something else.
+            UsageError: `allow` has something else, or something of `others` has no state_dict().
+            CheckpointError: its state holds something that cannot be saved; with the path.
         """
         require_known(allow)
         program = self._program
         program.model = model if model is not None else program.model
         program.optimizer = optimizer if optimizer is not None else program.optimizer
         program.data = data if data is not None else program.data
-        for name, thing in others.items():  # said now, not when the first save fails
-            program_state.split(name, program_state.state_of(thing), {})
-        program.tracked.update(others)
+        program.track(others)  # refused now, not when the first save fails
         program.allow |= frozenset(allow)
 
     def loader(
@@ -691,8 +691,7 @@ class Run:
         attempt = self._attempt
         if attempt is None or self.dir is None:
             raise UsageError("there is no run directory to save into")
-        state, extra = self._program.snapshot()
-        data = self._program.data
+        state, extra, data = self._program.snapshot()
         manifest = Manifest(
             run_id=self._spec.run_id if self._spec else "",
             name=self.dir.name,
@@ -703,7 +702,7 @@ class Run:
             world_size=self.world.world_size,
             mesh=self._program.mesh,
             engine=self._program.kind,
-            data=data.state_dict() if data is not None else {},
+            data=data,
             rng={"ranks": self.world.world_size},
             versions={"torch": str(torch.__version__), "python": sys.version.split()[0]},
             extra=extra,

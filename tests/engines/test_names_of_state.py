@@ -67,6 +67,7 @@ def test_names_are_those_that_torch_gives():
 
 def under_ddp(root, name, total):
     """Two ranks' own running means; what each has after a restore."""
+
     def program(run, total):
         model = layers(name)
         known = inspect.signature(DistributedDataParallel).parameters
@@ -125,7 +126,7 @@ def pair(run, total, *, tied, same=False, frozen=False):
 def test_two_values_for_one_memory_are_refused(tmp_path):
     start(tmp_path, lambda run, total: pair(run, total, tied=False), 3)
 
-    with pytest.raises(CheckpointError, match="head.weight and .*embedding.weight are one tensor"):
+    with pytest.raises(CheckpointError, match=r"head\.weight and .*are one tensor"):
         start(tmp_path, lambda run, total: pair(run, total, tied=True), 4)
 
 
@@ -188,5 +189,5 @@ def test_fsdp1_is_refused_in_one_line():
     FullyShardedDataParallel.__module__ = "torch.distributed.fsdp.fully_sharded_data_parallel"
     FullyShardedDataParallel.__qualname__ = "FullyShardedDataParallel"
 
-    with pytest.raises(CheckpointError, match="FSDP1.*fully_shard"):
+    with pytest.raises(CheckpointError, match=r"FSDP1.*fully_shard"):
         state.collect(FullyShardedDataParallel(), None)

@@ -1,4 +1,4 @@
-"""What an optimizer's groups hold: what the optimizer changes goes on, what a person sets counts."""
+"""An optimizer's groups: what the optimizer changes goes on, what a person sets counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Counting(torch.optim.SGD):
                     parameter.data.add_(parameter.grad, alpha=-group["lr"] * group["d"])
 
 
-def trained(run, total, model, optimizer, scheduler=None, change=None):
+def trained(run, total, model, optimizer, *, scheduler=None, change=None):
     tracked = {"scheduler": scheduler} if scheduler is not None else {}
     run.track(model=model, optimizer=optimizer, **tracked)
     for step in run.steps(total):
@@ -95,14 +95,16 @@ def test_a_rate_that_a_person_changes_counts_before_one_that_the_loop_has_change
     )
 
     assert group["lr"] == 0.5
-    assert any("lr was set to 0.1 before and is set to 0.5 now" in r.message for r in caplog.records)
+    assert any(
+        "lr was set to 0.1 before and is set to 0.5 now" in r.message for r in caplog.records
+    )
 
 
 def with_scheduler(run, total, lr=0.1, momentum=0.5):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    return trained(run, total, model, optimizer, scheduler)
+    return trained(run, total, model, optimizer, scheduler=scheduler)
 
 
 def test_a_tracked_scheduler_goes_on_and_the_rate_that_does_not_count_is_said(tmp_path, caplog):
@@ -145,7 +147,7 @@ def in_any_order(run, total, *, turned=(), scheduled=True, kind="lambda"):
             "plateau": lambda: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
         }  # fmt: skip
         scheduler = make[kind]()
-    weights, groups = trained(run, total, model, optimizer, scheduler)
+    weights, groups = trained(run, total, model, optimizer, scheduler=scheduler)
     return weights, sorted(groups, key=lambda group: group["name"])
 
 
@@ -195,7 +197,7 @@ def test_groups_with_numbers_of_their_own_do_not_become_one_unasked(tmp_path):
         return split_in_another_way(run, total, rates=(0.1, 0.2, 0.3))
 
     start(tmp_path / "other", different, 3)
-    with pytest.raises(CheckpointError, match="are one group .*optimizer-changed"):
+    with pytest.raises(CheckpointError, match=r"are one group .*optimizer-changed"):
         start(tmp_path / "other", different, 5)
 
 
@@ -205,7 +207,7 @@ def test_an_empty_group_keeps_its_values_and_its_place(tmp_path):
         groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [], "lr": 0.5}]
         optimizer = torch.optim.AdamW(groups, lr=0.05)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        return trained(run, total, model, optimizer, scheduler)
+        return trained(run, total, model, optimizer, scheduler=scheduler)
 
     assert resumed(tmp_path, program, 3, 6) == undisturbed(tmp_path, program, 6)
 
@@ -219,7 +221,7 @@ def test_a_rate_in_a_tensor_stays_the_programs_tensor(tmp_path):
         held.append(rate)
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        weights, (group,) = trained(run, total, model, optimizer, scheduler)
+        weights, (group,) = trained(run, total, model, optimizer, scheduler=scheduler)
         assert group["lr"] is rate
         return weights, float(group["lr"])
 
@@ -265,3 +267,124 @@ def test_what_cannot_be_saved_of_a_group_is_the_programs_while_nobody_changes_it
 
     assert resumed(tmp_path, program, 3, 5) == undisturbed(tmp_path, program, 5)
     assert not [r for r in caplog.records if "shape" in r.message]
+
+
+def adversarial(run, total, *, turned=()):
+    """A second model with an optimizer of its own, whose groups come the other way round once."""
+    model, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    groups = [
+        {"params": [critic.weight], "lr": 0.1, "name": "weight"},
+        {"params": [critic.bias], "lr": 0.001, "name": "bias"},
+    ]
+    if total in turned:
+        groups.reverse()
+    second = torch.optim.AdamW(groups)
+    scheduler = torch.optim.lr_scheduler.StepLR(second, 2, 0.5)
+    tracked = {"critic": critic}
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler, second=second, **tracked)
+    for _ in run.steps(total):
+        second.zero_grad()
+        critic(model(torch.randn(4, 2)).detach()).pow(2).mean().backward()
+        second.step()
+        optimizer.zero_grad()
+        critic(model(torch.randn(4, 2))).mean().backward()
+        optimizer.step()
+        scheduler.step()
+    rates = {group["name"]: group["lr"] for group in second.param_groups}
+    return values(model, critic), rates, sorted(map(sum, [scheduler.get_last_lr()]))
+
+
+def test_a_second_optimizer_goes_on_whatever_the_order_of_its_groups(tmp_path):
+    def program(run, total):
+        return adversarial(run, total, turned=(6,))
+
+    end = resumed(tmp_path, program, 3, 6)
+
+    assert end == start(tmp_path / "other", adversarial, 6)
+    assert end[1] == {"weight": 0.1 * 0.125, "bias": 0.001 * 0.125}
+
+
+def test_a_second_optimizer_of_other_parameters_is_refused(tmp_path):
+    def program(run, total):
+        model, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        second = torch.optim.SGD([critic.weight if total == 2 else critic.bias], lr=0.1)
+        run.track(model=model, optimizer=optimizer, critic=critic, second=second)
+        for _ in run.steps(total):
+            pass
+
+    start(tmp_path, program, 2)
+    with pytest.raises(CheckpointError, match=r"critic\.bias is updated by a tracked optimizer"):
+        start(tmp_path, program, 3)
+
+
+def as_before(monkeypatch):
+    """Checkpoints have no groups, as those of earlier versions."""
+    monkeypatch.setattr("hpctrain.runtime.program.Program.begin", lambda _: None)
+
+
+def scheduled_adamw(run, total):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    return trained(run, total, model, optimizer, scheduler=scheduler)
+
+
+def test_a_checkpoint_without_groups_goes_on_by_its_schedulers_rates(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        as_before(patch)
+        resumed(tmp_path, scheduled_adamw, 3)
+
+    end = resumed(tmp_path, scheduled_adamw, 4, 6)
+
+    assert end == undisturbed(tmp_path, scheduled_adamw, 6)
+
+
+def test_rates_for_more_groups_than_there_are_are_refused(tmp_path):
+    def program(run, total):
+        model = nn.Linear(2, 1)
+        groups = [[*model.parameters()]] if total > 3 else [[model.weight], [model.bias]]
+        optimizer = torch.optim.SGD([{"params": part} for part in groups], lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        return trained(run, total, model, optimizer, scheduler=scheduler)
+
+    with pytest.MonkeyPatch.context() as patch:
+        as_before(patch)
+        start(tmp_path, program, 3)
+
+    with pytest.raises(CheckpointError, match="has 1 parameter groups and had 2"):
+        start(tmp_path, program, 4)
+
+
+def test_another_optimizer_is_seen_without_the_name_of_its_class(tmp_path):
+    def program(run, total):
+        model = nn.Linear(2, 1)
+        kind = torch.optim.AdamW if total == 3 else torch.optim.SGD
+        return trained(run, total, model, kind(model.parameters(), lr=0.1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        as_before(patch)
+        start(tmp_path, program, 3)
+
+    with pytest.raises(
+        CheckpointError, match=r"has exp_avg, exp_avg_sq, step .*, which SGD has not"
+    ):
+        start(tmp_path, program, 4)
+
+
+def test_asking_what_an_optimizer_keeps_changes_nothing_of_it():
+    from hpctrain.runtime.other_optimizer import keys_made
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), amsgrad=True)
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("the program's hook ran"))
+    optimizer.register_step_post_hook(lambda *_: pytest.fail("the program's hook ran"))
+    before = {**optimizer.param_groups[0]}
+
+    made = keys_made(optimizer, optimizer.param_groups[0], 2)
+
+    assert made == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+    assert optimizer.param_groups[0] == before
+    assert not optimizer.state
+    assert keys_made(Counting(model.parameters()), optimizer.param_groups[0], 2) is None

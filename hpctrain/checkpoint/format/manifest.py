@@ -49,8 +49,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT = 3
+NEWEST = 4
+"""Is written only where a checkpoint needs it, so that an older hpctrain reads the others: it has
+types in `extra` and `data` and dtypes that an older one would take for something else."""
 OLDEST = 2
 """Is read, and never written; what came before was never released."""
+KIND = "__hpctrain__"
+"""The key of a form in `extra` and `data` that came with format 4: docs/checkpoint-format.md."""
+SAFETENSORS = frozenset(
+    {
+        "F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "C64", "I64", "I32", "I16", "I8", "U64",
+        "U32", "U16", "U8", "BOOL",
+    }
+)  # fmt: skip
+"""The dtypes of format 3."""
 MANIFEST_NAME = "MANIFEST.json"
 TABLE_NAME = "chunks.table"
 PINNED_NAME = "PINNED"
@@ -448,9 +460,9 @@ def parse(content: bytes) -> Manifest:
     is_proved = content[end:] == _seal(bytes_digest(content[:end]))
     is_sealed = content[end:] == _seal(str(raw.get("self_digest")))
     # One flipped bit makes a 3 of a 2: a seal that does not hold comes before the number.
-    if version > FORMAT and (is_proved or not is_sealed):
+    if version > NEWEST and (is_proved or not is_sealed):
         raise NewerFormat(
-            f"manifest has format {version}, this hpctrain reads up to {FORMAT}; use a newer "
+            f"manifest has format {version}, this hpctrain reads up to {NEWEST}; use a newer "
             "hpctrain"
         )
     if is_proved:
@@ -554,6 +566,8 @@ def files_problem(files: list[FileEntry]) -> str | None:
 
 def _body(manifest: Manifest) -> bytes:
     """Everything before the last entry; refused where JSON would give back something else."""
+    if manifest.format == FORMAT and _needs_newest(manifest):
+        manifest.format = NEWEST
     raw = asdict(replace(manifest, files=[], tensors=[]))
     del raw["self_digest"]
     raw |= _packed(manifest)
@@ -574,11 +588,24 @@ def _body(manifest: Manifest) -> bytes:
     return text.removesuffix("\n}").encode("ascii")
 
 
+def _needs_newest(manifest: Manifest) -> bool:
+    """Whether an older hpctrain would read something else in it than what was written."""
+    if any(entry.dtype not in SAFETENSORS for entry in manifest.tensors):
+        return True
+    return _has_kind(manifest.extra) or _has_kind(manifest.data)
+
+
+def _has_kind(form: Any) -> bool:
+    if isinstance(form, dict):
+        return KIND in form or any(map(_has_kind, form.values()))
+    return isinstance(form, list) and any(map(_has_kind, form))
+
+
 def _packed(manifest: Manifest) -> dict[str, Any]:
     """Files and tensors in as few bytes as their number asks for; lists in format 2."""
     files = [(entry.name, entry.size, entry.digest) for entry in manifest.files]
     tensors = [(entry.name, entry.text) for entry in manifest.tensors]
-    if manifest.format != FORMAT:
+    if manifest.format < FORMAT:
         return {"files": [vars(entry) for entry in manifest.files], "tensors": dict(tensors)}
     packed = packing.pack_files(files, BLOCKS_PREFIX)
     written, own = packing.pack_tensors(tensors)

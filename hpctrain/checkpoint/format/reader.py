@@ -262,7 +262,7 @@ def open_chunks(path: Path, manifest: Manifest) -> ChunkTable | ChunkIndex:
         FileSystemFault: it cannot be read, and nobody knows what is in it.
     """
     content = tables.read_file(path, manifest)
-    parse = indices.parse if manifest.format == FORMAT else tables.parse
+    parse = indices.parse if manifest.format >= FORMAT else tables.parse
     return parse(content, manifest)
 
 

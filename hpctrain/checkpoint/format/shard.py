@@ -38,7 +38,18 @@ DTYPES: dict[str, int] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-"""Dtypes in safetensors' words, and the bytes of one element."""
+"""Dtypes in safetensors' words, and the bytes of one element. Our own words are added below."""
+_BYTES = [
+    "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0", "F4_X2", *(f"INT{bits}" for bits in range(1, 8)),
+    *(f"UINT{bits}" for bits in range(1, 8)),
+]  # fmt: skip
+STORED: dict[str, tuple[str, tuple[int, ...]]] = {
+    "C128": ("F64", (2,)),
+    "C32": ("F16", (2,)),
+    **dict.fromkeys(_BYTES, ("U8", ())),
+}
+"""Dtypes that safetensors does not have: as which they stand in a shard, and with which axes."""
+DTYPES |= {word: DTYPES[kind] * (2 if axes else 1) for word, (kind, axes) in STORED.items()}
 SUFFIX = ".safetensors"
 DIGEST_BYTES = 8
 WRITE_BYTES = 4 << 20
@@ -152,10 +163,11 @@ def header(pieces: Sequence[ShardPiece], name: str, block_bytes: int = BLOCK_BYT
     for piece in pieces:
         key = _key(piece, entries)
         # Torch reads no file of which a key is not listed; one with its own key is by itself.
-        begin = piece.begin if key == piece.name else [0] * len(piece.extent)
-        boxes[key] = {"saved_offsets": list(begin)}
+        begin = piece.begin if key == piece.name else (0,) * len(piece.extent)
+        dtype, axes = STORED.get(piece.dtype, (piece.dtype, ()))
+        boxes[key] = {"saved_offsets": [*begin, *(0 for _ in axes)]}
         end = position + piece.nbytes
-        entries[key] = _entry(piece.dtype, piece.extent, position, end)
+        entries[key] = _entry(dtype, [*piece.extent, *axes], position, end)
         blocks += blocks_of(piece.nbytes, block_bytes)
         position = end
     size = proof_bytes(blocks)

@@ -28,9 +28,22 @@ DTYPES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
-    torch.bool: "BOOL",
+    torch.bool: "BOOL", torch.complex128: "C128", torch.complex32: "C32",
 }  # fmt: skip
-"""Torch's dtypes in safetensors' words."""
+"""Torch's dtypes in safetensors' words, and in our own where safetensors has none."""
+_BYTES = {
+    vars(torch)[name]: word
+    for name, word in {
+        "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
+        "float8_e8m0fnu": "F8_E8M0", "float4_e2m1fn_x2": "F4_X2",
+        **{f"int{bits}": f"INT{bits}" for bits in range(1, 8)},
+        **{f"uint{bits}": f"UINT{bits}" for bits in range(1, 8)},
+    }.items()
+    if name in vars(torch)
+}  # fmt: skip
+DTYPES |= _BYTES
+AS_STORED = {torch.complex32: torch.int32} | dict.fromkeys(_BYTES, torch.uint8)
+"""Types that torch cannot copy, or warns of, and types of the same size in whose place it can."""
 _BOXES: dict[tuple[Any, ...], tuple[ShardPiece, int, int]] = {}
 """Making one takes microseconds, which a stall of a hundred milliseconds would show."""
 _PLACES: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...], int, int]] = {}
@@ -186,7 +199,12 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def _whole(name: str, tensor: torch.Tensor, replica: int, replicas: int) -> Held:
     shape = tuple(tensor.shape)
     piece = ShardPiece(name, _dtype(name, tensor), shape, (0,) * len(shape), shape)
-    return Held(piece, tensor.detach(), replica, replicas)
+    return Held(piece, _as_stored(tensor.detach()), replica, replicas)
+
+
+def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type that torch can copy."""
+    return tensor.view(AS_STORED[tensor.dtype]) if tensor.dtype in AS_STORED else tensor
 
 
 def _flat(name: str, tensor: Flat, replica: int, replicas: int) -> Held:
@@ -194,7 +212,7 @@ def _flat(name: str, tensor: Flat, replica: int, replicas: int) -> Held:
     piece = ShardPiece(
         name, _dtype(name, tensor.local), tensor.shape, (tensor.first,), extent, flat=True
     )
-    return Held(piece, tensor.local.detach(), replica, replicas)
+    return Held(piece, _as_stored(tensor.local.detach()), replica, replicas)
 
 
 def _sharded(name: str, tensor: Any) -> Held:
@@ -210,7 +228,7 @@ def _sharded(name: str, tensor: Any) -> Held:
         _BOXES[key] = (piece, replica, replicas)
     piece, replica, replicas = _BOXES[key]
     local = tensor._local_tensor  # noqa: SLF001 - to_local() builds a node for autograd each time
-    return Held(piece, local.detach(), replica, replicas)
+    return Held(piece, _as_stored(local.detach()), replica, replicas)
 
 
 def _place(name: str, tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
@@ -233,6 +251,7 @@ def _place(name: str, tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], in
 def _dtype(name: str, tensor: torch.Tensor) -> str:
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
         raise CheckpointError(
-            f"{name} is a tensor of {tensor.dtype}, {tensor.layout}: safetensors has no such form"
+            f"{name} is a tensor of {tensor.dtype}, {tensor.layout}, which is not saved; keep a "
+            "plain tensor of its values, or register the buffer with persistent=False"
         )
     return DTYPES[tensor.dtype]

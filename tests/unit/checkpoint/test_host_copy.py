@@ -11,7 +11,7 @@ import torch
 
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.tensors import device_copy, host_copy
-from hpctrain.checkpoint.tensors.boxes import DTYPES, State
+from hpctrain.checkpoint.tensors.boxes import AS_STORED, DTYPES, State
 from hpctrain.checkpoint.tensors.device_copy import CopyTorn, copy_to_host
 from hpctrain.checkpoint.tensors.saver import Saver
 from hpctrain.errors import CheckpointError
@@ -60,7 +60,7 @@ def copies_of(tensor, *, is_steady=True):
     return target, copy_to_host([target], [tensor.detach().reshape(-1)], watched)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex128], ids=str)
+@pytest.mark.parametrize("dtype", [each for each in DTYPES if each not in AS_STORED], ids=str)
 @pytest.mark.parametrize("count", [1, 7, 70_001])
 def test_a_copy_has_the_bits_of_its_source_whatever_it_is_of(monkeypatch, dtype, count):
     monkeypatch.setattr(device_copy, "SMALL_BYTES", 0)

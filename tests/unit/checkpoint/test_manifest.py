@@ -138,12 +138,12 @@ def test_json_that_is_no_object_is_not_ours(path):
 
 
 def test_a_newer_format_asks_for_a_newer_hpctrain(path):
-    path.write_text('{"format": 4, "something": "else"}\n')
+    path.write_text('{"format": 5, "something": "else"}\n')
 
     with pytest.raises(NewerFormat) as caught:
         manifests.load(path)
     assert str(caught.value) == (
-        f"{path.parent.name}: manifest has format 4, this hpctrain reads up to 3; use a newer "
+        f"{path.parent.name}: manifest has format 5, this hpctrain reads up to 4; use a newer "
         "hpctrain"
     )
 

@@ -11,7 +11,8 @@ import torch
 
 import hpctrain
 from hpctrain import device as devices
-from hpctrain.runtime import own_loop, profiler, program, telemetry
+from hpctrain.runtime import own_loop, profiler, telemetry
+from hpctrain.runtime.generators import Generators
 from hpctrain.world import World
 
 CPU = torch.device("cpu")
@@ -117,20 +118,20 @@ def test_memory_in_samples_and_profiles_is_the_allocators(gpu):
 def test_the_devices_generator_travels_with_the_ranks_others(gpu):
     world = World(3, 3, 4, torch.device(gpu.kind, 3))
     gpu.state["random"] = torch.arange(3, dtype=torch.uint8)
-    saved = program.capture(world)
+    saved = Generators(world).capture()
     gpu.state["random"] = torch.zeros(3, dtype=torch.uint8)
 
-    program.apply(world, saved)
+    Generators(world).apply(saved, is_same_mesh=True, seed=0, step=0)
 
     assert torch.equal(gpu.state["random"], torch.arange(3, dtype=torch.uint8))
     assert f"rng.rank-00003.{gpu.kind}" in saved
 
 
 def test_generators_of_a_gpu_are_left_where_ranks_have_none(gpu):
-    saved = program.capture(World(0, 0, 1, torch.device(gpu.kind, 0)))
+    saved = Generators(World(0, 0, 1, torch.device(gpu.kind, 0))).capture()
     gpu.state["random"] = None
 
-    program.apply(World(0, 0, 1, CPU), saved)
+    Generators(World(0, 0, 1, CPU)).apply(saved, is_same_mesh=True, seed=0, step=0)
 
     assert gpu.state["random"] is None
 

@@ -20,7 +20,7 @@ from hpctrain.memory.rank_line import KeeperLine
 from hpctrain.memory.slots import Mark
 from hpctrain.memory.will_pages import CellState
 from hpctrain.runtime.last_will import LastWill, why_none
-from hpctrain.runtime.program import Program, capture
+from hpctrain.runtime.program import Program
 from hpctrain.world import World
 from tests.support.keepers import Keepers, ready, until
 
@@ -97,7 +97,7 @@ class Trainer:
     def now(self):
         """All that a checkpoint would hold."""
         tensors = {name: tensor.clone() for name, tensor in self.state().shared.items()}
-        return tensors, capture(self.world), self.position.count, self.counter.count
+        return tensors, self.program.generators.capture(), self.position.count, self.counter.count
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_generators_are_kept_ahead_of_the_update_and_at_the_end_of_the_step(keep
     trainer.end()
     assert page.state_of(3) == CellState.OTHER
 
-    before = capture(trainer.world)
+    before = trainer.program.generators.capture()
     trainer.will.write(0.0)
     _, tensors, _ = left(keepers)
     for name, tensor in before.items():

@@ -406,7 +406,7 @@ def another_dtype(metadata):
 
 
 def unknown_dtype(metadata):
-    metadata.state_dict_metadata["model.a"].properties.dtype = torch.complex128
+    metadata.state_dict_metadata["model.a"].properties.dtype = torch.qint8
 
 
 def no_tensors(metadata):
@@ -424,7 +424,7 @@ def no_tensors(metadata):
         (beyond, "does not lie in it"),
         (longer, "is cut"),
         (another_dtype, "not the part"),
-        (unknown_dtype, "complex128, which cannot be stored"),
+        (unknown_dtype, "qint8, which cannot be stored"),
         (no_tensors, "is not torch DCP's"),
     ],
 )
