@@ -18,6 +18,7 @@ from pathlib import Path
 CLONE_NEWNET = 0x40000000
 SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCSIFADDR, SIOCSIFNETMASK = 0x8913, 0x8914, 0x8916, 0x891C
 IFF_UP = 1
+TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x1, 0x1000
 SOME_ADDRESS = "192.0.2.1"
 """Of the block for documentation, which nobody has."""
 
@@ -38,12 +39,35 @@ def enter_own() -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         (flags,) = struct.unpack_from("16xh", fcntl.ioctl(control, SIOCGIFFLAGS, _request("lo")))
         fcntl.ioctl(control, SIOCSIFFLAGS, _request("lo", struct.pack("h", flags | IFF_UP)))
-        for alias, mine in (("lo:1", address), ("lo:2", _name_server())):
+        own = _device(_host_interface()) or "lo:1"
+        for alias, mine in ((own, address), ("lo:2", _name_server())):
             if not mine.startswith("127."):
                 fcntl.ioctl(control, SIOCSIFADDR, _request(alias, _sockaddr(mine)))
                 fcntl.ioctl(control, SIOCSIFNETMASK, _request(alias, _sockaddr("255.255.255.255")))
+        if own != "lo:1":
+            fcntl.ioctl(control, SIOCSIFFLAGS, _request(own, struct.pack("h", IFF_UP)))
     _serve_names()
     return True
+
+
+def _host_interface() -> str:
+    """The machine's first interface besides loopback; "" for none.
+
+    /sys goes on showing the machine's interfaces. One of that name here makes both agree, for
+    tests of what a node's interfaces are.
+    """
+    names = sorted(path.name for path in Path("/sys/class/net").glob("*") if path.is_dir())
+    return next((name for name in names if name != "lo"), "")
+
+
+def _device(name: str) -> str:
+    """Make a tunnel of that name, which lasts as long as this process; "" where none can be."""
+    try:
+        tunnel = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
+        fcntl.ioctl(tunnel, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TUN | IFF_NO_PI))
+    except OSError:
+        return ""
+    return name
 
 
 def _own_address() -> str:
