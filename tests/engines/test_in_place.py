@@ -469,6 +469,7 @@ def meeting(nodes, size, *, comes, gather_s):
     place.nodes = [f"n{node}" for node in range(nodes)]
     place._size, place._fits, place._gather_s = size, bool, gather_s
     place._living, place._losses, place.timeout = {0}, [], timedelta(seconds=0.5)
+    place._out = None
     place._hear = lambda _wait_s: place._living.update(comes)
     said = []
     place._lifeline = SimpleNamespace(say=said.append, said=said)
