@@ -365,3 +365,20 @@ with open(FACTS, "w") as file:
 
     assert forked.facts(node) == [signum]
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signum}
+
+
+def test_a_stop_signal_before_the_node_can_note_it_waits(forked, job):
+    real = os.setsid
+
+    def setsid():
+        real()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    job.setattr(os, "setsid", setsid)
+    node = forked(
+        """
+from hpctrain.agent import signals
+sys.exit(len(signals.arrivals()))
+"""
+    )
+    assert node.wait() == 1
