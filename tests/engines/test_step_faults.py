@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
+from hpctrain.recipes.lm import train as recipe
 from hpctrain.run import events as ledger
 from hpctrain.testing import faults
-from tests.support.gates import steps_held
+from tests.support.gates import before, steps_held
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import make_run, train
 
 STEPS = 6
 
 
-def test_ranks_stand_before_the_step_that_is_named_until_they_are_let_go(tmp_path):
+def test_ranks_stand_before_the_step_that_is_named_until_they_are_let_go(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run", train__steps=STEPS)
     gates, held = steps_held(tmp_path, {1: 3, 2: 5})
-    arrived, done = [], []
+    arrived, begun = [], []
+
+    def begin(*_, **__):
+        with (tmp_path / f"begun-{os.environ['RANK']}").open("a") as file:
+            file.write("a step\n")
 
     def let_go():
         arrived.extend(gates[1].wait(2))
-        done.extend(all_fields(e)["last"] for e in ledger.read(run) if e.kind == "steps")
+        begun.extend((tmp_path / f"begun-{n}").read_text().count("\n") for n in range(2))
         gates[1].open()
+
+    before(monkeypatch, recipe, "microbatches", begin)
 
     opener = threading.Thread(target=let_go)
     opener.start()
@@ -30,6 +38,6 @@ def test_ranks_stand_before_the_step_that_is_named_until_they_are_let_go(tmp_pat
     opener.join()
 
     assert sorted(rank for rank, _ in arrived) == [0, 1]
-    assert max(done, default=0) <= 3
+    assert begun == [3, 3]
     assert gates[2].arrivals() == [], "of another attempt"
     assert [all_fields(e)["step"] for e in ledger.read(run) if e.kind == "done"] == [STEPS]

@@ -67,8 +67,10 @@ class Gate(AbstractContextManager["Gate"]):
         return patience.until(there, f"{arrivals} arrivals at {self.path}", alive=alive)
 
 
-def before(patch: pytest.MonkeyPatch, kind: type, method: str, act: Callable[..., object]) -> None:
-    """Have every call of a method call `act` first, with the same arguments.
+def before(
+    patch: pytest.MonkeyPatch, kind: object, method: str, act: Callable[..., object]
+) -> None:
+    """Have each call of a class's or module's function call `act` first, with its arguments.
 
     Ranks that are forked afterwards do it too.
     """
