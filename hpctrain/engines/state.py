@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from hpctrain.checkpoint.tensors.boxes import DTYPES
 from hpctrain.checkpoint.tensors.value_reading import decode
@@ -55,7 +55,7 @@ NUMBERS: dict[str, tuple[type, torch.dtype]] = {
     "float": (float, torch.float64),
 }
 """Python's numbers in an optimizer's state: the end of the name, and the dtype that is exact."""
-MOST_INT = 2**63
+INT_BITS = 64
 JSON = "json"
 """The end of the name of any other object; its tensors have names below its own."""
 _TORCH = {word: dtype for dtype, word in DTYPES.items()}
@@ -105,7 +105,7 @@ def wanted(
     owners = dict(names.parameters(model))
     for name, parameter in owners.items():
         entry = entries.get(MODEL + name)
-        if isinstance(parameter, UninitializedTensorMixin) and entry is not None:
+        if isinstance(parameter, UninitializedParameter) and entry is not None:
             parameter.materialize(entry.shape)
         tensors[MODEL + name] = parameter.detach()
     device = next((_local(p).device for p in owners.values()), torch.device("cpu"))
@@ -166,7 +166,7 @@ def buffers_of_other_shape(model: nn.Module, entries: Entries) -> list[tuple[str
         (place.name, entries[MODEL + place.name].shape, tuple(buffer.shape))
         for place, buffer in names.buffers(model)
         if buffer is not None
-        and not isinstance(buffer, UninitializedTensorMixin)
+        and not isinstance(buffer, UninitializedBuffer)
         and _is_other(buffer, entries.get(MODEL + place.name))
     ]
 
@@ -176,7 +176,7 @@ def without_state(model: nn.Module, optimizer: Optimizer, entries: Entries) -> l
     owners = dict(names.parameters(model))
     have = {id(_parsed(name, owners)[0]) for name in entries if name.startswith(OPTIM)}
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    lacking = {}
+    lacking: dict[int, str] = {}
     for name, parameter in owners.items():
         if id(parameter) in updated - have and parameter.requires_grad:
             lacking.setdefault(id(parameter), name)
@@ -255,8 +255,9 @@ def _put(moments: dict[str, torch.Tensor], name: str, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         moments[name] = value
         return
+    fits = not isinstance(value, int) or value.bit_length() < INT_BITS
     for kind, (number, dtype) in NUMBERS.items():
-        if type(value) is number and (number is not int or -MOST_INT <= value < MOST_INT):
+        if type(value) is number and fits:
             moments[f"{name}:{kind}"] = torch.tensor(value, dtype=dtype)
             return
     form, tensors = encode(value, name)
@@ -300,8 +301,8 @@ def _give_state(
             loaded.setdefault(owner, {})[key] = value
         elif owner is not None:
             objects.append((owner, key, json.loads(bytes(tensor.tolist()))))
-    for owner, key, form in objects:
-        values = loaded.setdefault(owner, {})
+    for parameter, key, form in objects:
+        values = loaded.setdefault(parameter, {})
         for part in [each for each in values if each == key or each.startswith(key + ".")]:
             del values[part]
         values[key] = decode(form, tensors)
@@ -355,13 +356,13 @@ def _is_other(buffer: torch.Tensor | None, entry: TensorEntry | None) -> bool:
     if entry is None:
         return False
     return buffer is None or (
-        isinstance(buffer, UninitializedTensorMixin) or tuple(buffer.shape) != entry.shape
+        isinstance(buffer, UninitializedBuffer) or tuple(buffer.shape) != entry.shape
     )
 
 
 def _is_same(loaded: Any, buffer: torch.Tensor | None) -> bool:
     """Whether what was loaded lies where the model's buffer does."""
-    if buffer is None or isinstance(buffer, UninitializedTensorMixin):
+    if buffer is None or isinstance(buffer, UninitializedBuffer):
         return False
     return loaded.shape == buffer.shape and (_local(loaded).data_ptr() == _local(buffer).data_ptr())
 

@@ -79,7 +79,7 @@ def _samples(
 ) -> list[tuple[nn.Parameter, dict[str, Any]]]:
     """One parameter with saved state for each group and number of dimensions."""
     known = {id(parameter) for _, parameter in parameters(model)}
-    found = {}
+    found: dict[tuple[int, int], tuple[nn.Parameter, dict[str, Any]]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) in known and parameter in have:

@@ -335,5 +335,7 @@ def _arguments(optimizer: Any) -> frozenset[str]:
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, Optimizer):
         return _arguments(inner)
-    kinds = [kind for kind in type(optimizer).__mro__ if "__init__" in vars(kind)]
-    return frozenset(name for kind in kinds for name in inspect.signature(kind.__init__).parameters)
+    made_by = [
+        vars(kind)["__init__"] for kind in type(optimizer).__mro__ if "__init__" in vars(kind)
+    ]
+    return frozenset(chain(*(inspect.signature(each).parameters for each in made_by)))

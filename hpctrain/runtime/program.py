@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedParameter
 
 from hpctrain.checkpoint.tensors.boxes import State
 from hpctrain.checkpoint.tensors.restore import Wanted
@@ -141,7 +141,7 @@ class Program:
             parameter
             for parameter in self.model.parameters()
             if (parameter.requires_grad or BASE not in self.tracked)
-            and not isinstance(parameter, UninitializedTensorMixin)
+            and not isinstance(parameter, UninitializedParameter)
         ]
         whole = sum(_whole_numel(p) * p.element_size() for p in saved)
         return 3 * whole * self.mesh.get("pp", 1) // self._world.world_size

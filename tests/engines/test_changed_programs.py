@@ -230,6 +230,8 @@ def test_a_replaced_head_is_refused_and_the_rest_is_loaded_where_it_is_allowed(
     assert now["0.body.weight"] == weights["0.body.weight"]
     head = f"{change.get('name', 'head')}.weight"
     assert now[f"0.{head}"] == begun[head].tolist()
+    _, steps, _ = start(tmp_path, partial(with_head, **change, allow=BOTH), 5)
+    assert (steps["body.weight"], steps[head]) == (5.0, 2.0)
 
 
 def test_the_setting_allows_the_same(tmp_path):
