@@ -14,9 +14,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
+from hpctrain.errors import CheckpointError
 from tests.support import state_zoo as zoo
-from tests.support.resumes import differences, stopped_and_whole
+from tests.support.resumes import differences, start, stopped_and_whole
 
 STEPS = 8
 QUICK = 4
@@ -87,3 +89,52 @@ def test_a_model_resumes_to_the_bit(folder, model):
 
         found |= lost(make, folder / str(number), f"{model}, {optimizer}")
     assert found == {}
+
+
+@pytest.mark.parametrize("stop", [zoo.GROWS_AT - 1, zoo.GROWS_AT, zoo.GROWS_AT + 2])
+def test_parameters_that_are_added_in_the_loop_resume_to_the_bit(folder, stop):
+    pair = stopped_and_whole(lambda _: zoo.grown(), folder, steps=STEPS, stops=(stop,))
+    assert differences(*pair) == {}
+
+
+# ---- what cannot work
+
+
+class Low(torch.optim.Optimizer):
+    """As torchao's low-bit optimizers: its moments are of a tensor class of its own."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure=None):
+        from torchao.optim.subclass_8bit import OptimState8bit
+
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["exp_avg"] = OptimState8bit.zeros((16,), block_size=16)
+
+
+def sparse_buffer(model):
+    model.register_buffer("mask", torch.eye(2).to_sparse())
+
+
+REFUSED = {
+    "low-bit optimizer": (
+        lambda model: Low(model.parameters()),
+        "is a OptimState8bit, a tensor class of a library, which is not saved; use one that keeps",
+    ),
+    "sparse buffer": (
+        sparse_buffer,
+        r"model\.mask is a tensor of torch\.float32, torch\.sparse_coo, which is not saved; keep a",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_saved_is_refused_in_one_line(folder, change, message):
+    def make(_):
+        model = torch.nn.Linear(2, 2)
+        return zoo.training(model, change(model) or torch.optim.SGD(model.parameters(), lr=0.1))
+
+    with pytest.raises(CheckpointError, match=message) as caught:
+        start(make, folder, 1)
+    assert len(str(caught.value).splitlines()) == 1

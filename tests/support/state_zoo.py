@@ -157,11 +157,10 @@ def training(model: nn.Module, optimizer: Any, schedule: Any = None, **tracked: 
 
 
 def _norms() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, affine=True, track_running_stats=True
-        ), nn.BatchNorm1d(2, momentum=None), nn.GroupNorm(2, 2), nn.Flatten(), nn.LayerNorm(4),
-        nn.RMSNorm(4),
-    )  # fmt: skip
+    statistics = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+    spread = [nn.Unflatten(1, (2, 2)), statistics, nn.BatchNorm1d(2, momentum=None)]
+    first = [nn.Linear(2, 4), nn.BatchNorm1d(4), *spread, nn.GroupNorm(2, 2), nn.Flatten()]
+    return nn.Sequential(*first, nn.LayerNorm(4), nn.RMSNorm(4))
 
 
 def _lazy() -> nn.Module:
@@ -276,3 +275,22 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 2)),
     "double": lambda: nn.Sequential(Wide(), nn.Linear(2, 2).double()),
 }
+
+
+def grown() -> Training:
+    """A layer that the optimizer gets within the loop, with a rate of its own."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model[0].parameters(), lr=RATE)
+    made = training(model, optimizer)
+    train = made.step
+
+    def step(number: int) -> None:
+        if number >= GROWS_AT and len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 5 * RATE})
+        train(number)
+
+    made.step = step
+    return made
+
+
+GROWS_AT = 3
