@@ -118,10 +118,10 @@ class _Saving:
         """As `Program.snapshot` makes it."""
         from hpctrain.checkpoint.tensors.boxes import State
         from hpctrain.engines import state as engine_state
-        from hpctrain.runtime import program
+        from hpctrain.runtime.generators import Generators
 
         tensors = engine_state.collect(self._trained.model, self._trained.optimizer)
-        return State({**tensors}, program.capture(self._world), steady=frozenset(tensors))
+        return State({**tensors}, Generators(self._world).capture(), steady=frozenset(tensors))
 
     def stall(self, work: Callable[[], object]) -> tuple[float, float]:
         """Seconds that training stands still for a save, and those of the work beside it."""

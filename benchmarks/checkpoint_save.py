@@ -247,10 +247,10 @@ class _Ours:
     def _state(self) -> State:
         from hpctrain.checkpoint.tensors.boxes import State
         from hpctrain.engines import state as engine_state
-        from hpctrain.runtime import program
+        from hpctrain.runtime.generators import Generators
 
         tensors = engine_state.collect(self._trained.model, self._trained.optimizer)
-        return State({**tensors}, program.capture(self._world))
+        return State({**tensors}, Generators(self._world).capture())
 
     def begin(self) -> None:
         from _model import manifest

@@ -165,6 +165,7 @@ def _killed(run: RunHandle, attempt: int) -> tuple[dict[str, float], int, str]:
 
     run.wait_event("memory_copies", attempt)
     log = str(run.dir.rank_log(attempt, _CHANCE.randrange(8)))
+    assert run.slurm is not None
     pids = run.slurm.pids_of_job(run.job_id)
     pid = next(pid for pid in pids if log in map(str, processes.open_files(pid)))
     time.sleep(_CHANCE.uniform(1.0, 1.0 + 2 * STEP_S))  # at any place of a step
