@@ -89,6 +89,8 @@ def names_the_guilty(job: Job) -> Iterator[str]:
     names = [name for name, *_ in job.losses]
     if len(names) != len(set(names)):
         yield f"lost twice: {names}"
+    if job.misnamed:
+        yield f"{job.misnamed} are called spares, and were members"
     for name in names:
         if int(name[1:]) not in guilty:
             yield f"{name} was lost, and nothing was done to it"

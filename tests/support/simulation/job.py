@@ -204,6 +204,7 @@ class Job:
         self.looks_at_s: list[float] = []
         self.warned: list[tuple[int, str]] = []
         self.saves_copies = False
+        self.misnamed: list[str] = []
         self.first_ended_s: float | None = None
         self.lost_at_s: dict[str, float] = {}
         self.bad_at_s: dict[str, float] = {}
@@ -381,6 +382,8 @@ class Job:
 
         def lost(loss: Any, members: tuple[int, ...] | None) -> None:
             self.note(f"lost: {loss}, goes on with {members}")
+            if loss.name in rendezvous.names() and not loss.was_member:
+                self.misnamed.append(loss.name)
             self.lost_at_s[loss.name] = self.simulation.now_s
             self.losses.append((loss.name, loss.was_member, members))
 

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from hpctrain.agent.growth import growth_of
 from hpctrain.agent.members import RoundSize
 from hpctrain.agent.succession import Succession
 from hpctrain.base.records import EndReason, JobContext, Next
@@ -25,6 +26,8 @@ from hpctrain.run.event_types import (
     NodeLost,
     RanksOutOfStep,
 )
+from hpctrain.run.layout import RunDir
+from hpctrain.settings.schema import AliveSettings
 from tests.support.simulation import campaign, contract
 from tests.support.simulation.checks import Overlap
 from tests.support.simulation.generations import RecordedJob
@@ -315,6 +318,17 @@ def test_nothing_more_is_asked_for_where_a_node_is_never_added():
     made.setup.growth = growth_of
     played = play(made, (5.0, "dies", 2))
     assert (played.end.ending, asked) == ("left", [3])
+
+
+@pytest.mark.parametrize(("memory", "is_due"), [("no", False), ("auto", True)])
+def test_a_round_may_end_at_any_moment_where_copies_of_the_state_are_in_memory(
+    tmp_path, memory, is_due
+):
+    alive = AliveSettings(grow="auto", memory=memory)
+    context = JobContext("7", 0, 0, ["n0", "n1"], "n0", 1, "")
+    made = growth_of(RunDir(tmp_path), alive, context, Mock(), joined=Mock(), may_grow=Mock())
+    assert made.is_due(can_grow=True) is is_due
+    assert not made.is_due(can_grow=False)
 
 
 # ---- who goes on after the first node
