@@ -141,7 +141,7 @@ def in_any_order(run, total, *, turned=(), scheduled=True, kind="lambda"):
             "chain": lambda: torch.optim.lr_scheduler.SequentialLR(
                 optimizer,
                 [torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 1),
-                 torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)],
+                 torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.8**n)],
                 [2],
             ),
             "plateau": lambda: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
