@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from hpctrain.checkpoint.tensors.boxes import State
+from hpctrain.checkpoint.tensors.boxes import State, refuse_unsaveable
 from hpctrain.checkpoint.tensors.restore import Wanted
 from hpctrain.checkpoint.tensors.value_reading import decode, has_sharded, placeholders
 from hpctrain.checkpoint.tensors.values import encode
@@ -456,6 +456,22 @@ class Program:
     def _has_generators(self, manifest: Manifest) -> bool:
         """Whether this rank's generators are in a checkpoint: it was saved on the same mesh."""
         return manifest.world_size == self._world.world_size and manifest.mesh == self.mesh
+
+
+def refuse_unsaveable_model(model: nn.Module) -> None:
+    """Refuse a model with a tensor that no checkpoint can hold, before it trains.
+
+    Raises:
+        CheckpointError: which tensor, and what to do.
+    """
+    held = {names.MODEL + name: one for name, one in model.named_parameters()}
+    held |= {
+        name: module._buffers[key]  # noqa: SLF001 - as torch's state_dict does
+        for name, (module, key) in names.persistent_buffers(model).items()
+    }
+    for name, tensor in held.items():
+        if tensor is not None and not torch.nn.parameter.is_lazy(tensor):
+            refuse_unsaveable(name, tensor)
 
 
 def state_of(thing: Stateful) -> dict[str, Any]:

@@ -215,10 +215,13 @@ class Run:
 
         Raises:
             UsageError: `allow` has something else, or something of `others` has no state_dict().
-            CheckpointError: its state holds something that cannot be saved; with the path.
+            CheckpointError: its state, or the model, holds something that cannot be saved; with
+                the path.
         """
         require_known(allow)
         program = self._program
+        if model is not None:
+            program_state.refuse_unsaveable_model(model)
         program.model = model if model is not None else program.model
         program.optimizer = optimizer if optimizer is not None else program.optimizer
         program.data = data if data is not None else program.data

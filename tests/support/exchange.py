@@ -13,6 +13,7 @@ from hpctrain.checkpoint.format.layout import part_of
 from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.checkpoint.store import commit, find
+from hpctrain.checkpoint.format.manifest import SAFETENSORS
 from hpctrain.checkpoint.tensors.boxes import DTYPES
 from hpctrain.cli.main import main
 from hpctrain.run.fence import take_attempt
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-DTYPES_OF_TORCH = list(DTYPES)
+DTYPES_OF_TORCH = [dtype for dtype, word in DTYPES.items() if word in SAFETENSORS]
 
 
 def made_run(tmp_path: Path, name: str = "lm-1") -> RunDir:

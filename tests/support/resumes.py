@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,13 +13,15 @@ from hpctrain.run.fence import take_attempt
 from hpctrain.run.layout import RunDir
 from hpctrain.runtime.run import Run
 from hpctrain.runtime.signals import RankSignals
-from hpctrain.settings.schema import Settings
-from hpctrain.world import World
+from hpctrain.settings.schema import Settings, replaced
+from hpctrain.world import World, on_rank_0
 from tests.support.value_trees import facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from hpctrain.run.fence import Attempt
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 
@@ -35,32 +37,59 @@ class Training:
 
 
 def stopped_and_whole(
-    make: Callable[[Run], Training], folder: Path, *, steps: int = 6, stops: tuple[int, ...] = (3,)
+    make: Callable[[Run], Training],
+    folder: Path,
+    *,
+    steps: int = 6,
+    stops: tuple[int, ...] = (3,),
+    world: World = ALONE,
+    kind: str = "ddp",
 ) -> tuple[Any, Any]:
-    """All facts at the end of a training that was stopped, and of one that was not."""
-    whole = start(make, None, steps)
+    """All facts at the end of a training that was stopped, and of one that was not.
+
+    Collective where there are several ranks.
+    """
+    whole = start(make, None, steps, world=world, kind=kind)
     for stop in (*stops, steps):
-        resumed = start(make, folder, stop)
+        resumed = start(make, folder, stop, world=world, kind=kind)
     return resumed, whole
 
 
-def start(make: Callable[[Run], Training], folder: Path | None, total: int) -> dict[str, Any]:
+def start(
+    make: Callable[[Run], Training],
+    folder: Path | None,
+    total: int,
+    *,
+    world: World = ALONE,
+    kind: str = "ddp",
+) -> dict[str, Any]:
     """One start, up to `total` steps: all that it ended with."""
-    settings = replace(Settings(), checkpoint=replace(Settings().checkpoint, mode="sync"))
+    settings = replaced(Settings(), {"checkpoint.mode": "sync", "engine.kind": kind})
     run_dir = attempt = None
     if folder is not None:
         run_dir = RunDir(folder)
-        run_dir.root.mkdir(parents=True, exist_ok=True)
-        attempt = take_attempt(run_dir, job_id="1", restarts=0)
-        run_dir.attempt(attempt.number).mkdir(parents=True)
+        attempt = on_rank_0(world, lambda: _next_attempt(RunDir(folder)))
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002 - the one that programs draw from
-    run = Run(ALONE, settings, run_dir=run_dir, attempt=attempt, signals=RankSignals(), spec=None)
+    run = Run(world, settings, run_dir=run_dir, attempt=attempt, signals=RankSignals(), spec=None)
     made = make(run)
-    run.track(model=made.model, optimizer=made.optimizer, **made.tracked)
+    own = {} if _has_engine(run) else {"model": made.model, "optimizer": made.optimizer}
+    run.track(**own, **made.tracked)
     for step in run.steps(total=total):
         made.step(step)
     return facts_of(made)
+
+
+def _has_engine(run: Run) -> bool:
+    """Whether the program has called `parallelize`."""
+    return run._program.engine is not None
+
+
+def _next_attempt(run_dir: RunDir) -> Attempt:
+    run_dir.root.mkdir(parents=True, exist_ok=True)
+    attempt = take_attempt(run_dir, job_id="1", restarts=0)
+    run_dir.attempt(attempt.number).mkdir(parents=True)
+    return attempt
 
 
 def facts_of(made: Training) -> dict[str, Any]:
@@ -81,8 +110,15 @@ def facts_of(made: Training) -> dict[str, Any]:
 
 
 def _filled(state: dict[Any, Any]) -> dict[Any, Any]:
-    """Of an optimizer's state what holds something: asking for a parameter's makes an empty one."""
-    return {key: value for key, value in state.items() if value or not isinstance(value, dict)}
+    """Of an optimizer's state what holds something, in order of the keys.
+
+    Asking for a parameter's state makes an empty one, and no optimizer goes by the order.
+    """
+    return {
+        owner: dict(sorted(values.items())) if isinstance(values, dict) else values
+        for owner, values in sorted(state.items(), key=str)
+        if values or not isinstance(values, dict)
+    }
 
 
 def differences(resumed: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:

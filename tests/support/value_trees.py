@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor
 
 from hpctrain.checkpoint.tensors.boxes import AS_STORED, DTYPES
 
@@ -244,6 +245,8 @@ TREES = st.recursive(leaves(), branches, max_leaves=12).map(Tree)
 def facts(value):  # noqa: C901, PLR0911, PLR0912 - a line for each type
     """All that must be the same of a value, in types whose equality is plain."""
     kind = type(value)
+    if isinstance(value, DTensor):
+        value = value.to_local()
     if isinstance(value, torch.Tensor):
         local = value.detach().contiguous().reshape(-1)
         content = local.view(torch.uint8).numpy().tobytes() if local.numel() else b""

@@ -41,11 +41,11 @@ PREFIXES = (MODEL, OPTIM, TRACKED, RNG)
 CARRIED = ("data", "rng", "extra", "world_size", "mesh")
 """Fields of a manifest that go with a checkpoint of our own."""
 NUMPY: dict[str, str] = {
-    "F64": "<f8", "F32": "<f4", "F16": "<f2", "C64": "<c8",
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "C64": "<c8", "C128": "<c16",
     "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
     "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?",
 }  # fmt: skip
-"""Those of safetensors' dtypes that numpy has."""
+"""Those dtypes that numpy has."""
 TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 CONVERTED = frozenset({"F64", "F32", "F16", "BF16"})
 COMPARED = 4 << 20
@@ -164,14 +164,19 @@ def to_dtype(tensor: Tensor, target: str) -> Tensor:
 
 
 def widened(content: Bytes, dtype: str) -> NDArray[Any]:
-    """Values that numpy can calculate with: bf16 and 8-bit floats as float32."""
+    """Values that numpy can calculate with: bf16 and 8-bit floats as float32.
+
+    Of types that have a byte for each value and no form in safetensors, the bytes themselves.
+    """
     if dtype in NUMPY:
         return content.view(NUMPY[dtype])
     if dtype == "BF16":
         return (content.view("<u2").astype("<u4") << np.uint32(16)).view("<f4")
     if dtype == "F8_E5M2":
         return (content.astype("<u2") << np.uint16(8)).view("<f2").astype("<f4")
-    return _E4M3[content]
+    if dtype == "C32":
+        return content.view("<f2").astype("<f4").view("<c8")
+    return _E4M3[content] if dtype == "F8_E4M3" else content
 
 
 def same(first: Bytes, other: Bytes) -> bool:

@@ -21,6 +21,7 @@ import numpy as np
 from hpctrain.checkpoint.exchange.contents import Contents, NestedValue, Tensor, carried
 from hpctrain.checkpoint.exchange.export import Written, compare
 from hpctrain.checkpoint.exchange.place import flush, placing
+from hpctrain.checkpoint.format.manifest import SAFETENSORS
 from hpctrain.checkpoint.format.shard import DTYPES, encode_header
 from hpctrain.errors import CheckpointError
 
@@ -150,7 +151,7 @@ def _short(text: object) -> str:
 
 def _tensor(path: Path, base: int, name: str, entry: dict[str, Any]) -> StoredTensor:
     dtype, shape, (low, high) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in DTYPES:
+    if dtype not in SAFETENSORS:
         raise ValueError(f"{name} has dtype {dtype}, which is not known here")
     if not all(type(number) is int and number >= 0 for number in (*shape, low, high)):
         raise ValueError(f"{name} has a shape or an offset that is no whole number")
@@ -267,6 +268,11 @@ def _header(tensors: Sequence[Tensor], about: dict[str, str]) -> bytes:
     entries: dict[str, object] = {"__metadata__": about}
     position = 0
     for tensor in tensors:
+        if tensor.dtype not in SAFETENSORS:
+            raise CheckpointError(
+                f"{tensor.name} is {tensor.text}, and safetensors has no such dtype; export it "
+                "with --to torch"
+            )
         end = position + tensor.nbytes
         entries[tensor.name] = {
             "dtype": tensor.dtype,

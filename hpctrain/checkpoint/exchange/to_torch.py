@@ -40,7 +40,8 @@ OVERHEAD = 512
 TORCH_DTYPES = {word: dtype for dtype, word in DTYPES.items()}
 STORAGES: dict[str, Any] = {
     "F64": torch.DoubleStorage, "F32": torch.FloatStorage, "F16": torch.HalfStorage,
-    "BF16": torch.BFloat16Storage, "C64": torch.ComplexFloatStorage, "I64": torch.LongStorage,
+    "BF16": torch.BFloat16Storage, "C64": torch.ComplexFloatStorage,
+    "C128": torch.ComplexDoubleStorage, "I64": torch.LongStorage,
     "I32": torch.IntStorage, "I16": torch.ShortStorage, "I8": torch.CharStorage,
     "U8": torch.ByteStorage, "BOOL": torch.BoolStorage,
 }  # fmt: skip

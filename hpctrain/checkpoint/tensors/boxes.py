@@ -197,6 +197,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _whole(name: str, tensor: torch.Tensor, replica: int, replicas: int) -> Held:
+    refuse_unsaveable(name, tensor)
     shape = tuple(tensor.shape)
     piece = ShardPiece(name, _dtype(name, tensor), shape, (0,) * len(shape), shape)
     return Held(piece, _as_stored(tensor.detach()), replica, replicas)
@@ -246,6 +247,20 @@ def _place(name: str, tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], in
             replica = replica * mesh.size(axis) + at[axis]
             replicas *= mesh.size(axis)
     return tuple(boxes[0].offsets), tuple(boxes[0].sizes), replica, replicas
+
+
+def refuse_unsaveable(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that has no form in a checkpoint.
+
+    Raises:
+        CheckpointError: which it is, and what to do.
+    """
+    if not isinstance(tensor, DTensor) and hasattr(tensor, "__tensor_flatten__"):
+        raise CheckpointError(
+            f"{name} is a {type(tensor).__name__}, a tensor class of a library, which is not "
+            "saved; use one that keeps plain tensors"
+        )
+    _dtype(name, tensor)
 
 
 def _dtype(name: str, tensor: torch.Tensor) -> str:

@@ -262,8 +262,8 @@ def _pin(run, _):
 def test_what_nobody_can_judge_is_not_moved_or_deleted_by_anyone(run, attempt, act, trouble):
     support.save(run, attempt, 1000, 2000, 3000)
     if trouble == "newer format":
-        (find.step_path(run, 2000) / MANIFEST_NAME).write_text('{"format": 4}\n')
-        (find.step_path(run, 3000) / MANIFEST_NAME).write_text('{"format": 4}\n')
+        (find.step_path(run, 2000) / MANIFEST_NAME).write_text('{"format": 5}\n')
+        (find.step_path(run, 3000) / MANIFEST_NAME).write_text('{"format": 5}\n')
     before = support.names_in(run)
 
     doubts = (FileSystemFault, NewerFormat)
@@ -275,7 +275,7 @@ def test_what_nobody_can_judge_is_not_moved_or_deleted_by_anyone(run, attempt, a
 
 def test_going_back_does_not_set_a_newer_format_aside(run, attempt):
     support.save(run, attempt, 1000, 2000)
-    (find.step_path(run, 2000) / MANIFEST_NAME).write_text('{"format": 4}\n')
+    (find.step_path(run, 2000) / MANIFEST_NAME).write_text('{"format": 5}\n')
 
     with pytest.raises(NewerFormat, match="checkpoints rm gpt-a 2000 --force"):
         find.choose(run, at_step=1000)
