@@ -81,7 +81,7 @@ def buffers(model: nn.Module) -> Iterator[tuple[Place, torch.Tensor | None]]:
 
 
 @functools.cache
-def _wrapped(kind: type[nn.Module]) -> str:
+def _wrapped(kind: type) -> str:
     """The attribute in which a wrapper's class holds the module; "" where it is no wrapper."""
     for base in kind.__mro__:
         path = f"{base.__module__}.{base.__qualname__}"

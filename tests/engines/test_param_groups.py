@@ -141,7 +141,7 @@ def in_any_order(run, total, *, turned=(), scheduled=True, kind="lambda"):
             "chain": lambda: torch.optim.lr_scheduler.SequentialLR(
                 optimizer,
                 [torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 1),
-                 torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)],
+                 torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.8**n)],
                 [2],
             ),
             "plateau": lambda: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
@@ -267,6 +267,19 @@ def test_what_cannot_be_saved_of_a_group_is_the_programs_while_nobody_changes_it
 
     assert resumed(tmp_path, program, 3, 5) == undisturbed(tmp_path, program, 5)
     assert not [r for r in caplog.records if "shape" in r.message]
+
+
+def test_what_cannot_be_saved_is_refused_where_the_optimizer_puts_it_there(tmp_path):
+    def program(run, total):
+        model = nn.Linear(2, 1)
+        optimizer = Counting(model.parameters())
+        optimizer.register_step_post_hook(
+            lambda *_: optimizer.param_groups[0].update(shape=lambda value: value)
+        )
+        return trained(run, total, model, optimizer)
+
+    with pytest.raises(CheckpointError, match="put a function into shape of a group"):
+        start(tmp_path, program, 3)
 
 
 def adversarial(run, total, *, turned=()):
