@@ -150,7 +150,11 @@ class ParamGroups:
         """Note groups that have come since, and give them what waits for them."""
         for group in self.optimizer.param_groups[len(self._begun) :]:
             self._begun.append(
-                {k: deepcopy(v) for k, v in group.items() if k not in FOLLOWS and _is_plain(v)}
+                {
+                    k: deepcopy(v) if _is_plain(v) else v
+                    for k, v in group.items()
+                    if k not in FOLLOWS
+                }
             )
             if self._saved:
                 self._take(len(self._begun) - 1)
@@ -279,7 +283,7 @@ def _row(group: Mapping[str, Any], begun: Mapping[str, Any]) -> dict[str, Any]:
     values = {key: value for key, value in group.items() if key not in FOLLOWS}
     odd = [key for key, value in values.items() if not _is_plain(value)]
     for key in odd:
-        if key in begun:
+        if begun.get(key, MISSING) is not values[key]:
             kind = type(values[key]).__name__
             raise CheckpointError(f"the optimizer has put a {kind} into {key} of a group")
         del values[key]  # as the program has made it

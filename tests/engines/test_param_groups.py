@@ -269,6 +269,19 @@ def test_what_cannot_be_saved_of_a_group_is_the_programs_while_nobody_changes_it
     assert not [r for r in caplog.records if "shape" in r.message]
 
 
+def test_what_cannot_be_saved_is_refused_where_the_optimizer_puts_it_there(tmp_path):
+    def program(run, total):
+        model = nn.Linear(2, 1)
+        optimizer = Counting(model.parameters())
+        optimizer.register_step_post_hook(
+            lambda *_: optimizer.param_groups[0].update(shape=lambda value: value)
+        )
+        return trained(run, total, model, optimizer)
+
+    with pytest.raises(CheckpointError, match="put a function into shape of a group"):
+        start(tmp_path, program, 3)
+
+
 def adversarial(run, total, *, turned=()):
     """A second model with an optimizer of its own, whose groups come the other way round once."""
     model, critic = nn.Linear(2, 2), nn.Linear(2, 1)
