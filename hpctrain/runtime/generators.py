@@ -83,13 +83,13 @@ class Generators:
         names = {NUMPY, *(TRACKED + name for name in self.tracked)}
         if is_same_mesh:
             names |= {"torch", "python", "python_gauss", self._world.device.type}
-        found = {}
+        targets = {}
         for name in sorted(names):
             entry = there.get(stem + name)
             if entry is not None:
                 dtype = {"U8": torch.uint8, "I64": torch.int64, "F64": torch.float64}[entry.dtype]
-                found[entry.name] = torch.empty(entry.shape, dtype=dtype)
-        return found
+                targets[entry.name] = torch.empty(entry.shape, dtype=dtype)
+        return targets
 
     def apply(
         self, state: Mapping[str, torch.Tensor], *, is_same_mesh: bool, seed: int, step: int

@@ -208,12 +208,12 @@ class LastWill:
         assert engine is not None and template is not None, "nobody asks before"  # noqa: PT018, S101
         shared = {**engine.state().shared, **kept.buffers}
         data, tracked = pickle.loads(kept.small)  # noqa: S301 - this process has made it
-        data, found = encode(data, f"tracked.{DATA}")
-        shared |= found
+        data, own_tensors = encode(data, f"tracked.{DATA}")
+        shared |= own_tensors
         extra = {}
         for name, value in tracked.items():
-            extra[name], found = encode(value, f"tracked.{name}")
-            shared |= found
+            extra[name], own_tensors = encode(value, f"tracked.{name}")
+            shared |= own_tensors
         manifest = replace(
             template, step=kept.step, created=clock.now(), data=data, extra=extra, metrics={}
         )

@@ -213,12 +213,12 @@ class Program:
         tracked: dict[str, Any] = {}
         extra = {}
         for name, thing in self.tracked.items():
-            extra[name], found = encode(state_of(thing), f"tracked.{name}")
-            tracked |= found
+            extra[name], own_tensors = encode(state_of(thing), f"tracked.{name}")
+            tracked |= own_tensors
         data: dict[str, Any] = {}
         if self.data is not None:
-            data, found = encode(self.data.state_dict(), f"tracked.{DATA}")
-            tracked |= found
+            data, own_tensors = encode(self.data.state_dict(), f"tracked.{DATA}")
+            tracked |= own_tensors
         copies = {**state.copies, **self._of_the_first(state, tracked)}
         state = replace(state, shared={**state.shared, **tracked}, copies=copies)
         own = self.generators.capture()
@@ -346,24 +346,24 @@ class Program:
         state = replace(state, shared=asked_for)
         empty = (names.OPTIM, names.MODEL) if self.awaits_weights else (names.OPTIM,)
         fresh = {name for name in state.shared if name.startswith(empty)}
-        found = self._wanted_of_tracked(manifest)
+        of_tracked = self._wanted_of_tracked(manifest)
         own = self.generators.wanted(manifest, is_same_mesh=self._has_generators(manifest))
-        state = replace(state, shared={**state.shared, **found}, own=own)
+        state = replace(state, shared={**state.shared, **of_tracked}, own=own)
         self._loading = {**state.shared, **own}
-        new = frozenset(fresh | set(found) | set(own))
+        new = frozenset(fresh | set(of_tracked) | set(own))
         return Wanted(state, new, left_out=common.dropped)
 
     def _wanted_of_tracked(self, manifest: Manifest) -> dict[str, torch.Tensor]:
         """Tensors for what this program tracks, each as it was or as the program shards it now."""
-        found = {}
+        targets = {}
         for name, thing in self.tracked.items():
             if name in manifest.extra:
                 form = manifest.extra[name]
                 like = encode(state_of(thing), f"tracked.{name}")[1] if has_sharded(form) else None
-                found.update(placeholders(form, like, self._world.device))
+                targets.update(placeholders(form, like, self._world.device))
         if self.data is not None:
-            found.update(placeholders(manifest.data, device=self._world.device))
-        return found
+            targets.update(placeholders(manifest.data, device=self._world.device))
+        return targets
 
     def _common(self, state: State, saved: Mapping[str, TensorEntry]) -> Fit:
         """What the model and a checkpoint have in common; notes of the rest are kept.

@@ -364,10 +364,10 @@ class _Encoder:
             CheckpointError: which two.
         """
         spans = sorted(self._spans)
-        for (device, _, end, one), (other_device, low, _, other) in pairwise(spans):
+        for (device, _, end, first), (other_device, low, _, second) in pairwise(spans):
             if device == other_device and low < end:
                 raise CheckpointError(
-                    f"tracked state {other} shares a part of its memory with {one}, and the two "
+                    f"tracked state {second} shares a part of its memory with {first}, and the two "
                     "would come back apart; clone() one of them in state_dict()"
                 )
 

@@ -239,3 +239,12 @@ def test_inline_forms_hold_their_bytes_themselves():
     assert facts(decode(json.loads(json.dumps(form)), {})) == facts(
         {"b": bytes(500), "a": np.arange(500)}
     )
+
+
+def test_whole_numbers_of_any_length_are_written_so_that_every_reader_has_them():
+    """Python reads no decimal number of 4,300 digits, and others none of more than 64 bits."""
+    huge = 10**5000
+    form = json.loads(json.dumps(encode([2**63 - 1, -(2**63), huge], "tracked.thing")[0]))
+    assert form[0] == 2**63 - 1
+    assert all(isinstance(each, dict) for each in form[1:])
+    assert decode(form, {}) == [2**63 - 1, -(2**63), huge]
