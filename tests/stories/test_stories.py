@@ -123,6 +123,9 @@ def test_a_torn_checkpoint_is_passed_over(cluster, tmp_path):
 
 
 @on_both(quick=False)
+@pytest.mark.realtime(
+    proved_by="tests/unit/agent/test_simulated_stories.py::test_a_hang_is_named_ended_and_started_again"
+)
 def test_a_rank_that_hangs_is_named_while_it_stands_and_costs_a_restart(cluster, tmp_path):
     """Its stack changes until somebody has looked: so long the hang is a suspicion."""
     tell = {"notify__on": ["incident"], "notify__command": "tee -a heard"}
