@@ -14,8 +14,8 @@ import logging
 import os
 import re
 import signal
-import time
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
