@@ -69,7 +69,7 @@ def findings(source: str, sleeps: int = 0) -> list[Finding]:
         source: Its text.
         sleeps: How often it may call `time.sleep`; fewer calls are a finding too.
     """
-    tree = ast.parse(source if "time." in source or "clock." in source else "")
+    tree = ast.parse(source if "time." in source else "")
     found = [*_bounds(tree)]
     calls = sorted(node.lineno for node in ast.walk(tree) if _is_call(node, SLEEP))
     if len(calls) > sleeps:
@@ -132,7 +132,7 @@ def _reads_clock(node: ast.AST) -> bool:
 
 def _is_call(node: ast.AST, names: frozenset[str]) -> bool:
     match node:
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="time" | "clock"), attr=name)):
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="time"), attr=name)):
             return name in names
     return False
 
