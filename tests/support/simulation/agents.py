@@ -30,6 +30,12 @@ from hpctrain.agent import (
 )
 from hpctrain.agent.resume_choice import StopHeard
 from hpctrain.base import clock
+from hpctrain.base.env import (
+    HPCTRAIN_ATTEMPT,
+    HPCTRAIN_ATTEMPT_DIR,
+    HPCTRAIN_STARTS,
+    HPCTRAIN_STOP_FILE,
+)
 from hpctrain.base.records import FailureReport
 from hpctrain.control.pulse import PulseSeen
 from hpctrain.errors import ControlLost
@@ -84,6 +90,10 @@ class Torch(LocalElasticAgent):
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         numbers = [worker.global_rank for worker in worker_group.workers]
+        told = {HPCTRAIN_ATTEMPT, HPCTRAIN_ATTEMPT_DIR, HPCTRAIN_STARTS, HPCTRAIN_STOP_FILE}
+        assert told <= self.place.environ.keys(), "ranks are not told what they need"
+        assert self._control.has_begun, "nobody carries the ranks' agreement"
+        self._control.has_begun = False
         number, size = self.attempt_number, worker_group.workers[0].world_size
         processes = self.job.start_ranks(self.place, number, numbers, size)
         self._pcontext: Any = SimpleNamespace(
@@ -150,14 +160,14 @@ class Control:
     def __init__(self, job: Job) -> None:
         self._job, self._node = job, job.here()
         self.pids: list[int] = []
-        self._has_ended = False
+        self._has_ended = self.has_begun = False
         self.copies_to_buddy = False
         self.folder = NO_PATH
 
     def begin(self, *_: Any, **__: Any) -> None:
         """See the real one; so below."""
         self._job.simulation.may_switch()
-        self._has_ended = False
+        self._has_ended, self.has_begun = False, True
         if self._node.lacks_control:
             self._node.lacks_control = False
             raise ControlLost("no port is free")

@@ -63,6 +63,11 @@ def misses_no_hang(job: Job) -> Iterator[str]:
         return
     if any(fact.ended != limits.ends_round for _, _, fact in found):
         yield f"{found}"
+    for _, number, fact in found:
+        ended = [one.end for one in job.verdicts if one.round == number - 1 and one.node == 0]
+        failure = ended[0].failure if ended else None
+        if fact.ended and ended and (failure is None or failure.summary.find(fact.summary) < 0):
+            yield f"attempt {number} was ended by {fact.summary}, and that is told: {failure}"
     told = [fact for _, _, fact in job.facts]
     suspected = sum(isinstance(fact, HangSuspected) for fact in told)
     cleared = sum(isinstance(fact, HangCleared) for fact in told)

@@ -441,6 +441,7 @@ def test_a_job_whose_first_node_dies_before_its_first_attempt_is_requeued(tmp_pa
     [
         ("preempted", (EndReason.PREEMPTED, Next.LEAVE)),
         ("grace", (EndReason.PREEMPTED, Next.REQUEUE)),
+        ("both", (EndReason.PREEMPTED, Next.REQUEUE)),
         ("limit", (EndReason.TIMED_OUT, Next.REQUEUE)),
         ("cancelled", (EndReason.CANCELLED, Next.STOP)),
         ("silent", (EndReason.PREEMPTED, Next.ASK_BATCH)),
