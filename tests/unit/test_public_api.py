@@ -158,7 +158,7 @@ Run.step
 Run.dir
 Run.resume_path
 Run.parallelize(self, model: 'nn.Module | Callable[[], nn.Module]', optimizer: 'Optimizer | Callable[[nn.Module], Optimizer]', *, plan: 'ModelPlan | None' = None, pretrained: 'str | Path | None' = None) -> 'Engine'
-Run.track(self, *, model: 'nn.Module | None' = None, optimizer: 'Optimizer | None' = None, data: 'Any' = None, **others: 'program_state.Stateful') -> 'None'
+Run.track(self, *, model: 'nn.Module | None' = None, optimizer: 'Optimizer | None' = None, data: 'Any' = None, allow: 'Sequence[str]' = (), **others: 'program_state.Stateful | program_state.Generator') -> 'None'
 Run.loader(self, dataset: 'Any', *, global_batch: 'int', micro_batch: 'int | None' = None, seed: 'int | None' = None, shuffle: 'bool' = True, drop_last: 'bool' = False, name: 'str' = 'data', **options: 'Unpack[LoaderOptions]') -> 'Loader'
 Run.stream_loader(self, dataset: 'Any', *, global_batch: 'int', micro_batch: 'int | None' = None, drop_last: 'bool' = False, readers: 'int | None' = None, replay: 'bool' = False, name: 'str' = 'data', **options: 'Unpack[LoaderOptions]') -> 'StreamLoader'
 Run.steps(self, total: 'int') -> 'Iterator[int]'
