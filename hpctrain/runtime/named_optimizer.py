@@ -76,8 +76,8 @@ class NamedOptimizer:
             sources = {group_of[name] for name in group} or {min(place, len(saved) - 1)}
             if len(sources) > 1:
                 raise CheckpointError(
-                    f"{group[0]} and others of its group were in {len(sources)} groups of a tracked "
-                    f"{type(self.optimizer).__name__} in the checkpoint"
+                    f"{group[0]} and others of its group were in {len(sources)} groups of a "
+                    f"tracked {type(self.optimizer).__name__} in the checkpoint"
                 )
             order.append(min(sources))
         self.order = [*order]
