@@ -45,7 +45,7 @@ SLEEPS = {
     "support/slurm_boot.py": 1,
     "support/slurm_keeper.py": 1,
     "support/small_disk.py": 1,
-    "unit/agent/test_lifeline.py": 2,
+    "unit/agent/test_lifeline.py": 1,
     "unit/control/test_seat.py": 1,
     "unit/preflight/test_probe.py": 1,
     "unit/preflight/test_rendezvous.py": 1,
