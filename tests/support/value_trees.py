@@ -250,7 +250,8 @@ def facts(value):  # noqa: C901, PLR0911, PLR0912 - a line for each type
     if isinstance(value, torch.Tensor):
         local = value.detach().contiguous().reshape(-1)
         content = local.view(torch.uint8).numpy().tobytes() if local.numel() else b""
-        stride = value.stride() if value.numel() else ()
+        pairs = zip(value.stride(), value.shape, strict=True) if value.numel() else ()
+        stride = tuple(step for step, size in pairs if size > 1)
         return (kind, value.dtype, value.shape, value.requires_grad, stride, content)
     if isinstance(value, np.ndarray):
         order = value.flags.f_contiguous, value.flags.c_contiguous
