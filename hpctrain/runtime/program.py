@@ -466,7 +466,9 @@ def refuse_unsaveable_model(model: nn.Module) -> None:
     Raises:
         CheckpointError: which tensor, and what to do.
     """
-    held = {names.MODEL + name: each for name, each in model.named_parameters()}
+    held: dict[str, torch.Tensor | None] = {
+        names.MODEL + name: parameter for name, parameter in model.named_parameters()
+    }
     held |= {
         name: module._buffers[key]  # noqa: SLF001 - as torch's state_dict does
         for name, (module, key) in names.persistent_buffers(model).items()

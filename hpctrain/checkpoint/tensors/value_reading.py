@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -253,8 +253,9 @@ class _Decoder:
         shape = tuple(form["shape"])
         if not data.size:
             return np.zeros(shape, dtype)
-        order = "F" if form["order"] == "F" else "C"
-        return data.view(dtype).reshape(shape, order=order)
+        order: Literal["C", "F"] = "F" if form["order"] == "F" else "C"
+        array: NDArray[Any] = data.view(dtype).reshape(shape, order=order)
+        return array
 
     def _read_scalar(self, form: dict[str, Any]) -> Any:
         dtype = dtype_of(self.value(form["dtype"]))

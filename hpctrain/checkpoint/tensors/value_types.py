@@ -98,10 +98,11 @@ def member_of(kind: type[enum.Enum], names: list[str]) -> enum.Enum | None:
         return None
     if not issubclass(kind, enum.Flag):
         return members[0] if len(members) == 1 else None
-    whole = kind(0)
+    whole: Any = kind(0)
     for member in members:
         whole |= member
-    return whole
+    flag: enum.Enum = whole
+    return flag
 
 
 def descr_of(dtype: np.dtype[Any]) -> Any:
@@ -147,17 +148,17 @@ def _time(value: dt.datetime | dt.time) -> Sequence[Any]:
 
 
 def _build_date_time(*parts: Any) -> dt.datetime:
-    *clock, zone, fold = parts
-    return dt.datetime(*clock, tzinfo=zone, fold=fold)
+    *clock, fold = parts
+    return dt.datetime(*clock, fold=fold)  # noqa: DTZ001 - the last of them is its zone
 
 
 def _build_time(*parts: Any) -> dt.time:
-    *clock, zone, fold = parts
-    return dt.time(*clock, tzinfo=zone, fold=fold)
+    *clock, fold = parts
+    return dt.time(*clock, fold=fold)
 
 
-def _zone(value: dt.timezone) -> Sequence[Any]:
-    made: Sequence[Any] = value.__getinitargs__()  # type: ignore[attr-defined] - as it is pickled
+def _zone(value: Any) -> Sequence[Any]:
+    made: Sequence[Any] = value.__getinitargs__()  # as it is pickled
     return made
 
 

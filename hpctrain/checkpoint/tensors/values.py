@@ -21,11 +21,12 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from itertools import pairwise
 from types import FunctionType, GeneratorType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from hpctrain.checkpoint.format.manifest import KIND
 from hpctrain.checkpoint.tensors.value_types import (
@@ -236,12 +237,12 @@ class _Encoder:
         return {KIND: "dataclass", **self._class(value), "fields": self._fields(fields)}
 
     def write_member(self, value: enum.Enum) -> Any:
-        form = {KIND: "enum", **self._class(value)}
+        path = self._class(value)
         members = list(value) if isinstance(value, enum.Flag) else [value]
-        form["names"] = names = [str(member.name) for member in members]
-        if member_of(type(value), names) is not value:
+        member_names = [str(member.name) for member in members]
+        if member_of(type(value), member_names) is not value:
             self._refuse(value, "its value has no name; name it in the class")
-        return form
+        return {KIND: "enum", **path, "names": member_names}
 
     def _class(self, value: Any) -> dict[str, str]:
         path = class_path(type(value))
@@ -289,10 +290,11 @@ class _Encoder:
 
     def write_array(self, array: NDArray[Any]) -> Any:
         descr = self._descr(array, array.dtype)
-        if array.size and _is_dense(array.shape, [s // array.itemsize for s in array.strides]):
+        if array.nbytes and _is_dense(array.shape, [s // array.itemsize for s in array.strides]):
             self._span("cpu", array.__array_interface__["data"][0], array.nbytes)
-        order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
-        flat = np.ravel(array, order)  # type: ignore[call-overload] - C or F
+        is_fortran = array.flags.f_contiguous and not array.flags.c_contiguous
+        order: Literal["C", "F"] = "F" if is_fortran else "C"
+        flat = np.ravel(array, order)
         return {
             KIND: "array",
             "dtype": descr,
@@ -414,7 +416,7 @@ def tensor_problem(tensor: torch.Tensor) -> str:
 
 
 def _of_tensor_class(tensor: torch.Tensor) -> str:
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if is_lazy(tensor):
         return "it has no values yet; run one forward pass before run.track"
     return "a tensor class of a library is not saved; save the plain tensors in it"
 

@@ -248,3 +248,21 @@ def test_whole_numbers_of_any_length_are_written_so_that_every_reader_has_them()
     assert form[0] == 2**63 - 1
     assert all(isinstance(each, dict) for each in form[1:])
     assert decode(form, {}) == [2**63 - 1, -(2**63), huge]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2, requires_grad=True),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.nn.Parameter(torch.ones(2), requires_grad=False),
+        torch.arange(12.0).reshape(3, 4).t(),
+        torch.rand(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+        np.asfortranarray(np.arange(24.0).reshape(4, 6)),
+        np.arange(12, dtype=">i4").reshape(3, 4),
+    ],
+    ids=["grad", "parameter", "frozen", "transposed", "channels last", "Fortran", "big-endian"],
+)
+def test_the_kind_of_a_tensor_and_its_order_in_memory_are_kept(value):
+    """The order decides which kernel torch takes, and so the last bits."""
+    assert facts(through(value)) == facts(value)
