@@ -16,6 +16,8 @@ from torch import nn
 from hpctrain.errors import CheckpointError
 from tests.support.resumed import resumed, start, undisturbed, values
 
+pytestmark = pytest.mark.quick
+
 
 def trained(run, total, model, optimizer, loss, **tracked):
     """A plain loop; returns weights and counts of the end."""

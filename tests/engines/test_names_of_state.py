@@ -15,6 +15,8 @@ from hpctrain.errors import CheckpointError
 from tests.support.gloo import launch
 from tests.support.resumed import start, values
 
+pytestmark = pytest.mark.quick
+
 
 def layers(name="module"):
     model = nn.Sequential()

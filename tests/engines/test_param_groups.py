@@ -9,6 +9,8 @@ from torch import nn
 from hpctrain.errors import CheckpointError
 from tests.support.resumed import resumed, start, undisturbed, values
 
+pytestmark = pytest.mark.quick
+
 
 class Counting(torch.optim.SGD):
     """Keeps running numbers in its groups, as FusedAdam, Prodigy and schedule-free do."""

@@ -1,6 +1,7 @@
-"""CPUs that tests share: all of them together start no more ranks and agents than there are.
+"""CPUs that tests share: all of them together start no more than two ranks or agents for each.
 
-A test takes a token for each rank or agent before it starts them, and waits until enough are free;
+Two, since a rank waits for the others, for SLURM or for a disk about half of the time: with one for
+each CPU two cores stood half idle. A test takes a token for each rank or agent before it starts them, and waits until enough are free;
 one that needs more than there are takes all. A token is a POSIX lock on a file that all tests of
 this user have: forked ranks do not inherit it, and it ends with its process. Who holds some takes
 no more: a test that starts two things cannot wait for itself. While one test gathers tokens none
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import pytest
 
 POLL_S = 0.05
+PER_CPU = 2
 
 
 class Tokens:
@@ -117,7 +119,7 @@ def _lock(descriptor: int, waits: Callable[[], None]) -> bool:
 
 _TOKENS = Tokens(
     Path(tempfile.gettempdir(), f"hpctrain-test-cpus-{os.getuid()}"),
-    len(os.sched_getaffinity(0)),
+    PER_CPU * len(os.sched_getaffinity(0)),
 )
 _running: pytest.Item | None = None
 
