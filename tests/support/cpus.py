@@ -1,11 +1,12 @@
 """CPUs that tests share: all of them together start no more than two ranks or agents for each.
 
 Two, since a rank waits for the others, for SLURM or for a disk about half of the time: with one for
-each CPU two cores stood half idle. A test takes a token for each rank or agent before it starts them, and waits until enough are free;
-one that needs more than there are takes all. A token is a POSIX lock on a file that all tests of
-this user have: forked ranks do not inherit it, and it ends with its process. Who holds some takes
-no more: a test that starts two things cannot wait for itself. While one test gathers tokens none
-else does, so two cannot hold a part each and wait for the other's.
+each CPU two cores stood half idle. A test takes a token for each rank or agent before it starts
+them, and waits until enough are free; one that needs more than there are takes all. A token is a
+POSIX lock on a file that all tests of this user have: forked ranks do not inherit it, and it ends
+with its process. Who holds some takes no more: a test that starts two things cannot wait for
+itself. While one test gathers tokens none else does, so two cannot hold a part each and wait for
+the other's.
 """
 
 from __future__ import annotations
