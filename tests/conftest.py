@@ -107,7 +107,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left)
         config.stash[LEFT_OUT].update(counts)
     items.sort(key=lambda item: place(item.nodeid))
-    config.stash[BESIDE_SLURM] = any(item.nodeid.startswith(SLURM_TESTS) for item in items)
+    config.stash[BESIDE_SLURM] = any(item.get_closest_marker("slurm") for item in items)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
