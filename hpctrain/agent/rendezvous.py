@@ -89,8 +89,10 @@ class Rendezvous(StaticTCPRendezvous):
     stays_alive = False
     """Whether a round goes on without a node that was lost (`in_place.py`)."""
 
-    is_behind = False
-    """Whether others are at a later round: here all go on together."""
+    @property
+    def is_behind(self) -> bool:
+        """Whether others are at a later round: here all go on together."""
+        return False
 
     @property
     def spares(self) -> tuple[str, ...]:
