@@ -8,7 +8,7 @@ module is a wrapper is known from its class, never from its name: a submodule th
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpctrain.errors import CheckpointError
 
@@ -54,7 +54,8 @@ def modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     pending = [("", model)]
     while pending:
         stem, module = pending.pop()
-        held = _wrapped(type(module))
+        kind: Any = type(module)
+        held = _wrapped(kind)
         yield stem, module
         children = [
             (stem if name == held else f"{stem}{name}.", child)

@@ -144,15 +144,15 @@ def apply(model: nn.Module, optimizer: Optimizer | None, tensors: Mapping[str, A
         optimizer: The program's; None where its state was not loaded.
         tensors: By full names; others' names are passed over.
     """
-    known = set()
+    names_seen = set()
     for place, buffer in list(names.buffers(model)):
-        known.add(MODEL + place.name)
+        names_seen.add(MODEL + place.name)
         loaded = tensors.get(MODEL + place.name)
         if loaded is not None and loaded is not buffer and not _is_same(loaded, buffer):
             place.module._buffers[place.key] = loaded  # noqa: SLF001 - torch has no other way
     owners = dict(names.parameters(model))
-    known.update(MODEL + name for name in owners)
-    unseen = {name.removeprefix(MODEL): tensors[name] for name in _names_unseen(model, known)
+    names_seen.update(MODEL + name for name in owners)
+    unseen = {name.removeprefix(MODEL): tensors[name] for name in _names_unseen(model, names_seen)
               if name in tensors}  # fmt: skip
     if unseen:
         set_model_state_dict(model, unseen, options=StateDictOptions(strict=False))
@@ -386,13 +386,13 @@ def _reshard(model: nn.Module) -> None:
 def _names_unseen(model: nn.Module, seen: AbstractSet[str]) -> frozenset[str]:
     """Names that a model's own `state_dict` has beyond its parameters and buffers."""
     if model not in _UNSEEN:
-        told = {MODEL + name for name in get_model_state_dict(model)}
-        _UNSEEN[model] = frozenset(told - seen)
+        given_by_torch = {MODEL + name for name in get_model_state_dict(model)}
+        _UNSEEN[model] = frozenset(given_by_torch - seen)
     return _UNSEEN[model]
 
 
 def _unseen(model: nn.Module, seen: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    unseen_values: dict[str, torch.Tensor] = {}
     unseen = _names_unseen(model, seen.keys())
     values = get_model_state_dict(model) if unseen else {}
     for name in unseen:
@@ -404,5 +404,5 @@ def _unseen(model: nn.Module, seen: Mapping[str, Any]) -> dict[str, torch.Tensor
                 f"{name} is a {type(value).__name__} that get_extra_state() gives; hpctrain saves "
                 "tensors there"
             )
-        found[name] = value
-    return found
+        unseen_values[name] = value
+    return unseen_values

@@ -58,8 +58,8 @@ def fit(
     allowed = frozenset(allow)
     other_shape = [name for name, shape in ours.items() if saved.get(name, shape) != shape]
     new = [name for name in ours if name not in saved]
-    known = ours.keys() | frozenset(elsewhere)
-    gone = [name for name in saved if name not in known]
+    held = ours.keys() | frozenset(elsewhere)
+    gone = [name for name in saved if name not in held]
     missing = [
         flag
         for flag, names in ((NEW, new + other_shape), (DROPPED, gone + other_shape))

@@ -54,12 +54,12 @@ class NamedOptimizer:
 
     def _names(self) -> list[list[str]]:
         """Names in each group; nothing where a parameter is in no tracked module."""
-        known: dict[int, str] = {}
+        names_by_id: dict[int, str] = {}
         for stem, model in self._models.items():
             for name, parameter in parameters(model):
-                known.setdefault(id(parameter), f"{stem}.{name}")
+                names_by_id.setdefault(id(parameter), f"{stem}.{name}")
         groups = [
-            [known.get(id(parameter), "") for parameter in group["params"]]
+            [names_by_id.get(id(parameter), "") for parameter in group["params"]]
             for group in self.optimizer.param_groups
         ]
         return groups if all(all(group) for group in groups) else []
@@ -73,13 +73,13 @@ class NamedOptimizer:
         group_of = {name: place for place, group in enumerate(saved) for name in group}
         order = []
         for place, group in enumerate(now):
-            found = {group_of[name] for name in group} or {min(place, len(saved) - 1)}
-            if len(found) > 1:
+            sources = {group_of[name] for name in group} or {min(place, len(saved) - 1)}
+            if len(sources) > 1:
                 raise CheckpointError(
-                    f"{group[0]} and others of its group were in {len(found)} groups of a tracked "
-                    f"{type(self.optimizer).__name__} in the checkpoint"
+                    f"{group[0]} and others of its group were in {len(sources)} groups of a "
+                    f"tracked {type(self.optimizer).__name__} in the checkpoint"
                 )
-            order.append(min(found))
+            order.append(min(sources))
         self.order = [*order]
         places = dict(_numbered(now))
         return {

@@ -78,10 +78,10 @@ def _samples(
     optimizer: Any, model: nn.Module, have: Any
 ) -> list[tuple[nn.Parameter, dict[str, Any]]]:
     """One parameter with saved state for each group and number of dimensions."""
-    known = {id(parameter) for _, parameter in parameters(model)}
-    found: dict[tuple[int, int], tuple[nn.Parameter, dict[str, Any]]] = {}
+    members = {id(parameter) for _, parameter in parameters(model)}
+    samples: dict[tuple[int, int], tuple[nn.Parameter, dict[str, Any]]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if id(parameter) in known and parameter in have:
-                found.setdefault((number, parameter.ndim), (parameter, group))
-    return list(found.values())
+            if id(parameter) in members and parameter in have:
+                samples.setdefault((number, parameter.ndim), (parameter, group))
+    return list(samples.values())

@@ -165,7 +165,7 @@ class ParamGroups:
         for name, parameter in parameters(self.model):
             named.setdefault(id(parameter), name)
         members = [
-            [named.pop(id(one)) for one in group["params"] if id(one) in named]
+            [named.pop(id(each)) for each in group["params"] if id(each) in named]
             for group in self.optimizer.param_groups
         ]
         return [*members, list(named.values())]
@@ -191,8 +191,8 @@ class ParamGroups:
         """
         self.notes = []
         listed = {name for row in state["groups"] for name in row["members"] or ()}
-        known = {name for names in self._all_members() for name in names}
-        rest = sorted(known - listed - set(state["outside"]))
+        all_names = {name for names in self._all_members() for name in names}
+        rest = sorted(all_names - listed - set(state["outside"]))
         self._saved = [
             SavedGroup({**row, "members": rest if row["members"] is None else row["members"]})
             for row in state["groups"]
@@ -204,20 +204,22 @@ class ParamGroups:
 
     def _take(self, number: int) -> int | None:
         """Give a group what the checkpoint has of it; returns the number of the first match."""
-        found = self._matching(number)
-        if not found:
+        matches = self._matching(number)
+        if not matches:
             return None
         group, begun = self.optimizer.param_groups[number], self._begun[number]
-        saved = [self._saved[each] for each in found]
-        for key in dict.fromkeys(key for one in saved for key in one.values):
-            values = [one.values.get(key, MISSING) for one in saved]
+        saved = [self._saved[each] for each in matches]
+        for key in dict.fromkeys(key for earlier in saved for key in earlier.values):
+            values = [earlier.values.get(key, MISSING) for earlier in saved]
             if all(_same(value, values[0]) for value in values):
                 self._decide(group, begun, key, saved[0])
-            elif any(not _same(one.begun(key), one.values.get(key, MISSING)) for one in saved):
+            elif any(
+                not _same(earlier.begun(key), earlier.values.get(key, MISSING)) for earlier in saved
+            ):
                 self._refuse_merged(key, values)
-        for one in saved:
-            one.is_taken = True
-        return found[0]
+        for earlier in saved:
+            earlier.is_taken = True
+        return matches[0]
 
     def _matching(self, number: int) -> list[int]:
         """Numbers of the checkpoint's groups that a group's parameters were in."""
@@ -229,7 +231,9 @@ class ParamGroups:
             both_empty = number < len(self._saved) and not self._saved[number].row["members"]
             return [number] if both_empty else []
         own = set(members[number])
-        return [n for n, one in enumerate(self._saved) if own.intersection(one.row["members"])]
+        return [
+            n for n, earlier in enumerate(self._saved) if own.intersection(earlier.row["members"])
+        ]
 
     def _decide(
         self, group: dict[str, Any], begun: Mapping[str, Any], key: str, saved: SavedGroup
@@ -306,21 +310,25 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
         group[key] = deepcopy(value)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(earlier: Any, other: Any) -> bool:
     """Whether two values of a group are the same; a number in a tensor is that number."""
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+    if isinstance(earlier, torch.Tensor) or isinstance(other, torch.Tensor):
         try:
-            one, other = torch.as_tensor(one), torch.as_tensor(other)
+            earlier, other = torch.as_tensor(earlier), torch.as_tensor(other)
         except (TypeError, ValueError, RuntimeError):
             return False
-        return one.shape == other.shape and bool((one.double().cpu() == other.double().cpu()).all())
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return np.array_equal(one, other)
-    return bool(one == other) or (one != one and other != other)  # noqa: PLR0124 - NaN
+        return earlier.shape == other.shape and bool(
+            (earlier.double().cpu() == other.double().cpu()).all()
+        )
+    if isinstance(earlier, list | tuple) and isinstance(other, list | tuple):
+        return len(earlier) == len(other) and all(map(_same, earlier, other))
+    if isinstance(earlier, dict) and isinstance(other, dict):
+        return earlier.keys() == other.keys() and all(
+            _same(earlier[key], other[key]) for key in earlier
+        )
+    if isinstance(earlier, np.ndarray) or isinstance(other, np.ndarray):
+        return np.array_equal(earlier, other)
+    return bool(earlier == other) or (earlier != earlier and other != other)  # noqa: PLR0124 - NaN
 
 
 def _is_plain(value: Any) -> bool:

@@ -379,8 +379,8 @@ class Program:
         )
         named = list(parameters(self.model))
         loaded = {id(one) for name, one in named if names.MODEL + name in saved}
-        for name, one in named:  # a tied weight may have come under one of its names
-            if names.MODEL + name not in saved and id(one) in loaded:
+        for name, parameter in named:  # a tied weight may have come under one of its names
+            if names.MODEL + name not in saved and id(parameter) in loaded:
                 ours.pop(names.MODEL + name, None)
         common = fit(ours, state.elsewhere, theirs, self.allow)
         if common.fresh and self.awaits_weights:
@@ -403,10 +403,12 @@ class Program:
         if not self._has_state or not any(name.startswith(names.OPTIM) for name in saved):
             return []
         lacking = names.without_state(self.model, self.optimizer, saved)
-        known = [name for name in lacking if names.MODEL + name not in common.fresh]
-        if not known:
+        begin_bare = [name for name in lacking if names.MODEL + name not in common.fresh]
+        if not begin_bare:
             return []
-        return [f"no optimizer state in the checkpoint for {counted(known)}: they begin without"]
+        return [
+            f"no optimizer state in the checkpoint for {counted(begin_bare)}: they begin without"
+        ]
 
     def take_over(self, manifest: Manifest) -> None:
         """Go on from what has been loaded into the tensors that were wanted."""

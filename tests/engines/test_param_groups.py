@@ -401,3 +401,17 @@ def test_asking_what_an_optimizer_keeps_changes_nothing_of_it():
     assert optimizer.param_groups[0] == before
     assert not optimizer.state
     assert keys_made(Counting(model.parameters()), optimizer.param_groups[0], 2) is None
+
+
+def test_groups_of_a_second_optimizer_do_not_become_one(tmp_path):
+    def program(run, total):
+        model, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+        groups = [[critic.weight], [critic.bias]] if total == 2 else [[*critic.parameters()]]
+        second = torch.optim.SGD([{"params": part} for part in groups], lr=0.1)
+        run.track(model=model, critic=critic, second=second)
+        for _ in run.steps(total):
+            pass
+
+    start(tmp_path, program, 2)
+    with pytest.raises(CheckpointError, match=r"critic\.weight and others .* were in 2 groups"):
+        start(tmp_path, program, 3)

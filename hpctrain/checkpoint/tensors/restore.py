@@ -546,10 +546,10 @@ def _untied(state: State) -> tuple[State, dict[str, tuple[str, Tensor, Tensor]]]
         if not name.startswith(WEIGHTS) or not elements.numel():
             continue
         place = (elements.data_ptr(), elements.dtype, elements.shape, elements.stride())
-        known = first.setdefault(place, name)
-        if known != name:
+        first_name = first.setdefault(place, name)
+        if first_name != name:
             apart = _empty_like(tensor)
-            ties[name] = (known, tensor, apart)
+            ties[name] = (first_name, tensor, apart)
             shared[name] = apart
     return replace(state, shared=shared), ties
 
@@ -567,8 +567,8 @@ def _empty_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, requires_grad=False)
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    bits = [each.contiguous().view(-1).view(torch.uint8) for each in (one, other)]
+def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    bits = [each.contiguous().view(-1).view(torch.uint8) for each in (left, right)]
     return torch.equal(*bits)
 
 
