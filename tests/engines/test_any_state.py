@@ -18,7 +18,7 @@ import torch
 
 from hpctrain.errors import CheckpointError
 from tests.support import state_zoo as zoo
-from tests.support.resumes import differences, start, stopped_and_whole
+from tests.support.resumes import Training, differences, start, stopped_and_whole
 
 STEPS = 8
 QUICK = 4
@@ -138,3 +138,17 @@ def test_what_cannot_be_saved_is_refused_in_one_line(folder, change, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         start(make, folder, 1)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_model_that_no_checkpoint_can_hold_is_refused_before_the_first_step(folder):
+    begun = []
+
+    def make(_):
+        model = torch.nn.Linear(2, 2)
+        sparse_buffer(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Training(model, optimizer, begun.append)
+
+    with pytest.raises(CheckpointError, match="is not saved"):
+        start(make, folder, 1)
+    assert begun == []

@@ -74,21 +74,21 @@ def class_of(path: dict[str, Any]) -> type:
     Raises:
         CheckpointError: it is not there.
     """
-    found = _look_up(path)
-    if found is None:
+    owner = _look_up(path)
+    if owner is None:
         raise CheckpointError(
             f"the checkpoint holds a {path['class']} of module {path['module']}, which this "
             "program has not imported; import it before run.steps()"
         )
-    return found
+    return owner
 
 
 def _look_up(path: dict[str, Any]) -> type | None:
-    found: Any = sys.modules.get(path["module"])
+    owner: Any = sys.modules.get(path["module"])
     for part in path["class"].split("."):
         # Through the dictionaries alone: a module's own __getattr__ may import.
-        found = getattr(found, "__dict__", {}).get(part)
-    return found if isinstance(found, type) else None
+        owner = getattr(owner, "__dict__", {}).get(part)
+    return owner if isinstance(owner, type) else None
 
 
 def member_of(kind: type[enum.Enum], names: list[str]) -> enum.Enum | None:
