@@ -14,7 +14,10 @@ from hpctrain.hangs.standing import HangLimits
 from tests.support import patience
 from tests.support.rank_agents import Agents
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = [
+    pytest.mark.usefixtures("preloaded"),
+    pytest.mark.realtime(proved_by="tests/unit/agent/test_simulated_rounds.py"),
+]
 
 RANKS = 4
 LIMIT_S = 2.0

@@ -32,7 +32,15 @@ from hpctrain.run.fence import Attempt
 from tests.support import patience
 from tests.support.slurm_config import free_range
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = [
+    pytest.mark.usefixtures("preloaded"),
+    pytest.mark.realtime(
+        proved_by=(
+            "tests/unit/agent/test_simulated_rounds.py",
+            "tests/unit/agent/test_simulated_stories.py",
+        )
+    ),
+]
 
 SECRET = "the same on all nodes"  # noqa: S105 - of a test
 LEASE_S = 2.0

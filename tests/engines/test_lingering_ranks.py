@@ -7,7 +7,10 @@ import pytest
 from hpctrain.agent import ranks
 from tests.support.rank_agents import Agents
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = [
+    pytest.mark.usefixtures("preloaded"),
+    pytest.mark.realtime(proved_by="tests/unit/agent/test_simulated_rounds.py"),
+]
 
 RANKS = 2
 LAST = """

@@ -29,7 +29,10 @@ from tests.support import patience
 from tests.support.ports import free_port
 from tests.support.processes import listening
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = [
+    pytest.mark.usefixtures("preloaded"),
+    pytest.mark.realtime(proved_by="tests/unit/agent/test_simulated_rounds.py"),
+]
 
 SECRET = "the same on all nodes"  # noqa: S105 - of a test
 

@@ -14,7 +14,12 @@ from tests.support.ledger_runs import all_fields
 from tests.support.scenario import submit
 from tests.support.slurm_config import KILL_WAIT_S
 
-pytestmark = pytest.mark.slurm
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.realtime(
+        proved_by=("tests/unit/plan/test_decide.py", "tests/unit/entry/test_local_contract.py")
+    ),
+]
 
 ENDLESS = {"train.steps": 100_000, "train.step_delay_s": 0.05}
 SLOW_SAVE = {"train.dim": 512, "train.layers": 8, "train.heads": 8, "train.global_batch": 2}

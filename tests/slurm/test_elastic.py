@@ -12,7 +12,12 @@ from tests.support.ledger_runs import all_fields
 from tests.support.recipe import consumed_by_step, losses, make_run, samples_of_step, train
 from tests.support.scenario import submit
 
-pytestmark = pytest.mark.slurm
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.realtime(
+        proved_by=("tests/unit/plan/test_mesh.py", "tests/unit/data/test_order.py")
+    ),
+]
 
 STEPS = 50
 

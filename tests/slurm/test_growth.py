@@ -18,7 +18,12 @@ from tests.support.recipe import (
 )
 from tests.support.scenario import submit
 
-pytestmark = pytest.mark.slurm
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.realtime(
+        proved_by=("tests/unit/agent/test_simulated_rounds.py", "tests/unit/agent/test_growth.py")
+    ),
+]
 
 STEPS = 40
 SETTINGS = {
@@ -45,6 +50,12 @@ def _asked(slurm, run):
 
 # Not on every SLURM: 26.05 can call the lost node "completing" for good, and the tests behind it
 # wait for that node in vain; `make soak` has it there.
+@pytest.mark.story(
+    proved_by=(
+        "tests/unit/agent/test_simulated_rounds.py",
+        "tests/unit/scheduler/test_slurm_growth.py",
+    )
+)
 def test_another_node_takes_part_where_one_was_lost(slurm, tmp_path, capsys):
     run = submit(
         slurm,

@@ -12,7 +12,12 @@ from hpctrain.run.layout import RunDir
 from tests.support.recipe import TINY
 from tests.support.scenario import RunHandle, cli
 
-pytestmark = pytest.mark.slurm
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.realtime(
+        proved_by=("tests/unit/plan/test_decide.py", "tests/unit/scheduler/test_slurm_script.py")
+    ),
+]
 
 ROOT = Path(__file__).parents[2]
 

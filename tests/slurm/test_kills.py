@@ -12,7 +12,15 @@ from tests.support import processes
 from tests.support.ledger_runs import all_fields
 from tests.support.scenario import submit
 
-pytestmark = pytest.mark.slurm
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.realtime(
+        proved_by=(
+            "tests/unit/agent/test_simulated_rounds.py",
+            "tests/unit/agent/test_batch_side.py",
+        )
+    ),
+]
 
 SETTINGS = {
     "train.steps": 80,

@@ -12,7 +12,12 @@ from tests.support.ledger_runs import all_fields
 from tests.support.recipe import consumed_by_step, losses, samples_of_step
 from tests.support.scenario import submit
 
-pytestmark = pytest.mark.slurm
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.realtime(
+        proved_by=("tests/unit/agent/test_simulated_stories.py", "tests/unit/run/test_fence.py")
+    ),
+]
 
 SCRIPT = """
 import time, torch, torch.distributed as dist

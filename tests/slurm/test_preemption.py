@@ -7,7 +7,12 @@ import pytest
 from tests.support.recipe import assert_same_bits, consumed, full_state
 from tests.support.scenario import submit
 
-pytestmark = pytest.mark.slurm
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.realtime(
+        proved_by=("tests/unit/plan/test_decide.py", "tests/unit/entry/test_local_contract.py")
+    ),
+]
 
 STEPS = 60
 SETTINGS = {"train.steps": STEPS, "train.step_delay_s": 0.1}

@@ -12,7 +12,12 @@ from tests.support import processes
 from tests.support.ledger_runs import all_fields
 from tests.support.scenario import cli, submit
 
-pytestmark = pytest.mark.slurm
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.realtime(
+        proved_by=("tests/unit/agent/test_batch_side.py", "tests/unit/agent/test_ending.py")
+    ),
+]
 
 SETTINGS = {"train.steps": 60, "train.step_delay_s": 0.2}
 ONE_BY_TWO = ("--nodes=1", "--ranks-per-node=2", "--time=10")

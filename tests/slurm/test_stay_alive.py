@@ -24,7 +24,15 @@ from tests.support.recipe import (
 )
 from tests.support.scenario import submit
 
-pytestmark = pytest.mark.slurm
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.realtime(
+        proved_by=(
+            "tests/unit/agent/test_simulated_rounds.py",
+            "tests/unit/agent/test_simulated_stories.py",
+        )
+    ),
+]
 
 STEPS = 60
 EVERY = 5

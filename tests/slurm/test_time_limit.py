@@ -10,7 +10,16 @@ from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state, make_run, train
 from tests.support.scenario import submit
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.timeout(400),
+    pytest.mark.realtime(
+        proved_by=(
+            "tests/unit/agent/test_stop_deadline.py",
+            "tests/unit/entry/test_local_contract.py",
+        )
+    ),
+]
 
 STEPS = 60
 """A start may come late on a busy machine, and then has time for a step or two."""

@@ -6,7 +6,8 @@
 
 A test's tier follows from its folder and its marks. Tests of tests/unit and tests/docs are in
 `make test`, the others in `make check`. The marks `quick`, `check`, `soak` and `story` move a test,
-and what needs something special (`SPECIAL`) is never in `make test`. A `story` is a whole run that
+and what keeps a real clock (`realtime`) or needs something special (`SPECIAL`) is never in
+`make test`. A `story` is a whole run that
 `make soak` alone plays; `proved_by` names the tests that prove its promise in `make check`.
 tests/unit/test_tiers.py holds the promises.
 """
@@ -52,7 +53,7 @@ def tier_of(nodeid: str, marks: Iterable[str]) -> Tier:
     names = set(marks)
     if names & {"soak", "story"}:
         return Tier.SOAK
-    if "check" in names or names & SPECIAL.keys():
+    if names & {"check", "realtime", *SPECIAL}:
         return Tier.CHECK
     if "quick" in names or nodeid.startswith(TEST_FOLDERS):
         return Tier.TEST

@@ -20,6 +20,7 @@ from tests.support.tiers import SPECIAL, Tier, closing_line, divide, tier_of
         ("tests/slurm/test_cancel.py::test_one", [], Tier.CHECK),
         ("tests/engines/test_zero.py::test_one", ["quick"], Tier.TEST),
         ("tests/unit/plan/test_mesh.py::test_one", ["check"], Tier.CHECK),
+        ("tests/unit/plan/test_mesh.py::test_one", ["realtime", "quick"], Tier.CHECK),
         ("tests/unit/plan/test_mesh.py::test_one", ["soak"], Tier.SOAK),
         ("tests/engines/test_zero.py::test_one", ["quick", "soak"], Tier.SOAK),
         ("tests/slurm/test_cancel.py::test_one", ["slurm", "soak"], Tier.SOAK),
