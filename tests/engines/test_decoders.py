@@ -14,6 +14,7 @@ from hpctrain.errors import UsageError
 from tests.support import lm_training as lmt
 from tests.support import sharded
 from tests.support.gloo import launch
+from tests.support.sampling import some
 
 STEPS = 10
 LOGIT, LOSS, NORM, WEIGHT = 1e-5, 5e-6, 5e-5, 1e-4
@@ -161,7 +162,7 @@ ELSEWHERE = ("Llama", "Gemma2, tied")
 """In a pipeline below, and with cut logits in test_loss.py."""
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["given whole", "sequence, by a function"])
+@pytest.mark.parametrize("sequence", some([False, True], 1))
 def test_decoders_train_as_in_one_process(alone, sequence):
     families = [family for family in FAMILIES if family not in ELSEWHERE] if sequence else WHOLE
     settings = {"tp": "2", "sequence_parallel": sequence, "whole": not sequence}

@@ -94,6 +94,9 @@ def _stretches(account):
     return found
 
 
+@pytest.mark.story(
+    proved_by=("tests/unit/history/test_goodput.py", "tests/unit/history/test_attempts.py")
+)
 def test_the_account_of_a_bad_night_adds_up_and_agrees_with_slurms_own(night, slurm):
     run = night
     rows = run.wait("SLURM's account of the end", lambda: _account(slurm, run.job_id))
