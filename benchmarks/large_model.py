@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.tensors.save import SavePlace
     from hpctrain.world import World
 
@@ -206,9 +207,14 @@ def _resume(world: World, job: Job) -> Phases:
         engine = parallelize(
             lambda: LlamaForCausalLM(config), _adam, settings, world, is_restored=True
         )
-        state = engine.state()
-        restored = restore(job.place, world, lambda _: Wanted(state, frozenset(state.shared)))
-        engine.apply(dict(state.shared))
+        states = []
+
+        def wanted(found: Manifest) -> Wanted:
+            states.append(engine.state(saved={entry.name: entry for entry in found.tensors}))
+            return Wanted(states[-1], frozenset(states[-1].shared))
+
+        restored = restore(job.place, world, wanted)
+        engine.apply(dict(states[-1].shared))
     assert restored.step == 1
     row["bound"] = 3 * _kept(engine.model) + _largest(engine.model)
     return phases

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from _measure import Options
 
+    from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.tensors.boxes import Flat, State
     from hpctrain.checkpoint.tensors.save import SavePlace
     from hpctrain.engines.engine import Engine
@@ -132,10 +133,17 @@ def _load(world: World, place: SavePlace, params: int) -> dict[str, float]:
     peak = measure.Peak()
 
     def load() -> None:
-        state = engine.state()
-        fresh = frozenset(name for name in state.shared if name.startswith("optim."))
-        restore(place, world, lambda _: Wanted(state, fresh))
-        engine.apply(dict(state.shared))
+        states = []
+
+        def wanted(found: Manifest) -> Wanted:
+            states.append(engine.state(saved={entry.name: entry for entry in found.tensors}))
+            shared = states[-1].shared
+            return Wanted(
+                states[-1], frozenset(name for name in shared if name.startswith("optim."))
+            )
+
+        restore(place, world, wanted)
+        engine.apply(dict(states[-1].shared))
 
     found = measure.turn(world, load)
     load_peak = peak.nbytes

@@ -264,7 +264,6 @@ def test_a_sequence_without_equal_parts_is_refused_in_one_line():
 
 def _go_on(root: Any, family: str, layouts: list[dict[str, Any]]) -> list[float]:
     """A loss of each layout, which restores what the one before has saved."""
-    from hpctrain.checkpoint.tensors.restore import Wanted, restore
     from hpctrain.checkpoint.tensors.save import save
     from hpctrain.world import join_world
 
@@ -273,10 +272,7 @@ def _go_on(root: Any, family: str, layouts: list[dict[str, Any]]) -> list[float]
     losses = []
     for step, settings in enumerate(layouts):
         engine = engine_of(world, family, **settings)
-        state = engine.state()
-        fresh = frozenset(name for name in state.shared if name.startswith("optim."))
-        assert restore(place, world, lambda _, s=state, f=fresh: Wanted(s, f)).step == step
-        engine.apply(state.shared)
+        assert sharded.restore_into(engine, root) == step
         losses.append(engine.forward_backward(lmt.microbatches(engine, step), share))
         engine.step()
         save(place, world, engine.state(), sharded.manifest(world, step + 1))

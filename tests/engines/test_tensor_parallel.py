@@ -181,16 +181,11 @@ def _carry(root, first, meshes):
 
 def _step(world, root, step, **settings):
     """Restore the newest checkpoint, or train where there is none; save."""
-    from hpctrain.checkpoint.tensors.restore import Wanted, restore
     from hpctrain.checkpoint.tensors.save import save
 
     place = sharded.place(world, root)
     engine = lmt.engine_of(world, lmt.lm(), **settings)
-    state = engine.state()
-    fresh = frozenset(name for name in state.shared if name.startswith("optim."))
-    restored = restore(place, world, lambda _manifest: Wanted(state, fresh))
-    assert restored.step == step - 1
-    engine.apply(state.shared)
+    assert sharded.restore_into(engine, root) == step - 1
     if step == 1:
         lmt.train(engine, 3)
     state = engine.state()

@@ -10,7 +10,6 @@ import pytest
 from tests.support import processes
 from tests.support.ledger_runs import all_fields
 from tests.support.scenario import submit
-from tests.support.slurm_config import KILL_WAIT_S
 
 pytestmark = pytest.mark.slurm
 
@@ -40,7 +39,7 @@ def test_workers_and_commands_live_through_the_storm_until_the_save_and_not_long
     assert [all_fields(e)["step"] for e in run.events("saved")] == [all_fields(stopped)["step"]]
     assert len(run.events("requeued")) == 1
     assert (back["JobState"], back["Restarts"]) == ("PENDING", "1")
-    run.wait("the end of its processes", lambda: not slurm.pids_of_job(run.job_id), KILL_WAIT_S)
+    run.wait("the end of its processes", lambda: not slurm.pids_of_job(run.job_id))
     assert not [pid for pid in children if processes.alive(pid)]
 
     slurm.cancel(urgent)

@@ -171,14 +171,9 @@ def save(engine: Any, root: Path, step: int) -> None:
 
 def load(engine: Any, root: Path) -> int:
     """Fill the engine from the newest checkpoint; its step. Collective."""
-    from hpctrain.checkpoint.tensors.restore import Wanted, restore
-    from tests.support.sharded import place
+    from tests.support.sharded import restore_into
 
-    state = engine.state()
-    fresh = frozenset(name for name in state.shared if name.startswith("optim."))
-    restored = restore(place(engine.world, root), engine.world, lambda _: Wanted(state, fresh))
-    engine.apply(dict(state.shared))
-    return restored.step
+    return restore_into(engine, root)
 
 
 def run(layout: str, fn: Any, **kwargs: Any) -> Any:

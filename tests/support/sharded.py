@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from hpctrain.checkpoint.format.manifest import Manifest
+
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "model.embed.weight": ("float32", (257, 12)),
     "model.block.weight": ("bfloat16", (10, 3, 5)),
@@ -127,3 +129,26 @@ def manifest(world: Any, step: int) -> Any:
         rng={"ranks": world.world_size},
         block_bytes=1024,
     )
+
+
+def restore_into(engine: Any, root: Path) -> int:
+    """Fill an engine from the newest checkpoint, asking for what that holds, as a run does.
+
+    Collective.
+
+    Returns:
+        Its step; 0 where there is none.
+    """
+    from hpctrain.checkpoint.tensors.restore import Wanted, restore
+
+    states = []
+
+    def wanted(found: Manifest) -> Wanted:
+        state = engine.state(saved={entry.name: entry for entry in found.tensors})
+        states.append(state)
+        return Wanted(state, frozenset(name for name in state.shared if name.startswith("optim.")))
+
+    step = restore(place(engine.world, root), engine.world, wanted).step
+    if states:
+        engine.apply(dict(states[-1].shared))
+    return step

@@ -179,8 +179,8 @@ def _wait(child: subprocess.Popen[str], name: str, timeout_s: float) -> tuple[st
         child.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
             raise ClusterUnreachable(
-                f"{name} gave no answer within {timeout_s:g} s: {_daemon(name)} may be down or "
-                "busy, try again"
+                f"{name} gave no answer within {round(timeout_s, 1):g} s: {_daemon(name)} may be "
+                "down or busy, try again"
             ) from None
         raise
 
