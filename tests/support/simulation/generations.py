@@ -239,7 +239,7 @@ def _stand_ins(job: RecordedJob) -> list[tuple[Any, str, Any]]:
         (main, "NodeCheck", lambda *_: _NodeCheck()),
         (main, "NodeControl", lambda *_args, **_options: agents.Control(job)),
         (main, "_environment", lambda *_: _Environment()),
-        (main, "_preload", lambda: job.simulation.sleep(job.simulation.random.uniform(0.0, 1.0))),
+        (main, "_preload", lambda _: job.simulation.sleep(job.simulation.random.uniform(0, 1))),
         (main, "cpus_of_ranks", lambda *_args, **_options: []),
         (main, "hear_elastic", quiet),
         (main, "os", own_os),

@@ -177,7 +177,13 @@ def test_a_follower_is_told_whom_it_runs_after(run, tmp_path, job):
     assert os.environ["HPCTRAIN_AFTER"] == "/runs/a:/runs/b"
 
 
-@pytest.mark.parametrize(("unlocked", "expected"), [((), "IB"), (("env.NCCL_NET",), "Socket")])
+@pytest.mark.parametrize(
+    ("unlocked", "expected"),
+    [
+        pytest.param((), "IB", marks=pytest.mark.two_users),  # a lock must be another user's
+        (("env.NCCL_NET",), "Socket"),
+    ],
+)
 def test_a_locked_variable_holds_against_the_jobs_environment(
     run, tmp_path, job, unlocked, expected
 ):
