@@ -150,12 +150,12 @@ def test_a_file_that_one_node_does_not_see_is_not_damaged(root, name):
 
 def test_a_newer_format_is_refused_and_neither_passed_over_nor_moved(root):
     path = find.step_path(RunDir(root), NEW) / MANIFEST_NAME
-    path.write_text('{"format": 4, "something": "else"}\n')
+    path.write_text('{"format": 5, "something": "else"}\n')
     before = sorted(one.name for one in RunDir(root).checkpoints.iterdir())
 
     for (answer,) in launch(load_rank, 2, root=root, cases=[""]):
         assert answer["error"] == "NewerFormat"
-        assert "format 4" in answer["why"]
+        assert "format 5" in answer["why"]
         assert "reads up to 3" in answer["why"]
     assert sorted(one.name for one in RunDir(root).checkpoints.iterdir()) == before
 

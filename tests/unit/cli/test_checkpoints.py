@@ -229,13 +229,13 @@ def test_what_cannot_be_read_is_told_and_is_not_called_damaged(run, attempt, poi
 
 def test_a_newer_format_is_shown_as_what_it_is(run, attempt):
     (path,) = support.save(run, attempt, 1000)
-    (path / "MANIFEST.json").write_text('{"format": 4}\n')
+    (path / "MANIFEST.json").write_text('{"format": 5}\n')
 
     code, out = call(run, "list", "gpt-a")
 
     assert code == 0
     assert (
-        "newer format: step-0000001000: manifest has format 4, this hpctrain reads up to 3" in out
+        "newer format: step-0000001000: manifest has format 5, this hpctrain reads up to 4" in out
     )
 
 
