@@ -140,8 +140,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     An error that the user can mend is one line on stderr; anything else is a bug, with a traceback.
     """
-    with border():
-        return _run(argv)
+    try:
+        with border():
+            return _run(argv)
+    finally:
+        _drop_what_nobody_reads()
+
+
+def _drop_what_nobody_reads() -> None:
+    """Write the rest to nowhere where the reader has gone: at its end Python would complain."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _run(argv: Sequence[str] | None) -> int:

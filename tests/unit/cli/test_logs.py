@@ -488,10 +488,12 @@ def test_a_following_terminal_gets_colour_and_a_pipe_does_not(story, monkeypatch
     assert "\033" not in "".join(logs("--rank", "all", capsys=capsys)[1])
 
 
-def test_a_reader_that_has_enough_ends_it_quietly(story):
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_enough_ends_it_quietly(story, unbuffered):
     story.log(1, 0, "x\n" * 200_000)
     code = "import sys; from hpctrain.cli.main import main; sys.exit(main(['logs', 'lm']))"
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    paths = {"PYTHONPATH": str(Path(__file__).parents[3])}
+    env = {**os.environ, **paths, "PYTHONUNBUFFERED": unbuffered}
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
     ) as process:
