@@ -258,6 +258,7 @@ def test_a_projects_file_is_for_any_site_or_for_the_one_that_it_names(tree):
     assert project_name(tree.root) is None
 
 
+@pytest.mark.two_users  # a lock holds where the file is another user's
 def test_a_site_can_be_named_by_its_file_with_bases_beside_it(tree):
     tree.write("etc", "juniper", "[slurm]\nmpi = 'x'\nconstraint = 'x'\n")
     path = tree.write("drafts", "juniper", "extends = 'fabric'\n[lock]\nkeys = ['slurm.mpi']\n")

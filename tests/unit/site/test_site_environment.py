@@ -236,6 +236,7 @@ def test_the_flight_recorder_can_be_set_by_either_name(torch):
     assert "TORCH_FR_BUFFER_SIZE" not in found.values
 
 
+@pytest.mark.two_users  # a lock holds where the file is another user's
 def test_a_locked_variable_keeps_the_sites_value(tmp_path):
     site = preset(tmp_path, JUNIPER + "[lock]\nkeys = ['env.multi_node', 'network.hcas']\n")
     locked = locked_names(site)

@@ -383,6 +383,7 @@ def test_what_a_base_says_is_told_at_its_own_file(tmp_path):
     assert re.match(rf"{re.escape(str(base))}:3: env.common.NCCL_CROSS_NIC: ", str(found))
 
 
+@pytest.mark.two_users  # a lock holds where the file is another user's
 def test_a_lock_of_what_has_no_value_is_a_warning(tmp_path):
     text = 'contact = "me"\n[env.common]\nA = "1"\n[lock]\nkeys = ["env.common", "network.kind"]\n'
     (tmp_path / "juniper.toml").write_text(text)
