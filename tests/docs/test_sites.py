@@ -272,6 +272,7 @@ def test_the_guides_preset_is_a_good_one(tmp_path):
     assert site.network.kind == "ib"
 
 
+@pytest.mark.two_users  # a lock holds where the file is another user's
 def test_the_guides_overlay_and_lock_are_read(tmp_path):
     overlay, lock = guide_blocks("toml")[1:]
     (tmp_path / "aws-p5.toml").write_text(f"{overlay}\n{lock}")
