@@ -99,19 +99,24 @@ def command(
     if dry_run:
         _list(picked, live=named, as_json=as_json)
         return 0
-    _stop_as_interrupt()
-    if named:
-        return _live(words[0], picked, runs, as_json=as_json, **flags)
-    return _own(list(words), picked, runs, as_json=as_json, **flags)
+    with _stop_as_interrupt():
+        if named:
+            return _live(words[0], picked, runs, as_json=as_json, **flags)
+        return _own(list(words), picked, runs, as_json=as_json, **flags)
 
 
-def _stop_as_interrupt() -> None:
+@contextmanager
+def _stop_as_interrupt() -> Iterator[None]:
     """A drill that is ended cleans up as one that is interrupted."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, stop)
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _list(faults: Sequence[DrillFault], *, live: bool, as_json: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 
 import pytest
 
@@ -58,11 +59,13 @@ def alone(tmp_path, monkeypatch):
     ],
 )
 def test_what_cannot_be_drilled_is_one_line(words, code, said, alone, capsys):
+    before = signal.getsignal(signal.SIGTERM)
     assert main(["drill", *words]) == code
     told = capsys.readouterr().err
     assert said in told
     assert told.count("\n") == 1
     assert [path.name for path in alone.rglob("*drill-*")] == []
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_faults_of_the_users_own_stay_armed_and_the_drills_are_gone_afterwards(
