@@ -39,7 +39,7 @@ def enter_own() -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         (flags,) = struct.unpack_from("16xh", fcntl.ioctl(control, SIOCGIFFLAGS, _request("lo")))
         fcntl.ioctl(control, SIOCSIFFLAGS, _request("lo", struct.pack("h", flags | IFF_UP)))
-        own = _device(_host_interface()) or "lo:1"
+        own = _device(host_interface()) or "lo:1"
         for alias, mine in ((own, address), ("lo:2", _name_server())):
             if not mine.startswith("127."):
                 fcntl.ioctl(control, SIOCSIFADDR, _request(alias, _sockaddr(mine)))
@@ -50,7 +50,7 @@ def enter_own() -> bool:
     return True
 
 
-def _host_interface() -> str:
+def host_interface() -> str:
     """The machine's first interface besides loopback; "" for none.
 
     /sys goes on showing the machine's interfaces. One of that name here makes both agree, for
