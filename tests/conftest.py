@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -173,8 +174,9 @@ def _environment() -> Iterator[None]:
     Agents export for the ranks of their process, torch where it compiles. What is left over would
     go with the next job that a test of the same worker submits, and make it another job.
     """
-    before = dict(os.environ)
+    before, blocked = dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, [])
     yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)  # processes of later tests inherit it
     for name in set(os.environ) - set(before) - {PYTEST_CURRENT_TEST}:
         del os.environ[name]
     for name, value in before.items():

@@ -55,12 +55,14 @@ def _note(signum: int, _frame: FrameType | None) -> None:
 def install() -> None:
     """Note stop signals from now on, and survive the others.
 
-    Main thread only; harmless when repeated.
+    Main thread only; harmless when repeated. Whoever started this process may have had them
+    blocked, as `hpctrain.init()` has: a stop would never be noticed then.
     """
     for signum in STOP_SIGNALS:
         signal.signal(signum, _note)
     for signum in set(SHIELDED) - set(STOP_SIGNALS):
         signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
 
 
 @contextmanager

@@ -285,7 +285,7 @@ def _live(
         os.setsid()
         signals.install()
         os.close(begins)
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        signal.pthread_sigmask(signal.SIG_SETMASK, set(unblocked) - set(signals.SHIELDED))
         _be_program(run, context)
         runpy.run_module(PROGRAM, run_name="__main__", alter_sys=True)
         code = 0

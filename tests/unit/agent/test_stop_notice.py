@@ -193,3 +193,16 @@ def test_a_handler_that_comes_later_is_not_missed(process):
     patience.until(lambda: send_term(left) or not left)
 
     assert late.wait(PATIENCE_S) == 5
+
+
+def test_an_agent_hears_signals_that_whoever_started_it_had_blocked():
+    code = (
+        "import os, signal;"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR2]);"
+        "from hpctrain.agent import signals; signals.install();"
+        "os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGUSR2);"
+        "print(*sorted(one.signum for one in signals.arrivals()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == [f"{signal.SIGUSR2:d}", f"{signal.SIGTERM:d}"]
