@@ -272,7 +272,7 @@ def _go_on(root: Any, family: str, layouts: list[dict[str, Any]]) -> list[float]
     losses = []
     for step, settings in enumerate(layouts):
         engine = engine_of(world, family, **settings)
-        assert sharded.restore_into(engine, root) == step
+        assert sharded.restore_into(engine, place) == step
         losses.append(engine.forward_backward(lmt.microbatches(engine, step), share))
         engine.step()
         save(place, world, engine.state(), sharded.manifest(world, step + 1))

@@ -185,7 +185,7 @@ def _step(world, root, step, **settings):
 
     place = sharded.place(world, root)
     engine = lmt.engine_of(world, lmt.lm(), **settings)
-    assert sharded.restore_into(engine, root) == step - 1
+    assert sharded.restore_into(engine, place) == step - 1
     if step == 1:
         lmt.train(engine, 3)
     state = engine.state()

@@ -156,7 +156,7 @@ def test_a_newer_format_is_refused_and_neither_passed_over_nor_moved(root):
     for (answer,) in launch(load_rank, 2, root=root, cases=[""]):
         assert answer["error"] == "NewerFormat"
         assert "format 5" in answer["why"]
-        assert "reads up to 3" in answer["why"]
+        assert "reads up to 4" in answer["why"]
     assert sorted(one.name for one in RunDir(root).checkpoints.iterdir()) == before
 
 

@@ -171,9 +171,9 @@ def save(engine: Any, root: Path, step: int) -> None:
 
 def load(engine: Any, root: Path) -> int:
     """Fill the engine from the newest checkpoint; its step. Collective."""
-    from tests.support.sharded import restore_into
+    from tests.support.sharded import place, restore_into
 
-    return restore_into(engine, root)
+    return restore_into(engine, place(engine.world, root))
 
 
 def run(layout: str, fn: Any, **kwargs: Any) -> Any:

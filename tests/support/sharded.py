@@ -131,10 +131,10 @@ def manifest(world: Any, step: int) -> Any:
     )
 
 
-def restore_into(engine: Any, root: Path) -> int:
+def restore_into(engine: Any, where: Any) -> int:
     """Fill an engine from the newest checkpoint, asking for what that holds, as a run does.
 
-    Collective.
+    Collective. `where` is what `place` gives; each call of that takes the run over.
 
     Returns:
         Its step; 0 where there is none.
@@ -148,7 +148,7 @@ def restore_into(engine: Any, root: Path) -> int:
         states.append(state)
         return Wanted(state, frozenset(name for name in state.shared if name.startswith("optim.")))
 
-    step = restore(place(engine.world, root), engine.world, wanted).step
+    step = restore(where, engine.world, wanted).step
     if states:
         engine.apply(dict(states[-1].shared))
     return step
