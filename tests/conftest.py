@@ -99,6 +99,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "small_disk" in item.fixturenames:
+            item.add_marker("two_users")  # only root mounts disks
     if faults := list(tiers.unproved(items)):
         raise pytest.UsageError("\n".join(faults))
     for item in items:

@@ -175,6 +175,7 @@ def test_a_compressed_archive_that_is_torn_early_is_told(node, compress):
     assert [path.name for path in node.root.iterdir()] == [f"{KEY}.lock"]
 
 
+@pytest.mark.two_users  # only root mounts disks
 def test_a_disk_that_fills_up_meanwhile_is_told_and_left_empty(node, tmp_path):
     node.tool(
         "df", 'if [ "$1" = -Pk ]; then printf "h\\nf 9 9 99999 9%% /\\n"; else /bin/df "$@"; fi'
@@ -242,6 +243,7 @@ def test_half_of_a_copy_is_removed_too(node):
     assert not half.exists()
 
 
+@pytest.mark.two_users  # only root mounts disks
 def test_no_room_is_told_before_anything_is_unpacked(node, tmp_path):
     with mounted(tmp_path / "small", 256 << 10) as disk:
         said = node.call("get", places=[str(disk)], unpacked=10 << 20)
@@ -260,6 +262,7 @@ def test_a_tenth_is_left_free(node):
     assert "no room" in node.call("get", unpacked=1000 << 10)
 
 
+@pytest.mark.two_users  # only root mounts disks
 def test_too_few_names_for_files_are_no_room_either(node, tmp_path):
     with mounted(tmp_path / "small", 10 << 20, 8) as disk:
         said = node.call("get", places=[str(disk)], files=40)

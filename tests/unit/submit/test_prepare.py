@@ -363,6 +363,7 @@ def test_a_folder_that_refuses_only_when_written_is_told_in_one_line(work):
         create_run(prepared.spec, Path("/proc/hpctrain-runs"))
 
 
+@pytest.mark.two_users  # only root mounts disks
 def test_a_read_only_file_system_is_told_even_to_root(work, tmp_path):
     with small_disk.mounted(tmp_path / "disk", 1 << 20) as folder:
         subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
