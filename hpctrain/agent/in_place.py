@@ -309,6 +309,7 @@ class InPlaceRendezvous(Rendezvous):
                 PrefixStore(f"{self.run_id}/here", store).set(str(self.rank), "")
             except RuntimeError:  # torch's: node 0 is gone, or at a round further on
                 self._hear(LOOK_S)
+                # `left_out` waits for news, by which this node may learn that it is behind.
                 if not self.is_behind and self.left_out() is None and not self.is_behind:
                     raise
                 continue

@@ -55,7 +55,7 @@ def _note(signum: int, _frame: FrameType | None) -> None:
 def install() -> None:
     """Note stop signals from now on, and survive the others.
 
-    Main thread only; harmless when repeated. Whoever started this process may have had them
+    Main thread only; harmless when repeated. They are unblocked, since the parent may have had them
     blocked, as `hpctrain.init()` has: a stop would never be noticed then.
     """
     for signum in STOP_SIGNALS:

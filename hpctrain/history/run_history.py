@@ -591,7 +591,7 @@ def _interval(run: RunHistory, _: _Attempt, __: float, fact: facts.IntervalSet) 
 def _run_ended(run: RunHistory, attempt: _Attempt, _: float, fact: facts.AttemptEnded) -> None:
     number, ends = None if attempt is None else attempt.number, run.ends_since_resume
     if number is not None and ends and ends[-1][0] == number:
-        ends.pop()  # whoever came later knew more of the same end
+        ends.pop()  # the later record knows more of the same end
     ends.append((number, fact.reason))
 
 

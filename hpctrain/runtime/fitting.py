@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.settings.schema import CHANGES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-NEW, DROPPED, OPTIMIZER = "new-parameters", "dropped-parameters", "optimizer-changed"
-CHANGES = (NEW, DROPPED, OPTIMIZER)
-"""Changes of a program that `resume.allow` lets pass."""
+NEW, DROPPED, OPTIMIZER = CHANGES
 SHOWN = 3
 """Names in one line."""
 

@@ -18,6 +18,9 @@ from hpctrain.settings.fields import WORD, Table, field, keys_of, table
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+CHANGES = ("new-parameters", "dropped-parameters", "optimizer-changed")
+"""Changes of a program that `resume.allow` lets pass; `runtime.fitting` decides what each means."""
+
 setting = partial(field, free=True)
 
 
@@ -398,7 +401,7 @@ class ResumeSettings(Table):
         "changes of the program that may pass: new-parameters (what the checkpoint lacks keeps the "
         "values that the program has given it), dropped-parameters (what the program lacks is left "
         "out), optimizer-changed (the optimizer begins without state)",
-        choices=("new-parameters", "dropped-parameters", "optimizer-changed"),
+        choices=CHANGES,
     )
 
 

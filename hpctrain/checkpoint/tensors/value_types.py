@@ -1,4 +1,4 @@
-"""The types of `values` that are told by a few parts: numbers, times, paths, generators.
+"""The types of `values` that consist of a few parts: numbers, times, paths, generators.
 
 Each has a word, a function that takes an object apart and one that builds it of the same parts.
 Classes of the program's own are named by module and name, and looked up among what is imported.
@@ -43,7 +43,7 @@ NUMPY_KINDS = frozenset("biufcSUMmV")
 
 @dataclass(frozen=True)
 class Simple:
-    """A type that is told by its parts.
+    """A type whose objects consist of parts.
 
     Attributes:
         word: In the JSON form.
