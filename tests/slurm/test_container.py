@@ -78,7 +78,9 @@ def test_a_run_inside_goes_through_a_preemption_and_a_dead_node_and_on_outside(
     slurm, tmp_path, in_peace, container_image_path
 ):
     args = ("--nodes=2", "--ranks-per-node=1", "--partition=grace")
-    run = submit(slurm, tmp_path, *args, sets=SETTINGS | inside(container_image_path))
+    settings = SETTINGS | inside(container_image_path)
+    settings["container.mounts"] = [*container_image.mounts(), str(tmp_path)]  # the gate's folder
+    run = submit(slurm, tmp_path, *args, sets=settings, held={3: 35})
     run.wait_step(5)
     roots = roots_of_tasks(slurm, run.job_id)
     urgent = slurm.submit_urgent(4)
@@ -88,6 +90,7 @@ def test_a_run_inside_goes_through_a_preemption_and_a_dead_node_and_on_outside(
     slurm.kill_node("n1")
     run.wait_step(25, attempt=3)
     run.cli("cancel", "run", "--save")
+    run.let_go(3)
     slurm.wait_job(run.job_id, ("COMPLETED",), timeout=60)
     run.cli("resume", "run", "--set", "container.image=")
     run.wait_event("attempt_ended", attempt=4)
