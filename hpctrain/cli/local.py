@@ -72,6 +72,7 @@ def list_jobs(as_json: bool) -> None:
 @runs_option
 def preempt(run: str, leave: int, grace_s: float, runs: Path) -> None:
     """A more important job takes nodes away from RUN."""
+    from hpctrain.base.text import count
     from hpctrain.errors import UsageError
     from hpctrain.scheduler.local import client
 
@@ -79,11 +80,11 @@ def preempt(run: str, leave: int, grace_s: float, runs: Path) -> None:
     record = client.read(job_id)
     if record is not None and leave < record.min_nodes:
         raise UsageError(
-            f"--leave {leave}: {run} needs at least {record.min_nodes} nodes and could "
+            f"--leave {leave}: {run} needs at least {count(record.min_nodes, 'node')} and could "
             f"not start again; leave {record.min_nodes} or more, or submit with --nodes MIN-MAX"
         )
     client.request(job_id, "preempt", leave=leave, grace_s=grace_s)
-    click.echo(f"{job_id} is preempted; {leave} nodes are left for its next start")
+    click.echo(f"{job_id} is preempted; its next start has {count(leave, 'node')}")
 
 
 @command.command("free")

@@ -133,7 +133,7 @@ def as_text(plan: ResumePlan, *, width: int = 80) -> str:
         none = f"not known ({plan.not_known}): it goes on as it does by itself"
         lines.append(f"checkpoint   {none if plan.not_known else NONE_YET}")
     if plan.saved_world_size is not None:
-        lines.append(f"saved by     {plan.saved_world_size} ranks, {plan.saved_engine}")
+        lines.append(f"saved by     {count(plan.saved_world_size, 'rank')}, {plan.saved_engine}")
     cuts = {item.nodes: item for item in plan.batching}
     for node_mesh in plan.meshes:
         ranks = f"{in_nodes([node_mesh.nodes])} x {count(node_mesh.ranks_per_node, 'rank')}"
