@@ -45,7 +45,23 @@ def start(folder: Path, program: Program, total: int, **changes: Any) -> Any:
     values |= {name.replace("__", "."): value for name, value in changes.items()}
     torch.manual_seed(0)
     with mock.patch.dict(os.environ, {HPCTRAIN_RUN_DIR: str(folder)}):
-        return program(hpctrain.init(replaced(Settings(), values)), total)
+        run = hpctrain.init(replaced(Settings(), values))
+        try:
+            return program(run, total)
+        finally:
+            end_threads(run)
+
+
+def end_threads(run: Any) -> None:
+    """End the threads that end with a rank's process.
+
+    Hundreds of runs share this process, and each would go on looking for requests.
+    """
+    if (requests := run._stops._requests) is not None:
+        requests.on_stop, requests.stop = None, 1
+        requests._warned.set()
+    if run._trackers is not None:
+        run._trackers.close()
 
 
 def undisturbed(folder: Path, program: Program, total: int) -> Any:

@@ -15,6 +15,7 @@ from hpctrain.runtime.run import Run
 from hpctrain.runtime.signals import RankSignals
 from hpctrain.settings.schema import Settings, replaced
 from hpctrain.world import World, on_rank_0
+from tests.support.resumed import end_threads
 from tests.support.value_trees import facts
 
 if TYPE_CHECKING:
@@ -75,8 +76,11 @@ def start(
     made = make(run)
     own = {} if _has_engine(run) else {"model": made.model, "optimizer": made.optimizer}
     run.track(**own, **made.tracked)
-    for step in run.steps(total=total):
-        made.step(step)
+    try:
+        for step in run.steps(total=total):
+            made.step(step)
+    finally:
+        end_threads(run)
     return facts_of(made)
 
 
