@@ -87,6 +87,13 @@ class Generators:
             self._numpy = mark, _text(NUMPY, state)
         return self._numpy[1]
 
+    def saved_names(self, manifest: Manifest) -> set[str]:
+        """Return the names of the tracked generators that a checkpoint has."""
+        stem = _stem(0) + TRACKED
+        return {
+            one.name.removeprefix(stem) for one in manifest.tensors if one.name.startswith(stem)
+        }
+
     def wanted(self, manifest: Manifest, *, is_same_mesh: bool) -> dict[str, torch.Tensor]:
         """Return tensors to load into: this rank's states, or rank 0's on another mesh."""
         stem = _stem(self._world.rank if is_same_mesh else 0)

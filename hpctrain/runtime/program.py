@@ -60,7 +60,11 @@ INNER = "_schedulers"
 DATA = "data"
 MOST_OF_RANK_0_BYTES = 1 << 20
 """A tensor of what is tracked beside the model is rank 0's up to here, and spread beyond."""
+SCALER = "scaler"
 BASE = "base_weights"
+OWN = frozenset({GROUPS, SCALER, BASE})
+"""Names that hpctrain gives to what it tracks itself; others begin with `OWN_PREFIX`."""
+OWN_PREFIX = "hpctrain."
 
 
 class Stateful(Protocol):
@@ -112,7 +116,7 @@ class Program:
         """Take an engine's model and optimizer, and what it needs to go on."""
         self.engine, self.model, self.optimizer = engine, engine.model, engine.optimizer
         if engine.loss_scale is not None:
-            self.tracked["scaler"] = engine.loss_scale
+            self.tracked[SCALER] = engine.loss_scale
         if engine.base is not None:
             self.tracked[BASE] = engine.base
 
@@ -410,6 +414,20 @@ class Program:
             f"no optimizer state in the checkpoint for {counted(begin_bare)}: they begin without"
         ]
 
+    def _unlike(self, manifest: Manifest) -> list[str]:
+        """Lines on objects that only the checkpoint has, or only this program tracks."""
+        theirs = {*manifest.extra, *self.generators.saved_names(manifest)}
+        theirs |= {DATA} if manifest.data else set()
+        ours = {*self.tracked, *self.generators.tracked}
+        ours |= {DATA} if self.data is not None else set()
+        dropped, new = (
+            sorted(name for name in names if name not in OWN and not name.startswith(OWN_PREFIX))
+            for names in (theirs - ours, ours - theirs)
+        )
+        notes = [f"{', '.join(dropped)}: in the checkpoint, and not tracked by this program"]
+        begins = [f"{', '.join(new)}: not in the checkpoint, begins as the program has made it"]
+        return notes * bool(dropped) + begins * bool(new)
+
     def take_over(self, manifest: Manifest) -> None:
         """Go on from what has been loaded into the tensors that were wanted."""
         tensors, self._loading = self._loading, {}
@@ -429,6 +447,7 @@ class Program:
         if self.data is not None and manifest.data:
             self.data.load_state_dict(decode(manifest.data, tensors))
         self._generators_loaded = tensors
+        self._notes += self._unlike(manifest)
         for note in dict.fromkeys(chain(*gather(self._world, self._notes))):
             if self._world.rank == 0:
                 log.warning("%s", note)

@@ -546,3 +546,27 @@ def test_adafactors_state_of_other_shapes_goes_on(tmp_path):
         )
 
     assert resumed(tmp_path, program, 3, 6) == undisturbed(tmp_path, program, 6)
+
+
+def tracking(run, total, **others):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    run.track(model=model, optimizer=optimizer, **others)
+    for _step in run.steps(total=total):
+        optimizer.step()
+
+
+def test_what_only_one_side_tracks_is_said_in_a_line_each(tmp_path, caplog):
+    before = {"average": nn.Linear(1, 1), "noise": torch.Generator()}
+    after = {"mean": nn.Linear(1, 1), "order": torch.Generator()}
+    start(tmp_path, lambda run, total: tracking(run, total, **before), 3)
+    start(tmp_path, lambda run, total: tracking(run, total, **before), 4)
+    assert not [r for r in caplog.records if "checkpoint" in r.message]
+
+    start(tmp_path, lambda run, total: tracking(run, total, **after), 5)
+
+    lines = [r.message for r in caplog.records if "checkpoint" in r.message]
+    assert lines == [
+        "average, noise: in the checkpoint, and not tracked by this program",
+        "mean, order: not in the checkpoint, begins as the program has made it",
+    ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import enum
+import math
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING, Any, Literal
@@ -233,7 +234,9 @@ class _Decoder:
         fields = self._fields(form["fields"])
         if not dataclasses.is_dataclass(kind):
             raise _other_fields(form)
-        if not fields.keys() <= {field.name for field in dataclasses.fields(kind)}:
+        known = {field.name for field in dataclasses.fields(kind)}
+        # A field that the class has got since would not be there, and nobody would hear of it.
+        if fields.keys() | set(form.get("unset", [])) != known:
             raise _other_fields(form)
         made = object.__new__(kind)  # its own __init__ is not run
         for name, value in fields.items():
@@ -251,7 +254,7 @@ class _Decoder:
         dtype = dtype_of(self.value(form["dtype"]))
         data = self._data(form["data"])
         shape = tuple(form["shape"])
-        if not data.size:
+        if not data.size and not math.prod(shape) * dtype.itemsize:
             return np.zeros(shape, dtype)
         order: Literal["C", "F"] = "F" if form["order"] == "F" else "C"
         array: NDArray[Any] = data.view(dtype).reshape(shape, order=order)

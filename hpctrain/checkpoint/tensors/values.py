@@ -234,7 +234,9 @@ class _Encoder:
         if beside:
             self._refuse(value, f"it has {min(beside)!r} beside its fields; make it a field")
         fields = {name: getattr(value, name) for name in names if hasattr(value, name)}
-        return {KIND: "dataclass", **self._class(value), "fields": self._fields(fields)}
+        form = {KIND: "dataclass", **self._class(value), "fields": self._fields(fields)}
+        unset = [name for name in names if name not in fields]
+        return {**form, "unset": unset} if unset else form
 
     def write_member(self, value: enum.Enum) -> Any:
         path = self._class(value)

@@ -175,9 +175,28 @@ def test_nothing_is_imported_and_no_constructor_is_run():
     assert "this" not in sys.modules
 
 
+def test_a_field_that_was_never_set_stays_so():
+    bare = Settings(1)
+    del bare.rate
+
+    assert not hasattr(through(bare), "rate")
+
+
+def test_an_array_without_its_bytes_is_refused():
+    form, tensors = encode(np.arange(3), "tracked.thing")
+    form["data"] = ""
+
+    with pytest.raises(CheckpointError, match="cannot be read back"):
+        decode(form, tensors)
+
+
 def test_a_class_with_other_fields_is_refused():
     form, tensors = encode(Settings(1), "tracked.thing")
     form["fields"]["gone"] = 1
+    with pytest.raises(CheckpointError, match="class of that name has other fields or members"):
+        decode(form, tensors)
+    form, tensors = encode(Settings(1), "tracked.thing")
+    del form["fields"]["rate"]  # as a class that has got this field since
     with pytest.raises(CheckpointError, match="class of that name has other fields or members"):
         decode(form, tensors)
     form, tensors = encode([Colour.RED, Pair(1)], "tracked.thing")
