@@ -2,7 +2,7 @@
 
 A wrapper (DDP, `torch.compile`, recomputation) holds the module in an attribute of its own. Which
 module is a wrapper is known from its class, never from its name: a submodule that the program calls
-`module` keeps its name. tests/unit/engines/test_names.py holds the promises.
+`module` keeps its name. tests/engines/test_names_of_state.py holds the promises.
 """
 
 from __future__ import annotations

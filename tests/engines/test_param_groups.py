@@ -61,6 +61,22 @@ def test_numbers_that_the_optimizer_keeps_in_its_groups_go_on(tmp_path):
     assert end[1][0]["k"] == 5
 
 
+def counting_from(run, total, first):
+    model = nn.Linear(2, 1)
+    optimizer = Counting(model.parameters())
+    optimizer.param_groups[0]["k"] = first
+    return trained(run, total, model, optimizer)
+
+
+def test_a_number_of_the_optimizers_own_goes_on_however_it_began_this_time(tmp_path):
+    """Only for an argument of the constructor another value means that a person has changed it."""
+    start(tmp_path, lambda run, total: counting_from(run, total, 0), 3)
+
+    _, (group,) = start(tmp_path, lambda run, total: counting_from(run, total, 100), 4)
+
+    assert group["k"] == 4
+
+
 def test_what_only_the_program_sets_is_the_programs_and_a_difference_is_said(tmp_path, caplog):
     start(tmp_path, counting, 3)
 
