@@ -17,6 +17,7 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
+from hpctrain.agent.signals import STOP_SIGNALS
 from hpctrain.base import log
 from tests.support import (
     browser,
@@ -152,8 +154,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
-    with cpus.of_test(item):
+    with cpus.of_test(item), _stop_signals_as_they_were():
         return (yield)
+
+
+@contextmanager
+def _stop_signals_as_they_were() -> Iterator[None]:
+    """A test that calls `hpctrain.init()` blocks them; processes of later tests would inherit that.
+
+    Around the whole test, its fixtures included: those of a module begin before any of a test's.
+    """
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 @pytest.fixture(scope="module")
@@ -177,9 +195,8 @@ def _environment() -> Iterator[None]:
     Agents export for the ranks of their process, torch where it compiles. What is left over would
     go with the next job that a test of the same worker submits, and make it another job.
     """
-    before, blocked = dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    before = dict(os.environ)
     yield
-    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)  # processes of later tests inherit it
     for name in set(os.environ) - set(before) - {PYTEST_CURRENT_TEST}:
         del os.environ[name]
     for name, value in before.items():

@@ -148,6 +148,7 @@ def _is_ours(handler: logging.Handler) -> TypeGuard[_Stderr]:
     return isinstance(handler, _Stderr)
 
 
+_WRITING = (logging.getLogger(OURS), logging.getLogger(TORCH_ELASTIC))
 _held_for_a_fork: list[_Stderr] = []
 
 
@@ -157,8 +158,8 @@ def _before_fork() -> None:
     A thread that writes holds the stream's own lock. A child that is forked then has it locked for
     ever: its first line would never end. `logging` renews only its own locks in a child.
     """
-    for name in (OURS, TORCH_ELASTIC):
-        for handler in filter(_is_ours, logging.getLogger(name).handlers):
+    for logger in _WRITING:
+        for handler in filter(_is_ours, logger.handlers):
             handler.acquire()
             _held_for_a_fork.append(handler)
 

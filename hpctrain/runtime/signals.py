@@ -9,6 +9,7 @@ tests/unit/runtime/test_signals.py holds the promises.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from typing import TYPE_CHECKING, ClassVar
@@ -26,6 +27,8 @@ class RankSignals:
     """Notes SIGTERM and SIGUSR2 for the life of this process, or until another one starts."""
 
     _listening: ClassVar[RankSignals | None] = None
+    _waits_in_pid: ClassVar[int | None] = None
+    """The process whose thread waits; a fork of it has the class as it was, and no such thread."""
 
     def __init__(self) -> None:
         self.term = False
@@ -45,7 +48,7 @@ class RankSignals:
             interrupt: Also take the first Ctrl-C as a wish to save and leave; the second
             interrupts.
         """
-        first, RankSignals._listening = RankSignals._listening is None, self
+        RankSignals._listening = self
         for signum in HEARD:
             # For threads that are older than the mask: then Python's own handler runs.
             signal.signal(signum, self._on_signal)
@@ -53,7 +56,9 @@ class RankSignals:
         signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
         if interrupt:
             signal.signal(signal.SIGINT, self._on_interrupt)
-        if first:  # of two threads that wait, either would hear a signal, and the other not
+        if RankSignals._waits_in_pid != os.getpid():
+            # Of two threads that wait, either would hear a signal, and the other not.
+            RankSignals._waits_in_pid = os.getpid()
             threading.Thread(target=self._wait, name="hpctrain-signals", daemon=True).start()
 
     @property

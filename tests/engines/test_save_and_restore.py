@@ -143,7 +143,7 @@ def load_slowly_rank(root):
     from hpctrain.world import join_world
 
     world = join_world()
-    restore.time = SimpleNamespace(monotonic=itertools.count(0, 4).__next__)
+    restore.clock = SimpleNamespace(monotonic=itertools.count(0, 4).__next__)
     with contextlib.redirect_stderr(io.StringIO()) as said:
         got = _load(world, root, "ddp", read_once=False)
     assert got["wrong"] == []

@@ -6,6 +6,9 @@ With `jumps=0` a thread that sleeps or waits is held until the test calls `advan
 with `until_waiting` until it is. With `jumps=N` there are N threads that sleep or wait by this
 clock; as soon as all of them do, the time jumps to the first moment at which something is due. So
 one thread alone (`jumps=1`) never waits. `after` makes something happen at a moment.
+
+Threads that ran before the clock was made have no part in it: what an earlier test of the process
+has left running sleeps by the machine's clock, and moves nobody's time.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ LOOK_S = 0.002
 PATIENCE_S = 60.0
 """A thread that a test expects to wait does so within this, on any machine."""
 NS = 1_000_000_000
+THE_MACHINES = clock.SystemClock()
 
 
 class NothingIsDueError(AssertionError):
@@ -78,6 +82,7 @@ class ManualClock:
         self._waiting: list[_Waiter] = []
         self._plans: list[tuple[int, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
+        self._strangers = set(threading.enumerate()) - {threading.current_thread()}
 
     # ---- as code sees it; no locks: signal handlers and plans may ask
 
@@ -99,9 +104,14 @@ class ManualClock:
     def sleep(self, seconds: float) -> None:
         if seconds < 0:
             raise ValueError("sleep length must be non-negative")  # as the system's
+        if threading.current_thread() in self._strangers:
+            THE_MACHINES.sleep(seconds)
+            return
         self._block(seconds, None)
 
     def wait(self, event: Waitable, timeout_s: float) -> bool:
+        if threading.current_thread() in self._strangers:
+            return THE_MACHINES.wait(event, timeout_s)
         return self._block(timeout_s, event)
 
     # ---- as a test sees it

@@ -234,9 +234,9 @@ class _Decoder:
         fields = self._fields(form["fields"])
         if not dataclasses.is_dataclass(kind):
             raise _other_fields(form)
-        known = {field.name for field in dataclasses.fields(kind)}
+        names = {field.name for field in dataclasses.fields(kind)}
         # A field that the class has got since would not be there, and nobody would hear of it.
-        if fields.keys() | set(form.get("unset", [])) != known:
+        if fields.keys() | set(form.get("unset", [])) != names:
             raise _other_fields(form)
         made = object.__new__(kind)  # its own __init__ is not run
         for name, value in fields.items():

@@ -195,3 +195,22 @@ def test_a_negative_sleep_is_refused_as_by_the_system():
     for hands in (clock.SystemClock(), ManualClock()):
         with clock.use(hands), pytest.raises(ValueError, match="non-negative"):
             clock.sleep(-1.0)
+
+
+def test_a_thread_that_was_there_before_moves_nobodys_time(thread):
+    """What an earlier test left running went on sleeping, and 35 s passed in a job of 300 s."""
+    made, ended = threading.Event(), threading.Event()
+
+    def sleeps():
+        made.wait()
+        clock.sleep(0.001)
+        clock.wait(threading.Event(), 0.001)
+        ended.set()
+
+    thread(sleeps)
+    with jumping() as hands:
+        made.set()
+        ended.wait()
+
+        assert hands.passed_s == 0
+        assert hands.slept == []

@@ -59,3 +59,23 @@ os.kill(os.getpid(), signal.SIGTERM)
 raise SystemExit(0 if told.wait(30) and signals.term else 1)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_fork_of_a_process_that_listens_hears_its_own_signals():
+    """A launcher may have called `hpctrain.init()` before it forks its ranks."""
+    program = """
+import os, signal
+from hpctrain.runtime.signals import RankSignals
+RankSignals().start()
+pid = os.fork()
+signals = RankSignals()
+signals.start()
+os.kill(os.getpid(), signal.SIGTERM)
+heard = signals.heard.wait(5) and signals.term
+if pid == 0:
+    os._exit(0 if heard else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or (0 if heard else 2))
+"""
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+
+    assert done.returncode == 0
