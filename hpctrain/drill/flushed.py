@@ -3,7 +3,7 @@
 A missing fsync is seen by nobody until the power goes: the page cache outlives every process. Linux
 (6.5 and newer) tells by cachestat(2) how many of a file's pages are dirty. Where the file system
 does not account for them (tmpfs), a probe that was never flushed looks clean too; so it is asked
-first. tests/unit/drill/test_flushed.py holds the promises.
+first. tests/e2e/test_drill.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From the text of a file to its findings, and to the text without those that can be mended.
 
 Whatever the text is, this returns: what cannot be read is a finding (HT001).
-tests/unit/lint/test_check.py and test_fuzz.py hold the promises.
+tests/unit/lint/test_rules.py and test_fuzz.py hold the promises.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A name depends on what any of its assignments in the same function depends on. What a collective has
 been given, or an agreement has returned, is the same on all ranks and depends on nothing.
-tests/unit/lint/test_dependence.py holds the promises.
+tests/unit/lint/test_rules.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Changes of a text: where they go in bytes, and how several are made at once.
 
-tests/unit/lint/test_edits.py holds the promises.
+tests/unit/lint/test_fixes.py holds the promises.
 """
 
 from __future__ import annotations

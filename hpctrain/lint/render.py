@@ -1,6 +1,6 @@
 """Findings as people read them, and as SARIF, which code hosts and editors read.
 
-tests/unit/lint/test_render.py holds the promises.
+tests/unit/cli/test_lint.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A program's syntax tree with what all rules ask of it: names, functions, calls, parents.
 
 Names are followed through imports to where they come from: `dist.barrier` is
-`torch.distributed.barrier` whatever the program calls the module. tests/unit/lint/test_syntax.py
+`torch.distributed.barrier` whatever the program calls the module. tests/unit/lint/test_rules.py
 holds the promises.
 """
 

@@ -1,4 +1,4 @@
-"""Links and file names in the documents lead somewhere."""
+"""Links and file names in the documents and in the code lead somewhere."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ TOP = Path(__file__).parents[2]
 PAGES = sorted([*TOP.glob("*.md"), *(TOP / "docs").glob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(#[^)\s]*)?\)")
 NAMED = re.compile(r"`((?:hpctrain|tests|docs|sbatch|site-configs|examples|demo)/[\w./-]+)`")
+CODE = [*(TOP / "hpctrain").rglob("*.py"), *(TOP / "benchmarks").rglob("*.py")]
+TEST_FILE = re.compile(r"tests/[\w./-]+?\.py\b")
 ROOM_FILE = re.compile(r"`((?:[a-z]+/)+[a-z_]+\.(?:py|sh))`")
 
 
@@ -40,3 +42,11 @@ def test_every_page_can_be_reached_from_the_readme():
     reached = {link for link, _ in LINK.findall((TOP / "README.md").read_text())}
 
     assert {f"docs/{page.name}" for page in (TOP / "docs").glob("*.md")} <= reached
+
+
+def test_every_test_that_code_refers_to_is_there():
+    """Nine modules said that a file holds their promises which there was not."""
+    named = {(path, name) for path in CODE for name in TEST_FILE.findall(path.read_text())}
+
+    assert len(named) > 300
+    assert sorted(f"{path}: {name}" for path, name in named if not (TOP / name).exists()) == []
