@@ -176,9 +176,10 @@ def without_state(model: nn.Module, optimizer: Optimizer, entries: Entries) -> l
     owners = dict(names.parameters(model))
     have = {id(_parsed(name, owners)[0]) for name in entries if name.startswith(OPTIM)}
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    bare = updated - have
     lacking: dict[int, str] = {}
     for name, parameter in owners.items():
-        if id(parameter) in updated - have and parameter.requires_grad:
+        if id(parameter) in bare and parameter.requires_grad:
             lacking.setdefault(id(parameter), name)
     return list(lacking.values())
 

@@ -52,6 +52,7 @@ from hpctrain.runtime.saves import Saves, sweep_old
 from hpctrain.runtime.stops import Stops
 from hpctrain.runtime.telemetry import Telemetry
 from hpctrain.runtime.trackers import Trackers
+from hpctrain.runtime.unsaved import Unsaved
 from hpctrain.testing import points
 from hpctrain.world import World, on_rank_0
 
@@ -115,6 +116,7 @@ class Run:
         self._spec = spec
         self._program = Program(world)
         self._program.allow = frozenset(settings.resume.allow)
+        self._unsaved = Unsaved(self._program if world.rank == 0 and run_dir else None)
         self._guards = Guarding(
             settings.guard,
             self._program,
@@ -643,6 +645,7 @@ class Run:
         if self._has_stepped:
             return
         self._has_stepped = True
+        self._unsaved.after_first_step()
         self._event(PhaseReached(name="first_step", **self._telemetry.so_far()))
         if self._saves is not None:
             self._saves.warm_up(self._snapshot)
@@ -708,7 +711,7 @@ class Run:
             data=data,
             rng={"ranks": self.world.world_size},
             versions={"torch": str(torch.__version__), "python": sys.version.split()[0]},
-            extra=extra,
+            extra=extra | self._unsaved.recorded_at(self.step),
             metrics=dict(self._metrics),
         )
         return state, manifest
@@ -717,6 +720,7 @@ class Run:
         self._program.begin()
         restored = Restored() if self._place is None else self._load(self._place)
         self._program.seed(restored.manifest, self.settings.train.seed, self.step)
+        self._unsaved.begin(restored.manifest, self.step)
         self._open(self.step)
 
     def _open(self, step: int) -> None:

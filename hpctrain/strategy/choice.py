@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hpctrain.base.text import one_of
 from hpctrain.errors import ChecksFailed, UsageError
 from hpctrain.plan.mesh import divisors
-from hpctrain.strategy import batch as arithmetic
 from hpctrain.strategy.activations import FP32
 from hpctrain.strategy.memory import Batch, Peak
 from hpctrain.strategy.peaks import host_bytes, peak
@@ -172,9 +172,9 @@ def _tried(asked: PlanRequest, way: Strategy) -> list[Batch]:
     Raises:
         UsageError: no batch can be shared so, or not in passes enough for a pipeline.
     """
-    share = arithmetic.shares(asked.global_batch, way.data_ranks)
+    share = samples_per_rank(asked.global_batch, way.data_ranks)
     if asked.micro:
-        passes = arithmetic.passes(asked.global_batch, way.data_ranks, asked.micro)
+        passes = passes_per_step(asked.global_batch, way.data_ranks, asked.micro)
         tried = [Batch(asked.micro, asked.seq, passes)]
     else:
         tried = [Batch(n, asked.seq, share // n) for n in reversed(divisors(share))]
@@ -284,3 +284,46 @@ def advice(asked: PlanRequest, row: Row) -> list[str]:
 
 SMALL = 1024
 """Tokens of a pass below which a large GPU waits for its own kernels to start."""
+
+
+# ---- global batch = micro batch x passes x data-parallel ranks
+
+
+def samples_per_rank(global_batch: int, data_ranks: int) -> int:
+    """Samples of one rank in a step.
+
+    Raises:
+        UsageError: ranks would have unequal shares; with the nearest batches that all can share.
+    """
+    if global_batch % data_ranks:
+        below = global_batch // data_ranks * data_ranks
+        near = [n for n in (below, below + data_ranks) if n]
+        fitting = [n for n in divisors(global_batch) if n <= data_ranks][-1]
+        raise UsageError(
+            f"--global-batch {global_batch} cannot be shared by {data_ranks} data-parallel ranks; "
+            f"nearest: {one_of(near)}, or {fitting} data-parallel ranks"
+        )
+    return global_batch // data_ranks
+
+
+def passes_per_step(global_batch: int, data_ranks: int, micro: int) -> int:
+    """Passes of a step, of `micro` samples each.
+
+    Raises:
+        UsageError: they do not come out even; with the nearest values that do.
+    """
+    share = samples_per_rank(global_batch, data_ranks)
+    if share % micro:
+        near = _nearest(divisors(share), micro)
+        raise UsageError(
+            f"--micro-batch {micro} does not divide the {share} samples that each of {data_ranks} "
+            f"data-parallel ranks has of --global-batch {global_batch}; nearest: {one_of(near)}"
+        )
+    return share // micro
+
+
+def _nearest(values: list[int], wanted: int) -> list[int]:
+    """The next lower and the next higher of ascending values, as far as there are."""
+    below = [value for value in values if value < wanted][-1:]
+    above = [value for value in values if value > wanted][:1]
+    return below + above

@@ -8,16 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.base.env import HPCTRAIN_FAULTS
 from hpctrain.run.layout import RunDir
+from tests.support.gates import steps_held
 from tests.support.recipe import TINY
 from tests.support.scenario import RunHandle, cli
 
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.realtime(
-        proved_by=("tests/unit/plan/test_decide.py", "tests/unit/scheduler/test_slurm_script.py")
-    ),
-]
+pytestmark = pytest.mark.slurm
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,15 +31,20 @@ def test_a_hand_written_batch_file_survives_a_preemption_in_the_same_way(slurm, 
     script = (ROOT / "sbatch" / "train.sbatch").read_text()
     script = script.replace("/path/to/runs/my-run", str(root))
     script = script.replace("/path/to/venv/bin/python", sys.executable)
+    gates, faults = steps_held(tmp_path, {1: 10})
+    before = "# Whatever the site needs"
+    script = script.replace(before, f"export {HPCTRAIN_FAULTS}='{faults}'\n{before}")
     (tmp_path / "own.sbatch").write_text(script)
 
     submitted = slurm.run(
         "sbatch", "--parsable", "--partition=grace", "--nodes=1", "--time=10", "--output=/dev/null",
         f"--export=ALL,PYTHONPATH={ROOT}", str(tmp_path / "own.sbatch"), check=True,
     )  # fmt: skip
-    run = RunHandle(slurm, tmp_path, RunDir(root), submitted.stdout.strip())
+    run = RunHandle(slurm, tmp_path, RunDir(root), submitted.stdout.strip(), gates)
     run.wait_step(3)
     urgent = slurm.submit_urgent(4)
+    run.wait_preempted()
+    run.let_go(1)
     slurm.wait_job(run.job_id, "PENDING", timeout=30)
     slurm.cancel(urgent)
     run.wait_done()

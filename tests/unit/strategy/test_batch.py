@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.strategy import batch
+from hpctrain.strategy.choice import passes_per_step
 
 
 def test_the_product_of_the_three_is_the_global_batch():
-    assert batch.passes(96, 8, 4) * 8 * 4 == 96
+    assert passes_per_step(96, 8, 4) * 8 * 4 == 96
 
 
 @pytest.mark.parametrize(
@@ -23,5 +23,5 @@ def test_the_product_of_the_three_is_the_global_batch():
 )  # fmt: skip
 def test_what_does_not_come_out_even_is_refused_with_the_nearest(asked, message):
     with pytest.raises(UsageError) as caught:
-        batch.passes(*asked)
+        passes_per_step(*asked)
     assert message in str(caught.value)
