@@ -82,7 +82,7 @@ class ManualClock:
         self._waiting: list[_Waiter] = []
         self._plans: list[tuple[int, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
-        self._strangers = set(threading.enumerate()) - {threading.current_thread()}
+        self._is_stranger = strangers()
 
     # ---- as code sees it; no locks: signal handlers and plans may ask
 
@@ -104,13 +104,13 @@ class ManualClock:
     def sleep(self, seconds: float) -> None:
         if seconds < 0:
             raise ValueError("sleep length must be non-negative")  # as the system's
-        if threading.current_thread() in self._strangers:
+        if self._is_stranger():
             THE_MACHINES.sleep(seconds)
             return
         self._block(seconds, None)
 
     def wait(self, event: Waitable, timeout_s: float) -> bool:
-        if threading.current_thread() in self._strangers:
+        if self._is_stranger():
             return THE_MACHINES.wait(event, timeout_s)
         return self._block(timeout_s, event)
 
@@ -220,6 +220,12 @@ class ManualClock:
         self._passed_ns = max(self._passed_ns, int(moment_ns))
         self._changed.notify_all()
         return carried_out
+
+
+def strangers() -> Callable[[], bool]:
+    """Return a function that says whether its caller is a thread that ran before, another one."""
+    others = set(threading.enumerate()) - {threading.current_thread()}
+    return lambda: threading.current_thread() in others
 
 
 @contextmanager

@@ -13,6 +13,8 @@ import random
 import threading
 from typing import TYPE_CHECKING, Any
 
+from tests.support.clocks import THE_MACHINES, strangers
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -103,6 +105,7 @@ class Simulation:
         now_s: Simulated seconds since it began.
         current: The task that runs; None while something happens that belongs to none.
         trace: What has happened, in words, for a failure's message.
+        is_stranger: Whether a thread of the process has no part in it.
     """
 
     def __init__(self, seed: int | str) -> None:
@@ -112,6 +115,7 @@ class Simulation:
         self.current: Task | None = None
         self.trace: list[str] = []
         self.switches = 0
+        self.is_stranger = strangers()
         self._heap: list[_Event] = []
         self._numbers = itertools.count()
         self._main = threading.Lock()
@@ -325,13 +329,18 @@ class Simulation:
 
 
 class MachineClock:
-    """A clock as `hpctrain.base.clock` takes it: that of the machine whose code runs."""
+    """A clock as `hpctrain.base.clock` takes it: that of the machine whose code runs.
+
+    A thread that ran before the simulation, of an earlier test, has the real machine's.
+    """
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
 
     def now(self) -> float:
         """Seconds since the epoch, by the machine's clock."""
+        if self._simulation.is_stranger():
+            return THE_MACHINES.now()
         machine = self._machine()
         return EPOCH_S + self._simulation.now_s + (machine.ahead_s if machine else 0.0)
 
@@ -343,6 +352,8 @@ class MachineClock:
 
     def monotonic(self) -> float:
         """Seconds since the machine was booted."""
+        if self._simulation.is_stranger():
+            return THE_MACHINES.monotonic()
         machine = self._machine()
         return self._simulation.now_s + (machine.booted_s if machine else 0.0)
 
@@ -356,10 +367,15 @@ class MachineClock:
 
     def sleep(self, seconds: float) -> None:
         """Let simulated time go by."""
-        self._simulation.sleep(seconds)
+        if self._simulation.is_stranger():
+            THE_MACHINES.sleep(seconds)
+        else:
+            self._simulation.sleep(seconds)
 
     def wait(self, event: Waitable, timeout_s: float) -> bool:
         """Wait for an event that some other task sets."""
+        if self._simulation.is_stranger():
+            return THE_MACHINES.wait(event, timeout_s)
         until_s = self._simulation.now_s + timeout_s
         while not event.wait(0):
             if self._simulation.now_s >= until_s:

@@ -6,8 +6,13 @@ tests/support/simulation/campaign.py. A failure says how it is played again.
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
+from hpctrain.base import clock
 from tests.support.simulation.campaign import CAMPAIGNS, RECORDED, play, seeds
 
 FEW, MANY = 40, 1000
@@ -33,3 +38,23 @@ def test_very_many_schedules_keep_the_contract(name):
 def test_the_same_seed_is_the_same_run(name):
     first, again = (play(name, seeds(1)[0]).simulation.trace for _ in range(2))
     assert first == again
+
+
+def test_a_thread_of_an_earlier_test_has_no_part_in_a_simulation():
+    """One that looked for requests twice a second gave a simulated agent's turn away."""
+    ended, looked = threading.Event(), threading.Event()
+
+    def looks_on():
+        while not ended.is_set():
+            clock.sleep(0.0001)
+            clock.wait(threading.Event(), 0.0001)
+            assert abs(clock.now() - time.time()) < 1000
+            looked.set()
+
+    with ThreadPoolExecutor() as threads:
+        thread = threads.submit(looks_on)
+        looked.wait()
+        play("staying", 1)
+        ended.set()
+
+        assert thread.result() is None
