@@ -542,6 +542,8 @@ class JobStartFacts:
     """srun's exit code."""
     term: bool
     """Whether SIGTERM came to the batch shell."""
+    ended_early: str = ""
+    """What ended the script before its srun, such as a failed line of setup; "" for nothing."""
     start_time: float | None = None
     """When the scheduler began it, seconds since the epoch; None where unknown."""
     end_time: float | None = None
@@ -594,7 +596,7 @@ def _without_ledger(
 
     If the run was over, the next start sees so in the ledger and ends.
     """
-    if start.rc == EXIT_STOPPED:
+    if start.rc == EXIT_STOPPED and not start.ended_early:
         return EXIT_STOPPED
     cause = StopCause.TERM if start.term else None
     facts = EndFacts("batch", start.job_id, start.restarts, None, "killed" if cause else "crashed")
@@ -663,7 +665,7 @@ class BatchScriptSide:
             return 0
         end = self._end.last(kinds.AttemptEnded, attempt)
         if end is None or end.next in {Next.ASK_BATCH, Next.RESTART}:
-            if self._start.rc == EXIT_STOPPED:  # decided by the agent, which could not write it
+            if self._has_stopped():  # decided by the agent, which could not write it
                 return EXIT_STOPPED
             return self._decide(attempt)
         if end.next is Next.REQUEUE and self._end.last(kinds.Requeued, attempt) is None:
@@ -677,12 +679,16 @@ class BatchScriptSide:
         """
         end = self._end.last(kinds.AttemptEnded, self._attempt())
         over = end is not None and end.next is Next.STOP
-        if not (over or self._has_left() or self._start.rc == EXIT_STOPPED):
+        if not (over or self._has_left() or self._has_stopped()):
             return
         try:
             self._control.forbid_requeue()
         except ClusterError as error:
             log.warning("the job may be started once more, in vain: %s", error)
+
+    def _has_stopped(self) -> bool:
+        """Whether an agent left with a stopped run's code; a script before its srun did not."""
+        return self._start.rc == EXIT_STOPPED and not self._start.ended_early
 
     def _has_left(self) -> bool:
         """Whether our agent found the run in other hands, or over, and left it alone."""
@@ -731,7 +737,9 @@ class BatchScriptSide:
         facts = self._facts(
             attempt, outcome=outcome, cause=cause, scheduler=scheduler, has_successor=is_back
         )
-        if attempt is None and cause is None and self._start.last_words is not None:
+        if attempt is None and cause is None and self._start.ended_early:
+            facts = self._of_setup(facts)
+        elif attempt is None and cause is None and self._start.last_words is not None:
             facts = self._of_container(facts, self._start.last_words())
         # Read on only now: the job may have been cancelled while the scheduler was asked.
         budget = job_spec(self._run).settings.budget
@@ -746,6 +754,17 @@ class BatchScriptSide:
         if decision.next is Next.REQUEUE:
             return 0 if requeued else EXIT_TRY_LATER
         return decision.exit_code or self._exit_code(facts.attempt, decision.reason, decision.next)
+
+    def _of_setup(self, facts: EndFacts) -> EndFacts:
+        """What is known of a start whose script ended before its srun.
+
+        Where an earlier start came further, this start's node may be at fault: the next one may get
+        another. Else, and where that fails in the same way, every start would.
+        """
+        earlier = since_resume(self._end.history)
+        came_further = bool(earlier) and earlier[-1].by != "batch"
+        outcome: Outcome = "crashed" if came_further else "user_error"
+        return replace(facts, outcome=outcome, why=self._start.ended_early)
 
     def _of_container(self, facts: EndFacts, said: str) -> EndFacts:
         """What is known of a start in a container in which no agent came, though nothing ended it.

@@ -39,8 +39,19 @@ _BESIDE = re.compile(r"(slurmstepd|srun): error: (\*\*\* STEP|\S+: tasks? \d)|us
 """That a step was ended, and how a program wants to be called: an older Python, for one."""
 
 
-def after(root: str, token: str, *, rc: int, term: bool, env: Mapping[str, str]) -> int:
-    """Finish what the agents began; returns the job's exit code."""
+def after(
+    root: str, token: str, *, rc: int, term: bool, env: Mapping[str, str], why: str = ""
+) -> int:
+    """Finish what the agents began; returns the job's exit code.
+
+    Args:
+        root: The run's directory.
+        token: Of the submission.
+        rc: srun's exit code, or the script's where it ended before its srun.
+        term: Whether SIGTERM came to the batch shell.
+        env: Of the batch script.
+        why: What ended the script before its srun; "" where nothing did.
+    """
     start = JobStartFacts(
         job_id=own_job_id(env),
         restarts=own_restarts(env),
@@ -48,6 +59,7 @@ def after(root: str, token: str, *, rc: int, term: bool, env: Mapping[str, str])
         nodes=read_nodes(env.get("SLURM_JOB_NODELIST", "")),
         rc=rc,
         term=term,
+        ended_early=why,
         start_time=own_start(env),
         end_time=own_end(env),
         last_words=_last_words(env),

@@ -1,7 +1,7 @@
 """The commands of a job's script: what it asks before and after its one srun line.
 
     python -m hpctrain.entry.slurm_batch before RUN TOKEN      prints exports for the shell
-    python -m hpctrain.entry.slurm_batch after RUN TOKEN --rc N --term 0|1
+    python -m hpctrain.entry.slurm_batch after RUN TOKEN --rc N --term 0|1 [--why TEXT]
     python -m hpctrain.entry.slurm_batch relay RUN             asks SLURM for agents in containers
     python -m hpctrain.entry.slurm_batch staged RUN --way W --seconds N --why TEXT
                                                                records what stage.sh pipes into it
@@ -64,12 +64,13 @@ def main(argv: Sequence[str]) -> int:
         match list(argv):
             case ["before", root, _]:
                 return _before(root)
-            case ["after", root, token, "--rc", rc, "--term", term]:
+            case ["after", root, token, "--rc", rc, "--term", term, *more]:
                 from hpctrain.entry.slurm_after import after
 
                 if one_of_many(os.environ):  # `before` has said so
                     return UsageError.exit_code
-                return after(root, token, rc=int(rc), term=term == "1", env=os.environ)
+                why = more[1] if more else ""
+                return after(root, token, rc=int(rc), term=term == "1", why=why, env=os.environ)
             case ["staged", root, "--way", way, "--seconds", seconds, "--why", why]:
                 _staged(Path(root), sys.stdin, way=way, seconds=float(seconds), why=why)
             case ["relay", root]:

@@ -56,6 +56,9 @@ class SlurmSettings(Table):
     setup: list[str] = setting(
         [], "shell lines run on the first node before srun (module load ...)"
     )
+    setup_may_fail: bool = setting(
+        False, "go on where a line of setup fails; else the start ends there and names it"
+    )
     network: str = setting("", "SLURM's --network", pattern=WORD)
 
     def ranks(self) -> int:

@@ -78,7 +78,7 @@ def render_script(spec: Spec, run: RunDir, token: str) -> str:
         "# Written by hpctrain; it is what was submitted, so change settings and resume instead.",
         *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
         f"hpctrain_srun_args=({_join(srun_options(settings, site))})",
-        *_setup([*module_lines(site), *settings.setup]),
+        *_setup(module_lines(site), settings, site),
         *_container(spec, run, token, site),
         *_stage(spec),
         "",
@@ -301,11 +301,21 @@ def _checked(option: str) -> str:
     return option
 
 
-def _setup(lines: Sequence[str]) -> list[str]:
-    """The site's and the user's shell lines, as a function: the body calls it once it has traps."""
-    if not lines:
+def _setup(modules: Sequence[str], settings: SlurmSettings, site: Site | None) -> list[str]:
+    """The site's and the user's shell lines, as a function: the body calls it once it has traps.
+
+    Each line that fails is named by the body with where it comes from.
+    """
+    if not modules and not settings.setup:
         return []
-    return ["hpctrain_setup() {", *lines, "}"]
+    lines = []
+    if modules and site is not None:
+        where = shlex.quote(f"[modules], {site.where('modules')}")
+        lines += [f"hpctrain_lines_of={where}", *modules]
+    if settings.setup:
+        lines += ["hpctrain_lines_of=slurm.setup", *settings.setup]
+    may_fail = ["hpctrain_setup_may_fail=1"] if settings.setup_may_fail else []
+    return [*may_fail, "hpctrain_setup() {", *lines, "}"]
 
 
 def _container(spec: Spec, run: RunDir, token: str, site: Site | None) -> list[str]:
@@ -483,19 +493,14 @@ def setting_of(option: str) -> str:
 
 
 def module_lines(site: Site | None) -> list[str]:
-    """Shell lines that load the site's modules; a job without one of them ends at once.
-
-    Going on would fail later and less clearly, and again at each requeue.
-    """
+    """Shell lines that load the site's modules."""
     if site is None:
         return []
     modules = site.modules
     lines = [f"source {shlex.quote(modules.init)}"] if modules.init else []
     lines += ["module purge"] if modules.purge else []
     lines += [f"module use {shlex.quote(path)}" for path in modules.use]
-    lines += [f"module load {shlex.quote(name)}" for name in modules.load]
-    where = shlex.quote(f"hpctrain: error: a line of [modules] failed, {site.where('modules')}: ")
-    return [f"{line} || {{ echo {where}{shlex.quote(line)} >&2; exit 3; }}" for line in lines]
+    return lines + [f"module load {shlex.quote(name)}" for name in modules.load]
 
 
 def _required(site: Site | None) -> Sequence[str]:

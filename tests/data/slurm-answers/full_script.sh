@@ -25,6 +25,7 @@ export HPCTRAIN_TOKEN=gpt-small-12ab
 export HPCTRAIN_PYTHON=/opt/venv/bin/python
 hpctrain_srun_args=(--cpus-per-task=24 --mpi=none '--x=two words')
 hpctrain_setup() {
+hpctrain_lines_of=slurm.setup
 module load cuda
 echo 'ready'
 }
@@ -35,7 +36,8 @@ echo 'ready'
 #   HPCTRAIN_RUN_DIR     the run's directory, the same path on every node
 #   HPCTRAIN_PYTHON      the interpreter in which hpctrain is installed
 #   hpctrain_srun_args   optional array of more srun options
-#   hpctrain_setup       optional function, run on the first node before srun
+#   hpctrain_setup       optional function, run on the first node before srun; if a command in it
+#                        fails, the start ends there, unless hpctrain_setup_may_fail is 1
 #   hpctrain_container   optional function, run after it: sets hpctrain_task, the words in front of a
 #                        task's -m (its python, or what starts a container and the python in it), and
 #                        hpctrain_outside, the words in front of srun; may add to hpctrain_srun_args
@@ -55,8 +57,67 @@ HPCTRAIN_BATCH_STARTED=$(date +%s.%N)
 HPCTRAIN_TOKEN=${HPCTRAIN_TOKEN:-}
 export HPCTRAIN_RUN_DIR HPCTRAIN_PYTHON HPCTRAIN_TOKEN HPCTRAIN_BATCH_STARTED
 
-if declare -F hpctrain_setup >/dev/null; then hpctrain_setup; fi
+# However this script ends, its last act says why, and decides whether the job comes back.
+hpctrain_why="" hpctrain_is_over=""
+hpctrain_last_act() { # the script's exit code
+  hpctrain_is_over=1
+  trap '' TERM
+  local words=(--rc "$1" --term "$hpctrain_term")
+  [ -z "$hpctrain_why" ] || words+=(--why "$hpctrain_why")
+  [ -z "$hpctrain_why" ] || echo "hpctrain: error: $hpctrain_why" >&2
+  "$HPCTRAIN_PYTHON" -P -m hpctrain.entry.slurm_batch after "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN" \
+    "${words[@]}"
+}
+# shellcheck disable=SC2329 # the trap calls it
+hpctrain_at_exit() {
+  hpctrain_rc=$?
+  [ -z "$hpctrain_is_over" ] || exit "$hpctrain_rc"
+  trap - ERR
+  set +eu
+  hpctrain_why="${hpctrain_in-its batch script} ended the batch script, by exit $hpctrain_rc"
+  hpctrain_last_act "$hpctrain_rc"
+  exit
+}
+trap hpctrain_at_exit EXIT
+
+# A command of setup that fails would leave every rank in another environment, for weeks unnoticed.
+# Only setup's own commands count: what a function or a sourced file tries inside is its own affair.
+# shellcheck disable=SC2329 # the trap calls it
+hpctrain_setup_failed() { # exit code, function and process, file, number of the line in it
+  [ "$2" = "hpctrain_setup.$$" ] || return "$1"
+  local line
+  line=$(sed -n "$4{s/^[[:space:]]*//;p}" "$3")
+  line="a line of ${hpctrain_lines_of:-hpctrain_setup} ended with exit code $1: $line"
+  if [ "${hpctrain_setup_may_fail:-}" = 1 ]; then
+    echo "hpctrain: warning: $line" >&2
+  else
+    hpctrain_why=$line
+    hpctrain_last_act 3
+    exit
+  fi
+}
+hpctrain_path=$PATH
+if declare -F hpctrain_setup >/dev/null; then
+  hpctrain_in="its setup"
+  set -E
+  # In one line, for $LINENO counts those of the trap.
+  trap 'hpctrain_setup_failed $? "${FUNCNAME[0]:-}.$BASHPID" "${BASH_SOURCE[0]}" "$LINENO"' ERR
+  hpctrain_setup
+  trap - ERR
+  set +E
+  unset hpctrain_in
+fi
 set +eu # a setup with `set -e` must not keep a failed srun from being looked after
+if ! command -v srun scontrol mkdir rm >/dev/null; then
+  for hpctrain_name in srun scontrol mkdir rm; do
+    if ! command -v "$hpctrain_name" >/dev/null &&
+      PATH=$hpctrain_path command -v "$hpctrain_name" >/dev/null; then
+      echo "hpctrain: warning: setup has taken commands off PATH ($hpctrain_name); they are back at" \
+        "its end" >&2
+      PATH=${PATH:+$PATH:}$hpctrain_path
+    fi
+  done
+fi
 
 # -P: the script runs where submit was typed, and a json.py that lies there is not to be ours.
 # Port, end of the job, KillWait, nodes in order, address of the first one.
@@ -144,8 +205,5 @@ fi
 if [ -n "${hpctrain_relay:-}" ]; then kill -KILL "$hpctrain_relay" 2>/dev/null; fi
 
 # Requeues where no agent could any more. From here on nothing but SIGKILL ends this script.
-hpctrain_noted=$hpctrain_term
-trap '' TERM
-"$HPCTRAIN_PYTHON" -P -m hpctrain.entry.slurm_batch after "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN" \
-  --rc "$hpctrain_rc" --term "$hpctrain_noted"
+hpctrain_last_act "$hpctrain_rc"
 exit

@@ -66,8 +66,8 @@ def ended(run, attempt, reason, following):
     write_event(run, "attempt_ended", attempt=attempt, reason=reason, next=following, by="agent")
 
 
-def finish(run, scheduler, *, rc=137, term=False, token=SUBMISSION, said=None, restarts=0):
-    start = JobStartFacts("7", restarts, token, ["n1", "n2"], rc, term, last_words=said)
+def finish(run, scheduler, *, rc=137, term=False, token=SUBMISSION, said=None, restarts=0, why=""):
+    start = JobStartFacts("7", restarts, token, ["n1", "n2"], rc, term, why, last_words=said)
     return BatchScriptSide(run, start, scheduler).finish()
 
 
@@ -417,3 +417,38 @@ def test_an_agent_that_came_has_the_word_and_a_signal_too(run):
     assert scheduler.requeues == 2
     assert last(run, "attempt_ended")["reason"] == "crashed"  # no preemption: nobody asked for it
     assert last(run, "run_stopped") is None
+
+
+SETUP = "a line of slurm.setup ended with exit code 127: module load cuda"
+
+
+@pytest.mark.parametrize("rc", [0, 3, 93])
+def test_a_script_that_ended_in_its_setup_is_an_attempt_with_that_reason_and_ends_the_run(run, rc):
+    scheduler = Scheduler(RUNNING)
+
+    assert finish(run, scheduler, rc=rc, why=SETUP) == 1
+
+    end = last(run, "attempt_ended")
+    assert (end["reason"], end["next"], end["detail"]) == ("user_error", "stop", SETUP)
+    assert (scheduler.requeues, scheduler.forbidden) == (0, 1)
+
+
+def test_setup_that_fails_where_an_earlier_start_came_further_gets_one_more_start(run):
+    """A file system may be missing on this node alone."""
+    ended(run, started(run), "preempted", "requeue")
+    scheduler = Scheduler(replace(RUNNING, restarts=1))
+
+    assert finish(run, scheduler, rc=3, why=SETUP, restarts=1) == 0
+    assert (last(run, "attempt_ended")["reason"], scheduler.requeues) == ("crashed", 1)
+
+    scheduler = Scheduler(replace(RUNNING, restarts=2))
+    assert finish(run, scheduler, rc=3, why=SETUP, restarts=2) == 1
+    assert (last(run, "attempt_ended")["reason"], scheduler.requeues) == ("user_error", 0)
+
+
+def test_a_preemption_during_setup_is_one(run):
+    scheduler = Scheduler(GRACE)
+
+    assert finish(run, scheduler, rc=143, term=True, why=SETUP) == 0
+
+    assert last(run, "attempt_ended")["reason"] == "preempted"

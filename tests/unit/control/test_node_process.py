@@ -80,8 +80,8 @@ def test_an_address_that_is_not_this_nodes_is_one_clear_loss_and_the_process_goe
         tree = ControlTree(0, 1)
         tree.nodes += [process, process]  # two places: node 0 listens for node 1
         place = tree.place(0)
-        with pytest.raises(ControlLost, match=r"192\.0\.2\.1"):
-            process.begin(place, secret="s", about="round 0", address="192.0.2.1")
+        with pytest.raises(ControlLost, match=r"198\.51\.100\.1"):
+            process.begin(place, secret="s", about="round 0", address="198.51.100.1")
         assert process.begin(place, secret="s", about="round 0", address="127.0.0.1") > 0
 
 

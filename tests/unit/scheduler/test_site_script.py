@@ -266,17 +266,14 @@ def test_modules_are_loaded_before_the_users_setup(site, tmp_path):
     ]
 
 
-def test_a_module_that_does_not_load_ends_the_job_with_its_line(site, tmp_path):
-    (tmp_path / "init.sh").write_text("")
-    text = render(site(MODULES))
+def test_the_lines_of_modules_are_named_by_their_preset(site, tmp_path):
+    """What follows from one that fails is in test_script_ends.py."""
+    lines = render(site(MODULES), setup=["echo mine"]).splitlines()
 
-    done = run_setup(text, tmp_path, '[ "$2" != cuda/12.4 ]')
-
-    assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr == (
-        f"hpctrain: error: a line of [modules] failed, site juniper ({tmp_path}/juniper.toml:3): "
-        "module load cuda/12.4\n"
-    )
+    begin = lines.index("hpctrain_setup() {") + 1
+    where = f"[modules], site juniper ({tmp_path}/juniper.toml:3)"
+    assert lines[begin : begin + 2] == [f"hpctrain_lines_of='{where}'", "source init.sh"]
+    assert lines[begin + 6 : begin + 9] == ["hpctrain_lines_of=slurm.setup", "echo mine", "}"]
 
 
 def test_kept_variables_of_the_shell_become_settings_and_are_not_dropped():
