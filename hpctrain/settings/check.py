@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.records import INCIDENT
 from hpctrain.errors import UsageError
+from hpctrain.settings import sbatch_options
 from hpctrain.settings.fields import fault, keys_of
 from hpctrain.settings.layers import Chosen, did_you_mean
 from hpctrain.settings.sbatch_options import names_of
@@ -338,25 +339,6 @@ _RANKS = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*")
 _NODES = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 _TIME = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?")
 _MAX_LEAD_S = 65535  # sbatch's own limit for --signal
-# sbatch options that hpctrain sets itself, with the setting that is meant for them.
-_OURS = {
-    "--nodes": "slurm.nodes",
-    "--ntasks": "slurm.ranks_per_node",
-    "--ntasks-per-node": "slurm.ranks_per_node",
-    "--time": "slurm.time",
-    "--signal": "slurm.signal_lead_s",
-    "--partition": "slurm.partition",
-    "--account": "slurm.account",
-    "--qos": "slurm.qos",
-    "--job-name": "--name",
-    "--requeue": "the [budget] settings",
-    "--no-requeue": "the [budget] settings",
-    "--output": "the run directory's jobs/",
-    "--error": "the run directory's jobs/",
-    "--open-mode": "nothing: it is always append",
-    "--array": "one run per submit",
-    "--wrap": "a script behind --",
-}
 
 
 def check_hooks(settings: Settings, origins: Mapping[str, str]) -> None:
@@ -717,9 +699,13 @@ def _check_header(settings: Settings, origins: Mapping[str, str]) -> None:
                 names = names_of(option)
             except UsageError as error:
                 raise UsageError(f"{where}: {error}") from None
-            ours = [name for name in names if name in _OURS] if key == "extra" else []
-            if ours:
-                raise UsageError(f"{where} has {option}, which hpctrain sets; use {_OURS[ours[0]]}")
+            refused = sbatch_options.REFUSED if key == "extra" else sbatch_options.SRUN_REFUSED
+            for name in (name.removeprefix("--") for name in names):
+                if key == "extra" and name in sbatch_options.OURS:
+                    use = sbatch_options.OURS[name]
+                    raise UsageError(f"{where} has {option}, which hpctrain sets; use {use}")
+                if name in refused:
+                    raise UsageError(f"{where} has {option}: {refused[name]}")
 
 
 def _check_resume_args(settings: Settings, origins: Mapping[str, str]) -> None:

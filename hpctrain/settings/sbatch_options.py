@@ -63,19 +63,147 @@ SAME = {
     "workdir": "chdir",
 }
 """Other words for the same."""
-_OTHERS = """
-acctg-freq batch bb bbf bell cluster-constraint comment consolidate-segments container
-container-id contiguous cores-per-socket cpu-freq cpus-per-gpu deadline delay-boot exclusive
-export export-file extra get-user-env gid gpu-bind gpu-freq gpus-per-node gpus-per-socket
-gpus-per-task gres gres-flags hint ignore-pbs kill-on-invalid-dep mail-type mail-user mcs-label
-mem mem-bind mem-per-cpu mem-per-gpu mincpus mps network nice no-bell no-requeue no-shell
-ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket oom-kill-step open-mode
-parsable power prefer priority profile propagate reboot requeue reservation resv-ports segment
-signal sockets-per-node spread-job spread-segments stepmgr switches test-only thread-spec
-threads-per-core time-min tmp tres-bind tres-per-job tres-per-task uid use-min-nodes
-wait-all-nodes wckey wrap x11
+_NOT_SBATCHS = """
+acctg-freq batch bell consolidate-segments extra gpus-per-node immediate mem-bind mps no-bell
+no-shell ntasks-per-gpu prefer segment stepmgr tres-per-job wait-all-nodes x11
 """
-LONG = frozenset({*WITH_VALUE.values(), *WITHOUT.values(), *SAME, *_OTHERS.split()})
+"""Of salloc, of srun, or of a version in between; known so that an abbreviation is read right."""
+
+OURS = {
+    "nodes": "slurm.nodes",
+    "ntasks": "slurm.ranks_per_node",
+    "ntasks-per-node": "slurm.ranks_per_node",
+    "time": "slurm.time",
+    "signal": "slurm.signal_lead_s",
+    "partition": "slurm.partition",
+    "account": "slurm.account",
+    "qos": "slurm.qos",
+    "job-name": "--name",
+    "requeue": "the [budget] settings",
+    "no-requeue": "the [budget] settings",
+    "output": "the run directory's jobs/",
+    "error": "the run directory's jobs/",
+    "open-mode": "nothing: it is always append",
+    "array": "one run per submit",
+    "wrap": "a script behind --",
+    "parsable": "--json",
+}
+"""Options that hpctrain sets itself, and what to use in their place."""
+REFUSED = {
+    "chdir": "a run works in the folder in which submit is typed: go there",
+    "export": "ranks would lack what they start with: use --env or [env] for variables; "
+    "slurm.export in a preset says it for a whole site",
+    "export-file": "ranks would lack what they start with: use --env or [env] for variables",
+    "get-user-env": "the job has your shell's environment already: put more into slurm.setup",
+    "gid": "log in with that group and submit there",
+    "uid": "log in as that user and submit there",
+    "help": "sbatch would print its help and submit nothing: type sbatch --help",
+    "usage": "sbatch would print its usage and submit nothing: type sbatch --usage",
+    "version": "sbatch would print its version and submit nothing: type sbatch --version",
+    "test-only": "sbatch would submit nothing: use hpctrain check or hpctrain submit --dry-run",
+    "wait": "submit would not return until the job's end: use hpctrain submit --wait, which shows "
+    "why the job waits, or hpctrain status RUN --watch",
+    "clusters": "nobody would find the job again: submit on a login node of that cluster",
+    "cluster-constraint": "nobody would find the job again: submit on a login node of that cluster",
+}
+"""Options that would break a run or its submission, with what to do in their place."""
+PASSED = frozenset(
+    [
+        "bb",
+        "bbf",
+        "begin",
+        "comment",
+        "constraint",
+        "container",
+        "container-id",
+        "container-type",
+        "contiguous",
+        "core-spec",
+        "cores-per-socket",
+        "cpu-freq",
+        "cpus-per-gpu",
+        "cpus-per-task",
+        "deadline",
+        "delay-boot",
+        "dependency",
+        "distribution",
+        "exclude",
+        "exclusive",
+        "extra-node-info",
+        "gpu-bind",
+        "gpu-freq",
+        "gpus",
+        "gpus-per-node",
+        "gpus-per-socket",
+        "gpus-per-task",
+        "gres",
+        "gres-flags",
+        "hint",
+        "hold",
+        "ignore-pbs",
+        "input",
+        "kill-on-invalid-dep",
+        "licenses",
+        "mail-type",
+        "mail-user",
+        "mcs-label",
+        "mem",
+        "mem-per-cpu",
+        "mem-per-gpu",
+        "mincpus",
+        "network",
+        "nice",
+        "no-kill",
+        "nodefile",
+        "nodelist",
+        "ntasks-per-core",
+        "ntasks-per-socket",
+        "oom-kill-step",
+        "overcommit",
+        "oversubscribe",
+        "power",
+        "priority",
+        "profile",
+        "propagate",
+        "quiet",
+        "reboot",
+        "reservation",
+        "resv-ports",
+        "sockets-per-node",
+        "spread-job",
+        "spread-segments",
+        "switches",
+        "thread-spec",
+        "threads-per-core",
+        "time-min",
+        "tmp",
+        "tres-bind",
+        "tres-per-task",
+        "use-min-nodes",
+        "verbose",
+        "wckey",
+    ]
+)
+"""Options that go through as they are; those of the task layout are looked at again by `script`."""
+SRUN_REFUSED = {
+    "export": REFUSED["export"],
+    "export-file": REFUSED["export-file"],
+    "help": "srun would print its help and start nothing",
+    "usage": "srun would print its usage and start nothing",
+    "version": "srun would print its version and start nothing",
+    "test-only": "srun would start nothing",
+    "array": "srun has none",
+    "multi-prog": "each node runs one agent, which starts the ranks",
+    "pty": "nobody is there to type",
+    "output": "ranks write into the run directory's attempts/, agents into its jobs/",
+    "error": "ranks write into the run directory's attempts/, agents into its jobs/",
+    "open-mode": "it is always append",
+}
+"""The same of srun's."""
+LONG = frozenset(
+    {*WITH_VALUE.values(), *WITHOUT.values(), *SAME, *OURS, *REFUSED, *PASSED, "pty", "multi-prog"}
+    | set(_NOT_SBATCHS.split())
+)
 
 
 def names_of(option: str) -> list[str]:

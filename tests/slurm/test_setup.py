@@ -1,11 +1,13 @@
-"""Lines that run before srun, on a real node: what fails there is named, and nothing trains."""
+"""What a job is submitted with, on a real node: lines of setup that fail, and options of sbatch."""
 
 from __future__ import annotations
 
 import pytest
 
+from hpctrain.settings.sbatch_options import OURS, PASSED, REFUSED
 from tests.support.ledger_runs import all_fields
 from tests.support.scenario import submit
+from tests.unit.settings.test_sbatch_options import options_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.every_slurm]
 
@@ -59,3 +61,11 @@ def test_a_setup_that_takes_slurm_off_path_changes_nothing(ended, tmp_path):
 
     assert run.ends() == [("completed", "stop")]
     assert has_begun(run)
+
+
+def test_every_option_of_this_sbatch_is_of_a_known_class(slurm):
+    """tests/data/slurm-answers has what the versions say that are tested; this is the one here."""
+    told = slurm.run("sbatch", "--help", check=True).stdout
+
+    assert len(options_of(told)) > 80
+    assert options_of(told) <= {*OURS, *REFUSED, *PASSED}

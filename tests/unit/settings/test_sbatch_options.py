@@ -10,10 +10,24 @@ import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.settings.check import check
-from hpctrain.settings.sbatch_options import LONG, name_of, names_of
+from hpctrain.settings.sbatch_options import (
+    LONG,
+    OURS,
+    PASSED,
+    REFUSED,
+    SRUN_REFUSED,
+    name_of,
+    names_of,
+)
 from hpctrain.settings.schema import Settings, SlurmSettings
 
+ANSWERS = Path(__file__).parents[2] / "data" / "slurm-answers"
 MANUAL = Path("/usr/share/man/man1/sbatch.1.gz")
+
+
+def options_of(told):
+    """The long names in what `sbatch --help` prints."""
+    return set(re.findall(r"^ {1,6}(?:-\w, )?--([a-z][a-z0-9-]+)", told, re.MULTILINE))
 
 
 @pytest.mark.parametrize(
@@ -83,3 +97,53 @@ def test_every_option_of_the_manual_is_known():
 
     assert not MANUAL.exists() or len(heads) > 50
     assert {head.replace("\\", "").removesuffix("f") for head in heads} <= LONG
+
+
+@pytest.mark.parametrize("version", ["22.05", "24.11", "26.05"])
+def test_every_option_of_sbatch_is_set_by_us_or_refused_or_passed_through(version):
+    """`tests/slurm/test_adapter.py` asks the sbatch of each version that is here."""
+    told = (ANSWERS / version / "sbatch_help.txt").read_text()
+
+    assert len(options_of(told)) > 80
+    assert options_of(told) <= {*OURS, *REFUSED, *PASSED}
+
+
+def test_no_option_is_of_two_classes():
+    assert not OURS.keys() & REFUSED.keys()
+    assert not PASSED & {*OURS, *REFUSED}
+
+
+@pytest.mark.parametrize(
+    ("option", "way_out"),
+    [
+        ("--export=NONE", "use --env or [env] for variables"),
+        ("--export-f=x", "use --env or [env] for variables"),
+        ("--wait", "use hpctrain submit --wait"),
+        ("-W", "use hpctrain submit --wait"),
+        ("-HW", "use hpctrain submit --wait"),
+        ("--test-only", "use hpctrain check or hpctrain submit --dry-run"),
+        ("--parsable", "which hpctrain sets; use --json"),
+        ("--chdir=/x", "go there"),
+        ("-D/x", "go there"),
+        ("--uid=me", "log in as that user"),
+        ("-h", "type sbatch --help"),
+        ("-Mother", "submit on a login node of that cluster"),
+        ("--get-user-env", "put more into slurm.setup"),
+    ],
+)
+def test_what_would_break_a_run_or_its_submission_is_refused_with_the_way_out(option, way_out):
+    with pytest.raises(UsageError) as caught:
+        check(Settings(slurm=SlurmSettings(extra=[option])), {})
+    assert str(caught.value).startswith(f"default: slurm.extra has {option}")
+    assert way_out in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(SRUN_REFUSED))
+def test_what_would_break_the_start_of_agents_is_refused_of_srun_too(name):
+    with pytest.raises(UsageError, match=f"slurm.srun_args has --{name}: "):
+        check(Settings(slurm=SlurmSettings(srun_args=[f"--{name}"])), {})
+
+
+@pytest.mark.parametrize("name", sorted(PASSED))
+def test_all_others_go_through(name):
+    check(Settings(slurm=SlurmSettings(extra=[f"--{name}=1"])), {})
