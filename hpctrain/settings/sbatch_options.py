@@ -107,83 +107,17 @@ REFUSED = {
     "cluster-constraint": "nobody would find the job again: submit on a login node of that cluster",
 }
 """Options that would break a run or its submission, with what to do in their place."""
-PASSED = frozenset(
-    [
-        "bb",
-        "bbf",
-        "begin",
-        "comment",
-        "constraint",
-        "container",
-        "container-id",
-        "container-type",
-        "contiguous",
-        "core-spec",
-        "cores-per-socket",
-        "cpu-freq",
-        "cpus-per-gpu",
-        "cpus-per-task",
-        "deadline",
-        "delay-boot",
-        "dependency",
-        "distribution",
-        "exclude",
-        "exclusive",
-        "extra-node-info",
-        "gpu-bind",
-        "gpu-freq",
-        "gpus",
-        "gpus-per-node",
-        "gpus-per-socket",
-        "gpus-per-task",
-        "gres",
-        "gres-flags",
-        "hint",
-        "hold",
-        "ignore-pbs",
-        "input",
-        "kill-on-invalid-dep",
-        "licenses",
-        "mail-type",
-        "mail-user",
-        "mcs-label",
-        "mem",
-        "mem-per-cpu",
-        "mem-per-gpu",
-        "mincpus",
-        "network",
-        "nice",
-        "no-kill",
-        "nodefile",
-        "nodelist",
-        "ntasks-per-core",
-        "ntasks-per-socket",
-        "oom-kill-step",
-        "overcommit",
-        "oversubscribe",
-        "power",
-        "priority",
-        "profile",
-        "propagate",
-        "quiet",
-        "reboot",
-        "reservation",
-        "resv-ports",
-        "sockets-per-node",
-        "spread-job",
-        "spread-segments",
-        "switches",
-        "thread-spec",
-        "threads-per-core",
-        "time-min",
-        "tmp",
-        "tres-bind",
-        "tres-per-task",
-        "use-min-nodes",
-        "verbose",
-        "wckey",
-    ]
-)
+_PASSED = """
+bb bbf begin comment constraint container container-id container-type contiguous core-spec
+cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution
+exclude exclusive extra-node-info gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket
+gpus-per-task gres gres-flags hint hold ignore-pbs input kill-on-invalid-dep licenses mail-type
+mail-user mcs-label mem mem-per-cpu mem-per-gpu mincpus network nice no-kill nodefile nodelist
+ntasks-per-core ntasks-per-socket oom-kill-step overcommit oversubscribe power priority profile
+propagate quiet reboot reservation resv-ports sockets-per-node spread-job spread-segments switches
+thread-spec threads-per-core time-min tmp tres-bind tres-per-task use-min-nodes verbose wckey
+"""
+PASSED = frozenset(_PASSED.split())
 """Options that go through as they are; those of the task layout are looked at again by `script`."""
 SRUN_REFUSED = {
     "export": REFUSED["export"],

@@ -244,6 +244,8 @@ class LocalCluster(Cluster):
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # Ranks that saw the variables of a job around them would take its nodes for theirs.
+                env=clean(os.environ).env,
             )
         # A notebook lives on: without a wait its ended controllers would stay as zombies.
         threading.Thread(target=controller.wait, name="hpctrain-local", daemon=True).start()

@@ -15,6 +15,7 @@ from hpctrain.base.env import (
     HPCTRAIN_PREFLIGHT_KEY,
 )
 from hpctrain.base.process import free_port, own_program
+from hpctrain.scheduler.slurm.environment import clean
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,7 +44,7 @@ class LocalNodes:
             ClusterError: no port is free.
         """
         env = {
-            **environ,
+            **clean(environ).env,
             HPCTRAIN_NODES: ",".join(f"local{rank}" for rank in range(count)),
             HPCTRAIN_PORT: str(free_port(token, 0)),
             HPCTRAIN_MASTER_ADDR: "127.0.0.1",

@@ -37,12 +37,18 @@ SHARED = frozenset({"switch", "block"})
 """What nodes hang on together, in SLURM's patterns. In a ring each has a place of its own."""
 LONGEST_SWITCH = 1000
 PREFIXES = (
+    "PMI2_",
+    "PMIX_NAMESPACE",  # PMIX_MCA_* are a user's
+    "PMIX_RANK",
+    "PMIX_SERVER",
+    "PMI_",
     "SACCT_",
     "SALLOC_",
     "SBATCH_",
     "SCANCEL_",
     "SCONTROL_",
     "SINFO_",
+    "SLURMD_",
     "SLURM_",
     "SQUEUE_",
     "SRUN_",
