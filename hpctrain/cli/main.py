@@ -197,7 +197,17 @@ def _about_file(error: OSError) -> str:
     """What a file system said, and of which file: a full disk, a stranger's directory, a quota."""
     names = [str(name) for name in (error.filename, error.filename2) if name is not None]
     why = error.strerror or str(error) or type(error).__name__
+    if not names and _is_folder_gone():
+        return "the folder in which you typed this is gone: go into another one and try again"
     return f"{' -> '.join(names)}: {why}" if names else why
+
+
+def _is_folder_gone() -> bool:
+    try:
+        os.getcwd()  # noqa: PTH109 - asked whether it is there
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _one_line(error: click.ClickException) -> str:

@@ -22,7 +22,7 @@ from hpctrain.scheduler.slurm.environment import clean
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 STORM = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP})
 IGNORE_STORM = ("/bin/sh", "-c", 'trap "" TERM USR1 USR2 HUP; exec "$0" "$@"')
@@ -111,9 +111,7 @@ def run(args: Sequence[str], *, timeout_s: float = QUERY_TIMEOUT_S, query: bool 
     name = args[0]
     path = shutil.which(name)
     if path is None:
-        raise CommandMissing(
-            f"{name} is not on PATH here: go where SLURM's commands are, or use --cluster local"
-        )
+        raise CommandMissing(f"{name} is not on PATH here: {_way_to_commands(os.environ)}")
     try:
         with storm_held():
             child = subprocess.Popen(
@@ -132,6 +130,16 @@ def run(args: Sequence[str], *, timeout_s: float = QUERY_TIMEOUT_S, query: bool 
     if child.returncode != 0:
         raise _refusal(name, child.returncode, err)
     return out
+
+
+def _way_to_commands(environ: Mapping[str, str]) -> str:
+    """Say what helps who lacks SLURM's commands, where the message is read."""
+    if environ.get("SLURM_JOB_ID"):
+        return (
+            f"this is on a node of job {environ['SLURM_JOB_ID']}, so the node lacks them, or "
+            "something in the job (slurm.setup, modules, a container) has taken them off PATH"
+        )
+    return "go where SLURM's commands are, or use --cluster local"
 
 
 def run_until(args: Sequence[str], *, deadline: float, timeout_s: float = QUERY_TIMEOUT_S) -> str:

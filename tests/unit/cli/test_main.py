@@ -199,3 +199,22 @@ def test_a_table_lines_its_columns_up(capsys):
 
     lines = [" RUN          STEP  WHY", " lm-1            7  -", " a-long-name  1234  x"]
     assert capsys.readouterr().out.splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    "words", [["submit", "--cluster=local"], ["check"], ["sites", "show", "x"]]
+)
+def test_a_folder_that_is_gone_is_said_to_be(tmp_path, words):
+    """Each command that looks around itself ended with "No such file or directory", of nothing."""
+    gone = tmp_path / "gone"
+    program = (
+        "import os, sys; os.makedirs(sys.argv[1]); os.chdir(sys.argv[1]); os.rmdir(sys.argv[1])\n"
+        "from hpctrain.cli.main import main; sys.exit(main(sys.argv[2:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, gone, *words], capture_output=True, text=True, check=False
+    )
+
+    assert "the folder in which you typed this is gone: go into another one" in done.stderr
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1

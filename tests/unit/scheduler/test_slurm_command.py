@@ -201,3 +201,12 @@ def test_commands_run_without_what_leaks(monkeypatch):
 
     assert run(["sh", "-c", 'echo "$SQUEUE_STATES,$SLURM_TIME_FORMAT"']) == ",%s\n"
     assert run(["sh", "-c", 'echo "$SLURM_TIME_FORMAT"'], query=False) == "\n"
+
+
+def test_who_lacks_a_command_inside_of_a_job_is_not_sent_to_a_login_node(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    with pytest.raises(
+        CommandMissing, match=r"on a node of job 77, .*\(slurm\.setup, modules"
+    ) as it:
+        run(["no-such-sbatch"])
+    assert "--cluster local" not in str(it.value)
