@@ -17,6 +17,7 @@ import shlex
 import shutil
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from hpctrain.errors import NotFound, UsageError
 from hpctrain.plan.deepspeed import check_user_config, is_text, read_user_config, resolve_ds_config
 from hpctrain.plan.mesh import meshes
 from hpctrain.plan.versions import refusal, untried
+from hpctrain.run.layout import RunDir
 from hpctrain.settings.check import missing_tracker
 from hpctrain.settings.schema import replaced
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from hpctrain.plan.mesh import ModelShape
     from hpctrain.scheduler.base import Cluster
     from hpctrain.settings.schema import Settings
+    from hpctrain.settings.spec import Entry
 
 _INFO = (".dist-info", ".egg-info")
 
@@ -111,21 +114,44 @@ def _check_command(settings: Settings, origins: Mapping[str, str], folder: Path)
     return [f"{place} names {program}, which is not here; it must be on the job's first node"]
 
 
-def check_sealed(settings: Settings, cwd: str, run: Path) -> None:
+OUTPUT, RUN = "{output}", "{run}"
+"""In a program's arguments, in [env] and in patterns: the run's output folder, and its name."""
+
+
+def with_own_places(
+    entry: Entry, settings: Settings, env: dict[str, str], run: Path
+) -> tuple[Entry, Settings, dict[str, str]]:
+    """Put a run's own folder and name in where arguments, patterns and variables ask for them."""
+
+    def own(text: str) -> str:
+        return text.replace(OUTPUT, str(RunDir(run).output)).replace(RUN, run.name)
+
+    patterns = settings.checkpoint.sealed
+    if (mine := [own(pattern) for pattern in patterns]) != patterns:
+        settings = replaced(settings, {"checkpoint.sealed": mine})
+    entry = replace(entry, args=[own(word) for word in entry.args])
+    return entry, settings, {name: own(value) for name, value in env.items()}
+
+
+def check_sealed(settings: Settings, cwd: str, run: Path, after: Sequence[str] = ()) -> None:
     """Look at the patterns of the program's own checkpoints.
 
     Args:
         settings: The run's.
         cwd: The program's working directory, "" where it has none of its own.
         run: The run's directory.
+        after: Directories of runs that are done before this one begins.
 
     Raises:
-        UsageError: one of them would seal nothing, or the run's own files.
+        UsageError: one of them would seal nothing, the run's own files, or another run's.
     """
     if settings.checkpoint.sealed:
         from hpctrain.checkpoint.sealed.patterns import refuse_wrong
 
         refuse_wrong(settings.checkpoint.sealed, Path(cwd) if cwd else None, run)
+        from hpctrain.submit.shared_files import refuse_shared
+
+        refuse_shared(settings, cwd, run, after)
 
 
 def plan_meshes(

@@ -49,6 +49,7 @@ from hpctrain.submit.checks import (
     ranks_python,
     runs_inside,
     take_ds_config,
+    with_own_places,
 )
 from hpctrain.submit.disk import check_disk
 from hpctrain.submit.program_lint import lint_notes
@@ -215,9 +216,10 @@ def prepare(request: SubmitRequest) -> Prepared:
         from hpctrain.submit.launchers import disagreements
 
         notes += disagreements(program.asked, settings.slurm)
-    notes += lint_notes(entry, settings, request.cwd)
-    notes += _resume_note(settings.run, entry) + _without_effect(request, origins, cluster, entry)
     notes += [
+        *lint_notes(entry, settings, request.cwd),
+        *_resume_note(settings.run, entry),
+        *_without_effect(request, origins, cluster, entry),
         *cluster.notes(settings, site, accounting),
         *check_versions(settings, cluster.setup_lines(site), python=python),
         *nsys_notes(settings.profile.nsys_rank, cluster, request.environ),
@@ -234,7 +236,9 @@ def prepare(request: SubmitRequest) -> Prepared:
         settings, request.cwd, is_recipe=is_recipe, data_ranks=ranks
     )
     notes += more + plan_notes + ds_notes
-    name, new_parent = _find_place(request, runs, entry, settings)
+    name, new_parent = _find_place(request, runs, entry)
+    as_given = (entry, settings, env)
+    entry, settings, env = with_own_places(*as_given, runs / name)
     spec = Spec(
         name=name,
         run_id=os.urandom(8).hex(),
@@ -252,8 +256,11 @@ def prepare(request: SubmitRequest) -> Prepared:
         preset=site.as_plain() if site else None,
         unlocked=unlocked,
     )
-    prepared = Prepared(spec, runs, request.name is None, new_parent, planned, notes, secrets)
-    return _with_others(prepared, request, accounting)
+    # Where the name stands in what was given, another one would not fit any more.
+    auto = request.name is None and (entry, settings, env) == as_given
+    return _with_others(
+        Prepared(spec, runs, auto, new_parent, planned, notes, secrets), request, accounting
+    )
 
 
 def _with_others(
@@ -262,6 +269,7 @@ def _with_others(
     """Put into the spec what runs beside, before and after the run."""
     spec, runs, notes = prepared.spec, prepared.runs, list(prepared.notes)
     awaited = _look_after(request, spec, runs, notes) if request.after else []
+    check_sealed(spec.settings, spec.entry.cwd, runs / spec.name, spec.after)
     of_others: list[str] = []
     if spec.settings.evaluate.script:
         from hpctrain.submit.side_job import take_beside
@@ -538,16 +546,13 @@ def _environment(
     return env, origins
 
 
-def _find_place(
-    request: SubmitRequest, runs: Path, entry: Entry, settings: Settings
-) -> tuple[str, Path | None]:
+def _find_place(request: SubmitRequest, runs: Path, entry: Entry) -> tuple[str, Path | None]:
     """The run's name, and the topmost folder above it that is missing."""
     new_parent = _check_writable(runs)
     stem = RECIPE_NAME if entry.kind == "recipe" else _legal(_stem(entry))
     name = _check_name(request.name) if request.name is not None else free_name(runs, stem)
     _refuse_existing(runs / name)
     check_disk(new_parent.parent if new_parent is not None else runs)
-    check_sealed(settings, entry.cwd, runs / name)
     return name, new_parent
 
 

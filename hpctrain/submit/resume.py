@@ -152,7 +152,7 @@ def prepare_resume(
 
         notes += take_beside(changed_spec, environ, before=spec)
     own, more = as_own_run(run, changed_spec)
-    check_sealed(own.settings, own.entry.cwd, run.root)
+    check_sealed(own.settings, own.entry.cwd, run.root, own.after)
     plan = plan_resume(run, own, request.from_step)
     bad = kept_out(run, own, environ)
     notes += [*more, *kept_out_notes(bad), *_memory_notes(run, own)]

@@ -10,6 +10,7 @@ holds the promises.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import os
 import re
 from dataclasses import dataclass
@@ -117,6 +118,36 @@ def refuse_wrong(patterns: Sequence[str], cwd: Path | None, run: Path) -> None:
                     f"{SETTING} {pattern.text!r} takes in the run's own files in {run}; name the "
                     "program's checkpoints alone"
                 )
+
+
+def places(pattern: Pattern, folders: Sequence[Path]) -> set[tuple[str, ...]]:
+    """The absolute forms of a pattern in these folders, with links in them followed, as parts."""
+    forms = set()
+    for folder in folders:
+        root = pattern.root(folder)
+        plain = [*itertools.takewhile(lambda part: not _WILD.search(part), pattern.parts)]
+        head = Path(os.path.realpath(root.joinpath(*plain)))
+        forms.add((*head.parts[1:], *pattern.parts[len(plain) :]))
+    return forms
+
+
+def may_meet(first: Sequence[str], second: Sequence[str]) -> bool:
+    """Whether two forms can stand for one path, or for a folder and something in it."""
+    return all(itertools.starmap(_may_be_alike, zip(first, second, strict=False)))
+
+
+def _may_be_alike(first: str, second: str) -> bool:
+    wild_first, wild_second = _WILD.search(first), _WILD.search(second)
+    if not (wild_first and wild_second):
+        literal, pattern = (second, first) if wild_first else (first, second)
+        return literal == pattern or fnmatch.fnmatchcase(literal, pattern)
+    heads = first[: wild_first.start()], second[: wild_second.start()]
+    tails = (one[[*_WILD.finditer(one)][-1].end() :] for one in (first, second))
+    return _fits(*heads) and _fits(*(tail[::-1] for tail in tails))
+
+
+def _fits(first: str, second: str) -> bool:
+    return first.startswith(second) or second.startswith(first)
 
 
 def _parsed(text: str) -> Pattern:
