@@ -209,6 +209,11 @@ class EndWriter:
             return
         self.add(kinds.NodesExcluded(nodes=tuple(nodes)), attempt)
 
+    def last_step(self, attempt: int, seen_step: int | None) -> int | None:
+        """The last step that an attempt is known to have come to, as its end will say it."""
+        step: int | None = self._last_seen(attempt, seen_step)["step"]
+        return step
+
     def _last_seen(self, attempt: int, seen_step: int | None) -> dict[str, Any]:
         """How far an attempt came and when it was last heard of, as fields of its end.
 
@@ -511,7 +516,8 @@ class AttemptEnding:
             return "storage_failed"  # also before the first step: it need not be so the next time
         if told_in(failure.summary) in NOT_THE_USERS and ASSERTED not in failure.summary:
             return "crashed"
-        users = is_users(self._end.history, attempt, failure.summary, self._now())
+        step = self._end.last_step(attempt, self.seen_step())
+        users = is_users(self._end.history, attempt, failure.summary, self._now(), step)
         return "user_error" if users else "crashed"
 
     def _record_failure(self, attempt: int | None, failure: FailureReport | None) -> None:

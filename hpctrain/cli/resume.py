@@ -24,7 +24,39 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+class _WithProgram(click.Command):
+    """A command behind whose `--` a program stands, which is none of its own arguments."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put what stands behind `--` aside."""
+        own, program = _cut(args)
+        ctx.meta[PROGRAM] = program
+        return super().parse_args(ctx, own)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """Name it in the usage line."""
+        return [*super().collect_usage_pieces(ctx), "[-- PROGRAM ARGS...]"]
+
+
+def _cut(args: list[str]) -> tuple[list[str], list[str]]:
+    """Return what is in front of `--`, and what is behind it.
+
+    Raises:
+        click.UsageError: nothing is behind it.
+    """
+    if "--" not in args:
+        return args, []
+    at = args.index("--")
+    if not args[at + 1 :]:
+        raise click.UsageError("nothing stands behind --; name the program with its arguments.")
+    return args[:at], args[at + 1 :]
+
+
+PROGRAM = "hpctrain.program"
+
+
 @click.command(
+    cls=_WithProgram,
     epilog="""\b
 Examples:
   hpctrain resume                        the latest run, as it was
@@ -32,8 +64,11 @@ Examples:
   hpctrain resume lm-3 --engine fsdp2 --mesh tp=2
                                          with another engine; the weights are the same
   hpctrain resume lm-3 --from 4000       go back to step 4000; newer ones are set aside
+  hpctrain resume lm-3 --new-code        with the checkout as it is now
+  hpctrain resume lm-3 -- train.py --epochs 40
+                                         with other arguments, also after it is done
   hpctrain resume lm-3 --dry-run         show what it would take, and start nothing
-"""
+""",
 )
 @click.argument("run", default="-")
 @click.option("--nodes", metavar="N|MIN-MAX[+S]", help="Nodes from now on, S spares.")
@@ -53,6 +88,11 @@ Examples:
     metavar="STEP",
     help="Go on from this checkpoint; newer ones are set aside. 0 begins anew.",
 )
+@click.option(
+    "--new-code",
+    is_flag=True,
+    help="Run the checkout as it is now, not the copy that the run has.",
+)
 @wait_option
 @click.option("--dry-run", is_flag=True, help="Show the plan and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -64,6 +104,7 @@ def command(
     *,
     sets: tuple[str, ...],
     from_step: int | None,
+    new_code: bool,
     engine: str | None,
     mesh: dict[str, str] | None,
     profile: dict[str, object] | None,
@@ -81,6 +122,9 @@ def command(
     RUN is a name, a job id, a unique beginning of a name, or - for the latest. The newest
     checkpoint that is whole is taken, at any number of nodes and with any engine; which ones were
     looked at and why one was not taken is shown, and which rank will be on which node.
+
+    A run has a copy of its code, and goes on with that; the line `code` says so, and what differs
+    in your checkout. A program behind -- runs as it is now, in the run's working directory.
     """
     from dataclasses import asdict
 
@@ -105,18 +149,22 @@ def command(
         profile=profile,
         nsys=nsys,
         allow_locked=allow_locked,
+        program=click.get_current_context().meta[PROGRAM],
+        new_code=new_code,
     )
     spec = own_spec(run_dir, named=run, foreign=foreign)
     prepared = prepare_resume(run_dir, spec, request, os.environ)
     secrets = secrets_in(prepared.spec)
     if not as_json:
-        lines = [as_text(prepared.plan), *(f"note         {note}" for note in prepared.notes)]
+        lines = [as_text(prepared.plan), f"code         {prepared.code.line}"]
+        lines += [*(f"note         {note}" for note in prepared.notes)]
         lines += [f"after        {one.run} (job {one.job_id})" for one in prepared.awaited]
         click.echo(hide("\n".join(lines), secrets))
     resumed = None if dry_run else resume_run(run_dir, prepared, from_step, progress)
     job_id, followers = (resumed.job_id, resumed.notes) if resumed else (None, [])
     facts = {
         "plan": prepared.plan.as_json(),
+        "code": hide(prepared.code.line, secrets),
         "notes": hide([*prepared.notes, *followers], secrets),
         "job_id": job_id,
         "awaited": [asdict(one) for one in prepared.awaited],

@@ -308,22 +308,30 @@ def since_resume(history: RunHistory) -> list[AttemptRecord]:
     return [attempt for attempt in history.attempts if attempt.resume == history.resumes]
 
 
-def is_users(history: RunHistory, attempt: int, error: str, now: float) -> bool:
+def is_users(
+    history: RunHistory, attempt: int, error: str, now: float, step: int | None = None
+) -> bool:
     """Whether what an attempt raised would come at every start.
 
     It is not where the attempt came to its work, or an earlier one did since somebody last
-    submitted or resumed the run; but the same error at two starts in a row is.
+    submitted or resumed the run; but the same error at two starts in a row is, where neither did a
+    step, or both raised it at the same one.
 
     Args:
         history: The run's.
         attempt: The one that raised.
         error: What it raised, in a line.
         now: When, seconds since the epoch.
+        step: The last one that its ranks were seen at; None where they told of none.
     """
     own = history.attempt(attempt)
+    earlier = [one for one in since_resume(history) if one.number < attempt]
+    if step and earlier and earlier[-1].failure is not None:
+        before = earlier[-1].end_step, earlier[-1].failure.summary
+        if before == (step, error):
+            return True
     if own is not None and _came_to_work(own, now):
         return False
-    earlier = [one for one in since_resume(history) if one.number < attempt]
     seconds = 0.0 if own is None or own.started is None else now - own.started
     startups = [s for one in earlier if (s := startup_s(one)) is not None]
     if startups and seconds > max(startups):

@@ -72,6 +72,7 @@ class Submitted(LedgerFact):
     by: str = maybe(check.words, "`submit` or `resume`")
     from_step: int | None = maybe(check.count, "the checkpoint that `resume --from` named")
     total_steps: int | None = maybe(check.count, "steps that a recipe trains for in all")
+    changed: str | None = maybe(check.words, "code or program of a resume that did not run before")
 
 
 @event("submit_adopted", by="the login node")

@@ -52,6 +52,8 @@ class Snapshot:
     dirty: bool
     files: int
     size_bytes: int
+    root: str = ""
+    """The checkout that was copied; "" in specs of older versions."""
 
 
 @dataclass

@@ -121,7 +121,8 @@ def _submitted(fact: kinds.Submitted) -> str:
         f"{fact.nodes} node{_if(fact.nodes != '1', 's')}" if fact.nodes else "",
         f"from step {fact.from_step:,}" if fact.from_step is not None else "",
     ]
-    return f"submitted as {_listed(facts)}{_if(fact.by == 'resume', ' (resume)')}"
+    code = f": {fact.changed}" if fact.changed else ""
+    return f"submitted as {_listed(facts)}{_if(fact.by == 'resume', ' (resume)')}{code}"
 
 
 def _started(fact: kinds.AttemptStarted) -> str:

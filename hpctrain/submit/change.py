@@ -64,6 +64,10 @@ class ResumeRequest:
     """Where nobody is named, ask the scheduler's own; otherwise its refusal must do."""
     alone: bool = False
     """One process will train, whatever the nodes are set to."""
+    program: Sequence[str] = ()
+    """A program with its arguments, in the place of the run's."""
+    new_code: bool = False
+    """Run the checkout as it is now, not the copy that the run has."""
 
 
 def resume_request(
@@ -76,6 +80,8 @@ def resume_request(
     profile: Mapping[str, object] | None = None,
     nsys: int | None = None,
     allow_locked: bool = False,
+    program: Sequence[str] = (),
+    new_code: bool = False,
 ) -> ResumeRequest:
     """What was asked, from the flags; None was not given.
 
@@ -88,6 +94,8 @@ def resume_request(
         profile: What `parse_profile` made of `--profile`.
         nsys: As `--nsys`.
         allow_locked: See `ResumeRequest`.
+        program: See `ResumeRequest`.
+        new_code: See `ResumeRequest`.
     """
     changes = {f"slurm.{key}": (f"--{key.replace('_', '-')}", slurm[key]) for key in slurm}
     nodes = slurm.get("nodes")
@@ -100,6 +108,8 @@ def resume_request(
         from_step,
         allow_locked=allow_locked,
         ask_accounting=True,
+        program=program,
+        new_code=new_code,
     )
 
 

@@ -32,8 +32,9 @@ from hpctrain.submit.disk import check_disk
 from hpctrain.submit.live_job import live_job, refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
+    from typing import Any
 
     from hpctrain.run.layout import RunDir
     from hpctrain.run.staging import Staging
@@ -164,6 +165,8 @@ def launch(
     exclude: Sequence[str] = (),
     notes: list[str] | None = None,
     progress: ShowProgress | None = None,
+    changed: str = "",
+    under_lock: Callable[[], None] = lambda: None,
 ) -> str:
     """Start the run's job, unless one of its jobs may still write.
 
@@ -178,6 +181,8 @@ def launch(
             settings do not have them, since they may be mended by the next job.
         notes: Gets what the user should know besides.
         progress: Shows how far what takes long is.
+        changed: What a resume runs that did not run before, for the ledger.
+        under_lock: Makes ready what the job runs, once no job of the run is alive.
 
     Returns:
         The job id.
@@ -199,8 +204,10 @@ def launch(
         alive = live_job(run, cluster)
         if alive is not None:
             raise refusal(run, alive)
+        under_lock()
         _write_staging(run, staging)
-        return _submit(run, spec, cluster, by=by, from_step=from_step, exclude=exclude, after=waits)
+        facts = {"by": by, "from_step": from_step, "changed": changed or None}
+        return _submit(run, spec, cluster, facts, exclude=exclude, after=waits)
 
 
 def _staging(
@@ -230,9 +237,8 @@ def _submit(
     run: RunDir,
     spec: Spec,
     cluster: Cluster,
+    facts: Mapping[str, Any],
     *,
-    by: str,
-    from_step: int | None,
     exclude: Sequence[str],
     after: Sequence[str],
 ) -> str:
@@ -264,8 +270,7 @@ def _submit(
         job_id=job_id,
         cluster=spec.cluster,
         nodes=with_spares(spec.settings),
-        by=by,
-        from_step=from_step,
+        **facts,
         total_steps=spec.settings.train.steps if spec.entry.kind == "recipe" else None,
     )
     ledger.record(run, submitted)

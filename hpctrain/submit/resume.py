@@ -27,6 +27,7 @@ from hpctrain.submit.checks import check_sealed, plan_meshes
 from hpctrain.submit.launch import kept_out, kept_out_notes, launch
 from hpctrain.submit.live_job import refuse_alive
 from hpctrain.submit.own_job import as_own_run
+from hpctrain.submit.resumed_code import CodeChoice, choose_code, take_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -38,8 +39,16 @@ if TYPE_CHECKING:
     from hpctrain.submit.environment_archive import ShowProgress
 
 
-def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
+def plan_resume(
+    run: RunDir, spec: Spec, from_step: int | None, *, goes_further: bool = False
+) -> ResumePlan:
     """What the next attempt will find, without reading the shards' bytes (the ranks do, at load).
+
+    Args:
+        run: The run.
+        spec: What it will run.
+        from_step: The step to go back to.
+        goes_further: It runs other code or arguments than before, and may do more than was done.
 
     Raises:
         NoCheckpoint: the step that was asked for has no whole checkpoint; or the run has saved and
@@ -51,13 +60,9 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
     events = ledger.read(run)
     ends = [event.fact.step for event in events if isinstance(event.fact, TrainingDone)]
     is_script = spec.entry.kind != "recipe"
-    if ends and from_step is None and (is_script or (ends[-1] or 0) >= spec.settings.train.steps):
-        if ends[-1] is None:  # a program that counts no steps with us
-            raise UsageError(f"{run.name} is done: its program has ended; submit it anew")
-        raise UsageError(
-            f"{run.name} is done (step {ends[-1]}); to train on, raise --set train.steps=N, "
-            "or go back with --from STEP"
-        )
+    is_done = bool(ends) and (is_script or (ends[-1] or 0) >= spec.settings.train.steps)
+    if is_done and from_step is None and not goes_further:
+        raise UsageError(_way_on(run, ends[-1], is_script=is_script))
     look_anew(run.root, run.checkpoints)
     own, looked = _sealed_choice(run, from_step)
     choice = find.choose(run, at_step=from_step) if own is None else CheckpointChoice(None)
@@ -88,6 +93,15 @@ def plan_resume(run: RunDir, spec: Spec, from_step: int | None) -> ResumePlan:
         batching=batching(spec.settings, sizes) if is_recipe else [],
         not_known=not_known,
     )
+
+
+def _way_on(run: RunDir, step: int | None, *, is_script: bool) -> str:
+    """What a run that is done needs to go on."""
+    anew = f"name the program with what it is to do: hpctrain resume {run.name} -- PROGRAM ARGS"
+    if step is None:  # a program that counts no steps with us
+        return f"{run.name} is done: its program has ended; to run it on, {anew}"
+    more = f"to train on, {anew}" if is_script else "to train on, raise --set train.steps=N"
+    return f"{run.name} is done (step {step}); {more}, or go back with --from STEP"
 
 
 def _sealed_choice(run: RunDir, from_step: int | None) -> tuple[Seal | None, list[dict[str, Any]]]:
@@ -126,6 +140,8 @@ class PreparedResume:
     """What the user should know."""
     exclude: list[str]
     """Nodes that the job is kept off."""
+    code: CodeChoice
+    """Which code it runs."""
     awaited: list[Awaited] = field(default_factory=list)
     """Runs for whose jobs its own would wait."""
 
@@ -152,11 +168,16 @@ def prepare_resume(
 
         notes += take_beside(changed_spec, environ, before=spec)
     own, more = as_own_run(run, changed_spec)
+    code = choose_code(
+        run, own, RunHistory.read(run, marks="few"), environ=environ,
+        program=request.program, new_code=request.new_code,
+    )  # fmt: skip
+    own = code.spec
     check_sealed(own.settings, own.entry.cwd, run.root, own.after)
-    plan = plan_resume(run, own, request.from_step)
+    plan = plan_resume(run, own, request.from_step, goes_further=bool(code.changed))
     bad = kept_out(run, own, environ)
-    notes += [*more, *kept_out_notes(bad), *_memory_notes(run, own)]
-    return PreparedResume(own, plan, notes, list(bad), check_after(run.root, own))
+    notes += [*more, *code.notes, *kept_out_notes(bad), *_memory_notes(run, own)]
+    return PreparedResume(own, plan, notes, list(bad), code, check_after(run.root, own))
 
 
 def _memory_notes(run: RunDir, spec: Spec) -> list[str]:
@@ -219,6 +240,8 @@ def resume_run(
             exclude=exclude,
             notes=notes,
             progress=progress,
+            changed=prepared.code.changed,
+            under_lock=lambda: take_code(run, prepared.code),
         )
     notes += redirect_followers(run)
     if spec.beside:

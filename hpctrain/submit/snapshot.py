@@ -109,8 +109,14 @@ def find_checkout(folder: Path) -> Checkout | None:
         dirty=status != "",
         files=[name for name, size in sizes.items() if size is not None],
         size_bytes=sum(size or 0 for size in sizes.values()),
-        untracked=_split(others or ""),
+        untracked=[name for name in _split(others or "") if not _is_of_a_run(root, name)],
     )
+
+
+def _is_of_a_run(root: Path, name: str) -> bool:
+    """Whether a file lies in a run's directory: nobody is to add our own copies to git."""
+    folders = Path(name).parents
+    return any((root / folder / "spec.json").is_file() for folder in folders)
 
 
 def take_snapshot(run: RunDir, spec: Spec, checkout: Checkout) -> None:
@@ -140,6 +146,7 @@ def take_snapshot(run: RunDir, spec: Spec, checkout: Checkout) -> None:
         dirty=checkout.dirty,
         files=len(checkout.files),
         size_bytes=checkout.size_bytes,
+        root=str(checkout.root),
     )
 
 

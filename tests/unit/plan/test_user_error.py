@@ -112,6 +112,37 @@ def test_the_same_error_at_two_starts_in_a_row_is_the_users(story):
     assert not users(story, 3, after_s=2.0, error="RuntimeError: another")
 
 
+def worked(story, attempt):
+    return story.started(attempt).add("phase", attempt, name="first_step")
+
+
+def at_step(story, attempt, step, error=ERROR):
+    worked(story, attempt).add("failure", attempt, summary=error)
+    return story.ended(attempt, "crashed", "requeue", step=step)
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "is_users_now"),
+    [(32, ERROR, True), (33, ERROR, False), (32, "ValueError: x", False), (None, ERROR, False)],
+)
+def test_the_same_error_at_the_same_step_twice_in_a_row_is_the_users(
+    story, step, error, is_users_now
+):
+    worked(at_step(story, 1, 32), 2)
+    history = RunHistory.of(ledger.read(story.run))
+
+    assert is_users(history, 2, error, story.t + 9, step) is is_users_now
+
+
+def test_between_them_another_end_or_a_resume_begins_the_count_anew(story):
+    worked(at_step(story, 1, 32), 2).ended(2, "preempted", "requeue", step=40)
+    worked(story, 3)
+    assert not is_users(RunHistory.of(ledger.read(story.run)), 3, ERROR, story.t + 9, 32)
+
+    worked(at_step(story, 4, 32).submitted("8"), 5)
+    assert not is_users(RunHistory.of(ledger.read(story.run)), 5, ERROR, story.t + 9, 32)
+
+
 def test_the_same_error_after_hours_of_work_each_time_is_a_crash(story):
     lived(story, 1, 3600.0, error=ERROR).started(2)
 

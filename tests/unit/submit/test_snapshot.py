@@ -201,6 +201,20 @@ def test_the_recipe_and_no_snapshot_copy_nothing(checkout):
     assert snapshot.plan_snapshot(Entry(kind="recipe"), "auto") == snapshot.SnapshotPlan(None, [])
 
 
+def test_copies_in_runs_are_no_files_that_one_should_add(checkout):
+    """From the second run on, `git add runs/first/snapshot/train.py` was the advice."""
+    inside = checkout / "runs" / "first" / "snapshot"
+    inside.mkdir(parents=True)
+    (inside / "train.py").write_text("")
+    (inside.parent / "spec.json").write_text("{}")
+    (checkout / "own.py").write_text("")
+
+    [note] = snapshot.plan_snapshot(spec_for(checkout / "train.py").entry, "auto").notes
+
+    assert "own.py" in note
+    assert "runs/" not in note
+
+
 def test_an_untracked_script_runs_from_where_it_is_and_this_is_said(checkout):
     (checkout / "new.py").write_text("")
 
