@@ -136,6 +136,7 @@ def submit(
     settings: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
     snapshot: bool | None = None,
+    checkpoint: str | Sequence[str] = (),
     resume_args: str | None = None,
     resume_if: str | None = None,
     after: str | Sequence[str] = (),
@@ -165,6 +166,7 @@ def submit(
         settings: Any setting by "section.key", e.g. {"train.steps": 500}.
         env: Environment of the ranks; no secrets.
         snapshot: Run a copy of the script's git-tracked files; by default up to 64 MB.
+        checkpoint: Where the program saves its own checkpoints, as patterns of paths.
         resume_args: Arguments for a program that must be told to resume, in one text; added from
             the second start on. "{checkpoint}" in it is the newest whole sealed checkpoint.
         resume_if: Add them where this pattern of paths matches instead.
@@ -207,6 +209,7 @@ def submit(
         sets=_sets(settings),
         env=[f"{variable}={value}" for variable, value in (env or {}).items()],
         snapshot=snapshot,
+        checkpoint=[checkpoint] if isinstance(checkpoint, str) else list(checkpoint),
         resume_args=resume_args,
         resume_if=resume_if,
         after=[after] if isinstance(after, str) else list(after),
@@ -239,6 +242,8 @@ def resume(
     mesh: Mapping[str, int | str] | None = None,
     settings: Mapping[str, Any] | None = None,
     from_step: int | None = None,
+    program: Sequence[str] = (),
+    new_code: bool = False,
     allow_locked: bool = False,
     foreign: bool = False,
     runs: str | Path | None = None,
@@ -258,6 +263,8 @@ def resume(
         mesh: From now on.
         settings: Settings to change, by "section.key".
         from_step: Go on from this checkpoint; newer ones are set aside. 0 begins anew.
+        program: A program with its arguments, in the place of the run's.
+        new_code: Run the checkout as it is now, not the copy that the run has.
         allow_locked: Change what the site's admins have locked; it is recorded.
         foreign: Trust a run that others own or can write; `run` is its path then.
         runs: Folder of all runs; HPCTRAIN_RUNS or ./runs by default.
@@ -290,6 +297,8 @@ def resume(
         engine=engine,
         mesh=_mesh(mesh),
         allow_locked=allow_locked,
+        program=list(program),
+        new_code=new_code,
     )
     from hpctrain.run.ownership import own_spec
 

@@ -100,6 +100,12 @@ class _Submit(click.Command):
     "--env", multiple=True, metavar="NAME=VALUE", help="Environment of the ranks; no secrets."
 )
 @click.option(
+    "--checkpoint",
+    multiple=True,
+    metavar="PATTERN",
+    help="Where PROGRAM saves, e.g. 'out/*.pt'; taken care of as checkpoint.sealed.",
+)
+@click.option(
     "--resume-args",
     metavar="ARGS",
     help="Added to PROGRAM's own from its second start on, e.g. --init_from=resume.",

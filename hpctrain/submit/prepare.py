@@ -112,6 +112,7 @@ class SubmitRequest:
     """Keys of [profile] with their values."""
     nsys: int | None = None
     """The rank to start under nsys."""
+    checkpoint: Sequence[str] = ()
     resume_args: str | None = None
     """Arguments of the program where it has something to go on from."""
     resume_if: str | None = None
@@ -466,6 +467,7 @@ def flags_of(request: SubmitRequest) -> dict[str, tuple[str, object]]:
         "container.image": ("--container", request.container),
         **engine_flags(request.engine, request.mesh),
         **profile_flags(request.profile, request.nsys),
+        "checkpoint.sealed": ("--checkpoint", list(request.checkpoint) or None),
         "run.resume_args": ("--resume-args", request.resume_args),
         "run.resume_if": ("--resume-if", request.resume_if),
         "run.snapshot": ("--no-snapshot" if snapshot == "no" else "--snapshot", snapshot),

@@ -1,4 +1,6 @@
-"""What `hpctrain lint` says of the program that is submitted: notes, never a refusal.
+"""What is seen in the source of the program that is submitted: notes, never a refusal.
+
+What `hpctrain lint` says of it, and whether it saves checkpoints and does not go on from them.
 
 tests/unit/submit/test_program_lint.py holds the promises.
 """
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 MOST_BYTES = 256 << 10
 """Of a program that is looked at: about 6,000 lines, which take a third of a second at most."""
 MOST_SHOWN = 2
+"""Errors that are shown whole."""
 _PYTHON = frozenset({"script", "module"})
 
 
@@ -42,7 +45,13 @@ def lint_notes(entry: Entry, settings: Settings, cwd: Path) -> list[str]:
         return [f"lint has passed over {name}: it {error}"]
     if len(text) > MOST_BYTES:
         return [f"lint has passed over {name}, which is long: hpctrain lint {shlex.quote(name)}"]
-    return _told(check_text(text, name, cpus=settings.slurm.cpus_per_rank or None), name)
+    notes = _told(check_text(text, name, cpus=settings.slurm.cpus_per_rank or None), name)
+    if not settings.run.resume_args and not settings.checkpoint.sealed:
+        from hpctrain.submit.begins_anew import begins_anew
+
+        found = begins_anew(text, entry.args)
+        notes += [found.note(name)] if found else []
+    return notes
 
 
 def _told(findings: list[LintFinding], name: str) -> list[str]:

@@ -65,7 +65,7 @@ def test_a_second_run_with_the_same_pattern_is_refused_with_the_way_out(submit, 
     assert "checkpoint.sealed 'checkpoints/last.pt' takes in files that lr-1 saves too" in (
         str(caught.value)
     )
-    assert "--set 'checkpoint.sealed={output}/last.pt'" in str(caught.value)
+    assert "--checkpoint '{output}/last.pt'" in str(caught.value)
     assert "`hpctrain cancel lr-1`" in str(caught.value)
 
 
