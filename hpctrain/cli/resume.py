@@ -23,6 +23,8 @@ from hpctrain.cli.wait import conclude, wait_option
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from hpctrain.submit.resume import PreparedResume
+
 
 class _WithProgram(click.Command):
     """A command behind whose `--` a program stands, which is none of its own arguments."""
@@ -130,7 +132,6 @@ def command(
 
     from hpctrain.cli.progress import progress
     from hpctrain.errors import UsageError
-    from hpctrain.plan.resume import as_text
     from hpctrain.run.find_run import find_run
     from hpctrain.run.ownership import own_spec
     from hpctrain.settings.secrets import hide, secrets_in
@@ -156,10 +157,7 @@ def command(
     prepared = prepare_resume(run_dir, spec, request, os.environ)
     secrets = secrets_in(prepared.spec)
     if not as_json:
-        lines = [as_text(prepared.plan), f"code         {prepared.code.line}"]
-        lines += [*(f"note         {note}" for note in prepared.notes)]
-        lines += [f"after        {one.run} (job {one.job_id})" for one in prepared.awaited]
-        click.echo(hide("\n".join(lines), secrets))
+        click.echo(hide(_text(prepared), secrets))
     resumed = None if dry_run else resume_run(run_dir, prepared, from_step, progress)
     job_id, followers = (resumed.job_id, resumed.notes) if resumed else (None, [])
     facts = {
@@ -174,3 +172,13 @@ def command(
         click.echo("".join(f"note         {line}\n" for line in followers), nl=False)
         click.echo(f"job          {job_id}\nnext         hpctrain logs {run_dir.name} -f")
     return conclude(run_dir, runs, facts if as_json else None, wait=wait)
+
+
+def _text(prepared: PreparedResume) -> str:
+    """What a resume will do, as people read it."""
+    from hpctrain.plan.resume import as_text
+
+    lines = [as_text(prepared.plan), f"code         {prepared.code.line}"]
+    lines += [f"note         {note}" for note in prepared.notes]
+    lines += [f"after        {one.run} (job {one.job_id})" for one in prepared.awaited]
+    return "\n".join(lines)

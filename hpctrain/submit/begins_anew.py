@@ -32,7 +32,7 @@ PLACE = "PATH"
 
 
 @dataclass(frozen=True)
-class Option:
+class AskedOption:
     """An option of the program.
 
     Attributes:
@@ -65,7 +65,7 @@ class BeginsAnew:
 
     pattern: str
     line: int
-    option: Option | None
+    option: AskedOption | None
 
     def note(self, name: str) -> str:
         """What to tell its user."""
@@ -129,7 +129,7 @@ class _Program:
     args: Sequence[str]
     saves: list[ast.Call] = field(default_factory=list)
     loads: list[ast.AST] = field(default_factory=list)
-    options: dict[str, Option] = field(default_factory=dict)
+    options: dict[str, AskedOption] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._parents = {
@@ -165,15 +165,19 @@ class _Program:
         given = {keyword.arg: keyword.value for keyword in call.keywords}
         name = max(long, key=len)
         dest = given.get("dest")
-        known = dest.value if isinstance(dest, ast.Constant) else name.lstrip("-").replace("-", "_")
+        name_of_value = (
+            dest.value if isinstance(dest, ast.Constant) else name.lstrip("-").replace("-", "_")
+        )
         action = given.get("action")
         is_flag = isinstance(action, ast.Constant) and str(action.value).startswith("store_")
         is_flag = is_flag or "is_flag" in given
         default = given.get("default")
         plain = default.value if isinstance(default, ast.Constant) else None
-        self.options[str(known)] = Option(name, str(known), is_flag, str(plain) if plain else None)
+        self.options[str(name_of_value)] = AskedOption(
+            name, str(name_of_value), is_flag, str(plain) if plain else None
+        )
 
-    def asked_under(self, node: ast.AST) -> Option | None:
+    def asked_under(self, node: ast.AST) -> AskedOption | None:
         """Return the option whose test a load stands under, where nothing else lets it load."""
         if isinstance(node, ast.Call) and "auto" in ast.unparse(node.func):
             return None
@@ -190,7 +194,7 @@ class _Program:
             node = parent
         return asked if asked is not None and not self._is_given(asked) else None
 
-    def _asked_inside(self, node: ast.AST) -> Option | None:
+    def _asked_inside(self, node: ast.AST) -> AskedOption | None:
         """Return the option that a helper of another module asks, which has all of them."""
         if not isinstance(node, ast.Call):
             return None
@@ -218,29 +222,29 @@ class _Program:
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == name
         ]
 
-    def _asked_by_callers(self, name: str) -> Option | None:
+    def _asked_by_callers(self, name: str) -> AskedOption | None:
         asked = [self._asked_directly(call) for call in self._calls_of(name)]
         return asked[0] if asked and None not in asked else None
 
-    def _asked_directly(self, node: ast.AST) -> Option | None:
+    def _asked_directly(self, node: ast.AST) -> AskedOption | None:
         while (parent := self._parents.get(node)) is not None:
             if isinstance(parent, ast.If) and (asked := self._option_in(parent.test)):
                 return asked
             node = parent
         return None
 
-    def _option_in(self, test: ast.expr) -> Option | None:
-        found: list[Option] = []
+    def _option_in(self, test: ast.expr) -> AskedOption | None:
+        asked: list[AskedOption] = []
         for node in ast.walk(test):
             dest = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
             option = self.options.get(dest)
             if option is None and ast.unparse(node) in {"args.resume", "opt.resume"}:
-                option = Option("--resume", "resume", is_flag=False, default=None)
+                option = AskedOption("--resume", "resume", is_flag=False, default=None)
             if option is not None and option.default is None:
-                found.append(option)
-        return next((option for option in found if option.goes_on), found[0] if found else None)
+                asked.append(option)
+        return next((option for option in asked if option.goes_on), asked[0] if asked else None)
 
-    def _is_given(self, option: Option) -> bool:
+    def _is_given(self, option: AskedOption) -> bool:
         return any(word == option.name or word.startswith(f"{option.name}=") for word in self.args)
 
     def path(self, call: ast.Call) -> str | None:
@@ -267,9 +271,9 @@ class _Program:
             yield "/" if isinstance(node.op, ast.Div) else ""
             yield from self._texts(node.right, depth + 1)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("path.join", "Path")):
-            for number, one in enumerate(node.args):
+            for number, part in enumerate(node.args):
                 yield "/" if number else ""
-                yield from self._texts(one, depth + 1)
+                yield from self._texts(part, depth + 1)
         elif isinstance(node, ast.Name) and node.id in self._constants and depth < 4:  # noqa: PLR2004
             yield from self._texts(self._constants[node.id], depth + 1)
         elif isinstance(node, ast.Name) and (default := self._default_of(node)) is not None:
@@ -293,7 +297,7 @@ class _Program:
             node = parent
         return None
 
-    def _value(self, option: Option) -> str:
+    def _value(self, option: AskedOption) -> str:
         """Return what an option has on the command line, else its default, else a wildcard."""
         for number, word in enumerate(self.args):
             if word.startswith(f"{option.name}="):

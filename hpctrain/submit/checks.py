@@ -127,8 +127,8 @@ def with_own_places(
         return text.replace(OUTPUT, str(RunDir(run).output)).replace(RUN, run.name)
 
     patterns = settings.checkpoint.sealed
-    if (mine := [own(pattern) for pattern in patterns]) != patterns:
-        settings = replaced(settings, {"checkpoint.sealed": mine})
+    if (placed := [own(pattern) for pattern in patterns]) != patterns:
+        settings = replaced(settings, {"checkpoint.sealed": placed})
     entry = replace(entry, args=[own(word) for word in entry.args])
     return entry, settings, {name: own(value) for name, value in env.items()}
 

@@ -168,17 +168,14 @@ def launch(
     changed: str = "",
     under_lock: Callable[[], None] = lambda: None,
 ) -> str:
-    """Start the run's job, unless one of its jobs may still write.
-
-    Two callers at once: the run's lock lets one through, the other finds its job and is refused.
+    """Start the run's job, unless one of its jobs may still write; of two callers one is refused.
 
     Args:
-        run: The run directory, with spec.json written.
+        run: Its directory, with spec.json written.
         spec: What to run.
         by: "submit" or "resume".
         from_step: Take this checkpoint and set newer ones aside.
-        exclude: Nodes that a preflight has found to be bad. The job is kept off them; the run's
-            settings do not have them, since they may be mended by the next job.
+        exclude: Nodes that a preflight has found bad. Only this job is kept off them.
         notes: Gets what the user should know besides.
         progress: Shows how far what takes long is.
         changed: What a resume runs that did not run before, for the ledger.

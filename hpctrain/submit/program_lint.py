@@ -49,8 +49,8 @@ def lint_notes(entry: Entry, settings: Settings, cwd: Path) -> list[str]:
     if not settings.run.resume_args and not settings.checkpoint.sealed:
         from hpctrain.submit.begins_anew import begins_anew
 
-        found = begins_anew(text, entry.args)
-        notes += [found.note(name)] if found else []
+        anew = begins_anew(text, entry.args)
+        notes += [anew.note(name)] if anew else []
     return notes
 
 

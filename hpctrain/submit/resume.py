@@ -30,7 +30,7 @@ from hpctrain.submit.own_job import as_own_run
 from hpctrain.submit.resumed_code import CodeChoice, choose_code, take_code
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from hpctrain.checkpoint.sealed.manifest import Seal
     from hpctrain.run.layout import RunDir
@@ -58,11 +58,9 @@ def plan_resume(
         UsageError: the run is done, or some number of nodes has no mesh.
     """
     events = ledger.read(run)
-    ends = [event.fact.step for event in events if isinstance(event.fact, TrainingDone)]
-    is_script = spec.entry.kind != "recipe"
-    is_done = bool(ends) and (is_script or (ends[-1] or 0) >= spec.settings.train.steps)
-    if is_done and from_step is None and not goes_further:
-        raise UsageError(_way_on(run, ends[-1], is_script=is_script))
+    is_recipe = spec.entry.kind == "recipe"
+    if from_step is None and not goes_further:
+        _refuse_done(run, spec, events)
     look_anew(run.root, run.checkpoints)
     own, looked = _sealed_choice(run, from_step)
     choice = find.choose(run, at_step=from_step) if own is None else CheckpointChoice(None)
@@ -71,11 +69,11 @@ def plan_resume(
         refuse_to_forget(run, [asdict(skipped) for skipped in choice.skipped])
         _refuse_lost_seals(run, spec, events)
     manifest = checkpoint.manifest if checkpoint is not None else None
-    is_recipe = spec.entry.kind == "recipe"
+    taken = (checkpoint.step, checkpoint.path.name) if checkpoint else None
     _, found_meshes, _ = plan_meshes(spec.settings, spec.origins, None, is_recipe=is_recipe)
     sizes = by_nodes(found_meshes, spec.settings.slurm.ranks())
     words = telling(RunHistory.of(events))
-    not_known = NO_STEP if words.is_silent and is_script and not checkpoint else ""
+    not_known = NO_STEP if words.is_silent and not (is_recipe or checkpoint) else ""
     step = checkpoint.step if checkpoint else None if not_known else 0
     return ResumePlan(
         run=run.name,
@@ -85,23 +83,25 @@ def plan_resume(
         saved_engine=manifest.engine if manifest else None,
         saved_mesh=manifest.mesh if manifest else None,
         engine=spec.settings.engine.kind,
-        looked_at=looked
-        or looked_at(
-            (checkpoint.step, checkpoint.path.name) if checkpoint else None, choice.skipped
-        ),
+        looked_at=looked or looked_at(taken, choice.skipped),
         meshes=sizes,
         batching=batching(spec.settings, sizes) if is_recipe else [],
         not_known=not_known,
     )
 
 
-def _way_on(run: RunDir, step: int | None, *, is_script: bool) -> str:
-    """What a run that is done needs to go on."""
+def _refuse_done(run: RunDir, spec: Spec, events: Sequence[ledger.Event]) -> None:
+    """Refuse a run that has done what it was to do, with what it needs to go on."""
+    ends = [event.fact.step for event in events if isinstance(event.fact, TrainingDone)]
+    is_script = spec.entry.kind != "recipe"
+    if not ends or not (is_script or (ends[-1] or 0) >= spec.settings.train.steps):
+        return
+    step = ends[-1]
     anew = f"name the program with what it is to do: hpctrain resume {run.name} -- PROGRAM ARGS"
     if step is None:  # a program that counts no steps with us
-        return f"{run.name} is done: its program has ended; to run it on, {anew}"
+        raise UsageError(f"{run.name} is done: its program has ended; to run it on, {anew}")
     more = f"to train on, {anew}" if is_script else "to train on, raise --set train.steps=N"
-    return f"{run.name} is done (step {step}); {more}, or go back with --from STEP"
+    raise UsageError(f"{run.name} is done (step {step}); {more}, or go back with --from STEP")
 
 
 def _sealed_choice(run: RunDir, from_step: int | None) -> tuple[Seal | None, list[dict[str, Any]]]:

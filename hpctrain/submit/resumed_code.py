@@ -189,11 +189,11 @@ def differing(copy: Path, checkout: Checkout) -> list[str]:
     return sorted(changed | (ours ^ theirs) - made)
 
 
-def _is_same(one: Path, other: Path) -> bool:
-    if one.is_symlink() or other.is_symlink():
+def _is_same(ours: Path, copy: Path) -> bool:
+    if ours.is_symlink() or copy.is_symlink():
         return True  # a link's target is translated in the copy
     try:
-        return filecmp.cmp(one, other)
+        return filecmp.cmp(ours, copy)
     except OSError:
         return False
 
