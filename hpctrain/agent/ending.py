@@ -512,11 +512,13 @@ class AttemptEnding:
             return "user_error"
         if failure is None or failure.kind in {"signal", HANG, DESYNC} or is_echo(failure):
             return "crashed"
-        if told_in(failure.summary) is EndCause.STORAGE_ERROR:
+        cause = None if ASSERTED in failure.summary else told_in(failure.summary)
+        if cause is EndCause.STORAGE_ERROR:
             return "storage_failed"  # also before the first step: it need not be so the next time
-        if told_in(failure.summary) in NOT_THE_USERS and ASSERTED not in failure.summary:
+        if cause in NOT_THE_USERS:
             return "crashed"
-        step = self._end.last_step(attempt, self.seen_step())
+        # A full disk or memory may be mended meanwhile, so its error at one step proves nothing.
+        step = self._end.last_step(attempt, self.seen_step()) if cause is None else None
         users = is_users(self._end.history, attempt, failure.summary, self._now(), step)
         return "user_error" if users else "crashed"
 

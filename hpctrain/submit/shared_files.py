@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.base.env import HPCTRAIN_OUTPUT_DIR
 from hpctrain.checkpoint.sealed.patterns import may_meet, parse, places
 from hpctrain.errors import ClusterError, HpctrainError, UsageError
 from hpctrain.history.run_history import RunHistory
@@ -52,8 +53,8 @@ def refuse_shared(settings: Settings, cwd: str, run: Path, after: Sequence[str] 
                 raise UsageError(
                     f"checkpoint.sealed {text!r} takes in files that {other.name} saves too, and "
                     "each would resume from the other's weights: have each run save into a folder "
-                    f"of its own, e.g. --checkpoint '{{output}}/{name}' with {{output}} "
-                    "in the program's arguments (or HPCTRAIN_OUTPUT_DIR in its code); or wait for "
+                    f"of its own, e.g. --checkpoint '{{output}}/{name}' with {{output}} in "
+                    f"the program's arguments (or {HPCTRAIN_OUTPUT_DIR} in its code); or wait for "
                     f"{other.name}, or `hpctrain cancel {other.name}`"
                 )
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.files import make_private_folder
 from hpctrain.errors import ChecksFailed, UsageError
+from hpctrain.run.layout import RunDir
 from hpctrain.settings.spec import Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Entry, Spec
 
 MAX_AUTO_BYTES = 64 * 1024 * 1024
@@ -115,8 +115,7 @@ def find_checkout(folder: Path) -> Checkout | None:
 
 def _is_of_a_run(root: Path, name: str) -> bool:
     """Whether a file lies in a run's directory: nobody is to add our own copies to git."""
-    folders = Path(name).parents
-    return any((root / folder / "spec.json").is_file() for folder in folders)
+    return any(RunDir(root / folder).spec.is_file() for folder in Path(name).parents)
 
 
 def take_snapshot(run: RunDir, spec: Spec, checkout: Checkout) -> None:

@@ -237,6 +237,28 @@ def test_an_unchanged_script_starts_again_after_hours_or_where_the_machine_faile
     assert own.pause_s == 0.0  # the first of its cause
 
 
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        ("StopIteration", False),
+        ("RuntimeError: CUDA error: device-side assert triggered", False),
+        ("OSError: [Errno 28] No space left on device", True),
+    ],
+)
+def test_an_error_at_the_step_of_the_one_before_is_the_users_unless_a_disk_is_full(
+    story, error, again
+):
+    failure = FailureReport(0, "n1", "exception", error)
+    story.add("phase", 1, name="first_step").add("failure", 1, summary=error)
+    story.ended(1, "crashed", "restart", step=32)
+    take_attempt(story.run, job_id="7", restarts=1)
+    story.started(2, "7", restarts=1, by="restart").add("phase", 2, name="first_step")
+    own = ending(story, Scheduler())
+    own.seen_step = lambda: 32
+
+    assert own.after_crash(2, failure) is again
+
+
 def test_the_second_crash_of_a_cause_makes_the_ranks_wait(story):
     story.add("phase", 1, name="first_step").ended(1, "crashed", "restart")
     take_attempt(story.run, job_id="7", restarts=1)
