@@ -22,7 +22,6 @@ import asyncio
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import traceback
@@ -34,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hpctrain.agent import signals
 from hpctrain.agent.control import addresses
 from hpctrain.base import clock
-from hpctrain.base.process import PORTS, ForkedProcess, die_with_parent
+from hpctrain.base.process import PORTS, ForkedProcess, die_with_parent, is_readable
 from hpctrain.base.secret import code
 from hpctrain.control.endpoint import ChildrenDoor, Endpoint, meet_parent
 from hpctrain.control.wire import Greeting, packed, unpacked
@@ -127,7 +126,7 @@ class Lifeline(ForkedProcess):
         if self._is_gone or self.pid == 0:
             return []
         if wait_s:
-            select.select([self._line], [], [], wait_s)
+            is_readable(self._line, wait_s)
         while True:
             try:
                 piece = self._line.recv(1 << 16)

@@ -13,6 +13,7 @@ import ctypes
 import errno
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -25,7 +26,14 @@ from hpctrain.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import NoReturn, Self
+    from typing import NoReturn, Protocol, Self
+
+    class HasFileno(Protocol):
+        """A file, a socket or a pipe."""
+
+        def fileno(self) -> int:
+            """Return its descriptor."""
+
 
 PR_SET_PDEATHSIG = 1
 PER_RANK = 1
@@ -259,3 +267,14 @@ def _is_free(port: int) -> bool:
                 if error.errno != errno.EADDRNOTAVAIL:
                     return False
     return True
+
+
+def is_readable(source: int | HasFileno, timeout_s: float) -> bool:
+    """Wait until there is something to read, or the other end is closed; whether that came in time.
+
+    Not by `select.select`, which takes no descriptor above 1023: a rank of a large job, or a
+    program with many files, has some.
+    """
+    waiting = select.poll()
+    waiting.register(source, select.POLLIN)
+    return bool(waiting.poll(max(0.0, timeout_s) * 1000))

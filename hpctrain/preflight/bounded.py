@@ -11,13 +11,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from hpctrain.base import clock
-from hpctrain.base.process import own_program
+from hpctrain.base.process import is_readable, own_program
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -106,8 +105,7 @@ def _read_all(descriptor: int, deadline: float) -> bytes | None:
     """All that comes until the other end is closed; None where that does not happen in time."""
     parts: list[bytes] = []
     while True:
-        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - clock.monotonic()))
-        if not ready:
+        if not is_readable(descriptor, deadline - clock.monotonic()):
             return None
         part = os.read(descriptor, _CHUNK)
         if not part:
@@ -158,7 +156,7 @@ class CollectiveProcess:
             self._orders.write(json.dumps(order) + "\n")
         except OSError:
             return {"error": self._end()}
-        ready, _, _ = select.select([self._answers], [], [], timeout_s)
+        ready = is_readable(self._answers, timeout_s)
         line = self._answers.readline() if ready else ""
         if not line:
             return {"error": self._end() if ready else f"no answer in {timeout_s:g} s"}

@@ -12,11 +12,11 @@ import contextlib
 import errno
 import fcntl
 import os
-import select
 from functools import partial
 from typing import TYPE_CHECKING
 
 from hpctrain.base import clock
+from hpctrain.base.process import is_readable
 from hpctrain.preflight.bounded import Unanswered, bounded
 from hpctrain.run.fence import look_anew
 
@@ -177,5 +177,4 @@ def _hold(path: Path, report: int, reading: int) -> None:
 
 
 def _heard(answer: int, timeout_s: float) -> bool:
-    ready, _, _ = select.select([answer], [], [], timeout_s)
-    return bool(ready) and os.read(answer, 1) == b"1"
+    return is_readable(answer, timeout_s) and os.read(answer, 1) == b"1"
