@@ -88,6 +88,7 @@ class Keepers:
         self.close_lines()
         for keeper in self.keepers:
             self._end(keeper)
+        self._on_loop(_all_ended())  # else each test leaves its connections open
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(PATIENCE_S)
         self.loop.close()
@@ -104,6 +105,16 @@ class Keepers:
     def _on_loop(self, work: Any) -> Any:
         done: Future[Any] = asyncio.run_coroutine_threadsafe(work, self.loop)
         return done.result(PATIENCE_S)
+
+
+async def _all_ended() -> None:
+    """Cancel what still runs on this loop, and let connections close."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
 class KeeperProcesses(Keepers):
@@ -123,6 +134,10 @@ async def _closed(keeper: Keeper) -> None:
     if keeper._round is not None:
         keeper._round.close()
     await asyncio.sleep(0.01)  # its connections end in the loop's next turns
+    # Memory that ends with a keeper's process, and hundreds of tests are in this one.
+    keeper._stock.keep_only(None)
+    for stock in keeper._stock._stocks():
+        stock.close()
 
 
 async def _made() -> Keeper:
