@@ -178,3 +178,14 @@ def test_a_copy_that_cannot_be_written_leaves_the_older_one(run, work, monkeypat
 
     assert (run.snapshot / "part.py").read_text() == "ONE = 1\n"
     assert not list(run.root.glob("snapshot-before-*"))
+
+
+def test_where_an_earlier_start_did_steps_the_copy_goes_on_too(run, work):
+    write_event(run, "attempt_started", attempt=1, job_id="7")
+    write_event(run, "steps", attempt=1, step=5)
+    write_event(run, "attempt_ended", attempt=1, reason="preempted", next="requeue", step=5)
+    write_event(run, "attempt_started", attempt=2, job_id="7")
+    write_event(run, "attempt_ended", attempt=2, reason="user_error", next="stop")
+    (work / "part.py").write_text("ONE = 2\n")
+
+    assert choose(run).checkout is None
