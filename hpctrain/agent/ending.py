@@ -517,7 +517,7 @@ class AttemptEnding:
             return "storage_failed"  # also before the first step: it need not be so the next time
         if cause in NOT_THE_USERS:
             return "crashed"
-        # A full disk or memory may be mended meanwhile, so its error at one step proves nothing.
+        # A full disk may have room again, so its error at one step twice proves nothing.
         step = self._end.last_step(attempt, self.seen_step()) if cause is None else None
         users = is_users(self._end.history, attempt, failure.summary, self._now(), step)
         return "user_error" if users else "crashed"

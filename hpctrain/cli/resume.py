@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from hpctrain.submit.resume import PreparedResume
 
 
+PROGRAM = "hpctrain.program"
+"""Of a command's context: what stands behind its `--`."""
+
+
 class _WithProgram(click.Command):
     """A command behind whose `--` a program stands, which is none of its own arguments."""
 
@@ -52,9 +56,6 @@ def _cut(args: list[str]) -> tuple[list[str], list[str]]:
     if not args[at + 1 :]:
         raise click.UsageError("nothing stands behind --; name the program with its arguments.")
     return args[:at], args[at + 1 :]
-
-
-PROGRAM = "hpctrain.program"
 
 
 @click.command(

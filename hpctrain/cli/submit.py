@@ -245,9 +245,11 @@ def _report(submitted: SubmittedRun, *, wait: bool, as_json: bool) -> int:
     if spec.settings.engine.kind == "fsdp2":
         rows.append(("mesh", meshes_text(prepared.meshes)))
     if spec.snapshot:
+        from hpctrain.base.text import count
+
         edits = " with uncommitted edits" if spec.snapshot.dirty else ""
         commit = spec.snapshot.commit[:10] or "no commit yet"
-        rows.append(("code", f"a copy of {spec.snapshot.files} files, {commit}{edits}"))
+        rows.append(("code", f"a copy of {count(spec.snapshot.files, 'file')}, {commit}{edits}"))
     if spec.dropped_env:
         rows.append(("dropped", f"from the environment: {', '.join(spec.dropped_env)}"))
     from hpctrain.drawing import echo_table

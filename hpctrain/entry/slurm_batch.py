@@ -64,13 +64,10 @@ def main(argv: Sequence[str]) -> int:
         match list(argv):
             case ["before", root, _]:
                 return _before(root)
-            case ["after", root, token, "--rc", rc, "--term", term, *more]:
-                from hpctrain.entry.slurm_after import after
-
-                if one_of_many(os.environ):  # `before` has said so
-                    return UsageError.exit_code
-                why = more[1] if more else ""
-                return after(root, token, rc=int(rc), term=term == "1", why=why, env=os.environ)
+            case ["after", root, token, "--rc", rc, "--term", term]:
+                return _after(root, token, rc, term)
+            case ["after", root, token, "--rc", rc, "--term", term, "--why", why]:
+                return _after(root, token, rc, term, why)
             case ["staged", root, "--way", way, "--seconds", seconds, "--why", why]:
                 _staged(Path(root), sys.stdin, way=way, seconds=float(seconds), why=why)
             case ["relay", root]:
@@ -87,6 +84,14 @@ def main(argv: Sequence[str]) -> int:
         log.error("%s", error)  # noqa: TRY400 - a user's mistake, no bug of ours
         return error.exit_code
     return 0
+
+
+def _after(root: str, token: str, rc: str, term: str, why: str = "") -> int:
+    from hpctrain.entry.slurm_after import after
+
+    if one_of_many(os.environ):  # `before` has said so
+        return UsageError.exit_code
+    return after(root, token, rc=int(rc), term=term == "1", why=why, env=os.environ)
 
 
 def _before(root: str) -> int:

@@ -6,7 +6,7 @@ tests/unit/submit/test_site_submit.py and tests/slurm/test_elastic.py hold the p
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpctrain.checkpoint.store import find
@@ -23,7 +23,7 @@ from hpctrain.scheduler.base import get_cluster
 from hpctrain.settings.check import node_range
 from hpctrain.submit.after import check_after, redirect_followers
 from hpctrain.submit.change import ResumeRequest, change_spec
-from hpctrain.submit.checks import check_sealed, plan_meshes
+from hpctrain.submit.checks import check_sealed, plan_meshes, with_own_places
 from hpctrain.submit.launch import kept_out, kept_out_notes, launch
 from hpctrain.submit.live_job import refuse_alive
 from hpctrain.submit.own_job import as_own_run
@@ -172,6 +172,10 @@ def prepare_resume(
         run, own, RunHistory.read(run, marks="few"), environ=environ,
         program=request.program, new_code=request.new_code,
     )  # fmt: skip
+    entry, settings, env = with_own_places(
+        code.spec.entry, code.spec.settings, code.spec.env, run.root
+    )
+    code = replace(code, spec=replace(code.spec, entry=entry, settings=settings, env=env))
     own = code.spec
     check_sealed(own.settings, own.entry.cwd, run.root, own.after)
     plan = plan_resume(run, own, request.from_step, goes_further=bool(code.changed))

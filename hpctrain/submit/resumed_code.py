@@ -3,7 +3,7 @@
 A run's own copy goes on by default, so that an edit in the checkout changes no run unasked. The
 code of now is taken where it is asked for, where a program is named behind `--`, and where the
 run has ended by an error of its program before any step was done: nothing was trained by the old
-code, and what the user has mended is meant. tests/unit/submit/test_resumed_code.py holds the
+code, and what the user has corrected is meant. tests/unit/submit/test_resumed_code.py holds the
 promises.
 """
 
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.records import EndReason
 from hpctrain.errors import UsageError
-from hpctrain.submit.checks import with_own_places
 from hpctrain.submit.snapshot import Checkout, find_checkout, plan_snapshot, take_snapshot
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def choose_code(
         UsageError: it cannot run; or new code was asked for, and there is none.
     """
     if program:
-        return _of_program(run, spec, program, environ)
+        return _of_program(spec, program, environ)
     if spec.entry.kind == "recipe":
         if new_code:
             raise UsageError("--new-code: the shipped recipe is installed code, no run has a copy")
@@ -125,9 +124,7 @@ def _why_new(history: RunHistory, *, new_code: bool) -> str | None:
     return None
 
 
-def _of_program(
-    run: RunDir, spec: Spec, program: Sequence[str], environ: Mapping[str, str]
-) -> CodeChoice:
+def _of_program(spec: Spec, program: Sequence[str], environ: Mapping[str, str]) -> CodeChoice:
     from hpctrain.scheduler.base import get_cluster
     from hpctrain.submit.checks import runs_inside
     from hpctrain.submit.program import read_program
@@ -137,9 +134,8 @@ def _of_program(
     # Its checkpoints' patterns and its data are relative to where it has always run.
     entry = replace(named.entry, cwd=spec.entry.cwd or named.entry.cwd)
     env = spec.env | {name: value for name, (value, _) in named.env.items()}
-    entry, settings, env = with_own_places(entry, spec.settings, env, run.root)
-    plan = plan_snapshot(entry, "no" if settings.run.snapshot == "no" else "auto")
-    fresh = replace(spec, entry=entry, settings=settings, env=env, snapshot=None)
+    plan = plan_snapshot(entry, "no" if spec.settings.run.snapshot == "no" else "auto")
+    fresh = replace(spec, entry=entry, env=env, snapshot=None)
     words = " ".join([_name(entry), *entry.args])
     as_it_is = (
         f"a copy of it is taken, {_commit(plan.checkout.commit)}" if plan.checkout else "no copy"

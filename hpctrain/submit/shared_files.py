@@ -53,9 +53,9 @@ def refuse_shared(settings: Settings, cwd: str, run: Path, after: Sequence[str] 
                 raise UsageError(
                     f"checkpoint.sealed {text!r} takes in files that {other.name} saves too, and "
                     "each would resume from the other's weights: have each run save into a folder "
-                    f"of its own, e.g. --checkpoint '{{output}}/{name}' with {{output}} in "
-                    f"the program's arguments (or {HPCTRAIN_OUTPUT_DIR} in its code); or wait for "
-                    f"{other.name}, or `hpctrain cancel {other.name}`"
+                    f"of its own, e.g. --set 'checkpoint.sealed={{output}}/{name}' with {{output}} "
+                    f"in the program's arguments (or {HPCTRAIN_OUTPUT_DIR} in its code); wait for "
+                    f"{other.name}; or `hpctrain cancel {other.name}`"
                 )
 
 

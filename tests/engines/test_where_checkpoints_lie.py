@@ -31,14 +31,20 @@ class Uneven(nn.Module):
         return self.layer(x).sum() * self.scale + self.none.sum() + self.no_rows.sum()
 
 
-def program(run, total):
-    model = Uneven()
+def trained(run, model, total):
+    """Train a model, and return its optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     run.track(model=model, optimizer=optimizer)
     for step in run.steps(total):
         optimizer.zero_grad()
         model(torch.full((2, 4), step / 5)).backward()
         optimizer.step()
+    return optimizer
+
+
+def program(run, total):
+    model = Uneven()
+    optimizer = trained(run, model, total)
     return values(model), [sorted(state) for state in optimizer.state.values()]
 
 
@@ -123,12 +129,7 @@ def spread_rank(folder):
         for empty in (model.none, model.no_rows):
             empty.requires_grad = False  # nor gradients without elements
         fully_shard(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        run.track(model=model, optimizer=optimizer)
-        for step in run.steps(total):
-            optimizer.zero_grad()
-            model(torch.full((2, 4), step / 5)).backward()
-            optimizer.step()
+        trained(run, model, total)
         return {name: one.full_tensor().tolist() for name, one in model.named_parameters()}
 
     expected = undisturbed(folder, shards, 4)

@@ -58,9 +58,10 @@ HPCTRAIN_TOKEN=${HPCTRAIN_TOKEN:-}
 export HPCTRAIN_RUN_DIR HPCTRAIN_PYTHON HPCTRAIN_TOKEN HPCTRAIN_BATCH_STARTED
 
 # However this script ends, its last act says why, and decides whether the job comes back.
-hpctrain_why="" hpctrain_is_over=""
+hpctrain_why="" hpctrain_is_over="" hpctrain_path=$PATH
 hpctrain_last_act() { # the script's exit code
   hpctrain_is_over=1
+  PATH=${PATH:+$PATH:}$hpctrain_path # it asks SLURM, and setup may have ended half-way
   trap '' TERM
   local words=(--rc "$1" --term "$hpctrain_term")
   [ -z "$hpctrain_why" ] || words+=(--why "$hpctrain_why")
@@ -86,7 +87,7 @@ trap hpctrain_at_exit EXIT
 hpctrain_setup_failed() { # exit code, function and process, file, number of the line in it
   [ "$2" = "hpctrain_setup.$$" ] || return "$1"
   local line
-  line=$(sed -n "$4{s/^[[:space:]]*//;p}" "$3")
+  line=$(PATH=$PATH:$hpctrain_path sed -n "$4{s/^[[:space:]]*//;p}" "$3")
   line="a line of ${hpctrain_lines_of:-hpctrain_setup} ended with exit code $1: $line"
   if [ "${hpctrain_setup_may_fail:-}" = 1 ]; then
     echo "hpctrain: warning: $line" >&2
@@ -96,7 +97,6 @@ hpctrain_setup_failed() { # exit code, function and process, file, number of the
     exit
   fi
 }
-hpctrain_path=$PATH
 if declare -F hpctrain_setup >/dev/null; then
   hpctrain_in="its setup"
   set -E
@@ -108,16 +108,14 @@ if declare -F hpctrain_setup >/dev/null; then
   unset hpctrain_in
 fi
 set +eu # a setup with `set -e` must not keep a failed srun from being looked after
-if ! command -v srun scontrol mkdir rm >/dev/null; then
-  for hpctrain_name in srun scontrol mkdir rm; do
-    if ! command -v "$hpctrain_name" >/dev/null &&
-      PATH=$hpctrain_path command -v "$hpctrain_name" >/dev/null; then
-      echo "hpctrain: warning: setup has taken commands off PATH ($hpctrain_name); they are back at" \
-        "its end" >&2
-      PATH=${PATH:+$PATH:}$hpctrain_path
-    fi
-  done
-fi
+for hpctrain_name in srun scontrol mkdir rm; do
+  if ! command -v "$hpctrain_name" >/dev/null &&
+    PATH=$hpctrain_path command -v "$hpctrain_name" >/dev/null; then
+    echo "hpctrain: warning: setup has taken commands off PATH ($hpctrain_name); they are back at" \
+      "its end" >&2
+    PATH=${PATH:+$PATH:}$hpctrain_path
+  fi
+done
 
 # -P: the script runs where submit was typed, and a json.py that lies there is not to be ours.
 # Port, end of the job, KillWait, nodes in order, address of the first one.

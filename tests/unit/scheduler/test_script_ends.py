@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -126,6 +127,30 @@ def test_setup_that_takes_commands_off_path_gets_them_back_at_its_end(tmp_path):
     path = (tmp_path / "path").read_text()
     assert path.startswith(f"/opt/mine/bin:{tmp_path}/bin:")
     assert "setup has taken commands off PATH" in script.err
+
+
+def test_setup_that_takes_only_slurms_commands_off_path_gets_them_back(tmp_path):
+    """As `module purge` does: the others are in another folder."""
+    others = tmp_path / "others"
+    others.mkdir()
+    for name in ("mkdir", "rm", "sed"):
+        (others / name).symlink_to(shutil.which(name))
+    script = Script(tmp_path, f'echo "$PATH" > path; {NOTE}', setup=[f"export PATH={others}"])
+
+    assert script.start().wait() == 0
+
+    assert (tmp_path / "path").read_text().startswith(f"{others}:{tmp_path}/bin:")
+    assert "setup has taken commands off PATH (srun)" in script.err
+
+
+def test_a_line_that_fails_after_path_is_lost_is_named_and_slurm_can_be_asked(tmp_path):
+    script = Script(tmp_path, NOTE, setup=["export PATH=/nowhere", "false"])
+    script.command("python", 'printf "%s\\n" "$* PATH=$PATH" >> "$CALLS"')
+
+    script.start().wait()
+
+    assert "--why a line of slurm.setup ended with exit code 1: false PATH=" in after(script)
+    assert f":{tmp_path}/bin:" in after(script).partition("PATH=")[2]
 
 
 def test_traps_of_setup_stay_and_a_failed_line_is_recorded_all_the_same(ran):

@@ -40,6 +40,11 @@ def test_one_that_loads_nothing_is_told_what_comes_of_it():
     )
 
 
+def test_the_advice_names_no_command_that_there_is_not():
+    assert "hpctrain help" not in note(SAVES)
+    assert "run.track" in note(SAVES)
+
+
 @pytest.mark.parametrize(
     ("load", "words"),
     [

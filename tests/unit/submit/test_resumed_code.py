@@ -124,7 +124,7 @@ def test_a_program_with_other_arguments_runs_as_it_is_now_in_the_runs_folder(
     choice = choose(run, "../train.py", "--epochs=40", "--out={output}")
     take_code(run, choice)
 
-    assert choice.spec.entry.args == ["--epochs=40", f"--out={run.output}"]
+    assert choice.spec.entry.args == ["--epochs=40", "--out={output}"]  # put in behind
     assert choice.spec.entry.cwd == str(work)
     assert (run.snapshot / "part.py").read_text() == "ONE = 2\n"
     assert choice.changed.startswith("train.py --epochs=40 --out=")

@@ -65,7 +65,7 @@ def test_a_second_run_with_the_same_pattern_is_refused_with_the_way_out(submit, 
     assert "checkpoint.sealed 'checkpoints/last.pt' takes in files that lr-1 saves too" in (
         str(caught.value)
     )
-    assert "--checkpoint '{output}/last.pt'" in str(caught.value)
+    assert "--set 'checkpoint.sealed={output}/last.pt'" in str(caught.value)
     assert "`hpctrain cancel lr-1`" in str(caught.value)
 
 
@@ -178,6 +178,21 @@ def test_a_resume_is_refused_as_a_submit_is(submit, alive):
 
     with pytest.raises(UsageError, match="that two saves too"):
         prepare_resume(run, spec, ResumeRequest({}), {})
+
+
+def test_the_way_out_works_at_a_resume_too(submit, alive, work, monkeypatch):
+    run, spec = submit("one", "last.pt")
+    submit("two", "last.pt")
+    alive.add("two")
+
+    asked = ResumeRequest(
+        {}, ["checkpoint.sealed={output}/last.pt"], program=["train.py", "--out={output}/last.pt"]
+    )
+    monkeypatch.chdir(work)
+    own = prepare_resume(run, spec, asked, {}).spec
+
+    assert own.settings.checkpoint.sealed == [f"{run.output}/last.pt"]
+    assert own.entry.args == [f"--out={run.output}/last.pt"]
 
 
 def test_a_run_whose_files_cannot_be_read_hinders_nobody(submit, alive, work):
