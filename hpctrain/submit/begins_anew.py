@@ -22,8 +22,6 @@ _SAVED = ("checkpoint", "ckpt", "snapshot", "pretrained", "state", "model", "wei
 _LOADED = ("checkpoint", "ckpt", "snapshot", "state", "model", "weights", "pretrained", "last")
 _BACK = ("load", "restore", "resume", "restart")
 """With one of `_LOADED` in a function's name: it goes back to what was saved."""
-_FINDS = ("exists", "isfile", "is_file", "isdir", "is_dir", "glob", "listdir", "iterdir", "scandir",
-          "latest", "last_checkpoint", "find_")  # fmt: skip
 _ASKED = ("resume", "ckpt", "checkpoint", "restore", "load", "continue", "init_from")
 _OF_CHECKPOINTS = (".pt", ".ckpt", ".tar", ".bin", ".safetensors", "ckpt", "checkpoint")
 PLACE = "PATH"
@@ -182,12 +180,8 @@ class _Program:
             return None
         asked = self._asked_inside(node)
         while (parent := self._parents.get(node)) is not None:
-            tests = [parent.test] if isinstance(parent, ast.If | ast.IfExp) else []
-            for test in tests:
-                here = self._option_in(test)
-                if here is None and any(word in ast.unparse(test) for word in _FINDS):
-                    return None
-                asked = asked or here
+            if isinstance(parent, ast.If | ast.IfExp):
+                asked = asked or self._option_in(parent.test)
             if isinstance(parent, ast.FunctionDef) and asked is None:
                 asked = self._asked_by_callers(parent.name)
             node = parent
@@ -233,6 +227,8 @@ class _Program:
         return None
 
     def _option_in(self, test: ast.expr) -> AskedOption | None:
+        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
+            return None  # it loads without the option, too
         asked: list[AskedOption] = []
         for node in ast.walk(test):
             dest = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")

@@ -55,6 +55,7 @@ def test_the_advice_names_no_command_that_there_is_not():
         ),
         ("if args.auto and args.resume:\n    torch.load('x')\n", "--resume {checkpoint}"),
         ("utils.load_model(args=args, model=model)\n", "--resume {checkpoint}"),
+        ("if args.resume:\n    if os.path.exists('x'):\n    " + LOAD, "--resume {checkpoint}"),
         (f"def back():\n{LOAD}\nif args.resume:\n    back()\n", "--resume {checkpoint}"),
         (f"if args.weights:\n{LOAD}if args.resume:\n{LOAD}", "--resume {checkpoint}"),
     ],
@@ -108,6 +109,7 @@ def test_the_pattern_follows_the_command_line():
     [
         "if os.path.exists('checkpoints/last.pt'):\n    torch.load('x')\n" + SAVES,
         "newest = sorted(Path('.').glob('*.pt'))\nif newest:\n    torch.load(newest[-1])\n" + SAVES,
+        f"if args.resume or os.path.exists('x'):\n{LOAD}{SAVES}",
         "torch.load('checkpoints/last.pt')\n" + SAVES,
         "utils.auto_load_model(args=args, model=model)\n" + SAVES,
         "utils.restart_from_checkpoint('x', model=model)\n" + SAVES,
