@@ -54,13 +54,13 @@ class CancelledJob:
     Attributes:
         run: The run's name.
         dir: The run's directory, absolute.
-        job_id: Of the job.
+        job_id: Of the job; None where the run had none that could be cancelled: it is over.
         saves: It was asked to save and leave; otherwise it was cancelled at once.
     """
 
     run: str
     dir: Path
-    job_id: str
+    job_id: str | None
     saves: bool
 
 
@@ -339,7 +339,7 @@ def cancel(
 
     Raises:
         NotFound: there is no such run.
-        UsageError: it has no job that could be cancelled.
+        UsageError: its newest job is another run's, or runs in a terminal.
         ClusterError: the scheduler refused, or did not answer.
     """
     from hpctrain.base.files import follow_folder

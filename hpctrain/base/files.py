@@ -33,6 +33,7 @@ ROOT = 0
 GROUP = 0o070
 OTHERS_WRITE = 0o002
 NOT_OWNER_WRITE = 0o022
+GIT_IGNORE = ".gitignore"
 
 
 def is_plain(path: Path) -> bool:
@@ -186,6 +187,8 @@ def make_runs_folder(path: Path) -> None:
     Where the umask lets others put their runs there too, they cannot move this user's: a run that
     another has put in its place would be the next that its job starts.
 
+    The new folder of all runs ignores itself in git. A folder that is there stays as it is.
+
     Raises:
         OSError: one cannot be made.
     """
@@ -197,6 +200,20 @@ def make_runs_folder(path: Path) -> None:
         mode = stat.S_IMODE(folder.stat().st_mode)
         if mode & NOT_OWNER_WRITE:
             folder.chmod(mode | stat.S_ISVTX)
+        if folder == path:
+            with contextlib.suppress(OSError):  # a full disk: whoever writes the run says so
+                (folder / GIT_IGNORE).write_text("*\n")
+
+
+def remove_runs_folder(path: Path) -> None:
+    """Remove a folder of runs that this process has made, if nobody has put a run there.
+
+    Raises:
+        OSError: it is gone, or it is not empty.
+    """
+    if [entry.name for entry in path.iterdir()] == [GIT_IGNORE]:
+        (path / GIT_IGNORE).unlink()
+    path.rmdir()
 
 
 def can_be_replaced(runs: Path) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_FAULTS, HPCTRAIN_LOCAL_DIR
-from hpctrain.base.files import make_runs_folder
+from hpctrain.base.files import make_runs_folder, remove_runs_folder
 from hpctrain.check.comparison import RehearsedAttempt, rehearsed
 from hpctrain.errors import HpctrainError
 from hpctrain.run import events as ledger
@@ -100,7 +100,7 @@ class RehearsalStage:
             shutil.rmtree(self._folder, ignore_errors=True)
             for folder in self._new_runs:
                 with contextlib.suppress(OSError):  # somebody else has put something there
-                    folder.rmdir()
+                    remove_runs_folder(folder)
 
     def start(
         self, name: str, ranks: int, *, sets: tuple[str, ...] = (), faults: str = ""

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.options import foreign_option, json_option, runs_option
+from hpctrain.cli.options import (
+    ask_to_act,
+    foreign_option,
+    json_option,
+    newest_to_act_on,
+    runs_option,
+    yes_option,
+)
+from hpctrain.errors import HpctrainError
 from hpctrain.run.layout import runs_flag
 
 if TYPE_CHECKING:
@@ -24,34 +32,65 @@ if TYPE_CHECKING:
 Examples:
   hpctrain cancel lm-3 --save     save, then leave; `hpctrain resume lm-3` loses no step
   hpctrain cancel lm-3            at once; steps since the last checkpoint are lost
+  hpctrain cancel lr-0.1 lr-0.01  several runs
 """,
 )
-@click.argument("run", metavar="RUN")
+@click.argument("names", nargs=-1, metavar="[RUN]...")
 @click.option("--save", is_flag=True, help="Let it save and leave by itself.")
+@yes_option
 @foreign_option
 @runs_option
 @json_option
-def command(*, run: str, save: bool, foreign: bool, as_json: bool, runs: Path) -> None:
+def command(
+    *, names: tuple[str, ...], save: bool, yes: bool, foreign: bool, as_json: bool, runs: Path
+) -> int:
     """Stop a run for good: it is not requeued.
 
-    RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
+    RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest. Where no RUN
+    is named, the newest is shown, and you are asked.
     """
-    from hpctrain.api import cancel
-    from hpctrain.history.run_history import RunHistory
-    from hpctrain.run.layout import RunDir
     from hpctrain.terminal import echo_json
 
-    ended = cancel(run, save=save, foreign=foreign, runs=runs)
-    run_dir, job_id, saves = RunDir(ended.dir), ended.job_id, ended.saves
-    history = RunHistory.read(run_dir)
-    inside = run_dir.root.parent == runs
-    name = f"{run_dir.name}{runs_flag(runs)}" if inside else str(run_dir.root)
+    if not names and not yes:
+        newest = newest_to_act_on("cancel", runs)
+        ask_to_act("cancel", newest)
+        names = (newest.name,)
+    facts: list[dict[str, object]] = []
+    failed = 0
+    for name in names or ("-",):
+        try:
+            facts.append(_cancel(name, save=save, foreign=foreign, runs=runs, quiet=as_json))
+        except HpctrainError as error:
+            if len(names) < 2:  # noqa: PLR2004
+                raise
+            click.echo(f"hpctrain: error: {error}", err=True)
+            failed = failed or error.exit_code
     if as_json:
-        action = "asked to save and stop" if saves else "cancelled"
-        echo_json({"run": run_dir.name, "job_id": job_id, "action": action, "saves": saves})
-        return
-    click.echo(_report(run_dir.name, job_id, history, asked=save, saves=saves))
-    click.echo(f"\n  hpctrain status {name}\n  hpctrain resume {name}")
+        echo_json(facts if len(names) > 1 else facts[0])
+    return failed
+
+
+def _cancel(named: str, *, save: bool, foreign: bool, runs: Path, quiet: bool) -> dict[str, object]:
+    """Cancel a run, and say so unless a program reads what is returned."""
+    from hpctrain.api import cancel, status
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.run.layout import RunDir
+
+    ended = cancel(named, save=save, foreign=foreign, runs=runs)
+    run_dir = RunDir(ended.dir)
+    inside = run_dir.root.parent == runs
+    label = f"{run_dir.name}{runs_flag(runs)}" if inside else str(run_dir.root)
+    action = "asked to save and stop" if ended.saves else "cancelled" if ended.job_id else "none"
+    if not quiet and ended.job_id is None:
+        state = status(str(run_dir.root), runs=runs).state
+        click.echo(f"{run_dir.name} has no job to cancel: it is {state}")
+    elif not quiet:
+        history = RunHistory.read(run_dir)
+        click.echo(
+            _report(run_dir.name, ended.job_id or "", history, asked=save, saves=ended.saves)
+        )
+        click.echo(f"\n  hpctrain status {label}\n  hpctrain resume {label}")
+    return {"run": run_dir.name, "job_id": ended.job_id, "action": action, "saves": ended.saves}
 
 
 def _report(name: str, job_id: str, history: RunHistory, *, asked: bool, saves: bool) -> str:
@@ -65,14 +104,13 @@ def _report(name: str, job_id: str, history: RunHistory, *, asked: bool, saves: 
         if history.sealed_path:
             kept = f"its newest sealed checkpoint is {history.sealed_path}"
         elif not step and telling(history).is_silent:
-            kept = "what it has saved is not known (its program has told of no checkpoint)"
+            kept = "hpctrain does not know what its program has saved"
         had = "; it was not training, so there was nothing more to save" if asked else ""
         return f"cancelled job {job_id} of {name}; {kept}{had}"
     lines = [f"asked {name} (job {job_id}) to save and leave; it is not requeued"]
     if not listens(history):
         lines.append(
-            "its program has not called hpctrain.init() so far; one that never does hears of it by "
-            f"SIGTERM, if it catches that, and by {HPCTRAIN_STOP_FILE} (docs/environment.md); one "
-            f"that heeds neither goes on: `hpctrain cancel {name}` ends it at once"
+            "its program has not called hpctrain.init() so far: it stops only if it catches "
+            f"SIGTERM or looks for {HPCTRAIN_STOP_FILE}. `hpctrain cancel {name}` ends it at once"
         )
     return "\n".join(lines)

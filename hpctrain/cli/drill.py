@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.base.files import make_runs_folder
 from hpctrain.cli.options import cluster_option, json_option, runs_option
 from hpctrain.errors import ChecksFailed, UsageError
 
@@ -160,7 +161,7 @@ def _own(
         if not sign:
             raise UsageError(f"--set {setting}: write SECTION.KEY=VALUE")
         settings[key] = _value(value)
-    runs.mkdir(parents=True, exist_ok=True)
+    make_runs_folder(runs)
     armed = runs / f".{name}"
     armed.mkdir(mode=0o700)
     try:

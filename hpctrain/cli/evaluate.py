@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import foreign_option, json_option, run_argument, runs_option
+from hpctrain.cli.options import (
+    ask_to_act,
+    foreign_option,
+    json_option,
+    newest_to_act_on,
+    runs_option,
+    yes_option,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,14 +35,22 @@ Examples:
   hpctrain evaluate lm-3 --dry-run     what would be submitted
 """,
 )
-@run_argument
+@click.argument("run", required=False, metavar="[RUN]")
 @click.option("--step", type=int, metavar="N", help="Evaluate the checkpoint of this step too.")
 @click.option("--dry-run", is_flag=True, help="Show what would be done; do nothing.")
+@yes_option
 @foreign_option
 @runs_option
 @json_option
 def command(
-    *, run: str, step: int | None, dry_run: bool, foreign: bool, as_json: bool, runs: Path
+    *,
+    run: str | None,
+    step: int | None,
+    dry_run: bool,
+    yes: bool,
+    foreign: bool,
+    as_json: bool,
+    runs: Path,
 ) -> int:
     """Submit the evaluations of checkpoints that are due.
 
@@ -45,13 +60,15 @@ def command(
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
     from hpctrain.errors import ClusterError, UsageError
-    from hpctrain.run.find_run import find_run
+    from hpctrain.run.find_run import LATEST, find_run
     from hpctrain.run.ownership import own_spec
     from hpctrain.submit.evaluations import advance
     from hpctrain.terminal import echo_json
 
-    run_dir = find_run(run, runs=runs)
-    spec = own_spec(run_dir, named=run, foreign=foreign)
+    if run is None and not yes and not dry_run:
+        ask_to_act("evaluate", newest_to_act_on("evaluate", runs))
+    run_dir = find_run(run or LATEST, runs=runs)
+    spec = own_spec(run_dir, named=run or LATEST, foreign=foreign)
     if "evaluate" not in spec.beside:
         raise UsageError(
             f"{run_dir.name} has no evaluation: its setting evaluate.script names none; submit or "

@@ -13,7 +13,7 @@ import click
 
 from hpctrain.base import clock
 from hpctrain.base.text import count
-from hpctrain.cli.options import runs_option, since_option
+from hpctrain.cli.options import run_argument, runs_option, since_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -38,7 +38,7 @@ Examples:
   hpctrain events lm-3 --since 1d --json
 """,
 )
-@click.argument("run", metavar="RUN")
+@run_argument
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
 @click.option("--kind", "kinds", metavar="K,K", help="Of these kinds only, as --json names them.")
 @click.option("--attempt", metavar="N|all", help="Of this attempt only.")

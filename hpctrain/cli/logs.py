@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.options import runs_option, since_option
+from hpctrain.cli.options import run_argument, runs_option, since_option
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +39,7 @@ A rank's stdout and stderr share one file, in the order in which they were print
 therefore goes by what lines say.
 """,
 )
-@click.argument("run", metavar="RUN")
+@run_argument
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
 @click.option("--rank", "ranks", metavar="R|R,R|all|batch", help="Whose.  [default: 0]")
 @click.option("--attempt", metavar="N|all", help="Of this attempt only.")

@@ -14,6 +14,7 @@ import click
 
 from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_RUNS
+from hpctrain.run.layout import runs_flag
 from hpctrain.scheduler.base import SCHEDULERS
 from hpctrain.settings.fields import keys_of
 from hpctrain.settings.schema import EngineSettings
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from click.shell_completion import CompletionItem
+
+    from hpctrain.run.layout import RunDir
 
     _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -75,6 +78,54 @@ def foreign_option(function: _Function) -> _Function:
 def run_argument(function: _Function) -> _Function:
     """`[RUN]`: a name, a job id, a unique prefix, or `-` for the newest, which is the default."""
     return click.argument("run", default="-", metavar="[RUN]")(function)
+
+
+def yes_option(function: _Function) -> _Function:
+    """`--yes`: take the newest run without asking, for scripts."""
+    return click.option(
+        "-y", "--yes", is_flag=True, help="Where no RUN is named, take the newest and do not ask."
+    )(function)
+
+
+def newest_to_act_on(verb: str, runs: Path) -> RunDir:
+    """The newest run, which a command that changes something would take.
+
+    Raises:
+        NotFound: there is no run.
+        UsageError: no terminal is there to ask; with the words to type.
+    """
+    import sys
+
+    from hpctrain.errors import UsageError
+    from hpctrain.run.find_run import LATEST, find_run
+
+    run = find_run(LATEST, runs=runs)
+    if not sys.stdin or not sys.stdin.isatty():
+        raise UsageError(
+            f"no run is named; the newest is {_with_state(run)}. Type `hpctrain {verb} "
+            f"{run.name}{runs_flag(runs)}`, or add --yes to take the newest"
+        )
+    return run
+
+
+def ask_to_act(verb: str, run: RunDir) -> None:
+    """Ask on the terminal whether this run is meant.
+
+    Raises:
+        click.Abort: it is not.
+    """
+    click.confirm(f"{verb} {_with_state(run)}?", abort=True, err=True)
+
+
+def _with_state(run: RunDir) -> str:
+    """A run's name with what its ledger says of its state, and for how long."""
+    from hpctrain.base.text import duration
+    from hpctrain.history.run_history import RunHistory
+
+    state = RunHistory.read(run, marks="few").state
+    since = f" for {duration(clock.now() - state.t)}" if state.t else ""
+    asked = {"cancel": ", cancelled", "save": ", asked to save and stop"}.get(state.cancel, "")
+    return f"{run.name} ({state.phase.value}{since}{asked})"
 
 
 def engine_options(function: _Function) -> _Function:

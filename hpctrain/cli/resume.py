@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.options import (
+    ask_to_act,
     engine_options,
     foreign_option,
     locked_option,
+    newest_to_act_on,
     profile_options,
     runs_option,
+    yes_option,
 )
 from hpctrain.cli.wait import conclude, wait_option
 
@@ -62,7 +65,7 @@ def _cut(args: list[str]) -> tuple[list[str], list[str]]:
     cls=_WithProgram,
     epilog="""\b
 Examples:
-  hpctrain resume                        the latest run, as it was
+  hpctrain resume                        the newest run as it was; asks first
   hpctrain resume lm-3 --nodes 2         on two nodes; the checkpoint is resharded
   hpctrain resume lm-3 --engine fsdp2 --mesh tp=2
                                          with another engine; the weights are the same
@@ -73,7 +76,7 @@ Examples:
   hpctrain resume lm-3 --dry-run         show what it would take, and start nothing
 """,
 )
-@click.argument("run", default="-")
+@click.argument("run", required=False, metavar="[RUN]")
 @click.option("--nodes", metavar="N|MIN-MAX[+S]", help="Nodes from now on, S spares.")
 @click.option("--gpus-per-node", type=int, help="GPUs per node from now on.")
 @click.option("--ranks-per-node", type=int, help="Ranks per node from now on.")
@@ -98,12 +101,13 @@ Examples:
 )
 @wait_option
 @click.option("--dry-run", is_flag=True, help="Show the plan and start nothing.")
+@yes_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @locked_option
 @foreign_option
 @runs_option
 def command(
-    run: str,
+    run: str | None,
     *,
     sets: tuple[str, ...],
     from_step: int | None,
@@ -113,6 +117,7 @@ def command(
     profile: dict[str, object] | None,
     nsys: int | None,
     dry_run: bool,
+    yes: bool,
     wait: bool,
     as_json: bool,
     allow_locked: bool,
@@ -122,7 +127,7 @@ def command(
 ) -> int:
     """Go on with a run that is not running.
 
-    RUN is a name, a job id, a unique beginning of a name, or - for the latest. The newest
+    RUN is a name, a job id, a unique beginning of a name, or - for the newest. The newest
     checkpoint that is whole is taken, at any number of nodes and with any engine; which ones were
     looked at and why one was not taken is shown, and which rank will be on which node.
 
@@ -133,7 +138,7 @@ def command(
 
     from hpctrain.cli.progress import progress
     from hpctrain.errors import UsageError
-    from hpctrain.run.find_run import find_run
+    from hpctrain.run.find_run import LATEST, find_run
     from hpctrain.run.ownership import own_spec
     from hpctrain.settings.secrets import hide, secrets_in
     from hpctrain.submit.change import resume_request
@@ -141,7 +146,8 @@ def command(
 
     if wait and dry_run:
         raise UsageError("--wait waits for a job, and --dry-run starts none")
-    run_dir = find_run(run, runs=runs)
+    asks = run is None and not yes and not dry_run
+    run_dir = newest_to_act_on("resume", runs) if asks else find_run(run or LATEST, runs=runs)
     request = resume_request(
         flags,
         sets,
@@ -154,11 +160,13 @@ def command(
         program=click.get_current_context().meta[PROGRAM],
         new_code=new_code,
     )
-    spec = own_spec(run_dir, named=run, foreign=foreign)
+    spec = own_spec(run_dir, named=run or LATEST, foreign=foreign)
     prepared = prepare_resume(run_dir, spec, request, os.environ)
     secrets = secrets_in(prepared.spec)
     if not as_json:
         click.echo(hide(_text(prepared), secrets))
+    if asks:
+        ask_to_act("resume", run_dir)
     resumed = None if dry_run else resume_run(run_dir, prepared, from_step, progress)
     job_id, followers = (resumed.job_id, resumed.notes) if resumed else (None, [])
     facts = {

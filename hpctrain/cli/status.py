@@ -27,6 +27,7 @@ ACCOUNT_EVERY_S = 120.0
 Examples:
   hpctrain status               all runs in ./runs
   hpctrain status lm-3          attempts, speed, checkpoints, the last failure
+  hpctrain status lr-0.1 lr-1   a line for each of these runs
   hpctrain status lm-3 --watch  drawn anew every 5 s until the run is over
   hpctrain status lm-3 --ranks  which rank is slow, and what on
   hpctrain status - --json      the newest run, for programs
@@ -34,7 +35,7 @@ Examples:
                                 0 done, 75 under way, 93 stopped, 1 failed
 """,
 )
-@click.argument("run", required=False, metavar="[RUN]")
+@click.argument("names", nargs=-1, metavar="[RUN]...")
 @click.option("--watch", is_flag=True, help="Show it again and again, until the run is over.")
 @click.option(
     "-i",
@@ -50,7 +51,7 @@ Examples:
 @json_option
 def command(
     *,
-    run: str | None,
+    names: tuple[str, ...],
     watch: bool,
     interval: float | None,
     attempts: bool,
@@ -59,7 +60,7 @@ def command(
     as_json: bool,
     runs: Path,
 ) -> int:
-    """Show where runs are; with RUN everything about one.
+    """Show where runs are; with one RUN everything about it, with several a line for each.
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
@@ -72,13 +73,14 @@ def command(
 
     if interval is not None and not watch:
         raise UsageError(f"--interval {interval:g} is for --watch: give both, or neither")
-    if run is None:
+    if len(names) != 1:
         _require_run({"--exit-status": exit_status, "--ranks": ranks, "--attempts": attempts})
     reader = StatusReader(runs)
-    if run is None:
-        look = partial(look_at_all, reader, thorough=as_json)
+    named = list(dict.fromkeys(find_run(name, runs=runs) for name in names))
+    if len(named) == 1:
+        look = partial(look_at, reader, named[0], attempts=attempts, ranks=ranks)
     else:
-        look = partial(look_at, reader, find_run(run, runs=runs), attempts=attempts, ranks=ranks)
+        look = partial(look_at_all, reader, thorough=as_json, named=named)
     if not watch:
         shown = look()
         click.echo(shown.as_json(indent=2) if as_json else shown.as_text())

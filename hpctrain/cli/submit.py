@@ -226,12 +226,14 @@ def _environment(spec: Spec) -> dict[str, str]:
 
 def _report(submitted: SubmittedRun, *, wait: bool, as_json: bool) -> int:
     """Print what was made; with `wait` look on until its first step. Returns the exit code."""
+    from hpctrain.submit.program_lint import hears_requests
     from hpctrain.terminal import echo_warning
 
     prepared, run, job_id = submitted.prepared, submitted.run, submitted.job_id
     spec = prepared.spec
     runs = runs_flag(prepared.runs)
-    verbs = ("status", "logs -f", "cancel --save") if job_id else ("resume", "status")
+    cancel = "cancel --save" if hears_requests(spec.entry) else "cancel"
+    verbs = ("status", "logs -f", cancel) if job_id else ("resume", "status")
     following = [f"hpctrain {verb} {run.name}{runs}" for verb in verbs]
     if as_json:
         facts = _facts(submitted, following)

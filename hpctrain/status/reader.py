@@ -115,7 +115,7 @@ class StatusReader:
         beat = read_heartbeat(run, status.attempts[-1].number)
         return status if beat is None else with_heartbeat(status, beat.t, beat.step)
 
-    def look_at_all(self, *, thorough: bool) -> list[RunStatus]:
+    def look_at_all(self, *, thorough: bool, named: Sequence[RunDir] = ()) -> list[RunStatus]:
         """All runs, the newest first, by one question to a scheduler and one to accounting.
 
         What is over by its ledger is nobody asked about, not even for its accounts. What others own
@@ -123,12 +123,13 @@ class StatusReader:
 
         Args:
             thorough: See `look`; not for what other users own, whose checkpoints may be anything.
+            named: These runs; all of the folder where there are none.
         """
-        from hpctrain.run.find_run import look_into
+        from hpctrain.run.find_run import Folder, look_into
         from hpctrain.run.ownership import is_mine
         from hpctrain.status.chain import chained
 
-        folder = look_into(self.runs)
+        folder = Folder(self.runs, named) if named else look_into(self.runs)
         self.unreadable = folder.unreadable
 
         def look_with_answers(files: _RunFiles) -> RunStatus:

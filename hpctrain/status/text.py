@@ -107,7 +107,7 @@ def next_commands(status: RunStatus) -> list[str]:
         first = [f"hpctrain resume {one.label}{one.flags}" for one in status.awaits_in_vain]
         return [*first, f"hpctrain cancel {name}{flags}"] if status.state in ALIVE else first
     if status.state in ALIVE:
-        saves = status.listens or status.telling.tells or not status.attempts
+        saves = status.listens or status.telling.tells
         return [f"{logs} -f", f"hpctrain cancel {name}{' --save' if saves else ''}{flags}"]
     if status.state is RunState.DONE:
         return [logs, f"hpctrain checkpoints list {name}{flags}"]

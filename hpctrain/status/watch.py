@@ -102,16 +102,17 @@ def look_at(reader: StatusReader, run: RunDir, *, attempts: bool, ranks: bool) -
     return Shown(screen, value, over, sure, exit_status(status))
 
 
-def look_at_all(reader: StatusReader, *, thorough: bool) -> Shown:
+def look_at_all(reader: StatusReader, *, thorough: bool, named: Sequence[RunDir] = ()) -> Shown:
     """The table of runs.
 
     Args:
         reader: What reads it.
         thorough: See `StatusReader.look`; the table has nothing of what it costs.
+        named: These runs; all of the folder where there are none.
     """
     from hpctrain.status.as_json import as_json
 
-    runs = reader.look_at_all(thorough=thorough)
+    runs = reader.look_at_all(thorough=thorough, named=named)
 
     def screen() -> RenderableType:
         from hpctrain.drawing import uncut

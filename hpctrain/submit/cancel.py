@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class Cancelled(NamedTuple):
     """What was asked of whom."""
 
-    job_id: str
+    job_id: str | None
+    """None where no job of the run was left to cancel."""
     saves: bool
     """It was asked to save and leave; otherwise it was cancelled."""
 
@@ -47,10 +48,12 @@ def cancel_run(
     Raises:
         ClusterError: the scheduler refused.
         ClusterUnreachable: nobody can say whether there is a job, or it could not be told.
-        UsageError: there is nothing to cancel, or it is a terminal's.
+        UsageError: its job is another run's, or a terminal's.
         HpctrainError: there is no room for the request.
     """
     job_id = _live_job(run, answer, history)
+    if job_id is None:
+        return Cancelled(None, saves=False)
     if save and run_state(history.state, answer.job, asked=answer.asked) is RunState.RUNNING:
         _ask_to_save(run, job_id, history)
         return Cancelled(job_id, saves=True)
@@ -58,12 +61,14 @@ def cancel_run(
     return Cancelled(job_id, saves=False)
 
 
-def _live_job(run: RunDir, answer: Answer, history: RunHistory) -> str:
-    """The job that may still write. Where the scheduler is silent, the one on record counts.
+def _live_job(run: RunDir, answer: Answer, history: RunHistory) -> str | None:
+    """Return the job that may still write; None where there is none.
+
+    Where the scheduler is silent, the job on record counts.
 
     Raises:
         ClusterUnreachable: nobody can say whether there is one.
-        UsageError: there is nothing to cancel.
+        UsageError: the run's newest job is another run's.
     """
     if answer.job is not None and answer.job.alive:
         return answer.job.job_id
@@ -75,8 +80,11 @@ def _live_job(run: RunDir, answer: Answer, history: RunHistory) -> str:
                 f"{run.name}: nobody can say whether it has a job ({answer.problem}); try again"
             )
         return job_id
-    why = f"; {answer.note}" if answer.note else ""
-    raise UsageError(f"{run.name} has no job that could be cancelled: it is {state.value}{why}")
+    if answer.note:
+        raise UsageError(
+            f"{run.name} has no job that could be cancelled: it is {state.value}; {answer.note}"
+        )
+    return None
 
 
 def _ask_to_save(run: RunDir, job_id: str, history: RunHistory) -> None:

@@ -166,6 +166,7 @@ def make(spec: Spec, site: Site | None, runs: Path, *, bandwidth: bool, try_s: f
     """
     token = f"preflight-{secrets.token_hex(4)}"
     run = RunDir(runs / FOLDER / token)
+    make_runs_folder(runs)
     make_runs_folder(run.root.parent)
     run.root.mkdir(mode=0o700)
     follow_folder(run.root)

@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.base import clock
-from hpctrain.base.files import can_be_replaced, make_run_folder, make_runs_folder
+from hpctrain.base.files import (
+    can_be_replaced,
+    make_run_folder,
+    make_runs_folder,
+    remove_runs_folder,
+)
 from hpctrain.errors import ChecksFailed, ClusterError, RunExists, UsageError
 from hpctrain.memory.need import memory_notes
 from hpctrain.run.layout import RunDir
@@ -396,7 +401,7 @@ def _remove_empty(folder: Path, new_parent: Path | None) -> None:
         return
     for place in (folder, *folder.parents):
         with contextlib.suppress(OSError):  # never made, or somebody else has put a run there
-            place.rmdir()
+            remove_runs_folder(place)
         if place == new_parent:
             return
 

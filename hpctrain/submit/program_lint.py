@@ -54,6 +54,18 @@ def lint_notes(entry: Entry, settings: Settings, cwd: Path) -> list[str]:
     return notes
 
 
+def hears_requests(entry: Entry) -> bool:
+    """Whether the program is known to use hpctrain, so that `hpctrain cancel --save` reaches it."""
+    if entry.kind not in _PYTHON or not entry.path:
+        return entry.kind == "recipe"
+    from hpctrain.lint.files import NotText, read_source
+
+    try:
+        return "hpctrain" in read_source(Path(entry.path))
+    except NotText:
+        return False
+
+
 def _told(findings: list[LintFinding], name: str) -> list[str]:
     """The first errors whole, the others as numbers."""
     from hpctrain.base.text import count

@@ -23,6 +23,7 @@ from submitit.core import core, utils
 from submitit.slurm import slurm
 
 from hpctrain.base import clock
+from hpctrain.base.files import make_runs_folder
 from hpctrain.errors import RunExists, UsageError
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.base import default_cluster, get_cluster
@@ -134,7 +135,7 @@ class _RunExecutor(core.PicklingExecutor):
         """Start a run for each; all of them or none."""
         flags = self._flags()
         jobs: list[core.Job[Any]] = []
-        self.runs.mkdir(parents=True, exist_ok=True)
+        make_runs_folder(self.runs)
         pickles = self._pickle(delayed_submissions)
         try:
             for path in pickles:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import re
 import select
@@ -37,6 +38,14 @@ _LEADER = (
 It hears them as from a shell at a terminal, also where the tests themselves are deaf to Ctrl-C: a
 shell without job control starts its background jobs so.
 """
+
+
+class Keyboard(io.StringIO):
+    """Stands for stdin: a terminal at which somebody types."""
+
+    def isatty(self) -> bool:
+        """Return True."""
+        return True
 
 
 class Terminal:

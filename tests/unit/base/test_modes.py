@@ -14,6 +14,8 @@ from hpctrain.base.files import (
     follow_folder,
     make_private_folder,
     make_run_folder,
+    make_runs_folder,
+    remove_runs_folder,
     write_private,
 )
 from hpctrain.base.process import own_program
@@ -284,3 +286,26 @@ def test_others_who_may_look_at_a_run_still_can(common_path):
             check=False,
         )
         assert (done.returncode, "Traceback" in done.stderr) == (0, False), (words, done.stderr)
+
+
+def test_a_new_folder_of_runs_ignores_itself_in_git_and_no_other_folder_does(tmp_path):
+    runs = tmp_path / "project" / "runs"
+    make_runs_folder(runs)
+
+    assert (runs / ".gitignore").read_text() == "*\n"
+    assert not (runs.parent / ".gitignore").exists()
+    remove_runs_folder(runs)
+    assert not runs.exists()
+    runs.mkdir()
+    make_runs_folder(runs)
+    assert list(runs.iterdir()) == []
+
+
+def test_a_folder_with_a_run_is_not_removed_and_still_ignores_itself(tmp_path):
+    make_runs_folder(tmp_path / "runs")
+    (tmp_path / "runs" / "lm").mkdir()
+
+    with pytest.raises(OSError, match="not empty"):
+        remove_runs_folder(tmp_path / "runs")
+
+    assert (tmp_path / "runs" / ".gitignore").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from hpctrain.cli.main import main
 from hpctrain.run.events import read
 from hpctrain.submit import live_job
 from tests.support.ledger_runs import Story, all_fields, local_job
+from tests.support.terminal import Keyboard
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,7 +94,7 @@ def test_what_a_program_that_tells_nothing_has_saved_is_not_said_to_be_nothing(
     local_job(tmp_path / "local", "local-17", state="RUNNING")
     Story(runs / "lm").submitted("local-17").started(1, "local-17")
     _, out, _ = cancel("lm", capsys=capsys)
-    assert "what it has saved is not known (its program has told of no checkpoint)" in out
+    assert "hpctrain does not know what its program has saved" in out
     assert "nothing" not in out
 
 
@@ -124,15 +126,16 @@ def test_a_job_whose_submission_was_never_confirmed_is_found_by_its_token(runs, 
 
 
 @pytest.mark.parametrize("flags", [[], ["--save"]])
-def test_a_run_without_a_live_job_is_one_line_and_nothing_is_written(runs, tmp_path, capsys, flags):
+def test_a_run_that_is_over_is_one_line_and_no_error_and_nothing_is_written(
+    runs, tmp_path, capsys, flags
+):
     local_job(tmp_path / "local", "local-17", state="COMPLETED")
     story = Story(runs / "lm").submitted("local-17").started(1, "local-17").add("done", 1, step=4)
     before = story.run.events.read_bytes()
 
     code, out, err = cancel("lm", *flags, capsys=capsys)
 
-    assert (code, out) == (2, "")
-    assert err == "hpctrain: error: lm has no job that could be cancelled: it is done\n"
+    assert (code, out, err) == (0, "lm has no job to cancel: it is done\n", "")
     assert story.run.events.read_bytes() == before
     assert not story.run.stop_request.exists()
 
@@ -168,7 +171,7 @@ def test_a_run_in_a_terminal_is_told_from_one_that_has_ended(runs, capsys):
     assert cancel("lm", "--save", capsys=capsys)[0] == 0
     assert story.run.stop_request.exists()
     Story(runs / "gone").add("attempt_started", 1, job_id="pid-999999999", nodes=[here])
-    assert "it is lost" in cancel("gone", capsys=capsys)[2]
+    assert "it is lost" in cancel("gone", capsys=capsys)[1]
 
 
 def test_json_says_what_was_done(running, capsys):
@@ -179,3 +182,66 @@ def test_json_says_what_was_done(running, capsys):
         "action": "asked to save and stop",
         "saves": True,
     }
+
+
+def ended_run(runs: Path, name: str) -> None:
+    local_job(runs.parent / "local", "local-16", state="COMPLETED")
+    Story(runs / name).submitted("local-16").started(1, "local-16").add("done", 1, step=4)
+
+
+def test_several_runs_are_cancelled_and_what_one_refuses_stops_no_other(running, runs, capsys):
+    ended_run(runs, "old")
+
+    code, out, err = cancel("old", "none", "lm", capsys=capsys)
+
+    assert code == 4
+    assert out.startswith("old has no job to cancel: it is done\ncancelled job local-17 of lm")
+    assert "no run or job 'none'" in err
+    assert newest(running).kind == "cancel_requested"
+
+
+def test_several_runs_as_json_are_a_list(running, runs, capsys):
+    ended_run(runs, "old")
+    code, out, _ = cancel("old", "lm", "--json", capsys=capsys)
+    assert code == 0
+    told = [(one["run"], one["job_id"], one["action"]) for one in json.loads(out)]
+    assert told == [("old", None, "none"), ("lm", "local-17", "cancelled")]
+
+
+@pytest.mark.parametrize("verb", ["cancel", "resume", "evaluate"])
+def test_without_a_name_and_a_terminal_the_newest_is_named_and_nothing_is_done(
+    running, monkeypatch, capsys, verb
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+
+    assert main([verb]) == 2
+
+    err = capsys.readouterr().err
+    assert "no run is named; the newest is lm (running for " in err
+    assert f"Type `hpctrain {verb} lm`, or add --yes to take the newest" in err
+    assert newest(running).kind == "saved"
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "last"), [("n\n", 130, "saved"), ("y\n", 0, "cancel_requested")]
+)
+def test_on_a_terminal_the_newest_is_shown_and_its_user_asked(running, capsys, typed, code, last):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdin", Keyboard(typed))
+        assert main(["cancel"]) == code
+
+    assert "cancel lm (running for " in capsys.readouterr().err
+    assert newest(running).kind == last
+
+
+def test_that_the_newest_was_cancelled_already_is_said(running, capsys):
+    cancel("lm", capsys=capsys)
+    assert main(["resume"]) == 2
+    assert ", cancelled). Type" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--yes"], ["-y"], ["-"]])
+def test_a_script_takes_the_newest_by_yes_or_by_its_sign(running, monkeypatch, capsys, words):
+    monkeypatch.setattr("sys.stdin", None)
+    assert cancel(*words, capsys=capsys)[0] == 0
+    assert newest(running).kind == "cancel_requested"

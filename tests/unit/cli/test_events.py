@@ -282,3 +282,9 @@ def _counting(parsed):
         return parse(raw)
 
     return count
+
+
+def test_without_a_name_the_newest_run_is_read(story, capsys):
+    named = events(capsys=capsys)
+    assert main(["events"]) == 0
+    assert capsys.readouterr().out.splitlines() == named[1]

@@ -698,3 +698,9 @@ def test_a_new_ranks_log_is_noticed_while_following(runs, tmp_path, follow):
     following.wait_for("[a1 r3 n2] y")
     story.add("done", 1, step=1).ended(1, "completed", "stop")
     assert following.end() == 0
+
+
+def test_without_a_name_the_newest_run_is_read(story, capsys):
+    named = logs(capsys=capsys)
+    assert main(["logs"]) == 0
+    assert capsys.readouterr().out.splitlines() == named[1]

@@ -8,8 +8,10 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.run.layout import RunDir
+from hpctrain.submit import resume as resuming
 from tests.support.checkpoints import next_attempt, save
 from tests.support.ledger_runs import write_event
+from tests.support.terminal import Keyboard
 
 
 @pytest.fixture
@@ -78,3 +80,35 @@ def test_what_copies_in_memory_take_is_told_from_the_newest_checkpoint(plain, ca
     assert "alive.memory" not in dry_run(capsys)
     notes = json.loads(dry_run(capsys, *copies, "--json"))["notes"]
     assert [note for note in notes if note.startswith("alive.memory: copies take about 1.0 GiB")]
+
+
+@pytest.mark.parametrize(("typed", "code"), [("n\n", 130), ("y\n", 0)])
+def test_without_a_name_resume_shows_what_it_would_take_and_asks(
+    plain, monkeypatch, capsys, typed, code
+):
+    ended(plain)
+    started = []
+    monkeypatch.setattr(resuming, "launch", lambda *a, **k: started.append(a) or "9")
+    monkeypatch.setattr("sys.stdin", Keyboard(typed))
+    capsys.readouterr()
+
+    assert main(["resume"]) == code
+
+    out, err = capsys.readouterr()
+    assert out.startswith("run          plain\n")
+    assert "resume plain (cancelled for " in err
+    assert bool(started) == (code == 0)
+
+
+@pytest.mark.parametrize("words", [["--yes"], ["-"], ["--dry-run"]])
+def test_a_script_resumes_the_newest_by_yes_or_its_sign_and_looks_without_either(
+    plain, monkeypatch, capsys, words
+):
+    ended(plain)
+    started = []
+    monkeypatch.setattr(resuming, "launch", lambda *a, **k: started.append(a) or "9")
+    monkeypatch.setattr("sys.stdin", None)
+
+    assert main(["resume", *words]) == 0
+
+    assert bool(started) == (words != ["--dry-run"])

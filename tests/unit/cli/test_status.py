@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.base.records import JobInfo, Skipped
+from hpctrain.base.records import JobInfo, JobState, Skipped
 from hpctrain.base.text import duration, fold_nodes
 from hpctrain.cli.main import main
 from hpctrain.drawing import drawn
@@ -747,6 +747,26 @@ def test_ranks_are_a_table_of_the_newest_sample(runs, story, tmp_path, capsys):
     assert table.splitlines()[-1].split() == " ".join(slow).split()
     value = json.loads(run("lm-3", "--ranks", "--json", capsys=capsys)[1])
     assert value["ranks"]["own_s"][5] == 3.6
+
+
+def test_several_runs_are_a_table_of_these_in_the_order_in_which_they_were_named(
+    runs, story, capsys
+):
+    for name in ("lr-1", "lr-2", "other"):
+        Story(runs / name).submitted("local-1").started(1).add("done", 1, step=4)
+
+    code, out, _ = run("lr-2", "lr-1", "lr-2", capsys=capsys)
+
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["run", "lr-2", "lr-1"]
+    told = json.loads(run("lr-1", "other", "--json", capsys=capsys)[1])
+    assert [one["run"] for one in told] == ["lr-1", "other"]
+
+
+def test_a_pending_run_has_nothing_to_save_so_a_plain_cancel_comes_next(runs):
+    story = Story(runs / "lm").submitted("17")
+    waits = JobInfo("17", JobState.PENDING, alive=True)
+    assert shown(story, waits).splitlines()[-1] == "  hpctrain cancel lm"
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_no_submit_makes_the_run_and_says_what_comes_next(work, capsys):
     assert f"run  {work}/runs/mine\n" in out
     assert "\n  hpctrain resume mine\n" in out
     assert load_spec(work / "runs" / "mine" / "spec.json").settings.slurm.nodes == "2"
-    assert entries(work / "runs") == ["mine", "mine/spec.json"]
+    assert entries(work / "runs") == [".gitignore", "mine", "mine/spec.json"]
 
 
 def test_commands_that_come_next_name_another_folder_of_runs(work, capsys):
@@ -177,9 +177,28 @@ def test_a_submission_tells_its_run_its_job_and_three_commands(work, sbatch, cap
     out = capsys.readouterr().out
     assert f"run  {work}/runs/train-1\n" in out
     assert "job  4711 on slurm (nodes 2, ranks per node 1)\n" in out
-    following = ["status train-1", "logs -f train-1", "cancel --save train-1"]
+    following = ["status train-1", "logs -f train-1", "cancel train-1"]
     assert out.endswith("\n\n" + "".join(f"  hpctrain {line}\n" for line in following))
     assert load_spec(work / "runs" / "train-1" / "spec.json").name == "train-1"
+
+
+@pytest.mark.parametrize(
+    ("program", "following"),
+    [
+        ("import hpctrain\nhpctrain.init()\n", "cancel --save"),
+        ("import torch\n", "cancel"),
+        (None, "cancel --save"),
+    ],
+)
+def test_a_cancel_that_saves_is_offered_only_where_the_program_hears_it(
+    work, sbatch, capsys, program, following
+):
+    sbatch("echo 'Submitted batch job 4711'")
+    (work / "train.py").write_text(program or "")
+
+    assert main(["submit", "--name", "it", *(["--", "train.py"] if program else [])]) == 0
+
+    assert capsys.readouterr().out.splitlines()[-1] == f"  hpctrain {following} it"
 
 
 def test_a_submission_tells_of_the_nodes_that_wait(work, sbatch, capsys):

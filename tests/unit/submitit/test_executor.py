@@ -80,7 +80,7 @@ def test_an_option_that_hpctrain_refuses_leaves_nothing_behind(executor, tmp_pat
 
     with pytest.raises(hpctrain.UsageError, match="one run per submit"):
         executor.submit(print)
-    assert list((tmp_path / "log" / RUNS).iterdir()) == []
+    assert [left.name for left in (tmp_path / "log" / RUNS).iterdir()] == [".gitignore"]
 
 
 def test_another_interpreter_is_refused(tmp_path):
