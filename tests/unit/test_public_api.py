@@ -74,7 +74,7 @@ AttemptView.straggler: StragglerFound | None
 CancelledJob
 CancelledJob.run: str
 CancelledJob.dir: Path
-CancelledJob.job_id: str
+CancelledJob.job_id: str | None
 CancelledJob.saves: bool
 Checkpoint
 Checkpoint.name: str
