@@ -34,6 +34,7 @@ TAIL_BYTES = 64 << 20
 Examples:
   hpctrain doctor                           the newest run: why its last attempt ended
   hpctrain doctor lm-3 --attempt 2          another attempt of a run
+  hpctrain doctor lm-3 --why                all evidence, and what it was not
   hpctrain doctor --log slurm-4711.out      any job's log (torchrun, DeepSpeed, ...)
   hpctrain doctor --log logs/ --log n2.gz   folders, several files, gzip, xz, bzip2
   kubectl logs pod | hpctrain doctor --log -
@@ -54,6 +55,7 @@ Exit codes: 0 a cause was found, or nothing is wrong; 1 nothing says why; 2, 4 n
     metavar="N",
     help="Of this attempt.  [default: the newest]",
 )
+@click.option("--why", is_flag=True, help="Show all that was seen, and what it was not.")
 @json_option
 @runs_option
 def command(
@@ -61,6 +63,7 @@ def command(
     run: str | None,
     log_names: tuple[str, ...],
     attempt: int | None,
+    why: bool,
     as_json: bool,
     runs: Path,
 ) -> int:
@@ -80,13 +83,15 @@ def command(
         named = ""
     else:
         diagnosis, notes, named = _of_run(run or "-", attempt, runs)
-    _show(diagnosis, notes, named, as_json=as_json)
+    _show(diagnosis, notes, named, why=why, as_json=as_json)
     return 1 if diagnosis.certainty == "not known" and diagnosis.kind == "unknown" else 0
 
 
-def _show(diagnosis: Diagnosis, notes: Sequence[str], named: str, *, as_json: bool) -> None:
+def _show(
+    diagnosis: Diagnosis, notes: Sequence[str], named: str, *, why: bool, as_json: bool
+) -> None:
     from hpctrain.doctor.text import as_json as document
-    from hpctrain.doctor.text import as_text
+    from hpctrain.doctor.text import as_text, in_short
 
     if as_json:
         from hpctrain.terminal import echo_json
@@ -94,8 +99,10 @@ def _show(diagnosis: Diagnosis, notes: Sequence[str], named: str, *, as_json: bo
         echo_json({"run": named or None, **document(diagnosis, notes)})
         return
     width = min(120, shutil.get_terminal_size((100, 24)).columns)
-    text = as_text(diagnosis, notes, width=width)
+    text = (as_text if why else in_short)(diagnosis, notes, width=width)
     click.echo(text.replace(" RUN", f" {named}") if named else text)
+    if not why:
+        click.echo("              --why shows the rest")
 
 
 def _read(logs: Sequence[LogInput]) -> tuple[list[LogFacts], list[str]]:

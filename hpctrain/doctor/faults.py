@@ -414,7 +414,7 @@ KNOWLEDGE: dict[FaultKind, Knowledge] = {
     ),
     FaultKind.REQUEUED: Knowledge(
         "HT833",
-        "the job was requeued from outside, for a reason that nobody tells",
+        "the job was requeued; nothing says who asked for it",
         ("nothing: the next attempt goes on; `sacct -j JOB --duplicates` shows its starts",),
     ),
     FaultKind.HUNG_END: Knowledge(

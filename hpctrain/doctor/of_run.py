@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.base.records import Next
 from hpctrain.base.text import count, fold_ranks
 from hpctrain.doctor.faults import KNOWLEDGE, OF_CAUSE, Certainty, FaultKind
 from hpctrain.doctor.judge import Diagnosis, judge
@@ -18,6 +19,7 @@ from hpctrain.doctor.scan import LogScanner
 from hpctrain.doctor.sighting import LogFacts, Sighting
 from hpctrain.doctor.sign import Role
 from hpctrain.history.causes import WITHOUT_A_STEP, EndCause
+from hpctrain.history.telling import telling
 from hpctrain.run.event_types import HangFound
 from hpctrain.run.layout import RunDir
 
@@ -60,7 +62,7 @@ def diagnose(attempt: AttemptView, logs: Sequence[LogFacts], history: RunHistory
         logs: What was read of its logs.
         history: The run's.
     """
-    facts = [*logs, _of_failure(attempt)]
+    facts = [*_without_requeues(logs, attempt), _of_failure(attempt)]
     if attempt.reason is None and attempt.ended is None:
         return _of_live(attempt, facts, history)
     cause = attempt.cause or EndCause.UNKNOWN
@@ -70,7 +72,9 @@ def diagnose(attempt: AttemptView, logs: Sequence[LogFacts], history: RunHistory
     if cause in _FROM_OUTSIDE and WITHOUT_A_STEP in stopped:
         return _of_idle(attempt, facts, stopped)
     if cause not in OF_PROGRAM:
-        return _by_ledger(attempt, kind, facts, Certainty.CERTAIN)
+        return _with_what_follows(
+            _by_ledger(attempt, kind, facts, Certainty.CERTAIN), attempt, history
+        )
     judged = judge(facts, attempt.world_size or None)
     follows = cause is EndCause.CRASHED and _is_told_by_the_ledger(attempt, judged)
     is_weak = cause in _WEAK and judged.certainty.rank <= Certainty.POSSIBLE.rank
@@ -81,6 +85,41 @@ def diagnose(attempt: AttemptView, logs: Sequence[LogFacts], history: RunHistory
     if is_told and judged.certainty is Certainty.CERTAIN:
         return replace(judged, certainty=Certainty.LIKELY, why=_differs(cause, judged))
     return _by_ledger(attempt, kind, facts, certainty)
+
+
+def _without_requeues(logs: Sequence[LogFacts], attempt: AttemptView) -> list[LogFacts]:
+    """Leave out that the job was requeued, where the ledger knows why the attempt ended.
+
+    SLURM's line in the log is then the requeue that hpctrain has asked for, or its own of a
+    preemption.
+    """
+    if attempt.cause in {None, EndCause.REQUEUED, EndCause.UNKNOWN}:
+        return list(logs)
+    kept = [[s for s in log.sightings if s.kind is not FaultKind.REQUEUED] for log in logs]
+    return [replace(log, sightings=sightings) for log, sightings in zip(logs, kept, strict=True)]
+
+
+def _with_what_follows(told: Diagnosis, attempt: AttemptView, history: RunHistory) -> Diagnosis:
+    """What to do after an end from outside; the general advice is to use hpctrain."""
+    if attempt.cause not in _FROM_OUTSIDE:
+        return told
+    record = history.attempt(attempt.number)
+    stuck = record.stuck if record is not None else None
+    if stuck is not None:
+        return replace(
+            told,
+            headline=f"{told.headline}; the job could not be requeued: {stuck}",
+            do=("`hpctrain resume RUN` goes on in a new job",),
+        )
+    if attempt.next not in {Next.REQUEUE, Next.LEAVE}:
+        return told
+    do = ["nothing: the job was requeued and the run goes on"]
+    if telling(history).is_silent:
+        do.append(
+            "the program reported no step and no checkpoint: see that it loads its newest "
+            "checkpoint when it starts (`hpctrain logs RUN`)"
+        )
+    return replace(told, do=tuple(do))
 
 
 def _is_told_by_the_ledger(attempt: AttemptView, judged: Diagnosis) -> bool:

@@ -21,6 +21,29 @@ FORMAT = 1
 MOST_SHOWN = 8
 _LABEL = 14
 _LONGEST = 240
+SHORT_LINES = 8
+"""Of a diagnosis without --why, with the line that names --why."""
+_CUT = " ..."
+
+
+def in_short(diagnosis: Diagnosis, notes: Sequence[str] = (), *, width: int = 80) -> str:
+    """The verdict, the first evidence and what to do first: at most SHORT_LINES lines."""
+    sure = f"{diagnosis.certainty} ({diagnosis.code}, {diagnosis.kind})"
+    lines = [*_cut("Verdict", diagnosis.headline, width), *_field("", sure, width)]
+    for sighting in diagnosis.evidence[:1]:
+        place, text = _quoted("Evidence", sighting)
+        lines += [place, text[: max(width, 3 * _LABEL)]]
+    first = "" if len(diagnosis.do) == 1 else "1. "
+    do = _cut("Do", f"{first}{diagnosis.do[0]}", width) if diagnosis.do else []
+    for at, step in enumerate(diagnosis.do[1:], 2):
+        more = _field("", f"{at}. {step}", width)
+        if len(lines) + len(do) + len(more) >= SHORT_LINES:
+            break
+        do += more
+    lines += do
+    if notes and len(lines) < SHORT_LINES - 1:
+        lines += _cut("Note", notes[0], width)[:1]
+    return "\n".join(lines)
 
 
 def as_text(diagnosis: Diagnosis, notes: Sequence[str] = (), *, width: int = 80) -> str:
@@ -44,6 +67,12 @@ def as_text(diagnosis: Diagnosis, notes: Sequence[str] = (), *, width: int = 80)
     for note in notes[:MOST_SHOWN]:
         lines += _field("Note", note, width)
     return "\n".join(lines)
+
+
+def _cut(label: str, text: str, width: int) -> list[str]:
+    """A field of two lines at most."""
+    room = 2 * (max(width, 3 * _LABEL) - _LABEL) - len(_CUT)
+    return _field(label, textwrap.shorten(text, room, placeholder=_CUT), width)[:2]
 
 
 def _field(label: str, text: str, width: int) -> list[str]:

@@ -253,3 +253,66 @@ def test_the_batch_side_of_a_job_is_left_out_for_all_but_its_last_attempt(tmp_pa
 
     assert told(tmp_path, capsys, "--attempt", "1")[1]["kind"] == "killed"
     assert told(tmp_path, capsys, "--attempt", "2")[1]["kind"] == "host_oom"
+
+
+REQUEUE = "slurmstepd: error: *** JOB 17 ON n1 CANCELLED AT 2026-11-27T09:00:00 DUE TO JOB REQUEUE"
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"), [("timed_out", "walltime"), ("preempted", "preempted")]
+)
+def test_hpctrain_s_own_requeue_is_none_from_outside_and_nothing_is_to_be_done(
+    reason, kind, tmp_path, capsys
+):
+    tale = Story(tmp_path / "lm-3").submitted().started(1)
+    tale.ended(1, reason, "requeue")
+    tale.run.jobs.mkdir()
+    (tale.run.jobs / "tok-1.out").write_text(f"{REQUEUE} ***\n" * 8)
+
+    _, document = told(tmp_path, capsys)
+
+    assert document["kind"] == kind
+    assert document["follow_ons"] == []
+    assert document["do"][0] == "nothing: the job was requeued and the run goes on"
+    assert "see that it loads its newest checkpoint" in document["do"][1]
+    assert "#SBATCH" not in str(document)
+
+
+def test_a_program_that_tells_its_steps_is_not_told_to_load_a_checkpoint(tmp_path, capsys):
+    tale = Story(tmp_path / "lm-3").submitted().started(1).restored(1).steps(1, 1, 8)
+    tale.ended(1, "timed_out", "requeue")
+    assert len(told(tmp_path, capsys)[1]["do"]) == 1
+
+
+def test_a_job_that_slurm_did_not_requeue_is_resumed(tmp_path, capsys):
+    tale = Story(tmp_path / "lm-3").submitted().started(1)
+    tale.ended(1, "preempted", "requeue").add("requeue_failed", 1, why="operation is disabled")
+
+    _, document = told(tmp_path, capsys)
+
+    assert document["headline"].endswith("could not be requeued: operation is disabled")
+    assert document["do"] == ["`hpctrain resume RUN` goes on in a new job"]
+
+
+@pytest.mark.parametrize("cause", ENDS)
+@pytest.mark.parametrize("width", ["60", "100"])
+def test_every_verdict_fits_eight_lines_and_why_shows_the_rest(
+    cause, width, *, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", width)
+    reason, fields, failure = ENDS[cause]
+    tale = story(tmp_path, reason, failure, **fields)
+    tale.log(1, 1, (failure or ("", "fine"))[1] + "\n")
+    words = ["doctor", "lm-3", "--runs", str(tmp_path)]
+
+    main(words)
+    short = capsys.readouterr().out.splitlines()
+    main([*words, "--why"])
+    full = capsys.readouterr().out.splitlines()
+
+    assert len(short) <= 8
+    assert short[0] == full[0]
+    assert any(line.startswith("Do ") for line in short)
+    assert short[-1].strip().startswith("--why")
+    assert max(map(len, short)) <= int(width) or max(map(len, full)) > int(width)
+    assert ("Not the cause" in "".join(full)) >= ("Not the cause" in "".join(short)) == 0
