@@ -137,12 +137,10 @@ def waterfall(data: ReportData) -> Chart:
     spent = data.status.goodput
     if spent.allocated_s <= 0:
         return Chart(key, title, "Nothing was allocated so far.")
-    lost = [(kind, spent.node_seconds[kind]) for kind in NAMES if kind in spent.node_seconds]
-    lost = [(kind, s) for kind, s in lost if kind is not TimeClass.STEP and s > 0]
-    lost.sort(key=lambda one: -one[1])
+    kept, lost = _kept(data), _lost(data)
     parts = [100 * seconds / spent.allocated_s for _, seconds in lost]
-    useful = 100 * spent.node_seconds[TimeClass.STEP] / spent.allocated_s
-    names = ["allocated", *(NAMES[kind] for kind, _ in lost), NAMES[TimeClass.STEP]]
+    useful = 100 * spent.node_seconds[kept] / spent.allocated_s
+    names = ["allocated", *(NAMES[kind] for kind, _ in lost), _name(kept)]
     trace = {
         "type": "waterfall",
         "orientation": "h",
@@ -161,21 +159,37 @@ def waterfall(data: ReportData) -> Chart:
         "connector": {"line": {"color": "#9aa3ae", "width": 1}},
         "increasing": {"marker": {"color": COLOURS[TimeClass.STARTUP]}},
         "decreasing": {"marker": {"color": COLOURS[TimeClass.REDONE]}},
-        "totals": {"marker": {"color": COLOURS[TimeClass.STEP]}},
+        "totals": {"marker": {"color": COLOURS[kept]}},
     }
     shape = layout(
         90 + 30 * len(names),
-        xaxis=axis("% of allocated time", range=[0, 118], tickvals=[0, 25, 50, 75, 100]),
+        xaxis=axis("% of allocated time", range=[-14, 118], tickvals=[0, 25, 50, 75, 100]),
         yaxis=axis("", autorange="reversed"),
     )
     return Chart(key, title, _goodput_words(data), {"data": [trace], "layout": shape})
+
+
+def _kept(data: ReportData) -> TimeClass:
+    """What training itself is called; a program that reports no step has nothing but "other"."""
+    return TimeClass.OTHER if data.status.telling.is_silent else TimeClass.STEP
+
+
+def _name(kept: TimeClass) -> str:
+    return "running" if kept is TimeClass.OTHER else NAMES[kept]
+
+
+def _lost(data: ReportData) -> list[tuple[TimeClass, float]]:
+    """Node-seconds that did not go to training, the largest class first."""
+    spent, kept = data.status.goodput.node_seconds, _kept(data)
+    lost = [(kind, spent[kind]) for kind in NAMES if kind is not kept and spent.get(kind, 0) > 0]
+    return sorted(lost, key=lambda one: -one[1])
 
 
 def _goodput_words(data: ReportData) -> str:
     spent = data.status.goodput
     hours = f"{node_hours(spent.allocated_s)} node-hours"
     if spent.useful_of_allocated is None:
-        return f"Of {hours} no share can be called useful: the program tells no steps."
+        return f"{hours} in all. The program reported no steps, so no share is called useful."
     lost = {kind: s for kind, s in spent.node_seconds.items() if kind is not TimeClass.STEP}
     worst = max(lost, key=lambda kind: lost[kind])
     share = f"{percent(lost[worst] / spent.allocated_s)}: {NAMES[worst]}"
@@ -187,10 +201,9 @@ def _goodput_words(data: ReportData) -> str:
 
 def _waterfall_words(data: ReportData) -> list[str]:
     spent = data.status.goodput
-    lost = [(k, s) for k, s in spent.node_seconds.items() if k is not TimeClass.STEP and s > 0]
-    lost.sort(key=lambda one: -one[1])
-    rows = [("allocated", spent.allocated_s), *((NAMES[k], s) for k, s in lost)]
-    rows.append((NAMES[TimeClass.STEP], spent.node_seconds[TimeClass.STEP]))
+    kept = _kept(data)
+    rows = [("allocated", spent.allocated_s), *((NAMES[k], s) for k, s in _lost(data))]
+    rows.append((_name(kept), spent.node_seconds[kept]))
     return [f"<b>{name}</b><br>{node_hours(s)} node-hours" for name, s in rows]
 
 

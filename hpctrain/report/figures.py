@@ -19,6 +19,13 @@ BEADS = 60
 """A curve of fewer points shows each of them."""
 
 
+def nothing_to_show(charts: Sequence[Chart]) -> str:
+    """Which charts have no data, and why, in a sentence; "" where all have."""
+    empty = [chart for chart in charts if chart.figure is None]
+    why = "; ".join(dict.fromkeys(chart.why for chart in empty))
+    return f"No data for {', '.join(chart.title.lower() for chart in empty)}: {why}." if why else ""
+
+
 @dataclass(frozen=True)
 class Chart:
     """One chart of a page.
@@ -36,6 +43,11 @@ class Chart:
     words: str
     figure: dict[str, Any] | None = None
     has_legend: bool = False
+
+    @property
+    def why(self) -> str:
+        """Of one without a figure: why."""
+        return (self.words.partition(": ")[2] or self.words).rstrip(".")
 
     @property
     def legend(self) -> list[tuple[str, str]]:

@@ -19,6 +19,7 @@ from hpctrain.history.run_state import RunState
 from hpctrain.report.advice import advice
 from hpctrain.report.charts import charts
 from hpctrain.report.compare import comparison_charts, comparison_rows, unique_names
+from hpctrain.report.figures import nothing_to_show
 from hpctrain.report.summary import (
     ATTEMPT_TITLES,
     EVALUATION_TITLES,
@@ -63,7 +64,8 @@ def page(data: ReportData) -> str:
         "<main>",
         _facts(data),
         _section("advice", "Advice", _advice(data)),
-        *(_chart(chart) for chart in drawn),
+        *(_chart(chart) for chart in shown),
+        _empty(drawn),
         _section("attempts", "Attempts", _attempts(data)),
         _section("failures", "Failures", _failures(data)),
         _section("evaluations", "Evaluations", _table(EVALUATION_TITLES, judged, _STEPS))
@@ -88,7 +90,8 @@ def comparison_page(runs: Sequence[ReportData]) -> str:
         _head(title, '<p class="faint">Runs side by side</p>'),
         "<main>",
         _section("numbers", "Numbers", _table(titles, rows, frozenset(titles[1:]))),
-        *(_chart(chart) for chart in drawn),
+        *(_chart(chart) for chart in drawn if chart.figure is not None),
+        _empty(drawn),
         _section("advice", "Advice", notes),
         "</main>",
         _foot(runs),
@@ -175,10 +178,16 @@ def _facts(data: ReportData) -> str:
     return f'<section id="summary" aria-label="Summary">{body}</section>'
 
 
+def _empty(drawn: Sequence[Chart]) -> str:
+    words = nothing_to_show(drawn)
+    return f'<p class="none">{escape(words)}</p>' if words else ""
+
+
 def _chart(chart: Chart) -> str:
+    """A chart that has a figure."""
     words = escape(chart.words)
     if chart.figure is None:
-        return _section(chart.key, chart.title, f'<p class="none">{words}</p>')
+        return ""
     height = chart.figure["layout"]["height"]
     place = (
         f'<div class="plot" id="chart-{chart.key}" role="img" aria-label="{words}" '

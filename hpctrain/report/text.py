@@ -13,6 +13,7 @@ from hpctrain.drawing import Column, drawn, fitted
 from hpctrain.report.advice import advice
 from hpctrain.report.charts import charts
 from hpctrain.report.compare import comparison_rows
+from hpctrain.report.figures import nothing_to_show
 from hpctrain.report.summary import (
     ATTEMPT_TITLES,
     EVALUATION_TITLES,
@@ -96,9 +97,9 @@ def _goodput(data: ReportData) -> str:
 
 def _words(data: ReportData, width: int) -> str:
     """What each chart would say; the first two are the tables above."""
-    return "\n".join(
-        wrap(f"{chart.title.lower()}: {chart.words}", width) for chart in charts(data)[2:]
-    )
+    drawn = charts(data)[2:]
+    lines = [f"{one.title.lower()}: {one.words}" for one in drawn if one.figure is not None]
+    return "\n".join(wrap(line, width) for line in [*lines, nothing_to_show(drawn)] if line)
 
 
 def _attempts(data: ReportData, width: int) -> str:

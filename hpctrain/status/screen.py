@@ -368,18 +368,20 @@ def goodput_lines(status: RunStatus, width: int) -> list[Fact]:
         return []
     items: list[str] = []
     useful, since = spent.useful_of_allocated, spent.useful_since_submit
+    silent = status.telling.is_silent
     if useful is not None:
         today = status.day.useful_of_allocated if spent.submitted_s > _DAY_S else None
         lately = "" if today is None else f" (last 24 h {percent(today, 1)})"
         items.append(f"{percent(useful, 1)} of allocated{lately}")
-    if not spent.tells_steps and any(one.ended is not None for one in status.attempts):
+    if not spent.tells_steps and not silent and any(one.ended for one in status.attempts):
         items.append(f"useful share not known ({NO_STEP})")
     if since is not None:
         items.append(f"{percent(since, 1)} since submit")
     items.append(f"{_node_hours(spent.allocated_s)} allocated")
     if spent.seconds[TimeClass.QUEUE] > 0:
         items.append(f"{duration(spent.seconds[TimeClass.QUEUE])} in the queue")
-    return [("goodput", pack(items, width)), ("", _classes(spent, width))]
+    label = "time" if silent else "goodput"
+    return [(label, pack(items, width)), ("", _classes(spent, width, silent=silent))]
 
 
 def _node_hours(node_seconds: float) -> str:
@@ -389,9 +391,14 @@ def _node_hours(node_seconds: float) -> str:
     return f"{hours:,.0f} node-hours" if hours >= 100 else f"{hours:.1f} node-hours"  # noqa: PLR2004
 
 
-def _classes(spent: Goodput, width: int) -> str:
-    """Shares of the allocated time, the largest first; they add up to 100.0 as they are shown."""
+def _classes(spent: Goodput, width: int, *, silent: bool) -> str:
+    """Shares of the allocated time, the largest first; they add up to 100.0 as they are shown.
+
+    Of a program that reports no step all of its own time is "other", which is called running.
+    """
     shares = {kind.value.replace("_", "-"): s for kind, s in spent.node_seconds.items() if s > 0}
+    if silent and TimeClass.OTHER in shares:
+        shares["running"] = shares.pop(TimeClass.OTHER)
     large = {name: s for name, s in shares.items() if s >= SMALL * spent.allocated_s}
     rest = sum(shares.values()) - sum(large.values())
     ordered = sorted(large.items(), key=lambda item: -item[1])
@@ -443,9 +450,8 @@ def _checkpoint(status: RunStatus, width: int) -> list[Fact]:
     if newest is None:
         begun = status.progress.saved_step is not None or status.skipped
         none = "none that could be loaded" if begun else "none so far"
-        if status.telling.is_silent and not begun:
-            none = "none told so far"
-        return [("checkpoint", none)] if status.attempts else []
+        is_known = status.attempts and (begun or not status.telling.is_silent)
+        return [("checkpoint", none)] if is_known else []
     items = [newest.name]
     if newest.t:
         items.append(f"saved {duration(status.now - newest.t)} ago")
@@ -542,21 +548,25 @@ def attempts_table(
         Column("started", [time_of_day(one.started, status.now) for one in shown]),
         Column("ran", [_ran(status, one) for one in shown], right=True),
         Column("ended", [_ended(status, one) for one in shown]),
-        Column("steps", steps, short=plain_steps),
-        *_sources(shown),
-        Column("lost", [_or_dash(one.steps_lost) for one in shown], right=True),
-        Column(
-            "recovered in",
-            [long for long, _ in back],
-            short=Column("back in", [short for _, short in back], right=True),
-        ),
     ]
+    if not status.telling.is_silent or any(one.first_step is not None for one in shown):
+        columns += [
+            Column("steps", steps, short=plain_steps),
+            *_sources(shown),
+            Column("lost", [_or_dash(one.steps_lost) for one in shown], right=True),
+            Column(
+                "recovered in",
+                [long for long, _ in back],
+                short=Column("back in", [short for _, short in back], right=True),
+            ),
+        ]
     parts: list[RenderableType] = [fitted(columns, width)]
     hidden = len(status.attempts) - len(shown)
     if hidden:
         parts.insert(0, Text(f"... {count(hidden, 'earlier attempt')} (--attempts shows all)"))
     if len(status.attempts) > 1:
-        parts.append(Text(f"{len(status.attempts)} attempts, {lost_in_all(status.steps_lost)}"))
+        lost = "" if status.telling.is_silent else f", {lost_in_all(status.steps_lost)}"
+        parts.append(Text(f"{len(status.attempts)} attempts{lost}"))
     return parts
 
 

@@ -909,10 +909,10 @@ def test_status_never_imports_torch(runs, story):
 
 def test_a_program_that_tells_nothing_is_told_so_once_an_attempt_has_ended(runs):
     story = Story(runs / "plain").submitted("17").started(1)
-    assert "useful share" not in shown(story, RUNNING)
+    assert "not known" not in shown(story, RUNNING)
     story.t += 600
     story.ended(1, "preempted", "requeue")
-    assert "useful share not known (the program has told no step)" in shown(story, width=200)
+    assert "steps       not known: the program has told no step" in shown(story, width=200)
 
 
 def test_what_a_program_does_not_tell_is_called_not_known_and_never_none(runs):
@@ -924,13 +924,14 @@ def test_what_a_program_does_not_tell_is_called_not_known_and_never_none(runs):
         story.t += 200
         story.ended(number, "preempted", "requeue").started(number + 1)
 
-    row = next(line for line in shown(story, RUNNING).splitlines() if "preempted" in line)
     text = " ".join(shown(story, RUNNING, width=200).split())
 
-    assert "3 attempts, steps lost not known (the program has told no step)" in text
-    assert "steps not known: the program has told no step; `run.at(step)` tells steps" in text
-    assert "checkpoint none told so far" in text
-    assert "not known" in row
+    assert "# job where started ran ended" in text
+    assert "3 attempts steps not known: the program has told no step; `run.at(step)` tells" in text
+    assert "checkpoint none" not in text
+    assert "time " in text
+    assert " running 9" in text
+    assert text.count("not known") == 1
     assert not [
         claim for claim in ("0 steps", "no step so far", "none so far", "--save") if claim in text
     ]

@@ -34,6 +34,7 @@ from hpctrain.report.summary import (
     failure_groups,
 )
 from hpctrain.report.text import as_text, comparison
+from hpctrain.report.wording import COLOURS
 from hpctrain.run import events as ledger
 from hpctrain.settings.schema import replaced
 from hpctrain.status.status import Answer, status_of
@@ -416,7 +417,9 @@ def test_a_damaged_run_has_a_page_that_says_what_is_missing(tmp_path, damage):
     assert comparison_page([data, data])
     for chart in charts(data):
         assert chart.figure is not None or re.search(r"\bno\b|Nothing", chart.words, re.IGNORECASE)
-    assert text.count("<section") == len(ALL_CHARTS) + 4
+    drawn = [chart for chart in charts(data) if chart.figure is not None]
+    assert text.count("<section") == len(drawn) + 4
+    assert text.count("No data for ") == (len(drawn) < len(ALL_CHARTS))
     expected = {_nothing: 2, _torn_samples: 1, _bad_spec: 1}.get(damage, 0)
     assert len(data.problems) == expected, data.problems
 
@@ -762,3 +765,23 @@ def test_a_figure_is_short_and_never_nan():
     assert figure(43_712.0, "tokens/s") == "43.7k tokens/s"
     assert percent(0.0004) == "0.04 %"
     assert (figure(math.nan), percent(math.inf)) == ("-", "-")
+
+
+def test_a_program_that_reports_no_step_has_no_loss_of_time_and_one_line_for_what_is_not_there(
+    tmp_path,
+):
+    tale = Story(tmp_path / "run").submitted().started(1)
+    tale.t += 600
+    tale.ended(1, "timed_out", "requeue")
+
+    data = data_of(tale.run)
+    chart = next(chart for chart in charts(data) if chart.key == "goodput")
+
+    assert chart.figure is not None
+    trace = chart.figure["data"][0]
+    assert trace["y"][-1] == "running"
+    assert "other" not in trace["y"]
+    assert trace["totals"]["marker"]["color"] == COLOURS[TimeClass.OTHER]
+    assert "no share is called useful" in chart.words
+    assert page(data).count('class="none"') <= 2
+    assert "No data for loss, " in as_text(data, width=1000)
