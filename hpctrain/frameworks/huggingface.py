@@ -45,7 +45,7 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc] # transformers
         meet(self._run, "the Trainer", args.world_size, "on CPUs set use_cpu=True")
         self._has_begun = True
         self._tokens, self._flops = state.num_input_tokens_seen, state.total_flos
-        self._run.at(state.global_step)
+        self._run.at(state.global_step, total=state.max_steps if state.max_steps > 0 else None)
 
     def on_step_end(
         self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **__: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from pathlib import Path
@@ -38,12 +39,13 @@ class LightningCallback(pl.Callback):  # type: ignore[misc] # lightning is skipp
         self._saved: list[Path] = []
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
 
-    def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Say where this start goes on."""
         meet(self._run, "Lightning", trainer.world_size, "Trainer(**lightning.where(run), ...)")
         # Lightning's own handler makes a collective in the middle of whatever a rank is doing.
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        self._run.at(trainer.global_step)
+        total = trainer.estimated_stepping_batches if module.automatic_optimization else math.inf
+        self._run.at(trainer.global_step, total=int(total) if math.isfinite(total) else None)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, _: pl.LightningModule, outputs: Any, *__: Any

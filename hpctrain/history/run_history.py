@@ -491,6 +491,8 @@ def _run_steps(run: RunHistory, attempt: _Attempt, t: float, fact: facts.StepsDo
     if fact.first is not None and fact.last is not None:
         run.training.append(StepMark(t, None, fact) if attempt is None else attempt.marks[-1])
         run.seen = t
+        if fact.total is not None:
+            run.total_steps = fact.total
 
 
 def _saved(run: RunHistory, attempt: _Attempt, t: float, fact: facts.CheckpointSaved) -> None:

@@ -71,7 +71,7 @@ class Submitted(LedgerFact):
     nodes: str = maybe(check.words, "nodes that were asked for, as `2` or `2-4`")
     by: str = maybe(check.words, "`submit` or `resume`")
     from_step: int | None = maybe(check.count, "the checkpoint that `resume --from` named")
-    total_steps: int | None = maybe(check.count, "steps that a recipe trains for in all")
+    total_steps: int | None = maybe(check.count, "steps that the recipe trains for in all")
     changed: str | None = maybe(check.words, "code or program of a resume that did not run before")
 
 
@@ -252,6 +252,7 @@ class StepsDone(LedgerFact):
     at_save: bool | None = maybe(
         check.flag, "a save follows; its checkpoint holds the last step", None
     )
+    total: int | None = maybe(check.count, "steps that the program is to do in all, as it says")
 
 
 @event("saved", by="rank 0, or the agent of node 0")

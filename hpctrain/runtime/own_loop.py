@@ -108,8 +108,12 @@ def memory_in_use(device: torch.device) -> int:
     return int(memory(device)["mem_peak_bytes"])
 
 
-def step_number(step: object) -> int:
+def step_number(step: object, name: str = "") -> int:
     """A number of updates.
+
+    Args:
+        step: The number.
+        name: Of the argument of `Run.at`; "" for its step.
 
     Raises:
         UsageError: it is none.
@@ -119,7 +123,8 @@ def step_number(step: object) -> int:
     except TypeError:
         number = -1
     if number < 0:
-        raise UsageError(
-            f"run.at({step!r}): the step is how many updates are applied, a whole number from 0 on"
-        )
+        what = f"{name} is how many updates there are in all"
+        what = what if name else "the step is how many updates are applied"
+        given = f"{name}={step!r}" if name else repr(step)
+        raise UsageError(f"run.at({given}): {what}, a whole number from 0 on")
     return number

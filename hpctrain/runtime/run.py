@@ -13,6 +13,7 @@ import os
 import sys
 from dataclasses import asdict
 from multiprocessing.util import Finalize
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
@@ -317,6 +318,7 @@ class Run:
         """
         self._refuse_two_loops(own=False)
         self._has_loop = True
+        self._telemetry.total = int(total) if isinstance(total, Integral) else None  # infinity?
         self._guards.prepare()
         with pulse.Phase(pulse.RESTORE):
             self._restore()
@@ -350,7 +352,7 @@ class Run:
         self._finish()
         pulse.here().enter(pulse.END)
 
-    def at(self, step: int, **values: float) -> None:
+    def at(self, step: int, *, total: int | None = None, **values: float) -> None:
         """Say how many updates are applied now; for a program with a loop of its own.
 
         Instead of `steps`: a framework's trainer, or a script that saves and resumes by itself,
@@ -366,12 +368,16 @@ class Run:
 
         Args:
             step: Updates applied in the run's life, over all starts.
+            total: Updates in all, once that is known; `hpctrain status` tells the time left.
             values: Scalars of the last update, as of `log`; rank 0's count.
 
         Raises:
-            UsageError: the program uses `steps` too, or `step` is no whole number from 0 on.
+            UsageError: the program uses `steps` too, or `step` or `total` is no whole number from 0
+                on.
         """
         step = step_number(step)
+        if total is not None:
+            self._telemetry.total = step_number(total, "total")
         self._refuse_two_loops(own=True)
         if self._own_loop is None:
             self._own_loop = OwnLoop(

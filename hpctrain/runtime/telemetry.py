@@ -65,12 +65,14 @@ class Telemetry:
 
     Attributes:
         saving: Around whatever stops training for a save.
+        total: Steps that the program is to do in all; None where it does not say.
     """
 
     def __init__(self, world: World, clock: Callable[[], float] = clock.monotonic) -> None:
         """Counts from the start; nothing is written before `open`."""
         self._world = world
         self._clock = clock
+        self.total: int | None = None
         self.saving = Stopwatch(clock, pulse.SAVE)
         self._data = Stopwatch(clock, pulse.DATA)
         self._watches = {"data": self._data}
@@ -187,7 +189,7 @@ class Telemetry:
     def flush(self, *, at_save: bool = False) -> None:
         """Write the step mark that is due, or lest the ledger be behind a checkpoint."""
         if self._writer is not None:
-            self._writer.flush(self.so_far(), at_save=at_save)
+            self._writer.flush({**self.so_far(), "total": self.total}, at_save=at_save)
 
     def so_far(self) -> dict[str, Any]:
         """Seconds since the first step began, as fields of the ledger."""
@@ -264,7 +266,7 @@ class _Rank0Writer:
         self.marks.begin()
         self._begun_at = self._clock()
 
-    def flush(self, so_far: dict[str, float], *, at_save: bool) -> None:
+    def flush(self, so_far: dict[str, Any], *, at_save: bool) -> None:
         """Write a step mark, if steps were done since the last."""
         if not self.marks.is_empty:
             self.marks.flush(**so_far, at_save=at_save or None, **self._slow)

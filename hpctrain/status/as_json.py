@@ -33,6 +33,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "total_steps": progress.total,
         "loss": progress.loss,
         "step_s": progress.step_s,
+        "left_s": status.left_s,
         "last_seen": progress.seen,
         "since": now.t or None,
         "cluster": status.cluster,

@@ -126,7 +126,9 @@ class RunsScreen:
             Column("run", [run.name for run in runs], shrink=True),
             Column("state", [_state(run) for run in runs]),
             Column("step", [_of(run.progress) for run in runs], right=True),
-            Column("speed", [_speed(run) for run in runs], right=True, drop=4),
+            Column("done", [_percent(run.progress) or "-" for run in runs], right=True, drop=4),
+            Column("left", [_left(run) for run in runs], right=True, drop=7),
+            Column("speed", [_speed(run) for run in runs], right=True, drop=6),
             Column("goodput", [_goodput(run) for run in runs], right=True, drop=5),
             Column("nodes", [str(len(nodes_of(run)) or "-") for run in runs], right=True, drop=3),
             Column("attempts", [str(len(run.attempts)) for run in runs], right=True),
@@ -185,7 +187,8 @@ def _header(status: RunStatus, width: int) -> list[Text]:
     if status.state in _WAITING and status.ledger_state.t:
         facts[1] += f" for {duration(since)}"
     if progress.step is not None:
-        facts.append(f"step {_of(progress)}{_percent(progress)}")
+        done = _percent(progress)
+        facts.append(f"step {_of(progress)}{f' ({done})' if done else ''}")
     if progress.loss is not None:
         facts.append(f"loss {progress.loss:.4g}")
     if status.state is RunState.RUNNING:
@@ -300,20 +303,21 @@ def _of(progress: Progress) -> str:
 def _percent(progress: Progress) -> str:
     if progress.step is None or not progress.total:
         return ""
-    return f" ({100 * progress.step // progress.total} %)"
+    return f"{min(100, 100 * progress.step // progress.total)} %"
 
 
 def time_left(status: RunStatus) -> list[str]:
     """Time of a step, and how long it takes to the last one at this speed."""
-    progress, now = status.progress, status.speed
-    each = 1 / now.steps_per_s if now is not None and now.steps_per_s else progress.step_s
+    each, left = status.step_s, status.left_s
     if not each:
         return []
-    if progress.step is None or progress.total is None or progress.step >= progress.total:
-        return [f"{step_time(each)}/step"]
-    return [
-        f"{step_time(each)}/step, about {duration((progress.total - progress.step) * each)} left"
-    ]
+    until = "" if left is None else f", about {duration(left)} left"
+    return [f"{step_time(each)}/step{until}"]
+
+
+def _left(run: RunStatus) -> str:
+    left = run.left_s if run.state is RunState.RUNNING else None
+    return "-" if left is None else duration(left)
 
 
 def rate(status: RunStatus) -> str:
@@ -500,7 +504,10 @@ def _next_save(status: RunStatus) -> list[Fact]:
     """When the next save is due and why then; nothing where no rank is there to make it."""
     saves = status.saving
     every = saves.interval
-    if every is None or status.state is not RunState.RUNNING:
+    newest = status.attempts[-1] if status.attempts else None
+    if every is None or status.state is not RunState.RUNNING or newest is None:
+        return []
+    if newest.first_step is None:  # it is starting: what is known is the last attempt's plan
         return []
     why = f": {every.why}" if every.why else ""
     if every.steps:

@@ -171,6 +171,20 @@ class RunStatus:
         return [link for link in self.awaited if link.state not in UNDER_WAY_STATES]
 
     @property
+    def step_s(self) -> float | None:
+        """Seconds of a step lately; None where no step was reported."""
+        now = self.speed
+        return 1 / now.steps_per_s if now is not None and now.steps_per_s else self.progress.step_s
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the last step at this speed; None where nobody knows, and where it is done."""
+        step, total, each = self.progress.step, self.progress.total, self.step_s
+        if step is None or total is None or step >= total or not each:
+            return None
+        return (total - step) * each
+
+    @property
     def steps_lost(self) -> StepsLost:
         """Of all attempts."""
         return steps_lost(self.attempts, self.telling)

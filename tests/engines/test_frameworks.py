@@ -6,6 +6,7 @@ comes back by itself.
 
 from __future__ import annotations
 
+import math
 import signal
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -141,7 +142,8 @@ def test_a_trainer_that_stops_saves_and_neither_evaluates_nor_deletes_its_last_c
     run = ToldRun()
     callback = hpctrain.frameworks.huggingface.HuggingFaceCallback(run)
     asked = SimpleNamespace(world_size=1, output_dir="out")
-    state, control = TrainerState(best_model_checkpoint="out/checkpoint-1"), TrainerControl()
+    state, control = TrainerState(max_steps=80), TrainerControl()
+    state.best_model_checkpoint = "out/checkpoint-1"
     callback.on_log(asked, state, control, logs={"eval_loss": 2.0})  # an evaluation before training
     callback.on_train_begin(asked, state, control)
     for step in (1, 2):
@@ -157,7 +159,8 @@ def test_a_trainer_that_stops_saves_and_neither_evaluates_nor_deletes_its_last_c
     assert not control.should_save
     assert state.best_model_checkpoint is None
     callback.on_train_end(asked, state, control)
-    assert run.said == [(0, {}), (1, {}), (2, {}), ("sealed", 2, "checkpoint-2"), "left"]
+    begun = (0, {"total": 80})
+    assert run.said == [begun, (1, {}), (2, {}), ("sealed", 2, "checkpoint-2"), "left"]
 
 
 def test_lightnings_handler_of_sigterm_is_put_aside_and_gathered_gradients_are_no_step():
@@ -168,14 +171,30 @@ def test_lightnings_handler_of_sigterm_is_put_aside_and_gathered_gradients_are_n
         callback = hpctrain.frameworks.lightning.LightningCallback(run)
         signal.signal(signal.SIGTERM, lambda *_: None)
         trainer = SimpleNamespace(world_size=1, global_step=0, log_every_n_steps=1)
-        callback.on_train_start(trainer, None)
+        trainer.estimated_stepping_batches = 80.0
+        callback.on_train_start(trainer, SimpleNamespace(automatic_optimization=True))
         assert signal.getsignal(signal.SIGTERM) is before
     finally:
         signal.signal(signal.SIGTERM, before)
     callback.on_train_batch_end(trainer, None, {"loss": torch.tensor(2.0)})
     trainer.global_step = 1
     callback.on_train_batch_end(trainer, None, {"loss": torch.tensor(1.0)})
-    assert run.said == [(0, {}), (1, {"loss": 1.0})]
+    assert run.said == [(0, {"total": 80}), (1, {"loss": 1.0})]
+
+
+@pytest.mark.parametrize(("batches", "automatic"), [(math.inf, True), (80, False)])
+def test_lightning_s_own_count_is_no_total_where_it_has_none_or_steps_are_not_its(
+    batches, automatic
+):
+    run = ToldRun()
+    callback = hpctrain.frameworks.lightning.LightningCallback(run)
+    trainer = SimpleNamespace(world_size=1, global_step=0, estimated_stepping_batches=batches)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        callback.on_train_start(trainer, SimpleNamespace(automatic_optimization=automatic))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert run.said == [(0, {"total": None})]
 
 
 def test_lightning_takes_the_ranks_that_this_start_has(monkeypatch):

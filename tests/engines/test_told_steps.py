@@ -8,6 +8,7 @@ import time
 from dataclasses import asdict
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -153,6 +154,7 @@ def _refusals(run):
 
     told = [refused(partial(run.at, step)) for step in (-1, 1.5, "3", None)]
     run.at(torch.tensor(3))
+    told += [refused(partial(run.at, 3, total=1.5))]
     told += [refused(lambda: next(run.steps(5))), refused(run.save)]
     return told
 
@@ -162,8 +164,10 @@ def test_two_loops_and_strange_steps_are_refused_in_a_line(tmp_path):
 
     whole = "the step is how many updates are applied, a whole number from 0 on"
     assert answer[:4] == [f"run.at({step}): {whole}" for step in ("-1", "1.5", "'3'", "None")]
-    assert answer[4].startswith("run.at() is for a loop of the program's own")
-    assert answer[5] == "run.save() goes with run.steps(); with run.at() the program saves"
+    total = "total is how many updates there are in all, a whole number from 0 on"
+    assert answer[4] == f"run.at(total=1.5): {total}"
+    assert answer[5].startswith("run.at() is for a loop of the program's own")
+    assert answer[6] == "run.save() goes with run.steps(); with run.at() the program saves"
     assert begun_at(facts) == [3]
 
 
@@ -222,3 +226,26 @@ def test_what_a_programs_own_save_takes_is_kept_for_the_next_stop(tmp_path):
     marks = [fact for fact in facts if isinstance(fact, StepsDone)]
     assert marks[-1].save_s >= SAVE_S, "it is no time of a step"
     assert marks[-1].p50_s < SAVE_S
+
+
+def _says_its_total(run):
+    run.at(0)
+    run.at(1)
+    run.at(2, total=8)
+    run.at(3)
+
+
+def _loops(run):
+    model = torch.nn.Linear(1, 1)
+    run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in run.steps(np.int64(8)):
+        if step == 3:
+            break
+
+
+@pytest.mark.parametrize("program", [_says_its_total, _loops])
+def test_a_total_is_in_the_marks_from_when_the_program_has_said_it(tmp_path, program):
+    _, facts = told(program, tmp_path)
+    marks = [fact for fact in facts if isinstance(fact, StepsDone)]
+    assert [mark.total for mark in marks][-1] == 8
+    assert progress(RunHistory.read(RunDir(tmp_path / "run"), marks="few")).total == 8

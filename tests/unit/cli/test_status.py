@@ -348,10 +348,10 @@ def test_all_runs_are_one_table_newest_first(runs, story, tmp_path, capsys):
     code, out, _ = run(capsys=capsys)
     assert code == 0
     header, first, second = out.splitlines()
-    titles = ["run", "state", "step", "speed", "goodput", "nodes", "attempts", "for"]
+    titles = ["run", "state", "step", "done", "left", "speed", "goodput", "attempts", "for"]
     assert header.split() == titles
-    assert first.split()[:5] == ["lm-3", "running", "278/400", "16", "samples/s"]
-    assert second.split()[:4] == ["old", "done", "400/400", "-"]
+    assert first.split()[:8] == [*"lm-3 running 278/400 69 % 1m01s 16 samples/s".split()]
+    assert second.split()[:6] == ["old", "done", "400/400", "100", "%", "-"]
     assert max(map(len, out.splitlines())) <= 80
     assert run("--json", capsys=capsys)[1].startswith("[")
 
@@ -1001,3 +1001,20 @@ def test_a_program_that_tells_no_step_began_at_that_of_its_sealed_checkpoint(run
     story.add("resume_chosen", 1, step=1600, path="/out/checkpoint-1600", name="seal-000001")
 
     assert "1,600-?" in shown(story, RUNNING)
+
+
+def test_what_a_program_says_of_its_total_counts_and_the_newest_word_of_it(runs):
+    story = Story(runs / "own", steps=0).submitted("17").started(1)
+    story.add("steps", 1, first=1, last=50, seconds=25.0, total=100)
+    text = shown(story, RUNNING)
+    assert "step 50/100 (50 %)  500 ms/step, about 25 s left" in text
+    story.add("steps", 1, first=51, last=100, seconds=25.0, total=200)
+    assert "step 100/200 (50 %)  500 ms/step, about 50 s left" in shown(story, RUNNING)
+    story.add("steps", 1, first=101, last=250, seconds=75.0, total=200)
+    over = shown(story, RUNNING)
+    assert "step 250/200 (100 %)  500 ms/step\n" in over
+
+
+def test_a_run_that_is_starting_has_no_next_save_of_its_last_attempts_plan(training):
+    training.ended(1, "preempted", "requeue").started(2)
+    assert "next save" not in shown(training, RUNNING)
