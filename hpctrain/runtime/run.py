@@ -352,7 +352,7 @@ class Run:
         self._finish()
         pulse.here().enter(pulse.END)
 
-    def at(self, step: int, *, total: int | None = None, **values: float) -> None:
+    def at(self, step: int, *, total: float | None = None, **values: float) -> None:
         """Say how many updates are applied now; for a program with a loop of its own.
 
         Instead of `steps`: a framework's trainer, or a script that saves and resumes by itself,
@@ -368,7 +368,7 @@ class Run:
 
         Args:
             step: Updates applied in the run's life, over all starts.
-            total: Updates in all, once that is known; `hpctrain status` tells the time left.
+            total: Updates in all, a whole number, once that is known; for the time left.
             values: Scalars of the last update, as of `log`; rank 0's count.
 
         Raises:

@@ -162,7 +162,7 @@ Run.track(self, *, model: 'nn.Module | None' = None, optimizer: 'Optimizer | Non
 Run.loader(self, dataset: 'Any', *, global_batch: 'int', micro_batch: 'int | None' = None, seed: 'int | None' = None, shuffle: 'bool' = True, drop_last: 'bool' = False, name: 'str' = 'data', **options: 'Unpack[LoaderOptions]') -> 'Loader'
 Run.stream_loader(self, dataset: 'Any', *, global_batch: 'int', micro_batch: 'int | None' = None, drop_last: 'bool' = False, readers: 'int | None' = None, replay: 'bool' = False, name: 'str' = 'data', **options: 'Unpack[LoaderOptions]') -> 'StreamLoader'
 Run.steps(self, total: 'int') -> 'Iterator[int]'
-Run.at(self, step: 'int', *, total: 'int | None' = None, **values: 'float') -> 'None'
+Run.at(self, step: 'int', *, total: 'float | None' = None, **values: 'float') -> 'None'
 Run.should_stop(self) -> 'bool'
 Run.leave(self) -> 'NoReturn'
 Run.timed(self, what: 'str') -> 'AbstractContextManager[None]'
