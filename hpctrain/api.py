@@ -217,6 +217,7 @@ def submit(
         allow_locked=allow_locked,
         cluster_needed=start,
         ask_accounting=True,
+        ask_partitions=True,
     )
     made = submit_run(request, start=start)
     return StartedJob(
@@ -276,11 +277,13 @@ def resume(
         UsageError: the run is done, or an argument is wrong.
         ClusterError: the scheduler refused, or did not answer.
     """
+    from hpctrain.settings.check import split_spares
     from hpctrain.submit.change import resume_request
     from hpctrain.submit.resume import prepare_resume, resume_run
 
-    flags = {
-        "nodes": _text(nodes),
+    training, spares = split_spares(_text(nodes))
+    job = {
+        "nodes": training,
         "gpus_per_node": gpus_per_node,
         "ranks_per_node": ranks_per_node,
         "time": _text(time),
@@ -290,8 +293,9 @@ def resume(
     }
     if from_step is not None and from_step < 0:
         raise UsageError(f"from_step {from_step} is no step; 0 begins anew")
+    flags = {f"slurm.{key}": (f"--{key.replace('_', '-')}", value) for key, value in job.items()}
     request = resume_request(
-        flags,
+        flags | {"alive.spares": ("--nodes", spares)},
         _sets(settings),
         from_step,
         engine=engine,

@@ -242,6 +242,9 @@ def slurm(
         monkeypatch.delenv(name)
     monkeypatch.setenv("SLURM_CONF", str(slurm_cluster.at.slurm_conf))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # of bad nodes that were found
+    monkeypatch.setenv(
+        "XDG_CONFIG_HOME", str(tmp_path / "config")
+    )  # nor a developer's own settings
     slurm_cluster.reset()
     yield slurm_cluster
     # An endless run of the last test here would take its share of the CPUs from all that follow.

@@ -18,7 +18,6 @@ from hpctrain.base import clock
 from hpctrain.base.text import count
 from hpctrain.check import forecast
 from hpctrain.check.import_probe import try_imports
-from hpctrain.check.imports import ProgramImports, WantedImport, imports_of
 from hpctrain.check.lines import FAIL, NOT_KNOWN, NOTE, OK, CheckLine, CheckList
 from hpctrain.check.past import past_saves
 from hpctrain.errors import ClusterError, HpctrainError
@@ -31,7 +30,13 @@ from hpctrain.site.preset import Site
 from hpctrain.submit.checks import ranks_python
 from hpctrain.submit.preflight import check_login
 from hpctrain.submit.prepare import SubmitRequest, prepare
-from hpctrain.submit.program_lint import lint_notes
+from hpctrain.submit.program_source import (
+    ProgramImports,
+    WantedImport,
+    imports_of,
+    lint_notes,
+    own_folders,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -156,7 +161,7 @@ def _program(
     checks.lines += [_lint_line(one) for one in findings if one.rule.level != "info"]
     if line is not None:
         checks.lines.append(line)
-    return imports_of(path, _folders(entry))
+    return imports_of(path, own_folders(entry))
 
 
 def _lint(path: Path, settings: Settings, name: str) -> tuple[list[LintFinding], CheckLine | None]:
@@ -182,12 +187,6 @@ def _lint_line(finding: LintFinding) -> CheckLine:
     return CheckLine("lint", status, message, rule.remedy, finding.path, finding.line)
 
 
-def _folders(entry: Entry) -> list[Path]:
-    """Where a program's own modules lie."""
-    beside = [] if entry.kind == "module" else [str(Path(entry.path).parent)]
-    return [Path(one) for one in dict.fromkeys([*beside, *entry.python_path])]
-
-
 def _import_lines(
     spec: Spec,
     imports: ProgramImports | None,
@@ -210,7 +209,7 @@ def _import_lines(
         spec.python,
         wanted,
         cwd=Path(entry.cwd),
-        folders=[str(one) for one in _folders(entry)],
+        folders=[str(one) for one in own_folders(entry)],
         environ={**environ, **spec.env},
     )
     brought = bool(spec.settings.slurm.setup or cluster.setup_lines(site))

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.options import (
+    JobCommand,
     cluster_option,
     complete_site,
     engine_options,
+    job_flags,
+    job_options,
     json_option,
     locked_option,
     runs_option,
@@ -37,11 +40,8 @@ JUNIT_FILE, SARIF_FILE = "hpctrain-check.xml", "hpctrain-check.sarif"
 _COLORS = {"fail": "red", "note": "yellow", "not known": "cyan", "ok": "green"}
 
 
-@click.command(name="check", epilog=EXAMPLES)
-@click.option("--nodes", metavar="N|MIN-MAX[+S]", help="Nodes, as for submit.")
-@click.option("--gpus-per-node", type=int, metavar="G", help="GPUs per node.")
-@click.option("--ranks-per-node", type=int, metavar="R", help="Ranks per node; one per GPU.")
-@click.option("--time", metavar="LIMIT", help="Time limit of one job, e.g. 12:00:00.")
+@click.command(name="check", cls=JobCommand, epilog=EXAMPLES)
+@job_options
 @engine_options
 @click.option(
     "--site",
@@ -50,10 +50,7 @@ _COLORS = {"fail": "red", "note": "yellow", "not known": "cyan", "ok": "green"}
     help="The cluster's preset: a name of `hpctrain sites list`, a file, or none.",
 )
 @cluster_option("Where it would run; slurm if there is an sbatch, else local.")
-@click.option("--name", help="The run's name.")
-@click.option("--partition", help="SLURM partition(s).")
-@click.option("--account", help="Account to charge.")
-@click.option("--qos", help="Quality of service.")
+@click.option("--name", "-J", help="The run's name.")
 @click.option("--container", metavar="IMAGE", help="Image in which the ranks run.")
 @click.option("--config", metavar="FILE", help="Settings file.")
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any setting.")
@@ -116,7 +113,10 @@ def command(
         command=script,
         config=Path(config) if config else None,
         cluster_needed=False,
+        imports_needed=False,
         ask_accounting=True,
+        ask_partitions=True,
+        job=job_flags(flags),
         **flags,
     )
     checks = _ask(request, rehearse_s=timeout if rehearse else None)

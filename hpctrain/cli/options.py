@@ -1,11 +1,14 @@
 """Options and arguments that several commands share, so that they are spelled and read alike.
 
-Among them `--since`, how far back one looks, as people write it (`parse_since`).
+Among them `--since`, how far back one looks, as people write it (`parse_since`), and what sbatch is
+asked for (`job_options`), as sbatch spells it; `JobCommand` answers an option that only sbatch has
+with the line to write. tests/unit/cli/test_job_options.py holds the promises.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +19,9 @@ from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_RUNS
 from hpctrain.run.layout import runs_flag
 from hpctrain.scheduler.base import SCHEDULERS
+from hpctrain.settings.check import split_spares
 from hpctrain.settings.fields import keys_of
+from hpctrain.settings.layers import nearest
 from hpctrain.settings.schema import EngineSettings
 
 if TYPE_CHECKING:
@@ -137,10 +142,20 @@ def engine_options(function: _Function) -> _Function:
         help="Ranks along tp, pp, ep, dp_replicate: N or MIN-MAX; data-parallel ranks take the "
         "rest. E.g. tp=4,pp=1-2.",
     )(function)
-    kinds = keys_of(EngineSettings)["kind"].choices
-    return click.option(
-        "--engine", type=click.Choice(kinds), help="How the model is spread over the ranks."
-    )(with_mesh)
+    return click.option("--engine", type=_Engine(), help="How the model is spread over the ranks.")(
+        with_mesh
+    )
+
+
+class _Engine(click.Choice[str]):
+    """The engines; `fsdp`, as people call it, is fsdp2."""
+
+    def __init__(self) -> None:
+        super().__init__(keys_of(EngineSettings)["kind"].choices)
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the engine's name."""
+        return super().convert("fsdp2" if value == "fsdp" else value, param, ctx)
 
 
 def profile_options(function: _Function) -> _Function:
@@ -227,3 +242,207 @@ def complete_site(
     except HpctrainError:  # a completion has nowhere to say what is wrong
         return path
     return [CompletionItem(name) for name in names if name.startswith(incomplete)] or path
+
+
+# ---- what sbatch is asked for
+
+Flags = dict[str, tuple[str, object]]
+"""Setting to (the flag's name, its value); a value of None was not given. See `flag_layer`."""
+_GPUS = re.compile(r"(?:gpu:)?(?:([A-Za-z][\w.-]*):)?([0-9]{1,4})")
+_PROGRAMS_OWN = "a script's own options go behind --, e.g. `-- train.py --lr 3e-4`."
+
+
+MIN_BEGINNING = 4
+"""Of an option's name as one types it: "--ra" may mean anything."""
+
+
+class _Gpus(click.ParamType[Any]):
+    """`N` or `TYPE:N`, also behind `gpu:` as in --gres."""
+
+    name = "gpus"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str | None, int]:
+        """Return the type, None where it is not said, and the number."""
+        if isinstance(value, tuple):
+            return value
+        match = _GPUS.fullmatch(value)
+        if match is None:
+            self.fail(f"{value!r} is not N or TYPE:N, e.g. 4 or a100:4.", param, ctx)
+        return match[1], int(match[2])
+
+
+def job_options(function: _Function) -> _Function:
+    """Nodes, GPUs, ranks, time limit, partition and what else sbatch is asked for.
+
+    `job_flags` takes their values out of a command's keywords.
+    """
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+_OPTIONS = (
+    click.option(
+        "--nodes",
+        "-N",
+        metavar="N|MIN-MAX[+S]",
+        help="Nodes; a range takes what there is; S more wait as spares.",
+    ),
+    click.option(
+        "--gpus-per-node", type=_Gpus(), metavar="[TYPE:]G", help="GPUs per node: 4, or a100:4."
+    ),
+    click.option("--gres", metavar="LIST", help="The same as sbatch spells it: gpu:a100:4."),
+    click.option(
+        "--ranks-per-node", type=int, metavar="R", help="Ranks per node; one per GPU by default."
+    ),
+    click.option("--cpus-per-rank", "-c", type=int, metavar="C", help="CPU cores for each rank."),
+    click.option("--mem", metavar="SIZE", help="Memory per node, e.g. 64G; 0 for all of it."),
+    click.option(
+        "--time", "-t", metavar="LIMIT", help="Time limit of one job: 12:00:00, 12h, 90m, 2d."
+    ),
+    click.option("--partition", "-p", help="SLURM partition(s)."),
+    click.option("--account", "-A", help="Account to charge."),
+    click.option("--qos", "-q", help="Quality of service."),
+    click.option("--constraint", "-C", metavar="FEATURES", help="Features of the nodes."),
+    click.option("--reservation", help="A reservation to use."),
+    click.option("--exclude", "-x", metavar="NODES", help="Nodes not to use."),
+    click.option("--nodelist", "-w", metavar="NODES", help="Nodes that must be among them."),
+    click.option("--exclusive", is_flag=True, default=None, help="Whole nodes."),
+    click.option("--mail-type", metavar="EVENTS", help="When SLURM sends mail, e.g. END,FAIL."),
+    click.option("--mail-user", metavar="ADDRESS", help="To whom."),
+    click.option(
+        "--sbatch",
+        multiple=True,
+        metavar="OPTION",
+        help="Any other option of sbatch's, e.g. --sbatch=--switches=1; again for more.",
+    ),
+)
+_AS_TYPED = ("nodelist", "mail_type", "mail_user")
+"""Options that go to sbatch as they are."""
+_OWN_SETTING = (
+    *("ranks_per_node", "cpus_per_rank", "mem", "time", "partition", "account", "qos"),
+    *("constraint", "reservation", "exclude"),
+)
+
+
+def job_flags(values: dict[str, Any]) -> Flags:
+    """Take these options' values out of a command's keywords, as flags of settings.
+
+    Raises:
+        click.UsageError: GPUs are asked for twice, or a `--sbatch` is no option.
+        UsageError: of `--nodes`, the number of spares is none.
+    """
+    training, spares = split_spares(values.pop("nodes"))
+    kind, count = values.pop("gpus_per_node") or (None, None)
+    flags: Flags = {
+        "slurm.nodes": ("--nodes", training),
+        "alive.spares": ("--nodes", spares),
+        "slurm.gpus_per_node": ("--gpus-per-node", count),
+        "slurm.gpu_type": ("--gpus-per-node", kind if count is None else kind or ""),
+        "slurm.exclusive": ("--exclusive", "yes" if values.pop("exclusive") else None),
+    }
+    flags |= {f"slurm.{k}": (f"--{k.replace('_', '-')}", values.pop(k)) for k in _OWN_SETTING}
+    more = [f"--{k.replace('_', '-')}={v}" for k in _AS_TYPED if (v := values.pop(k)) is not None]
+    gres = _take_gres(flags, values.pop("gres"))
+    more += [f"--gres={gres}"] if gres else []
+    for option in values.pop("sbatch"):
+        if not option.startswith("-"):
+            raise click.UsageError(
+                f"--sbatch {option}: not an option of sbatch's; write e.g. --sbatch=--switches=1."
+            )
+        more.append(option)
+    flags["slurm.extra"] = ("--sbatch", more or None)
+    return flags
+
+
+def _take_gres(flags: Flags, gres: str | None) -> str:
+    """Take the GPUs out of a `--gres`; what else it asks for."""
+    rest = []
+    for part in (gres or "").split(","):
+        if part != "gpu" and not part.startswith("gpu:"):
+            rest.append(part)
+            continue
+        if flags["slurm.gpus_per_node"][1] is not None:
+            raise click.UsageError(f"--gres {gres} and --gpus-per-node both ask for GPUs; keep one")
+        kind, count = _Gpus().convert("1" if part == "gpu" else part, None, None)
+        flags["slurm.gpus_per_node"] = ("--gres", count)
+        flags["slurm.gpu_type"] = ("--gres", kind or "")
+    return ",".join(filter(None, rest))
+
+
+class JobCommand(click.Command):
+    """Says of an unknown option whether it is sbatch's or the program's, and what to type."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, with a hint where an unknown option was probably meant for somebody else."""
+        typed = list(args)  # click takes them out of its list
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            why = _of_sbatch(error.option_name, typed) or self._nearest(error.option_name)
+            raise click.UsageError(why, ctx) from None
+        for option in self.params:  # click takes the `--` of `-p -- train.py` for a partition
+            if ctx.params.get(option.name or "") == "--":
+                raise click.BadOptionUsage(option.opts[-1], f"{option.opts[-1]} lacks its value.")
+        return rest
+
+    def _nearest(self, name: str) -> str:
+        """An option of ours that is meant, if one looks like it; and where the program's go."""
+        own = [text for option in self.params for text in option.opts if text.startswith("--")]
+        near = [text for text in own if text.startswith(name) and len(name) > MIN_BEGINNING]
+        near = near or nearest(name, own, cutoff=0.8)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        return f"no such option {name}{hint}; {_PROGRAMS_OWN}"
+
+
+def _of_sbatch(name: str, args: list[str]) -> str:
+    """What to type in the place of an option that hpctrain lacks and sbatch has; "" for others."""
+    from hpctrain.errors import UsageError
+    from hpctrain.settings.sbatch_options import OURS, PASSED, REFUSED, name_of
+
+    try:
+        option = name_of(name)[2:]
+    except UsageError:  # short for several
+        return ""
+    at = next((n for n, word in enumerate(args) if word.startswith(name)), 0)
+    value = args[at][len(name) :].removeprefix("=")
+    following = args[at + 1] if at + 1 < len(args) else "-"
+    if not value and not following.startswith("-"):
+        value = following
+    if option in _INSTEAD:
+        return f"{name}: {_INSTEAD[option]}."
+    if option in OURS:
+        return f"{name}: sbatch's --{option} is hpctrain's to set; use {OURS[option]}."
+    if option in REFUSED:
+        return f"{name}: {REFUSED[option]}."
+    if option in PASSED:
+        text = f"--{option}={value}" if value else f"--{option}"
+        return f"{name} is an option of sbatch's; pass it on with `--sbatch={shlex.quote(text)}`."
+    return ""
+
+
+_PER_NODE = "GPUs are asked for by node: --nodes N --gpus-per-node [TYPE:]G"
+_RANKS = "ranks are asked for by node: --nodes N --ranks-per-node R"
+_INSTEAD = {
+    "gpus": _PER_NODE,
+    "gpus-per-task": f"{_PER_NODE}; each rank gets one",
+    "gpus-per-socket": _PER_NODE,
+    "ntasks": _RANKS,
+    "ntasks-per-node": _RANKS,
+    "ntasks-per-core": _RANKS,
+    "ntasks-per-socket": _RANKS,
+    "cpus-per-task": "CPUs are asked for by rank: --cpus-per-rank C",
+    "cpus-per-gpu": "CPUs are asked for by rank, and a rank has one GPU: --cpus-per-rank C",
+    "mem-per-cpu": "memory is asked for by node: --mem SIZE",
+    "mem-per-gpu": "memory is asked for by node: --mem SIZE",
+    "job-name": "the run's name is the job's: --name NAME",
+    "array": "a run is one job: submit each by itself, e.g. in a loop, with a --name of its own",
+    "dependency": "name the run that must be done before: --after RUN",
+    "output": "logs lie in the run's directory; hpctrain logs RUN shows them",
+    "error": "logs lie in the run's directory; hpctrain logs RUN shows them",
+    "wrap": "the program goes behind --, e.g. -- ./train.sh",
+    "parsable": "--json prints the job's id for programs",
+}
+"""Of options that many people type: what to type here."""

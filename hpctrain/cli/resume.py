@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.options import (
+    JobCommand,
     ask_to_act,
     engine_options,
     foreign_option,
+    job_flags,
+    job_options,
     locked_option,
     newest_to_act_on,
     profile_options,
@@ -33,7 +36,7 @@ PROGRAM = "hpctrain.program"
 """Of a command's context: what stands behind its `--`."""
 
 
-class _WithProgram(click.Command):
+class _WithProgram(JobCommand):
     """A command behind whose `--` a program stands, which is none of its own arguments."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -77,13 +80,7 @@ Examples:
 """,
 )
 @click.argument("run", required=False, metavar="[RUN]")
-@click.option("--nodes", metavar="N|MIN-MAX[+S]", help="Nodes from now on, S spares.")
-@click.option("--gpus-per-node", type=int, help="GPUs per node from now on.")
-@click.option("--ranks-per-node", type=int, help="Ranks per node from now on.")
-@click.option("--time", help="Time limit of a job from now on.")
-@click.option("--partition", help="Partition from now on.")
-@click.option("--account", help="Account from now on.")
-@click.option("--qos", help="Quality of service from now on.")
+@job_options
 @engine_options
 @profile_options
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Change a setting.")
@@ -149,7 +146,7 @@ def command(
     asks = run is None and not yes and not dry_run
     run_dir = newest_to_act_on("resume", runs) if asks else find_run(run or LATEST, runs=runs)
     request = resume_request(
-        flags,
+        job_flags(flags),
         sets,
         from_step,
         engine=engine,

@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.options import (
+    JobCommand,
     cluster_option,
     complete_site,
     engine_options,
+    job_flags,
+    job_options,
     json_option,
     locked_option,
     profile_options,
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\b
 Examples:
   hpctrain submit --nodes 4
-  hpctrain submit --nodes 2-4 --gpus-per-node 8 --time 12:00:00 -- train.py --lr 3e-4
+  hpctrain submit --nodes 2-4 --gpus-per-node a100:8 --time 12h -- train.py --lr 3e-4
   hpctrain submit --nodes 2 --ranks-per-node 4 -- -m package.train --lr 3e-4
   hpctrain submit --nodes 2 -- ./any.sh                 also: bash x, uv run x, a binary
   hpctrain submit --resume-args '--init_from=resume' --resume-if 'out/ckpt.pt' -- train.py
@@ -49,29 +52,8 @@ Examples:
 """
 
 
-class _Submit(click.Command):
-    """Says where a script's own options belong."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse, with a hint where an unknown option was probably meant for the script."""
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            hint = "a script's own options go behind --, e.g. `-- train.py --lr 3e-4`."
-            raise click.UsageError(f"{error.format_message()} {hint}", ctx) from None
-
-
-@click.command(name="submit", cls=_Submit, epilog=EXAMPLES)
-@click.option(
-    "--nodes",
-    metavar="N|MIN-MAX[+S]",
-    help="Nodes; a range takes what there is; S more wait as spares.",
-)
-@click.option("--gpus-per-node", type=int, metavar="G", help="GPUs per node.")
-@click.option(
-    "--ranks-per-node", type=int, metavar="R", help="Ranks per node; one per GPU by default."
-)
-@click.option("--time", metavar="LIMIT", help="Time limit of one job, e.g. 12:00:00.")
+@click.command(name="submit", cls=JobCommand, epilog=EXAMPLES)
+@job_options
 @engine_options
 @profile_options
 @click.option(
@@ -81,10 +63,7 @@ class _Submit(click.Command):
     help="The cluster's preset: a name of `hpctrain sites list`, a file, or none.",
 )
 @cluster_option("Where to run; slurm if there is an sbatch, else local: processes on this machine.")
-@click.option("--name", help="The run's name; the script's and a number by default.")
-@click.option("--partition", help="SLURM partition(s).")
-@click.option("--account", help="Account to charge.")
-@click.option("--qos", help="Quality of service.")
+@click.option("--name", "-J", help="The run's name; the script's and a number by default.")
 @click.option("--container", metavar="IMAGE", help="Image in which the ranks run.")
 @click.option(
     "--config", metavar="FILE", help="Settings file.  [default: hpctrain.toml if there is one]"
@@ -166,6 +145,8 @@ def command(
         config=Path(config) if config else None,
         cluster_needed=not dry_run and not no_submit,
         ask_accounting=True,
+        ask_partitions=not dry_run,
+        job=job_flags(flags),
         **flags,
     )
     if dry_run:
@@ -226,7 +207,7 @@ def _environment(spec: Spec) -> dict[str, str]:
 
 def _report(submitted: SubmittedRun, *, wait: bool, as_json: bool) -> int:
     """Print what was made; with `wait` look on until its first step. Returns the exit code."""
-    from hpctrain.submit.program_lint import hears_requests
+    from hpctrain.submit.program_source import hears_requests
     from hpctrain.terminal import echo_warning
 
     prepared, run, job_id = submitted.prepared, submitted.run, submitted.job_id

@@ -133,6 +133,27 @@ def _load(where: str) -> Any:
 
 
 @dataclass(frozen=True)
+class PartitionNodes:
+    """What a partition has, whether it is free or not.
+
+    Attributes:
+        is_default: Jobs that name none go there.
+        nodes: All of its nodes, those that are down too.
+        cpus: Of the node that has most.
+        gpus: Of the node that has most.
+        gpu_types: As SLURM calls them.
+        max_time: The longest job, as SLURM writes it; "" without a limit.
+    """
+
+    is_default: bool
+    nodes: int
+    cpus: int
+    gpus: int
+    gpu_types: tuple[str, ...]
+    max_time: str
+
+
+@dataclass(frozen=True)
 class Accounting:
     """Questions; each answers None where it cannot be asked, or knows nothing of the user.
 
@@ -143,6 +164,7 @@ class Accounting:
             for the default one.
         machines: What the nodes of a partition are, as `uname -m` says it, by the same names.
         srun_help: What starts a job's tasks says of its own options.
+        partitions: What its partitions have, by name.
     """
 
     accounts: Callable[[], Collection[str] | None]
@@ -150,6 +172,7 @@ class Accounting:
     cpus_per_gpu: Callable[[str], int | None] = lambda _: None
     machines: Callable[[str], Collection[str] | None] = lambda _: None
     srun_help: Callable[[], str | None] = lambda: None
+    partitions: Callable[[], Mapping[str, PartitionNodes] | None] = lambda: None
 
 
 class Cluster(Protocol):
@@ -300,7 +323,7 @@ class Cluster(Protocol):
         del environ, site
         return []
 
-    def shell_layer(self, environ: Mapping[str, str], site: Site) -> Layer | None:
+    def shell_layer(self, environ: Mapping[str, str], site: Site | None) -> Layer | None:
         """What the user's shell decides: a layer above the site's and below hpctrain.toml."""
         del environ, site
         return None
@@ -344,10 +367,14 @@ class Cluster(Protocol):
         return Chosen()
 
     def notes(
-        self, settings: Settings, site: Site | None, accounting: Accounting | None
+        self,
+        settings: Settings,
+        origins: Mapping[str, str],
+        site: Site | None,
+        accounting: Accounting | None,
     ) -> list[str]:
         """What the user should know of the job, with a site and without."""
-        del settings, site, accounting
+        del settings, origins, site, accounting
         return []
 
     def notice(self, settings: Settings, site: Site | None) -> tuple[int, str] | None:

@@ -337,6 +337,7 @@ EXAMPLE = "--profile steps=100:103,ranks=0,7"
 _STEPS = re.compile(r"([0-9]{1,15})(?::([0-9]{1,15}))?")
 _RANKS = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*")
 _NODES = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+_SPAN = re.compile(r"(?:([0-9]{1,9})d)?(?:([0-9]{1,9})h)?(?:([0-9]{1,9})m)?(?:([0-9]{1,9})s)?")
 _TIME = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?")
 _MAX_LEAD_S = 65535  # sbatch's own limit for --signal
 
@@ -533,20 +534,31 @@ def node_range(text: str, *, where: str = "slurm.nodes") -> tuple[int, int]:
 
 
 def time_s(text: str, *, where: str = "slurm.time") -> int:
-    """Seconds of a time limit in any of SLURM's forms: [days-]hours:minutes:seconds, or minutes.
+    """Seconds of a time limit: [days-]hours:minutes:seconds, minutes, or with units, 1d12h.
 
     SLURM reads "90" as minutes, "90:30" as minutes and seconds, "1-12" as days and hours.
 
     Raises:
         UsageError: another form, or no time at all.
     """
-    match = _TIME.fullmatch(text.strip())
-    if match is None:
+    plain = text.strip().lower()
+    if plain and (span := _SPAN.fullmatch(plain)):
+        days, hours, minutes, seconds = (int(part or 0) for part in span.groups())
+    elif match := _TIME.fullmatch(plain):
+        days, hours, minutes, seconds = _slurm_time(*match.groups())
+    else:
         raise UsageError(
             f'{where}: "{text}" is not a time limit; it takes '
-            "[days-]hours:minutes:seconds, or minutes"
+            "[days-]hours:minutes:seconds, minutes, or units as in 12h, 90m, 1d12h"
         )
-    days, *rest = match.groups()
+    total = days * 86400 + hours * 3600 + minutes * 60 + seconds
+    if total < 1:
+        raise UsageError(f"{where}: a time limit of {text} leaves no time to train; raise it")
+    return total
+
+
+def _slurm_time(days: str | None, *rest: str | None) -> tuple[int, int, int, int]:
+    """Days, hours, minutes and seconds, by how many numbers there are, and whether days are."""
     parts = [int(part) for part in rest if part is not None]
     if days is not None:
         hours, minutes, seconds = (*parts, 0, 0)[:3]
@@ -554,10 +566,17 @@ def time_s(text: str, *, where: str = "slurm.time") -> int:
         hours, minutes, seconds = parts
     else:
         hours, minutes, seconds = 0, *(*parts, 0)[:2]
-    total = int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
-    if total < 1:
-        raise UsageError(f"{where}: a time limit of {text} leaves no time to train; raise it")
-    return total
+    return int(days or 0), hours, minutes, seconds
+
+
+def sbatch_time(text: str) -> str:
+    """The time limit in a form that sbatch reads; as it stands where it has no units."""
+    plain = text.strip()
+    if plain[-1:].lower() not in set("dhms"):
+        return text
+    minutes, seconds = divmod(time_s(plain), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
 def check(settings: Settings, origins: Mapping[str, str]) -> Chosen:
@@ -688,6 +707,11 @@ def _check_ranges(settings: Settings, origins: Mapping[str, str]) -> None:
 
 def _check_header(settings: Settings, origins: Mapping[str, str]) -> None:
     """Options that would break out of their line of the batch script, or fight with our own."""
+    if (kind := settings.slurm.gpu_type) and not settings.slurm.gpus_per_node:
+        raise UsageError(
+            f"{_told('slurm.gpu_type', origins)} is {kind}, and no GPUs are asked for; say how "
+            f"many each node has: --gpus-per-node {kind}:4"
+        )
     for key in ("extra", "srun_args"):
         where = _told(f"slurm.{key}", origins)
         for option in getattr(settings.slurm, key):

@@ -388,11 +388,11 @@ def _elsewhere(name: str) -> list[str]:
     return [path for path in _paths() if path.endswith(f".{name}")]
 
 
-def nearest(name: str, candidates: Iterable[str]) -> list[str]:
+def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> list[str]:
     """The known name that a mistyped one most resembles, or nothing; a list of at most one."""
     from difflib import get_close_matches
 
-    return get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    return get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
 
 
 def did_you_mean(name: str, candidates: Iterable[str], otherwise: str, *, table: str = "") -> str:

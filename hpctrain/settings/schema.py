@@ -29,9 +29,11 @@ class SlurmSettings(Table):
 
     nodes: str = setting("1", "nodes: N, or MIN-MAX to take what there is at each (re)start")
     gpus_per_node: int = setting(0, "GPUs per node; 0 for none")
+    gpu_type: str = setting("", "their type as SLURM calls it, e.g. a100; empty: any", pattern=WORD)
     ranks_per_node: int = setting(0, "ranks per node; 0 means one per GPU, or one without GPUs")
     time: str = setting(
-        "1:00:00", "time limit of one job: [days-]hours:minutes:seconds, or minutes"
+        "1:00:00",
+        "time limit of one job: [days-]hours:minutes:seconds, minutes, or with units: 12h, 1d12h",
     )
     partition: str = setting(
         "", "partition(s), comma-separated; empty for the cluster's default", pattern=WORD
@@ -60,6 +62,15 @@ class SlurmSettings(Table):
         False, "go on where a line of setup fails; else the start ends there and names it"
     )
     network: str = setting("", "SLURM's --network", pattern=WORD)
+
+    def gpus_text(self, kind: str = "") -> str:
+        """GPUs of a node as sbatch is asked for them: N or TYPE:N.
+
+        Args:
+            kind: Their type where the user has not said one.
+        """
+        typed = self.gpu_type or kind
+        return f"{typed}:{self.gpus_per_node}" if typed else str(self.gpus_per_node)
 
     def ranks(self) -> int:
         """Ranks on each node: as set, else one per GPU, else one."""

@@ -41,11 +41,17 @@ def layers(environ: Mapping[str, str]) -> list[tuple[str, Path]]:
     named = [Path(entry) for entry in text.split(os.pathsep) if entry]
     system = [SYSTEM_SITES, *reversed(named)]
     folders = [(PACKAGED, data_dir("site-configs")), *((SYSTEM, path) for path in system)]
+    own = user_folder(environ)
+    if own is not None:
+        folders.append((USER, own / "sites"))
+    return folders
+
+
+def user_folder(environ: Mapping[str, str]) -> Path | None:
+    """Where a user's own hpctrain.toml and sites lie; None where no home is known."""
     home = environ.get("HOME")
     config = environ.get("XDG_CONFIG_HOME") or (f"{home}/.config" if home else "")
-    if config.startswith("/"):
-        folders.append((USER, Path(config, "hpctrain", "sites")))
-    return folders
+    return Path(config, "hpctrain") if config.startswith("/") else None
 
 
 def load_site(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
 from hpctrain.scheduler.base import get_cluster
-from hpctrain.settings.check import check, engine_flags, profile_flags, split_spares
+from hpctrain.settings.check import check, engine_flags, profile_flags
 from hpctrain.settings.layers import flag_layer, resolve
 from hpctrain.settings.secrets import secret_warnings, secrets_in
 from hpctrain.site.preset import site_of
@@ -71,7 +71,7 @@ class ResumeRequest:
 
 
 def resume_request(
-    slurm: Mapping[str, object],
+    job: Mapping[str, tuple[str, object]],
     sets: Sequence[str] = (),
     from_step: int | None = None,
     *,
@@ -86,7 +86,7 @@ def resume_request(
     """What was asked, from the flags; None was not given.
 
     Args:
-        slurm: Keys of [slurm] with their values.
+        job: Of [slurm] and [alive], as `layers.flag_layer` takes them.
         sets: What stood behind each `--set`.
         from_step: Go on from this checkpoint.
         engine: As `--engine`.
@@ -97,13 +97,8 @@ def resume_request(
         program: See `ResumeRequest`.
         new_code: See `ResumeRequest`.
     """
-    changes = {f"slurm.{key}": (f"--{key.replace('_', '-')}", slurm[key]) for key in slurm}
-    nodes = slurm.get("nodes")
-    if isinstance(nodes, str):
-        training, spares = split_spares(nodes)
-        changes |= {"slurm.nodes": ("--nodes", training), "alive.spares": ("--nodes", spares)}
     return ResumeRequest(
-        changes | engine_flags(engine, mesh) | profile_flags(profile, nsys),
+        {**job, **engine_flags(engine, mesh), **profile_flags(profile, nsys)},
         sets,
         from_step,
         allow_locked=allow_locked,

@@ -252,6 +252,22 @@ def take_ds_config(
     return replaced(settings, {"engine.ds_config": text}), notes
 
 
+def other_environment(environ: Mapping[str, str], entry: Entry) -> list[str]:
+    """A note where the shell's environment is another than that of this Python, as with pipx.
+
+    Args:
+        environ: The submitting shell's.
+        entry: What the ranks run; only Python of ours is meant.
+    """
+    active = environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX") or ""
+    here = {os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix)}
+    if entry.kind == "program" or not active or os.path.realpath(active) in here:
+        return []
+    own = f"the ranks run with {sys.executable}, where hpctrain is installed"
+    use = f"install hpctrain there too, and submit with {active}/bin/hpctrain"
+    return [f"{own}, and not with the active environment {active}: to use that, {use}"]
+
+
 def nsys_notes(rank: int, cluster: Cluster, environ: Mapping[str, str]) -> list[str]:
     """A note where the rank will start without nsys.
 

@@ -45,11 +45,13 @@ from hpctrain.settings.layers import (
 )
 from hpctrain.settings.secrets import secret_warnings, secrets_in, secrets_of
 from hpctrain.settings.spec import Entry, Spec
+from hpctrain.site.load import user_folder
 from hpctrain.submit.checks import (
     check_hooks_here,
     check_sealed,
     check_versions,
     nsys_notes,
+    other_environment,
     plan_meshes,
     ranks_python,
     runs_inside,
@@ -57,7 +59,7 @@ from hpctrain.submit.checks import (
     with_own_places,
 )
 from hpctrain.submit.disk import check_disk
-from hpctrain.submit.program_lint import lint_notes
+from hpctrain.submit.program_source import lint_notes, refuse_absent
 from hpctrain.submit.site_choice import (
     changed,
     changed_by_shell,
@@ -73,7 +75,6 @@ if TYPE_CHECKING:
     from hpctrain.scheduler.base import Accounting, Cluster
     from hpctrain.settings.schema import RunSettings, Settings
     from hpctrain.settings.secrets import SecretFinding
-    from hpctrain.site.preset import Site
     from hpctrain.submit.after import Awaited
     from hpctrain.submit.program import NamedProgram
     from hpctrain.submit.site_choice import SiteChoice
@@ -101,6 +102,8 @@ class SubmitRequest:
     """PROGRAM ARGS..., empty for the shipped recipe."""
     nodes: str | None = None
     gpus_per_node: int | None = None
+    job: Mapping[str, tuple[str, object]] = field(default_factory=dict)
+    """More of [slurm], as `layers.flag_layer` takes it; it wins over the fields beside it."""
     ranks_per_node: int | None = None
     time: str | None = None
     partition: str | None = None
@@ -137,6 +140,10 @@ class SubmitRequest:
     """Whom to ask for the user's accounts."""
     ask_accounting: bool = False
     """Where nobody is named, ask the scheduler's own; otherwise its refusal must do."""
+    ask_partitions: bool = False
+    """Ask it too what its partitions have; a dry run does without, to be quick."""
+    imports_needed: bool = True
+    """False where a program's imports are tried besides."""
     cluster_needed: bool = True
     """False for a dry run: a script can be shown where there is no scheduler."""
     alone: bool = False
@@ -176,13 +183,13 @@ def prepare(request: SubmitRequest) -> Prepared:
         RunExists: there is a run of that name.
         ChecksFailed: the run directory could not be written, or the container could not start.
     """
-    config = read_config(request)
-    cluster = _choose_cluster(request, config)
-    site_choice = _find_site(request, config, cluster)
+    configs = read_configs(request)
+    cluster = _choose_cluster(request, configs)
+    site_choice = _find_site(request, configs, cluster)
     site = site_choice.site
-    accounting = request.accounting or (cluster.accounting() if request.ask_accounting else None)
-    shell = cluster.shell_layer(request.environ, site) if site else None
-    lower = [site.layer if site else None, shell, config.layer if config else None]
+    accounting = _accounting(request, cluster)
+    shell = cluster.shell_layer(request.environ, site)
+    lower = [site.layer if site else None, shell, *(one.layer for one in configs)]
     flags = flag_layer(flags_of(request), request.sets)
     given, origins = resolve([*filter(None, lower), flags])
     program = _program(request, inside=runs_inside(given, cluster))
@@ -192,7 +199,7 @@ def prepare(request: SubmitRequest) -> Prepared:
     notes = [*program.notes, *site_choice.notes, *chosen.notes]
     python = ranks_python(given, cluster, sys.executable)
     notes += check_hooks_here(given, origins, request.cwd, python=python)
-    env, env_origins = _environment(request, config, program.env)
+    env, env_origins = _environment(request, configs, program.env)
     unlocked = [] if cluster.on_this_machine else dropped_locks(request.environ, site_choice)
     if unlocked:
         notes.append(
@@ -226,10 +233,18 @@ def prepare(request: SubmitRequest) -> Prepared:
         *lint_notes(entry, settings, request.cwd),
         *_resume_note(settings.run, entry),
         *_without_effect(request, origins, cluster, entry),
-        *cluster.notes(settings, site, accounting),
+        *cluster.notes(settings, origins, site, accounting),
         *check_versions(settings, cluster.setup_lines(site), python=python),
         *nsys_notes(settings.profile.nsys_rank, cluster, request.environ),
         *_memory_notes(settings, cluster),
+        *_python_notes(
+            request,
+            settings,
+            env,
+            entry,
+            setup=cluster.setup_lines(site),
+            is_own=python == sys.executable,
+        ),
     ]
     settings, more = cluster.check_container(
         settings, origins, site, folder=request.cwd, environ=request.environ, accounting=accounting
@@ -267,6 +282,14 @@ def prepare(request: SubmitRequest) -> Prepared:
     return _with_others(
         Prepared(spec, runs, auto, new_parent, planned, notes, secrets), request, accounting
     )
+
+
+def _accounting(request: SubmitRequest, cluster: Cluster) -> Accounting | None:
+    """Whom to ask, as far as the request lets one ask."""
+    asked = request.accounting or (cluster.accounting() if request.ask_accounting else None)
+    if asked is None or request.ask_partitions:
+        return asked
+    return replace(asked, partitions=lambda: None)
 
 
 def _with_others(
@@ -417,25 +440,36 @@ def free_name(runs: Path, stem: str) -> str:
     return f"{stem}-{max(taken, default=0) + 1}"
 
 
-def read_config(request: SubmitRequest) -> SettingsFile | None:
-    """The settings file that counts; None where there is none.
+def read_configs(request: SubmitRequest) -> list[SettingsFile]:
+    """The settings files that count, the lowest first: the user's own, and the project's.
 
     Raises:
-        ChecksFailed: it was not named, and is another user's.
+        ChecksFailed: one of them was not named, and is another user's.
         NotFound: the one that was named is not there.
-        UsageError: it cannot be read, or makes no sense.
+        UsageError: one cannot be read, or makes no sense.
     """
-    path = request.cwd / (request.config or CONFIG_NAME)
-    if request.config is None:
-        if not path.exists():
-            return None
-        refuse_planted(path, flag=f"--config {CONFIG_NAME}")
-    file = read_toml(path, shown=str(request.config or CONFIG_NAME))
-    return from_toml(file, name=file.shown, top=("cluster", "site"))
+    folder = user_folder(request.environ)
+    unnamed = [] if folder is None else [folder / CONFIG_NAME]
+    unnamed += [] if request.config else [request.cwd / CONFIG_NAME]
+    files = []
+    for path in unnamed:
+        if path.exists():
+            shown = CONFIG_NAME if path.parent == request.cwd else str(path)
+            refuse_planted(path, flag=f"--config {shown}")
+            files.append(read_toml(path, shown=shown))
+    if request.config:
+        files.append(read_toml(request.cwd / request.config, shown=str(request.config)))
+    return [from_toml(file, name=file.shown, top=("cluster", "site")) for file in files]
 
 
-def _choose_cluster(request: SubmitRequest, config: SettingsFile | None) -> Cluster:
-    given = config.top.get("cluster") if config else None
+def _naming(configs: Sequence[SettingsFile], key: str) -> SettingsFile | None:
+    """The uppermost file that has such a key outside of its tables."""
+    return next((config for config in reversed(configs) if config.top.get(key)), None)
+
+
+def _choose_cluster(request: SubmitRequest, configs: Sequence[SettingsFile]) -> Cluster:
+    config = _naming(configs, "cluster")
+    given = config.top["cluster"] if config else None
     name = request.cluster or given or default_cluster(request.environ)
     where = config.layer.where("cluster", "") if config and not request.cluster else "--cluster"
     if name not in SCHEDULERS:
@@ -447,20 +481,18 @@ def _choose_cluster(request: SubmitRequest, config: SettingsFile | None) -> Clus
     return cluster
 
 
-def choose_site(request: SubmitRequest, config: SettingsFile | None, cluster: str) -> Site | None:
-    """The site that counts; None on a cluster that has none."""
-    return _find_site(request, config, get_cluster(cluster)).site
-
-
-def _find_site(request: SubmitRequest, config: SettingsFile | None, cluster: Cluster) -> SiteChoice:
+def _find_site(
+    request: SubmitRequest, configs: Sequence[SettingsFile], cluster: Cluster
+) -> SiteChoice:
     project = (request.cwd / request.config).parent if request.config else request.cwd
+    config = _naming(configs, "site")
     return find_site(request.site, request.environ, config, project, cluster.site)
 
 
 def flags_of(request: SubmitRequest) -> dict[str, tuple[str, object]]:
     """The flags as `layers.flag_layer` takes them."""
     snapshot = None if request.snapshot is None else "yes" if request.snapshot else "no"
-    return {
+    given = {
         "slurm.nodes": ("--nodes", split_spares(request.nodes)[0]),
         "alive.spares": ("--nodes", split_spares(request.nodes)[1]),
         "slurm.gpus_per_node": ("--gpus-per-node", request.gpus_per_node),
@@ -477,6 +509,7 @@ def flags_of(request: SubmitRequest) -> dict[str, tuple[str, object]]:
         "run.resume_if": ("--resume-if", request.resume_if),
         "run.snapshot": ("--no-snapshot" if snapshot == "no" else "--snapshot", snapshot),
     }
+    return given | {path: flag for path, flag in request.job.items() if flag[1] is not None}
 
 
 def _without_effect(
@@ -506,6 +539,30 @@ def _memory_notes(settings: Settings, cluster: Cluster) -> list[str]:
     )
 
 
+def _python_notes(
+    request: SubmitRequest,
+    settings: Settings,
+    env: Mapping[str, str],
+    entry: Entry,
+    *,
+    setup: Sequence[str],
+    is_own: bool,
+) -> list[str]:
+    """What to know of the Python that runs the ranks, where it is the one that runs this.
+
+    Raises:
+        ChecksFailed: it lacks what the program imports first.
+    """
+    if not is_own or request.alone:
+        return []
+    notes = other_environment(request.environ, entry)
+    if not request.imports_needed:
+        return notes
+    places = env.get("PYTHONPATH", "").split(os.pathsep)
+    more = [str(request.cwd / place) for place in places if place]
+    return notes + refuse_absent(entry, more, brought=bool(settings.slurm.setup or setup))
+
+
 def _resume_note(run: RunSettings, entry: Entry) -> list[str]:
     if not run.resume_args:
         return []
@@ -529,20 +586,19 @@ def _program(request: SubmitRequest, *, inside: bool) -> NamedProgram:
 
 def _environment(
     request: SubmitRequest,
-    config: SettingsFile | None,
+    configs: Sequence[SettingsFile],
     launcher: Mapping[str, tuple[str, str]],
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """What the user sets for the ranks, and where: hpctrain.toml < launcher's < flags.
+    """What the user sets for the ranks, and where: settings files < launcher's < flags.
 
     The site's part is derived for each attempt (`site/environment.py`), below all of this.
     """
     env: dict[str, str] = {}
     origins: dict[str, str] = {}
-    if config:
-        where = config.layer.where
-        own = from_table(config.env, lambda name: where(ENV_SECTION, name))
-        env |= own
-        origins |= {name: where(ENV_SECTION, name) for name in own}
+    for layer, table in ((config.layer, config.env) for config in configs):
+        places = {name: layer.where(ENV_SECTION, name) for name in table}
+        env |= from_table(table, places.__getitem__)
+        origins |= places
     for name, (value, said) in launcher.items():
         env[name] = value
         origins[name] = said

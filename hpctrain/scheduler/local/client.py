@@ -200,13 +200,17 @@ class LocalCluster(Cluster):
         return ""
 
     def notes(
-        self, settings: Settings, site: Site | None, accounting: Accounting | None
+        self,
+        settings: Settings,
+        origins: Mapping[str, str],
+        site: Site | None,
+        accounting: Accounting | None,
     ) -> list[str]:
         """Nothing starts in a container, or from a copy: it is a rehearsal, with this python.
 
         A job ends with its first lost node, so no spare takes a place, and nothing shrinks.
         """
-        del site, accounting
+        del origins, site, accounting
         image, stage = settings.container.image, settings.environment.stage
         idle = [f"container.image {image}"] if image else []
         idle += [f"environment.stage {stage}"] if stage != "no" else []

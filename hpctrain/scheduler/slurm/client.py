@@ -17,7 +17,7 @@ from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable
 from hpctrain.run.event_fields import is_job_id
 from hpctrain.scheduler.base import Accounting, Cluster
 from hpctrain.scheduler.slurm.command import QUERY_TIMEOUT_S, CommandMissing, run
-from hpctrain.scheduler.slurm.environment import clean, kept_settings
+from hpctrain.scheduler.slurm.environment import SHELL_DEFAULTS, clean, kept_settings
 from hpctrain.scheduler.slurm.jobs import accounted_job, is_alive, job_info, job_starts, queued_job
 from hpctrain.scheduler.slurm.parse import (
     QUEUE_FORMAT,
@@ -187,11 +187,11 @@ class SlurmCluster(Cluster):
 
     def dropped(self, environ: Mapping[str, str], site: Site | None) -> list[str]:
         """What neither SLURM's commands nor the settings take."""
-        keep = site.slurm.sbatch_env if site is not None else ()
+        keep = SHELL_DEFAULTS if site is None else site.slurm.sbatch_env
         return clean(environ, kept_settings(environ, keep).values()).dropped
 
-    def shell_layer(self, environ: Mapping[str, str], site: Site) -> Layer | None:
-        """The SBATCH_* variables that the preset keeps, and the account that it looks for."""
+    def shell_layer(self, environ: Mapping[str, str], site: Site | None) -> Layer | None:
+        """SBATCH_* variables, and the account that the preset looks for."""
         from hpctrain.scheduler.slurm.limits import shell_layer
 
         return shell_layer(site, environ)
@@ -213,7 +213,8 @@ class SlurmCluster(Cluster):
         from hpctrain.scheduler.slurm import facts
 
         return Accounting(
-            facts.accounts, facts.qos, facts.cpus_per_gpu, facts.machines, facts.srun_help
+            *(facts.accounts, facts.qos, facts.cpus_per_gpu, facts.machines, facts.srun_help),
+            partitions=facts.partitions,
         )
 
     def check(
@@ -231,12 +232,17 @@ class SlurmCluster(Cluster):
         return check_site(settings, origins, site, is_script=is_script, accounting=accounting)
 
     def notes(
-        self, settings: Settings, site: Site | None, accounting: Accounting | None
+        self,
+        settings: Settings,
+        origins: Mapping[str, str],
+        site: Site | None,
+        accounting: Accounting | None,
     ) -> list[str]:
-        """What SLURM gives a job that asks for no CPUs, and what its nodes start from."""
-        from hpctrain.scheduler.slurm.limits import cpu_notes
+        """What SLURM gives a job that asks for no GPUs or CPUs, and what its nodes start from."""
+        from hpctrain.scheduler.slurm.limits import cpu_notes, partition_notes
 
-        notes = cpu_notes(settings, site, accounting)
+        notes = partition_notes(settings, origins, site, accounting)
+        notes += cpu_notes(settings, site, accounting)
         if settings.environment.stage != "no":
             from hpctrain.scheduler.slurm.staging import notes_of
 

@@ -66,6 +66,8 @@ SETTINGS = {
     "SBATCH_TIMELIMIT": "slurm.time",
 }
 """What a site may let its users' shells decide, and the setting that takes it."""
+SHELL_DEFAULTS = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS")
+"""What users set once for all their jobs: it counts where nothing else is said."""
 
 
 def job_context(environ: Mapping[str, str] | None = None) -> JobContext:

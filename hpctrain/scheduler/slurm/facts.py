@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ClusterError
+from hpctrain.scheduler.base import PartitionNodes
 from hpctrain.scheduler.slurm.command import run
 from hpctrain.scheduler.slurm.parse import NOTHING, parse_config_seconds, parse_count, read_nodes
 from hpctrain.site.detect import ClusterFacts, PartitionFacts
@@ -27,6 +28,7 @@ CRED_EXPIRE_S = 120
 _ASSOCIATIONS = ("sacctmgr", "--noheader", "--parsable2", "show", "association")
 _QOS = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,Preempt,PreemptMode")
 _PAIR = re.compile(r"(\w+)=(.*?)(?=\s+\w+=|\s*$)", re.DOTALL)
+_NODES_FORMAT = "%P|%D|%c|%l|%G"
 _UNLIMITED = NOTHING | {"INFINITE", "NO_VAL"}
 Record = dict[str, str]
 
@@ -106,6 +108,38 @@ def read_machines(partitions: str, nodes: str, partition: str) -> frozenset[str]
     own = {name for record in _chosen(partitions, partition) for name in _nodes(record)}
     records = [r for r in _records(nodes, "NodeName") if r["NodeName"] in own]
     return frozenset(record["Arch"] for record in records if record.get("Arch"))
+
+
+def partitions() -> dict[str, PartitionNodes] | None:
+    """What the partitions have that a user sees, by name; None where nobody can say."""
+    try:
+        text = run(
+            ["sinfo", "--noheader", f"--format={_NODES_FORMAT}"], timeout_s=PARTITION_TIMEOUT_S
+        )
+    except ClusterError:
+        return None
+    return read_partitions(text)
+
+
+def read_partitions(text: str) -> dict[str, PartitionNodes]:
+    """The same from what sinfo printed: a line for each kind of node, the default with a star."""
+    by_name: dict[str, PartitionNodes] = {}
+    for line in text.splitlines():
+        words = line.strip().split("|")
+        if len(words) != _NODES_FORMAT.count("|") + 1:
+            continue
+        name, nodes, cpus, limit, gres = words
+        gpus, kind = _gpus(gres)
+        before = by_name.get(name.rstrip("*"), PartitionNodes(name.endswith("*"), 0, 0, 0, (), ""))
+        by_name[name.rstrip("*")] = replace(
+            before,
+            nodes=before.nodes + (_number(nodes) or 0),
+            cpus=max(before.cpus, _number(cpus.rstrip("+")) or 0),
+            gpus=max(before.gpus, gpus),
+            gpu_types=tuple(sorted({*before.gpu_types, kind} - {""})),
+            max_time="" if limit in _UNLIMITED or limit == "infinite" else limit,
+        )
+    return by_name
 
 
 def srun_help() -> str | None:

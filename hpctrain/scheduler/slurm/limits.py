@@ -14,32 +14,37 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.text import count, duration
 from hpctrain.errors import UsageError
-from hpctrain.scheduler.slurm.environment import kept_settings
+from hpctrain.scheduler.slurm.environment import SHELL_DEFAULTS, kept_settings
 from hpctrain.scheduler.slurm.script import check_options, is_exclusive, is_forbidden
 from hpctrain.settings.check import allocated, fit_lead, node_range, time_s
 from hpctrain.settings.layers import DEFAULT, Chosen, Layer, did_you_mean, nearest
 from hpctrain.settings.sbatch_options import name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from hpctrain.scheduler.base import Accounting
+    from hpctrain.scheduler.base import Accounting, PartitionNodes
     from hpctrain.settings.schema import Settings
     from hpctrain.site.preset import Site
     from hpctrain.site.schema import Partition
 
 AGENT_S = 3
 """Of the time to the kill the agents keep so much for asking SLURM and for the requeue."""
+_GPU_OPTIONS = frozenset(
+    {"--gres", "--gpus", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket"}
+)
 _CPU_OPTIONS = frozenset({"--mincpus", "--cpus-per-gpu", "--exclusive", "--cores-per-socket"})
 
 
-def shell_layer(site: Site, environ: Mapping[str, str]) -> Layer:
+def shell_layer(site: Site | None, environ: Mapping[str, str]) -> Layer:
     """What the user's shell decides, as a layer above the site's and below hpctrain.toml.
 
-    These are the SBATCH_* variables that the preset keeps, and the first of its `account_env`.
+    These are the SBATCH_* variables that the preset keeps, and the first of its `account_env`;
+    without a preset account, partition and quality of service.
     """
-    from_shell = kept_settings(environ, site.slurm.sbatch_env)
-    by_env = next((name for name in site.slurm.account_env if environ.get(name)), None)
+    from_shell = kept_settings(environ, SHELL_DEFAULTS if site is None else site.slurm.sbatch_env)
+    account_env = site.slurm.account_env if site is not None else ()
+    by_env = next((name for name in account_env if environ.get(name)), None)
     if by_env is not None:
         from_shell["slurm.account"] = by_env
     values = {path.partition(".")[2]: environ[name] for path, name in from_shell.items()}
@@ -77,7 +82,7 @@ def check_site(
     if site.slurm.account_required and not settings.slurm.account:
         raise UsageError(_no_account(site))
     chosen = Chosen()
-    for choose in (_choose_partition, _choose_time, _choose_qos, _choose_cpus):
+    for choose in (_choose_partition, _choose_gpus, _choose_time, _choose_qos, _choose_cpus):
         chosen += choose(*chosen.upon(settings, origins), site)
     settings, origins = chosen.upon(settings, origins)
     notes = _check_partitions(settings, origins, site)
@@ -97,6 +102,99 @@ def _choose_partition(settings: Settings, _origins: Mapping[str, str], site: Sit
     where = site.where("partitions")
     name, why = choose_partition(site.partitions, need_of(settings), where)
     return Chosen({"slurm.partition": (name, f"chosen from the limits of {where}")}, [why])
+
+
+def _choose_gpus(settings: Settings, origins: Mapping[str, str], site: Site) -> Chosen:
+    """All GPUs of nodes that the job has for itself anyway, where nobody has given a number."""
+    name = settings.slurm.partition
+    partition = site.partitions.get(name)
+    default = origins.get("slurm.gpus_per_node", DEFAULT) == DEFAULT
+    if partition is None or not partition.gpus_per_node or not partition.exclusive or not default:
+        return Chosen()
+    gpus = partition.gpus_per_node
+    note = f"each node's {_gpus(gpus, partition.gpu)} are taken: a job in {name} has whole nodes"
+    origin = f"chosen from {site.where('partitions', name, 'gpus_per_node')}"
+    return Chosen({"slurm.gpus_per_node": (gpus, origin)}, [note])
+
+
+def _gpus(number: int, kind: str) -> str:
+    return count(number, f"{kind} GPU" if kind else "GPU")
+
+
+def partition_notes(
+    settings: Settings,
+    origins: Mapping[str, str],
+    site: Site | None,
+    accounting: Accounting | None,
+) -> list[str]:
+    """What to know of a job that its partition cannot start, or whose GPUs would stand idle.
+
+    By the preset; where that knows nothing of the partition, SLURM is asked, where one may. Of
+    several partitions one that takes the job is enough.
+
+    Raises:
+        UsageError: the job asks for more nodes or CPUs than there are, so SLURM would keep it for
+            ever.
+    """
+    slurm = settings.slurm
+    names = [name for name in slurm.partition.split(",") if name]
+    listed = [site.partitions[name] for name in names if name in site.partitions] if site else []
+    if listed:
+        gpus = max(partition.gpus_per_node or 0 for partition in listed)
+        kinds = tuple({partition.gpu for partition in listed if partition.gpu})
+        return _gpu_notes(settings, origins, site, gpus, kinds)
+    if accounting is None or (there := accounting.partitions()) is None:
+        return []
+    own = {n: p for n, p in there.items() if (n in names if names else p.is_default)}
+    if not own:
+        return []  # hidden, or SLURM will refuse it
+    notes = _endless(settings, origins, own)
+    gpus = max(partition.gpus for partition in own.values())
+    kinds = tuple({kind for partition in own.values() for kind in partition.gpu_types})
+    return notes + _gpu_notes(settings, origins, site, gpus, kinds)
+
+
+def _endless(
+    settings: Settings, origins: Mapping[str, str], own: Mapping[str, PartitionNodes]
+) -> list[str]:
+    """Refuse what no partition of these has; a time limit above theirs some QOS may lift."""
+    need, least = need_of(settings), node_range(allocated(settings).nodes)[0]
+    for path, asked, most, what in (
+        ("slurm.nodes", least, max(p.nodes for p in own.values()), "node"),
+        ("slurm.cpus_per_rank", need.cpus_per_node, max(p.cpus for p in own.values()), "CPU"),
+    ):
+        if most and asked > most:
+            of_node = "" if what == "node" else " of a node"
+            wants = f"the job asks for {count(asked, what)}{of_node}"
+            raise UsageError(
+                f"{origins.get(path, DEFAULT)}: {wants}, and partition {' or '.join(own)} has "
+                f"{most}: it would wait for ever; ask for less, or name another --partition"
+            )
+    limits = [p.max_time for p in own.values()]
+    if all(limits) and all(need.walltime_s > time_s(limit) for limit in limits):
+        allowed = f"partition {' or '.join(own)} allows {max(limits, key=time_s)} at most"
+        lifts = "without a QOS that lifts this the job waits for ever"
+        return [f"{allowed}, and --time is {settings.slurm.time}: {lifts}"]
+    return []
+
+
+def _gpu_notes(
+    settings: Settings,
+    origins: Mapping[str, str],
+    site: Site | None,
+    gpus: int,
+    kinds: Sequence[str],
+) -> list[str]:
+    """What to know where nobody has said how many GPUs, and nodes have so many."""
+    slurm = settings.slurm
+    if not gpus or origins.get("slurm.gpus_per_node", DEFAULT) != DEFAULT or slurm.gpus_per_node:
+        return []
+    if any(name_of(option) in _GPU_OPTIONS for option in (*slurm.extra, *_required(site))):
+        return []
+    where = f"partition {slurm.partition}" if slurm.partition else "the default partition"
+    text = _gpus(gpus, kinds[0] if len(kinds) == 1 else "")
+    add = f"add --gpus-per-node {gpus}; 0 if you mean none"
+    return [f"no GPUs are asked for, and nodes of {where} have {text}: {add}"]
 
 
 def _choose_time(settings: Settings, origins: Mapping[str, str], site: Site) -> Chosen:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpctrain.base.env import HPCTRAIN_PYTHON, HPCTRAIN_RUN_DIR, HPCTRAIN_TOKEN
 from hpctrain.base.files import data_dir
 from hpctrain.errors import ClusterError, UsageError
 from hpctrain.run.event_fields import is_job_id
-from hpctrain.settings.check import allocated, node_range
+from hpctrain.settings.check import allocated, node_range, sbatch_time
 from hpctrain.settings.sbatch_options import name_of, names_of
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def asked_options(settings: SlurmSettings, site: Site | None) -> list[tuple[str,
         *gpu_options(settings, site),
         ("mincpus", str(cpus) if cpus else ""),
         ("mem", settings.mem),
-        ("time", settings.time),
+        ("time", sbatch_time(settings.time)),
         ("partition", settings.partition),
         ("account", settings.account),
         ("qos", settings.qos),
@@ -352,11 +353,12 @@ def gpu_options(settings: SlurmSettings, site: Site | None) -> list[tuple[str, s
         return []
     style = site.slurm.gpu_request if site else "gpus-per-node"
     if site is None or style == "gpus-per-node":
-        return [("gpus-per-node", str(count))]
+        return [("gpus-per-node", settings.gpus_text())]
     if style == "none":
         return []
     if style == "gres":
-        return [("gres", f"{site.slurm.gres_name}:{count}")]
+        name, _, kind = site.slurm.gres_name.partition(":")
+        return [("gres", f"{name}:{settings.gpus_text(kind)}")]
     least, most = node_range(settings.nodes)
     if least != most:
         raise UsageError(
@@ -365,9 +367,9 @@ def gpu_options(settings: SlurmSettings, site: Site | None) -> list[tuple[str, s
             "nodes"
         )
     if style == "gpus":
-        return [("gpus", str(count * most))]
+        return [("gpus", replace(settings, gpus_per_node=count * most).gpus_text())]
     # It means nothing without a number of tasks: one on each node, as in the srun line.
-    return [("ntasks-per-node", "1"), ("gpus-per-task", str(count))]
+    return [("ntasks-per-node", "1"), ("gpus-per-task", settings.gpus_text())]
 
 
 def constraint(settings: SlurmSettings, site: Site | None) -> str:

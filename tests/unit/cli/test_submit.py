@@ -95,11 +95,11 @@ def test_a_dry_run_as_json_is_one_object_with_the_spec(work, capsys):
 
 def test_what_was_dropped_from_the_environment_is_said(work, sbatch, capsys, monkeypatch):
     sbatch("exit 99")
-    monkeypatch.setenv("SBATCH_PARTITION", "x")
+    monkeypatch.setenv("SBATCH_EXPORT", "x")
 
     main(["submit", "--dry-run"])
 
-    assert "not passed on to the job: SBATCH_PARTITION" in capsys.readouterr().err
+    assert "not passed on to the job: SBATCH_EXPORT" in capsys.readouterr().err
 
 
 def test_no_submit_makes_the_run_and_says_what_comes_next(work, capsys):
@@ -234,7 +234,7 @@ def test_a_submission_as_json_is_one_object(work, sbatch, capsys):
         (["--cluster", "slurm"], 6, "no sbatch on PATH"),
         (["--cluster", "pbs"], 2, "'pbs' is not one of 'slurm', 'local'"),
         (["--runs", "train.py/x"], 3, "cannot be written"),
-        (["--gpus-per-node", "many"], 2, "'many' is not a valid integer"),
+        (["--gpus-per-node", "many"], 2, "'many' is not N or TYPE:N, e.g. 4 or a100:4"),
         (["--snapshot", "--dry-run"], 2, "the shipped recipe is no script"),
         (["--snapshot", "--", "train.py"], 2, "not inside a git checkout"),
         (["train.py", "--lr", "1"], 2, "a script's own options go behind --"),

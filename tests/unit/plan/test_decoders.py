@@ -133,7 +133,7 @@ def test_a_run_that_goes_on_does_not_need_the_folder(hub):
     (hub / "model.safetensors").unlink()
     hub.rmdir()
 
-    fresh, notes = change_spec(spec, resume_request({"nodes": "2"}))
+    fresh, notes = change_spec(spec, resume_request({"slurm.nodes": ("--nodes", "2")}))
 
     assert fresh.settings.engine == spec.settings.engine
     assert f"{hub} is gone: the ranks will see whether the mesh fits" in notes

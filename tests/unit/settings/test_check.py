@@ -61,7 +61,7 @@ def test_time_limits_are_read_as_slurm_reads_them(text, expected):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "0:00:00", "1h", "-5", "1:2:3:4", "1-", "UNLIMITED", "1.5"]
+    "text", ["", "0", "0:00:00", "1y", "0h", "h", "5 h", "-5", "1:2:3:4", "1-", "UNLIMITED", "1.5"]
 )
 def test_a_time_limit_that_is_none_is_refused(text):
     with pytest.raises(UsageError, match="time limit"):

@@ -9,7 +9,6 @@ import pytest
 from hpctrain.errors import UsageError
 from hpctrain.settings.check import split_spares, with_spares
 from hpctrain.settings.schema import AliveSettings, Settings, SlurmSettings
-from hpctrain.submit.change import resume_request
 from hpctrain.submit.prepare import SubmitRequest, flags_of
 
 
@@ -19,11 +18,9 @@ from hpctrain.submit.prepare import SubmitRequest, flags_of
 )
 def test_what_stands_behind_the_plus_sign_are_spares(given, nodes, spares):
     assert split_spares(given) == (nodes, spares)
-    submitted = flags_of(SubmitRequest(Path(), {}, Path(), nodes=given))
-    resumed = resume_request({"nodes": given}).flags
-    for flags in (submitted, resumed):
-        assert flags["slurm.nodes"] == ("--nodes", nodes)
-        assert flags.get("alive.spares", ("--nodes", None)) == ("--nodes", spares)
+    flags = flags_of(SubmitRequest(Path(), {}, Path(), nodes=given))
+    assert flags["slurm.nodes"] == ("--nodes", nodes)
+    assert flags["alive.spares"] == ("--nodes", spares)
 
 
 @pytest.mark.parametrize("given", ["4+", "4+x", "4+-1", "4+1+1", "4+12345"])

@@ -1,24 +1,108 @@
-"""Which modules a program imports, without running any of it.
+"""What is seen in the source of the program that is submitted, without running any of it.
 
-Its own modules are read as well, and never imported: whatever stands in them would run. Tried are
-those of others, which `import_probe` imports. tests/unit/check/test_imports.py holds the promises.
+`lint_notes`: what `hpctrain lint` says of it, and whether it saves checkpoints and does not go on
+from them. `refuse_absent`: whether the ranks' Python has what it imports, before a job waits for
+hours for it. `imports_of` reads the imports, through the program's own files; `hpctrain check`
+imports those of others. tests/unit/submit/test_program_lint.py and test_imports.py hold the
+promises.
 """
 
 from __future__ import annotations
 
 import ast
+import os
+import shlex
+import sys
 import warnings
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from hpctrain.errors import ChecksFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
+    from hpctrain.lint.rule import LintFinding
+    from hpctrain.settings.schema import Settings
+    from hpctrain.settings.spec import Entry
+
+MOST_BYTES = 256 << 10
+"""Of a program that is looked at: about 6,000 lines, which take a third of a second at most."""
+MOST_SHOWN = 2
+"""Errors that are shown whole."""
+_PYTHON = frozenset({"script", "module"})
+AT_SUBMIT = 40
+"""Of a program's own files, so many are read before it is queued."""
 MOST_FILES = 300
 """Of a program's own that are read: one that generates code may have thousands."""
 _GUARDS = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
 _ENDINGS = (".py", ".pyc")
+
+
+def lint_notes(entry: Entry, settings: Settings, cwd: Path) -> list[str]:
+    """A few lines on what would hang or go wrong; none where nothing does, or nobody wants any.
+
+    Args:
+        entry: What the ranks run; looked at where it is a file of Python.
+        settings: With `run.lint`, and the CPUs of a rank.
+        cwd: Where `submit` was called: paths are shown as seen from there.
+    """
+    if not settings.run.lint or entry.kind not in _PYTHON or not entry.path:
+        return []
+    from hpctrain.lint.check import check_text
+    from hpctrain.lint.files import NotText, read_source
+
+    path = Path(entry.path)
+    name = os.path.relpath(path, cwd) if path.is_relative_to(cwd) else str(path)
+    try:
+        text = read_source(path)
+    except NotText as error:
+        return [f"lint has passed over {name}: it {error}"]
+    if len(text) > MOST_BYTES:
+        return [f"lint has passed over {name}, which is long: hpctrain lint {shlex.quote(name)}"]
+    notes = _told(check_text(text, name, cpus=settings.slurm.cpus_per_rank or None), name)
+    if not settings.run.resume_args and not settings.checkpoint.sealed:
+        from hpctrain.submit.begins_anew import begins_anew
+
+        anew = begins_anew(text, entry.args)
+        notes += [anew.note(name)] if anew else []
+    return notes
+
+
+def hears_requests(entry: Entry) -> bool:
+    """Whether the program is known to use hpctrain, so that `hpctrain cancel --save` reaches it."""
+    if entry.kind not in _PYTHON or not entry.path:
+        return entry.kind == "recipe"
+    from hpctrain.lint.files import NotText, read_source
+
+    try:
+        return "hpctrain" in read_source(Path(entry.path))
+    except NotText:
+        return False
+
+
+def _told(findings: list[LintFinding], name: str) -> list[str]:
+    """The first errors whole, the others as numbers."""
+    from hpctrain.base.text import count
+
+    errors = [one for one in findings if one.rule.level == "error"]
+    warnings = sum(one.rule.level == "warning" for one in findings)
+    if not errors and not warnings:
+        return []
+    notes = [
+        f"lint: {name}:{one.line} {one.rule.code} {one.message}" for one in errors[:MOST_SHOWN]
+    ]
+    more = len(errors) - len(notes)
+    parts = [count(more, "more error")] if more else []
+    parts += [count(warnings, "warning")] if warnings else []
+    said = f"{' and '.join(parts)} in {name}: " if parts else ""
+    return [*notes, f"lint: {said}hpctrain lint {shlex.quote(name)} tells why and what instead"]
+
+
+# ---- what it imports
 
 
 @dataclass(frozen=True)
@@ -63,17 +147,77 @@ class ProgramImports:
         return any(one.module.partition(".")[0] == "hpctrain" for one in self.others)
 
 
-def imports_of(path: Path, folders: Sequence[Path]) -> ProgramImports:
+def own_folders(entry: Entry) -> list[Path]:
+    """Where a program's own modules lie."""
+    beside = [] if entry.kind == "module" else [str(Path(entry.path).parent)]
+    return [Path(one) for one in dict.fromkeys([*beside, *entry.python_path])]
+
+
+def refuse_absent(entry: Entry, more: Sequence[str], *, brought: bool) -> list[str]:
+    """Refuse a program that imports, as soon as it starts, what this Python has nowhere.
+
+    A program that changes its `sys.path` is not judged.
+
+    Args:
+        entry: What the ranks run, with this Python.
+        more: Folders that their PYTHONPATH has besides.
+        brought: The job loads modules or runs lines of its own first, which may bring it: then it
+            is a note.
+
+    Raises:
+        ChecksFailed: it would end at once, with what to do.
+    """
+    if entry.kind not in _PYTHON or not entry.path:
+        return []
+    folders = own_folders(entry)
+    places = [str(folder) for folder in (*folders, *more)]
+    wanted = imports_of(Path(entry.path), folders, most=AT_SUBMIT).others
+    judged = [one for one in wanted if one.is_sure and not _is_there(one.module, places)]
+    absent = [one for one in judged if not _finds_its_own(entry.path, one.path)]
+    if not absent:
+        return []
+    first, top = absent[0], absent[0].module.partition(".")[0]
+    others = sorted({one.module.partition(".")[0] for one in absent} - {top})
+    also = f" (nor {', '.join(others)})" if others else ""
+    message = f"{first.path}:{first.line} imports {top}, which {sys.executable} does not have{also}"
+    if brought:
+        return [f"{message}: every rank ends there unless the job's modules or setup bring it"]
+    raise ChecksFailed(
+        f"{message}: every rank would end there. Install it: {sys.executable} -m pip install "
+        f"{' '.join([top, *others])}; or name its folder: --env PYTHONPATH=FOLDER"
+    )
+
+
+def _is_there(module: str, places: Sequence[str]) -> bool:
+    """Whether a module's first part can be found; finders may know what no folder has."""
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names or PathFinder.find_spec(top, places) is not None:
+        return True
+    try:
+        return find_spec(top) is not None
+    except (ImportError, ValueError, AttributeError):
+        return True  # a finder that is broken: nobody can say
+
+
+def _finds_its_own(*paths: str) -> bool:
+    """Whether one of these files says itself where modules lie."""
+    return any(
+        b"sys.path" in (text := Path(p).read_bytes()) or b"addsitedir" in text for p in paths
+    )
+
+
+def imports_of(path: Path, folders: Sequence[Path], most: int = MOST_FILES) -> ProgramImports:
     """Follow a program's imports through its own files.
 
     Args:
         path: The program.
         folders: Where its own modules lie, the first first.
+        most: So many files are read.
     """
     imports = ProgramImports()
     waiting, seen = [path], {path}
     while waiting:
-        if imports.files == MOST_FILES:
+        if imports.files == most:
             imports.is_whole = False
             break
         file = waiting.pop()

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.check import imports
-from hpctrain.check.imports import imports_of
+from hpctrain.submit.program_source import imports_of
 
 
 @pytest.fixture
@@ -103,10 +102,10 @@ def test_two_files_that_import_each_other_end(program):
     assert program("import a\n", {"a": "import b\n", "b": "import a\n"}).files == 3
 
 
-def test_many_files_are_not_all_read_and_that_is_said(program, monkeypatch):
-    monkeypatch.setattr(imports, "MOST_FILES", 2)
+def test_many_files_are_not_all_read_and_that_is_said(program, tmp_path):
+    program("import a\n", {"a": "import b\n", "b": "import torch\n"})
 
-    found = program("import a\n", {"a": "import b\n", "b": "import torch\n"})
+    found = imports_of(tmp_path / "train.py", [tmp_path], most=2)
 
     assert (found.files, found.is_whole, found.others) == (2, False, [])
 
