@@ -25,8 +25,9 @@ HEAD = """\
 <!-- Written by `make settings` from hpctrain/settings/schema.py; change it there. -->
 
 Values come from these places, and the later one wins: the defaults below, `[settings.*]` of the
-site's preset, the SBATCH_* variables of your shell that the preset keeps, `hpctrain.toml` in the
-directory of the submit (or `--config FILE`), and flags.
+site's preset, the SBATCH_* variables of your shell that the preset keeps (without a preset
+SBATCH_ACCOUNT, SBATCH_PARTITION and SBATCH_QOS), `~/.config/hpctrain/hpctrain.toml` for all of your
+runs, `hpctrain.toml` in the directory of the submit (or `--config FILE`), and flags.
 Any setting has a flag: `--set section.key=value`; those that are used most have one of their own
 (`--nodes`, `--time`, ...: see `hpctrain submit --help`).
 A key that hpctrain does not know is refused, with the nearest one that it knows.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,36 @@ def test_an_unchanged_torchrun_script_is_preempted_and_goes_on_from_its_own_chec
         assert run.dir.rank_log(2, rank).read_text() == f"starts at step {left_at}\n"
     assert torch.load(checkpoint)["weight"].item() == STEPS * (1 + 2)
     assert run.status()["state"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("typed", "why"),
+    [
+        ("-N 9", "the job asks for 9 nodes, and partition work has 4: it would wait for ever"),
+        ("-N 5-9 -p grace", "the job asks for 5 nodes, and partition grace has 4"),
+        ("-c 999", "the job asks for 999 CPUs of a node, and partition work has"),
+    ],
+)
+def test_what_slurm_would_take_and_never_start_is_refused(slurm, tmp_path, typed, why):
+    asked = ["hpctrain", "submit", "--cluster", "slurm", "--runs", str(tmp_path / "runs")]
+    done = slurm.run(sys.executable, "-m", *asked, *typed.split())
+
+    assert done.returncode == 2
+    assert why in done.stderr
+    assert not (tmp_path / "runs").exists()
+    assert slurm.run("squeue", "--noheader").stdout == ""
+
+
+def test_what_is_typed_in_sbatchs_words_is_what_slurm_is_asked_for(slurm, tmp_path):
+    typed = "-N 1 -p grace -w n3 -t 90m -c 2 --ranks-per-node 1 --sbatch=--comment=mine -x n1"
+    run = submit(slurm, tmp_path, *typed.split(), script=[str(SCRIPTS / "torchrun_style.py"), "x"])
+
+    record = slurm.job(run.job_id)
+    slurm.cancel(run.job_id)
+
+    assert record["TimeLimit"] == "01:30:00"
+    assert (record["Partition"], record["Comment"]) == ("grace", "mine")
+    assert (record["ReqNodeList"], record["ExcNodeList"]) == ("n3", "n1")
 
 
 @pytest.mark.story(proved_by=("tests/e2e/test_doctor_run.py", "tests/unit/plan/test_decide.py"))

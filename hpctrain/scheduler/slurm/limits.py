@@ -318,7 +318,7 @@ def cpu_notes(
     if default:
         cpus = count(default * slurm.gpus_per_node, "CPU")
         given = f"with DefCpuPerGPU={default} SLURM gives {cpus} of a node for its {ranks}"
-    return [f"no CPUs are asked for: {given}; set slurm.cpus_per_rank, or slurm.exclusive = yes"]
+    return [f"no CPUs are asked for: {given}; add --cpus-per-rank C, or --exclusive"]
 
 
 def _required(site: Site | None) -> tuple[str, ...]:

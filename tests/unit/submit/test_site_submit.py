@@ -642,7 +642,7 @@ def test_a_job_with_gpus_that_asks_for_no_cpus_is_told_so_in_one_line():
 
     assert said.startswith("no CPUs are asked for: without DefCpuPerGPU")
     assert "one core of a node for its 4 ranks" in said
-    assert said.endswith("set slurm.cpus_per_rank, or slurm.exclusive = yes")
+    assert said.endswith("add --cpus-per-rank C, or --exclusive")
 
 
 @pytest.mark.parametrize(
