@@ -42,7 +42,7 @@ _NARROWEST_CELL = 8
 _BAR = 16
 _ANY = 100_000
 """Columns for what is never cut, so that pipes and copied paths have all of it."""
-_BLANKS_AT_END = re.compile(r" +(\x1b\[0m)?$", re.MULTILINE)
+_BLANKS_AT_END = re.compile(r"(?<! ) +(\x1b\[0m)?$", re.MULTILINE)
 _AT_ONCE: dict[str, Any] = dict.fromkeys(
     ("auto_refresh", "redirect_stdout", "redirect_stderr"), False
 )

@@ -27,7 +27,7 @@ SIGNALS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFP
 """What faulthandler tells of."""
 RUNPY = frozenset({"<frozen runpy>", runpy.__file__})
 _BEGIN = "Fatal Python error: "
-_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
+_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]{1,16}\b.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 
 

@@ -23,7 +23,7 @@ CHECKPOINT = "{checkpoint}"
 """In run.resume_args: the path that HPCTRAIN_RESUME has."""
 STEP = "{step}"
 """In run.resume_args: the number that the name of that path ends with, without leading zeros."""
-_NUMBER = re.compile(r"0*(\d+)(?:\.[A-Za-z]\w*)?$")
+_NUMBER = re.compile(r"(?<!\d)(\d+)(?:\.[A-Za-z]\w*)?$")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def resume_args(
         return ResumeArgs(why="this is the run's first start")
     else:
         why = f"this is start {start} of the run"
-    step = number[1] if number else ""
+    step = (number[1].lstrip("0") or "0") if number else ""
     return ResumeArgs(
         tuple(word.replace(STEP, step).replace(CHECKPOINT, resume or "") for word in words), why
     )

@@ -6,7 +6,6 @@ hold the promises.
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +24,8 @@ SPARSE_S = 10.0
 """Between two lines in a log; shorter work is told by its result alone."""
 NODES_SHOWN = 8
 """More nodes than these are shown together where one row can tell their places."""
+_MOST_DIGITS = 11
+"""Of a host's number; a name with more is no number that could be counted on."""
 ROWS_SHOWN = 12
 RANKS_LENGTH = 60
 
@@ -51,11 +52,12 @@ def fold_nodes(nodes: Sequence[str]) -> str:
     digits: dict[str, list[str]] = {}
     folded: list[str] = []
     for node in nodes:
-        match = re.fullmatch(r"(.*?)(\d+)", node)
-        if match is None:
-            folded.append(node)
+        stem = node.rstrip("0123456789")
+        number = node[len(stem) :]
+        if 0 < len(number) <= _MOST_DIGITS:
+            digits.setdefault(stem, []).append(number)
         else:
-            digits.setdefault(match[1], []).append(match[2])
+            folded.append(node)
     for stem, texts in digits.items():
         padded = any(text.startswith("0") for text in texts)
         for width in sorted({len(text) for text in texts}) if padded else [0]:

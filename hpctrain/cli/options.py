@@ -206,7 +206,7 @@ def parse_since(text: str, now: float | None = None) -> float:
 
     moment = clock.now() if now is None else now
     if _SPAN.fullmatch(text):
-        parts = re.findall(r"([\d.]+)([smhdw])", text)
+        parts = re.findall(r"(?<![\d.])([\d.]+)([smhdw])", text)
         return moment - sum(float(number) * _UNITS[unit] for number, unit in parts)
     try:
         if re.fullmatch(r"\d{1,2}:\d\d(:\d\d)?", text):

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import bz2
 import codecs
-import gzip
 import lzma
 import os
 import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from hpctrain.base.files import open_plain
 from hpctrain.doctor.lines import rank_of_file
@@ -34,11 +33,15 @@ MOST_LINE = 8 << 20
 MOST_FILES = 20_000
 """Of a folder: more are somebody's data set."""
 _SAMPLE = 1 << 16
-_MAGIC: tuple[tuple[bytes, Callable[[IO[bytes]], IO[bytes]]], ...] = (
-    (b"\x1f\x8b", lambda file: cast("IO[bytes]", gzip.GzipFile(fileobj=file))),
-    (b"BZh", lambda file: cast("IO[bytes]", bz2.BZ2File(file))),
-    (b"\xfd7zXZ\x00", lambda file: cast("IO[bytes]", lzma.LZMAFile(file))),  # noqa: SIM115 - ends with its file
+_XZ_MEMORY = 256 << 20
+"""Of a packed log's dictionary: four times what `xz -9` needs, and no header can ask for more."""
+_MAGIC: tuple[tuple[bytes, Callable[[], Any]], ...] = (
+    (b"\x1f\x8b", lambda: zlib.decompressobj(wbits=31)),
+    (b"BZh", bz2.BZ2Decompressor),
+    (b"\xfd7zXZ\x00", lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY)),
 )
+_PIECE = 64
+"""Packed bytes at a time: so much of what lies before a damaged place is lost with it."""
 _NO_LOGS = frozenset(
     {
         *(".pt", ".pth", ".bin", ".safetensors", ".distcp", ".pickle", ".pkl", ".npy", ".npz"),
@@ -193,68 +196,103 @@ def _feed(
 ) -> None:
     counted = _CountedFile(file, advance)
     first = counted.read(_SAMPLE)
-    for magic, opener in _MAGIC:
+    read: Callable[[int], bytes] = counted.read
+    for magic, new in _MAGIC:
         if first.startswith(magic):
-            counted.push_back(first)
-            unpacked = opener(cast("IO[bytes]", counted))
-            first = _read(unpacked, _SAMPLE, log, notes)
-            blocks = _blocks(unpacked, first, log, notes)
+            unpacked = _UnpackedFile(counted, first, magic, new)
+            first, read = unpacked.read(_SAMPLE), unpacked.read
             break
     else:
-        blocks = _blocks(cast("IO[bytes]", counted), first, log, notes)
-    for block in blocks:
-        scanner.feed(block)
+        unpacked = None
+    try:
+        for block in _blocks(read, first):
+            scanner.feed(block)
+    except _NotText:
+        if first or unpacked is None or not unpacked.fault:
+            raise
+        raise _NotText(f"nothing of it can be unpacked ({unpacked.fault})") from None
+    if unpacked is not None and unpacked.fault:
+        notes.append(f"{log.name} ends early: {unpacked.fault}")
 
 
 class _CountedFile:
-    """A file whose bytes are counted as they are read, and that takes the first ones back."""
+    """A file whose bytes are counted as they are read."""
 
     def __init__(self, file: IO[bytes], advance: Callable[[int], None]) -> None:
         self._file = file
         self._advance = advance
-        self._again = b""
 
-    def read(self, size: int = -1) -> bytes:
+    def read(self, size: int) -> bytes:
         """At most that many bytes; b"" at the end."""
-        if self._again:
-            got, self._again = self._again[:size], self._again[size:] if size >= 0 else b""
-            return got
-        got = self._file.read(size)
-        self._advance(len(got))
-        return got
+        content = self._file.read(size)
+        self._advance(len(content))
+        return content
 
-    def push_back(self, content: bytes) -> None:
-        """Have these be read first."""
-        self._again = content
 
-    def seekable(self) -> bool:
-        """It only goes on."""
-        return False
+class _UnpackedFile:
+    """A packed file's content, up to where it is torn or damaged.
 
-    def readable(self) -> bool:
-        """It can be read."""
+    Attributes:
+        fault: Why it ended before its end; "" while it did not.
+    """
+
+    def __init__(
+        self, file: _CountedFile, first: bytes, magic: bytes, new: Callable[[], Any]
+    ) -> None:
+        self.fault = ""
+        self._file, self._packed, self._at = file, first, 0
+        self._magic, self._new = magic, new
+        self._decoder = new()
+
+    def read(self, size: int) -> bytes:
+        """About that many bytes; b"" at the end. What came before a fault is given first."""
+        content = bytearray()
+        while len(content) < size and not self.fault:
+            piece = b"" if self._has_more() else self._next_piece()
+            if self._decoder.eof:
+                if not self._begin_next():
+                    break
+                continue
+            if not piece and not self._has_more():
+                self.fault = "its end is missing"
+                break
+            try:
+                content += self._decoder.decompress(piece, BLOCK)
+            except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, MemoryError) as why:
+                self.fault = str(why) or "it needs more memory than there is"
+        return bytes(content)
+
+    def _has_more(self) -> bool:
+        """Whether bytes that were given already have more to say: few of them may be megabytes."""
+        return not getattr(self._decoder, "needs_input", True) and not self._decoder.eof
+
+    def _next_piece(self) -> bytes:
+        if self._decoder.eof:
+            return b""
+        if self._at >= len(self._packed):
+            self._packed, self._at = self._file.read(_SAMPLE), 0
+        # The end of a file byte by byte: its last words matter most, and a checksum comes behind.
+        size = _PIECE if len(self._packed) == _SAMPLE else 1
+        piece = self._packed[self._at : self._at + size]
+        self._at += len(piece)
+        return piece
+
+    def _begin_next(self) -> bool:
+        """Go on with what stands behind a packed part: another one; zeros are padding."""
+        rest = self._decoder.unused_data + self._packed[self._at :]
+        while True:
+            rest = rest.lstrip(b"\0")
+            if len(rest) >= len(self._magic) or not (more := self._file.read(_SAMPLE)):
+                break
+            rest += more
+        if not rest.startswith(self._magic):
+            self.fault = "what follows is not packed" if rest else ""
+            return False
+        self._packed, self._at, self._decoder = rest, 0, self._new()
         return True
 
-    @property
-    def closed(self) -> bool:
-        """Never: its owner closes what lies below."""
-        return False
 
-
-def _read(file: IO[bytes], size: int, log: LogInput, notes: list[str]) -> bytes:
-    """A part of it; a compressed log that is torn ends where it is torn."""
-    try:
-        return file.read(size) or b""
-    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
-        notes.append(f"{log.name} ends early: {error}")
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        notes.append(f"{log.name} ends early: {error}")
-    return b""
-
-
-def _blocks(file: IO[bytes], first: bytes, log: LogInput, notes: list[str]) -> Iterator[bytes]:
+def _blocks(read: Callable[[int], bytes], first: bytes) -> Iterator[bytes]:
     """Blocks of whole lines in UTF-8, or of ASCII's like."""
     if not first:
         raise _NotText(_EMPTY)
@@ -274,7 +312,7 @@ def _blocks(file: IO[bytes], first: bytes, log: LogInput, notes: list[str]) -> I
             if len(rest) > MOST_LINE:
                 yield rest
                 rest = b""
-        content = _read(file, BLOCK, log, notes)
+        content = read(BLOCK)
     if decoder is not None:
         rest += decoder.decode(b"", final=True).encode("utf-8", "replace")
     if rest:

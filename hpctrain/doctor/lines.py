@@ -16,25 +16,27 @@ _ELASTIC = re.compile(
     r"(?:ERROR|WARNING|INFO):torch\.distributed\.[\w.]+:) ?"
 )
 """torchrun's own, before all that it tells: a traceback of a rank of its too."""
-_FRAME = re.compile(r"^[│┃|]\s(?P<text>.*?)\s*[│┃|]?$")
+_FRAME = ("│", "┃", "|")
 _COLLECTED = re.compile(r"^\S+ \[?(?:stdout|stderr)\]? ")
-TABLE_RANK = re.compile(r"^\s*rank\s*: (?P<rank>\d+) \(local_rank: \d+\)")
+TABLE_RANK = re.compile(r"^\s*rank\s*: (?P<rank>\d{1,6}) \(local_rank: \d+\)")
 """A line of torchrun's table of failures; the lines behind it are of that rank."""
 _PREFIXES = tuple(
     re.compile(pattern)
     for pattern in (
-        r"^\s*\[rank(?P<rank>\d+)\]: ?",  # torch since 2.4
-        r"^\s*\[rank(?P<rank>\d+)\]:?(?=\[)",
-        r"^\s*\[default(?P<rank>\d+)\]: ?",  # torchrun --tee
-        r"^\s*\[\d+,(?P<rank>\d+)\]<std(?:out|err)>: ?",  # mpirun --tag-output
-        r"^\s*\[RANK (?P<rank>\d+)\] ?",
-        r"^\s*(?P<node>[\w.-]+): (?=\[?\w+[\w.-]*:?\d*:?\d* ?\[)",  # pdsh of DeepSpeed
+        r"^\s*\[rank(?P<rank>\d{1,6})\]: ?",  # torch since 2.4
+        r"^\s*\[rank(?P<rank>\d{1,6})\]:?(?=\[)",
+        r"^\s*\[default(?P<rank>\d{1,6})\]: ?",  # torchrun --tee
+        r"^\s*\[\d+,(?P<rank>\d{1,6})\]<std(?:out|err)>: ?",  # mpirun --tag-output
+        r"^\s*\[RANK (?P<rank>\d{1,6})\] ?",
+        r"^\s*(?P<node>[\w.-]+): (?=\[?\w[\w.-]{0,255}(?::\d{0,20}){0,2} ?\[)",  # pdsh of DeepSpeed
         r"^\s*(?P<rank>\d{1,5}): ?(?=\S|  )",  # srun --label
         r"^\s*\((?:\w+ )*pid=\d+(?:, ip=(?P<node>[\d.]+))?\)(?:\x1b\[0m)? ?",  # Ray
         r"^stderr: ?",
     )
 )
-_INSIDE_RANK = re.compile(r"\[(?:PG [^\]]*?)?Rank (?P<rank>\d+)\]|\(RANK (?P<rank2>\d+)\)")
+_INSIDE_RANK = re.compile(
+    r"\[(?:PG [^\]]{0,80}?)?Rank (?P<rank>\d{1,6})\]|\(RANK (?P<rank2>\d{1,6})\)"
+)
 _GLOG = re.compile(
     r"\[?[EWIF](?P<month>1[0-2]|0?[1-9])(?P<day>[0-3]\d) "
     r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d(?:\.\d+)?)"
@@ -46,7 +48,7 @@ _ISO = re.compile(
 _NODE = re.compile(r"^(?P<node>[A-Za-z][\w.-]*):\d+:\d+ \[(?P<device>\d+)\] ")
 _NEAR = 120
 """Characters in which the time is looked for: it stands at the beginning."""
-_FILE_RANK = re.compile(r"(?:rank|task|_|local)[-_.]?(\d{1,6})(?:\.\w+)*$", re.IGNORECASE)
+_FILE_RANK = re.compile(r"(?:rank|task|_|local)[-_.]?(\d{1,6})(?:\.\w+){0,8}$", re.IGNORECASE)
 
 
 class Stamp(NamedTuple):
@@ -95,9 +97,9 @@ def plain(raw: str) -> PlainLine:
     of_torchrun = _ELASTIC.match(text)
     if of_torchrun is not None:
         text = text[of_torchrun.end() :]
-    framed = _FRAME.match(text)
-    if framed is not None:
-        text = framed["text"]
+    if text.startswith(_FRAME) and text[1:2].isspace():
+        text = text[2:]
+        text = (text[:-1] if text.endswith(_FRAME) else text).rstrip()
     inside = _INSIDE_RANK.search(text, 0, _NEAR) if rank is None and "ank" in text.lower() else None
     if inside is not None:
         rank = int(inside["rank"] or inside["rank2"])

@@ -19,7 +19,7 @@ _LOSS = re.compile(
     rb"oss['\"]?\]?\s{0,3}[:=]?\s{0,3}(?:tensor\()?(?P<value>[-+]?(?:[Nn]a[Nn]|[Ii]nf|\d+(?:\.\d*)?"
     rb"(?:[eE][-+]?\d+)?))(?![\w%]|/\d)"
 )
-_NAME = re.compile(rb"[\w./-]*[lL]$")
+_NAME = re.compile(rb"(?<![\w./-])[\w./-]*[lL]$")
 _SCALE = re.compile(
     rb"(?:Attempted loss scale: (?P<tried>[\d.]+), reducing to (?P<to>[\d.e+-]+)"
     rb"|reducing loss scale to (?P<apex>[\d.e+-]+))"
@@ -103,7 +103,7 @@ class LossWatch:
             offset: Where it lies in the log.
             line: Lines before it.
         """
-        before = self._before
+        before, number, counted = self._before, line + 1, 0
         for match in _LOSS.finditer(block):
             start = match.start()
             words = block[max(0, start - _WORDS) : start]
@@ -118,7 +118,8 @@ class LossWatch:
             if value <= series.limit and value != math.inf:
                 series.usual(value)
             else:
-                number = line + 1 + block.count(b"\n", 0, start)
+                number += block.count(b"\n", counted, start)
+                counted = start
                 series.unusual(value, number, offset + start)
         if b"loss scale" in block:
             self._scales(block, offset, line)
@@ -138,6 +139,7 @@ class LossWatch:
         return series
 
     def _scales(self, block: bytes, offset: int, line: int) -> None:
+        number, counted = line + 1, 0
         for match in _SCALE.finditer(block):
             self._overflows += 1
             text = match["to"] or match["apex"]
@@ -145,7 +147,8 @@ class LossWatch:
                 scale = float(text.rstrip(b".,"))
             except ValueError:
                 continue
-            number = line + 1 + block.count(b"\n", 0, match.start())
+            number += block.count(b"\n", counted, match.start())
+            counted = match.start()
             shown = match[0].decode("ascii", "replace")
             self._scale = (number, offset + match.start(), scale, shown)
 

@@ -45,10 +45,11 @@ _TABLE_INDENT = "  "
 _AFTER_ERROR = 3
 """Lines that are looked at after "Last error:"."""
 
+_END = re.compile(rb"[\r\n]")
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
 _RICH_FRAME = re.compile(r"^(?P<file>/\S+\.py):(?P<line>\d+) in (?P<function>\S+)")
-_CRASHED = re.compile(r"^Current thread 0x[0-9a-f]+.*\(most recent call first\):$")
+_CRASHED = re.compile(r"^Current thread 0x[0-9a-f]{1,16}\b.*\(most recent call first\):$")
 """faulthandler's, behind what it says of the crash; that thread's frames follow, newest first."""
 _EXCEPTION = re.compile(r"^(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: (?P<text>.*)|:?)$")
 _OBVIOUS = re.compile(
@@ -76,7 +77,7 @@ _HANDLED = "During handling of the above exception"
 _CHAINED = "was the direct cause of the following exception"
 _IGNORED = re.compile(r"^Exception ignored in")
 _OF_ATTEMPT = re.compile(
-    r"20\d\d-\d\d-\d\d [\d:]{8} \S+ (?:\w+ )*?(?:\d+ )?attempt (?P<attempt>\d+) "
+    r"20\d\d-\d\d-\d\d [\d:]{8} \S+ (?:\w+ )*?(?:\d+ )?attempt (?P<attempt>\d{1,9}) "
 )
 """A line of hpctrain's own: see `base.log`."""
 _NETWORK = re.compile(r"NCCL INFO NET/(?P<network>IB|Socket|OFI)\S* ?: Using (?P<what>.{1,120})")
@@ -368,16 +369,16 @@ def _candidates(block: bytes) -> list[int]:
     """
     starts: set[int] = set()
     for word in COARSE:
-        at = block.find(word)
+        at, end = block.find(word), 0
         while at >= 0:
-            start = block.rfind(b"\n", 0, at) + 1
-            starts.add(max(start, block.rfind(b"\r", start, at) + 1))
-            at = block.find(word, _line_end(block, at))
+            # From the last line's end on: a block may be one line, drawn over and over.
+            before = (block.rfind(b"\n", end, at), block.rfind(b"\r", end, at))
+            starts.add(max(end, *(found + 1 for found in before)))
+            end = _line_end(block, at)
+            at = block.find(word, end)
     return sorted(starts)
 
 
 def _line_end(block: bytes, at: int) -> int:
-    end = block.find(b"\n", at)
-    end = len(block) if end < 0 else end
-    redrawn = block.find(b"\r", at, end)
-    return end if redrawn < 0 else redrawn
+    end = _END.search(block, at)
+    return len(block) if end is None else end.start()

@@ -17,7 +17,7 @@ MEETING: tuple[LogSign, ...] = (
         _K.PORT_IN_USE,
         _R.CAUSE,
         "already in use",
-        r"(?:(?:bind to|listen on|port[:=]?) ?\S*?[:\]](?P<port>\d{2,5}).*)?"
+        r"(?:(?:bind to|listen on|port[:=]?) ?\S{0,255}?[:\]](?P<port>\d{2,5}).{0,300})?"
         r"(?:EADDRINUSE|(?i:address) already in use)(?:.*\bport: (?P<port2>\d+))?",
     ),
     LogSign(
@@ -138,7 +138,7 @@ MEETING: tuple[LogSign, ...] = (
         _R.CAUSE,
         "client socket has timed out",
         r"The client socket has timed out after (?P<waited>\d+ ?m?s) while trying to connect to "
-        r"\(?(?P<peer>[^\s()]+?(?:, \d+)?)\)?[.\s]*$",
+        r"\(?(?P<peer>[^\s()]{1,255}?(?:, \d{1,5})?)\)?[.\s]{0,9}$",
         _LIKELY,
     ),
     LogSign(
@@ -273,7 +273,7 @@ TRAINING: tuple[LogSign, ...] = (
         "Detected mismatch between collectives",
         r"Detected mismatch between collectives on ranks\. Rank (?P<first>\d+) is running "
         r"(?:inconsistent )?collective: CollectiveFingerPrint\("
-        r"(?:SequenceNumber=(?P<number>\d+),? ?)?OpType=(?P<operation>\w+)(?:.*?but Rank "
+        r"(?:SequenceNumber=(?P<number>\d{1,19}),? ?)?OpType=(?P<operation>\w+)(?:.*?but Rank "
         r"(?P<second>\d+) is running collective: "
         r"(?:CollectiveFingerPrint\()?(?:SequenceNumber=\d+,? ?)?(?:OpType=)?(?P<other>\w+))?",
     ),
@@ -383,7 +383,7 @@ TRAINING: tuple[LogSign, ...] = (
         _K.CHECKPOINT,
         _R.CAUSE,
         "No such file",
-        r"FileNotFoundError: .*(?:checkpoint|ckpt|global_step|iter_\d+)\S*\."
+        r"FileNotFoundError: .*(?:checkpoint|ckpt|global_step|iter_\d)\S{0,255}?\."
         r"(?:pkl|pt|pth|bin|safetensors|json|distcp)\b",
         _LIKELY,
     ),
@@ -392,7 +392,7 @@ TRAINING: tuple[LogSign, ...] = (
         _K.CHECKPOINT,
         _R.CAUSE,
         "Unable to load",
-        r"Unable to load [\w ]+ from checkpoint .*--no-load-",
+        r"Unable to load [\w ]{1,60} from checkpoint .{0,400}--no-load-",
     ),
     LogSign(
         "checkpoint-empty",
@@ -445,7 +445,7 @@ TRAINING: tuple[LogSign, ...] = (
         _K.NAN,
         _R.CAUSE,
         "topping training",
-        r"\b[Ll]oss is (?:nan|inf|\S+?nan\S*),? ?[Ss]topping training",
+        r"\b[Ll]oss is (?:nan|inf|\S{1,40}?nan\S{0,40}),? ?[Ss]topping training",
     ),
     LogSign(
         "nan-raised",

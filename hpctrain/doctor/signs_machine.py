@@ -45,7 +45,7 @@ ACCELERATORS: tuple[LogSign, ...] = (
         _K.GPU_ASSERT,
         _R.CAUSE,
         "ssertion `",
-        r"\.cuh?:\d+:.*\bblock: \[.*Assertion `(?P<check>[^`']+)['`]",
+        r"\.cuh?:\d+:.{0,400}\bblock: \[.{0,100}Assertion `(?P<check>[^`']+)['`]",
     ),
     LogSign(
         "device-assert", _K.GPU_ASSERT, _R.CAUSE, "device-side assert", r"device-side assert trig"

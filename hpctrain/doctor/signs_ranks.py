@@ -19,9 +19,10 @@ WAITS: tuple[LogSign, ...] = (
         _K.HANG,
         _R.WAIT,
         "collective operation timeout",
-        r"\[Rank (?P<rank>\d+)\] .*?Watchdog caught collective operation timeout: "
-        r"WorkNCCL\((?:SeqNum=(?P<number>\d+), )?OpType=(?P<operation>\w+)"
-        r"(?:, NumelIn=(?P<input>\d+))?.*?Timeout\(ms\)=(?P<limit>\d+)\) ran for (?P<ran>\d+)",
+        r"\[Rank (?P<rank>\d{1,6})\] .{0,200}?Watchdog caught collective operation timeout: "
+        r"WorkNCCL\((?:SeqNum=(?P<number>\d{1,19}), )?OpType=(?P<operation>\w++)"
+        r"(?:, NumelIn=(?P<input>\d++))?.{0,200}?Timeout\(ms\)=(?P<limit>\d{1,15})\) "
+        r"ran for (?P<ran>\d+)",
         _LIKELY,
     ),
     LogSign(
@@ -29,8 +30,8 @@ WAITS: tuple[LogSign, ...] = (
         _K.HANG,
         _R.WAIT,
         "last completed",
-        r"Rank (?P<rank>\d+)\].*?(?:at (?:NCCL )?work:?|sequence id:|NCCL work:) "
-        r"?(?P<number>\d+).*?last enqueued(?: NCCL)? work: (?P<enqueued>\d+), last "
+        r"Rank (?P<rank>\d{1,6})\].{0,400}?(?:at (?:NCCL )?work:?|sequence id:|NCCL work:) "
+        r"?(?P<number>\d{1,19}+).{0,400}?last enqueued(?: NCCL)? work: (?P<enqueued>\d+), last "
         r"completed(?: NCCL)? work: "
         r"(?P<completed>\d+)",
         _LIKELY,
@@ -56,7 +57,7 @@ WAITS: tuple[LogSign, ...] = (
         _K.HANG,
         _R.WAIT,
         "Timed out waiting",
-        r"Timed out waiting (?P<limit>\d+) ?ms for (?P<operation>\w+) operation",
+        r"Timed out waiting (?P<limit>\d{1,15}) ?ms for (?P<operation>\w+) operation",
         _LIKELY,
     ),
     LogSign(
@@ -64,8 +65,8 @@ WAITS: tuple[LogSign, ...] = (
         _K.HANG,
         _R.WAIT,
         "imeout",
-        r"wait timeout after (?P<limit>\d+) ?ms, keys?: (?P<key>\S+)|"
-        r"\[(?P<rank>\d+)\] is setting up NCCL communicator.*(?:Socket Timeout|timeout)",
+        r"wait timeout after (?P<limit>\d{1,15}) ?ms, keys?: (?P<key>\S+)|"
+        r"\[(?P<rank>\d{1,6})\] is setting up NCCL communicator.*(?:Socket Timeout|timeout)",
         _LIKELY,
     ),
     LogSign(
@@ -73,7 +74,7 @@ WAITS: tuple[LogSign, ...] = (
         _K.HANG,
         _R.WAIT,
         "is setting up NCCL communicator",
-        r"\[(?P<rank>\d+)\] is setting up NCCL communicator .* got error"
+        r"\[(?P<rank>\d{1,6})\] is setting up NCCL communicator .* got error"
         r"(?!.*(?:onnection|Broken|recv|refused))",
         _POSSIBLE,
     ),
@@ -222,7 +223,8 @@ DEATHS: tuple[LogSign, ...] = (
         _K.HOST_OOM,
         _R.DEATH,
         "xitcode",
-        r"\(?exitcode\s*:?\s*-9\b\)?(?: \(pid: (?P<pid>\d+)\))?(?: local_rank: (?P<local>\d+))?",
+        r"\(?exitcode\s{0,9}:?\s{0,9}-9\b\)?(?: \(pid: (?P<pid>\d+)\))?"
+        r"(?: local_rank: (?P<local>\d+))?",
         _POSSIBLE,
         is_late=True,
     ),
@@ -339,7 +341,7 @@ DEATHS: tuple[LogSign, ...] = (
         _K.NATIVE,
         _R.DEATH,
         "xitcode",
-        r"\bexitcode\s*:?\s*-11\b",
+        r"\bexitcode\s{0,9}:?\s{0,9}-11\b",
         _LIKELY,
         is_late=True,
     ),
@@ -358,7 +360,7 @@ DEATHS: tuple[LogSign, ...] = (
         _K.SHARED_MEMORY,
         _R.DEATH,
         "xitcode",
-        r"\bexitcode\s*:?\s*-7\b",
+        r"\bexitcode\s{0,9}:?\s{0,9}-7\b",
         _POSSIBLE,
         is_late=True,
     ),
@@ -411,7 +413,7 @@ DEATHS: tuple[LogSign, ...] = (
         _K.NATIVE,
         _R.DEATH,
         "xitcode",
-        r"\bexitcode\s*:?\s*-6\b",
+        r"\bexitcode\s{0,9}:?\s{0,9}-6\b",
         _POSSIBLE,
         is_late=True,
     ),

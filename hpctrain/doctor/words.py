@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hpctrain.doctor.sighting import Sighting
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "bytes": 1}
-_SIZE = r"([\d.]+) ([KMGT]iB|bytes)"
+_SIZE = r"(?<![\d.])([\d.]+) ([KMGT]iB|bytes)"
 _ASKED = re.compile(rf"Tried to allocate {_SIZE}")
 _CAPACITY = re.compile(rf"total capaci?ty of {_SIZE}|; {_SIZE} total capacity")
 _ALLOCATED = re.compile(rf"{_SIZE} is allocated by PyTorch|{_SIZE} already allocated")
@@ -147,7 +147,7 @@ def _bytes(pattern: re.Pattern[str], text: str) -> int:
 def _amount(number: str, unit: str) -> int:
     try:
         return int(float(number) * _UNITS[unit])
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0
 
 

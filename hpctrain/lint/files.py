@@ -6,6 +6,7 @@ is walked. tests/unit/lint/test_files.py holds the promises.
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import shutil
@@ -27,6 +28,8 @@ _PASSED_OVER = frozenset(
     {"__pycache__", "build", "dist", "env", "node_modules", "site-packages", "venv", "virtualenv"}
 )
 _UTF8 = frozenset({"utf-8", "utf-8-sig"})
+_OF_HOST_NAMES = frozenset({"idna", "punycode", "undefined"})
+"""Codecs that Python takes in a first line: they raise, or take minutes for megabytes."""
 
 
 class NotText(ValueError):
@@ -104,6 +107,8 @@ def decoded(raw: bytes) -> str:
         raise NotText(f"has more than {MOST_BYTES} bytes")
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+        if codecs.lookup(encoding).name in _OF_HOST_NAMES:
+            raise NotText(f"cannot be read: {encoding} is no encoding of a program")
         return raw.decode(encoding)
     except (SyntaxError, LookupError) as error:
         raise NotText(f"cannot be read: {error}") from None
@@ -112,6 +117,8 @@ def decoded(raw: bytes) -> str:
             f"is not {error.encoding} text at byte {error.start}; save it as UTF-8, or name its "
             "encoding in the first line"
         ) from None
+    except UnicodeError as error:  # of a codec that says no more
+        raise NotText(f"is not {encoding} text: {error}") from None
 
 
 def write_source(path: Path, text: str) -> None:

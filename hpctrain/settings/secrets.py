@@ -24,7 +24,7 @@ _ENDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "APIKEY", "ACCES
 _KEYS = frozenset({"API", "ACCESS", "SECRET", "PRIVATE", "AUTH", "ACCOUNT", "ENCRYPTION"})
 _ELSEWHERE = frozenset({"PATH", "FILE", "DIR", "FOLDER", "ID", "NAME", "COUNT", "LENGTH"})
 _ORDINARY = re.compile(r"[\d.,_+-]*|true|false|yes|no|none|auto", re.IGNORECASE)
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:(?P<password>[^/\s@]+)@")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}://[^/\s:@]*:(?P<password>[^/\s@]+)@")
 _SET = re.compile(r"(?<![\w-])(?P<name>[A-Za-z_]\w*)=(?P<value>\"[^\"]*\"|'[^']*'|[^\s;&|]+)")
 
 

@@ -74,7 +74,7 @@ def find_gpu(name: str) -> list[str]:
     Args:
         name: As a preset or a person writes it: "A100 PCIe 40 GB", "h100".
     """
-    words = set(re.findall(r"[a-z]+\d+[a-z]*|\d+gb|pcie|nvl|sxm", _spelled(name)))
+    words = set(re.findall(r"(?<![a-z])[a-z]+\d+[a-z]*|(?<!\d)\d+gb|pcie|nvl|sxm", _spelled(name)))
     return [key for key, gpu in GPUS.items() if words and words <= _words(key, gpu)]
 
 
@@ -83,7 +83,7 @@ def _words(key: str, gpu: Accelerator) -> set[str]:
 
 
 def _spelled(name: str) -> str:
-    return re.sub(r"(\d+)\s*gb", r"\1gb", name.lower().replace("-", " "))
+    return re.sub(r"(?<!\d)(\d+)\s*gb", r"\1gb", name.lower().replace("-", " "))
 
 
 def _agreed(name: str, gpus: list[Accelerator]) -> Accelerator | None:

@@ -85,7 +85,7 @@ MOST_ELEMENTS = 2**58
 MOST_DIMENSIONS = 32
 LAST_TIME = 250_000_000_000.0
 """A little before the year 9900: what comes later no calendar can show."""
-_TENSOR = re.compile(r"([A-Z0-9_]{1,16})\[((?:[0-9]{1,19},?)*)\]")
+_TENSOR = re.compile(r"([A-Z0-9_]{1,16})\[((?:[0-9]{1,19}(?:,[0-9]{1,19})*,?)?)\]")
 
 PREFIX = "xxh3_64:"
 BLOCKS_PREFIX = "xxh3_64-blocks:"

@@ -22,7 +22,7 @@ from hpctrain.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_WILD = re.compile(r"(?:\*|\?|\[[^\]]+\])+")
+_WILD = re.compile(r"(?:\*|\?|\[[^\]]{1,255}\])+")
 _TOKEN = re.compile(r"\*|\?|\[!")
 _MEANT = {"*": ".*", "?": ".", "[!": "[^"}
 _ASIDE = re.compile(r"\.torn-[0-9]+(?:\.[0-9]+)?$")

@@ -26,6 +26,7 @@ from hpctrain.scheduler.slurm.jobs import job_facts
 from hpctrain.scheduler.slurm.parse import (
     NOTHING,
     SACCT_COMMAND,
+    parse_config,
     parse_jobs,
     parse_sacct,
 )
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 SINCE = (24, 5)
 TIMEOUT_S = 5.0
-_SETTING = re.compile(r"^(\w+)\s*=\s*(.*?)\s*$", re.MULTILINE)
 ALREADY_REQUEUED = "pending execution"
 """scontrol's rc 1 where SLURM requeues the job by itself (submitit#1617)."""
 FORBID_TIMEOUT_S = 10.0
@@ -208,7 +208,7 @@ def comes_back(job: Mapping[str, str], ask: Callable[[list[str]], str] | None = 
         return False
     ask = ask or _ask
     try:
-        config = dict(_SETTING.findall(ask(["scontrol", "show", "config"])))
+        config = parse_config(ask(["scontrol", "show", "config"]))
         if _version(config) < SINCE or _is_held_next(job, config):
             return False
         return "REQUEUE" in _preempt_mode(job, config, ask)
@@ -221,7 +221,7 @@ def _ask(args: list[str]) -> str:
 
 
 def _version(config: Mapping[str, str]) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", config.get("SLURM_VERSION", ""))[:2])
+    return tuple(int(part) for part in re.findall(r"\d{1,9}", config.get("SLURM_VERSION", ""))[:2])
 
 
 def _is_held_next(job: Mapping[str, str], config: Mapping[str, str]) -> bool:

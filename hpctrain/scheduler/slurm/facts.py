@@ -9,16 +9,23 @@ from __future__ import annotations
 import getpass
 import re
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ClusterError
 from hpctrain.scheduler.base import PartitionNodes
 from hpctrain.scheduler.slurm.command import run
-from hpctrain.scheduler.slurm.parse import NOTHING, parse_config_seconds, parse_count, read_nodes
+from hpctrain.scheduler.slurm.parse import (
+    NOTHING,
+    parse_config,
+    parse_config_seconds,
+    parse_count,
+    read_nodes,
+)
 from hpctrain.site.detect import ClusterFacts, PartitionFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 FACTS_TIMEOUT_S = 20.0
 ACCOUNTING_TIMEOUT_S = 5.0
@@ -27,7 +34,7 @@ CRED_EXPIRE_S = 120
 """SLURM's default of AuthInfo=cred_expire; a requeued job waits one second longer."""
 _ASSOCIATIONS = ("sacctmgr", "--noheader", "--parsable2", "show", "association")
 _QOS = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,Preempt,PreemptMode")
-_PAIR = re.compile(r"(\w+)=(.*?)(?=\s+\w+=|\s*$)", re.DOTALL)
+_NAME = re.compile(r"(?:^|\s)(\w+)=")
 _NODES_FORMAT = "%P|%D|%c|%l|%G"
 _UNLIMITED = NOTHING | {"INFINITE", "NO_VAL"}
 Record = dict[str, str]
@@ -83,8 +90,7 @@ def read_cpus_per_gpu(config: str, partitions: str, partition: str) -> int | Non
     Of several partitions the one that gives least, since SLURM chooses. 0 where there is none.
     """
     chosen = _chosen(partitions, partition)
-    everywhere = re.search(r"^JobDefaults\s*=\s*(.*?)\s*$", config, re.MULTILINE)
-    general = _def_cpus(everywhere[1] if everywhere else "")
+    general = _def_cpus(parse_config(config).get("JobDefaults", ""))
     numbers = [_def_cpus(record.get("JobDefaults", "")) or general for record in chosen]
     return min(numbers, default=None)
 
@@ -152,7 +158,7 @@ def srun_help() -> str | None:
 
 def read_facts(config: str, partitions: str, nodes: str) -> ClusterFacts:
     """A cluster's facts from what `scontrol show config`, `partition` and `node` printed."""
-    settings = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", config, re.MULTILINE))
+    settings = parse_config(config)
     by_name = {record["NodeName"]: record for record in _records(nodes, "NodeName")}
     records = _records(partitions, "PartitionName")
     preempt_type = settings.get("PreemptType", "")
@@ -228,10 +234,18 @@ def _records(text: str, head: str) -> list[Record]:
     """The records that scontrol printed, one dict of fields each."""
     blocks = re.split(rf"^(?={head}=)", text, flags=re.MULTILINE)
     return [
-        {key: value.strip() for line in block.splitlines() for key, value in _PAIR.findall(line)}
+        {key: value for line in block.splitlines() for key, value in _pairs(line)}
         for block in blocks
         if block.startswith(f"{head}=")
     ]
+
+
+def _pairs(line: str) -> Iterator[tuple[str, str]]:
+    """The fields of a line; a value ends where the next name begins."""
+    for name, following in pairwise([*_NAME.finditer(line), None]):
+        if name is not None:
+            end = len(line) if following is None else following.start()
+            yield name[1], line[name.end() : end].strip()
 
 
 def _partition(record: Record, by_name: dict[str, Record]) -> PartitionFacts:
@@ -299,7 +313,7 @@ def _nodes(record: Record) -> list[str]:
 def _gpus(gres: str) -> tuple[int, str]:
     """Number and type of the GPUs in a node's Gres: `gpu:a100:4(S:0-1),nvme:1`."""
     count, kinds = 0, set()
-    for entry in re.sub(r"\([^)]*\)", "", gres).split(","):
+    for entry in re.sub(r"\([^()]*\)", "", gres).split(","):
         name, *rest = entry.split(":")
         if name == "gpu":
             count += (parse_count(rest[-1]) or 1) if rest and rest[-1].isdecimal() else 1

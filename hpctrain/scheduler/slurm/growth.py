@@ -35,7 +35,7 @@ from hpctrain.scheduler.slurm.environment import (
     own_end,
     own_job_id,
 )
-from hpctrain.scheduler.slurm.parse import parse_jobs, read_nodes
+from hpctrain.scheduler.slurm.parse import parse_config, parse_jobs, read_nodes
 from hpctrain.scheduler.slurm.script import asked_options, is_exclusive, more_options
 from hpctrain.settings.sbatch_options import name_of
 from hpctrain.site.preset import site_of
@@ -53,7 +53,6 @@ NOT_HERE = 4
 """The exit code of the process where no node is ever added to this job."""
 LAST_BYTES = 4096
 LOOK_S = 0.2
-_PARAMETERS = re.compile(r"^SchedulerParameters\s*=(.*)$", re.MULTILINE)
 _GRANTED = re.compile(r"job allocation (\d+)")
 _OF_THE_JOB = frozenset(
     """
@@ -160,8 +159,8 @@ def why_not() -> str:
     """
     if shutil.which("salloc") is None:
         return "there is no salloc on this node, by which SLURM adds nodes to a job"
-    match = _PARAMETERS.search(run(["scontrol", "show", "config"]))
-    if match is not None and PERMITS in match[1].strip().split(","):
+    config = parse_config(run(["scontrol", "show", "config"]))
+    if PERMITS in config.get("SchedulerParameters", "").split(","):
         return ""
     return f"the site's SchedulerParameters have no {PERMITS}"
 

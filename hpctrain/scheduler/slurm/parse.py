@@ -170,7 +170,15 @@ def read_nodes(nodelist: str) -> list[str]:
         return []
 
 
+def parse_config(text: str) -> dict[str, str]:
+    """The settings that `scontrol show config` printed, ``Name = value`` in each line."""
+    lines = (line.partition("=") for line in text.splitlines())
+    named = ((name.rstrip(), value.strip()) for name, equals, value in lines if equals)
+    return {name: value for name, value in named if name.isidentifier()}
+
+
 def parse_config_seconds(text: str, name: str) -> float | None:
     """A time of `scontrol show config`, such as ``KillWait = 30 sec``; None where there is none."""
-    match = re.search(rf"^{re.escape(name)}\s*=\s*(\d{{1,9}}) sec", text, re.MULTILINE)
-    return float(match[1]) if match else None
+    number, _, unit = parse_config(text).get(name, "").partition(" ")
+    seconds = parse_count(number)
+    return float(seconds) if seconds is not None and unit.startswith("sec") else None

@@ -26,6 +26,7 @@ from hpctrain.run.events import read
 from hpctrain.run.log_files import LogFile, LogMark, mark_line, tail_offset, times_path
 from hpctrain.status import reader
 from hpctrain.status.status import Answer
+from tests.support.fuzzing import Faults, cases, chances
 from tests.support.ledger_runs import Story, local_job
 
 
@@ -65,6 +66,31 @@ def marker(*parts: str) -> str:
 FIRST = marker("attempt 1 on n[1-3]", "job local-17")
 SECOND = marker("attempt 2 on n1", "job local-17")
 ENDED = marker("attempt 1 ended: preempted", "requeued")
+
+
+@cases(short=12, long=1200)
+def test_whatever_the_logs_hold_they_are_shown(story, capsysbinary, begin, end):
+    faults = Faults()
+    log = story.run.rank_log(1, 0)
+    words = (
+        *(b"Traceback (most recent call last):", b"error", b"\n", b"  ", b"9" * 5000, b"a" * 9000),
+        *(b"nccl warn", b"\xff\xfe", b"\0", b"0: None", b"\r", b"|", b"+", b"\x1b[2J"),
+    )
+    for number, chance in chances(begin, end):
+        content = b"".join(chance.choices(words, k=chance.randrange(1, 40)))
+        log.write_bytes(content)
+        times_path(log).write_bytes(chance.choice((b"", b"[", b"1 2\n", b"9" * 5000, content)))
+        for options in ((), ("--err",), ("--grep", "[0-9]"), ("--tail", "3"), ("--json",),
+                        ("--rank", "all", "--since", "1h"), ("--err", "-C", "2")):  # fmt: skip
+            faults.of(f"case {number} {options}", lambda o=options: main_ends_well(*o))
+        capsysbinary.readouterr()
+
+    assert faults.found == []
+
+
+def main_ends_well(*options):
+    if main(["logs", "lm", *options]):
+        raise AssertionError
 
 
 # ---- without -f ---------------------------------------------------------------------------------

@@ -875,6 +875,9 @@ def test_the_table_keeps_its_columns_in_colour(runs, story):
         (("a1", "b1", "a2"), "a[1-2],b1"),
         (("n9", "n10", "n11"), "n[9-11]"),
         (("n08", "n9"), "n9,n08"),
+        (("n" + "9" * 5000, "n1"), "n" + "9" * 5000 + ",n1"),
+        (("n\N{SUPERSCRIPT TWO}", "\N{ARABIC-INDIC DIGIT TWO}"), "n\u00b2,\u0662"),
+        (("12", "13"), "[12-13]"),
     ],
 )
 def test_nodes_are_folded_as_slurm_does(nodes, text):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import gzip
 import io
 import lzma
+import random
 import resource
 import subprocess
 import sys
+import zlib
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +54,98 @@ def test_a_packed_log_that_is_torn_is_read_as_far_as_it_goes(tmp_path):
 
     assert kind is FaultKind.STORAGE_FULL
     assert "ends early" in notes[0]
+
+
+PACKERS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+STORY = "".join(f"step {n}: loss: {n * 7919 % 1000}\n" for n in range(400)) + FULL
+
+
+@pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
+def test_a_packed_log_gives_what_came_wherever_it_is_torn(tmp_path, pack):
+    log, packed = tmp_path / "job.log", pack(STORY.encode())
+    kept, said = [], set()
+    for end in range(len(packed) - 1, 6, -(len(packed) // 40)):
+        log.write_bytes(packed[:end])
+        try:
+            (facts,), notes = scan(inputs([str(log)]))
+        except UsageError as error:
+            kept.append(0)
+            said.add(str(error))
+        else:
+            kept.append(facts.lines)
+            said.update(notes)
+
+    refused = f"{log}: nothing of it can be unpacked (its end is missing)"
+    assert said == {f"{log} ends early: its end is missing", *([refused] if 0 in kept else [])}
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] == STORY.count("\n")
+
+
+def test_a_short_log_whose_check_is_cut_off_is_read_to_its_last_line(tmp_path):
+    log = tmp_path / "short.gz"
+    log.write_bytes(gzip.compress(STORY.encode())[:-6])
+
+    kind, notes = kind_of(log)
+
+    assert kind is FaultKind.STORAGE_FULL
+    assert notes == [f"{log} ends early: its end is missing"]
+
+
+@pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
+@pytest.mark.parametrize(
+    ("behind", "note"),
+    [(b"", []), (b"\0" * 100_000, []), (b"\0\0no log", ["what follows is not packed"])],
+)
+def test_what_stands_behind_a_packed_log_takes_nothing_from_it(tmp_path, pack, behind, note):
+    log = tmp_path / "job.log"
+    log.write_bytes(pack(b"step 1\n") + pack(STORY.encode()) + behind)
+
+    (facts,), notes = scan(inputs([str(log)]))
+
+    assert facts.lines == 1 + STORY.count("\n")
+    assert notes == [f"{log} ends early: {why}" for why in note]
+
+
+def test_a_damaged_place_costs_only_what_lies_behind_it(tmp_path):
+    log = tmp_path / "job.log"
+    text = "".join(f"{n * 2654435761 % 2**32:x}\n" for n in range(40_000))
+    packed = bytearray(gzip.compress(text.encode()))
+    half = len(packed) // 2
+    packed[half : half + 400] = b"\xff" * 400
+    log.write_bytes(packed)
+
+    whole = zlib.decompressobj(wbits=31).decompress(bytes(packed[:half])).count(b"\n")
+
+    (facts,), notes = scan(inputs([str(log)]))
+
+    assert facts.lines > whole - 40
+    assert "ends early: Error -3" in notes[0]
+
+
+def test_no_header_of_a_packed_log_asks_for_more_memory_than_a_log_needs(tmp_path):
+    log = tmp_path / "job.log.xz"
+    large = [{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 1 << 20}]
+    packed = bytearray(lzma.compress(FULL.encode(), check=lzma.CHECK_NONE, filters=large))
+    at = packed.index(b"\x21\x01") + 2
+    packed[at] = 40  # 4 GiB
+    packed[20:24] = zlib.crc32(packed[12:20]).to_bytes(4, "little")
+    log.write_bytes(packed)
+
+    with pytest.raises(UsageError, match=r"nothing of it can be unpacked \(Memory usage limit"):
+        scan(inputs([str(log)]))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_a_packed_log_holds_it_is_read_or_refused(tmp_path, seed):
+    draw, log = random.Random(seed), tmp_path / "job.log"
+    packed = bytearray(draw.choice([*PACKERS.values()])(STORY.encode()))
+    for _ in range(draw.randrange(1, 5)):
+        at = draw.randrange(len(packed))
+        packed[at : at + draw.randrange(9)] = draw.randbytes(draw.randrange(9))
+    log.write_bytes(packed)
+
+    with contextlib.suppress(UsageError):
+        scan(inputs([str(log)]))
 
 
 def test_standard_input_is_read(monkeypatch):

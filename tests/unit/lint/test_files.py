@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from encodings.aliases import aliases
 
 import pytest
 
@@ -48,6 +50,20 @@ def test_a_link_to_itself_is_said_to_be_unreadable(tmp_path):
 def test_what_is_not_there_is_not_found(tmp_path):
     with pytest.raises(NotFound, match="is not there"):
         names(tmp_path / "none.py")
+
+
+@pytest.mark.parametrize("name", sorted({*aliases.values(), *aliases, "undefined", "x" * 5000}))
+def test_a_first_line_may_name_any_encoding(name):
+    raw = f"# -*- coding: {name} -*-\nx = 'a-b'".encode() + b"\xff\xfe+-\\x\n"
+    for text in (raw, raw[:-6] + b"\n", b"\xef\xbb\xbf" + raw):
+        with contextlib.suppress(NotText):
+            assert isinstance(decoded(text), str)
+
+
+@pytest.mark.parametrize("name", ["undefined", "idna", "Punycode", "IDNA"])
+def test_an_encoding_of_no_program_is_named(name):
+    with pytest.raises(NotText, match=rf"(?i)cannot be read: {name} is no encoding of a program"):
+        decoded(f"# coding: {name}\nx = 1\n".encode())
 
 
 def test_a_fifo_does_not_keep_anybody(tmp_path):

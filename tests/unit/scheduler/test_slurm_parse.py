@@ -17,6 +17,7 @@ from hpctrain.scheduler.slurm.jobs import (
     job_starts,
 )
 from hpctrain.scheduler.slurm.parse import (
+    parse_config,
     parse_config_seconds,
     parse_count,
     parse_queue,
@@ -186,6 +187,17 @@ def test_kill_wait_is_read_from_the_config():
 
     assert parse_config_seconds(text, "KillWait") == 8
     assert parse_config_seconds(text, "Wait") is None
+
+
+def test_a_setting_without_a_value_does_not_take_the_next_line_for_it():
+    """A blank of any length could stand for the line's end, too, where one expression read all."""
+    text = "Epilog                  =\nJobDefaults = DefCpuPerGPU=8\nTwo words = x\nEqual = a = b\n"
+
+    assert parse_config(text) == {
+        "Epilog": "",
+        "JobDefaults": "DefCpuPerGPU=8",
+        "Equal": "a = b",
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,142 @@
+"""No text keeps a regular expression busy: time grows with a text's length, not with its square."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+import pytest
+
+from tests.support.hostile_patterns import (
+    Found,
+    TooSlow,
+    modules,
+    patterns_of,
+    patterns_of_data,
+    probes,
+    tried,
+)
+
+ANY = frozenset({"search", "fullmatch"})
+OPEN: dict[tuple[str, str], tuple[str, ...]] = {
+    ("hpctrain.checkpoint.sealed.patterns", "re.fullmatch(_groups(part), name)"): (
+        # the user's own wildcards, on names of files, which have 255 characters at most
+    ),
+    ("hpctrain.cli.logs", "re.compile(text)"): (),  # the user's own, on the user's own terminal
+    ("hpctrain.doctor.sign", "re.compile(self.pattern)"): (),  # held by SIGNS
+    ("hpctrain.engines.pretrained", "re.search(one, name)"): (  # and those of a model's class
+        r"rotary_emb\.inv_freq$",
+        r"(^|\.)position_ids$",
+    ),
+    ("hpctrain.history.progress", "re.fullmatch(pattern, name)"): (),  # see the test of _PEAKS
+    ("hpctrain.lint.check", "re.match(re.escape(path) + ':(\\\\d+): ', str(error))"): (
+        r"/a/config\.toml:(\d+): ",
+    ),
+    (
+        "hpctrain.scheduler.slurm.facts",
+        "re.split(f'^(?={head}=)', text, flags=re.MULTILINE)",
+    ): (r"(?m)^(?=PartitionName=)", r"(?m)^(?=NodeName=)"),
+    ("hpctrain.settings.fields", "re.compile(text)"): (),  # only compiled, not held against a text
+    ("hpctrain.settings.fields", "re.fullmatch(key.pattern, text)"): (),  # the rules of keys
+    ("hpctrain.settings.secrets", "re.sub(whole, HIDDEN, value)"): (r"(?<!\w)s3cret(?!\w)",),
+    ("hpctrain.site.detect", "re.fullmatch(pattern, value)"): (),  # the TOML files' patterns
+    ("hpctrain.site.detect", "re.fullmatch(pattern, line)"): (),
+    ("hpctrain.site.detect", "re.fullmatch(pattern, text)"): (),
+    ("hpctrain.site.environment", "re.fullmatch(when.gpu, versions.gpu)"): (),
+    ("hpctrain.site.sheet", "re.fullmatch(key.keys or '.+', name)"): (".+",),  # and rules of keys
+    ("hpctrain.submit.prepare", "re.compile(re.escape(stem) + '-(\\\\d+)')"): (r"a\-run-(\d+)",),
+}
+"""Calls whose pattern is made as the program runs, each with such patterns as it makes."""
+
+
+def slow(found: list[Found]) -> list[str]:
+    """Those that some text keeps busy."""
+    faults = []
+    for pattern in dict.fromkeys(found):
+        for text in probes(pattern):
+            try:
+                tried(pattern, text)
+            except TooSlow:
+                faults.append(f"{pattern.place}: {pattern.pattern!r} at {text[:80]!r}...")
+                break
+    return faults
+
+
+@pytest.mark.parametrize("module", modules())
+def test_no_text_keeps_a_pattern_busy(module):
+    found, open_calls = patterns_of(module)
+
+    assert {(module, call) for call in open_calls} == {at for at in OPEN if at[0] == module}
+    made = [
+        Found(pattern, 0, ANY, f"{module}: {call}")
+        for (name, call), examples in OPEN.items()
+        if name == module
+        for pattern in examples
+    ]
+    # What another module made is held against texts there.
+    own = [one for one in found if one.place.startswith(module)]
+    assert slow([*own, *made]) == []
+
+
+def test_no_text_keeps_a_pattern_of_the_presets_busy():
+    from hpctrain.site import schema
+
+    names = {
+        field.name
+        for thing in vars(schema).values()
+        if dataclasses.is_dataclass(thing)
+        for field in dataclasses.fields(thing)
+        if getattr(field.metadata.get("key"), "regex", False)
+    }
+    found = patterns_of_data(names)
+
+    assert names >= {"hostname", "gpu"}
+    assert len(found) > 10
+    assert slow(found) == []
+
+
+def test_no_name_of_a_gpu_keeps_the_table_of_peaks_busy():
+    from hpctrain.history import progress
+
+    table = [Found(name, 0, frozenset({"fullmatch"}), name) for name, _ in progress._PEAKS]
+
+    assert slow(table) == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "methods"),
+    [
+        (r"(\w+)*!", {"match"}),  # ways grow by powers of two
+        (r"^\s*(\w+): (?=\[?\w+[\w.-]*:?\d*:?\d* ?\[)", {"match"}),  # doctor's, once
+        (r"\d+ GiB", {"search"}),  # from each digit to the end
+        (r"x\d+.*y$", {"match"}),
+        (rb"[\w./-]*[lL]$", {"search"}),
+    ],
+)
+def test_a_pattern_that_can_be_kept_busy_is_found(pattern, methods):
+    assert slow([Found(pattern, 0, frozenset(methods), "here")])
+
+
+def test_patterns_are_found_wherever_they_stand(tmp_path, monkeypatch):
+    (tmp_path / "sample_of_patterns.py").write_text(
+        "import re\n"
+        "from dataclasses import dataclass\n"
+        "_PLAIN = re.compile('plain')\n"
+        "_LIST = [(1, re.compile(text)) for text in ('one', 'two')]\n"
+        "@dataclass\n"
+        "class SampleSign:\n"
+        "    compiled: re.Pattern\n"
+        "SIGNS = {'x': SampleSign(re.compile('inside'))}\n"
+        "def f(text, made):\n"
+        "    if re.fullmatch('inline', text, re.IGNORECASE):\n"
+        "        return re.sub(made, '', _PLAIN.search(text)[0])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+
+    found, open_calls = patterns_of("sample_of_patterns")
+
+    texts = {one.pattern for one in found}
+    assert texts == {"plain", "one", "two", "inside", "inline"}
+    assert open_calls == ["re.sub(made, '', _PLAIN.search(text)[0])"]
+    assert {one.flags & 2 for one in found if one.pattern == "inline"} == {2}
