@@ -45,7 +45,7 @@ from hpctrain.plan.decide import (
 from hpctrain.run import event_types as kinds
 from hpctrain.run import events as ledger
 from hpctrain.run.event_fields import count, member
-from hpctrain.run.fence import read_fence, start_without_ranks, take_attempt
+from hpctrain.run.fence import IMPORT, read_fence, start_without_ranks, take_attempt
 from hpctrain.run.heartbeat import read_heartbeat
 from hpctrain.run.ownership import job_spec
 
@@ -300,7 +300,7 @@ class AttemptEnding:
         Its node died, or it was killed; or it wrote what it thought, and accounting knows better.
         """
         fence = read_fence(self._run)
-        if fence is None:
+        if fence is None or fence.job_id.startswith(IMPORT):
             return
         self._look(0)
         guess = self._end.last(kinds.AttemptEnded, fence.number)

@@ -46,6 +46,7 @@ Examples:
   hpctrain submit --nodes 4 --gpus-per-node 8 --engine fsdp2 --mesh tp=8,pp=2
   hpctrain submit --nodes 4 --wait                      look on until the first step is done
   hpctrain submit --nodes 4 --gpus-per-node 8 --profile steps=100:103,ranks=0,7
+  hpctrain submit --from lm-3@4000 --without data -- train.py   weights and optimizer of another run
   hpctrain submit --after prepare --nodes 4 -- train.py begins when the run `prepare` is done
   hpctrain submit --nodes 4 --then 'export.py --to hub' -- train.py
   hpctrain submit --cluster local --nodes 2 --ranks-per-node 2 --name try-1
@@ -96,6 +97,21 @@ Examples:
     "--snapshot/--no-snapshot",
     default=None,
     help="Run a copy of the script's git-tracked files.  [default: yes, up to 64 MB]",
+)
+@click.option(
+    "--from",
+    "begin",
+    metavar="RUN[@STEP]",
+    default="",
+    help="Begin with another run's checkpoint, the newest by default: weights, optimizer, place in "
+    "the data.",
+)
+@click.option(
+    "--without",
+    multiple=True,
+    type=click.Choice(["optimizer", "data"]),
+    help="What of --from begins anew: the optimizer with schedulers, or the data and the count of "
+    "steps.",
 )
 @click.option(
     "--after",
@@ -150,7 +166,14 @@ def command(
         **flags,
     )
     if dry_run:
-        _show(prepare(request), request, as_json=as_json)
+        prepared = prepare(request)
+        if request.begin or request.without:
+            from hpctrain.submit.launch import begin_of
+
+            begin = begin_of(request)
+            if begin is not None:
+                prepared.notes.append(f"begins with {begin.line}")
+        _show(prepared, request, as_json=as_json)
         return 0
     from hpctrain.cli.progress import progress
     from hpctrain.submit.launch import submit_run
@@ -222,6 +245,7 @@ def _report(submitted: SubmittedRun, *, wait: bool, as_json: bool) -> int:
     for note in submitted.notes:
         echo_warning(note)
     rows = [("run", str(run.root)), ("job", _job_text(prepared, job_id))]
+    rows += [("from", submitted.begins_with)] if submitted.begins_with else []
     if prepared.awaited:
         rows.append(("after", _awaited_text(prepared)))
     rows += [("then", _then_text(*one)) for one in submitted.following.items()]
@@ -291,6 +315,7 @@ def _facts(submitted: SubmittedRun, following: list[str]) -> dict[str, Any]:
         "site": spec.site,
         "nodes": spec.settings.slurm.nodes,
         "spares": spec.settings.alive.spares,
+        "from": submitted.begins_with or None,
         "meshes": {nodes: mesh.as_dict() for nodes, mesh in prepared.meshes.items()},
         "snapshot": asdict(spec.snapshot) if spec.snapshot else None,
         "dropped_env": spec.dropped_env,

@@ -40,6 +40,10 @@ START_TRIES = 4
 """A start waits for the lock so many times as long: the other agents wait for it for 10 minutes."""
 
 
+IMPORT = "import-"
+"""Begins the job's name of one that has trained nothing: it has imported a checkpoint."""
+
+
 @dataclass(frozen=True)
 class Attempt:
     """The right to write into a run, until a newer attempt takes it."""

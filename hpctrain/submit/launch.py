@@ -14,6 +14,7 @@ tests/slurm/test_node_check.py hold the promises.
 from __future__ import annotations
 
 import secrets
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from hpctrain.scheduler.base import Cluster
     from hpctrain.settings.spec import Spec
     from hpctrain.submit.after import Awaited
+    from hpctrain.submit.begin_from import BeginFrom
     from hpctrain.submit.environment_archive import ShowProgress
     from hpctrain.submit.prepare import Prepared, SubmitRequest
 
@@ -59,6 +61,7 @@ class SubmittedRun:
         job_id: Of its job; None where none was to be started.
         notes: What the user should know.
         following: Name and job of each run that is to follow; None for a job that is not there.
+        begins_with: What it has of another run, in a line; "" for nothing.
     """
 
     prepared: Prepared
@@ -66,6 +69,7 @@ class SubmittedRun:
     job_id: str | None
     notes: list[str]
     following: Mapping[str, str | None] = field(default_factory=dict)
+    begins_with: str = ""
 
 
 def submit_run(
@@ -86,6 +90,7 @@ def submit_run(
     from hpctrain.submit.prepare import discard_run, make_run, prepare
     from hpctrain.submit.snapshot import plan_snapshot
 
+    begin = begin_of(request)
     prepared = prepare(request)
     spec = prepared.spec
     copy = plan_snapshot(spec.entry, spec.settings.run.snapshot)
@@ -95,6 +100,9 @@ def submit_run(
 
         notes += live_notes(spec, copy.checkout)
     run = make_run(prepared, copy.checkout)
+    begins_with = begin.line if begin is not None else ""
+    if begin is not None:
+        _copy_checkpoint(run, prepared, begin, progress)
     following = _make_following(prepared, run)
     if not start:
         if spec.after:
@@ -103,7 +111,8 @@ def submit_run(
             note_follower(run, spec.after)
         staging = _staging(run, spec, notes, progress)
         _write_staging(run, staging)  # for a batch script of the user's own
-        return SubmittedRun(prepared, run, None, notes, {one.name: None for one, _ in following})
+        none = {one.name: None for one, _ in following}
+        return SubmittedRun(prepared, run, None, notes, none, begins_with)
     bad = kept_out(run, spec, request.environ)
     notes += kept_out_notes(bad)
     try:
@@ -116,7 +125,43 @@ def submit_run(
         discard_run(run, prepared.new_parent)
         raise
     jobs = {one.name: _launch_follower(one, its, list(bad), notes) for one, its in following}
-    return SubmittedRun(prepared, run, job_id, notes, jobs)
+    return SubmittedRun(prepared, run, job_id, notes, jobs, begins_with)
+
+
+def begin_of(request: SubmitRequest) -> BeginFrom | None:
+    """The checkpoint of another run that a new one is to begin with; see `begin_from`.
+
+    Raises:
+        UsageError: what is to be left out is not what something is taken from.
+    """
+    if not request.begin:
+        if request.without:
+            raise UsageError(
+                "--without says what of --from RUN is left out, and there is no --from"
+            )
+        return None
+    from hpctrain.submit.begin_from import begin_from
+
+    return begin_from(request.begin, request.without, runs=request.cwd / request.runs)
+
+
+def _copy_checkpoint(
+    run: RunDir, prepared: Prepared, begin: BeginFrom, progress: ShowProgress | None
+) -> None:
+    """Copy it into the run; on an error nothing stays of either."""
+    from hpctrain.submit.begin_from import copy_into
+    from hpctrain.submit.prepare import discard_run
+
+    nbytes = sum(tensor.nbytes for tensor in begin.tensors())
+    show = (
+        progress("copying the checkpoint", 2 * nbytes) if progress else nullcontext(lambda _: None)
+    )
+    try:
+        with show as on_bytes:
+            copy_into(run, prepared.spec, begin, on_bytes)
+    except BaseException:  # also Ctrl-C
+        discard_run(run, prepared.new_parent)
+        raise
 
 
 def _launch_follower(

@@ -130,6 +130,10 @@ class SubmitRequest:
     sets: Sequence[str] = ()
     env: Sequence[str] = ()
     snapshot: bool | None = None
+    begin: str = ""
+    """RUN[@STEP]: the checkpoint of another run that this one begins with."""
+    without: Sequence[str] = ()
+    """What of it is left out."""
     after: Sequence[str] = ()
     """Runs that must be done before this one begins, as users name runs."""
     then: Sequence[str] = ()

@@ -24,7 +24,7 @@ from hpctrain.checkpoint.store import commit, find
 from hpctrain.errors import CheckpointError
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import CheckpointImported
-from hpctrain.run.fence import take_attempt
+from hpctrain.run.fence import IMPORT, take_attempt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -98,7 +98,7 @@ def write(
     if problem:
         raise CheckpointError(problem)
     with _errors_named(run):
-        attempt = take_attempt(run, job_id=f"import-{os.getpid()}", restarts=0)
+        attempt = take_attempt(run, job_id=f"{IMPORT}{os.getpid()}", restarts=0)
         staged = commit.stage(run, step, attempt)
     try:
         with _errors_named(run):
@@ -116,7 +116,7 @@ def write(
     imported = CheckpointImported(
         step=step, bytes=nbytes, kind_of_source=contents.kind, source=str(contents.source)
     )
-    ledger.append(run, imported, attempt=attempt.number)
+    ledger.append(run, imported)  # of no attempt: nothing was trained
     return Imported(path, len(tensors), nbytes, verified)
 
 
