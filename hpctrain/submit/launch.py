@@ -100,15 +100,10 @@ def submit_run(
 
         notes += live_notes(spec, copy.checkout)
     run = make_run(prepared, copy.checkout)
-    begins_with = begin.line if begin is not None else ""
-    if begin is not None:
-        _copy_checkpoint(run, prepared, begin, progress)
+    begins_with = _copy_checkpoint(run, prepared, begin, progress) if begin else ""
     following = _make_following(prepared, run)
     if not start:
-        if spec.after:
-            from hpctrain.submit.after import note_follower
-
-            note_follower(run, spec.after)
+        _note_follower(run, spec)
         staging = _staging(run, spec, notes, progress)
         _write_staging(run, staging)  # for a batch script of the user's own
         none = {one.name: None for one, _ in following}
@@ -116,7 +111,7 @@ def submit_run(
     bad = kept_out(run, spec, request.environ)
     notes += kept_out_notes(bad)
     try:
-        job_id = launch(run, spec, by="submit", exclude=list(bad), notes=notes, progress=progress)
+        job_id = launch(run, spec, by="submit", exclude=[*bad], notes=notes, progress=progress)
     except ClusterUnreachable:
         raise
     except (ChecksFailed, ClusterError, NotFound, UsageError):
@@ -126,6 +121,14 @@ def submit_run(
         raise
     jobs = {one.name: _launch_follower(one, its, list(bad), notes) for one, its in following}
     return SubmittedRun(prepared, run, job_id, notes, jobs, begins_with)
+
+
+def _note_follower(run: RunDir, spec: Spec) -> None:
+    """Tell the runs that must be done before this one that it waits for them."""
+    if spec.after:
+        from hpctrain.submit.after import note_follower
+
+        note_follower(run, spec.after)
 
 
 def begin_of(request: SubmitRequest) -> BeginFrom | None:
@@ -147,8 +150,8 @@ def begin_of(request: SubmitRequest) -> BeginFrom | None:
 
 def _copy_checkpoint(
     run: RunDir, prepared: Prepared, begin: BeginFrom, progress: ShowProgress | None
-) -> None:
-    """Copy it into the run; on an error nothing stays of either."""
+) -> str:
+    """Copy it into the run, and say what was taken; on an error nothing stays of either."""
     from hpctrain.submit.begin_from import copy_into
     from hpctrain.submit.prepare import discard_run
 
@@ -162,6 +165,7 @@ def _copy_checkpoint(
     except BaseException:  # also Ctrl-C
         discard_run(run, prepared.new_parent)
         raise
+    return begin.line
 
 
 def _launch_follower(
