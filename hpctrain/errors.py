@@ -101,8 +101,8 @@ class NotWritten(CheckpointError):
     """The file system did not take a checkpoint: no room, or a fault; it may the next time."""
 
 
-class NewerFormat(CheckpointError):
-    """A checkpoint that a newer hpctrain has written: neither damaged, nor to be passed over."""
+class OtherFormat(CheckpointError):
+    """A checkpoint in another version's format: neither damaged, nor to be passed over."""
 
 
 class NoCheckpoint(CheckpointError):

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT = 3
-"""2: has `preset`, and `env` without the site's part. 3: has `chosen`. All are read."""
-_CHOSEN_BEFORE_3 = ("chosen from ", "default, lowered to ")
-"""How the origin of a value began that submit had chosen."""
+"""Lower numbers are hpctrain 0.1.0's."""
 
 
 @dataclass
@@ -53,7 +51,7 @@ class Snapshot:
     files: int
     size_bytes: int
     root: str = ""
-    """The checkout that was copied; "" in specs of older versions."""
+    """The checkout that was copied."""
 
 
 @dataclass
@@ -95,7 +93,7 @@ class Spec:
     """The interpreter that the job uses."""
     preset: dict[str, Any] | None = None
     """The site's preset as it was at submit (`Site.as_plain`), which holds in jobs and at a resume
-    whatever the files say by then; None without a site, and in specs of older versions."""
+    whatever the files say by then; None without a site."""
     unlocked: list[str] = field(default_factory=list)
     """Locked keys of the preset that the user changed with --allow-locked."""
     beside: dict[str, Entry] = field(default_factory=dict)
@@ -133,7 +131,7 @@ def load_spec(path: Path) -> Spec:
     """Read spec.json.
 
     Raises:
-        NotFound: there is none, or it is of a newer format than this version knows.
+        NotFound: there is none, or it has the format of another version.
         UsageError: it is no spec: torn, or written by something else.
     """
     try:
@@ -151,7 +149,7 @@ def parse_spec(text: str | bytes, path: Path) -> Spec:
         path: Where it lies, for messages.
 
     Raises:
-        NotFound: it is of a newer format than this version knows.
+        NotFound: it has the format of another version.
         UsageError: it is no spec: torn, or written by something else.
     """
     try:
@@ -161,16 +159,17 @@ def parse_spec(text: str | bytes, path: Path) -> Spec:
                 f"{path} has format {raw['format']}, this hpctrain reads up to {FORMAT}; "
                 "use a newer hpctrain"
             )
+        if raw["format"] < FORMAT:
+            raise NotFound(
+                f"{path} has format {raw['format']}, this hpctrain reads format {FORMAT} alone; "
+                "hpctrain 0.1.0 shows and resumes this run"
+            )
         raw["entry"] = Entry(**raw["entry"])
         raw["snapshot"] = Snapshot(**raw["snapshot"]) if raw["snapshot"] else None
         raw["beside"] = {at: Entry(**entry) for at, entry in raw.get("beside", {}).items()}
         raw["evaluates"] = Evaluates(**raw["evaluates"]) if raw.get("evaluates") else None
         given = raw["settings"]
         raw["settings"] = make(Settings, {name: given.get(name, {}) for name in sections()})
-        if raw["format"] < FORMAT:
-            origins = raw.get("origins", {}).items()
-            raw["chosen"] = [path for path, why in origins if why.startswith(_CHOSEN_BEFORE_3)]
-            raw["format"] = FORMAT
         return Spec(**raw)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"

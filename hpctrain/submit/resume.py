@@ -54,7 +54,7 @@ def plan_resume(
         NoCheckpoint: the step that was asked for has no whole checkpoint; or the run has saved and
             there is none at all.
         FileSystemFault: nobody can say which checkpoint would be loaded.
-        NewerFormat: a newer hpctrain has written it.
+        OtherFormat: it has a format of another hpctrain.
         UsageError: the run is done, or some number of nodes has no mesh.
     """
     events = ledger.read(run)

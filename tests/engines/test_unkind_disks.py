@@ -148,15 +148,16 @@ def test_a_file_that_one_node_does_not_see_is_not_damaged(root, name):
     assert untouched(root)
 
 
-def test_a_newer_format_is_refused_and_neither_passed_over_nor_moved(root):
+@pytest.mark.parametrize(("number", "why"), [(5, "reads up to 4"), (2, "hpctrain 0.1.0 can")])
+def test_another_format_is_refused_and_neither_passed_over_nor_moved(root, number, why):
     path = find.step_path(RunDir(root), NEW) / MANIFEST_NAME
-    path.write_text('{"format": 5, "something": "else"}\n')
+    path.write_text(f'{{"format": {number}, "something": "else"}}\n')
     before = sorted(one.name for one in RunDir(root).checkpoints.iterdir())
 
     for (answer,) in launch(load_rank, 2, root=root, cases=[""]):
-        assert answer["error"] == "NewerFormat"
-        assert "format 5" in answer["why"]
-        assert "reads up to 4" in answer["why"]
+        assert answer["error"] == "OtherFormat"
+        assert f"format {number}" in answer["why"]
+        assert why in answer["why"]
     assert sorted(one.name for one in RunDir(root).checkpoints.iterdir()) == before
 
 

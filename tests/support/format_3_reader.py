@@ -12,11 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from tests.support.format_2_reader import WORDS
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+WORDS: dict[str, str] = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1",
+    "C64": "<c8", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U64": "<u8", "U32": "<u4",
+    "U16": "<u2", "U8": "u1", "BOOL": "?",
+}  # fmt: skip
+"""BF16 and the two of 8 bits stay the bits that they are."""
 
 
 def tensors_of(directory: Path) -> dict[str, np.ndarray]:

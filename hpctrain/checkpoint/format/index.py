@@ -29,7 +29,6 @@ import numpy as np
 from hpctrain.checkpoint.format.manifest import MOST_ELEMENTS, TABLE_NAME
 from hpctrain.checkpoint.format.shard import DTYPES, proof_bytes
 from hpctrain.checkpoint.format.table import (
-    SHOWN,
     ChunkTable,
     decode_columns,
     elements,
@@ -53,6 +52,7 @@ COLUMNS = (
     "pieces", "files", "numbers", "tensor", "own", "dims", "flat",
     "extent", "unit", "source", "file", "head", "number",
 )  # fmt: skip
+SHOWN = 3
 FEW = 64
 """Files of a layout, of which all are taken rather than looked for."""
 

@@ -41,7 +41,7 @@ from hpctrain.base import clock
 from hpctrain.base.files import open_plain, read_plain
 from hpctrain.checkpoint.format import packing
 from hpctrain.checkpoint.format.patience import proves_absence
-from hpctrain.errors import CheckpointError, FileSystemFault, NewerFormat, TornCheckpoint
+from hpctrain.errors import CheckpointError, FileSystemFault, OtherFormat, TornCheckpoint
 from hpctrain.testing import points
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ NEWEST = 4
 """Is written only where a checkpoint needs it, so that an older hpctrain reads the others: it has
 types in `extra` and `data` and dtypes that an older one would take for something else."""
 OLDEST = 2
-"""Is read, and never written; what came before was never released."""
+"""That of hpctrain 0.1.0; what came before was never released."""
 KIND = "__hpctrain__"
 """The key of a form in `extra` and `data` that came with format 4: docs/checkpoint-format.md."""
 SAFETENSORS = frozenset(
@@ -431,13 +431,13 @@ def load(path: Path) -> Manifest:
 
     Raises:
         TornCheckpoint: missing, cut or damaged; the message is the reason alone.
-        NewerFormat: a newer hpctrain has written it.
+        OtherFormat: it has a format of another hpctrain.
         FileSystemFault: it cannot be read, and nobody knows what is in it.
     """
     try:
         return parse(_read(path))
-    except NewerFormat as error:
-        raise NewerFormat(f"{path.parent.name}: {error}") from None
+    except OtherFormat as error:
+        raise OtherFormat(f"{path.parent.name}: {error}") from None
 
 
 def parse(content: bytes) -> Manifest:
@@ -445,26 +445,18 @@ def parse(content: bytes) -> Manifest:
 
     Raises:
         TornCheckpoint: see `load`.
-        NewerFormat: see `load`.
+        OtherFormat: see `load`.
     """
     raw = _parsed(content)
     version = raw.get("format")
-    if not isinstance(version, int) or version < 1:
+    if not isinstance(version, int) or version < OLDEST:
         raise TornCheckpoint(f"manifest has format {version!r}, which no hpctrain writes")
-    if version < OLDEST:
-        raise TornCheckpoint(
-            f"manifest has format {version}, which was never released; read it with "
-            "`hpctrain checkpoints import`"
-        )
     end = len(content) - len(_seal(bytes_digest(b"")))
     is_proved = content[end:] == _seal(bytes_digest(content[:end]))
     is_sealed = content[end:] == _seal(str(raw.get("self_digest")))
-    # One flipped bit makes a 3 of a 2: a seal that does not hold comes before the number.
-    if version > NEWEST and (is_proved or not is_sealed):
-        raise NewerFormat(
-            f"manifest has format {version}, this hpctrain reads up to {NEWEST}; use a newer "
-            "hpctrain"
-        )
+    # One flipped bit makes a 2 of a 3: a seal that does not hold comes before the number.
+    if not FORMAT <= version <= NEWEST and (is_proved or not is_sealed):
+        raise OtherFormat(f"manifest has format {version}, {_who_reads(version)}")
     if is_proved:
         return _built(raw)
     if is_sealed:
@@ -472,6 +464,15 @@ def parse(content: bytes) -> Manifest:
     if not content.endswith(b"}\n"):
         raise TornCheckpoint(f"manifest is cut: it ends after {len(content):,} bytes")
     raise TornCheckpoint("manifest's bytes are not as they were written")
+
+
+def _who_reads(version: int) -> str:
+    if version > NEWEST:
+        return f"this hpctrain reads up to {NEWEST}; use a newer hpctrain"
+    return (
+        "which hpctrain 0.1.0 can read and this one cannot: `hpctrain checkpoints export` of 0.1.0 "
+        "writes what `hpctrain checkpoints import` of this one reads"
+    )
 
 
 def _read(path: Path) -> bytes:
@@ -602,11 +603,9 @@ def _has_kind(form: Any) -> bool:
 
 
 def _packed(manifest: Manifest) -> dict[str, Any]:
-    """Files and tensors in as few bytes as their number asks for; lists in format 2."""
+    """Files and tensors in as few bytes as their number asks for."""
     files = [(entry.name, entry.size, entry.digest) for entry in manifest.files]
     tensors = [(entry.name, entry.text) for entry in manifest.tensors]
-    if manifest.format < FORMAT:
-        return {"files": [vars(entry) for entry in manifest.files], "tensors": dict(tensors)}
     packed = packing.pack_files(files, BLOCKS_PREFIX)
     written, own = packing.pack_tensors(tensors)
     raw = {"files": packed or [vars(entry) for entry in manifest.files], "tensors": dict(written)}

@@ -26,8 +26,7 @@ from hpctrain.base.files import plain_descriptor
 from hpctrain.checkpoint.format import index as indices
 from hpctrain.checkpoint.format import table as tables
 from hpctrain.checkpoint.format.geometry import Region, overlap
-from hpctrain.checkpoint.format.index import ChunkIndex, SelectedTable
-from hpctrain.checkpoint.format.manifest import FORMAT, PREFIX, block_digest
+from hpctrain.checkpoint.format.manifest import PREFIX, block_digest
 from hpctrain.checkpoint.format.patience import Patience, proves_absence
 from hpctrain.checkpoint.format.shard import DIGEST_BYTES, DTYPES, proof_bytes, proof_digest
 from hpctrain.errors import CheckpointError, FileSystemFault, IncompleteCheckpoint, TornCheckpoint
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hpctrain.checkpoint.format.geometry import Grid, Overlap
+    from hpctrain.checkpoint.format.index import ChunkIndex, SelectedTable
     from hpctrain.checkpoint.format.manifest import Manifest, TensorEntry
     from hpctrain.checkpoint.format.shard import ShardPiece
     from hpctrain.checkpoint.format.table import ChunkTable
@@ -250,8 +250,8 @@ class ReadWindow(NamedTuple):
     content: list[BlockRun] | Scattered
 
 
-def open_chunks(path: Path, manifest: Manifest) -> ChunkTable | ChunkIndex:
-    """Where the chunks of a checkpoint lie, as its format says it.
+def open_chunks(path: Path, manifest: Manifest) -> ChunkIndex:
+    """Where the chunks of a checkpoint lie.
 
     Args:
         path: The checkpoint's directory.
@@ -261,9 +261,7 @@ def open_chunks(path: Path, manifest: Manifest) -> ChunkTable | ChunkIndex:
         TornCheckpoint: missing, damaged, or at odds with the manifest; the message is the reason.
         FileSystemFault: it cannot be read, and nobody knows what is in it.
     """
-    content = tables.read_file(path, manifest)
-    parse = indices.parse if manifest.format >= FORMAT else tables.parse
-    return parse(content, manifest)
+    return indices.parse(tables.read_file(path, manifest), manifest)
 
 
 def whole_table(path: Path, manifest: Manifest, patience: Patience | None = None) -> ChunkTable:
@@ -282,10 +280,10 @@ class Proofs:
     Several threads use one.
     """
 
-    def __init__(self, manifest: Manifest, table: ChunkTable) -> None:
+    def __init__(self, manifest: Manifest, table: SelectedTable) -> None:
         self._manifest = manifest
         self._table = table
-        self._left = {*table.file.tolist()} if isinstance(table, SelectedTable) else set[int]()
+        self._left = {*table.file.tolist()}
         self._lock = Lock()
 
     def need(self, files: ChunkFiles, number: int) -> int:
@@ -297,13 +295,14 @@ class Proofs:
             FileSystemFault: it cannot be read; that proves no damage.
         """
         with self._lock:
-            if number not in self._left or not isinstance(self._table, SelectedTable):
+            if number not in self._left:
                 return 0
-            count = self._fill(files, number, self._table)
+            count = self._fill(files, number)
             self._left.remove(number)
             return count
 
-    def _fill(self, files: ChunkFiles, number: int, table: SelectedTable) -> int:
+    def _fill(self, files: ChunkFiles, number: int) -> int:
+        table = self._table
         low, high = table.rows_in(number)
         entry = self._manifest.files[number]
         content = bytearray(proof_bytes(int(table.file_blocks[low])))
@@ -329,7 +328,7 @@ class CheckpointSource:
         self,
         path: Path,
         manifest: Manifest,
-        chunks: ChunkTable | ChunkIndex,
+        chunks: ChunkIndex,
         patience: Patience | None = None,
         descriptor: Callable[[Path], int] = plain_descriptor,
     ) -> None:
@@ -367,9 +366,9 @@ class CheckpointSource:
         return cls(path, manifest, patience(lambda: open_chunks(path, manifest)), patience)
 
     @cached_property
-    def rows(self) -> ChunkTable:
-        """All chunks; the digests of their blocks are there if the format is 2."""
-        return self._chunks.whole() if isinstance(self._chunks, ChunkIndex) else self._chunks
+    def rows(self) -> SelectedTable:
+        """All chunks, without the digests of their blocks."""
+        return self._chunks.whole()
 
     @cached_property
     def table(self) -> ChunkTable:
@@ -490,14 +489,13 @@ class CheckpointSource:
         # Not memoryview.cast, which knows neither complex numbers nor empty arrays.
         return np.frombuffer(whole, np.uint8).data if nbytes else memoryview(b"")
 
-    def _overlap(self, targets: Sequence[Target]) -> tuple[ChunkTable, Overlap]:
+    def _overlap(self, targets: Sequence[Target]) -> tuple[SelectedTable, Overlap]:
         regions = [
             Region(piece.shape, piece.begin, piece.extent, piece.flat, DTYPES[piece.dtype])
             for piece in (target.piece for target in targets)
         ]
         numbers = np.array([self._numbers[target.piece.name] for target in targets], np.int64)
-        chunks = self._chunks
-        table = chunks.select(regions, numbers) if isinstance(chunks, ChunkIndex) else chunks
+        table = self._chunks.select(regions, numbers)
         return table, overlap(table, regions, numbers)
 
 

@@ -2,13 +2,11 @@
 
 Integer columns instead of JSON rows or pickled plans: half a million chunks are read in hundredths
 of a second. On disk it is a safetensors file of 1-D columns, each in the narrowest type that holds
-it, under another suffix than the shards', so that nobody takes it for weights. In format 2 these
-are the rows themselves (`parse`); what is written now is in `index.py`.
+it, under another suffix than the shards', so that nobody takes it for weights: `index.py` knows
+which. `read_file` reads it and proves it by the manifest's digest; `tiles` tells whether chunks lie
+beside each other.
 
-`read_file` reads a table and proves it by the manifest's digest; `require_cover` checks that every
-element of every tensor is there once.
-
-The promises are held by tests/unit/checkpoint/test_table.py; the format itself by test_format.py,
+The promises are held by tests/unit/checkpoint/test_table.py; the format itself by test_format_3.py,
 and docs/checkpoint-format.md describes it.
 """
 
@@ -41,13 +39,11 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.format.manifest import Manifest
 
-COLUMNS = ("tensor", "file", "offset", "dims", "flat", "begin", "extent", "digests")
 NARROW: dict[str, Any] = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64}
 LARGEST = 2**62
 """No number of a table comes near it, so sums of two do not run over."""
 KINDS = list(DTYPES)
 ITEMSIZES = np.array(list(DTYPES.values()), np.int64)
-SHOWN = 3
 MOST_CELLS = 1 << 22
 """Of the grid in which boxes are painted: 32 MiB."""
 
@@ -183,30 +179,6 @@ def read_file(path: Path, manifest: Manifest) -> bytes:
     return content
 
 
-def parse(content: bytes, manifest: Manifest) -> ChunkTable:
-    """The table that these bytes of a checkpoint of format 2 hold, checked against the manifest.
-
-    Raises:
-        TornCheckpoint: it is not a table, or names what the manifest does not.
-    """
-    with not_a_table():
-        columns = decode_columns(content, COLUMNS)
-        digests = columns.pop("digests")
-        whole = {name: column.astype(np.int64) for name, column in columns.items()}
-        sizes = np.array([DTYPES[entry.dtype] for entry in manifest.tensors], np.int64)
-        itemsize = sizes[whole["tensor"]] if len(whole["tensor"]) else whole["tensor"]
-    table = ChunkTable(
-        **whole,
-        digests=digests.astype(np.uint64),
-        itemsize=itemsize,
-        block_bytes=manifest.block_bytes,
-    )
-    problem = next(_problems(table, manifest), None)
-    if problem:
-        raise TornCheckpoint(f"{TABLE_NAME} {problem}")
-    return table
-
-
 @contextlib.contextmanager
 def not_a_table() -> Iterator[None]:
     """What goes wrong in here with bytes of somebody's is said of the file.
@@ -297,95 +269,9 @@ def starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return begins
 
 
-def misplaced(tensors: Sequence[TensorEntry], table: ChunkTable) -> int | None:
-    """The number of a tensor with a chunk that is no part of its shape; None if there is none."""
-    ranks = np.array([len(entry.shape) for entry in tensors], np.int64)
-    is_flat = table.flat == 1
-    own = ranks[table.tensor]
-    odd = np.flatnonzero((table.flat > 1) | (table.dims != np.where(is_flat, 1, own)))
-    if len(odd):
-        return int(table.tensor[odd[0]])
-    # Of each tensor its sizes, which bound boxes, and behind them their product, for flat ranges.
-    bounds = [(*entry.shape, math.prod(entry.shape)) for entry in tensors]
-    bound = np.array([size for sizes in bounds for size in sizes], np.int64)
-    first = starts(ranks + 1)[table.tensor] + np.where(is_flat, own, 0)
-    pairs = np.arange(len(table.begin))
-    limit = bound[np.repeat(first - table.first_dim[:-1], table.dims) + pairs]
-    outside = np.flatnonzero((table.extent > limit) | (table.begin > limit - table.extent))
-    if not len(outside):
-        return None
-    row = np.searchsorted(table.first_dim, outside[0], "right") - 1
-    return int(table.tensor[row])
-
-
 def _narrowest(column: NDArray[Any]) -> str:
     largest = int(column.max()) if len(column) else 0
     return next(kind for kind, dtype in NARROW.items() if largest <= np.iinfo(dtype).max)
-
-
-def _problems(table: ChunkTable, manifest: Manifest) -> Iterator[str]:
-    """What is at odds in a table; its bytes are as written, so this finds a writer's mistake.
-
-    Each check relies on those before it: take the first only.
-    """
-    rows, pairs = len(table), int(table.dims.sum())
-    if {len(table.file), len(table.offset), len(table.dims), len(table.flat)} != {rows}:
-        yield "has columns of different lengths"
-    if len(table.begin) != pairs or len(table.extent) != pairs:
-        yield f"has {len(table.begin)} pairs of begin and extent, its rows need {pairs}"
-    outside = misplaced(manifest.tensors, table)
-    if outside is not None:
-        yield f"names a chunk outside of {manifest.tensors[outside].name}"
-    if len(table.digests) != table.first_block[-1]:
-        yield f"has {len(table.digests)} digests, its chunks have {table.first_block[-1]} blocks"
-    if not rows:
-        return
-    if table.file.max() >= len(manifest.files):
-        yield f"names file {table.file.max()} of {len(manifest.files)}"
-    sizes = np.array([entry.size for entry in manifest.files], np.int64)[table.file]
-    if (table.offset > sizes - table.nbytes).any():
-        yield "names a chunk behind the end of its file"
-    # A shard's digest is over all blocks in file order: in a hole, no byte would be proved.
-    ends = table.offset + table.nbytes
-    following = np.append(
-        np.where(np.diff(table.file) == 0, table.offset[1:], sizes[:-1]), sizes[-1]
-    )
-    if (np.diff(table.file) < 0).any() or (ends != following).any():
-        yield "has chunks that do not lie one behind the other in their file"
-
-
-def require_cover(tensors: Sequence[TensorEntry], table: ChunkTable) -> None:
-    """Every element of every tensor lies in exactly one chunk.
-
-    A region that no chunk covers would stay as it was at a load, without an error.
-
-    Raises:
-        CheckpointError: which tensor, and whether too much or too little of it is there.
-    """
-    outside = misplaced(tensors, table)
-    if outside is not None:
-        raise CheckpointError(
-            f"the ranks' parts of {tensors[outside].name} reach out of its shape, "
-            f"{tensors[outside].text}"
-        )
-    wanted = numels(tensors)
-    got = np.bincount(
-        table.tensor, weights=elements(table.dims, table.extent), minlength=len(tensors)
-    ).astype(np.int64)
-    bad = np.flatnonzero(wanted != got)
-    if len(bad):
-        shown = ", ".join(
-            f"{tensors[i].name} has {wanted[i]:,} elements, {got[i]:,} were written"
-            for i in bad[:SHOWN].tolist()
-        )
-        more = f" (and {len(bad) - SHOWN} more)" if len(bad) > SHOWN else ""
-        raise CheckpointError(f"the ranks' parts do not make up the tensors: {shown}{more}")
-    for number in np.flatnonzero(np.bincount(table.tensor) > 1).tolist():
-        if not tiles(tensors[number], table, table.rows_of(number)):
-            raise CheckpointError(
-                f"the ranks' parts of {tensors[number].name} overlap: some of it was written "
-                "twice, some by nobody"
-            )
 
 
 def tiles(entry: TensorEntry, table: ChunkTable, rows: NDArray[np.int64]) -> bool:

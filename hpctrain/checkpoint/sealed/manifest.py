@@ -32,7 +32,7 @@ from hpctrain.checkpoint.format.manifest import (
     shown,
 )
 from hpctrain.checkpoint.format.patience import proves_absence
-from hpctrain.errors import FileSystemFault, NewerFormat, TornCheckpoint
+from hpctrain.errors import FileSystemFault, OtherFormat, TornCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,7 +126,7 @@ def load(path: Path) -> Seal:
 
     Raises:
         TornCheckpoint: missing, cut, damaged, or not ours; the message is the reason alone.
-        NewerFormat: a newer hpctrain has written it.
+        OtherFormat: a newer hpctrain has written it.
         FileSystemFault: it cannot be read, and nobody knows what is in it.
     """
     try:
@@ -142,7 +142,7 @@ def parse(content: bytes) -> Seal:
 
     Raises:
         TornCheckpoint: see `load`.
-        NewerFormat: see `load`.
+        OtherFormat: see `load`.
     """
     end = len(content) - len(_end(bytes_digest(b"")))
     if end <= 0 or content[end:] != _end(bytes_digest(content[:end])):
@@ -155,7 +155,7 @@ def parse(content: bytes) -> Seal:
         raise TornCheckpoint(f"{SEAL_NAME} holds {shown(raw)}, not an object")
     version = raw.get("format")
     if isinstance(version, int) and version > FORMAT:
-        raise NewerFormat(
+        raise OtherFormat(
             f"{SEAL_NAME} has format {version}, this hpctrain reads up to {FORMAT}; use a newer "
             "hpctrain"
         )

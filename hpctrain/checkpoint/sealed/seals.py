@@ -26,8 +26,8 @@ from hpctrain.checkpoint.store.commit import describe, flush_directory, remove_t
 from hpctrain.errors import (
     CheckpointError,
     FileSystemFault,
-    NewerFormat,
     NotWritten,
+    OtherFormat,
     TornCheckpoint,
 )
 from hpctrain.run import events as ledger
@@ -150,7 +150,7 @@ def _stored(run: RunDir, number: int) -> StoredSeal:
         return StoredSeal(number, folder, manifest.load(path))
     except TornCheckpoint as error:
         return StoredSeal(number, folder, None, str(error))
-    except (FileSystemFault, NewerFormat) as error:
+    except (FileSystemFault, OtherFormat) as error:
         return StoredSeal(number, folder, None, str(error), doubt=True)
     except OSError as error:
         absent = proves_absence(error)

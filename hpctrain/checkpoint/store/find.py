@@ -25,7 +25,7 @@ from hpctrain.base.records import Skipped
 from hpctrain.checkpoint.format import manifest as manifests
 from hpctrain.checkpoint.format.manifest import parse_step
 from hpctrain.checkpoint.format.patience import proves_absence
-from hpctrain.errors import FileSystemFault, NewerFormat, NoCheckpoint, TornCheckpoint
+from hpctrain.errors import FileSystemFault, NoCheckpoint, OtherFormat, TornCheckpoint
 from hpctrain.history.run_history import RunHistory
 from hpctrain.testing import points
 
@@ -56,7 +56,7 @@ class FoundCheckpoint:
         path: The directory.
         manifest: None if it could not be read.
         problem: Why it must not be loaded; None if the cheap checks found nothing.
-        doubt: "unreadable" or "newer format" where nobody could judge it; only from `glance`.
+        doubt: "unreadable" or "other format" where nobody could judge it; only from `glance`.
     """
 
     step: int
@@ -67,7 +67,7 @@ class FoundCheckpoint:
 
     @property
     def state(self) -> str:
-        """In a word: ok, torn, unreadable, or newer format."""
+        """In a word: ok, torn, unreadable, or other format."""
         return self.doubt or ("torn" if self.problem else "ok")
 
     @property
@@ -153,7 +153,7 @@ def look(run: RunDir, step: int, *, looks: int | None = None) -> FoundCheckpoint
 
     Raises:
         FileSystemFault: the file system gave an error; nobody knows whether it is whole.
-        NewerFormat: a newer hpctrain has written it.
+        OtherFormat: it has a format of another hpctrain.
     """
     return look_at(step_path(run, step), step, looks=looks)
 
@@ -182,8 +182,8 @@ def glance(run: RunDir, step: int, *, looks: int | None = None) -> FoundCheckpoi
         return look(run, step, looks=looks)
     except FileSystemFault as error:
         return FoundCheckpoint(step, step_path(run, step), None, str(error), "unreadable")
-    except NewerFormat as error:
-        return FoundCheckpoint(step, step_path(run, step), None, str(error), "newer format")
+    except OtherFormat as error:
+        return FoundCheckpoint(step, step_path(run, step), None, str(error), "other format")
 
 
 def choose(run: RunDir, *, at_step: int | None = None, to_show: bool = False) -> CheckpointChoice:
@@ -199,10 +199,10 @@ def choose(run: RunDir, *, at_step: int | None = None, to_show: bool = False) ->
         NoCheckpoint: `at_step` was asked for and cannot be had. Without it, no checkpoint is no
             error.
         FileSystemFault: the file system gave an error, at one that would be loaded or passed over.
-        NewerFormat: the same, of one that a newer hpctrain has written.
+        OtherFormat: the same, of one in another hpctrain's format.
     """
     if at_step is not None:
-        _refuse_newer_formats(run, at_step)
+        _refuse_other_formats(run, at_step)
         return CheckpointChoice(_exactly(run, at_step) if at_step or 0 in steps(run) else None)
     taken: FoundCheckpoint | None = None
     skipped: list[Skipped] = []
@@ -315,13 +315,13 @@ def _exactly(run: RunDir, step: int) -> FoundCheckpoint:
     raise NoCheckpoint(f"checkpoint of step {step} of {run.name} {why}; {there}")
 
 
-def _refuse_newer_formats(run: RunDir, at_step: int) -> None:
-    """Going back sets newer ones aside; an older hpctrain must not do that to a newer one's."""
+def _refuse_other_formats(run: RunDir, at_step: int) -> None:
+    """Going back sets newer ones aside; not those that another hpctrain can read."""
     for step in steps(run):
         if step > at_step:
             doubt = glance(run, step)
-            if doubt.doubt == "newer format":
-                raise NewerFormat(
+            if doubt.doubt == "other format":
+                raise OtherFormat(
                     f"{doubt.problem}; to go back without it, delete it with `hpctrain "
                     f"checkpoints rm {run.name} {step} --force`"
                 )

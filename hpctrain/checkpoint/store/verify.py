@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpctrain.checkpoint.format.index import ChunkIndex
 from hpctrain.checkpoint.format.manifest import BLOCKS_PREFIX, TABLE_NAME, block_digest, file_digest
 from hpctrain.checkpoint.format.reader import (
     ChunkFiles,
@@ -24,7 +23,6 @@ from hpctrain.checkpoint.format.reader import (
     window_blocks,
 )
 from hpctrain.checkpoint.format.shard import proof, proof_bytes, proof_digest
-from hpctrain.checkpoint.format.table import require_cover
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.store.commit import set_aside_locked
 from hpctrain.errors import CheckpointError, FileSystemFault, TornCheckpoint
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from hpctrain.checkpoint.format.index import ChunkIndex
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.format.table import ChunkTable
     from hpctrain.checkpoint.store.find import FoundCheckpoint
@@ -94,7 +93,7 @@ def verify(
 
 def _small(
     checkpoint: FoundCheckpoint, files: Sequence[str] | None, *, deep: bool
-) -> tuple[list[str], ChunkTable | ChunkIndex | None]:
+) -> tuple[list[str], ChunkIndex | None]:
     """What is wrong with all that is small; and the chunk table, if it is right.
 
     Raises:
@@ -116,10 +115,7 @@ def _small(
         problems.append(checkpoint.problem)  # e.g. it lies under another step's name
     try:
         chunks = open_chunks(checkpoint.path, manifest)
-        if isinstance(chunks, ChunkIndex):
-            chunks.require_cover(manifest.tensors)
-        else:
-            require_cover(manifest.tensors, chunks)
+        chunks.require_cover(manifest.tensors)
     except FileSystemFault:
         raise
     except CheckpointError as error:  # where the blocks lie is not known then
@@ -170,7 +166,7 @@ class _Scrub:
 
     path: Path
     manifest: Manifest
-    chunks: ChunkTable | ChunkIndex
+    chunks: ChunkIndex
     on_bytes: Callable[[int], object] | None
     damaged: dict[tuple[int, int], str]
     """File and place in it: what is wrong there."""
@@ -192,8 +188,6 @@ class _Scrub:
 
         Of one file at a time: a checkpoint of thousands of ranks has millions of chunks.
         """
-        if not isinstance(self.chunks, ChunkIndex):
-            return self.chunks
         table = self.chunks.of_file(number)
         try:
             Proofs(self.manifest, table).need(files, number)
@@ -278,8 +272,7 @@ class _Scrub:
                 f"manifest says {entry.digest} (damaged bytes)"
             )
         # The file's own digests were read and proved before any block of it.
-        proved = proof_bytes(int(last - first)) if isinstance(self.chunks, ChunkIndex) else 0
-        return end + proved
+        return end + proof_bytes(int(last - first))
 
     def _whole(self, number: int) -> int:
         """A file that is no shard."""

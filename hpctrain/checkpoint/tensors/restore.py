@@ -188,7 +188,7 @@ def restore(
             `resume --from` asked for is damaged; on every rank.
         FileSystemFault: the file system refused for longer than `checkpoint.patience_s`, on one
             rank or all; nothing was set aside. On every rank.
-        NewerFormat: a newer hpctrain has written the newest checkpoint; on every rank.
+        OtherFormat: the newest checkpoint has another hpctrain's format; on every rank.
         NoCheckpoint: the run has saved, and nothing of it can be loaded; on every rank.
         Fenced: a newer attempt has taken the run over; on every rank.
     """

@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, set_aside_name
 from hpctrain.checkpoint.store import commit, find, retention, verify
-from hpctrain.errors import FileSystemFault, NewerFormat, NoCheckpoint
+from hpctrain.errors import FileSystemFault, NoCheckpoint, OtherFormat
 from hpctrain.testing import faults
 from tests.support import checkpoints as support
 
@@ -257,27 +257,28 @@ def _pin(run, _):
 
 @pytest.mark.parametrize("act", [_stage_again, _prune, _prune_best, _remove, _pin])
 @pytest.mark.parametrize(
-    "trouble", [f"fail:read.manifest,error={error}" for error in ERRORS] + ["newer format"]
+    "trouble", [f"fail:read.manifest,error={error}" for error in ERRORS] + ["other format"]
 )
 def test_what_nobody_can_judge_is_not_moved_or_deleted_by_anyone(run, attempt, act, trouble):
     support.save(run, attempt, 1000, 2000, 3000)
-    if trouble == "newer format":
+    if trouble == "other format":
         (find.step_path(run, 2000) / MANIFEST_NAME).write_text('{"format": 5}\n')
         (find.step_path(run, 3000) / MANIFEST_NAME).write_text('{"format": 5}\n')
     before = support.names_in(run)
 
-    doubts = (FileSystemFault, NewerFormat)
-    with faults.armed("" if trouble == "newer format" else trouble), pytest.raises(doubts):
+    doubts = (FileSystemFault, OtherFormat)
+    with faults.armed("" if trouble == "other format" else trouble), pytest.raises(doubts):
         act(run, attempt)
 
     assert support.names_in(run) == before
 
 
-def test_going_back_does_not_set_a_newer_format_aside(run, attempt):
+@pytest.mark.parametrize("number", [2, 5])
+def test_going_back_does_not_set_another_format_aside(run, attempt, number):
     support.save(run, attempt, 1000, 2000)
-    (find.step_path(run, 2000) / MANIFEST_NAME).write_text('{"format": 5}\n')
+    (find.step_path(run, 2000) / MANIFEST_NAME).write_text(f'{{"format": {number}}}\n')
 
-    with pytest.raises(NewerFormat, match="checkpoints rm gpt-a 2000 --force"):
+    with pytest.raises(OtherFormat, match="checkpoints rm gpt-a 2000 --force"):
         find.choose(run, at_step=1000)
     assert retention.remove(run, [2000], force=True) == [2000]
     assert find.choose(run, at_step=1000).checkpoint.step == 1000

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors
+import torch
+from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.checkpoint.store import find, verify
+from hpctrain.errors import TornCheckpoint
 from hpctrain.run.layout import RunDir
+from tests.support import checkpoints as support
 from tests.support import format_3_reader
 
 SAMPLE = RunDir(Path(__file__).parents[2] / "data" / "checkpoint-format-3")
@@ -91,3 +97,42 @@ def test_any_flipped_bit_is_found(tmp_path):
                 format_3_reader.tensors_of(step)
         path.write_bytes(content)
     assert verify.verify(find.look(run, 1000)) == []
+
+
+def test_tensors_in_another_order_fail_the_manifests_proof_for_the_table_counts_them():
+    """As a tool would write it that reads JSON and writes it with its keys sorted."""
+    raw = json.loads((STEP / manifest.MANIFEST_NAME).read_bytes())
+    raw["tensors"] = dict(sorted(raw["tensors"].items(), reverse=True))
+    content = (json.dumps(raw, indent=1) + "\n").encode()
+
+    with pytest.raises(TornCheckpoint, match="own digest does not match"):
+        manifest.parse(content)
+
+
+def test_the_other_reader_reads_what_this_version_writes(tmp_path):
+    run = support.new_run(tmp_path)
+    (step,) = support.save(run, support.next_attempt(run), 1000)
+
+    read = format_3_reader.tensors_of(step)
+
+    assert {name: tensor.tobytes() for name, tensor in read.items()} == support.contents(1000)
+
+
+# ---- for readers that know nothing of hpctrain --------------------------------------------------
+
+
+def test_plain_safetensors_opens_the_shards():
+    with safetensors.safe_open(STEP / "shard-00001.safetensors", "np") as file:
+        keys = set(file.keys())
+        assert file.get_tensor("model.layer.weight@4-2").tolist() == [[1.5], [2.25], [3.0], [3.75]]
+    assert {"model.layer.weight", "optim.embed.weight.exp_avg@flat-10"} <= keys
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_reader_puts_tensors_in_boxes_together():
+    state = {"model.embed.weight": torch.zeros(6, 4, dtype=torch.bfloat16)}
+
+    load(state, storage_reader=HuggingFaceStorageReader(str(STEP)), no_dist=True)
+
+    bits = KNOWN["model.embed.weight"].astype(np.uint32) << 16
+    assert np.array_equal(state["model.embed.weight"].float().numpy(), bits.view(np.float32))

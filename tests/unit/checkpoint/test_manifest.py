@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format import manifest as manifests
 from hpctrain.checkpoint.format.manifest import FileEntry, bytes_digest, file_digest
-from hpctrain.errors import CheckpointError, FileSystemFault, NewerFormat, TornCheckpoint
+from hpctrain.errors import CheckpointError, FileSystemFault, OtherFormat, TornCheckpoint
 from hpctrain.testing import faults
 from tests.support import checkpoints as support
 
@@ -140,11 +140,23 @@ def test_json_that_is_no_object_is_not_ours(path):
 def test_a_newer_format_asks_for_a_newer_hpctrain(path):
     path.write_text('{"format": 5, "something": "else"}\n')
 
-    with pytest.raises(NewerFormat) as caught:
+    with pytest.raises(OtherFormat) as caught:
         manifests.load(path)
     assert str(caught.value) == (
         f"{path.parent.name}: manifest has format 5, this hpctrain reads up to 4; use a newer "
         "hpctrain"
+    )
+
+
+def test_a_format_of_before_is_refused_with_the_version_that_reads_it(path):
+    path.write_text('{"format": 2, "something": "else"}\n')
+
+    with pytest.raises(OtherFormat) as caught:
+        manifests.load(path)
+    assert str(caught.value) == (
+        f"{path.parent.name}: manifest has format 2, which hpctrain 0.1.0 can read and this one "
+        "cannot: `hpctrain checkpoints export` of 0.1.0 writes what `hpctrain checkpoints import` "
+        "of this one reads"
     )
 
 
@@ -164,7 +176,7 @@ def test_a_manifest_that_cannot_be_read_is_not_torn(path, error):
     assert str(told.value).startswith("manifest cannot be read: [Errno ")
 
 
-@pytest.mark.parametrize("version", [None, 0, "1"])
+@pytest.mark.parametrize("version", [None, 0, 1, "1"])
 def test_a_format_that_was_never_written_is_refused(path, version):
     path.write_text(json.dumps({"format": version}) + "\n")
 

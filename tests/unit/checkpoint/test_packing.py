@@ -136,13 +136,6 @@ def test_people_can_read_the_manifest_of_a_few_ranks():
     assert b'"rng.rank-00007.torch": "U8[5056]"' in content
 
 
-def test_what_is_of_format_2_keeps_its_lists():
-    about = manifest()
-    about.format = 2
-
-    assert b'"name": "shard-00099.safetensors"' in manifests._body(about)
-
-
 # ---- a stranger's
 
 

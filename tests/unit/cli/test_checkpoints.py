@@ -235,7 +235,7 @@ def test_a_newer_format_is_shown_as_what_it_is(run, attempt):
 
     assert code == 0
     assert (
-        "newer format: step-0000001000: manifest has format 5, this hpctrain reads up to 4" in out
+        "other format: step-0000001000: manifest has format 5, this hpctrain reads up to 4" in out
     )
 
 

@@ -400,7 +400,7 @@ def _torn_samples(tale):
 
 
 def _bad_spec(tale):
-    tale.run.spec.write_text('{"format": 2')
+    tale.run.spec.write_text('{"format": 3')
 
 
 @pytest.mark.parametrize("damage", [_nothing, _torn, _noise, _torn_samples, _bad_spec])

@@ -33,7 +33,7 @@ def _strange(runs):
     os.mkfifo(runs / "fifo-ledger" / "events.jsonl")
     os.mkfifo(runs / "fifo-spec" / "spec.json")
     (runs / "fifo-spec" / "events.jsonl").touch()
-    (runs / "odd" / "spec.json").write_text('{"format": 2, "entry": []}')
+    (runs / "odd" / "spec.json").write_text('{"format": 3, "entry": []}')
     (runs / "odd" / "events.jsonl").write_text('{"t": 1, "kind": "submit_intent"}\n')
     with (runs / "sparse" / "events.jsonl").open("wb") as file:
         file.truncate(1 << 40)

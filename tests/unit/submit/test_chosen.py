@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.errors import NotFound
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import load_spec
 from hpctrain.submit.change import ResumeRequest, change_spec
 
-OLD = Path(__file__).parents[2] / "data" / "spec-format-2"
-"""Written by the version before settings were frozen: what was chosen is known by its origin."""
+OLD = Path(__file__).parents[2] / "data" / "specs"
+"""Of an earlier month: settings that came since are not in them."""
 SITE = "site juniper (/home/user/work/sites/juniper.toml"
 
 
@@ -75,3 +76,14 @@ def test_a_new_spec_says_what_was_chosen_and_its_origins_are_only_shown(tmp_path
     again, _ = change_spec(written, ResumeRequest({"slurm.nodes": ("--nodes", "65")}))
     assert again.settings.slurm.partition == "spare"
     assert sorted(again.chosen) == ["slurm.partition", "slurm.qos"]
+
+
+def test_a_spec_of_0_1_is_refused_with_the_version_that_reads_it(tmp_path):
+    (tmp_path / "spec.json").write_text('{"format": 2}')
+
+    with pytest.raises(NotFound) as caught:
+        load_spec(tmp_path / "spec.json")
+    assert str(caught.value) == (
+        f"{tmp_path}/spec.json has format 2, this hpctrain reads format 3 alone; hpctrain 0.1.0 "
+        "shows and resumes this run"
+    )

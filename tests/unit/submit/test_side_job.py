@@ -298,7 +298,7 @@ def test_a_resume_is_refused_one_that_is_not_there(run):
         resumed(run, "evaluate.script=other.py")
 
 
-def test_an_old_run_gets_one_at_a_resume(work):
+def test_a_run_without_one_gets_one_at_a_resume(work):
     run = make_run(ask(work, name="r"), None)
 
     spec = resumed(run, "evaluate.script=evaluate.py").spec

@@ -216,17 +216,6 @@ def test_the_preset_of_the_submit_is_in_the_spec(work):
     assert (spec.site, spec.unlocked, spec.format) == ("juniper", [], 3)
 
 
-def test_a_spec_of_before_presets_still_loads(work):
-    run = make_run(ask(work), None)
-    old = json.loads(run.spec.read_text()) | {"format": 1}
-    del old["preset"], old["unlocked"], old["chosen"]
-    run.spec.write_text(json.dumps(old))
-
-    spec, _ = change_spec(load_spec(run.spec), ResumeRequest({}))
-
-    assert (spec.preset, spec.unlocked) == (None, [])
-
-
 @pytest.mark.parametrize(
     ("environ", "changes", "account"),
     [

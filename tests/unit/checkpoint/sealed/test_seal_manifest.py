@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.checkpoint.sealed import manifest
 from hpctrain.checkpoint.sealed.manifest import Seal, SealedFile, parse_seal
-from hpctrain.errors import FileSystemFault, NewerFormat, TornCheckpoint
+from hpctrain.errors import FileSystemFault, OtherFormat, TornCheckpoint
 from tests.support.sealed import choose, seal
 
 FILE = SealedFile("deep/model.bin", 7, "xxh3_64:00000000000000ff", 12)
@@ -56,7 +56,7 @@ def test_a_path_is_absolute_and_plain(path):
 
 def test_a_newer_format_is_neither_damaged_nor_passed_over(run, attempt, tmp_path):
     content = manifest.dump(replace(FOLDER, format=2))
-    with pytest.raises(NewerFormat, match="format 2, this hpctrain reads up to 1"):
+    with pytest.raises(OtherFormat, match="format 2, this hpctrain reads up to 1"):
         manifest.parse(content)
     path = tmp_path / "ckpt-50"
     path.write_bytes(b"x")
