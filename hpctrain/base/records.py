@@ -85,6 +85,8 @@ class JobState(StrEnum):
     CONFIGURING = "CONFIGURING"
     """It has its nodes, and they are being made ready."""
     RUNNING = "RUNNING"
+    SUSPENDED = "SUSPENDED"
+    """It keeps its nodes, and its processes stand still until the scheduler lets them go on."""
     COMPLETING = "COMPLETING"
     """The scheduler ends its processes, which may still write."""
     REQUEUED = "REQUEUED"
@@ -119,6 +121,8 @@ class JobFacts:
     """SLURM's Reason, None where it says "None"."""
     preempt_time: float | None = None
     end_time: float | None = None
+    held: bool = False
+    """It waits, and does not start before somebody releases it."""
     comes_back: bool = False
     """In its grace time: the scheduler runs the job again by itself, once it has left."""
 
@@ -134,8 +138,14 @@ class JobInfo:
     reason: str | None = None
     nodes: str = ""
     restarts: int = 0
+    explained: str = ""
+    """The reason in words, and what helps; "" where there is none, or none that is known."""
+    held: bool = False
+    """It waits, and does not start before somebody releases it."""
+    suspended_at: float | None = None
+    """Since when it is suspended; None where it is not, or nobody says."""
     start_time: float | None = None
-    """Start, or the expected start of a pending job."""
+    """Start, or the expected start of a pending job; None where no start can be counted on."""
     end_time: float | None = None
     script: str = ""
     """Path of the batch script that it runs; "" where the scheduler does not say."""

@@ -134,7 +134,8 @@ class EndWatch:
         reason = f" ({job.reason})" if job.reason else ""
         now, start = clock.now(), job.start_time
         expected = f", expected start {time_of_day(start, now)}" if start and start > now else ""
-        self.waiting = f"job {job.job_id} waits in the queue{reason}{expected}"
+        words = f": {job.explained}" if job.explained else ""
+        self.waiting = f"job {job.job_id} waits in the queue{reason}{expected}{words}"
 
 
 @dataclass

@@ -178,6 +178,8 @@ def decide(  # noqa: PLR0911 - a decision table: each return is one of its rows
     if facts is None:
         return _guess(cause, outcome), Next.ASK_BATCH
     if is_requeued(facts, own_restarts):
+        if facts.held:  # by a person: no preemption holds what it puts back
+            return EndReason.REQUEUED, Next.LEAVE
         dead = facts.reason == NODE_DOWN
         return EndReason.NODE_FAILED if dead else EndReason.PREEMPTED, Next.LEAVE
     if is_cancelled(facts, own_restarts):

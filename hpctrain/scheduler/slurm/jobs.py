@@ -1,10 +1,15 @@
 """SLURM's answers as the records that the rest of hpctrain knows. Pure.
 
-tests/unit/scheduler/test_slurm_parse.py holds the promises.
+Its words for why a job waits are in reasons.toml beside this file.
+tests/unit/scheduler/test_slurm_parse.py and test_slurm_reasons.py hold the promises.
 """
 
 from __future__ import annotations
 
+import functools
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.base.host_list import expand_nodes
@@ -41,9 +46,59 @@ STATES = {
     "DEADLINE": JobState.TIMED_OUT,
     "REQUEUE_FED": JobState.REQUEUED,
     "REQUEUE_HOLD": JobState.REQUEUED,
+    "RESIZING": JobState.RUNNING,
+    "RESV_DEL_HOLD": JobState.PENDING,
+    "EXPEDITING": JobState.PENDING,
+    "SIGNALING": JobState.RUNNING,
     "SPECIAL_EXIT": JobState.REQUEUED,
+    "STAGE_OUT": JobState.COMPLETING,
+    "STOPPED": JobState.SUSPENDED,
 }
 _SAME = frozenset(JobState)
+_WAITING = frozenset({JobState.PENDING, JobState.REQUEUED})
+_HELD = frozenset({"REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
+"""States that wait for a person, by their names alone."""
+
+
+@dataclass(frozen=True)
+class WaitReason:
+    """What one of SLURM's words for a reason means.
+
+    Attributes:
+        means: Behind "the job waits in the queue".
+        helps: What one can do, or what happens by itself; JOBID stands for the job's id.
+        starts: The start that SLURM expects means something.
+        held: Nothing starts the job before `scontrol release`.
+    """
+
+    means: str
+    helps: str = ""
+    starts: bool = False
+    held: bool = False
+
+
+@functools.cache
+def wait_reasons() -> tuple[dict[str, WaitReason], dict[str, WaitReason]]:
+    """SLURM's words for reasons, and the beginnings of texts that stand in their place."""
+    table = tomllib.loads(Path(__file__).with_name("reasons.toml").read_text())
+    words, texts = (
+        {name: WaitReason(**row) for name, row in table[part].items()}
+        for part in ("reasons", "texts")
+    )
+    return words, texts
+
+
+def wait_reason(reason: str) -> WaitReason | None:
+    """What a reason means; None for one that no version had whose source was read.
+
+    Args:
+        reason: As SLURM prints it, e.g. "ReqNodeNotAvail, UnavailableNodes:n[1-3]".
+    """
+    words, texts = wait_reasons()
+    name = reason.strip().strip("()").replace(" ", "_")
+    word = name.replace(":", ",").partition(",")[0]
+    by_text = (row for beginning, row in texts.items() if name.startswith(beginning))
+    return words.get(word) or next(by_text, None)
 
 
 def job_state(word: str) -> JobState:
@@ -68,7 +123,7 @@ def job_id_of(record: Mapping[str, str]) -> str:
 def job_info(record: Mapping[str, str]) -> JobInfo:
     """The login node's view of one `scontrol show job` record."""
     state = parse_state(record.get("JobState", ""))
-    return JobInfo(
+    info = JobInfo(
         job_id=job_id_of(record),
         state=job_state(state),
         said=state,
@@ -80,13 +135,35 @@ def job_info(record: Mapping[str, str]) -> JobInfo:
         end_time=parse_time(record.get("EndTime", "")),
         script=_or_none(record.get("Command", "")) or "",
     )
+    if info.state == JobState.SUSPENDED:
+        return replace(info, suspended_at=parse_time(record.get("SuspendTime", "")))
+    return _explained(info, record.get("Priority", ""))
+
+
+def _explained(info: JobInfo, priority: str) -> JobInfo:
+    """The same with its reason in words, and without a start that nobody may count on."""
+    if info.state not in _WAITING:
+        return info
+    known = wait_reason(info.reason or "")
+    # A job that is held has the priority 0, whatever SLURM last found in its way.
+    held = priority == "0" or info.said in _HELD or (known is not None and known.held)
+    words = [] if known is None else [known.means, known.helps]
+    if held and not (known is not None and known.held):
+        words = ["it is held", "`scontrol release JOBID` lets it go"]
+    means_nothing = held or (known is not None and not known.starts)
+    return replace(
+        info,
+        held=held,
+        explained="; ".join(filter(None, words)).replace("JOBID", info.job_id),
+        start_time=None if means_nothing else info.start_time,
+    )
 
 
 def queued_job(row: Sequence[str]) -> JobInfo:
     """The login node's view of one row of squeue in SURVEY_FORMAT."""
-    job_id, word, nodes, start, end, reason, command = row
+    job_id, word, nodes, start, end, priority, reason, command = row
     state = parse_state(word)
-    return JobInfo(
+    info = JobInfo(
         job_id=job_id,
         state=job_state(state),
         said=state,
@@ -97,14 +174,17 @@ def queued_job(row: Sequence[str]) -> JobInfo:
         end_time=parse_time(end),
         script=_or_none(command) or "",
     )
+    return _explained(info, priority)
 
 
 def job_facts(record: Mapping[str, str]) -> JobFacts:
     """The job's own view of one `scontrol show job` record."""
+    info = job_info(record)
     return JobFacts(
-        state=job_state(parse_state(record.get("JobState", ""))),
+        state=info.state,
         restarts=parse_count(record.get("Restarts", "")),
-        reason=_or_none(record.get("Reason", "")),
+        reason=info.reason,
+        held=info.held,
         preempt_time=parse_time(record.get("PreemptTime", "")),
         end_time=parse_time(record.get("EndTime", "")),
     )

@@ -114,7 +114,7 @@ def parse_queue(text: str) -> list[QueueRow]:
     return rows
 
 
-SURVEY_FORMAT = "%i|%T|%N|%S|%e|%r|%o"
+SURVEY_FORMAT = "%i|%T|%N|%S|%e|%Q|%r|%o"
 
 
 def parse_survey(text: str) -> list[list[str]]:

@@ -74,9 +74,9 @@ def test_one_question_to_the_queue_and_one_to_accounting_serve_all(slurm, tmp_pa
         live(runs / f"run-{number}", str(100 + number))
     live(runs / "over", "17").started(1, "17").add("done", 1, step=400)
     rows = [
-        f"100|RUNNING|n1|1763700000|1763790000|None|{runs}/run-0/jobs/run-0-tok.sh",
-        f"101|PENDING||N/A|N/A|Priority|{runs}/run-1/jobs/run-1-tok.sh",
-        "102|RUNNING|n2|1763700000|1763790000|None|/home/me/another.sh",
+        f"100|RUNNING|n1|1763700000|1763790000|40|None|{runs}/run-0/jobs/run-0-tok.sh",
+        f"101|PENDING||N/A|N/A|40|Priority|{runs}/run-1/jobs/run-1-tok.sh",
+        "102|RUNNING|n2|1763700000|1763790000|40|None|/home/me/another.sh",
     ]
     slurm.answer(
         squeue=f"printf '%s\\n' '{chr(10).join(rows)}'",
@@ -97,7 +97,7 @@ def test_a_submission_without_an_answer_is_found_by_the_same_question(slurm, tmp
     root = tmp_path / "runs" / "lm"
     story = Story(root, cluster="slurm")
     story.add("submit_intent", token="lm-tok", script=str(story.run.script("lm-tok")))
-    slurm.answer(squeue=f"echo '7|RUNNING|n1|1763700000|N/A|None|{root}/jobs/lm-tok.sh'")
+    slurm.answer(squeue=f"echo '7|RUNNING|n1|1763700000|N/A|40|None|{root}/jobs/lm-tok.sh'")
 
     assert "running" in status(capsys)
 
@@ -136,7 +136,7 @@ def test_a_silent_accounting_is_said_once_and_what_is_not_known_without_it(
         squeue="true"
         if not known
         else "printf '%s\\n' "
-        + " ".join(f"'{100 + n}|RUNNING|n1|1763700000|N/A|None|x'" for n in range(3)),
+        + " ".join(f"'{100 + n}|RUNNING|n1|1763700000|N/A|40|None|x'" for n in range(3)),
     )
 
     screen = " ".join(status(capsys, "run-1").split())
