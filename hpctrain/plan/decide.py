@@ -178,10 +178,7 @@ def decide(  # noqa: PLR0911 - a decision table: each return is one of its rows
     if facts is None:
         return _guess(cause, outcome), Next.ASK_BATCH
     if is_requeued(facts, own_restarts):
-        if facts.held:  # by a person: no preemption holds what it puts back
-            return EndReason.REQUEUED, Next.LEAVE
-        dead = facts.reason == NODE_DOWN
-        return EndReason.NODE_FAILED if dead else EndReason.PREEMPTED, Next.LEAVE
+        return _of_requeue(facts), Next.LEAVE
     if is_cancelled(facts, own_restarts):
         return EndReason.CANCELLED, Next.STOP
     if facts.preempt_time is not None:
@@ -194,6 +191,13 @@ def decide(  # noqa: PLR0911 - a decision table: each return is one of its rows
         # SLURM knows of nothing: the SIGTERM is srun's own, after another node's agent had died.
         return EndReason.CRASHED, Next.REQUEUE
     return _guess(cause, outcome), Next.REQUEUE
+
+
+def _of_requeue(facts: JobFacts) -> EndReason:
+    """Why a job is run again that the scheduler has put back by itself."""
+    if facts.held:  # by a person: no preemption holds what it puts back
+        return EndReason.REQUEUED
+    return EndReason.NODE_FAILED if facts.reason == NODE_DOWN else EndReason.PREEMPTED
 
 
 def is_ending(facts: JobFacts) -> bool:

@@ -21,7 +21,7 @@ FOR_GOOD = {EndReason.COMPLETED, EndReason.STOPPED, EndReason.CANCELLED, EndReas
 """After these nothing follows, so no budget counts them."""
 OWN_WISH = {EndReason.GROWN}
 """The run ends its own round, which is no failure: no budget, and no reason to save more often."""
-NOT_DECIDED = {EndReason.REQUEUED, EndReason.FENCED, EndReason.UNKNOWN}
+NOT_DECIDED = {EndReason.FENCED, EndReason.UNKNOWN}
 """Nobody decides them at the end of an attempt: others took the run away, or nobody was there."""
 
 

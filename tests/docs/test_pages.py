@@ -83,7 +83,8 @@ def test_decision_table_is_what_the_code_decides(row):
         restarts={"more": 3, "same": 2}.get(restarts),
         preempt_time=1.0 if preempt_time.startswith("set") else None,
         comes_back=preempt_time == "set, comes back",
-        reason=None if reason in {"-", "any"} else reason,
+        reason=None if reason in {"-", "any", "held"} else reason,
+        held=reason == "held",
     )
 
     decided = decide(

@@ -140,13 +140,17 @@ def job_info(record: Mapping[str, str]) -> JobInfo:
     return _explained(info, record.get("Priority", ""))
 
 
+def _is_held(info: JobInfo, priority: str) -> bool:
+    """Whether it waits for a release: then its priority is 0, whatever else is in its way."""
+    known = wait_reason(info.reason or "")
+    return priority == "0" or info.said in _HELD or (known is not None and known.held)
+
+
 def _explained(info: JobInfo, priority: str) -> JobInfo:
     """The same with its reason in words, and without a start that nobody may count on."""
     if info.state not in _WAITING:
         return info
-    known = wait_reason(info.reason or "")
-    # A job that is held has the priority 0, whatever SLURM last found in its way.
-    held = priority == "0" or info.said in _HELD or (known is not None and known.held)
+    known, held = wait_reason(info.reason or ""), _is_held(info, priority)
     words = [] if known is None else [known.means, known.helps]
     if held and not (known is not None and known.held):
         words = ["it is held", "`scontrol release JOBID` lets it go"]
@@ -184,7 +188,8 @@ def job_facts(record: Mapping[str, str]) -> JobFacts:
         state=info.state,
         restarts=parse_count(record.get("Restarts", "")),
         reason=info.reason,
-        held=info.held,
+        # Told from the moment in which it is put back, while its processes still end.
+        held=_is_held(info, record.get("Priority", "")),
         preempt_time=parse_time(record.get("PreemptTime", "")),
         end_time=parse_time(record.get("EndTime", "")),
     )

@@ -131,6 +131,8 @@ def test_a_held_job_has_no_start_and_names_its_release(fields):
     assert info.alive
     assert "`scontrol release 17`" in info.explained
     assert job_facts(record(**fields)).held
+    assert job_facts(record(**fields) | {"JobState": "COMPLETING", "Priority": "0"}).held
+    assert not job_facts(record(JobState="COMPLETING")).held
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "COMPLETING", "CANCELLED", "COMPLETED"])
