@@ -15,13 +15,13 @@ from hpctrain.agent.last_will import NodeWills
 from hpctrain.agent.memory import NodeMemory
 from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_CONTROL
+from hpctrain.base.listener import is_loopback
 from hpctrain.base.records import FailureReport
 from hpctrain.base.secret import code
 from hpctrain.control.collectives import parent_of
 from hpctrain.control.node_process import NodeProcess
 from hpctrain.memory.protocol import KeeperLost
 from hpctrain.memory.rank_line import KeeperLine
-from hpctrain.preflight.rendezvous import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

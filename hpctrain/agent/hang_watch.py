@@ -20,8 +20,8 @@ from hpctrain.base import clock
 from hpctrain.base.files import replace_text
 from hpctrain.base.records import DESYNC, HANG, FailureReport
 from hpctrain.base.text import duration
-from hpctrain.control import pulse, tick_counts
-from hpctrain.control.board import BOARD, Board
+from hpctrain.control import pulse
+from hpctrain.control.board import BOARD, Board, read_counts
 from hpctrain.errors import HpctrainError
 from hpctrain.hangs import stacks
 from hpctrain.hangs.counts import CountsByTick, JobCounts
@@ -143,7 +143,7 @@ class NodeHangs:
             self._store.count(self._key("hangs"), 1)
 
     def _look_at_counts(self, counts: CountsByTick, board: Board, now_s: float) -> None:
-        counts.look(tick_counts.read(board))
+        counts.look(read_counts(board))
         if now_s >= self._counted_s + _counts_s(self._node_count):
             self._counted_s = now_s
             self._store.set(self._key(f"counts/{self._number}"), counts.plain())

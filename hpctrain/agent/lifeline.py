@@ -243,9 +243,7 @@ class _First(_LifelineSide):
     async def _begin(self) -> None:
         door = ChildrenDoor(self._awaited, self._greeting, self._admit)
         listen, _ = addresses(self._place.address, 0)
-        await asyncio.get_running_loop().create_server(
-            door.knock, listen, self._place.port, backlog=4096
-        )
+        door.open(listen, self._place.port)
         self._all_told()
 
     def _admit(self, node: int, end: Endpoint) -> None:

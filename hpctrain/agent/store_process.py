@@ -16,13 +16,12 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from hpctrain.agent import signals
+from hpctrain.base.listener import is_loopback, listen
 from hpctrain.base.process import ForkedProcess, die_with_parent
 from hpctrain.errors import ClusterError
-from hpctrain.preflight.rendezvous import is_loopback, listen
 
 KEPT = 2
 """Stores that are served at once: others may still be reading the last round's verdict."""
-BACKLOG = 4096
 
 
 class StoreProcess(ForkedProcess):
@@ -81,7 +80,7 @@ def _store(address: str, port: int) -> Any:
 
     # torch would listen on all of the machine's addresses.
     host = address if is_loopback(address) else ""
-    listening = listen(address, port, BACKLOG)
+    listening = listen(address, port)
     return TCPStore(
         host or "localhost",
         port,

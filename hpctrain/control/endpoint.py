@@ -1,4 +1,4 @@
-"""Connections of a node's process: messages on a socket, and how nodes are let in.
+"""Connections of a node's process: messages on a socket, and how nodes are accepted.
 
 tests/unit/control/test_endpoint.py holds the promises.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import socket
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
+from hpctrain.base import clock
+from hpctrain.base.listener import Listener, listen_at
 from hpctrain.control.wire import (
     GREETING_BYTES,
     MOST_BYTES,
@@ -22,12 +24,19 @@ from hpctrain.control.wire import (
 from hpctrain.errors import ControlLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Callable, Sized
+
+    from hpctrain.base.listener import Hear
+
+    class Children(Sized, Protocol):
+        """A set of numbers, or a range of them."""
+
+        def __contains__(self, node: object, /) -> bool:
+            """Whether it is one of them."""
+
 
 GREET_S = 10.0
 """So long may it take to say who one is."""
-MOST_STRANGERS = 256
-"""Of those that have not said who they are, so many are listened to: the newest."""
 
 
 class NotAwaited(ControlLost):
@@ -107,15 +116,15 @@ class Endpoint(asyncio.Protocol):
 
 
 class ChildrenDoor:
-    """Lets this node's children in, each once, and nobody else."""
+    """Accepts this node's children, each once, and nobody else."""
 
     def __init__(
         self,
-        children: Container[int],
+        children: Children,
         greeting: Callable[[], Greeting],
         on_child: Callable[[int, Endpoint], None],
     ) -> None:
-        """Listen with `asyncio.loop.create_server(door.knock, ...)`.
+        """Nobody can connect before `open`.
 
         Args:
             children: Their numbers.
@@ -124,47 +133,88 @@ class ChildrenDoor:
                 It must not say anything before the child does, which has yet to hear that it is in.
         """
         self._children, self._greeting, self._on_child = children, greeting, on_child
-        self._strangers: dict[Endpoint, asyncio.TimerHandle] = {}
         self._admitted: set[int] = set()
+        self._listener: Listener | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._coming: set[asyncio.Task[object]] = set()
 
-    def knock(self) -> Endpoint:
-        """A connection that somebody is about to make."""
-        greeting = self._greeting()
-        return Endpoint(
-            partial(self._hear, greeting), self._forget, partial(self._challenge, greeting)
+    def open(self, address: str, port: int = 0) -> int:
+        """Accept connections on the running event loop; returns the port.
+
+        Raises:
+            OSError: there is no such address, or the port is taken.
+        """
+        self._listener = Listener(
+            listen_at(address, port), self._begin, expected=len(self._children), proof_s=GREET_S
         )
+        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._turn)
+        return self._listener.port
 
     def close(self) -> None:
-        """Send all away that were not let in."""
-        for stranger in list(self._strangers):
-            self._send_away(stranger)
+        """Accept nobody any more, and close what was not accepted. Harmless when repeated."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            asyncio.get_running_loop().remove_reader(listener.fileno())
+            listener.close()
+        if self._timer is not None:
+            self._timer.cancel()
 
-    def _challenge(self, greeting: Greeting, stranger: Endpoint) -> None:
-        if len(self._strangers) >= MOST_STRANGERS:
-            self._send_away(next(iter(self._strangers)))  # who knows the secret has said so at once
-        loop = asyncio.get_running_loop()
-        self._strangers[stranger] = loop.call_later(GREET_S, self._send_away, stranger)
-        stranger.say(greeting.challenge())
+    def _turn(self) -> None:
+        if self._listener is None:
+            return
+        self._listener.turn()
+        if self._timer is None and (due_s := self._listener.due_s) is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(due_s - clock.monotonic(), self._turn_late)
 
-    def _hear(self, greeting: Greeting, stranger: Endpoint, message: bytes) -> None:
-        node, said, codes = greeting.admit(message)  # Garbled ends the connection
+    def _turn_late(self) -> None:
+        self._timer = None
+        self._turn()
+
+    def _begin(self) -> tuple[bytes, Hear]:
+        greeting = self._greeting()
+        return framed(greeting.challenge()), partial(self._hear, greeting)
+
+    def _hear(self, greeting: Greeting, said: bytes) -> Callable[[socket.socket], None] | None:
+        messages = list(Splitter(GREETING_BYTES).feed(said))
+        if not messages:
+            return None
+        if len(said) > len(framed(messages[0])):
+            raise Garbled("it says more than it may")
+        node, proof, codes = greeting.admit(messages[0])
         if node not in self._children or node in self._admitted:
-            stranger.say(greeting.refusal(message))
-            raise Garbled(f"node {node} is not awaited")
-        self._forget(stranger, "")
+            return partial(_refuse, framed(greeting.refusal(messages[0])))
         self._admitted.add(node)
-        stranger.say(said)
-        stranger.trust(codes)
-        self._on_child(node, stranger)
+        return partial(self._accept, node, proof, codes)
 
-    def _forget(self, stranger: Endpoint, why: str) -> None:
-        del why
-        if (timer := self._strangers.pop(stranger, None)) is not None:
-            timer.cancel()
+    def _accept(self, node: int, proof: bytes, codes: Codes, connection: socket.socket) -> None:
+        child = Endpoint(_unheard, _unended, partial(self._greet, node, proof, codes))
+        loop = asyncio.get_running_loop()
+        coming = loop.create_task(loop.connect_accepted_socket(lambda: child, connection))
+        self._coming.add(coming)
+        coming.add_done_callback(self._coming.discard)
 
-    def _send_away(self, stranger: Endpoint) -> None:
-        self._forget(stranger, "")
-        stranger.close()
+    def _greet(self, node: int, proof: bytes, codes: Codes, child: Endpoint) -> None:
+        if self._listener is None:  # closed meanwhile
+            child.close()
+            return
+        child.say(proof)
+        child.trust(codes)
+        self._on_child(node, child)
+
+
+def _refuse(refusal: bytes, connection: socket.socket) -> None:
+    with connection:
+        connection.send(refusal)
+
+
+def _unheard(_: Endpoint, message: bytes) -> None:
+    """Before `on_child` listens nothing can come: it does so as soon as there is a connection."""
+    del message
+
+
+def _unended(_: Endpoint, why: str) -> None:
+    del why
 
 
 async def meet_parent(address: str, port: int, greeting: Greeting, node: int) -> Endpoint:

@@ -154,9 +154,7 @@ class NodeServer:
         here = await loop.create_unix_server(self._knock, self._folder / SOCKET, backlog=4096)
         self._servers.append(here)
         if self._children:
-            door = await loop.create_server(self._door.knock, address, 0, backlog=4096)
-            self._servers.append(door)
-            port = door.sockets[0].getsockname()[1]
+            port = self._door.open(address)
         self._look()
         return port
 

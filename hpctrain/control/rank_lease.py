@@ -14,8 +14,17 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.base import clock
-from hpctrain.control import tick_counts
-from hpctrain.control.board import ARRIVED, BEAT, FIRST_WISH, FREE_TICKS, STEP, TICK, WAITS
+from hpctrain.control.board import (
+    ARRIVED,
+    BEAT,
+    FIRST_WISH,
+    FREE_TICKS,
+    STEP,
+    TICK,
+    WAITS,
+    put_count,
+    ticks_apart,
+)
 from hpctrain.control.lease import Lease, Wishes, most_ahead
 from hpctrain.errors import ControlLost
 
@@ -163,10 +172,10 @@ class RankLease:
     def _count(self, tick: int) -> None:
         """Show how many collectives this rank has called."""
         if self.collectives_called is not None:
-            power = tick_counts.apart(self._step_ns)
+            power = ticks_apart(self._step_ns)
             self._uncounted = (1 << power) - 1
             at = self._at_tick - TICK
-            tick_counts.put(self._words, at, tick, self.collectives_called(), power)
+            put_count(self._words, at, tick, self.collectives_called(), power)
 
     def _is_covered(self, tick: int) -> bool:
         if tick < (free := self._words[FREE_TICKS]):

@@ -12,9 +12,11 @@ import logging
 import socket
 import threading
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base import clock
+from hpctrain.base.listener import Listener, listen_at
 from hpctrain.control.wire import (
     GREETING_BYTES,
     MOST_BYTES,
@@ -29,7 +31,10 @@ from hpctrain.control.wire import (
 from hpctrain.errors import ControlLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Callable
+
+    from hpctrain.base.listener import Hear
+    from hpctrain.control.endpoint import Children
 
 log = logging.getLogger("hpctrain.agent")
 
@@ -40,13 +45,10 @@ GREET_S = 10.0
 SILENT_S = 60.0
 """A connection on which nothing moves for so long, while something is awaited, is lost."""
 JOIN_S, KNOCK_AGAIN_S = 20.0, 0.2
-MOST_STRANGERS = 256
-"""That are listened to at a time; who comes then is sent away, and knocks again."""
 MOST_NOTED = 20
 """Strangers that the log hears of in a round."""
 PIECE_BYTES = 1 << 20
 """Of a copy in one message: its code is made while the bytes are in the cache."""
-BACKLOG = 256
 _READ_BYTES = 1 << 20
 
 
@@ -165,7 +167,7 @@ class CopyDoor:
 
     def __init__(
         self,
-        nodes: Container[int],
+        nodes: Children,
         greeting: Callable[[], Greeting],
         serve: Callable[[int, CopyLine], None],
     ) -> None:
@@ -179,9 +181,9 @@ class CopyDoor:
         """
         self._nodes, self._greeting, self._serve_node = nodes, greeting, serve
         self._lock = threading.Lock()
-        self._knocks: socket.socket | None = None
+        self._listener: Listener | None = None
         self._lines: set[CopyLine] = set()
-        self._strangers = self._noted = 0
+        self._noted = 0
         self._is_over = False
 
     def open(self, address: str) -> int:
@@ -190,49 +192,59 @@ class CopyDoor:
         Raises:
             OSError: there is no such address, or no port.
         """
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._knocks = socket.create_server((address, 0), family=family, backlog=BACKLOG)
-        threading.Thread(target=self._welcome, args=(self._knocks,), daemon=True).start()
-        return int(self._knocks.getsockname()[1])
+        listener = Listener(
+            listen_at(address),
+            self._begin,
+            expected=len(self._nodes),
+            proof_s=GREET_S,
+            refused=self._note,
+        )
+        self._listener = listener
+        name = f"copies-{listener.port}"
+        threading.Thread(target=self._welcome, args=(listener,), name=name, daemon=True).start()
+        return listener.port
 
     def close(self) -> None:
         """Let nobody in any more, and end all connections."""
         with self._lock:
             self._is_over = True
             lines = list(self._lines)
-        if self._knocks is not None:
-            with suppress(OSError):
-                self._knocks.shutdown(socket.SHUT_RDWR)
+        if self._listener is not None:
+            self._listener.wake()
         for line in lines:
             line.close()
 
-    def _welcome(self, knocks: socket.socket) -> None:
-        with suppress(OSError), knocks:
-            while True:
-                peer, where = knocks.accept()
-                with self._lock:
-                    is_full = self._is_over or self._strangers >= MOST_STRANGERS
-                    self._strangers += not is_full
-                if is_full:
-                    peer.close()
-                    continue
-                threading.Thread(target=self._let_in, args=(peer, where[0]), daemon=True).start()
+    def _welcome(self, listener: Listener) -> None:
+        while not self._is_over:
+            listener.turn(None)
+        listener.close()
 
-    def _let_in(self, peer: socket.socket, where: str) -> None:
+    def _begin(self) -> tuple[bytes, Hear]:
+        greeting = self._greeting()
+        return framed(greeting.challenge()), partial(self._hear, greeting)
+
+    def _hear(self, greeting: Greeting, said: bytes) -> Callable[[socket.socket], None] | None:
+        splitter = Splitter(GREETING_BYTES)
+        messages = list(splitter.feed(said))
+        if not messages:
+            return None
+        node, proof, codes = greeting.admit(messages[0])
+        if node not in self._nodes:
+            raise Garbled(f"node {node} is not awaited")
+        return partial(self._accept, node, proof, codes)
+
+    def _accept(self, node: int, proof: bytes, codes: Codes, peer: socket.socket) -> None:
         line = CopyLine(peer)
-        node = None
-        try:
-            node = self._admit(line, where)
-        finally:
-            with self._lock:
-                self._strangers -= 1
-                is_served = node is not None and not self._is_over
-                if is_served:
-                    self._lines.add(line)
-            if not is_served:
+        line.send(proof)
+        line.trust(codes)
+        with self._lock:
+            if self._is_over:
                 line.close()
-        if node is None or not is_served:
-            return
+                return
+            self._lines.add(line)
+        threading.Thread(target=self._serve, args=(node, line), daemon=True).start()
+
+    def _serve(self, node: int, line: CopyLine) -> None:
         try:
             self._serve_node(node, line)
         except (OSError, Garbled) as error:
@@ -242,22 +254,7 @@ class CopyDoor:
                 self._lines.discard(line)
             line.close()
 
-    def _admit(self, line: CopyLine, where: str) -> int | None:
-        """The node that has come; None for a stranger, who is noted."""
-        greeting, why = self._greeting(), ""
-        try:
-            line.send(greeting.challenge())
-            node, said, codes = greeting.admit(line.receive())
-            if node in self._nodes:
-                line.send(said)
-                line.trust(codes)
-                return node
-            why = f"node {node} is not awaited"
-        except (OSError, Garbled) as error:
-            why = str(error)
-        with self._lock:
-            self._noted += 1
-            is_noted = self._noted <= MOST_NOTED and not self._is_over
-        if is_noted:
-            log.warning("somebody at %s was refused copies of the state: %s", where, why)
-        return None
+    def _note(self, address: str, why: str) -> None:
+        self._noted += 1
+        if self._noted <= MOST_NOTED and not self._is_over:
+            log.warning("somebody at %s was refused copies of the state: %s", address, why)

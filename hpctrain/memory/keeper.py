@@ -156,7 +156,6 @@ class KeeperRound:
         self._below: dict[int, Endpoint] = {}
         self._above: Endpoint | None = None
         self._door = ChildrenDoor(range(1, place.nodes), greeting, self._let_in)
-        self._server: asyncio.Server | None = None
 
     def copy_on(
         self,
@@ -206,10 +205,7 @@ class KeeperRound:
         threading.Thread(target=self._welcome, args=(knocks,), daemon=True).start()
         if self._place.node or self._place.nodes == 1:
             return 0
-        self._server = await self._loop.create_server(
-            self._door.knock, address, 0, backlog=self._place.nodes
-        )
-        return int(self._server.sockets[0].getsockname()[1])
+        return self._door.open(address)
 
     async def join(self, address: str, port: int) -> None:
         """Go to the keeper of node 0.
@@ -246,8 +242,6 @@ class KeeperRound:
         for peer in ranks:
             with suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)
-        if self._server is not None:
-            self._server.close()
         self._door.close()
         if self._ring is not None:
             self._ring.close()

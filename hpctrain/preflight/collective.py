@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hpctrain.base import clock
+from hpctrain.base.listener import is_loopback, listen
 from hpctrain.base.process import die_with_parent
 from hpctrain.device import device_of_rank, is_accelerator, synchronize
 from hpctrain.preflight.bounded import Unanswered, start
-from hpctrain.preflight.rendezvous import is_loopback, listen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +41,6 @@ GPU_TIMES, CPU_TIMES = 10, 4
 GPU_SIZE, CPU_SIZE = 4096, 256
 """Of a product's square matrices."""
 JOIN_S = 60.0
-BACKLOG = 4096
 
 
 def main() -> int:
@@ -69,7 +68,7 @@ def _serve_store(order: Mapping[str, Any]) -> None:
     ever in its own first connect.
     """
     address, port, parent = str(order["address"]), int(order["store"]), os.getpid()
-    listening = listen(address, port, BACKLOG)
+    listening = listen(address, port)
     if os.fork() == 0:
         try:
             die_with_parent(parent)

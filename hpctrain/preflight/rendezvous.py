@@ -15,16 +15,14 @@ promises.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import secrets
-import selectors
 import socket
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from hpctrain.base import clock
+from hpctrain.base.listener import Listener, listen
 from hpctrain.base.process import raise_limit
 from hpctrain.base.secret import Forged, code, is_code, sign, verify
 from hpctrain.preflight.clocks import PINGS, ask_clocks
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from io import BufferedReader
 
+    from hpctrain.base.listener import Hear
     from hpctrain.preflight.clocks import Skew
 
     Decide = Callable[[dict[int, Any]], Any]
@@ -45,12 +44,9 @@ TELL_S = 10.0
 COORDINATOR, PEER = "host", "member"
 HELLO_S = 5.0
 """Who connects and says nothing is sent away after so long."""
-STRANGERS = 256
-"""So many may be silent at once; then whoever came first has to go. A node answers at once."""
 RETRY_S = 0.05
 LONGEST_RETRY_S = 0.5
 """Thousands that wait for a first node which is late are no storm of look-ups of its name."""
-BACKLOG = 4096
 TURN_S = 600.0
 """So long may it take until the first node asks this one for the time."""
 MARGIN_S = 5.0
@@ -89,8 +85,8 @@ class Coordinator:
         """
         self.missing: dict[int, str] = {}
         raise_limit()  # each node is an open file here
-        with listen(address, port, BACKLOG) as server:
-            self._peers = Acceptor(server, size, key).admit(clock.monotonic() + timeout_s)
+        server = listen(address, port)
+        self._peers = Acceptor(server, size, key).admit(clock.monotonic() + timeout_s)
         for rank in range(1, size):
             if rank not in self._peers:
                 self.missing[rank] = f"did not connect in {timeout_s:g} s"
@@ -231,30 +227,6 @@ class Peer:
         self._line.close()
 
 
-def listen(address: str, port: int, backlog: int) -> socket.socket:
-    """Listen on a port of this node: on the loopback alone where that is the address, else on all.
-
-    Raises:
-        OSError: the port is taken.
-    """
-    if is_loopback(address):
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, port), family=family, backlog=backlog)
-    if not socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), backlog=backlog)
-    return socket.create_server(
-        ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
-    )
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address is of this machine alone."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
-
-
 class Connection:
     """Signed lines of JSON, in the order in which they were said."""
 
@@ -276,7 +248,7 @@ class Connection:
         self._said = self._heard = 0
 
     def begin(self, key: str, rank: int, timeout_s: float) -> None:
-        """A peer's first words; the coordinator's are in `Acceptor` and `welcome`.
+        """A peer's first words; the coordinator's are in `Acceptor` and `proved`.
 
         Raises:
             Stranger: who answers does not know the secret.
@@ -363,13 +335,10 @@ def plain(line: bytes) -> dict[str, Any]:
     return value
 
 
-def welcome(
-    connection: socket.socket, key: str, own: str, line: bytes, size: int
-) -> tuple[int, Connection]:
-    """The coordinator's answer to a peer's first line: its rank, and the connection from here on.
+def proved(key: str, own: str, line: bytes, size: int) -> tuple[int, bytes, str]:
+    """Of a peer's first line: its rank, what to answer, and the secret of the connection.
 
     Args:
-        connection: The socket; nothing but this line was received.
         key: The job's secret.
         own: The challenge that the peer got.
         line: What it answered.
@@ -377,7 +346,6 @@ def welcome(
 
     Raises:
         Stranger: it does not know the secret, or is no node of ours.
-        OSError: it has gone.
     """
     hello = plain(line)
     rank, theirs = hello.get("rank"), hello.get("challenge")
@@ -386,125 +354,54 @@ def welcome(
     words = (own, theirs, rank)
     if not is_code(hello.get("proof"), key, PEER, *words):
         raise Stranger("it does not know the secret of this job")
-    connection.settimeout(TELL_S)
-    connection.sendall(json.dumps({"proof": code(key, COORDINATOR, *words)}).encode() + b"\n")
-    return rank, Connection(connection, code(key, "session", *words), side=COORDINATOR)
-
-
-@dataclass
-class _Guest:
-    """Somebody who has connected, and may be one of ours."""
-
-    connection: socket.socket
-    challenge: str
-    until: float
-    said: bytes = b""
+    proof = json.dumps({"proof": code(key, COORDINATOR, *words)}).encode() + b"\n"
+    return rank, proof, code(key, "session", *words)
 
 
 class Acceptor:
     """Admits each node of a job once."""
 
     def __init__(self, server: socket.socket, size: int, key: str) -> None:
-        """Wait at a listening socket.
+        """Wait at a listening socket, which is closed with the end of `admit`.
 
         Args:
-            server: The socket; the caller closes it.
+            server: The socket.
             size: Number of nodes, this one included.
             key: The job's secret.
         """
-        self._server = server
-        self._size = size
-        self._key = key
-        self._selector = selectors.DefaultSelector()
-        self._guests: dict[socket.socket, _Guest] = {}
+        self._size, self._key = size, key
+        self._listener = Listener(
+            server, self._begin, expected=size, proof_s=HELLO_S, most_bytes=HELLO_BYTES
+        )
         self._peers: dict[int, Connection] = {}
 
     def admit(self, deadline: float) -> dict[int, Connection]:
         """Rank to connection of those who have come before the deadline, of the monotonic clock."""
-        self._server.settimeout(0)
-        self._selector.register(self._server, selectors.EVENT_READ, None)
         try:
-            while len(self._peers) < self._size - 1:
-                until = min(deadline, self._first_to_go().until if self._guests else deadline)
-                ready = self._selector.select(max(until - clock.monotonic(), 0.0))
-                if clock.monotonic() >= deadline:
-                    break
-                self._serve([key.data for key, _ in ready])
+            while len(self._peers) < self._size - 1 and clock.monotonic() < deadline:
+                self._listener.turn(deadline)
         finally:
-            for connection in list(self._guests):
-                self._send_away(connection)
-            self._selector.close()
+            self._listener.close()
         return self._peers
 
-    def _serve(self, ready: list[_Guest | None]) -> None:
-        """Of those who have spoken; None for somebody new. Looks at no others: they may be many."""
-        for guest in ready:
-            if guest is None:
-                self._greet()
-            elif guest.connection in self._guests:  # `_greet` may have sent it away
-                self._listen_to(guest)
-        while self._guests and clock.monotonic() >= self._first_to_go().until:
-            self._send_away(self._first_to_go().connection)
+    def _begin(self) -> tuple[bytes, Hear]:
+        own = challenge()
+        return json.dumps({"challenge": own}).encode() + b"\n", partial(self._hear, own)
 
-    def _first_to_go(self) -> _Guest:
-        """All may stay equally long, and stand in the order in which they came."""
-        return next(iter(self._guests.values()))
+    def _hear(self, own: str, said: bytes) -> Callable[[socket.socket], None] | None:
+        line, newline, rest = said.partition(b"\n")
+        if rest:
+            raise Stranger("it says more than it is asked")
+        return partial(self._let_in, *proved(self._key, own, line, self._size)) if newline else None
 
-    def _greet(self) -> None:
-        if len(self._guests) >= STRANGERS + self._size:
-            self._send_away(self._first_to_go().connection)
-        try:
-            connection = self._server.accept()[0]
-        except BlockingIOError:
-            return
-        except OSError:  # no descriptor is left, or it has gone again
-            if self._guests:
-                self._send_away(self._first_to_go().connection)
-            return
-        guest = _Guest(connection, challenge(), clock.monotonic() + HELLO_S)
-        self._guests[connection] = guest
-        self._selector.register(connection, selectors.EVENT_READ, guest)
-        try:
-            connection.settimeout(0)
-            connection.send(json.dumps({"challenge": guest.challenge}).encode() + b"\n")
-        except OSError:
-            self._send_away(connection)
-
-    def _listen_to(self, guest: _Guest) -> None:
-        try:
-            more = guest.connection.recv(HELLO_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            more = b""
-        guest.said += more
-        line, newline, rest = guest.said.partition(b"\n")
-        if newline and not rest:
-            self._let_in(guest, line)
-        elif not more or newline or len(guest.said) >= HELLO_BYTES:
-            self._send_away(guest.connection)
-
-    def _let_in(self, guest: _Guest, line: bytes) -> None:
+    def _let_in(self, rank: int, proof: bytes, session: str, connection: socket.socket) -> None:
         """The first who proves to be a rank is it."""
-        try:
-            rank, peer = welcome(guest.connection, self._key, guest.challenge, line, self._size)
-        except (Stranger, OSError):
-            self._send_away(guest.connection)
-            return
-        self._forget(guest.connection)
+        peer = Connection(connection, session, side=COORDINATOR)
+        connection.sendall(proof)
         if rank in self._peers:
             peer.close()
         else:
             self._peers[rank] = peer
-
-    def _forget(self, connection: socket.socket) -> None:
-        del self._guests[connection]
-        self._selector.unregister(connection)
-
-    def _send_away(self, connection: socket.socket) -> None:
-        self._forget(connection)
-        with contextlib.suppress(OSError):
-            connection.close()
 
 
 def _value(line: Connection, timeout_s: float) -> dict[str, Any]:

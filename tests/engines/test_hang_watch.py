@@ -8,7 +8,7 @@ import time
 import pytest
 
 from hpctrain.agent import hang_watch
-from hpctrain.control import tick_counts
+from hpctrain.control import board
 from hpctrain.hangs import stacks
 from hpctrain.hangs.standing import HangLimits
 from tests.support import patience
@@ -152,7 +152,7 @@ for step in run.steps(STEPS):
 
 @pytest.mark.parametrize("desync", ["restart", "tell"])
 def test_a_rank_that_is_out_of_step_is_named(agents, tmp_path, monkeypatch, desync):
-    monkeypatch.setattr(tick_counts, "APART_NS", 20_000_000)  # of each step: the run is short
+    monkeypatch.setattr(board, "APART_NS", 20_000_000)  # of each step: the run is short
     leaves_out = "__import__('os').environ['HPCTRAIN_ATTEMPT_DIR'].endswith('1')"
     script = SKIPS.replace("LEAVES_OUT", leaves_out).replace("STEPS", "400")
     limits = HangLimits(60.0, desync=desync)
@@ -171,7 +171,7 @@ def test_nodes_say_their_counts_each_second_and_many_together_no_more_than_twent
 
 def test_ranks_in_step_are_not_told_of(agents, tmp_path, monkeypatch):
     monkeypatch.setattr(hang_watch, "COUNTS_S", 0.2)
-    monkeypatch.setattr(tick_counts, "APART_NS", 20_000_000)
+    monkeypatch.setattr(board, "APART_NS", 20_000_000)
     script = SKIPS.replace("LEAVES_OUT", "False").replace("STEPS", "150")
     [[ending, *_]] = agents.run(script, hangs=HangLimits(60.0, desync="restart"))
     assert (ending, events(tmp_path)) == ("left", [])

@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_RELAY, HPCTRAIN_RUN_DIR
 from hpctrain.base.files import read_plain, write_private
+from hpctrain.base.listener import Listener, listen_at
 from hpctrain.base.records import EndReason, JobFacts, JobState
-from hpctrain.base.secret import Forged, sign, verify
+from hpctrain.base.secret import sign, verify
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.run.layout import RunDir
 from hpctrain.run.ownership import start_secret
@@ -54,18 +56,35 @@ def serve(path: Path, secret: str, control: JobControl, *, is_over: Callable[[],
         control: SLURM's, for our own job.
         is_over: Whether nobody will ask any more; looked at once a second.
     """
-    with socket.create_server((HOST, 0)) as server:
-        write_private(path, f"{server.getsockname()[1]}\n")
-        server.settimeout(LOOK_S)
+    with ThreadPoolExecutor(1) as in_order:  # so that nobody waits for SLURM to be accepted
+
+        def submit(asked: Mapping[str, Any], connection: socket.socket) -> None:
+            in_order.submit(_answer, secret, control, asked, connection)
+
+        def hear(said: bytes) -> Callable[[socket.socket], None] | None:
+            if not said.endswith(b"\n"):
+                return None
+            asked = json.loads(verify(secret, "relay asks", said[:-1]))
+            return lambda connection: submit(asked, connection)
+
+        listener = Listener(
+            listen_at(HOST), lambda: (b"", hear), proof_s=WORD_S, most_bytes=MOST_BYTES
+        )
+        write_private(path, f"{listener.port}\n")
         while not is_over():
-            with contextlib.suppress(OSError, Forged, ValueError):  # a stranger's, or one that left
-                connection, _ = server.accept()
-                with connection:
-                    _answer(connection, secret, control)
+            listener.turn(clock.monotonic() + LOOK_S)
+        listener.close()
 
 
-def _answer(connection: socket.socket, secret: str, control: JobControl) -> None:
-    asked = json.loads(verify(secret, "relay asks", _receive(connection, WORD_S)))
+def _answer(
+    secret: str, control: JobControl, asked: Mapping[str, Any], connection: socket.socket
+) -> None:
+    with connection, contextlib.suppress(OSError):  # it has left
+        connection.settimeout(WORD_S)
+        connection.sendall(_answered(secret, control, asked))
+
+
+def _answered(secret: str, control: JobControl, asked: Mapping[str, Any]) -> bytes:
     value: object = None
     error = ""
     try:
@@ -75,7 +94,7 @@ def _answer(connection: socket.socket, secret: str, control: JobControl) -> None
     except ClusterError as refusal:
         error = f"refused:{refusal}"
     text = json.dumps({"value": value, "error": error})
-    connection.sendall(sign(secret, f"relay answers {asked['nonce']}", text).encode() + b"\n")
+    return sign(secret, f"relay answers {asked['nonce']}", text).encode() + b"\n"
 
 
 def _carry_out(control: JobControl, what: str, nodes: Sequence[str]) -> object:

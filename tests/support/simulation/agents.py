@@ -373,7 +373,7 @@ def stand_ins(job: Job) -> list[tuple[Any, str, Any]]:
         (hang_watch, "pulse", SimpleNamespace(
             read=lambda _board: _pulses(job, here()),
             phase_name=lambda _folder, _rank, phase: job.phase_name(phase))),
-        (hang_watch, "tick_counts", SimpleNamespace(read=lambda _board: job.counts(here()))),
+        (hang_watch, "read_counts", lambda _board: job.counts(here())),
         (hang_watch, "uses", job.used),
         (hang_watch, "look", lambda _folder, _name, seen: _look(job, here(), seen)),
         (hang_watch, "replace_text", lambda _path, text: job.wrote(text)),

@@ -66,27 +66,24 @@ class Node:
 class Job:
     """Nodes that find each other; `killed` has what would have been killed, and when."""
 
-    def __init__(self, hands):
-        self.hands, self.killed, self.servers, self.guards = hands, [], [], []
+    def __init__(self, hands, patch):
+        self.hands, self.patch = hands, patch
+        self.killed, self.doors, self.guards = [], [], []
         self.nodes = []
 
     async def open(self):
-        loop = asyncio.get_running_loop()
-        create, listens = loop.create_server, asyncio.Event()
+        listens, opened = asyncio.Event(), ChildrenDoor.open
 
-        async def kept(*args, **more):
-            self.servers.append(await create(*args, **more))
+        def kept(door, *at):
+            self.port = opened(door, *at)
+            self.doors.append(door)
             listens.set()
-            return self.servers[-1]
+            return self.port
 
-        loop.create_server = kept
+        self.patch.setattr(ChildrenDoor, "open", kept)
         self.first = await self.node(0)
         await listens.wait()
         return self
-
-    @property
-    def port(self):
-        return self.servers[-1].sockets[0].getsockname()[1]
 
     async def node(self, number, *, nodes=3, secret=SECRET, port=None):
         place = LifelinePlace(number, nodes, HERE, 0 if number == 0 else port or self.port, LEASE_S)
@@ -114,8 +111,8 @@ class Job:
         return node
 
     def close(self):
-        for server in self.servers:
-            server.close()
+        for door in self.doors:
+            door.close()
         loop = asyncio.get_running_loop()
         for transport in list(loop._transports.values()):
             transport.abort()
@@ -133,7 +130,7 @@ def run(monkeypatch):
         hands = ManualClock()
 
         async def live():
-            job = Job(hands)
+            job = Job(hands, monkeypatch)
             monkeypatch.setattr(
                 lifeline.os, "kill", lambda pid, sig: job.killed.append((pid, sig, hands.passed_s))
             )
@@ -154,8 +151,7 @@ class Silent:
     async def open(self):
         self.inside, self.come = {}, asyncio.Queue()
         door = ChildrenDoor({1, 2}, greeting, self._let_in)
-        server = await asyncio.get_running_loop().create_server(door.knock, HERE, 0)
-        return server.sockets[0].getsockname()[1]
+        return door.open(HERE)
 
     def _let_in(self, node, end):
         self.inside[node] = end
@@ -302,8 +298,8 @@ def test_at_the_end_all_are_told_also_who_comes_later_and_nobody_is_killed(run):
         late = await job.node(2)
         told.append(await late.hear("over"))
         await job.first.hear("all_told")
-        for server in job.servers:
-            server.close()
+        for door in job.doors:
+            door.close()
         for end in list(job.first.side._others.values()):
             end.close()  # as the first node's process ends
         await late.is_quiet(10 * LEASE_S)

@@ -7,9 +7,10 @@ import socket
 
 import pytest
 
+from hpctrain.base import listener
 from hpctrain.control import endpoint
 from hpctrain.control.endpoint import ChildrenDoor, NotAwaited, meet_parent
-from hpctrain.control.wire import GREETING_BYTES, Greeting, framed, packed
+from hpctrain.control.wire import GREETING_BYTES, Greeting, Splitter, framed, packed
 from hpctrain.errors import ControlLost
 from tests.support.clocks import ManualClock
 from tests.support.jumping_loop import run_jumping
@@ -36,13 +37,10 @@ class Door:
         child.on_end = lambda _, why: self.ended.put_nowait(why)
 
     async def __aenter__(self):
-        loop = asyncio.get_running_loop()
-        self.server = await loop.create_server(self.door.knock, HERE, 0, backlog=1024)
-        self.port = self.server.sockets[0].getsockname()[1]
+        self.port = self.door.open(HERE)
         return self
 
     async def __aexit__(self, *_):
-        self.server.close()
         self.door.close()
         for child in self.inside.values():
             child.close()
@@ -119,7 +117,7 @@ def test_strangers_words_end_their_connection_and_nothing_else(said):
 
 
 def test_silent_strangers_are_sent_away_and_keep_no_child_out(monkeypatch):
-    monkeypatch.setattr(endpoint, "MOST_STRANGERS", 8)
+    monkeypatch.setattr(listener, "PLACES", 6)  # and one for each child
 
     async def act(door):
         strangers = [await asyncio.open_connection(HERE, door.port) for _ in range(20)]
@@ -191,5 +189,38 @@ def test_a_child_that_says_what_nobody_sealed_is_ended():
         child.say(b"not sealed")
         assert "without the code of this attempt" in await door.ended.get()
         child.close()
+
+    run(act)
+
+
+def test_a_child_that_says_more_before_it_is_answered_is_not_let_in():
+    async def act(door):
+        reader, writer = await asyncio.open_connection(HERE, door.port)
+        own, splitter = greeting(), Splitter(GREETING_BYTES)
+        (challenge,) = splitter.feed(await reader.read(GREETING_BYTES))
+        said, _ = own.answer(challenge, 1)
+        writer.write(framed(said) + b"\0\0")
+        assert await reader.read() == b""
+        writer.close()
+        child = await meet_parent(HERE, door.port, greeting(), 1)  # the place is still its own
+        child.close()
+
+    run(act)
+
+
+def test_a_child_that_comes_as_the_door_closes_is_not_let_in():
+    async def act(door):
+        accept = door.door._accept
+        descriptor = door.door._listener.fileno()
+
+        def accept_and_close(*given):
+            accept(*given)
+            door.door.close()
+
+        door.door._accept = accept_and_close
+        with pytest.raises((ControlLost, OSError)):
+            await meet_parent(HERE, door.port, greeting(), 1)
+        assert door.inside == {}
+        assert not asyncio.get_running_loop().remove_reader(descriptor)
 
     run(act)

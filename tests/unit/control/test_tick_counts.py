@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.control.board import BOARD, COUNTS, Board
+from hpctrain.control.board import BOARD, COUNTS, Board, put_count, read_counts, ticks_apart
 from hpctrain.control.rank_lease import RankLease
-from hpctrain.control.tick_counts import apart, put, read
 
 
 @pytest.fixture
@@ -17,25 +16,25 @@ def board(tmp_path):
 
 
 def test_nothing_is_shown_at_first(board):
-    assert read(board) == [{}, {}]
+    assert read_counts(board) == [{}, {}]
 
 
 def test_the_last_four_ticks_and_multiples_are_shown(board):
     for tick in range(20_000):
-        put(board.words, board.at(1), tick, 3 * tick + 5)
+        put_count(board.words, board.at(1), tick, 3 * tick + 5)
     ticks = {*range(19_996, 20_000), 19_968, 19_904, 19_456, 16_384}
-    assert read(board) == [{}, {tick: 3 * tick + 5 for tick in ticks}]
+    assert read_counts(board) == [{}, {tick: 3 * tick + 5 for tick in ticks}]
 
 
 def test_short_ticks_are_counted_twice_a_second_at_multiples_that_ranks_have_in_common():
     steps_ns = [0, 2_000_000_000, 500_000_000, 250_000_000, 20_000_000, 1_000_000, 1]
-    assert [apart(step_ns) for step_ns in steps_ns] == [0, 0, 0, 1, 4, 8, 10]
+    assert [ticks_apart(step_ns) for step_ns in steps_ns] == [0, 0, 0, 1, 4, 8, 10]
 
 
 def test_the_last_four_that_were_counted_are_shown(board):
     for tick in range(0, 1000, 16):
-        put(board.words, board.at(1), tick, 7, power=4)
-    assert {944, 960, 976, 992} <= set(read(board)[1])
+        put_count(board.words, board.at(1), tick, 7, power=4)
+    assert {944, 960, 976, 992} <= set(read_counts(board)[1])
 
 
 def test_a_rank_counts_at_those_ticks_alone(board, monkeypatch, hands):
@@ -50,18 +49,18 @@ def test_a_rank_counts_at_those_ticks_alone(board, monkeypatch, hands):
 
 
 def test_what_nobody_counts_is_not_shown(board):
-    put(board.words, board.at(0), 0, -1)
-    put(board.words, board.at(0), 1 << 30, 1)
-    assert read(board)[0] == {}
+    put_count(board.words, board.at(0), 0, -1)
+    put_count(board.words, board.at(0), 1 << 30, 1)
+    assert read_counts(board)[0] == {}
 
 
 def test_a_count_of_more_than_32_bits_starts_over(board):
-    put(board.words, board.at(0), (1 << 30) - 1, (1 << 40) + 3)
-    assert read(board)[0] == {(1 << 30) - 1: 3}
+    put_count(board.words, board.at(0), (1 << 30) - 1, (1 << 40) + 3)
+    assert read_counts(board)[0] == {(1 << 30) - 1: 3}
 
 
 def test_a_row_holds_them(board):
-    put(board.words, board.at(0), 16384, 9)
+    put_count(board.words, board.at(0), 16384, 9)
     at = board.at(0)
     assert board.at(1) - at >= COUNTS + 8
     assert not any(board.words[at : at + COUNTS])

@@ -350,6 +350,13 @@ def test_another_secret_round_or_node_is_not_let_in(monkeypatch, secret, about, 
     door.close()
 
 
+def test_of_many_strangers_the_log_hears_of_the_first(caplog):
+    door = CopyDoor(range(3), greeted("secret"), lambda *_: None)
+    for _ in range(2 * copy_line.MOST_NOTED):
+        door._note("10.0.0.1", "a stranger")
+    assert caplog.text.count("was refused copies of the state") == copy_line.MOST_NOTED
+
+
 def test_a_false_keeper_is_found_before_anything_is_sent(monkeypatch):
     monkeypatch.setattr(copy_line, "JOIN_S", 0.0)
     false = CopyDoor(range(3), greeted("another"), lambda *_: None)
@@ -381,6 +388,7 @@ def test_a_closed_door_lets_nobody_in_and_ends_who_was():
         line.hear(wait_s=20)
     with socket.socket() as late:
         assert late.connect_ex(("127.0.0.1", port)) != 0
+    until(lambda: not any(t.name == f"copies-{port}" for t in threading.enumerate()), "it waits on")
     line.close()
 
 

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hpctrain.preflight import clocks, rendezvous
+from hpctrain.base import listener
+from hpctrain.preflight import clocks
 from hpctrain.preflight.checks import Expected, Order
 from hpctrain.preflight.facts import NodeFacts
 from hpctrain.preflight.rendezvous import Acceptor, Coordinator, Peer
@@ -88,19 +89,19 @@ def test_who_sees_none_of_those_that_it_was_told_of_is_the_one_to_blame(tmp_path
     assert list(report.bad) == ["n7"]
 
 
-class CountedGuest(rendezvous._Guest):
+class CountedGuest(listener._Unproved):
     """Counts how often anybody looks at how long a guest may stay."""
 
     looks = 0
 
     def __getattribute__(self, name):
-        if name == "until":
+        if name == "until_s":
             CountedGuest.looks += 1
         return super().__getattribute__(name)
 
 
 def test_who_comes_costs_nothing_for_each_of_those_who_are_there(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_Guest", CountedGuest)
+    monkeypatch.setattr(listener, "_Unproved", CountedGuest)
     CountedGuest.looks = 0
     count = 150
     with socket.create_server(("127.0.0.1", 0), backlog=256) as server:

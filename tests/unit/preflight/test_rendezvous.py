@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from hpctrain.base import listener
 from hpctrain.base.secret import code
 from hpctrain.errors import ChecksFailed
 from hpctrain.preflight import rendezvous
@@ -172,7 +173,7 @@ def test_silent_strangers_keep_nobody_out(port, nodes, monkeypatch):
 
 
 def test_of_more_strangers_than_are_borne_the_first_have_to_go(port, nodes, monkeypatch):
-    monkeypatch.setattr(rendezvous, "STRANGERS", 3)
+    monkeypatch.setattr(listener, "PLACES", 3)
     waiting = []
 
     def real():
