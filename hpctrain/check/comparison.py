@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from hpctrain.run import event_types as facts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from hpctrain.base.records import EndReason
     from hpctrain.run.events import Event
@@ -29,7 +30,18 @@ _LOSS = re.compile(
     re.IGNORECASE,
 )
 _OTHER_LOSS = re.compile(r"\b(?:val|valid|validation|eval|test)[ _/-]?loss", re.IGNORECASE)
+_EPOCH = re.compile(
+    r"\bep(?:och)?s?\b['\"]?\s{0,3}[:=#]?\s{0,3}\[?\s{0,3}(\d{1,9}(?:\.\d{1,9})?)", re.IGNORECASE
+)
+_IN_EPOCH = re.compile(
+    r"\b(?:global_)?(?:step|iter(?:ation)?|it|batch|update)s?\b['\"]?\s{0,3}[:=#]?\s{0,3}\[?\s{0,3}"
+    r"(\d{1,12})",
+    re.IGNORECASE,
+)
+_OF_ALL = re.compile(r"[\[|(]\s{0,3}(\d{1,12})\s{0,3}/\s{0,3}\d{1,12}\b")
+"""`[120/500]`, and what tqdm draws: `24%|##4       | 120/500 [00:10<...`."""
 _LONGEST_LINE = 1000
+_NONE = -1.0
 
 
 def printed_losses(text: str) -> dict[int, float | None]:
@@ -42,6 +54,45 @@ def printed_losses(text: str) -> dict[int, float | None]:
         if step is not None and loss is not None:
             losses[int(step[1])] = float(loss[1])
     return losses
+
+
+def printed_places(text: str) -> list[tuple[float, float]]:
+    """Epoch and step of each line of a log that names one of them; -1 for what nobody has named.
+
+    A line without an epoch is of the epoch that was named last.
+    """
+    places = []
+    epoch = _NONE
+    for line in text.splitlines():
+        if len(line) > _LONGEST_LINE or _OTHER_LOSS.search(line):
+            continue
+        named, step = _EPOCH.search(line), _IN_EPOCH.search(line) or _OF_ALL.search(line)
+        epoch = float(named[1]) if named is not None else epoch
+        if named is not None or step is not None:
+            places.append((epoch, float(step[1]) if step is not None else _NONE))
+    return places
+
+
+def place_text(place: tuple[float, float]) -> str:
+    """`epoch 3 step 20`."""
+    words = zip(("epoch", "step"), place, strict=True)
+    return " ".join(f"{word} {number:g}" for word, number in words if number != _NONE)
+
+
+def began_again(
+    before: Sequence[tuple[float, float]], after: Sequence[tuple[float, float]]
+) -> bool | None:
+    """Whether a second start began where the first one did; None where the log cannot tell.
+
+    Args:
+        before: Places of the first start.
+        after: Places of the second one.
+    """
+    if not before or not after or before[0] == before[-1]:
+        return None
+    if any(second < first for first, second in pairwise(before)):
+        return None  # a counter that goes back at each epoch, or for a validation
+    return after[0] <= before[0]
 
 
 @dataclass

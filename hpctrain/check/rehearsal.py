@@ -17,15 +17,18 @@ from hpctrain.check.comparison import (
     ROUNDING,
     LossComparison,
     RehearsedAttempt,
+    began_again,
     compared,
+    place_text,
     printed_losses,
+    printed_places,
 )
 from hpctrain.check.lines import FAIL, NOT_KNOWN, NOTE, OK, CheckLine
 from hpctrain.check.stage import RehearsalStage
 from hpctrain.errors import HpctrainError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from hpctrain.check.lines import CheckList
     from hpctrain.run.layout import RunDir
@@ -42,6 +45,8 @@ HOLD_S = 3.0
 program whose steps take no time."""
 SILENT_S = 20.0
 """A program that prints no steps is stopped after so long."""
+UNSAVED_S = 60.0
+"""One that prints some, and saves nothing."""
 PATIENCE_S = 600.0
 _NEEDED = frozenset({"submit", "imports", "space"})
 """Where one of these has failed, the program would fail too."""
@@ -227,10 +232,12 @@ def rank_line(comparison: LossComparison) -> CheckLine:
 def _silent(stage: RehearsalStage, say: Say) -> list[CheckLine]:
     """Of a program that knows nothing of hpctrain: what it prints is all that is known of it."""
     say(f"rehearse: {RANKS} ranks, until they are preempted")
+    began = clock.now()
     run, job_id = stage.start("stopped", RANKS)
-    attempts = stage.wait(run, job_id, _Printing(run, 1, STEPS))
+    attempts = stage.wait(run, job_id, _Printing(run, 1, STEPS, lambda: stage.has_saved(began)))
     if attempts and attempts[-1].reason is not None:
         return [_no_steps(attempts)]
+    saved = stage.has_saved(began)
     stage.preempt(job_id)
     asked = clock.now()
     say("rehearse: preempted, until it has started again")
@@ -238,20 +245,50 @@ def _silent(stage: RehearsalStage, say: Say) -> list[CheckLine]:
     stage.end(job_id)
     if len(attempts) == 1:
         return [_never_stopped(attempts[0])]
-    line = left_line(attempts[0], attempts[0].ended - asked)
-    before, after = _printed(run, 1), _printed(run, 2)
+    lines = [left_line(attempts[0], attempts[0].ended - asked)]
+    logs = [_log(run, number) for number in (1, 2)]
+    lines.append(resume_line(*map(printed_places, logs), saved=saved))
+    before, after = (RehearsedAttempt(printed_losses(log)) for log in logs)
+    if lines[-1].status != OK:
+        return lines
     if not before.losses or not after.losses:
         message = "it prints no loss with its step: nothing could be compared"
-        return [line, CheckLine(_LOSS, NOT_KNOWN, message)]
-    if min(after.losses) <= min(before.losses):
-        message = f"its second start began with step {min(after.losses)} again, from nothing"
-        hint = "checkpoint.sealed and --resume-args tell it what to go on from (docs/programs.md)"
-        return [line, CheckLine(_LOSS, NOTE, message, hint)]
+        return [*lines, CheckLine(_LOSS, NOT_KNOWN, message)]
     say("rehearse: the same in peace")
     run, job_id = stage.start("undisturbed", RANKS)
     stage.wait(run, job_id, _Printing(run, 1, after.last))
     stage.end(job_id)
-    return [line, printed_line(before, after, _printed(run, 1))]
+    return [*lines, printed_line(before, after, _printed(run, 1))]
+
+
+def resume_line(
+    before: Sequence[tuple[float, float]], after: Sequence[tuple[float, float]], *, saved: bool
+) -> CheckLine:
+    """Whether a program that was started again went on, by the epochs and steps that it prints.
+
+    Args:
+        before: Places that the first start printed.
+        after: Those of the second one.
+        saved: The first start had written a checkpoint when it was stopped.
+    """
+    name = "rehearse: resume"
+    again = began_again(before, after)
+    if again is None:
+        message = "could not tell whether its second start went on"
+        hint = "print the epoch and the step with each line, e.g. `epoch 3 step 20 loss 1.9`"
+        return CheckLine(name, NOT_KNOWN, message, hint)
+    if not again:
+        message = f"came to {place_text(max(before))}, went on at {place_text(after[0])}"
+        return CheckLine(name, OK, message)
+    message = (
+        f"came to {place_text(max(before))}, began anew at {place_text(after[0])}: each preemption "
+        "costs all that was trained"
+    )
+    hint = "--checkpoint and --resume-args tell it what to go on from (docs/programs.md)"
+    if saved:
+        return CheckLine(name, FAIL, message, hint)
+    message = f"{message}, unless it saves later than the rehearsal stopped it"
+    return CheckLine(name, NOTE, message, hint)
 
 
 def printed_line(
@@ -269,10 +306,15 @@ def printed_line(
 
 
 class _Printing:
-    """Whether an attempt has printed so many steps; one that prints none is given a while."""
+    """Whether an attempt has printed so many places, and has saved where that is asked.
 
-    def __init__(self, run: RunDir, number: int, steps: int) -> None:
-        self._run, self._number, self._steps = run, number, steps
+    One that prints none, or does not save, is given a while.
+    """
+
+    def __init__(
+        self, run: RunDir, number: int, steps: int, has_saved: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._run, self._number, self._steps, self._has_saved = run, number, steps, has_saved
         self._began: float | None = None
 
     def __call__(self, attempts: list[RehearsedAttempt]) -> bool:
@@ -280,19 +322,24 @@ class _Printing:
             return False
         now = clock.monotonic()
         self._began = self._began or now
-        losses = _printed(self._run, self._number).losses
-        if not losses:
-            return now > self._began + SILENT_S
-        return len(losses) >= self._steps or max(losses) >= self._steps > STEPS
+        log = _log(self._run, self._number)
+        losses, places = printed_losses(log), len(set(printed_places(log)))
+        if now > self._began + (UNSAVED_S if places else SILENT_S):
+            return True
+        enough = places > self._steps or max(losses, default=0) >= self._steps > STEPS
+        return enough and self._has_saved()
+
+
+def _log(run: RunDir, number: int) -> str:
+    """What an attempt's first rank has printed so far."""
+    try:
+        return read_text(run.rank_log(number, 0))
+    except OSError:  # nothing
+        return ""
 
 
 def _printed(run: RunDir, number: int) -> RehearsedAttempt:
-    """What an attempt's first rank has printed."""
-    try:
-        text = read_text(run.rank_log(number, 0))
-    except OSError:  # it has printed nothing so far
-        text = ""
-    return RehearsedAttempt(printed_losses(text))
+    return RehearsedAttempt(printed_losses(_log(run, number)))
 
 
 def left_line(before: RehearsedAttempt, seconds: float) -> CheckLine:

@@ -55,6 +55,12 @@ class RehearsalFailed(HpctrainError):
     """A rehearsal came to no end that tells something."""
 
 
+MOST_FILES = 20_000
+_CHECKPOINTS = frozenset(
+    {".bin", ".ckpt", ".msgpack", ".npz", ".pickle", ".pkl", ".pt", ".pth", ".safetensors", ".tar"}
+)
+
+
 class RehearsalStage:
     """Runs of a program on this machine's processors. A context manager."""
 
@@ -126,6 +132,9 @@ class RehearsalStage:
             nodes="1",
             ranks_per_node=ranks,
             gpus_per_node=0,
+            job={},
+            begin="",
+            without=(),
             time="0:30:00",
             site=None,
             partition=None,
@@ -169,6 +178,26 @@ class RehearsalStage:
                     f"{len(attempts)}; give it longer with --timeout"
                 )
             clock.sleep(POLL_S)
+
+    def has_saved(self, since: float) -> bool:
+        """Whether the program has written what looks like a checkpoint into its folder.
+
+        Args:
+            since: Seconds since the epoch; older files are not meant.
+        """
+        seen = 0
+        for folder, below, files in os.walk(self._request.cwd):
+            below[:] = [name for name in below if not name.startswith(".") and name != "venv"]
+            seen += len(files)
+            if seen > MOST_FILES:
+                return False  # a folder of data; nobody waits for a look at all of it
+            for name in files:
+                path = Path(folder, name)
+                if path.suffix in _CHECKPOINTS and not path.is_relative_to(self._folder):
+                    with contextlib.suppress(OSError):  # it is replaced at this moment
+                        if path.stat().st_mtime >= since:
+                            return True
+        return False
 
     def end(self, job_id: str) -> None:
         """Cancel a job and wait for its end."""

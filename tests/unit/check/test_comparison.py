@@ -7,8 +7,23 @@ import math
 import pytest
 
 from hpctrain.base.records import EndReason
-from hpctrain.check.comparison import LossComparison, RehearsedAttempt, compared, printed_losses
-from hpctrain.check.rehearsal import left_line, loss_line, printed_line, rank_line, stop_line
+from hpctrain.check.comparison import (
+    LossComparison,
+    RehearsedAttempt,
+    began_again,
+    compared,
+    place_text,
+    printed_losses,
+    printed_places,
+)
+from hpctrain.check.rehearsal import (
+    left_line,
+    loss_line,
+    printed_line,
+    rank_line,
+    resume_line,
+    stop_line,
+)
 
 NAN = math.nan
 
@@ -129,3 +144,78 @@ def test_how_a_program_took_the_notice_is_told(reason, status):
     line = left_line(attempt({}, reason=reason), 4.0)
 
     assert (line.status, "4" in line.message) == (status, True)
+
+
+@pytest.mark.parametrize(
+    ("line", "place"),
+    [
+        ("epoch 3 it 20 loss 1.9", (3, 20)),
+        ("[120/500] loss: 2.1", (-1, 120)),
+        ("step=120, lr=0.1", (-1, 120)),
+        ("Epoch: [3][ 20/500]\tTime 0.1", (3, 20)),
+        ("Train Epoch: 3 [640/60000 (1%)]\tLoss: 0.3", (3, 640)),
+        (" 24%|##4       | 120/500 [00:10<00:31, 12.1it/s]", (-1, 120)),
+        ("Epoch 3/90:  24%|##4       | 120/500 [00:10<00:31]", (3, 120)),
+        ("{'loss': 1.2, 'grad_norm': 0.5, 'epoch': 0.12}", (0.12, -1)),
+        ("iter 100: loss 2.5, time 12ms", (-1, 100)),
+        ("global_step: 7", (-1, 7)),
+        ("ep 4 batch 9", (4, 9)),
+        ("Iteration #12", (-1, 12)),
+        ("2026-11-28 01:02:03 INFO | step 5 | loss 1.0", (-1, 5)),
+    ],
+)
+def test_what_programs_print_of_where_they_are_is_read(line, place):
+    assert printed_places(line) == [place]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["loss 1.9", "val_loss 3.0 at step 5", "stepping 5", "keep 3 files", "12/500 rows", "x" * 2000],
+)
+def test_what_says_nothing_of_it_is_passed_over(line):
+    assert printed_places(line) == []
+
+
+def test_a_line_without_an_epoch_is_of_the_last_one():
+    assert printed_places("Epoch 2\n  1%| | 1/9 [0\r 2%| | 2/9 [0\nEpoch 3\n") == [
+        (2, -1), (2, 1), (2, 2), (3, -1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "again"),
+    [
+        ([(0, 0), (0, 1), (1, 0)], [(0, 0)], True),
+        ([(0, 0), (0, 1), (1, 0)], [(1, 0)], False),
+        ([(-1, 100), (-1, 200)], [(-1, 300)], False),
+        ([(-1, 100), (-1, 200)], [(-1, 100)], True),
+        ([(0, -1), (1, -1)], [(0, -1)], True),
+        ([(0, -1), (0, -1)], [(0, -1)], None),
+        ([(-1, 1), (-1, 9), (-1, 1)], [(-1, 1)], None),
+        ([], [(0, 0)], None),
+        ([(0, 0), (1, 0)], [], None),
+    ],
+)
+def test_a_second_start_that_begins_where_the_first_did_began_anew(before, after, again):
+    assert began_again(before, after) is again
+
+
+@pytest.mark.parametrize(
+    ("after", "saved", "status", "words"),
+    [
+        ([(0, 0)], True, "fail", "came to epoch 2 step 1, began anew at epoch 0 step 0: each"),
+        ([(0, 0)], False, "note", "unless it saves later than the rehearsal stopped it"),
+        ([(2, 0)], True, "ok", "came to epoch 2 step 1, went on at epoch 2 step 0"),
+        ([], True, "not known", "could not tell whether its second start went on"),
+    ],
+)
+def test_a_rehearsal_says_whether_it_went_on(after, saved, status, words):
+    line = resume_line([(0, 0), (2, 1)], after, saved=saved)
+
+    assert line.status == status
+    assert words in line.message
+
+
+def test_a_place_has_what_was_named():
+    assert place_text((3.5, -1.0)) == "epoch 3.5"
+    assert place_text((-1.0, 20.0)) == "step 20"

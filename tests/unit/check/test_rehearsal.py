@@ -78,13 +78,52 @@ def test_what_is_not_saved_is_found(request_for):
     assert "it trains something else than a run in peace" in loss.message
 
 
+SAVES = """\
+import os, pathlib, time
+
+path = pathlib.Path("last.pt")
+first = int(path.read_text()) + 1 if path.exists() and {goes_on} else 0
+for epoch in range(first, 100_000):
+    for it in range(2):
+        print(f"epoch {{epoch}} it {{it}} loss {{1 / (epoch + 1):.6f}}", flush=True)
+    time.sleep(0.1)
+    if os.environ["RANK"] == "0":
+        pathlib.Path("new.pt").write_text(str(epoch))
+        os.replace("new.pt", path)
+"""
+
+
+@pytest.mark.check
+def test_a_program_that_saves_and_begins_anew_is_never_called_all_right(request_for):
+    lines = rehearse(
+        request_for(SAVES.format(goes_on=False)), lambda _: None, tells=False, patience_s=120
+    )
+
+    resume = lines[1]
+    assert (resume.check, resume.status) == ("rehearse: resume", "fail")
+    assert "began anew at epoch 0 step 0: each preemption costs all" in resume.message
+    assert len(lines) == 2
+
+
+@pytest.mark.soak
+def test_a_program_that_saves_and_goes_on_is_told_so(request_for):
+    _, resume, _ = rehearse(
+        request_for(SAVES.format(goes_on=True)), lambda _: None, tells=False, patience_s=120
+    )
+
+    assert resume.status == "ok"
+    assert "went on at epoch " in resume.message
+
+
 @pytest.mark.soak
 def test_a_program_that_knows_nothing_of_hpctrain_is_watched_by_what_it_prints(request_for):
-    left, loss = rehearse(request_for(FOREIGN), lambda _: None, tells=False, patience_s=120)
+    left, resume = rehearse(request_for(FOREIGN), lambda _: None, tells=False, patience_s=120)
 
     assert left.status == "ok", left
     assert left.message.endswith("started again")
-    assert (loss.status, "with step 0 again" in loss.message) == ("note", True)
+    assert resume.status == "note"
+    assert "began anew at step 0" in resume.message
+    assert resume.message.endswith("unless it saves later than the rehearsal stopped it")
 
 
 @pytest.mark.check
