@@ -79,8 +79,9 @@ def test_what_is_not_saved_is_found(request_for):
 
 
 SAVES = """\
-import os, pathlib, time
+import os, pathlib, signal, sys, time
 
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())
 path = pathlib.Path("last.pt")
 first = int(path.read_text()) + 1 if path.exists() and {goes_on} else 0
 for epoch in range(first, 100_000):
