@@ -84,8 +84,9 @@ class RankCopies:
                 self._line.left_out(manifest.step)
             else:
                 self._fill(slot, state, manifest)
-        except (HpctrainError, OSError) as error:
-            log.warning("step %d has no copy in memory: %s", manifest.step, error)
+        except (HpctrainError, OSError, RuntimeError) as error:  # torch finds no memory, too
+            why = str(error).partition("\n")[0]
+            log.warning("step %d has no copy in memory: %s", manifest.step, why)
             with contextlib.suppress(KeeperLost):  # then nobody waits for this rank's word
                 self._line.left_out(manifest.step, slot)
         return clock.monotonic() - began

@@ -7,6 +7,7 @@ tests/engines/test_save_and_restore.py and test_spread_states.py.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -107,10 +108,19 @@ class Held:
 
 @dataclass(frozen=True)
 class Part:
-    """A box that this rank reads or writes, contiguous in memory."""
+    """A piece of a box that this rank writes."""
 
     piece: ShardPiece
-    view: torch.Tensor
+    box: Held
+
+    @functools.cached_property
+    def view(self) -> torch.Tensor:
+        """Its elements, contiguous in memory; see `cut`.
+
+        Made when it is asked for: a copy may find no memory, on this rank alone, which then has to
+        be where the other ranks hear of it.
+        """
+        return cut(self.box, self.piece)
 
 
 def held(state: State, world: World) -> list[Held]:
@@ -174,11 +184,11 @@ def parts_to_write(boxes: Iterable[Held]) -> list[Part]:
         if written and (box.piece.nbytes or not math.prod(box.piece.shape)):
             groups.setdefault((box.replica, box.replicas), []).append(box)
     parts = [
-        Part(piece, cut(group[number], piece))
+        Part(piece, group[number])
         for (replica, replicas), group in groups.items()
         for number, piece in my_part([box.piece for box in group], replica, replicas)
     ]
-    return sorted(parts, key=lambda part: -part.view.element_size())
+    return sorted(parts, key=lambda part: -part.box.local.element_size())
 
 
 def cut(box: Held, piece: ShardPiece) -> torch.Tensor:

@@ -185,7 +185,7 @@ class Saver:
             self._writer.ready()
             offsets = self._copy(parts, manifest.step, self._steady(state))
             write = self._writing(flight, parts, offsets, manifest)
-        except (CheckpointError, OSError) as error:
+        except (CheckpointError, OSError, RuntimeError) as error:  # torch finds no memory, too
             write = _failing(error)
         flight.stall_s = clock.monotonic() - flight.began
         pieces = [part.piece for part in parts]

@@ -9,13 +9,14 @@ import torch
 
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.store import find
-from hpctrain.checkpoint.tensors import device_copy
+from hpctrain.checkpoint.tensors import boxes, device_copy
 from hpctrain.checkpoint.tensors.boxes import State, bytes_of, held
 from hpctrain.checkpoint.tensors.device_copy import PageLocked, copy_to_host
 from hpctrain.checkpoint.tensors.restore import Wanted, restore
 from hpctrain.checkpoint.tensors.save import save
 from hpctrain.checkpoint.tensors.saver import Saver
 from hpctrain.errors import CheckpointError
+from hpctrain.memory.copies import RankCopies
 from hpctrain.world import World
 from tests.support import sharded
 from tests.support.stand_in_device import StandInDevice
@@ -219,8 +220,8 @@ def test_a_checkpoint_saved_behind_training_is_of_one_step(device, tmp_path, ove
     for candidate in find.candidates(place.run):
         loaded = {name: torch.zeros_like(t).contiguous() for name, t in mirror.tensors.items()}
         source = CheckpointSource.open(candidate.path, candidate.manifest)
-        boxes = held(State(loaded), World(0, 0, 1, torch.device("cpu")))
-        source.read([Target(box.piece, bytes_of(box.local)) for box in boxes])
+        there = held(State(loaded), CPU)
+        source.read([Target(box.piece, bytes_of(box.local)) for box in there])
         for name, tensor in loaded.items():
             assert torch.equal(tensor, right[candidate.step][name]), (candidate.step, name)
     assert [flags for _, _, flags in device.locked] == [1]  # the arena has not grown
@@ -278,6 +279,58 @@ def test_the_arena_grows_when_it_is_not_locked(device, tmp_path, monkeypatch):
     assert [nbytes for _, nbytes, _ in device.locked] == [4096, 401_408]
     assert len(device.unlocked) == 2
     assert device.chosen == [GPU] * 3
+
+
+NO_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of 79 GiB"
+CPU = World(0, 0, 1, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_no_memory_for_a_contiguous_copy_fails_the_save_where_all_ranks_hear_of_it(
+    tmp_path, monkeypatch, mode
+):
+    """Raised on one rank alone it would leave the others waiting for that one's report."""
+    place, training = sharded.place(CPU, tmp_path / "run"), Training(torch.clone)
+    save(place, CPU, State(training.tensors), sharded.manifest(CPU, 1))
+    monkeypatch.setattr(boxes, "cut", refuse)
+
+    saver = Saver(place, CPU)
+    if mode == "async":
+        saver.begin(State(training.tensors), sharded.manifest(CPU, 2))
+        error = saver.land().error
+    else:
+        with pytest.raises(CheckpointError) as caught:
+            save(place, CPU, State(training.tensors), sharded.manifest(CPU, 2))
+        error = caught.value
+    saver.close()
+
+    said = NO_MEMORY.partition("\n")[0]
+    assert str(error) == f"step 2 was not committed: rank 0: OutOfMemoryError: {said}"
+    assert [candidate.step for candidate in find.candidates(place.run)] == [1]
+
+
+def refuse(*_):
+    raise torch.OutOfMemoryError(NO_MEMORY)
+
+
+def test_no_memory_for_a_contiguous_copy_costs_the_copy_in_the_nodes_memory_alone(
+    monkeypatch, capsys
+):
+    left_out = []
+    line = SimpleNamespace(
+        take_slot=lambda: 0,
+        room=1 << 20,
+        slots=[memoryview(bytearray(1 << 20))],
+        left_out=lambda *words: left_out.append(words),
+    )
+    copies = RankCopies(CPU, line)
+    copies._taking = SimpleNamespace(is_alive=lambda: False)
+    monkeypatch.setattr(boxes, "cut", refuse)
+    copies.copy(State(Training(torch.clone).tensors), sharded.manifest(CPU, 2))
+
+    assert left_out == [(2, 0)]
+    said = NO_MEMORY.partition("\n")[0]
+    assert f"step 2 has no copy in memory: {said}\n" in capsys.readouterr().err
 
 
 @seeds(1)
