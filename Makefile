@@ -151,6 +151,34 @@ torch-versions: $(STAMP) ## engines and whole stories on the oldest and the newe
 	  rm -rf "$(TORCH_FOLDER)/$$version"; \
 	done
 
+# Where the wheels are that a machine without a package index installs from.
+GPU_WHEELS ?= build/gpu-wheels
+ONLY ?=
+# Of the machine that has the GPU, not of this one. pip takes no platform as older than it is named.
+GPU_PLATFORM := --only-binary=:all: --implementation cp --python-version 3.12 \
+  $(foreach glibc,2_28 2_27 2_24 2_17 2014 1,--platform manylinux$(if $(findstring _,$(glibc)),_)$(glibc)_x86_64)
+# What such a machine may lack, with what these need; torchao would ask for a torch.
+GPU_PACKAGES := submitit plotly xxhash cloudpickle filelock pydantic hjson
+
+.PHONY: gpu
+gpu: ## prove hpctrain on this machine's GPU, in 8 minutes: results in $$OUT or build/gpu; ONLY=part
+	@$(PYTHON) -m tests.gpu --wheels "$(GPU_WHEELS)" $(ONLY:%=--only %)
+
+.PHONY: gpu-dry
+gpu-dry: $(STAMP) ## rehearse that on the CPU
+	@python -m tests.gpu --dry $(ONLY:%=--only %)
+
+.PHONY: gpu-wheels
+gpu-wheels: $(STAMP) ## fetch what a machine with a GPU and no package index may lack
+	@rm -rf "$(GPU_WHEELS)"
+	@python -m pip download -qq --disable-pip-version-check $(GPU_PLATFORM) -c constraints.txt \
+	  -d "$(GPU_WHEELS)" $(GPU_PACKAGES)
+	@python -m pip download -qq --disable-pip-version-check $(GPU_PLATFORM) -c constraints.txt \
+	  -d "$(GPU_WHEELS)" --no-deps torchao
+	@DS_BUILD_OPS=0 python -m pip wheel -qq --disable-pip-version-check -c constraints.txt \
+	  -w "$(GPU_WHEELS)" --no-deps deepspeed . || echo "zero1 to zero3 will not run there" >&2
+	@du -sh "$(GPU_WHEELS)"
+
 .PHONY: bench
 bench: $(STAMP) ## measure speed; prints ratios
 	@for program in benchmarks/[a-z]*.py; do echo "# $$program"; python "$$program" || exit 1; done

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TESTS = Path(__file__).parents[1]
-PROGRAMS = ("data/", "support/scripts/")
+PROGRAMS = ("data/", "support/scripts/", "gpu/scripts/")
 """Training programs as users write them, whose work takes time."""
 CLOCKS = frozenset({"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "time"})
 SLEEP = frozenset({"sleep"})

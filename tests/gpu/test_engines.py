@@ -1,0 +1,126 @@
+"""Engines on one rank of NCCL: what is saved, restored and trained on is the same to the bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+from hpctrain.checkpoint.store import find
+from hpctrain.engines.hardware import FLOAT8
+from hpctrain.errors import UsageError
+from hpctrain.run.layout import RunDir
+from hpctrain.world import World
+from tests.gpu.training import Training, bits, different, run_until, settings_of
+
+SAVED_AT, LAST = 2, 4
+WITHOUT = {
+    name: importlib.util.find_spec(name) is None for name in ("deepspeed", "torchao", "triton")
+}
+ZERO = pytest.mark.skipif(WITHOUT["deepspeed"], reason="DeepSpeed is not here")
+WAYS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "ddp bf16": {"engine__precision": "bf16"},
+    "ddp fp16": {"engine__precision": "fp16"},
+    "ddp exact": {"engine__exact": True, "train__micro_batch": 4, "train__global_batch": 8},
+    "ddp bf16 full": {"engine__precision": "bf16", "engine__activation_checkpointing": "full"},
+    "ddp selective": {"engine__activation_checkpointing": "selective"},
+    "ddp hidden copies": {"checkpoint__overlap_copy": True},
+    "ddp sync": {"checkpoint__mode": "sync"},
+    "fsdp2": {"engine__kind": "fsdp2"},
+    "fsdp2 bf16 hidden copies": {
+        "engine__kind": "fsdp2", "engine__precision": "bf16", "checkpoint__overlap_copy": True,
+    },
+    "fsdp2 fp16": {"engine__kind": "fsdp2", "engine__precision": "fp16"},
+    "fsdp2 bf16 experts": {
+        "engine__kind": "fsdp2", "engine__precision": "bf16", "shape": {"experts": 4},
+    },
+    "fsdp2 on the host": {"engine__kind": "fsdp2", "engine__offload": "cpu"},
+    "zero1": {"engine__kind": "zero1", "engine__precision": "bf16"},
+    "zero2": {"engine__kind": "zero2", "engine__precision": "bf16"},
+    "zero3": {"engine__kind": "zero3", "engine__precision": "bf16"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def exact(is_cuda):
+    """Deterministic algorithms alone, as a bit-equal comparison needs."""
+    torch.use_deterministic_algorithms(mode=True)
+
+
+@pytest.mark.usefixtures("exact", "world")
+@pytest.mark.parametrize(
+    "way", [pytest.param(name, marks=[ZERO] * name.startswith("zero")) for name in WAYS]
+)
+def test_a_run_that_was_restored_ends_with_the_same_bits(folder, way, note):
+    given = dict(WAYS[way])
+    shape = given.pop("shape", {})
+    settings = settings_of(**given)
+    losses, undisturbed, _ = run_until(folder / "run", LAST, settings, shape=shape)
+    shutil.rmtree(find.step_path(RunDir(folder / "run"), LAST))
+    following, restored, _ = run_until(folder / "run", LAST, settings, shape=shape)
+
+    assert len(following) == LAST - SAVED_AT
+    assert following == losses[SAVED_AT:]
+    assert different(undisturbed, restored) == []
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_compiled_blocks_and_a_fused_optimizer_train_as_others(folder, kind, is_cuda):
+    backend = "inductor" if is_cuda and not WITHOUT["triton"] else "eager"
+    more = {"engine__kind": kind, "engine__precision": "bf16"}
+    plain, *_ = run_until(folder / "plain", LAST, settings_of(**more))
+    compiled, *_ = run_until(
+        folder / "compiled", LAST, settings_of(**more, engine__compile=backend), fused=True
+    )
+
+    assert compiled == pytest.approx(plain, rel=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_checkpoint_of_the_gpu_loads_on_a_cpu_and_one_of_the_cpu_on_the_gpu(folder, kind, world):
+    shape = {"layers": 2, "dim": 256, "heads": 4, "seq_len": 64}
+    there = Training.of(world, kind=kind, shape=shape)
+    there.steps(0, 2)
+    there.save(folder / "gpu", 2)
+    here = Training.of(World(0, 0, 1, torch.device("cpu")), kind="ddp", shape=shape)
+    assert here.load(folder / "gpu") == 2
+    assert different(bits(there.engine), bits(here.engine)) == []
+
+    here.steps(2, 3)
+    here.save(folder / "cpu", 3)
+    assert there.load(folder / "cpu") == 3
+    assert different(bits(there.engine), bits(here.engine)) == []
+
+
+@pytest.mark.skipif(WITHOUT["torchao"], reason="torchao is not here")
+def test_products_in_8_bits_are_done_where_the_gpu_has_them_and_refused_elsewhere(world, note):
+    if note.on_gpu("float8: products in 8 bits on Hopper"):
+        assert torch.cuda.get_device_capability() >= FLOAT8
+        plain = Training.of(world, precision="bf16").steps(0, LAST)
+        eight = Training.of(world, precision="bf16", float8=True)
+        assert eight.steps(0, LAST) == pytest.approx(plain, rel=0.05)
+        kinds = {type(module).__name__ for module in eight.engine.model.modules()}
+        assert "Float8Linear" in kinds
+    else:
+        with pytest.raises(UsageError, match="needs 8-bit matrix products"):
+            Training.of(world, precision="bf16", float8=True)
+
+
+@pytest.mark.usefixtures("world")
+def test_loaders_hand_out_page_locked_batches(folder, note):
+    import hpctrain
+    from tests.gpu.training import attempt
+
+    with attempt(folder / "run"):
+        run = hpctrain.init(settings_of())
+        loader = run.loader(torch.arange(64), global_batch=8, workers=0)
+        batch = next(iter(loader))
+    assert sorted(batch.tolist()) == sorted(set(batch.tolist()))
+    if note.on_gpu("pin_memory of run.loader"):
+        assert batch.is_pinned()
