@@ -71,8 +71,8 @@ class Status:
     Attributes:
         run: The run's name.
         dir: The run's directory, absolute.
-        state: created, submitting, pending, running, requeued, completing, done, failed, stopped,
-            cancelled or lost.
+        state: created, submitting, pending, running, suspended, requeued, completing, done,
+            failed, stopped, cancelled or lost.
         over: Nothing follows by itself: done, failed, stopped or cancelled.
         words: The state in a line, as the screen says it.
         step: The last step that is known to be done.

@@ -41,7 +41,7 @@ from hpctrain.hangs.standing import FEWEST_S, HangLimits
 from hpctrain.memory import pairing
 from hpctrain.run import events as ledger
 from hpctrain.run import fence
-from hpctrain.run.event_types import AttemptStarted, NodeJoined, OrphanLeft
+from hpctrain.run.event_types import AttemptStarted, JobSuspended, NodeJoined, OrphanLeft
 from hpctrain.run.fence import read_fence
 from hpctrain.run.ownership import job_spec, start_secret
 
@@ -290,6 +290,9 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         arrivals=signals.arrivals,
         ask=ending.ask,
         stop_margin_s=spec.settings.run.stop_margin_s,
+        on_suspended=lambda seconds: ending.record(
+            agent.attempt_number, JobSuspended(seconds=round(seconds, 1))
+        ),
     )
 
     follows = _newest_attempt(run) if generation is None else generation.follows

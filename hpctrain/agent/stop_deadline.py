@@ -8,6 +8,7 @@ tests/unit/agent/test_stop_deadline.py holds the promises.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,6 +28,8 @@ LEAVE_S = 3.0
 """Kept free between the ranks' end and the scheduler's SIGKILL: enough to ask and to requeue."""
 ASK_AGAIN_S = 2.0
 POLL_S = 0.1
+STOOD_S = 5.0
+"""Between two looks, which come four times a second: somebody has let this process stand still."""
 
 
 @dataclass
@@ -48,6 +51,7 @@ class StopDeadline:
         arrivals: Callable[[], Sequence[Arrival]],
         ask: Callable[[], JobFacts] | None,
         stop_margin_s: float = 10.0,
+        on_suspended: Callable[[float], None] = lambda _: None,
     ) -> None:
         """Watch the signals of this process.
 
@@ -56,6 +60,7 @@ class StopDeadline:
             arrivals: Signals noted so far.
             ask: Asks the scheduler; None on every node but the first, which is told by the first.
             stop_margin_s: Seconds kept free at the job's end.
+            on_suspended: Told for how long the scheduler had suspended the job.
         """
         self.cause: StopCause | None = None
         self.facts: JobFacts | None = None
@@ -68,9 +73,12 @@ class StopDeadline:
         self._seen = 0
         self._term_at: float | None = None
         self._asked_at = float("-inf")
+        self._looked_at = float("inf")
+        self._on_suspended = on_suspended
 
     def look(self) -> KillDecision:
         """Take in signals, ask the scheduler where it helps, and say whether the ranks must go."""
+        self._after_suspension()
         self._take_in()
         if self.cause is not None and self._ask is not None:
             self._ask_scheduler()
@@ -115,6 +123,22 @@ class StopDeadline:
         # it is killed. A save that has just begun, as the limit was moved, must not be cut off.
         spare_s = -self._margin_s if self._in_grace() else max(-self._margin_s, after_term_s)
         return self.end_time - clock.now() + spare_s
+
+    def _after_suspension(self) -> None:
+        """Where this process stood still: hear whether the job was suspended, and when it ends now.
+
+        SLURM gives back the time; by the old end the ranks would be killed in the middle of a step.
+        """
+        stood_s = clock.monotonic() - self._looked_at
+        if stood_s >= STOOD_S and self._ask is not None:
+            since = clock.now() - stood_s
+            with contextlib.suppress(ClusterError):  # then nobody knows whose doing it was
+                facts = self._ask()
+                if facts.end_time is not None and not is_ending(facts):
+                    self.end_time = facts.end_time
+                if facts.resumed_at is not None and facts.resumed_at > since - STOOD_S:
+                    self._on_suspended(stood_s)
+        self._looked_at = clock.monotonic()
 
     def _take_in(self) -> None:
         arrivals = self._arrivals()

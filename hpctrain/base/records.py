@@ -121,6 +121,8 @@ class JobFacts:
     """SLURM's Reason, None where it says "None"."""
     preempt_time: float | None = None
     end_time: float | None = None
+    resumed_at: float | None = None
+    """When it was let go on after it had been suspended; None where it never was."""
     held: bool = False
     """It waits, and does not start before somebody releases it."""
     comes_back: bool = False

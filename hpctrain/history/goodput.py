@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpctrain.base.records import EndReason
 from hpctrain.history.allocations import allocations_of
 from hpctrain.history.attempts import committed_steps
-from hpctrain.history.stillness import moved_by, spread, within
+from hpctrain.history.stillness import StoodStill, moved_by, spread, within
 from hpctrain.history.telling import telling
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class TimeClass(StrEnum):
     """Training that had to be done again, or will have to be."""
     NO_PROGRESS = "no_progress"
     """Nothing moved, from the last that did to the verdict: ranks hung, or did not end."""
+    SUSPENDED = "suspended"
+    """The scheduler let the job stand still, with its nodes."""
     STALL = "stall"
     """After the last sign of life of an attempt that ended without a word."""
     TEARDOWN = "teardown"
@@ -55,6 +57,7 @@ class TimeClass(StrEnum):
     """What no rule explains; also all of a program's own time that tells hpctrain nothing."""
 
 
+_STILL = {True: TimeClass.SUSPENDED, False: TimeClass.NO_PROGRESS}
 ALLOCATED = tuple(kind for kind in TimeClass if kind is not TimeClass.QUEUE)
 PATIENCE_S = 300.0
 """Marks come once a minute or more often, but for steps that take longer than that."""
@@ -131,7 +134,12 @@ class Goodput:
 
 
 def goodput(
-    history: RunHistory, *, starts: Sequence[JobStart] = (), now: float, gone: bool = False
+    history: RunHistory,
+    *,
+    starts: Sequence[JobStart] = (),
+    now: float,
+    gone: bool = False,
+    suspended_at: float | None = None,
 ) -> Goodput:
     """Where the run's time went.
 
@@ -140,6 +148,7 @@ def goodput(
         starts: What accounting knows of every start of the run's jobs; none is fine.
         now: Seconds since the epoch: how far an attempt that still runs is counted.
         gone: See `allocations_of`.
+        suspended_at: Since when its job is suspended; None where it is not.
     """
     kept = kept_steps(history.attempts)
     words = telling(history, now=now)
@@ -148,7 +157,12 @@ def goodput(
         slices += waited(allocation)
         if allocation.started:
             until = max(allocation.begin, now) if allocation.end is None else allocation.end
-            slices += cut(allocation, until, kept, silent=words.unaccounted)
+            stood = until
+            if suspended_at is not None and allocation.goes_on:
+                stood = min(max(suspended_at, allocation.begin), until)
+            slices += cut(allocation, stood, kept, silent=words.unaccounted)
+            newest = allocation.attempts[-1].number if allocation.attempts else None
+            slices += _slice(stood, until, TimeClass.SUSPENDED, newest, allocation.nodes)
     return _summed(slices, tells_steps=words.tells)
 
 
@@ -267,16 +281,17 @@ def _part(
     attempt: AttemptRecord,
     part: TimeSlice,
     kept: int | None,
-    still: Sequence[tuple[float, float]],
+    still: Sequence[StoodStill],
 ) -> Iterator[TimeSlice]:
     """A part of an attempt's time, of which nothing moved in `still`.
 
     It is cut by a clock that stands meanwhile, so that what else is known of it (data, saves, steps
     in vain) keeps its own time.
     """
+    pairs = [(stood.start, stood.end) for stood in still]
 
     def clock(t: float) -> float:
-        return moved_by(t, still)
+        return moved_by(t, pairs)
 
     start, end = part.start, clock(part.end)
     if part.kind is TimeClass.STEP:
@@ -289,10 +304,11 @@ def _part(
     real = [
         replace(piece, start=first, end=last)
         for piece in pieces
-        for first, last in spread(piece.start, piece.end, still)
+        for first, last in spread(piece.start, piece.end, pairs)
     ]
     stood = [
-        replace(part, start=first, end=last, kind=TimeClass.NO_PROGRESS) for first, last in still
+        replace(part, start=stood.start, end=stood.end, kind=_STILL[stood.suspended])
+        for stood in still
     ]
     yield from sorted([*real, *stood], key=lambda piece: piece.start)
 

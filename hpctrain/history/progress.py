@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from hpctrain.history.run_records import Restore, StepMark
+from hpctrain.history.run_records import AttemptRecord, Restore, StepMark
 from hpctrain.run.event_fields import finite, whole
 
 if TYPE_CHECKING:
@@ -327,6 +327,8 @@ def speed(history: RunHistory) -> Speed | None:
     marks = [mark for mark in resumed[-1].marks[since:] if mark.steps and mark.fact.seconds]
     if not marks:
         return None
+    # A stretch in which the job was suspended says nothing of its speed.
+    marks = [mark for mark in marks if not _was_suspended(resumed[-1], mark)] or marks
     window = _window(marks)
     before = marks[len(marks) - len(window) - 1] if len(marks) > len(window) else None
     flops_per_s = _rate(window, lambda mark: finite(mark.fact.flops))
@@ -350,6 +352,13 @@ def speed(history: RunHistory) -> Speed | None:
         grad_norm=next((norm for norm in norms if norm is not None), None),
         skipped=sum(mark.fact.skipped or 0 for mark in window),
         window_s=sum(_seconds(mark) for mark in window),
+    )
+
+
+def _was_suspended(attempt: AttemptRecord, mark: StepMark) -> bool:
+    return any(
+        stretch.start < mark.t and (stretch.end or mark.t) > mark.t - _seconds(mark)
+        for stretch in attempt.suspended
     )
 
 

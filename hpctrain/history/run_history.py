@@ -300,6 +300,10 @@ def _cleared(attempt: AttemptRecord, t: float, _: facts.HangCleared) -> None:
     attempt.hang = None
 
 
+def _suspended(attempt: AttemptRecord, t: float, fact: facts.JobSuspended) -> None:
+    stillness.suspended(attempt, t, fact)
+
+
 def _straggles(attempt: AttemptRecord, _: float, fact: facts.StragglerFound) -> None:
     attempt.straggler = fact
 
@@ -379,6 +383,7 @@ _OF_ATTEMPT: dict[type[LedgerFact], Callable[[AttemptRecord, float, Any], None]]
     facts.HangSuspected: _hung,
     facts.HangFound: _hung,
     facts.HangCleared: _cleared,
+    facts.JobSuspended: _suspended,
     facts.StragglerFound: _straggles,
     facts.StragglerGone: _keeps_up,
     facts.NodeLost: _lost_node,

@@ -218,6 +218,7 @@ class AttemptRecord:
         read_from: Where the state came from, "memory", "buddy" (another node's), "will" or
             "disk"; "" where nothing was restored.
         still: Stretches in which nothing moved, in the order in which they were told.
+        suspended: Those in which the scheduler had suspended its job.
         restart_pause_s: How long the ranks of the next one in its allocation wait after its end.
     """
 
@@ -285,6 +286,7 @@ class AttemptRecord:
     memory: facts.MemoryCopiesSet | None = None
     read_from: str = ""
     still: list[StillStretch] = field(default_factory=list)
+    suspended: list[StillStretch] = field(default_factory=list)
     restart_pause_s: float | None = None
 
     @property

@@ -33,6 +33,8 @@ class RunState(StrEnum):
     RUNNING = "running"
     REQUEUED = "requeued"
     """Waiting to be started again."""
+    SUSPENDED = "suspended"
+    """Its job keeps its nodes and stands still, until the scheduler lets it go on."""
     COMPLETING = "completing"
     """Cancelled; the scheduler still ends its processes, which may still write."""
     DONE = "done"
@@ -123,6 +125,8 @@ def _alive(job: JobInfo, now: LedgerState) -> RunState:
     began = job.restarts > 0 or now.phase in {RunState.RUNNING, RunState.REQUEUED}
     if job.state in _WAITING:
         return RunState.REQUEUED if began else RunState.PENDING
+    if job.state == JobState.SUSPENDED:
+        return RunState.SUSPENDED
     if job.state == JobState.COMPLETING and now.phase is RunState.REQUEUED:
         return RunState.REQUEUED
     if job.state == JobState.COMPLETING and now.cancel == "cancel":

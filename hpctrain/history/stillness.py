@@ -1,4 +1,4 @@
-"""Stretches of an attempt in which nothing moved: hangs, and ends that did not come. Pure.
+"""Stretches of an attempt in which nothing moved: hangs, ends that did not come, suspensions. Pure.
 
 They are told with how long ranks had stood by then, and are over where the ranks go on, or the
 attempt is. A suspicion that is cleared was slow work, and is none, where whoever was waited for may
@@ -7,7 +7,7 @@ have worked. tests/unit/history/test_stillness.py holds the promises.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.history.run_records import StillStretch
 
@@ -43,15 +43,62 @@ def awaited_in_vain(attempt: AttemptRecord, t: float, fact: facts.RanksAwaited) 
         attempt.still.append(StillStretch(t - fact.quiet_s, t))
 
 
-def within(attempt: AttemptRecord, start: float, end: float) -> list[tuple[float, float]]:
-    """The attempt's stretches between two moments, in order and apart; some last to the end."""
-    stretches: list[tuple[float, float]] = []
-    for stretch in sorted(attempt.still, key=lambda stretch: stretch.start):
-        first = max(stretch.start, stretches[-1][1] if stretches else start)
+def suspended(attempt: AttemptRecord, t: float, fact: facts.JobSuspended) -> None:
+    """The attempt's job goes on after its scheduler had suspended it."""
+    if fact.seconds:
+        attempt.suspended.append(StillStretch(t - fact.seconds, t))
+
+
+class StoodStill(NamedTuple):
+    """A stretch in which nothing moved, with both of its ends.
+
+    Attributes:
+        start: Seconds since the epoch.
+        end: The same.
+        suspended: The scheduler had suspended the job; else ranks hung, or did not end.
+    """
+
+    start: float
+    end: float
+    suspended: bool
+
+
+def within(attempt: AttemptRecord, start: float, end: float) -> list[StoodStill]:
+    """The attempt's stretches between two moments, in order and apart; some last to the end.
+
+    A suspension comes first: ranks that stood in it were found to stand, and that was no hang.
+    """
+    suspended = _apart(attempt.suspended, start, end)
+    out = [StoodStill(*stretch, suspended=True) for stretch in suspended]
+    for stretch in _apart(attempt.still, start, end):
+        out += [StoodStill(*rest, suspended=False) for rest in _outside(stretch, suspended)]
+    return sorted(out)
+
+
+def _apart(
+    stretches: Sequence[StillStretch], start: float, end: float
+) -> list[tuple[float, float]]:
+    """Those between two moments, in order, none within another."""
+    apart: list[tuple[float, float]] = []
+    for stretch in sorted(stretches, key=lambda stretch: stretch.start):
+        first = max(stretch.start, apart[-1][1] if apart else start)
         last = end if stretch.end is None else min(stretch.end, end)
         if first < last:
-            stretches.append((first, last))
-    return stretches
+            apart.append((first, last))
+    return apart
+
+
+def _outside(
+    stretch: tuple[float, float], others: Sequence[tuple[float, float]]
+) -> Iterator[tuple[float, float]]:
+    """What of a stretch lies in none of the others."""
+    begin, end = stretch
+    for first, last in others:
+        if begin < min(first, end):
+            yield begin, min(first, end)
+        begin = max(begin, last)
+    if begin < end:
+        yield begin, end
 
 
 def moved_by(t: float, still: Sequence[tuple[float, float]]) -> float:

@@ -509,6 +509,13 @@ class RanksAwaited(LedgerFact):
     ended: bool = maybe(check.flag, "they were ended")
 
 
+@event("suspended", by="the agent of node 0")
+class JobSuspended(LedgerFact):
+    """The job goes on after its scheduler had suspended it: nothing moved on any node."""
+
+    seconds: float | None = maybe(check.seconds, "for how long")
+
+
 @event("hang_suspected", by="the agent of node 0")
 class HangSuspected(LedgerFact):
     """Ranks stand for longer than such a phase takes; `attempts/N/hang.json` has what was found."""

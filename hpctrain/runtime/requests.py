@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("hpctrain.runtime")
 
 POLL_S = 0.5
+STOOD_S = 5.0
+"""Between two looks: something has let this process stand still."""
 
 
 def start_requests(
@@ -143,7 +145,11 @@ class Rank0Requests:
 
     def _watch(self) -> None:
         self._try("the job's state", self._hear_what_was_missed)
+        looked = clock.monotonic()
         while not self.stop:
+            if clock.monotonic() - looked > STOOD_S:  # a suspension moves the end of the job
+                self._try("the job's end", self._hear_new_end)
+            looked = clock.monotonic()
             if clock.wait(self._warned, POLL_S):
                 self._warned.clear()
                 self.stop = self._meaning_of_warning()
@@ -175,6 +181,10 @@ class Rank0Requests:
             facts = self._ask()
             if facts is not None and _is_ending(facts):
                 self.stop = STOP_TERM
+
+    def _hear_new_end(self) -> None:
+        with contextlib.suppress(ClusterError):
+            self._ask()
 
     def _meaning_of_warning(self) -> int:
         """Stop now, or 0 where the job's clock will say when (as late as is safe)."""

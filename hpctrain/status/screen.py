@@ -70,6 +70,7 @@ _STYLES = {
     RunState.STOPPED: "yellow",
     RunState.CANCELLED: "yellow",
     RunState.COMPLETING: "yellow",
+    RunState.SUSPENDED: "yellow",
 }
 _WAITING = frozenset({RunState.PENDING, RunState.REQUEUED})
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base import clock
 from hpctrain.base.mesh import Mesh
+from hpctrain.base.records import JobState
 from hpctrain.history.attempts import AttemptView, attempts
 from hpctrain.history.goodput import Goodput, goodput, window
 from hpctrain.history.mishaps import Mishaps, mishaps
@@ -27,7 +28,12 @@ if TYPE_CHECKING:
     from hpctrain.history.run_history import RunHistory
     from hpctrain.history.run_records import Failure
 
-ALIVE = frozenset({RunState.PENDING, RunState.RUNNING, RunState.REQUEUED, RunState.COMPLETING})
+ALIVE = frozenset(
+    {
+        *(RunState.PENDING, RunState.RUNNING, RunState.SUSPENDED, RunState.REQUEUED),
+        RunState.COMPLETING,
+    }
+)
 UNDER_WAY_STATES = ALIVE | {RunState.SUBMITTING}
 DAY_S = 86_400.0
 UNDER_WAY = 75
@@ -233,10 +239,12 @@ def status_of(
     """
     state = run_state(history.state, answer.job, asked=answer.asked)
     moment = clock.now() if now is None else now
-    gone = state not in {RunState.RUNNING, RunState.COMPLETING}
+    gone = state not in {RunState.RUNNING, RunState.SUSPENDED, RunState.COMPLETING}
     done = attempts(history, starts, gone=gone)
     until = _counted_until(history, starts, state, moment)
-    spent = goodput(history, starts=starts, now=until, gone=gone)
+    spent = goodput(
+        history, starts=starts, now=until, gone=gone, suspended_at=_suspended_at(history, answer)
+    )
     run_progress = progress(history)
     if run_progress.total is None:
         run_progress = replace(run_progress, total=total)
@@ -318,6 +326,14 @@ def _counted_until(
         return now
     moments = [t for one in starts for t in (one.start, one.end) if t is not None]
     return min(now, max([history.last_t, *moments]))
+
+
+def _suspended_at(history: RunHistory, answer: Answer) -> float | None:
+    """Since when its job is suspended; where nobody says, since the newest sign of life."""
+    job = answer.job
+    if job is None or job.state != JobState.SUSPENDED or history.newest is None:
+        return None
+    return history.newest.last_heard if job.suspended_at is None else job.suspended_at
 
 
 def attempt_mesh(history: RunHistory) -> AttemptMesh | None:

@@ -116,6 +116,21 @@ def _running(status: RunStatus, job: str) -> str:
     return f"{job}{where}{ending}{_sign_of_life(status)}{waits}{_asked_to_end(status.ledger_state)}"
 
 
+def _suspended(status: RunStatus, job: str) -> str:
+    nodes, info = fold_nodes(nodes_of(status)), status.answer.job
+    where = f" on {nodes}" if nodes else ""
+    since = None if info is None else info.suspended_at
+    when = ""
+    if since is not None:
+        when = f" since {time_of_day(since, status.now)} (for {duration(status.now - since)})"
+    word = f" ({info.shown})" if info is not None and info.shown == "STOPPED" else ""
+    return (
+        f"{job}{where} is suspended by {title_of(status.cluster)}{word}{when}: its ranks stand "
+        "still, keep their memory and go on where they are when it is resumed"
+        f"{_asked_to_end(status.ledger_state)}"
+    )
+
+
 def _completing(status: RunStatus, job: str) -> str:
     del status
     return f"{job} was cancelled, and the cluster still ends its processes"
@@ -228,6 +243,7 @@ _WORDS: dict[RunState, Callable[[RunStatus, str], str]] = {
     RunState.PENDING: _queued,
     RunState.REQUEUED: _queued,
     RunState.RUNNING: _running,
+    RunState.SUSPENDED: _suspended,
     RunState.COMPLETING: _completing,
     RunState.DONE: _done,
     RunState.FAILED: _failed,

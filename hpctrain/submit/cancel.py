@@ -54,7 +54,9 @@ def cancel_run(
     job_id = _live_job(run, answer, history)
     if job_id is None:
         return Cancelled(None, saves=False)
-    if save and run_state(history.state, answer.job, asked=answer.asked) is RunState.RUNNING:
+    # A job that is suspended has something to save as well: it hears of it when it goes on.
+    state = run_state(history.state, answer.job, asked=answer.asked)
+    if save and state in {RunState.RUNNING, RunState.SUSPENDED}:
         _ask_to_save(run, job_id, history)
         return Cancelled(job_id, saves=True)
     _cancel(run, job_id, cluster, answer)

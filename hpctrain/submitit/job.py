@@ -33,6 +33,7 @@ _WORDS = {
     RunState.SUBMITTING: JobState.PENDING,
     RunState.PENDING: JobState.PENDING,
     RunState.RUNNING: JobState.RUNNING,
+    RunState.SUSPENDED: JobState.SUSPENDED,
     RunState.REQUEUED: JobState.REQUEUED,
     RunState.COMPLETING: JobState.COMPLETING,
     RunState.DONE: JobState.COMPLETED,

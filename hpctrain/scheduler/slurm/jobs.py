@@ -191,6 +191,8 @@ def job_facts(record: Mapping[str, str]) -> JobFacts:
         # Told from the moment in which it is put back, while its processes still end.
         held=_is_held(info, record.get("Priority", "")),
         preempt_time=parse_time(record.get("PreemptTime", "")),
+        # SLURM notes both there, the suspension and its end.
+        resumed_at=None if info.suspended_at else parse_time(record.get("SuspendTime", "")),
         end_time=parse_time(record.get("EndTime", "")),
     )
 

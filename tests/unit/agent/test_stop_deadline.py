@@ -19,7 +19,7 @@ def hands():
         yield hands
 
 
-def deadline(*, arrivals, facts, end_time=None, kill_wait_s=30.0):
+def deadline(*, arrivals, facts, end_time=None, kill_wait_s=30.0, on_suspended=lambda _: None):
     context = JobContext("7", 0, 0, ["n1"], "n1", 1, "t", end_time, kill_wait_s)
 
     def ask():
@@ -27,7 +27,13 @@ def deadline(*, arrivals, facts, end_time=None, kill_wait_s=30.0):
             raise facts
         return facts
 
-    return StopDeadline(context, arrivals=lambda: arrivals, ask=ask, stop_margin_s=10.0)
+    return StopDeadline(
+        context,
+        arrivals=lambda: arrivals,
+        ask=ask,
+        stop_margin_s=10.0,
+        on_suspended=on_suspended,
+    )
 
 
 def test_without_a_signal_the_scheduler_is_never_asked(hands):
@@ -170,3 +176,61 @@ def test_a_pause_ends_at_once_where_the_job_is_asked_to_stop(hands, stop_at, end
     StopDeadline(context, arrivals=lambda: arrivals, ask=None).wait(8.0)
 
     assert hands.passed_s == pytest.approx(ends, abs=0.2)
+
+
+def suspended(hands, *, facts, stood_s=90.0, end_time=1050.0):
+    """A look, a time in which this process stood still, and the next look."""
+    told: list[float] = []
+    stop = deadline(arrivals=[], facts=facts, end_time=end_time, on_suspended=told.append)
+    stop.look()
+    hands.move_to(1000.0 + stood_s)
+    return stop, stop.look(), told
+
+
+def test_a_suspension_is_told_and_moves_the_end_by_which_ranks_must_be_gone(hands):
+    """By the end that the job had before, the ranks would be killed in the middle of a step."""
+    facts = JobFacts("RUNNING", restarts=0, end_time=1140.0, resumed_at=1089.0)
+
+    stop, looked, told = suspended(hands, facts=facts)
+
+    assert told == [90.0]
+    assert (looked.kill, stop.end_time, stop.cause) == (False, 1140.0, None)
+    assert (stop.look().kill, told) == (False, [90.0])
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        JobFacts("RUNNING", restarts=0, end_time=9000.0),
+        JobFacts("RUNNING", restarts=0, end_time=9000.0, resumed_at=900.0),  # an older one
+        ClusterUnreachable("silent"),
+    ],
+)
+def test_a_process_that_stood_still_for_another_reason_was_not_suspended(hands, facts):
+    _, looked, told = suspended(hands, facts=facts, end_time=9000.0)
+
+    assert (looked.kill, told) == (False, [])
+
+
+def test_looks_at_their_usual_pace_ask_nobody(hands):
+    _, looked, told = suspended(hands, facts=AssertionError("asked"), stood_s=4.0, end_time=None)
+
+    assert (looked.kill, told) == (False, [])
+
+
+def test_a_scheduler_that_is_slow_to_answer_is_not_asked_for_that(hands):
+    asked = []
+
+    def ask():
+        asked.append(1)
+        hands.move_to(1000.0 + 100.0 * len(asked))
+        raise ClusterUnreachable("silent")
+
+    context = JobContext("7", 0, 0, ["n1"], "n1", 1, "t", None, 30.0)
+    stop = StopDeadline(context, arrivals=list, ask=ask)
+    stop.look()
+    hands.move_to(1090.0)
+    for _ in range(3):
+        stop.look()
+
+    assert asked == [1]

@@ -106,6 +106,18 @@ def test_a_program_of_ours_that_was_cancelled_before_its_first_save_has_saved_no
     assert "it had saved nothing yet" in cancel("lm", capsys=capsys)[1]
 
 
+def test_save_asks_a_suspended_run_too_which_hears_it_when_it_goes_on(running, tmp_path, capsys):
+    """It would be cancelled without a save, as a run that only waits is."""
+    local_job(tmp_path / "local", "local-17", state="SUSPENDED")
+
+    code, out, _ = cancel("lm", "--save", capsys=capsys)
+
+    assert code == 0
+    assert json.loads(running.run.stop_request.read_text())["job_id"] == "local-17"
+    assert all_fields(newest(running)) == {"save": True, "job_id": "local-17"}
+    assert "asked lm (job local-17) to save and leave" in out
+
+
 def test_a_pending_run_has_nothing_to_save_and_is_simply_cancelled(runs, tmp_path, capsys):
     local_job(tmp_path / "local", "local-17", state="PENDING")
     story = Story(runs / "lm").submitted("local-17")

@@ -23,13 +23,21 @@ from hpctrain.history.run_history import RunHistory
 from hpctrain.run.events import read
 from hpctrain.scheduler import base
 from hpctrain.scheduler.base import Cluster
+from hpctrain.scheduler.slurm.jobs import job_info
 from hpctrain.settings.schema import Settings, replaced
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.status import reader as reader_module
 from hpctrain.status.as_json import as_json
 from hpctrain.status.reader import StatusReader
 from hpctrain.status.screen import RunsScreen, StatusScreen, apportioned
-from hpctrain.status.status import Answer, Checkpoint, status_of, with_heartbeat
+from hpctrain.status.status import (
+    UNDER_WAY,
+    Answer,
+    Checkpoint,
+    exit_status,
+    status_of,
+    with_heartbeat,
+)
 from hpctrain.submit import change, launch, live_job
 from tests.support.ledger_runs import Story, local_job
 
@@ -180,6 +188,51 @@ def test_a_pending_run_says_why_it_waits(runs, info, words):
     text = " ".join(shown(Story(runs / "lm").submitted("17"), info).split())
     assert "lm pending" in text
     assert words in text
+
+
+@pytest.mark.parametrize(
+    ("said", "since", "words"),
+    [
+        ("SUSPENDED", 90.0, "is suspended by SLURM since "),
+        ("SUSPENDED", None, "is suspended by SLURM: its ranks stand still"),
+        ("STOPPED", 90.0, "is suspended by SLURM (STOPPED) since "),
+    ],
+)
+def test_a_suspended_run_says_since_when_and_has_no_speed(runs, said, since, words):
+    story = Story(runs / "lm").submitted("17").started(1).restored(1).steps(1, 1, 50)
+    info = JobInfo("17", "SUSPENDED", alive=True, said=said)
+    if since is not None:
+        info = replace(info, suspended_at=story.t)
+    status = status_of(
+        RunHistory.read(story.run), Answer(info), name="lm", cluster="slurm", now=story.t + 90
+    )
+
+    text = " ".join(drawn(StatusScreen(status), 100).split())
+
+    assert text.startswith("lm suspended step 50")
+    assert words in text
+    assert ("(for 1m30s)" in text) is (since is not None)
+    assert "suspended 9" in text  # percent of the goodput line
+    assert "stall" not in text
+    assert exit_status(status) == UNDER_WAY
+    value = as_json(status)
+    assert (value["state"], value["job"]["said"]) == ("suspended", said)
+    assert value["goodput"]["classes"]["suspended"]["seconds"] == pytest.approx(90, abs=1)
+    assert drawn(RunsScreen([status]), 80).splitlines()[1].split()[:2] == ["lm", "suspended"]
+
+
+def test_a_held_run_names_its_release_and_no_start(runs):
+    record = {"JobId": "17", "JobState": "PENDING", "Reason": "job_requeued_in_held_state"}
+    info = job_info(record | {"StartTime": "4000000000", "Priority": "0", "Restarts": "1"})
+    story = Story(runs / "lm").submitted("17").started(1).ended(1, "requeued", "leave")
+
+    text = " ".join(shown(story, info).split())
+
+    assert "lm requeued" in text
+    assert (
+        "(job_requeued_in_held_state): it was requeued and is held; `scontrol release 17`" in text
+    )
+    assert "expected to start" not in text
 
 
 def test_a_requeued_run_says_after_what(runs):

@@ -37,6 +37,14 @@ def graceful(story: Story, attempt: int, first: int, last: int) -> Story:
     return story.add("requeued", attempt, by="agent", job_id="17")
 
 
+@pytest.mark.parametrize("word", ["SUSPENDED", "STOPPED"])
+def test_a_job_that_its_scheduler_has_suspended_does_not_run(story, word):
+    story.started(1)
+
+    assert state(story, job(word)) is RunState.SUSPENDED
+    assert state(story, job("RUNNING")) is RunState.RUNNING
+
+
 # ---- attempts -----------------------------------------------------------------------------------
 
 

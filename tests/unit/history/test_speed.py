@@ -60,6 +60,17 @@ def test_only_the_newest_ten_minutes_and_twenty_marks_count():
     assert speed_of([*started(1), *old]).skipped == 20
 
 
+def test_a_stretch_in_which_the_job_was_suspended_says_nothing_of_its_speed():
+    suspended = event_of(115, "suspended", 1, {"seconds": 90.0})
+    marks = [mark(10, 1, 10), mark(20, 11, 20), suspended, mark(120, 21, 30, seconds=100.0)]
+
+    now = speed_of([*started(1), *marks])
+
+    assert now.steps_per_s == 1
+    assert speed_of([*started(1), suspended, *marks[3:]]).steps_per_s == 0.1  # all that there is
+    assert speed_of([*started(1), *marks, mark(130, 31, 40)]).window_s == 30
+
+
 def test_an_attempt_s_speed_is_its_own():
     before = mark(10, 1, 10, p50_s=9.0)
     assert speed_of([*started(1), before, *started(2)]) is None

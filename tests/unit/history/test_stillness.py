@@ -163,3 +163,79 @@ def test_a_clock_that_stands_leaves_all_time_that_moves_and_no_other(still, cuts
     assert all(b <= c for (_, b), (c, _) in pairwise(both))
     moved_s = (end - start) - sum(b - a for a, b in still)
     assert sum(b - a for a, b in real) == pytest.approx(moved_s, abs=1e-6)
+
+
+# ---- suspensions
+
+
+def test_a_suspension_is_a_class_of_its_own_and_no_step():
+    log = trained().at(330, "suspended", 1, seconds=90.0).mark(400, 1, 51, 100)
+
+    spent = log.spent(400)
+
+    assert spent["suspended"] == 90
+    assert spent["step"] == 300 - 90 - 10 - 5
+    assert "no_progress" not in spent
+    assert "stall" not in spent
+    assert sum(spent.values()) == 400
+
+
+def test_ranks_that_were_found_to_stand_in_a_suspension_did_not_hang():
+    """The watch wakes with the ranks, and sees that nothing has moved for long."""
+    log = suspected(trained(), 331, 95.0, kind="stopped").at(330, "suspended", 1, seconds=90.0)
+    log.at(332, "hang_cleared", 1, seconds=96.0).mark(400, 1, 51, 100)
+
+    spent = log.spent(400)
+
+    assert spent["suspended"] == 90
+    assert spent["no_progress"] == 332 - 236 - 90  # what lay around it
+
+
+@pytest.mark.parametrize(("now", "heard"), [(300, "steps"), (90_000, "stall")])
+def test_a_job_that_is_suspended_now_does_not_train(now, heard):
+    log = trained()
+    history = RunHistory.of(log.events)
+
+    spent = goodput(history, now=now, suspended_at=210.0).seconds
+
+    assert spent[TimeClass.SUSPENDED] == now - 210
+    assert spent[TimeClass.STEP] == 210 - 100 - 10 - 5
+    assert spent[TimeClass.STALL] == 0
+    assert sum(spent.values()) == now
+
+
+def test_what_is_suspended_weighs_with_all_of_its_nodes():
+    log = trained().at(330, "suspended", 1, seconds=90.0).mark(400, 1, 51, 100)
+
+    found = goodput(RunHistory.of(log.events), now=400)
+
+    nodes = found.allocated_s / 390
+    assert found.node_seconds[TimeClass.SUSPENDED] == 90 * nodes
+    assert sum(found.node_seconds.values()) == found.allocated_s
+
+
+def test_a_suspension_before_the_first_step_takes_nothing_from_what_is_known():
+    log = Log().submitted(0).started(10, 1).at(60, "suspended", 1, seconds=30.0)
+    log.ready(1, 70, 80, 150).mark(200, 1, 1, 50)
+
+    assert log.spent(200) == {
+        "queue": 10, "startup": 30, "suspended": 30, "restore": 10, "warm_up": 70, "step": 50,
+    }  # fmt: skip
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 600), st.floats(0.1, 300)), max_size=5),
+    st.lists(st.tuples(st.floats(0, 600), st.floats(0.1, 300)), max_size=5),
+)
+def test_no_second_is_counted_twice_or_lost_whatever_is_told(suspended, stood):
+    log = trained()
+    events = [(t, "suspended", {"seconds": s}) for t, s in suspended]
+    events += [(t, "hang_suspected", {"kind_of": "stopped", "stood_s": s}) for t, s in stood]
+    for t, kind, fields in sorted(events, key=lambda event: event[0]):
+        log.at(201 + t, kind, 1, **fields)
+    log.mark(900, 1, 51, 100)
+
+    found = goodput(RunHistory.of(log.events), now=900)
+
+    assert sum(found.seconds.values()) == pytest.approx(900)
+    assert all(a.end <= b.start + 1e-9 for a, b in pairwise(found.slices))

@@ -220,6 +220,21 @@ def test_the_schedulers_end_of_the_job_is_the_clocks(tmp_path):
     assert requests._clock.end_time == 1234.0
 
 
+def test_after_a_suspension_the_end_of_the_job_is_asked_anew(tmp_path, monkeypatch):
+    """SLURM gives back the time in which a job was suspended."""
+    monkeypatch.setattr(module, "STOOD_S", -1.0)  # each look comes later than that
+    scheduler = Scheduler(JobFacts("RUNNING", end_time=1234.0))
+    requests = watching(tmp_path, control=scheduler)
+    until(lambda: requests._clock.end_time == 1234.0)
+
+    scheduler.answer = JobFacts("RUNNING", end_time=5678.0)
+
+    until(lambda: requests._clock.end_time == 5678.0)
+    assert requests.stop == 0
+    (tmp_path / "stop-request.json").write_text(asked())
+    until(lambda: requests.stop)
+
+
 def test_a_profile_request_is_taken_once(tmp_path):
     path = tmp_path / "profile-request.json"
     text = json.dumps(vars(ProfileRequest(JOB, "token", 3, (0, 1), memory=True, t=time.time())))
