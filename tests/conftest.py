@@ -12,6 +12,7 @@ there when HPCTRAIN_REQUIRE contains "slurm" (as on the project's own machines).
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -188,14 +189,20 @@ def _log_on_stderr() -> Iterator[None]:
         yield
 
 
+_TESTS = itertools.count()
+
+
 @pytest.fixture(autouse=True)
-def _environment() -> Iterator[None]:
-    """What a test's code exports ends with the test.
+def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a test's code exports ends with the test; each has an index of runs of its own.
 
     Agents export for the ranks of their process, torch where it compiles. What is left over would
     go with the next job that a test of the same worker submits, and make it another job.
     """
     before = dict(os.environ)
+    if "XDG_STATE_HOME" not in before:
+        state = tmp_path_factory.getbasetemp() / f"state-{next(_TESTS)}"
+        os.environ["XDG_STATE_HOME"] = str(state)  # made by whoever writes there
     yield
     for name in set(os.environ) - set(before) - {PYTEST_CURRENT_TEST}:
         del os.environ[name]

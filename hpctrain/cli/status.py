@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.options import json_option, runs_option
+from hpctrain.run.layout import runs_flag
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +26,8 @@ ACCOUNT_EVERY_S = 120.0
     name="status",
     epilog="""\b
 Examples:
-  hpctrain status               all runs in ./runs
+  hpctrain status               all runs in ./runs, and live ones elsewhere
+  hpctrain status --all         all your runs, wherever they lie
   hpctrain status lm-3          attempts, speed, checkpoints, the last failure
   hpctrain status lr-0.1 lr-1   a line for each of these runs
   hpctrain status lm-3 --watch  drawn anew every 5 s until the run is over
@@ -44,6 +46,7 @@ Examples:
     metavar="SECONDS",
     help=f"Between two looks of --watch.  [default: {INTERVAL_S:g}]",
 )
+@click.option("--all", "every", is_flag=True, help="List also runs in other folders that are over.")
 @click.option("--attempts", is_flag=True, help="Show all attempts instead of the last 20.")
 @click.option("--ranks", is_flag=True, help="Add a table of ranks: time, data wait, memory.")
 @click.option("--exit-status", is_flag=True, help="Tell the run's state by the exit code.")
@@ -54,6 +57,7 @@ def command(
     names: tuple[str, ...],
     watch: bool,
     interval: float | None,
+    every: bool,
     attempts: bool,
     ranks: bool,
     exit_status: bool,
@@ -61,6 +65,8 @@ def command(
     runs: Path,
 ) -> int:
     """Show where runs are; with one RUN everything about it, with several a line for each.
+
+    Without a RUN it lists the runs in ./runs, and your live runs in other folders.
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
@@ -73,6 +79,8 @@ def command(
 
     if interval is not None and not watch:
         raise UsageError(f"--interval {interval:g} is for --watch: give both, or neither")
+    if every and (names or runs_flag(runs)):
+        raise UsageError("--all lists your runs of all folders: leave out RUN and --runs")
     if len(names) != 1:
         _require_run({"--exit-status": exit_status, "--ranks": ranks, "--attempts": attempts})
     reader = StatusReader(runs)
@@ -80,7 +88,8 @@ def command(
     if len(named) == 1:
         look = partial(look_at, reader, named[0], attempts=attempts, ranks=ranks)
     else:
-        look = partial(look_at_all, reader, thorough=as_json, named=named)
+        elsewhere = "" if named or runs_flag(runs) else "all" if every else "live"
+        look = partial(look_at_all, reader, thorough=as_json, named=named, elsewhere=elsewhere)
     if not watch:
         shown = look()
         click.echo(shown.as_json(indent=2) if as_json else shown.as_text())

@@ -51,6 +51,7 @@ def command(
 
     from hpctrain.run.layout import RunDir, runs_root
     from hpctrain.run.ownership import own_spec
+    from hpctrain.run.run_index import IndexedRun, record
     from hpctrain.settings.check import engine_flags
     from hpctrain.submit.change import ResumeRequest, change_spec
     from hpctrain.submit.live_job import refuse_alive
@@ -88,6 +89,7 @@ def command(
         for note in prepared.notes:
             echo_warning(note)
         run = create_run(prepared.spec, prepared.runs, auto_name=prepared.auto_name)
+    record([IndexedRun(run)])
     click.echo(f"run {run.root}")
     os.environ[HPCTRAIN_RUN_DIR] = str(run.root)
     with _torch_needed():

@@ -18,8 +18,9 @@ from hpctrain.base.files import is_plain
 from hpctrain.base.text import count
 from hpctrain.errors import NotFound
 from hpctrain.run.events import read_marked
-from hpctrain.run.layout import RunDir, runs_root
+from hpctrain.run.layout import RunDir, runs_flag, runs_root
 from hpctrain.run.ownership import is_mine
+from hpctrain.run.run_index import indexed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,7 +96,8 @@ def find_run(text: str, *, runs: Path | str | None = None) -> RunDir:
 
     Tried in this order: `-`, a path with a slash in it, a name in the folder of all runs, a job id,
     the beginning of one name only, a run directory below the working directory. Only a path or a
-    whole name means another user's run.
+    whole name means another user's run. Where no other folder was named, a whole name or a job id
+    is looked for in the user's index of runs last.
 
     Args:
         text: What the user typed.
@@ -126,7 +128,20 @@ def find_run(text: str, *, runs: Path | str | None = None) -> RunDir:
         )
     if text and _can_be_run(Path(text)):
         return RunDir(Path(text).absolute())
+    elsewhere = _elsewhere(text, root)
+    if len(elsewhere) == 1:
+        return elsewhere[0]
+    if elsewhere:
+        paths = ", ".join(str(run.root) for run in elsewhere[:_SHOWN])
+        raise NotFound(f"{text!r} is not in {root}, and elsewhere one of several: {paths}")
     raise NotFound(_nearest(text, folder))
+
+
+def _elsewhere(text: str, root: Path) -> list[RunDir]:
+    """The runs of that name or job in the user's index, unless another folder was named."""
+    if not text or runs_flag(root):
+        return []
+    return [one.run for one in indexed() if text == one.run.name or text in one.jobs]
 
 
 def _at_path(path: Path) -> RunDir:

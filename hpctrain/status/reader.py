@@ -17,6 +17,7 @@ from hpctrain.base import clock
 from hpctrain.base.records import TERMINAL_JOB, JobInfo, JobState
 from hpctrain.errors import AccountingSilent, ClusterError, UsageError
 from hpctrain.run.layout import RunDir, runs_flag
+from hpctrain.run.run_index import IndexedRun, indexed, record
 from hpctrain.status.status import Answer
 
 if TYPE_CHECKING:
@@ -115,7 +116,9 @@ class StatusReader:
         beat = read_heartbeat(run, status.attempts[-1].number)
         return status if beat is None else with_heartbeat(status, beat.t, beat.step)
 
-    def look_at_all(self, *, thorough: bool, named: Sequence[RunDir] = ()) -> list[RunStatus]:
+    def look_at_all(
+        self, *, thorough: bool, named: Sequence[RunDir] = (), elsewhere: str = ""
+    ) -> list[RunStatus]:
         """All runs, the newest first, by one question to a scheduler and one to accounting.
 
         What is over by its ledger is nobody asked about, not even for its accounts. What others own
@@ -124,10 +127,12 @@ class StatusReader:
         Args:
             thorough: See `look`; not for what other users own, whose checkpoints may be anything.
             named: These runs; all of the folder where there are none.
+            elsewhere: With the user's runs in other folders: "live" or "all"; "" for none of them.
         """
         from hpctrain.run.find_run import Folder, look_into
         from hpctrain.run.ownership import is_mine
         from hpctrain.status.chain import chained
+        from hpctrain.status.status import UNDER_WAY_STATES
 
         folder = Folder(self.runs, named) if named else look_into(self.runs)
         self.unreadable = folder.unreadable
@@ -141,11 +146,25 @@ class StatusReader:
                 schedulers=schedulers if is_own else {},
             )
 
+        known = {one.run.root: one for one in indexed()} if elsewhere else {}
+        here = os.path.realpath(self.runs)
+        others = [
+            one.run
+            for root, one in known.items()
+            if (elsewhere == "all" or not one.is_over) and os.path.realpath(root.parent) != here
+        ]
         with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-            runs = list(pool.map(_read, folder.runs))
-            elsewhere = _before(runs)
-            schedulers = _surveys([*runs, *elsewhere])
-            return chained([*pool.map(look_with_answers, [*runs, *elsewhere])])[: len(runs)]
+            runs = list(pool.map(_read, [*folder.runs, *others]))
+            _repair(runs, known) if elsewhere else None
+            if elsewhere == "live":
+                runs = [files for files in runs if _is_in(self.runs, files) or not files.is_over]
+            before = _before(runs)
+            schedulers = _surveys([*runs, *before])
+            looks = chained([*pool.map(look_with_answers, [*runs, *before])])[: len(runs)]
+        if elsewhere == "live":  # a run that is lost is not live either
+            pairs = zip(runs, looks, strict=True)
+            return [s for r, s in pairs if _is_in(self.runs, r) or s.state in UNDER_WAY_STATES]
+        return looks
 
     def _scheduler(
         self, files: _RunFiles, *, account: bool, schedulers: Mapping[str, Cluster]
@@ -290,6 +309,23 @@ def _read(run: RunDir) -> _RunFiles:
     history = RunHistory.read(run, marks="few")
     spec, problem = _spec(run)
     return _RunFiles(run, history, spec, problem, history.state.phase in OVER)
+
+
+def _is_in(runs: Path, files: _RunFiles) -> bool:
+    return files.run.root.parent == runs
+
+
+def _repair(seen: Sequence[_RunFiles], known: Mapping[Path, IndexedRun]) -> None:
+    """Add to the user's index what it does not have of these runs."""
+    from hpctrain.run.ownership import is_mine
+
+    new = []
+    for files in seen:
+        before = known.get(files.run.root)
+        if before is None or before.is_over != files.is_over:
+            jobs = frozenset(filter(None, [files.history.state.job_id]))
+            new.append(IndexedRun(files.run, jobs, files.is_over))
+    record([one for one in reversed(new) if is_mine(one.run.root)])
 
 
 def _surveys(runs: Sequence[_RunFiles]) -> dict[str, Cluster]:

@@ -7,9 +7,11 @@ tests/unit/cli/test_status.py and tests/unit/history/test_speed.py hold the prom
 
 from __future__ import annotations
 
+import os
 import statistics
 import textwrap
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from rich.text import Text
@@ -136,6 +138,8 @@ class RunsScreen:
             Column("job", [run.ledger_state.job_id or "-" for run in runs], drop=2),
             Column("for", [_age(run) for run in runs], right=True),
         ]
+        if any("/" in run.label for run in runs):  # other folders' have their path there
+            columns.append(Column("in", [_folder(run) for run in runs], shrink=True))
         waits = [_waits_for(run) for run in runs]
         if any(waits):  # whom it waits for is worth more than how fast the others are
             less = {"speed", "goodput", "nodes"}
@@ -147,6 +151,14 @@ class RunsScreen:
         notes |= {unaccounted(one.unaccounted) for one in answers if one.unaccounted}
         for note in sorted(notes):
             yield from _wrapped(note, options.max_width)
+
+
+def _folder(run: RunStatus) -> str:
+    """The folder of a run that lies elsewhere, as one types it."""
+    if "/" not in run.label:
+        return ""
+    home, folder = os.environ.get("HOME", ""), str(Path(run.root).parent)
+    return f"~{folder[len(home) :]}" if home and folder.startswith(f"{home}/") else folder
 
 
 def chain_table(status: RunStatus, width: int) -> list[RenderableType]:

@@ -102,24 +102,31 @@ def look_at(reader: StatusReader, run: RunDir, *, attempts: bool, ranks: bool) -
     return Shown(screen, value, over, sure, exit_status(status))
 
 
-def look_at_all(reader: StatusReader, *, thorough: bool, named: Sequence[RunDir] = ()) -> Shown:
+def look_at_all(
+    reader: StatusReader, *, thorough: bool, named: Sequence[RunDir] = (), elsewhere: str = ""
+) -> Shown:
     """The table of runs.
 
     Args:
         reader: What reads it.
         thorough: See `StatusReader.look`; the table has nothing of what it costs.
         named: These runs; all of the folder where there are none.
+        elsewhere: See `StatusReader.look_at_all`.
     """
     from hpctrain.status.as_json import as_json
 
-    runs = reader.look_at_all(thorough=thorough, named=named)
+    runs = reader.look_at_all(thorough=thorough, named=named, elsewhere=elsewhere)
 
     def screen() -> RenderableType:
         from hpctrain.drawing import uncut
         from hpctrain.status.screen import RunsScreen
 
         if not runs:
-            return uncut(f"no runs in {reader.runs}; `hpctrain submit` starts one")
+            from hpctrain.run.run_index import indexed
+
+            older = elsewhere == "live" and indexed()
+            more = "; `hpctrain status --all` lists those of other folders" if older else ""
+            return uncut(f"no runs in {reader.runs}; `hpctrain submit` starts one{more}")
         return RunsScreen(runs)
 
     return Shown(screen, lambda: [as_json(one) for one in runs], *_over(runs))

@@ -24,6 +24,7 @@ from hpctrain.base.records import JobRequest
 from hpctrain.errors import ChecksFailed, ClusterError, ClusterUnreachable, NotFound, UsageError
 from hpctrain.preflight.node_lists import bad_nodes_of_user, bad_nodes_path, read_bad
 from hpctrain.run import events as ledger
+from hpctrain.run import run_index
 from hpctrain.run.event_types import SubmitFailed, SubmitIntent, Submitted
 from hpctrain.run.fence import run_lock
 from hpctrain.run.ownership import renew_secret
@@ -320,6 +321,8 @@ def _submit(
         total_steps=spec.settings.train.steps if spec.entry.kind == "recipe" else None,
     )
     ledger.record(run, submitted)
+    if spec.evaluates is None:
+        run_index.record([run_index.IndexedRun(run, frozenset({job_id}))])
     return job_id
 
 

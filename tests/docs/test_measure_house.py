@@ -33,8 +33,8 @@ def test_a_class_name_means_one_thing(house):
 
 def test_modules_and_lines_do_not_grow_unseen(house):
     """Whoever needs more says so here, and why in the commit."""
-    assert len(house.modules) <= 510
-    assert sum(house.lines.values()) <= 124_700
+    assert len(house.modules) <= 511
+    assert sum(house.lines.values()) <= 125_700
 
 
 def test_modules_are_not_cut_thin_and_functions_fit_a_screen(house):
@@ -43,7 +43,7 @@ def test_modules_are_not_cut_thin_and_functions_fit_a_screen(house):
 
 
 def test_commands_do_not_walk_through_more_rooms():
-    most = {"submit --dry-run": 35, "submit": 50, "status": 48, "logs": 23}
+    most = {"submit --dry-run": 35, "submit": 51, "status": 48, "logs": 23}
 
     entered = PROGRAM["entered"](TOP)
 

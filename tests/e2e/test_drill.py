@@ -61,7 +61,8 @@ def test_a_killed_rank_and_a_turned_bit_end_as_promised(tmp_path):
     assert [outcome for outcome, _ in found.values()] == ["kept", "kept"]
     assert "the newest committed" in found["kill_rank"][1]
     assert "left out" in found["flip_bit"][1]
-    (run,) = (tmp_path / "runs").iterdir()  # what was armed has gone with the drill
+    ignore, run = sorted((tmp_path / "runs").iterdir())  # what was armed has gone with the drill
+    assert ignore.name == ".gitignore"
     assert run.name.startswith("drill-")
 
 
@@ -128,7 +129,7 @@ def test_ctrl_c_ends_the_drills_own_run_and_leaves_nothing(tmp_path):
     child.communicate(timeout=LATE)
 
     assert child.returncode == 130
-    (run,) = (tmp_path / "runs").iterdir()
+    (run,) = (tmp_path / "runs").glob("drill-*")
     status = [sys.executable, "-m", "hpctrain", "status", run.name, "--json"]
     env = {**os.environ, "HPCTRAIN_LOCAL_DIR": str(tmp_path / "local")}
     done = subprocess.run(status, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)

@@ -106,7 +106,8 @@ def start_as(
 
 def _environment(more: dict[str, str]) -> dict[str, str]:
     path = f"{CHECKOUT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
-    return os.environ | {"HOME": "/", "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"} | more
+    here = {name: value for name, value in os.environ.items() if name != "XDG_STATE_HOME"}
+    return here | {"HOME": "/", "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"} | more
 
 
 def _as_user(user: User, cwd: Path | None) -> list[str]:

@@ -326,7 +326,7 @@ def test_of_processes_that_make_the_same_run_at_once_exactly_one_wins(tmp_path, 
 
         made = sorted(name for name in names if name)
         assert made == (["lm-1", "lm-2", "lm-3", "lm-4"] if auto_name else ["lm-1"])
-        assert sorted(p.name for p in runs.iterdir()) == made
+        assert sorted(p.name for p in runs.iterdir()) == [".gitignore", *made]
         assert {json.loads((runs / n / "spec.json").read_text())["name"] for n in made} == set(made)
 
 
@@ -350,7 +350,12 @@ def test_taking_a_run_back_leaves_other_runs_and_older_folders(work):
 
     discard_run(run, prepared.new_parent)
 
-    assert entries(work / "a") == ["runs", "runs/lm-2", "runs/lm-2/spec.json"]
+    assert entries(work / "a") == [
+        "runs",
+        "runs/.gitignore",
+        "runs/lm-2",
+        "runs/lm-2/spec.json",
+    ]
 
 
 def test_a_folder_that_refuses_only_when_written_is_told_in_one_line(work):

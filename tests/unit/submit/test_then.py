@@ -134,7 +134,7 @@ def test_a_run_of_that_name_is_not_touched(slurm, capsys):
     assert submit("--then", "export.py") == 5
 
     assert "lm-then exists, and --then makes a run of that name" in capsys.readouterr().err
-    assert [path.name for path in api.runs_root().iterdir()] == ["lm-then"]
+    assert sorted(path.name for path in api.runs_root().iterdir()) == [".gitignore", "lm-then"]
 
 
 def test_where_the_first_is_refused_nothing_is_left_of_any(slurm, capsys):
