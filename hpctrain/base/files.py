@@ -313,7 +313,7 @@ def _is_shared(folder: Path) -> bool:
         return False
 
 
-def data_dir(kind: Literal["site-configs", "sbatch"]) -> Path:
+def data_dir(kind: Literal["site-configs", "sbatch", "docs"]) -> Path:
     """The folder that comes with hpctrain: inside an installed wheel, or at the top of a checkout.
 
     Raises:

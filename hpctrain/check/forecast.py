@@ -122,7 +122,7 @@ def check_interval(
         message = "the program saves when it likes: it does not tell hpctrain"
         if job.tells is None:
             message = "whether the program calls hpctrain cannot be seen"
-        return CheckLine(name, NOT_KNOWN, message, "docs/programs.md says how it could")
+        return CheckLine(name, NOT_KNOWN, message, "`hpctrain help programs` says how it could")
     limit = f"the time limit of {_span(job.limit_s)}"
     fixed = interval.as_set(checkpoint)
     if fixed is None:

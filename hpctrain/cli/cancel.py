@@ -1,23 +1,25 @@
-"""`hpctrain cancel`: a run stopped for good, at once or after it has saved.
+"""`hpctrain cancel` and `rm`: a run stopped for good, at once or after it has saved; and deleted.
 
 tests/unit/cli/test_cancel.py and tests/slurm/test_cancel.py hold the promises.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import click
 
 from hpctrain.cli.options import (
     ask_to_act,
+    complete_run,
     foreign_option,
     json_option,
     newest_to_act_on,
     runs_option,
     yes_option,
 )
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.run.layout import runs_flag
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ Examples:
   hpctrain cancel lr-0.1 lr-0.01  several runs
 """,
 )
-@click.argument("names", nargs=-1, metavar="[RUN]...")
+@click.argument("names", nargs=-1, metavar="[RUN]...", shell_complete=complete_run)
 @click.option("--save", is_flag=True, help="Let it save and leave by itself.")
 @yes_option
 @foreign_option
@@ -114,3 +116,37 @@ def _report(name: str, job_id: str, history: RunHistory, *, asked: bool, saves: 
             f"SIGTERM or looks for {HPCTRAIN_STOP_FILE}. `hpctrain cancel {name}` ends it at once"
         )
     return "\n".join(lines)
+
+
+@click.command(
+    name="rm",
+    epilog="""\b
+Examples:
+  hpctrain rm lm-3             shows what would go, and asks
+  hpctrain rm lr-0.1 lr-1 -y   for scripts
+""",
+)
+@click.argument("names", nargs=-1, required=True, metavar="RUN...", shell_complete=complete_run)
+@click.option("-y", "--yes", is_flag=True, help="Delete without asking.")
+@runs_option
+def remove(*, names: tuple[str, ...], yes: bool, runs: Path) -> None:
+    """Delete a run's folder: its checkpoints, logs and ledger.
+
+    A run that has a job, or for which another run waits, is refused.
+    """
+    from hpctrain.base.text import count, size
+    from hpctrain.run.find_run import find_run
+    from hpctrain.submit.cancel import delete_run, size_of, why_kept
+
+    found = list(dict.fromkeys(find_run(name, runs=runs) for name in names))
+    for run in found:
+        why_kept(run)
+    for run in found:
+        files, nbytes = size_of(run)
+        shown = f"{run.root}: {size(nbytes)} in {count(files, 'file')}"
+        if not yes:
+            if not sys.stdin or not sys.stdin.isatty():
+                raise UsageError(f"{shown}; nobody is there to ask: add --yes to delete it")
+            click.confirm(f"delete {shown}?", abort=True, err=True)
+        delete_run(run)
+        click.echo(f"deleted {shown}")

@@ -14,6 +14,7 @@ import click
 from hpctrain.cli.options import (
     JobCommand,
     cluster_option,
+    complete_setting,
     complete_site,
     engine_options,
     job_flags,
@@ -53,7 +54,14 @@ _COLORS = {"fail": "red", "note": "yellow", "not known": "cyan", "ok": "green"}
 @click.option("--name", "-J", help="The run's name.")
 @click.option("--container", metavar="IMAGE", help="Image in which the ranks run.")
 @click.option("--config", metavar="FILE", help="Settings file.")
-@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any setting.")
+@click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    shell_complete=complete_setting,
+    help="Any setting.",
+)
 @click.option("--env", multiple=True, metavar="NAME=VALUE", help="Environment of the ranks.")
 @locked_option
 @click.option(

@@ -15,7 +15,7 @@ import click
 from hpctrain.cli import checkpoints_sealed
 from hpctrain.cli.checkpoints_exchange import diff_command, export_command, import_command
 from hpctrain.cli.checkpoints_keep import pin_command, prune_command, rm_command
-from hpctrain.cli.options import json_option, run_argument, runs_option
+from hpctrain.cli.options import complete_run, json_option, run_argument, runs_option
 from hpctrain.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _echo_rows(rows: list[dict[str, Any]]) -> None:
 
 
 @command.command("show")
-@click.argument("run")
+@click.argument("run", shell_complete=complete_run)
 @click.argument("step", type=click.IntRange(min=0))
 @json_option
 @click.pass_obj

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import json_option
+from hpctrain.cli.options import complete_run, json_option
 from hpctrain.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ Examples:
   hpctrain checkpoints export lm-3 4000 all.pt --to torch --what all
 """,
 )
-@click.argument("run")
+@click.argument("run", shell_complete=complete_run)
 @click.argument("step", type=STEP)
 @click.argument("dest", type=PLACE)
 @click.option(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import json_option
+from hpctrain.cli.options import complete_run, json_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ Examples:
   hpctrain checkpoints pin lm-3 4000 --remove             leave it to the settings again
 """,
 )
-@click.argument("run")
+@click.argument("run", shell_complete=complete_run)
 @click.argument("step", type=STEP)
 @click.option("--reason", default="", metavar="TEXT", help="Why; `list` shows it.")
 @click.option("--remove", is_flag=True, help="Take the pin away.")
@@ -71,7 +71,7 @@ Examples:
   hpctrain checkpoints prune lm-3 --keep-best 3 --metric accuracy --highest
 """,
 )
-@click.argument("run")
+@click.argument("run", shell_complete=complete_run)
 @click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="The N newest stay.")
 @click.option("--keep-every", type=STEP, metavar="M", help="Multiples of M stay; 0 for none.")
 @click.option("--keep-best", type=STEP, metavar="K", help="The K best stay; 0 for none.")
@@ -139,7 +139,7 @@ Examples:
   hpctrain checkpoints rm lm-3 1000 --yes         asks nothing, for scripts
 """,
 )
-@click.argument("run")
+@click.argument("run", shell_complete=complete_run)
 @click.argument("steps", metavar="STEP...", type=STEP, nargs=-1, required=True)
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option("--force", is_flag=True, help="Also pinned and awaited ones, and the last valid.")

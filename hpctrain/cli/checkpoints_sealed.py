@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import json_option
+from hpctrain.cli.options import complete_run, json_option
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,7 +108,7 @@ Examples:
   hpctrain checkpoints path lm-3 4000       that of a step
 """,
 )
-@click.argument("run")
+@click.argument("run", shell_complete=complete_run)
 @click.argument("step", type=click.IntRange(min=0), required=False)
 @json_option
 @click.pass_obj

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.options import json_option, runs_option
+from hpctrain.cli.options import complete_run, json_option, runs_option
 from hpctrain.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ Examples:
 Exit codes: 0 a cause was found, or nothing is wrong; 1 nothing says why; 2, 4 no such log or run.
 """,
 )
-@click.argument("run", required=False, metavar="[RUN]")
+@click.argument("run", required=False, metavar="[RUN]", shell_complete=complete_run)
 @click.option(
     "--log",
     "log_names",

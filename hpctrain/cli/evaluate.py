@@ -11,6 +11,7 @@ import click
 
 from hpctrain.cli.options import (
     ask_to_act,
+    complete_run,
     foreign_option,
     json_option,
     newest_to_act_on,
@@ -35,7 +36,7 @@ Examples:
   hpctrain evaluate lm-3 --dry-run     what would be submitted
 """,
 )
-@click.argument("run", required=False, metavar="[RUN]")
+@click.argument("run", required=False, metavar="[RUN]", shell_complete=complete_run)
 @click.option("--step", type=int, metavar="N", help="Evaluate the checkpoint of this step too.")
 @click.option("--dry-run", is_flag=True, help="Show what would be done; do nothing.")
 @yes_option

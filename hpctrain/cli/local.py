@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.options import runs_option
+from hpctrain.cli.options import complete_run, runs_option
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,7 +64,7 @@ def list_jobs(as_json: bool) -> None:
 
 
 @command.command()
-@click.argument("run")
+@click.argument("run", shell_complete=complete_run)
 @click.option(
     "--leave", type=click.IntRange(min=1), default=1, help="Nodes left for the next start."
 )
@@ -88,7 +88,7 @@ def preempt(run: str, leave: int, grace_s: float, runs: Path) -> None:
 
 
 @command.command("free")
-@click.argument("run")
+@click.argument("run", shell_complete=complete_run)
 @runs_option
 def free_nodes(run: str, runs: Path) -> None:
     """The nodes are free again from the next start on."""
@@ -98,7 +98,7 @@ def free_nodes(run: str, runs: Path) -> None:
 
 
 @command.command("fail-node")
-@click.argument("run")
+@click.argument("run", shell_complete=complete_run)
 @click.option("--node", type=int, default=0, help="Which node dies.")
 @runs_option
 def fail_node(run: str, node: int, runs: Path) -> None:

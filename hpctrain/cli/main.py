@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import click
 
 from hpctrain.base import VERSION
-from hpctrain.errors import EXIT_CODES, HpctrainError
+from hpctrain.errors import HpctrainError
 from hpctrain.terminal import border
 
 if TYPE_CHECKING:
@@ -23,40 +23,67 @@ if TYPE_CHECKING:
 
     from click.shell_completion import CompletionItem
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "plan": ("hpctrain.cli.plan", "Which strategy fits these GPUs, and what it costs."),
-    "check": ("hpctrain.cli.check", "Everything that can be known before a run, in one list."),
-    "submit": ("hpctrain.cli.submit", "Start a run: check it, make its directory, submit its job."),
-    "resume": (
-        "hpctrain.cli.resume",
-        "Go on from the newest valid checkpoint, on any number of nodes.",
-    ),
-    "status": ("hpctrain.cli.status", "Where a run is, what became of its attempts, what it lost."),
-    "logs": ("hpctrain.cli.logs", "A run's output, across requeues."),
-    "tensorboard": ("hpctrain.cli.tensorboard", "Curves in the browser, all attempts as one."),
-    "events": ("hpctrain.cli.events", "What happened to a run, from its ledger."),
-    "report": ("hpctrain.cli.report", "A run as one page: time lost and where, curves, advice."),
-    "profile": ("hpctrain.cli.profile", "What steps spend their time on; takes a look with --now."),
-    "stacks": ("hpctrain.cli.stacks", "Where each rank of a live run is, and who holds it up."),
-    "doctor": ("hpctrain.cli.doctor", "Why a run, or any job by its logs, died; what to do next."),
-    "cancel": ("hpctrain.cli.cancel", "Stop a run for good, with --save after saving."),
-    "checkpoints": ("hpctrain.cli.checkpoints", "List and verify a run's checkpoints."),
-    "evaluate": ("hpctrain.cli.evaluate", "Submit the evaluations of checkpoints that are due."),
-    "train": ("hpctrain.cli.train", "Train the shipped recipe here, without a cluster."),
-    "local": ("hpctrain.cli.local", "The embedded cluster: see it, rehearse a preemption."),
-    "drill": ("hpctrain.cli.drill", "Plant faults in a run; was each promise kept?"),
-    "sites": ("hpctrain.cli.sites", "Show the clusters that hpctrain has settings for."),
-    "lint": ("hpctrain.cli.lint", "Find what hangs or goes wrong in a training program, unrun."),
-    "preflight": ("hpctrain.cli.preflight", "Look at nodes before a run does; names the bad ones."),
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "Every day": {
+        "submit": ("submit", "Start a run: check it, make its folder, submit its job."),
+        "status": ("status", "Show where runs are: state, progress, attempts, checkpoints."),
+        "logs": ("logs", "Print what a run's ranks printed, across requeues."),
+        "cancel": ("cancel", "Stop a run for good; --save saves first."),
+        "resume": ("resume", "Continue a run from its newest checkpoint, on any number of nodes."),
+    },
+    "Why": {
+        "doctor": ("doctor", "Say why a run, or any job by its logs, died; what to do next."),
+        "report": ("report", "Write a run as one page: time lost and where, curves, advice."),
+        "events": ("events", "Print what happened to a run, from its ledger."),
+        "stacks": ("stacks", "Show where in its program each rank is; names the stuck one."),
+        "profile": ("profile", "Show what steps spend their time on."),
+        "tensorboard": ("tensorboard", "Show curves in the browser, all attempts as one."),
+    },
+    "Before a run": {
+        "check": ("check", "Check everything that can be known before a run."),
+        "lint": ("lint", "Check a training program for distributed-training bugs."),
+        "plan": ("plan", "Choose a strategy for a model on these GPUs, with its cost."),
+        "preflight": ("preflight", "Test nodes before a run gets them; names the bad ones."),
+    },
+    "Checkpoints": {
+        "checkpoints": ("checkpoints", "List, verify, keep, prune, import and export checkpoints."),
+        "evaluate": ("evaluate", "Submit the evaluations of checkpoints that are due."),
+        "rm": ("cancel:remove", "Delete a run's folder with its checkpoints; asks first."),
+    },
+    "Clusters": {
+        "sites": ("sites", "Show the clusters that hpctrain has settings for."),
+        "local": ("local", "Show the embedded cluster; rehearse a preemption on it."),
+        "drill": ("drill", "Plant faults in a run and see whether it survives them."),
+        "train": ("train", "Train the shipped recipe here, without a cluster."),
+    },
+    "Help": {
+        "help": ("help", "Show a command's help, a page of the manual, or the exit codes."),
+        "completion": ("help:completion", "Print what makes Tab complete names in your shell."),
+    },
 }
-"""Name to (module with an attribute `command`, one line of help), in the order of a run's life."""
+"""What one wants to do, to command, to (module of `cli` and its attribute, one line of help)."""
+COMMANDS: dict[str, tuple[str, str]] = {
+    name: (f"hpctrain.cli.{place}", text)
+    for group in GROUPS.values()
+    for name, (place, text) in group.items()
+}
+"""Every command to its module (with its attribute, if that is not `command`) and line of help."""
+ALIASES = {
+    **dict.fromkeys(("ls", "list", "ps", "runs", "show"), "status"),
+    **dict.fromkeys(("stop", "kill"), "cancel"),
+    **dict.fromkeys(("delete", "remove"), "rm"),
+    "log": "logs",
+    "start": "submit",
+    "why": "doctor",
+}
+"""What people type by habit, to the command that is meant; no help lists them."""
 
 HELP = """Keep a PyTorch training program training on a SLURM cluster until it is done.
 
 \b
-  hpctrain submit --nodes 4                  train the shipped recipe on 4 nodes
-  hpctrain submit --nodes 2-4 -- train.py    an own script, on 2 to 4 nodes
-  hpctrain status                            how the newest run is doing
+  hpctrain submit --nodes 2-4 -- train.py    your script, on 2 to 4 nodes
+  hpctrain status                            your runs; `status -` the newest one
+  hpctrain help TOPIC                        a page of the manual; `help exit-codes`
 """
 EXIT_INTERRUPTED = 130
 
@@ -74,11 +101,12 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command, or None where this version has none of that name."""
         del ctx
-        if cmd_name not in self.table:
+        name = ALIASES.get(cmd_name, cmd_name)
+        if name not in self.table:
             return None
-        module, _ = self.table[cmd_name]
+        module, _, attribute = self.table[name][0].partition(":")
         try:
-            command: click.Command = import_module(module).command
+            command: click.Command = getattr(import_module(module), attribute or "command")
         except ModuleNotFoundError as error:
             if error.name != module:
                 raise
@@ -100,8 +128,9 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The table as it stands: importing every command just to list it would take its time."""
         del ctx
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in self.table.items()])
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{name:<11}", text) for name, (_, text) in group.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Command names from the table, then the group's own options."""
@@ -114,19 +143,13 @@ class LazyGroup(click.Group):
         ]
         return names + click.Command.shell_complete(self, ctx, incomplete)
 
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The exit codes, for scripts."""
-        del ctx
-        with formatter.section("Exit codes"):
-            formatter.write_dl([(str(code), text) for code, text in EXIT_CODES.items()])
-
 
 @click.group(
     cls=LazyGroup,
     help=HELP,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.version_option(VERSION, prog_name="hpctrain")
+@click.version_option(VERSION, "-V", "--version", prog_name="hpctrain")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Let what the command's code logs reach its user, and leave the rest to the command."""

@@ -7,6 +7,8 @@ with the line to write. tests/unit/cli/test_job_options.py holds the promises.
 
 from __future__ import annotations
 
+import glob
+import os
 import re
 import shlex
 from datetime import datetime
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_TAB_S = 2.0
+"""So long may SLURM take to answer while somebody waits for a completion."""
 _SPAN = re.compile(r"(?:\d+(?:\.\d+)?[smhdw])+")
 
 
@@ -82,7 +86,9 @@ def foreign_option(function: _Function) -> _Function:
 
 def run_argument(function: _Function) -> _Function:
     """`[RUN]`: a name, a job id, a unique prefix, or `-` for the newest, which is the default."""
-    return click.argument("run", default="-", metavar="[RUN]")(function)
+    return click.argument("run", default="-", metavar="[RUN]", shell_complete=complete_run)(
+        function
+    )
 
 
 def yes_option(function: _Function) -> _Function:
@@ -220,6 +226,57 @@ def parse_since(text: str, now: float | None = None) -> float:
         ) from None
 
 
+def complete_run(
+    _ctx: click.Context, _param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Runs whose names begin so: of the folder of runs, and of the user's index."""
+    from click.shell_completion import CompletionItem
+
+    from hpctrain.run.layout import RunDir, runs_root
+    from hpctrain.run.run_index import indexed
+
+    if "/" in incomplete or incomplete.startswith("."):
+        return [CompletionItem(incomplete, type="dir")]
+    found = runs_root().glob(f"{glob.escape(incomplete)}*")
+    here = sorted(path.name for path in found if _has_run(RunDir(path)))
+    names = [*here, *(one.run.name for one in indexed() if one.run.name.startswith(incomplete))]
+    return [CompletionItem(name) for name in dict.fromkeys(names)]
+
+
+def _has_run(run: RunDir) -> bool:
+    return os.access(run.spec, os.R_OK) or os.access(run.events, os.R_OK)
+
+
+def complete_setting(
+    _ctx: click.Context, _param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Settings that begin so, as `--set` takes them."""
+    from click.shell_completion import CompletionItem
+
+    from hpctrain.settings.layers import setting_names
+
+    return [CompletionItem(f"{n}=") for n in setting_names() if n.startswith(incomplete)]
+
+
+def complete_partition(
+    _ctx: click.Context, _param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """The partitions that SLURM names; none where it does not answer at once."""
+    import subprocess
+
+    from click.shell_completion import CompletionItem
+
+    try:
+        done = subprocess.run(
+            ["sinfo", "--noheader", "--format=%R"],
+            capture_output=True, text=True, timeout=_TAB_S, check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    names = sorted(set(done.stdout.split())) if done.returncode == 0 else []
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
 def site_argument(function: _Function) -> _Function:
     """`NAME`: a site's name, or the path of its .toml file."""
     return click.argument("name", shell_complete=complete_site)(function)
@@ -302,7 +359,7 @@ _OPTIONS = (
     click.option(
         "--time", "-t", metavar="LIMIT", help="Time limit of one job: 12:00:00, 12h, 90m, 2d."
     ),
-    click.option("--partition", "-p", help="SLURM partition(s)."),
+    click.option("--partition", "-p", shell_complete=complete_partition, help="Partition(s)."),
     click.option("--account", "-A", help="Account to charge."),
     click.option("--qos", "-q", help="Quality of service."),
     click.option("--constraint", "-C", metavar="FEATURES", help="Features of the nodes."),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.base import clock
-from hpctrain.cli.options import cluster_option, json_option, runs_option
+from hpctrain.cli.options import cluster_option, complete_setting, json_option, runs_option
 
 if TYPE_CHECKING:
     from hpctrain.preflight.report import PreflightReport, Result
@@ -44,7 +44,14 @@ JOB_TIME = "0:20:00"
 @click.option("--qos", help="Quality of service.")
 @click.option("--time", metavar="LIMIT", help=f"Time limit of the job.  [default: {JOB_TIME}]")
 @click.option("--config", metavar="FILE", help="Settings file.")
-@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any setting.")
+@click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    shell_complete=complete_setting,
+    help="Any setting.",
+)
 @click.option("--login-only", is_flag=True, help="Only what the login node can tell; no job.")
 @click.option(
     "--bandwidth/--no-bandwidth",

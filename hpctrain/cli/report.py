@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import json_option, runs_option
+from hpctrain.cli.options import complete_run, json_option, runs_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,7 @@ Examples:
   hpctrain report --nodes                 nodes that your runs found slow, how often
 """,
 )
-@click.argument("runs_named", nargs=-1, metavar="RUN...")
+@click.argument("runs_named", nargs=-1, metavar="RUN...", shell_complete=complete_run)
 @click.option(
     "-o",
     "--output",

@@ -14,6 +14,8 @@ import click
 from hpctrain.cli.options import (
     JobCommand,
     ask_to_act,
+    complete_run,
+    complete_setting,
     engine_options,
     foreign_option,
     job_flags,
@@ -79,11 +81,18 @@ Examples:
   hpctrain resume lm-3 --dry-run         show what it would take, and start nothing
 """,
 )
-@click.argument("run", required=False, metavar="[RUN]")
+@click.argument("run", required=False, metavar="[RUN]", shell_complete=complete_run)
 @job_options
 @engine_options
 @profile_options
-@click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Change a setting.")
+@click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    shell_complete=complete_setting,
+    help="Change a setting.",
+)
 @click.option(
     "--from",
     "from_step",

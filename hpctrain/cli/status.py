@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.options import json_option, runs_option
+from hpctrain.cli.options import complete_run, json_option, runs_option
 from hpctrain.run.layout import runs_flag
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ Examples:
                                 0 done, 75 under way, 93 stopped, 1 failed
 """,
 )
-@click.argument("names", nargs=-1, metavar="[RUN]...")
+@click.argument("names", nargs=-1, metavar="[RUN]...", shell_complete=complete_run)
 @click.option("--watch", is_flag=True, help="Show it again and again, until the run is over.")
 @click.option(
     "-i",

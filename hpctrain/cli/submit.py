@@ -15,6 +15,7 @@ import click
 from hpctrain.cli.options import (
     JobCommand,
     cluster_option,
+    complete_setting,
     complete_site,
     engine_options,
     job_flags,
@@ -74,6 +75,7 @@ Examples:
     "sets",
     multiple=True,
     metavar="SECTION.KEY=VALUE",
+    shell_complete=complete_setting,
     help="Any setting, e.g. train.steps=500.",
 )
 @click.option(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.base.process import own_program
-from hpctrain.cli.options import json_option, runs_option
+from hpctrain.cli.options import complete_run, json_option, runs_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ class _Shown:
 
 
 @click.command("tensorboard")
-@click.argument("names", nargs=-1, metavar="[RUN]...")
+@click.argument("names", nargs=-1, metavar="[RUN]...", shell_complete=complete_run)
 @runs_option
 @click.option(
     "--port",

@@ -52,7 +52,7 @@ def _get(module: str, name: str, what_for: str) -> Any:
 def _lacks(name: str, what_for: str) -> UsageError:
     return UsageError(
         f"{what_for} needs {name}, which torch {torch.__version__} has not; see "
-        "docs/torch-versions.md for the releases that were run"
+        "`hpctrain help torch-versions` for the releases that were run"
     )
 
 

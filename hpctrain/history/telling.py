@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NO_STEP = "the program has told no step"
 HOW_TO_TELL = (
     "`run.at(step)` tells steps, `run.sealed(step, path)` or checkpoint.sealed its checkpoints "
-    "(docs/watching.md)"
+    "(`hpctrain help watching`)"
 )
 START_UP_S = 60.0
 """A program that has run so long without a word of a step is worth a line on how to tell them."""

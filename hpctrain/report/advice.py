@@ -213,7 +213,7 @@ def start_up(data: ReportData) -> Iterator[Advice]:
     evidence = f"{_of_allocated(share)}, {duration(each)} for each of "
     evidence += count(len(attempts), "attempt")
     if restore > share / 2:
-        do = f"most of it ({percent(restore)}) reads checkpoints: see docs/performance.md"
+        do = f"most of it ({percent(restore)}) reads checkpoints: see `hpctrain help performance`"
     else:
         do = "imports over a shared file system are the usual reason: an environment on the node's "
         do += "own disk or in one image file; longer jobs start less often"

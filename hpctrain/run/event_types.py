@@ -657,7 +657,7 @@ class RunStopped(LedgerFact):
     """Nothing follows of itself: a budget is spent, or a start would end as this one did."""
 
     reason: EndReason = maybe(check.one_of(EndReason), "that of the attempt", EndReason.UNKNOWN)
-    exit_code: int | None = maybe(check.count, "of the job; see docs/exit-codes.md")
+    exit_code: int | None = maybe(check.count, "of the job; see `hpctrain help exit-codes`")
     detail: str = maybe(check.words, "one line")
 
 

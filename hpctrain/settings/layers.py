@@ -234,7 +234,7 @@ def resolve(
     """
     values_at: dict[str, Any] = {}
     keys_in = {name: keys_of(cls) for name, cls in sections().items()}
-    merged = dict.fromkeys(_paths(), DEFAULT) | dict(origins or {})
+    merged = dict.fromkeys(setting_names(), DEFAULT) | dict(origins or {})
     for layer in layers:
         for section, values in layer.values.items():
             if section not in keys_in:
@@ -362,7 +362,8 @@ def convert(setting: Key, value: Any, section: str, where: str) -> Any:
         raise UsageError(f"{where}: {error}") from None
 
 
-def _paths() -> list[str]:
+def setting_names() -> list[str]:
+    """Every setting as section.key."""
     return [f"{section}.{key}" for section, cls in sections().items() for key in keys_of(cls)]
 
 
@@ -385,7 +386,7 @@ def _unknown_section(name: str, top: Sequence[str] = ()) -> str:
 
 
 def _elsewhere(name: str) -> list[str]:
-    return [path for path in _paths() if path.endswith(f".{name}")]
+    return [path for path in setting_names() if path.endswith(f".{name}")]
 
 
 def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> list[str]:

@@ -480,7 +480,7 @@ class NotifySettings(Table):
 class TrackSettings(Table):
     """[track]: experiment trackers beside TensorBoard."""
 
-    loggers: list[str] = setting([], "wandb, or module:name of your own (docs/tracking.md)")
+    loggers: list[str] = setting([], "wandb, or module:name of your own (`hpctrain help tracking`)")
     project: str = setting("hpctrain", "the project that the tracker files the run under")
 
 

@@ -82,7 +82,7 @@ def _slurm(facts: ClusterFacts) -> list[str]:
         lines.append(f"send_user_signal = {_value(facts.send_user_signal)}")
     if facts.requeue_wait_s is not None:
         lines.append(
-            f"# A requeued job waits {facts.requeue_wait_s} s (AuthInfo=cred_expire): docs/sites.md"
+            f"# A requeued job waits {facts.requeue_wait_s} s (cred_expire): hpctrain help sites.md"
         )
     if facts.accounts:
         shown = ", ".join(facts.accounts[:3]) + (", ..." if len(facts.accounts) > 3 else "")  # noqa: PLR2004 - an example

@@ -42,7 +42,7 @@ SOURCES = {
     GRADIENTS: "fp32 after the reduction; without a reduction FSDP2 keeps them whole "
     "(torch/distributed/fsdp/_fully_shard/_fsdp_param.py, unsharded_accumulated_grad)",
     MOMENTS: "Adam's two, in fp32: Kingma and Ba, 2015",
-    ACTIVATIONS: "tensors that autograd keeps, counted in the models' code (docs/plan.md); that "
+    ACTIVATIONS: "tensors that autograd keeps, counted in the models' code; that "
     "attention keeps no square of the sequence: Dao et al., FlashAttention, 2022",
     LOGITS: "the loss in fp32: log-softmax, its gradient and the logits' gradient at once",
     GATHERED: "16-bit weights of what is being computed, and of what comes next "

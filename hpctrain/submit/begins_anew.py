@@ -71,7 +71,7 @@ class BeginsAnew:
             return (
                 f"{saves} and loads none: after a preemption it begins at its first step again. "
                 "Load the newest one at the start, or have hpctrain save and load: give model and "
-                "optimizer to run.track, and loop over run.steps (README, examples/own_loop.py)"
+                "optimizer to run.track, and loop over run.steps (`hpctrain help getting-started`)"
             )
         words = self.option.name if self.option.is_flag else f"{self.option.name} {{checkpoint}}"
         return (

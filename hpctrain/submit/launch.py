@@ -309,7 +309,7 @@ def _submit(
             raise
         raise ClusterError(
             f"{error}; the job was to be kept off {', '.join(exclude)}, which a preflight found "
-            "bad (bad-nodes.json, docs/preflight.md)"
+            "bad (bad-nodes.json, `hpctrain help preflight.md`)"
         ) from None
     # From the intent and its token every later command finds the job, where this is missing.
     submitted = Submitted(

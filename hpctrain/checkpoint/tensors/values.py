@@ -53,7 +53,7 @@ INLINE_BYTES = 64
 INT_BITS = 63
 """Longer whole numbers are written in hexadecimal digits: Python limits decimal ones."""
 PLAIN_KEYS = (str, int, float, bool, type(None))
-SEE = "docs/checkpoints.md lists the types that are saved"
+SEE = "`hpctrain help checkpoints.md` lists the types that are saved"
 
 
 def encode(value: Any, name: str, *, inline: bool = False) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.run.events import read
+from hpctrain.run.event_types import Followed
+from hpctrain.run.events import append, read
+from hpctrain.run.layout import RunDir
+from hpctrain.settings.spec import load_spec
+from hpctrain.submit import cancel as cancelling
 from hpctrain.submit import live_job
 from tests.support.ledger_runs import Story, all_fields, local_job
 from tests.support.terminal import Keyboard
@@ -257,3 +263,97 @@ def test_a_script_takes_the_newest_by_yes_or_by_its_sign(running, monkeypatch, c
     monkeypatch.setattr("sys.stdin", None)
     assert cancel(*words, capsys=capsys)[0] == 0
     assert newest(running).kind == "cancel_requested"
+
+
+# ---- rm
+
+
+def removed(*argv: str, capsys) -> tuple[int, str, str]:
+    code = main(["rm", *argv])
+    return (code, *capsys.readouterr())
+
+
+@pytest.fixture
+def ended(runs) -> RunDir:
+    ended_run(runs, "old")
+    (runs / "old" / "big").write_bytes(bytes(2048))
+    return RunDir(runs / "old")
+
+
+def test_a_run_that_is_over_is_deleted_with_all_of_it_once_its_user_has_agreed(
+    ended, runs, monkeypatch, capsys
+):
+    monkeypatch.setattr("sys.stdin", Keyboard("n\n"))
+    assert removed("old", capsys=capsys)[0] == 130
+    assert ended.root.exists()
+    monkeypatch.setattr("sys.stdin", Keyboard("y\n"))
+
+    code, out, err = removed("old", capsys=capsys)
+
+    assert code == 0
+    assert f"delete {ended.root}: " in err
+    assert re.search(r"deleted .*/runs/old: \d\.\d KiB in 4 files", out)
+    assert list(runs.iterdir()) == []
+
+
+def test_a_script_has_to_say_yes_and_may_name_several(ended, runs, monkeypatch, capsys):
+    ended_run(runs, "older")
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    code, _, err = removed("old", "older", capsys=capsys)
+    assert (code, ended.root.exists()) == (2, True)
+    assert "nobody is there to ask: add --yes" in err
+    assert removed("old", "older", "--yes", capsys=capsys)[0] == 0
+    assert list(runs.iterdir()) == []
+
+
+def test_a_run_that_lives_is_kept_and_the_others_with_it(ended, running, capsys):
+    code, out, err = removed("old", "lm", "-y", capsys=capsys)
+    assert (code, out) == (5, "")
+    assert "lm is running (job local-17): `hpctrain cancel lm` first" in err
+    assert ended.root.exists()
+
+
+def test_where_nobody_can_say_whether_it_lives_it_is_kept(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    story = Story(runs / "lm", cluster="slurm").submitted("17").started(1)
+    code, _, err = removed("lm", "-y", capsys=capsys)
+    assert (code, story.run.root.exists()) == (6, True)
+    assert "nobody can say whether lm has a job" in err
+
+
+def test_a_damaged_run_that_is_over_can_be_deleted(ended, capsys):
+    ended.spec.write_text("{")
+    assert removed("old", "-y", capsys=capsys)[0] == 0
+    assert not ended.root.exists()
+
+
+def test_a_run_that_another_one_waits_for_is_kept(ended, runs, tmp_path, capsys):
+    local_job(tmp_path / "local", "local-18", state="PENDING")
+    follower = Story(runs / "next").submitted("local-18")
+    spec = load_spec(follower.run.spec)
+    replace(spec, after=[str(ended.root)]).dump(follower.run.spec)
+    append(ended, Followed(run=str(follower.run.root)))
+
+    code, _, err = removed("old", "-y", capsys=capsys)
+
+    assert (code, ended.root.exists()) == (5, True)
+    assert "next waits for old; cancel that first" in err
+
+
+def test_a_link_is_not_deleted_nor_what_it_points_to(ended, runs, capsys):
+    (runs / "link").symlink_to("old")
+    code, _, err = removed("link", "-y", capsys=capsys)
+    assert (code, ended.root.exists(), (runs / "link").exists()) == (3, True, True)
+    assert "is a link to old" in err
+
+
+def test_what_is_cut_short_leaves_no_half_under_its_name(ended, runs, monkeypatch, capsys):
+    def fails(path):
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr(cancelling.shutil, "rmtree", fails)
+    code, _, err = removed("old", "-y", capsys=capsys)
+    assert code == 1
+    assert not ended.root.exists()
+    assert ".removed-old-" in err
+    assert main(["status"]) == 0

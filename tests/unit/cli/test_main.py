@@ -30,7 +30,7 @@ def command(monkeypatch):
     return install
 
 
-def test_help_lists_every_command_and_exit_code_without_importing_a_command():
+def test_help_lists_every_command_by_task_without_importing_one():
     code = (
         "import sys; from hpctrain.cli.main import main; main(['--help']); "
         "print(sorted(m for m in sys.modules if m.startswith('hpctrain')))"
@@ -40,9 +40,9 @@ def test_help_lists_every_command_and_exit_code_without_importing_a_command():
 
     for name in cli_main.COMMANDS:
         assert f"\n  {name} " in done.stdout
-    for exit_code, text in errors.EXIT_CODES.items():
-        assert f"  {exit_code} " in done.stdout
-        assert text in done.stdout
+    titles = [line for line in done.stdout.splitlines() if line.endswith(":") and line[0] != " "]
+    assert titles == [f"{title}:" for title in ("Options", *cli_main.GROUPS)]
+    assert "`help exit-codes`" in done.stdout
     assert done.stdout.splitlines()[-1] == str(
         [
             "hpctrain",
@@ -58,8 +58,6 @@ def test_help_lists_every_command_and_exit_code_without_importing_a_command():
 def test_a_command_whose_module_is_missing_is_no_command(monkeypatch, capsys):
     monkeypatch.setitem(cli_main.COMMANDS, "later", ("hpctrain.cli.later", "Not there yet."))
 
-    assert run_main("--help") == 0
-    assert "Not there yet." in capsys.readouterr().out
     assert run_main("later") == 2
     assert "No such command 'later'" in capsys.readouterr().err
 
@@ -160,9 +158,28 @@ def test_wrong_usage_is_one_line_with_the_help_that_fits(capsys, argv, message):
     assert err.count("\n") == 1
 
 
-def test_version_is_printed(capsys):
-    assert run_main("--version") == 0
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_version_is_printed(capsys, flag):
+    assert run_main(flag) == 0
     assert capsys.readouterr().out == f"hpctrain, version {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        *(("ls", "status"), ("list", "status"), ("ps", "status"), ("stop", "cancel")),
+        *(("kill", "cancel"), ("delete", "rm"), ("log", "logs")),
+    ],
+)
+def test_what_people_type_by_habit_is_the_command_that_is_meant(capsys, typed, meant):
+    assert run_main(typed, "--help") == 0
+    assert capsys.readouterr().out.startswith(f"Usage: hpctrain {typed} ")
+    assert cli_main.ALIASES[typed] == meant
+
+
+def test_no_habit_hides_a_command():
+    assert not set(cli_main.ALIASES) & set(cli_main.COMMANDS)
+    assert set(cli_main.ALIASES.values()) <= set(cli_main.COMMANDS)
 
 
 def test_no_color_is_respected(command, capsys, monkeypatch):
