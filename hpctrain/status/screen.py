@@ -142,7 +142,7 @@ class RunsScreen:
             columns.append(Column("in", [_folder(run) for run in runs], shrink=True))
         waits = [_waits_for(run) for run in runs]
         if any(waits):  # whom it waits for is worth more than how fast the others are
-            less = {"speed", "goodput", "nodes"}
+            less = {"speed", "goodput", "nodes", "done", "left"}
             columns = [replace(c, drop=1) if c.title in less else c for c in columns]
             columns.append(Column("after", waits, shrink=True))
         yield fitted(columns, options.max_width)
