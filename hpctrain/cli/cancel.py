@@ -5,7 +5,12 @@ tests/unit/cli/test_cancel.py and tests/slurm/test_cancel.py hold the promises.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
+import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -19,13 +24,18 @@ from hpctrain.cli.options import (
     runs_option,
     yes_option,
 )
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import (
+    ChecksFailed,
+    ClusterUnreachable,
+    HpctrainError,
+    RunAlive,
+    UsageError,
+)
 from hpctrain.run.layout import runs_flag
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from hpctrain.history.run_history import RunHistory
+    from hpctrain.run.layout import RunDir
 
 
 @click.command(
@@ -136,17 +146,82 @@ def remove(*, names: tuple[str, ...], yes: bool, runs: Path) -> None:
     """
     from hpctrain.base.text import count, size
     from hpctrain.run.find_run import find_run
-    from hpctrain.submit.cancel import delete_run, size_of, why_kept
 
     found = list(dict.fromkeys(find_run(name, runs=runs) for name in names))
     for run in found:
-        why_kept(run)
+        _refuse_needed(run)
     for run in found:
-        files, nbytes = size_of(run)
+        files, nbytes = _size_of(run)
         shown = f"{run.root}: {size(nbytes)} in {count(files, 'file')}"
         if not yes:
             if not sys.stdin or not sys.stdin.isatty():
                 raise UsageError(f"{shown}; nobody is there to ask: add --yes to delete it")
             click.confirm(f"delete {shown}?", abort=True, err=True)
-        delete_run(run)
+        _delete(run)
         click.echo(f"deleted {shown}")
+
+
+def _refuse_needed(run: RunDir) -> None:
+    """Refuse to delete a run that something still needs.
+
+    Raises:
+        ChecksFailed: it belongs to another user, or is a link.
+        ClusterUnreachable: nobody can say whether it has a job.
+        RunAlive: it has a job, or a live run waits for it.
+    """
+    from hpctrain.history.run_state import OVER
+    from hpctrain.run.ownership import is_mine
+    from hpctrain.status.reader import StatusReader
+    from hpctrain.status.status import UNDER_WAY_STATES
+
+    if not is_mine(run.root):
+        raise ChecksFailed(f"{run.root} belongs to another user, who can delete it")
+    if run.root.is_symlink():
+        target = run.root.readlink()
+        raise ChecksFailed(f"{run.root} is a link to {target}: name that, and remove the link")
+    status = StatusReader(run.root.parent).look(run, thorough=False)
+    if not status.answer.asked and status.ledger_state.phase not in OVER:
+        raise ClusterUnreachable(
+            f"nobody can say whether {run.name} has a job: {status.answer.problem}; try again"
+        )
+    if status.state in UNDER_WAY_STATES:
+        job = status.ledger_state.job_id
+        raise RunAlive(
+            f"{run.name} is {status.state.value}{f' (job {job})' if job else ''}: "
+            f"`hpctrain cancel {status.label}` first"
+        )
+    after = (one for one in status.chain if status.root in one.after)
+    waits = [one.run for one in after if one.state in UNDER_WAY_STATES]
+    if waits:
+        raise RunAlive(f"{', '.join(waits)} waits for {run.name}; cancel that first")
+
+
+def _size_of(run: RunDir) -> tuple[int, int]:
+    """How many files a run has, and how many bytes; what cannot be looked at is left out."""
+    files = nbytes = 0
+    for folder, _, names in os.walk(run.root):
+        for name in names:
+            with contextlib.suppress(OSError):
+                nbytes += (Path(folder) / name).lstat().st_size
+                files += 1
+    return files, nbytes
+
+
+def _delete(run: RunDir) -> None:
+    """Delete a run's folder; where that is cut short, no half of a run is left under its name.
+
+    Raises:
+        RunAlive: a job was submitted meanwhile.
+        HpctrainError: something of it cannot be deleted.
+    """
+    from hpctrain.run.fence import run_lock
+
+    gone = run.root.with_name(f".removed-{run.name}-{secrets.token_hex(3)}")
+    try:
+        with run_lock(run):
+            _refuse_needed(run)
+            run.root.rename(gone)
+        shutil.rmtree(gone)
+    except OSError as error:
+        where = gone if gone.exists() else run.root
+        raise HpctrainError(f"{where} cannot be deleted: {error.strerror or error}") from None

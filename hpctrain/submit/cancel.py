@@ -1,4 +1,4 @@
-"""A run stopped for good: which job to end, and whether it can save first; and a run deleted.
+"""A run stopped for good: which job to end, and whether it can save first.
 
 tests/unit/cli/test_cancel.py and tests/slurm/test_cancel.py hold the promises.
 """
@@ -7,28 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import secrets
-import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.base import clock
 from hpctrain.base.files import write_plain
 from hpctrain.base.records import TERMINAL_JOB
-from hpctrain.errors import (
-    ChecksFailed,
-    ClusterError,
-    ClusterUnreachable,
-    HpctrainError,
-    RunAlive,
-    UsageError,
-)
+from hpctrain.errors import ClusterError, ClusterUnreachable, HpctrainError, UsageError
 from hpctrain.history.run_state import OVER, RunState, run_state
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import CancelRequested
-from hpctrain.run.fence import run_lock
-from hpctrain.run.ownership import is_mine
 from hpctrain.scheduler.base import get_cluster
 
 if TYPE_CHECKING:
@@ -142,65 +129,3 @@ def _cancel(run: RunDir, job_id: str, cluster: str, answer: Answer) -> None:
     except ClusterError as error:
         again = "Cancel it there" if answer.note else "Try again"
         raise type(error)(f"job {job_id} was not cancelled: {error}; {on_record}{again}") from error
-
-
-def why_kept(run: RunDir) -> None:
-    """Refuse to delete a run that something still needs.
-
-    Raises:
-        ChecksFailed: it belongs to another user, or is a link.
-        ClusterUnreachable: nobody can say whether it has a job.
-        RunAlive: it has a job, or a live run waits for it.
-    """
-    from hpctrain.status.reader import StatusReader
-    from hpctrain.status.status import UNDER_WAY_STATES
-
-    if not is_mine(run.root):
-        raise ChecksFailed(f"{run.root} belongs to another user, who can delete it")
-    if run.root.is_symlink():
-        target = run.root.readlink()
-        raise ChecksFailed(f"{run.root} is a link to {target}: name that, and remove the link")
-    status = StatusReader(run.root.parent).look(run, thorough=False)
-    if not status.answer.asked and status.ledger_state.phase not in OVER:
-        raise ClusterUnreachable(
-            f"nobody can say whether {run.name} has a job: {status.answer.problem}; try again"
-        )
-    if status.state in UNDER_WAY_STATES:
-        job = status.ledger_state.job_id
-        raise RunAlive(
-            f"{run.name} is {status.state.value}{f' (job {job})' if job else ''}: "
-            f"`hpctrain cancel {status.label}` first"
-        )
-    after = (one for one in status.chain if status.root in one.after)
-    waits = [one.run for one in after if one.state in UNDER_WAY_STATES]
-    if waits:
-        raise RunAlive(f"{', '.join(waits)} waits for {run.name}; cancel that first")
-
-
-def size_of(run: RunDir) -> tuple[int, int]:
-    """How many files a run has, and how many bytes; what cannot be looked at is left out."""
-    files = nbytes = 0
-    for folder, _, names in os.walk(run.root):
-        for name in names:
-            with contextlib.suppress(OSError):
-                nbytes += (Path(folder) / name).lstat().st_size
-                files += 1
-    return files, nbytes
-
-
-def delete_run(run: RunDir) -> None:
-    """Delete a run's folder; where that is cut short, no half of a run is left under its name.
-
-    Raises:
-        RunAlive: a job was submitted meanwhile.
-        HpctrainError: something of it cannot be deleted.
-    """
-    gone = run.root.with_name(f".removed-{run.name}-{secrets.token_hex(3)}")
-    try:
-        with run_lock(run):
-            why_kept(run)
-            run.root.rename(gone)
-        shutil.rmtree(gone)
-    except OSError as error:
-        where = gone if gone.exists() else run.root
-        raise HpctrainError(f"{where} cannot be deleted: {error.strerror or error}") from None

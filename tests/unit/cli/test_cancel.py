@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hpctrain.cli import cancel as cancelling
 from hpctrain.cli.main import main
 from hpctrain.run.event_types import Followed
 from hpctrain.run.events import append, read
 from hpctrain.run.layout import RunDir
 from hpctrain.settings.spec import load_spec
-from hpctrain.submit import cancel as cancelling
 from hpctrain.submit import live_job
 from tests.support.ledger_runs import Story, all_fields, local_job
 from tests.support.terminal import Keyboard
