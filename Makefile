@@ -22,20 +22,33 @@ help: ## show this list
 .PHONY: install
 install: $(STAMP) ## make .venv where no virtual environment is active, and install hpctrain with its tools
 
+define virtual_environment
+if [ ! -x "$(BIN)/python" ]; then \
+  echo "making $(VENV)"; \
+  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+    { echo "$(PYTHON) is older than 3.11: make PYTHON=python3.11 (or newer)" >&2; exit 3; }; \
+  $(PYTHON) -m venv "$(VENV)" || \
+    { rm -rf "$(VENV)"; echo "no venv module: as root, apt-get install python3-venv" >&2; exit 3; }; \
+fi
+endef
+PIP := "$(BIN)/python" -m pip install --disable-pip-version-check -c constraints.txt
+
 $(STAMP): pyproject.toml constraints.txt
-	@if [ ! -x "$(BIN)/python" ]; then \
-	  echo "making $(VENV)"; \
-	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	    { echo "$(PYTHON) is older than 3.11: make PYTHON=python3.11 (or newer)" >&2; exit 3; }; \
-	  $(PYTHON) -m venv "$(VENV)" || \
-	    { rm -rf "$(VENV)"; echo "no venv module: as root, apt-get install python3-venv" >&2; exit 3; }; \
-	fi
+	@$(virtual_environment)
 	@echo "installing hpctrain and its tools into $(VENV)"
-	@"$(BIN)/python" -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(PIP) -qq -e ".[dev]"
+	@touch "$@" "$(PLAIN)"
+
+# What a user has: without the tests' tools, which are most of what there is to install.
+PLAIN := $(VENV)/.hpctrain-installed
+$(PLAIN): pyproject.toml constraints.txt
+	@$(virtual_environment)
+	@echo "installing hpctrain into $(VENV): torch takes most of the time"
+	@$(PIP) -e .
 	@touch "$@"
 
 .PHONY: demo
-demo: $(STAMP) ## the whole story on this machine, without SLURM: train, be preempted, come back smaller
+demo: $(if $(wildcard $(STAMP)),,$(PLAIN)) ## the whole story on this machine, without SLURM: train, be preempted, come back smaller
 	@python demo/demo.py
 
 .PHONY: slurm

@@ -25,10 +25,11 @@ RUN = "run"
 NOT_RUN = {
     "make demo": "tests/e2e/test_demo.py runs what it calls",
     "make test": "is what runs this test",
-    "make lint": "continuous integration runs it",
-    "make docs": "continuous integration runs it",
-    "make check": "continuous integration runs it",
-    "make cluster": "tests/slurm/test_test_cluster.py starts the same cluster",
+    "hpctrain submit --nodes 2 --gpus-per-node 4 --time 12h --partition gpu --account lab -- "
+    "train.py --lr 3e-4": "tests/unit/cli/test_job_options.py types such lines",
+    "hpctrain submit --nodes 2 --checkpoint out/last.pt '--resume-args=--resume {checkpoint}' -- "
+    "train.py": "tests/slurm/test_programs.py runs such a program",
+    "hpctrain check --rehearse -- train.py": "tests/unit/check/test_rehearsal.py rehearses",
 }
 TINY = """\
 [train]

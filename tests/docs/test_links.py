@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 TOP = Path(__file__).parents[2]
+DOCS = TOP / "docs"
 PAGES = sorted([*TOP.glob("*.md"), *(TOP / "docs").glob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(#[^)\s]*)?\)")
 NAMED = re.compile(r"`((?:hpctrain|tests|docs|sbatch|site-configs|examples|demo)/[\w./-]+)`")
@@ -39,9 +40,51 @@ def test_every_file_that_is_named_is_there(page):
 
 
 def test_every_page_can_be_reached_from_the_readme():
+    """By a link of its own, or by the list of all pages, to which it links."""
     reached = {link for link, _ in LINK.findall((TOP / "README.md").read_text())}
+    listed = re.findall(
+        r"^(?:[^\n<]*<)?([\w/-]+)>?$", (DOCS / "index.md").read_text(), re.MULTILINE
+    )
+    reached |= {f"docs/{name}.md" for name in listed}
 
-    assert {f"docs/{page.name}" for page in (TOP / "docs").glob("*.md")} <= reached
+    assert "docs/index.md" in reached
+    assert {f"docs/{page.name}" for page in DOCS.glob("*.md")} <= reached
+
+
+QUESTIONS = {
+    "account": "`-A`",
+    "constraint": "--sbatch=--switches=1",
+    "type of GPU": "a100:4",
+    "whole nodes": "--exclusive",
+    "sweep": "{output}",
+    "conda": "module load",
+    "learning rate": "the-learning-rate-at-a-resume",
+    "last three checkpoints": "keep_last=3",
+    "Slack": "webhook",
+    "interactive": "--cluster local",
+    "logs": "rank-00000.log",
+    "NCCL": "sites show",
+    "requeueing is not allowed": "hpctrain resume",
+    "wandb": "track.loggers",
+    "Remove": "pip uninstall",
+    "from Python": "hpctrain.submit(",
+    "Evaluate": "evaluate.script",
+    "shared file system": "Not possible",
+}
+"""What people asked who had only the documents, and what the answer has in it."""
+
+
+@pytest.mark.parametrize(("question", "answer"), QUESTIONS.items())
+def test_an_everyday_question_is_answered_one_click_from_the_readme(question, answer):
+    assert "(docs/how-do-i.md)" in (TOP / "README.md").read_text()
+    _, *sections = (DOCS / "how-do-i.md").read_text().split("\n## ")
+    (section,) = [one for one in sections if question in one.partition("\n")[0]]
+
+    assert answer in section
+
+
+def test_the_readme_can_be_read_at_once():
+    assert len((TOP / "README.md").read_text().splitlines()) <= 70
 
 
 def test_every_test_that_code_refers_to_is_there():
