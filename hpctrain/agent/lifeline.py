@@ -7,10 +7,10 @@ and for the scheduler. What each side makes of it:
 
 * The first node's process tells its agent who was lost. Nobody who was lost is let in again: a node
   that is added to the job has a number of its own.
-* Any other process that has not heard from the first node for a lease, or that itself did not run
-  for a lease, tells its agent to leave, closes what that may wait on, and kills it where it does
-  not leave: it may have been left out meanwhile, and its ranks must not go on beside those of the
-  next round.
+* Any other process that has not heard from the first node for a lease tells its agent to leave,
+  closes what that may wait on, and kills it where it does not leave: it may have been left out
+  meanwhile, and its ranks must not go on beside those of the next round. One that itself did not
+  run for a lease asks first: where all nodes stood still, as in a suspended job, none was left out.
 
 It is forked while the agent has one thread, and asks the file system for nothing.
 tests/unit/agent/test_lifeline.py holds the promises.
@@ -332,6 +332,10 @@ class _Other(_LifelineSide):
         self._is_over = False
         self._may_have_ranks = False
         """Its agent has told that it is ready for a round."""
+        self._stood_s = 0.0
+        """For how long this process stood still, until the first node has answered since."""
+        self._woke = self._heard
+        self._question = 0
 
     async def _begin(self) -> None:
         self._meeting = asyncio.create_task(self._meet())
@@ -364,16 +368,25 @@ class _Other(_LifelineSide):
     def _met(self, first: Endpoint) -> None:
         self._heard = clock.boottime()
         first.on_message = self._hear
-        first.on_end = lambda _, why: self._leave(f"the first node's agent is gone: {why}")
+        first.on_end = self._lose_first
         self._first = first
         first.say(packed({"beat": 0}))
         for message in self._waiting:
             first.say(packed(message))
 
+    def _lose_first(self, end: Endpoint, why: str) -> None:
+        del end
+        if self._stood_s:  # the first node has done without this one
+            self._leave(f"this node stood still for {self._stood_s:.1f} s", dropped=True)
+        else:
+            self._leave(f"the first node's agent is gone: {why}")
+
     def _hear(self, end: Endpoint, message: bytes) -> None:
         del end
         self._heard = clock.boottime()
         head = unpacked(message)[0]
+        if head.get("beat") == self._question:  # asked after it woke: it was not left out
+            self._stood_s = 0.0
         if "round" in head:
             self._tell({"round": head["round"]})
         if "over" in head:
@@ -390,14 +403,17 @@ class _Other(_LifelineSide):
             self._first.say(packed(order))
 
     def _turn(self, stood_s: float) -> None:
-        lease_s = self._place.lease_s
+        lease_s, now = self._place.lease_s, clock.boottime()
         if self._first is None:
             return
         if stood_s > lease_s:
-            self._leave(f"this node stood still for {stood_s:.1f} s", dropped=True)
-        elif clock.boottime() - self._heard > lease_s:
+            self._stood_s, self._woke = stood_s, now
+            self._question += 1
+        if self._stood_s and now - self._woke > lease_s:
+            self._leave(f"this node stood still for {self._stood_s:.1f} s", dropped=True)
+        elif not self._stood_s and now - self._heard > lease_s:
             self._leave(f"nothing was heard from the first node for {lease_s:g} s")
-        self._first.say(packed({"beat": 1}))
+        self._first.say(packed({"beat": self._question}))
 
     def _leave(self, why: str, *, dropped: bool = False) -> None:
         """Have the agent end its ranks and leave, by force where it does not."""

@@ -276,7 +276,7 @@ class AliveSettings(Table):
     lease_s: float = setting(
         10.0,
         "a node of which nothing is heard for so long is lost; one that stood still for so long ends "
-        "its own ranks",
+        "its own ranks, unless all did",
         least=1,
         most=600,
     )

@@ -26,7 +26,9 @@ ENDLESS = {"train.steps": 100_000, "train.step_delay_s": 0.05, "run.log_every_s"
     ("nodes", "sets"),
     [
         ("--nodes=2", {}),
+        ("--nodes=2-3+1", {"alive.shrink": "auto", "alive.lease_s": 3}),
     ],
+    ids=["plain", "outlives its nodes"],
 )
 def test_a_suspended_job_is_shown_so_goes_on_and_its_time_is_no_training(
     slurm, tmp_path, nodes, sets

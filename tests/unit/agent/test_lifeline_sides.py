@@ -211,21 +211,61 @@ def test_a_first_node_that_stood_still_itself_calls_nobody_silent(run):
     assert run(act) == 1
 
 
-@pytest.mark.parametrize(("leases", "leaves"), [(0.9, False), (1.2, True)])
-def test_a_node_that_stood_still_for_a_lease_leaves(run, leases, leaves):
+@pytest.mark.parametrize("leases", [0.9, 1.2, 100.0])
+def test_where_all_nodes_stood_still_as_in_a_suspended_job_nobody_leaves(run, leases):
+    """Each had ended its ranks, and the first node went on alone."""
+
+    async def act(job):
+        others = [await job.ready(1), await job.ready(2)]
+        for _ in range(2):
+            job.hands.advance(leases * LEASE_S)
+            await job.first.is_quiet()
+            for other in others:
+                await other.is_quiet()
+        return job.killed
+
+    assert run(act) == []
+
+
+def test_a_node_that_stood_still_leaves_as_it_hears_that_it_was_left_out(run):
     async def act(job):
         other = await job.ready(1)
-        job.hands.advance(leases * LEASE_S)
-        if not leaves:
-            return await other.is_quiet()
+        (end,) = job.first.side._others.values()
+        other.side._stood_s = 40.0  # it woke, and asks
+        end.close()
+        began_s = job.hands.passed_s
         said = await other.hear("dropped")
+        left_s = job.hands.passed_s - began_s
         await other.is_quiet(LEAVE_S)
-        return said["dropped"], [pid for pid, _, _ in job.killed]
+        return said["dropped"], left_s, [pid for pid, _, _ in job.killed]
 
-    told = run(act)
-    if leaves:
-        assert told[0].startswith("this node stood still for ")
-        assert told[1] == [AGENT + 1]
+    said, left_s, killed = run(act)
+    assert said == "this node stood still for 40.0 s"
+    assert left_s < TURN_S
+    assert killed == [AGENT + 1]
+
+
+def test_a_node_that_stood_still_leaves_where_the_first_does_not_answer_within_a_lease(run):
+    """What was said before it stood is no answer: meanwhile it may have been left out."""
+
+    async def act(job):
+        silent = Silent()
+        other = await job.node(1, port=await silent.open())
+        other.say(ready=True)
+        await silent.come.get()
+        await asyncio.sleep(TURN_S * 1.5)
+        job.hands.advance(2 * LEASE_S)
+        began_s = job.hands.passed_s
+        silent.inside[1].say(packed({"beat": 0}))
+        said = await other.hear("dropped")
+        left_s = job.hands.passed_s - began_s
+        await other.is_quiet(LEAVE_S)
+        return said["dropped"], left_s, [pid for pid, _, _ in job.killed]
+
+    said, left_s, killed = run(act)
+    assert said.startswith("this node stood still for ")
+    assert LEASE_S < left_s < LEASE_S + 3 * TURN_S
+    assert killed == [AGENT + 1]
 
 
 def test_others_that_hear_nothing_of_the_first_node_leave_after_a_lease(run):
