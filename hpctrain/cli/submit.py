@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from hpctrain.submit.launch import SubmittedRun
     from hpctrain.submit.prepare import Prepared, SubmitRequest
 
+SETUP_SHOWN = 4
+"""Lines of setup in a dry run."""
 EXAMPLES = """\b
 Examples:
   hpctrain submit --nodes 4
@@ -131,7 +133,8 @@ Examples:
 @runs_option
 @wait_option
 @click.option("--no-submit", is_flag=True, help="Make the run directory only.")
-@click.option("--dry-run", is_flag=True, help="Print the batch script; make and submit nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be submitted, and submit nothing.")
+@click.option("--script", "whole", is_flag=True, help="With --dry-run: all of the batch script.")
 @json_option
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[-- PROGRAM ARGS...]")
 def command(
@@ -140,6 +143,7 @@ def command(
     config: str | None,
     no_submit: bool,
     dry_run: bool,
+    whole: bool,
     wait: bool,
     as_json: bool,
     **flags: Any,
@@ -154,6 +158,8 @@ def command(
     from hpctrain.errors import ClusterError, UsageError
     from hpctrain.submit.prepare import SubmitRequest, prepare
 
+    if whole and not dry_run:
+        raise UsageError("--script shows the batch script of a --dry-run: give both")
     if wait and (no_submit or dry_run):
         raise UsageError("--wait waits for a job, and --no-submit and --dry-run start none")
     request = SubmitRequest(
@@ -175,7 +181,7 @@ def command(
             begin = begin_of(request)
             if begin is not None:
                 prepared.notes.append(f"begins with {begin.line}")
-        _show(prepared, request, as_json=as_json)
+        _show(prepared, request, whole=whole, as_json=as_json)
         return 0
     from hpctrain.cli.progress import progress
     from hpctrain.submit.launch import submit_run
@@ -186,7 +192,7 @@ def command(
     return code or (ClusterError.exit_code if lacking else 0)
 
 
-def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
+def _show(prepared: Prepared, request: SubmitRequest, *, whole: bool, as_json: bool) -> None:
     """Print what would be submitted."""
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import get_cluster
@@ -221,7 +227,21 @@ def _show(prepared: Prepared, request: SubmitRequest, *, as_json: bool) -> None:
         echo_warning(f"the job waits until these are done: {_awaited_text(prepared)}")
     if spec.dropped_env:
         echo_warning(f"not passed on to the job: {', '.join(spec.dropped_env)}")
-    click.echo(text, nl=not text.endswith("\n"))
+    shown = text if whole else str(hide(_in_short(text, spec), prepared.secrets))
+    click.echo(shown, nl=not shown.endswith("\n"))
+
+
+def _in_short(text: str, spec: Spec) -> str:
+    """What sbatch is asked for, and what each rank runs; all of it where it is no batch script."""
+    options = [line for line in text.splitlines() if line.startswith("#SBATCH ")]
+    if not options:
+        return text
+    setup = spec.settings.slurm.setup
+    lines = [*options, *(["", "# on each node first:"] if setup else []), *setup[:SETUP_SHOWN]]
+    if len(setup) > SETUP_SHOWN:
+        lines.append(f"# ... {len(setup) - SETUP_SHOWN} more")
+    lines += ["", f"# each rank ({_shape(spec)}), in {spec.entry.cwd}:", shlex.join(spec.command())]
+    return "\n".join([*lines, "", "# --script shows the whole batch script"])
 
 
 def _environment(spec: Spec) -> dict[str, str]:
@@ -270,12 +290,14 @@ def _report(submitted: SubmittedRun, *, wait: bool, as_json: bool) -> int:
 
 
 def _job_text(prepared: Prepared, job_id: str | None) -> str:
-    spec = prepared.spec
+    shape = f"({_shape(prepared.spec)})"
+    return f"{job_id} on {prepared.spec.cluster} {shape}" if job_id else f"none submitted {shape}"
+
+
+def _shape(spec: Spec) -> str:
     slurm = spec.settings.slurm
-    ranks = slurm.ranks()
     site = f", site {spec.site}" if spec.site else ""
-    shape = f"nodes {slurm.nodes}{_spares_text(spec)}, ranks per node {ranks}{site}"
-    return f"{job_id} on {spec.cluster} ({shape})" if job_id else f"none submitted ({shape})"
+    return f"nodes {slurm.nodes}{_spares_text(spec)}, ranks per node {slurm.ranks()}{site}"
 
 
 def _spares_text(spec: Spec) -> str:

@@ -56,7 +56,8 @@ def test_help_is_shown(installed):
 
 
 def test_a_dry_run_prints_a_whole_batch_script(installed):
-    done = installed("hpctrain", "submit", "--dry-run", "--cluster", "slurm", "--nodes", "2-4")
+    flags = ["--script", "--cluster", "slurm", "--nodes", "2-4"]
+    done = installed("hpctrain", "submit", "--dry-run", *flags)
 
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("#!/bin/bash")
@@ -113,3 +114,8 @@ def test_the_reports_style_and_script_come_with_the_wheel(installed):
     style = (TOP / "hpctrain" / "report" / "page.css").read_text()
     assert style in Path(told["pages"][0]).read_text()
     assert installed("python", "-c", script).stdout.strip() != ""
+
+
+def test_the_pages_of_the_manual_come_with_the_wheel(installed):
+    assert installed("hpctrain", "help", "watching").stdout.startswith("# Watch a run")
+    assert "exit-codes" in installed("hpctrain", "help", "topics").stdout

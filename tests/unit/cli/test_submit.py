@@ -46,24 +46,40 @@ def no_sbatch(work, monkeypatch):
     return work
 
 
-def test_a_dry_run_prints_the_batch_script_and_leaves_nothing(work, sbatch, capsys):
+def test_a_dry_run_shows_what_matters_and_with_script_all_of_it_and_leaves_nothing(
+    work, sbatch, capsys
+):
     sbatch("exit 99")
+    setup = [f"--set=slurm.setup=module load m{n}" for n in range(6)]
+    argv = ["submit", "--dry-run", "--nodes", "2-4", *setup]
+    program = ["--", "train.py", "--nodes", "9"]
 
-    assert main(["submit", "--dry-run", "--nodes", "2-4", "--", "train.py", "--nodes", "9"]) == 0
+    assert main([*argv, *program]) == 0
 
     out = capsys.readouterr().out
-    assert out.startswith("#!/bin/bash\n")
-    assert "#SBATCH --nodes=2-4\n" in out
-    assert "#SBATCH --job-name=train-1\n" in out
+    assert len(out.splitlines()) <= 20
+    assert "\n#SBATCH --nodes=2-4\n" in out
+    assert out.startswith("#SBATCH --job-name=train-1\n")
+    assert "module load m3\n# ... 2 more\n" in out
+    assert f"# each rank (nodes 2-4, ranks per node 1), in {work}:\n" in out
+    assert "train.py --nodes 9\n\n# --script shows the whole batch script\n" in out
+    assert main([*argv, "--script", *program]) == 0
+    whole = capsys.readouterr().out
+    assert whole.startswith("#!/bin/bash\n")
+    assert "module load m5" in whole
+    assert {line for line in out.splitlines() if line.startswith("#SBATCH")} <= set(
+        whole.splitlines()
+    )
     assert entries(work) == ["train.py"]
+    assert main(["submit", "--script", *program]) == 2
 
 
 def test_a_dry_run_shows_how_a_task_starts_in_its_container(work, sbatch, capsys):
     sbatch("exit 99")
-    argv = ["submit", "--dry-run", "--container", "docker://debian", "--", "bash", "run.sh"]
+    argv = ["submit", "--dry-run", "--script", "--container", "docker://debian"]
     there = ["--set", "container.runtime=apptainer", "--set", "slurm.setup=module load apptainer"]
 
-    assert main([*argv[:4], *there, *argv[4:]]) == 0
+    assert main([*argv, *there, "--", "bash", "run.sh"]) == 0
 
     out = capsys.readouterr().out
     binds = f"--bind={work}:{work} --pwd={work}"
