@@ -13,7 +13,7 @@ import click
 
 from hpctrain.cli.options import complete_site, json_option, site_argument
 from hpctrain.cli.sites_draft import init_command, probe_command, test_command
-from hpctrain.errors import ChecksFailed
+from hpctrain.errors import ChecksFailed, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -345,11 +345,23 @@ def validate_command(*, sites: Sequence[str], strict: bool, as_json: bool) -> No
     Exit code 3 where there is an error; with --strict, where there is anything. A file that cannot
     be read as a preset at all is exit code 2.
     """  # noqa: D301 - click wants the control character
+    from hpctrain.base.text import count
     from hpctrain.site.load import load_site
+    from hpctrain.site.sheet import WrongPreset
     from hpctrain.site.validate import validate
     from hpctrain.terminal import echo_json
 
-    by_site = [(site.name, validate(site)) for site in [load_site(one) for one in sites]]
+    try:
+        read = [load_site(one) for one in sites]
+    except WrongPreset as error:
+        if len(error.faults) == 1:
+            raise
+        for place, text in error.faults:
+            click.echo(f"{_short(place)}: {text}", err=True)
+        raise UsageError(
+            f"{count(len(error.faults), 'fault')} in a preset: it cannot be read"
+        ) from None
+    by_site = [(site.name, validate(site)) for site in read]
     every = _once(finding for _, findings in by_site for finding in findings)
     failing = [one for one in every if strict or one.level == "error"]
     if as_json:

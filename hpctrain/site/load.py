@@ -199,7 +199,7 @@ class _PresetFinder:
         if path.name == PROJECT_FILE:
             site_file = _project_values(path.parent, None, named=True)
         else:
-            site_file = _read(path, GIVEN, path.stem)
+            site_file = _read(path, GIVEN, None)
         if site_file is None:
             raise NotFound(f"{path} is not there; check the path")
         return [site_file]
@@ -227,12 +227,21 @@ class _PresetFinder:
         return NotFound(f'there is no site "{name}"; {hint} (looked in {folders})')
 
 
-def _read(path: Path, layer: str, name: str) -> SiteFileValues | None:
-    """One file's values; None where there is no such file."""
+def _read(path: Path, layer: str, name: str | None) -> SiteFileValues | None:
+    """One file's values; None where there is no such file.
+
+    Args:
+        path: The file.
+        layer: Where it was found.
+        name: What it must call itself; None for one that was named by its path: it may have any
+            name, and the file's own where it has none.
+    """
     try:
         file = read_toml(path)
     except NotFound:
         return None
+    given = file.values.get("name")
+    name = name or (given if isinstance(given, str) and given else path.stem)
     if not re.fullmatch(NAME, name):
         raise UsageError(f'{path}: "{name}" cannot be a site\'s name; it takes {IN_WORDS[NAME]}')
     site_file = take_apart(file, name=name, layer=layer)

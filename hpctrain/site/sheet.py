@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.base.text import count
 from hpctrain.errors import UsageError
 from hpctrain.settings.fields import TAKES, Key, convert, in_words, keys_of, make, shown
 from hpctrain.settings.layers import did_you_mean, from_table
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 ADD = "_add"
 SOURCE = "source"
-_TOLD = 5
 _ENV = "env"
 _PARTITION = r"[^\s,]+"
 DERIVED = {
@@ -90,12 +90,25 @@ def take_apart(file: TomlFile, *, name: str, layer: str) -> SiteFileValues:
     reader.root()
     if not reader.faults:
         return reader.result
-    (line, first), *others = sorted(reader.faults)
-    more = [f"line {line}: {text}" for line, text in others[: _TOLD - 1]]
-    if len(others) >= _TOLD:
-        more.append(f"and {len(others) - _TOLD + 1} more")
-    place = f"{file.shown}:{line}" if line else file.shown
-    raise UsageError("; ".join([f"site {name} ({place}): {first}", *more]))
+    faults = [
+        (f"{file.shown}:{line}" if line else file.shown, text)
+        for line, text in sorted(reader.faults)
+    ]
+    (place, first), *others = faults
+    more = f"; {count(len(others), 'other fault')}: `hpctrain sites validate {file.shown}`"
+    raise WrongPreset(f"site {name} ({place}): {first}{more if others else ''}", faults)
+
+
+class WrongPreset(UsageError):
+    """A preset has wrong keys or values.
+
+    Attributes:
+        faults: Place and words of each.
+    """
+
+    def __init__(self, message: str, faults: Sequence[tuple[str, str]] = ()) -> None:
+        super().__init__(message)
+        self.faults = faults
 
 
 class _Fault(Exception):

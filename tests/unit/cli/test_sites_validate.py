@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -123,3 +124,29 @@ def test_names_and_files_are_completed(site, typed, completed):
     found = argument.shell_complete(command.make_context("validate", ["x"]), typed)
 
     assert [one.value for one in found] == completed
+
+
+def test_a_file_that_was_named_by_its_path_may_have_any_name(site, capsys):
+    """`sites init >mine.toml` writes the cluster's name into it."""
+    file = site("mine", f'name = "juniper"\n{GOOD}')
+    assert main(["sites", "validate", file]) == 0
+    assert main(["sites", "show", file]) == 0
+    assert "juniper" in capsys.readouterr().out
+    assert main(["sites", "validate", "mine"]) == 2
+    assert 'name is "juniper" in a file that is called mine' in capsys.readouterr().err
+
+
+def test_each_fault_of_a_file_that_is_no_preset_has_a_line_with_its_place(site, capsys):
+    file = site("bad", GOOD + "".join(f"z{n} = 1\n" for n in range(9)))
+
+    assert main(["sites", "validate", file]) == 2
+
+    *faults, last = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[:2] for line in faults] == [
+        ["sites/bad.toml", str(n)] for n in range(2, 11)
+    ]
+    assert last == "hpctrain: error: 9 faults in a preset: it cannot be read"
+    main(["submit", "--site", file, "--dry-run"])
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert re.search(rf"; 8 other faults: `hpctrain sites validate .*{file}`\n$", err)
