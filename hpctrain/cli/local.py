@@ -66,11 +66,14 @@ def list_jobs(as_json: bool) -> None:
 @command.command()
 @click.argument("run", shell_complete=complete_run)
 @click.option(
-    "--leave", type=click.IntRange(min=1), default=1, help="Nodes left for the next start."
+    "--leave",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Nodes left for the next start.  [default: the fewest that it can do with]",
 )
 @click.option("--grace", "grace_s", type=float, default=0.0, help="Grace time in seconds.")
 @runs_option
-def preempt(run: str, leave: int, grace_s: float, runs: Path) -> None:
+def preempt(run: str, leave: int | None, grace_s: float, runs: Path) -> None:
     """A more important job takes nodes away from RUN."""
     from hpctrain.base.text import count
     from hpctrain.errors import UsageError
@@ -78,6 +81,8 @@ def preempt(run: str, leave: int, grace_s: float, runs: Path) -> None:
 
     job_id = _job_id(run, runs)
     record = client.read(job_id)
+    if leave is None:
+        leave = record.min_nodes if record is not None else 1
     if record is not None and leave < record.min_nodes:
         raise UsageError(
             f"--leave {leave}: {run} needs at least {count(record.min_nodes, 'node')} and could "

@@ -130,6 +130,8 @@ def _print(
     watch.add(ledger.new())
     if choice.attempt is not None and not follow:
         check_attempt(run, watch.history, choice.attempt)
+    if isinstance(choice.ranks, frozenset) and not follow:
+        _check_ranks(run, watch.history, choice.ranks)
     if tail is not None:
         printer.begin_at_tail(watch.history, tail)
     if follow:
@@ -138,6 +140,20 @@ def _print(
     printer.show(watch.history, over=True)
     if not printer.lines:
         click.echo(_why_nothing(run, watch.history, choice, ranks), err=True)
+
+
+def _check_ranks(run: RunDir, history: RunHistory, ranks: frozenset[int]) -> None:
+    """See that the run has had one of these ranks, as far as anybody knows.
+
+    Raises:
+        NotFound: it has not.
+    """
+    from hpctrain.errors import NotFound
+
+    most = max((attempt.world_size for attempt in history.attempts), default=0)
+    if most and min(ranks) >= most:
+        there = "rank 0 only" if most == 1 else f"ranks 0 to {most - 1}"
+        raise NotFound(f"{run.name} has no rank {min(ranks)}; it has {there}")
 
 
 def colored() -> bool:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from hpctrain.history.slow_nodes import NodePast
     from hpctrain.report.gather import ReportData
 
-TOGETHER = "hpctrain-compare.html"
+TOGETHER = "hpctrain-compare-{}.html"
+MOST_NAMED, LONGEST_NAME = 3, 100
+"""Runs, and characters of their names, in the name of a page on several."""
 _RUNS_SHOWN = 3
 
 
@@ -32,7 +34,7 @@ _RUNS_SHOWN = 3
 Examples:
   hpctrain report lm-3                    writes runs/lm-3/report.html
   hpctrain report lm-3 -o /tmp/lm-3.html --open
-  hpctrain report lm-3 lm-4 --compare     both in hpctrain-compare.html
+  hpctrain report lm-3 lm-4 --compare     both in hpctrain-compare-lm-3-lm-4.html
   hpctrain report - --text                the newest run's numbers, here
   hpctrain report --nodes                 nodes that your runs found slow, how often
 """,
@@ -198,7 +200,10 @@ def _write(data: ReportData, output: str | None) -> Path:
 def _write_together(gathered: Sequence[ReportData], output: str | None) -> Path:
     from hpctrain.report.page import comparison_page
 
-    return _put(Path(output or TOGETHER), comparison_page(gathered))
+    names = [data.status.name for data in gathered]
+    more = [f"and-{len(names) - MOST_NAMED}"] if len(names) > MOST_NAMED else []
+    together = TOGETHER.format("-".join([*names[:MOST_NAMED], *more])[:LONGEST_NAME])
+    return _put(Path(output or together), comparison_page(gathered))
 
 
 def _put(target: Path, text: str) -> Path:

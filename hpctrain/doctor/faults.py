@@ -297,11 +297,10 @@ KNOWLEDGE: dict[FaultKind, Knowledge] = {
         "a checkpoint does not fit this job, or is damaged",
         (
             (
-                "ZeRO's do not go to another number of ranks: convert with "
-                "`ds_to_universal.py` and "
-                'load with `"checkpoint": {"load_universal": true}`; torch DCP reshards '
-                "when model and "
-                "state have the same names"
+                "ZeRO checkpoints need the same number of ranks: `hpctrain checkpoints import` "
+                "takes them to any number (`hpctrain help exchange`); or convert with "
+                '`ds_to_universal.py` and load with `"checkpoint": {"load_universal": true}`; '
+                "torch DCP reshards when model and state have the same names"
             ),
             "a damaged one: go back to the one before (`hpctrain checkpoints verify RUN`)",
         ),

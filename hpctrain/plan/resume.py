@@ -75,6 +75,8 @@ class ResumePlan:
     """The same; empty for a script of the user's own."""
     not_known: str = ""
     """Why it is not known where the run goes on and how its ranks stand."""
+    has_mesh: bool = True
+    """Its program is known to use an engine of hpctrain's, so that its ranks form a mesh."""
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``; every rank of a mesh has its node and its place on each axis."""
@@ -137,7 +139,7 @@ def as_text(plan: ResumePlan, *, width: int = 80) -> str:
     cuts = {item.nodes: item for item in plan.batching}
     for node_mesh in plan.meshes:
         ranks = f"{in_nodes([node_mesh.nodes])} x {count(node_mesh.ranks_per_node, 'rank')}"
-        if plan.not_known:
+        if plan.not_known or not plan.has_mesh:
             lines.append(f"ranks        {ranks}")
             continue
         lines.append(

@@ -627,7 +627,7 @@ def _check_name(name: str) -> str:
     if _NAME.fullmatch(name) is None or len(name) > _NAME_LENGTH:
         raise UsageError(
             f"--name {name!r} cannot name a run; it takes letters, digits, . _ and - "
-            f"({_NAME_LENGTH} at most), not beginning with . or -"
+            f"({_NAME_LENGTH} at most), not beginning with . or -; e.g. --name {_legal(name)}"
         )
     if name.isdigit():
         raise UsageError(f"--name {name} could be taken for a job id; add a letter")

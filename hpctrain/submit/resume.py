@@ -21,6 +21,7 @@ from hpctrain.run.event_types import TrainingDone
 from hpctrain.run.fence import look_anew
 from hpctrain.scheduler.base import get_cluster
 from hpctrain.settings.check import node_range
+from hpctrain.settings.schema import EngineSettings
 from hpctrain.submit.after import check_after, redirect_followers
 from hpctrain.submit.change import ResumeRequest, change_spec
 from hpctrain.submit.checks import check_sealed, plan_meshes, with_own_places
@@ -72,7 +73,8 @@ def plan_resume(
     taken = (checkpoint.step, checkpoint.path.name) if checkpoint else None
     _, found_meshes, _ = plan_meshes(spec.settings, spec.origins, None, is_recipe=is_recipe)
     sizes = by_nodes(found_meshes, spec.settings.slurm.ranks())
-    words = telling(RunHistory.of(events))
+    history = RunHistory.of(events)
+    words = telling(history)
     not_known = NO_STEP if words.is_silent and not (is_recipe or checkpoint) else ""
     step = checkpoint.step if checkpoint else None if not_known else 0
     return ResumePlan(
@@ -87,6 +89,10 @@ def plan_resume(
         meshes=sizes,
         batching=batching(spec.settings, sizes) if is_recipe else [],
         not_known=not_known,
+        has_mesh=is_recipe
+        or manifest is not None
+        or any(attempt.mesh is not None for attempt in history.attempts)
+        or spec.settings.engine != EngineSettings(),
     )
 
 

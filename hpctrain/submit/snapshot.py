@@ -81,6 +81,9 @@ def plan_snapshot(entry: Entry, mode: str) -> SnapshotPlan:
     checkout = None if is_installed else find_checkout(path.parent)
     if entry.kind == "program" and checkout is None and find_checkout(Path(entry.cwd)) is not None:
         return _refuse_or_note(mode, f"{Path(entry.path).name} is in no git checkout, and")
+    if entry.kind == "program" and checkout is not None and not has_copy(entry.path, checkout):
+        # A python of an environment inside the checkout: nobody is to add that to git.
+        return _refuse_or_note(mode, f"git does not track {Path(entry.path).name}, and")
     why = _why_not(checkout, entry, mode)
     if why is None and checkout is not None:
         return SnapshotPlan(checkout, [*_untracked_note(checkout), *_live_note(entry)])

@@ -36,3 +36,11 @@ def test_a_preemption_that_leaves_enough_reaches_the_controller(tmp_path, monkey
     assert code == 0
     (request,) = (tmp_path / "local" / "local-1").glob("request-*.json")
     assert '"leave": 2' in request.read_text()
+
+
+def test_where_no_number_is_left_the_next_start_has_the_fewest_nodes_that_it_can_do_with(
+    tmp_path, monkeypatch, capsys
+):
+    where = _run_with_job(tmp_path, monkeypatch, min_nodes=2)
+    assert main(["local", "preempt", "lm", *where]) == 0
+    assert capsys.readouterr().out.endswith("its next start has 2 nodes\n")

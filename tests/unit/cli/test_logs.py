@@ -154,8 +154,8 @@ def test_a_run_that_has_not_started_says_so(runs, capsys):
 
 
 def test_a_rank_that_printed_nothing_is_named(story, capsys):
-    _, _, err = logs("--rank", "7", capsys=capsys)
-    assert "rank 7 has printed nothing" in err
+    _, _, err = logs("--rank", "5", capsys=capsys)
+    assert "rank 5 has printed nothing" in err
 
 
 @pytest.mark.parametrize(
@@ -730,3 +730,9 @@ def test_without_a_name_the_newest_run_is_read(story, capsys):
     named = logs(capsys=capsys)
     assert main(["logs"]) == 0
     assert capsys.readouterr().out.splitlines() == named[1]
+
+
+def test_a_rank_that_the_run_never_had_is_named_with_those_that_it_has(story, capsys):
+    code, out, err = logs("--rank", "7", capsys=capsys)
+    assert (code, out) == (4, [])
+    assert err == "hpctrain: error: lm has no rank 7; it has ranks 0 to 5\n"

@@ -235,3 +235,9 @@ def test_a_folder_that_is_gone_is_said_to_be(tmp_path, words):
     assert "the folder in which you typed this is gone: go into another one" in done.stderr
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["submit", "resume", "check"])
+def test_the_way_round_a_lock_is_told_by_the_lock_alone(capsys, name):
+    assert run_main(name, "--help") == 0
+    assert "--allow-locked" not in capsys.readouterr().out

@@ -785,3 +785,14 @@ def test_a_program_that_reports_no_step_has_no_loss_of_time_and_one_line_for_wha
     assert "no share is called useful" in chart.words
     assert page(data).count('class="none"') <= 2
     assert "No data for loss, " in as_text(data, width=1000)
+
+
+def test_a_comparison_leaves_that_of_other_runs_as_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = ["a", "b", "c", "d"]
+    for name in names:
+        Story(tmp_path / "runs" / name).submitted().started(1)
+    assert main(["report", "--compare", *names[:2]]) == 0
+    assert main(["report", "--compare", *names]) == 0
+    pages = sorted(path.name for path in tmp_path.glob("*.html"))
+    assert pages == ["hpctrain-compare-a-b-c-and-1.html", "hpctrain-compare-a-b.html"]

@@ -179,6 +179,7 @@ def test_names_count_past_the_highest_that_there_is(tmp_path):
         ({"config": Path("no.toml")}, NotFound, "no.toml is not there"),
         ({"name": "a/b"}, UsageError, "cannot name a run"),
         ({"name": ""}, UsageError, "cannot name a run"),
+        ({"name": "my run"}, UsageError, "not beginning with . or -; e.g. --name my-run$"),
         ({"name": ".."}, UsageError, "cannot name a run"),
         ({"name": "-"}, UsageError, "cannot name a run"),
         ({"name": "a\n"}, UsageError, "cannot name a run"),

@@ -269,3 +269,18 @@ def test_a_copy_that_cannot_be_written_is_told_in_one_line(checkout, run):
         snapshot.take_snapshot(run, spec_for(checkout / "train.py"), plan.checkout)
 
     assert "\n" not in str(caught.value)
+
+
+def test_nobody_is_to_add_the_python_of_an_environment_to_git(tmp_path):
+    root = tmp_path / "work"
+    (root / ".venv" / "bin").mkdir(parents=True)
+    (root / ".venv" / "bin" / "python").write_text("#!/bin/sh\n")
+    (root / "train.py").write_text("")
+    git(root, "init", "-q")
+    git(root, "add", "train.py")
+    entry = Entry("program", path=str(root / ".venv" / "bin" / "python"), cwd=str(root))
+
+    [note] = snapshot.plan_snapshot(entry, "auto").notes
+
+    assert "git does not track python, and later edits of what it runs count" in note
+    assert "git add" not in note
