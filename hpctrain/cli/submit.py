@@ -156,7 +156,7 @@ def command(
     one of --site, HPCTRAIN_SITE or hpctrain.toml, else it is detected.
     """
     from hpctrain.errors import ClusterError, UsageError
-    from hpctrain.submit.prepare import SubmitRequest, prepare
+    from hpctrain.submit.prepare import SubmitRequest
 
     if whole and not dry_run:
         raise UsageError("--script shows the batch script of a --dry-run: give both")
@@ -174,14 +174,7 @@ def command(
         **flags,
     )
     if dry_run:
-        prepared = prepare(request)
-        if request.begin or request.without:
-            from hpctrain.submit.launch import begin_of
-
-            begin = begin_of(request)
-            if begin is not None:
-                prepared.notes.append(f"begins with {begin.line}")
-        _show(prepared, request, whole=whole, as_json=as_json)
+        _dry_run(request, whole=whole, as_json=as_json)
         return 0
     from hpctrain.cli.progress import progress
     from hpctrain.submit.launch import submit_run
@@ -190,6 +183,20 @@ def command(
     code = _report(submitted, wait=wait, as_json=as_json)
     lacking = submitted.job_id is not None and None in submitted.following.values()
     return code or (ClusterError.exit_code if lacking else 0)
+
+
+def _dry_run(request: SubmitRequest, *, whole: bool, as_json: bool) -> None:
+    """Make ready what would be submitted, and print it."""
+    from hpctrain.submit.prepare import prepare
+
+    prepared = prepare(request)
+    if request.begin or request.without:
+        from hpctrain.submit.launch import begin_of
+
+        begin = begin_of(request)
+        if begin is not None:
+            prepared.notes.append(f"begins with {begin.line}")
+    _show(prepared, request, whole=whole, as_json=as_json)
 
 
 def _show(prepared: Prepared, request: SubmitRequest, *, whole: bool, as_json: bool) -> None:
