@@ -74,8 +74,7 @@ def plan_resume(
     _, found_meshes, _ = plan_meshes(spec.settings, spec.origins, None, is_recipe=is_recipe)
     sizes = by_nodes(found_meshes, spec.settings.slurm.ranks())
     history = RunHistory.of(events)
-    words = telling(history)
-    not_known = NO_STEP if words.is_silent and not (is_recipe or checkpoint) else ""
+    not_known = NO_STEP if telling(history).is_silent and not (is_recipe or checkpoint) else ""
     step = checkpoint.step if checkpoint else None if not_known else 0
     return ResumePlan(
         run=run.name,
