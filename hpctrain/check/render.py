@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 from xml.etree import ElementTree as ET
 
 from hpctrain.base import VERSION
 from hpctrain.check.lines import FAIL, NOT_KNOWN, NOTE
 from hpctrain.lint.render import sarif as sarif_of_lint
+from hpctrain.lint.render import uri_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,18 +88,20 @@ def sarif(checks: CheckList) -> dict[str, Any]:
     lines = [
         line for line in checks.lines if line.status in _SARIF_LEVELS and line.check != _OF_LINT
     ]
-    rules = list(dict.fromkeys(line.check for line in lines))
+    rules = list(dict.fromkeys(_rule_id(line.check) for line in lines))
     log["runs"].append(
         {
             "tool": {
                 "driver": {
                     "name": NAME,
                     "version": VERSION,
-                    "rules": [{"id": _rule_id(rule)} for rule in rules],
+                    "rules": [{"id": rule} for rule in rules],
                 }
             },
             "columnKind": "unicodeCodePoints",
-            "results": [_result(line, rules.index(line.check), checks.place) for line in lines],
+            "results": [
+                _result(line, rules.index(_rule_id(line.check)), checks.place) for line in lines
+            ],
         }
     )
     return log
@@ -122,7 +123,7 @@ def _result(line: CheckLine, rule: int, place: str) -> dict[str, Any]:
     path = line.path or place
     if path:
         physical = {
-            "artifactLocation": {"uri": quote(PurePath(path).as_posix())},
+            "artifactLocation": {"uri": uri_of(path)},
             "region": {"startLine": max(line.line, 1)},
         }
         result["locations"] = [{"physicalLocation": physical}]

@@ -90,6 +90,15 @@ def sarif(findings: Sequence[LintFinding]) -> dict[str, Any]:
     }
 
 
+def uri_of(path: str) -> str:
+    """A path as SARIF names it, also one whose bytes are no text."""
+    plain = PurePath(path).as_posix()
+    try:
+        return quote(plain.encode("utf-8", "surrogateescape"))
+    except UnicodeEncodeError:  # no name of a file's
+        return quote(plain.encode("utf-8", "replace"))
+
+
 def _sarif_rule(rule: LintRule) -> dict[str, Any]:
     return {
         "id": rule.code,
@@ -101,9 +110,7 @@ def _sarif_rule(rule: LintRule) -> dict[str, Any]:
 
 
 def _sarif_result(finding: LintFinding, places: dict[str, int]) -> dict[str, Any]:
-    location: dict[str, Any] = {
-        "artifactLocation": {"uri": quote(PurePath(finding.path).as_posix())}
-    }
+    location: dict[str, Any] = {"artifactLocation": {"uri": uri_of(finding.path)}}
     if finding.line:
         location["region"] = {
             "startLine": finding.line,

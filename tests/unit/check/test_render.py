@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from urllib.parse import unquote_to_bytes
 from xml.etree import ElementTree as ET
 
 import jsonschema
@@ -12,10 +14,12 @@ import pytest
 from hpctrain.check.lines import CheckLine, CheckList
 from hpctrain.check.render import junit, sarif
 from hpctrain.lint.check import check_text
+from tests.support.fuzzing import Faults, cases, chances, odd_text
 
 SCHEMA = json.loads(
     (Path(__file__).parents[2] / "data" / "sarif-2.1.0-part.schema.json").read_text()
 )
+VALIDATOR = jsonschema.validators.validator_for(SCHEMA)(SCHEMA)
 HANGS = "import torch.distributed as dist\nif dist.get_rank() == 0:\n    dist.barrier()\n"
 
 
@@ -93,3 +97,59 @@ def test_strict_lets_a_note_fail():
     notes.strict = True
     assert notes.exit_code == 3
     assert CheckList([CheckLine("a", "not known", "b")], strict=True).exit_code == 0
+
+
+@cases(short=30, long=1000)
+def test_whatever_a_name_holds_both_can_be_read(begin, end):
+    faults = Faults()
+    for number, chance in chances(begin, end):
+        faults.of(f"case {number}", lambda chance=chance: read_back(odd_checks(chance)))
+
+    assert faults.found == []
+
+
+def odd_name(chance):
+    """A name of a file, as Python gives it: also one whose bytes are no text."""
+    raw = chance.choice((b"\xff\xfe.py", chance.randbytes(6), odd_text(chance).encode("utf-16")))
+    return chance.choice((os.fsdecode(raw.replace(b"\0", b"")), odd_text(chance), "\ud800", ""))
+
+
+def odd_checks(chance):
+    lines = [
+        CheckLine(
+            chance.choice(("submit", "lint", odd_text(chance))),
+            chance.choice(("ok", "note", "fail", "not known")),
+            odd_text(chance),
+            odd_text(chance),
+            odd_name(chance),
+            chance.choice((0, -1, 7, 2**70)),
+        )
+        for _ in range(chance.randrange(5))
+    ]
+    name = odd_name(chance)
+    return CheckList(lines, check_text(HANGS, odd_name(chance) or "x.py"), name=name, place=name)
+
+
+def read_back(checks):
+    """Both as their readers see them: XML and JSON in UTF-8, each check and each path in it."""
+    xml = junit(checks).encode()
+    suite = ET.fromstring(xml).find("testsuite")  # noqa: S314 - our own
+    assert len(suite.findall("testcase")) == len(checks.lines)
+    log = json.loads(json.dumps(sarif(checks)).encode())
+    VALIDATOR.validate(log)
+    for result in log["runs"][0]["results"]:
+        path = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+        assert path.isascii()
+        assert not set(path) & set(' \\<>"\n\0')
+
+
+def test_a_path_whose_bytes_are_no_text_is_named_by_its_bytes(checks):
+    path = os.fsdecode(b"\xff a%20/b.py")
+
+    (result,) = sarif(CheckList([], check_text(HANGS, path), name=path, place=path))["runs"][0][
+        "results"
+    ]
+
+    uri = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+    assert uri == "%FF%20a%2520/b.py"
+    assert unquote_to_bytes(uri) == os.fsencode(path)

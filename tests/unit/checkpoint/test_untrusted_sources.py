@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 from hpctrain.checkpoint.exchange import import_into, open_source
 from hpctrain.checkpoint.exchange.naming import NameRequest, name_all
 from hpctrain.checkpoint.store import find
 from hpctrain.errors import HpctrainError
 from tests.support.exchange import made_run
-from tests.support.fuzzing import Faults, cases, chances, odd
+from tests.support.fuzzing import Faults, cases, chances, damaged, odd
 from tests.support.loading import loaded
 from tests.support.memory import folder_in_memory
 
@@ -130,3 +132,88 @@ def test_an_odd_tree_of_torch_is_taken_or_refused_in_one_line(plain, begin, end)
         tried(faults, f"case {number}", folder, folder / "a.pt")
         shutil.rmtree(folder)
     assert faults.found == []
+
+
+INDEX = "model.safetensors.index.json"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def hub_folder(path):
+    """A model as Hugging Face's libraries save one whose tensors lie in two files."""
+    path.mkdir(parents=True)
+    tensors = {"model.a.weight": torch.ones(4, 3), "model.b.weight": torch.arange(6.0)}
+    for shard, (name, tensor) in zip(SHARDS, tensors.items(), strict=True):
+        save_file({name: tensor}, path / shard, metadata={"format": "pt"})
+    weights = dict(zip(tensors, SHARDS, strict=True))
+    (path / INDEX).write_text(json.dumps({"metadata": {"total_size": 72}, "weight_map": weights}))
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "float32"}))
+    return path
+
+
+def odd_index(text, chance):
+    """Another entry of the index, another value, or a text that is damaged."""
+    if chance.random() < 0.3:
+        return damaged(text, chance)
+    index = json.loads(text)
+    weights = index["weight_map"]
+    kind = chance.randrange(6)
+    if kind == 0:
+        weights[chance.choice(list(weights))] = chance.choice([*PATHS[:-2], {}, [], 1.5])
+    elif kind == 1:
+        weights[chance.choice([str(key) for key in KEYS])] = chance.choice(SHARDS)
+    elif kind == 2:
+        index[chance.choice(list(index))] = odd(chance)
+    elif kind == 3:
+        weights[chance.choice(list(weights))] = chance.choice((INDEX, "config.json", ".", *SHARDS))
+    elif kind == 4:
+        del weights[chance.choice(list(weights))]
+    else:
+        index = odd(chance)
+    return json.dumps(index)
+
+
+def odd_shard(raw, chance):
+    """A file of safetensors whose header says something else, or that is cut or longer."""
+    length = int.from_bytes(raw[:8], "little")
+    header, content = raw[8 : 8 + length], raw[8 + length :]
+    kind = chance.randrange(5)
+    if kind == 0:
+        return raw[: chance.randrange(len(raw))]
+    if kind == 1:
+        return raw + chance.randbytes(9)
+    if kind == 2:
+        size = chance.choice((0, 1, 2**31, 2**63, 2**64 - 1, length + 1))
+        return size.to_bytes(8, "little") + header + content
+    if kind == 3:
+        text = damaged(header.decode(), chance).encode("utf-8", "replace")
+    else:
+        facts = json.loads(header)
+        entry = facts[chance.choice([name for name in facts if name != "__metadata__"])]
+        entry[chance.choice(list(entry))] = odd(chance)
+        text = json.dumps(facts).encode()
+    return len(text).to_bytes(8, "little") + text + content
+
+
+@cases(short=60, long=2500)
+def test_an_odd_folder_of_hugging_faces_is_taken_or_refused_in_one_line(plain, begin, end):
+    faults = Faults(HpctrainError)
+    for number, chance in chances(begin, end):
+        folder = plain / f"hub-{number}"
+        source = hub_folder(folder / "source")
+        name = chance.choice((INDEX, INDEX, "config.json", *SHARDS))
+        if name in SHARDS:
+            (source / name).write_bytes(odd_shard((source / name).read_bytes(), chance))
+        else:
+            odd_text = odd_index if name == INDEX else damaged
+            text = odd_text((source / name).read_text(), chance)
+            (source / name).write_bytes(text.encode("utf-8", "replace"))
+        tried(faults, f"case {number} ({name})", folder, source)
+        shutil.rmtree(folder)
+    assert faults.found == []
+
+
+def test_a_folder_of_hugging_faces_as_it_is_saved_is_taken(plain):
+    """Or the odd ones would be refused for another reason."""
+    source = hub_folder(plain / "whole" / "source")
+
+    imported(made_run(plain / "whole"), source)
