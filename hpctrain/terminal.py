@@ -50,9 +50,11 @@ class CleanedStream:
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
+        self.has_written = False
 
     def write(self, text: str) -> int:
         """Print text."""
+        self.has_written = True
         self.stream.write(clean(text))
         return len(text)
 

@@ -191,14 +191,14 @@ def _run(argv: Sequence[str] | None) -> int:
             color=color,
         )
     except HpctrainError as error:
-        return _fail(str(error), error.exit_code)
+        return _fail(str(error), error.exit_code, argv)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.ctx.get_help() if error.ctx else "", err=True)
         return error.exit_code
     except click.ClickException as error:
-        return _fail(_one_line(error), error.exit_code)
+        return _fail(_one_line(error), error.exit_code, argv)
     except OSError as error:
-        return _fail(_about_file(error), 1)
+        return _fail(_about_file(error), 1, argv)
     except (click.Abort, KeyboardInterrupt) as stop:
         return _interrupted(stop)
     return result if isinstance(result, int) else 0
@@ -211,8 +211,15 @@ def _interrupted(stop: BaseException) -> int:
     return _fail(f"a process that this command works with is gone: {why}", 1)
 
 
-def _fail(message: str, code: int) -> int:
+def _fail(message: str, code: int, argv: Sequence[str] | None = ()) -> int:
+    """Say what is wrong; as JSON too, where a program asked for that and has got nothing yet."""
     print(f"hpctrain: error: {message}", file=sys.stderr)
+    words = sys.argv[1:] if argv is None else list(argv)
+    own = words[: words.index("--")] if "--" in words else words
+    if "--json" in own and not getattr(sys.stdout, "has_written", True):
+        import json
+
+        print(json.dumps({"error": message, "exit_code": code}))
     return code
 
 

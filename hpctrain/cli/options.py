@@ -377,6 +377,19 @@ _OPTIONS = (
         help="Any other option of sbatch's, e.g. --sbatch=--switches=1; again for more.",
     ),
 )
+_GROUPS = {
+    "Job": (
+        *("nodes", "gpus_per_node", "ranks_per_node", "time", "partition", "account", "qos"),
+        *("name", "cpus_per_rank", "mem", "gres", "constraint", "reservation", "exclude"),
+        *("nodelist", "exclusive", "mail_type", "mail_user", "sbatch"),
+    ),
+    "Program": ("env", "container", "snapshot", "new_code", "config", "sets", "site", "cluster"),
+    "Restart": ("checkpoint", "resume_args", "resume_if", "begin", "without", "from_step"),
+    "Parallel": ("engine", "mesh"),
+    "Other runs": ("after", "then"),
+    "Look": ("dry_run", "whole", "wait", "no_submit", "profile", "nsys"),
+}
+"""Names of options by what they are about; `--help` shows them so."""
 _AS_TYPED = ("nodelist", "mail_type", "mail_user")
 """Options that go to sbatch as they are."""
 _OWN_SETTING = (
@@ -445,6 +458,26 @@ class JobCommand(click.Command):
             if ctx.params.get(option.name or "") == "--":
                 raise click.BadOptionUsage(option.opts[-1], f"{option.opts[-1]} lacks its value.")
         return rest
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The options in groups, in the order in which people need them."""
+        left = {option.name: option for option in self.get_params(ctx)}
+        for title, names in _GROUPS.items():
+            of_group = [left.pop(name) for name in names if name in left]
+            self._write_options(title, of_group, ctx, formatter)
+        self._write_options("Other", list(left.values()), ctx, formatter)
+
+    @staticmethod
+    def _write_options(
+        title: str,
+        options: list[click.Parameter],
+        ctx: click.Context,
+        formatter: click.HelpFormatter,
+    ) -> None:
+        records = [record for one in options if (record := one.get_help_record(ctx)) is not None]
+        if records:
+            with formatter.section(title):
+                formatter.write_dl(records)
 
     def _nearest(self, name: str) -> str:
         """An option of ours that is meant, if one looks like it; and where the program's go."""

@@ -139,6 +139,8 @@ class RunsScreen:
             Column("for", [_age(run) for run in runs], right=True),
         ]
         if any("/" in run.label for run in runs):  # other folders' have their path there
+            less = {"done", "speed", "goodput", "nodes"}
+            columns = [replace(c, drop=1) if c.title in less else c for c in columns]
             columns.append(Column("in", [_folder(run) for run in runs], shrink=True))
         waits = [_waits_for(run) for run in runs]
         if any(waits):  # whom it waits for is worth more than how fast the others are

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from hpctrain.status.status import RunStatus
 
 
+FORESEEN_S = 3 * 86_400.0
+"""A start that SLURM plans later than that is no forecast: some job before it has no time limit."""
+
+
 def in_words(status: RunStatus) -> str:
     """The state in a line: what is waited for, or why it ended."""
     return _WORDS[status.state](status, _job(status))
@@ -184,9 +188,11 @@ def _waiting(status: RunStatus) -> str:
     if job is None:
         return ""
     text = f" ({job.reason})" if job.reason else ""
-    if job.start_time is not None and job.start_time > status.now:
+    ahead = 0.0 if job.start_time is None else job.start_time - status.now
+    if job.start_time is not None and 0 < ahead <= FORESEEN_S:
+        # By the time limits of the jobs before it, few of which use all of theirs.
         when = time_of_day(job.start_time, status.now)
-        text += f", expected to start {when} (in {duration(job.start_time - status.now)})"
+        text += f", planned by SLURM for {when} (in {duration(ahead)}), often earlier"
     return f"{text}: {job.explained}" if job.explained else text
 
 

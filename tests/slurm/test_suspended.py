@@ -80,7 +80,7 @@ def test_a_run_that_is_requeued_and_held_names_its_release(slurm, tmp_path):
     assert run.ends() == [("requeued", "leave")]
     assert (status["state"], status["job"]["held"]) == ("requeued", True)
     assert f"`scontrol release {run.job_id}` lets it go" in words
-    assert "expected to start" not in words
+    assert "planned by SLURM" not in words
     assert json.loads(run.cli("status", "--json"))[0]["job"]["held"]
 
     slurm.run("scontrol", "release", run.job_id, check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -241,3 +242,52 @@ def test_a_folder_that_is_gone_is_said_to_be(tmp_path, words):
 def test_the_way_round_a_lock_is_told_by_the_lock_alone(capsys, name):
     assert run_main(name, "--help") == 0
     assert "--allow-locked" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--json"], ["-x", "--json"]])
+def test_an_error_is_json_too_for_who_asked_for_json(capsys, words):
+    code = run_main("status", "none", *words)
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told["exit_code"] == code != 0
+    assert err == f"hpctrain: error: {told['error']}\n"
+
+
+def test_what_is_json_already_gets_no_second_value_and_others_get_none(command, capsys):
+    def fails():
+        click.echo("{}")
+        raise errors.ChecksFailed("it fails")
+
+    command(fails)
+    assert run_main("x") == 3
+    assert capsys.readouterr().out == "{}\n"
+    assert run_main("x", "--json") == 2  # the command of the test has no such option
+    assert json.loads(capsys.readouterr().out)["exit_code"] == 2
+    assert run_main("x", "--", "--json") == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_json_that_was_printed_is_all_that_is_printed(monkeypatch, capsys):
+    def fails(as_json):
+        click.echo(json.dumps(as_json))
+        raise errors.ChecksFailed("it fails")
+
+    made = click.Command(
+        "x", callback=fails, params=[click.Option(["--json", "as_json"], is_flag=True)]
+    )
+    monkeypatch.setattr(cli_main.LazyGroup, "get_command", lambda *_: made)
+    assert run_main("x", "--json") == 3
+    assert capsys.readouterr().out == "true\n"
+
+
+def test_the_options_of_submit_are_in_groups_and_none_is_left_out(capsys):
+    from hpctrain.cli.submit import command as submit
+
+    assert run_main("submit", "--help") == 0
+    out = capsys.readouterr().out
+    titles = ["Job", "Program", "Restart", "Parallel", "Other runs", "Look", "Other"]
+    assert [line[:-1] for line in out.splitlines() if line[:-1] in titles] == titles
+    assert out.index("Job:") < out.index("  -N, --nodes ") < out.index("Program:")
+    for option in submit.params:
+        if isinstance(option, click.Option) and not option.hidden:
+            assert f"{option.opts[0]}" in out

@@ -174,14 +174,19 @@ def test_the_same_failure_again_is_counted_instead_of_repeated(runs, story):
     assert text.count("Traceback") == 1
 
 
+def test_a_start_that_slurm_plans_is_told_only_where_it_is_a_forecast(runs):
+    """While a job without a time limit runs, SLURM plans the next one for in a year."""
+    story = Story(runs / "lm", t=time.time() - 60).submitted("17")
+    soon = JobInfo("17", "PENDING", alive=True, reason="Resources", start_time=time.time() + 7230)
+    text = " ".join(shown(story, soon).split())
+    assert re.search(r"\(Resources\), planned by SLURM for \S+ \(in 2h0\dm\), often earlier", text)
+    assert "planned" not in shown(story, replace(soon, start_time=time.time() + 365 * 86400))
+
+
 @pytest.mark.parametrize(
     ("info", "words"),
     [
         (JobInfo("17", "PENDING", alive=True, reason="Priority"), "waits in the queue (Priority)"),
-        (
-            JobInfo("17", "PENDING", alive=True, reason="Resources", start_time=2e9),
-            "(Resources), expected to start 2033-05-18",
-        ),
     ],
 )
 def test_a_pending_run_says_why_it_waits(runs, info, words):
@@ -232,7 +237,7 @@ def test_a_held_run_names_its_release_and_no_start(runs):
     assert (
         "(job_requeued_in_held_state): it was requeued and is held; `scontrol release 17`" in text
     )
-    assert "expected to start" not in text
+    assert "planned by SLURM" not in text
 
 
 def test_a_requeued_run_says_after_what(runs):
