@@ -227,9 +227,8 @@ class EndWriter:
 
 
 def _is_replaced(attempt: AttemptRecord) -> bool:
-    """Whether its ranks started again in their allocation for a node that was lost, or joined."""
-    changed = attempt.reason in {EndReason.NODE_FAILED, EndReason.GROWN}
-    return changed and attempt.next is Next.RESTART
+    """Whether its ranks started again in their allocation for a node that was lost."""
+    return attempt.reason is EndReason.NODE_FAILED and attempt.next is Next.RESTART
 
 
 def _requeued(facts: EndFacts, *, by: str) -> kinds.Requeued:

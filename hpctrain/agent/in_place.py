@@ -3,7 +3,7 @@
 Node 0's agent hears from its `lifeline.Lifeline` who lives, chooses the members of each round
 (`members.py`), and announces them with the round's number, which is part of the store's prefix and
 of every signed key: ranks and agents meet those of their own round alone. A spare waits here until
-a round has it, and so does the agent of a node that was added to the job (`growth.py`).
+a round has it.
 tests/engines/test_in_place.py holds the promises.
 """
 
@@ -55,14 +55,13 @@ class InPlaceRendezvous(Rendezvous):
         size: RoundSize,
         fits: Callable[[int], bool],
         gather_s: float | None = None,
-        wanted: int | None = None,
         switch: str = "",
     ) -> None:
         """Make this node's side; on node 0 this forks, so call it before any thread starts.
 
         Args:
             lifeline: This node's.
-            nodes: The names of all nodes of the job; those that join are added to this very list.
+            nodes: The names of all nodes of the job.
             port: The first of the job's ports.
             run_id: Of this start of the job.
             timeout_s: So long may the nodes take to meet at first.
@@ -70,7 +69,6 @@ class InPlaceRendezvous(Rendezvous):
             fits: Whether the ranks of so many nodes have a mesh.
             gather_s: So long is waited for nodes that may be dead, then the others are enough; None
                 where each has to come.
-            wanted: So many nodes the job had at its start; None for as many as it has.
             switch: What this node hangs on with others; "" for not known.
         """
         place = lifeline.place
@@ -78,15 +76,12 @@ class InPlaceRendezvous(Rendezvous):
         self._lifeline = lifeline
         self._job = run_id
         self._size, self._fits, self._gather_s = size, fits, gather_s
-        self._names = nodes
-        self._wanted = len(nodes) if wanted is None else wanted
         self.round = -1
         self.members = ()
         self._announced: dict[str, Any] = {}
         self._living = {0}
         self._switches = {place.node: switch}
         self._losses: list[Loss] = []
-        self._joined: list[int] = []
         self._deaths = RankDeaths()
         self._out: LeftOut | None = None
 
@@ -191,28 +186,9 @@ class InPlaceRendezvous(Rendezvous):
         """Node 0: the nodes of the next round; None where there can be none."""
         return choose_members(self.members, self._living, self._size, self._fits)
 
-    @property
-    def missing(self) -> int:
-        """Node 0: so many nodes fewer live than the job had at its start."""
-        return self._wanted - len(self._living)
-
-    def await_node(self) -> int:
-        """Node 0: let one more node in, under a number of its own, which nobody waits for."""
-        number = len(self._names)
-        self._names.append("")
-        self._lifeline.say({"await": [number], "absent": [number]})
-        return number
-
-    def joined(self) -> list[int]:
-        """Node 0: the numbers of nodes that were added and have come since the last call."""
-        self._hear()
-        joined, self._joined = self._joined, []
-        return joined
-
     def can_do_without_first(self) -> bool:
         """Whether a round can be made of the other nodes, if they live."""
-        others = [node for node in range(1, len(self.nodes)) if self.nodes[node]]
-        return choose_members((), others, self._size, self._fits) is not None
+        return choose_members((), range(1, len(self.nodes)), self._size, self._fits) is not None
 
     def left_out(self) -> LeftOut | None:
         """How this node came to take no part, as far as that is known within a lease."""
@@ -236,7 +212,7 @@ class InPlaceRendezvous(Rendezvous):
             if members is None:
                 names = ", ".join(self.nodes[node] for node in sorted(self._living))
                 raise NoMembers(f"no round can be made of {names}")
-            announced = {"round": self.round + 1, "members": members, "nodes": self._added()}
+            announced = {"round": self.round + 1, "members": members}
             self._take(announced)
             assert self._server is not None  # noqa: S101 - node 0 has one
             self._server.serve(self.master_addr, self.master_port)
@@ -244,10 +220,6 @@ class InPlaceRendezvous(Rendezvous):
             store = self._connected()
             if self._have_met(store):
                 return store
-
-    def _added(self) -> list[str]:
-        """The names of all nodes where some were added since the job's start; else none."""
-        return self._names if len(self._names) > self._lifeline.place.nodes else []
 
     def _await_all(self) -> None:
         """Before the first round: wait for all nodes, and at last for as many as a round needs."""
@@ -294,8 +266,7 @@ class InPlaceRendezvous(Rendezvous):
 
     def _follow(self) -> Any:
         if self.round < 0:
-            own = {"name": self.nodes[self.node], "switch": self._switches[self.node]}
-            self._lifeline.say({"ready": True, **own})
+            self._lifeline.say({"ready": True, "switch": self._switches[self.node]})
         while True:
             while not self.is_behind:
                 self._hear(1.0)
@@ -329,7 +300,6 @@ class InPlaceRendezvous(Rendezvous):
         return store
 
     def _take(self, announced: dict[str, Any]) -> None:
-        self._names[:] = announced["nodes"] or self._names
         self.round, self.members = int(announced["round"]), tuple(announced["members"])
         self.master_port = self._first_port + self.round % LIFELINE_PORT
         self.run_id = f"{self._job}.{self.round}"
@@ -339,7 +309,7 @@ class InPlaceRendezvous(Rendezvous):
     def _hear(self, wait_s: float = 0.0) -> None:
         for said in self._lifeline.news(wait_s):
             if "ready" in said:
-                self._let_in(said["ready"], said["name"])
+                self._living.add(said["ready"])
                 self._switches[said["ready"]] = said["switch"]
             if "lost" in said:
                 self._lose(said["lost"], said["why"])
@@ -351,12 +321,6 @@ class InPlaceRendezvous(Rendezvous):
                 self._out = LeftOut(said["gone"], first_is_gone=True)
             if "dropped" in said:
                 self._out = LeftOut(said["dropped"])
-
-    def _let_in(self, node: int, name: str) -> None:
-        if not self._names[node]:
-            self._names[node] = name
-            self._joined.append(node)
-        self._living.add(node)
 
     def _lose(self, node: int, why: str) -> None:
         self._living.discard(node)

@@ -25,9 +25,8 @@ from hpctrain.run.fence import Attempt
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+    from torch.distributed.elastic.agent.server.api import WorkerGroup
 
-    from hpctrain.agent.growth import Growth
     from hpctrain.agent.hang_watch import RoundHangs
     from hpctrain.agent.in_place import InPlaceRendezvous
     from hpctrain.agent.node import _Reports
@@ -46,21 +45,12 @@ class InPlaceAgent(NodeAgent):
     Attributes:
         left_out: Why this node takes part in no round any more; None where it did to the end.
         swaps: Node 0: when a slow node gives its place to a spare; None for never.
-        growth: Node 0: asks for nodes in the place of lost ones; None for never.
         run_of_copies: The run, where its nodes have copies of the state; else None.
     """
 
     left_out: LeftOut | None = None
     swaps: Swaps | None = None
-    growth: Growth | None = None
     run_of_copies: RunDir | None = None
-
-    def _invoke_run(self, role: str = "default") -> RunResult:
-        try:
-            return super()._invoke_run(role)
-        finally:
-            if self.growth is not None:
-                self.growth.stop()
 
     def _start_and_run(self, group: WorkerGroup) -> RoundEnd:
         try:
@@ -96,9 +86,6 @@ class InPlaceAgent(NodeAgent):
             if self._hooks is not None:
                 raise
             return self._fail_to_start(group, error)
-
-    def _own_pids(self) -> list[int]:
-        return [*super()._own_pids(), *(self.growth.pids if self.growth is not None else [])]
 
     def _copies_saved(self, end: RoundEnd) -> RoundEnd:
         """Copies go to disk where no round follows; ranks that raised may have bad ones."""
@@ -163,30 +150,11 @@ class InPlaceAgent(NodeAgent):
             end = self._after_losses(hooks, losses)
             if end is not None:
                 return end
-        if self.growth is not None and not reports.failures:
-            end = self._after_growth(hooks, self.growth)
-            if end is not None:
-                return end
         if self.swaps is not None and self._hangs is not None and not reports.failures:
             end = self._after_swap(hooks, self.swaps, self._hangs)
             if end is not None:
                 return end
         return super()._coordinate(hooks, reports)
-
-    def _after_growth(self, hooks: RoundHooks, growth: Growth) -> RoundEnd | None:
-        """Nodes are asked for where some are missing; a round ends for one that has come."""
-        place = cast("InPlaceRendezvous", self._meeting_place)
-        for number in place.joined():
-            growth.came(number, place.nodes[number])
-        if hooks.deadline.cause is not None:
-            growth.stop()
-            return None
-        growth.look(place.missing, place.await_node)
-        added = set(place.next_members() or ()) - set(place.members)
-        if not growth.is_due(can_grow=bool(added)):
-            return None
-        why = f"{', '.join(place.nodes[number] for number in sorted(added))} joined the job"
-        return RoundEnd("failed", restart=True, why=why) if growth.may_end(why) else None
 
     def _after_swap(self, hooks: RoundHooks, swaps: Swaps, hangs: RoundHangs) -> RoundEnd | None:
         """A slow node gives its place to a spare, where that is due."""

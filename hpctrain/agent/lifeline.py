@@ -5,8 +5,7 @@ in a lease. A connection that closes is a node that died; silence for a lease is
 without a word, or stands still. The agent could not do this by itself: it waits for file systems
 and for the scheduler. What each side makes of it:
 
-* The first node's process tells its agent who was lost. Nobody who was lost is let in again: a node
-  that is added to the job has a number of its own.
+* The first node's process tells its agent who was lost. Nobody who was lost is let in again.
 * Any other process that has not heard from the first node for a lease tells its agent to leave,
   closes what that may wait on, and kills it where it does not leave: it may have been left out
   meanwhile, and its ranks must not go on beside those of the next round. One that itself did not
@@ -262,8 +261,7 @@ class _First(_LifelineSide):
         if "beat" in head:
             end.say(packed({"beat": head["beat"]}))
         if "ready" in head:
-            said = {key: str(head.get(key, "")) for key in ("name", "switch")}
-            self._tell({"ready": node, **said})
+            self._tell({"ready": node, "switch": str(head.get("switch", ""))})
         if self._over and node not in self._told_over:
             self._say_over(node)
 
@@ -286,7 +284,6 @@ class _First(_LifelineSide):
                 end.say(packed({"dropped": order["why"]}))
                 end.close()
             self._lost.add(node)
-        self._awaited.update(order.get("await", []))
         self._absent.update(set(order.get("absent", [])) - set(self._others))
         if "over" in order:
             self._over = str(order["over"]) or "over"

@@ -9,7 +9,6 @@ tests/unit/agent/test_loss_ending.py holds the promises.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpctrain.agent.ending import AttemptEnding
@@ -61,22 +60,6 @@ class LossEnding(AttemptEnding):
         notify(self._run, self._settings.notify, attempt)
         return True
 
-    def after_growth(self, attempt: int, why: str) -> bool:
-        """Write down a round that ends for a node that has joined; whether another may follow it.
-
-        Nothing is written where none may: then the round goes on.
-        """
-        self._look(attempt)
-        facts = self._facts(attempt, "grown", why=why, in_place=True)
-        facts = replace(facts, scheduler=self._ask())
-        decision = decide_end(facts, self._end.history, self._settings.budget)
-        if decision.next is not Next.RESTART or self._is_left_behind(attempt):
-            return False
-        self.convictions.are_out(self._end.history)  # where others can do without such nodes
-        self._end.carry_out(facts, decision)
-        self.pause_s = 0.0
-        return True
-
     def record_loss(self, attempt: int | None, loss: Loss, members: Sequence[str]) -> None:
         """Write down which node was lost, and who goes on.
 
@@ -122,7 +105,7 @@ class LossEnding(AttemptEnding):
         except Fenced as error:  # the first one lives, and has begun another attempt meanwhile
             log.warning("the job goes on without %s: %s", node, error)
             return None
-        # It thaws, and was lost before the first one; or was added, and no other one knows of it.
+        # It thaws, and was lost before the first one.
         if begun is not None and node not in begun.nodes:
             log.warning("the job goes on without %s", node)
             return None
@@ -249,8 +232,6 @@ class LossEnding(AttemptEnding):
                     lost.clear()
             elif isinstance(event.fact, kinds.NodeLost) and not event.fact.was_first:
                 lost.add(event.fact.node)
-            elif isinstance(event.fact, kinds.NodeJoined):
-                lost.discard(event.fact.node)  # it was lost, has come up, and was added again
         return lost
 
 

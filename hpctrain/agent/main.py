@@ -15,7 +15,6 @@ from hpctrain.agent import signals
 from hpctrain.agent.control import NodeControl
 from hpctrain.agent.cpus import cpus_of_ranks
 from hpctrain.agent.environment import RankEnvironment
-from hpctrain.agent.growth import growth_of, joining_of
 from hpctrain.agent.loss_ending import LossEnding
 from hpctrain.agent.node_check import NodeCheck
 from hpctrain.agent.preload import preload
@@ -26,7 +25,6 @@ from hpctrain.agent.swaps import swaps_of
 from hpctrain.base import clock, process
 from hpctrain.base.env import (
     HPCTRAIN_BATCH_STARTED,
-    HPCTRAIN_JOINS,
     HPCTRAIN_KEEPER,
     HPCTRAIN_NODE,
     HPCTRAIN_RELAY,
@@ -41,14 +39,13 @@ from hpctrain.hangs.standing import FEWEST_S, HangLimits
 from hpctrain.memory import pairing
 from hpctrain.run import events as ledger
 from hpctrain.run import fence
-from hpctrain.run.event_types import AttemptStarted, JobSuspended, NodeJoined, OrphanLeft
+from hpctrain.run.event_types import AttemptStarted, JobSuspended, OrphanLeft
 from hpctrain.run.fence import read_fence
 from hpctrain.run.ownership import job_spec, start_secret
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpctrain.agent.growth import Joining
     from hpctrain.agent.in_place_node import InPlaceAgent
     from hpctrain.agent.lifeline import Lifeline
     from hpctrain.agent.rendezvous import LeftOut, Loss, Rendezvous
@@ -57,7 +54,7 @@ if TYPE_CHECKING:
     from hpctrain.base.records import FailureReport, JobContext
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
-    from hpctrain.scheduler.base import JobControl, NodeRequest
+    from hpctrain.scheduler.base import JobControl
     from hpctrain.settings.schema import AliveSettings
     from hpctrain.settings.spec import Spec
 
@@ -74,23 +71,11 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
     os.environ[HPCTRAIN_NODE] = context.nodes[context.node_rank]  # what is logged names it
     follow_folder(run.root)  # the ranks are forked from here
     keeper = os.environ.pop(HPCTRAIN_KEEPER, "")
-    joining = joining_of(os.environ)
-    os.environ.pop(HPCTRAIN_JOINS, None)
     environ, generation = dict(os.environ), generation_of(os.environ)
-    if joining is not None:
-        context = joining.context(context)
-    elif generation is not None:
+    if generation is not None:
         context = generation.context(context)
     try:
-        return _run_generation(
-            run,
-            context,
-            control,
-            environ,
-            generation=generation,
-            keeper=keeper,
-            joins=joining is not None,
-        )
+        return _run_generation(run, context, control, generation=generation, keeper=keeper)
     except Succeeds as succeeds:
         take_over(succeeds.generation, run, environ, succeeds.keeper)
 
@@ -99,11 +84,9 @@ def _run_generation(
     run: RunDir,
     context: JobContext,
     control: JobControl,
-    environ: dict[str, str],
     *,
     generation: Generation | None,
     keeper: str,
-    joins: bool,
 ) -> int:
     """See `run_agent`; raises `Succeeds` where this process is to be one of the next generation."""
     spec = job_spec(run)
@@ -118,7 +101,7 @@ def _run_generation(
     secret = shared if generation is None else generation.secret(shared)
     lifeline = lifeline_of(spec, context, secret)
     node_check = NodeCheck(run, spec, context, secret)
-    if generation is None and not joins:  # others were looked at before, or come alone
+    if generation is None:  # others were looked at before
         node_check.begin()
     # Before anything large is imported.
     node_control = _node_control(spec.settings.alive, context, secret, lifeline, keeper)
@@ -140,22 +123,10 @@ def _run_generation(
             node_control=node_control,
             lifeline=lifeline,
             generation=generation,
-            add_node=partial(_add_node, control, run, environ, context),
         )
 
     leads = generation is not None and context.node_rank == 0
     return _see_through(rounds, ending, node_control, lifeline, leads_others=leads)
-
-
-def _add_node(
-    control: JobControl,
-    run: RunDir,
-    environ: dict[str, str],
-    context: JobContext,
-    joining: Joining,
-) -> NodeRequest:
-    """Ask for a node whose agent starts with this node's environment, and a place of its own."""
-    return control.add_node(run, environ | joining.variables(), joining.name(context))
 
 
 def _succession(
@@ -269,7 +240,6 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
     node_control: NodeControl,
     lifeline: Lifeline | None,
     generation: Generation | None,
-    add_node: Callable[[Joining], NodeRequest],
 ) -> int:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -401,7 +371,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         hang_limits=_hang_limits(spec),
     )
     if isinstance(agent, InPlaceAgent):
-        _prepare_to_stay(agent, run, spec.settings.alive, context, ending, add_node=add_node)
+        _prepare_to_stay(agent, run, spec.settings.alive, context, ending)
     try:
         agent.run()
         if isinstance(agent, InPlaceAgent) and agent.left_out is not None:
@@ -441,26 +411,12 @@ def _prepare_to_stay(
     alive: AliveSettings,
     context: JobContext,
     ending: LossEnding,
-    *,
-    add_node: Callable[[Joining], NodeRequest],
 ) -> None:
     """Give an agent what it needs in the place of lost and slow nodes."""
-
-    def joined(name: str, waited_s: float | None) -> None:
-        ending.record(agent.attempt_number, NodeJoined(node=name, waited_s=waited_s))
-
     agent.swaps = swaps_of(run, alive)
     agent.run_of_copies = run if alive.memory != "no" else None
     if context.node_rank == 0:
         ending.convictions.leave_out = agent.leave_out
-        agent.growth = growth_of(
-            run,
-            alive,
-            context,
-            add_node,
-            joined=joined,
-            may_grow=lambda why: ending.after_growth(agent.attempt_number, why),
-        )
 
 
 def _leave(

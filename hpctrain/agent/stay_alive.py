@@ -92,6 +92,5 @@ def rendezvous_of(
         size=size,
         fits=lambda count: planner.at(count) is not None,
         gather_s=None if generation is None else GATHER_S,
-        wanted=at_start,
         switch=context.switch,
     )

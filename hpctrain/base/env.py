@@ -38,8 +38,6 @@ HPCTRAIN_JOB_ID = "HPCTRAIN_JOB_ID"
 HPCTRAIN_JOB_START = "HPCTRAIN_JOB_START"
 """When this start of the job began, in seconds since the epoch.
 Set by the batch script; read by agents."""
-HPCTRAIN_JOINS = "HPCTRAIN_JOINS"
-"""Where a node stands that was added to its job, as JSON. Set by agents; read by agents."""
 HPCTRAIN_KEEPER = "HPCTRAIN_KEEPER"
 """The process with copies of the state that an agent takes over from the one before it.
 Set by agents; read by agents."""
@@ -83,9 +81,6 @@ Set by agents; read by ranks."""
 HPCTRAIN_RUN_DIR = "HPCTRAIN_RUN_DIR"
 """The run's directory.
 Set by submit, agents and `hpctrain train`; read by the batch script, ranks and users' programs."""
-HPCTRAIN_SRUN_ARGS = "HPCTRAIN_SRUN_ARGS"
-"""What the run and its site add to the srun line, an option a line.
-Set by the batch script; read by agents."""
 HPCTRAIN_STARTS = "HPCTRAIN_STARTS"
 """How often the run's ranks were started, over all its jobs: 1 at the first start.
 Set by agents; read by users' programs."""

@@ -37,8 +37,6 @@ class EndReason(StrEnum):
     STOPPED = "stopped"
     """`hpctrain cancel --save`: saved, left, never requeued."""
     NODE_FAILED = "node_failed"
-    GROWN = "grown"
-    """Its ranks were ended for a node that has joined the job, and start again with it."""
     CRASHED = "crashed"
     """A rank or an agent died, by a signal or by an error after progress."""
     STORAGE_FAILED = "storage_failed"
@@ -204,8 +202,7 @@ class JobContext:
     """How often the scheduler has restarted this job id; 0 in its first run."""
     node_rank: int
     nodes: list[str]
-    """Host names in node_rank order; one that is added to the job later is added to this very list,
-    with "" before it for each that has not come."""
+    """Host names in node_rank order."""
     master_addr: str
     port: int
     token: str

@@ -50,7 +50,6 @@ class FaultKind(StrEnum):
     REQUEUED = "requeued"
     HUNG_END = "hung_end"
     COMPLETED = "completed"
-    GROWN = "grown"
     RUNNING = "running"
     UNKNOWN = "unknown"
 
@@ -426,11 +425,6 @@ KNOWLEDGE: dict[FaultKind, Knowledge] = {
         "it came to its end; nothing is wrong",
         ("nothing",),
     ),
-    FaultKind.GROWN: Knowledge(
-        "HT836",
-        "the attempt ended so that one more node takes part",
-        ("nothing: the next attempt goes on with it",),
-    ),
     FaultKind.RUNNING: Knowledge(
         "HT837",
         "it runs, and nothing is known to be wrong",
@@ -469,7 +463,6 @@ OF_CAUSE: dict[EndCause, FaultKind] = {
     EndCause.REQUEUED: FaultKind.REQUEUED,
     EndCause.UNFIT_NODE: FaultKind.UNFIT_NODE,
     EndCause.FENCED: FaultKind.FENCED,
-    EndCause.GROWN: FaultKind.GROWN,
     EndCause.UNKNOWN: FaultKind.UNKNOWN,
 }
 """Which fault each cause of the ledger is where nothing finer is known."""

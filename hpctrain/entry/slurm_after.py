@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.agent.ending import JobStartFacts, finish
-from hpctrain.base.env import HPCTRAIN_ALIVE, HPCTRAIN_KILL_WAIT_S, HPCTRAIN_RELAY
+from hpctrain.base.env import HPCTRAIN_KILL_WAIT_S, HPCTRAIN_RELAY
 from hpctrain.base.files import read_end
 from hpctrain.entry.evaluations import at_the_end_of
-from hpctrain.errors import ClusterError
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.slurm.control import SlurmControl
 from hpctrain.scheduler.slurm.environment import (
@@ -25,7 +24,6 @@ from hpctrain.scheduler.slurm.environment import (
     own_start,
     script_environment,
 )
-from hpctrain.scheduler.slurm.growth import take_back_all
 from hpctrain.scheduler.slurm.parse import read_nodes
 
 if TYPE_CHECKING:
@@ -72,9 +70,6 @@ def after(
         timeout_s=kill_wait_s if term else PATIENCE_S,
     )
     run = RunDir(Path(root))
-    if env.get(HPCTRAIN_ALIVE):
-        with contextlib.suppress(ClusterError):  # none is asked for, as far as anybody knows
-            take_back_all(start.job_id)
     code = finish(run, start, control)
     at_the_end_of(run, script_environment(os.getppid(), env))
     return code

@@ -31,8 +31,6 @@ class EndCause(StrEnum):
     STOPPED = "stopped"
     """`hpctrain cancel --save`."""
     NODE_FAIL = "node_fail"
-    GROWN = "grown"
-    """For a node that has joined the job: its ranks start again with it."""
     GPU_ERROR = "gpu_error"
     GPU_OOM = "gpu_oom"
     HOST_OOM = "host_oom"
@@ -72,7 +70,6 @@ _BY_REASON = {
     EndReason.CANCELLED: EndCause.CANCELLED,
     EndReason.STOPPED: EndCause.STOPPED,
     EndReason.NODE_FAILED: EndCause.NODE_FAIL,
-    EndReason.GROWN: EndCause.GROWN,
     EndReason.STORAGE_FAILED: EndCause.STORAGE_ERROR,
     EndReason.REQUEUED: EndCause.REQUEUED,
     EndReason.FENCED: EndCause.FENCED,

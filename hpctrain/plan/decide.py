@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from hpctrain.history.run_history import RunHistory
     from hpctrain.history.run_records import AttemptRecord
 
-Outcome = Literal["done", "stopped", "killed", "crashed", "storage_failed", "user_error", "grown"]
+Outcome = Literal["done", "stopped", "killed", "crashed", "storage_failed", "user_error"]
 """How the ranks ended: the program returned; saved and left after a stop request; killed because
 they did not leave in time; a rank died; the file system refused; the program raised before it had
-done a step; they were ended for a node that has joined the job."""
+done a step."""
 
 BY_REASON: dict[str, Outcome] = {
     EndReason.STORAGE_FAILED: "storage_failed",
@@ -48,7 +48,6 @@ BY_REASON: dict[str, Outcome] = {
 }
 """What the failure of a rank was to its attempt, where it is more than a crash."""
 _BY_OUTCOME = {outcome: EndReason(reason) for reason, outcome in BY_REASON.items()}
-_BY_OUTCOME["grown"] = EndReason.GROWN
 
 ENDED_FOR_GOOD = frozenset(
     {JobState.CANCELLED, JobState.COMPLETED, JobState.FAILED, JobState.TIMED_OUT}
@@ -154,7 +153,7 @@ def decide_end(
         allowed = allow(history, reason, budget, attempt=facts.attempt)
         if not allowed.ok:
             return EndDecision(reason, Next.STOP, allowed.exit_code, allowed.why)
-    if facts.in_place and reason in {EndReason.CRASHED, EndReason.NODE_FAILED, EndReason.GROWN}:
+    if facts.in_place and reason in {EndReason.CRASHED, EndReason.NODE_FAILED}:
         following = Next.RESTART
     return EndDecision(reason, following)
 

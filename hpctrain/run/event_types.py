@@ -562,14 +562,6 @@ class NodeLost(LedgerFact):
     )
 
 
-@event("node_joined", by="the agent of node 0")
-class NodeJoined(LedgerFact):
-    """A node was added to the job, and waits until a round of ranks takes it in."""
-
-    node: str = maybe(check.words, "its name")
-    waited_s: float | None = maybe(check.seconds, "since it was asked for (s)")
-
-
 @event("desync", by="the agent of node 0")
 class RanksOutOfStep(LedgerFact):
     """Ranks do not call equally many collectives any more, and go on."""

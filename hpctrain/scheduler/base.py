@@ -475,33 +475,6 @@ class PreflightJob(Protocol):
         """Let go of what is left, once it has reported or was cancelled."""
 
 
-@dataclass(frozen=True)
-class RequestEnd:
-    """How a request for a node has ended, or the agent that it has started.
-
-    Attributes:
-        why: In words.
-        is_final: No node is ever added to this job.
-    """
-
-    why: str
-    is_final: bool = False
-
-
-class NodeRequest(Protocol):
-    """One more node that is asked for, and then the agent there."""
-
-    @property
-    def pid(self) -> int:
-        """Of the process that asks."""
-
-    def ended(self) -> RequestEnd | None:
-        """How it has ended; None while it goes on."""
-
-    def take_back(self, timeout_s: float) -> None:
-        """Ask no more, and wait for the end of that. Not once the node has come."""
-
-
 class JobControl(Protocol):
     """A job's view of its own scheduler, from inside the allocation."""
 
@@ -539,20 +512,6 @@ class JobControl(Protocol):
         Raises:
             ClusterError: refused, or no answer.
         """
-
-    def add_node(self, run: RunDir, environ: Mapping[str, str], name: str) -> NodeRequest:
-        """Ask for one more node in this job, and have an agent started there.
-
-        Args:
-            run: The run.
-            environ: With which the agent is to start.
-            name: Of the request.
-
-        Raises:
-            ClusterError: none is ever added to this job.
-        """
-        del run, environ, name
-        raise ClusterError("this scheduler adds no nodes to a job that runs")
 
     def forbid_requeue(self) -> None:
         """Keep the scheduler from running this job again, whatever it meant to do.

@@ -639,12 +639,6 @@ def _idle_alive(settings: Settings) -> list[str]:
         idle.append(
             f"alive.shrink has no effect with slurm.nodes {settings.slurm.nodes}: give MIN-MAX"
         )
-    if alive.grow != "no" and not alive.is_on():
-        idle.append("alive.grow has no effect without alive.shrink or a spare, as in --nodes 4+1")
-    elif alive.grow != "no" and settings.container.image:
-        idle.append("alive.grow has no effect with container.image")
-    elif alive.grow != "no" and settings.environment.stage != "no":
-        idle.append("alive.grow has no effect with environment.stage")
     return idle
 
 

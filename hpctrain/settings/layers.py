@@ -20,7 +20,7 @@ from hpctrain.base.files import read_plain
 from hpctrain.errors import NotFound, UsageError
 from hpctrain.settings import fields
 from hpctrain.settings.fields import BITS, keys_of
-from hpctrain.settings.schema import Settings, replaced, sections
+from hpctrain.settings.schema import REMOVED, Settings, replaced, sections
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -369,6 +369,8 @@ def setting_names() -> list[str]:
 
 def unknown_setting(name: str, section: str) -> str:
     """What to say of a key that its section does not have."""
+    if since := REMOVED.get(f"{section}.{name}"):
+        return f"{section}.{name} is not a setting any more: {since}; take it out"
     keys = keys_of(sections()[section])
     near = _elsewhere(name) or [f"{section}.{key}" for key in nearest(name, keys)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"[{section}] has {', '.join(keys)}"

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 CHANGES = ("new-parameters", "dropped-parameters", "optimizer-changed")
 """Changes of a program that `resume.allow` lets pass; `runtime.fitting` decides what each means."""
 
+REMOVED = {
+    "alive.grow": "no node is added to a job that runs; a requeue brings back all nodes",
+}
+"""Keys that were settings, and what holds now; a spec.json may still have them."""
+
 setting = partial(field, free=True)
 
 
@@ -265,12 +270,6 @@ class AliveSettings(Table):
         "no",
         "SLURM: where no spare is left, auto: go on with the nodes that live, as far as slurm.nodes MIN-MAX "
         "and the mesh allow; no: the job is requeued",
-        choices=("no", "auto"),
-    )
-    grow: str = setting(
-        "no",
-        "SLURM, where the run outlives its nodes: auto: ask for another node in the place of a lost one, "
-        "which joins the job at a save; only where the site has permit_job_expansion; no: never",
         choices=("no", "auto"),
     )
     lease_s: float = setting(

@@ -13,7 +13,7 @@ from hpctrain.base.files import read_plain, write_private
 from hpctrain.errors import NotFound, UsageError
 from hpctrain.settings.fields import make
 from hpctrain.settings.layers import DEFAULT
-from hpctrain.settings.schema import Settings, replaced, sections, value_at
+from hpctrain.settings.schema import REMOVED, Settings, replaced, sections, value_at
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,6 +141,11 @@ def load_spec(path: Path) -> Spec:
     return parse_spec(text, path)
 
 
+def _known(section: str, given: dict[str, Any]) -> dict[str, Any]:
+    keys = given.get(section, {}).items()
+    return {key: value for key, value in keys if f"{section}.{key}" not in REMOVED}
+
+
 def parse_spec(text: str | bytes, path: Path) -> Spec:
     """What spec.json says, which was read elsewhere.
 
@@ -169,7 +174,8 @@ def parse_spec(text: str | bytes, path: Path) -> Spec:
         raw["beside"] = {at: Entry(**entry) for at, entry in raw.get("beside", {}).items()}
         raw["evaluates"] = Evaluates(**raw["evaluates"]) if raw.get("evaluates") else None
         given = raw["settings"]
-        raw["settings"] = make(Settings, {name: given.get(name, {}) for name in sections()})
+        raw["settings"] = make(Settings, {name: _known(name, given) for name in sections()})
+        raw["origins"] = {at: why for at, why in raw["origins"].items() if at not in REMOVED}
         return Spec(**raw)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"

@@ -365,12 +365,6 @@ def _lost(fact: kinds.NodeLost) -> str:
     )
 
 
-def _joined(fact: kinds.NodeJoined) -> str:
-    waited = fact.waited_s
-    after = "" if waited is None else f", {duration(waited)} after it was asked for"
-    return f"node {fact.node} joined the job{after}"
-
-
 def _awaited(fact: kinds.RanksAwaited) -> str:
     left = f"{fold_ranks(fact.left)} did not" if fact.left else "their processes do not end"
     quiet = f"nothing printed or done for {duration(fact.quiet_s or 0.0)}"
@@ -464,7 +458,6 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "straggler": lambda fact: f"slow{_because(fact.summary)}",
     "straggler_gone": _quick_again,
     "restart_paused": _paused,
-    "node_joined": _joined,
     "node_lost": _lost,
     "profile_requested": lambda fact: _profiled("asked to profile", fact, ""),
     "profiled": lambda fact: _profiled("profiled", fact, fact.folder),

@@ -19,14 +19,12 @@ TOP = Path(__file__).parents[2]
 DOCS = TOP / "docs"
 FOR_GOOD = {EndReason.COMPLETED, EndReason.STOPPED, EndReason.CANCELLED, EndReason.FENCED}
 """After these nothing follows, so no budget counts them."""
-OWN_WISH = {EndReason.GROWN}
-"""The run ends its own round, which is no failure: no budget, and no reason to save more often."""
 NOT_DECIDED = {EndReason.FENCED, EndReason.UNKNOWN}
 """Nobody decides them at the end of an attempt: others took the run away, or nobody was there."""
 
 
 def test_each_reason_after_which_a_run_may_start_again_has_a_budget():
-    assert set(decide._LIMITS) == set(EndReason) - FOR_GOOD - OWN_WISH
+    assert set(decide._LIMITS) == set(EndReason) - FOR_GOOD
 
 
 def test_each_reason_has_a_cause_for_people():
@@ -36,7 +34,7 @@ def test_each_reason_has_a_cause_for_people():
 def test_each_reason_is_a_failure_without_warning_or_one_with_for_the_interval_between_saves():
     counted = (interval._SUDDEN - {None}) | interval._WARNED
 
-    assert counted == set(EndReason) - FOR_GOOD - OWN_WISH - {EndReason.USER_ERROR}
+    assert counted == set(EndReason) - FOR_GOOD - {EndReason.USER_ERROR}
 
 
 def test_each_reason_stands_in_the_table_of_ends():

@@ -241,7 +241,7 @@ InactiveLimit=0
 TreeWidth=64
 PropagateResourceLimits=NONE
 SchedulerType=sched/backfill
-SchedulerParameters=permit_job_expansion,sched_interval=1,sched_min_interval=100000,bf_interval=1,batch_sched_delay=1
+SchedulerParameters=sched_interval=1,sched_min_interval=100000,bf_interval=1,batch_sched_delay=1
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=127.0.0.1
 AccountingStoragePort={ports.slurmdbd}

@@ -217,7 +217,6 @@ class LocalCluster(Cluster):
         alive = settings.alive
         idle += [f"alive.spares {alive.spares}"] if alive.spares else []
         idle += [f"alive.shrink {alive.shrink}"] if alive.shrink != "no" else []
-        idle += [f"alive.grow {alive.grow}"] if alive.grow != "no" else []
         return [f"{setting} has no effect with --cluster local" for setting in idle]
 
     def submit(self, request: JobRequest) -> str:

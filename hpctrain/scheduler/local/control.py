@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpctrain.base.records import EndReason, JobFacts, JobState
-from hpctrain.errors import ClusterError, ClusterUnreachable
+from hpctrain.errors import ClusterUnreachable
 from hpctrain.scheduler.local import client
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from hpctrain.run.layout import RunDir
-    from hpctrain.scheduler.base import NodeRequest
+    from collections.abc import Sequence
 
 
 class LocalControl:
@@ -51,11 +48,6 @@ class LocalControl:
 
     def end(self) -> None:
         """Without effect: the controller ends it with its last agent."""
-
-    def add_node(self, run: RunDir, environ: Mapping[str, str], name: str) -> NodeRequest:
-        """Refused: a local job outlives no node of its own."""
-        del run, environ, name
-        raise ClusterError("a local cluster adds no nodes to a job that runs")
 
     def forbid_requeue(self) -> None:
         """Without effect: a job that ends by itself is not started again here."""

@@ -34,8 +34,6 @@ from hpctrain.scheduler.slurm.parse import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpctrain.run.layout import RunDir
-    from hpctrain.scheduler.base import NodeRequest
     from hpctrain.scheduler.slurm.parse import AccountRow
 
 SINCE = (24, 5)
@@ -116,16 +114,7 @@ class SlurmControl:
         """End our own job: one whose first node is dead stays RUNNING, with nothing in it."""
         deadline = clock.monotonic() + self.timeout_s
         if not self._is_requeued(job_facts(self._record(deadline))):
-            from hpctrain.scheduler.slurm.growth import take_back_all
-
-            take_back_all(self.job_id)
             run_until(["scancel", self.job_id], deadline=deadline)
-
-    def add_node(self, run_dir: RunDir, environ: Mapping[str, str], name: str) -> NodeRequest:
-        """Ask for one more node; see `growth`."""
-        from hpctrain.scheduler.slurm.growth import AddedNode  # which few runs need
-
-        return AddedNode(run_dir, environ, name)
 
     def forbid_requeue(self) -> None:
         """Keep SLURM from running this job again, as `--no-requeue` would have.

@@ -32,9 +32,9 @@ from hpctrain.run.ownership import start_secret
 from hpctrain.scheduler.slurm.control import SlurmControl
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-    from hpctrain.scheduler.base import JobControl, NodeRequest
+    from hpctrain.scheduler.base import JobControl
 
 HOST = "127.0.0.1"
 MOST_BYTES = 1 << 16
@@ -194,11 +194,6 @@ class RelayedControl:
     def end(self) -> None:
         """See `SlurmControl`."""
         self._ask("end")
-
-    def add_node(self, run: RunDir, environ: Mapping[str, str], name: str) -> NodeRequest:
-        """Refused: the new node's agent would start outside of the container."""
-        del run, environ, name
-        raise ClusterError("the run is in a container, whose agents add no nodes to their job")
 
     def forbid_requeue(self) -> None:
         """See `SlurmControl`."""

@@ -177,9 +177,7 @@ elif [ "$hpctrain_rc" = 0 ]; then
   if [ -n "${hpctrain_alive:-}" ]; then
     hpctrain_on_loss=(--kill-on-bad-exit=0 --no-kill) HPCTRAIN_ALIVE=1
   fi
-  # A node that is added to the job later is started like these.
-  HPCTRAIN_SRUN_ARGS=$(printf '%s\n' "${hpctrain_srun_args[@]}")
-  export HPCTRAIN_ALIVE HPCTRAIN_SRUN_ARGS
+  export HPCTRAIN_ALIVE
   # shellcheck disable=SC2016,SC2154 # expanded on the task's own node; the array is optional
   "${hpctrain_outside[@]}" \
     srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none \

@@ -1,7 +1,7 @@
 """Real agents on simulated machines: torch's part of them, and what they import, stood in.
 
 What decides is the product's: `NodeAgent`, `InPlaceAgent`, both rendezvous, both sides of the
-lifeline, the watch for hangs, growth, swaps and the deadline of a stop.
+lifeline, the watch for hangs, swaps and the deadline of a stop.
 """
 
 from __future__ import annotations

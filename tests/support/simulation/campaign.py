@@ -26,7 +26,6 @@ from tests.support.simulation.generations import RecordedJob
 from tests.support.simulation.job import KILL_WAIT_S, Job, Setup
 from tests.support.simulation.kernel import EPOCH_S, Stuck
 from tests.support.simulation.ranks import Program
-from tests.support.simulation.requests import growth
 
 if TYPE_CHECKING:
     import random
@@ -256,20 +255,6 @@ def lingering(seed: int) -> Job:
     return job
 
 
-def growing(seed: int) -> Job:
-    """Lost nodes are replaced by others that are added to the job."""
-    job = _job(seed, stays=True)
-    rng = job.simulation.random
-    saves, never = rng.random() < 0.6, rng.random() < 0.1
-    job.setup.growth = partial(growth, saves=saves, never=never)
-    job.setup.size = RoundSize(rng.randint(1, job.setup.nodes), 1)
-    job.program.steps, job.program.step_s = rng.choice([40, 200]), 0.5
-    _hurt(job, ["power", "dies", "freezes", "cut", "rank"], most=3)
-    if rng.random() < 0.3:
-        job.simulation.after(rng.uniform(0.0, 40.0), partial(stop, job, "preempted"))
-    return job
-
-
 def changing(seed: int) -> Job:
     """A slow node gives its place to a spare; nodes that guards have named are left out."""
     job = _job(seed, stays=True)
@@ -296,7 +281,6 @@ CAMPAIGNS: dict[str, Callable[[int], Job]] = {
         out_of_step,
         stopped,
         lingering,
-        growing,
         changing,
     )
 }

@@ -124,8 +124,7 @@ class RecordedJob(Job):
         with _recorded(self):
             return super().run(bound_s)
 
-    def _agent(self, node: Node, before: list[str] | None = None) -> None:
-        assert before is None, "no node joins these jobs"
+    def _agent(self, node: Node) -> None:
         names = [one.name for one in self.nodes]
         context = JobContext(JOB_ID, 0, node.number, names, "n0", PORT, "", None, KILL_WAIT_S)
         generation: Generation | None = None
@@ -136,10 +135,8 @@ class RecordedJob(Job):
                     self.run_dir,
                     own,
                     self.control,
-                    {},
                     generation=generation,
                     keeper="",
-                    joins=False,
                 )
             except Succeeds as succeeds:
                 generation = succeeds.generation

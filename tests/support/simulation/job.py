@@ -6,7 +6,6 @@ import json
 import signal
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from hpctrain.agent.rounds import RoundEnd
     from hpctrain.hangs.standing import HangLimits
     from tests.support.simulation.lifelines import First, Lifeline
-    from tests.support.simulation.requests import Request
     from tests.support.simulation.stores import Store, StoreServer
 
 SECRET = "of the simulation"  # noqa: S105 - of a test
@@ -61,7 +59,6 @@ class Setup:
         come_s: Agents come up within so long.
         end_s: The job's time limit; None for none.
         margin_s: `run.stop_margin_s`.
-        growth: Makes node 0's `Growth`.
     """
 
     nodes: int = 3
@@ -75,7 +72,6 @@ class Setup:
     come_s: float = 1.0
     end_s: float | None = None
     margin_s: float = 10.0
-    growth: Callable[[Job], Any] | None = None
 
 
 class Node:
@@ -198,8 +194,6 @@ class Job:
         self.slow_from_s = 0.0
         self.restart_s = 3.0
         self.saves_at_s: list[float] = []
-        self.requests: list[Request] = []
-        self.joined: list[tuple[str, float | None]] = []
         self.copied: list[tuple[int, int, tuple[int, ...], str]] = []
         self.looks_at_s: list[float] = []
         self.warned: list[tuple[int, str]] = []
@@ -208,8 +202,7 @@ class Job:
         self.first_ended_s: float | None = None
         self.lost_at_s: dict[str, float] = {}
         self.bad_at_s: dict[str, float] = {}
-        self.grows_by_saves = self.never_grows = self.has_full_disk = False
-        self.grown: list[tuple[float, str]] = []
+        self.has_full_disk = False
         self.was_killed_at_s: float | None = None
         self.watchers: list[Callable[[], None]] = []
 
@@ -244,21 +237,6 @@ class Job:
     def _is_over(self) -> bool:
         return all(self._has_ended(node) for node in self.nodes)
 
-    def add_node(self) -> Node:
-        """A machine that may join the job later; nothing runs there yet."""
-        number = len(self.nodes)
-        node = Node(Machine(number, f"n{number}", self.simulation.random))
-        node.machine.has_power = False
-        self.nodes.append(node)
-        return node
-
-    def join(self, node: Node) -> None:
-        """The scheduler has given the job this machine: its agent comes up."""
-        self.note(f"{node.name} is added to the job")
-        node.machine.has_power = True
-        before = self.nodes[0].agent._meeting_place.nodes[: node.number]
-        self.begin(node, partial(self._agent, before=[*before, node.name]))
-
     def _has_ended(self, node: Node) -> bool:
         if not node.machine.has_power or node.is_killed:
             return True
@@ -280,9 +258,9 @@ class Job:
 
     # ---- an agent's life
 
-    def _agent(self, node: Node, before: list[str] | None = None) -> None:
+    def _agent(self, node: Node) -> None:
         setup = self.setup
-        names = before or [one.name for one in self.nodes[: setup.nodes]]
+        names = [one.name for one in self.nodes[: setup.nodes]]
         context = JobContext(
             "1", 0, node.number, names, "n0", PORT, "", self._wall(setup.end_s), KILL_WAIT_S
         )
@@ -359,7 +337,6 @@ class Job:
             agent.run_of_copies = agents.NO_PATH
         if node.number == 0 and isinstance(agent, agents.StayingAgent):
             agent.swaps = None if self.slow is None else Swaps(self.newest_save)
-            agent.growth = None if setup.growth is None else setup.growth(self)
         return agent
 
     def _hooks(self, rendezvous: Any, context: JobContext, time: Any) -> RoundHooks:

@@ -83,15 +83,14 @@ def test_no_round_follows_where_slurm_has_taken_the_job_away(story, facts):
     assert ends(story) == []
 
 
-@pytest.mark.parametrize("end", ["after_loss", "after_growth"])
-def test_losses_and_growth_do_not_use_up_the_restarts_of_crashes(story, end):
+def test_losses_do_not_use_up_the_restarts_of_crashes(story):
     spec = load_spec(story.run.spec)
     own = ending(story, Scheduler())
     for _ in range(spec.settings.run.restarts_in_job + 1):
         number = take_attempt(story.run, job_id="7", restarts=0).number
         story.started(number, "7", by="restart").restored(number)
         story.add("saved", number, step=10 * number)
-        assert getattr(own, end)(number, "n2")
+        assert own.after_loss(number, "n2")
 
     number = take_attempt(story.run, job_id="7", restarts=0).number
     story.started(number, "7", by="restart").restored(number)
@@ -373,29 +372,3 @@ def test_who_sees_to_the_job_is_not_ended_by_its_own_lifeline():
     main._leave(agent, LeftOut("this node stood still"), place, own, line)
 
     assert done == ["lifeline stopped", ("silent", "n2", 4, 1), "lifeline stopped"]
-
-
-def test_a_round_that_ends_for_a_node_is_no_failure_and_uses_no_restart(story):
-    own = ending(story, scheduler := Scheduler())
-    own.pause_s = 30.0
-
-    assert own.after_growth(1, "n9 joined the job")
-
-    assert ends(story) == [("grown", "restart", "n9 joined the job")]
-    assert (own.pause_s, scheduler.requeued) == (0.0, 0)
-
-
-@pytest.mark.parametrize(
-    "facts",
-    [{"restarts": 1}, {"state": "COMPLETING"}, {"preempt_time": 1.0}, {"reason": "TimeLimit"}],
-)
-def test_no_round_ends_for_a_node_where_the_job_is_to_end(story, facts):
-    assert not ending(story, Scheduler(**facts)).after_growth(1, "n9 joined the job")
-    assert ends(story) == []
-
-
-def test_a_node_that_was_lost_and_added_again_is_none_of_the_lost_ones(story):
-    story.add("node_lost", 1, node="n2", why="silent")
-    story.add("node_lost", 1, node="n3", why="silent")
-    story.add("node_joined", 1, node="n2")
-    assert ending(story, Scheduler())._lost_nodes() == {"n3"}

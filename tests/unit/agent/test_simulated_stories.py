@@ -11,7 +11,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from hpctrain.agent.growth import growth_of
 from hpctrain.agent.members import RoundSize
 from hpctrain.agent.succession import Succession
 from hpctrain.base.records import EndReason, JobContext, Next
@@ -26,15 +25,12 @@ from hpctrain.run.event_types import (
     NodeLost,
     RanksOutOfStep,
 )
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.schema import AliveSettings
 from tests.support.simulation import campaign, contract
 from tests.support.simulation.checks import Overlap
 from tests.support.simulation.generations import RecordedJob
 from tests.support.simulation.job import Job, Setup
 from tests.support.simulation.kernel import Simulation
 from tests.support.simulation.ranks import Program
-from tests.support.simulation.requests import growth
 
 SEEDS = range(3)
 BOUND_S = 1300.0
@@ -291,46 +287,6 @@ def test_ranks_that_do_not_leave_are_killed_before_the_scheduler_does_it(size):
     assert (played.end.ending, played.was_killed_at_s) == ("killed", None)
 
 
-# ---- growth
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_lost_node_is_replaced_by_one_that_is_added_behind_a_save(seed):
-    made = job(seed, 3, RoundSize(3, 2), steps=400)
-    made.setup.growth = partial(growth, saves=True)
-    played = play(made, (5.0, "dies", 2))
-    came = [request for request in played.requests if request.came_s is not None]
-    grown = [names for _, names, *_ in played.begun if set(names) & {r.node.name for r in came}]
-    assert bool(grown) == bool(played.grown)
-    assert bool(played.grown) or not came or not played.joined or came[0].ended_s is not None
-
-
-def test_nothing_more_is_asked_for_where_a_node_is_never_added():
-    made = job(1, 3, RoundSize(3, 2), steps=60)
-    asked = []
-
-    def growth_of(own):
-        made_growth = growth(own, saves=False, never=True)
-        ask = made_growth._ask
-        made_growth._ask = lambda number: (asked.append(number), ask(number))[1]
-        return made_growth
-
-    made.setup.growth = growth_of
-    played = play(made, (5.0, "dies", 2))
-    assert (played.end.ending, asked) == ("left", [3])
-
-
-@pytest.mark.parametrize(("memory", "is_due"), [("no", False), ("auto", True)])
-def test_a_round_may_end_at_any_moment_where_copies_of_the_state_are_in_memory(
-    tmp_path, memory, is_due
-):
-    alive = AliveSettings(grow="auto", memory=memory)
-    context = JobContext("7", 0, 0, ["n0", "n1"], "n0", 1, "")
-    made = growth_of(RunDir(tmp_path), alive, context, Mock(), joined=Mock(), may_grow=Mock())
-    assert made.is_due(can_grow=True) is is_due
-    assert not made.is_due(can_grow=False)
-
-
 # ---- who goes on after the first node
 
 
@@ -511,22 +467,6 @@ def test_who_is_waited_for_is_told_in_the_log():
     assert "2 ranks returned and rank 1 did not" in words
     assert "ended after 20 s of that" in words
     assert words.count("; ended") == 2
-
-
-def test_growth_is_told_in_the_log():
-    made = job(1, 3, RoundSize(3, 2), steps=60)
-    made.setup.growth = partial(growth, saves=False, never=True)
-    assert "no node is added to the job: it never adds one" in said(play(made, (5.0, "dies", 2)))
-
-    for seed in range(8):
-        made = job(seed, 3, RoundSize(3, 2), steps=200)
-        made.setup.growth = partial(growth, saves=False)
-        words = said(play(made, (5.0, "dies", 2)))
-        assert "asks for a node in the place of a lost one" in words
-        assert ("no node was added to the job: refused" in words) == any(
-            request.came_s is None and request.ended_s and not request.is_taken_back
-            for request in made.requests
-        )
 
 
 def test_who_goes_on_is_told_in_the_log(tmp_path):

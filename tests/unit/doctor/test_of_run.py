@@ -24,7 +24,6 @@ ENDS = {
     EndCause.UNFIT_NODE: ("node_failed", {"detail": "preflight: n2: no GPU"}, None),
     EndCause.REQUEUED: ("requeued", {}, None),
     EndCause.FENCED: ("fenced", {}, None),
-    EndCause.GROWN: ("grown", {}, None),
     EndCause.HANG: ("crashed", {}, ("hang", "rank 1 holds up the others at train.py:24")),
     EndCause.DESYNC: ("crashed", {}, ("desync", "rank 1 called a barrier, the others not")),
     EndCause.GPU_OOM: ("crashed", {}, ("exception", "OutOfMemoryError: CUDA out of memory.")),

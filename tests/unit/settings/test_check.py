@@ -209,24 +209,3 @@ def test_true_is_no_environment_value_since_programs_differ_in_what_they_read():
         UsageError, match=r"hpctrain.toml:A: env.A is true; it takes text or a number"
     ):
         from_table({"A": True}, lambda name: f"hpctrain.toml:{name}")
-
-
-@pytest.mark.parametrize(
-    ("sets", "note"),
-    [
-        (["alive.grow=auto"], "without alive.shrink or a spare, as in --nodes 4+1"),
-        (["alive.grow=auto", "alive.spares=1"], ""),
-        (
-            ["alive.grow=auto", "alive.spares=1", "container.image=/x.sif"],
-            "with container.image",
-        ),
-        (
-            ["alive.grow=auto", "alive.spares=1", "environment.stage=yes"],
-            "with environment.stage",
-        ),
-    ],
-)
-def test_growth_that_can_never_be_is_told_of(sets, note):
-    *_, notes = checked(*sets)
-    said = [one for one in notes if "alive.grow" in one]
-    assert said == ([f"alive.grow has no effect {note}"] if note else [])

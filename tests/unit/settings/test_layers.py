@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.settings import layers
+from hpctrain.settings.fields import keys_of
 from hpctrain.settings.layers import read_toml
-from hpctrain.settings.schema import Settings, sections
+from hpctrain.settings.schema import REMOVED, Settings, sections
+from hpctrain.settings.spec import Entry, Spec, load_spec
 
 
 def layer(values, name="hpctrain.toml"):
@@ -210,3 +213,31 @@ def test_sets_of_a_list_add_up_and_other_repeats_are_refused():
         layers.flag_layer({"slurm.nodes": ("--nodes", "4")}, ["slurm.nodes=2"])
     with pytest.raises(UsageError, match=r"train.lr is given twice"):
         layers.flag_layer({}, ["train.lr=1", "train.lr=2"])
+
+
+@pytest.mark.parametrize("path", REMOVED)
+def test_a_key_that_was_a_setting_is_refused_with_what_holds_now(path, tmp_path):
+    section, _, key = path.partition(".")
+    assert key not in keys_of(sections()[section])
+
+    with pytest.raises(UsageError) as caught:
+        layers.parse_set(f"{path}=1")
+    why = f"{path} is not a setting any more: {REMOVED[path]}; take it out"
+    assert str(caught.value) == f"flag --set {path}: {why}"
+    read = source(tmp_path, f"[{section}]\n{key} = 1\n")
+    with pytest.raises(UsageError) as caught:
+        layers.resolve([read.layer])
+    assert str(caught.value) == f"hpctrain.toml:2: {why}"
+
+
+@pytest.mark.parametrize("path", REMOVED)
+def test_a_spec_that_has_it_is_read(path, tmp_path):
+    Spec("a", "id", 1.0, "local", "", Entry("recipe")).dump(tmp_path / "spec.json")
+    raw = json.loads((tmp_path / "spec.json").read_text())
+    section, _, key = path.partition(".")
+    raw["settings"][section][key] = "auto"
+    raw["origins"][path] = "flag --set"
+    (tmp_path / "spec.json").write_text(json.dumps(raw))
+
+    spec = load_spec(tmp_path / "spec.json")
+    assert (spec.settings, spec.origins) == (Settings(), {})
