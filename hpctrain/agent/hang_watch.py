@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.agent.rendezvous import SignedStore
-    from hpctrain.agent.swaps import SlowNode
     from hpctrain.hangs.standing import HangLimits
     from hpctrain.run.event_kind import LedgerFact
 
@@ -219,12 +218,6 @@ class RoundHangs:
     def failure(self, done: set[int]) -> FailureReport | None:
         """See `JobHangs.watch`."""
         return None if self._job is None else self._job.watch(done)
-
-    def slow_node(self) -> SlowNode | None:
-        """Node 0: the node for which the others have waited longest; None for none."""
-        if self._job is None or self._job.slow is None or self._node.moments is None:
-            return None
-        return self._job.slow.slow_node(self._node.moments.ready_s)
 
     def close(self) -> None:
         """Watch no more."""

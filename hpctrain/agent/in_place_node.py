@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from hpctrain.agent.node import _Reports
     from hpctrain.agent.rendezvous import Loss
     from hpctrain.agent.rounds import RoundHooks
-    from hpctrain.agent.swaps import Swaps
     from hpctrain.run.layout import RunDir
 
 NO_SIGN = "its agent gave no sign of life after a rank had failed"
@@ -44,12 +43,10 @@ class InPlaceAgent(NodeAgent):
 
     Attributes:
         left_out: Why this node takes part in no round any more; None where it did to the end.
-        swaps: Node 0: when a slow node gives its place to a spare; None for never.
         run_of_copies: The run, where its nodes have copies of the state; else None.
     """
 
     left_out: LeftOut | None = None
-    swaps: Swaps | None = None
     run_of_copies: RunDir | None = None
 
     def _start_and_run(self, group: WorkerGroup) -> RoundEnd:
@@ -150,19 +147,7 @@ class InPlaceAgent(NodeAgent):
             end = self._after_losses(hooks, losses)
             if end is not None:
                 return end
-        if self.swaps is not None and self._hangs is not None and not reports.failures:
-            end = self._after_swap(hooks, self.swaps, self._hangs)
-            if end is not None:
-                return end
         return super()._coordinate(hooks, reports)
-
-    def _after_swap(self, hooks: RoundHooks, swaps: Swaps, hangs: RoundHangs) -> RoundEnd | None:
-        """A slow node gives its place to a spare, where that is due."""
-        slow = hangs.slow_node() if hooks.deadline.cause is None else None
-        why = swaps.due(slow, self._meeting_place.spares)
-        if slow is None or not why:
-            return None
-        return self._after_losses(hooks, self._meeting_place.drop([slow.place], why))
 
     def _after_failure(
         self, hooks: RoundHooks, reports: _Reports, first_failure_at: float

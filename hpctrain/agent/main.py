@@ -21,7 +21,6 @@ from hpctrain.agent.preload import preload
 from hpctrain.agent.rounds import NothingToResume, RoundHooks
 from hpctrain.agent.stay_alive import EARLY_END_S, RENDEZVOUS_S, lifeline_of, rendezvous_of
 from hpctrain.agent.succession import Succeeds, Succession, generation_of, take_over
-from hpctrain.agent.swaps import swaps_of
 from hpctrain.base import clock, process
 from hpctrain.base.env import (
     HPCTRAIN_BATCH_STARTED,
@@ -412,8 +411,7 @@ def _prepare_to_stay(
     context: JobContext,
     ending: LossEnding,
 ) -> None:
-    """Give an agent what it needs in the place of lost and slow nodes."""
-    agent.swaps = swaps_of(run, alive)
+    """Give an agent what it needs in the place of lost nodes."""
     agent.run_of_copies = run if alive.memory != "no" else None
     if context.node_rank == 0:
         ending.convictions.leave_out = agent.leave_out

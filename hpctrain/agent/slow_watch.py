@@ -14,7 +14,6 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.agent.swaps import SlowNode
 from hpctrain.base import clock
 from hpctrain.base.text import duration
 from hpctrain.control import pulse
@@ -61,11 +60,7 @@ def every_s(nodes: int) -> float:
 
 
 class NodeMoments:
-    """One node's side of a round.
-
-    Attributes:
-        ready_s: From its start to the end of its ranks' first step; None before.
-    """
+    """One node's side of a round."""
 
     def __init__(
         self,
@@ -89,8 +84,6 @@ class NodeMoments:
         self._every_s = every_s(nodes)
         self._look = 0
         self._in_data: deque[tuple[float, list[float]]] = deque(maxlen=DATA_LOOKS + 1)
-        self._begun_s = clock.monotonic()
-        self.ready_s: float | None = None
 
     def look(self, board: Board) -> None:
         """Read the recorders, where it is time to. To be called some times a second.
@@ -98,7 +91,6 @@ class NodeMoments:
         Args:
             board: Of this node.
         """
-        self._see_first_step(board)
         ahead_ns = shown(board)
         if ahead_ns is None:
             return
@@ -118,12 +110,6 @@ class NodeMoments:
             if self._number == 0:
                 self._store.set(self._key(LOOK), number)
             self._store.count(self._key(SAID), 1)
-
-    def _see_first_step(self, board: Board) -> None:
-        if self.ready_s is None and all(
-            seen.phase and not seen.is_first for seen in pulse.read(board)
-        ):
-            self.ready_s = clock.monotonic() - self._begun_s
 
     def _data_share(self, board: Board) -> list[float]:
         """How much of the time each rank has waited for its data, in the last looks; first none."""
@@ -194,21 +180,6 @@ class JobStragglers:
         self._group, self._last = "", 0
         self._steps: list[OwnWork] = []
         self._heard_s = clock.monotonic()
-        self._slow: dict[int, str] = {}
-
-    def slow_node(self, restart_s: float | None) -> SlowNode | None:
-        """The node for whose ranks the others have waited longest; None for none.
-
-        Args:
-            restart_s: What a new start costs; None for not known, and so for no node.
-        """
-        named = self.judge.named & set(self._slow)
-        if restart_s is None or not named:
-            return None
-        worst = max(named, key=lambda rank: self.judge.lost_s.get(rank, 0.0))
-        lost_s = self.judge.lost_s.get(worst, 0.0)
-        place = next(node for node, ranks in self._nodes.items() if worst in ranks)
-        return SlowNode(place, self.names[place], lost_s, restart_s, self._slow[worst])
 
     def watch(self) -> None:
         """Hear what nodes have read, and judge it. To be called all the time."""
@@ -275,8 +246,6 @@ class JobStragglers:
         lost_s = max((self.judge.lost_s.get(rank, 0.0) for rank in finding.ranks), default=0.0)
         nodes = tuple(self.names[node] for node in finding.nodes)
         words = straggling_in_words(finding, nodes)
-        if finding.kind in {"rank", "node"}:  # on another node data would be as slow
-            self._slow |= dict.fromkeys(finding.ranks, words)
         log.warning("%s", words)
         self._record(
             StragglerFound(

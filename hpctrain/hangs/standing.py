@@ -40,7 +40,7 @@ class HangLimits:
         ends_round: A hang that is confirmed ends the round; else it is only told.
         watches: Ranks that stand are looked at.
         desync: What is done about ranks that are out of step: "restart", "tell" or "off".
-        stragglers: What is done about slow ranks: "tell", "swap" or "off".
+        stragglers: What is done about slow ranks: "tell" or "off".
     """
 
     hang_s: float = FEWEST_S

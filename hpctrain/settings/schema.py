@@ -253,9 +253,8 @@ class AliveSettings(Table):
     )
     stragglers: str = setting(
         "tell",
-        "where a rank, a node or its data keep the others waiting at every step: tell names them; swap "
-        "has a spare take a slow node's place too, once it has cost a new start; off does neither",
-        choices=("tell", "swap", "off"),
+        "where a rank, a node or its data keep the others waiting at every step: tell names them",
+        choices=("tell", "off"),
     )
     first_step_s: float = setting(
         1800.0, "so long in all phases before the first step is over", above=0

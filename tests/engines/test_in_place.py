@@ -24,7 +24,6 @@ from hpctrain.agent.ranks import run_rank
 from hpctrain.agent.rendezvous import LeftOut
 from hpctrain.agent.rounds import RoundHooks
 from hpctrain.agent.stop_deadline import StopDeadline
-from hpctrain.agent.swaps import SlowNode, Swaps
 from hpctrain.base.process import PORTS
 from hpctrain.base.records import JobContext, RankTask
 from hpctrain.errors import ClusterError
@@ -127,15 +126,6 @@ def _agent(node, nodes, size, port, folder):
         secret=SECRET,
         control=control,
     )
-    # Who is slow is found out elsewhere: here it is said by a file.
-    slow = SlowNode(1, "n1", 9.0, 4.0, "n1 is slow")
-    agent._round_hangs = lambda: SimpleNamespace(
-        slow_node=lambda: slow if (folder / "slow").exists() and len(begun) == 1 else None,
-        look_at_pulses=lambda: None,
-        failure=lambda _done: None,
-        close=lambda: None,
-    )
-    agent.swaps = Swaps(lambda: len([*folder.glob("saved-*")]) or None)
     agent.run()
     left = agent.left_out
     why = "" if left is None else "over" if left.is_over else "gone"
@@ -238,35 +228,6 @@ def test_the_first_node_knows_the_switch_of_each_node_that_takes_part(job):
 
     told = [json.loads(job.wait(f"switches-{number}")) for number in (1, 2)]
     assert told == [["s0", "s0"], ["s0", "s1"]]
-
-
-def test_a_slow_node_gives_its_place_to_a_spare_behind_a_save(job):
-    job = job(3, RoundSize(2, 2))
-    ranks = job.ranks(1, 2)
-
-    (job.folder / "slow").touch()
-    time.sleep(1.0)
-    assert all(_lives(pid) for pid in ranks), "nothing was saved yet"
-    (job.folder / "saved-1").touch()
-    job.ranks(2, 2)
-    ending, _, _, told, lost = job.end(2)
-
-    assert ending == "left"
-    assert told == [[["n0", "n1"], ["n2"], 2], [["n0", "n2"], [], 2]]
-    assert lost == [["n1", True, [0, 2]]]
-    _await_end(ranks)
-    assert [json.loads(job.wait(f"end-{node}"))[2] for node in (1, 2)] == ["dropped", ""]
-
-
-def test_a_slow_node_stays_where_no_spare_waits(job):
-    job = job(2, RoundSize(2, 2))
-    ranks = job.ranks(1, 2)
-    (job.folder / "slow").touch()
-    (job.folder / "saved-1").touch()
-    time.sleep(1.0)
-    assert all(_lives(pid) for pid in ranks)
-    ending, _, _, told, lost = job.end(1)
-    assert (ending, len(told), lost) == ("left", 1, [])
 
 
 def test_where_no_spare_is_left_fewer_nodes_go_on_and_at_last_none(job):

@@ -1,7 +1,7 @@
 """Real agents on simulated machines: torch's part of them, and what they import, stood in.
 
 What decides is the product's: `NodeAgent`, `InPlaceAgent`, both rendezvous, both sides of the
-lifeline, the watch for hangs, swaps and the deadline of a stop.
+lifeline, the watch for hangs and the deadline of a stop.
 """
 
 from __future__ import annotations
@@ -137,13 +137,6 @@ class _Told:
         end: RoundEnd = super()._watch_round(**options)
         self.job.verdict(self.place, self._meeting_place, end)
         return end
-
-    def _round_hangs(self) -> Any:
-        hangs: Any = super()._round_hangs()
-        if hangs is not None and self.place.number == 0:
-            members = self._meeting_place.members
-            hangs.slow_node = lambda: self.job.slow_node(members)
-        return hangs
 
 
 class Agent(_Told, node.NodeAgent, Torch):

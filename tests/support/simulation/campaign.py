@@ -256,15 +256,11 @@ def lingering(seed: int) -> Job:
 
 
 def changing(seed: int) -> Job:
-    """A slow node gives its place to a spare; nodes that guards have named are left out."""
+    """Nodes that guards have named are left out."""
     job = _job(seed, stays=True)
     rng = job.simulation.random
     job.program.steps, job.program.step_s = rng.choice([20, 100]), 0.5
     _hurt(job, ["rank", "rank", "dies", "raises"], most=3)
-    if rng.random() < 0.6:
-        job.slow = rng.randrange(job.setup.nodes)
-        job.slow_from_s = rng.uniform(0.0, 20.0)
-        job.restart_s = rng.choice([1.0, 10.0])
     if rng.random() < 0.6:
         name = f"n{rng.randrange(job.setup.nodes + 1)}"
         job.simulation.after(rng.uniform(0.0, 10.0), partial(job.name_bad, name))

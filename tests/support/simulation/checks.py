@@ -118,7 +118,7 @@ def _may_be_lost(job: Job) -> set[int]:
     lost = {fault.node for fault in job.faults if fault.kind in LOSING}
     lost |= {node for node in deaths if deaths.count(node) > 1}
     lost |= {node.number for node in job.nodes if node.name in job.bad}
-    return lost if job.slow is None else lost | {job.slow}
+    return lost
 
 
 def one_attempt_each(job: Job) -> Iterator[str]:
@@ -157,8 +157,6 @@ def ends_well(job: Job) -> Iterator[str]:
     hurt = {fault.node for fault in job.faults if fault.kind in LOSING}
     deaths = [f.node for f in job.faults if f.kind == "rank"]
     hurt |= {node for node in deaths if deaths.count(node) > 1}
-    if job.slow is not None:
-        hurt.add(job.slow)
     living = job.setup.nodes - len(hurt)
     least = job.setup.nodes if job.setup.size is None else job.setup.size.least
     if living < least:

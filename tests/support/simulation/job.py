@@ -17,7 +17,6 @@ from hpctrain.agent.signals import Arrival
 from hpctrain.agent.stay_alive import EARLY_END_S
 from hpctrain.agent.stop_deadline import StopDeadline
 from hpctrain.agent.stop_notice import StopNotice
-from hpctrain.agent.swaps import SlowNode, Swaps
 from hpctrain.base.process import PORTS
 from hpctrain.base.records import JobContext, JobFacts
 from hpctrain.control.pulse import PHASES
@@ -149,9 +148,7 @@ class Job:
         faults: What was done.
     """
 
-    def __init__(  # noqa: PLR0915 - all that is kept of a job
-        self, seed: int | str, setup: Setup, program: Program | None = None
-    ) -> None:
+    def __init__(self, seed: int | str, setup: Setup, program: Program | None = None) -> None:
         self.simulation = Simulation(seed)
         self.setup, self.program = setup, program or Program()
         rng = self.simulation.random
@@ -190,10 +187,6 @@ class Job:
         self.signalled: list[tuple[float, str]] = []
         self.orphans: list[int] = []
         self.stop_how = ""
-        self.slow: int | None = None
-        self.slow_from_s = 0.0
-        self.restart_s = 3.0
-        self.saves_at_s: list[float] = []
         self.copied: list[tuple[int, int, tuple[int, ...], str]] = []
         self.looks_at_s: list[float] = []
         self.warned: list[tuple[int, str]] = []
@@ -335,8 +328,6 @@ class Job:
         agent.job, agent.place = self, node
         if self.saves_copies and isinstance(agent, agents.StayingAgent):
             agent.run_of_copies = agents.NO_PATH
-        if node.number == 0 and isinstance(agent, agents.StayingAgent):
-            agent.swaps = None if self.slow is None else Swaps(self.newest_save)
         return agent
 
     def _hooks(self, rendezvous: Any, context: JobContext, time: Any) -> RoundHooks:
@@ -402,18 +393,6 @@ class Job:
         hurting = {"power", "dies", "freezes", "cut", "lifeline"}
         was_hurt = any(fault.node == 0 and fault.kind in hurting for fault in self.faults)
         return bool(self.orphans) and was_hurt
-
-    def newest_save(self) -> int | None:
-        """The step of the newest checkpoint."""
-        return self.program.saved or None
-
-    def slow_node(self, members: tuple[int, ...]) -> SlowNode | None:
-        """Who is slow, as the watch for slow ranks would say."""
-        if self.slow not in members or self.simulation.now_s < self.slow_from_s:
-            return None
-        lost_s = self.simulation.now_s - self.slow_from_s
-        name = self.nodes[self.slow].name
-        return SlowNode(members.index(self.slow), name, lost_s, self.restart_s, f"{name} is slow")
 
     def name_bad(self, name: str) -> None:
         """Guards name a node."""

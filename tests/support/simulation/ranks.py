@@ -191,7 +191,6 @@ class Attempt:
         program = self._job.program
         if self.step % program.every == 0:
             program.saved = max(program.saved, self.step)
-            self._job.saves_at_s.append(self._job.simulation.now_s)
         if self.is_stopping:
             self._leave(program.save_s)
         elif self.step >= program.steps:
