@@ -72,13 +72,6 @@ class EngineInputs:
     base: BaseWeights | None = None
 
 
-class Auditing(Protocol):
-    """What may look at a step's microbatches before their passes (`gradient_audit`)."""
-
-    def look(self, microbatches: Sequence[Microbatch], loss: Loss) -> None:
-        """Collective; gradients, random numbers and buffers are as before afterwards."""
-
-
 class UpdateGuard(Protocol):
     """What may stand between a step's gradients and its update (`step_guard.StepGuard`)."""
 
@@ -108,7 +101,6 @@ class Engine(abc.ABC):
         seed: Of the run; for engines that draw random numbers by the step.
         base: Of a model with adapters: the weights that no checkpoint holds.
         guard: Stands between gradients and update; None where no guard is on.
-        audit: Looks at a step's microbatches first; None where gradients are not audited.
         on_step: Called as `step` begins, ahead of all that ranks say to each other in it.
         left_out: The last step's update was left out: fp16 had overflowed, or a guard said so.
         decides_alone: It leaves out by itself what is not finite, and nothing else.
@@ -116,7 +108,6 @@ class Engine(abc.ABC):
 
     loss_scale: LossScale | None = None
     guard: UpdateGuard | None = None
-    audit: Auditing | None = None
     on_step: Callable[[], None] | None = None
     left_out = False
     decides_alone = False
@@ -176,8 +167,6 @@ class Engine(abc.ABC):
         Returns:
             The step's loss, over all ranks; the same number on every rank.
         """
-        if self.audit is not None:
-            self.audit.look(microbatches, loss)
         if self.guard is not None:
             return self.guard.forward_backward(microbatches, loss)
         return self.accumulate(microbatches, loss)

@@ -30,7 +30,6 @@ class Guarded:
         rewinds: How often training was to go back.
         newest_rewind: The last time.
         differing: Whose copies of the weights were last found to differ.
-        disputed: Whose gradients an audit last found to differ.
     """
 
     not_finite: int = 0
@@ -40,7 +39,6 @@ class Guarded:
     rewinds: int = 0
     newest_rewind: facts.TrainingRewound | None = None
     differing: facts.ReplicasDiffer | None = None
-    disputed: facts.AuditFailed | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,6 @@ def _guarded(history: RunHistory) -> Guarded:
         rewinds=len(rewinds),
         newest_rewind=rewinds[-1].fact if rewinds else None,
         differing=history.differing,
-        disputed=history.disputed,
     )
 
 

@@ -58,7 +58,6 @@ class RunHistory:
             the run was last told to do without it.
         spikes: How many steps jumped, in all attempts.
         differing: Whose copies of the weights were last found to differ; None for nobody's.
-        disputed: Whose gradients an audit last found to differ; None for nobody's.
         saves: Saves of all attempts that were due, in order.
         interval: How often the newest attempt saves; None where it has not said so.
         restores: How many times an attempt has restored.
@@ -103,7 +102,6 @@ class RunHistory:
     suspicions: list[tuple[str, str]] = field(default_factory=list)
     spikes: int = 0
     differing: facts.ReplicasDiffer | None = None
-    disputed: facts.AuditFailed | None = None
     saves: list[SaveRecord] = field(default_factory=list)
     interval: facts.IntervalSet | None = None
     restores: int = 0
@@ -576,12 +574,6 @@ def _differ(run: RunHistory, _: _Attempt, __: float, fact: facts.ReplicasDiffer)
         run.suspicions += [(node, "weights unlike those of the others") for node in fact.nodes]
 
 
-def _audited(run: RunHistory, _: _Attempt, __: float, fact: facts.AuditFailed) -> None:
-    run.disputed = fact
-    if fact.certain:
-        run.suspicions += [(node, "a wrong gradient") for node in fact.nodes]
-
-
 def _spiked(run: RunHistory, _: _Attempt, __: float, ___: facts.StepSpiked) -> None:
     run.spikes += 1
 
@@ -652,7 +644,6 @@ _OF_RUN: dict[type[LedgerFact], Callable[[RunHistory, _Attempt, float, Any], Non
     facts.StepsDone: _run_steps,
     facts.StepNotFinite: _not_finite,
     facts.StepSpiked: _spiked,
-    facts.AuditFailed: _audited,
     facts.BatchSkipped: _hole,
     facts.ReplicasDiffer: _differ,
     facts.TrainingRewound: _rewound,

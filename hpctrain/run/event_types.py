@@ -449,16 +449,6 @@ class ReplicasDiffer(LedgerFact):
     compared: int | None = maybe(check.count, "ranks that should hold the same")
 
 
-@event("audit_failed", by="rank 0")
-class AuditFailed(LedgerFact):
-    """Ranks have computed different gradients of the same samples (`guard.audit`)."""
-
-    step: int | None = maybe(check.count, "the step")
-    ranks: tuple[int, ...] = maybe(check.counts, "who is wrong")
-    nodes: tuple[str, ...] = maybe(check.texts, "theirs")
-    certain: bool = maybe(check.flag, "a third rank says so; else nobody knows who of them it is")
-
-
 @event("done", by="rank 0; the batch side for a program that does not call `hpctrain.init()`")
 class TrainingDone(LedgerFact):
     """Training has come to its end."""

@@ -18,7 +18,6 @@ from hpctrain.errors import CheckpointError, GuardStopped, ReplicasDiverged, Usa
 from hpctrain.guards.nonfinite import BadStep, Ruling
 from hpctrain.guards.own_steps import OwnSteps, RankNumbers
 from hpctrain.run.event_types import (
-    AuditFailed,
     BatchSkipped,
     ReplicasDiffer,
     StepNotFinite,
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.tensors.save import SavePlace
     from hpctrain.engines.engine import Engine
-    from hpctrain.guards.audits import AuditVerdict
     from hpctrain.guards.replicas import Divergence
     from hpctrain.guards.spikes import Spike
     from hpctrain.run.event_kind import LedgerFact
@@ -101,39 +99,6 @@ class Guarding:
 
             engine.guard = StepGuard(engine, self._settings, self)
             self._program.tracked[STATE] = engine.guard
-        if self._settings.audit:
-            self._audit(engine)
-
-    def _audit(self, engine: Engine) -> None:
-        from hpctrain.engines.exact.copies import ExactCopies
-        from hpctrain.engines.gradient_audit import GradientAudit
-
-        if not isinstance(engine, ExactCopies):
-            raise UsageError(
-                f"guard.audit needs engine.kind ddp with engine.exact, and this is {engine.kind}: "
-                "other engines do not give the same bits on every rank; set guard.audit = 0"
-            )
-        engine.audit = GradientAudit(engine, self._settings.audit, self._audited)
-        self._nodes = gather(engine.world, os.environ.get(HPCTRAIN_NODE) or os.uname().nodename)
-
-    def _audited(self, step: int, verdicts: Sequence[AuditVerdict]) -> None:
-        """Gradients of the same samples differ. On every rank.
-
-        Raises:
-            GuardStopped: on every rank.
-        """
-        said = []
-        for each in verdicts:
-            nodes = tuple(dict.fromkeys(self._nodes[rank] for rank in each.suspects))
-            certain = each.is_certain
-            self._tell(AuditFailed(step=step, ranks=each.suspects, nodes=nodes, certain=certain))
-            who = f"{fold_ranks(each.suspects)} on {', '.join(nodes)}"
-            what = "computed a wrong gradient" if certain else "computed different gradients"
-            said.append(f"{who} {what}")
-            log.warning("guard.audit: step %d: %s", step, said[-1])
-        if self._settings.disputed == "stop":
-            self._stop("failed")
-            raise GuardStopped(f"guard.audit: step {step}: {'; '.join(said)}")
 
     def prepare(self) -> None:
         """Before a checkpoint is restored: what is remembered of a loop without an engine."""

@@ -14,7 +14,6 @@ import torch
 import xxhash
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.engines.digests import bytes_of, sum_of
 from hpctrain.engines.norm import local
 from hpctrain.guards import replicas
 from hpctrain.runtime.telemetry import Gathering
@@ -152,3 +151,16 @@ def groups_of(program: Program, world: World) -> list[list[int]]:
         place = engine.mesh.place(rank)
         by_part.setdefault((place["pp"], place["dp_shard"], place["tp"]), []).append(rank)
     return list(by_part.values())
+
+
+def bytes_of(part: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in host memory; not copied where it is contiguous."""
+    flat = part.contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def sum_of(part: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's bits as integers, on its device: one flipped bit changes it."""
+    flat = part.contiguous().reshape(-1)
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    return flat.view(whole).sum(dtype=torch.int64)

@@ -104,13 +104,6 @@ def check_engine(settings: Settings, origins: Mapping[str, str]) -> list[str]:
     bounds(engine, origins)
     if engine.exact:
         _check_exact(engine, where)
-    if settings.guard.audit and not (engine.exact and engine.kind == "ddp"):
-        audit = f"{origins.get('guard.audit', 'default')}: guard.audit is {settings.guard.audit}"
-        raise UsageError(
-            f"{audit}, which needs the same bits for the same samples on every rank: set "
-            f"engine.kind = ddp with engine.exact = true; they are {engine.kind} and "
-            f"{'true' if engine.exact else 'false'}"
-        )
     _check_precision(settings, where)
     _check_offload(engine, where)
     if engine.offload == "nvme":

@@ -22,6 +22,8 @@ CHANGES = ("new-parameters", "dropped-parameters", "optimizer-changed")
 """Changes of a program that `resume.allow` lets pass; `runtime.fitting` decides what each means."""
 
 REMOVED = {
+    "guard.audit": "gradients are computed once; guard.replicas compares weights",
+    "guard.disputed": "gradients are computed once; guard.diverged says what follows where weights differ",
     "alive.grow": "no node is added to a job that runs; a requeue brings back all nodes",
 }
 """Keys that were settings, and what holds now; a spec.json may still have them."""
@@ -603,16 +605,6 @@ class GuardSettings(Table):
         "copies that differ: rewind starts the ranks again from the newest checkpoint from before, "
         "stop ends the run, tell only says so",
         choices=("rewind", "stop", "tell"),
-    )
-    audit: int = setting(
-        0,
-        "every so many steps a rank computes its right neighbour's microbatch too, and the gradients "
-        "are compared; needs engine.kind ddp with engine.exact; 0: never",
-    )
-    disputed: str = setting(
-        "stop",
-        "an audit in which gradients differ: stop ends the run, tell only says so",
-        choices=("stop", "tell"),
     )
     convict: int = setting(
         2,

@@ -309,14 +309,6 @@ def _replicas_differ(fact: kinds.ReplicasDiffer) -> str:
     return f"step {_step(fact.step)}: {what}{clean}"
 
 
-def _audit_failed(fact: kinds.AuditFailed) -> str:
-    who = f"{fold_ranks(fact.ranks)}{_if(fact.nodes, f' on {_names(fact.nodes)}')}"
-    what = "computed different gradients, and nobody knows who is wrong"
-    if fact.certain:
-        what = "computed a wrong gradient, a third rank says so"
-    return f"step {_step(fact.step)}: {who} {what}"
-
-
 def _failure(fact: kinds.RankFailed) -> str:
     who = f"rank {fact.rank}" if fact.rank is not None else "something"
     return f"{who} failed{_if(fact.node, f' on {fact.node}')}{_because(fact.summary)}"
@@ -430,7 +422,6 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "spike": _spiked,
     "batch_skipped": _batch_skipped,
     "replicas_differ": _replicas_differ,
-    "audit_failed": _audit_failed,
     "rewound": _rewound,
     "stopped": lambda fact: f"left at step {_step(fact.step)}",
     "done": lambda fact: "done" if fact.step is None else f"done at step {_step(fact.step)}",

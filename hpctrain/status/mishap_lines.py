@@ -30,7 +30,6 @@ def mishap_lines(seen: Mishaps) -> list[tuple[str, str]]:
         ("buddies", _buddies(seen.members) if seen.memory and seen.memory.steps else ""),
         ("guards", _guards(seen.guarded)),
         ("copies", "" if seen.guarded.differing is None else _differing(seen.guarded.differing)),
-        ("gradients", "" if seen.guarded.disputed is None else _disputed(seen.guarded.disputed)),
     ]
     return [(label, words) for label, words in rows if words]
 
@@ -57,7 +56,7 @@ def _guards(seen: Guarded) -> str:
     return words
 
 
-def _who(fact: facts.ReplicasDiffer | facts.AuditFailed) -> str:
+def _who(fact: facts.ReplicasDiffer) -> str:
     nodes = f" on {fold_nodes(list(fact.nodes))}" if fact.nodes else ""
     return f"{fold_ranks(fact.ranks) if fact.ranks else 'some ranks'}{nodes}"
 
@@ -68,13 +67,6 @@ def _differing(fact: facts.ReplicasDiffer) -> str:
         what = "had different weights, and nobody knows whose were right"
     right = "not known when they were right" if fact.clean is None else f"right at {fact.clean:,}"
     return f"{_who(fact)} {what} at step {_step(fact.step)} ({right})"
-
-
-def _disputed(fact: facts.AuditFailed) -> str:
-    what = "computed a wrong gradient, a third rank says so,"
-    if not fact.certain:
-        what = "computed different gradients, and nobody knows who is wrong,"
-    return f"{_who(fact)} {what} at step {_step(fact.step)}"
 
 
 def _members(seen: JobMembers) -> str:

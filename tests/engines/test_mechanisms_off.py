@@ -29,7 +29,6 @@ ON = {
     "guard.nonfinite": "skip",
     "guard.spike": "skip",
     "guard.replicas": 2,
-    "guard.audit": 3,
     "checkpoint.overlap_copy": True,
 }
 OFF = {
@@ -40,7 +39,6 @@ OFF = {
     "guard.nonfinite": "off",
     "guard.spike": "off",
     "guard.replicas": 0,
-    "guard.audit": 0,
     "checkpoint.overlap_copy": False,
 }
 MISHAPS = (
@@ -51,7 +49,6 @@ MISHAPS = (
     "nonfinite",
     "spike",
     "replicas_differ",
-    "audit_failed",
 )
 
 

@@ -22,10 +22,9 @@ from tests.support.ledger_runs import all_fields
 CONTEXT = JobContext("7", 1, 0, ["n1", "n2"], "n1", 20000, "")
 
 
-def name(story, node="n2", kind="audit_failed", **more):
+def name(story, node="n2", kind="replicas_differ", **more):
     """A guard says that a rank of this node is the one that is wrong."""
     told = {
-        "audit_failed": {"nodes": [node], "certain": True},
         "replicas_differ": {"nodes": [node], "certain": True},
         "nonfinite": {"node": node, "transient": True},
     }[kind]
@@ -37,15 +36,15 @@ def kept_out(story, context=CONTEXT, **settings):
     return list(Convictions(story.run, replaced(Settings(), settings), context).keep_out(history))
 
 
-@pytest.mark.parametrize("kind", ["audit_failed", "replicas_differ", "nonfinite"])
+@pytest.mark.parametrize("kind", ["replicas_differ", "nonfinite"])
 def test_a_node_is_left_out_the_second_time(story, kind):
-    name(story.started(1), kind="audit_failed")
+    name(story.started(1))
     assert kept_out(story) == []
     assert not bad_nodes_path(story.run).exists()
     name(story, kind=kind)
     assert kept_out(story) == ["n2"]
     (bad,) = read_bad(bad_nodes_path(story.run)).values()
-    assert bad.reason.startswith("guards named it 2 times: a wrong gradient")
+    assert bad.reason.startswith("guards named it 2 times: weights unlike those of the others")
     before = bad_nodes_path(story.run).read_text()
     assert kept_out(story) == ["n2"]  # no start has left it out so far
     assert bad_nodes_path(story.run).read_text() == before
@@ -56,7 +55,6 @@ def test_a_node_is_left_out_the_second_time(story, kind):
 @pytest.mark.parametrize(
     "doubt",
     [
-        {"kind": "audit_failed", "certain": False},
         {"kind": "replicas_differ", "certain": False},
         {"kind": "nonfinite", "transient": False},
         {"kind": "nonfinite", "node": ""},
@@ -149,7 +147,7 @@ def test_the_ranks_start_again_here_where_others_can_go_on_without_it(story, oth
 
     assert end.after_crash(1, FAILURE) is others_can
 
-    assert asked == [{"n2": "guards named it 2 times: a wrong gradient"}]
+    assert asked == [{"n2": "guards named it 2 times: weights unlike those of the others"}]
     assert list(read_bad(bad_nodes_path(story.run))) == ["n2"]
     ends = [(e.fact.reason, e.fact.next) for e in ledger.read(story.run) if e.kind == AN_END]
     assert ends == ([("crashed", "restart")] if others_can else [])

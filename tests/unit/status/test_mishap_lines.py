@@ -106,27 +106,6 @@ def test_nothing_is_shown_where_nothing_happened():
                 ),
             ),
         ),
-        (
-            Mishaps(
-                Guarded(
-                    disputed=facts.AuditFailed(step=80, ranks=(3,), nodes=("n2",), certain=True)
-                )
-            ),
-            (
-                "gradients",
-                "rank 3 on n2 computed a wrong gradient, a third rank says so, at step 80",
-            ),
-        ),
-        (
-            Mishaps(Guarded(disputed=facts.AuditFailed(step=80, ranks=(0, 1)))),
-            (
-                "gradients",
-                (
-                    "ranks 0-1 computed different gradients, and nobody knows who is wrong, "
-                    "at step 80"
-                ),
-            ),
-        ),
     ],
 )
 def test_each_has_its_row(seen, row):
