@@ -426,12 +426,12 @@ KNOWLEDGE: dict[FaultKind, Knowledge] = {
         ("nothing",),
     ),
     FaultKind.RUNNING: Knowledge(
-        "HT837",
+        "HT836",
         "it runs, and nothing is known to be wrong",
         ("`hpctrain stacks RUN` shows where each rank is",),
     ),
     FaultKind.UNKNOWN: Knowledge(
-        "HT838",
+        "HT837",
         "nothing in what was read says why",
         (
             "give the logs of all ranks and nodes, stderr too (`hpctrain doctor --log FOLDER`)",

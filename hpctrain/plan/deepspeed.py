@@ -57,7 +57,7 @@ REFUSED: dict[str, str] = {
 
 NO_EFFECT: dict[str, str] = {
     "activation_checkpointing": "set engine.activation_checkpointing",
-    "aio": "hpctrain reads and writes the files of engine.offload nvme itself",
+    "aio": "hpctrain keeps no state in files",
     "autotuning": "it belongs to DeepSpeed's own launcher",
     "checkpoint": "hpctrain writes the checkpoints: see [checkpoint]",
     "dataloader_drop_last": "hpctrain cuts the samples",
@@ -89,9 +89,6 @@ NEVER = 1_000_000_000
 SPREADS_PARAMETERS = 3
 """The stage at which each rank holds but a part of the weights."""
 
-SUB_GROUP_ELEMENTS = 100_000_000
-"""Elements that come from a disk at a time: a rank has four such rows of fp32 in host memory, 1.6
-GB. DeepSpeed's own 1e9 takes 16 GB of each rank."""
 
 _SHOWN = 60
 BATCH, MICRO, PASSES = (
@@ -245,8 +242,6 @@ def _offload_section(engine: EngineSettings, stage: int) -> dict[str, Any]:
     blocks: dict[str, Any] = {"offload_optimizer": {"device": engine.offload, "pin_memory": True}}
     if stage == SPREADS_PARAMETERS:
         blocks["offload_param"] = {"device": "cpu", "pin_memory": True}
-    if engine.offload == "nvme":
-        blocks["sub_group_size"] = SUB_GROUP_ELEMENTS
     return blocks
 
 
@@ -399,18 +394,6 @@ def _check_offload(zero: Mapping[str, Any], engine: EngineSettings, where: str) 
                 f"{where}: {ZERO}.{name}.device is {shown(device)}, and engine.offload is "
                 f'"{engine.offload}" with engine.kind "{engine.kind}"; make them agree'
             )
-        path = block.get("nvme_path", AUTO)
-        if path not in (AUTO, engine.nvme_path):
-            raise UsageError(
-                f"{where}: {ZERO}.{name}.nvme_path is {shown(path)}, and engine.nvme_path is "
-                f'"{engine.nvme_path}"; make them agree, or write "auto" in the file'
-            )
-        for key in ("pipeline_read", "pipeline_write"):
-            if engine.offload == "nvme" and block.get(key, AUTO) not in (AUTO, False):
-                raise UsageError(
-                    f"{where}: hpctrain does not take {ZERO}.{name}.{key} with engine.offload "
-                    '"nvme": state that is on its way could not be saved; take the key out'
-                )
 
 
 def _adds_up(user: Mapping[str, Any], engine: EngineSettings, where: str) -> None:

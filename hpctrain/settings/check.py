@@ -106,8 +106,6 @@ def check_engine(settings: Settings, origins: Mapping[str, str]) -> list[str]:
         _check_exact(engine, where)
     _check_precision(settings, where)
     _check_offload(engine, where)
-    if engine.offload == "nvme":
-        _check_nvme(settings, where)
     _check_compile(engine, where)
     _check_hardware(settings, where)
     _check_schedule(engine, where)
@@ -128,8 +126,6 @@ def _unused(engine: EngineSettings, key: _Keys) -> list[str]:
             f"engine.kind is {engine.kind}{key.origin('kind')}: leave it out, or choose "
             "--engine zero1"
         )
-    if engine.nvme_path and engine.offload != "nvme":
-        notes.append(f"engine.nvme_path has no effect with engine.offload {engine.offload}")
     return notes
 
 
@@ -233,31 +229,6 @@ def _check_offload(engine: EngineSettings, key: _Keys) -> None:
         raise UsageError(
             f"{where}, which fsdp2 and zero1 to zero3 can do; engine.kind is {engine.kind}"
             f"{key.origin('kind')}"
-        )
-
-
-def _check_nvme(settings: Settings, key: _Keys) -> None:
-    """At stages 1 and 2 DeepSpeed takes host memory instead, without a word."""
-    engine = settings.engine
-    if engine.kind != "zero3":
-        raise UsageError(
-            f"{key.of('offload')} is nvme, which zero3 alone can do; engine.kind is {engine.kind}"
-            f"{key.origin('kind')}: choose --engine zero3, or engine.offload cpu"
-        )
-    if not engine.nvme_path:
-        raise UsageError(
-            f"{key.of('offload')} is nvme, and engine.nvme_path is empty: set it to a folder on "
-            "each node's own disk"
-        )
-    if engine.nvme_path[0] not in "/$":
-        raise UsageError(
-            f"{key.of('nvme_path')} is {engine.nvme_path}, which is no absolute path: the nodes "
-            "would look for it where the job happens to start"
-        )
-    if settings.checkpoint.mode != "sync":
-        raise UsageError(
-            f"{key.of('offload')} is nvme, and checkpoint.mode is {settings.checkpoint.mode}, "
-            "which copies that state into host memory: set checkpoint.mode sync"
         )
 
 

@@ -22,6 +22,7 @@ CHANGES = ("new-parameters", "dropped-parameters", "optimizer-changed")
 """Changes of a program that `resume.allow` lets pass; `runtime.fitting` decides what each means."""
 
 REMOVED = {
+    "engine.nvme_path": "no state goes to a disk of the node; engine.offload takes no or cpu",
     "guard.audit": "gradients are computed once; guard.replicas compares weights",
     "guard.disputed": "gradients are computed once; guard.diverged says what follows where weights differ",
     "alive.grow": "no node is added to a job that runs; a requeue brings back all nodes",
@@ -555,12 +556,8 @@ class EngineSettings(Table):
     )
     offload: str = setting(
         "no",
-        "where optimizer state and masters lie: no is the device; cpu for fsdp2 and zero1 to zero3; "
-        "nvme for zero3, on a disk of the node",
-        choices=("no", "cpu", "nvme"),
-    )
-    nvme_path: str = setting(
-        "", "offload nvme: a folder on each node's own disk, $VARIABLES as they are there"
+        "where optimizer state and masters lie: no is the device; cpu for fsdp2 and zero1 to zero3",
+        choices=("no", "cpu"),
     )
     ds_config: str = setting(
         "", "zero0 to zero3: a ds_config.json of your own, read at submit; [engine] fills the rest"

@@ -48,14 +48,6 @@ def allow_fp16() -> None:
     type(get_accelerator()).is_fp16_supported = lambda _: True
 
 
-def small_files() -> None:
-    """Have DeepSpeed keep rows from 256 bytes on in files, not from 1 MiB. In a rank."""
-    from deepspeed.runtime.swap_tensor import aio_config, optimizer_utils
-
-    optimizer_utils.MIN_AIO_BYTES = 256
-    aio_config.AIO_DEFAULT_DICT["block_size"] = 256
-
-
 def net() -> Any:
     """Sizes that no number of ranks divides, tied weights, a part not trained, buffers."""
     import torch
@@ -98,11 +90,10 @@ def net() -> Any:
     return Net()
 
 
-def build(kind: str, *, frozen: float = 1.0, disk: Path | None = None, **settings: Any) -> Any:
+def build(kind: str, *, frozen: float = 1.0, **settings: Any) -> Any:
     """The awkward model under an engine, with two groups in its optimizer. Collective.
 
-    What is not trained is scaled by `frozen`, so that a load that leaves it out shows. With offload
-    "nvme" the longer rows lie in files below `disk`, the others in memory.
+    What is not trained is scaled by `frozen`, so that a load that leaves it out shows.
     """
     import torch
 
@@ -110,9 +101,6 @@ def build(kind: str, *, frozen: float = 1.0, disk: Path | None = None, **setting
     from hpctrain.settings.schema import EngineSettings
     from hpctrain.world import World, join_world
 
-    if settings.get("offload") == "nvme":
-        small_files()
-        settings["nvme_path"] = f"{disk}/disk"
     model = net()
     model.frozen.weight.data.mul_(frozen)
     trained = [(n, p) for n, p in model.named_parameters() if n != "frozen.weight"]

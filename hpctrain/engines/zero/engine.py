@@ -105,8 +105,6 @@ class Zero(Engine):
         self._state_names = inputs.state_names
         config = _config(settings, self._stage, self.precision, self.data_ranks)
         deepspeed = _import_deepspeed()
-        if settings.offload == "nvme":
-            _take_disk(config, optimizer, inputs, self.data_ranks)
         if self.precision is torch.float16 and not deepspeed.get_accelerator().is_fp16_supported():
             raise UsageError(
                 f"engine.precision fp16: DeepSpeed does not run it on this {world.device.type}; "
@@ -150,7 +148,6 @@ class Zero(Engine):
         """See `Engine`. DeepSpeed also leaves an fp32 update out where gradients are no numbers."""
         if self._stage == 0:
             return self._step_of_copies()
-        self._zero_state.complete_gradients()
         self.model.step()  # type: ignore[operator]
         norm = float(self.model.get_global_grad_norm())  # type: ignore[operator]
         self._zero_state.forget_gradients()
@@ -229,35 +226,6 @@ def _config(
     if stage == 0:
         config["gradient_clipping"] = 0.0  # done in `_step_of_copies`, which has the norm
     return config
-
-
-def _take_disk(
-    config: dict[str, Any], optimizer: Optimizer, inputs: EngineInputs, data_ranks: int
-) -> None:
-    """A folder for this rank's state on the node's disk, written into DeepSpeed's configuration.
-
-    Raises:
-        UsageError: the engine, the machine or the disk cannot do it.
-    """
-    settings = inputs.settings
-    if settings.kind != "zero3" or not settings.nvme_path:
-        raise UsageError(
-            f"engine.offload nvme needs engine.kind zero3 and engine.nvme_path; they are "
-            f'{settings.kind} and "{settings.nvme_path}"'
-        )
-    from hpctrain.engines.zero.nvme import Operator, require_room, take_folder
-
-    folder = take_folder(settings.nvme_path)
-    away = config["zero_optimization"]["offload_optimizer"]
-    away["nvme_path"] = str(folder)
-    # A master, its gradient and its moments are in memory at once; Adam has 2, with amsgrad 3.
-    kinds = 4 + any(group.get("amsgrad", False) for group in optimizer.param_groups)
-    away["buffer_count"] = max(kinds, away.get("buffer_count", 0))
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    elements = sum(math.ceil(p.numel() / data_ranks) for p in trained)
-    require_room(folder, elements, inputs.world.ranks_per_node)
-    swapper = importlib.import_module("deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper")
-    swapper.AsyncIOBuilder = Operator  # type: ignore[attr-defined]
 
 
 def _import_deepspeed() -> ModuleType:

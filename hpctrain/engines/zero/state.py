@@ -2,14 +2,13 @@
 
 Nothing is gathered or copied to save. DeepSpeed keeps its fp32 masters and moments in flat tensors,
 in which parameters lie one after the other; a rank has a range of each such row (stages 1 and 2) or
-of each parameter (stage 3). Rows that lie in files are mapped (`nvme.Disk`). Weights that are not
+of each parameter (stage 3). Weights that are not
 trained have no master there; where the model works in 16 bits each rank keeps its range of them as
 they were, in host memory. tests/engines/test_zero.py holds the promises.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,6 @@ from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from contextlib import AbstractContextManager
 
     from torch import nn
     from torch.optim import Optimizer
@@ -187,11 +185,6 @@ class ZeroState:
         # As torch does it: weights are told under all their names, moments under the first one.
         self._first_names = _first_names(named)
         self._zero, self._stage = zero, stage
-        self._disk = None
-        if getattr(zero, "swap_optimizer", False):
-            from hpctrain.engines.zero.nvme import Disk
-
-            self._disk = Disk(zero)
         self._fragments = fragments_of(named.values(), optimizer, zero, stage)
         flat_buffers = {id(f.buffer.tensor): f.buffer for f in self._fragments.values()}
         self._flat_buffers = list(flat_buffers.values())
@@ -206,12 +199,8 @@ class ZeroState:
     @torch.no_grad()
     def _begin_with(self, before: Mapping[int, Before]) -> None:
         """DeepSpeed rounds weights to 16 bits before it makes masters of them; undo that."""
-        rows = {
-            id(buffer.tensor): self._lying(buffer.tensor, buffer) for buffer in self._flat_buffers
-        }
         for key, fragment in self._fragments.items():
-            row = rows[id(fragment.buffer.tensor)]
-            master = row.narrow(0, fragment.offset, fragment.count)
+            master = fragment.buffer.tensor.narrow(0, fragment.offset, fragment.count)
             if fragment.count:
                 master.copy_(before[key](fragment.first, fragment.count))
         self.push()
@@ -229,16 +218,13 @@ class ZeroState:
         names = {MODEL + name for name in state_names}
         if with_optimizer:
             self.make_state()
-        rows = {
-            id(buffer.tensor): self._row(buffer, with_optimizer=with_optimizer)
-            for buffer in self._flat_buffers
-        }
         for name, parameter in self._named.items():
             fragment = self._fragments.get(id(parameter))
             if fragment is None:
                 shared.update(self._untrained(MODEL + name, parameter))
                 continue
-            masters, values = rows[id(fragment.buffer.tensor)]
+            masters = fragment.buffer.tensor
+            values = dict(self._values(fragment.buffer)) if with_optimizer else {}
             if fragment.count or fragment.whole:
                 shared[MODEL + name] = fragment.view(masters)
             for key, value in values.items() if name in self._first_names else ():
@@ -266,29 +252,6 @@ class ZeroState:
         part = parameter.ds_tensor.data.narrow(0, 0, count)
         return {name: Flat(part, first, tuple(parameter.ds_shape))} if count else {}
 
-    def _row(
-        self, buffer: FlatBuffer, *, with_optimizer: bool
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """A buffer's masters and the optimizer's state of them, where they can be read now."""
-        values = dict(self._values(buffer)) if with_optimizer else {}
-        lying = {
-            key: self._lying(value, buffer) if _is_moment(value, buffer.tensor) else value
-            for key, value in values.items()
-        }
-        return self._lying(buffer.tensor, buffer), lying
-
-    def _lying(self, value: torch.Tensor, buffer: FlatBuffer) -> torch.Tensor:
-        """Masters or a moment where they can be read and written."""
-        if self._disk is None or not self._disk.holds(buffer.tensor):
-            return value
-        return self._disk.mapped(buffer.tensor, value)
-
-    def _here(self, row: torch.Tensor, *, changes: bool) -> AbstractContextManager[None]:
-        """Around work that DeepSpeed or the optimizer does on masters and moments."""
-        if self._disk is None or not self._disk.holds(row):
-            return contextlib.nullcontext()
-        return self._disk.here(row, changes=changes)
-
     def _values(self, buffer: FlatBuffer) -> Iterator[tuple[str, Any]]:
         for key, value in self._optimizer.state.get(buffer.tensor, {}).items():
             if value is not None:
@@ -310,13 +273,9 @@ class ZeroState:
                 still = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
                 alone = {**groups[buffer.group], "params": [buffer.tensor], "lr": still}
                 optimizer.param_groups = [alone]
-                with self._here(buffer.tensor, changes=True):
-                    gradient, buffer.tensor.grad = (
-                        buffer.tensor.grad,
-                        torch.zeros_like(buffer.tensor),
-                    )
-                    optimizer.step()
-                    buffer.tensor.grad = gradient
+                gradient, buffer.tensor.grad = buffer.tensor.grad, torch.zeros_like(buffer.tensor)
+                optimizer.step()
+                buffer.tensor.grad = gradient
                 _set(optimizer.state[buffer.tensor], "step", 0.0)
         finally:
             optimizer.param_groups = groups
@@ -364,11 +323,6 @@ class ZeroState:
 
     # ---- gradients
 
-    def complete_gradients(self) -> None:
-        """Before a step: what got no gradient gets zeros, where DeepSpeed would take leftovers."""
-        if self._disk is not None:
-            self._disk.fill_gradients()
-
     def forget_gradients(self) -> None:
         """After a step: DeepSpeed overwrites gradients parameter by parameter, where it keeps them.
 
@@ -379,8 +333,6 @@ class ZeroState:
                 buffer.tensor.grad.zero_()
         if self._stage == SPREADS_PARAMETERS:
             self._zero.grad_partitions_flat_buffer.zero_()
-        if self._disk is not None:
-            self._disk.forget_gradients()
 
     # ---- working copies
 
@@ -403,9 +355,8 @@ class ZeroState:
         for frozen in self._frozen.values():
             part: Any = frozen.parameter
             part.ds_tensor.data.narrow(0, 0, frozen.local.numel()).copy_(frozen.local)
-        for number, row in enumerate(zero.fp32_partitioned_groups_flat):
-            with self._here(row, changes=False):
-                zero._reassign_or_swap_out_partitioned_parameters(number)  # noqa: SLF001
+        for number in range(len(zero.fp32_partitioned_groups_flat)):
+            zero._reassign_or_swap_out_partitioned_parameters(number)  # noqa: SLF001
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
         zero.invalidate_secondary_tensor()

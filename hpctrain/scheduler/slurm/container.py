@@ -229,7 +229,6 @@ def _needed(spec: Spec, run: RunDir) -> Iterable[str]:
         else "",
         "train.data": settings.train.data if entry.kind == "recipe" else "",
         "engine.pretrained": settings.engine.pretrained,
-        "engine.nvme_path": settings.engine.nvme_path,
     }
     for what, path in named.items():
         if path in _OF_THE_IMAGE:

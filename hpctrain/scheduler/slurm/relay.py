@@ -32,7 +32,7 @@ from hpctrain.run.ownership import start_secret
 from hpctrain.scheduler.slurm.control import SlurmControl
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.scheduler.base import JobControl
 

@@ -26,7 +26,7 @@ def _other(node, port, secret, line):
     place = LifelinePlace(node, 3, "127.0.0.1", port, LEASE_S)
     with Lifeline(place, secret) as lifeline:
         line.send(lifeline.pid)
-        lifeline.say({"ready": True, "name": f"n{node}", "switch": f"s{node}"})
+        lifeline.say({"ready": True, "switch": f"s{node}"})
         while True:
             for said in lifeline.news(0.1):
                 line.send(said)
@@ -155,18 +155,3 @@ def test_an_agent_hears_that_its_own_process_has_ended(nodes):
     os.kill(nodes.first.pid, signal.SIGKILL)
 
     assert "has ended" in nodes.hear("dropped")["dropped"], "it says nothing of the first node"
-
-
-def test_an_added_node_says_its_name_and_is_waited_for_at_the_end_once_it_came(both):
-    nodes = both
-    nodes.first.say({"await": [5], "absent": [5]})
-    nodes.begin(5)
-    assert nodes.hear("ready") == {"ready": 5, "name": "n5", "switch": "s5"}
-    nodes.first.end("done", 20)
-    for node in (1, 2, 5):
-        assert nodes.hears(node, "over") == {"over": "done"}
-
-
-def test_nobody_waits_at_the_end_for_a_node_that_has_not_come(both):
-    both.first.say({"await": [5], "absent": [5]})
-    both.first.end("done", FOR_EVER_S)

@@ -25,17 +25,16 @@ from hpctrain.plan.deepspeed import (
     read_user_config,
     resolve_ds_config,
 )
-from hpctrain.settings.check import check_engine
 from hpctrain.settings.deepspeed_keys import REMOVED_KEYS, SECTIONS, TOP_KEYS, ZERO
-from hpctrain.settings.schema import EngineSettings, Settings, TrainSettings, replaced
+from hpctrain.settings.schema import EngineSettings, Settings, TrainSettings
 from hpctrain.submit.checks import take_ds_config
 
 CASES = [
     {"kind": f"zero{stage}", "offload": offload, "precision": precision, "selective": selective}
     for stage, precision, offload, selective in itertools.product(
-        range(4), ("fp32", "bf16", "fp16"), ("no", "cpu", "nvme"), (False, True)
+        range(4), ("fp32", "bf16", "fp16"), ("no", "cpu"), (False, True)
     )
-    if offload == "no" or stage > (2 if offload == "nvme" else 0)
+    if offload == "no" or stage > 0
 ]
 
 
@@ -94,7 +93,7 @@ def test_deepspeed_understands_every_generated_config_as_it_is_meant(deepspeed):
             "clip": 0.0,
             "optimizer on": device,
             "parameters on": "cpu" if stage == 3 and device != "none" else "none",
-            "at a time": 100_000_000 if device == "nvme" else 1_000_000_000,
+            "at a time": 1_000_000_000,
             "gradients added in": "fp32" if stage > 1 else None,
             "memory_efficient_linear": not (stage == 3 and case["selective"]),
             "round_robin": False,
@@ -219,45 +218,6 @@ def test_a_file_that_cannot_be_taken_is_refused_by_its_name(tmp_path, content, e
         taken(tmp_path, "ds.json")
 
 
-# ---- a disk of the node
-
-ON_DISK = {"kind": "zero3", "offload": "nvme", "nvme_path": "/disk"}
-
-
-def on_disk(mode="sync", **engine):
-    settings = Settings(engine=EngineSettings(**{**ON_DISK, **engine}))
-    settings = replaced(settings, {"checkpoint.mode": mode})
-    return check_engine(settings, {"engine.offload": "--set"})
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (
-            {"kind": "zero2"},
-            r"--set: engine\.offload is nvme, which zero3 alone .* is zero2",
-        ),
-        ({"kind": "fsdp2"}, r"zero3 alone can do; engine\.kind is fsdp2"),
-        ({"nvme_path": ""}, r"--set: engine\.offload is nvme, and engine\.nvme_path is empty"),
-        ({"nvme_path": "disk/a"}, r"engine\.nvme_path is disk/a, which is no absolute path"),
-        (
-            {"mode": "async"},
-            r"--set: engine\.offload is nvme, and checkpoint\.mode is async",
-        ),
-    ],
-    ids=["stage 2", "no DeepSpeed", "no path", "a relative path", "copies in host memory"],
-)
-def test_a_disk_that_could_not_be_used_is_refused_at_submit(changed, message):
-    with pytest.raises(UsageError, match=message):
-        on_disk(**changed)
-
-
-def test_a_disk_is_taken_for_stage_3_alone_and_told_where_it_has_no_effect():
-    assert on_disk() == []
-    assert on_disk(nvme_path="$SLURM_TMPDIR") == []
-    assert on_disk(offload="cpu") == ["engine.nvme_path has no effect with engine.offload cpu"]
-
-
 # ---- checking
 
 REFUSALS = {
@@ -346,21 +306,6 @@ REFUSALS = {
         {ZERO: {"offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}},
         {"kind": "zero3", "offload": "cpu"},
         'offload_optimizer.device is "nvme", and engine.offload is "cpu"',
-    ),
-    "a disk for parameters": (
-        {ZERO: {"offload_param": {"device": "nvme", "nvme_path": "/a"}}},
-        {"kind": "zero3", "offload": "nvme", "nvme_path": "/a"},
-        'offload_param.device is "nvme", and engine.offload is "nvme"',
-    ),
-    "another disk": (
-        {ZERO: {"offload_optimizer": {"device": "nvme", "nvme_path": "/b"}}},
-        {"kind": "zero3", "offload": "nvme", "nvme_path": "/a"},
-        'offload_optimizer.nvme_path is "/b", and engine.nvme_path is "/a"',
-    ),
-    "state on its way to a disk": (
-        {ZERO: {"offload_optimizer": {"device": "nvme", "pipeline_write": True}}},
-        {"kind": "zero3", "offload": "nvme", "nvme_path": "/a"},
-        "hpctrain does not take zero_optimization.offload_optimizer.pipeline_write",
     ),
     "gradients added in fp32 at stage 1": (
         {"data_types": {"grad_accum_dtype": "fp32"}},
