@@ -28,7 +28,7 @@ SLEEPS = {
     "e2e/test_submitit_own.py": 1,
     "engines/test_agreement.py": 3,
     "engines/test_checkpoint_faults.py": 1,
-    "engines/test_in_place.py": 4,
+    "engines/test_in_place.py": 2,
     "engines/test_node_agent.py": 1,
     "engines/test_profile_run.py": 1,
     "engines/test_slow_campaign.py": 2,
