@@ -51,6 +51,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "rm": ("cancel:remove", "Delete a run's folder with its checkpoints; asks first."),
     },
     "Clusters": {
+        "init": ("init", "Write this project's hpctrain.toml, from a few questions."),
         "sites": ("sites", "Show the clusters that hpctrain has settings for."),
         "local": ("local", "Show the embedded cluster; rehearse a preemption on it."),
         "drill": ("drill", "Plant faults in a run and see whether it survives them."),
