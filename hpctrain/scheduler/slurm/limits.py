@@ -187,7 +187,7 @@ def _gpu_notes(
 ) -> list[str]:
     """What to know where nobody has said how many GPUs, and nodes have so many."""
     slurm = settings.slurm
-    if not gpus or origins.get("slurm.gpus_per_node", DEFAULT) != DEFAULT or slurm.gpus_per_node:
+    if not gpus or origins.get("slurm.gpus_per_node", DEFAULT) != DEFAULT:
         return []
     if any(name_of(option) in _GPU_OPTIONS for option in (*slurm.extra, *_required(site))):
         return []

@@ -74,6 +74,12 @@ def test_the_short_name_of_sbatchs_job_is_the_runs(work):
     assert (work / "runs" / "mine" / "spec.json").exists()
 
 
+def test_options_of_a_settings_file_stay_where_none_is_typed(work):
+    (work / "hpctrain.toml").write_text('[slurm]\nextra = ["--switches=1"]\n')
+
+    assert slurm_of(work, "-N", "2").extra == ["--switches=1"]
+
+
 def test_fsdp_is_fsdp2(work):
     argv = ["submit", "--cluster", "slurm", "--no-submit", "--name", "r", "--engine", "fsdp"]
     assert main(argv) == 0
@@ -146,6 +152,7 @@ REFUSED = [
     ("-Lmatlab:2", "-L is an option of sbatch's; pass it on with `--sbatch=--licenses=matlab:2"),
     ("--comment 'a b'", ("--comment is an option of sbatch's; pass it on with "
      "`--sbatch='--comment=a b'")),
+    ("--spread-job --nodes 2", "pass it on with `--sbatch=--spread-job`"),
     ("-H", "-H is an option of sbatch's; pass it on with `--sbatch=--hold"),
     ("--begin now+1hour --nodes 2", ("--begin is an option of sbatch's; pass it on with "
      "`--sbatch=--begin=now+1hour")),

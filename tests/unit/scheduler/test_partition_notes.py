@@ -95,6 +95,7 @@ def test_a_time_limit_above_the_partitions_is_a_note_since_a_qos_may_lift_it():
         "the job waits for ever"
     )
     assert notes(time="3d", partition="cpu,any", gpus_per_node=0) == []
+    assert notes(time="2-0", partition="cpu") == []
 
 
 def test_where_slurm_does_not_answer_nothing_is_said():
@@ -113,6 +114,13 @@ def test_a_presets_partition_is_not_asked_about():
 
     (note,) = notes(partition="work", site=site, text="work|1|1|1:00|(null)", nodes="9")
     assert note.startswith("no GPUs are asked for, and nodes of partition work have 4 A100 GPUs")
+
+
+def test_a_preset_that_knows_nothing_of_gpus_or_of_the_partition_says_nothing():
+    assert notes(partition="work", site=site_of()) == []
+    settings = Settings(slurm=SlurmSettings(partition="other"))
+    chosen = check_site(settings, {}, site_of(gpus_per_node=4, exclusive=True), is_script=True)
+    assert "slurm.gpus_per_node" not in chosen.changes
 
 
 @pytest.mark.parametrize(
