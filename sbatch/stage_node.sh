@@ -159,7 +159,6 @@ missing_tool() {
 plain() {
   case $stage_compress in
     zstd) zstd -dcq ;;
-    gzip) gzip -dc ;;
     *) cat ;;
   esac
 }

@@ -119,8 +119,7 @@ def blocking_saves(data: ReportData) -> Iterator[Advice]:
         do = "write behind training: `--set checkpoint.mode=async` (the default)"
     elif stopped and waited > stopped / 2:
         evidence += f"; {duration(waited)} of it waiting for the save before"
-        do = "saves come faster than the file system takes them: save less often, or "
-        do += "`--set checkpoint.when_busy=skip`"
+        do = "saves come faster than the file system takes them: save less often"
     else:
         do = "save less often: `--set checkpoint.interval_s=0` lets hpctrain choose"
     yield Advice("blocking-saves", "Training stands still for saves", evidence, do, share)

@@ -51,7 +51,7 @@ class EnvironmentArchive:
         size_bytes: Of the file.
         unpacked_bytes: What it takes on a disk.
         files: Ordinary files in it, without bytecode.
-        compress: "none", "zstd" or "gzip".
+        compress: "none" or "zstd".
         prefix: Where the environment lies that was packed.
         python: Its interpreter, relative to that.
     """

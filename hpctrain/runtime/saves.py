@@ -130,10 +130,7 @@ class Saves:
             self._tell(outcome)
         if self._policy is None or self._settings.interval_steps:
             return False
-        if clock.monotonic() - self._last_at < self._policy.now.seconds:
-            return False
-        busy = self._saver is not None and self._saver.in_flight
-        return not (busy and self._settings.when_busy == "skip")
+        return clock.monotonic() - self._last_at >= self._policy.now.seconds
 
     def is_due(self, step: int) -> bool:
         """Whether a save is due by the step's number, which all ranks know."""
@@ -147,8 +144,6 @@ class Saves:
             Fenced: a newer attempt has taken the run over.
         """
         if step in {0, self.step} or self._is_leaving:
-            return
-        if self._is_busy_and_skips(step):
             return
         self._last_at = clock.monotonic()
         try:
@@ -196,7 +191,7 @@ class Saves:
         Raises:
             CheckpointError: see `now`.
         """
-        patience = self._settings.save_patience_s
+        patience = self._settings.patience_s
         if left_s is not None:
             patience = min(patience, patience_s(left_s, self._clock.expected_save_s()))
         deadline, pause = clock.monotonic() + patience, FIRST_PAUSE_S
@@ -283,14 +278,6 @@ class Saves:
             if self._world.rank == 0:
                 log.warning("saves are synchronous: %s", missing)
         return self._has_memory
-
-    def _is_busy_and_skips(self, step: int) -> bool:
-        if self._saver is None or self._settings.when_busy != "skip":
-            return False
-        busy: bool = broadcast(self._world, self._saver.in_flight)
-        if busy:
-            self._event(SaveSkipped(step=step, why=f"step {self._saver.step} is being written"))
-        return busy
 
     def _choose_last(self, left_s: float | None) -> LastSave:
         saver = self._saver

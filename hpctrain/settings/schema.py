@@ -22,10 +22,17 @@ CHANGES = ("new-parameters", "dropped-parameters", "optimizer-changed")
 """Changes of a program that `resume.allow` lets pass; `runtime.fitting` decides what each means."""
 
 REMOVED = {
-    "engine.nvme_path": "no state goes to a disk of the node; engine.offload takes no or cpu",
-    "guard.audit": "gradients are computed once; guard.replicas compares weights",
-    "guard.disputed": "gradients are computed once; guard.diverged says what follows where weights differ",
     "alive.grow": "no node is added to a job that runs; a requeue brings back all nodes",
+    "checkpoint.read_once": "what several ranks hold is read once and broadcast",
+    "checkpoint.save_patience_s": "checkpoint.patience_s holds for saves too",
+    "checkpoint.when_busy": "a save that is due waits for the one before",
+    "checkpoint.write_mib": "4 MiB are handed to the file system at a time",
+    "engine.nvme_path": "no state goes to a disk of the node; engine.offload takes no or cpu",
+    "environment.compress": "zstd packs where it is installed, else nothing is compressed",
+    "environment.stage_timeout_s": "a node that takes over ten minutes starts from the shared files",
+    "guard.audit": "gradients are computed once; guard.replicas compares weights",
+    "guard.disputed": "gradients are computed once; guard.diverged is about weights that differ",
+    "preflight.bandwidth_hours": "nodes that were fast together are not tried again for 12 hours",
 }
 """Keys that were settings, and what holds now; a spec.json may still have them."""
 
@@ -198,14 +205,6 @@ class EnvironmentSettings(Table):
         "the node's folder for it, $VARIABLES as they are there; empty: the first that there is of "
         "$SLURM_TMPDIR, the site's storage.local, $TMPDIR and /tmp",
     )
-    compress: str = setting(
-        "auto",
-        "how it is packed; auto: zstd where this machine has it, else none",
-        choices=("auto", "none", "zstd", "gzip"),
-    )
-    stage_timeout_s: float = setting(
-        600.0, "a node that takes longer starts from the shared environment", least=1
-    )
 
     def is_staged(self, most_nodes: int) -> bool:
         """Whether a job is to be staged, by the most nodes that it may have."""
@@ -224,9 +223,6 @@ class PreflightSettings(Table):
         "auto",
         "whether their all-reduce is tried too: auto means where the site's preset has a [baseline]",
         choices=("auto", "yes", "no"),
-    )
-    bandwidth_hours: float = setting(
-        12.0, "hours for which nodes that were fast together are not tried again"
     )
     timeout_s: float = setting(
         120.0, "without an answer after so long the attempt goes on", least=1
@@ -347,27 +343,17 @@ class CheckpointSettings(Table):
         "copy weights and moments beside the next forward and backward pass, and wait for the copy "
         "before the optimizer's step; for programs that change them in that step alone",
     )
-    when_busy: str = setting(
-        "wait",
-        "what a save does that is due while the one before is still being written",
-        choices=("wait", "skip"),
-    )
     timeout_s: float = setting(
         1800.0, "a background save that takes longer has failed; training goes on", above=0
     )
     patience_s: float = setting(
         120.0,
-        "reading is tried again so long where the file system gives errors; then the attempt fails",
+        "reading, and the last save before leaving, are tried again so long where the file system gives "
+        "errors; a save never longer than the scheduler leaves",
         most=300,
     )
-    save_patience_s: float = setting(
-        120.0,
-        "the last save before leaving is tried again so long where the file system refuses, and "
-        "never longer than the scheduler leaves",
-    )
-    # Past these, one save takes the memory or the threads of a whole node; past `patience_s`, ranks
+    # Past these, one save takes the threads of a whole node; past `patience_s`, ranks
     # that wait for one that waits for its file system end by their collective's time-out.
-    write_mib: int = setting(4, "MiB handed to the file system at a time", least=1, most=1024)
     write_threads: int = setting(1, "threads of each rank that write its shard", least=1, most=64)
     stripe_count: int = setting(
         0,
@@ -378,11 +364,6 @@ class CheckpointSettings(Table):
     )
     stripe_mib: int = setting(
         0, "on Lustre, MiB in a stripe; 0 leaves it to the file system", most=4096
-    )
-    read_once: bool = setting(
-        True,
-        "state that several ranks hold (all, or those of a mesh's axis of copies) is read once and "
-        "broadcast among them, not read by each",
     )
     keep_last: int = setting(
         3, "newest checkpoints kept; at least 2, so that a damaged one has a predecessor", least=2

@@ -57,7 +57,9 @@ UNUSED_DAYS = 30
 LOCK_S = 1800.0
 """Another submit may be packing the same for so long."""
 PIECE = 1 << 20
-_COMMANDS = {"zstd": ["zstd", "-q", "-3", "-T0", "-c"], "gzip": ["gzip", "-1", "-c"]}
+STAGE_TIMEOUT_S = 600.0
+"""A node that takes longer starts from the shared environment."""
+_ZSTD = ["zstd", "-q", "-3", "-T0", "-c"]
 
 
 def staging_for(
@@ -75,12 +77,11 @@ def staging_for(
     """
     if not is_staged(spec.settings) or get_cluster(spec.cluster).on_this_machine:
         return None, []
-    settings = spec.settings.environment
     local = (spec.preset or {}).get("storage", {}).get("local", "")
-    places, limit = places_of(spec.settings, local), settings.stage_timeout_s
+    places, limit = places_of(spec.settings, local), STAGE_TIMEOUT_S
     try:
         python = interpreter(spec.python)
-        archive, packed = archive_of(python, folder_of(runs), chosen(settings.compress), progress)
+        archive, packed = archive_of(python, folder_of(runs), chosen(), progress)
     except (HpctrainError, OSError, subprocess.SubprocessError, tarfile.TarError) as error:
         why = f"the environment was not packed: {error}"
         return Staging(None, why, places, limit), [f"environment.stage: {why}; nodes read it"]
@@ -95,17 +96,9 @@ def folder_of(runs: Path) -> Path:
     return runs / f".environments-{os.geteuid()}"
 
 
-def chosen(compress: str) -> str:
-    """How is packed.
-
-    Raises:
-        HpctrainError: this machine lacks what is asked for.
-    """
-    if compress == "auto":
-        return "zstd" if shutil.which("zstd") else "none"
-    if compress != "none" and not shutil.which(compress):
-        raise HpctrainError(f"environment.compress is {compress}, which is not on the PATH here")
-    return compress
+def chosen() -> str:
+    """How is packed: "none" where this machine has no zstd."""
+    return "zstd" if shutil.which("zstd") else "none"
 
 
 def archive_of(
@@ -270,7 +263,7 @@ def _compressed(sink: _Digested, compress: str) -> Iterator[IO[bytes]]:
         return
     failed: list[OSError] = []
     process = subprocess.Popen(
-        _COMMANDS[compress],
+        _ZSTD,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -116,9 +116,8 @@ class Restored:
 
 @dataclass(frozen=True)
 class _Reading:
-    """How a checkpoint is read: see `checkpoint.read_once`, `restore`, `checkpoint.patience_s`."""
+    """How a checkpoint is read: see `restore`, `checkpoint.patience_s`."""
 
-    once: bool
     arena: Arena | None
     patience: Patience
     copies: CopiesInMemory | None = None
@@ -213,7 +212,7 @@ def restore(
             on_rank_0(world, functools.partial(_begin_anew, run, attempt, asked, skipped))
             return Restored(skipped=skipped)
         started = clock.monotonic()
-        reading = _Reading(place.settings.read_once, arena, patience)
+        reading = _Reading(arena, patience)
         bytes_read, damage = _try(candidate, world, wanted, reading)
         if not damage:
             if asked is not None:
@@ -260,7 +259,7 @@ def _from_memory(
     """
     steps = functools.partial(find.steps, place.run)
     least_step = on_rank_0(world, lambda: max(_or_nothing(steps), default=0))
-    reading = _Reading(place.settings.read_once, arena, Patience(), copies)
+    reading = _Reading(arena, Patience(), copies)
     skipped: list[dict[str, Any]] = []
     for candidate in copies.find(least_step):
         if most is not None and candidate.step > most:
@@ -307,7 +306,7 @@ def load_weights(
         checkpoint: What `find.look_at` has found, the same on every rank.
         world: The ranks.
         state: What to fill: all of the model.
-        settings: How it is read: `read_once`, `patience_s`.
+        settings: How it is read: `patience_s`.
 
     Raises:
         CheckpointError: it is damaged, or does not fit the program; on every rank.
@@ -315,7 +314,7 @@ def load_weights(
     """
     if checkpoint.problem is not None or checkpoint.manifest is None:
         raise TornCheckpoint(f"{checkpoint.path} is no whole checkpoint: {checkpoint.problem}")
-    reading = _Reading(settings.read_once, None, Patience(settings.patience_s))
+    reading = _Reading(None, Patience(settings.patience_s))
     want = Wanted(state, frozenset(state.shared))
     _, damage = _try(checkpoint, world, lambda _: want, reading)
     if damage:
@@ -379,7 +378,7 @@ def _read(
     source = reading.source(candidate, candidate.manifest)
     _require_all_weights(source, want)
     readers = () if reading.copies is None else reading.copies.readers
-    filling = _Filling(world, want, once=reading.once, arena=reading.arena, readers=readers)
+    filling = _Filling(world, want, arena=reading.arena, readers=readers)
     return filling, filling.read(source)
 
 
@@ -456,7 +455,6 @@ class _Filling:
         world: World,
         wanted: Wanted,
         *,
-        once: bool,
         arena: Arena | None,
         readers: tuple[int, ...] = (),
     ) -> None:
@@ -468,7 +466,7 @@ class _Filling:
         state, self._ties = _untied(wanted.state)
         self._fresh |= self._ties.keys()
         boxes = [box for box in held(state, world) if box.piece.nbytes]
-        shares = once and world.is_distributed and world.world_size > 1
+        shares = world.is_distributed and world.world_size > 1
         self._shared = _shared(boxes, state, world, readers) if shares else []
         shared = {id(box) for among in self._shared for box in among.boxes}
         self._alone = [box for box in boxes if id(box) not in shared]

@@ -99,7 +99,6 @@ def write_options(settings: CheckpointSettings, manifest: Manifest) -> dict[str,
     """How shards are written, by the site's settings and by the manifest."""
     return {
         "block_bytes": manifest.block_bytes,
-        "write_bytes": settings.write_mib << 20,
         "threads": settings.write_threads,
     }
 

@@ -60,8 +60,7 @@ class WriteRequest:
         path: Where nothing is yet.
         pieces: What goes into it.
         offsets: Where each piece's bytes begin in the arena.
-        block_bytes: See `shard.write`, as for the next two.
-        write_bytes: Bytes given to the file system at a time.
+        block_bytes: See `shard.write`, as for the next.
         threads: How many write at a time.
         step: The checkpoint's.
         rank: Whose shard it is.
@@ -71,7 +70,6 @@ class WriteRequest:
     pieces: Sequence[ShardPiece]
     offsets: Sequence[int]
     block_bytes: int
-    write_bytes: int
     threads: int
     step: int
     rank: int
@@ -201,7 +199,6 @@ def _work(request: WriteRequest, arena: _Mapped, arena_fd: int) -> ShardReport |
             request.pieces,
             sources,
             block_bytes=request.block_bytes,
-            write_bytes=request.write_bytes,
             threads=request.threads,
             step=request.step,
         )

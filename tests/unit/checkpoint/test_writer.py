@@ -55,7 +55,7 @@ arena = Arena(16 << 20)
 arena.view(0, 4)[:] = b"abcd"
 def request(path, pieces, nbytes):
     parts = [ShardPiece(f"w{{i}}", "U8", (nbytes,), (0,), (nbytes,)) for i in range(pieces)]
-    return WriteRequest(Path(path), parts, [0] * pieces, 512 << 10, 4 << 20, 1, 7, 0)
+    return WriteRequest(Path(path), parts, [0] * pieces, 512 << 10, 1, 7, 0)
 """
 """How a rank of its own begins, in a test."""
 
@@ -85,7 +85,7 @@ def filled(arena, sizes, seed=0):
 
 
 def request(path, pieces, offsets, threads=1):
-    return WriteRequest(path, pieces, offsets, BLOCK, 2 * MIB, threads, step=7, rank=3)
+    return WriteRequest(path, pieces, offsets, BLOCK, threads, step=7, rank=3)
 
 
 def small(path, arena):

@@ -162,14 +162,13 @@ def test_an_archive_that_ends_early_is_told(node):
     assert not node.staged.exists()
 
 
-@pytest.mark.parametrize("compress", ["zstd", "gzip"])
-def test_a_compressed_archive_that_is_torn_early_is_told(node, compress):
+def test_a_compressed_archive_that_is_torn_early_is_told(node):
     node.pack("#!/bin/sh\n" + "".join(f"# {number}\n" for number in range(200_000)))
-    packed = subprocess.run([compress, "-c", node.archive], capture_output=True, check=True).stdout
+    packed = subprocess.run(["zstd", "-c", node.archive], capture_output=True, check=True).stdout
     node.archive.write_bytes(packed[:1000] + b"torn" + packed[1000:] + os.urandom(1 << 20))
     sha256 = hashlib.sha256(packed).hexdigest()
 
-    said = node.call("get", compress=compress, sha256=sha256)
+    said = node.call("get", compress="zstd", sha256=sha256)
 
     assert re.search(r" no \S+\.tar (is torn|cannot be unpacked): ", said)
     assert [path.name for path in node.root.iterdir()] == [f"{KEY}.lock"]
@@ -205,13 +204,12 @@ def test_a_read_that_hangs_ends_at_the_time_out(node):
     assert not node.staged.exists()
 
 
-@pytest.mark.parametrize("compress", ["zstd", "gzip"])
-def test_it_may_be_compressed(node, compress):
-    packed = subprocess.run([compress, "-c", node.archive], capture_output=True, check=True)
+def test_it_may_be_compressed(node):
+    packed = subprocess.run(["zstd", "-c", node.archive], capture_output=True, check=True)
     node.archive.write_bytes(packed.stdout)
     sha256 = hashlib.sha256(packed.stdout).hexdigest()
 
-    assert " staged " in node.call("get", compress=compress, sha256=sha256)
+    assert " staged " in node.call("get", compress="zstd", sha256=sha256)
     assert (node.staged / "env/lib/module.py").read_bytes() == PAYLOAD
 
 

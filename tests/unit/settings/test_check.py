@@ -112,8 +112,6 @@ def test_the_defaults_pass_without_a_word():
         ),
         ("checkpoint.max_loss_s=-5", "checkpoint.max_loss_s is -5.0; it takes at least 0"),
         ("checkpoint.timeout_s=0", "checkpoint.timeout_s is 0.0; it takes more than 0 seconds"),
-        ("checkpoint.write_mib=0", "checkpoint.write_mib is 0; it takes at least 1"),
-        ("checkpoint.write_mib=1025", "checkpoint.write_mib is 1025; it takes at most 1024"),
         ("checkpoint.write_threads=0", "checkpoint.write_threads is 0; it takes at least 1"),
         ("checkpoint.write_threads=65", "checkpoint.write_threads is 65; it takes at most 64"),
         ("checkpoint.keep_best=-1", "checkpoint.keep_best is -1; it takes at least 0"),
@@ -151,8 +149,8 @@ def test_the_best_by_an_evaluation_needs_one():
         ["checkpoint.interval_s=0", "checkpoint.interval_steps=10"],
         ["checkpoint.interval_s=60", "checkpoint.interval_steps=10"],
         ["checkpoint.max_loss_s=0.5", "checkpoint.timeout_s=0.5", "checkpoint.keep_best=0"],
-        ["checkpoint.write_mib=1", "checkpoint.write_threads=1"],
-        ["checkpoint.write_mib=1024", "checkpoint.write_threads=64"],
+        ["checkpoint.write_threads=1"],
+        ["checkpoint.write_threads=64"],
     ],
 )
 def test_any_way_to_say_when_to_save_is_fine_and_so_are_the_bounds_themselves(sets):
