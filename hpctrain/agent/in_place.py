@@ -42,8 +42,6 @@ class NoMembers(ClusterError):
 class InPlaceRendezvous(Rendezvous):
     """One side of it."""
 
-    stays_alive = True
-
     def __init__(
         self,
         lifeline: Lifeline,

@@ -86,9 +86,6 @@ class Rendezvous(StaticTCPRendezvous):
         node: This one's number in it.
     """
 
-    stays_alive = False
-    """Whether a round goes on without a node that was lost (`in_place.py`)."""
-
     @property
     def is_behind(self) -> bool:
         """Whether others are at a later round: here all go on together."""

@@ -26,12 +26,11 @@ if TYPE_CHECKING:
 BOARD, SOCKET = "board", "socket"
 """In the folder of a round: this, and where the node's process is met."""
 _MAGIC = int.from_bytes(b"hpcboard", "little") >> 1
-_VERSION = 3
+_VERSION = 4
 _WORD = 8
 _HEAD = 16
 _ROW = 32
 """In words: a row has cache lines of its own, so that ranks do not slow each other."""
-SAMPLE_BYTES = 1024
 """What a rank may say about itself."""
 _LEASE_BYTES = 4096
 
@@ -84,9 +83,6 @@ class Board:
         self._put = (0, clock.monotonic_ns())
         at = (_HEAD + ranks * _ROW) * _WORD
         self._lease = _Cell(self._bytes, at, _LEASE_BYTES)
-        at += _Cell.size(_LEASE_BYTES)
-        size = _Cell.size(SAMPLE_BYTES)
-        self._samples = [_Cell(self._bytes, at + n * size, SAMPLE_BYTES) for n in range(ranks)]
 
     @classmethod
     def create(cls, path: Path, first_rank: int, ranks: int, ranks_in_all: int = 0) -> Board:
@@ -142,8 +138,7 @@ class Board:
 
     def close(self) -> None:
         """Let go of the memory; the file stays."""
-        for cell in (self._lease, *self._samples):
-            cell.close()
+        self._lease.close()
         self.words.release()
         self._bytes.release()
         self._memory.close()
@@ -212,20 +207,6 @@ class Board:
         read = self._lease.read(stamp)
         return (read[0], Lease.of_plain(json.loads(read[1]))) if read is not None else None
 
-    def put_sample(self, local_rank: int, sample: bytes) -> None:
-        """Let the node's process read what a rank says about itself. From one thread of that rank.
-
-        Args:
-            local_rank: Which.
-            sample: At most `SAMPLE_BYTES` of it.
-        """
-        self._samples[local_rank].write(sample)
-
-    def sample(self, local_rank: int) -> bytes:
-        """What a rank said last about itself; nothing before the first time."""
-        read = self._samples[local_rank].read(0)
-        return read[1] if read is not None else b""
-
     def beat(self) -> None:
         """The node's process is alive, and hears the root. To be said every few seconds."""
         self.words[SERVER_BEAT] = clock.monotonic_ns()
@@ -286,7 +267,7 @@ class _Cell:
 
 def _size(ranks: int) -> int:
     words = (_HEAD + ranks * _ROW) * _WORD
-    return words + _Cell.size(_LEASE_BYTES) + ranks * _Cell.size(SAMPLE_BYTES)
+    return words + _Cell.size(_LEASE_BYTES)
 
 
 def ticks_apart(step_ns: int) -> int:

@@ -1,7 +1,7 @@
 """The task that srun starts on every node: `python -m hpctrain.entry.slurm_task FOLDER`.
 
-FOLDER is the run's directory; in scripts of older versions ``jobs/<token>`` below it. The signal
-handlers stand before anything that takes time is imported: tests/slurm/test_early_signals.py.
+FOLDER is the run's directory. The signal handlers stand before anything that takes time is
+imported: tests/slurm/test_early_signals.py.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ def main(argv: list[str]) -> int:
         from hpctrain.run.layout import RunDir
         from hpctrain.scheduler.slurm.executor import AgentTask
 
-        for root in (folder, folder.parent.parent):
-            if RunDir(root).spec.exists():
-                return AgentTask(root)()
+        if RunDir(folder).spec.exists():
+            return AgentTask(folder)()
         raise UsageError(
             f"{folder} holds no spec.json: {HPCTRAIN_RUN_DIR} must be a run's directory, seen "
             "under the same path on every node"

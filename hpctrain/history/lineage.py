@@ -128,23 +128,6 @@ def _misplaced(hole: LineageHole, pieces: Sequence[LineagePiece]) -> str:
     return f"hole: samples {first} to {last - 1} are left out in step {hole.step}, which has others"
 
 
-def coverage(history: RunHistory) -> list[tuple[int, int]]:
-    """Ranges [first, last) of sample positions that were read for the final weights, in order.
-
-    Ranges that join are one: a run that read every sample exactly once has exactly one, from 0 on.
-    What of it was left out is in the lineage's holes.
-    """
-    ranges: list[tuple[int, int]] = []
-    for piece in lineage(history).pieces:
-        if piece.sample_first is None or piece.sample_last is None:
-            continue
-        if ranges and ranges[-1][1] == piece.sample_first:
-            ranges[-1] = (ranges[-1][0], piece.sample_last)
-        else:
-            ranges.append((piece.sample_first, piece.sample_last))
-    return ranges
-
-
 def _piece(mark: StepMark) -> LineagePiece | None:
     fact = mark.fact
     if not mark.steps or fact.first is None or fact.last is None:

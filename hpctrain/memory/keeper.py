@@ -384,7 +384,6 @@ class KeeperRound:
             "facts": lambda: self._tell_facts(peer, Mark(*head["mark"]), head["ranks"]),
             "open": lambda: self._open(peer, Mark(*head["mark"]), head["rank"], head["at"]),
             "mend": lambda: self._mend(peer, Mark(*head["mark"]), head["rank"], head["at"]),
-            "off": lambda: self._on_loop(partial(self._turn_off, str(head["why"]))),
             "why": lambda: send(peer, {"why": self._why_off[:1000]}),
             "heir": lambda: self._be_heir(peer, local, int(head["bytes"]), fds),
             "will": lambda: self._will(peer, local, int(head["step"])),

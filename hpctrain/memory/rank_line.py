@@ -175,14 +175,6 @@ class KeeperLine:
         """
         self._tell({"is": "chosen", "mark": mark})
 
-    def turn_off(self, why: str) -> None:
-        """No rank is to make copies any more.
-
-        Raises:
-            KeeperLost: the keeper is gone.
-        """
-        self._tell({"is": "off", "why": why})
-
     def held(self) -> NodeHeld:
         """What this node has.
 

@@ -9,7 +9,6 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from hpctrain.base.records import Next
 from hpctrain.base.text import duration, fold_nodes
 from hpctrain.history.goodput import TimeClass
 
@@ -122,8 +121,3 @@ def recovered(following: AttemptView | None) -> str:
         return NOTHING
     queue = "" if following.queued_s is None else f"{duration(following.queued_s)} queue + "
     return f"{queue}{duration(following.ready_s)}"
-
-
-def is_restart(attempt: AttemptView) -> bool:
-    """Whether the next attempt began inside the same allocation."""
-    return attempt.next is Next.RESTART

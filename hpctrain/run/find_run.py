@@ -86,11 +86,6 @@ def look_into(runs: Path | str | None = None, *, own: bool = False) -> Folder:
     return Folder(root, [run for *_, run in readable], unreadable, foreign)
 
 
-def all_runs(runs: Path | str | None = None) -> list[RunDir]:
-    """Every run in the folder, the newest submission first; none where there is no such folder."""
-    return list(look_into(runs).runs)
-
-
 def find_run(text: str, *, runs: Path | str | None = None) -> RunDir:
     """The one run that is meant.
 

@@ -30,7 +30,7 @@ import pytest
 
 from hpctrain.checkpoint.format import shard, table
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME
-from hpctrain.checkpoint.format.reader import open_chunks, whole_table
+from hpctrain.checkpoint.format.reader import CheckpointSource, open_chunks
 from hpctrain.checkpoint.store import commit, find
 from hpctrain.errors import CheckpointError
 from hpctrain.run import events as ledger
@@ -163,7 +163,7 @@ def _flipped(name, bit=0):
 
     def damage(path):
         found = find.look(RunDir(path.parent.parent), NEW)
-        chunks = whole_table(path, found.manifest)
+        chunks = CheckpointSource.open(path, found.manifest).table
         number = [entry.name for entry in found.manifest.tensors].index(name)
         row = chunks.rows_of(number)[-1]
         end = int(chunks.offset[row] + chunks.nbytes[row])

@@ -13,7 +13,7 @@ from hpctrain.checkpoint.tensors import restore
 from hpctrain.checkpoint.tensors.save import SavePlace
 from hpctrain.data.order import SampleOrder
 from hpctrain.errors import RewindNeeded, UsageError
-from hpctrain.history.lineage import coverage, lineage
+from hpctrain.history.lineage import lineage
 from hpctrain.history.run_history import RunHistory
 from hpctrain.recipes.lm import train as recipe
 from hpctrain.run import events as ledger
@@ -23,7 +23,7 @@ from hpctrain.runtime.guarding import Guarding
 from hpctrain.settings.schema import CheckpointSettings, GuardSettings
 from hpctrain.status.event_lines import in_words
 from hpctrain.world import World
-from tests.support.ledger_runs import all_fields, write_event
+from tests.support.ledger_runs import all_fields, coverage, write_event
 from tests.support.recipe import (
     assert_same_bits,
     consumed_by_step,

@@ -12,7 +12,7 @@ import pytest
 import safetensors
 
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
-from hpctrain.checkpoint.format.reader import whole_table
+from hpctrain.checkpoint.format.reader import CheckpointSource
 from hpctrain.checkpoint.store import find
 from hpctrain.errors import CheckpointError
 from hpctrain.run import events as ledger
@@ -296,7 +296,7 @@ def _flip_in(root, step, name):
     """Turn one bit in the last chunk of a tensor."""
 
     found = find.look(RunDir(root), step)
-    chunks = whole_table(found.path, found.manifest)
+    chunks = CheckpointSource.open(found.path, found.manifest).table
     number = [entry.name for entry in found.manifest.tensors].index(name)
     row = chunks.rows_of(number)[-1]
     path = found.path / found.manifest.files[chunks.file[row]].name

@@ -7,6 +7,7 @@ import json
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.history.lineage import lineage
 from hpctrain.run.event_kind import KINDS, UnknownFact
 from hpctrain.run.event_types import typed
 from hpctrain.run.events import Event, append
@@ -16,6 +17,8 @@ from hpctrain.settings.spec import Entry, Spec
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from hpctrain.history.run_history import RunHistory
 
 
 BATCH = 8
@@ -149,3 +152,20 @@ def event_of(
     extra = dict(data or {})
     fact = typed(kind, extra)
     return None if fact is None else Event(t, attempt, fact, {} if kind not in KINDS else extra)
+
+
+def coverage(history: RunHistory) -> list[tuple[int, int]]:
+    """Ranges [first, last) of sample positions that were read for the final weights, in order.
+
+    Ranges that join are one: a run that read every sample exactly once has exactly one, from 0 on.
+    What of it was left out is in the lineage's holes.
+    """
+    ranges: list[tuple[int, int]] = []
+    for piece in lineage(history).pieces:
+        if piece.sample_first is None or piece.sample_last is None:
+            continue
+        if ranges and ranges[-1][1] == piece.sample_first:
+            ranges[-1] = (ranges[-1][0], piece.sample_last)
+        else:
+            ranges.append((piece.sample_first, piece.sample_last))
+    return ranges

@@ -264,16 +264,6 @@ def open_chunks(path: Path, manifest: Manifest) -> ChunkIndex:
     return indices.parse(tables.read_file(path, manifest), manifest)
 
 
-def whole_table(path: Path, manifest: Manifest, patience: Patience | None = None) -> ChunkTable:
-    """All chunks of a checkpoint with the digests of all blocks; as large as it has chunks.
-
-    Raises:
-        TornCheckpoint: see `open_chunks`; or what proves a shard is damaged.
-        FileSystemFault: the same.
-    """
-    return CheckpointSource.open(path, manifest, patience).table
-
-
 class Proofs:
     """The digests of blocks: a shard's are read, and proved, when the first of its blocks is.
 

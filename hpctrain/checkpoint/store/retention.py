@@ -272,27 +272,6 @@ class KeepDecision:
     size_bytes: int
 
 
-def to_delete(
-    rows: Iterable[CheckpointRow],
-    *,
-    keep_last: int,
-    keep_every: int = 0,
-    keep_best: int = 0,
-    best_metric: str = "",
-    best_is: str = "lowest",
-    protect: Collection[int] = (),
-    awaited: Collection[int] = (),
-) -> list[int]:
-    """The steps that need not be kept, oldest first; see `Rules` and `why_kept`.
-
-    Raises:
-        ValueError: see `Rules`.
-    """
-    rules = Rules(keep_last, keep_every, keep_best, best_metric, best_is)
-    kept = why_kept(rows, rules, protect, awaited)
-    return sorted(step for step, why in kept.items() if not why)
-
-
 def why_kept(
     rows: Iterable[CheckpointRow],
     rules: Rules,

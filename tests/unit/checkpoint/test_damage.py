@@ -14,7 +14,7 @@ from collections import Counter
 import pytest
 
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME
-from hpctrain.checkpoint.format.reader import whole_table
+from hpctrain.checkpoint.format.reader import CheckpointSource
 from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.checkpoint.store import commit, find, retention, verify
 from hpctrain.errors import CheckpointError, TornCheckpoint
@@ -66,7 +66,7 @@ def _flips(run, count, seed=3):
     """Flip single bits, each undone before the next; what was missed, and where the others were."""
     path = find.step_path(run, NEW)
     found = find.look(run, NEW)
-    chunks = whole_table(path, found.manifest)
+    chunks = CheckpointSource.open(path, found.manifest).table
     headers = {
         entry.name: int(chunks.offset[chunks.rows_in(number)[0]])
         for number, entry in enumerate(found.manifest.files)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, deleting_name
 from hpctrain.checkpoint.store import commit, find, retention
-from hpctrain.checkpoint.store.retention import CheckpointRow, Why, to_delete
+from hpctrain.checkpoint.store.retention import CheckpointRow, Rules, Why, why_kept
 from hpctrain.errors import CheckpointError, ChecksFailed, Fenced, NotFound, RunAlive
 from hpctrain.history.evaluations import Evaluations
 from hpctrain.history.run_history import RunHistory
@@ -42,6 +42,13 @@ RULES = st.fixed_dictionaries(
         "awaited": st.sets(st.integers(0, 60), max_size=3),
     }
 )
+
+
+def to_delete(rows, *, protect=(), awaited=(), **rules):
+    """The steps that need not be kept, oldest first."""
+    defaults = {"keep_every": 0, "keep_best": 0, "best_metric": "", "best_is": "lowest"}
+    kept = why_kept(rows, Rules(**{**defaults, **rules}), protect, awaited)
+    return sorted(step for step, why in kept.items() if not why)
 
 
 def rows(*steps, **losses):

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from hpctrain.control import board as boards
-from hpctrain.control.board import SAMPLE_BYTES, Board
+from hpctrain.control.board import Board
 from hpctrain.control.lease import MOST, Decision, Lease, Wishes
 from hpctrain.errors import HpctrainError
 
@@ -25,11 +25,10 @@ def board(tmp_path):
 def test_another_process_reads_what_was_written(board, tmp_path):
     lease = Lease(3, 7, (Decision(7, "save", 1),))
     board.put_lease(lease)
-    board.put_sample(1, b"sample")
     program = (
         "import sys, pathlib; from hpctrain.control.board import *\n"
         "board = Board.open(pathlib.Path(sys.argv[1]))\n"
-        "print(board.first_rank, board.ranks, board.newer_lease(0)[1], board.sample(1))\n"
+        "print(board.first_rank, board.ranks, board.newer_lease(0)[1])\n"
         "board.words[board.at(1) + FIRST_WISH] = 4\n"
         "board.close()\n"
     )
@@ -41,14 +40,13 @@ def test_another_process_reads_what_was_written(board, tmp_path):
         check=True,
     ).stdout
 
-    assert told == f"8 2 {lease} b'sample'\n"
+    assert told == f"8 2 {lease}\n"
     assert board.wishes(1) == Wishes(stop=4)
     assert (tmp_path / "board").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_fresh_board_has_no_lease_and_reports_no_rank(board):
     assert board.newer_lease(0) is None
-    assert board.sample(0) == b""
     report = board.report(1)
     assert (report.ranks, report.arrived, report.behind) == (0, -1, MOST)
 
@@ -82,22 +80,23 @@ def test_a_lease_that_is_replaced_all_the_time_is_read_whole(board, tmp_path):
 
 
 def test_what_was_half_written_is_not_read(board):
-    board.put_sample(0, b"first")
-    cell = board._samples[0]
-    cell.write(b"second")
+    board.put_lease(Lease(1, 1))
+    board.put_lease(Lease(2, 2))
+    cell = board._lease
     cell._memory[cell._place(cell._stamp[0]) + boards._FRAME.size] ^= 1
 
-    assert board.sample(0) == b""
-    board.put_sample(0, b"third")
-    assert board.sample(0) == b"third"
+    assert board.newer_lease(0) is None
+    board.put_lease(Lease(3, 3))
+    assert board.newer_lease(0)[1] == Lease(3, 3)
 
 
-def test_a_sample_that_is_too_long_is_refused_and_the_last_one_stays(board):
-    board.put_sample(0, b"x" * SAMPLE_BYTES)
-    with pytest.raises(ValueError, match=f"room for {SAMPLE_BYTES}"):
-        board.put_sample(0, b"y" * (SAMPLE_BYTES + 1))
+def test_what_is_too_long_is_refused_and_the_last_lease_stays(board):
+    board.put_lease(Lease(1, 1))
+    most = board._lease._most_bytes
+    with pytest.raises(ValueError, match=f"room for {most}"):
+        board._lease.write(b"y" * (most + 1))
 
-    assert board.sample(0) == b"x" * SAMPLE_BYTES
+    assert board.newer_lease(0)[1] == Lease(1, 1)
 
 
 def test_a_board_is_made_once(board, tmp_path):

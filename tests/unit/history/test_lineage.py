@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.history.lineage import coverage, lineage
+from hpctrain.history.lineage import lineage
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run.events import Event, read
-from tests.support.ledger_runs import BATCH, Story, event_of
+from tests.support.ledger_runs import BATCH, Story, coverage, event_of
 
 
 def check(story: Story) -> tuple[list[tuple[int, int]], list[str]]:

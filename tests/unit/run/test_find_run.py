@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import NotFound
-from hpctrain.run.find_run import all_runs, find_run
+from hpctrain.run.find_run import find_run, look_into
 from hpctrain.run.layout import runs_root
 from tests.support.ledger_runs import Story, write_event
 
@@ -66,7 +66,7 @@ def test_a_dash_means_the_newest_submission_not_the_newest_file(runs):
 
 
 def test_runs_are_listed_newest_submission_first_and_nothing_else_is_a_run(runs):
-    assert [run.name for run in all_runs(runs)] == ["lm-2", "vision", "lm-1"]
+    assert [run.name for run in look_into(runs).runs] == ["lm-2", "vision", "lm-1"]
 
 
 def test_a_path_means_the_run_there_wherever_it_lies(runs, tmp_path, monkeypatch):
@@ -114,4 +114,4 @@ def test_the_folder_of_runs_is_the_option_then_the_environment_then_here(tmp_pat
 def test_a_run_made_but_not_submitted_is_a_run(runs):
     Story(runs / "fresh")
     assert find_run("fresh").name == "fresh"
-    assert all_runs(runs)[-1].name == "fresh"
+    assert look_into(runs).runs[-1].name == "fresh"

@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.run import events as ledger
 from hpctrain.run.events import BLOCK_BYTES, Tail, parse
-from hpctrain.run.find_run import all_runs, find_run, look_into
+from hpctrain.run.find_run import find_run, look_into
 from hpctrain.run.layout import RunDir
 from hpctrain.run.log_files import LogFile
 from tests.support.ledger_runs import Story, write_event
@@ -119,4 +119,4 @@ def test_a_folder_that_cannot_be_looked_into_is_counted(tmp_path, monkeypatch):
     (tmp_path / "loop2").mkdir()
     (tmp_path / "loop2" / "spec.json").symlink_to("spec.json")
     assert look_into(tmp_path).unreadable == 2
-    assert [run.name for run in all_runs(tmp_path)] == ["lm"]
+    assert [run.name for run in look_into(tmp_path).runs] == ["lm"]

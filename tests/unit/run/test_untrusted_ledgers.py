@@ -19,7 +19,7 @@ from hpctrain.logs.follow import EndWatch, LedgerTail
 from hpctrain.plan import interval
 from hpctrain.plan.decide import allow, attempts_without_progress
 from hpctrain.run.fence import take_attempt
-from hpctrain.run.find_run import all_runs, find_run
+from hpctrain.run.find_run import find_run, look_into
 from hpctrain.runtime import tensorboard
 from hpctrain.runtime.step_log import run_age_s
 from hpctrain.runtime.tensorboard import attempts_page
@@ -151,7 +151,7 @@ def _login(run):
         allow(history, reason)
     run_age_s(run, 1e9)
     read_outcome(run, 2)
-    all_runs(run.root.parent)
+    look_into(run.root.parent)
     with contextlib.suppress(NotFound):
         find_run("7", runs=run.root.parent)
 
