@@ -248,7 +248,7 @@ def _resumed(attempt: AttemptRecord, _: float, fact: facts.ResumeChosen) -> None
 def _steps(attempt: AttemptRecord, t: float, fact: facts.StepsDone) -> None:
     if fact.last is None:
         return
-    if not attempt.marks and attempt.first_step is None:  # an older ledger, or a torn one
+    if not attempt.marks and attempt.first_step is None:  # a torn ledger
         attempt.first_step = t - (fact.seconds or 0.0)
     stillness.goes_on(attempt, t)
     attempt.marks.append(StepMark(t, attempt.number, fact))
@@ -289,7 +289,7 @@ def _paused(attempt: AttemptRecord, _: float, fact: facts.RestartPaused) -> None
 
 
 def _hung(attempt: AttemptRecord, t: float, fact: facts.HangSuspected | facts.HangFound) -> None:
-    attempt.hang, attempt.hang_t = fact, t
+    attempt.hang = fact
     stillness.stands(attempt, t, fact)
 
 
@@ -313,7 +313,7 @@ def _keeps_up(attempt: AttemptRecord, _: float, fact: facts.StragglerGone) -> No
 
 
 def _awaited(attempt: AttemptRecord, t: float, fact: facts.RanksAwaited) -> None:
-    attempt.awaited, attempt.awaited_t = fact, t
+    attempt.awaited = fact
     stillness.awaited_in_vain(attempt, t, fact)
 
 

@@ -205,9 +205,7 @@ class AttemptRecord:
         went_back: Whether a person resumed from an older step on purpose: what follows costs, but
             nothing was lost.
         awaited: Which ranks were waited for last, where others had returned.
-        awaited_t: When that was said.
         hang: What was said last of ranks that stand still; None where they went on since.
-        hang_t: When that was said.
         straggler: Who is slower than the others, as was said last; None where nobody is.
         spares: Host names of the nodes that waited when it began.
         buddies: By node rank, the host that has copies of each node's state; none without copies.
@@ -274,9 +272,7 @@ class AttemptRecord:
     stuck: str | None = None
     went_back: bool = False
     awaited: facts.RanksAwaited | None = None
-    awaited_t: float | None = None
     hang: facts.HangSuspected | facts.HangFound | None = None
-    hang_t: float | None = None
     straggler: facts.StragglerFound | None = None
     spares: tuple[str, ...] = ()
     buddies: tuple[str, ...] = ()

@@ -2,7 +2,7 @@
 
 What is missing or torn is left out and named in `problems`; nothing that a run directory can hold
 makes it raise. `history` is the ledger as curves need it, and pure: step marks, saves and resumes.
-What a step mark lacks is None: older ledgers and other programs tell less.
+What a step mark lacks is None: other programs tell less.
 tests/unit/report/test_report.py holds the promises.
 """
 

@@ -167,7 +167,7 @@ class MeshBuilt(LedgerFact):
     dp_shard: int | None = maybe(check.count, "ranks that share one replica's parameters")
     tp: int | None = maybe(check.count, "ranks of a tensor-parallel group")
     ep: int | None = maybe(check.count, "ranks of an expert-parallel group")
-    cp: int | None = maybe(check.count, "ranks that share sequences; missing in older runs")
+    cp: int | None = maybe(check.count, "ranks that share sequences")
 
 
 @event("interval", by="rank 0")

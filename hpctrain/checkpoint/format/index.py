@@ -1,4 +1,4 @@
-"""The chunk table of format 3: where each part of each tensor lies, without a row for each.
+"""The chunk table as it lies on disk: where each part of each tensor lies, without a row for each.
 
 Ranks of a program hold boxes that differ in little else than where they begin: rank 7 of a sharded
 program holds of each tensor the seventh part. So files are put together whose chunks differ only in
@@ -59,7 +59,7 @@ FEW = 64
 
 @dataclass(frozen=True)
 class SelectedTable(ChunkTable):
-    """Some rows of a checkpoint of format 3; their digests are filled in when a file is opened.
+    """Some rows of a checkpoint; their digests are filled in when a file is opened.
 
     Attributes:
         first_proof: Of each row, the number of its first block in its file. [rows]

@@ -48,12 +48,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-FORMAT = 3
-NEWEST = 4
-"""Is written only where a checkpoint needs it, so that an older hpctrain reads the others: it has
-types in `extra` and `data` and dtypes that an older one would take for something else."""
-OLDEST = 2
-"""That of hpctrain 0.1.0; what came before was never released."""
+FORMAT = 4
+OLDEST = 3
+"""Is read alike: it holds none of the types and dtypes that came with 4. 2 is hpctrain 0.1.0's, and
+what came before was never released."""
 KIND = "__hpctrain__"
 """The key of a form in `extra` and `data` that came with format 4: docs/checkpoint-format.md."""
 SAFETENSORS = frozenset(
@@ -62,7 +60,7 @@ SAFETENSORS = frozenset(
         "U32", "U16", "U8", "BOOL",
     }
 )  # fmt: skip
-"""The dtypes of format 3."""
+"""Dtypes that safetensors has words for."""
 MANIFEST_NAME = "MANIFEST.json"
 TABLE_NAME = "chunks.table"
 PINNED_NAME = "PINNED"
@@ -449,13 +447,13 @@ def parse(content: bytes) -> Manifest:
     """
     raw = _parsed(content)
     version = raw.get("format")
-    if not isinstance(version, int) or version < OLDEST:
+    if not isinstance(version, int) or version < OLDEST - 1:
         raise TornCheckpoint(f"manifest has format {version!r}, which no hpctrain writes")
     end = len(content) - len(_seal(bytes_digest(b"")))
     is_proved = content[end:] == _seal(bytes_digest(content[:end]))
     is_sealed = content[end:] == _seal(str(raw.get("self_digest")))
     # One flipped bit makes a 2 of a 3: a seal that does not hold comes before the number.
-    if not FORMAT <= version <= NEWEST and (is_proved or not is_sealed):
+    if not OLDEST <= version <= FORMAT and (is_proved or not is_sealed):
         raise OtherFormat(f"manifest has format {version}, {_who_reads(version)}")
     if is_proved:
         return _built(raw)
@@ -467,8 +465,8 @@ def parse(content: bytes) -> Manifest:
 
 
 def _who_reads(version: int) -> str:
-    if version > NEWEST:
-        return f"this hpctrain reads up to {NEWEST}; use a newer hpctrain"
+    if version > FORMAT:
+        return f"this hpctrain reads up to {FORMAT}; use a newer hpctrain"
     return (
         "which hpctrain 0.1.0 can read and this one cannot: `hpctrain checkpoints export` of 0.1.0 "
         "writes what `hpctrain checkpoints import` of this one reads"
@@ -567,8 +565,6 @@ def files_problem(files: list[FileEntry]) -> str | None:
 
 def _body(manifest: Manifest) -> bytes:
     """Everything before the last entry; refused where JSON would give back something else."""
-    if manifest.format == FORMAT and _needs_newest(manifest):
-        manifest.format = NEWEST
     raw = asdict(replace(manifest, files=[], tensors=[]))
     del raw["self_digest"]
     raw |= _packed(manifest)
@@ -587,19 +583,6 @@ def _body(manifest: Manifest) -> bytes:
             f"manifest of step {manifest.step} cannot be written as JSON: {error}"
         ) from error
     return text.removesuffix("\n}").encode("ascii")
-
-
-def _needs_newest(manifest: Manifest) -> bool:
-    """Whether an older hpctrain would read something else in it than what was written."""
-    if any(entry.dtype not in SAFETENSORS for entry in manifest.tensors):
-        return True
-    return _has_kind(manifest.extra) or _has_kind(manifest.data)
-
-
-def _has_kind(form: Any) -> bool:
-    if isinstance(form, dict):
-        return KIND in form or any(map(_has_kind, form.values()))
-    return isinstance(form, list) and any(map(_has_kind, form))
 
 
 def _packed(manifest: Manifest) -> dict[str, Any]:

@@ -1,17 +1,14 @@
-"""The frozen sample of format 4: its types and dtypes come back; format 3 stays the usual one."""
+"""The frozen sample of format 4: its types and dtypes come back."""
 
 from __future__ import annotations
 
 import datetime as dt
-import json
 import math
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 import safetensors
 import torch
 
@@ -24,7 +21,6 @@ from hpctrain.checkpoint.tensors.value_reading import decode, placeholders
 from hpctrain.run.layout import RunDir
 from hpctrain.settings.schema import Settings
 from hpctrain.world import World
-from tests.support import checkpoints as support
 from tests.support.value_trees import facts
 
 SAMPLE = RunDir(Path(__file__).parents[2] / "data" / "checkpoint-format-4")
@@ -85,24 +81,6 @@ def test_it_is_written_again_as_it_was(tmp_path):
     assert written.read_bytes() == (STEP / manifest.MANIFEST_NAME).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("change", "number"),
-    [
-        ({}, 3),
-        ({"extra": {"a": {"__tuple__": [1, {"__items__": [[1, 2]]}]}}}, 3),
-        ({"extra": {"a": [{"b": {"__hpctrain__": "set", "items": []}}]}}, 4),
-        ({"data": {"a": {"__hpctrain__": "set", "items": []}}}, 4),
-        ({"tensors": [manifest.TensorEntry("a", "C128", (2,))]}, 4),
-        ({"tensors": [manifest.TensorEntry("a", "C64", (2,))]}, 3),
-    ],
-)
-def test_a_manifest_has_the_lowest_number_that_an_older_reader_needs(tmp_path, change, number):
-    one = replace(support.manifest(1000, [manifest.FileEntry("a", 1, "xxh3_64:0")]), **change)
-    manifest.dump(one, tmp_path / "M")
-    assert json.loads((tmp_path / "M").read_text())["format"] == number
-    assert manifest.load(tmp_path / "M").format == number
-
-
 def test_numbers_of_types_that_safetensors_lacks_are_compared():
     half = torch.tensor([1.5, -2.0], dtype=torch.float16)
     assert contents.widened(half.view(torch.uint8).numpy(), "C32").tolist() == [1.5 - 2j]
@@ -114,7 +92,7 @@ def test_numbers_of_types_that_safetensors_lacks_are_compared():
 
 def test_the_document_names_every_word():
     text = DOCS.read_text()
-    section = text[text.index("## Format 4") : text.index("## What is promised")]
+    section = text[text.index("## Types") : text.index("## What is promised")]
     words = set(re.findall(r"[\w.]+", section))
     from hpctrain.checkpoint.format.shard import STORED
     from hpctrain.checkpoint.tensors import value_reading

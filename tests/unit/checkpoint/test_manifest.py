@@ -162,7 +162,7 @@ def test_a_format_of_before_is_refused_with_the_version_that_reads_it(path):
 
 def test_a_flipped_bit_in_the_formats_number_is_damage_and_no_newer_format(path):
     manifests.dump(support.manifest(1000, [ENTRY]), path)
-    path.write_text(path.read_text().replace('"format": 3', '"format": 2'))
+    path.write_text(path.read_text().replace('"format": 4', '"format": 2'))
 
     assert reason(path) == "manifest's own digest does not match"
 
