@@ -14,7 +14,14 @@ if TYPE_CHECKING:
 class Dcp:
     """torch's own saves behind training, as the user of it has to set them up to be quick."""
 
-    def __init__(self, path: Path, *, processes: bool) -> None:
+    def __init__(self, path: Path, *, processes: bool, pinned: bool = False) -> None:
+        """Make the stager.
+
+        Args:
+            path: Where saves go.
+            processes: Write in a process, else in a thread.
+            pinned: Stage a GPU's tensors into page-locked memory, behind training.
+        """
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         self._path, self._processes = path, processes
@@ -22,10 +29,10 @@ class Dcp:
         self._stderr: int | None = None
         self._stager = DefaultStager(
             StagingOptions(
-                use_pinned_memory=False,
+                use_pinned_memory=pinned,
                 use_shared_memory=processes,
-                use_async_staging=False,
-                use_non_blocking_copy=False,
+                use_async_staging=pinned,
+                use_non_blocking_copy=pinned,
             )
         )
 
@@ -47,11 +54,20 @@ class Dcp:
     @property
     def in_flight(self) -> bool:
         """Whether it still writes."""
-        return not self._future.done()
+        return not self._upload.done()
+
+    def await_staging(self) -> None:
+        """Wait until the tensors may change, where they are staged behind training."""
+        if hasattr(self._future, "staging_completion"):
+            self._future.staging_completion.result()
+
+    @property
+    def _upload(self) -> Any:
+        return getattr(self._future, "upload_completion", self._future)
 
     def land(self) -> None:
         """Wait for it."""
-        self._future.result()
+        self._upload.result()
         if self._stderr is not None:
             os.dup2(self._stderr, 2)
             os.close(self._stderr)

@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import _measure as measure
 
+from hpctrain.device import synchronize
+
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
     from _measure import Line, Options
 
     from hpctrain.checkpoint.tensors.boxes import State
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 LONGER = 4
 """The products take so many times as long as the copy."""
+WIDTH, PRODUCT = 2048, 4096
+"""Of a weight, and of the matrix of the products."""
 WAYS = {"at once": False, "hidden": True}
 
 
@@ -41,19 +46,19 @@ def main() -> None:
         sys.exit(0)
     measure.require_memory(3 * asked.state_bytes)
     with measure.scratch(asked, 3 * asked.state_bytes) as folder:
-        lines = _lines(asked, folder)
+        lines = lines_of(asked, folder, torch.device("cuda", 0))
         name = torch.cuda.get_device_name()
         measure.show(asked, lines, parameters=f"{asked.params} M", device=name)
 
 
-def _lines(asked: Options, folder: Path) -> list[Line]:
-    import torch
+def lines_of(asked: Options, folder: Path, device: torch.device) -> list[Line]:
+    """Measure; tests/gpu does so too, and rehearses it on a CPU."""
     from _model import new_place
 
     from hpctrain.world import World
 
-    world = World(0, 0, 1, torch.device("cuda", 0))
-    trained = _Trained(asked.params)
+    world = World(0, 0, 1, device)
+    trained = Trained(asked.params, device)
     copy = trained.copy_s()
     trained.work_s(LONGER * copy)
     trained.step()
@@ -92,23 +97,32 @@ def _lines(asked: Options, folder: Path) -> list[Line]:
             "x copy",
             {"copied at once": told["at once"] / copy},
         ),
+        measure.Line(
+            "stall of a save that copies at once, 1 GPU",
+            f"{stalls['at once'] * 1e3:.1f} ms of {copy * 1e3:.0f}",
+            stalls["at once"] / copy,
+            1.1,
+            "x copy",
+        ),
     ]
 
 
-class _Trained:
+class Trained:
     """Weights of so many millions of elements, their optimizer, and products beside them."""
 
-    def __init__(self, params: int) -> None:
+    def __init__(self, params: int, device: torch.device) -> None:
         import torch
 
-        width, count = 2048, max(1, round(params * 1e6 / 2048**2))
-        device = torch.device("cuda", 0)
+        self.device = device
+        on_cpu = device.type == "cpu"  # a rehearsal
+        width, size = (64, 64) if on_cpu else (WIDTH, PRODUCT)
+        count = max(1, round(params * 1e6 / width**2))
         self.weights = [
             torch.nn.Parameter(torch.rand(width, width, device=device) / width)
             for _ in range(count)
         ]
         self.optimizer = torch.optim.AdamW(self.weights, lr=1e-3, fused=True)
-        self._matrix = torch.rand(4096, 4096, device=device) / 4096
+        self._matrix = torch.rand(size, size, device=device) / size
         self._passes = 1
         for weight in self.weights:
             weight.grad = torch.full_like(weight, 0.01)
@@ -129,13 +143,14 @@ class _Trained:
         import torch
 
         sources = [tensor.reshape(-1) for tensor in self.tensors.values()]
-        targets = [torch.empty(s.shape, dtype=s.dtype, pin_memory=True) for s in sources]
+        pin = self.device.type == "cuda"
+        targets = [torch.empty(s.shape, dtype=s.dtype, pin_memory=pin) for s in sources]
         took = []
         for _ in range(4):
-            torch.cuda.synchronize()
+            synchronize(self.device)
             began = time.perf_counter()
             torch._foreach_copy_(targets, sources, non_blocking=True)
-            torch.cuda.synchronize()
+            synchronize(self.device)
             took.append(time.perf_counter() - began)
         return min(took)
 
@@ -146,12 +161,10 @@ class _Trained:
         self._passes = max(1, round(50 * seconds / self._products()))
 
     def _products(self) -> float:
-        import torch
-
-        torch.cuda.synchronize()
+        synchronize(self.device)
         began = time.perf_counter()
         self.forward_backward()
-        torch.cuda.synchronize()
+        synchronize(self.device)
         return time.perf_counter() - began
 
     def forward_backward(self) -> None:
@@ -162,23 +175,22 @@ class _Trained:
         for weight in self.weights:
             weight.grad = weight.detach() * 0.01 + product[0, 0]
 
-    def step(self, begin: Any = lambda: None) -> float:
+    def step(self, begin: Any = lambda: None, before_update: Any = lambda: None) -> float:
         """One step behind `begin`; its seconds, by the device's end."""
-        import torch
-
-        torch.cuda.synchronize()
+        synchronize(self.device)
         began = time.perf_counter()
         begin()
         self.forward_backward()
+        before_update()
         self.optimizer.step()
-        torch.cuda.synchronize()
+        synchronize(self.device)
         return time.perf_counter() - began
 
 
 class _Saving:
     """Saves of one way, each proved against clones."""
 
-    def __init__(self, world: World, place: SavePlace, trained: _Trained) -> None:
+    def __init__(self, world: World, place: SavePlace, trained: Trained) -> None:
         from hpctrain.checkpoint.tensors.saver import Saver
 
         self._world, self._place, self._trained = world, place, trained

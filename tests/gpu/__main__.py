@@ -57,20 +57,24 @@ class Part:
 
 
 PARTS = (
-    Part("device", 40, ("test_device.py",)),
-    Part("saves", 40, ("test_saves.py",)),
-    Part("engines", 80, ("test_engines.py",)),
-    Part("runs", 90, ("test_runs.py",)),
-    Part("watch", 60, ("test_watch.py",)),
-    Part("ranks", 30, ("test_ranks.py",)),
-    Part("faults", 30, ("test_faults.py",)),
+    Part("device", 25, ("test_device.py",)),
+    Part("saves", 30, ("test_saves.py",)),
+    Part("engines", 55, ("test_engines.py",)),
+    Part("runs", 70, ("test_runs.py",)),
+    Part("speed", 50, ("test_save_speed.py",)),
+    Part("steps", 80, ("test_steps.py",)),
+    Part("watch", 45, ("test_watch.py",)),
+    Part("ranks", 20, ("test_ranks.py",)),
+    Part("faults", 25, ("test_faults.py",)),
+    Part("kill", 25, ("test_kill_time.py",)),
+    Part("compiled", 55, ("test_compiled.py",)),
 )
 """In order of value."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the parts; 0 where every test passed, 1 otherwise, 3 without a GPU."""
-    given = _arguments(argv)
+    given, began = _arguments(argv), time.monotonic()
     if given.dry:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a rehearsal is one on a GPU machine too
     os.environ["PYTHONPATH"] = os.pathsep.join(_import_path(given.wheels))
@@ -81,9 +85,13 @@ def main(argv: Sequence[str]) -> int:
     chosen = [part for part in PARTS if not given.only or part.name in given.only]
     rows = {part.name: Row(NOT_RUN, "the run ended before it") for part in chosen}
     Results(about, rows).write(given.out)
-    results = _run_all(chosen, given)
+    results = _run_all(chosen, given, began)
     print((given.out / TABLE_NAME).read_text())
-    print(f"results: {given.out / TABLE_NAME}")
+    for name, row in {**results.parts, **results.tests}.items():
+        if row.outcome in {FAILED, NOT_RUN}:
+            print(f"{row.outcome}: {name}: {row.why}")
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(results.counts.items()))
+    print(f"{counts or 'no tests'}; results: {given.out / TABLE_NAME}")
     return 0 if results.is_good else 1
 
 
@@ -98,7 +106,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--wheels", type=Path, help="folder of wheels; what the machine lacks is installed")
     out = Path(os.environ.get("OUT") or TOP / "build" / "gpu")
     add("--out", type=Path, default=out, help="folder of the results; $OUT, or build/gpu")
-    add("--seconds", type=float, default=TOTAL_S, help="for all parts together")
+    add("--seconds", type=float, default=TOTAL_S, help="for everything together")
     return parser.parse_args(argv)
 
 
@@ -153,9 +161,8 @@ def _about(*, is_dry: bool) -> dict[str, Any]:
     }
 
 
-def _run_all(parts: Sequence[Part], given: argparse.Namespace) -> Results:
+def _run_all(parts: Sequence[Part], given: argparse.Namespace, began: float) -> Results:
     ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)  # what a part leaves behind is this one's
-    began = time.monotonic()
     for part in parts:
         left = given.seconds - (time.monotonic() - began)
         limit = min(left, part.limit_s * (REHEARSAL if given.dry else 1))

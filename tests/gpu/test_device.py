@@ -18,12 +18,11 @@ from hpctrain.agent.environment import gpu_name, versions_here
 from hpctrain.history.progress import peak_flops
 from hpctrain.preflight import probe
 from hpctrain.runtime import telemetry
-from hpctrain.strategy.hardware import find_gpu
 from tests.support.ports import free_port
 
 MIB = 1 << 20
-CONTEXT_MIB = 1024
-"""What CUDA takes of a GPU beside torch's allocator, at most."""
+CONTEXT_MIB = 2048
+"""What CUDA and NCCL take of a GPU beside torch's allocator, at most."""
 SMI_S = 30.0
 
 
@@ -103,7 +102,6 @@ def test_preflight_and_the_agent_read_the_same_gpu(device, note):
         assert versions.nccl == ".".join(map(str, torch.cuda.nccl.version()[:3]))
         assert gpu_name() in {"", name}, "the driver tells it where /proc/driver is"
         assert peak_flops(name), f"status knows no peak of {name}"
-        assert find_gpu(name), f"plan does not know {name}"
 
 
 ORDER = {
@@ -165,6 +163,7 @@ def test_cpus_near_the_gpu_are_those_of_its_pci_address(note):
         address = "{:04x}:{:02x}:{:02x}.0".format(*place)
         local = Path("/sys/bus/pci/devices") / address / "local_cpulist"
         listed = Path("/proc/driver/nvidia/gpus").is_dir() and local.exists()
-        near = [cpus.cpus_of(local.read_text())] if listed else []
-        assert list(numbered.near) == near, "where the system tells nothing, nothing is guessed"
+        text = local.read_text().strip() if listed else ""
+        assert list(numbered.near) in ([cpus.cpus_of(text)], []), text
+        assert numbered.near or not text, "where the system tells it, it is known"
         assert not plan or plan[0] <= os.sched_getaffinity(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import math
@@ -11,6 +12,7 @@ import re
 import pytest
 import torch
 
+from hpctrain.engines.precision import LossScale
 from hpctrain.history.progress import rank_sample
 from hpctrain.profile.files import MEMORY, PROBLEM, SNAPSHOT, TRACE, find
 from hpctrain.profile.trace import Kind
@@ -109,7 +111,7 @@ def test_a_step_that_is_not_finite_is_left_out_and_told(folder, kind, precision)
     assert [math.isfinite(loss) for loss in losses] == [step != BAD for step in range(LAST)]
     assert all(tensor.isfinite().all() for tensor in state.values())
     if precision == "fp16":  # a scale that was too high looks the same, and is no news
-        assert scales[-1] == 65536 / 2
+        assert scales[-1] < LossScale().scale
     else:
         assert len(told) == 1
 
@@ -121,11 +123,14 @@ def test_guards_cost_no_memory_of_the_gpu(folder, note):
             engine__precision="bf16", guard__nonfinite=guards, guard__spike=guards,
             checkpoint__interval_steps=1000,
         )  # fmt: skip
+        gc.collect()
+        before = torch.cuda.memory_allocated() if note.is_cuda else 0
         if note.is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        *_, peaks[way] = run_until(
+        *_, peak = run_until(
             folder / way, LAST, settings, at_end=lambda _run, engine: _peak(engine.world.device)
         )
+        peaks[way] = peak - before
     if note.on_gpu("peak memory of guards"):
         note.at_most("peak with guards, of one without", peaks["on"] / peaks["off"], 1.01)
 

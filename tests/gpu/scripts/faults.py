@@ -8,12 +8,13 @@ import sys
 
 import torch
 
-FAR = 1 << 60
-READS_FAR = "template <typename T> T far(T x) { return *((T*)(8ULL << 44) + (long long)x); }"
+FAR = 1 << 42
+"""Bytes that no GPU has."""
+READS_FAR = "template <typename T> T reads_far(T x) { return *((T*)(8ULL << 44) + (long long)x); }"
 
 
 def out_of_memory(device: torch.device) -> None:
-    held = [torch.empty(FAR >> 34, dtype=torch.uint8, device=device)]
+    held = [torch.empty(1 << 26, dtype=torch.uint8, device=device)]
     torch.empty(FAR, dtype=torch.uint8, device=device)
     del held
 
