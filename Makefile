@@ -179,7 +179,7 @@ gpu: ## prove hpctrain on this machine's GPU, in 8 minutes: results in $$OUT or 
 
 .PHONY: gpu-dry
 gpu-dry: $(STAMP) ## rehearse that on the CPU
-	@python -m tests.gpu --dry $(ONLY:%=--only %)
+	@python -m tests.gpu --dry --together $(ONLY:%=--only %)
 
 .PHONY: gpu-wheels
 gpu-wheels: $(STAMP) ## fetch what a machine with a GPU and no package index may lack

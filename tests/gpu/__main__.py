@@ -83,6 +83,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"no GPU here (torch: {about['torch']}); `make gpu-dry` rehearses on the CPU")
         return NO_GPU
     chosen = [part for part in PARTS if not given.only or part.name in given.only]
+    if given.together:
+        files = tuple(name for part in chosen for name in part.files)
+        chosen = [Part("together", sum(part.limit_s for part in chosen), files)]
     rows = {part.name: Row(NOT_RUN, "the run ended before it") for part in chosen}
     Results(about, rows).write(given.out)
     results = _run_all(chosen, given, began)
@@ -103,6 +106,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--only", action="append", choices=names, help="run this part; may be repeated")
     add("-k", default="", metavar="EXPRESSION", help="run the tests that pytest's -k chooses")
     add("--dry", action="store_true", help="rehearse on the CPU")
+    add("--together", action="store_true", help="all parts in one process, which is quicker")
     add("--wheels", type=Path, help="folder of wheels; what the machine lacks is installed")
     out = Path(os.environ.get("OUT") or TOP / "build" / "gpu")
     add("--out", type=Path, default=out, help="folder of the results; $OUT, or build/gpu")

@@ -102,21 +102,19 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def _own_device(request, is_cuda, note) -> Iterator[None]:
+def _own_device(request, is_cuda) -> None:
     """Each test says where it ran, and begins with the GPU's memory free."""
     if is_cuda:
         request.node.user_properties.append((ON_CUDA, True))
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    yield
-    torch.use_deterministic_algorithms(mode=False)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
     """After the test's last line: no number may have missed its goal."""
     result = yield
-    notes = pyfuncitem.funcargs.get("note")
+    notes: Any = pyfuncitem.funcargs.get("note")
     assert not (notes and notes.missed), "; ".join(notes.missed)
     return result
 

@@ -16,7 +16,7 @@ SHAPE = {"layers": 2, "dim": 256, "heads": 4, "seq_len": 128}
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_compiled_blocks_and_a_fused_optimizer_train_as_others(folder, kind, note):
     is_compiled = note.on_gpu("inductor and its kernels") and importlib.util.find_spec("triton")
-    backend, shape = ("inductor", SHAPE) if is_compiled else ("eager", {})
+    backend, shape = ("inductor", SHAPE) if is_compiled else ("no", {})
     more = {"engine__kind": kind, "engine__precision": "bf16"}
     plain, *_ = run_until(folder / "plain", LAST, settings_of(**more), shape=shape)
     settings = settings_of(**more, engine__compile=backend)

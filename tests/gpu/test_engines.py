@@ -45,8 +45,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def exact(is_cuda):
-    """Deterministic algorithms alone, as a bit-equal comparison needs."""
-    torch.use_deterministic_algorithms(mode=True)
+    """Deterministic algorithms alone, as a bit-equal comparison needs on a GPU."""
+    if is_cuda:
+        torch.use_deterministic_algorithms(mode=True)
+    yield
+    if is_cuda:
+        torch.use_deterministic_algorithms(mode=False)
 
 
 @pytest.mark.usefixtures("exact", "world")

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 TOP = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 ONE = ("--cluster=local", "--nodes=1", "--ranks-per-node=1", "--no-snapshot")
-STEPS = {"recipe": 24, "examples/own_loop.py": 200}
+LOOP = "examples/own_loop.py"
+STEPS = {"recipe": 24, LOOP: 200}
 LARGE = {"train.layers": 4, "train.dim": 512, "train.heads": 8, "train.seq_len": 256}
 SMALL = {"train.layers": 2, "train.dim": 32, "train.heads": 2, "train.seq_len": 16}
 DATA = {"train.data": str(TOP / "hpctrain" / "agent"), "train.data_limit_mb": 0.2}
+RECIPE = {**DATA, "train.steps": STEPS["recipe"]}
 EVERY = {"checkpoint.interval_steps": 5, "run.log_every_s": 0.0, "run.restart_pause_s": 0.0}
 GRACE_S = 600.0
 NSYS = "nsight-*/*/host/target-linux-x64/nsys"
@@ -36,46 +38,45 @@ exec "$@"
 """
 HANG_S = 0.5
 """Ten times that is waited where no rank can be told to wait for another."""
+HANG = {**EVERY, "alive.hang_s": HANG_S}
+NSYS_WORDS = ("--nsys=0", "--profile=steps=2:3")
 
 
 @pytest.fixture(scope="module")
 def runs(is_cuda, tmp_path_factory):
     """All runs of this file at once: they wait for processes to start, mostly."""
     folder = tmp_path_factory.mktemp("runs")
-    started = {}
-    for name, steps in STEPS.items():
-        sets: dict[str, Any] = dict(EVERY)
-        if name == "recipe":
-            sets |= {**(LARGE if is_cuda else SMALL), **DATA, "train.steps": steps}
+    started = {("hangs", ""): start(folder / "hangs", [f"{SCRIPTS / 'hangs.py'}"], HANG)}
+    nsys = nsys_or_its_stand_in(folder / "bin")
+    started["nsys", ""] = start(folder / "nsys", [f"{TOP / LOOP}"], EVERY, NSYS_WORDS, nsys)
+    for name in list(STEPS) if is_cuda else [LOOP]:
+        words = [f"{SCRIPTS / 'deterministic.py'}", name if name == "recipe" else f"{TOP / name}"]
+        sets = {**EVERY, **RECIPE, **LARGE} if name == "recipe" else EVERY
         for kind in ("disturbed", "peace"):
             place = folder / f"{kind}-{Path(name).stem}"
-            place.mkdir()
-            words = [
-                str(SCRIPTS / "deterministic.py"),
-                name if name == "recipe" else f"{TOP / name}",
-            ]
-            words += [str(place)] * (kind == "disturbed")
-            started[name, kind] = submit(None, place, *ONE, sets=sets, script=words)
-    (folder / "hangs").mkdir()
-    sets = {"alive.hang_s": HANG_S, **EVERY}
-    words = [str(SCRIPTS / "hangs.py")]
-    started["hangs", ""] = submit(None, folder / "hangs", *ONE, sets=sets, script=words)
-    (folder / "nsys").mkdir()
-    nsys_or_its_stand_in(folder / "nsys" / "bin")
-    words = ["--nsys=0", "--profile=steps=2:3"]
-    path = f"{folder / 'nsys' / 'bin'}:{os.environ['PATH']}"
-    loop = [str(TOP / "examples" / "own_loop.py")]
-    started["nsys", ""] = submit(
-        None, folder / "nsys", *ONE, *words, sets=EVERY, script=loop, env={"PATH": path}
-    )
+            its_words = [*words, f"{place}"] if kind == "disturbed" else words
+            started[name, kind] = start(place, its_words, sets)
     yield started
     for run in started.values():
         if not run.events("done"):
             run.cli("cancel", "run")
 
 
-def nsys_or_its_stand_in(folder: Path) -> None:
-    """Put an nsys on PATH: the machine's own, or a script that starts what is below it."""
+def start(
+    place: Path,
+    script: list[str],
+    sets: dict[str, Any],
+    words: tuple[str, ...] = (),
+    path: str = "",
+) -> RunHandle:
+    """Submit a program; `path` goes before PATH."""
+    place.mkdir()
+    env = {"PATH": f"{path}:{os.environ['PATH']}"} if path else {}
+    return submit(None, place, *ONE, *words, sets=sets, script=script, env=env)
+
+
+def nsys_or_its_stand_in(folder: Path) -> str:
+    """Return a folder with an nsys: the machine's own, or a script that starts what is below."""
     folder.mkdir()
     own = [shutil.which("nsys"), *sorted(Path("/opt/nvidia").glob(NSYS))]
     nsys = next(filter(None, own), None)
@@ -84,12 +85,15 @@ def nsys_or_its_stand_in(folder: Path) -> None:
         (folder / "nsys").chmod(0o755)
     else:
         (folder / "nsys").symlink_to(nsys)
+    return str(folder)
 
 
 @pytest.mark.parametrize("program", STEPS)
 def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_one_left_in_peace(
     runs, program, note
 ):
+    if not note.on_gpu(f"{program}: stopped, killed and resumed on the GPU") and program != LOOP:
+        return  # test_kill_time.py rehearses the recipe
     run, peace = runs[program, "disturbed"], runs[program, "peace"]
     held(run, 1)
     client.request(run.job_id, "preempt", leave=1, grace_s=GRACE_S)
@@ -105,7 +109,7 @@ def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_one_left_in_peac
     assert [str(reason) for reason, _ in run.ends()] == ["preempted", "crashed", "completed"]
     assert_same_bits(full_state(peace.dir, STEPS[program]), full_state(run.dir, STEPS[program]))
     assert "deterministic.py" in json.dumps(stacks["ranks"]), "stacks of a live rank"
-    if note.on_gpu(f"{program}: it trains on the GPU, which the ledger names"):
+    if note.is_cuda:
         devices = [all_fields(e).get("device") for e in run.events("phase")]
         assert "cpu" not in devices
         assert any(devices)

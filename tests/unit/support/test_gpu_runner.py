@@ -99,6 +99,9 @@ def test_only_runs_parts_that_are_named_and_only_while_there_is_time(tmp_path):
         {"test_good.py::test_good": REHEARSED},
     )
 
+    done, results = run(tmp_path, parts, "--together", "--only", "good", "-k", "not lacks")
+    assert (done.returncode, outcomes(results.parts)) == (0, {"together": REHEARSED})
+
     done, results = run(tmp_path, parts, "--seconds", "1")
     assert (done.returncode, results.tests) == (1, {})
     assert {row.why for row in results.parts.values()} == {"no time was left"}
