@@ -7,11 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.gpu.__main__ import PARTS, TOTAL_S
+from tests.gpu import conftest
+from tests.gpu.__main__ import PARTS, TOTAL_S, _lacks
+from tests.gpu.recording import ON_CUDA, _row_of
 from tests.gpu.results import FAILED, NOT_RUN, PASSED, REHEARSED, Results, Row
+from tests.support.processes import alive
 
 TOP = Path(__file__).parents[3]
 FOLDER = TOP / "tests" / "gpu"
@@ -25,8 +29,10 @@ runner.PARTS = tuple(runner.Part(name, limit, (file,)) for name, limit, file in 
 sys.exit(runner.main(["--dry", "--out", OUT, *sys.argv[1:]]))
 """
 GOOD = """
-import pytest
-def test_good(): pass
+import pathlib, pytest, subprocess
+def test_good():
+    left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    pathlib.Path(__file__).with_name("left").write_text(str(left.pid))
 def test_lacks(): pytest.skip("no such library here")
 """
 WRONG = "import no_such_module\ndef test_wrong(): pass\n"
@@ -73,6 +79,7 @@ def test_each_outcome_is_told_and_what_did_not_run_fails_the_whole(tmp_path):
         "test_good.py::test_lacks": NOT_RUN,
         "test_wrong.py": FAILED,
     }
+    assert not alive(int((tmp_path / "left").read_text())), "it would hold the GPU's memory"
     table = (tmp_path / "out" / "gpu-results.md").read_text()
     assert "No module named 'no_such_module'" in table
     assert "its 0 s were up" in table
@@ -114,6 +121,40 @@ def test_a_result_is_good_only_where_everything_ran(outcome):
     assert not Results({}, {"a": passed}, {"x": passed, "y": Row(outcome)}).is_good
     assert not Results({}, {"a": Row(outcome)}, {"x": passed}).is_good
     assert not Results({}, {"a": passed}, {}).is_good
+
+
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_a_number_that_misses_its_goal_fails_its_test_on_a_gpu_alone(is_cuda):
+    notes = conftest.Notes(is_cuda, [])
+    notes.at_most("in time", 1.0, 2.0)
+    notes.at_most("shown only", 9.0)
+    ended = conftest.pytest_pyfunc_call(SimpleNamespace(funcargs={"note": notes}))
+    next(ended)
+    with pytest.raises(StopIteration):
+        ended.send(None)
+
+    notes.at_most("too late", 3.0, 2.0, "s")
+    notes.at_least("too little", 1.0, 2.0)
+    ended = conftest.pytest_pyfunc_call(SimpleNamespace(funcargs={"note": notes}))
+    next(ended)
+    with pytest.raises(AssertionError if is_cuda else StopIteration) as caught:
+        ended.send(None)
+    if is_cuda:
+        assert str(caught.value).startswith("too late: 3 s, goal <= 2; too little: 1 , goal >= 2")
+
+
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_what_ended_on_a_gpu_has_passed_and_elsewhere_it_says_what_it_left_out(is_cuda):
+    notes = conftest.Notes(is_cuda, [(ON_CUDA, True)] if is_cuda else [])
+    assert notes.on_gpu("kernels") is is_cuda
+    report = SimpleNamespace(user_properties=notes.noted, failed=False, skipped=False)
+    row = _row_of(report, 1.0)
+    assert (row.outcome, row.needs_cuda) == ((PASSED, []) if is_cuda else (REHEARSED, ["kernels"]))
+
+
+def test_only_what_a_machine_lacks_is_installed():
+    assert not _lacks(Path("numpy-1.0-py3-none-any.whl"))
+    assert _lacks(Path("no_such_package-1.0-py3-none-any.whl"))
 
 
 def test_the_parts_have_every_file_of_tests_once_and_fit_into_eight_minutes():
