@@ -31,6 +31,7 @@ from hpctrain.submit.checks import ranks_python
 from hpctrain.submit.preflight import check_login
 from hpctrain.submit.prepare import SubmitRequest, prepare
 from hpctrain.submit.program_source import (
+    GOES_ON,
     ProgramImports,
     WantedImport,
     imports_of,
@@ -161,23 +162,41 @@ def _program(
     checks.lines += [_lint_line(one) for one in findings if one.rule.level != "info"]
     if line is not None:
         checks.lines.append(line)
+    checks.lines += _goes_on(path, entry, settings, checks.place)
     return imports_of(path, own_folders(entry))
 
 
 def _lint(path: Path, settings: Settings, name: str) -> tuple[list[LintFinding], CheckLine | None]:
-    from hpctrain.lint.check import check_text
+    from hpctrain.lint.check import RuleChoice, check_text
     from hpctrain.lint.files import NotText, read_source
 
     try:
         text = read_source(path)
     except NotText as error:
         return [], CheckLine("lint", NOT_KNOWN, f"{name} {error}", path=name)
-    findings = check_text(text, name, cpus=settings.slurm.cpus_per_rank or None)
+    without = RuleChoice(ignore=(GOES_ON,))
+    findings = check_text(text, name, without, cpus=settings.slurm.cpus_per_rank or None)
     hints = sum(one.rule.level == "info" for one in findings)
     if hints < len(findings):
         return findings, None
     more = f"; {count(hints, 'hint')} (hpctrain lint {name} --level info)" if hints else ""
     return findings, CheckLine("lint", OK, f"nothing found in {name}{more}", path=name)
+
+
+def _goes_on(path: Path, entry: Entry, settings: Settings, name: str) -> list[CheckLine]:
+    """Whether a program that saves goes on from its checkpoints, as it is started."""
+    if settings.run.resume_args or settings.checkpoint.sealed:
+        return []
+    from hpctrain.lint.begins_anew import begins_anew
+    from hpctrain.lint.files import NotText, read_source
+
+    try:
+        anew = begins_anew(read_source(path), entry.args)
+    except NotText:  # lint has said so
+        return []
+    if anew is None:
+        return []
+    return [CheckLine("resume", NOTE, anew.note(name), "", name, anew.save.lineno)]
 
 
 def _lint_line(finding: LintFinding) -> CheckLine:

@@ -517,6 +517,14 @@ _TABLE = (
         "`functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})`.",
     ),
     LintRule(
+        "HT608",
+        WARNING,
+        "a program that saves and does not go on by itself",
+        "After a preemption it begins at its first step again, each time.",
+        "Load the newest checkpoint at the start; or `hpctrain submit --checkpoint PATH --resume-args "
+        "'--resume {checkpoint}'`, where it loads one with an option.",
+    ),
+    LintRule(
         "HT701",
         ERROR,
         "a misspelled key of DeepSpeed's configuration",

@@ -1,4 +1,4 @@
-"""Rules HT511, HT512 and HT601 to HT605: signals, saves and loads.
+"""Rules HT511, HT512, HT601 to HT605 and HT608: signals, saves and loads.
 
 tests/unit/lint/test_rules.py holds the promises.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
+from hpctrain.lint.begins_anew import begins_anew
 from hpctrain.lint.dependence import RANKS
 from hpctrain.lint.reporting import for_main_only
 from hpctrain.lint.syntax import argument, constant, given, keyword, last, spreads
@@ -29,7 +30,10 @@ _FOLDER_NAME_NUMBER = 2
 
 
 def check_saving(facts: ProgramFacts) -> Iterator[LintFinding]:
-    """HT511, HT512 and HT601 to HT605."""
+    """HT511, HT512, HT601 to HT605 and HT608."""
+    if "save" in facts.syntax.text and (anew := begins_anew(facts.syntax.text, ())) is not None:
+        loads = f"loads one only with {anew.option.name}" if anew.option else "loads none"
+        yield facts.finding("HT608", anew.save, f"it saves checkpoints here, and {loads}")
     for call in facts.syntax.calls:
         dotted = facts.syntax.dotted(call.func)
         if dotted == "signal.signal":

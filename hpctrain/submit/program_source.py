@@ -33,6 +33,8 @@ MOST_BYTES = 256 << 10
 """Of a program that is looked at: about 6,000 lines, which take a third of a second at most."""
 MOST_SHOWN = 2
 """Errors that are shown whole."""
+GOES_ON = "HT608"
+"""Lint's rule on programs that begin anew; where the command line is known it is asked with it."""
 _PYTHON = frozenset({"script", "module"})
 AT_SUBMIT = 40
 """Of a program's own files, so many are read before it is queued."""
@@ -52,7 +54,7 @@ def lint_notes(entry: Entry, settings: Settings, cwd: Path) -> list[str]:
     """
     if not settings.run.lint or entry.kind not in _PYTHON or not entry.path:
         return []
-    from hpctrain.lint.check import check_text
+    from hpctrain.lint.check import RuleChoice, check_text
     from hpctrain.lint.files import NotText, read_source
 
     path = Path(entry.path)
@@ -63,9 +65,10 @@ def lint_notes(entry: Entry, settings: Settings, cwd: Path) -> list[str]:
         return [f"lint has passed over {name}: it {error}"]
     if len(text) > MOST_BYTES:
         return [f"lint has passed over {name}, which is long: hpctrain lint {shlex.quote(name)}"]
-    notes = _told(check_text(text, name, cpus=settings.slurm.cpus_per_rank or None), name)
+    without = RuleChoice(ignore=(GOES_ON,))
+    notes = _told(check_text(text, name, without, cpus=settings.slurm.cpus_per_rank or None), name)
     if not settings.run.resume_args and not settings.checkpoint.sealed:
-        from hpctrain.submit.begins_anew import begins_anew
+        from hpctrain.lint.begins_anew import begins_anew
 
         anew = begins_anew(text, entry.args)
         notes += [anew.note(name)] if anew else []

@@ -2,9 +2,9 @@
 
 A run of such a program begins at step 0 after each preemption, for as long as anybody lets it. What
 is looked for is that a program saves, and that nothing in it loads, or that it loads only under a
-test of an option that the command line does not give. It is a note of `submit`, with the words to
-add; a program that speaks with hpctrain is not looked at. tests/unit/submit/test_begins_anew.py
-holds the promises; docs/programs.md says how often it is right.
+test of an option that the command line does not give. It is a note of `submit` and of `check`, with
+the words to add, and lint's HT608; a program that speaks with hpctrain is not looked at.
+tests/unit/lint/test_begins_anew.py holds the promises; docs/programs.md says how often it is right.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class BeginsAnew:
 
     Attributes:
         pattern: Where it saves, as `checkpoint.sealed` takes it; PLACE where nobody can say.
-        line: Of the first save.
+        save: The first save.
         option: What it has to be told to go on; None where nothing in it loads.
     """
 
     pattern: str
-    line: int
+    save: ast.Call
     option: AskedOption | None
 
     def note(self, name: str) -> str:
         """What to tell its user."""
-        saves = f"{name} saves its checkpoints (line {self.line})"
+        saves = f"{name} saves its checkpoints (line {self.save.lineno})"
         if self.option is None:
             return (
                 f"{saves} and loads none: after a preemption it begins at its first step again. "
@@ -104,13 +104,13 @@ def begins_anew(text: str, args: Sequence[str]) -> BeginsAnew | None:
     first = saves[0]
     pattern = next((p for call in saves if (p := program.path(call))), PLACE)
     if not program.loads:
-        return BeginsAnew(pattern, first.lineno, None)
+        return BeginsAnew(pattern, first, None)
     under = [program.asked_under(call) for call in program.loads]
     if None in under:
         return None
     going_on = (option for option in under if option is not None and option.goes_on)
     option = next(going_on, None)
-    return None if option is None else BeginsAnew(pattern, first.lineno, option)
+    return None if option is None else BeginsAnew(pattern, first, option)
 
 
 def _is_named(name: str, does: Sequence[str], what: Sequence[str]) -> bool:

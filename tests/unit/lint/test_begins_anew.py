@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
 import pytest
 
-from hpctrain.submit.begins_anew import begins_anew
+from hpctrain.cli.help import pages
+from hpctrain.lint.begins_anew import begins_anew
 
 HEAD = """
 import argparse, os, torch, utils
@@ -40,8 +42,10 @@ def test_one_that_loads_nothing_is_told_what_comes_of_it():
     )
 
 
-def test_the_advice_names_no_command_that_there_is_not():
-    assert "hpctrain help" not in note(SAVES)
+def test_the_advice_names_a_page_that_there_is():
+    (topic,) = re.findall(r"`hpctrain help ([\w-]+)`", note(SAVES))
+
+    assert topic in pages()
     assert "run.track" in note(SAVES)
 
 
