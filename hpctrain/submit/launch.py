@@ -321,8 +321,7 @@ def _submit(
         total_steps=spec.settings.train.steps if spec.entry.kind == "recipe" else None,
     )
     ledger.record(run, submitted)
-    if spec.evaluates is None:
-        run_index.record([run_index.IndexedRun(run, frozenset({job_id}))])
+    run_index.record([run_index.IndexedRun(run, frozenset({job_id}))])
     return job_id
 
 

@@ -18,8 +18,9 @@ from hpctrain.run.events import append, read
 from hpctrain.run.layout import RunDir
 from hpctrain.settings.spec import load_spec
 from hpctrain.submit import live_job
-from tests.support.ledger_runs import Story, all_fields, local_job
+from tests.support.ledger_runs import Story, all_fields, local_job, write_event
 from tests.support.terminal import Keyboard
+from tests.support.users import OWNER
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -357,3 +358,27 @@ def test_what_is_cut_short_leaves_no_half_under_its_name(ended, runs, monkeypatc
     assert not ended.root.exists()
     assert ".removed-old-" in err
     assert main(["status"]) == 0
+
+
+def test_a_run_whose_job_is_submitted_while_its_user_thinks_is_kept(
+    ended, runs, tmp_path, monkeypatch
+):
+    class Thinks(Keyboard):
+        def readline(self, *_):
+            local_job(tmp_path / "local", "local-19", state="RUNNING")
+            again = {"token": "tok-1", "job_id": "local-19", "by": "resume", "cluster": "local"}
+            write_event(ended, "submit_intent", token="tok-1", script="tok-1.sh")
+            write_event(ended, "submitted", **again)
+            return "y\n"
+
+    monkeypatch.setattr("sys.stdin", Thinks())
+    assert main(["rm", "old"]) == 5
+    assert ended.root.exists()
+
+
+@pytest.mark.two_users
+def test_another_users_run_is_not_deleted(ended, capsys):
+    os.chown(ended.root, OWNER.uid, OWNER.gid)
+    code, _, err = removed("old", "-y", capsys=capsys)
+    assert (code, ended.root.exists()) == (3, True)
+    assert "belongs to another user" in err

@@ -82,6 +82,7 @@ def test_what_copies_in_memory_take_is_told_from_the_newest_checkpoint(plain, ca
 
     save(plain, next_attempt(plain), 4)
     write_event(plain, "saved", attempt=1, step=4, bytes=2**30)
+    assert "mesh         2 nodes x 1 rank: ddp" in dry_run(capsys), "its checkpoint is ours"
 
     line = next(line for line in dry_run(capsys, *copies).splitlines() if "alive.memory" in line)
     assert "copies take about 1.0 GiB of each node's memory, 2 times its part" in line

@@ -1050,11 +1050,15 @@ def test_what_a_program_says_of_its_total_counts_and_the_newest_word_of_it(runs)
     assert "step 50/100 (50 %)  500 ms/step, about 25 s left" in text
     story.add("steps", 1, first=51, last=100, seconds=25.0, total=200)
     assert "step 100/200 (50 %)  500 ms/step, about 50 s left" in shown(story, RUNNING)
-    story.add("steps", 1, first=101, last=250, seconds=75.0, total=200)
+    story.add("steps", 1, first=101, last=200, seconds=50.0, total=200)
+    assert "step 200/200 (100 %)  500 ms/step\n" in shown(story, RUNNING)
+    story.add("steps", 1, first=201, last=250, seconds=25.0, total=200)
     over = shown(story, RUNNING)
     assert "step 250/200 (100 %)  500 ms/step\n" in over
 
 
 def test_a_run_that_is_starting_has_no_next_save_of_its_last_attempts_plan(training):
+    training.add("interval", 1, **CHOSEN)
+    assert "next save" in shown(training, RUNNING)
     training.ended(1, "preempted", "requeue").started(2)
     assert "next save" not in shown(training, RUNNING)

@@ -266,7 +266,8 @@ def test_hpctrain_s_own_requeue_is_none_from_outside_and_nothing_is_to_be_done(
     tale = Story(tmp_path / "lm-3").submitted().started(1)
     tale.ended(1, reason, "requeue")
     tale.run.jobs.mkdir()
-    (tale.run.jobs / "tok-1.out").write_text(f"{REQUEUE} ***\n" * 8)
+    limit = REQUEUE.replace("DUE TO JOB REQUEUE", "DUE TO TIME LIMIT") if kind == "walltime" else ""
+    (tale.run.jobs / "tok-1.out").write_text(f"{limit} ***\n" + f"{REQUEUE} ***\n" * 8)
 
     _, document = told(tmp_path, capsys)
 
@@ -275,6 +276,11 @@ def test_hpctrain_s_own_requeue_is_none_from_outside_and_nothing_is_to_be_done(
     assert document["do"][0] == "nothing: the job was requeued and the run goes on"
     assert "see that it loads its newest checkpoint" in document["do"][1]
     assert "#SBATCH" not in str(document)
+
+
+def test_where_nothing_follows_the_general_advice_stands(tmp_path, capsys):
+    Story(tmp_path / "lm-3").submitted().started(1).ended(1, "preempted", "stop")
+    assert told(tmp_path, capsys)[1]["do"] == list(KNOWLEDGE[FaultKind.PREEMPTED].do)
 
 
 def test_a_program_that_tells_its_steps_is_not_told_to_load_a_checkpoint(tmp_path, capsys):

@@ -215,3 +215,31 @@ def test_another_user_leaves_no_file_in_a_home_that_is_not_his(common_path):
     assert written.count("/gone") == 1
     run_as(STRANGER, command, XDG_STATE_HOME=str(home))
     assert (home / "hpctrain" / "runs.jsonl").read_text() == written
+
+
+@pytest.mark.two_users
+def test_an_index_that_another_has_written_is_not_read(live):
+    assert len(indexed()) == 1
+    os.chown(index_path(), OWNER.uid, OWNER.gid)
+    assert indexed() == []
+
+
+@pytest.mark.two_users
+def test_another_users_run_in_the_folder_is_not_in_my_index(live, capsys):
+    theirs = Story(live.run.root.parent / "theirs").submitted("9")
+    os.chown(theirs.run.root, OWNER.uid, OWNER.gid)
+    os.chdir(live.run.root.parents[1])
+    shown(capsys)
+    assert "theirs" not in index_path().read_text()
+
+
+def test_a_run_of_the_folder_is_listed_once(live, capsys):
+    os.chdir(live.run.root.parents[1])
+    assert sum(line.startswith("lm ") for line in shown(capsys)[1].splitlines()) == 1
+
+
+def test_a_line_with_a_relative_path_means_no_run_of_this_folder(live, elsewhere):
+    Story(elsewhere / "runs" / "near").submitted("9")
+    with index_path().open("a") as file:
+        file.write("\n" + json.dumps({"dir": "runs/near", "jobs": []}))
+    assert [one.run for one in indexed()] == [live.run]
