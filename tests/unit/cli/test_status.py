@@ -1058,7 +1058,7 @@ def test_what_a_program_says_of_its_total_counts_and_the_newest_word_of_it(runs)
 
 
 def test_a_run_that_is_starting_has_no_next_save_of_its_last_attempts_plan(training):
-    training.add("interval", 1, **CHOSEN)
+    training.saved(1, 250).add("interval", 1, **CHOSEN)
     assert "next save" in shown(training, RUNNING)
-    training.ended(1, "preempted", "requeue").started(2)
+    training.ended(1, "preempted", "requeue").started(2).add("interval", 2, **CHOSEN)
     assert "next save" not in shown(training, RUNNING)
