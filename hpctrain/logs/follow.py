@@ -125,6 +125,11 @@ class EndWatch:
         from hpctrain.base.text import time_of_day
 
         job = answer.job
+        if state is RunState.SUSPENDED and job is not None:
+            if self._why != job.shown:
+                self.tell(f"job {job.job_id} is suspended, and stands still")
+            self.waiting, self._why = "", job.shown
+            return
         if state not in _WAITING or job is None:
             self.waiting, self._why = "", None
             return

@@ -69,8 +69,23 @@ def next_commands(status: RunStatus) -> list[str]:
     return [*doctor, logs, resume]
 
 
+_OWN_WORDS = {
+    RunState.PENDING: {"PENDING"},
+    RunState.RUNNING: {"RUNNING", "COMPLETING"},  # which the sentence says
+    RunState.SUSPENDED: {"SUSPENDED"},
+    RunState.REQUEUED: {"PENDING", "REQUEUED"},
+    RunState.COMPLETING: {"COMPLETING"},
+}
+"""What a scheduler calls a job's state where it means the same as the run's."""
+
+
 def _job(status: RunStatus) -> str:
-    return f"job {status.ledger_state.job_id}" if status.ledger_state.job_id else "its job"
+    """The job, and its scheduler's word for its state where that is another one than the run's."""
+    name = f"job {status.ledger_state.job_id}" if status.ledger_state.job_id else "its job"
+    info, own = status.answer.job, _OWN_WORDS.get(status.state)
+    if info is None or own is None or info.shown in own:
+        return name
+    return f"{name} ({title_of(status.cluster)} says {info.shown})"
 
 
 def _created(status: RunStatus, job: str) -> str:
@@ -127,9 +142,8 @@ def _suspended(status: RunStatus, job: str) -> str:
     when = ""
     if since is not None:
         when = f" since {time_of_day(since, status.now)} (for {duration(status.now - since)})"
-    word = f" ({info.shown})" if info is not None and info.shown == "STOPPED" else ""
     return (
-        f"{job}{where} is suspended by {title_of(status.cluster)}{word}{when}: its ranks stand "
+        f"{job}{where} is suspended by {title_of(status.cluster)}{when}: its ranks stand "
         "still, keep their memory and go on where they are when it is resumed"
         f"{_asked_to_end(status.ledger_state)}"
     )

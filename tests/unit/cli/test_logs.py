@@ -19,6 +19,7 @@ from hpctrain.base.records import JobInfo
 from hpctrain.cli.main import main
 from hpctrain.cli.options import parse_since
 from hpctrain.history.run_history import RunHistory
+from hpctrain.history.run_state import RunState
 from hpctrain.logs import follow as log_follow
 from hpctrain.logs.printer import LogSelection, Printer
 from hpctrain.logs.sections import Trouble, is_trouble
@@ -641,6 +642,25 @@ def test_what_is_waited_for_stands_below_the_end_of_the_attempt_before(runs, mon
         marker("attempt 1 ended: preempted", "requeued"),
         marker(f"job 17 waits in the queue (Resources), expected start {when}"),
     ]
+
+
+def test_a_job_that_is_suspended_is_told_of_while_its_logs_stand_still(runs, monkeypatch):
+    story = Story(runs / "lm").submitted("17").started(1, "17", ("n1",))
+    out = io.BytesIO()
+    printer = Printer(story.run, out, LogSelection(), live=True)
+    watch = log_follow.EndWatch(story.run, None, log_follow.told_by(printer))
+    watch.add(read(story.run))
+    job = JobInfo("17", "SUSPENDED", alive=True)
+    monkeypatch.setattr(reader, "ask", lambda *_: Answer(job))
+
+    monkeypatch.setattr(log_follow, "ASK_S", 0.0)
+
+    for _ in range(3):
+        assert not watch.is_over()
+
+    told = marker("job 17 is suspended, and stands still")
+    assert out.getvalue().decode().splitlines().count(told) == 1
+    assert watch.state is RunState.SUSPENDED
 
 
 def test_a_scheduler_is_not_asked_while_the_run_is_heard_of(runs, monkeypatch):

@@ -200,7 +200,7 @@ def test_a_pending_run_says_why_it_waits(runs, info, words):
     [
         ("SUSPENDED", 90.0, "is suspended by SLURM since "),
         ("SUSPENDED", None, "is suspended by SLURM: its ranks stand still"),
-        ("STOPPED", 90.0, "is suspended by SLURM (STOPPED) since "),
+        ("STOPPED", 90.0, "job 17 (SLURM says STOPPED) on n[1-2] is suspended by SLURM since "),
     ],
 )
 def test_a_suspended_run_says_since_when_and_has_no_speed(runs, said, since, words):
@@ -224,6 +224,40 @@ def test_a_suspended_run_says_since_when_and_has_no_speed(runs, said, since, wor
     assert (value["state"], value["job"]["said"]) == ("suspended", said)
     assert value["goodput"]["classes"]["suspended"]["seconds"] == pytest.approx(90, abs=1)
     assert drawn(RunsScreen([status]), 80).splitlines()[1].split()[:2] == ["lm", "suspended"]
+
+
+@pytest.mark.parametrize(
+    ("said", "shown_too"),
+    [
+        ("RUNNING", False),
+        ("COMPLETING", False),  # "which is ending"
+        ("CONFIGURING", True),
+        ("RESIZING", True),
+        ("SIGNALING", True),
+        ("INVENTED_NEXT_YEAR", True),
+    ],
+)
+def test_the_scheduler_s_state_is_shown_where_it_is_another_word_than_the_run_s(
+    runs, said, shown_too
+):
+    story = Story(runs / "lm").submitted("17").started(1).restored(1).steps(1, 1, 5)
+    info = job_info({"JobId": "17", "JobState": said})
+
+    text = " ".join(shown(story, info, cluster="slurm").split())
+
+    assert text.startswith("lm running")
+    assert (f"job 17 (SLURM says {said}) on" in text) is shown_too
+    assert said == "RUNNING" or said in text or "which is ending" in text
+
+
+def test_a_run_that_is_put_back_shows_what_its_job_still_does(runs):
+    story = Story(runs / "lm").submitted("17").started(1).ended(1, "preempted", "requeue")
+    story.add("requeued", 1, by="agent", job_id="17")
+    info = job_info({"JobId": "17", "JobState": "COMPLETING", "Restarts": "1"})
+
+    text = " ".join(shown(story, info, cluster="slurm").split())
+
+    assert "job 17 (SLURM says COMPLETING) waits in the queue after attempt 1" in text
 
 
 def test_a_held_run_names_its_release_and_no_start(runs):
