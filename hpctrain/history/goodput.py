@@ -158,7 +158,7 @@ def goodput(
         if allocation.started:
             until = max(allocation.begin, now) if allocation.end is None else allocation.end
             stood = until
-            if suspended_at is not None and allocation.goes_on:
+            if suspended_at is not None:  # later than the end of each start but the newest
                 stood = min(max(suspended_at, allocation.begin), until)
             slices += cut(allocation, stood, kept, silent=words.unaccounted)
             newest = allocation.attempts[-1].number if allocation.attempts else None

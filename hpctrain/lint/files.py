@@ -117,8 +117,6 @@ def decoded(raw: bytes) -> str:
             f"is not {error.encoding} text at byte {error.start}; save it as UTF-8, or name its "
             "encoding in the first line"
         ) from None
-    except UnicodeError as error:  # of a codec that says no more
-        raise NotText(f"is not {encoding} text: {error}") from None
 
 
 def write_source(path: Path, text: str) -> None:

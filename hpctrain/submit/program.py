@@ -215,9 +215,13 @@ def _file(words: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> Entry:
 def _locate(word: str, cwd: Path, environ: Mapping[str, str]) -> Path:
     """The file that a word means: one of this folder, else a command on PATH."""
     path = Path(os.path.normpath(cwd / word))
-    if path.is_dir():
+    try:
+        is_folder, is_there = path.is_dir(), path.exists()
+    except OSError as error:  # a name that no file can have
+        raise NotFound(f"script {word} cannot be there: {error.strerror}") from None
+    if is_folder:
         raise UsageError(f"{word} is a folder; name the script behind --, e.g. -- {word}/train.py")
-    if not path.exists():
+    if not is_there:
         on_path = None if "/" in word else shutil.which(word, path=environ.get("PATH", ""))
         if on_path is not None:
             return Path(on_path).absolute()

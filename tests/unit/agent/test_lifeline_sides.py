@@ -256,6 +256,8 @@ def test_a_node_that_stood_still_leaves_where_the_first_does_not_answer_within_a
         job.hands.advance(2 * LEASE_S)
         began_s = job.hands.passed_s
         silent.inside[1].say(packed({"beat": 0}))
+        await other.is_quiet(2 * TURN_S)  # it has asked
+        silent.inside[1].say(packed({"beat": 0}))
         said = await other.hear("dropped")
         left_s = job.hands.passed_s - began_s
         await other.is_quiet(LEAVE_S)

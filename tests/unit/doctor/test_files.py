@@ -91,6 +91,19 @@ def test_a_short_log_whose_check_is_cut_off_is_read_to_its_last_line(tmp_path):
     assert notes == [f"{log} ends early: its end is missing"]
 
 
+@pytest.mark.parametrize("lines", range(20, 60, 5))
+def test_a_wrong_check_at_its_end_takes_no_line_from_a_packed_log(tmp_path, lines):
+    log = tmp_path / "job.log.gz"
+    packed = bytearray(gzip.compress("".join(STORY.splitlines(keepends=True)[:lines]).encode()))
+    packed[-6] ^= 1
+    log.write_bytes(packed)
+
+    (facts,), notes = scan(inputs([str(log)]))
+
+    assert facts.lines == lines
+    assert notes == [f"{log} ends early: Error -3 while decompressing data: incorrect data check"]
+
+
 @pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
 @pytest.mark.parametrize(
     ("behind", "note"),
@@ -108,18 +121,30 @@ def test_what_stands_behind_a_packed_log_takes_nothing_from_it(tmp_path, pack, b
 
 def test_a_damaged_place_costs_only_what_lies_behind_it(tmp_path):
     log = tmp_path / "job.log"
-    text = "".join(f"{n * 2654435761 % 2**32:x}\n" for n in range(40_000))
-    packed = bytearray(gzip.compress(text.encode()))
-    half = len(packed) // 2
-    packed[half : half + 400] = b"\xff" * 400
-    log.write_bytes(packed)
-
-    whole = zlib.decompressobj(wbits=31).decompress(bytes(packed[:half])).count(b"\n")
+    pack = zlib.compressobj(wbits=31)
+    text = "".join(f"{n * 2654435761 % 2**32:x}\n" for n in range(30_000)).encode()
+    before = pack.compress(text) + pack.flush(zlib.Z_FULL_FLUSH)
+    log.write_bytes(before + b"\x07" * 200_000)  # no block is of that type
 
     (facts,), notes = scan(inputs([str(log)]))
 
-    assert facts.lines > whole - 40
-    assert "ends early: Error -3" in notes[0]
+    assert 30_000 - 40 < facts.lines <= 30_000
+    assert notes == [f"{log} ends early: Error -3 while decompressing data: invalid block type"]
+
+
+def test_a_packed_log_for_which_there_is_no_memory_is_told_of(tmp_path, monkeypatch):
+    class Greedy:
+        eof, unused_data = False, b""
+
+        def decompress(self, *_):
+            raise MemoryError
+
+    monkeypatch.setattr(files, "_MAGIC", ((b"\x1f\x8b", Greedy),))
+    log = tmp_path / "job.log"
+    log.write_bytes(gzip.compress(FULL.encode()))
+
+    with pytest.raises(UsageError, match="unpacked \\(it needs more memory than there is"):
+        scan(inputs([str(log)]))
 
 
 def test_no_header_of_a_packed_log_asks_for_more_memory_than_a_log_needs(tmp_path):

@@ -13,6 +13,7 @@ from hpctrain.doctor.lines import plain, rank_of_file
 from hpctrain.doctor.scan import LogScanner
 from hpctrain.doctor.signatures import COARSE, SIGNS
 from hpctrain.doctor.text import as_json, as_text
+from hpctrain.doctor.words import GpuMemory
 from tests.support.fuzzing import Faults, cases, chances
 from tests.support.hostile_patterns import Found, probes
 
@@ -55,6 +56,17 @@ def test_no_number_of_a_prefix_is_too_long(prefix):
         for line in (f"{odd}RuntimeError: x", f"{odd}Traceback (most recent call last):", odd):
             assert plain(line).text is not None
             assert read(f"{line}\n{line}\n".encode("utf-8", "replace"))
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_sizes_of_an_allocator_may_be_no_numbers(number):
+    line = (
+        f"torch.OutOfMemoryError: Tried to allocate {number} GiB. total capacity of {number} GiB "
+        f"{number} GiB is allocated by PyTorch"
+    )
+
+    assert GpuMemory(line).asked >= 0
+    assert read(f"{line}\n".encode())
 
 
 def test_ranks_without_end_are_not_counted_to():

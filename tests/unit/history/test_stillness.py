@@ -204,6 +204,15 @@ def test_a_job_that_is_suspended_now_does_not_train(now, heard):
     assert sum(spent.values()) == now
 
 
+@pytest.mark.parametrize(("since", "seconds"), [(-5.0, 290), (5.0, 290), (400.0, 0)])
+def test_clocks_that_differ_make_a_suspension_shorter_and_never_negative(since, seconds):
+    found = goodput(RunHistory.of(trained().events), now=300, suspended_at=since)
+
+    assert found.seconds[TimeClass.SUSPENDED] == seconds
+    assert sum(found.seconds.values()) == 300
+    assert all(one.seconds > 0 for one in found.slices)
+
+
 def test_what_is_suspended_weighs_with_all_of_its_nodes():
     log = trained().at(330, "suspended", 1, seconds=90.0).mark(400, 1, 51, 100)
 

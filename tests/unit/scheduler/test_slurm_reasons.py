@@ -163,6 +163,12 @@ def test_the_time_of_a_suspension_is_that_of_the_job():
     assert info.suspended_at == 1795241507
     assert info.alive
     assert job_info(record(JobState="RUNNING", SuspendTime="1795241507")).suspended_at is None
+    # SLURM notes the end of a suspension in the same field.
+    resumed = [
+        job_facts(record(JobState=state, SuspendTime="1795241507")).resumed_at
+        for state in ("RUNNING", "SUSPENDED")
+    ]
+    assert resumed == [1795241507, None]
 
 
 def test_a_word_of_both_tables_is_found_by_its_whole_name_first():
