@@ -116,6 +116,11 @@ def step_time(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
+def span(seconds: float) -> str:
+    """A time from milliseconds to days: "80 ms", "1.20 s", "3m20s"."""
+    return step_time(seconds) if seconds < _MINUTE else duration(seconds)
+
+
 def size(size_bytes: int) -> str:
     """Bytes in the unit that fits."""
     value = float(size_bytes)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.base.text import size
 from hpctrain.cli import checkpoints_sealed
 from hpctrain.cli.checkpoints_exchange import diff_command, export_command, import_command
 from hpctrain.cli.checkpoints_keep import pin_command, prune_command, rm_command
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 EXIT_DAMAGED = 7
 READERS = 4
-KIB = 1024
 SHOWN = 200
 
 
@@ -75,7 +75,7 @@ def list_command(runs: Path, run: str, *, as_json: bool) -> None:
     if rows and sealed:
         click.echo()
     if sealed:
-        checkpoints_sealed.echo_rows(sealed, _when, _human)
+        checkpoints_sealed.echo_rows(sealed, _when, size)
 
 
 def _echo_rows(rows: list[dict[str, Any]]) -> None:
@@ -87,7 +87,7 @@ def _echo_rows(rows: list[dict[str, Any]]) -> None:
         (
             row["step"],
             _when(row["created"]),
-            None if row["size_bytes"] is None else _human(row["size_bytes"]),
+            None if row["size_bytes"] is None else size(row["size_bytes"]),
             row["world_size"],
             row["engine"],
             *([metrics_in_words(row["evaluation"])] if judged else []),
@@ -360,16 +360,6 @@ def _when(created: float | None) -> str | None:
         return None
     local = dt.datetime.fromtimestamp(created, tz=dt.UTC).astimezone()
     return local.isoformat(sep=" ", timespec="seconds")
-
-
-def _human(size: int) -> str:
-    """Bytes in the largest binary unit that leaves at least 1."""
-    value, unit = float(size), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        if value < KIB:
-            break
-        value, unit = value / KIB, larger
-    return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def _inline(value: Any) -> str | None:

@@ -11,7 +11,7 @@ import time
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.base.text import count, duration, fold_nodes, fold_ranks, size, step_time
+from hpctrain.base.text import count, duration, fold_nodes, fold_ranks, size, span, step_time
 from hpctrain.run import event_types as kinds
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _seconds(seconds: float | None, words: str = "{}", least: float = 0.0) -> st
     """Words with a time in them, where the event has that time."""
     if seconds is None or seconds < least:
         return ""
-    return words.format(step_time(seconds) if seconds < 60 else duration(seconds))  # noqa: PLR2004
+    return words.format(span(seconds))
 
 
 def _bytes(nbytes: int | None) -> str:

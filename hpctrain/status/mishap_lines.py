@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpctrain.base.text import count, duration, fold_nodes, fold_ranks, size, step_time
+from hpctrain.base.text import count, fold_nodes, fold_ranks, size, span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -129,9 +129,7 @@ def _switches(seen: JobMembers, pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def _seconds(words: str, seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    return words.format(step_time(seconds) if seconds < 60 else duration(seconds))  # noqa: PLR2004
+    return "" if seconds is None else words.format(span(seconds))
 
 
 def _step(step: int | None) -> str:

@@ -8,6 +8,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from hpctrain.base import text
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
 from hpctrain.checkpoint.store import commit, find, verify
 from hpctrain.cli import checkpoints
@@ -280,7 +281,7 @@ def test_the_exit_code_of_damage_reaches_the_shell(run, attempt):
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 1024**3 // 2, "1.5 GiB")],
 )
 def test_sizes_are_told_in_the_largest_unit_that_leaves_one(size, said):
-    assert checkpoints._human(size) == said
+    assert text.size(size) == said
 
 
 def test_nothing_here_needs_torch(run, attempt):
