@@ -567,8 +567,8 @@ def attempts_table(
         Column("#", [str(one.number) for one in shown], right=True),
         Column("job", [one.job_id or "-" for one in shown], drop=1 if one_job else 3),
         Column("where", [fold_nodes(one.nodes) or "-" for one in shown], shrink=True),
-        Column("started", [time_of_day(one.started, status.now) for one in shown]),
-        Column("ran", [_ran(status, one) for one in shown], right=True),
+        Column("started", [time_of_day(one.started, status.now) for one in shown], drop=4),
+        Column("ran", [_ran(status, one) for one in shown], right=True, drop=5),
         Column("ended", [_ended(status, one) for one in shown]),
     ]
     if not status.telling.is_silent or any(one.first_step is not None for one in shown):

@@ -18,6 +18,7 @@ import time
 import pytest
 from submitit.core import utils
 
+from hpctrain.run.find_run import find_run
 from hpctrain.submitit import AutoExecutor, JobEnvironment, helpers
 from tests.support import patience
 
@@ -66,6 +67,7 @@ def jobs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("submitit")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HPCTRAIN_LOCAL_DIR", str(folder / "local"))
+        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
         executor = AutoExecutor(folder / "%j", cluster="local", local_python=sys.executable)
         executor.update_parameters(timeout_min=10)
         found = {"array": executor.map_array(max, [1, 2], [0, 5])}
@@ -82,6 +84,12 @@ def test_local_map_array(jobs):
     assert [job.result() for job in jobs["array"]] == [1, 5]
     assert all(job.exception() is None for job in jobs["array"])
     assert jobs["array"][0].done()
+
+
+def test_its_runs_are_found_from_every_folder(jobs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = jobs["array"][1]
+    assert find_run(job.job_id).root == job.run
 
 
 def test_local_error(jobs):

@@ -1096,3 +1096,12 @@ def test_a_run_that_is_starting_has_no_next_save_of_its_last_attempts_plan(train
     assert "next save" in shown(training, RUNNING)
     training.ended(1, "preempted", "requeue").started(2).add("interval", 2, **CHOSEN)
     assert "next save" not in shown(training, RUNNING)
+
+
+def test_on_a_narrow_screen_columns_are_left_out_before_their_words_are_cut(runs, story):
+    story.ended(3, "cancelled", "stop")
+    lines = shown(story, width=50).splitlines()
+    header = next(line for line in lines if line.startswith("#"))
+    assert "…" not in "".join(lines)
+    assert "started" not in header
+    assert header.split()[-5:] == ["ended", "steps", "lost", "back", "in"]
