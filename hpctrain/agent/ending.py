@@ -107,11 +107,15 @@ class EndWriter:
     Attributes:
         events: What was read, and what was added here: also what had no room on the disk.
         history: The same, put together.
+        missed: What had no room on the disk, for `write_missed`.
     """
 
-    def __init__(self, run: RunDir, control: JobControl) -> None:
+    def __init__(
+        self, run: RunDir, control: JobControl, missed: list[ledger.Event] | None = None
+    ) -> None:
         self._run = run
         self._control = control
+        self.missed: list[ledger.Event] = [] if missed is None else missed
         self._tail = ledger.Tail(run.events, marks="few")
         self.events: list[ledger.Event] = []
         self.history = RunHistory()
@@ -122,8 +126,23 @@ class EndWriter:
 
     def add(self, fact: LedgerFact, attempt: int | None) -> bool:
         """Write a fact down; returns whether there was room for it."""
-        self._take_in([ledger.Event(round(clock.now(), 3), attempt, fact)])
-        return ledger.record(self._run, fact, attempt=attempt)
+        event = ledger.Event(round(clock.now(), 3), attempt, fact)
+        self._take_in([event])
+        if ledger.record(self._run, fact, attempt=attempt):
+            return True
+        self.missed.append(event)
+        return False
+
+    def write_missed(self) -> None:
+        """Write what had no room before, with its own time.
+
+        Raises:
+            OSError: there is no room yet; what was written is not written again.
+        """
+        while self.missed:
+            event = self.missed[0]
+            ledger.append(self._run, event.fact, attempt=event.attempt, t=event.t)
+            del self.missed[0]
 
     def _take_in(self, events: list[ledger.Event]) -> None:
         self.events += events
@@ -288,6 +307,10 @@ class AttemptEnding:
             return f"job {job_id} was cancelled; it does not start again"
         return f"job {job_id} belongs to an older submission of {self._run.name}; it leaves"
 
+    def write_missed(self) -> None:
+        """See `EndWriter.write_missed`."""
+        self._end.write_missed()
+
     def starts(self) -> int:
         """How often ranks of the run were started, the newest attempt included."""
         attempts = self._look(self._end_of).history.attempts
@@ -386,7 +409,9 @@ class AttemptEnding:
         facts = self._facts(attempt, outcome, cause=cause, why=why, step=left.get("step"))
         facts = replace(facts, nodes_failed=bool(end.silent_nodes))
         failed = outcome in {"crashed", "storage_failed", "user_error"}
-        return self._decide(facts, end.failure if failed else None)
+        code = self._decide(facts, end.failure if failed else None)
+        # Not 0: the scheduler would wait until the time limit for agents that are stopped.
+        return code or int(bool(end.silent_nodes))
 
     def end_for_bad_nodes(self, attempt: int, bad: Mapping[str, str]) -> int:
         """End an attempt whose nodes are not fit, and run the job again without the bad ones.
@@ -436,7 +461,8 @@ class AttemptEnding:
     def _look(self, attempt: int | None) -> EndWriter:
         """The ledger as it stands; what was read for the same end is not read again."""
         if attempt != self._end_of:
-            self._end, self._end_of = EndWriter(self._run, self._control), attempt
+            missed = self._end.missed
+            self._end, self._end_of = EndWriter(self._run, self._control, missed), attempt
         self._end.look()
         return self._end
 

@@ -13,13 +13,13 @@ import os
 from typing import TYPE_CHECKING, Any, cast
 
 from hpctrain.agent.copies_to_disk import CopySaver
-from hpctrain.agent.node import MANY, NodeAgent
+from hpctrain.agent.node import MANY, STORE_GONE, NodeAgent
 from hpctrain.agent.rendezvous import LeftOut, RoundBroken
 from hpctrain.agent.rounds import RoundEnd
 from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_ATTEMPT
 from hpctrain.base.records import FailureReport
-from hpctrain.errors import ControlLost
+from hpctrain.errors import ClusterError, ControlLost
 from hpctrain.run.fence import Attempt
 
 if TYPE_CHECKING:
@@ -60,15 +60,28 @@ class InPlaceAgent(NodeAgent):
                 return RoundEnd("failed", why=str(left_out))
             self.left_out = left_out
             return RoundEnd("failed", why=str(left_out), left_out=str(left_out))
-        except RuntimeError:  # torch's store does not answer
+        except RuntimeError as error:  # torch's store does not answer
             self._stop_workers(group)
             out = self._meeting_place.left_out()
+            # Node 0 may read for hours what the ranks go on from, and does not look at the store.
+            while out is None and self._hooks is None and not self._may_raise():
+                out = self._meeting_place.left_out()
             if out is None and self._meeting_place.is_behind:
                 return self._after_break(group, "its store has ended: others are rounds ahead")
             if out is None:
-                raise
+                why = str(error).partition("\n")[0]
+                raise ClusterError(f"the agents' store does not answer: {why}") from None
             self.left_out = out
             return RoundEnd("failed", why=str(out), left_out=str(out))
+
+    def _may_raise(self) -> bool:
+        """Whether an error of this node's is none of a store that has ended in a round."""
+        return self._meeting_place.is_behind or self._is_store_there()
+
+    def _after_store_loss(self, group: WorkerGroup, error: RuntimeError) -> RoundEnd:
+        if self._hooks is None:
+            raise error  # the lifeline knows whether node 0 is gone, or begins another round
+        return super()._after_store_loss(group, error)
 
     def _after_break(self, group: WorkerGroup, why: str) -> RoundEnd:
         self._stop_workers(group)
@@ -88,6 +101,8 @@ class InPlaceAgent(NodeAgent):
         """Copies go to disk where no round follows; ranks that raised may have bad ones."""
         is_loss = end.silent_nodes or (end.failure is not None and end.failure.kind == "signal")
         if self.run_of_copies is None or self._control is None or end.restart or not is_loss:
+            return end
+        if end.why == STORE_GONE:  # in which the agents would agree on what they save
             return end
         members, line = self._meeting_place.members, self._control.memory_line(self.attempt_number)
         saver = CopySaver(

@@ -264,20 +264,15 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         ),
     )
 
+    # Meanwhile the nodes' memory keeps its copies; in another job only the disk's would be left.
+    patiently = partial(deadline.patiently, patience_s=spec.settings.checkpoint.save_patience_s)
     follows = _newest_attempt(run) if generation is None else generation.follows
 
     def begin(world_size: int) -> Attempt:
         again = agent.end is not None or generation is not None
         before = agent.attempt_number if agent.end is not None else follows
         deadline.wait(ending.pause_s)
-        attempt = fence.take_attempt(
-            run,
-            job_id=context.job_id,
-            restarts=context.restarts,
-            follows=before,
-            check=ending.check_leads,
-        )
-        run.output.mkdir(exist_ok=True)  # before the other nodes look for it
+        attempt = _take_attempt(run, context, before, ending, patiently)
         batch_started = None if again else os.environ.get(HPCTRAIN_BATCH_STARTED)
         begun = AttemptStarted(
             **fence.identity(run, attempt),
@@ -294,7 +289,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
             agent_started=None if again else started,
             imported=None if again else imported,
         )
-        ledger.append(run, begun, attempt=attempt.number)
+        patiently(partial(ledger.append, run, begun, attempt=attempt.number))
         return attempt
 
     def resume(attempt: Attempt, on_bytes: Callable[[int], None]) -> str | None:
@@ -384,6 +379,30 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         return ending.end_without_resume(agent.attempt_number, error.why)
     finally:
         rendezvous.close()
+
+
+def _take_attempt(
+    run: RunDir,
+    context: JobContext,
+    follows: int,
+    ending: LossEnding,
+    patiently: Callable[[Callable[[], Any]], Any],
+) -> Attempt:
+    """Begin the next attempt, on a disk that may be full for a while."""
+    take = partial(
+        fence.take_attempt,
+        run,
+        job_id=context.job_id,
+        restarts=context.restarts,
+        follows=follows,
+        check=ending.check_leads,
+    )
+    attempt: Attempt = patiently(take)
+    # Before the other nodes look for them, or find no room for them.
+    patiently(partial(run.output.mkdir, exist_ok=True))
+    patiently(partial(run.attempt(attempt.number).mkdir, parents=True, exist_ok=True))
+    patiently(ending.write_missed)
+    return attempt
 
 
 def _newest_attempt(run: RunDir) -> int:

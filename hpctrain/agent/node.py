@@ -13,7 +13,7 @@ import logging
 import multiprocessing.connection
 import os
 import signal
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -49,6 +49,7 @@ from hpctrain.base.env import (
     HPCTRAIN_STOP_FILE,
 )
 from hpctrain.base.records import HANG, FailureReport, StopCause
+from hpctrain.base.text import duration, fold_nodes
 from hpctrain.control.node_server import TreePlace
 from hpctrain.errors import CheckpointError, Fenced
 from hpctrain.memory.pairing import buddies_of
@@ -77,6 +78,9 @@ ROLL_CALL_S = 10.0
 """So long may another node's agent take to answer that it is alive: who is held for dead while its
 cores are busy costs the run a requeue."""
 ROLL_CALL: dict[str, Any] = {"roll_call": True}
+AWAKE = "awake"
+"""News that asks each agent to answer with this number, where some ranks have returned."""
+STORE_GONE = "the process that serves the agents' store has ended"
 STOP = "stop"
 """News that the ranks should leave, with the cause."""
 LOOK_ANYWAY_S = 5.0
@@ -114,6 +118,9 @@ class _Reports:
     returned_at: float = 0.0
     """When their number last grew."""
     is_awaited: bool = False
+    asked: int = 0
+    """How often the agents that are left were asked whether they live."""
+    asked_at: float = float("-inf")
     is_said: bool = False
 
 
@@ -226,9 +233,38 @@ class NodeAgent(LocalElasticAgent):
     def _start_and_run(self, group: WorkerGroup) -> RoundEnd:
         try:
             self._initialize_workers(group)
+            return self._run_round(group)
         except StopHeard as stop:
             return RoundEnd("killed", why=str(stop))
-        return self._run_round(group)
+        except RuntimeError as error:
+            if self._is_store_there():
+                raise
+            return self._after_store_loss(group, error)
+
+    def _is_store_there(self) -> bool:
+        try:
+            return self._worker_group.store is None or bool(self._news_store.count("there", 1))
+        except RuntimeError:
+            return False
+
+    def _after_store_loss(self, group: WorkerGroup, error: RuntimeError) -> RoundEnd:
+        """The next round has a new store; node 0 alone decides whether there is one.
+
+        The others see no more than that nothing answers, and go where a new store would be.
+        """
+        del error
+        self._stop_workers(group)
+        log.warning("%s", STORE_GONE)
+        failure, restart = None, True
+        if self._hooks is not None:
+            first = group.workers[0].global_rank
+            failure = FailureReport(first, self._node, "signal", STORE_GONE, time=clock.now())
+            restart = self._hooks.deadline.cause is None and self._hooks.may_restart(failure)
+        end = RoundEnd("failed", restart=restart, why=STORE_GONE, failure=failure)
+        if self._control is not None:
+            told = end if self._hooks is not None else None
+            self._control.settle_wills(told, self.attempt_number)
+        return end
 
     def _run_round(self, group: WorkerGroup) -> RoundEnd:
         ranks, pids = group.workers[0].world_size, [one.pid for one in self._processes()]
@@ -237,12 +273,13 @@ class NodeAgent(LocalElasticAgent):
                 end = self._watch_round()
                 if may_count(end):
                     self._gather_wills()
-            except RoundBroken:
+            except (RoundBroken, RuntimeError):  # the latter: the store does not answer
                 self._gather_wills()
                 raise
             finally:
                 self._stop_watching()
                 self._stop_workers(group)
+                self._remove_error_files()
             if self._control is not None:
                 self._control.settle_wills(end, self.attempt_number)
             if seal is not None:
@@ -289,6 +326,12 @@ class NodeAgent(LocalElasticAgent):
             name=self._node,
         )
 
+    def _remove_error_files(self) -> None:
+        """Of torch's multiprocessing, in the node's temporary folder; nobody else removes them."""
+        for path in getattr(getattr(self._pcontext, "_pc", None), "error_files", []):
+            with suppress(OSError):
+                os.unlink(path)  # noqa: PTH108 - torch gives text
+
     def _logs(self) -> list[Path]:
         """The logs of this node's ranks."""
         directory, workers = self._attempt_dir(self.attempt_number), self._worker_group.workers
@@ -315,13 +358,22 @@ class NodeAgent(LocalElasticAgent):
     def _begin_attempt(self, group: WorkerGroup) -> dict[str, Any]:
         key = f"attempt/{self._round}"
         if self._hooks is not None:
-            attempt = self._hooks.begin(group.workers[0].world_size)
+            try:
+                attempt = self._hooks.begin(group.workers[0].world_size)
+            except OSError as error:  # a full disk; the others would wait for the store that ends
+                self._news_store.set(key, {"refused": str(error)})
+                self._say_goodbye()
+                raise
+            self.attempt_number = attempt.number  # also of a round that never has ranks
             self._news_store.set(key, asdict(attempt))
             if self._hooks.sealing is not None:
                 self._sealing = self._hooks.sealing(attempt)
             self._news_store.set(f"resume/{self._round}", self._chosen(self._hooks, attempt))
         limit_s = self._meeting_place.timeout.total_seconds()
         taken: dict[str, Any] = self._news_store.wait(key, limit_s)
+        if "refused" in taken:
+            self._say_goodbye()
+            raise NothingToResume(CheckpointError(taken["refused"]))
         return taken
 
     def _chosen(self, hooks: RoundHooks, attempt: Attempt) -> dict[str, Any]:
@@ -622,6 +674,8 @@ class NodeAgent(LocalElasticAgent):
         if returned and not reports.is_awaited:
             reports.is_awaited = True
             self._publish(AWAIT_ENDS)
+        if returned and (silent := self._silent_agents(reports, now)):
+            return self._after_silent_agents(silent)
         waited_for = self._node_count - len(reports.nodes)
         if not returned or len(said) < waited_for or any(ends.life == "alive" for ends in said):
             return None
@@ -634,6 +688,33 @@ class NodeAgent(LocalElasticAgent):
         waited_for = sorted(set(range(self._node_count)) - reports.nodes)
         said = [self._news_store.get(self._key(f"ends/{node}")) for node in waited_for]
         return [NodeEnds.of(raw) for raw in said if raw is not None]
+
+    def _silent_agents(self, reports: _Reports, now: float) -> list[int]:
+        """Nodes whose agents have not answered the last question; asks the next one in time.
+
+        What such an agent has said of its ranks before it was stopped stays, and holds for ever.
+        """
+        if now < reports.asked_at + self._end_wait_s:
+            return []
+        left = sorted(set(range(self._node_count)) - reports.nodes)
+        said = {node: self._news_store.get(self._key(f"awake/{node}")) for node in left}
+        silent = [node for node in left if reports.asked and said[node] != reports.asked]
+        reports.asked, reports.asked_at = reports.asked + 1, now
+        self._publish({AWAKE: reports.asked})
+        return silent
+
+    def _after_silent_agents(self, silent: list[int]) -> RoundEnd:
+        each = self._worker_group.spec.local_world_size
+        ranks = [rank for node in silent for rank in range(node * each, (node + 1) * each)]
+        names = self._meeting_place.names()
+        silent_names = fold_nodes([names[node] for node in silent])
+        for_s = duration(self._end_wait_s)
+        why = f"ranks returned, and the agents of {silent_names} said nothing for {for_s}"
+        log.warning("%s", why)
+        node, now = names[silent[0]], clock.now()
+        failure = FailureReport(ranks[0], node, HANG, why, time=now, others=ranks[1:])
+        nodes = [self._meeting_place.members[place] for place in silent]
+        return RoundEnd("hung", why=why, failure=failure, silent_nodes=nodes)
 
     def _say_awaited(
         self, hooks: RoundHooks, reports: _Reports, said: list[NodeEnds], *, is_over: bool
@@ -700,6 +781,8 @@ class NodeAgent(LocalElasticAgent):
         """Do what news ask for; False where they are the verdict."""
         if raw == ROLL_CALL:
             self._news_store.set(self._key(f"present/{self._worker_group.group_rank}"), "here")
+        elif AWAKE in raw:
+            self._news_store.set(self._key(f"awake/{self._worker_group.group_rank}"), raw[AWAKE])
         elif raw == AWAIT_ENDS:
             self._life = LifeWatch(self._end_wait_s)
         elif LOOK_NOW in raw and self._hangs is not None:
@@ -710,6 +793,10 @@ class NodeAgent(LocalElasticAgent):
 
     def _say_goodbye(self) -> None:
         """Node 0 goes last, and sees to it meanwhile that its verdict stands where others look."""
+        with suppress(RuntimeError):  # the store has ended: nobody hears it
+            self._last_words()
+
+    def _last_words(self) -> None:
         self._news_store.set(self._key(f"goodbye/{self._worker_group.group_rank}"), "gone")
         if self._hooks is None:
             return

@@ -128,16 +128,22 @@ class Rendezvous(StaticTCPRendezvous):
         """Meet all other agents; collective.
 
         Raises:
-            ClusterError: node 0: its port is taken, or not all nodes came in time.
+            ClusterError: node 0: its port is taken, or not all nodes came in time. Others: the
+                store cannot be reached.
         """
         if self._server is not None:
             self._server.serve(self.master_addr, self.master_port)
-        store = TCPStore(
-            self.master_addr, self.master_port, None, is_master=False, timeout=self.timeout
-        )
-        self._store = store
-        self._meet(PrefixStore(f"{self.run_id}/here", store))
-        return super().next_rendezvous()
+        try:
+            store = TCPStore(
+                self.master_addr, self.master_port, None, is_master=False, timeout=self.timeout
+            )
+            self._store = store
+            self._meet(PrefixStore(f"{self.run_id}/here", store))
+            return super().next_rendezvous()
+        except RuntimeError as error:  # torch's, with a stack of C++ behind its first line
+            why = str(error).partition("\n")[0]
+            place = f"{self.master_addr}:{self.master_port}"
+            raise ClusterError(f"the agents cannot meet at {place}: {why}") from None
 
     def next_round(self) -> None:
         """Meet in a new store the next time.

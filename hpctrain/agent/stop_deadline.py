@@ -9,13 +9,14 @@ tests/unit/agent/test_stop_deadline.py holds the promises.
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from hpctrain.base import clock
 from hpctrain.base.records import StopCause
-from hpctrain.errors import ClusterError
+from hpctrain.errors import OF_A_DISK, ClusterError
 from hpctrain.plan.decide import is_cancelled, is_ending
 
 if TYPE_CHECKING:
@@ -24,12 +25,17 @@ if TYPE_CHECKING:
     from hpctrain.agent.signals import Arrival
     from hpctrain.base.records import JobContext, JobFacts
 
+log = logging.getLogger("hpctrain.agent")
+
+Result = TypeVar("Result")
+
 LEAVE_S = 3.0
 """Kept free between the ranks' end and the scheduler's SIGKILL: enough to ask and to requeue."""
 ASK_AGAIN_S = 2.0
 POLL_S = 0.1
 STOOD_S = 5.0
 """Between two looks, which come four times a second: somebody has let this process stand still."""
+DISK_LOOK_S = 1.0
 
 
 @dataclass
@@ -97,6 +103,31 @@ class StopDeadline:
             if self.cause is not None:
                 return
             clock.sleep(min(POLL_S, max(0.0, until - clock.monotonic())))
+
+    def patiently(self, act: Callable[[], Result], patience_s: float) -> Result:
+        """Do something on a disk that may be full for a while.
+
+        Args:
+            act: It; done again where the disk has refused it.
+            patience_s: How long a refusing disk is waited for, if no stop is asked for.
+
+        Raises:
+            OSError: the disk has refused it to the end.
+        """
+        until, has_warned = clock.monotonic() + patience_s, False
+        while True:
+            try:
+                return act()
+            except OSError as error:
+                self._take_in()
+                is_over = clock.monotonic() >= until or self.cause is not None
+                if error.errno not in OF_A_DISK or is_over:
+                    raise
+                if not has_warned:
+                    why = error.strerror or error
+                    log.warning("waits up to %g s for the run's disk: %s", patience_s, why)
+                has_warned = True
+            self.wait(DISK_LOOK_S)
 
     def is_told_to_stop(self) -> bool:
         """Whether a program that now returns may have done so because it was asked to stop.

@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.base import clock
+from hpctrain.base.locks import NodeFolder
 from hpctrain.base.records import StopCause
 from hpctrain.plan.decide import is_ending
 from hpctrain.run.fence import stop_is_asked
@@ -44,8 +44,8 @@ class StopFile:
 
     def __init__(self) -> None:
         """Make the folder; the file is not there yet."""
-        self._folder = Path(tempfile.mkdtemp(prefix="hpctrain-stop-"))
-        self.path = self._folder / "stop"
+        self._folder = NodeFolder("stop", Path(tempfile.gettempdir()))
+        self.path = self._folder.path / "stop"
         self.cause: StopCause | None = None
 
     def tell(self, cause: StopCause) -> None:
@@ -68,7 +68,7 @@ class StopFile:
 
     def remove(self) -> None:
         """Take the folder away. Harmless when repeated."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
 
 class StopNotice:

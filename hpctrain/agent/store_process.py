@@ -42,18 +42,28 @@ class StoreProcess(ForkedProcess):
                 else can connect.
             port: To listen on.
 
+        Where the process was killed another one is forked, which is between two rounds as safe as
+        forking their ranks.
+
         Raises:
-            ClusterError: the port is taken, or the process is gone.
+            ClusterError: the port is taken, or the process is gone at once.
         """
-        answer = ""
-        with suppress(ConnectionError):
-            self._line.sendall(json.dumps([address, port]).encode() + b"\n")
-            answer = self._line.recv(1 << 16).decode()
+        if not (answer := self._asked(address, port)):
+            self.stop()
+            super().__init__(_serve_until_killed)
+            answer = self._asked(address, port)
         if answer != "served":
             raise ClusterError(
                 f"the ranks cannot meet on port {port} of {socket.gethostname()}: "
                 f"{answer or 'the process that serves them is gone'}; start the run again"
             )
+
+    def _asked(self, address: str, port: int) -> str:
+        """What the process says to an order; "" where it is gone."""
+        with suppress(ConnectionError):
+            self._line.sendall(json.dumps([address, port]).encode() + b"\n")
+            return self._line.recv(1 << 16).decode()
+        return ""
 
 
 def _serve_until_killed(line: socket.socket, parent: int) -> NoReturn:

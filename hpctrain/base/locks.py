@@ -2,7 +2,8 @@
 
 Never a file whose mere being there is the lock: one of a killed holder would stay for ever. And
 never a file that others may open: flock(2) asks for no right to write on most file systems, so
-whoever can read a lock's file could keep it. Standard library only; the ledger stands on it.
+whoever can read a lock's file could keep it. Standard library only; the ledger stands on it. A
+process's own folder on its node (`NodeFolder`) is known by its lock too.
 tests/unit/base/test_locks.py holds the promises.
 """
 
@@ -12,15 +13,18 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import stat
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.base import clock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
+MEMORY = Path("/dev/shm")  # noqa: S108 - folders of this user's own are made there
 POLL_S = 0.01
 NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 """What flock(2) answers where a file system has none."""
@@ -109,3 +113,57 @@ def _is_still(path: Path, descriptor: int) -> bool:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))  # noqa: PTH116 - as samestat
     except FileNotFoundError:
         return False
+
+
+class NodeFolder:
+    """A folder of this process on its node, which nobody but its user can enter.
+
+    It is locked as long as this process lives, or one that it has forked. So what a killed process
+    has left is known from what is in use, and is removed by `remove_left_over`.
+
+    Attributes:
+        path: Where it is.
+    """
+
+    def __init__(self, kind: str, parent: Path) -> None:
+        """Make it, and remove what killed processes of this user have left beside it.
+
+        Args:
+            kind: What it is for; a part of its name.
+            parent: Where to make it.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        remove_left_over(parent)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=f"hpctrain-{kind}-{os.getuid()}-", dir=parent))
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            with contextlib.suppress(OSError):  # a file system without locks: nobody removes it
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            if _is_still(self.path, self._descriptor):
+                return
+            os.close(self._descriptor)  # another process took it for left over before the lock
+
+    def remove(self) -> None:
+        """Remove it with all that is in it. Harmless when repeated."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        _close(self._descriptor)
+        self._descriptor = -1
+
+
+def remove_left_over(*parents: Path) -> None:
+    """Remove folders whose processes were killed.
+
+    Args:
+        parents: Where they may lie; by itself the node's memory and its temporary folder.
+    """
+    for parent in parents or (MEMORY, Path(tempfile.gettempdir())):
+        for folder in parent.glob(f"hpctrain-*-{os.getuid()}-*"):
+            with contextlib.suppress(OSError):
+                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+                finally:
+                    os.close(descriptor)

@@ -8,25 +8,19 @@ tests/unit/control/test_node_process.py holds the promises.
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
 import tempfile
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.base import clock
-from hpctrain.control.forked import ANSWER_S, ForkedServer
+from hpctrain.base.locks import MEMORY, NodeFolder
+from hpctrain.control.forked import ForkedServer
 from hpctrain.control.node_server import NodeServer, TreePlace
 from hpctrain.errors import ControlLost
 
 if TYPE_CHECKING:
     from typing import Self
-
-MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of its own is made there
-PREFIX = f"hpctrain-control-{os.getuid()}-"
 
 
 class NodeProcess(ForkedServer):
@@ -41,6 +35,7 @@ class NodeProcess(ForkedServer):
         """Fork it; nothing is served yet. To be made while this process has one thread."""
         super().__init__(lambda: _Rounds().do, "the process that carries the ranks' agreement")
         self.folder = Path()
+        self._own: NodeFolder | None = None
 
     def begin(self, place: TreePlace, *, secret: str, about: str, address: str) -> int:
         """Serve a new round of ranks; the one before it ends.
@@ -59,11 +54,11 @@ class NodeProcess(ForkedServer):
         """
         self._remove_folder()
         parent = MEMORY if os.access(MEMORY, os.W_OK) else None
-        _remove_left_over(parent or Path(tempfile.gettempdir()))
         try:
-            self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+            self._own = NodeFolder("control", parent or Path(tempfile.gettempdir()))
         except OSError as error:
             raise ControlLost(f"no folder for the ranks' agreement: {error}") from error
+        self.folder = self._own.path
         order = {"folder": str(self.folder), "place": asdict(place), "secret": secret}
         return self.ask({"begin": {**order, "about": about, "address": address}})
 
@@ -99,26 +94,9 @@ class NodeProcess(ForkedServer):
         self.stop()
 
     def _remove_folder(self) -> None:
-        if self.folder != Path():
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder = Path()
-
-
-def _remove_left_over(parent: Path) -> None:
-    """Rounds whose process was killed together with its agent.
-
-    A young one may be another agent's, whose process has yet to lock it.
-    """
-    for folder in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                if abs(clock.now() - os.fstat(descriptor).st_mtime) < ANSWER_S:
-                    continue
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(descriptor)
+        if self._own is not None:
+            self._own.remove()
+            self._own, self.folder = None, Path()
 
 
 class _Rounds:
@@ -126,7 +104,6 @@ class _Rounds:
 
     def __init__(self) -> None:
         self._server: NodeServer | None = None
-        self._folder = -1
 
     async def do(self, order: dict[str, Any]) -> int:
         """An order; the port where children are awaited, for one to begin."""
@@ -146,10 +123,6 @@ class _Rounds:
         if self._server is not None:
             self._server.close()
             self._server = None
-            os.close(self._folder)
-        # As long as it is locked, no other agent of this user takes it for left over.
-        self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._folder, fcntl.LOCK_EX)
         server = NodeServer(Path(folder), TreePlace(**place), secret=secret, about=about)
         self._server = server
         return await server.start(address)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.agent.ending import BatchScriptSide, JobStartFacts
 from hpctrain.agent.predecessors import held_back
 from hpctrain.base import clock
+from hpctrain.base.locks import remove_left_over
 from hpctrain.base.log import configure
 from hpctrain.base.process import free_port, own_program
 from hpctrain.base.records import NODE_DOWN, JobContext, JobState
@@ -124,6 +125,7 @@ class Controller:
         """The nodes are free: what follows is the scheduler's own time."""
         index, start, _, nodes = self.record.starts[-1]
         self.record.starts[-1] = index, start, self.record.previous_stop, nodes
+        remove_left_over()
 
     def _conclude(self, code: int) -> int:
         """What the batch script does under SLURM; returns the job's exit code."""

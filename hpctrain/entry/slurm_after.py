@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from hpctrain.agent.ending import JobStartFacts, finish
 from hpctrain.base.env import HPCTRAIN_KILL_WAIT_S, HPCTRAIN_RELAY
 from hpctrain.base.files import read_end
+from hpctrain.base.locks import remove_left_over
 from hpctrain.entry.evaluations import at_the_end_of
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.slurm.control import SlurmControl
@@ -71,6 +72,7 @@ def after(
     )
     run = RunDir(Path(root))
     code = finish(run, start, control)
+    remove_left_over()  # of agents that were killed on this node
     at_the_end_of(run, script_environment(os.getppid(), env))
     return code
 

@@ -86,8 +86,21 @@ def test_a_port_that_is_taken_is_told_in_a_line_and_the_next_one_works(store):
     store.serve("127.0.0.1", free_port())
 
 
-def test_a_store_that_was_killed_is_told_in_a_line(store):
-    os.kill(store.pid, signal.SIGKILL)
+def test_where_the_process_was_killed_another_one_serves_the_next_store(store):
+    first, port = store.pid, free_port()
+    store.serve("127.0.0.1", free_port())
+    os.kill(first, signal.SIGKILL)
+
+    store.serve("127.0.0.1", port)
+
+    assert store.pid != first
+    _client(port).set("key", "value")
+    with pytest.raises(ChildProcessError):  # it was reaped
+        os.waitpid(first, os.WNOHANG)
+
+
+def test_one_that_is_killed_again_and_again_is_told_in_a_line(store, monkeypatch):
+    monkeypatch.setattr(store, "_asked", lambda *_: "")
 
     with pytest.raises(ClusterError, match="the process that serves them is gone"):
         store.serve("127.0.0.1", free_port())

@@ -127,6 +127,7 @@ def _hurt(job: Job, kinds: Sequence[str], *, most: int = 4, first: int = 1) -> N
     for _ in range(rng.randint(0, most)):
         kind = rng.choice(kinds)
         node = rng.randrange(0 if kind in {"rank", "raises"} else first, job.setup.nodes)
+        node = 0 if kind == "store" else node  # which alone has one
         for_s = rng.choice([0.5, job.setup.lease_s * rng.uniform(0.5, 3.0), 30.0])
         at_s = rng.expovariate(1 / 4.0)
         job.simulation.after(at_s, partial(job.fault, kind, node, for_s=for_s))
@@ -136,7 +137,7 @@ def staying(seed: int) -> Job:
     """A job that outlives its nodes, whose first node lives."""
     job = _job(seed, stays=True)
     job.saves_copies = job.simulation.random.random() < 0.3
-    _hurt(job, [*LOSSES, "rank", "raises", "control", "controls_end", "lifeline"])
+    _hurt(job, [*LOSSES, "rank", "raises", "control", "controls_end", "lifeline", "store"])
     return job
 
 
@@ -144,7 +145,7 @@ def together(seed: int) -> Job:
     """A job in which every node has to come, and one that is lost ends it."""
     job = _job(seed, stays=False)
     job.program.peers_raise = True
-    _hurt(job, ["power", "dies", "rank", "raises", "rank", "controls_end"], most=3)
+    _hurt(job, ["power", "dies", "rank", "raises", "rank", "controls_end", "store"], most=3)
     job.simulation.after(800.0, partial(job.fault, "over", 0))  # where nobody is told of a death
     return job
 

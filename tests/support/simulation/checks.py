@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from hpctrain.base.records import FailureReport
     from tests.support.simulation.job import Job
 
-LOSING = frozenset({"power", "dies", "agent", "freezes", "cut", "lifeline"})
+LOSING = frozenset({"power", "dies", "agent", "agent_stops", "freezes", "cut", "lifeline"})
 """After these a node may be lost."""
 HANGING = frozenset({"hangs", "stopped", "computes"})
-DYING = frozenset({"rank", "raises", "control", "controls_end"})
+DYING = frozenset({"rank", "raises", "control", "controls_end", "store"})
 
 
 class Overlap:

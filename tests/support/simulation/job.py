@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.agent.in_place import InPlaceRendezvous
 from hpctrain.agent.lifeline import LifelinePlace
 from hpctrain.agent.rendezvous import Rendezvous
-from hpctrain.agent.rounds import RoundHooks
+from hpctrain.agent.rounds import NothingToResume, RoundHooks
 from hpctrain.agent.signals import Arrival
 from hpctrain.agent.stay_alive import EARLY_END_S
 from hpctrain.agent.stop_deadline import StopDeadline
@@ -197,6 +197,7 @@ class Job:
         self.bad_at_s: dict[str, float] = {}
         self.has_full_disk = False
         self.was_killed_at_s: float | None = None
+        self.has_no_room = False
         self.watchers: list[Callable[[], None]] = []
 
     # ---- the run
@@ -273,7 +274,7 @@ class Job:
         agent = self.make_agent(node, rendezvous, context, time)
         try:
             agent.run()
-        except (ClusterError, RuntimeError, TimeoutError) as error:  # the task fails
+        except (ClusterError, RuntimeError, TimeoutError, OSError, NothingToResume) as error:
             self.note(f"raises {error}")
             node.error = error
         finally:
@@ -341,6 +342,8 @@ class Job:
         run: Any = type("Run", (), {"stop_request": None})()
 
         def begin(world_size: int) -> Fence:
+            if self.begun and self.has_no_room:
+                raise OSError("no space for another attempt")
             number = len(self.begun) + 1
             self.begun_at_s.append(self.simulation.now_s)
             self.begun.append((number, rendezvous.names(), rendezvous.spares, world_size))
@@ -586,6 +589,19 @@ class Job:
             node.control_died_s = self.simulation.now_s
             for rank in node.live_ranks():
                 rank.fail(1, "ControlLost: the node's process has ended")
+
+    def _fault_store(self, node: Node, _: float) -> None:
+        """The process that serves the agents' store is killed; not while the agents meet."""
+        if not any(one.live_ranks() for one in self.nodes):
+            return
+        for server in self.ports.values():
+            if server.node is node and server.is_up:
+                server.end(self)
+
+    def _fault_agent_stops(self, node: Node, _: float) -> None:
+        """SIGSTOP to the agent alone: its ranks go on."""
+        assert node.task is not None
+        node.task.is_stopped = True
 
     def _fault_agent(self, node: Node, _: float) -> None:
         self.kill_agent(node, "is killed")

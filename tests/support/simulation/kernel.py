@@ -72,7 +72,7 @@ class Task:
         self.go = threading.Lock()
         self.go.acquire()
         self.ticket = 0
-        self.is_killed = self.is_over = False
+        self.is_killed = self.is_over = self.is_stopped = False
         self.result: Any = None
         self.thread: threading.Thread | None = None
 
@@ -299,7 +299,7 @@ class Simulation:
                 continue
             if machine is not None and not machine.has_power:
                 continue
-            if machine is not None and machine.is_frozen:
+            if machine is not None and (machine.is_frozen or (task and task.is_stopped)):
                 machine.held.append(event)
                 continue
             self.now_s = max(self.now_s, event.at_s)

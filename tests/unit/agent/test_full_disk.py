@@ -217,6 +217,32 @@ def test_a_crash_that_cannot_be_counted_is_requeued_after_a_pause(training):
     assert (scheduler.requeues, slept) == (1, [30.0])
 
 
+def test_what_had_no_room_is_written_with_its_own_time_as_soon_as_there_is_some(training, runs):
+    context = JobContext("7", 0, 0, ["n1", "n2"], "n1", 20000, "tok-1")
+    ending = AttemptEnding(training, load_spec(training.spec), context, Scheduler(RUNNING))
+    failure = FailureReport(1, "n2", "signal", "killed by SIGKILL")
+
+    assert ending.after_crash(1, failure)
+    with pytest.raises(OSError, match=FULL):
+        ending.write_missed()
+    asked = [event.t for event in ending._end.missed]
+    ending._look(2)  # as the next attempt begins
+    (runs / "filler").unlink()
+    ending.write_missed()
+    ending.write_missed()
+
+    kinds = [(event.kind, event.attempt, event.t) for event in ledger.read(training)][-2:]
+    assert kinds == [("failure", 1, asked[0]), ("attempt_ended", 1, asked[1])]
+
+
+@pytest.mark.parametrize(("silent", "code"), [([], 0), ([1], 1)])
+def test_agents_that_are_silent_at_the_end_are_not_waited_for(training, runs, silent, code):
+    (runs / "filler").unlink()
+
+    assert conclude(training, Scheduler(RUNNING), RoundEnd("left", silent_nodes=silent)) == code
+    assert after(training, Scheduler(RUNNING), rc=code) == 0
+
+
 def test_a_run_that_ends_without_room_for_the_word_stays_over(training):
     scheduler = Scheduler(RUNNING)
 

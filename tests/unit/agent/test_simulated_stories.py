@@ -5,6 +5,7 @@ Which story of tests/engines and tests/slurm each proves is in docs/contributing
 
 from __future__ import annotations
 
+import errno
 import signal
 from functools import partial
 from unittest.mock import Mock
@@ -12,10 +13,12 @@ from unittest.mock import Mock
 import pytest
 
 from hpctrain.agent.members import RoundSize
+from hpctrain.agent.rounds import NothingToResume
 from hpctrain.agent.succession import Succession
 from hpctrain.base.records import EndReason, JobContext, Next
 from hpctrain.errors import Fenced
 from hpctrain.hangs.standing import HangLimits
+from hpctrain.run import events as ledger
 from hpctrain.run import fence
 from hpctrain.run.event_types import (
     AttemptEnded,
@@ -29,7 +32,7 @@ from tests.support.simulation import campaign, contract
 from tests.support.simulation.checks import Overlap
 from tests.support.simulation.generations import RecordedJob
 from tests.support.simulation.job import Job, Setup
-from tests.support.simulation.kernel import Simulation
+from tests.support.simulation.kernel import EPOCH_S, Simulation
 from tests.support.simulation.ranks import Program
 
 SEEDS = range(3)
@@ -495,3 +498,116 @@ def test_what_is_broken_is_said_with_the_command_that_plays_it_again(monkeypatch
     monkeypatch.setattr(contract, "CHECKS", (lambda _job: iter(["this"]),))
     with pytest.raises(campaign.Broken, match=r"simulation\.campaign staying 3\n"):
         campaign.play("staying", 3)
+
+
+# ---- a full disk
+
+
+def with_full_disk(monkeypatch, made, until_s):
+    """From 4 s on the run's disk refuses the ledger and the fence."""
+    append, write = ledger.append, fence._write
+
+    def refuse():
+        if 4.0 < made.simulation.now_s < until_s:
+            raise OSError(errno.ENOSPC, "No space left on device", "events.jsonl")
+
+    monkeypatch.setattr(ledger, "append", lambda *at, **more: refuse() or append(*at, **more))
+    monkeypatch.setattr(fence, "_write", lambda *at: refuse() or write(*at))
+    return made
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_killed_rank_waits_for_room_and_its_end_is_written_then(seed, tmp_path, monkeypatch):
+    setup = Setup(nodes=2, size=RoundSize(2, 2), come_s=0.1)
+    made = RecordedJob(seed, setup, tmp_path, Program(steps=20, start_s=0.2))
+    played = play(with_full_disk(monkeypatch, made, 60.0), (5.0, "rank", 1))
+    assert played.end is None
+    assert [(len(played.nodes), node.error) for node in played.nodes] == [(2, None)] * 2
+    facts = [(event.kind, event.attempt) for event in made.events()]
+    started = facts.index(("attempt_started", 2))
+    assert facts.index(("attempt_ended", 1)) < started
+    assert facts.count(("attempt_ended", 1)) == 1
+    ended, began = (made.events()[at] for at in (facts.index(("attempt_ended", 1)), started))
+    assert ended.t < played.simulation.now_s + EPOCH_S - 60.0 < began.t + 60.0
+    assert (ended.fact.reason, ended.fact.next) == (EndReason.CRASHED, Next.RESTART)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_disk_that_stays_full_ends_the_job_in_a_line_and_no_other_agent_fails(
+    seed, tmp_path, monkeypatch
+):
+    setup = Setup(nodes=2, size=RoundSize(2, 2), come_s=0.1)
+    made = RecordedJob(seed, setup, tmp_path, Program(steps=20, start_s=0.2))
+    played = play(with_full_disk(monkeypatch, made, float("inf")), (5.0, "rank", 1))
+    assert isinstance(played.nodes[0].error, OSError)
+    assert played.nodes[1].error is None
+    assert made.codes == {1: 0}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_where_every_node_has_to_come_a_refused_attempt_is_told_to_all(seed):
+    made = job(seed, 3)
+    made.has_no_room = True
+    made.simulation.after(5.0, partial(made.fault, "rank", 1, for_s=0.0))
+    played = made.run(BOUND_S)  # the contract is that of jobs that end by themselves
+    assert isinstance(played.nodes[0].error, OSError)
+    for node in played.nodes[1:]:
+        assert isinstance(node.error, NothingToResume)
+        assert str(node.error) == "no space for another attempt"
+        assert played.nodes[0].ended_s < node.ended_s + 1.0  # it waits for nobody who has heard it
+
+
+# ---- the process that serves the agents' store
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("size", [None, RoundSize(3, 3), RoundSize(2, 2)])
+def test_a_killed_store_ends_a_round_and_the_next_one_has_a_new_store(seed, size):
+    played = play(job(seed, 3, size), (5.0, "store", 0))
+    assert len(played.begun) == 2
+    assert played.losses == []
+    assert [crash.kind for crash in played.crashes] == ["signal"]
+    assert "store" in played.crashes[0].summary
+    assert played.end.ending == "left"
+    assert [node.error for node in played.nodes] == [None] * 3
+    gathered = [[what for what, number, _ in node.wills if number == 1] for node in played.nodes]
+    assert all(wills[:2] == ["gather", "settle"] for wills in gathered if wills)
+    verdicts = [node.wills[1][2] for node in played.nodes if node.wills]
+    assert [end is not None and end.restart for end in verdicts][:2] == [True, False]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("size", [None, RoundSize(2, 2)])
+def test_a_store_that_is_killed_before_there_are_ranks_ends_that_attempt(seed, size):
+    made = job(seed, 2, size)
+    made.reads_s = 10.0  # what the ranks go on from is proved meanwhile
+    made.simulation.after(5.0, lambda: [server.end(made) for server in made.ports.values()])
+    agents = made.nodes
+    numbers = []
+    made.simulation.after(5.0, lambda: numbers.append(agents[0].agent.attempt_number))
+    played = play(made)
+    assert numbers == [1]
+    assert (len(played.begun), len(played.crashes), played.end.ending) == (2, 1, "left")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("size", [None, RoundSize(2, 2)])
+def test_where_no_round_may_follow_a_killed_store_the_job_ends_without_a_traceback(seed, size):
+    made = job(seed, 2, size, restarts=0)
+    played = play(made, (5.0, "store", 0), (60.0, "over", 0))
+    assert len(played.begun) == 1
+    assert (played.end.ending, played.end.restart) == ("failed", False)
+    assert not any(type(node.error) is RuntimeError for node in played.nodes)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("silent", [1, 2])
+def test_an_agent_that_says_nothing_as_others_have_returned_is_not_waited_for_for_ever(
+    seed, silent
+):
+    made = job(seed, 3, end_wait_s=30.0)
+    played = play(made, (5.0, "agent_stops", silent), (120.0, "over", 0))
+    assert played.end.ending == "hung"
+    assert played.end.silent_nodes == [silent]
+    assert not played.end.restart
+    assert f"n{silent}" in played.end.why

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 
 import pytest
 
 from hpctrain.agent.signals import Arrival
-from hpctrain.agent.stop_deadline import LEAVE_S, StopDeadline
+from hpctrain.agent.stop_deadline import DISK_LOOK_S, LEAVE_S, StopDeadline
+from hpctrain.base import clock
 from hpctrain.base.records import JobContext, JobFacts, StopCause
 from hpctrain.errors import ClusterUnreachable
 from tests.support.clocks import jumping
@@ -234,3 +236,49 @@ def test_a_scheduler_that_is_slow_to_answer_is_not_asked_for_that(hands):
         stop.look()
 
     assert asked == [1]
+
+
+def refusing(times, number=errno.ENOSPC):
+    """What the disk refuses so often, and then does."""
+    left = [None] * times
+
+    def act():
+        if left:
+            left.pop()
+            raise OSError(number, "refused")
+        return "done"
+
+    return act
+
+
+def test_a_disk_that_is_full_for_a_while_is_waited_for(hands, caplog):
+    stop = deadline(arrivals=[], facts=AssertionError("asked"))
+    began_s = hands.passed_s
+
+    assert stop.patiently(refusing(3), 120.0) == "done"
+
+    assert hands.passed_s - began_s == pytest.approx(3 * DISK_LOOK_S)
+    assert caplog.messages == ["waits up to 120 s for the run's disk: refused"]
+
+
+def test_a_disk_that_stays_full_is_waited_for_as_long_as_was_said(hands):
+    stop = deadline(arrivals=[], facts=AssertionError("asked"))
+    began_s = hands.passed_s
+
+    with pytest.raises(OSError, match="refused"):
+        stop.patiently(refusing(1000), 120.0)
+
+    assert hands.passed_s - began_s == pytest.approx(120.0)
+
+
+def test_a_stop_or_another_error_ends_the_wait_for_a_disk(hands):
+    arrivals = []
+    stop = deadline(arrivals=arrivals, facts=JobFacts("RUNNING", restarts=0))
+    hands.after(5.0, lambda: arrivals.append(Arrival(signal.SIGTERM, clock.monotonic())))
+    began_s = hands.passed_s
+
+    with pytest.raises(OSError, match="refused"):
+        stop.patiently(refusing(1000), 120.0)
+    assert hands.passed_s - began_s < 5.0 + 2 * DISK_LOOK_S
+    with pytest.raises(OSError, match="refused"):
+        deadline(arrivals=[], facts=None).patiently(refusing(1, errno.EPERM), 120.0)

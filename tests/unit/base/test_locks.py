@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import multiprocessing
 import os
+import signal
 import stat
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -30,6 +33,7 @@ with open({path!r}, "rb") as file:
 """
 TAKE = """
 import sys
+import tempfile
 from pathlib import Path
 from hpctrain.run.event_types import TrainingDone
 from hpctrain.run.events import append
@@ -270,3 +274,85 @@ def test_a_fact_waits_no_longer_than_a_moment_for_a_lock_that_is_kept(run):
         write_event(run, "second")
 
     assert [event.kind for event in read(run)] == ["first", "second"]
+
+
+# ---- folders of a process on its node
+
+
+def killed_with(folder):
+    """What a process that was killed leaves: one that it has made there."""
+    pid = os.fork()
+    if pid == 0:
+        made = locks.NodeFolder("stop", folder)
+        (made.path / "stop").write_text("here")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_what_a_killed_process_has_left_is_removed_with_the_next_folder(tmp_path):
+    killed_with(tmp_path)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(f"hpctrain-stop-{os.getuid()}-")
+
+    own = locks.NodeFolder("control", tmp_path)
+
+    assert list(tmp_path.iterdir()) == [own.path]
+    own.remove()
+    own.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_in_use_stays_also_by_a_child_alone(tmp_path):
+    own = locks.NodeFolder("stop", tmp_path)
+    child = multiprocessing.get_context("fork").Process(target=signal.pause)
+    child.start()
+    os.close(own._descriptor)  # as its maker was killed
+
+    locks.remove_left_over(tmp_path)
+    assert own.path.exists()
+    child.kill()
+    child.join()
+    locks.remove_left_over(tmp_path)
+    assert not own.path.exists()
+
+
+def test_nothing_else_is_removed(tmp_path):
+    others = [f"hpctrain-stop-{os.getuid() + 1}-x", "hpctrain-compiled", "hpct-1"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    target = tmp_path / "else"
+    target.mkdir()
+    (tmp_path / f"hpctrain-stop-{os.getuid()}-link").symlink_to(target)
+
+    locks.remove_left_over(tmp_path)
+
+    assert {path.name for path in tmp_path.iterdir()} >= {*others, "else"}
+
+
+def test_a_folder_that_was_taken_for_left_over_before_its_lock_is_made_again(tmp_path, monkeypatch):
+    flock, first = locks.fcntl.flock, []
+
+    def lock(descriptor, how):
+        if not first:
+            first.extend(tmp_path.iterdir())
+            first[0].rmdir()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(locks.fcntl, "flock", lock)
+    own = locks.NodeFolder("stop", tmp_path)
+
+    assert own.path.exists()
+    assert own.path != first[0]
+    own.remove()
+
+
+def test_by_itself_it_looks_in_the_nodes_memory_and_its_temporary_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    for name in ("shm", "tmp"):
+        (tmp_path / name).mkdir()
+        killed_with(tmp_path / name)
+
+    locks.remove_left_over()
+
+    assert [list((tmp_path / name).iterdir()) for name in ("shm", "tmp")] == [[], []]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-import time
 
 import pytest
 
 from hpctrain.control import forked, node_process
-from hpctrain.control.node_process import ANSWER_S, PREFIX, NodeProcess
+from hpctrain.control.node_process import NodeProcess
 from hpctrain.errors import ControlLost
 from tests.support.control_tree import ControlTree
+
+PREFIX = f"hpctrain-control-{os.getuid()}-"
 
 
 @pytest.fixture
@@ -21,32 +22,17 @@ def memory(tmp_path, monkeypatch):
     return tmp_path
 
 
-def made_ago(folder, seconds):
-    folder.mkdir()
-    (folder / "board").touch()
-    os.utime(folder, (time.time() - seconds,) * 2)
-    return folder
-
-
 def test_the_round_of_an_agent_that_was_killed_is_removed(memory):
-    left = made_ago(memory / f"{PREFIX}killed", seconds=ANSWER_S + 1)
+    left = memory / f"{PREFIX}killed"
+    left.mkdir()
 
     with ControlTree(1, 1):
         assert not left.exists()
 
 
-def test_a_round_that_another_agent_is_about_to_begin_stays(memory):
-    begun = made_ago(memory / f"{PREFIX}begun", seconds=0)
-
-    with ControlTree(1, 1):
-        assert (begun / "board").exists()
-
-
-def test_a_round_that_is_served_stays_however_old_it_is(memory):
-    with ControlTree(1, 1) as served:
-        os.utime(served.folder(0), (time.time() - 10 * ANSWER_S,) * 2)
-        with ControlTree(1, 1):
-            assert (served.folder(0) / "board").exists()
+def test_a_round_that_is_served_stays(memory):
+    with ControlTree(1, 1) as served, ControlTree(1, 1):
+        assert (served.folder(0) / "board").exists()
 
 
 def test_where_there_is_no_memory_to_write_to_its_folder_is_with_other_temporary_ones(
@@ -54,7 +40,8 @@ def test_where_there_is_no_memory_to_write_to_its_folder_is_with_other_temporary
 ):
     monkeypatch.setattr(node_process, "MEMORY", tmp_path / "none")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left = made_ago(tmp_path / f"{PREFIX}killed", seconds=ANSWER_S + 1)
+    left = tmp_path / f"{PREFIX}killed"
+    left.mkdir()
 
     with ControlTree(1, 1) as tree:
         assert tree.folder(0).parent == tmp_path
