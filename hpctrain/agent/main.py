@@ -265,7 +265,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
     )
 
     # Meanwhile the nodes' memory keeps its copies; in another job only the disk's would be left.
-    patiently = partial(deadline.patiently, patience_s=spec.settings.checkpoint.save_patience_s)
+    patiently = partial(deadline.patiently, patience_s=spec.settings.checkpoint.patience_s)
     follows = _newest_attempt(run) if generation is None else generation.follows
 
     def begin(world_size: int) -> Attempt:
