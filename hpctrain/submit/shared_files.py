@@ -2,7 +2,8 @@
 
 A sweep over one script in one folder is the usual way to it: each run would resume from the weights
 that the other saved last. Compared are the patterns of `checkpoint.sealed`, by the places that they
-stand for, with those of the other runs in the same folder of runs whose jobs may still write.
+stand for, with those of the user's other runs whose jobs may still write: in the same folder of
+runs, and in others as far as the index of runs knows them.
 tests/unit/submit/test_shared_files.py holds the promises.
 """
 
@@ -17,6 +18,7 @@ from hpctrain.errors import ClusterError, HpctrainError, UsageError
 from hpctrain.history.run_history import RunHistory
 from hpctrain.history.run_state import OVER
 from hpctrain.run.layout import RunDir
+from hpctrain.run.run_index import indexed
 from hpctrain.scheduler.base import get_cluster
 from hpctrain.settings.spec import load_spec
 from hpctrain.submit.live_job import live_job
@@ -69,12 +71,13 @@ def _places(patterns: list[str], cwd: str, run: Path) -> list[tuple[str, tuple[s
 
 
 def _others(run: Path) -> Iterator[tuple[RunDir, Spec]]:
-    """Runs beside this one that seal files. One that cannot be read is nobody's rival here."""
+    """Other runs that seal files. One that cannot be read is nobody's rival here."""
     try:
-        folders = sorted(path for path in run.parent.iterdir() if path != run)
+        folders = sorted(run.parent.iterdir())
     except OSError:  # none so far
-        return
-    for folder in folders:
+        folders = []
+    folders += [one.run.root for one in indexed() if not one.is_over]
+    for folder in dict.fromkeys(folder for folder in folders if folder != run):
         other = RunDir(folder)
         if not other.spec.is_file():
             continue

@@ -8,6 +8,8 @@ import pytest
 
 from hpctrain.checkpoint.sealed.patterns import may_meet, parse, places
 from hpctrain.errors import ClusterUnreachable, RunExists, UsageError
+from hpctrain.run.layout import RunDir
+from hpctrain.run.run_index import IndexedRun, record
 from hpctrain.settings.spec import load_spec
 from hpctrain.submit import checks, shared_files
 from hpctrain.submit.change import ResumeRequest
@@ -53,6 +55,25 @@ def submit(work):
         return create_run(prepared.spec, prepared.runs), prepared.spec
 
     return make
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_live_run_of_another_folder_of_runs_is_a_rival_too(
+    submit, alive, work, monkeypatch, is_over
+):
+    monkeypatch.setenv("XDG_STATE_HOME", str(work / "state"))
+    run, _ = submit("lr-1", "checkpoints/last.pt")
+    elsewhere = work / "elsewhere" / "lr-1"
+    elsewhere.parent.mkdir()
+    run.root.rename(elsewhere)
+    record([IndexedRun(RunDir(elsewhere), frozenset({"7"}), is_over)])
+    alive.add("lr-1")
+
+    if is_over:
+        submit("lr-2", "checkpoints/last.pt")
+        return
+    with pytest.raises(UsageError, match="takes in files that lr-1 saves too"):
+        submit("lr-2", "checkpoints/last.pt")
 
 
 def test_a_second_run_with_the_same_pattern_is_refused_with_the_way_out(submit, alive):
