@@ -37,7 +37,6 @@ class Progress:
         seen: When a step, a save (also one that failed or was skipped) or a restore was last heard
             of.
         saved_step: The newest checkpoint that was committed and not gone back behind.
-        saved_t: When.
         saved_bytes: Its size.
     """
 
@@ -47,7 +46,6 @@ class Progress:
     step_s: float | None = None
     seen: float | None = None
     saved_step: int | None = None
-    saved_t: float | None = None
     saved_bytes: int | None = None
 
 
@@ -120,7 +118,6 @@ def progress(history: RunHistory) -> Progress:
         step_s=next(((mark.fact.seconds or 0.0) / mark.steps for mark in timed), None),
         seen=history.seen,
         saved_step=saved[0],
-        saved_t=saved[1],
         saved_bytes=saved[2],
     )
 

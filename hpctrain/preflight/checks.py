@@ -33,7 +33,6 @@ MEMLOCK_KIB_MIN = 16 * 1024 * 1024
 """Below 16 GiB RDMA runs out of pinned memory (AWS's health checks)."""
 RELEASE = re.compile(r"\d+")
 LABELS = {"ports": "adapters", "shm_gib": "shm", "local": "disk", "resolves_itself": "names"}
-FROM_SITE = "as the site expects"
 
 
 @dataclass(frozen=True)

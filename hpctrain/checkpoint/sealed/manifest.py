@@ -46,7 +46,6 @@ MOST_FILES = 1_000_000
 LONGEST = 4096
 """Bytes of a path that Linux takes."""
 LAST_NS = 2**63
-MAX_NUMBER = 10**9
 _SEAL = re.compile(r"seal-([0-9]{6,9})")
 _DIGEST = re.compile(re.escape(PREFIX) + r"[0-9a-f]{16}")
 

@@ -120,11 +120,6 @@ class Saver:
         """How long the save in flight has taken so far; 0 without one."""
         return clock.monotonic() - self._flight.began if self.in_flight and self._flight else 0.0
 
-    @property
-    def step(self) -> int | None:
-        """The step of the save whose end has not been taken note of."""
-        return self._flight.step if self._flight is not None else None
-
     def prepare(self, state: State) -> str:
         """Take the host memory for copies of this state; why it cannot be had, or "".
 
