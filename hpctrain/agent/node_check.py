@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
 
-KNOWN_GOOD_HOURS = 12.0
-"""So long nodes that were fast together are not tried again."""
 PORT = PORTS - 2
 """Of the job's ports, those that only a run with six restarts in one job comes to."""
 
@@ -133,4 +131,4 @@ class NodeCheck:
         if asked.bandwidth == "auto" and not expected.has_yardstick(len(self._context.nodes)):
             return False
         path = node_lists.known_good_path(self._run)
-        return not node_lists.are_known_good(path, self._context.nodes, KNOWN_GOOD_HOURS)
+        return not node_lists.are_known_good(path, self._context.nodes)

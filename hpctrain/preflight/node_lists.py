@@ -27,6 +27,7 @@ HOURS = 24.0
 KNOWN_GOOD_NAME = "proven-nodes.json"
 HOUR_S = 3600.0
 FORMAT = 1
+KNOWN_GOOD_HOURS = 12.0
 
 
 @dataclass(frozen=True)
@@ -113,13 +114,11 @@ def read_known_good(path: Path) -> dict[str, float]:
         return {}
 
 
-def are_known_good(
-    path: Path, nodes: Sequence[str], hours: float, *, now: float | None = None
-) -> bool:
-    """Whether all of these nodes were proven in the last so many hours."""
+def are_known_good(path: Path, nodes: Sequence[str], *, now: float | None = None) -> bool:
+    """Whether all of these nodes were proven lately: they are not tried again then."""
     now = clock.now() if now is None else now
     good = read_known_good(path)
-    return all(now - good.get(node, 0.0) < hours * HOUR_S for node in nodes)
+    return all(now - good.get(node, 0.0) < KNOWN_GOOD_HOURS * HOUR_S for node in nodes)
 
 
 def record_known_good(path: Path, nodes: Iterable[str], *, now: float | None = None) -> None:

@@ -57,8 +57,6 @@ UNUSED_DAYS = 30
 LOCK_S = 1800.0
 """Another submit may be packing the same for so long."""
 PIECE = 1 << 20
-STAGE_TIMEOUT_S = 600.0
-"""A node that takes longer starts from the shared environment."""
 _ZSTD = ["zstd", "-q", "-3", "-T0", "-c"]
 
 
@@ -78,17 +76,17 @@ def staging_for(
     if not is_staged(spec.settings) or get_cluster(spec.cluster).on_this_machine:
         return None, []
     local = (spec.preset or {}).get("storage", {}).get("local", "")
-    places, limit = places_of(spec.settings, local), STAGE_TIMEOUT_S
+    places = places_of(spec.settings, local)
     try:
         python = interpreter(spec.python)
         archive, packed = archive_of(python, folder_of(runs), chosen(), progress)
     except (HpctrainError, OSError, subprocess.SubprocessError, tarfile.TarError) as error:
         why = f"the environment was not packed: {error}"
-        return Staging(None, why, places, limit), [f"environment.stage: {why}; nodes read it"]
+        return Staging(None, why, places), [f"environment.stage: {why}; nodes read it"]
     notes = [f"environment.stage: {_told(archive, packed)}"]
     if outside := read_in_place(python):
         notes.append(f"environment.stage: read from where they lie: {', '.join(outside)}")
-    return Staging(archive, "", places, limit), notes
+    return Staging(archive, "", places), notes
 
 
 def folder_of(runs: Path) -> Path:

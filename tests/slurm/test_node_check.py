@@ -52,7 +52,7 @@ def test_a_node_that_slows_the_collective_is_left_behind_where_the_preset_has_a_
 
     assert all_fields(run.events("attempt_started")[-1])["nodes"] == ["n1", "n2", "n4"]
     assert [all_fields(e)["collective"] for e in run.events("preflight")] == ["fail", "ok"]
-    assert node_lists.are_known_good(node_lists.known_good_path(run.dir), ["n1", "n2", "n4"], 1)
+    assert node_lists.are_known_good(node_lists.known_good_path(run.dir), ["n1", "n2", "n4"])
 
 
 @pytest.mark.story(proved_by="tests/unit/submit/test_kept_out_nodes.py")
