@@ -22,17 +22,20 @@ class Dcp:
             processes: Write in a process, else in a thread.
             pinned: Stage a GPU's tensors into page-locked memory, behind training.
         """
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        self._path, self._processes = path, processes
+        self._path, self._processes, self._pinned = path, processes, pinned
         self._future: Any = None
         self._stderr: int | None = None
-        self._stager = DefaultStager(
+        self._stager = self._new_stager()
+
+    def _new_stager(self) -> Any:
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        return DefaultStager(
             StagingOptions(
-                use_pinned_memory=pinned,
-                use_shared_memory=processes,
-                use_async_staging=pinned,
-                use_non_blocking_copy=pinned,
+                use_pinned_memory=self._pinned,
+                use_shared_memory=self._processes,
+                use_async_staging=self._pinned,
+                use_non_blocking_copy=self._pinned,
             )
         )
 
@@ -44,6 +47,8 @@ class Dcp:
         kind = AsyncCheckpointerType.PROCESS if self._processes else AsyncCheckpointerType.THREAD
         if self._future is None:
             self._stderr = _silence()
+        elif not getattr(self._stager._state_dict_stager, "_deepcopy_dispatch", True):  # noqa: SLF001
+            self._stager = self._new_stager()  # torch 2.11 can use one only once
         self._future = dcp.async_save(
             dict(tensors),
             checkpoint_id=self._path,
