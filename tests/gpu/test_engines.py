@@ -14,7 +14,7 @@ from hpctrain.engines.hardware import FLOAT8
 from hpctrain.errors import UsageError
 from hpctrain.run.layout import RunDir
 from hpctrain.world import World
-from tests.gpu.training import Training, bits, different, run_until, settings_of
+from tests.gpu.training import Training, attempt, bits, different, run_until, settings_of
 
 SAVED_AT, LAST = 2, 4
 WITHOUT = {name: importlib.util.find_spec(name) is None for name in ("deepspeed", "torchao")}
@@ -40,6 +40,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero1": {"engine__kind": "zero1", "engine__precision": "bf16"},
     "zero2": {"engine__kind": "zero2", "engine__precision": "bf16"},
     "zero3": {"engine__kind": "zero3", "engine__precision": "bf16"},
+    "zero2 on the host": {
+        "engine__kind": "zero2", "engine__precision": "bf16", "engine__offload": "cpu",
+    },
 }  # fmt: skip
 
 
@@ -59,7 +62,7 @@ def exact(is_cuda):
 )
 def test_a_run_that_was_restored_ends_with_the_same_bits(folder, way, note):
     given = dict(WAYS[way])
-    shape = given.pop("shape", {})
+    shape = {"dropout": 0.1, **given.pop("shape", {})}  # the device's generator is state, too
     settings = settings_of(**given)
     losses, undisturbed, _ = run_until(folder / "run", LAST, settings, shape=shape)
     shutil.rmtree(find.step_path(RunDir(folder / "run"), LAST))
@@ -101,10 +104,41 @@ def test_products_in_8_bits_are_done_where_the_gpu_has_them_and_refused_elsewher
             Training.of(world, precision="bf16", float8=True)
 
 
+class Averages:
+    """Something of a user's that keeps a tensor on the device."""
+
+    def __init__(self, device):
+        self.mean = torch.zeros(4, device=device)
+
+    def state_dict(self):
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state):
+        self.mean = state["mean"]
+
+
+@pytest.mark.usefixtures("world")
+def test_what_is_tracked_on_the_gpu_comes_back_there(folder, device):
+    import hpctrain
+
+    ends = []
+    for total in (2, 3):
+        with attempt(folder / "run"):
+            run = hpctrain.init(settings_of())
+            dice, averages = torch.Generator(device).manual_seed(3), Averages(device)
+            run.track(averages=averages, dice=dice)
+            for _ in run.steps(total=total):
+                averages.mean += torch.rand(4, device=device, generator=dice)
+            ends.append(averages.mean)
+    dice = torch.Generator(device).manual_seed(3)
+    drawn = [torch.rand(4, device=device, generator=dice) for _ in range(3)]
+    assert ends[-1].device == device
+    assert torch.equal(ends[-1], torch.zeros(4, device=device) + drawn[0] + drawn[1] + drawn[2])
+
+
 @pytest.mark.usefixtures("world")
 def test_loaders_hand_out_page_locked_batches(folder, note):
     import hpctrain
-    from tests.gpu.training import attempt
 
     with attempt(folder / "run"):
         run = hpctrain.init(settings_of())
