@@ -101,6 +101,14 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.fixture(scope="module")
+def local_jobs(tmp_path_factory) -> Iterator[None]:
+    """A folder of the module's own for jobs of the local cluster, also for the test's process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HPCTRAIN_LOCAL_DIR", str(tmp_path_factory.mktemp("local")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _own_device(request, is_cuda) -> None:
     """Each test says where it ran, and begins with the GPU's memory free."""

@@ -20,7 +20,7 @@ WAYS = {
 
 
 @pytest.fixture(scope="module")
-def runs(is_cuda, tmp_path_factory):
+def runs(is_cuda, local_jobs, tmp_path_factory):
     """One run for each way, at once; their processes mostly wait."""
     shape = {**(LARGE if is_cuda else SMALL), **DATA, "train.steps": STEPS}
     started = {}

@@ -43,7 +43,7 @@ NSYS_WORDS = ("--nsys=0", "--profile=steps=2:3")
 
 
 @pytest.fixture(scope="module")
-def runs(is_cuda, tmp_path_factory):
+def runs(is_cuda, local_jobs, tmp_path_factory):
     """All runs of this file at once: they wait for processes to start, mostly."""
     folder = tmp_path_factory.mktemp("runs")
     started = {("hangs", ""): start(folder / "hangs", [f"{SCRIPTS / 'hangs.py'}"], HANG)}
