@@ -170,12 +170,11 @@ def _refuse_needed(run: RunDir) -> None:
         RunAlive: it has a job, or a live run waits for it.
     """
     from hpctrain.history.run_state import OVER
-    from hpctrain.run.ownership import is_mine
+    from hpctrain.run.ownership import refuse_foreign
     from hpctrain.status.reader import StatusReader
     from hpctrain.status.status import UNDER_WAY_STATES
 
-    if not is_mine(run.root):
-        raise ChecksFailed(f"{run.root} belongs to another user, who can delete it")
+    refuse_foreign(run, group=False)
     if run.root.is_symlink():
         target = run.root.readlink()
         raise ChecksFailed(f"{run.root} is a link to {target}: name that, and remove the link")

@@ -199,11 +199,13 @@ def import_command(
     from hpctrain.checkpoint.exchange import import_into, naming, open_source
     from hpctrain.checkpoint.exchange.contents import TARGETS
     from hpctrain.run.find_run import find_run
+    from hpctrain.run.ownership import refuse_foreign
     from hpctrain.settings.spec import load_spec
     from hpctrain.submit.live_job import refuse_alive
     from hpctrain.terminal import echo_note
 
     directory = find_run(run, runs=runs)
+    refuse_foreign(directory)
     follow_folder(directory.root)
     spec = load_spec(directory.spec)
     refuse_alive(directory, spec)

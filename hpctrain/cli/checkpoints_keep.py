@@ -48,10 +48,12 @@ def pin_command(runs: Path, run: str, step: int, *, reason: str, remove: bool) -
     from hpctrain.checkpoint.store import retention
     from hpctrain.errors import UsageError
     from hpctrain.run.find_run import find_run
+    from hpctrain.run.ownership import refuse_foreign
 
     if remove and reason:
         raise UsageError("--reason does not go with --remove")
     directory = find_run(run, runs=runs)
+    refuse_foreign(directory)
     follow_folder(directory.root)
     what = f"step {step} of {directory.name}"
     if remove:
@@ -107,9 +109,11 @@ def prune_command(
     """
     from hpctrain.checkpoint.store import retention
     from hpctrain.run.find_run import find_run
+    from hpctrain.run.ownership import refuse_foreign
     from hpctrain.settings.spec import load_spec
 
     directory = find_run(run, runs=runs)
+    refuse_foreign(directory)
     spec = load_spec(directory.spec)
     if sealed:
         from hpctrain.cli.checkpoints_sealed import prune
@@ -152,10 +156,12 @@ def rm_command(
     from hpctrain.base.text import size
     from hpctrain.checkpoint.store import retention
     from hpctrain.run.find_run import find_run
+    from hpctrain.run.ownership import refuse_foreign
     from hpctrain.settings.spec import load_spec
     from hpctrain.terminal import echo_json
 
     directory = find_run(run, runs=runs)
+    refuse_foreign(directory)
     spec = load_spec(directory.spec)
     evaluations, idle = _evaluations(directory, spec), _idle(directory, spec.cluster)
     going = sorted(set(steps))

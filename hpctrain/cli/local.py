@@ -28,15 +28,14 @@ def command() -> None:
 
 
 def _job_id(run: str, runs: Path) -> str:
-    from hpctrain.errors import ChecksFailed, UsageError
+    from hpctrain.errors import UsageError
     from hpctrain.history.run_history import RunHistory
     from hpctrain.run.find_run import find_run
-    from hpctrain.run.ownership import is_mine
+    from hpctrain.run.ownership import refuse_foreign
     from hpctrain.submit.live_job import newest_submission
 
     run_dir = find_run(run, runs=runs)
-    if not is_mine(run_dir.root):  # its ledger may name a job of ours
-        raise ChecksFailed(f"{run_dir.root} belongs to another user; name a run of your own")
+    refuse_foreign(run_dir, group=False, hint="; name a run of your own")  # it may name our job
     _, job_id = newest_submission(RunHistory.read(run_dir))
     if job_id is None or not job_id.startswith("local-"):
         raise UsageError(f"{run_dir.name} has no job on the local cluster (its job is {job_id})")

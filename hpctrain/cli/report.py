@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from hpctrain.history.slow_nodes import NodePast
     from hpctrain.report.gather import ReportData
+    from hpctrain.run.layout import RunDir
 
 TOGETHER = "hpctrain-compare-{}.html"
 MOST_NAMED, LONGEST_NAME = 3, 100
@@ -84,6 +85,7 @@ def command(
         raise click.UsageError("Missing argument 'RUN...'.", click.get_current_context())
     _check(len(runs_named), output, compare=compare, as_text=as_text, show=show)
     run_dirs = list(dict.fromkeys(find_run(name, runs=runs) for name in runs_named))
+    _refuse_foreign([] if output or compare or as_text else run_dirs)
     reader = StatusReader(runs)
     gathered = [gather(run, reader.look(run)) for run in run_dirs]
     if as_text:
@@ -102,6 +104,13 @@ def command(
     if show:
         for page in pages:
             _open(page)
+
+
+def _refuse_foreign(runs: Sequence[RunDir]) -> None:
+    from hpctrain.run.ownership import refuse_foreign
+
+    for run in runs:
+        refuse_foreign(run, hint="; name a file of your own for the page: -o FILE")
 
 
 def _check(named: int, output: str | None, *, compare: bool, as_text: bool, show: bool) -> None:

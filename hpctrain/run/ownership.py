@@ -60,9 +60,12 @@ def distrust(path: Path, *, group: bool = False, roots: bool = False) -> str:
         roots: It may be root's.
     """
     try:
-        status = path.stat()
+        status, own = path.stat(), path.lstat()
     except FileNotFoundError:
         return ""
+    # Who makes a link chooses which file of mine counts, or of root's; root may write any file.
+    if stat.S_ISLNK(own.st_mode) and own.st_uid not in {os.geteuid(), ROOT}:
+        return f"is a link, which belongs to {_user(own.st_uid)}"
     if status.st_uid != os.geteuid() and not (roots and status.st_uid == ROOT):
         return f"belongs to {_user(status.st_uid)}"
     if status.st_mode & stat.S_IWOTH:
@@ -70,6 +73,26 @@ def distrust(path: Path, *, group: bool = False, roots: bool = False) -> str:
     if status.st_mode & stat.S_IWGRP and not group:
         return "can be written by its group"
     return ""
+
+
+def refuse_foreign(run: RunDir, *, group: bool = True, hint: str = "") -> None:
+    """Refuse to change another user's run, or to act on the job that its ledger names.
+
+    For every command that needs no spec of the run: others go by `own_spec`.
+
+    Args:
+        run: The run.
+        group: Members of its group may change it where the folder says so.
+        hint: What to do instead, for the end of the message.
+
+    Raises:
+        ChecksFailed: it belongs to another user.
+    """
+    status = run.root.stat()
+    mine = {os.getegid(), *os.getgroups()} if group and status.st_mode & stat.S_IWGRP else set()
+    if status.st_uid != os.geteuid() and status.st_gid not in mine:
+        user = _user(status.st_uid)
+        raise ChecksFailed(f"{run.root} belongs to {user}, who alone may change it{hint}")
 
 
 def refuse_planted(path: Path, *, flag: str) -> None:

@@ -27,7 +27,11 @@ def copied_from(run: RunDir, history: RunHistory) -> Path | None:
     A run that was moved, or is seen under another path than by who submitted it, has left nothing
     at the old place or the very same folder there.
     """
-    written = _written_in(history)
+    return _other_than(run, _written_in(history))
+
+
+def _other_than(run: RunDir, written: Path | None) -> Path | None:
+    """That directory, where it is there and is another than the run's."""
     if written is None or written == run.root:
         return None
     try:
@@ -51,9 +55,14 @@ def not_own(run: RunDir, history: RunHistory, token: str | None, job: JobInfo) -
     original = copied_from(run, history)
     if original is not None:
         return f"this is a copy of {original}, whose job {job.job_id} is"
-    if token and job.script and Path(job.script).name != f"{token}.sh":
+    if not token or not job.script:
+        return ""
+    script = Path(job.script)
+    if script.name != f"{token}.sh":
         return f"job {job.job_id} is another's by now ({job.script})"
-    return ""
+    # A ledger of version 0.1 says nowhere in which directory it was written; SLURM knows.
+    other = _other_than(run, script.parent.parent) if script.is_absolute() else None
+    return f"this is a copy of {other}, whose job {job.job_id} is" if other is not None else ""
 
 
 def elsewhere(history: RunHistory, cluster: Cluster) -> str:

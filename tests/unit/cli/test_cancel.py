@@ -381,4 +381,4 @@ def test_another_users_run_is_not_deleted(ended, capsys):
     os.chown(ended.root, OWNER.uid, OWNER.gid)
     code, _, err = removed("old", "-y", capsys=capsys)
     assert (code, ended.root.exists()) == (3, True)
-    assert "belongs to another user" in err
+    assert "who alone may change it" in err

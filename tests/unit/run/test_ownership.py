@@ -8,9 +8,10 @@ import time
 
 import pytest
 
+from hpctrain.cli.main import main
 from hpctrain.errors import ChecksFailed, UsageError
 from hpctrain.run.find_run import find_run
-from hpctrain.run.ownership import job_spec, own_spec
+from hpctrain.run.ownership import distrust, job_spec, own_spec, refuse_foreign, refuse_planted
 from tests.support.ledger_runs import Story
 from tests.support.users import OWNER, STRANGER, run_as
 
@@ -150,6 +151,67 @@ def test_settings_that_another_has_put_there_count_only_where_they_are_named(sha
     assert not (shared / "runs").exists()
     taken = dry_run(shared, f"{flag}=./{name}")
     assert taken.returncode == 0, taken.stderr
+
+
+@pytest.mark.two_users
+def test_a_link_that_another_has_made_chooses_no_settings(shared, tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text("")
+    link = shared / "hpctrain.toml"
+    link.symlink_to(own)
+    assert distrust(link, group=True, roots=True) == ""
+    os.chown(link, STRANGER.uid, STRANGER.gid, follow_symlinks=False)
+    with pytest.raises(ChecksFailed, match=rf"{link} is a link, which belongs to "):
+        refuse_planted(link, flag="--config hpctrain.toml")
+
+
+CHANGES = {
+    "report": ["report", "{run}"],
+    "pin": ["checkpoints", "pin", "{run}", "10"],
+    "unpin": ["checkpoints", "pin", "{run}", "10", "--remove"],
+    "rm": ["checkpoints", "rm", "{run}", "10"],
+    "prune": ["checkpoints", "prune", "{run}"],
+    "import": ["checkpoints", "import", "{run}", "--run", "{run}", "--step", "1"],
+    "rm run": ["rm", "{run}", "--yes"],
+    "local": ["local", "preempt", "{run}"],
+}
+
+
+@pytest.mark.two_users
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_a_run_is_refused_for_another_users(run, name, capsys):
+    before = sorted(run.root.rglob("*"))
+    os.chown(run.root, STRANGER.uid, STRANGER.gid)
+
+    assert main([word.format(run=run.root) for word in CHANGES[name]]) == 3
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"hpctrain: error: {run.root} belongs to ")
+    assert "who alone may change it" in line
+    assert sorted(run.root.rglob("*")) == before
+
+
+@pytest.mark.two_users
+def test_a_page_on_another_users_run_goes_into_a_file_of_ones_own(run, tmp_path, capsys):
+    os.chown(run.root, STRANGER.uid, STRANGER.gid)
+    page = tmp_path / "page.html"
+
+    assert main(["report", str(run.root)]) == 3
+    assert capsys.readouterr().err.endswith("; name a file of your own for the page: -o FILE\n")
+    assert main(["report", str(run.root), "-o", str(page)]) == 0
+    assert page.exists()
+
+
+@pytest.mark.two_users
+def test_a_run_that_its_group_may_change_is_its_groups(run):
+    os.chown(run.root, STRANGER.uid, os.getegid())
+    run.root.chmod(0o755)
+    with pytest.raises(ChecksFailed, match="who alone may change it"):
+        refuse_foreign(run)
+    run.root.chmod(0o775)
+    refuse_foreign(run)
+    with pytest.raises(ChecksFailed, match="who alone may change it"):
+        refuse_foreign(run, group=False)
 
 
 @pytest.mark.two_users

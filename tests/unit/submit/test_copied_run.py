@@ -220,3 +220,26 @@ def test_what_is_a_jobs_id_does(job_id, asked):
     SlurmCluster().cancel(job_id)
 
     assert asked.read_text() == f"scancel -- {job_id}\n"
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_a_copy_with_a_ledger_that_names_no_folder_is_known_by_slurms_path_of_the_script(
+    runs, is_moved
+):
+    """As version 0.1 has written them."""
+    story = Story(runs / "lm", cluster="slurm")
+    story.add("submit_intent", token="lm-12ab")
+    story.add("submitted", token="lm-12ab", job_id="4711", cluster="slurm", by="submit")
+    other = type(story.run)(runs / "other")
+    if is_moved:
+        story.run.root.rename(other.root)
+    else:
+        shutil.copytree(story.run.root, other.root)
+    job = JobInfo("4711", "RUNNING", alive=True, script=str(story.run.script("lm-12ab")))
+
+    history = RunHistory.read(other)
+    assert copied_from(other, history) is None
+    said = "" if is_moved else f"this is a copy of {story.run.root}, whose job 4711 is"
+    assert not_own(other, history, "lm-12ab", job) == said
+    if not is_moved:
+        assert not_own(story.run, RunHistory.read(story.run), "lm-12ab", job) == ""
