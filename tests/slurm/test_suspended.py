@@ -25,10 +25,14 @@ ENDLESS = {"train.steps": 100_000, "train.step_delay_s": 0.05, "run.log_every_s"
 @pytest.mark.parametrize(
     ("nodes", "sets"),
     [
-        ("--nodes=2", {}),
-        ("--nodes=2-3+1", {"alive.shrink": "auto", "alive.lease_s": 3}),
+        pytest.param("--nodes=2", {}, id="plain"),
+        pytest.param(
+            "--nodes=2-3+1",
+            {"alive.shrink": "auto", "alive.lease_s": 3},
+            id="outlives its nodes",
+            marks=pytest.mark.story(proved_by="tests/unit/agent/test_lifeline_sides.py"),
+        ),
     ],
-    ids=["plain", "outlives its nodes"],
 )
 def test_a_suspended_job_is_shown_so_goes_on_and_its_time_is_no_training(
     slurm, tmp_path, nodes, sets
@@ -67,6 +71,9 @@ def test_a_suspended_job_is_shown_so_goes_on_and_its_time_is_no_training(
     assert run.ends() == [("stopped", "stop")]
 
 
+@pytest.mark.story(
+    proved_by=("tests/unit/scheduler/test_slurm_reasons.py", "tests/docs/test_pages.py")
+)
 def test_a_run_that_is_requeued_and_held_names_its_release(slurm, tmp_path):
     run = submit(slurm, tmp_path, "--nodes=2", "--ranks-per-node=1", sets=ENDLESS)
     run.wait_step(5)
