@@ -69,3 +69,13 @@ def test_every_option_of_this_sbatch_is_of_a_known_class(slurm):
 
     assert len(options_of(told)) > 80
     assert options_of(told) <= {*OURS, *REFUSED, *PASSED}
+
+
+def test_of_a_script_that_was_killed_status_knows_by_slurm_that_it_is_over(ended):
+    """SIGKILL leaves nobody who could write an event: no trap runs, and no agent had begun."""
+    run = ended("kill -9 $$")
+
+    assert run.events("attempt_ended") == []
+    assert run.status()["state"] == "failed"
+    told = " ".join(run.cli("status", "run").split())
+    assert f"job {run.job_id} ended as FAILED before the run could say why" in told
