@@ -14,8 +14,10 @@ import errno
 import fcntl
 import os
 import shutil
+import socket
 import stat
 import tempfile
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,7 +139,7 @@ class NodeFolder:
         """
         remove_left_over(parent)
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=f"hpctrain-{kind}-{os.getuid()}-", dir=parent))
+            self.path = Path(tempfile.mkdtemp(prefix=f"hpctrain-{kind}-{_here()}", dir=parent))
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             with contextlib.suppress(OSError):  # a file system without locks: nobody removes it
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX)
@@ -152,6 +154,14 @@ class NodeFolder:
         self._descriptor = -1
 
 
+def _here() -> str:
+    """This user and this node, which a lock may not reach beyond where they share a disk.
+
+    Short: the path of a socket in such a folder has a hundred characters.
+    """
+    return f"{os.getuid()}-{zlib.crc32(socket.gethostname().encode()):08x}-"
+
+
 def remove_left_over(*parents: Path) -> None:
     """Remove folders whose processes were killed.
 
@@ -159,9 +169,9 @@ def remove_left_over(*parents: Path) -> None:
         parents: Where they may lie; by itself the node's memory and its temporary folder.
     """
     for parent in parents or (MEMORY, Path(tempfile.gettempdir())):
-        for folder in parent.glob(f"hpctrain-*-{os.getuid()}-*"):
+        for folder in parent.glob(f"hpctrain-*-{_here()}*"):
             with contextlib.suppress(OSError):
-                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)

@@ -292,7 +292,7 @@ def killed_with(folder):
 def test_what_a_killed_process_has_left_is_removed_with_the_next_folder(tmp_path):
     killed_with(tmp_path)
     (left,) = tmp_path.iterdir()
-    assert left.name.startswith(f"hpctrain-stop-{os.getuid()}-")
+    assert left.name.startswith(f"hpctrain-stop-{locks._here()}")
 
     own = locks.NodeFolder("control", tmp_path)
 
@@ -316,13 +316,17 @@ def test_a_folder_that_is_in_use_stays_also_by_a_child_alone(tmp_path):
     assert not own.path.exists()
 
 
-def test_nothing_else_is_removed(tmp_path):
-    others = [f"hpctrain-stop-{os.getuid() + 1}-x", "hpctrain-compiled", "hpct-1"]
+def test_nothing_else_is_removed(tmp_path, monkeypatch):
+    others = ["hpctrain-compiled", "hpct-1"]
+    for name, value in ((locks.os, "getuid"), (locks.socket, "gethostname")):  # and of others
+        with monkeypatch.context() as patch:
+            patch.setattr(name, value, {"getuid": lambda: 77, "gethostname": lambda: "n2"}[value])
+            others.append(f"hpctrain-stop-{locks._here()}x")
     for name in others:
         (tmp_path / name).mkdir()
     target = tmp_path / "else"
     target.mkdir()
-    (tmp_path / f"hpctrain-stop-{os.getuid()}-link").symlink_to(target)
+    (tmp_path / f"hpctrain-stop-{locks._here()}link").symlink_to(target)
 
     locks.remove_left_over(tmp_path)
 

@@ -8,12 +8,13 @@ import tempfile
 
 import pytest
 
+from hpctrain.base.locks import _here
 from hpctrain.control import forked, node_process
 from hpctrain.control.node_process import NodeProcess
 from hpctrain.errors import ControlLost
 from tests.support.control_tree import ControlTree
 
-PREFIX = f"hpctrain-control-{os.getuid()}-"
+PREFIX = f"hpctrain-control-{_here()}"
 
 
 @pytest.fixture
