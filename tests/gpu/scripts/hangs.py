@@ -21,10 +21,11 @@ run.track(model=model, optimizer=optimizer)
 is_first = Path(os.environ["HPCTRAIN_ATTEMPT_DIR"]).name == "0001"
 
 
-def waits_for_the_device(total: torch.Tensor) -> float:
-    if is_first and run.world.device.type == "cuda":
+def waits_for_the_device(total: torch.Tensor, step: int) -> float:
+    is_bad = is_first and step == 5
+    if is_bad and run.world.device.type == "cuda":
         torch.cuda._sleep(HOURS)
-    elif is_first:
+    elif is_bad:
         time.sleep(3600)
     dist.all_reduce(total)
     return total.item()
@@ -35,4 +36,4 @@ for step in run.steps(total=8):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    run.log(loss=waits_for_the_device(loss.detach()) if step == 5 else loss.item())
+    run.log(loss=waits_for_the_device(loss.detach(), step))
