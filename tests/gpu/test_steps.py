@@ -151,8 +151,15 @@ class Planned:
         self._engine.step()
 
 
+def is_again(case: plan_cases.Case) -> bool:
+    """Return whether a rehearsal, which has one tiny model, has had such a step."""
+    return case[0] != COMBINATIONS[0][0]
+
+
 @pytest.mark.parametrize("case", COMBINATIONS, ids=plan_cases.title)
 def test_plan_says_the_memory_of_a_step(case, world, note):
+    if not note.on_gpu("plan's memory against torch.cuda.max_memory_allocated") and is_again(case):
+        return
     gc.collect()
     before = torch.cuda.memory_allocated() if note.is_cuda else 0
     planned = Planned(world, case, small=not note.is_cuda)
@@ -162,7 +169,7 @@ def test_plan_says_the_memory_of_a_step(case, world, note):
         torch.cuda.reset_peak_memory_stats()
     planned.step()
     assert said > 0
-    if note.on_gpu("plan's memory against torch.cuda.max_memory_allocated"):
+    if note.is_cuda:
         peak = torch.cuda.max_memory_allocated() - before
         title = plan_cases.title(case)
         note.at_most(f"plan's memory, {title}", abs(said / peak - 1), MEMORY_GOAL, "off")
@@ -170,6 +177,8 @@ def test_plan_says_the_memory_of_a_step(case, world, note):
 
 @pytest.mark.parametrize("case", TIMED, ids=plan_cases.title)
 def test_plan_says_the_time_of_a_step(case, world, note):
+    if not note.on_gpu("plan's step time") and case != TIMED[0]:
+        return
     planned = Planned(world, case, small=not note.is_cuda)
     seconds = min(timed(planned.step, world.device) for _ in range(6 if note.is_cuda else 2))
     name, step = planned.case
@@ -183,4 +192,3 @@ def test_plan_says_the_time_of_a_step(case, world, note):
     title = plan_cases.title(case)
     off = abs(said.seconds / seconds - 1)
     note.at_most(f"plan's step time, {title}", off, TIME_GOAL, "off")
-    note.on_gpu("plan's step time")
