@@ -262,8 +262,8 @@ class NodeAgent(LocalElasticAgent):
             restart = self._hooks.deadline.cause is None and self._hooks.may_restart(failure)
         end = RoundEnd("failed", restart=restart, why=STORE_GONE, failure=failure)
         if self._control is not None:
-            told = end if self._hooks is not None else None
-            self._control.settle_wills(told, self.attempt_number)
+            heard = end if self._hooks is not None else None
+            self._control.settle_wills(heard, self.attempt_number)
         return end
 
     def _run_round(self, group: WorkerGroup) -> RoundEnd:

@@ -147,10 +147,10 @@ def remove(*, names: tuple[str, ...], yes: bool, runs: Path) -> None:
     from hpctrain.base.text import count, size
     from hpctrain.run.find_run import find_run
 
-    found = list(dict.fromkeys(find_run(name, runs=runs) for name in names))
-    for run in found:
+    chosen = list(dict.fromkeys(find_run(name, runs=runs) for name in names))
+    for run in chosen:
         _refuse_needed(run)
-    for run in found:
+    for run in chosen:
         files, nbytes = _size_of(run)
         shown = f"{run.root}: {size(nbytes)} in {count(files, 'file')}"
         if not yes:

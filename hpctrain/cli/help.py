@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EXIT_CODES_TOPIC = "exit-codes"
-_COMPLETE = "_HPCTRAIN_COMPLETE"
+PROGRAM = "hpctrain"
+_COMPLETE = f"_{PROGRAM}_COMPLETE".upper()  # as click names it
 _SOURCES = {
     "bash": 'eval "$(hpctrain completion bash)"      # in ~/.bashrc',
     "zsh": 'eval "$(hpctrain completion zsh)"       # in ~/.zshrc, behind compinit',
@@ -68,19 +69,19 @@ def pages() -> dict[str, Path]:
 
 
 def _title(page: Path) -> str:
-    found = re.search(r"^# (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return found[1] if found else ""
+    heading = re.search(r"^# (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return heading[1] if heading else ""
 
 
 def _help_of(top: click.Context, words: tuple[str, ...]) -> str | None:
     """The help of a command, or of a command of a group; None where there is none."""
-    ctx, found = top, top.command
+    ctx, command = top, top.command
     for word in words:
-        below = found.get_command(ctx, word) if isinstance(found, click.Group) else None
+        below = command.get_command(ctx, word) if isinstance(command, click.Group) else None
         if below is None:
             return None
-        ctx, found = click.Context(below, info_name=below.name or word, parent=ctx), below
-    return found.get_help(ctx)
+        ctx, command = click.Context(below, info_name=below.name or word, parent=ctx), below
+    return command.get_help(ctx)
 
 
 def _unknown(text: str) -> str:
@@ -110,4 +111,4 @@ def completion(ctx: click.Context, shell: str) -> None:
     kind = get_completion_class(shell)
     if kind is None:  # pragma: no cover - click has these three
         raise NotFound(f"no completion for {shell}")
-    click.echo(kind(ctx.find_root().command, {}, "hpctrain", _COMPLETE).source())
+    click.echo(kind(ctx.find_root().command, {}, PROGRAM, _COMPLETE).source())

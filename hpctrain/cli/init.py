@@ -111,9 +111,9 @@ def _gather(cluster: str, given: Facts, *, asks: bool) -> Facts:
 
     facts: dict[str, Any] = dict(given)
 
-    def settle(name: str, question: str, found: str | int) -> None:
+    def settle(name: str, question: str, detected: str | int) -> None:
         if name not in given:
-            answer = click.prompt(question, default=found, err=True) if asks else found
+            answer = click.prompt(question, default=detected, err=True) if asks else detected
             facts[name] = answer
 
     settle("program", "Your training program, with its arguments", _program(Path.cwd()))
@@ -165,8 +165,8 @@ def _saves(program: str) -> tuple[str, str]:
         text = Path(words[0]).read_text(encoding="utf-8") if words else ""
     except (OSError, ValueError):
         return "", ""
-    found = begins_anew(text, words[1:])
-    if found is None or found.option is None:
+    anew = begins_anew(text, words[1:])
+    if anew is None or anew.option is None:
         return "", ""
-    value = "" if found.option.is_flag else " {checkpoint}"
-    return "" if found.pattern == PLACE else found.pattern, f"{found.option.name}{value}"
+    value = "" if anew.option.is_flag else " {checkpoint}"
+    return "" if anew.pattern == PLACE else anew.pattern, f"{anew.option.name}{value}"

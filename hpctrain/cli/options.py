@@ -238,8 +238,8 @@ def complete_run(
 
     if "/" in incomplete or incomplete.startswith("."):
         return [CompletionItem(incomplete, type="dir")]
-    found = runs_root().glob(f"{glob.escape(incomplete)}*")
-    here = sorted(path.name for path in found if _has_run(RunDir(path)))
+    folders = runs_root().glob(f"{glob.escape(incomplete)}*")
+    here = sorted(path.name for path in folders if _has_run(RunDir(path)))
     names = [*here, *(one.run.name for one in indexed() if one.run.name.startswith(incomplete))]
     return [CompletionItem(name) for name in dict.fromkeys(names)]
 

@@ -99,27 +99,29 @@ def _without_requeues(logs: Sequence[LogFacts], attempt: AttemptView) -> list[Lo
     return [replace(log, sightings=sightings) for log, sightings in zip(logs, kept, strict=True)]
 
 
-def _with_what_follows(told: Diagnosis, attempt: AttemptView, history: RunHistory) -> Diagnosis:
+def _with_what_follows(
+    diagnosis: Diagnosis, attempt: AttemptView, history: RunHistory
+) -> Diagnosis:
     """What to do after an end from outside; the general advice is to use hpctrain."""
     if attempt.cause not in _FROM_OUTSIDE:
-        return told
+        return diagnosis
     record = history.attempt(attempt.number)
     stuck = record.stuck if record is not None else None
     if stuck is not None:
         return replace(
-            told,
-            headline=f"{told.headline}; the job could not be requeued: {stuck}",
+            diagnosis,
+            headline=f"{diagnosis.headline}; the job could not be requeued: {stuck}",
             do=("`hpctrain resume RUN` goes on in a new job",),
         )
     if attempt.next not in {Next.REQUEUE, Next.LEAVE}:
-        return told
+        return diagnosis
     do = ["nothing: the job was requeued and the run goes on"]
     if telling(history).is_silent:
         do.append(
             "the program reported no step and no checkpoint: see that it loads its newest "
             "checkpoint when it starts (`hpctrain logs RUN`)"
         )
-    return replace(told, do=tuple(do))
+    return replace(diagnosis, do=tuple(do))
 
 
 def _is_told_by_the_ledger(attempt: AttemptView, judged: Diagnosis) -> bool:

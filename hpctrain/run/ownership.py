@@ -89,8 +89,10 @@ def refuse_foreign(run: RunDir, *, group: bool = True, hint: str = "") -> None:
         ChecksFailed: it belongs to another user.
     """
     status = run.root.stat()
-    mine = {os.getegid(), *os.getgroups()} if group and status.st_mode & stat.S_IWGRP else set()
-    if status.st_uid != os.geteuid() and status.st_gid not in mine:
+    own_groups = (
+        {os.getegid(), *os.getgroups()} if group and status.st_mode & stat.S_IWGRP else set()
+    )
+    if status.st_uid != os.geteuid() and status.st_gid not in own_groups:
         user = _user(status.st_uid)
         raise ChecksFailed(f"{run.root} belongs to {user}, who alone may change it{hint}")
 

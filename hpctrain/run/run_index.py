@@ -73,7 +73,7 @@ def record(runs: Sequence[IndexedRun]) -> None:
 def indexed() -> list[IndexedRun]:
     """The runs in the index that are still there and belong to this user, the newest first."""
     path = index_path()
-    found: dict[Path, IndexedRun] = {}
+    by_root: dict[Path, IndexedRun] = {}
     try:
         with open_plain(path) as file:
             if os.fstat(file.fileno()).st_uid != os.geteuid():
@@ -85,20 +85,20 @@ def indexed() -> list[IndexedRun]:
     for line in lines:
         said = _read(line)
         if said is not None:
-            before = found.pop(said.run.root, said)
-            found[said.run.root] = replace(said, jobs=before.jobs | said.jobs)
+            before = by_root.pop(said.run.root, said)
+            by_root[said.run.root] = replace(said, jobs=before.jobs | said.jobs)
     there: dict[tuple[int, int], IndexedRun] = {}
-    for one in list(found.values())[: -MOST_RUNS - 1 : -1]:
+    for entry in list(by_root.values())[: -MOST_RUNS - 1 : -1]:
         with contextlib.suppress(OSError):
-            if is_mine(one.run.root) and (is_plain(one.run.spec) or is_plain(one.run.events)):
-                status = one.run.root.stat()  # one run may have two paths, by a link
-                there.setdefault((status.st_dev, status.st_ino), one)
+            if is_mine(entry.run.root) and (is_plain(entry.run.spec) or is_plain(entry.run.events)):
+                status = entry.run.root.stat()  # one run may have two paths, by a link
+                there.setdefault((status.st_dev, status.st_ino), entry)
     return list(there.values())
 
 
-def _line(one: IndexedRun) -> str:
-    said = {"t": round(clock.now(), 3), "dir": str(one.run.root), "jobs": sorted(one.jobs)}
-    return json.dumps({**said, "over": True} if one.is_over else said)
+def _line(entry: IndexedRun) -> str:
+    said = {"t": round(clock.now(), 3), "dir": str(entry.run.root), "jobs": sorted(entry.jobs)}
+    return json.dumps({**said, "over": True} if entry.is_over else said)
 
 
 def _read(line: bytes) -> IndexedRun | None:

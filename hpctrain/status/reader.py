@@ -146,16 +146,16 @@ class StatusReader:
                 schedulers=schedulers if is_own else {},
             )
 
-        known = {one.run.root: one for one in indexed()} if elsewhere else {}
+        listed = {one.run.root: one for one in indexed()} if elsewhere else {}
         here = os.path.realpath(self.runs)
         others = [
             one.run
-            for root, one in known.items()
+            for root, one in listed.items()
             if (elsewhere == "all" or not one.is_over) and os.path.realpath(root.parent) != here
         ]
         with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
             runs = list(pool.map(_read, [*folder.runs, *others]))
-            _repair(runs, known) if elsewhere else None
+            _repair(runs, listed) if elsewhere else None
             if elsewhere == "live":
                 runs = [files for files in runs if _is_in(self.runs, files) or not files.is_over]
             before = _before(runs)
@@ -315,13 +315,13 @@ def _is_in(runs: Path, files: _RunFiles) -> bool:
     return files.run.root.parent == runs
 
 
-def _repair(seen: Sequence[_RunFiles], known: Mapping[Path, IndexedRun]) -> None:
+def _repair(seen: Sequence[_RunFiles], listed: Mapping[Path, IndexedRun]) -> None:
     """Add to the user's index what it does not have of these runs."""
     from hpctrain.run.ownership import is_mine
 
     new = []
     for files in seen:
-        before = known.get(files.run.root)
+        before = listed.get(files.run.root)
         if before is None or before.is_over != files.is_over:
             jobs = frozenset(filter(None, [files.history.state.job_id]))
             new.append(IndexedRun(files.run, jobs, files.is_over))

@@ -70,11 +70,11 @@ def next_commands(status: RunStatus) -> list[str]:
 
 
 _OWN_WORDS = {
-    RunState.PENDING: {"PENDING"},
-    RunState.RUNNING: {"RUNNING", "COMPLETING"},  # which the sentence says
-    RunState.SUSPENDED: {"SUSPENDED"},
-    RunState.REQUEUED: {"PENDING", "REQUEUED"},
-    RunState.COMPLETING: {"COMPLETING"},
+    RunState.PENDING: {JobState.PENDING},
+    RunState.RUNNING: {JobState.RUNNING, JobState.COMPLETING},  # which the sentence says
+    RunState.SUSPENDED: {JobState.SUSPENDED},
+    RunState.REQUEUED: {JobState.PENDING, JobState.REQUEUED},
+    RunState.COMPLETING: {JobState.COMPLETING},
 }
 """What a scheduler calls a job's state where it means the same as the run's."""
 

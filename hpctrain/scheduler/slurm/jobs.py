@@ -142,19 +142,19 @@ def job_info(record: Mapping[str, str]) -> JobInfo:
 
 def _is_held(info: JobInfo, priority: str) -> bool:
     """Whether it waits for a release: then its priority is 0, whatever else is in its way."""
-    known = wait_reason(info.reason or "")
-    return priority == "0" or info.said in _HELD or (known is not None and known.held)
+    about = wait_reason(info.reason or "")
+    return priority == "0" or info.said in _HELD or (about is not None and about.held)
 
 
 def _explained(info: JobInfo, priority: str) -> JobInfo:
     """The same with its reason in words, and without a start that nobody may count on."""
     if info.state not in _WAITING:
         return info
-    known, held = wait_reason(info.reason or ""), _is_held(info, priority)
-    words = [] if known is None else [known.means, known.helps]
-    if held and not (known is not None and known.held):
+    about, held = wait_reason(info.reason or ""), _is_held(info, priority)
+    words = [] if about is None else [about.means, about.helps]
+    if held and not (about is not None and about.held):
         words = ["it is held", "`scontrol release JOBID` lets it go"]
-    means_nothing = held or (known is not None and not known.starts)
+    means_nothing = held or (about is not None and not about.starts)
     return replace(
         info,
         held=held,
