@@ -24,7 +24,7 @@ NAMES = {
     TimeClass.WARM_UP: "first step (warm-up)",
     TimeClass.REDONE: "steps done again",
     TimeClass.NO_PROGRESS: "without progress",
-    TimeClass.SUSPENDED: "suspended by the scheduler",
+    TimeClass.SUSPENDED: "suspended",
     TimeClass.STALL: "stall",
     TimeClass.TEARDOWN: "teardown",
     TimeClass.OTHER: "other",
