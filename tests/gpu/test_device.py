@@ -16,9 +16,11 @@ import torch
 from hpctrain import device as devices
 from hpctrain.agent import cpus
 from hpctrain.agent.environment import gpu_name, versions_here
+from hpctrain.engines.precision import precision_of
 from hpctrain.history.progress import peak_flops
 from hpctrain.preflight import probe
 from hpctrain.runtime import telemetry
+from hpctrain.runtime.own_loop import memory_in_use
 from tests.support.ports import free_port
 
 MIB = 1 << 20
@@ -41,6 +43,8 @@ def test_the_rank_takes_the_gpu_and_tells_what_it_is(device, note):
     drawn = torch.rand(4, device=device)
     devices.synchronize(device)
     assert devices.memory_stats(torch.device("cpu")) == {}
+    bf16 = device.type == "cuda"
+    assert precision_of("auto", device) is (torch.bfloat16 if bf16 else torch.float32)
     if note.on_gpu("device.py: name, capability, bf16, generator, events, allocator"):
         assert devices.device_of_rank(5) == device, "SLURM shows each rank its own GPU as number 0"
         assert name == smi("name")[0] == torch.cuda.get_device_name()
@@ -71,6 +75,7 @@ def test_telemetry_counts_what_nvidia_smi_counts(device, note):
     held = torch.ones(256 * MIB // 4, device=device)
     numbers = telemetry.memory(device)
     assert numbers["mem_peak_bytes"] >= held.nbytes
+    assert memory_in_use(device) >= held.nbytes
     if note.on_gpu("telemetry.memory against nvidia-smi"):
         used = float(smi("memory.used")[0])
         reserved = numbers["mem_reserved_bytes"] / MIB
