@@ -192,18 +192,27 @@ def _log_on_stderr() -> Iterator[None]:
 _TESTS = itertools.count()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _state(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The state folder of what is made for several tests; never the user's own."""
+    state = str(tmp_path_factory.getbasetemp() / "state")
+    os.environ["XDG_STATE_HOME"] = state
+    return state
+
+
 @pytest.fixture(autouse=True)
-def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _environment(_state: str) -> Iterator[None]:
     """What a test's code exports ends with the test; each has an index of runs of its own.
 
     Agents export for the ranks of their process, torch where it compiles. What is left over would
     go with the next job that a test of the same worker submits, and make it another job.
     """
     before = dict(os.environ)
-    if "XDG_STATE_HOME" not in before:
-        state = tmp_path_factory.getbasetemp() / f"state-{next(_TESTS)}"
-        os.environ["XDG_STATE_HOME"] = str(state)  # made by whoever writes there
+    if before["XDG_STATE_HOME"] == _state:
+        os.environ["XDG_STATE_HOME"] = f"{_state}-{next(_TESTS)}"  # made by whoever writes there
     yield
+    if before["XDG_STATE_HOME"] == _state:
+        os.environ["XDG_STATE_HOME"] = _state
     for name in set(os.environ) - set(before) - {PYTEST_CURRENT_TEST}:
         del os.environ[name]
     for name, value in before.items():
