@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -160,3 +161,30 @@ def test_agents_that_do_not_come_are_named(capsys):
         first.close()
     still = f"hpctrain: still waits at 127.0.0.1:{port} for the agents of n[1-2]"
     assert capsys.readouterr().err.splitlines().count(still) == 1, "told long before the end"
+
+
+def test_a_store_that_cannot_be_reached_is_told_in_a_line():
+    from hpctrain.agent.rendezvous import Rendezvous
+
+    port = free_port()
+    rendezvous = Rendezvous("127.0.0.1", port, 1, ["n0", "n1"], run_id="1", timeout_s=1)
+
+    with pytest.raises(
+        ClusterError, match=rf"^the agents cannot meet at 127\.0\.0\.1:{port}: "
+    ) as e:
+        rendezvous.next_rendezvous()
+
+    assert "\n" not in str(e.value)
+
+
+def test_what_torch_leaves_in_the_temporary_folder_for_a_rank_that_raised_is_removed(tmp_path):
+    from hpctrain.agent.node import NodeAgent
+
+    files = [tmp_path / name for name in ("raised.pickle", "ended.pickle")]
+    files[0].touch()
+    context = SimpleNamespace(_pc=SimpleNamespace(error_files=[str(path) for path in files]))
+
+    NodeAgent._remove_error_files(SimpleNamespace(_pcontext=context))
+    NodeAgent._remove_error_files(SimpleNamespace(_pcontext=None))
+
+    assert list(tmp_path.iterdir()) == []
