@@ -63,9 +63,6 @@ class InPlaceAgent(NodeAgent):
         except RuntimeError as error:  # torch's store does not answer
             self._stop_workers(group)
             out = self._meeting_place.left_out()
-            # Node 0 may read for hours what the ranks go on from, and does not look at the store.
-            while out is None and self._hooks is None and not self._may_raise():
-                out = self._meeting_place.left_out()
             if out is None and self._meeting_place.is_behind:
                 return self._after_break(group, "its store has ended: others are rounds ahead")
             if out is None:
@@ -73,15 +70,6 @@ class InPlaceAgent(NodeAgent):
                 raise ClusterError(f"the agents' store does not answer: {why}") from None
             self.left_out = out
             return RoundEnd("failed", why=str(out), left_out=str(out))
-
-    def _may_raise(self) -> bool:
-        """Whether an error of this node's is none of a store that has ended in a round."""
-        return self._meeting_place.is_behind or self._is_store_there()
-
-    def _after_store_loss(self, group: WorkerGroup, error: RuntimeError) -> RoundEnd:
-        if self._hooks is None:
-            raise error  # the lifeline knows whether node 0 is gone, or begins another round
-        return super()._after_store_loss(group, error)
 
     def _after_break(self, group: WorkerGroup, why: str) -> RoundEnd:
         self._stop_workers(group)

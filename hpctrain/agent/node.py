@@ -236,10 +236,10 @@ class NodeAgent(LocalElasticAgent):
             return self._run_round(group)
         except StopHeard as stop:
             return RoundEnd("killed", why=str(stop))
-        except RuntimeError as error:
+        except RuntimeError:
             if self._is_store_there():
                 raise
-            return self._after_store_loss(group, error)
+            return self._after_store_loss(group)
 
     def _is_store_there(self) -> bool:
         try:
@@ -247,12 +247,11 @@ class NodeAgent(LocalElasticAgent):
         except RuntimeError:
             return False
 
-    def _after_store_loss(self, group: WorkerGroup, error: RuntimeError) -> RoundEnd:
+    def _after_store_loss(self, group: WorkerGroup) -> RoundEnd:
         """The next round has a new store; node 0 alone decides whether there is one.
 
         The others see no more than that nothing answers, and go where a new store would be.
         """
-        del error
         self._stop_workers(group)
         log.warning("%s", STORE_GONE)
         failure, restart = None, True

@@ -145,7 +145,7 @@ def together(seed: int) -> Job:
     """A job in which every node has to come, and one that is lost ends it."""
     job = _job(seed, stays=False)
     job.program.peers_raise = True
-    _hurt(job, ["power", "dies", "rank", "raises", "rank", "controls_end", "store"], most=3)
+    _hurt(job, ["power", "dies", "rank", "raises", "rank", "controls_end"], most=3)
     job.simulation.after(800.0, partial(job.fault, "over", 0))  # where nobody is told of a death
     return job
 
