@@ -139,6 +139,8 @@ def submit(
     checkpoint: str | Sequence[str] = (),
     resume_args: str | None = None,
     resume_if: str | None = None,
+    begin: str = "",
+    without: Sequence[str] = (),
     after: str | Sequence[str] = (),
     then: str | Sequence[str] = (),
     allow_locked: bool = False,
@@ -170,6 +172,8 @@ def submit(
         resume_args: Arguments for a program that must be told to resume, in one text; added from
             the second start on. "{checkpoint}" in it is the newest whole sealed checkpoint.
         resume_if: Add them where this pattern of paths matches instead.
+        begin: RUN or RUN@STEP: begin with that checkpoint of another run.
+        without: What of it begins anew: "optimizer", "data".
         after: A run, or several, that must be done before this one begins; each as in `status`.
         then: A command line, or several, to run when it is done, each as a run of its own.
         allow_locked: Change what the site's admins have locked; it is recorded.
@@ -212,6 +216,8 @@ def submit(
         checkpoint=[checkpoint] if isinstance(checkpoint, str) else list(checkpoint),
         resume_args=resume_args,
         resume_if=resume_if,
+        begin=begin,
+        without=list(without),
         after=[after] if isinstance(after, str) else list(after),
         then=[then] if isinstance(then, str) else list(then),
         allow_locked=allow_locked,

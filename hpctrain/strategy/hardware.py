@@ -75,6 +75,7 @@ def find_gpu(name: str) -> list[str]:
         name: As a preset or a person writes it: "A100 PCIe 40 GB", "h100".
     """
     words = set(re.findall(r"(?<![a-z])[a-z]+\d+[a-z]*|(?<!\d)\d+gb|pcie|nvl|sxm", _spelled(name)))
+    words -= {"hbm2", "hbm2e", "hbm3", "hbm3e"}  # the driver names the memory: H100 80GB HBM3
     return [key for key, gpu in GPUS.items() if words and words <= _words(key, gpu)]
 
 

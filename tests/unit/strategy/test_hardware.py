@@ -64,4 +64,6 @@ def test_every_gpu_has_a_peak_that_the_project_knows():
 
 def test_a_name_fits_what_has_all_of_its_words():
     assert find_gpu("A100 80 GB") == ["a100-sxm-80gb", "a100-pcie-80gb"]
+    assert find_gpu("NVIDIA H100 80GB HBM3") == find_gpu("H100 80 GB")
+    assert find_gpu("NVIDIA H100 80GB HBM3")
     assert find_gpu("") == []
