@@ -56,15 +56,14 @@ def test_submission_without_an_id_is_an_error(printed):
         read_id(printed)
 
 
-def test_a_script_of_an_older_version_finds_the_run_and_no_pickle_is_loaded(tmp_path, monkeypatch):
+def test_the_task_of_a_node_is_its_runs_and_no_pickle_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(slurm_task.signals, "install", lambda: None)  # would change this process
     started = []
     monkeypatch.setattr(AgentTask, "__call__", lambda self: started.append(self.run_dir) or 0)
     (tmp_path / "spec.json").write_text("{}")
-    (tmp_path / "jobs" / "tok").mkdir(parents=True)
-    (tmp_path / "jobs" / "tok" / "submitted.pkl").write_bytes(b"no pickle")
+    (tmp_path / "submitted.pkl").write_bytes(b"no pickle")
 
-    assert slurm_task.main([str(tmp_path / "jobs" / "tok")]) == 0
+    assert slurm_task.main([str(tmp_path)]) == 0
     assert started == [str(tmp_path)]
 
 
