@@ -23,9 +23,12 @@ FIND = """
 import os, pathlib
 folder = pathlib.Path(os.environ["HPCTRAIN_CONTROL"])
 attempt = pathlib.Path(os.environ["HPCTRAIN_ATTEMPT_DIR"])
+sockets = [line.split() for line in pathlib.Path("/proc/net/unix").read_text().splitlines()]
+served = {f"socket:[{line[6]}]" for line in sockets if line[7:] == [f"{folder}/socket"]}
 def is_node(pid):
-    try:
-        return any(path.resolve() == folder for path in pathlib.Path(f"/proc/{pid}/fd").iterdir())
+    try:  # ranks have the folder open too: its lock
+        open_files = pathlib.Path(f"/proc/{pid}/fd").iterdir()
+        return any(os.readlink(path) in served for path in open_files)
     except OSError:  # it ended while we looked
         return False
 agent = os.getppid()
