@@ -22,7 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.base import clock
-from hpctrain.base.files import follow_folder, make_runs_folder, read_text
+from hpctrain.base.files import (
+    follow_folder,
+    make_runs_folder,
+    read_text,
+    remove_runs_folder,
+)
 from hpctrain.preflight.bounded import Unanswered, bounded
 from hpctrain.preflight.checks import Order, expected_of
 from hpctrain.preflight.checks_between import LOGIN
@@ -278,4 +283,4 @@ def discard(preflight: Preflight) -> None:
     """Remove the folder."""
     shutil.rmtree(preflight.run.root, ignore_errors=True)
     with contextlib.suppress(OSError):
-        preflight.run.root.parent.rmdir()
+        remove_runs_folder(preflight.run.root.parent)
