@@ -171,9 +171,11 @@ def remove_left_over(*parents: Path) -> None:
     for parent in parents or (MEMORY, Path(tempfile.gettempdir())):
         for folder in parent.glob(f"hpctrain-*-{_here()}*"):
             with contextlib.suppress(OSError):
-                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+                # Anybody can give a folder, or a link, such a name where all can write.
+                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
                 try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder, ignore_errors=True)
+                    if os.fstat(descriptor).st_uid == os.geteuid():
+                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(folder, ignore_errors=True)
                 finally:
                     os.close(descriptor)

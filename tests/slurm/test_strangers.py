@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -389,11 +390,9 @@ def open_names(pids, *but):
 
 
 def _is_in_a_new_private_folder(path):
-    """The control plane's: made under a name by chance, for its user alone."""
+    """A process's own: made under a name by chance, for its user alone."""
     folders = [
-        one
-        for one in (path, *path.parents)
-        if one.name.startswith(f"hpctrain-control-{OWNER.uid}-")
+        one for one in (path, *path.parents) if re.match(rf"hpctrain-[a-z]+-{OWNER.uid}-", one.name)
     ]
     return bool(folders) and all(
         (about := folder.stat()).st_uid == OWNER.uid and about.st_mode & 0o777 == 0o700
@@ -514,8 +513,9 @@ def test_the_stranger_changes_nothing_of_the_run(siege):
 def test_no_command_is_hung_broken_or_changes_what_is_anothers(siege):
     assert siege.changed == []
     refused = siege.told[STRANGER, "zz", "cancel RUN"]
-    assert refused.returncode == 6
-    assert f"job {siege.run.job_id} was not cancelled: SLURM refused:" in refused.stderr
+    assert refused.returncode == 2
+    original = f"this is a copy of {siege.run.dir.root}, whose job {siege.run.job_id} is"
+    assert original in refused.stderr, "it is not even asked of SLURM"
     for (user, name, words), done in siege.told.items():
         told = f"{user} {name} {words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stdout + done.stderr, told

@@ -326,11 +326,32 @@ def test_nothing_else_is_removed(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     target = tmp_path / "else"
     target.mkdir()
+    (target / "kept").touch()
     (tmp_path / f"hpctrain-stop-{locks._here()}link").symlink_to(target)
 
     locks.remove_left_over(tmp_path)
 
     assert {path.name for path in tmp_path.iterdir()} >= {*others, "else"}
+    assert (target / "kept").exists()
+
+
+def test_what_another_user_has_given_such_a_name_is_not_touched(tmp_path, monkeypatch):
+    theirs = tmp_path / f"hpctrain-stop-{locks._here()}theirs"
+    theirs.mkdir()
+    linked = tmp_path / f"hpctrain-stop-{locks._here()}link"
+    linked.symlink_to(theirs)
+    opened = []
+    really = os.open
+    monkeypatch.setattr(locks.os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(locks.fcntl, "flock", lambda *_: opened.append("locked"))
+    monkeypatch.setattr(
+        locks.os, "open", lambda path, flags: opened.append(path) or really(path, flags)
+    )
+
+    locks.remove_left_over(tmp_path)
+
+    assert theirs.exists()
+    assert set(opened) == {theirs, linked}, "neither was locked"
 
 
 def test_a_folder_that_was_taken_for_left_over_before_its_lock_is_made_again(tmp_path, monkeypatch):
