@@ -189,6 +189,8 @@ def _words(attempt: AttemptView) -> str:
 
 def _do(kind: FaultKind, attempt: AttemptView) -> tuple[str, ...]:
     steps = KNOWLEDGE[kind].do
+    if kind is FaultKind.CODE and attempt.failure is not None and attempt.failure.kind == "exit":
+        return ("`hpctrain logs RUN` shows what the program said before it left with this code",)
     node = attempt.failure.node if attempt.failure is not None else ""
     return tuple(step.replace("NODE", node) if node else step for step in steps)
 

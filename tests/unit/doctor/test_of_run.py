@@ -111,6 +111,12 @@ def test_a_run_that_was_stopped_for_attempts_that_came_to_nothing_is_told_that(
     assert again == cause, "the attempt's own cause stays what it was"
 
 
+def test_a_program_that_left_with_a_code_is_not_told_to_mend_a_line(tmp_path, capsys):
+    story(tmp_path, "user_error", ("exit", "train.sh: exit code 3"))
+    (do,) = told(tmp_path, capsys)[1]["do"]
+    assert "`hpctrain logs" in do
+
+
 def _status(tmp_path, capsys):
     assert main(["status", "lm-3", "--runs", str(tmp_path), "--json"]) == 0
     return capsys.readouterr().out
