@@ -159,7 +159,7 @@ def _here() -> str:
 
     Short: the path of a socket in such a folder has a hundred characters.
     """
-    return f"{os.getuid()}-{zlib.crc32(socket.gethostname().encode()):08x}-"
+    return f"{os.getuid()}-{zlib.crc32(socket.gethostname().encode()) & 0xFFFF:04x}-"
 
 
 def remove_left_over(*parents: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,13 @@ from hpctrain.errors import ControlLost
 from tests.support.control_tree import ControlTree
 
 PREFIX = f"hpctrain-control-{_here()}"
+
+
+@pytest.fixture
+def tmp_path():
+    """A short one: the path of a socket has a hundred characters."""
+    with tempfile.TemporaryDirectory(prefix="hpct-") as name:
+        yield Path(name)
 
 
 @pytest.fixture
