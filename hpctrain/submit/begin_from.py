@@ -11,9 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.checkpoint.exchange import contents as exchange
-from hpctrain.checkpoint.exchange import import_into
-from hpctrain.checkpoint.exchange.contents import CARRIED, MODEL, OPTIM, RNG, TRACKED, Contents
 from hpctrain.checkpoint.store import find
 from hpctrain.errors import NoCheckpoint, TornCheckpoint, UsageError
 from hpctrain.run.find_run import find_run
@@ -31,7 +28,7 @@ if TYPE_CHECKING:
 LEFT_OUT = ("optimizer", "data")
 """What one may begin anew: the optimizer with all that is tracked beside the model, or the place in
 the data with the number of the step."""
-_OF_DATA = f"{TRACKED}data"
+_OF_DATA = "tracked.data"
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,9 @@ class BeginFrom:
 
     def tensors(self) -> list[Tensor]:
         """What the new run gets of it."""
-        taken = exchange.tensors(self.path, self.manifest)
+        from hpctrain.checkpoint.exchange.contents import OPTIM, RNG, TRACKED, tensors
+
+        taken = tensors(self.path, self.manifest)
         if "optimizer" in self.without:
             taken = [
                 t for t in taken if not t.name.startswith((OPTIM, TRACKED)) or _is_data(t.name)
@@ -77,6 +76,8 @@ class BeginFrom:
 
     def state(self) -> dict[str, Any]:
         """The fields of its manifest that go with them."""
+        from hpctrain.checkpoint.exchange.contents import CARRIED
+
         left = {"optimizer": ("extra",), "data": ("data", "rng", "world_size", "mesh")}
         dropped = {name for part in self.without for name in left[part]}
         return {name: getattr(self.manifest, name) for name in CARRIED if name not in dropped}
@@ -101,6 +102,8 @@ def begin_from(asked: str, without: Sequence[str], *, runs: Path) -> BeginFrom:
         ChecksFailed: somebody else may have written the run.
         UsageError: the step is no number.
     """
+    from hpctrain.checkpoint.exchange.contents import MODEL, committed
+
     name, at, text = asked.partition("@")
     if at and not text.isdecimal():
         raise UsageError(f"--from {asked}: {text!r} is no step; write RUN@STEP, e.g. lm-3@4000")
@@ -112,7 +115,7 @@ def begin_from(asked: str, without: Sequence[str], *, runs: Path) -> BeginFrom:
         if newest is None:
             raise NoCheckpoint(f"--from {asked}: {_none_in(run)}")
         step = newest.step
-    path, manifest = exchange.committed(run, step)
+    path, manifest = committed(run, step)
     if not any(entry.name.startswith(MODEL) for entry in manifest.tensors):
         raise NoCheckpoint(f"--from {asked}: step {step} of {run.name} has no model's weights")
     return BeginFrom(run, step, path, manifest, tuple(dict.fromkeys(without)))
@@ -144,6 +147,9 @@ def copy_into(
         CheckpointError: there is no room, or what was written does not read back the same.
         TornCheckpoint: the other run's checkpoint is damaged.
     """
+    from hpctrain.checkpoint.exchange import import_into
+    from hpctrain.checkpoint.exchange.contents import Contents
+
     source = Contents("hpctrain", begin.path, [], full_names=True, state=begin.state())
     at = begin.first_step
     try:
