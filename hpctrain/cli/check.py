@@ -14,14 +14,14 @@ import click
 from hpctrain.cli.options import (
     JobCommand,
     cluster_option,
-    complete_setting,
-    complete_site,
     engine_options,
     job_flags,
     job_options,
     json_option,
     locked_option,
     runs_option,
+    set_option,
+    site_option,
 )
 
 if TYPE_CHECKING:
@@ -44,24 +44,12 @@ _COLORS = {"fail": "red", "note": "yellow", "not known": "cyan", "ok": "green"}
 @click.command(name="check", cls=JobCommand, epilog=EXAMPLES)
 @job_options
 @engine_options
-@click.option(
-    "--site",
-    metavar="S",
-    shell_complete=complete_site,
-    help="The cluster's preset: a name of `hpctrain sites list`, a file, or none.",
-)
+@site_option
 @cluster_option("Where it would run; slurm if there is an sbatch, else local.")
 @click.option("--name", "-J", help="The run's name.")
 @click.option("--container", metavar="IMAGE", help="Image in which the ranks run.")
 @click.option("--config", metavar="FILE", help="Settings file.")
-@click.option(
-    "--set",
-    "sets",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    shell_complete=complete_setting,
-    help="Any setting.",
-)
+@set_option("Any setting.")
 @click.option("--env", multiple=True, metavar="NAME=VALUE", help="Environment of the ranks.")
 @locked_option
 @click.option(

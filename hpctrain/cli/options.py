@@ -138,6 +138,28 @@ def _with_state(run: RunDir) -> str:
     return f"{run.name} ({state.phase.value}{since}{asked})"
 
 
+def set_option(text: str) -> Callable[[_Function], _Function]:
+    """`--set SECTION.KEY=VALUE`, as often as one likes."""
+    return click.option(
+        "--set",
+        "sets",
+        multiple=True,
+        metavar="SECTION.KEY=VALUE",
+        shell_complete=complete_setting,
+        help=text,
+    )
+
+
+def site_option(function: _Function) -> _Function:
+    """`--site S`: the cluster's preset."""
+    return click.option(
+        "--site",
+        metavar="S",
+        shell_complete=complete_site,
+        help="The cluster's preset: a name of `hpctrain sites list`, a file, or none.",
+    )(function)
+
+
 def engine_options(function: _Function) -> _Function:
     """`--engine KIND` and `--mesh AXIS=N,...`: how the model is parallelised."""
     with_mesh = click.option(
@@ -413,7 +435,7 @@ def job_flags(values: dict[str, Any]) -> Flags:
         "slurm.nodes": ("--nodes", training),
         "alive.spares": ("--nodes", spares),
         "slurm.gpus_per_node": ("--gpus-per-node", count),
-        "slurm.gpu_type": ("--gpus-per-node", kind if count is None else kind or ""),
+        "slurm.gpu_type": ("--gpus-per-node", kind),
         "slurm.exclusive": ("--exclusive", "yes" if values.pop("exclusive") else None),
     }
     flags |= {f"slurm.{k}": (f"--{k.replace('_', '-')}", values.pop(k)) for k in _OWN_SETTING}
@@ -441,7 +463,7 @@ def _take_gres(flags: Flags, gres: str | None) -> str:
             raise click.UsageError(f"--gres {gres} and --gpus-per-node both ask for GPUs; keep one")
         kind, count = _Gpus().convert("1" if part == "gpu" else part, None, None)
         flags["slurm.gpus_per_node"] = ("--gres", count)
-        flags["slurm.gpu_type"] = ("--gres", kind or "")
+        flags["slurm.gpu_type"] = ("--gres", kind)
     return ",".join(filter(None, rest))
 
 

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.base import clock
-from hpctrain.cli.options import cluster_option, complete_setting, json_option, runs_option
+from hpctrain.cli.options import (
+    JobCommand,
+    cluster_option,
+    job_flags,
+    job_options,
+    json_option,
+    runs_option,
+    set_option,
+    site_option,
+)
 
 if TYPE_CHECKING:
     from hpctrain.preflight.report import PreflightReport, Result
@@ -31,27 +40,15 @@ Examples:
 CHECKED = 3
 TRY_AGAIN = 75
 JOB_TIME = "0:20:00"
+"""Where no `--time` is given."""
 
 
-@click.command(name="preflight", epilog=EXAMPLES)
-@click.option("--nodes", metavar="N|MIN-MAX", help="Nodes to look at.")
-@click.option("--gpus-per-node", type=int, metavar="G", help="GPUs per node.")
-@click.option("--ranks-per-node", type=int, metavar="R", help="Ranks per node; one per GPU.")
-@click.option("--site", metavar="S", help="The cluster's preset: a name of `hpctrain sites list`.")
+@click.command(name="preflight", cls=JobCommand, epilog=EXAMPLES)
+@job_options
+@site_option
 @cluster_option("Where to look.")
-@click.option("--partition", help="SLURM partition(s).")
-@click.option("--account", help="Account to charge.")
-@click.option("--qos", help="Quality of service.")
-@click.option("--time", metavar="LIMIT", help=f"Time limit of the job.  [default: {JOB_TIME}]")
 @click.option("--config", metavar="FILE", help="Settings file.")
-@click.option(
-    "--set",
-    "sets",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    shell_complete=complete_setting,
-    help="Any setting.",
-)
+@set_option("Any setting.")
 @click.option("--login-only", is_flag=True, help="Only what the login node can tell; no job.")
 @click.option(
     "--bandwidth/--no-bandwidth",
@@ -95,7 +92,6 @@ def command(
     bad_node_hours: float,
     strict: bool,
     as_json: bool,
-    time: str | None,
     **flags: Any,
 ) -> int:
     """Look at nodes before a run does, and name those that are not fit.
@@ -106,7 +102,7 @@ def command(
     """
     from hpctrain.submit.preflight import discard, make
 
-    spec, site, runs, results = _login(flags, job_time=time or JOB_TIME)
+    spec, site, runs, results = _login(flags)
     report = _report([], results)
     if spec is None or login_only or report.status == "fail":
         return _tell(report, as_json=as_json, strict=strict)
@@ -132,9 +128,7 @@ def _report(nodes: list[str], results: list[Result]) -> PreflightReport:
     return PreflightReport(nodes, results)
 
 
-def _login(
-    flags: dict[str, Any], *, job_time: str
-) -> tuple[Spec | None, Site | None, Path, list[Result]]:
+def _login(flags: dict[str, Any]) -> tuple[Spec | None, Site | None, Path, list[Result]]:
     """T0: what would be submitted, and what is to be said of it."""
     from hpctrain.errors import ChecksFailed, ClusterError
     from hpctrain.preflight.report import OK, WARN, Result
@@ -148,8 +142,9 @@ def _login(
         cwd=Path.cwd(),
         environ=os.environ,
         config=Path(config) if config else None,
-        time=job_time,
+        time=JOB_TIME,
         ask_accounting=True,
+        job=job_flags(flags),
         **flags,
     )
     try:

@@ -15,7 +15,6 @@ from hpctrain.cli.options import (
     JobCommand,
     ask_to_act,
     complete_run,
-    complete_setting,
     engine_options,
     foreign_option,
     job_flags,
@@ -24,6 +23,7 @@ from hpctrain.cli.options import (
     newest_to_act_on,
     profile_options,
     runs_option,
+    set_option,
     yes_option,
 )
 from hpctrain.cli.wait import conclude, wait_option
@@ -85,14 +85,7 @@ Examples:
 @job_options
 @engine_options
 @profile_options
-@click.option(
-    "--set",
-    "sets",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    shell_complete=complete_setting,
-    help="Change a setting.",
-)
+@set_option("Change a setting.")
 @click.option(
     "--from",
     "from_step",

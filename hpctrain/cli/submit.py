@@ -15,8 +15,6 @@ import click
 from hpctrain.cli.options import (
     JobCommand,
     cluster_option,
-    complete_setting,
-    complete_site,
     engine_options,
     job_flags,
     job_options,
@@ -24,6 +22,8 @@ from hpctrain.cli.options import (
     locked_option,
     profile_options,
     runs_option,
+    set_option,
+    site_option,
 )
 from hpctrain.cli.wait import conclude, wait_option
 from hpctrain.run.layout import runs_flag
@@ -60,26 +60,14 @@ Examples:
 @job_options
 @engine_options
 @profile_options
-@click.option(
-    "--site",
-    metavar="S",
-    shell_complete=complete_site,
-    help="The cluster's preset: a name of `hpctrain sites list`, a file, or none.",
-)
+@site_option
 @cluster_option("Where to run; slurm if there is an sbatch, else local: processes on this machine.")
 @click.option("--name", "-J", help="The run's name; the script's and a number by default.")
 @click.option("--container", metavar="IMAGE", help="Image in which the ranks run.")
 @click.option(
     "--config", metavar="FILE", help="Settings file.  [default: hpctrain.toml if there is one]"
 )
-@click.option(
-    "--set",
-    "sets",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    shell_complete=complete_setting,
-    help="Any setting, e.g. train.steps=500.",
-)
+@set_option("Any setting, e.g. train.steps=500.")
 @click.option(
     "--env", multiple=True, metavar="NAME=VALUE", help="Environment of the ranks; no secrets."
 )

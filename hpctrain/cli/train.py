@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.base.env import HPCTRAIN_RUN_DIR
-from hpctrain.cli.options import complete_setting, engine_options, runs_option
+from hpctrain.cli.options import engine_options, runs_option, set_option
 from hpctrain.errors import ChecksFailed
 
 if TYPE_CHECKING:
@@ -29,14 +29,7 @@ Examples:
 """
 )
 @click.option("--name", help="Name of the run; one that exists is gone on with.")
-@click.option(
-    "--set",
-    "sets",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    shell_complete=complete_setting,
-    help="Change a setting.",
-)
+@set_option("Change a setting.")
 @click.option("--config", metavar="FILE", help="Settings file [hpctrain.toml].")
 @engine_options
 @runs_option

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cli import preflight
 from hpctrain.cli.main import main
-from hpctrain.cli.options import job_flags
 from hpctrain.cli.submit import command
 from hpctrain.settings.spec import load_spec
+from hpctrain.submit import prepare as prepare_module
 from hpctrain.submit.change import change_spec, resume_request
+from hpctrain.submit.prepare import flags_of
 
 ANSWERS = Path(__file__).parents[2] / "data" / "slurm-answers"
 
@@ -242,13 +244,27 @@ def test_a_resume_changes_what_is_given_and_nothing_else(work, capsys):
     assert slurm.extra == ["--switches=1"]
 
 
-def test_a_resume_without_a_type_takes_any_gpus(work):
-    options = [option.name for option in command.params]
-    values = {**dict.fromkeys(options[: options.index("sbatch")]), "sbatch": ()}
-    flags = job_flags({**values, "gpus_per_node": (None, 8)})
+def test_a_number_of_gpus_alone_keeps_the_type_that_was_set(work):
+    (work / "hpctrain.toml").write_text('[slurm]\ngpu_type = "a100"\ngpus_per_node = 8\n')
 
-    assert flags["slurm.gpu_type"] == ("--gpus-per-node", "")
-    assert job_flags({**values})["slurm.gpu_type"][1] is None
+    slurm = slurm_of(work, "--gpus-per-node", "4")
+
+    assert (slurm.gpus_per_node, slurm.gpu_type) == (4, "a100")
+
+
+def test_a_preflight_takes_the_same_options_and_has_a_time_limit_of_its_own(work, monkeypatch):
+    asked = []
+    monkeypatch.setattr(preflight, "_tell", lambda *_, **__: 0)
+    monkeypatch.setattr(prepare_module, "prepare", lambda request: asked.append(request) or 1 / 0)
+
+    for words in (["--gpus-per-node", "a100:4", "-w", "n3"], ["-t", "5m"]):
+        with pytest.raises(ZeroDivisionError):
+            main(["preflight", "--cluster", "slurm", "--login-only", *words])
+
+    first, second = (flags_of(request) for request in asked)
+    assert first["slurm.gpu_type"] == ("--gpus-per-node", "a100")
+    assert first["slurm.extra"] == ("--sbatch", ["--nodelist=n3"])
+    assert (first["slurm.time"][1], second["slurm.time"][1]) == (preflight.JOB_TIME, "5m")
 
 
 # ---- what holds for all of a user's runs
