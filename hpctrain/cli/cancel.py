@@ -181,7 +181,8 @@ def _refuse_needed(run: RunDir) -> None:
     status = StatusReader(run.root.parent).look(run, thorough=False)
     if not status.answer.asked and status.ledger_state.phase not in OVER:
         raise ClusterUnreachable(
-            f"nobody can say whether {run.name} has a job: {status.answer.problem}; try again"
+            f"nobody can say whether {run.name} has a job: {status.answer.problem}; or delete "
+            f"{run.root} yourself, if you know that it has none"
         )
     if status.state in UNDER_WAY_STATES:
         job = status.ledger_state.job_id

@@ -79,7 +79,7 @@ def _live_job(run: RunDir, answer: Answer, history: RunHistory) -> str | None:
     if not answer.asked and state not in OVER:
         if job_id is None:
             raise ClusterUnreachable(
-                f"{run.name}: nobody can say whether it has a job ({answer.problem}); try again"
+                f"{run.name}: nobody can say whether it has a job ({answer.problem})"
             )
         return job_id
     if answer.note:

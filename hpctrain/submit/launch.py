@@ -353,8 +353,9 @@ def _adopt(cluster: Cluster, token: str, error: ClusterUnreachable) -> str:
             return job.job_id
         if clock.monotonic() > deadline:
             raise ClusterUnreachable(
-                f"{error}; no job with token {token} was found. Try again: if it was accepted "
-                "after all, it will be found by its token and not started twice"
+                f"{error}; no job with token {token} was found. If it was accepted after all, the "
+                "next try finds it by its token and starts no second one. Where this machine "
+                "belongs to no cluster: --cluster local"
             ) from error
         clock.sleep(LOOK_AGAIN_S)
 
