@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.agent.ending import BatchScriptSide, JobStartFacts
+from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
 from hpctrain.agent.predecessors import held_back
 from hpctrain.base import clock
 from hpctrain.base.locks import remove_left_over

@@ -1,4 +1,4 @@
-"""The batch script's last act, after its srun: `agent/ending.py` with SLURM's facts."""
+"""The batch script's last act, after its srun: `agent/batch_side.py` with SLURM's facts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.agent.ending import JobStartFacts, finish
+from hpctrain.agent.batch_side import JobStartFacts, finish
 from hpctrain.base.env import HPCTRAIN_KILL_WAIT_S, HPCTRAIN_RELAY
 from hpctrain.base.files import read_end
 from hpctrain.base.locks import remove_left_over

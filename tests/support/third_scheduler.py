@@ -118,7 +118,7 @@ class ThirdControl(JobControl):
 def job(run_dir, job_id, token):
     """One job: its agent, and then what a batch script's last act would be."""
     signals.install()
-    from hpctrain.agent.ending import JobStartFacts, finish
+    from hpctrain.agent.batch_side import JobStartFacts, finish
     from hpctrain.agent.main import run_agent
     from hpctrain.run.layout import RunDir
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.agent.ending import BatchScriptSide, JobStartFacts
+from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
 from hpctrain.base.records import JobFacts
 from hpctrain.errors import ClusterUnreachable
 from hpctrain.run import events as ledger

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent.ending import AttemptEnding, BatchScriptSide, JobStartFacts
+from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
+from hpctrain.agent.ending import AttemptEnding
 from hpctrain.agent.rounds import RoundEnd
 from hpctrain.base.records import FailureReport, JobContext, JobFacts, StopCause
 from hpctrain.run import events as ledger

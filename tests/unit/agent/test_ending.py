@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent.ending import AttemptEnding, BatchScriptSide, JobStartFacts, read_outcome
+from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
+from hpctrain.agent.end_writer import read_outcome
+from hpctrain.agent.ending import AttemptEnding
 from hpctrain.agent.rounds import RoundEnd
 from hpctrain.base.records import EndReason, FailureReport, JobContext, JobFacts, StopCause
 from hpctrain.control.board import BOARD, Board

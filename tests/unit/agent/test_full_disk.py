@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from hpctrain.agent.ending import AttemptEnding, BatchScriptSide, JobStartFacts, finish
+from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts, finish
+from hpctrain.agent.ending import AttemptEnding
 from hpctrain.agent.rounds import RoundEnd
 from hpctrain.base.records import FailureReport, JobContext, JobFacts, StopCause
 from hpctrain.cli.main import main

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from hpctrain.agent import notify_child
-from hpctrain.agent.ending import BatchScriptSide, JobStartFacts
+from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
 from hpctrain.agent.notify import notification_of, notify
 from hpctrain.base.records import JobFacts
 from hpctrain.errors import UsageError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.agent.ending import BatchScriptSide, JobStartFacts
+from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
 from hpctrain.agent.predecessors import held_back
 from hpctrain.base.records import JobInfo, JobState
 from hpctrain.entry import slurm_batch

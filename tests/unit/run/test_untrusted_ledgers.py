@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent.ending import AttemptEnding, BatchScriptSide, JobStartFacts, read_outcome
+from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
+from hpctrain.agent.end_writer import read_outcome
+from hpctrain.agent.ending import AttemptEnding
 from hpctrain.agent.notify import notification_of
 from hpctrain.base.records import EndReason, FailureReport, JobContext, JobFacts
 from hpctrain.checkpoint.store.retention import in_use
@@ -202,7 +204,8 @@ def test_no_reader_fails(tale, begin, end, tmp_path, monkeypatch, capfd):  # noq
     run, lines = tale
     monkeypatch.setenv("HPCTRAIN_LOCAL_DIR", str(tmp_path / "local"))
     monkeypatch.setattr("hpctrain.report.page._plotly", lambda: "")
-    monkeypatch.setattr("hpctrain.agent.ending.notify", lambda *_: None)
+    for side in ("ending", "batch_side"):
+        monkeypatch.setattr(f"hpctrain.agent.{side}.notify", lambda *_: None)
     readers = Round(run, str(tmp_path / "page.html"))
     for number, chance in chances(begin, end):
         readers.read(number, b"\n".join(mutated(lines, chance)) + chance.choice((b"\n", b"")))

@@ -7,7 +7,7 @@ import os
 import pytest
 from submitit.core import utils
 
-from hpctrain.agent.ending import read_outcome
+from hpctrain.agent.end_writer import read_outcome
 from hpctrain.base.records import StopCause
 from hpctrain.run.fence import Attempt
 from hpctrain.run.layout import RunDir
