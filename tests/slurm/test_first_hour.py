@@ -6,6 +6,7 @@ Programs are shell scripts, so that what is tried is the way around them.
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,18 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slurm
 
 FOLLOWS = '#!/bin/sh\necho "begun with $*" >>"$HPCTRAIN_OUTPUT_DIR/log"\nexec sleep 1000\n'
+
+SAVES = """
+import argparse, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--resume", default="")
+args = parser.parse_args()
+model = torch.nn.Linear(2, 2)
+if args.resume:
+    model.load_state_dict(torch.load(args.resume, weights_only=True))
+while True:
+    torch.save(model.state_dict(), "last.pt")
+"""
 
 
 class Desk:
@@ -77,6 +90,20 @@ def test_a_mended_program_is_what_a_resume_runs_with_other_arguments_if_need_be(
     assert "runs" not in status.stdout
     desk.types("cancel", "fix")
     assert "no run is named; the newest is fix" in desk.types("resume", code=2)
+
+
+def test_a_program_that_saves_and_does_not_go_on_is_noticed_before_it_waits(desk):
+    """Finding 2: it began at epoch 0 again after each preemption, and nobody had said so."""
+    desk.writes("train.py", SAVES)
+
+    said = desk.types("submit", "--name", "anew", "--", "train.py")
+    desk.types("cancel", "anew")
+
+    words = said.partition("Add: ")[2].splitlines()[0]
+    own = desk.types("submit", "--name", "goes-on", *shlex.split(words), "--", "train.py")
+    desk.types("cancel", "goes-on")
+    assert "begins at its first step again" in said
+    assert "begins at its first step again" not in own
 
 
 def test_two_runs_of_a_sweep_are_refused_one_file_and_told_the_way(desk):

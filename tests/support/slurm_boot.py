@@ -25,6 +25,7 @@ from tests.support.slurm_config import (
     Layout,
     Ports,
     Shape,
+    gres_conf,
     slurm_conf,
     slurmdbd_conf,
     topology_conf,
@@ -239,6 +240,8 @@ class Daemons:
             fresh.replace(path)  # commands may be reading the old one
         if self.shape.switches:
             self.at.topology_conf.write_text(topology_conf(self.shape))
+        if self.shape.gpus:
+            self.at.gres_conf.write_text(gres_conf(self.shape))
 
     def _taken_ports(self) -> Ports:
         if self._ports is None:

@@ -36,6 +36,7 @@ class Shape:
         unkillable_s: A node that has not ended a step within so long after SIGKILL is drained.
         nodes_a_munged: Nodes have one each; a thousand that ask one at once are turned away.
         switches: The nodes on each switch, by its name, all below one switch; none for no topology.
+        gpus: What each node has, `gpu:a100:2`, by its name. SLURM counts them; nobody has any.
     """
 
     nodes: tuple[str, ...] = NODES
@@ -46,6 +47,7 @@ class Shape:
     unkillable_s: int = 60
     nodes_a_munged: int = 50
     switches: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    gpus: Mapping[str, str] = field(default_factory=dict)
 
     def group(self, node: str) -> int:
         """Which munged a node asks; commands ask the first, with the first nodes."""
@@ -121,6 +123,11 @@ class Layout:
         return self.folder / "topology.conf"
 
     @property
+    def gres_conf(self) -> Path:
+        """The same."""
+        return self.folder / "gres.conf"
+
+    @property
     def munge_socket(self) -> Path:
         return self.folder / "munge" / "socket"
 
@@ -193,12 +200,13 @@ def slurm_conf(at: Layout, ports: Ports, size: Shape, *, user: str, user_signal:
     shape = f"CPUS={CPUS_PER_NODE} Sockets=1 CoresPerSocket={CPUS_PER_NODE} ThreadsPerCore=1"
     nodes = "\n".join(
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} {shape}"
-        " RealMemory=4000 State=UNKNOWN"
+        f" RealMemory=4000 State=UNKNOWN{f' Gres={size.gpus[name]}' if name in size.gpus else ''}"
         for name, port in zip(size.nodes, ports.slurmd, strict=True)
     )
     everywhere = f"Nodes={','.join(size.nodes)} State=UP MaxTime=INFINITE"
     parameters = "SlurmctldParameters=preempt_send_user_signal" if user_signal else ""
     topology = "TopologyPlugin=topology/tree" if size.switches else ""
+    gres = "GresTypes=gpu" if size.gpus else ""
     return f"""\
 ClusterName={CLUSTER}
 SlurmctldHost={host}(127.0.0.1)
@@ -221,6 +229,7 @@ LogTimeFormat=iso8601_ms
 SlurmdParameters=config_overrides
 {parameters}
 {topology}
+{gres}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -257,6 +266,22 @@ def topology_conf(size: Shape) -> str:
     """topology.conf: the switches, below one."""
     leaves = [f"SwitchName={name} Nodes={','.join(on)}" for name, on in size.switches.items()]
     return "\n".join([*leaves, f"SwitchName=top Switches={','.join(size.switches)}", ""])
+
+
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random")
+"""A slurmd counts the GPUs whose files are there."""
+
+
+def gres_conf(size: Shape) -> str:
+    """gres.conf: a device file that every machine has for each GPU."""
+    lines = []
+    for node, text in size.gpus.items():
+        name, kind, count = text.split(":")
+        lines += [
+            f"NodeName={node} Name={name} Type={kind} File={path}\n"
+            for path in _DEVICES[: int(count)]
+        ]
+    return "".join(lines)
 
 
 def slurmdbd_conf(at: Layout, ports: Ports, *, user: str) -> str:
