@@ -209,7 +209,7 @@ def _environment(_state: str) -> Iterator[None]:
     """
     before = dict(os.environ)
     if before["XDG_STATE_HOME"] == _state:
-        os.environ["XDG_STATE_HOME"] = f"{_state}-{next(_TESTS)}"  # made by whoever writes there
+        os.environ["XDG_STATE_HOME"] = f"{_state}-{next(_TESTS)}"  # the first writer makes it
     yield
     if before["XDG_STATE_HOME"] == _state:
         os.environ["XDG_STATE_HOME"] = _state

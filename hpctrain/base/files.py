@@ -201,7 +201,7 @@ def make_runs_folder(path: Path) -> None:
         if mode & NOT_OWNER_WRITE:
             folder.chmod(mode | stat.S_ISVTX)
         if folder == path:
-            with contextlib.suppress(OSError):  # a full disk: whoever writes the run says so
+            with contextlib.suppress(OSError):  # a full disk: the writer of the run reports it
                 (folder / GIT_IGNORE).write_text("*\n")
 
 

@@ -69,7 +69,7 @@ def locked_option(function: _Function) -> _Function:
     return click.option(
         "--allow-locked",
         is_flag=True,
-        hidden=True,  # whoever meets a lock is told of it there
+        hidden=True,  # the message about a held lock names it
         help="Change what the site's admins have locked; it is recorded.",
     )(function)
 

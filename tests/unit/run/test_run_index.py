@@ -105,7 +105,7 @@ def test_where_all_are_over_the_way_to_them_is_named(over, capsys):
 def test_a_run_that_is_over_is_looked_at_once(live, over, capsys):
     shown(capsys)
     over.run.events.unlink()
-    over.run.events.mkdir()  # whoever reads it fails
+    over.run.events.mkdir()  # reading it fails
     assert shown(capsys)[0] == 0
 
 
