@@ -5,7 +5,9 @@ tests/unit/cli/test_doctor.py holds the promises.
 
 from __future__ import annotations
 
+import os
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -15,7 +17,6 @@ from hpctrain.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from hpctrain.doctor.files import LogInput
     from hpctrain.doctor.judge import Diagnosis
@@ -38,6 +39,7 @@ Examples:
   hpctrain doctor --log slurm-4711.out      any job's log (torchrun, DeepSpeed, ...)
   hpctrain doctor --log logs/ --log n2.gz   folders, several files, gzip, xz, bzip2
   kubectl logs pod | hpctrain doctor --log -
+  hpctrain doctor --check-signatures        are your own and the site's signatures right?
 Exit codes: 0 a cause was found, or nothing is wrong; 1 nothing says why; 2, 4 no such log or run.
 """,
 )
@@ -55,6 +57,14 @@ Exit codes: 0 a cause was found, or nothing is wrong; 1 nothing says why; 2, 4 n
     metavar="N",
     help="Of this attempt.  [default: the newest]",
 )
+@click.option(
+    "--check-signatures",
+    "checked",
+    is_flag=False,
+    flag_value="",
+    metavar="[FILE]",
+    help="Hold a file of signatures against its own examples; without FILE, yours and the site's.",
+)
 @click.option("--why", is_flag=True, help="Show all that was seen, and what it was not.")
 @json_option
 @runs_option
@@ -63,6 +73,7 @@ def command(
     run: str | None,
     log_names: tuple[str, ...],
     attempt: int | None,
+    checked: str | None,
     why: bool,
     as_json: bool,
     runs: Path,
@@ -72,6 +83,8 @@ def command(
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest. With --log
     it reads logs alone, of any job.
     """
+    if checked is not None:
+        return _check(checked)
     if log_names and (run is not None or attempt is not None):
         raise UsageError("give a RUN (with --attempt), or logs with --log, not both")
     if log_names:
@@ -109,9 +122,39 @@ def _read(logs: Sequence[LogInput]) -> tuple[list[LogFacts], list[str]]:
     """Read logs, with a bar for long ones."""
     from hpctrain.cli.progress import progress
     from hpctrain.doctor.files import scan
+    from hpctrain.doctor.own_signatures import with_own
 
+    signatures, left_out = with_own(os.environ)
     with progress("reading logs", sum(log.size for log in logs)) as advance:
-        return scan(logs, advance)
+        facts, notes = scan(logs, advance, signatures)
+    return facts, [*left_out, *notes]
+
+
+def _check(name: str) -> int:
+    """Say of each file of signatures whether it does what its examples say."""
+    from hpctrain.base.text import count
+    from hpctrain.doctor.own_signatures import faults_of, files_in, found
+    from hpctrain.doctor.signature import read
+    from hpctrain.terminal import echo_note
+
+    paths, notes = (files_in(Path(name)), []) if name else found(os.environ)
+    for note in notes:
+        echo_note(note)
+    if not paths:
+        click.echo("no signatures but hpctrain's own: `hpctrain help doctor` says how to add some")
+    is_right = not notes
+    for path in paths:
+        try:
+            signatures = read(path)
+            faults = faults_of(signatures)
+        except UsageError as error:
+            faults, signatures = [str(error)], []
+        is_right = is_right and not faults
+        for fault in faults:
+            click.echo(f"wrong  {path}: {fault.removeprefix(f'{path}: ')}")
+        if not faults:
+            click.echo(f"ok     {path}: {count(len(signatures), 'signature')}")
+    return 0 if is_right else 2
 
 
 def _of_run(name: str, attempt: int | None, runs: Path) -> tuple[Diagnosis, list[str], str]:

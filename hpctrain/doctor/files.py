@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from hpctrain.doctor.sighting import LogFacts
+    from hpctrain.doctor.signature import SignatureTable
 
 STDIN = "-"
-BLOCK = 4 << 20
+BLOCK = 1 << 20
 MOST_LINE = 8 << 20
 """A line without an end is cut here, as a progress bar's may be."""
 MOST_FILES = 20_000
@@ -127,13 +128,16 @@ def _of_folder(folder: Path) -> list[LogInput]:
 
 
 def scan(
-    logs: Sequence[LogInput], advance: Callable[[int], None] | None = None
+    logs: Sequence[LogInput],
+    advance: Callable[[int], None] | None = None,
+    signatures: SignatureTable | None = None,
 ) -> tuple[list[LogFacts], list[str]]:
     """Read logs, one after the other.
 
     Args:
         logs: Which.
         advance: Is told of bytes that were read.
+        signatures: What to look for; those of the package by default.
 
     Returns:
         What was read of each, and what could not be read, in a line each.
@@ -146,7 +150,7 @@ def scan(
     notes: list[str] = []
     for log in logs:
         try:
-            read = _scan_one(log, advance or (lambda _count: None), notes)
+            read = _scan_one(log, advance or (lambda _count: None), notes, signatures)
         except _NotText as why:
             if log.is_named:
                 raise UsageError(f"{log.name}: {why}") from None
@@ -172,8 +176,13 @@ class _NotText(Exception):
 _EMPTY = "it is empty"
 
 
-def _scan_one(log: LogInput, advance: Callable[[int], None], notes: list[str]) -> LogFacts:
-    scanner = LogScanner(log.name, log.rank, attempt=log.attempt)
+def _scan_one(
+    log: LogInput,
+    advance: Callable[[int], None],
+    notes: list[str],
+    signatures: SignatureTable | None,
+) -> LogFacts:
+    scanner = LogScanner(log.name, log.rank, signatures, attempt=log.attempt)
     if log.path is None:
         _feed(scanner, sys.stdin.buffer, log, advance, notes)
         return scanner.finish()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from hpctrain.base.text import count, fold_ranks
 from hpctrain.doctor.faults import KNOWLEDGE, Certainty, FaultKind
 from hpctrain.doctor.sighting import Sighting, precedes
-from hpctrain.doctor.sign import Role
+from hpctrain.doctor.signature import Role
 from hpctrain.doctor.waits import judge_waits
 from hpctrain.doctor.words import advice, headline
 

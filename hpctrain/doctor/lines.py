@@ -10,25 +10,34 @@ import re
 from typing import NamedTuple
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_ELASTIC = re.compile(
-    r"^(?:[EWIF]\d{4} [\d:.]+ +\d+ (?:\S*/)?torch/distributed/\S+\.py:\d+\]|"
-    r"\[[-\d]+ [\d:,]+\] torch\.distributed\.\S+ \[[A-Z]+\]|"
-    r"(?:ERROR|WARNING|INFO):torch\.distributed\.[\w.]+:) ?"
-)
-"""torchrun's own, before all that it tells: a traceback of a rank of its too."""
 _FRAME = ("│", "┃", "|")
 _COLLECTED = re.compile(r"^\S+ \[?(?:stdout|stderr)\]? ")
 TABLE_RANK = re.compile(r"^\s*rank\s*: (?P<rank>\d{1,6}) \(local_rank: \d+\)")
 """A line of torchrun's table of failures; the lines behind it are of that rank."""
+_MOST_PREFIXES = 8
+_BEGINS = (
+    r"Traceback \(most|  +File \"|\[(?:rank|default|RANK )\d|\[\d+,\d+\]<std|\d{1,5}: |"
+    r"\[?20\d\d-\d\d-|stderr: |\(\w+ pid=|[EWIF]\d{4} |"
+    r"(?:\w{1,99}\.){0,9}\w{0,99}(?:Error|Exception)\b"
+)
+"""What cannot be the words behind a program's own "name: "."""
 _PREFIXES = tuple(
     re.compile(pattern)
     for pattern in (
+        # torchrun's own, before all that it tells: a traceback of a rank of its too
+        r"^[EWIF]\d{4} [\d:.]+ +\d+ (?:\S*/)?torch/distributed/\S+\.py:\d+\] ?",
+        r"^\[[-\d]+ [\d:,]+\] torch\.distributed\.\S+ \[[A-Z]+\] ?",
+        r"^(?:ERROR|WARNING|INFO):torch\.distributed\.[\w.]+: ?",
+        # a clock of a collector or of `ts`, alone: a logger's own stands before its level
+        r"^\s*\[?20\d\d-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?\]?:? ",
         r"^\s*\[rank(?P<rank>\d{1,6})\]: ?",  # torch since 2.4
         r"^\s*\[rank(?P<rank>\d{1,6})\]:?(?=\[)",
         r"^\s*\[default(?P<rank>\d{1,6})\]: ?",  # torchrun --tee
         r"^\s*\[\d+,(?P<rank>\d{1,6})\]<std(?:out|err)>: ?",  # mpirun --tag-output
         r"^\s*\[RANK (?P<rank>\d{1,6})\] ?",
-        r"^\s*(?P<node>[\w.-]+): (?=\[?\w[\w.-]{0,255}(?::\d{0,20}){0,2} ?\[)",  # pdsh of DeepSpeed
+        # pdsh, which DeepSpeed starts: before NCCL's lines, and before what is no text of its own
+        r"^\s*(?P<node>[\w.-]+): (?=\[?\w[\w.-]{0,255}(?::\d{0,20}){0,2} ?\[)",
+        rf"^\s*(?P<node>[A-Za-z][\w.-]{{0,255}}\d): (?={_BEGINS})",
         r"^\s*(?P<rank>\d{1,5}): ?(?=\S|  )",  # srun --label
         r"^\s*\((?:\w+ )*pid=\d+(?:, ip=(?P<node>[\d.]+))?\)(?:\x1b\[0m)? ?",  # Ray
         r"^stderr: ?",
@@ -84,19 +93,17 @@ def plain(raw: str) -> PlainLine:
     """The line's words, and who wrote it."""
     text = _ESCAPES.sub("", raw) if "\x1b" in raw else raw
     text, rank, node, stream = text.rstrip(), None, "", ""
-    for prefix in _PREFIXES:
-        match = prefix.match(text)
+    for _ in range(_MOST_PREFIXES):
+        match = next(filter(None, (prefix.match(text) for prefix in _PREFIXES)), None)
         if match is None:
-            continue
+            break
         named = match.groupdict()
+        # The innermost is the rank's own; an outer one may be a node's, or one of the node's ranks.
         rank = int(named["rank"]) if named.get("rank") else rank
         node = named.get("node") or node
-        stream, text = stream + match[0].strip(), text[match.end() :]
-        if rank is not None:
-            break
-    of_torchrun = _ELASTIC.match(text)
-    if of_torchrun is not None:
-        text = text[of_torchrun.end() :]
+        if named:
+            stream += match[0].strip()
+        text = text[match.end() :]
     if text.startswith(_FRAME) and text[1:2].isspace():
         text = text[2:]
         text = (text[:-1] if text.endswith(_FRAME) else text).rstrip()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hpctrain.doctor.faults import Certainty, FaultKind
 from hpctrain.doctor.sighting import Sighting
-from hpctrain.doctor.sign import Role
+from hpctrain.doctor.signature import Role
 
 _LOSS = re.compile(
     rb"oss['\"]?\]?\s{0,3}[:=]?\s{0,3}(?:tensor\()?(?P<value>[-+]?(?:[Nn]a[Nn]|[Ii]nf|\d+(?:\.\d*)?"

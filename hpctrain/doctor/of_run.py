@@ -17,7 +17,7 @@ from hpctrain.doctor.faults import KNOWLEDGE, OF_CAUSE, Certainty, FaultKind
 from hpctrain.doctor.judge import Diagnosis, judge
 from hpctrain.doctor.scan import LogScanner
 from hpctrain.doctor.sighting import LogFacts, Sighting
-from hpctrain.doctor.sign import Role
+from hpctrain.doctor.signature import Role
 from hpctrain.history.causes import WITHOUT_A_STEP, EndCause
 from hpctrain.history.telling import telling
 from hpctrain.run.event_types import HangFound

@@ -16,14 +16,12 @@ from hpctrain.doctor.faults import Certainty, FaultKind
 from hpctrain.doctor.lines import TABLE_RANK, clock, plain
 from hpctrain.doctor.losses import LossWatch
 from hpctrain.doctor.sighting import LogFacts, Sighting
-from hpctrain.doctor.sign import Role
-from hpctrain.doctor.signatures import COARSE, DEFAULT_OF_CAUSE, SIGNS
-from hpctrain.doctor.signs_ranks import FATAL
-from hpctrain.history.causes import told_in
+from hpctrain.doctor.signature import EXCEPTION, FATAL, Role, Speaker, packaged
+from hpctrain.history.causes import EndCause, told_in
 
 if TYPE_CHECKING:
     from hpctrain.doctor.lines import PlainLine, Stamp
-    from hpctrain.doctor.sign import LogSign
+    from hpctrain.doctor.signature import Signature, SignatureTable
 
 LONGEST_LINE = 8192
 """Characters of a line that are looked at."""
@@ -52,9 +50,6 @@ _RICH_FRAME = re.compile(r"^(?P<file>/\S+\.py):(?P<line>\d+) in (?P<function>\S+
 _CRASHED = re.compile(r"^Current thread 0x[0-9a-f]{1,16}\b.*\(most recent call first\):$")
 """faulthandler's, behind what it says of the crash; that thread's frames follow, newest first."""
 _EXCEPTION = re.compile(r"^(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: (?P<text>.*)|:?)$")
-_OBVIOUS = re.compile(
-    r"^(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception))(?:: (?P<text>.*)|:?)$"
-)
 _UNCAUGHT = re.compile(
     r"\b(?:Uncaught|Unhandled)(?: exception:?)? "
     r"(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception))(?:: (?P<text>.*)|:?)$"
@@ -82,6 +77,33 @@ _OF_ATTEMPT = re.compile(
 """A line of hpctrain's own: see `base.log`."""
 _NETWORK = re.compile(r"NCCL INFO NET/(?P<network>IB|Socket|OFI)\S* ?: Using (?P<what>.{1,120})")
 _VERSION = re.compile(r"\bNCCL version (?P<version>\d+\.\d+(?:\.\d+)?(?:\+cuda[\d.]+)?)")
+_NEWLINES = bytes.maketrans(b"\r", b"\n")
+_DIGITS = b"0123456789"
+
+DEFAULT_OF_CAUSE: dict[EndCause, tuple[FaultKind, Role, Certainty]] = {
+    EndCause.NCCL_ERROR: (FaultKind.TRANSPORT, Role.LINK, Certainty.POSSIBLE),
+    EndCause.NAN: (FaultKind.NAN, Role.CAUSE, Certainty.LIKELY),
+    EndCause.GPU_ERROR: (FaultKind.GPU_ERROR, Role.CAUSE, Certainty.LIKELY),
+    EndCause.DATA_WORKER: (FaultKind.DATA_WORKER, Role.CAUSE, Certainty.LIKELY),
+    EndCause.GPU_OOM: (FaultKind.GPU_OOM, Role.CAUSE, Certainty.CERTAIN),
+    EndCause.HOST_OOM: (FaultKind.HOST_OOM, Role.CAUSE, Certainty.LIKELY),
+    EndCause.STORAGE_FULL: (FaultKind.STORAGE_FULL, Role.CAUSE, Certainty.CERTAIN),
+    EndCause.STORAGE_ERROR: (FaultKind.STORAGE_ERROR, Role.CAUSE, Certainty.CERTAIN),
+}
+"""What the ledger's words for an error line mean here, where no signature is finer."""
+
+
+@dataclass
+class _Reading:
+    """What one line says of a fault: as in `Sighting`."""
+
+    sign: str
+    kind: FaultKind
+    role: Role
+    certainty: Certainty
+    details: dict[str, str]
+    is_late: bool = False
+    advice: tuple[str, ...] = ()
 
 
 @dataclass
@@ -119,7 +141,7 @@ class LogScanner:
     Args:
         source: The log's name.
         rank: Who writes it, where its name tells.
-        signs: Signatures to look for.
+        signatures: What to look for; those of the package by default.
         attempt: Lines that name another attempt of a run are left out; None leaves out none.
     """
 
@@ -127,14 +149,14 @@ class LogScanner:
         self,
         source: str,
         rank: int | None = None,
-        signs: tuple[LogSign, ...] = SIGNS,
+        signatures: SignatureTable | None = None,
         *,
         attempt: int | None = None,
     ) -> None:
         self._attempt = attempt
         self.facts = LogFacts(source)
         self._rank = rank
-        self._signs = signs
+        self._table = signatures or packaged()
         self._line = 0
         self._offset = 0
         self._attention = 0
@@ -145,7 +167,7 @@ class LogScanner:
     def feed(self, block: bytes) -> None:
         """Read a block of whole lines, each ended by a newline but for the log's last."""
         self._losses.feed(block, self._offset, self._line)
-        starts = _candidates(block)
+        starts = _candidates(block, self._table.words)
         at, number, counted, end = 0, self._line, 0, len(block)
         for start in [*starts, end]:
             while self._attention > 0 and at < start:
@@ -189,33 +211,32 @@ class LogScanner:
         stream = self._streams.setdefault(line.stream, _Writer())
         if stream.failed is not None:
             line = line._replace(text=line.text.removeprefix(_TABLE_INDENT))
-        sighting = self._read(line, stream)
+        reading = self._read(line, stream)
         if line.rank is None:
             rank = stream.failed if stream.failed is not None else rank
-        if sighting is None:
+        if reading is None:
             return
-        sign, kind, role, certainty, details, is_late = sighting
-        named = details.get("rank")
-        self._keep(
-            Sighting(
-                sign,
-                kind,
-                role,
-                certainty,
-                line.text.strip()[:SHOWN],
-                self.facts.source,
-                number,
-                offset,
-                int(named) if rank is None and named else rank,
-                details.get("node") or line.node,
-                when,
-                is_late or stream.failed is not None,
-                details,
-                stream.place if _has_place(sign, role) else "",
-                stream.is_ignored or (stream.follows and kind is FaultKind.CODE),
-            ),
-            stream,
+        named = reading.details.get("rank")
+        is_handled = stream.is_ignored or (stream.follows and reading.kind is FaultKind.CODE)
+        sighting = Sighting(
+            reading.sign,
+            reading.kind,
+            reading.role,
+            reading.certainty,
+            line.text.strip()[:SHOWN],
+            self.facts.source,
+            number,
+            offset,
+            int(named) if rank is None and named else rank,
+            reading.details.get("node") or line.node,
+            when,
+            reading.is_late or stream.failed is not None,
+            reading.details,
+            stream.place if _has_place(reading.sign, reading.role) else "",
+            is_handled,
+            reading.advice,
         )
+        self._keep(sighting, stream)
 
     def _keep(self, sighting: Sighting, stream: _Writer) -> None:
         facts, key = self.facts, (sighting.sign, sighting.rank)
@@ -226,12 +247,12 @@ class LogScanner:
             stream.last = len(facts.sightings)
             facts.sightings.append(sighting)
 
-    def _read(
-        self, line: PlainLine, stream: _Writer
-    ) -> tuple[str, FaultKind, Role, Certainty, dict[str, str], bool] | None:
+    def _read(self, line: PlainLine, stream: _Writer) -> _Reading | None:
         """What a line says: of a fault, or of what its stream is in the middle of."""
         text = line.text
         self._environment(text)
+        if any(one.fits(text) for one in self._table.harmless):
+            return None
         begun = _TRACEBACK.search(text)
         if self._inside(text, stream) and (begun is None or begun[0] == text.strip()):
             return None
@@ -239,17 +260,18 @@ class LogScanner:
             self._exception(text, stream) if begun is None else None
         )
 
-    def _signed(
-        self, text: str, stream: _Writer
-    ) -> tuple[str, FaultKind, Role, Certainty, dict[str, str], bool] | None:
+    def _signed(self, text: str, stream: _Writer) -> _Reading | None:
         """What a signature knows of a line."""
-        for sign in self._signs:
-            if sign.word in text and (match := sign.compiled.search(text)) is not None:
+        for one in self._table.faults:
+            if one.fault is not None and (match := one.fits(text)) is not None:
                 details = {name: value for name, value in match.groupdict().items() if value}
+                sure = _sure(one, text, inside=stream.left > 0)
                 self._close(stream, text)
-                if sign.name == FATAL:
+                if one.name == FATAL:
                     self._await_frames(stream)
-                return sign.name, sign.kind, sign.role, sign.certainty, details, sign.is_late
+                return _Reading(
+                    one.name, one.fault, one.role, sure, details, one.is_late, one.advice
+                )
         return None
 
     def _await_frames(self, stream: _Writer) -> None:
@@ -328,12 +350,10 @@ class LogScanner:
         if stream.left > 0 and _EXCEPTION.match(text) is not None:
             stream.left = 0
 
-    def _exception(
-        self, text: str, stream: _Writer
-    ) -> tuple[str, FaultKind, Role, Certainty, dict[str, str], bool] | None:
+    def _exception(self, text: str, stream: _Writer) -> _Reading | None:
         """An exception that no signature knows: the ledger's words for it, else the program's."""
         in_traceback = stream.left > 0
-        pattern = _EXCEPTION if in_traceback else _OBVIOUS
+        pattern = _EXCEPTION if in_traceback else EXCEPTION
         match = pattern.match(text) or _UNCAUGHT.search(text)
         if match is None or (in_traceback and not match["name"].lstrip("_")[:1].isalpha()):
             return None
@@ -350,33 +370,61 @@ class LogScanner:
         cause = told_in(text)
         if cause is not None and cause in DEFAULT_OF_CAUSE:
             kind, role, certainty = DEFAULT_OF_CAUSE[cause]
-            return f"ledger-{cause.value}", kind, role, certainty, details, False
+            return _Reading(f"ledger-{cause.value}", kind, role, certainty, details)
         if in_traceback and stream.loads:
             kind, sure = FaultKind.CHECKPOINT, Certainty.LIKELY
-            return "checkpoint-read", kind, Role.CAUSE, sure, details, False
+            return _Reading("checkpoint-read", kind, Role.CAUSE, sure, details)
         sure = Certainty.CERTAIN if is_own else Certainty.LIKELY
-        return f"exception-{name}", FaultKind.CODE, Role.CAUSE, sure, details, False
+        return _Reading(f"exception-{name}", FaultKind.CODE, Role.CAUSE, sure, details)
 
 
 def _has_place(sign: str, role: Role) -> bool:
     return sign == FATAL or sign.startswith("exception") or role is Role.CAUSE
 
 
-def _candidates(block: bytes) -> list[int]:
+def _sure(one: Signature, text: str, *, inside: bool) -> Certainty:
+    """How sure a signature's fault is in this line: a program may print any words and go on."""
+    if one.certainty is not Certainty.CERTAIN or one.says_so is Speaker.SYSTEM:
+        return one.certainty
+    begins = EXCEPTION.match(text) or (inside and _EXCEPTION.match(text))
+    return Certainty.CERTAIN if begins else Certainty.LIKELY
+
+
+def _candidates(block: bytes, words: tuple[bytes, ...]) -> list[int]:
     """Where lines begin that hold one of the words, in order.
 
-    What a progress bar draws over itself are lines of their own.
+    What a progress bar draws over itself are lines of their own. Lines that differ in digits alone
+    are searched once: most lines of a long log are the same but for their numbers.
     """
-    starts: set[int] = set()
-    for word in COARSE:
-        at, end = block.find(word), 0
+    shapes = block.translate(_NEWLINES, _DIGITS).split(b"\n")
+    wanted = _with_a_word(b"\n".join(set(shapes)), words)
+    if not wanted:
+        return []
+    ends = [match.start() for match in _END.finditer(block)]
+    return [
+        start
+        for start, shape in zip([0, *(end + 1 for end in ends)], shapes, strict=True)
+        if shape in wanted
+    ]
+
+
+def _with_a_word(lines: bytes, words: tuple[bytes, ...]) -> set[bytes]:
+    """The lines that hold one of the words."""
+    found: set[bytes] = set()
+    # The different words of a block are a small part of it: most of ours are soon found missing.
+    vocabulary = b" ".join(set(lines.split()))
+    for word in words:
+        if max(word.split(), key=len) not in vocabulary:
+            continue
+        at, end = lines.find(word), 0
         while at >= 0:
-            # From the last line's end on: a block may be one line, drawn over and over.
-            before = (block.rfind(b"\n", end, at), block.rfind(b"\r", end, at))
-            starts.add(max(end, *(found + 1 for found in before)))
-            end = _line_end(block, at)
-            at = block.find(word, end)
-    return sorted(starts)
+            # From the last line's end on: all may be one line.
+            start = max(end, lines.rfind(b"\n", end, at) + 1)
+            stop = lines.find(b"\n", at)
+            end = len(lines) if stop < 0 else stop
+            found.add(lines[start:end])
+            at = lines.find(word, end)
+    return found
 
 
 def _line_end(block: bytes, at: int) -> int:

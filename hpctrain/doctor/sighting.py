@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from hpctrain.doctor.faults import Certainty, FaultKind
     from hpctrain.doctor.lines import Stamp
-    from hpctrain.doctor.sign import Role
+    from hpctrain.doctor.signature import Role
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Sighting:
         details: What the signature has read in the line.
         place: The program's own line that a traceback ends with, "file:line in function".
         is_handled: Another error came while it was handled, or it follows from the one before.
+        advice: What to do, where the signature says so itself.
     """
 
     sign: str
@@ -54,6 +55,7 @@ class Sighting:
     details: Mapping[str, str] = field(default_factory=dict)
     place: str = ""
     is_handled: bool = False
+    advice: tuple[str, ...] = ()
 
 
 @dataclass

@@ -9,8 +9,8 @@ import re
 from typing import TYPE_CHECKING
 
 from hpctrain.base.text import fold_ranks
-from hpctrain.doctor.faults import KNOWLEDGE, FaultKind
-from hpctrain.doctor.sign import Role
+from hpctrain.doctor.faults import KNOWLEDGE, XIDS, FaultKind
+from hpctrain.doctor.signature import Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,24 +29,6 @@ FRAGMENTED = 0.1
 """Of the GPU's memory that is reserved and not in use: worth another allocator setting."""
 GIB = 2**30
 
-XIDS = {
-    13: "a kernel accessed memory wrongly (often the program)",
-    31: "a kernel accessed memory that is not mapped (often the program)",
-    43: "the GPU stopped a program's channel",
-    45: "channels were ended after an earlier error",
-    48: "memory error of two bits (ECC): hardware",
-    63: "a memory row is remapped (ECC)",
-    64: "remapping a memory row failed (ECC): hardware",
-    74: "NVLink error: hardware",
-    79: "the GPU is gone from the bus: hardware",
-    92: "many memory errors of one bit (ECC)",
-    94: "memory error that was contained (ECC): hardware",
-    95: "memory error that was not contained (ECC): hardware",
-    119: "the GPU's system processor does not answer",
-    120: "the GPU's system processor has an error",
-    145: "NVLink error: hardware",
-}
-
 
 def headline(first: Sighting, kind: FaultKind, sightings: Sequence[Sighting]) -> str:
     """One line: what, on which rank, with its numbers."""
@@ -63,7 +45,7 @@ def headline(first: Sighting, kind: FaultKind, sightings: Sequence[Sighting]) ->
 
 def advice(first: Sighting, kind: FaultKind, sightings: Iterable[Sighting]) -> tuple[str, ...]:
     """What to do, what fits this case best first."""
-    do = KNOWLEDGE[kind].do
+    do = first.advice or KNOWLEDGE[kind].do
     if kind is FaultKind.GPU_OOM:
         memory = next((m for s in sightings if (m := GpuMemory.read(s.text)) is not None), None)
         return (*(memory.advice() if memory is not None else ()), *do)
@@ -244,6 +226,9 @@ _WORDS: Mapping[FaultKind, Callable[[Sighting], str]] = {
     FaultKind.RENDEZVOUS: _of_meeting,
     FaultKind.LAUNCH: _message,
     FaultKind.VERSIONS: _message,
+    FaultKind.COMPILER: _message,
+    FaultKind.DOWNLOAD: _message,
+    FaultKind.STALE_SHARED_MEMORY: _message,
     FaultKind.CHECKPOINT: _of_checkpoint,
     FaultKind.FP16_OVERFLOW: _message,
     FaultKind.NAN: _message,

@@ -303,6 +303,14 @@ class Expect(Table):
     nccl_conf: bool | None = field(None, "whether nodes have /etc/nccl.conf")
 
 
+class DoctorFacts(Table):
+    """[doctor]: what `hpctrain doctor` knows of this site's logs."""
+
+    signatures: list[str] = field(
+        [], "files or folders of the site's own signatures (docs/doctor.md); may have $VARIABLES"
+    )
+
+
 class Lock(Table):
     """[lock]: what users cannot override without --allow-locked. The admins' layers only."""
 
@@ -326,6 +334,7 @@ class Preset(Table):
     container: Container = table(Container)
     baseline: Baseline = table(Baseline)
     expect: Expect = table(Expect)
+    doctor: DoctorFacts = table(DoctorFacts)
     lock: Lock = table(Lock)
 
 

@@ -32,12 +32,11 @@ def quoted(name):
     return logs
 
 
-def diagnose(text, signs=None):
+def diagnose(text):
     """What the doctor says of one log."""
     from hpctrain.doctor.judge import judge
     from hpctrain.doctor.scan import LogScanner
-    from hpctrain.doctor.signatures import SIGNS
 
-    scanner = LogScanner("train.log", signs=SIGNS if signs is None else signs)
+    scanner = LogScanner("train.log")
     scanner.feed(text.encode())
     return judge([scanner.finish()])

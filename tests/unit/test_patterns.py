@@ -23,7 +23,7 @@ OPEN: dict[tuple[str, str], tuple[str, ...]] = {
         # the user's own wildcards, on names of files, which have 255 characters at most
     ),
     ("hpctrain.cli.logs", "re.compile(text)"): (),  # the user's own, on the user's own terminal
-    ("hpctrain.doctor.sign", "re.compile(self.pattern)"): (),  # held by SIGNS
+    ("hpctrain.doctor.signature", "re.compile(self.pattern)"): (),  # the TOML files' patterns
     ("hpctrain.engines.pretrained", "re.search(one, name)"): (  # and those of a model's class
         r"rotary_emb\.inv_freq$",
         r"(^|\.)position_ids$",
@@ -92,6 +92,21 @@ def test_no_text_keeps_a_pattern_of_the_presets_busy():
 
     assert names >= {"hostname", "gpu"}
     assert len(found) > 10
+    assert slow(found) == []
+
+
+def test_no_text_keeps_a_pattern_of_the_signatures_busy():
+    from hpctrain.doctor.signature import Where, packaged
+
+    table = packaged()
+    found = [
+        Found(
+            one.pattern, 0, frozenset({"match" if one.where is Where.START else "search"}), one.name
+        )
+        for one in (*table.faults, *table.harmless)
+    ]
+
+    assert len(found) > 170
     assert slow(found) == []
 
 

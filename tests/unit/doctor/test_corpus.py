@@ -7,9 +7,10 @@ import random
 import pytest
 
 from hpctrain.doctor.faults import Certainty, FaultKind
+from hpctrain.doctor.lines import plain
 from hpctrain.doctor.scan import LogScanner
-from hpctrain.doctor.signatures import SIGNS
-from tests.support.quoted_logs import FOLDER, diagnose, quoted
+from hpctrain.doctor.signature import Role, SignatureTable, packaged
+from tests.support.quoted_logs import diagnose, quoted
 
 FILES = (
     "quoted.txt",
@@ -20,10 +21,16 @@ FILES = (
     "held_out_5.txt",
 )
 QUOTED = [log for name in FILES for log in quoted(name)]
-WORDINGS = [
-    line.split(" | ", 2)
-    for line in (FOLDER / "wordings.txt").read_text().splitlines()
-    if line.strip()
+EVERY = (*packaged().faults, *packaged().harmless)
+EXAMPLES = [
+    pytest.param(one, line, id=f"{one.name}-{n}")
+    for one in EVERY
+    for n, line in enumerate(one.matches)
+]
+NEAR_MISSES = [
+    pytest.param(one, line, id=f"{one.name}-{n}")
+    for one in EVERY
+    for n, line in enumerate(one.near_misses)
 ]
 WRONG = {
     # The message speaks of a system call alone; that it was the interfaces came out in the thread.
@@ -39,8 +46,8 @@ WRONG = {
 }
 
 
-def read(text, signs=SIGNS):
-    scanner = LogScanner("train.log", signs=signs)
+def read(text, signatures=None):
+    scanner = LogScanner("train.log", signatures=signatures)
     scanner.feed(text.encode())
     return [(s.kind, s.role, s.certainty, dict(s.details)) for s in scanner.finish().sightings]
 
@@ -63,29 +70,39 @@ def test_the_quotes_are_many_and_nine_of_ten_are_right():
     assert len({log.address for log in QUOTED}) == len(QUOTED)
 
 
-@pytest.mark.parametrize(("name", "source", "line"), WORDINGS, ids=[w[0] for w in WORDINGS])
-def test_a_wording_is_read_by_its_signature(name, source, line):
-    scanner = LogScanner("train.log")
-    scanner.feed(f"{line}\n".encode())
+@pytest.mark.parametrize(("one", "line"), EXAMPLES)
+def test_an_example_is_read_by_its_signature(one, line):
+    signs = [sighting.sign for sighting in scan_all(f"{line}\n").sightings]
 
-    assert [s.sign for s in scanner.finish().sightings] == [name], source
+    assert signs == ([] if one.role is Role.HARMLESS else [one.name])
+
+
+@pytest.mark.parametrize(("one", "line"), NEAR_MISSES)
+def test_a_near_miss_is_none_of_its_signature(one, line):
+    assert one.fits(plain(line).text) is None
+    assert one.name not in [sighting.sign for sighting in scan_all(f"{line}\n").sightings]
 
 
 def test_every_signature_says_something_that_nothing_says_without_it():
     """A signature that is switched off changes what is read of some real line."""
-    lines = [line for _, _, line in WORDINGS]
-    texts = [*lines, *(log.text for log in QUOTED)]
+    texts = [line for one in EVERY for line in one.matches] + [log.text for log in QUOTED]
     full = [read(text) for text in texts]
-    scanner_names = [{s.sign for s in scan_all(text).sightings} for text in texts]
 
     idle = []
-    for sign in SIGNS:
-        without = tuple(other for other in SIGNS if other is not sign)
-        concerned = [at for at, names in enumerate(scanner_names) if sign.name in names]
-        if not any(read(texts[at], without) != full[at] for at in concerned):
-            idle.append(sign.name)
+    for one in EVERY:
+        without = SignatureTable.of(other for other in EVERY if other is not one)
+        concerned = (at for at, text in enumerate(texts) if any(map(one.fits, text.splitlines())))
+        if not any(
+            read(texts[at], without) != full[at] for at in (*concerned, *at_own(one, texts))
+        ):
+            idle.append(one.name)
 
     assert idle == []
+
+
+def at_own(one, texts):
+    """Where its own examples stand: a prefix may hide the beginning of a line."""
+    return [texts.index(line) for line in one.matches]
 
 
 def scan_all(text):
@@ -95,7 +112,7 @@ def scan_all(text):
 
 
 def test_names_of_signatures_are_their_own():
-    assert len({sign.name for sign in SIGNS}) == len(SIGNS)
+    assert len({one.name for one in EVERY}) == len(EVERY)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hpctrain.doctor.judge import judge
 from hpctrain.doctor.lines import plain, rank_of_file
 from hpctrain.doctor.scan import LogScanner
-from hpctrain.doctor.signatures import COARSE, SIGNS
+from hpctrain.doctor.signature import packaged
 from hpctrain.doctor.text import as_json, as_text
 from hpctrain.doctor.words import GpuMemory
 from tests.support.fuzzing import Faults, cases, chances
@@ -20,6 +20,8 @@ from tests.support.hostile_patterns import Found, probes
 if TYPE_CHECKING:
     import random
 
+SIGNATURES = (*packaged().faults, *packaged().harmless)
+WORDS = packaged().words
 DIGITS = 4400
 """More than int() takes."""
 PREFIXES = (
@@ -38,11 +40,11 @@ def read(*blocks, source="x.log"):
     return as_text(diagnosis) + str(as_json(diagnosis))
 
 
-@pytest.mark.parametrize("sign", SIGNS, ids=lambda sign: sign.name)
+@pytest.mark.parametrize("sign", SIGNATURES, ids=lambda sign: sign.name)
 def test_no_place_of_a_sign_takes_too_much(sign):
     found = Found(sign.pattern, 0, frozenset(), sign.name)
     lines = [
-        f"{sign.word} {COARSE[0].decode()} {text}\n".encode("utf-8", "surrogateescape")
+        f"{sign.words[0]} {WORDS[0].decode()} {text}\n".encode("utf-8", "surrogateescape")
         for text in probes(found, DIGITS, ("9",))
     ]
 
@@ -94,8 +96,12 @@ def test_lines_of_signs_in_any_order_are_read(begin, end):
 
 
 def _line(chance: random.Random) -> str:
-    sign = chance.choice(SIGNS)
-    words = [sign.word, chance.choice(COARSE).decode(), *map(str, chance.sample(NUMBERS, 2))]
+    sign = chance.choice(SIGNATURES)
+    words = [
+        chance.choice(sign.words),
+        chance.choice(WORDS).decode(),
+        *map(str, chance.sample(NUMBERS, 2)),
+    ]
     words.append(chance.choice((*STARTS, *PREFIXES)))
     chance.shuffle(words)
     return chance.choice(PREFIXES) + chance.choice(("", " ")).join(words) + chance.choice(ENDS)
@@ -113,7 +119,7 @@ ENDS = ("\n", "\r\n", "\r", "\n\n", "\0\n", "")
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.binary(max_size=60) | st.sampled_from(COARSE), max_size=40))
+@given(st.lists(st.binary(max_size=60) | st.sampled_from(WORDS), max_size=40))
 def test_any_bytes_are_read(pieces):
     assert read(b" ".join(pieces))
 

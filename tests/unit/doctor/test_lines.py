@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from hpctrain.doctor.faults import FaultKind
 from hpctrain.doctor.lines import clock, plain, rank_of_file
+from hpctrain.doctor.scan import LogScanner
 
 
 @pytest.mark.parametrize(
@@ -62,3 +66,49 @@ def test_clocks_of_one_kind_are_in_order():
 )
 def test_a_file_s_name_tells_its_rank(name, rank):
     assert rank_of_file(name) == rank
+
+
+PREFIXES = (
+    "[rank{rank}]: ",
+    "[default{rank}]:",
+    "[1,{rank}]<stderr>:",
+    "[RANK {rank}] ",
+    "{rank}: ",
+    "2026-11-28T10:11:12.123Z ",
+    "[2026-11-28 10:11:12,123] ",
+    "\x1b[36m",
+    "stderr: ",
+    "(Worker pid=12, ip=10.0.0.1) ",
+    "worker-1: ",
+    "E0227 17:39:41.51 29 site-packages/torch/distributed/elastic/x.py:732] ",
+)
+ERROR = "KeyError: 'weight'"
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(PREFIXES), max_size=4, unique=True), st.integers(0, 99_999))
+def test_up_to_four_prefixes_hide_no_traceback(prefixes, rank):
+    """`srun --label` before torch's [rank0]:, or torchrun's [default0]: before it, hid them all."""
+    before = "".join(prefix.format(rank=rank) for prefix in prefixes)
+    scanner = LogScanner("train.log")
+    for line in ("Traceback (most recent call last):", '  File "/a.py", line 1, in f', ERROR):
+        scanner.feed(f"{before}{line}\n".encode())
+    [found] = scanner.finish().sightings
+
+    assert (found.text, found.kind, found.place) == (ERROR, FaultKind.CODE, "/a.py:1 in f")
+    assert found.rank == (rank if "{rank}" in "".join(prefixes) else None)
+
+
+def test_the_innermost_rank_counts():
+    """The outer one may be a node's task of srun, or a rank's number on its node."""
+    assert plain("1: [default0]:[rank8]: ValueError: no").rank == 8
+
+
+def test_what_is_drawn_over_itself_is_lines_of_their_own():
+    scanner = LogScanner("train.log")
+    scanner.feed(
+        b" 1%|#  | 1/9\r 2%|#  | 2/9\r[rank1]: torch.OutOfMemoryError: CUDA out of memory.\n"
+    )
+
+    [found] = scanner.finish().sightings
+    assert (found.kind, found.rank) == (FaultKind.GPU_OOM, 1)
