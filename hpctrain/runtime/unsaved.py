@@ -173,8 +173,10 @@ def _described(path: str, start: Seen, saved: Seen) -> str:
 
 def _alive() -> list[Any]:
     """Return all optimizers, schedulers, scalers and averages of this process."""
+    things = gc.get_objects()  # a million in a large program, of some thousand types
     kinds = (Optimizer, LRScheduler, Scaler, AveragedModel)
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
+    wanted = {kind for kind in set(map(type, things)) if issubclass(kind, kinds)}
+    return [thing for thing in things if type(thing) in wanted] if wanted else []
 
 
 def _progress(thing: Any) -> int:

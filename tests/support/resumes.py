@@ -15,7 +15,7 @@ from hpctrain.runtime.run import Run
 from hpctrain.runtime.signals import RankSignals
 from hpctrain.settings.schema import Settings, replaced
 from hpctrain.world import World, on_rank_0
-from tests.support.resumed import end_threads
+from tests.support.resumed import end_threads, forget_imports
 from tests.support.value_trees import facts
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def start(
     kind: str = "ddp",
 ) -> dict[str, Any]:
     """One start, up to `total` steps: all that it ended with."""
+    forget_imports()
     settings = replaced(Settings(), {"checkpoint.mode": "sync", "engine.kind": kind})
     run_dir = attempt = None
     if folder is not None:
