@@ -30,7 +30,36 @@ def place(nodeid: str) -> int:
 
 
 class TwoClusters(LoadFileScheduling):  # type: ignore[misc] # xdist says no types
-    """As `--dist loadfile`, in the order of the collection, and with two clusters at most."""
+    """As `--dist loadfile`, in the order of the collection, and with two clusters at most.
+
+    Where a worker's process crashes, xdist gives its files to others whole: one whose tests are all
+    over keeps the new worker waiting for ever, and CI until its limit. Here the test that crashed
+    has failed, and what was not run yet goes on.
+    """
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        workload = self.assigned_work.pop(node)
+        left = {
+            file: {test: False for test, is_over in unit.items() if not is_over}
+            for file, unit in workload.items()
+        }
+        crashed: str | None = next((test for unit in left.values() for test in unit), None)
+        for file, unit in left.items():
+            unit.pop(crashed, None)
+            if unit:
+                self.workqueue[file] = unit
+        for other in self.nodes:
+            self._reschedule(other)
+        return crashed
+
+    def _reschedule(self, node: WorkerController) -> None:
+        super()._reschedule(node)
+        # A worker begins a test when it knows the next one, or that there is none.
+        while self.workqueue and not node.shutting_down and self._pending(node) < 2:  # noqa: PLR2004
+            super()._reschedule(node)
+
+    def _pending(self, node: WorkerController) -> int:
+        return int(self._pending_of(self.assigned_work[node]))
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         if self.nodes.index(node) >= CLUSTERS:

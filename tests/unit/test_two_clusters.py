@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from tests.support.two_clusters import TwoClusters, place
 
 SLURM = [f"tests/slurm/test_{name}.py" for name in "abcd"]
@@ -80,6 +85,62 @@ def test_where_all_need_slurm_the_third_worker_has_nothing_to_do():
 
 def test_without_slurm_all_share():
     assert [len(files) for files in ran(OTHERS, 4)] == [1] * 4
+
+
+CRASHES = """
+import os
+from pathlib import Path
+
+def test_before():
+    pass
+
+def test_crash():
+    once = Path(__file__).with_name("once")
+    if not once.exists():
+        once.touch()
+        os.abort()
+
+def test_behind():
+    pass
+"""
+PLUGIN = """
+import sys
+
+import pytest
+
+sys.path.insert(0, {root!r})
+from tests.support.two_clusters import TwoClusters
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return TwoClusters(config, log)
+"""
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_worker_that_crashes_fails_one_test_and_the_others_go_on(tmp_path, files):
+    """xdist's own schedule waited for ever for a new worker that had nothing to do."""
+    root = Path(__file__).parents[2]
+    (tmp_path / "conftest.py").write_text(PLUGIN.format(root=str(root)))
+    for number in range(files):
+        (tmp_path / f"test_a{number}.py").write_text("def test_a(): pass\ndef test_b(): pass\n")
+    (tmp_path / "test_z.py").write_text(CRASHES)
+
+    words = ["-q", "-p", "no:cacheprovider", "-n", "1", "--dist", "loadfile", "-rA"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words, "--no-loadscope-reorder", str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+        env={**os.environ, "PYTEST_ADDOPTS": "", "PYTHONFAULTHANDLER": ""},
+    )
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"1 failed, {2 * files + 2} passed" in done.stdout
+    assert "crashed while running" in done.stdout
+    assert "PASSED test_z.py::test_behind" in done.stdout
 
 
 def test_a_file_of_few_tests_is_no_reason_to_stop():
