@@ -65,6 +65,8 @@ _WRAPPERS = re.compile(
     r"ProcessExitedException|ExceptionGroup|SignalException|StopIteration)$",
     re.IGNORECASE,
 )
+_OF_CHILD = re.compile(r"\bnon-?zero (?:exit )?status\b|\bexit(?:ed with)? (?:code|status) [1-9]")
+"""What a program says of another that it had started, whose own error stands elsewhere."""
 _LOADS = re.compile(r"^_?load_(?:\w+_)?(?:state|checkpoint|state_dict|optimizer\w*)$")
 """Functions that read a checkpoint: what fails below them failed with it."""
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
@@ -364,7 +366,8 @@ class LogScanner:
         is_own = is_own and (stream.raises or name != "RuntimeError")
         stream.left = 0
         self._attention = max(self._attention, _AFTER_EXCEPTION)
-        if _WRAPPERS.search(name) is not None or _IN_WORKER.search(text) is not None:
+        is_empty = name == "Exception" and not match["text"]  # torch's, round a spawned rank's own
+        if _WRAPPERS.search(name) or _IN_WORKER.search(text) or _OF_CHILD.search(text) or is_empty:
             return None
         details = {"exception": name}
         cause = told_in(text)
