@@ -62,7 +62,7 @@ _LIBRARY = re.compile(
 _WRAPPERS = re.compile(
     r"(?:^|\.)(?:ChildFailedError|CalledProcessError|SystemExit|ProcessRaise"
     r"dException|RayTaskError\S*|ActorDiedError|RayActorError|WorkerCrashedError|"
-    r"ProcessExitedException|ExceptionGroup|SignalException|StopIteration)$",
+    r"ProcessExitedException|ExceptionGroup|SignalException|StopIteration|UnexpectedStatusException)$",
     re.IGNORECASE,
 )
 _OF_CHILD = re.compile(r"\bnon-?zero (?:exit )?status\b|\bexit(?:ed with)? (?:code|status) [1-9]")
