@@ -155,7 +155,7 @@ EXIT_CODES: dict[int, str] = {
     2: "wrong usage: a flag, a setting or a file",
     3: "a check failed",
     4: "not found",
-    5: "the run exists already, or is alive",
+    5: "the run exists already, is alive, or has ended, so that this cannot be done to it",
     6: "SLURM refused or cannot be reached",
     7: "a checkpoint cannot be written or read",
     75: "try again later",

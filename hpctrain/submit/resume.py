@@ -56,8 +56,7 @@ def plan_resume(
             there is none at all.
         FileSystemFault: nobody can say which checkpoint would be loaded.
         OtherFormat: it has a format of another hpctrain.
-        WrongState: the run is done.
-        UsageError: some number of nodes has no mesh.
+        WrongState, UsageError: the run is done; some number of nodes has no mesh.
     """
     events = ledger.read(run)
     is_recipe = spec.entry.kind == "recipe"
