@@ -49,12 +49,12 @@ def _read() -> dict[str, Accelerator]:
 
 def _gpu(
     key: str,
+    *,
     name: str,
     gb: int,
     torch_name: str,
     link_gbs: float,
     source: str,
-    *,
     bf16: bool = True,
 ) -> Accelerator:
     peak, family = peak_flops(torch_name), key.partition("-")[0]
