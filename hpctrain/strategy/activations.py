@@ -102,13 +102,19 @@ def _kept_products(model: ModelFacts, low: int) -> tuple[float, float]:
     The order is that of the forward pass: query, key, value, output, then the MLP's. torchtitan
     keeps the first, the third and so on (`torchtitan/distributed/activation_checkpoint.py`).
     """
-    inner = [model.inner] * (1 if model.family in {GPT2, BERT} else 2)
-    projected = [model.query, model.key, model.key, model.hidden]
-    if model.family == GPT2:  # one matrix for query, key and value
-        projected = [model.query + 2 * model.key, model.hidden]
-    sizes = [*projected, *inner * max(1, model.routed), model.hidden]
+    sizes = [size for size, _ in products_of(model)]
     attention = low * model.query + FP32 * model.heads
     return attention + low * sum(sizes), attention + low * sum(sizes[::2])
+
+
+def products_of(model: ModelFacts) -> list[tuple[int, int]]:
+    """Widths of result and input of each matrix product in a block, in the order of the pass."""
+    hidden, routed = model.hidden, max(1, model.routed)
+    projected = [(model.query, hidden), (model.key, hidden), (model.key, hidden)]
+    if model.family == GPT2:  # one matrix for query, key and value
+        projected = [(model.query + 2 * model.key, hidden)]
+    inner = [(model.inner, hidden)] * (1 if model.family in {GPT2, BERT} else 2)
+    return [*projected, (hidden, model.query), *inner * routed, (hidden, model.inner * routed)]
 
 
 def _spared_by_fusion(model: ModelFacts, low: int, *, autocast: bool) -> float:

@@ -5,7 +5,7 @@ tests/unit/strategy/test_choice.py holds the seeds' four rules.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from hpctrain.base.text import one_of
@@ -14,7 +14,7 @@ from hpctrain.plan.mesh import divisors
 from hpctrain.strategy.activations import FP32
 from hpctrain.strategy.memory import Batch, Peak
 from hpctrain.strategy.peaks import host_bytes, peak
-from hpctrain.strategy.strategies import adapted, candidates
+from hpctrain.strategy.strategies import adapted, candidates, of_other_engines
 from hpctrain.strategy.timing import (
     StepTime,
     Traffic,
@@ -73,6 +73,7 @@ class Row:
         peak: Its fullest moment; by formula, or measured.
         host: Bytes of a node's own memory that offloaded state takes.
         measured: The exact peak of tensors, bytes; None where it was not measured.
+        is_held: Whether a GPU's memory holds it, whoever trains so.
         fits: Whether it does.
         why: Why not; or by how much.
         traffic: Of a step.
@@ -88,6 +89,7 @@ class Row:
     time: StepTime | None = None
     host: int = 0
     measured: int | None = None
+    is_held: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,8 @@ def rows_of(asked: PlanRequest) -> list[Row]:
     ways = candidates(asked.model, asked.cluster, low=asked.low) if not asked.lora else []
     rank = asked.lora or SHOWN_RANK
     shown = adapted(asked.model, asked.cluster, rank, asked=bool(asked.lora), low=asked.low)
-    for way in (*ways, *shown):
+    theirs = of_other_engines(asked.model, asked.cluster, low=asked.low, lora=asked.lora)
+    for way in (*ways, *shown, *theirs):
         try:
             rows.append(row_of(asked, way))
         except UsageError as error:
@@ -145,25 +148,39 @@ def row_of(asked: PlanRequest, way: Strategy) -> Row:
     """
     if way.impossible:
         return Row(way, None, None, fits=False, why=way.impossible)
-    peaks = [(batch, peak(asked.model, batch, way.layout)) for batch in _tried(asked, way)]
-    fitting = [pair for pair in peaks if pair[1].needed <= asked.gpu.memory]
-    batch, most = fitting[0] if fitting else min(peaks, key=lambda pair: pair[1].needed)
+    ways = [(batch, each) for batch in _tried(asked, way) for each in _reducing(way, batch)]
+    peaks = [(batch, each, peak(asked.model, batch, each.layout)) for batch, each in ways]
+    fitting = [tried for tried in peaks if tried[2].needed <= asked.gpu.memory]
+    batch, way, most = fitting[0] if fitting else min(peaks, key=lambda tried: tried[2].needed)
     over = most.needed - asked.gpu.memory
     why = _too_much(asked, most, over) if over > 0 else f"{gigabytes(-over)} free"
+    if way.elsewhere:
+        why = f"{why}; {way.aside}"
     host = host_bytes(asked.model, way.layout) * min(asked.cluster.gpus, way.ranks)
     is_held, of_host = on_host(host, asked.cluster.memory)
     traffic = traffic_of_step(asked.model, batch, way, asked.cluster)
-    time = step_time(flops_of_step(asked.model, batch, way), traffic, asked.gpu, asked.links)
+    flops = flops_of_step(asked.model, batch, way)
+    time = step_time(flops, traffic, asked.gpu, asked.links, way.layout)
     return Row(
         way,
         batch,
         most,
         fits=over <= 0 and is_held and not way.aside,
-        why=way.aside or why + of_host,
+        why=why + of_host if way.elsewhere or not way.aside else way.aside,
         traffic=traffic,
         time=time,
         host=host,
+        is_held=over <= 0 and is_held,
     )
+
+
+def _reducing(way: Strategy, batch: Batch) -> list[Strategy]:
+    """The way itself; and where FSDP2 has several passes, with gradients reduced in each."""
+    layout = way.layout
+    if layout.kind != "fsdp2" or batch.passes == 1 or layout.pp > 1 or layout.offload:
+        return [way]
+    title = f"{way.title}, reduced each pass"
+    return [way, replace(way, title=title, layout=replace(layout, each_pass=True))]
 
 
 def _tried(asked: PlanRequest, way: Strategy) -> list[Batch]:
@@ -261,7 +278,13 @@ def advice(asked: PlanRequest, row: Row) -> list[str]:
     notes = []
     batch, layout = row.batch, row.way.layout
     assert batch is not None  # noqa: S101 - a chosen row has one
-    if layout.kind == "fsdp2" and batch.passes > 1 and layout.pp == 1 and not layout.lora:
+    if layout.each_pass:
+        notes.append(
+            f"{batch.passes} passes: set engine.reduce_each_pass to true, so that each GPU holds "
+            "shards of the gradients between passes; reducing once a step needs "
+            f"{FP32 * asked.model.params / layout.tp / 1e9:.1f} GB for them"
+        )
+    elif layout.kind == "fsdp2" and batch.passes > 1 and layout.pp == 1 and not layout.lora:
         whole = FP32 * asked.model.params / layout.tp / 1e9
         notes.append(
             f"{batch.passes} passes: gradients wait in whole until the last one, {whole:.1f} GB; a "

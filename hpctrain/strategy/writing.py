@@ -70,6 +70,14 @@ def without_equivalent(plan: StrategyPlan, row: Row) -> dict[str, str]:
                 "accelerate.yaml": f"accelerate knows no {what}",
                 "lightning_trainer.py": f"Lightning's Trainer knows no {what}",
             }
+    if layout.each_pass or layout.selective:
+        what = "no selective recomputation" if layout.selective else "one reduction a step alone"
+        gone |= {
+            "accelerate.yaml": f"accelerate knows {what}",
+            "lightning_trainer.py": f"Lightning's Trainer knows {what}",
+        }
+    if layout.selective:
+        gone["megatron.args"] = "Megatron-LM's selective recomputation keeps other results"
     if why := megatron_misfit(row, plan):
         gone["megatron.args"] = why
     return gone
@@ -100,8 +108,10 @@ def hpctrain_toml(
     assert batch is not None  # noqa: S101 - a chosen row has one
     kind = "ddp" if layout.kind == "single" else layout.kind
     engine: dict[str, str | float | bool] = {"kind": kind, "precision": precision}
-    if layout.recompute:
-        engine["activation_checkpointing"] = "full"
+    if layout.recompute or layout.selective:
+        engine["activation_checkpointing"] = "full" if layout.recompute else "selective"
+    if layout.each_pass:
+        engine["reduce_each_pass"] = True
     if layout.kind == "fsdp2":
         engine["reshard_after_forward"] = layout.reshard
     if layout.tp > 1:
