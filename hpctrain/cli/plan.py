@@ -139,6 +139,7 @@ def command(*, model: str | None, as_json: bool, **flags: Any) -> None:
 def _plan(model: str | None, flags: dict[str, Any]) -> StrategyPlan:
     from hpctrain.strategy import choice
     from hpctrain.strategy.budget import cost, saving
+    from hpctrain.strategy.remedies import elsewhere_notes
 
     source = _model(model, flags)
     asked, limit_s = _asked(source, flags)
@@ -166,7 +167,12 @@ def _plan(model: str | None, flags: dict[str, Any]) -> StrategyPlan:
             limit_s=limit_s,
         ),
         cost=cost(asked.steps, seconds, asked.cluster.ranks, limit_s),
-        notes=[*plan.notes, *choice.advice(asked, row), *_left_out(plan, row, flags)],
+        notes=[
+            *plan.notes,
+            *choice.advice(asked, row),
+            *elsewhere_notes(asked, rows, row),
+            *_left_out(plan, row, flags),
+        ],
     )
 
 
@@ -313,6 +319,7 @@ def _show(plan: StrategyPlan, flags: dict[str, Any], written: list[str]) -> None
 
     row = plan.chosen
     click.echo(screen.heading(plan))
+    click.echo(screen.WHOSE)
     click.echo()
     rows = screen.shown_rows(plan, compare=flags["compare"])
     echo_table([screen.cells(each, plan) for each in rows], header=screen.HEADER)

@@ -14,6 +14,7 @@ from hpctrain.plan.mesh import divisors
 from hpctrain.strategy.activations import FP32
 from hpctrain.strategy.memory import Batch, Peak
 from hpctrain.strategy.peaks import host_bytes, peak
+from hpctrain.strategy.remedies import remedies, with_siblings
 from hpctrain.strategy.strategies import adapted, candidates, of_other_engines
 from hpctrain.strategy.timing import (
     StepTime,
@@ -133,7 +134,7 @@ def rows_of(asked: PlanRequest) -> list[Row]:
     possible = [row for row in rows if row.batch is not None and not row.way.aside]
     if refused and not possible:
         raise refused[-1] if asked.cluster.ranks == 1 else refused[1]  # the first is for one GPU
-    return rows
+    return with_siblings(rows)
 
 
 SHOWN_RANK = 16
@@ -253,17 +254,19 @@ def require_chosen(plan: StrategyPlan) -> Row:
     """The chosen row.
 
     Raises:
-        ChecksFailed: none fits; with what comes nearest.
+        ChecksFailed: none fits; with what comes nearest, and with what would fit.
     """
     if plan.chosen is not None:
         return plan.chosen
     tried = [row for row in plan.rows if row.peak is not None and not row.way.aside]
     nearest = min(tried, key=lambda row: row.peak.needed if row.peak else 0)
     assert nearest.peak is not None  # noqa: S101 - chosen so
+    found = remedies(plan.asked, plan.rows)
+    fits = f"What fits: {'; '.join(found)}" if found else "Give shorter sequences (--seq)"
     raise ChecksFailed(
-        f"nothing fits {plan.asked.gpu.memory / 1e9:g} GB on {plan.asked.cluster.ranks} GPUs; the "
-        f"nearest is {nearest.way.title} with {nearest.peak.needed / 1e9:.1f} GB: give more nodes, "
-        "shorter sequences (--seq) or GPUs with more memory"
+        f"no strategy of hpctrain's engines fits {plan.asked.gpu.memory / 1e9:g} GB on "
+        f"{plan.asked.cluster.ranks} GPUs; the nearest is {nearest.way.title} with "
+        f"{nearest.peak.needed / 1e9:.1f} GB. {fits}"
     )
 
 

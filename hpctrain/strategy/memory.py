@@ -81,7 +81,7 @@ class Spread:
         each_pass: FSDP2 reduces gradients in each pass of a step, not only in the last one.
         stored: Bytes of a weight between steps; of a frozen one where adapters are trained.
         moment: Bytes of each of Adam's two moments.
-        fused: Norms and activation functions are one kernel each, and keep their inputs alone.
+        fused: Norms, activation functions and the loss are one kernel each.
     """
 
     kind: str = "single"

@@ -90,6 +90,9 @@ class StepMemory:
         self.of_block = of_block * self.tokens
         self.outside = self.kept.outside * self.tokens
         self.logits = float(self.tokens * model.vocab)
+        # A loss of one kernel turns the model's own logits, and one copy of them, into gradients.
+        eager = max(LOGITS_BACKWARD, LOGITS_FORWARD + layout.low)
+        self.logit_bytes = layout.low + FP32 if layout.fused else eager
 
     def activations(self, blocks: int, *, outside: bool = False) -> float:
         """Kept for the backward pass by the first so many blocks."""
@@ -167,7 +170,7 @@ class Whole(StepMemory):
                 **self.base(layers),
                 GRADIENTS: begun,
                 ACTIVATIONS: saved,
-                LOGITS: self.logits * max(LOGITS_BACKWARD, LOGITS_FORWARD + self.layout.low),
+                LOGITS: self.logits * self.logit_bytes,
             },
         )
         head = {**self.base(layers), GRADIENTS: self.gradients(0)}
@@ -302,7 +305,7 @@ class Sharded(StepMemory):
                 **self.base,
                 GRADIENTS: self.begun + self.waiting(0),
                 ACTIVATIONS: saved,
-                LOGITS: self.logits * max(LOGITS_BACKWARD, LOGITS_FORWARD + layout.low),
+                LOGITS: self.logits * self.logit_bytes,
                 GATHERED: self.gathered(stays, beside=free),
             },
         )

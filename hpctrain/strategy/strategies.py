@@ -90,7 +90,7 @@ def candidates(model: ModelFacts, cluster: Machines, *, low: int = 2) -> list[St
     return [*plain, *kept, *again, *_offloaded(again), *more]
 
 
-FUSED = "norms and activations of one kernel each (torch.compile, Liger, MPT's own)"
+FUSED = "norms, activations and loss of one kernel each (Liger, MPT's own, torch.compile)"
 HALF = "torchtitan's selective recomputation; hpctrain's keeps every matrix product"
 BF16 = "weights, gradients and moments in bf16 (torchtune, KempnerForge); hpctrain keeps fp32"
 BF16_WEIGHTS = "weights and gradients in bf16, moments in fp32; hpctrain keeps all in fp32"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hpctrain.strategy.memory import Batch, Spread
     from hpctrain.strategy.strategies import Machines, Strategy
 
+
 @dataclass(frozen=True)
 class Links:
     """How fast a GPU sends, bytes/s; None where it is not known.
@@ -187,8 +188,11 @@ def step_time(
         (traffic.between, links.between, "nodes"),
         (traffic.host, links.host, "to the host (--host-gbs)"),
     )
+    # A ring over nodes is as slow as what leaves them: its part in a node need not be known.
+    slow = traffic.between and (layout is None or layout.tp == 1)
     missing = [f"the rate between {place}" if place == "nodes" else f"the rate {place}"
-               for nbytes, rate, place in sides if nbytes and not rate]  # fmt: skip
+               for nbytes, rate, place in sides
+               if nbytes and not rate and not (slow and place == "in a node")]  # fmt: skip
     sent = None if missing else sum(n / rate for n, rate, _ in sides if n and rate)
     share = share_of(gpu.family, layout)
     compute = None if gpu.flops is None else flops / (gpu.flops * share.typical)

@@ -11,13 +11,15 @@ import functools
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpctrain.strategy.memory import Spread
 
 ANY = "any"
-"""Family of the rows for GPUs without published runs."""
+"""Family of the rows for GPUs without published runs: the lowest of all families counts."""
+ALIKE = {"h200": "h100", "gh200": "h100"}
+"""GPUs with the compute of another one."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,9 @@ class Share:
     @property
     def basis(self) -> str:
         """What a reader should know of it."""
-        whose = "of other GPUs" if self.family == ANY else f"on {self.family.upper()}"
+        whose = " on other GPUs" if self.family == ANY else ""
         many = "1 published run" if self.runs == 1 else f"{self.runs} published runs"
-        return f"{self.typical:.0%} ({self.low:.0%} to {self.high:.0%} in {many} {whose})"
+        return f"{self.typical:.0%} ({self.low:.0%} to {self.high:.0%} in {many}{whose})"
 
 
 def kind_of(layout: Spread | None) -> str:
@@ -56,14 +58,18 @@ def kind_of(layout: Spread | None) -> str:
 
 
 def share_of(family: str, layout: Spread | None) -> Share:
-    """Return the share of the peak for a kind of run on a family of GPUs."""
+    """Return the share of the peak for a kind of run on a family of GPUs.
+
+    Where no such run was published, that of the GPU with the same compute counts, else `any`.
+    """
     table, kind = _read(), kind_of(layout)
-    rows = table.get(family, {})
-    found = rows.get(kind)
-    return Share(**found, family=family) if found else Share(**table[ANY][kind], family=ANY)
+    for key in (family, ALIKE.get(family, ""), ANY):
+        if kind in table.get(key, {}):
+            return Share(**table[key][kind], family=key)
+    raise AssertionError(kind)
 
 
 @functools.cache
-def _read() -> dict[str, dict[str, dict[str, float]]]:
+def _read() -> dict[str, dict[str, dict[str, Any]]]:
     path = Path(__file__).with_name("utilization.toml")
     return tomllib.loads(path.read_text(encoding="utf-8"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from dataclasses import dataclass
 from functools import cache
+from math import sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,8 @@ from hpctrain.strategy import choice
 from hpctrain.strategy.facts import of_config
 from hpctrain.strategy.hardware import gpu_of
 from hpctrain.strategy.strategies import Machines
-from hpctrain.strategy.timing import Links
+from hpctrain.strategy.timing import Links, flops_of_step
+from hpctrain.strategy.utilization import ALIKE, ANY, kind_of
 
 if TYPE_CHECKING:
     from hpctrain.strategy.choice import PlanRequest, Row
@@ -101,3 +104,90 @@ def planned(said: dict[str, Any]) -> Published:
     rows = {row.way.key: row for row in choice.rows_of(asked)}
     assert way in rows, (said["name"], way, list(rows))
     return Published(said, asked, rows[way])
+
+
+# ---- what follows from the runs: utilization.toml, and the table of docs/plan.md
+
+
+def shares(*, calibration: bool) -> dict[tuple[str, str], list[float]]:
+    """Return the shares of the peak that runs reached, by GPU's family and kind of run."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for run in runs():
+        gpu, batch, seconds = run.asked.gpu, run.row.batch, run.step_s
+        if seconds and batch and gpu.flops and not (calibration and run.is_held_out):
+            share = flops_of_step(run.asked.model, batch, run.row.way) / seconds / gpu.flops
+            found.setdefault((gpu.family, kind_of(run.row.way.layout)), []).append(share)
+    return found
+
+
+def fitted() -> dict[str, dict[str, dict[str, float]]]:
+    """Return what utilization.toml has to hold.
+
+    The typical share is the geometric mean of the lowest and the highest calibration run; the range
+    is that of all published runs on GPUs with the same compute. A GPU without runs gets the lowest
+    of all families.
+    """
+    every, table = shares(calibration=False), dict[str, dict[str, dict[str, float]]]()
+    for (family, kind), used in shares(calibration=True).items():
+        like = ALIKE.get(family, family)
+        seen = [
+            share
+            for (other, each), found in every.items()
+            if each == kind and ALIKE.get(other, other) == like
+            for share in found
+        ]
+        typical = round(sqrt(min(used) * max(used)), 3)
+        low, high = round(min(seen), 3), round(max(seen), 3)
+        row = {"low": low, "typical": typical, "high": high, "runs": len(seen)}
+        table.setdefault(family, {})[kind] = row
+    table[ANY] = {}
+    for kind in ("plain", "half", "full", "tp"):
+        seen = [share for (_, each), found in every.items() if each == kind for share in found]
+        rows = [table[family][kind] for family in table if kind in table[family]]
+        table[ANY][kind] = {
+            "low": round(min(seen), 3),
+            "typical": min(row["typical"] for row in rows),
+            "high": round(max(seen), 3),
+            "runs": len(seen),
+        }
+    return table
+
+
+def utilization_toml() -> str:
+    """Return the text of hpctrain/strategy/utilization.toml."""
+    lines = [
+        "# Shares of a GPU's peak that published training runs reached, with the operations of a",
+        "# recomputation counted. Written by `python -m tests.support.published utilization` from",
+        "# tests/data/published-runs.toml; add a run there. plain: no recomputation; half:",
+        "# torchtitan's selective one; full: each block; tp: with tensor parallelism.",
+    ]
+    for family, rows in sorted(fitted().items()):
+        lines += ["", f"[{family}]"]
+        for kind, row in sorted(rows.items()):
+            values = ", ".join(f"{key} = {value}" for key, value in row.items())
+            lines.append(f"{kind} = {{ {values} }}")
+    return "\n".join(lines) + "\n"
+
+
+def page_rows() -> list[str]:
+    """Return the rows of the first table of docs/plan.md."""
+    rows = []
+    for run in runs():
+        said, peak = run.said, run.row.peak
+        assert peak is not None
+        cluster = f"{run.asked.cluster.ranks} x {run.asked.gpu.name}"
+        batch = f"{said['seq']:,} x {said['micro']} x {said['passes']}"
+        memory = f"{peak.needed / GB:.1f}"
+        if "memory_gb" in said:
+            memory += f" ({said['memory_gb']:g})"
+        fits = "yes" if run.row.is_held else "**no**"
+        tokens = f"{said['tokens']:,}" if "tokens" in said else ""
+        ratio = f"{run.step_ratio:.2f}" if run.step_ratio else ""
+        source = f"[{said['source']}]({table()['sources'][said['source']]})"
+        cells = (said["name"], said["model"], cluster, batch, f"`{said['row']}`", memory, fits)
+        rows.append(f"| {' | '.join((*cells, tokens, ratio, source))} |")
+    return rows
+
+
+if __name__ == "__main__":
+    print(utilization_toml() if sys.argv[1:] == ["utilization"] else "\n".join(page_rows()), end="")

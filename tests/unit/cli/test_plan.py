@@ -65,9 +65,10 @@ def test_ways_that_train_less_are_compared_and_not_shown_else(config, capsys):
     plan = json.loads(capsys.readouterr().out)
     assert plan["chosen"] == "lora-ddp"
     assert {row["lora_rank"] for row in plan["rows"]} == {8}
-    assert [row["strategy"] for row in plan["rows"] if not row["trained_by_hpctrain"]] == [
-        "qlora-ddp+recompute"
-    ]
+    theirs = [row for row in plan["rows"] if not row["trained_by_hpctrain"]]
+    assert theirs[0]["strategy"] == "qlora-ddp+recompute"
+    assert "lora-ddp+recompute+bf16" in [row["strategy"] for row in theirs]
+    assert {row["other_engine"] is None for row in theirs[1:]} == {False}
     assert plan["checkpoint"]["bytes"] == 12 * 32 * 8 * (4 * 2 * 4096 + 3 * (4096 + 11_008))
 
 
@@ -192,7 +193,7 @@ def test_files_are_written_into_a_folder(config, tmp_path, capsys):
         (["CONFIG", *ASKED, "--lora", "0"], 2, "0 is not in the range"),
         (["CONFIG", *ASKED, "--lora", "8", "--strategy", "qlora-ddp+recompute"], 2, "no quantised"),
         (["CONFIG", *ASKED, "--time", "soon"], 2, "--time 'soon' is no time limit"),
-        (["CONFIG", "--gpu-mem", "1"], 3, "nothing fits 1 GB on 1 GPUs; the nearest is"),
+        (["CONFIG", "--gpu-mem", "1"], 3, "hpctrain's engines fits 1 GB on 1 GPUs; the nearest is"),
         (["CONFIG", *ASKED, "--site", "nowhere"], 4, "nowhere"),
     ],
 )
@@ -223,8 +224,9 @@ def test_measured_peaks_take_the_formulas_place(tmp_path, capsys):
     command = ["plan", str(path), "--gpu-mem", "80", "--seq", "256", "--measure", "--json"]
     assert main(command) == 0
 
-    rows = [row for row in json.loads(capsys.readouterr().out)["rows"] if row["peak_bytes"]]
-    assert [row["strategy"] for row in rows] == ["single", "single+recompute"]
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    rows = [row for row in rows if row["peak_bytes"] and not row["other_engine"]]
+    assert [row["strategy"] for row in rows] == ["single", "single+selective", "single+recompute"]
     for row in rows:
         assert row["measured_bytes"] == pytest.approx(row["peak_bytes"], rel=0.05)
         assert "measured" in row["why"]
