@@ -64,10 +64,8 @@ def _more_nodes(asked: PlanRequest) -> list[str]:
         cluster = replace(asked.cluster, nodes=asked.cluster.nodes * times)
         more = replace(asked, cluster=cluster, global_batch=asked.global_batch * times)
         if title := _taken(more):
-            return [
-                f"{cluster.ranks} GPUs (--nodes {cluster.nodes} --global-batch "
-                f"{more.global_batch}): {title}"
-            ]
+            flags = f"--nodes {cluster.nodes} --global-batch {more.global_batch}"
+            return [f"{cluster.ranks} GPUs ({flags}): {title}"]
         times *= 2
     return []
 

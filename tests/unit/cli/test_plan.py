@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -28,6 +29,40 @@ def test_the_simplest_that_fits_is_shown_last_and_why_the_others_do_not(config, 
     assert "GB over 80 GB; most is moments" in rows[1]
     assert "✓ chosen: the simplest that fits" in rows[-1]
     assert any(line.startswith("budget") for line in lines) is False
+
+
+def test_a_plan_says_whose_memory_it_is_and_shows_a_range_of_times(config, capsys):
+    assert main(["plan", config, *ASKED, "--steps", "1000"]) == 0
+
+    text = capsys.readouterr().out
+    assert "GB/GPU is what hpctrain's engines hold" in text
+    assert re.search(r"step      [\d.]+ m?s \([\d.]+ m?s to [\d.]+ m?s\): products", text)
+    assert re.search(r"GPU-h \(\d+ to \d+\)", text)
+    assert "published runs) of H100 SXM 80 GB's peak" in text
+
+
+def test_where_nothing_fits_the_command_names_what_does(config, capsys):
+    one = ["--gpu", "h100-sxm", "--seq", "4096"]
+    assert main(["plan", config, *one]) == 3
+
+    said = capsys.readouterr()
+    assert "What fits: 2 GPUs (--nodes 2 --global-batch 2): " in said.err
+    assert "one GPU, recompute, bf16: " in said.err
+    assert "~ fits, " in said.out
+    assert "LoRA 16, one GPU" in said.out
+
+
+def test_other_engines_rows_are_compared_and_cannot_be_taken(config, capsys):
+    assert main(["plan", config, *ASKED, "--compare", "--json"]) == 0
+    rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+
+    theirs = rows["fsdp2+recompute+bf16"]
+    assert theirs["memory_fits"]
+    assert not theirs["fits"]
+    assert theirs["other_engine"].startswith("weights, gradients and moments in bf16")
+    assert rows["fsdp2"]["other_engine"] is None
+    assert main(["plan", config, *ASKED, "--strategy", "fsdp2+recompute+bf16"]) == 2
+    assert "another engine's: weights" in capsys.readouterr().err
 
 
 def test_compare_shows_every_strategy_and_json_has_them_all(config, capsys):
