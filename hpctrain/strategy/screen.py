@@ -18,6 +18,8 @@ WHOSE = (
     "GB/GPU is what hpctrain's engines hold, with masters and moments in fp32. Other engines hold "
     "other amounts: --compare shows them in rows marked ~."
 )
+ROUND = 10
+"""GB from which on a number has no decimals."""
 SHOWN = 6
 """Rows before the chosen one that are shown without --compare."""
 
@@ -85,10 +87,10 @@ def closing(plan: StrategyPlan, row: Row) -> list[str]:
     assert row.batch is not None  # noqa: S101 - a chosen row has one
     assert row.time is not None  # noqa: S101 - the same
     assert row.traffic is not None  # noqa: S101 - the same
-    host = f", {row.traffic.host / GB:.2g} GB to and from the host" if row.traffic.host else ""
+    sent = row.traffic
+    host = f", {_gigabytes(sent.host)} to and from the host" if sent.host else ""
     traffic = (
-        f"{row.traffic.inside / GB:.2g} GB in the node, {row.traffic.between / GB:.2g} GB between"
-        f" nodes{host}"
+        f"{_gigabytes(sent.inside)} in the node, {_gigabytes(sent.between)} between nodes{host}"
     )
     lines = [
         f"step      {_step(row)}",
@@ -115,6 +117,12 @@ def closing(plan: StrategyPlan, row: Row) -> list[str]:
     elif plan.asked.steps:
         lines.append("budget    not known: the step's time is not")
     return lines
+
+
+def _gigabytes(nbytes: float) -> str:
+    """In GB with two digits that count, and never as a power of ten."""
+    number = nbytes / GB
+    return f"{number:,.0f} GB" if number >= ROUND else f"{number:.2g} GB"
 
 
 def _span(hours: float, row: Row) -> str:
