@@ -178,7 +178,8 @@ def row_of(asked: PlanRequest, way: Strategy) -> Row:
 def _reducing(way: Strategy, batch: Batch) -> list[Strategy]:
     """The way itself; and where FSDP2 has several passes, with gradients reduced in each."""
     layout = way.layout
-    if layout.kind != "fsdp2" or batch.passes == 1 or layout.pp > 1 or layout.offload:
+    once = batch.passes == 1 or layout.pp > 1 or layout.offload or layout.lora
+    if layout.kind != "fsdp2" or once:
         return [way]
     title = f"{way.title}, reduced each pass"
     return [way, replace(way, title=title, layout=replace(layout, each_pass=True))]

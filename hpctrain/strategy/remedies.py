@@ -6,14 +6,17 @@ tests/unit/strategy/test_remedies.py holds it.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
 from hpctrain.strategy.hardware import GPUS
+from hpctrain.strategy.strategies import adapted, candidates
 
 if TYPE_CHECKING:
     from hpctrain.strategy.choice import PlanRequest, Row
+    from hpctrain.strategy.strategies import Strategy
 
 SIBLINGS = ("selective", "recompute", "fused", "half", "bf16-weights", "bf16", "recompute+bf16")
 """What a key may be followed by, the least costly first."""
@@ -70,15 +73,29 @@ def _more_nodes(asked: PlanRequest) -> list[str]:
     return []
 
 
-def _taken(asked: PlanRequest) -> str:
-    """Title of the row that would be chosen on the GPUs; empty where there is none."""
-    from hpctrain.strategy.choice import choose, rows_of
+def ways_of(asked: PlanRequest) -> list[Strategy]:
+    """Return hpctrain's ways to train what was asked for, the simplest first."""
+    if asked.lora:
+        return adapted(asked.model, asked.cluster, asked.lora, asked=True, low=asked.low)
+    return candidates(asked.model, asked.cluster, low=asked.low)
 
-    try:
-        row = choose([row for row in rows_of(asked) if not row.way.layout.offload])
-    except UsageError:
-        return ""
-    return row.way.title if row is not None else ""
+
+def _taken(asked: PlanRequest) -> str:
+    """Title of the simplest way that fits on the GPUs; empty where there is none.
+
+    The smallest micro-batch decides on that, where none was asked for.
+    """
+    from hpctrain.strategy.choice import row_of
+
+    asked = replace(asked, micro=asked.micro or 1)
+    for way in ways_of(asked):
+        if way.layout.offload or way.aside:
+            continue
+        with contextlib.suppress(UsageError):
+            row = row_of(asked, way)
+            if row.fits:
+                return row.way.title
+    return ""
 
 
 def _larger_gpu(asked: PlanRequest, rows: list[Row]) -> list[str]:

@@ -75,6 +75,14 @@ def own_matrix(model: ModelFacts, layout: Spread) -> float:
     return (layout.lora or model.hidden) * model.inner / layout.tp
 
 
+def edges(layers: int) -> list[int]:
+    """Return the blocks of which one is the fullest: what a block holds is convex in its number.
+
+    The first and the last differ from those between them, so that both neighbours count too.
+    """
+    return sorted({0, min(1, layers - 1), max(0, layers - 2), layers - 1})
+
+
 class StepMemory:
     """What all layouts share: activations and logits."""
 
@@ -181,7 +189,7 @@ class Whole(StepMemory):
                 ACTIVATIONS: saved + self.kept.head_backward * self.tokens,
             },
         )
-        for done in range(layers):
+        for done in edges(layers):
             yield Peak(
                 "a block's backward pass",
                 {
@@ -281,7 +289,7 @@ class Sharded(StepMemory):
     def moments(self) -> Iterator[Peak]:
         """Of a step, each full in its way."""
         yield from self._forward()
-        for done in range(self.model.layers):
+        for done in edges(self.model.layers):
             yield from self._block(done)
         yield from self._end()
         yield Peak(

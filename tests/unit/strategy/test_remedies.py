@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -98,3 +99,12 @@ def test_a_chosen_row_that_offloads_names_the_number_of_gpus_that_need_not():
     assert row is not None
     assert row.way.layout.offload
     assert elsewhere_notes(asked, rows, row)[0].startswith("without the host's memory: 32 GPUs")
+
+
+def test_a_large_plan_takes_no_more_than_a_second_and_a_half():
+    asked = ask("llama-405B", gb=80, nodes=2, seq=4096, global_batch=4096)
+    begun = time.process_time()
+    rows = choice.rows_of(asked)
+    remedies(asked, rows)
+
+    assert time.process_time() - begun < 1.5
