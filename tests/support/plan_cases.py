@@ -101,6 +101,8 @@ QUICK: list[Case] = [
     ("llama-20M", {**FSDP2, **SMALL, "pp": 2, "stage": 0, "passes": 8}),
     ("llama-20M", {**FSDP2, **SMALL, "lora": 16}),
     ("mixtral-12M", {**FSDP2, **SMALL, "ep": 4, "real": True}),
+    ("llama-156M", {**FSDP2, **SMALL, "selective": True}),
+    ("bert-52M", {**FSDP2, "micro": 1, "seq": 64, "passes": 2, "each_pass": True}),
 ]
 """Of each family and each way, in seconds."""
 MORE: list[Case] = [
