@@ -16,8 +16,9 @@ from hpctrain.cli.options import complete_site, json_option
 if TYPE_CHECKING:
     from hpctrain.site.preset import Site
     from hpctrain.site.schema import Partition
-    from hpctrain.strategy.choice import PlanRequest, Row, StrategyPlan
+    from hpctrain.strategy.choice import StrategyPlan
     from hpctrain.strategy.reading import ModelSource
+    from hpctrain.strategy.rows import PlanRequest, Row
 
 EXAMPLES = """\b
 Examples:
@@ -223,8 +224,8 @@ def _model(model: str | None, flags: dict[str, Any]) -> ModelSource:
 def _asked(source: ModelSource, flags: dict[str, Any]) -> tuple[PlanRequest, float | None]:
     from hpctrain.site.validate import seconds
     from hpctrain.strategy.activations import FP32
-    from hpctrain.strategy.choice import PlanRequest
     from hpctrain.strategy.hardware import gpu_of
+    from hpctrain.strategy.rows import PlanRequest
     from hpctrain.strategy.strategies import Machines
 
     site, partition = _partition(flags)

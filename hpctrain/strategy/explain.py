@@ -30,9 +30,9 @@ from hpctrain.strategy.stages import stages_of
 from hpctrain.strategy.steps import widths_of
 
 if TYPE_CHECKING:
-    from hpctrain.strategy.choice import PlanRequest, Row
     from hpctrain.strategy.facts import ModelFacts
     from hpctrain.strategy.memory import Batch, Spread
+    from hpctrain.strategy.rows import PlanRequest, Row
 
 SOURCES = {
     WEIGHTS: "masters in fp32: Micikevicius et al., Mixed Precision Training, 2018; sharded: "

@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.strategy.activations import FP32
-from hpctrain.strategy.choice import gigabytes, on_host
 from hpctrain.strategy.memory import CONTEXT_BYTES, FRAGMENTED
 from hpctrain.strategy.reading import ask
+from hpctrain.strategy.rows import gigabytes, on_host
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.strategy.choice import PlanRequest, Row
+    from hpctrain.strategy.rows import PlanRequest, Row
 
 
 def question_of(row: Row) -> dict[str, Any]:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
 from hpctrain.strategy.hardware import GPUS
+from hpctrain.strategy.rows import row_of
 from hpctrain.strategy.strategies import adapted, candidates
 
 if TYPE_CHECKING:
-    from hpctrain.strategy.choice import PlanRequest, Row
+    from hpctrain.strategy.rows import PlanRequest, Row
     from hpctrain.strategy.strategies import Strategy
 
 SIBLINGS = ("selective", "recompute", "fused", "half", "bf16-weights", "bf16", "recompute+bf16")
@@ -45,12 +46,12 @@ def _with_sibling(row: Row, by_key: dict[str, Row]) -> Row:
 
 def remedies(asked: PlanRequest, rows: list[Row]) -> list[str]:
     """Return what makes a set-up fit for which no row of hpctrain's does; in a line each."""
-    found = [*_smaller_pass(asked), *_more_nodes(asked)]
+    lines = [*_smaller_pass(asked), *_more_nodes(asked)]
     for row in rows:
         if row.is_held and row.peak is not None and (row.way.elsewhere or row.way.layout.lora):
             needed = row.peak.needed / 1e9
-            found.append(f"{row.way.title}: {needed:.1f} GB ({row.way.aside or row.way.key})")
-    return [*found, *_larger_gpu(asked, rows)]
+            lines.append(f"{row.way.title}: {needed:.1f} GB ({row.way.aside or row.way.key})")
+    return [*lines, *_larger_gpu(asked, rows)]
 
 
 def _smaller_pass(asked: PlanRequest) -> list[str]:
@@ -85,8 +86,6 @@ def _taken(asked: PlanRequest) -> str:
 
     The smallest micro-batch decides on that, where none was asked for.
     """
-    from hpctrain.strategy.choice import row_of
-
     asked = replace(asked, micro=asked.micro or 1)
     for way in ways_of(asked):
         if way.layout.offload or way.aside:

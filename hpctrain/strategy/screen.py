@@ -11,7 +11,8 @@ from hpctrain.base.text import duration, step_time
 from hpctrain.strategy.timing import bubble
 
 if TYPE_CHECKING:
-    from hpctrain.strategy.choice import Row, StrategyPlan
+    from hpctrain.strategy.choice import StrategyPlan
+    from hpctrain.strategy.rows import Row
 
 GB = 1e9
 WHOSE = (

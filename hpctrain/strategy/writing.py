@@ -22,8 +22,9 @@ from hpctrain.strategy.screen import as_plain, heading
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpctrain.strategy.choice import Row, StrategyPlan
+    from hpctrain.strategy.choice import StrategyPlan
     from hpctrain.strategy.memory import Spread
+    from hpctrain.strategy.rows import Row
 
 PROGRAM = "train.py"
 """What is started where no program was named."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.strategy.choice import PlanRequest
 from hpctrain.strategy.facts import of_config
 from hpctrain.strategy.hardware import Accelerator
 from hpctrain.strategy.memory import Batch, Spread
 from hpctrain.strategy.peaks import peak, stage_peaks
 from hpctrain.strategy.reading import ask as child
+from hpctrain.strategy.rows import PlanRequest
 from hpctrain.strategy.strategies import Machines
 from hpctrain.strategy.timing import Links
 

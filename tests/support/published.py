@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.strategy import choice
 from hpctrain.strategy.facts import of_config
 from hpctrain.strategy.hardware import gpu_of
+from hpctrain.strategy.rows import PlanRequest
 from hpctrain.strategy.strategies import Machines
 from hpctrain.strategy.timing import Links, flops_of_step
 from hpctrain.strategy.utilization import ALIKE, ANY, kind_of
 
 if TYPE_CHECKING:
-    from hpctrain.strategy.choice import PlanRequest, Row
+    from hpctrain.strategy.rows import Row
 
 DATA = Path(__file__).parents[1] / "data" / "published-runs.toml"
 GB = 1e9
@@ -91,7 +92,7 @@ def planned(said: dict[str, Any]) -> Published:
     net = said["net_gbs"] * GB if "net_gbs" in said else None
     way = said["row"]
     tp = int(way[2 : way.index("+")]) if way.startswith("tp") else 1
-    asked = choice.PlanRequest(
+    asked = PlanRequest(
         model=model,
         cluster=cluster,
         gpu=gpu,

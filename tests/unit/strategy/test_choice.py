@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.errors import ChecksFailed, UsageError
 from hpctrain.strategy import choice
-from hpctrain.strategy.choice import gigabytes
+from hpctrain.strategy.rows import gigabytes
 from tests.support.plan_cases import ask
 
 
