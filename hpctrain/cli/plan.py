@@ -16,8 +16,9 @@ from hpctrain.cli.options import complete_site, json_option
 if TYPE_CHECKING:
     from hpctrain.site.preset import Site
     from hpctrain.site.schema import Partition
-    from hpctrain.strategy.choice import PlanRequest, Row, StrategyPlan
+    from hpctrain.strategy.choice import StrategyPlan
     from hpctrain.strategy.reading import ModelSource
+    from hpctrain.strategy.rows import PlanRequest, Row
 
 EXAMPLES = """\b
 Examples:
@@ -139,6 +140,7 @@ def command(*, model: str | None, as_json: bool, **flags: Any) -> None:
 def _plan(model: str | None, flags: dict[str, Any]) -> StrategyPlan:
     from hpctrain.strategy import choice
     from hpctrain.strategy.budget import cost, saving
+    from hpctrain.strategy.remedies import elsewhere_notes
 
     source = _model(model, flags)
     asked, limit_s = _asked(source, flags)
@@ -166,7 +168,12 @@ def _plan(model: str | None, flags: dict[str, Any]) -> StrategyPlan:
             limit_s=limit_s,
         ),
         cost=cost(asked.steps, seconds, asked.cluster.ranks, limit_s),
-        notes=[*plan.notes, *choice.advice(asked, row), *_left_out(plan, row, flags)],
+        notes=[
+            *plan.notes,
+            *choice.advice(asked, row),
+            *elsewhere_notes(asked, rows, row),
+            *_left_out(plan, row, flags),
+        ],
     )
 
 
@@ -217,8 +224,8 @@ def _model(model: str | None, flags: dict[str, Any]) -> ModelSource:
 def _asked(source: ModelSource, flags: dict[str, Any]) -> tuple[PlanRequest, float | None]:
     from hpctrain.site.validate import seconds
     from hpctrain.strategy.activations import FP32
-    from hpctrain.strategy.choice import PlanRequest
     from hpctrain.strategy.hardware import gpu_of
+    from hpctrain.strategy.rows import PlanRequest
     from hpctrain.strategy.strategies import Machines
 
     site, partition = _partition(flags)
@@ -313,6 +320,7 @@ def _show(plan: StrategyPlan, flags: dict[str, Any], written: list[str]) -> None
 
     row = plan.chosen
     click.echo(screen.heading(plan))
+    click.echo(screen.WHOSE)
     click.echo()
     rows = screen.shown_rows(plan, compare=flags["compare"])
     echo_table([screen.cells(each, plan) for each in rows], header=screen.HEADER)

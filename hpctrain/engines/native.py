@@ -58,6 +58,7 @@ class Native(Engine):
         self.loss_scale = LossScale() if self.precision is torch.float16 else None
         self._names = frozenset(names.MODEL + name for name in inputs.state_names)
         self._sharded = kind == "fsdp2"
+        self._reduces_each_pass = inputs.settings.reduce_each_pass
 
     # ---- a step
 
@@ -99,7 +100,7 @@ class Native(Engine):
     def microbatch(self, *, last: bool) -> Iterator[None]:
         """See `Engine`."""
         if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(last)
+            self.model.set_requires_gradient_sync(last or self._reduces_each_pass)
         averaged = self.model if isinstance(self.model, Averaged) else None
         waiting = averaged.no_sync() if averaged and not last else contextlib.nullcontext()
         if averaged:

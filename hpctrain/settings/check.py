@@ -106,6 +106,7 @@ def check_engine(settings: Settings, origins: Mapping[str, str]) -> list[str]:
         _check_exact(engine, where)
     _check_precision(settings, where)
     _check_offload(engine, where)
+    _check_reductions(engine, where)
     _check_compile(engine, where)
     _check_hardware(settings, where)
     _check_schedule(engine, where)
@@ -230,6 +231,16 @@ def _check_offload(engine: EngineSettings, key: _Keys) -> None:
             f"{where}, which fsdp2 and zero1 to zero3 can do; engine.kind is {engine.kind}"
             f"{key.origin('kind')}"
         )
+
+
+def _check_reductions(engine: EngineSettings, key: _Keys) -> None:
+    where = f"{key.of('reduce_each_pass')} is true, which"
+    if engine.reduce_each_pass and engine.kind != "fsdp2":
+        raise UsageError(
+            f"{where} only fsdp2 can do; engine.kind is {engine.kind}{key.origin('kind')}"
+        )
+    if engine.reduce_each_pass and engine.exact:
+        raise UsageError(f"{where} engine.exact cannot do{key.origin('exact')}: set one of them")
 
 
 class _Keys:

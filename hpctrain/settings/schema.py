@@ -535,6 +535,11 @@ class EngineSettings(Table):
     reshard_after_forward: bool = setting(
         True, "fsdp2: free a block's gathered parameters after its forward pass"
     )
+    reduce_each_pass: bool = setting(
+        False,
+        "fsdp2: reduce gradients in each pass of a step; a GPU then holds shards of them between "
+        "passes, not all of them, and sends more",
+    )
     offload: str = setting(
         "no",
         "where optimizer state and masters lie: no is the device; cpu for fsdp2 and zero1 to zero3",

@@ -40,6 +40,8 @@ class Widths:
         head_backward: The same of the last norm's.
         block_end: Taken by the backward pass of a block's first norm.
         spared: Not kept by the first block, whose input needs no gradient.
+        products: Kept of a block where all but attention and matrix products is computed again.
+        half: The same where every second product is computed again too, as torchtitan does it.
     """
 
     block: float
@@ -49,12 +51,27 @@ class Widths:
     head_backward: float
     block_end: float = 0.0
     spared: float = 0.0
+    products: float = 0.0
+    half: float = 0.0
+
+    def of_block(self, *, recompute: bool, selective: str) -> float:
+        """Return what a block keeps until its backward pass begins."""
+        if recompute:
+            return self.entry
+        return {"": self.block, "products": self.products, "half": self.half}[selective]
 
 
 def widths(
-    model: ModelFacts, *, low: int, autocast: bool, tp: int = 1, lora: int = 0, ep: int = 1
+    model: ModelFacts,
+    *,
+    low: int,
+    autocast: bool,
+    tp: int = 1,
+    lora: int = 0,
+    ep: int = 1,
+    fused: bool = False,
 ) -> Widths:
-    """Of a token.
+    """Of a token, whatever of a block is computed again.
 
     Args:
         model: Its sizes.
@@ -63,16 +80,51 @@ def widths(
         tp: Ranks that share each matrix, and the positions between matrices.
         lora: Rank of adapters, which alone are trained; 0 where all weights are.
         ep: Ranks that share experts.
+        fused: Norms and activation functions are one kernel each.
     """
     if lora:
-        return _adapted(
-            widths(model, low=low, autocast=autocast), model, low, lora, autocast=autocast
-        )
+        whole = widths(model, low=low, autocast=autocast, fused=fused)
+        return _adapted(whole, model, low, lora, autocast=autocast)
     if tp > 1:
-        return _shared(model, low, tp)
+        return _shared(model, low, tp, fused=fused)
     if not autocast and low == FP32:
         return _scaled(model)
-    return _in_16_bits(model, low, ep, autocast=autocast)
+    whole = _in_16_bits(model, low, ep, autocast=autocast)
+    products, half = _kept_products(model, low)
+    entry = whole.entry
+    block = whole.block - (_spared_by_fusion(model, low, autocast=autocast) if fused else 0)
+    return replace(whole, block=block, products=entry + products, half=entry + half)
+
+
+def _kept_products(model: ModelFacts, low: int) -> tuple[float, float]:
+    """Results of attention and matrix products in a block: of all, and of every second product.
+
+    The order is that of the forward pass: query, key, value, output, then the MLP's. torchtitan
+    keeps the first, the third and so on (`torchtitan/distributed/activation_checkpoint.py`).
+    """
+    sizes = [size for size, _ in products_of(model)]
+    attention = low * model.query + FP32 * model.heads
+    return attention + low * sum(sizes), attention + low * sum(sizes[::2])
+
+
+def products_of(model: ModelFacts) -> list[tuple[int, int]]:
+    """Widths of result and input of each matrix product in a block, in the order of the pass."""
+    hidden, routed = model.hidden, max(1, model.routed)
+    projected = [(model.query, hidden), (model.key, hidden), (model.key, hidden)]
+    if model.family == GPT2:  # one matrix for query, key and value
+        projected = [(model.query + 2 * model.key, hidden)]
+    inner = [(model.inner, hidden)] * (1 if model.family in {GPT2, BERT} else 2)
+    return [*projected, (hidden, model.query), *inner * routed, (hidden, model.inner * routed)]
+
+
+def _spared_by_fusion(model: ModelFacts, low: int, *, autocast: bool) -> float:
+    """What a block keeps less where norms and activation functions are one kernel each."""
+    if model.family == GPT2:
+        return 3 * low * model.inner  # of GELU's five operators its input and result stay
+    if model.family != LLAMA:
+        return 0.0
+    norms = 0 if autocast else 4 * low * model.hidden
+    return norms + low * model.inner  # SiLU's result is computed again from its input
 
 
 def _in_16_bits(model: ModelFacts, low: int, ep: int, *, autocast: bool) -> Widths:
@@ -121,9 +173,9 @@ def _entry(hidden: float, autocast: bool) -> float:
     return (FP32 if autocast else 2) * hidden
 
 
-def _shared(model: ModelFacts, low: int, tp: int) -> Widths:
+def _shared(model: ModelFacts, low: int, tp: int, *, fused: bool) -> Widths:
     """With tensor and sequence parallelism: all but what goes into matrices is a rank's part."""
-    alone = widths(model, low=low, autocast=False)
+    alone = widths(model, low=low, autocast=False, fused=fused)
     inputs = 2 * low * model.hidden  # of attention and MLP, gathered from all ranks' positions
     return Widths(
         block=(alone.block - inputs) / tp + inputs,
@@ -131,6 +183,8 @@ def _shared(model: ModelFacts, low: int, tp: int) -> Widths:
         outside=(alone.outside - inputs / 2) / tp + inputs / 2,
         block_backward=alone.block_backward / tp + 2 * inputs,
         head_backward=alone.head_backward / tp + inputs,
+        products=alone.products / tp,
+        half=alone.half / tp,
     )
 
 
@@ -162,4 +216,6 @@ def _scaled(model: ModelFacts) -> Widths:
         2 * half.outside,
         2 * half.block_backward,
         half.head_backward,
+        products=2 * (half.products - stats) + stats,
+        half=2 * (half.half - stats) + stats,
     )

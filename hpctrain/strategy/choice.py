@@ -8,86 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpctrain.base.text import one_of
 from hpctrain.errors import ChecksFailed, UsageError
-from hpctrain.plan.mesh import divisors
 from hpctrain.strategy.activations import FP32
-from hpctrain.strategy.memory import Batch, Peak
-from hpctrain.strategy.peaks import host_bytes, peak
-from hpctrain.strategy.strategies import adapted, candidates
-from hpctrain.strategy.timing import (
-    StepTime,
-    Traffic,
-    flops_of_step,
-    step_time,
-    traffic_of_step,
-)
+from hpctrain.strategy.remedies import remedies, with_siblings
+from hpctrain.strategy.rows import PlanRequest, Row, row_of
+from hpctrain.strategy.strategies import adapted, candidates, of_other_engines
 
 if TYPE_CHECKING:
     from hpctrain.strategy.budget import CheckpointPlan, Cost
-    from hpctrain.strategy.facts import ModelFacts
-    from hpctrain.strategy.hardware import Accelerator
-    from hpctrain.strategy.strategies import Machines, Strategy
-    from hpctrain.strategy.timing import Links
-
-LITTLE = 50_000_000
-"""Bytes below which a number in GB with one digit says 0."""
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """What a plan is made for.
-
-    Attributes:
-        model: To be trained.
-        cluster: Nodes and their GPUs.
-        gpu: Which.
-        links: Between them.
-        seq: Positions of a sample.
-        global_batch: Samples of a step, over all ranks.
-        micro: Samples of a rank's pass; 0 chooses the most that fit.
-        low: Bytes of a number in products.
-        steps: Of the run; None where nobody said.
-        lora: Rank of adapters, which alone are to be trained; 0 for all weights.
-    """
-
-    model: ModelFacts
-    cluster: Machines
-    gpu: Accelerator
-    links: Links
-    seq: int
-    global_batch: int
-    micro: int = 0
-    low: int = 2
-    steps: int | None = None
-    lora: int = 0
-
-
-@dataclass(frozen=True)
-class Row:
-    """A strategy, and what became of it.
-
-    Attributes:
-        way: The strategy.
-        batch: What a rank is given; None where it cannot be had.
-        peak: Its fullest moment; by formula, or measured.
-        host: Bytes of a node's own memory that offloaded state takes.
-        measured: The exact peak of tensors, bytes; None where it was not measured.
-        fits: Whether it does.
-        why: Why not; or by how much.
-        traffic: Of a step.
-        time: Of a step.
-    """
-
-    way: Strategy
-    batch: Batch | None
-    peak: Peak | None
-    fits: bool
-    why: str
-    traffic: Traffic | None = None
-    time: StepTime | None = None
-    host: int = 0
-    measured: int | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +49,8 @@ def rows_of(asked: PlanRequest) -> list[Row]:
     ways = candidates(asked.model, asked.cluster, low=asked.low) if not asked.lora else []
     rank = asked.lora or SHOWN_RANK
     shown = adapted(asked.model, asked.cluster, rank, asked=bool(asked.lora), low=asked.low)
-    for way in (*ways, *shown):
+    theirs = of_other_engines(asked.model, asked.cluster, low=asked.low, lora=asked.lora)
+    for way in (*ways, *shown, *theirs):
         try:
             rows.append(row_of(asked, way))
         except UsageError as error:
@@ -130,86 +59,11 @@ def rows_of(asked: PlanRequest) -> list[Row]:
     possible = [row for row in rows if row.batch is not None and not row.way.aside]
     if refused and not possible:
         raise refused[-1] if asked.cluster.ranks == 1 else refused[1]  # the first is for one GPU
-    return rows
+    return with_siblings(rows)
 
 
 SHOWN_RANK = 16
 """Of the adapters that are shown beside what trains all weights."""
-
-
-def row_of(asked: PlanRequest, way: Strategy) -> Row:
-    """One strategy: with the batch that was asked for, or the largest micro-batch that fits.
-
-    Raises:
-        UsageError: the batch cannot be shared by its ranks.
-    """
-    if way.impossible:
-        return Row(way, None, None, fits=False, why=way.impossible)
-    peaks = [(batch, peak(asked.model, batch, way.layout)) for batch in _tried(asked, way)]
-    fitting = [pair for pair in peaks if pair[1].needed <= asked.gpu.memory]
-    batch, most = fitting[0] if fitting else min(peaks, key=lambda pair: pair[1].needed)
-    over = most.needed - asked.gpu.memory
-    why = _too_much(asked, most, over) if over > 0 else f"{gigabytes(-over)} free"
-    host = host_bytes(asked.model, way.layout) * min(asked.cluster.gpus, way.ranks)
-    is_held, of_host = on_host(host, asked.cluster.memory)
-    traffic = traffic_of_step(asked.model, batch, way, asked.cluster)
-    time = step_time(flops_of_step(asked.model, batch, way), traffic, asked.gpu, asked.links)
-    return Row(
-        way,
-        batch,
-        most,
-        fits=over <= 0 and is_held and not way.aside,
-        why=way.aside or why + of_host,
-        traffic=traffic,
-        time=time,
-        host=host,
-    )
-
-
-def _tried(asked: PlanRequest, way: Strategy) -> list[Batch]:
-    """What a rank may be given, the largest micro-batch first.
-
-    Raises:
-        UsageError: no batch can be shared so, or not in passes enough for a pipeline.
-    """
-    share = samples_per_rank(asked.global_batch, way.data_ranks)
-    if asked.micro:
-        passes = passes_per_step(asked.global_batch, way.data_ranks, asked.micro)
-        tried = [Batch(asked.micro, asked.seq, passes)]
-    else:
-        tried = [Batch(n, asked.seq, share // n) for n in reversed(divisors(share))]
-    enough = [batch for batch in tried if batch.passes >= way.least_passes]
-    if not enough:
-        most = max(batch.passes for batch in tried)
-        least = way.least_passes * way.data_ranks * (asked.micro or 1)
-        raise UsageError(
-            f"{way.layout.pp} stages want {way.least_passes} passes a step, and there are "
-            f"{most}: --global-batch {least}"
-        )
-    return enough
-
-
-def on_host(needed: int, there: int | None) -> tuple[bool, str]:
-    """Whether a node's memory holds what is offloaded, and what is said of it."""
-    if not needed:
-        return True, ""
-    takes = f"; {needed / 1e9:.1f} GB of a node's memory"
-    if there is None:
-        return True, f"{takes}, whose size is not known (--node-mem)"
-    if needed > there:
-        return False, f"{takes}, which has {there / 1e9:.1f} GB"
-    return True, f"{takes} of {there / 1e9:.1f} GB"
-
-
-def gigabytes(nbytes: int) -> str:
-    """In GB, and where it is little in MB: nothing that matters becomes a zero."""
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= LITTLE else f"{nbytes / 1e6:.3g} MB"
-
-
-def _too_much(asked: PlanRequest, most: Peak, over: int) -> str:
-    part, nbytes = max(most.parts.items(), key=lambda item: item[1])
-    memory = asked.gpu.memory / 1e9
-    return f"{gigabytes(over)} over {memory:g} GB; most is {part} ({nbytes / 1e9:.1f} GB)"
 
 
 def choose(rows: list[Row], wanted: str | None = None) -> Row | None:
@@ -236,17 +90,19 @@ def require_chosen(plan: StrategyPlan) -> Row:
     """The chosen row.
 
     Raises:
-        ChecksFailed: none fits; with what comes nearest.
+        ChecksFailed: none fits; with what comes nearest, and with what would fit.
     """
     if plan.chosen is not None:
         return plan.chosen
     tried = [row for row in plan.rows if row.peak is not None and not row.way.aside]
     nearest = min(tried, key=lambda row: row.peak.needed if row.peak else 0)
     assert nearest.peak is not None  # noqa: S101 - chosen so
+    ways = remedies(plan.asked, plan.rows)
+    fits = f"What fits: {'; '.join(ways)}" if ways else "Give shorter sequences (--seq)"
     raise ChecksFailed(
-        f"nothing fits {plan.asked.gpu.memory / 1e9:g} GB on {plan.asked.cluster.ranks} GPUs; the "
-        f"nearest is {nearest.way.title} with {nearest.peak.needed / 1e9:.1f} GB: give more nodes, "
-        "shorter sequences (--seq) or GPUs with more memory"
+        f"no strategy of hpctrain's engines fits {plan.asked.gpu.memory / 1e9:g} GB on "
+        f"{plan.asked.cluster.ranks} GPUs; the nearest is {nearest.way.title} with "
+        f"{nearest.peak.needed / 1e9:.1f} GB. {fits}"
     )
 
 
@@ -261,7 +117,13 @@ def advice(asked: PlanRequest, row: Row) -> list[str]:
     notes = []
     batch, layout = row.batch, row.way.layout
     assert batch is not None  # noqa: S101 - a chosen row has one
-    if layout.kind == "fsdp2" and batch.passes > 1 and layout.pp == 1 and not layout.lora:
+    if layout.each_pass:
+        notes.append(
+            f"{batch.passes} passes: set engine.reduce_each_pass to true, so that each GPU holds "
+            "shards of the gradients between passes; reducing once a step needs "
+            f"{FP32 * asked.model.params / layout.tp / 1e9:.1f} GB for them"
+        )
+    elif layout.kind == "fsdp2" and batch.passes > 1 and layout.pp == 1 and not layout.lora:
         whole = FP32 * asked.model.params / layout.tp / 1e9
         notes.append(
             f"{batch.passes} passes: gradients wait in whole until the last one, {whole:.1f} GB; a "
@@ -284,46 +146,3 @@ def advice(asked: PlanRequest, row: Row) -> list[str]:
 
 SMALL = 1024
 """Tokens of a pass below which a large GPU waits for its own kernels to start."""
-
-
-# ---- global batch = micro batch x passes x data-parallel ranks
-
-
-def samples_per_rank(global_batch: int, data_ranks: int) -> int:
-    """Samples of one rank in a step.
-
-    Raises:
-        UsageError: ranks would have unequal shares; with the nearest batches that all can share.
-    """
-    if global_batch % data_ranks:
-        below = global_batch // data_ranks * data_ranks
-        near = [n for n in (below, below + data_ranks) if n]
-        fitting = [n for n in divisors(global_batch) if n <= data_ranks][-1]
-        raise UsageError(
-            f"--global-batch {global_batch} cannot be shared by {data_ranks} data-parallel ranks; "
-            f"nearest: {one_of(near)}, or {fitting} data-parallel ranks"
-        )
-    return global_batch // data_ranks
-
-
-def passes_per_step(global_batch: int, data_ranks: int, micro: int) -> int:
-    """Passes of a step, of `micro` samples each.
-
-    Raises:
-        UsageError: they do not come out even; with the nearest values that do.
-    """
-    share = samples_per_rank(global_batch, data_ranks)
-    if share % micro:
-        near = _nearest(divisors(share), micro)
-        raise UsageError(
-            f"--micro-batch {micro} does not divide the {share} samples that each of {data_ranks} "
-            f"data-parallel ranks has of --global-batch {global_batch}; nearest: {one_of(near)}"
-        )
-    return share // micro
-
-
-def _nearest(values: list[int], wanted: int) -> list[int]:
-    """The next lower and the next higher of ascending values, as far as there are."""
-    below = [value for value in values if value < wanted][-1:]
-    above = [value for value in values if value > wanted][:1]
-    return below + above

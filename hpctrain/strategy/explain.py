@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpctrain.plan.deepspeed import BUCKET_ELEMENTS
-from hpctrain.strategy.activations import LOGITS_BACKWARD
+from hpctrain.strategy.activations import FP32, LOGITS_BACKWARD
 from hpctrain.strategy.facts import FAMILIES
 from hpctrain.strategy.memory import (
     ACTIVATIONS,
@@ -30,9 +30,9 @@ from hpctrain.strategy.stages import stages_of
 from hpctrain.strategy.steps import widths_of
 
 if TYPE_CHECKING:
-    from hpctrain.strategy.choice import PlanRequest, Row
     from hpctrain.strategy.facts import ModelFacts
     from hpctrain.strategy.memory import Batch, Spread
+    from hpctrain.strategy.rows import PlanRequest, Row
 
 SOURCES = {
     WEIGHTS: "masters in fp32: Micikevicius et al., Mixed Precision Training, 2018; sharded: "
@@ -65,7 +65,8 @@ def formulas(asked: PlanRequest, row: Row) -> dict[str, str]:
         COPIES: f"{layout.low} B x the matrices' parameters",
         **_learnt(model, batch, layout),
         ACTIVATIONS: _activations(model, batch, layout),
-        LOGITS: f"{LOGITS_BACKWARD} B x {batch.tokens:,} tokens x {model.vocab:,} classes",
+        LOGITS: f"{layout.low + FP32 if layout.fused else LOGITS_BACKWARD} B x {batch.tokens:,} "
+        f"tokens x {model.vocab:,} classes",
         **_gathered(model, batch, layout),
     }
     if layout.quantised:
@@ -91,7 +92,7 @@ def _weights(model: ModelFacts, layout: Spread) -> str:
             f"{QUANTISED:.3f} B x {matrices:,} parameters in 4 bits + {layout.low} B x "
             f"{model.params - matrices:,} others + 4 B x {adapters:,} of adapters"
         )
-    text = f"4 B x {_own(model, layout, model.params)}"
+    text = f"{layout.stored} B x {_own(model, layout, model.params)}"
     if layout.offload:
         text += ", which rest on the host"
     if layout.lora:
@@ -110,21 +111,22 @@ def _learnt(model: ModelFacts, batch: Batch, layout: Spread) -> dict[str, str]:
         count, of = model.layers * model.adapter_params(layout.lora), "parameters of adapters"
     own = _own(model, layout, count, of)
     away = ", which rest on the host" if layout.offload else ""
-    gradients = f"4 B x {own}{away}"
-    if batch.passes > 1 and not layout.kind.startswith("zero"):
+    gradients = f"{layout.gradient} B x {own}{away}"
+    if batch.passes > 1 and not layout.kind.startswith("zero") and not layout.each_pass:
         whole = _own(model, replace(layout, shards=1), count, of)
         gradients = f"4 B x {whole}, whole until the last of several passes"
     return {
         GRADIENTS: gradients,
-        MOMENTS: f"8 B x {own}{away}",
-        UPDATE: f"4 B x {own}, only during the update{away}",
+        MOMENTS: f"{2 * layout.moment} B x {own}{away}",
+        UPDATE: f"{layout.moment} B x {own}, only during the update{away}",
     }
 
 
 def _activations(model: ModelFacts, batch: Batch, layout: Spread) -> str:
     kept = widths_of(model, layout)
-    in_block = kept.entry if layout.recompute else kept.block
-    again = f" + {kept.block:,.0f} for the one that is computed again" if layout.recompute else ""
+    in_block = kept.of_block(recompute=layout.recompute, selective=layout.selective)
+    recomputes = layout.recompute or layout.selective
+    again = f" + {kept.block:,.0f} for the one that is computed again" if recomputes else ""
     blocks, flights = model.layers, ""
     if layout.pp > 1:
         blocks = max(stage.blocks for stage in stages_of(model, layout.pp))

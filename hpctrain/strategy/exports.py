@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from hpctrain.strategy.facts import BERT, GPT2, MOE
 
 if TYPE_CHECKING:
-    from hpctrain.strategy.choice import Row, StrategyPlan
+    from hpctrain.strategy.choice import StrategyPlan
     from hpctrain.strategy.facts import ModelFacts
+    from hpctrain.strategy.rows import Row
 
 _LIGHTNING = '''"""A Trainer of Lightning for {title}. Written by hpctrain plan.
 

@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.strategy.activations import FP32
-from hpctrain.strategy.choice import gigabytes, on_host
 from hpctrain.strategy.memory import CONTEXT_BYTES, FRAGMENTED
 from hpctrain.strategy.reading import ask
+from hpctrain.strategy.rows import gigabytes, on_host
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.strategy.choice import PlanRequest, Row
+    from hpctrain.strategy.rows import PlanRequest, Row
 
 
 def question_of(row: Row) -> dict[str, Any]:
@@ -31,6 +31,8 @@ def question_of(row: Row) -> dict[str, Any]:
         "seq": row.batch.seq,
         "passes": row.batch.passes,
         "recompute": layout.recompute,
+        "selective": bool(layout.selective),
+        "each_pass": layout.each_pass,
         "reshard": layout.reshard,
         "bf16": layout.low != FP32,
         "offload": layout.offload,
@@ -46,7 +48,8 @@ def is_measurable(row: Row) -> bool:
     """
     layout = row.way.layout
     is_whole = layout.tp == layout.pp == layout.ep == 1 and not layout.quantised
-    return row.batch is not None and is_whole and not layout.kind.startswith("zero")
+    is_ours = row.way.is_trained and not layout.kind.startswith("zero")
+    return row.batch is not None and is_whole and is_ours
 
 
 def measured(
@@ -77,5 +80,6 @@ def _with(row: Row, answer: dict[str, Any] | None, asked: PlanRequest) -> Row:
         row,
         measured=peak,
         fits=over <= 0 and is_held and not aside,
+        is_held=over <= 0 and is_held,
         why=aside or f"{why}, measured{of_host}",
     )

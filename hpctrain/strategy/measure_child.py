@@ -63,6 +63,8 @@ class Step:
         seq: Positions of a sample.
         passes: Of a step.
         recompute: Blocks in full.
+        selective: All of a block but attention and matrix products.
+        each_pass: FSDP2 reduces gradients in each pass.
         reshard: FSDP2 frees a block after its forward pass.
         bf16: Computed in; else in fp32.
         real: Computes in this machine's memory; else nothing is computed.
@@ -81,6 +83,8 @@ class Step:
     seq: int = 128
     passes: int = 1
     recompute: bool = False
+    selective: bool = False
+    each_pass: bool = False
     reshard: bool = True
     bf16: bool = True
     real: bool = False
@@ -95,6 +99,11 @@ class Step:
         """The ranks' axes."""
         shards = self.ranks // self.copies // self.tp // self.pp
         return Mesh(self.pp, self.copies, shards, self.tp, self.ep)
+
+    @property
+    def again(self) -> str:
+        """Return what is computed again, as `engine.activation_checkpointing` names it."""
+        return "full" if self.recompute else "selective" if self.selective else "no"
 
     @property
     def low(self) -> torch.dtype:
@@ -259,7 +268,8 @@ def _ready(build: Callable[[], nn.Module], what: Step, meshes: Any, device: torc
     def passes(tracker: PeakTracker) -> None:
         for number in range(what.passes):
             if what.kind == "fsdp2":
-                cast("FSDPModule", model).set_requires_gradient_sync(number == what.passes - 1)
+                is_last = number == what.passes - 1
+                cast("FSDPModule", model).set_requires_gradient_sync(is_last or what.each_pass)
             _pass(model, what, tracker, device)
 
     return _Ready(_adamw(model), passes, kept)
@@ -394,7 +404,7 @@ def _spread(model: nn.Module, what: Step, meshes: Any) -> list[torch.Tensor]:
     settings = EngineSettings(
         kind="fsdp2" if what.kind == "fsdp2" else "ddp",
         reshard_after_forward=what.reshard,
-        activation_checkpointing="full" if what.recompute else "no",
+        activation_checkpointing=what.again,
         offload="cpu" if what.offload else "no",
     )
     if what.ep > 1:
@@ -403,8 +413,8 @@ def _spread(model: nn.Module, what: Step, meshes: Any) -> list[torch.Tensor]:
         expert_parallelize(model, meshes)
     if what.tp > 1:
         tensor_parallelize(model, meshes.tp, settings, None)
-    if what.recompute:
-        recompute_blocks(model, "full")
+    if what.again != "no":
+        recompute_blocks(model, what.again)
     if what.kind == "fsdp2":
         shard(model, meshes, what.low, settings)
     return _buckets(model) if what.kind == "ddp" else []

@@ -75,6 +75,13 @@ class Spread:
         ep: Ranks that share experts; each has some of them whole, cut over the others.
         lora: Rank of adapters, which alone are trained; 0 where all weights are.
         quantised: What is not trained lies in 4 bits.
+        selective: What a block keeps where only the rest is computed again: "products" (attention
+            and every matrix product: hpctrain's `selective`), "half" (attention and every second
+            product: torchtitan's `op`); empty where nothing is, or all.
+        each_pass: FSDP2 reduces gradients in each pass of a step, not only in the last one.
+        stored: Bytes of a weight between steps; of a frozen one where adapters are trained.
+        moment: Bytes of each of Adam's two moments.
+        fused: Norms, activation functions and the loss are one kernel each.
     """
 
     kind: str = "single"
@@ -89,11 +96,22 @@ class Spread:
     ep: int = 1
     lora: int = 0
     quantised: bool = False
+    selective: str = ""
+    each_pass: bool = False
+    stored: int = FP32
+    moment: int = FP32
+    fused: bool = False
 
     @property
     def autocast(self) -> bool:
         """Whether weights stay in fp32, with copies of 16 bits for a pass."""
-        return self.kind in {"single", "ddp"} and self.low != FP32
+        in_fp32 = self.stored == FP32 or self.quantised
+        return self.kind in {"single", "ddp"} and self.low != FP32 and in_fp32
+
+    @property
+    def gradient(self) -> int:
+        """Bytes of a gradient that waits for the update."""
+        return FP32 if self.lora else self.stored
 
 
 Parts = dict[str, float]

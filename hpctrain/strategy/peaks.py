@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpctrain.plan.deepspeed import BUCKET_ELEMENTS, SPREADS_PARAMETERS
-from hpctrain.strategy.activations import FP32, LOGITS_BACKWARD, LOGITS_FORWARD
+from hpctrain.strategy.activations import FP32
 from hpctrain.strategy.memory import (
     ACTIVATIONS,
     BUFFERS,
@@ -72,7 +72,7 @@ class ZeroStep(StepMemory):
                 **held,
                 GRADIENTS: gradients,
                 ACTIVATIONS: saved,
-                LOGITS: self.logits * max(LOGITS_BACKWARD, LOGITS_FORWARD + low),
+                LOGITS: self.logits * self.logit_bytes,
                 BUFFERS: buffers,
             },
         )

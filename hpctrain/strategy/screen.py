@@ -8,12 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.text import duration, step_time
-from hpctrain.strategy.timing import AROUND, bubble
+from hpctrain.strategy.timing import bubble
 
 if TYPE_CHECKING:
-    from hpctrain.strategy.choice import Row, StrategyPlan
+    from hpctrain.strategy.choice import StrategyPlan
+    from hpctrain.strategy.rows import Row
 
 GB = 1e9
+WHOSE = (
+    "GB/GPU is what hpctrain's engines hold, with masters and moments in fp32. Other engines hold "
+    "other amounts: --compare shows them in rows marked ~."
+)
+ROUND = 10
+"""GB from which on a number has no decimals."""
 SHOWN = 6
 """Rows before the chosen one that are shown without --compare."""
 
@@ -34,12 +41,24 @@ def shown_rows(plan: StrategyPlan, *, compare: bool) -> list[Row]:
     """All; or those up to the chosen one, and all that do not offload before one that does."""
     if compare:
         return plan.rows
-    considered = [row for row in plan.rows if not row.way.layout.lora or plan.asked.lora]
+    considered = [
+        row
+        for row in plan.rows
+        if (not row.way.layout.lora or plan.asked.lora) and not row.way.elsewhere
+    ]
     if plan.chosen is None or plan.chosen not in considered:
+        considered = (
+            considered if plan.chosen else [row for row in plan.rows if _is_near(plan, row)]
+        )
         return considered if plan.chosen is None else [*considered, plan.chosen]
     if plan.chosen.way.layout.offload:
         return considered
     return considered[: considered.index(plan.chosen) + 1]
+
+
+def _is_near(plan: StrategyPlan, row: Row) -> bool:
+    """Return whether a row is worth a look where nothing fits."""
+    return not row.way.layout.lora or bool(plan.asked.lora) or row.is_held
 
 
 def cells(row: Row, plan: StrategyPlan) -> tuple[str, ...]:
@@ -55,7 +74,8 @@ def cells(row: Row, plan: StrategyPlan) -> tuple[str, ...]:
     step = "not known" if seconds is None else step_time(seconds)
     is_chosen = row is plan.chosen
     mark = "✓ chosen: the simplest that fits, " if is_chosen and row.fits else "✓ "
-    verdict = (mark if row.fits else "✗ ") + row.why
+    elsewhere = "~ fits, " if row.way.elsewhere and row.is_held else "✗ "
+    verdict = (mark if row.fits else elsewhere) + row.why
     memory = [f"{nbytes / GB:.1f}" for nbytes in (rest, held, whole)]
     return (row.way.title, batch, *memory, step, verdict)
 
@@ -68,10 +88,10 @@ def closing(plan: StrategyPlan, row: Row) -> list[str]:
     assert row.batch is not None  # noqa: S101 - a chosen row has one
     assert row.time is not None  # noqa: S101 - the same
     assert row.traffic is not None  # noqa: S101 - the same
-    host = f", {row.traffic.host / GB:.2g} GB to and from the host" if row.traffic.host else ""
+    sent = row.traffic
+    host = f", {_gigabytes(sent.host)} to and from the host" if sent.host else ""
     traffic = (
-        f"{row.traffic.inside / GB:.2g} GB in the node, {row.traffic.between / GB:.2g} GB between"
-        f" nodes{host}"
+        f"{_gigabytes(sent.inside)} in the node, {_gigabytes(sent.between)} between nodes{host}"
     )
     lines = [
         f"step      {_step(row)}",
@@ -93,11 +113,26 @@ def closing(plan: StrategyPlan, row: Row) -> list[str]:
             jobs = f"; {many} of at most {duration(plan.cost.limit_s)}, one after the other"
         lines.append(
             f"budget    {plan.cost.hours:,.1f} h on {plan.asked.cluster.nodes} nodes = "
-            f"{plan.cost.gpu_hours:,.0f} GPU-h ±{AROUND:.0%}{jobs}"
+            f"{plan.cost.gpu_hours:,.0f} GPU-h{_span(plan.cost.gpu_hours, row)}{jobs}"
         )
     elif plan.asked.steps:
         lines.append("budget    not known: the step's time is not")
     return lines
+
+
+def _gigabytes(nbytes: float) -> str:
+    """In GB with two digits that count, and never as a power of ten."""
+    number = nbytes / GB
+    return f"{number:,.0f} GB" if number >= ROUND else f"{number:.2g} GB"
+
+
+def _span(hours: float, row: Row) -> str:
+    """The range of a run's cost, as that of its step."""
+    time = row.time
+    if time is None or not (time.seconds and time.least_s and time.most_s):
+        return ""
+    least, most = (hours * edge / time.seconds for edge in (time.least_s, time.most_s))
+    return f" ({least:,.0f} to {most:,.0f})"
 
 
 def _step(row: Row) -> str:
@@ -107,9 +142,12 @@ def _step(row: Row) -> str:
         return time.basis
     assert time.compute_s is not None  # noqa: S101 - both are known where the sum is
     assert time.traffic_s is not None  # noqa: S101 - the same
+    assert time.least_s is not None  # noqa: S101 - the same
+    assert time.most_s is not None  # noqa: S101 - the same
     return (
-        f"{step_time(time.seconds)} ±{AROUND:.0%}: products {step_time(time.compute_s)}, traffic "
-        f"{step_time(time.traffic_s)} beside them ({time.basis})"
+        f"{step_time(time.seconds)} ({step_time(time.least_s)} to {step_time(time.most_s)}): "
+        f"products {step_time(time.compute_s)}, traffic {step_time(time.traffic_s)} beside them; "
+        f"{time.basis}"
     )
 
 
@@ -169,7 +207,11 @@ def row_as_plain(row: Row) -> dict[str, Any]:
         "offload": layout.offload,
         "lora_rank": layout.lora or None,
         "trained_by_hpctrain": row.way.is_trained,
+        "other_engine": row.way.elsewhere or None,
+        "memory_fits": row.is_held,
         "recompute": layout.recompute,
+        "selective": layout.selective or None,
+        "reduce_each_pass": layout.each_pass,
         "reshard_after_forward": layout.reshard,
         "peak_bytes": most.nbytes if most else None,
         "measured_bytes": row.measured,
@@ -181,5 +223,6 @@ def row_as_plain(row: Row) -> dict[str, Any]:
         "host_traffic_bytes": round(row.traffic.host) if row.traffic else None,
         "bubble": bubble(batch, row.way) if batch else None,
         "step_s": time.seconds if time else None,
+        "step_range_s": [time.least_s, time.most_s] if time and time.seconds else None,
         "step_basis": time.basis if time else None,
     }

@@ -25,7 +25,7 @@ from hpctrain.strategy.memory import (
     WEIGHTS,
     Peak,
 )
-from hpctrain.strategy.steps import StepMemory, own_matrix
+from hpctrain.strategy.steps import StepMemory, edges, own_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,7 +131,7 @@ class PipelineStage(StepMemory):
                     BUFFERS: self.received,
                 },
             )
-        for block in range(stage.blocks):
+        for block in edges(stage.blocks) if stage.blocks else []:
             yield Peak(
                 "a block's backward pass",
                 {

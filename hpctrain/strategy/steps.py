@@ -61,6 +61,7 @@ def widths_of(model: ModelFacts, layout: Spread) -> Widths:
         tp=layout.tp,
         lora=layout.lora,
         ep=layout.ep,
+        fused=layout.fused,
     )
 
 
@@ -74,6 +75,14 @@ def own_matrix(model: ModelFacts, layout: Spread) -> float:
     return (layout.lora or model.hidden) * model.inner / layout.tp
 
 
+def edges(layers: int) -> list[int]:
+    """Return the blocks of which one is the fullest: what a block holds is convex in its number.
+
+    The first and the last differ from those between them, so that both neighbours count too.
+    """
+    return sorted({0, min(1, layers - 1), max(0, layers - 2), layers - 1})
+
+
 class StepMemory:
     """What all layouts share: activations and logits."""
 
@@ -81,18 +90,22 @@ class StepMemory:
         self.kept = widths_of(model, layout)
         model = cut(model, layout.tp)
         self.adapters = model.adapter_params(layout.lora)
-        self.all_params = model.params + model.layers * self.adapters
         self.learnt_params = model.layers * self.adapters if layout.lora else model.params
         self.model, self.batch, self.layout = model, batch, layout
         self.tokens = batch.tokens
         self.block = self.kept.block * self.tokens
-        self.of_block = (self.kept.entry if layout.recompute else self.kept.block) * self.tokens
+        of_block = self.kept.of_block(recompute=layout.recompute, selective=layout.selective)
+        self.of_block = of_block * self.tokens
         self.outside = self.kept.outside * self.tokens
         self.logits = float(self.tokens * model.vocab)
+        # A loss of one kernel turns the model's own logits, and one copy of them, into gradients.
+        eager = max(LOGITS_BACKWARD, LOGITS_FORWARD + layout.low)
+        self.logit_bytes = layout.low + FP32 if layout.fused else eager
 
     def activations(self, blocks: int, *, outside: bool = False) -> float:
         """Kept for the backward pass by the first so many blocks."""
-        spared = self.kept.spared * self.tokens if blocks and not self.layout.recompute else 0.0
+        again = self.layout.recompute or self.layout.selective
+        spared = self.kept.spared * self.tokens if blocks and not again else 0.0
         return blocks * self.of_block - spared + (self.outside if outside else 0.0)
 
     def in_block(self, block: int) -> float:
@@ -113,14 +126,14 @@ class Whole(StepMemory):
         tied_head = model.vocab * model.hidden if model.tied else 0
         self.head_copy = model.head_params + tied_head
         self.block_copy = model.matrix_params + model.expert_params
-        self.rest: Parts = {WEIGHTS: self._weights(), MOMENTS: 2 * FP32 * learnt}
-        self.whole_gradients = FP32 * learnt
+        self.rest: Parts = {WEIGHTS: self._weights(), MOMENTS: 2 * layout.moment * learnt}
+        self.whole_gradients = layout.gradient * learnt
         self.from_start = self.is_ddp or batch.passes > 1
 
     def _weights(self) -> float:
         """Masters; of quantised weights the matrices of blocks in 4 bits, all else in 16."""
         if not self.layout.quantised:
-            return FP32 * self.all_params
+            return self.layout.stored * self.model.params + FP32 * self.model.layers * self.adapters
         model = self.model
         quantised = model.layers * model.matrix_params
         others = self.layout.low * (model.params - quantised)
@@ -152,7 +165,7 @@ class Whole(StepMemory):
         if self.layout.lora:
             return FP32 * blocks * self.adapters
         own = 0 if self.model.tied else self.model.head_params
-        return FP32 * (blocks * self.model.block_params + own)
+        return self.layout.gradient * (blocks * self.model.block_params + own)
 
     def moments(self) -> Iterator[Peak]:
         """Of a step, each full in its way."""
@@ -165,7 +178,7 @@ class Whole(StepMemory):
                 **self.base(layers),
                 GRADIENTS: begun,
                 ACTIVATIONS: saved,
-                LOGITS: self.logits * max(LOGITS_BACKWARD, LOGITS_FORWARD + self.layout.low),
+                LOGITS: self.logits * self.logit_bytes,
             },
         )
         head = {**self.base(layers), GRADIENTS: self.gradients(0)}
@@ -176,7 +189,7 @@ class Whole(StepMemory):
                 ACTIVATIONS: saved + self.kept.head_backward * self.tokens,
             },
         )
-        for done in range(layers):
+        for done in edges(layers):
             yield Peak(
                 "a block's backward pass",
                 {
@@ -192,7 +205,7 @@ class Whole(StepMemory):
         """The embedding's gradients, and the update."""
         model = self.model
         # A tied matrix has gradients from both of its ends, and their sum.
-        matrix = 0 if self.layout.lora else FP32 * model.vocab * model.hidden
+        matrix = 0 if self.layout.lora else self.layout.gradient * model.vocab * model.hidden
         ends = matrix * (2 * model.tied + self.from_start)
         yield Peak(
             "the end of the backward pass",
@@ -207,7 +220,7 @@ class Whole(StepMemory):
             {
                 **self.rest,
                 GRADIENTS: self.whole_gradients,
-                UPDATE: FP32 * self.learnt_params,
+                UPDATE: self.layout.moment * self.learnt_params,
             },
         )
 
@@ -215,7 +228,7 @@ class Whole(StepMemory):
         """A matrix' gradient on its way: in 16 bits, and before it is added in fp32."""
         rows = self.layout.lora or self.model.hidden
         largest = rows * self.model.inner
-        return (self.layout.low + FP32 * self.from_start) * largest
+        return (self.layout.low + self.layout.gradient * self.from_start) * largest
 
 
 class Sharded(StepMemory):
@@ -228,9 +241,13 @@ class Sharded(StepMemory):
         rests = 0.0 if layout.offload else 1 / layout.shards
         self.own = rests * self.learnt_params
         self.base: Parts = {
-            WEIGHTS: FP32 * rests * self.all_params,
-            MOMENTS: 2 * FP32 * self.own,
+            WEIGHTS: rests * (layout.stored * model.params + FP32 * model.layers * self.adapters),
+            MOMENTS: 2 * layout.moment * self.own,
         }
+        self.waits = batch.passes > 1 and not layout.each_pass
+        # Shards of the passes before are there from the start on, where each pass reduces.
+        added_up = batch.passes > 1 and layout.each_pass
+        self.begun = layout.gradient * self.own * added_up
         away = model.expert_params * (1 - 1 / layout.ep)  # on other ranks, gathered there
         self.unit = model.block_params - away + self.adapters
         self.learnt = float(self.adapters) if layout.lora else self.unit
@@ -248,13 +265,13 @@ class Sharded(StepMemory):
     def gradients(self, blocks: int) -> float:
         """This rank's shards, of the blocks that are through, and those that wait in whole."""
         through = blocks * self.learnt + self.apart
-        own = FP32 * through / self.layout.shards * (not self.layout.offload)
-        return own + self.waiting(through)
+        own = self.layout.gradient * through / self.layout.shards * (not self.layout.offload)
+        return max(own, self.begun) + self.waiting(through)
 
     def waiting(self, through: float) -> float:
         """Gradients in fp32 that are not reduced before the last pass of several."""
         whole = self.model.layers * self.learnt + self.apart + self.last
-        return FP32 * (whole - through) if self.batch.passes > 1 else 0.0
+        return FP32 * (whole - through) if self.waits else 0.0
 
     def reduced(self, whole: float) -> float:
         """In fp32: what is reduced, in one piece, and this rank's shard that comes out of it.
@@ -272,15 +289,15 @@ class Sharded(StepMemory):
     def moments(self) -> Iterator[Peak]:
         """Of a step, each full in its way."""
         yield from self._forward()
-        for done in range(self.model.layers):
+        for done in edges(self.model.layers):
             yield from self._block(done)
         yield from self._end()
         yield Peak(
             "the update",
             {
                 **self.base,
-                GRADIENTS: FP32 * self.own,
-                UPDATE: FP32 * self.own,
+                GRADIENTS: self.layout.gradient * self.own,
+                UPDATE: self.layout.moment * self.own,
             },
         )
 
@@ -294,9 +311,9 @@ class Sharded(StepMemory):
             "the loss",
             {
                 **self.base,
-                GRADIENTS: self.waiting(0),
+                GRADIENTS: self.begun + self.waiting(0),
                 ACTIVATIONS: saved,
-                LOGITS: self.logits * max(LOGITS_BACKWARD, LOGITS_FORWARD + layout.low),
+                LOGITS: self.logits * self.logit_bytes,
                 GATHERED: self.gathered(stays, beside=free),
             },
         )
@@ -308,7 +325,7 @@ class Sharded(StepMemory):
                 f"{name} is gathered",
                 {
                     **self.base,
-                    GRADIENTS: self.waiting(0),
+                    GRADIENTS: self.begun + self.waiting(0),
                     ACTIVATIONS: self.activations(layers - (unit is self.unit)),
                     GATHERED: layout.low * (before + own),
                     BUFFERS: layout.low * unit,
@@ -319,7 +336,7 @@ class Sharded(StepMemory):
                 "the head's reduction",
                 {
                     **self.base,
-                    GRADIENTS: self.waiting(0) or layout.low * self.root,
+                    GRADIENTS: self.waiting(0) or self.begun + layout.low * self.root,
                     ACTIVATIONS: saved,
                     GATHERED: layout.low * (max(1, stays) * self.unit + free),
                     BUFFERS: self.reduced(self.root),
@@ -359,7 +376,7 @@ class Sharded(StepMemory):
             },
         )
         # Of several passes' the last has been added to those that wait, in fp32.
-        added = low * learnt * (self.batch.passes == 1)
+        added = low * learnt * (not self.waits)
         yield Peak(
             "a block's reduction",
             {
@@ -387,7 +404,7 @@ class Sharded(StepMemory):
                 },
             )
         # Of several passes' the last has been added to those that wait, in fp32.
-        own = layout.low * last * (self.batch.passes == 1)
+        own = layout.low * last * (not self.waits)
         yield Peak(
             "the last reduction",
             {

@@ -9,7 +9,7 @@ tests/unit/strategy/test_strategies.py holds the order.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.plan.mesh import divisors
 from hpctrain.strategy.activations import FP32
@@ -55,6 +55,7 @@ class Strategy:
         impossible: Why it cannot be had here; empty where it can.
         aside: Why it is shown and never taken by itself; empty for the others.
         is_trained: Whether hpctrain trains so; else the row is one of memory.
+        elsewhere: What another engine or model does for it; empty for hpctrain's own rows.
     """
 
     key: str
@@ -64,6 +65,7 @@ class Strategy:
     impossible: str = ""
     aside: str = ""
     is_trained: bool = True
+    elsewhere: str = ""
 
     @property
     def ranks(self) -> int:
@@ -79,12 +81,67 @@ class Strategy:
 def candidates(model: ModelFacts, cluster: Machines, *, low: int = 2) -> list[Strategy]:
     """Every way that trains all weights, the simplest first."""
     plain = [*_copied(cluster, low), *_sharded(cluster, low)]
+    kept = [_selecting(way) for way in plain if _is_plain(way)]
     again = [_recomputing(way) for way in plain]
     cut = list(_cut(model, cluster, low))
     piped = list(_piped(model, cluster, low))
     shared = list(_shared_experts(model, cluster, low))
     more = [each for ways in (cut, piped, shared) for each in (*ways, *map(_recomputing, ways))]
-    return [*plain, *again, *_offloaded(again), *more]
+    return [*plain, *kept, *again, *_offloaded(again), *more]
+
+
+FUSED = "norms, activations and loss of one kernel each (Liger, MPT's own, torch.compile)"
+HALF = "torchtitan's selective recomputation; hpctrain's keeps every matrix product"
+BF16 = "weights, gradients and moments in bf16 (torchtune, KempnerForge); hpctrain keeps fp32"
+BF16_WEIGHTS = "weights and gradients in bf16, moments in fp32; hpctrain keeps all in fp32"
+FROZEN = "frozen weights in bf16 (peft, litgpt, torchtune); hpctrain keeps them in fp32"
+
+
+def of_other_engines(
+    model: ModelFacts, cluster: Machines, *, low: int = 2, lora: int = 0
+) -> list[Strategy]:
+    """Return what other engines hold, for comparison: rows of memory and time, never taken.
+
+    Args:
+        model: To be trained.
+        cluster: Nodes and their GPUs.
+        low: Bytes of a number in products; in fp32 there are no such rows.
+        lora: Rank of adapters that are asked for; 0 for all weights.
+    """
+    if low == FP32:
+        return []
+    if lora:
+        ours = [way for way in adapted(model, cluster, lora, asked=True) if way.is_trained]
+        return [_elsewhere(way, "bf16", FROZEN, stored=low) for way in ours]
+    bases = [way for way in (*_copied(cluster, low), *_sharded(cluster, low)) if _is_plain(way)]
+    wanted = "single" if cluster.ranks == 1 else "fsdp2"
+    ways = []
+    for way in (each for each in bases if each.key == wanted):
+        ways += [_elsewhere(way, "fused", FUSED, fused=True)]
+        ways += [_elsewhere(way, "half", HALF, selective="half")]
+        for each in (way, _recomputing(way)):
+            ways += [_elsewhere(each, "bf16", BF16, stored=low, moment=low)]
+            ways += [_elsewhere(each, "bf16-weights", BF16_WEIGHTS, stored=low)]
+    cut = [_recomputing(way) for way in _cut(model, cluster, low)]
+    return [*ways, *(_elsewhere(way, "bf16", BF16, stored=low, moment=low) for way in cut)]
+
+
+def _is_plain(way: Strategy) -> bool:
+    """Return whether it copies the model, or shards all of it once."""
+    layout = way.layout
+    return layout.kind in {"single", "ddp", "fsdp2"} and layout.reshard and layout.copies == 1
+
+
+def _elsewhere(way: Strategy, name: str, what: str, **layout: Any) -> Strategy:
+    return replace(
+        way,
+        key=f"{way.key}+{name}",
+        title=f"{way.title}, {name}",
+        layout=replace(way.layout, **layout),
+        aside=f"another engine's: {what}",
+        is_trained=False,
+        elsewhere=what,
+    )
 
 
 def adapted(
@@ -128,6 +185,11 @@ def _quantised(way: Strategy) -> Strategy:
         aside="memory only: hpctrain trains no quantised weights",
         is_trained=False,
     )
+
+
+def _selecting(way: Strategy) -> Strategy:
+    layout = replace(way.layout, selective="products")
+    return replace(way, key=f"{way.key}+selective", title=f"{way.title}, selective", layout=layout)
 
 
 def _recomputing(way: Strategy) -> Strategy:

@@ -1,8 +1,9 @@
 """How long a step takes by arithmetic, and what travels for it; not known where a fact is missing.
 
-Compute is the model's operations by a share of the GPU's peak (`SHARE_OF_PEAK`), traffic is bytes
-by the link's rate, and the longer of the two counts: they overlap at best. A floor for planning, no
-promise. Pure. tests/unit/strategy/test_timing.py holds the volumes.
+Compute is the model's operations by a share of the GPU's peak (`utilization`), traffic is bytes by
+the link's rate, and the longer of the two counts: they overlap at best. Published runs say how far
+that holds (tests/unit/strategy/test_published.py). Pure. tests/unit/strategy/test_timing.py holds
+the volumes.
 """
 
 from __future__ import annotations
@@ -10,19 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.strategy.activations import FP32
+from hpctrain.strategy.activations import FP32, products_of
+from hpctrain.strategy.utilization import share_of
 
 if TYPE_CHECKING:
     from hpctrain.strategy.facts import ModelFacts
     from hpctrain.strategy.hardware import Accelerator
     from hpctrain.strategy.memory import Batch, Spread
     from hpctrain.strategy.strategies import Machines, Strategy
-
-SHARE_OF_PEAK = 0.4
-"""What large transformers reach in training: 38 to 43 % for Llama 3 405B on up to 16,384 H100
-("The Llama 3 Herd of Models", 2024, table 4); less with little work for each GPU."""
-AROUND = 0.25
-"""The estimate is no better than this either way."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +65,16 @@ class StepTime:
         compute_s: The part that is products; None where the GPU's peak is not known.
         traffic_s: The part that travels; None where a rate is not known.
         basis: What it rests on, or what is missing.
+        least_s: At the highest share of the peak that published runs of this kind reached.
+        most_s: At the lowest.
     """
 
     seconds: float | None
     compute_s: float | None
     traffic_s: float | None
     basis: str
+    least_s: float | None = None
+    most_s: float | None = None
 
 
 def flops_of_step(model: ModelFacts, batch: Batch, way: Strategy) -> float:
@@ -92,6 +92,8 @@ def flops_of_step(model: ModelFacts, batch: Batch, way: Strategy) -> float:
     if way.layout.recompute:
         blocks = 2 * (model.active_params - model.vocab * model.hidden)
         token += blocks + attention / 3
+    if way.layout.selective == "half":
+        token += 2 * model.layers * sum(out * into for out, into in products_of(model)[1::2])
     token += 6 * model.layers * model.adapter_params(way.layout.lora)
     own = token * batch.tokens * batch.passes / way.layout.tp / way.layout.pp
     return own / (1 - bubble(batch, way))
@@ -113,11 +115,14 @@ def traffic_of_step(model: ModelFacts, batch: Batch, way: Strategy, cluster: Mac
     learnt = model.layers * model.adapter_params(layout.lora) if layout.lora else params
     experts = model.layers * model.expert_params if layout.ep > 1 else 0  # cut over other ranks
     inside = between = 0.0
+    beside = max(1, cluster.gpus // layout.tp)
 
-    def add(nbytes: float, ranks: int, *, stays: bool) -> None:
+    def add(nbytes: float, ranks: int, *, stays: bool, beside: int = beside) -> None:
+        """Count a ring over ranks of which `beside` lie in one node: one of these leaves it."""
         nonlocal inside, between
         sent = nbytes * (ranks - 1) / ranks
-        inside, between = (inside + sent, between) if stays else (inside, between + sent)
+        out = 0.0 if stays else sent / beside
+        inside, between = inside + sent - out, between + out
 
     fits = cluster.nodes == 1
     if layout.kind == "ddp":
@@ -126,9 +131,10 @@ def traffic_of_step(model: ModelFacts, batch: Batch, way: Strategy, cluster: Mac
         stays = fits or layout.shards * layout.tp <= cluster.gpus
         each = _gathers(batch, layout) * low
         add(each * (params - experts), layout.shards, stays=stays)
-        add(FP32 * (learnt - experts), layout.shards, stays=stays)
+        reductions = batch.passes if layout.each_pass else 1
+        add(FP32 * (learnt - experts) * reductions, layout.shards, stays=stays)
         add((each + FP32) * experts / layout.ep, layout.shards // layout.ep, stays=stays)
-        add(2 * FP32 * learnt / layout.shards, layout.copies, stays=fits)
+        add(2 * FP32 * learnt / layout.shards, layout.copies, stays=fits, beside=1)
     elif layout.kind.startswith("zero"):
         reductions = 1 if layout.kind == "zero1" else batch.passes
         gathers = 2 * batch.passes if layout.kind == "zero3" else 1
@@ -161,22 +167,43 @@ def _to_host(params: float, batch: Batch, layout: Spread) -> float:
     return params / layout.shards * (2 * batch.passes * read + returned)
 
 
-def step_time(flops: float, traffic: Traffic, gpu: Accelerator, links: Links) -> StepTime:
-    """By arithmetic; not known where the GPU's peak or a link that is used is not."""
-    compute = None if gpu.flops is None else flops / (gpu.flops * SHARE_OF_PEAK)
+def step_time(
+    flops: float,
+    traffic: Traffic,
+    gpu: Accelerator,
+    links: Links,
+    layout: Spread | None = None,
+) -> StepTime:
+    """By arithmetic; not known where the GPU's peak or a link that is used is not.
+
+    Args:
+        flops: Of one GPU in a step.
+        traffic: What it sends.
+        gpu: Which.
+        links: Its rates.
+        layout: How the model is spread: what is computed again decides on the share of the peak.
+    """
     sides = (
         (traffic.inside, links.inside, "in a node"),
         (traffic.between, links.between, "nodes"),
         (traffic.host, links.host, "to the host (--host-gbs)"),
     )
+    # A ring over nodes is as slow as what leaves them: its part in a node need not be known.
+    slow = traffic.between and (layout is None or layout.tp == 1)
     missing = [f"the rate between {place}" if place == "nodes" else f"the rate {place}"
-               for nbytes, rate, place in sides if nbytes and not rate]  # fmt: skip
+               for nbytes, rate, place in sides
+               if nbytes and not rate and not (slow and place == "in a node")]  # fmt: skip
     sent = None if missing else sum(n / rate for n, rate, _ in sides if n and rate)
+    share = share_of(gpu.family, layout)
+    compute = None if gpu.flops is None else flops / (gpu.flops * share.typical)
     if compute is None:
         missing.insert(0, f"the peak of {gpu.name}")
     if compute is None or sent is None:
         return StepTime(None, compute, sent, f"not known: {', '.join(missing)}")
-    basis = f"{SHARE_OF_PEAK:.0%} of {gpu.name}'s peak, links at their rate; formula only"
+    basis = f"{share.basis} of {gpu.name}'s peak, links at their rate"
     if traffic.host:
         basis += "; the host's own update of the weights is not in it"
-    return StepTime(max(compute, sent), compute, sent, basis)
+    slowest, fastest = (compute * share.typical / edge for edge in (share.low, share.high))
+    return StepTime(
+        max(compute, sent), compute, sent, basis, max(fastest, sent), max(slowest, sent)
+    )

@@ -22,7 +22,9 @@ from hpctrain.strategy.screen import as_plain, heading
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpctrain.strategy.choice import Row, StrategyPlan
+    from hpctrain.strategy.choice import StrategyPlan
+    from hpctrain.strategy.memory import Spread
+    from hpctrain.strategy.rows import Row
 
 PROGRAM = "train.py"
 """What is started where no program was named."""
@@ -70,6 +72,14 @@ def without_equivalent(plan: StrategyPlan, row: Row) -> dict[str, str]:
                 "accelerate.yaml": f"accelerate knows no {what}",
                 "lightning_trainer.py": f"Lightning's Trainer knows no {what}",
             }
+    if layout.each_pass or layout.selective:
+        what = "no selective recomputation" if layout.selective else "one reduction a step alone"
+        gone |= {
+            "accelerate.yaml": f"accelerate knows {what}",
+            "lightning_trainer.py": f"Lightning's Trainer knows {what}",
+        }
+    if layout.selective:
+        gone["megatron.args"] = "Megatron-LM's selective recomputation keeps other results"
     if why := megatron_misfit(row, plan):
         gone["megatron.args"] = why
     return gone
@@ -98,22 +108,6 @@ def hpctrain_toml(
     """Settings that `hpctrain submit` reads from the working directory."""
     layout, cluster, batch = row.way.layout, plan.asked.cluster, row.batch
     assert batch is not None  # noqa: S101 - a chosen row has one
-    kind = "ddp" if layout.kind == "single" else layout.kind
-    engine: dict[str, str | float | bool] = {"kind": kind, "precision": precision}
-    if layout.recompute:
-        engine["activation_checkpointing"] = "full"
-    if layout.kind == "fsdp2":
-        engine["reshard_after_forward"] = layout.reshard
-    if layout.tp > 1:
-        engine["tp"] = str(layout.tp)
-    if layout.copies > 1:
-        engine["dp_replicate"] = str(layout.copies)
-    if layout.pp > 1:
-        engine |= {"pp": str(layout.pp), "pp_schedule": "1f1b"}
-    if layout.ep > 1:
-        engine["ep"] = str(layout.ep)
-    if layout.offload:
-        engine["offload"] = "cpu"
     slurm: dict[str, str | int] = {
         "nodes": str(cluster.nodes),
         "gpus_per_node": cluster.gpus,
@@ -132,11 +126,34 @@ def hpctrain_toml(
         ),
         "",
         *_table("slurm", slurm),
-        *_table("engine", engine),
+        *_table("engine", _engine(layout, precision)),
     ]
     if plan.saving is not None:
         lines += _table("checkpoint", {"interval_s": round(plan.saving.interval_s, 1)})
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _engine(layout: Spread, precision: str) -> dict[str, str | float | bool]:
+    """Return the settings of [engine]."""
+    kind = "ddp" if layout.kind == "single" else layout.kind
+    engine: dict[str, str | float | bool] = {"kind": kind, "precision": precision}
+    if layout.recompute or layout.selective:
+        engine["activation_checkpointing"] = "full" if layout.recompute else "selective"
+    if layout.each_pass:
+        engine["reduce_each_pass"] = True
+    if layout.kind == "fsdp2":
+        engine["reshard_after_forward"] = layout.reshard
+    if layout.tp > 1:
+        engine["tp"] = str(layout.tp)
+    if layout.copies > 1:
+        engine["dp_replicate"] = str(layout.copies)
+    if layout.pp > 1:
+        engine |= {"pp": str(layout.pp), "pp_schedule": "1f1b"}
+    if layout.ep > 1:
+        engine["ep"] = str(layout.ep)
+    if layout.offload:
+        engine["offload"] = "cpu"
+    return engine
 
 
 def _table(name: str, values: Mapping[str, str | float | bool]) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.support import plan_cases
+from tests.support import plan_cases, published
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
 MIB = 1 << 20
@@ -28,6 +28,19 @@ def rows():
 
 
 CASES = {plan_cases.title(case): case for case in plan_cases.ALL}
+
+
+def test_published_runs_stand_on_the_page_as_the_plan_takes_them_today():
+    text = PAGE.read_text()
+
+    assert [row for row in published.page_rows() if row not in text] == [], (
+        "run: python -m tests.support.published, and put its rows into docs/plan.md"
+    )
+    for held_out, kind in ((False, "P and A: used for calibration"), (True, "H: held out")):
+        some = [run for run in published.runs() if run.is_held_out is held_out]
+        steps = [run.step_ratio for run in some if run.step_ratio]
+        fits, near = sum(run.row.is_held for run in some), sum(abs(r - 1) <= 0.25 for r in steps)
+        assert f"| {kind} | {fits} of {len(some)} | {near} of {len(steps)} |" in text
 
 
 def test_the_page_has_a_row_for_each_case():

@@ -58,7 +58,11 @@ def parameter(engine):
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "sets"),
-    [("fsdp2", 4, {"engine.tp": "2"}), ("ddp", 2, {"train.micro_batch": "2"})],
+    [
+        ("fsdp2", 4, {"engine.tp": "2"}),
+        ("ddp", 2, {"train.micro_batch": "2"}),
+        ("fsdp2", 2, {"engine.reduce_each_pass": "true", "train.micro_batch": "2"}),
+    ],
 )
 def test_an_engine_that_trains_as_one_process_does_passes(check, kind, ranks, sets):
     result = check(kind, ranks, steps=2, **sets)

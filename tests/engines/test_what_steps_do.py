@@ -36,6 +36,7 @@ ON_2 = {
     "fsdp2 bf16": {"precision": "bf16"},
     "fsdp2 fp16": {"precision": "fp16"},
     "fsdp2 kept": {"reshard_after_forward": False},
+    "fsdp2 each pass": {"reduce_each_pass": True},
 }
 ALONE = World(0, 0, 1, torch.device("cpu"))
 UNITS = 4
@@ -92,7 +93,13 @@ def steps():
     return launch(on_two, 2)
 
 
-@pytest.mark.parametrize("name", ON_2)
+def test_gradients_travel_in_each_pass_where_that_is_asked_for():
+    for rank in steps():
+        one, four = rank["fsdp2 each pass", 1], rank["fsdp2 each pass", 4]
+        assert (one["scatters"], four["scatters"]) == (UNITS, 4 * UNITS)
+
+
+@pytest.mark.parametrize("name", [name for name in ON_2 if name != "fsdp2 each pass"])
 def test_gradients_travel_once_a_step_however_many_passes_it_has(name):
     for rank in steps():
         one, four = rank[name, 1], rank[name, 4]

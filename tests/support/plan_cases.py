@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.strategy.choice import PlanRequest
 from hpctrain.strategy.facts import of_config
 from hpctrain.strategy.hardware import Accelerator
 from hpctrain.strategy.memory import Batch, Spread
 from hpctrain.strategy.peaks import peak, stage_peaks
 from hpctrain.strategy.reading import ask as child
+from hpctrain.strategy.rows import PlanRequest
 from hpctrain.strategy.strategies import Machines
 from hpctrain.strategy.timing import Links
 
@@ -101,6 +101,8 @@ QUICK: list[Case] = [
     ("llama-20M", {**FSDP2, **SMALL, "pp": 2, "stage": 0, "passes": 8}),
     ("llama-20M", {**FSDP2, **SMALL, "lora": 16}),
     ("mixtral-12M", {**FSDP2, **SMALL, "ep": 4, "real": True}),
+    ("llama-156M", {**FSDP2, **SMALL, "selective": True}),
+    ("bert-52M", {**FSDP2, "micro": 1, "seq": 64, "passes": 2, "each_pass": True}),
 ]
 """Of each family and each way, in seconds."""
 MORE: list[Case] = [
@@ -206,8 +208,20 @@ EXPERTS: list[Case] = [
 ]  # fmt: skip
 """Blocks of a Mixtral with the recipe's experts, as many tokens coming as going."""
 
+_KEPT = {"selective": True}
+_REDUCED = {"passes": 2, "each_pass": True}
+SELECTIVE: list[Case] = [
+    *((name, {**way, **size, **_KEPT})
+      for name in ("llama-156M", "llama-748M", "gpt2-124M", "bert-335M")
+      for way in (SINGLE, FSDP2) for size in (SMALL, LONG)),
+    *((name, {**FSDP2, **size, **_REDUCED})
+      for name in ("llama-156M", "gpt2-124M", "bert-52M") for size in (SMALL, _FEW)),
+    ("llama-748M", {**FSDP2, **SMALL, **AGAIN, **_REDUCED}),
+]  # fmt: skip
+"""Products kept and the rest computed again; gradients reduced in each pass."""
+
 ALL: list[Case] = [
-    *EVERY, *TENSOR, *ZERO, *OFFLOAD, *THIN, *STAGES, *ADAPTERS, *EXPERTS
+    *EVERY, *TENSOR, *ZERO, *OFFLOAD, *THIN, *STAGES, *ADAPTERS, *EXPERTS, *SELECTIVE
 ]  # fmt: skip
 """Each once, as docs/plan.md lists them."""
 
@@ -245,6 +259,8 @@ def predicted(case: Case) -> Peak:
         copies=copies,
         tp=tp,
         recompute=step.get("recompute", False),
+        selective="products" if step.get("selective") else "",
+        each_pass=step.get("each_pass", False),
         reshard=step.get("reshard", True),
         low=2 if step.get("bf16", True) else 4,
         offload=step.get("offload", False),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -28,6 +29,40 @@ def test_the_simplest_that_fits_is_shown_last_and_why_the_others_do_not(config, 
     assert "GB over 80 GB; most is moments" in rows[1]
     assert "✓ chosen: the simplest that fits" in rows[-1]
     assert any(line.startswith("budget") for line in lines) is False
+
+
+def test_a_plan_says_whose_memory_it_is_and_shows_a_range_of_times(config, capsys):
+    assert main(["plan", config, *ASKED, "--steps", "1000"]) == 0
+
+    text = capsys.readouterr().out
+    assert "GB/GPU is what hpctrain's engines hold" in text
+    assert re.search(r"step      [\d.]+ m?s \([\d.]+ m?s to [\d.]+ m?s\): products", text)
+    assert re.search(r"GPU-h \(\d+ to \d+\)", text)
+    assert "published runs) of H100 SXM 80 GB's peak" in text
+
+
+def test_where_nothing_fits_the_command_names_what_does(config, capsys):
+    one = ["--gpu", "h100-sxm", "--seq", "4096"]
+    assert main(["plan", config, *one]) == 3
+
+    said = capsys.readouterr()
+    assert "What fits: 2 GPUs (--nodes 2 --global-batch 2): " in said.err
+    assert "one GPU, recompute, bf16: " in said.err
+    assert "~ fits, " in said.out
+    assert "LoRA 16, one GPU" in said.out
+
+
+def test_other_engines_rows_are_compared_and_cannot_be_taken(config, capsys):
+    assert main(["plan", config, *ASKED, "--compare", "--json"]) == 0
+    rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+
+    theirs = rows["fsdp2+recompute+bf16"]
+    assert theirs["memory_fits"]
+    assert not theirs["fits"]
+    assert theirs["other_engine"].startswith("weights, gradients and moments in bf16")
+    assert rows["fsdp2"]["other_engine"] is None
+    assert main(["plan", config, *ASKED, "--strategy", "fsdp2+recompute+bf16"]) == 2
+    assert "another engine's: weights" in capsys.readouterr().err
 
 
 def test_compare_shows_every_strategy_and_json_has_them_all(config, capsys):
@@ -65,9 +100,10 @@ def test_ways_that_train_less_are_compared_and_not_shown_else(config, capsys):
     plan = json.loads(capsys.readouterr().out)
     assert plan["chosen"] == "lora-ddp"
     assert {row["lora_rank"] for row in plan["rows"]} == {8}
-    assert [row["strategy"] for row in plan["rows"] if not row["trained_by_hpctrain"]] == [
-        "qlora-ddp+recompute"
-    ]
+    theirs = [row for row in plan["rows"] if not row["trained_by_hpctrain"]]
+    assert theirs[0]["strategy"] == "qlora-ddp+recompute"
+    assert "lora-ddp+recompute+bf16" in [row["strategy"] for row in theirs]
+    assert {row["other_engine"] is None for row in theirs[1:]} == {False}
     assert plan["checkpoint"]["bytes"] == 12 * 32 * 8 * (4 * 2 * 4096 + 3 * (4096 + 11_008))
 
 
@@ -192,7 +228,7 @@ def test_files_are_written_into_a_folder(config, tmp_path, capsys):
         (["CONFIG", *ASKED, "--lora", "0"], 2, "0 is not in the range"),
         (["CONFIG", *ASKED, "--lora", "8", "--strategy", "qlora-ddp+recompute"], 2, "no quantised"),
         (["CONFIG", *ASKED, "--time", "soon"], 2, "--time 'soon' is no time limit"),
-        (["CONFIG", "--gpu-mem", "1"], 3, "nothing fits 1 GB on 1 GPUs; the nearest is"),
+        (["CONFIG", "--gpu-mem", "1"], 3, "hpctrain's engines fits 1 GB on 1 GPUs; the nearest is"),
         (["CONFIG", *ASKED, "--site", "nowhere"], 4, "nowhere"),
     ],
 )
@@ -223,8 +259,9 @@ def test_measured_peaks_take_the_formulas_place(tmp_path, capsys):
     command = ["plan", str(path), "--gpu-mem", "80", "--seq", "256", "--measure", "--json"]
     assert main(command) == 0
 
-    rows = [row for row in json.loads(capsys.readouterr().out)["rows"] if row["peak_bytes"]]
-    assert [row["strategy"] for row in rows] == ["single", "single+recompute"]
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    rows = [row for row in rows if row["peak_bytes"] and not row["other_engine"]]
+    assert [row["strategy"] for row in rows] == ["single", "single+selective", "single+recompute"]
     for row in rows:
         assert row["measured_bytes"] == pytest.approx(row["peak_bytes"], rel=0.05)
         assert "measured" in row["why"]

@@ -493,6 +493,7 @@ BAD_COMBINATIONS = [
         "engine.precision is auto, which means bf16 on a GPU, which trains wrong",
     ),
     (["engine.offload=cpu"], "engine.offload is cpu, which fsdp2 and zero1 to zero3 can do"),
+    (["engine.reduce_each_pass=true"], "engine.reduce_each_pass is true, which only fsdp2 can do"),
     (["engine.offload=cpu", "engine.kind=zero0"], "engine.kind is zero0 (flag --set engine.kind)"),
     (
         ["engine.exact=true", "engine.compile=inductor", "train.micro_batch=4"],

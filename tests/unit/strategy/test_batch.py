@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.strategy.choice import passes_per_step
+from hpctrain.strategy.rows import passes_per_step
 
 
 def test_the_product_of_the_three_is_the_global_batch():

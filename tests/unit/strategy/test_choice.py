@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.errors import ChecksFailed, UsageError
 from hpctrain.strategy import choice
-from hpctrain.strategy.choice import gigabytes
+from hpctrain.strategy.rows import gigabytes
 from tests.support.plan_cases import ask
 
 
@@ -45,7 +45,8 @@ def test_where_the_parameters_do_not_fit_they_are_sharded_too():
 def test_beyond_that_matrices_are_cut_over_the_gpus_of_a_node():
     large = {"model": "llama-405B", "nodes": 64, "seq": 512}
     asked = ask(**large)
-    needed = {row.way.key: row.peak.needed for row in choice.rows_of(asked) if row.peak}
+    ours = [row for row in choice.rows_of(asked) if row.peak and not row.way.elsewhere]
+    needed = {row.way.key: row.peak.needed for row in ours}
     apart = ("tp", "pp", "lora", "qlora")
     sharded = min(
         needed[key] for key in needed if not key.startswith(apart) and "offload" not in key
@@ -200,7 +201,8 @@ def test_where_nothing_fits_the_nearest_is_named():
     asked = ask(gb=2)
     plan = choice.StrategyPlan(asked, choice.rows_of(asked), None)
 
-    with pytest.raises(ChecksFailed, match="nothing fits 2 GB on 16 GPUs; the nearest is"):
+    said = "no strategy of hpctrain's engines fits 2 GB on 16 GPUs; the nearest is"
+    with pytest.raises(ChecksFailed, match=said):
         choice.require_chosen(plan)
 
 

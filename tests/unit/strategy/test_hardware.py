@@ -48,6 +48,7 @@ def test_memory_that_is_given_wins_and_what_all_that_fit_agree_on_stays_known():
     assert (known.memory, known.bf16) == (39_500_000_000, True)
     assert (known.flops, known.link) == (GPUS["a100-sxm-40gb"].flops, None)
     assert gpu_of("A100 40 GB", None, "--gpu").link is None, "PCIe and SXM have others"
+    assert gpu_of("warp9", 96, "--gpu").family == ""
     assert (unknown.memory, unknown.flops, unknown.link) == (96_000_000_000, None, None)
 
 
@@ -67,3 +68,20 @@ def test_a_name_fits_what_has_all_of_its_words():
     assert find_gpu("NVIDIA H100 80GB HBM3") == find_gpu("H100 80 GB")
     assert find_gpu("NVIDIA H100 80GB HBM3")
     assert find_gpu("") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "gb"),
+    [("h100-sxm", 103), ("H100 SXM 80 GB", 64), ("h200", 150), ("a100-sxm-40gb", 64)],
+)
+def test_another_memory_keeps_the_speed_of_the_gpu(name, gb):
+    given, of_sheet = gpu_of(name, gb, "--gpu"), gpu_of(name, None, "--gpu")
+
+    assert given.memory == gb * 10**9
+    assert (given.flops, given.link, given.bf16) == (of_sheet.flops, of_sheet.link, True)
+    assert given.family == of_sheet.family == name.lower().replace(" ", "-").partition("-")[0]
+
+
+def test_the_memories_that_published_runs_have_are_in_the_table():
+    assert {gpu.memory // 10**9 for gpu in GPUS.values()} >= {40, 80, 94, 96, 141, 192}
+    assert gpu_of("H100 SXM 94 GB", None, "--gpu").flops == GPUS["h100-sxm"].flops

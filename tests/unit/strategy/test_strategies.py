@@ -13,8 +13,15 @@ def keys(nodes, gpus):
     return [way.key for way in candidates(LLAMA, Machines(nodes, gpus))]
 
 
-def test_one_gpu_has_two_ways():
-    assert keys(1, 1) == ["single", "single+recompute"]
+def test_one_gpu_has_three_ways():
+    assert keys(1, 1) == ["single", "single+selective", "single+recompute"]
+
+
+def test_selective_recomputation_comes_between_none_and_all():
+    each = keys(1, 8)
+
+    for key in ("ddp", "fsdp2"):
+        assert each.index(key) < each.index(f"{key}+selective") < each.index(f"{key}+recompute")
 
 
 def test_copies_of_shards_need_several_nodes_with_several_gpus():

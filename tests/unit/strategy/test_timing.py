@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hpctrain.strategy.facts import of_config
@@ -7,13 +9,13 @@ from hpctrain.strategy.hardware import Accelerator
 from hpctrain.strategy.memory import Batch, Spread
 from hpctrain.strategy.strategies import Machines, Strategy
 from hpctrain.strategy.timing import (
-    SHARE_OF_PEAK,
     Links,
     bubble,
     flops_of_step,
     step_time,
     traffic_of_step,
 )
+from hpctrain.strategy.utilization import share_of
 from tests.support.plan_cases import MODELS
 
 LLAMA = of_config(MODELS["llama-7B"], "llama")
@@ -41,10 +43,16 @@ def test_gathers_and_reductions_are_counted_with_what_a_ring_sends():
     kept = traffic_of_step(LLAMA, BATCH, way(shards=16, reshard=False), Machines(2, 8))
     ddp = traffic_of_step(LLAMA, BATCH, Strategy("ddp", "", Spread("ddp"), 16), Machines(2, 8))
 
-    assert sharded.between == pytest.approx((2 * 2 + 4) * LLAMA.params * 15 / 16)
-    assert kept.between == pytest.approx((2 + 4) * LLAMA.params * 15 / 16)
-    assert ddp.between == pytest.approx(8 * LLAMA.params * 15 / 16)
-    assert sharded.inside == kept.inside == ddp.inside == 0
+    for traffic, nbytes in ((sharded, 2 * 2 + 4), (kept, 2 + 4), (ddp, 8)):
+        sent = nbytes * LLAMA.params * 15 / 16
+        assert traffic.between == pytest.approx(sent / 8), "one of a node's eight links leaves it"
+        assert traffic.inside == pytest.approx(sent * 7 / 8)
+    twice = replace(BATCH, passes=2)
+    once, each = (
+        traffic_of_step(LLAMA, twice, way(shards=16, each_pass=flag), Machines(2, 8))
+        for flag in (False, True)
+    )
+    assert each.nbytes - once.nbytes == pytest.approx(4 * LLAMA.params * 15 / 16)
 
 
 def test_copies_of_shards_send_a_shards_gradients_between_nodes_alone():
@@ -59,8 +67,12 @@ def test_the_longer_of_products_and_traffic_counts():
     flops = flops_of_step(LLAMA, BATCH, way(shards=16))
 
     fast, slow = (step_time(flops, traffic, GPU, Links(1e12, rate)) for rate in (1e12, 1e9))
-    assert fast.seconds == fast.compute_s == pytest.approx(flops / (300e12 * SHARE_OF_PEAK))
-    assert slow.seconds == slow.traffic_s == pytest.approx(traffic.between / 1e9)
+    share = share_of("", None)
+    assert fast.seconds == fast.compute_s == pytest.approx(flops / (300e12 * share.typical))
+    assert fast.least_s == pytest.approx(flops / (300e12 * share.high))
+    assert fast.most_s == pytest.approx(flops / (300e12 * share.low))
+    sent = traffic.between / 1e9 + traffic.inside / 1e12
+    assert slow.seconds == slow.traffic_s == pytest.approx(sent)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def written(key, folder, **more):
     return row, texts
 
 
-@pytest.mark.parametrize("key", [*KEYS, *ALONE])
+@pytest.mark.parametrize("key", [*KEYS, *ALONE, "fsdp2+selective"])
 def test_submit_takes_the_settings_as_they_are(key, tmp_path, monkeypatch, capsys):
     row, _ = written(key, tmp_path)
     (tmp_path / "train.py").write_text("print(1)\n")
@@ -49,7 +49,20 @@ def test_submit_takes_the_settings_as_they_are(key, tmp_path, monkeypatch, capsy
     assert engine["pp_schedule"] == "1f1b"
     assert engine["offload"] == ("cpu" if row.way.layout.offload else "no")
     assert engine["reshard_after_forward"] is row.way.layout.reshard
-    assert (engine["activation_checkpointing"] == "full") is row.way.layout.recompute
+    layout = row.way.layout
+    again = "full" if layout.recompute else "selective" if layout.selective else "no"
+    assert engine["activation_checkpointing"] == again
+    assert engine["reduce_each_pass"] is layout.each_pass
+
+
+def test_a_reduction_in_each_pass_is_written_and_others_files_are_left_out(tmp_path):
+    row, texts = written("fsdp2", tmp_path, gb=30, micro=1, global_batch=64)
+
+    assert row.way.layout.each_pass
+    assert "reduce_each_pass = true" in texts["hpctrain.toml"]
+    assert not {"accelerate.yaml", "lightning_trainer.py"} & set(texts)
+    _, texts = written("fsdp2+selective", tmp_path)
+    assert not {"accelerate.yaml", "lightning_trainer.py", "megatron.args"} & set(texts)
 
 
 @pytest.mark.parametrize("key", KEYS)

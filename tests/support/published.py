@@ -1,0 +1,194 @@
+"""Published training runs beside what `hpctrain plan` says of them; tests/data has the runs."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from math import sqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.strategy import choice
+from hpctrain.strategy.facts import of_config
+from hpctrain.strategy.hardware import gpu_of
+from hpctrain.strategy.rows import PlanRequest
+from hpctrain.strategy.strategies import Machines
+from hpctrain.strategy.timing import Links, flops_of_step
+from hpctrain.strategy.utilization import ALIKE, ANY, kind_of
+
+if TYPE_CHECKING:
+    from hpctrain.strategy.rows import Row
+
+DATA = Path(__file__).parents[1] / "data" / "published-runs.toml"
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Published:
+    """A run and the plan's row for it.
+
+    Attributes:
+        said: What was published.
+        asked: The question for a plan that has the same set-up.
+        row: Its answer.
+    """
+
+    said: dict[str, Any]
+    asked: PlanRequest
+    row: Row
+
+    @property
+    def name(self) -> str:
+        """In the data file."""
+        return str(self.said["name"])
+
+    @property
+    def is_held_out(self) -> bool:
+        """Return whether the constants were not fitted to this run."""
+        return bool(self.said["use"] == "held-out")
+
+    @property
+    def step_s(self) -> float | None:
+        """Published seconds of a step; None where only memory was published."""
+        layout, said = self.row.way.layout, self.said
+        if "tokens" not in said:
+            return None
+        samples = said["micro"] * said["passes"]
+        return float(samples * said["seq"] / said["tokens"] / layout.tp / layout.pp)
+
+    @property
+    def step_ratio(self) -> float | None:
+        """Planned over published time of a step."""
+        seconds = self.row.time.seconds if self.row.time else None
+        return seconds / self.step_s if seconds and self.step_s else None
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """Planned need, with its allowance, over the published memory."""
+        if "memory_gb" not in self.said or self.row.peak is None:
+            return None
+        return float(self.row.peak.needed / GB / self.said["memory_gb"])
+
+
+@cache
+def table() -> dict[str, Any]:
+    """Return the data file."""
+    return tomllib.loads(DATA.read_text())
+
+
+@cache
+def runs() -> tuple[Published, ...]:
+    """Return every published run, planned."""
+    return tuple(planned(said) for said in table()["runs"])
+
+
+def planned(said: dict[str, Any]) -> Published:
+    """Return what the plan says of one run."""
+    model = of_config(table()["models"][said["model"]], said["model"])
+    gpu = gpu_of(said["gpu"], said.get("gpu_gb"), "--gpu")
+    cluster = Machines(said["nodes"], said["gpus"])
+    net = said["net_gbs"] * GB if "net_gbs" in said else None
+    way = said["row"]
+    tp = int(way[2 : way.index("+")]) if way.startswith("tp") else 1
+    asked = PlanRequest(
+        model=model,
+        cluster=cluster,
+        gpu=gpu,
+        links=Links(gpu.link, net),
+        seq=said["seq"],
+        global_batch=said["micro"] * said["passes"] * (cluster.ranks // tp),
+        micro=said["micro"],
+        lora=16 if way.startswith("lora") else 0,
+    )
+    rows = {row.way.key: row for row in choice.rows_of(asked)}
+    assert way in rows, (said["name"], way, list(rows))
+    return Published(said, asked, rows[way])
+
+
+# ---- what follows from the runs: utilization.toml, and the table of docs/plan.md
+
+
+def shares(*, calibration: bool) -> dict[tuple[str, str], list[float]]:
+    """Return the shares of the peak that runs reached, by GPU's family and kind of run."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for run in runs():
+        gpu, batch, seconds = run.asked.gpu, run.row.batch, run.step_s
+        if seconds and batch and gpu.flops and not (calibration and run.is_held_out):
+            share = flops_of_step(run.asked.model, batch, run.row.way) / seconds / gpu.flops
+            found.setdefault((gpu.family, kind_of(run.row.way.layout)), []).append(share)
+    return found
+
+
+def fitted() -> dict[str, dict[str, dict[str, float]]]:
+    """Return what utilization.toml has to hold.
+
+    The typical share is the geometric mean of the lowest and the highest calibration run; the range
+    is that of all published runs on GPUs with the same compute. A GPU without runs gets the lowest
+    of all families.
+    """
+    every, table = shares(calibration=False), dict[str, dict[str, dict[str, float]]]()
+    for (family, kind), used in shares(calibration=True).items():
+        like = ALIKE.get(family, family)
+        seen = [
+            share
+            for (other, each), found in every.items()
+            if each == kind and ALIKE.get(other, other) == like
+            for share in found
+        ]
+        typical = round(sqrt(min(used) * max(used)), 3)
+        low, high = round(min(seen), 3), round(max(seen), 3)
+        row = {"low": low, "typical": typical, "high": high, "runs": len(seen)}
+        table.setdefault(family, {})[kind] = row
+    table[ANY] = {}
+    for kind in ("plain", "half", "full", "tp"):
+        seen = [share for (_, each), found in every.items() if each == kind for share in found]
+        rows = [table[family][kind] for family in table if kind in table[family]]
+        table[ANY][kind] = {
+            "low": round(min(seen), 3),
+            "typical": min(row["typical"] for row in rows),
+            "high": round(max(seen), 3),
+            "runs": len(seen),
+        }
+    return table
+
+
+def utilization_toml() -> str:
+    """Return the text of hpctrain/strategy/utilization.toml."""
+    lines = [
+        "# Shares of a GPU's peak that published training runs reached, with the operations of a",
+        "# recomputation counted. Written by `python -m tests.support.published utilization` from",
+        "# tests/data/published-runs.toml; add a run there. plain: no recomputation; half:",
+        "# torchtitan's selective one; full: each block; tp: with tensor parallelism.",
+    ]
+    for family, rows in sorted(fitted().items()):
+        lines += ["", f"[{family}]"]
+        for kind, row in sorted(rows.items()):
+            values = ", ".join(f"{key} = {value}" for key, value in row.items())
+            lines.append(f"{kind} = {{ {values} }}")
+    return "\n".join(lines) + "\n"
+
+
+def page_rows() -> list[str]:
+    """Return the rows of the first table of docs/plan.md."""
+    rows = []
+    for run in runs():
+        said, peak = run.said, run.row.peak
+        assert peak is not None
+        cluster = f"{run.asked.cluster.ranks} x {run.asked.gpu.name}"
+        batch = f"{said['seq']:,} x {said['micro']} x {said['passes']}"
+        memory = f"{peak.needed / GB:.1f}"
+        if "memory_gb" in said:
+            memory += f" ({said['memory_gb']:g})"
+        fits = "yes" if run.row.is_held else "**no**"
+        tokens = f"{said['tokens']:,}" if "tokens" in said else ""
+        ratio = f"{run.step_ratio:.2f}" if run.step_ratio else ""
+        source = f"[{said['source']}]({table()['sources'][said['source']]})"
+        cells = (said["name"], said["model"], cluster, batch, f"`{said['row']}`", memory, fits)
+        rows.append(f"| {' | '.join((*cells, tokens, ratio, source))} |")
+    return rows
+
+
+if __name__ == "__main__":
+    print(utilization_toml() if sys.argv[1:] == ["utilization"] else "\n".join(page_rows()), end="")

@@ -1,0 +1,75 @@
+"""`hpctrain plan` beside published runs: tests/data/published-runs.toml, half of them held out."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from hpctrain.strategy import utilization
+from tests.support import published
+
+TOLERANCE = 0.25
+TOO_LARGE = {"P10", "H12", "H25"}
+"""Runs that trained and that a plan calls too large for the GPU: by 3, 10 and 7 %."""
+TOO_SLOW_OR_FAST = {"H3", "H10", "H25"}
+"""1B at 8,192 positions, 125M, and a program without compiled kernels."""
+MEMORY = (0.85, 1.5)
+"""Planned need over published peak. A plan has to be above rather than below."""
+
+
+def test_there_are_runs_of_both_kinds_from_several_engines():
+    held = [run for run in published.runs() if run.is_held_out]
+
+    assert len(published.runs()) >= 40
+    assert len(held) >= len(published.runs()) / 2
+    assert len({run.said["source"] for run in published.runs()}) >= 6
+    assert len({run.name for run in published.runs()}) == len(published.runs())
+
+
+def test_what_was_trained_fits_but_for_three():
+    assert {run.name for run in published.runs() if not run.row.is_held} == TOO_LARGE
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_step_takes_what_was_published_within_a_quarter(held_out):
+    ratios = {
+        run.name: run.step_ratio
+        for run in published.runs()
+        if run.step_ratio and run.is_held_out is held_out
+    }
+    off = {name for name, ratio in ratios.items() if abs(ratio - 1) > TOLERANCE}
+
+    assert off == (TOO_SLOW_OR_FAST if held_out else set())
+    assert len(off) <= (0.15 if held_out else 0.0) * len(ratios)
+
+
+def test_nine_in_ten_of_all_steps_are_within_a_quarter():
+    ratios = [run.step_ratio for run in published.runs() if run.step_ratio]
+
+    assert sum(abs(ratio - 1) <= TOLERANCE for ratio in ratios) >= 0.9 * len(ratios)
+
+
+def test_published_times_lie_in_the_range_that_a_plan_shows():
+    for run in published.runs():
+        if run.step_s:
+            time = run.row.time
+            assert time.least_s * 0.99 <= run.step_s <= time.most_s * 1.01, run.name
+
+
+def test_planned_memory_is_near_what_was_published():
+    ratios = {run.name: run.memory_ratio for run in published.runs() if run.memory_ratio}
+
+    assert len(ratios) >= 10
+    assert {
+        name: ratio for name, ratio in ratios.items() if not MEMORY[0] <= ratio <= MEMORY[1]
+    } == {}
+
+
+def test_the_constants_are_those_that_the_calibration_runs_give():
+    path = Path(utilization.__file__).with_name("utilization.toml")
+
+    assert tomllib.loads(path.read_text()) == published.fitted(), (
+        "run: python -m tests.support.published utilization > hpctrain/strategy/utilization.toml"
+    )
