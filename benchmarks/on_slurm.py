@@ -177,7 +177,7 @@ def _killed(run: RunHandle, attempt: int) -> tuple[dict[str, float], int, str]:
     began = {event.kind: event.t for event in reversed(events)}
     phases = {e.fact.name: e.t for e in events if isinstance(e.fact, PhaseReached)}
     (restored,) = [e.fact for e in events if isinstance(e.fact, CheckpointRestored)]
-    if restored.read_from not in {"memory", "will"}:
+    if restored.read_from != "memory":
         raise RuntimeError(f"attempt {attempt + 1} went on from elsewhere: {restored}")
     seconds = {
         "ranks gone, decided": first["attempt_ended"] - killed,
