@@ -23,7 +23,7 @@ CHANGES = ("new-parameters", "dropped-parameters", "optimizer-changed")
 
 REMOVED = {
     "alive.grow": "no node is added to a job that runs; a requeue brings back all nodes",
-    "alive.last_will": "a killed rank costs the steps since the last copy; see alive.memory_steps",
+    "alive.last_will": "a killed rank costs the steps since the last copy (alive.memory_steps)",
     "checkpoint.read_once": "what several ranks hold is read once and broadcast",
     "checkpoint.save_patience_s": "checkpoint.patience_s holds for saves too",
     "checkpoint.when_busy": "a save that is due waits for the one before",
