@@ -7,6 +7,7 @@ The tree::
       ChecksFailed                  3   something that can be checked beforehand does not hold
       NotFound                      4   no such run, site, checkpoint, script
       RunExists / RunAlive          5   would make two writers, or a second run of that name
+      WrongState                    5   the run has ended, or does not run: nothing to do it to
       ClusterError                  6   SLURM refused, or cannot be reached
       CheckpointError               7   (TornCheckpoint, FileSystemFault, NoCheckpoint, Fenced...)
         RunLocked                  75   another process holds the run's lock: try again later
@@ -61,6 +62,12 @@ class RunExists(HpctrainError):
 
 class RunAlive(HpctrainError):
     """The run has a job that may still write; a second writer is refused."""
+
+    exit_code = 5
+
+
+class WrongState(HpctrainError):
+    """The run is in a state in which this cannot be done: it is done, or does not run."""
 
     exit_code = 5
 
@@ -148,7 +155,7 @@ EXIT_CODES: dict[int, str] = {
     2: "wrong usage: a flag, a setting or a file",
     3: "a check failed",
     4: "not found",
-    5: "the run exists already, or is alive",
+    5: "the run exists already, is alive, or has ended, so that this cannot be done to it",
     6: "SLURM refused or cannot be reached",
     7: "a checkpoint cannot be written or read",
     75: "try again later",

@@ -133,11 +133,11 @@ def _read(logs: Sequence[LogInput]) -> tuple[list[LogFacts], list[str]]:
 def _check(name: str) -> int:
     """Say of each file of signatures whether it does what its examples say."""
     from hpctrain.base.text import count
-    from hpctrain.doctor.own_signatures import faults_of, files_in, found
+    from hpctrain.doctor.own_signatures import faults_of, files_in, paths_here
     from hpctrain.doctor.signature import read
     from hpctrain.terminal import echo_note
 
-    paths, notes = (files_in(Path(name)), []) if name else found(os.environ)
+    paths, notes = (files_in(Path(name)), []) if name else paths_here(os.environ)
     for note in notes:
         echo_note(note)
     if not paths:

@@ -13,7 +13,7 @@ import click
 from hpctrain.base import clock
 from hpctrain.cli.options import foreign_option, json_option, run_argument, runs_option
 from hpctrain.cli.progress import line
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import HpctrainError, UsageError, WrongState
 from hpctrain.history.run_history import RunHistory
 from hpctrain.history.run_state import OVER, RunState, run_state
 from hpctrain.history.telling import listens
@@ -222,7 +222,7 @@ def _running(run: RunDir, events: Sequence[Event]) -> AttemptStarted:
     state = run_state(history.state, answer.job, asked=answer.asked)
     started = [e.fact for e in events if isinstance(e.fact, AttemptStarted)]
     if state is not RunState.RUNNING:
-        raise UsageError(f"{run.name} does not run, so there is nothing to look at: it is {state}")
+        raise WrongState(f"{run.name} does not run, so there is nothing to look at: it is {state}")
     if not started or not listens(history):
         raise UsageError(
             f"{run.name} cannot hear of this: its program has not called hpctrain.init() so far"

@@ -15,7 +15,7 @@ from hpctrain.base import clock
 from hpctrain.base.text import count, duration, fold_ranks
 from hpctrain.cli.options import foreign_option, json_option, run_argument, runs_option
 from hpctrain.cli.progress import line
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import HpctrainError, UsageError, WrongState
 from hpctrain.hangs import stacks
 from hpctrain.history.run_history import RunHistory
 from hpctrain.history.run_state import RunState, run_state
@@ -101,7 +101,7 @@ def _running(run: RunDir) -> tuple[int, str, int]:
         if isinstance(event.fact, AttemptStarted)
     ]
     if state is not RunState.RUNNING or not started:
-        raise UsageError(f"{run.name} does not run, so there is nothing to look at: it is {state}")
+        raise WrongState(f"{run.name} does not run, so there is nothing to look at: it is {state}")
     return started[-1]
 
 

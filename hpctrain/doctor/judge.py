@@ -58,7 +58,7 @@ _EXPLAINS: dict[FaultKind, frozenset[FaultKind]] = {
 """What the first kind brings with it, so that both together are no riddle."""
 _BRIDGE = re.compile(r"\b(?:docker\d+|br-[\da-f]{12}|virbr\d+|veth\w+|cni\d+)\b")
 _SUDDEN = frozenset({FaultKind.HOST_OOM, FaultKind.NATIVE, FaultKind.SHARED_MEMORY})
-_ABORTS = frozenset({"killed-sigabrt", "aborted", "aborted-code"})
+_ABORTS = frozenset({"killed-sigabrt", "aborted", "aborted-code", "aborted-by-glog"})
 _CRASHES = frozenset({FaultKind.GPU_ASSERT, FaultKind.FP16_OVERFLOW})
 """Ends to which numbers that are none lead."""
 

@@ -17,7 +17,7 @@ TABLE_RANK = re.compile(r"^\s*rank\s*: (?P<rank>\d{1,6}) \(local_rank: \d+\)")
 _MOST_PREFIXES = 8
 _BEGINS = (
     r"Traceback \(most|  +File \"|\[(?:rank|default|RANK )\d|\[\d+,\d+\]<std|\d{1,5}: |"
-    r"\[?20\d\d-\d\d-|stderr: |\(\w+ pid=|[EWIF]\d{4} |"
+    r"\[?20\d\d-\d\d-|stderr: |Net : Call|\(\w+ pid=|[EWIF]\d{4} |"
     r"(?:\w{1,99}\.){0,9}\w{0,99}(?:Error|Exception)\b"
 )
 """What cannot be the words behind a program's own "name: "."""

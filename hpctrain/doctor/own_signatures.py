@@ -1,4 +1,4 @@
-"""Signatures that a user or a site adds to ours: where they lie, and what is wrong with one.
+"""Signatures that a user or a site adds to ours: where they lie, and what is wrong with signature.
 
 tests/unit/doctor/test_own_signatures.py holds the promises.
 """
@@ -31,7 +31,7 @@ MOST_S = 0.2
 """CPU time that a pattern may take for the longest line; ours take a thousandth of it."""
 
 
-def found(environ: Mapping[str, str]) -> tuple[list[Path], list[str]]:
+def paths_here(environ: Mapping[str, str]) -> tuple[list[Path], list[str]]:
     """The files that hold here, a user's before the site's, and what hinders the site's."""
     own = user_folder(environ)
     paths = sorted((own / FOLDER).glob("*.toml")) if own is not None else []
@@ -39,7 +39,7 @@ def found(environ: Mapping[str, str]) -> tuple[list[Path], list[str]]:
         here = look_around(environ, lambda: name_here(environ))
         site, _ = choose(environ.get(HPCTRAIN_SITE), environ, here)
         named = [Path(os.path.expandvars(text)) for text in site.doctor.signatures] if site else []
-        return [*paths, *(path for one in named for path in files_in(one))], []
+        return [*paths, *(path for place in named for path in files_in(place))], []
     except HpctrainError as error:
         return paths, [f"the site's signatures were left out: {error}"]
 
@@ -60,7 +60,7 @@ def files_in(path: Path) -> list[Path]:
 
 def with_own(environ: Mapping[str, str]) -> tuple[SignatureTable, list[str]]:
     """Ours and those that are found here; a file that is wrong is left out, which is said."""
-    paths, notes = found(environ)
+    paths, notes = paths_here(environ)
     more: list[Signature] = []
     for path in paths:
         try:
@@ -73,42 +73,46 @@ def with_own(environ: Mapping[str, str]) -> tuple[SignatureTable, list[str]]:
 def faults_of(signatures: Iterable[Signature]) -> list[str]:
     """What their own examples say against them, in a line each."""
     faults: list[str] = []
-    for one in signatures:
-        if (slow := _slow_on(one)) is not None:
-            faults.append(f"{one.name}: its pattern takes too long on lines like {slow[:60]!r}...")
+    for signature in signatures:
+        if (slow := _slow_on(signature)) is not None:
+            faults.append(
+                f"{signature.name}: its pattern takes too long on lines like {slow[:60]!r}..."
+            )
             continue
         faults += [
-            f"{one.name}: does not fit its example {line!r}: {_why(one, line)}"
-            for line in one.matches
-            if one.fits(plain(line).text) is None
+            f"{signature.name}: does not fit its example {line!r}: {_why(signature, line)}"
+            for line in signature.matches
+            if signature.fits(plain(line).text) is None
         ]
         faults += [
-            f"{one.name}: fits its near miss {line!r}"
-            for line in one.near_misses
-            if one.fits(plain(line).text) is not None
+            f"{signature.name}: fits its near miss {line!r}"
+            for line in signature.near_misses
+            if signature.fits(plain(line).text) is not None
         ]
     return faults
 
 
-def _why(one: Signature, line: str) -> str:
+def _why(signature: Signature, line: str) -> str:
     text = plain(line).text
-    if not any(word in text for word in one.words):
+    if not any(word in text for word in signature.words):
         return "none of its words stands there"
-    if one.compiled.search(text) is None:
+    if signature.compiled.search(text) is None:
         return "its pattern does not"
-    return f"it does not stand where it should ({one.where})"
+    return f"it does not stand where it should ({signature.where})"
 
 
 class _TooSlow(Exception):
     """A pattern's time is up."""
 
 
-def _slow_on(one: Signature) -> str | None:
+def _slow_on(signature: Signature) -> str | None:
     """A line on which the pattern takes too long; None where it takes none long."""
-    pieces = ["a", "0", " ", "\t", "/", "a.", "a ", "0,", "a=", *one.matches]
+    pieces = ["a", "0", " ", "\t", "/", "a.", "a ", "0,", "a=", *signature.matches]
     texts = [piece * (LONGEST_LINE // len(piece)) for piece in pieces]
     texts += [
-        line + piece * (LONGEST_LINE // len(piece)) for line in one.matches for piece in pieces
+        line + piece * (LONGEST_LINE // len(piece))
+        for line in signature.matches
+        for piece in pieces
     ]
 
     def up(_number: int, _frame: FrameType | None) -> None:
@@ -119,7 +123,7 @@ def _slow_on(one: Signature) -> str | None:
         for text in texts:
             signal.setitimer(signal.ITIMER_VIRTUAL, MOST_S)
             try:
-                one.compiled.search(text[:LONGEST_LINE])
+                signature.compiled.search(text[:LONGEST_LINE])
             except _TooSlow:
                 return text
             finally:

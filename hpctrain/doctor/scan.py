@@ -62,9 +62,11 @@ _LIBRARY = re.compile(
 _WRAPPERS = re.compile(
     r"(?:^|\.)(?:ChildFailedError|CalledProcessError|SystemExit|ProcessRaise"
     r"dException|RayTaskError\S*|ActorDiedError|RayActorError|WorkerCrashedError|"
-    r"ProcessExitedException|ExceptionGroup|SignalException|StopIteration)$",
+    r"ProcessExitedException|ExceptionGroup|SignalException|StopIteration|UnexpectedStatusException)$",
     re.IGNORECASE,
 )
+_OF_CHILD = re.compile(r"\bnon-?zero (?:exit )?status\b|\bexit(?:ed with)? (?:code|status) [1-9]")
+"""What a program says of another that it had started, whose own error stands elsewhere."""
 _LOADS = re.compile(r"^_?load_(?:\w+_)?(?:state|checkpoint|state_dict|optimizer\w*)$")
 """Functions that read a checkpoint: what fails below them failed with it."""
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
@@ -94,7 +96,7 @@ DEFAULT_OF_CAUSE: dict[EndCause, tuple[FaultKind, Role, Certainty]] = {
 
 
 @dataclass
-class _Reading:
+class _LineVerdict:
     """What one line says of a fault: as in `Sighting`."""
 
     sign: str
@@ -247,7 +249,7 @@ class LogScanner:
             stream.last = len(facts.sightings)
             facts.sightings.append(sighting)
 
-    def _read(self, line: PlainLine, stream: _Writer) -> _Reading | None:
+    def _read(self, line: PlainLine, stream: _Writer) -> _LineVerdict | None:
         """What a line says: of a fault, or of what its stream is in the middle of."""
         text = line.text
         self._environment(text)
@@ -260,17 +262,17 @@ class LogScanner:
             self._exception(text, stream) if begun is None else None
         )
 
-    def _signed(self, text: str, stream: _Writer) -> _Reading | None:
+    def _signed(self, text: str, stream: _Writer) -> _LineVerdict | None:
         """What a signature knows of a line."""
-        for one in self._table.faults:
-            if one.fault is not None and (match := one.fits(text)) is not None:
+        for each in self._table.faults:
+            if each.fault is not None and (match := each.fits(text)) is not None:
                 details = {name: value for name, value in match.groupdict().items() if value}
-                sure = _sure(one, text, inside=stream.left > 0)
+                sure = _sure(each, text, inside=stream.left > 0)
                 self._close(stream, text)
-                if one.name == FATAL:
+                if each.name == FATAL:
                     self._await_frames(stream)
-                return _Reading(
-                    one.name, one.fault, one.role, sure, details, one.is_late, one.advice
+                return _LineVerdict(
+                    each.name, each.fault, each.role, sure, details, each.is_late, each.advice
                 )
         return None
 
@@ -350,7 +352,7 @@ class LogScanner:
         if stream.left > 0 and _EXCEPTION.match(text) is not None:
             stream.left = 0
 
-    def _exception(self, text: str, stream: _Writer) -> _Reading | None:
+    def _exception(self, text: str, stream: _Writer) -> _LineVerdict | None:
         """An exception that no signature knows: the ledger's words for it, else the program's."""
         in_traceback = stream.left > 0
         pattern = _EXCEPTION if in_traceback else EXCEPTION
@@ -364,28 +366,29 @@ class LogScanner:
         is_own = is_own and (stream.raises or name != "RuntimeError")
         stream.left = 0
         self._attention = max(self._attention, _AFTER_EXCEPTION)
-        if _WRAPPERS.search(name) is not None or _IN_WORKER.search(text) is not None:
+        is_empty = name == "Exception" and not match["text"]  # torch's, round a spawned rank's own
+        if _WRAPPERS.search(name) or _IN_WORKER.search(text) or _OF_CHILD.search(text) or is_empty:
             return None
         details = {"exception": name}
         cause = told_in(text)
         if cause is not None and cause in DEFAULT_OF_CAUSE:
             kind, role, certainty = DEFAULT_OF_CAUSE[cause]
-            return _Reading(f"ledger-{cause.value}", kind, role, certainty, details)
+            return _LineVerdict(f"ledger-{cause.value}", kind, role, certainty, details)
         if in_traceback and stream.loads:
             kind, sure = FaultKind.CHECKPOINT, Certainty.LIKELY
-            return _Reading("checkpoint-read", kind, Role.CAUSE, sure, details)
+            return _LineVerdict("checkpoint-read", kind, Role.CAUSE, sure, details)
         sure = Certainty.CERTAIN if is_own else Certainty.LIKELY
-        return _Reading(f"exception-{name}", FaultKind.CODE, Role.CAUSE, sure, details)
+        return _LineVerdict(f"exception-{name}", FaultKind.CODE, Role.CAUSE, sure, details)
 
 
 def _has_place(sign: str, role: Role) -> bool:
     return sign == FATAL or sign.startswith("exception") or role is Role.CAUSE
 
 
-def _sure(one: Signature, text: str, *, inside: bool) -> Certainty:
+def _sure(signature: Signature, text: str, *, inside: bool) -> Certainty:
     """How sure a signature's fault is in this line: a program may print any words and go on."""
-    if one.certainty is not Certainty.CERTAIN or one.says_so is Speaker.SYSTEM:
-        return one.certainty
+    if signature.certainty is not Certainty.CERTAIN or signature.says_so is Speaker.SYSTEM:
+        return signature.certainty
     begins = EXCEPTION.match(text) or (inside and _EXCEPTION.match(text))
     return Certainty.CERTAIN if begins else Certainty.LIKELY
 
@@ -410,7 +413,7 @@ def _candidates(block: bytes, words: tuple[bytes, ...]) -> list[int]:
 
 def _with_a_word(lines: bytes, words: tuple[bytes, ...]) -> set[bytes]:
     """The lines that hold one of the words."""
-    found: set[bytes] = set()
+    hits: set[bytes] = set()
     # The different words of a block are a small part of it: most of ours are soon found missing.
     vocabulary = b" ".join(set(lines.split()))
     for word in words:
@@ -422,9 +425,9 @@ def _with_a_word(lines: bytes, words: tuple[bytes, ...]) -> set[bytes]:
             start = max(end, lines.rfind(b"\n", end, at) + 1)
             stop = lines.find(b"\n", at)
             end = len(lines) if stop < 0 else stop
-            found.add(lines[start:end])
+            hits.add(lines[start:end])
             at = lines.find(word, end)
-    return found
+    return hits
 
 
 def _line_end(block: bytes, at: int) -> int:

@@ -3,7 +3,7 @@
 A signature is looked for in a line only where one of its words stands in it, and a line is looked
 at only where one of `SignatureTable.words` stands in it: searching for a few plain words is what
 makes a log of a gigabyte a matter of seconds. docs/doctor.md describes the fields for users.
-tests/unit/doctor/test_signature.py and test_corpus.py hold the promises.
+tests/unit/doctor/test_own_signatures.py and test_corpus.py hold the promises.
 """
 
 from __future__ import annotations

@@ -27,6 +27,9 @@ GIVEN = "file"
 ADMINS = (PACKAGED, SYSTEM, GIVEN)
 """Layers whose [lock] counts where the file is root's. One given by its path may be a draft."""
 
+YOUNGER = frozenset({"doctor"})
+"""Tables that the presets in older runs lack."""
+
 KeyPath = tuple[str, ...]
 """A value's place in a preset: ("env", "multi_node", "NCCL_NET"), ("description",)."""
 
@@ -125,9 +128,10 @@ class Site(Preset):
                 f"the preset in the run's spec.json has format {plain.get('format')}, this "
                 f"hpctrain reads {FORMAT}; use the version that wrote it"
             )
+        absent = YOUNGER - plain.keys()
         try:
             return replace(
-                make(Site, {name: plain[name] for name in keys_of(Preset)}),
+                make(Site, {name: plain[name] for name in keys_of(Preset) if name not in absent}),
                 settings=plain[schema.SETTINGS],
                 leaves={
                     tuple(leaf.pop("path")): PresetValue(**leaf)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpctrain.base import clock
 from hpctrain.base.files import write_plain
 from hpctrain.base.records import TERMINAL_JOB
-from hpctrain.errors import ClusterError, ClusterUnreachable, HpctrainError, UsageError
+from hpctrain.errors import ClusterError, ClusterUnreachable, HpctrainError, UsageError, WrongState
 from hpctrain.history.run_state import OVER, RunState, run_state
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import CancelRequested
@@ -83,7 +83,7 @@ def _live_job(run: RunDir, answer: Answer, history: RunHistory) -> str | None:
             )
         return job_id
     if answer.note:
-        raise UsageError(
+        raise WrongState(
             f"{run.name} has no job that could be cancelled: it is {state.value}; {answer.note}"
         )
     return None

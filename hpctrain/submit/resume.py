@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.store.find import CheckpointChoice, refuse_to_forget
-from hpctrain.errors import UsageError
+from hpctrain.errors import WrongState
 from hpctrain.history.run_history import RunHistory
 from hpctrain.history.telling import NO_STEP, telling
 from hpctrain.memory.need import memory_notes
@@ -56,7 +56,7 @@ def plan_resume(
             there is none at all.
         FileSystemFault: nobody can say which checkpoint would be loaded.
         OtherFormat: it has a format of another hpctrain.
-        UsageError: the run is done, or some number of nodes has no mesh.
+        WrongState, UsageError: the run is done; some number of nodes has no mesh.
     """
     events = ledger.read(run)
     is_recipe = spec.entry.kind == "recipe"
@@ -107,9 +107,9 @@ def _refuse_done(run: RunDir, spec: Spec, events: Sequence[ledger.Event]) -> Non
     step = ends[-1]
     anew = f"name the program with what it is to do: hpctrain resume {run.name} -- PROGRAM ARGS"
     if step is None:  # a program that counts no steps with us
-        raise UsageError(f"{run.name} is done: its program has ended; to run it on, {anew}")
+        raise WrongState(f"{run.name} is done: its program has ended; to run it on, {anew}")
     more = f"to train on, {anew}" if is_script else "to train on, raise --set train.steps=N"
-    raise UsageError(f"{run.name} is done (step {step}); {more}, or go back with --from STEP")
+    raise WrongState(f"{run.name} is done (step {step}); {more}, or go back with --from STEP")
 
 
 def _sealed_choice(run: RunDir, from_step: int | None) -> tuple[Seal | None, list[dict[str, Any]]]:

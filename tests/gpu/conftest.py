@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from tests.gpu.recording import NEEDS_CUDA, NUMBER, ON_CUDA
 from tests.support.ports import free_port
+from tests.support.resumed import end_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -125,6 +126,16 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
     notes: Any = pyfuncitem.funcargs.get("note")
     assert not (notes and notes.missed), "; ".join(notes.missed)
     return result
+
+
+@pytest.fixture(autouse=True)
+def _threads_end() -> Iterator[None]:
+    """End the threads of runs that a test had in this process; a rank's end with its process."""
+    yield
+    from hpctrain.runtime.run import Run
+
+    for run in [thing for thing in gc.get_objects() if type(thing) is Run]:
+        end_threads(run)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ stop, without a signal to wait for.
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 from typing import TYPE_CHECKING, Any
@@ -55,16 +54,16 @@ def start(folder: Path, program: Program, total: int, **changes: Any) -> Any:
             end_threads(run)
 
 
-@functools.cache
 def forget_imports() -> None:
-    """Take what is alive now out of the garbage collector's sight, once.
+    """Take what is alive now out of the garbage collector's sight, where it is not yet.
 
     At the first step after a restore `runtime/unsaved.py` looks through all objects of the process
     and may have it swept: half a second for what torch and the tests have imported, at each of a
     thousand small runs.
     """
-    gc.collect()
-    gc.freeze()
+    if not gc.get_freeze_count():  # ranks that were forked in between have ended it
+        gc.collect()
+        gc.freeze()
 
 
 def end_threads(run: Any) -> None:

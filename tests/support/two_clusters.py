@@ -55,7 +55,7 @@ class TwoClusters(LoadFileScheduling):  # type: ignore[misc] # xdist says no typ
     def _reschedule(self, node: WorkerController) -> None:
         super()._reschedule(node)
         # A worker begins a test when it knows the next one, or that there is none.
-        while self.workqueue and not node.shutting_down and self._pending(node) < 2:  # noqa: PLR2004
+        while self.workqueue and not node.shutting_down and self._pending(node) < 2:
             super()._reschedule(node)
 
     def _pending(self, node: WorkerController) -> int:

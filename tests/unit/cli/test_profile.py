@@ -166,7 +166,7 @@ def test_a_run_that_does_not_run_is_refused(runs, tmp_path, capsys):
 
     code, _, err = profile("lm", "--now", capsys=capsys)
 
-    assert code == 2
+    assert code == 5
     assert err == ("hpctrain: error: lm does not run, so there is nothing to look at: it is done\n")
     assert not story.run.profile_request.exists()
 

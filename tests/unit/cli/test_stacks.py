@@ -148,7 +148,7 @@ def test_json_has_all_that_was_found(running, capsys):
 def test_a_run_that_does_not_run_is_said_to_be_so(runs, capsys):
     Story(runs / "lm").submitted("local-17").started(1, "local-17").ended(1, "completed", "stop")
     code, _, err = shown(capsys)
-    assert code == 2
+    assert code == 5
     assert "lm does not run, so there is nothing to look at: it is" in err
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -72,9 +73,9 @@ def test_a_site_s_signatures_are_read_where_its_preset_says(tmp_path, log, monke
 
     monkeypatch.setenv("JUNIPER", "/absent")
 
-    assert main(["doctor", "--log", str(log)]) == 1
-    out = capsys.readouterr().out
-    assert "the site's signatures were left out: /absent/signatures: there is no such file" in out
+    assert main(["doctor", "--log", str(log), "--json"]) == 1
+    [note] = json.loads(capsys.readouterr().out)["notes"]
+    assert note.startswith("the site's signatures were left out: /absent/signatures: there is no")
 
 
 def test_a_name_of_ours_replaces_it(own, log, capsys):
@@ -92,10 +93,12 @@ def test_a_wrong_file_is_left_out_and_said(own, log, capsys):
     (own / "a.toml").write_text(OST.replace("role = ", "rule = "))
     log.write_text("torch.OutOfMemoryError: CUDA out of memory.\n")
 
-    assert main(["doctor", "--log", str(log)]) == 0
-    out = capsys.readouterr().out
-    assert "HT801" in out
-    assert "a.toml was left out: `hpctrain doctor --check-signatures` says why" in out
+    assert main(["doctor", "--log", str(log), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["code"] == "HT801"
+    assert document["notes"] == [
+        "a.toml was left out: `hpctrain doctor --check-signatures` says why"
+    ]
     assert main(["doctor", "--check-signatures"]) == 2
     assert "no field is called rule" in capsys.readouterr().out
 
