@@ -143,9 +143,9 @@ def _kills(slurm: SlurmCluster, folder: Path) -> None:
     slurm.wait_job(run.job_id, ("CANCELLED",), timeout=60)
     slurm.drain_all()
     for name in rows[0][0]:
-        seconds = sorted(row[name] for row, *_ in rows)
+        seconds = sorted(row[name] for row, _ in rows)
         print(f"{name:26} {statistics.median(seconds):6.2f} s, worst {seconds[-1]:.2f} s")
-    lost = [f"{steps} by {kept}" for _, steps, kept in rows]
+    lost = [steps for _, steps in rows]
     counted = ", ".join(f"{lost.count(steps)} lost {steps}" for steps in sorted(set(lost)))
     print(f"of {KILLS} kills (load {os.getloadavg()[0]:.1f}), in steps that were done: {counted}")
     facts = [event.fact for event in run.events("memory_copies")]
@@ -154,11 +154,11 @@ def _kills(slurm: SlurmCluster, folder: Path) -> None:
     print(f"a copy: training waits {waits * 1000:.1f} ms, whole on all after {whole * 1000:.1f} ms")
 
 
-def _killed(run: RunHandle, attempt: int) -> tuple[dict[str, float], int, str]:
+def _killed(run: RunHandle, attempt: int) -> tuple[dict[str, float], int]:
     """Kill a rank of this attempt.
 
     Returns:
-        Seconds by part, the steps done that are done again, and from where training went on.
+        Seconds by part, and the steps done that are done again.
     """
     from hpctrain.run.event_types import CheckpointRestored, PhaseReached
     from tests.support import processes
@@ -177,7 +177,7 @@ def _killed(run: RunHandle, attempt: int) -> tuple[dict[str, float], int, str]:
     began = {event.kind: event.t for event in reversed(events)}
     phases = {e.fact.name: e.t for e in events if isinstance(e.fact, PhaseReached)}
     (restored,) = [e.fact for e in events if isinstance(e.fact, CheckpointRestored)]
-    if restored.read_from not in {"memory", "will"}:
+    if restored.read_from != "memory":
         raise RuntimeError(f"attempt {attempt + 1} went on from elsewhere: {restored}")
     seconds = {
         "ranks gone, decided": first["attempt_ended"] - killed,
@@ -187,7 +187,7 @@ def _killed(run: RunHandle, attempt: int) -> tuple[dict[str, float], int, str]:
         "first step": phases["first_step"] - began["restored"],
         "from the kill on": phases["first_step"] - killed,
     }
-    return seconds, run.steps_lost()[attempt - 1], restored.read_from
+    return seconds, run.steps_lost()[attempt - 1]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
-from hpctrain.agent.last_will import NodeWills
 from hpctrain.agent.memory import NodeMemory
 from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_CONTROL
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.agent.rendezvous import SignedStore
-    from hpctrain.agent.rounds import RoundEnd
     from hpctrain.control.node_server import TreePlace
 
 log = logging.getLogger("hpctrain.agent")
@@ -46,7 +44,6 @@ class NodeControl:
         *,
         keeps_copies: bool = False,
         copies_to_buddy: bool = False,
-        leaves_wills: bool = False,
         keeper: str = "",
     ) -> None:
         """Fork it. To be made while this process has one thread.
@@ -56,7 +53,6 @@ class NodeControl:
             secret: Of this start of the job; the same on all nodes.
             keeps_copies: Fork the process that keeps copies of the ranks' state, too.
             copies_to_buddy: Have these copies on another node as well.
-            leaves_wills: Have ranks asked for their last wills before they are ended.
             keeper: The latter process, as the agent before this one has handed it over.
         """
         self._master_addr = master_addr
@@ -65,9 +61,6 @@ class NodeControl:
         self._memory: NodeMemory | None = None
         if keeps_copies:
             self._memory = NodeMemory(self._secret, to_buddy=copies_to_buddy, handed_over=keeper)
-        self._wills: NodeWills | None = None
-        if leaves_wills and self._memory is not None:
-            self._wills = NodeWills(self._memory.tell)
         self._place: TreePlace | None = None
         self._failure: FailureReport | None = None
 
@@ -118,8 +111,6 @@ class NodeControl:
             self._memory.begin(
                 place, self._process.folder, store, key, (address, shown), buddies=buddies
             )
-        if self._wills is not None:
-            self._wills.begin()
         os.environ[HPCTRAIN_CONTROL] = str(self._process.folder)
 
     def join(self, store: SignedStore, key: Callable[[str], str], timeout_s: float) -> None:
@@ -154,25 +145,6 @@ class NodeControl:
         except KeeperLost as error:
             log.warning("copies in memory: %s", error)
             return None
-
-    def gather_wills(self, attempt: int) -> None:
-        """Before ranks of this node are ended: have those that are left write their last wills.
-
-        Args:
-            attempt: The round's number.
-        """
-        if self._wills is not None and self._place is not None:
-            self._wills.gather(self.folder, self._place.first_rank, attempt)
-
-    def settle_wills(self, end: RoundEnd | None, attempt: int) -> None:
-        """After a round, once its ranks are gone: say whether their last wills count.
-
-        Args:
-            end: How it ended; None where only the first node knows.
-            attempt: Its number.
-        """
-        if self._wills is not None and self._place is not None:
-            self._wills.settle(end, attempt)
 
     def failure(self) -> FailureReport | None:
         """That the process has ended by itself; None while it lives. Its ranks leave by that."""

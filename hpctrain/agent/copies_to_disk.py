@@ -112,8 +112,6 @@ class CopySaver:
         on_disk = find.steps(self.run)
         inventories = [Inventory(*held.get(place, ())) for place in range(max(held) + 1)]
         choices = choose(inventories, 1 + on_disk[0] if on_disk else 1)
-        # A last will has other parts than ranks have files.
-        choices = [choice for choice in choices if not choice.mark.will]
         if not choices:
             return {}
         mark = choices[0].mark

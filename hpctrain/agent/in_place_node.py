@@ -73,8 +73,6 @@ class InPlaceAgent(NodeAgent):
 
     def _after_break(self, group: WorkerGroup, why: str) -> RoundEnd:
         self._stop_workers(group)
-        if self._control is not None and self._hooks is None:
-            self._control.settle_wills(None, self.attempt_number)
         return RoundEnd("failed", restart=True, why=why)
 
     def _begin_and_run(self, group: WorkerGroup) -> RoundEnd:

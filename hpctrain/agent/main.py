@@ -179,7 +179,6 @@ def _node_control(
         context.master_addr,
         secret,
         keeps_copies=alive.memory != "no",
-        leaves_wills=alive.last_will == "auto",
         # Where a lost node ends the job, its part in another one's memory would be lost with it.
         copies_to_buddy=alive.memory_buddy == "auto" and lifeline is not None,
         keeper=keeper,

@@ -108,14 +108,6 @@ class NodeMemory:
         except ControlLost as error:
             log.warning("no copies in memory: %s", error)
 
-    def tell(self, order: dict[str, object]) -> None:
-        """Have the process do an order.
-
-        Raises:
-            ControlLost: it could not, or is gone.
-        """
-        self._process.ask(order)
-
     def hand_over(self) -> str:
         """Leave the process and its copies to the program that takes this one's place."""
         return self._process.hand_over()

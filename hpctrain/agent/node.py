@@ -29,12 +29,11 @@ from hpctrain.agent.hang_watch import (
     NodeRank,
     RoundHangs,
 )
-from hpctrain.agent.last_will import may_count
 from hpctrain.agent.lingering_ranks import SAY_S, LifeWatch, NodeEnds, in_words
 from hpctrain.agent.log_index import LogIndexer
 from hpctrain.agent.notify import telling
 from hpctrain.agent.ranks import collect, first_causal, settle_s
-from hpctrain.agent.rendezvous import RoundBroken, SignedStore
+from hpctrain.agent.rendezvous import SignedStore
 from hpctrain.agent.resume_choice import StopHeard, choose
 from hpctrain.agent.rounds import NothingToResume, RoundEnd, RoundHooks
 from hpctrain.agent.signals import Orphans, arrivals, kept
@@ -259,28 +258,17 @@ class NodeAgent(LocalElasticAgent):
             first = group.workers[0].global_rank
             failure = FailureReport(first, self._node, "signal", STORE_GONE, time=clock.now())
             restart = self._hooks.deadline.cause is None and self._hooks.may_restart(failure)
-        end = RoundEnd("failed", restart=restart, why=STORE_GONE, failure=failure)
-        if self._control is not None:
-            heard = end if self._hooks is not None else None
-            self._control.settle_wills(heard, self.attempt_number)
-        return end
+        return RoundEnd("failed", restart=restart, why=STORE_GONE, failure=failure)
 
     def _run_round(self, group: WorkerGroup) -> RoundEnd:
         ranks, pids = group.workers[0].world_size, [one.pid for one in self._processes()]
         with LogIndexer(self._logs(), in_all=ranks, pids=pids), self._sealing as seal:
             try:
                 end = self._watch_round()
-                if may_count(end):
-                    self._gather_wills()
-            except (RoundBroken, RuntimeError):  # the latter: the store does not answer
-                self._gather_wills()
-                raise
             finally:
                 self._stop_watching()
                 self._stop_workers(group)
                 self._remove_error_files()
-            if self._control is not None:
-                self._control.settle_wills(end, self.attempt_number)
             if seal is not None:
                 seal.returned = end.ending == "left"
         return end
@@ -531,17 +519,11 @@ class NodeAgent(LocalElasticAgent):
             return False
         failures = []
         if any(codes):
-            self._gather_wills()  # torch ends the ranks that are left where one has failed
             failures = self._failures(self._monitor_workers(self._worker_group), codes)
             if self._control is not None and (failure := self._control.failure()) is not None:
                 failures.append(failure)
         self._say_report(failures)
         return True
-
-    def _gather_wills(self) -> None:
-        """Where a stop is under way no round follows, and each second is the last save's."""
-        if self._control is not None and self._stop_file.cause is None:
-            self._control.gather_wills(self.attempt_number)
 
     def _say_report(self, failures: list[FailureReport]) -> None:
         plain = [asdict(failure) for failure in failures]

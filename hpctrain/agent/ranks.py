@@ -42,7 +42,6 @@ from hpctrain.base.log import configure
 from hpctrain.base.process import die_with_parent, print_to
 from hpctrain.base.records import FailureReport, RankTask
 from hpctrain.errors import HpctrainError
-from hpctrain.memory.will_line import leave_will
 from hpctrain.run.layout import failure_path, rank_log_path, torch_error_path
 
 if TYPE_CHECKING:
@@ -95,8 +94,6 @@ def run_rank(task: RankTask) -> None:
             raise
     except BaseException as raised:  # noqa: BLE001 - whatever it is, the agent must hear of it
         error = worker_deaths.cause_behind(raised)
-        if says_echo(_summary(error)):
-            leave_will()
         _report(attempt_dir, rank, error)
         _exit_even_if_stuck(1)
         sys.exit(1)
@@ -203,12 +200,7 @@ def settle_s(reports: Iterable[FailureReport]) -> float:
 
 def is_echo(report: FailureReport) -> bool:
     """Whether this failure only tells that a peer went away."""
-    return report.kind == "exception" and says_echo(report.summary)
-
-
-def says_echo(summary: str) -> bool:
-    """Whether what a rank has raised only tells that a peer went away."""
-    return any(sign in summary for sign in ECHOES)
+    return report.kind == "exception" and any(sign in report.summary for sign in ECHOES)
 
 
 def import_path(task: RankTask) -> list[str]:
@@ -278,7 +270,7 @@ def _report(attempt_dir: Path, rank: int, error: BaseException) -> None:
     text = _shown(error)
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
-    summary = _summary(error)
+    summary = traceback.format_exception_only(error)[-1].strip()
     code = error.code if isinstance(error, SystemExit) else 1
     report = FailureReport(
         rank=rank,
@@ -290,10 +282,6 @@ def _report(attempt_dir: Path, rank: int, error: BaseException) -> None:
         exit_code=code if isinstance(code, int) else 1,
     )
     _write(attempt_dir, report)
-
-
-def _summary(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[-1].strip()
 
 
 def _write(attempt_dir: Path, report: FailureReport) -> None:

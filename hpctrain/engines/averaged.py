@@ -12,7 +12,8 @@ step would add in another order than an undisturbed one: not bit-equal from thre
 they are filled before, in the order in which gradients usually come.
 
 And DDP leaves each rank with running means of its own batch until the next pass begins, which then
-takes rank 0's. Here they are rank 0's at the end of the step, so that any rank may leave the state.
+takes rank 0's. Here they are rank 0's at the end of the step, so that all ranks have one
+state between two steps.
 tests/engines/test_averaged.py and test_buffers.py hold the promises.
 """
 

@@ -101,14 +101,12 @@ class Engine(abc.ABC):
         seed: Of the run; for engines that draw random numbers by the step.
         base: Of a model with adapters: the weights that no checkpoint holds.
         guard: Stands between gradients and update; None where no guard is on.
-        on_step: Called as `step` begins, ahead of all that ranks say to each other in it.
         left_out: The last step's update was left out: fp16 had overflowed, or a guard said so.
         decides_alone: It leaves out by itself what is not finite, and nothing else.
     """
 
     loss_scale: LossScale | None = None
     guard: UpdateGuard | None = None
-    on_step: Callable[[], None] | None = None
     left_out = False
     decides_alone = False
 
@@ -209,8 +207,6 @@ class Engine(abc.ABC):
             number where fp16 has overflowed; the update is left out then. `left_out` says so, and
             also what a guard has left out.
         """
-        if self.on_step is not None:
-            self.on_step()
         return self.update() if self.guard is None else self.guard.step()
 
     @abc.abstractmethod

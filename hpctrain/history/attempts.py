@@ -45,8 +45,8 @@ class AttemptView:
         last_step: The last step it is known to have done.
         last_saved_step: The newest checkpoint it committed.
         steps_lost: Steps it did that had to be done again; None while it runs or where unknown.
-        read_from: Where its state came from, "memory", "buddy" (another node's), "will" or
-            "disk"; "" where it restored nothing.
+        read_from: Where its state came from, "memory", "buddy" (another node's) or "disk"; ""
+            where it restored nothing.
         skipped: Checkpoints it looked at and did not take.
         failure: What made it fail.
         cause: What ended it, as a person would say it; None while it runs.

@@ -213,8 +213,8 @@ class AttemptRecord:
         lost_nodes: Those that were lost in it, spares too.
         out_of_step: Which ranks do not call equally many collectives; None for none.
         memory: How often it copies its state into memory; None where it has not said so.
-        read_from: Where the state came from, "memory", "buddy" (another node's), "will" or
-            "disk"; "" where nothing was restored.
+        read_from: Where the state came from, "memory", "buddy" (another node's) or "disk"; ""
+            where nothing was restored.
         still: Stretches in which nothing moved, in the order in which they were told.
         suspended: Those in which the scheduler had suspended its job.
         restart_pause_s: How long the ranks of the next one in its allocation wait after its end.

@@ -39,7 +39,7 @@ class CopyChoice:
         mark: Which.
         world_size: Ranks that have made it.
         kept_by: `memory` where all nodes that have made it still have it; `buddy` where one of them
-            is gone, and its part lies in another node's memory; `will` for a last will.
+            is gone, and its part lies in another node's memory.
         doors: By rank, of all keepers that have its part and give it to others.
     """
 
@@ -69,14 +69,10 @@ def choose(inventories: Sequence[Inventory], least_step: int) -> list[CopyChoice
     everything = [*own, *(node.guests for node in plain)]
     worlds = {copy.mark: copy.world_size for copies in everything for copy in copies}
     by_makers = set(candidates(own, least_step))
-
-    def kept_by(mark: Mark) -> str:
-        if mark.will:
-            return "will"
-        return "memory" if mark in by_makers else "buddy"
-
     return [
-        CopyChoice(mark, worlds[mark], kept_by(mark), _doors(plain, mark))
+        CopyChoice(
+            mark, worlds[mark], "memory" if mark in by_makers else "buddy", _doors(plain, mark)
+        )
         for mark in candidates(everything, least_step)
     ]
 

@@ -51,7 +51,7 @@ class RankCopies:
             line: To this node's keeper.
         """
         self._world, self._line = world, line
-        self._layout: CopyLayout | None = None
+        self._layout: _Layout | None = None
         self._taking: threading.Thread | None = None
         self._locked = [PageLocked(), PageLocked()]
 
@@ -112,7 +112,7 @@ class RankCopies:
         layout = self._layout
         if layout is not None:
             memory[: plan.head] = layout.header
-        copies = copy_parts(memory, parts, plan)
+        copies = _copy(memory, parts, plan)
         points.reach("memory.copied", step=manifest.step, rank=self._world.rank)
         if self._world.device.type == "cpu":
             self._line.copied(slot, manifest.step, plan)
@@ -135,7 +135,7 @@ class RankCopies:
         pieces = [part.piece for part in parts]
         layout = self._layout
         if layout is None or layout.pieces != pieces or layout.block_bytes != manifest.block_bytes:
-            layout = self._layout = CopyLayout(pieces, self._world.rank, manifest.block_bytes)
+            layout = self._layout = _Layout(pieces, self._world.rank, manifest.block_bytes)
         facts: dict[str, Any] = {"part": layout.facts}
         if self._world.rank == 0:
             facts["manifest"] = manifests.plain(manifest)
@@ -149,43 +149,20 @@ class RankCopies:
         )
 
 
-class CopyLayout:
-    """What is the same for all copies of the same pieces.
-
-    Attributes:
-        pieces: They.
-        block_bytes: That one digest covers.
-        sizes: Bytes of each piece.
-        header: Of a copy.
-        facts: Where the pieces lie in their tensors.
-    """
+class _Layout:
+    """What is the same for all copies of the same pieces."""
 
     def __init__(self, pieces: list[ShardPiece], rank: int, block_bytes: int) -> None:
-        """Work it out.
-
-        Args:
-            pieces: One behind the other.
-            rank: Whose file they would be in.
-            block_bytes: That one digest covers.
-        """
         self.pieces, self.block_bytes = pieces, block_bytes
         self.sizes = tuple(piece.nbytes for piece in pieces)
         self.header = shard.header(pieces, shard.file_name(rank), block_bytes)
         self.facts = part_facts(pieces, rank)
 
 
-def copy_parts(memory: memoryview, parts: Sequence[Part], plan: CopyPlan) -> HostCopies:
+def _copy(memory: memoryview, parts: Sequence[Part], plan: CopyPlan) -> HostCopies:
     """Copy parts into memory, one behind the other, as in a file.
 
     The largest elements come first, so that each lies where its dtype asks for.
-
-    Args:
-        memory: From a copy's first byte on.
-        parts: What `parts_to_write` gave.
-        plan: How they lie there.
-
-    Returns:
-        What to wait for before the memory is read.
     """
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     targets, sources, low = [], [], plan.head

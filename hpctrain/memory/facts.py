@@ -83,8 +83,7 @@ def parts_of(answers: Mapping[int, Sequence[Any]]) -> tuple[Manifest, list[RankP
         CheckpointError: what the copies say is not whole.
     """
     parts = [part_of(rank, answers[rank]) for rank in sorted(answers)]
-    said = (answers[rank][3].get("manifest") for rank in sorted(answers))
-    return manifests.of_plain(next(filter(None, said), {})), parts
+    return manifests.of_plain(answers[0][3].get("manifest") or {}), parts
 
 
 def joined(answers: Mapping[int, Sequence[Any]]) -> tuple[Manifest, bytes]:

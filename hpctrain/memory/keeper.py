@@ -49,7 +49,6 @@ from hpctrain.memory.protocol import (
 )
 from hpctrain.memory.ring import BuddyRing
 from hpctrain.memory.slots import NEVER, Coverage, Mark, Slot
-from hpctrain.memory.will_stock import RoundWills
 from hpctrain.testing import points
 
 if TYPE_CHECKING:
@@ -85,8 +84,6 @@ class Keeper:
             raise ControlLost("no round was begun")
         if join := order.get("join"):
             await self._round.join(*join)
-        if wills := order.get("wills"):
-            self._round.wills.settle(**wills)
         return 0
 
     async def _begin(
@@ -137,7 +134,6 @@ class KeeperRound:
         """
         self._folder, self._place, self._stock = folder, place, stock
         self._greeting = greeting
-        self.wills = RoundWills(stock, place.first_rank, place.ranks)
         self._lock = stock.lock
         self._ring: BuddyRing | None = None
         self._words_fd = os.memfd_create("hpctrain-words", os.MFD_CLOEXEC)
@@ -247,7 +243,6 @@ class KeeperRound:
             self._ring.close()
         for keeper in [*self._below.values(), *([self._above] if self._above else [])]:
             keeper.close()
-        self.wills.close()
         os.close(self._words_fd)
 
     # ---- between keepers, on the event loop
@@ -362,7 +357,6 @@ class KeeperRound:
         finally:
             with self._lock:
                 self._ranks.discard(peer)
-            self.wills.leave(peer, local)
             peer.close()
 
     def _hello(self, peer: socket.socket, head: dict[str, Any]) -> int:
@@ -385,39 +379,8 @@ class KeeperRound:
             "open": lambda: self._open(peer, Mark(*head["mark"]), head["rank"], head["at"]),
             "mend": lambda: self._mend(peer, Mark(*head["mark"]), head["rank"], head["at"]),
             "why": lambda: send(peer, {"why": self._why_off[:1000]}),
-            "heir": lambda: self._be_heir(peer, local, int(head["bytes"]), fds),
-            "will": lambda: self._will(peer, local, int(head["step"])),
-            "willed": lambda: self._willed(peer, local, head, fds),
-            "no will": lambda: self._no_will(peer, local, str(head["why"])),
-            "gather": lambda: send(peer, self.wills.gather()),
         }
         acts[str(head.get("is"))]()
-
-    def _be_heir(self, peer: socket.socket, local: int, nbytes: int, fds: list[int]) -> None:
-        own = CopyPlan.parse(text_of(os.dup(fds[0])))
-        self.wills.be_heir(peer, local, _pid_of(peer), nbytes, own)
-
-    def _will(self, peer: socket.socket, local: int, step: int) -> None:
-        """Whether a rank writes the node's will.
-
-        Not over the one that training has gone on from, as long as nothing newer is covered.
-        """
-        needed = self.needed()
-        may = needed is not None and not (needed[0] is not None and needed[0].will)
-        send(peer, {"granted": self.wills.claim(peer, local, step, may=may)})
-
-    def _willed(
-        self, peer: socket.socket, local: int, head: dict[str, Any], fds: list[int]
-    ) -> None:
-        said = text_of(os.dup(fds[0]))
-        plan = CopyPlan.parse(said) if said else None
-        mark = Mark(self._attempt, int(head["step"]), will=1)
-        self.wills.written(local, mark, plan, again=bool(head["again"]))
-        send(peer, {})
-
-    def _no_will(self, peer: socket.socket, local: int, why: str) -> None:
-        self.wills.refuse(local, why)
-        send(peer, {})
 
     def _choose(self, mark: Mark | None) -> None:
         """Training goes on from this copy, or from none of them; the first rank's word counts."""
@@ -550,12 +513,6 @@ def _send_text(peer: socket.socket, value: dict[str, Any]) -> None:
         send(peer, {"is": "text"}, (handle,))
     finally:
         os.close(handle)
-
-
-def _pid_of(peer: socket.socket) -> int:
-    """The process at the other end."""
-    said = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(said)[0])
 
 
 def _is_own(peer: socket.socket) -> bool:

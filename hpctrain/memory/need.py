@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 def memory_notes(
-    alive: AliveSettings,
-    state_bytes: int | None,
-    *,
-    fewest_nodes: int,
-    outlives: bool,
-    replicates: bool = False,
+    alive: AliveSettings, state_bytes: int | None, *, fewest_nodes: int, outlives: bool
 ) -> list[str]:
     """A line on what copies take of each node's memory; none where none are made.
 
@@ -30,7 +25,6 @@ def memory_notes(
         state_bytes: Size of the whole state, of all ranks together; None where it is not known.
         fewest_nodes: That may train: each has the largest part of the state then.
         outlives: Whether the scheduler lets the job outlive a node; copies lie on two nodes then.
-        replicates: Whether each rank holds the whole state, and can leave it as its last will.
     """
     if alive.memory == "no":
         return []
@@ -45,10 +39,4 @@ def memory_notes(
         share = -(-state_bytes // fewest_nodes)
         amount = f"copies take about {size(copies * share)} of each node's memory, "
         amount += f"{part} newest checkpoint"
-    notes = [f"alive.memory: {amount}{too}; where that does not fit, none are made"]
-    if replicates and alive.last_will == "auto":
-        whole = "the whole state" if state_bytes is None else size(state_bytes)
-        notes.append(
-            f"alive.last_will: {whole} more on each node; where that does not fit, ranks leave none"
-        )
-    return notes
+    return [f"alive.memory: {amount}{too}; where that does not fit, none are made"]

@@ -46,8 +46,6 @@ class NodeStock:
         lock: For the states of slots, which several threads change.
         own: Of this node's ranks, by their number on it.
         guests: Of the ranks of the node before it in the ring, by their number there.
-        will: Memory for what a rank leaves at a fault, for all ranks of the node; see `will_stock`.
-        will_in_use: Held while it is written and proved.
     """
 
     def __init__(self) -> None:
@@ -55,9 +53,6 @@ class NodeStock:
         self.lock = threading.RLock()
         self.own: dict[int, RankStock] = {}
         self.guests: dict[int, RankStock] = {}
-        self.will = Arena()
-        self.will_in_use = threading.Lock()
-        self._wills: dict[tuple[Mark, int], CopyInMemory] = {}
         self._fetched: dict[tuple[Mark, int], CopyInMemory] = {}
         self._fetching: dict[tuple[Mark, int], threading.Lock] = {}
 
@@ -65,7 +60,7 @@ class NodeStock:
     def nbytes(self) -> int:
         """Memory that is taken."""
         fetched = sum(there.arena.size for there in self._fetched.values())
-        return fetched + self.will.size + sum(stock.nbytes for stock in self._stocks())
+        return fetched + sum(stock.nbytes for stock in self._stocks())
 
     def new_round(self, ranks: int) -> None:
         """Other ranks are about to start, so many on this node; what was not whole is none."""
@@ -80,7 +75,6 @@ class NodeStock:
         with self.lock:
             for stock in self._stocks():
                 stock.slots.keep_only(mark)
-            self.drop_wills(but=mark)
             for there in self._fetched.values():
                 there.arena.close()
             self._fetched.clear()
@@ -91,33 +85,17 @@ class NodeStock:
         with self.lock:
             own = [copy for stock in self.own.values() for copy in stock.held()]
             guests = [copy for stock in self.guests.values() for copy in stock.held()]
-            others = [*self._fetched.values(), *self._wills.values()]
-            return own, guests + [there.copy.held for there in others]
+            return own, guests + [there.copy.held for there in self._fetched.values()]
 
     def find(self, mark: Mark, rank: int) -> CopyInMemory | None:
         """A rank's whole copy of a step; None where it is not here."""
         with self.lock:
             if (fetched := self._fetched.get((mark, rank))) is not None:
                 return fetched
-            if (left := self._wills.get((mark, rank))) is not None:
-                return left
             for stock in self._stocks():
                 if (there := stock.find(mark, rank)) is not None:
                     return CopyInMemory(there[0], stock.arenas[there[1]])
             return None
-
-    def publish_wills(self, parts: dict[tuple[Mark, int], CopyInMemory]) -> None:
-        """Have parts of last wills count as copies, beside those from before."""
-        with self.lock:
-            self._wills.update(parts)
-
-    def drop_wills(self, *, but: Mark | None = None) -> None:
-        """No last will counts any more but this one; what the others took may be written."""
-        with self.lock:
-            for key in [key for key in self._wills if key[0] != but]:
-                there = self._wills.pop(key)
-                if there.arena is not self.will:
-                    there.arena.close()
 
     def fetch(
         self,

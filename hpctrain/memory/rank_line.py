@@ -244,10 +244,10 @@ class KeeperLine:
             raise KeeperLost(f"the keeper of this node is gone: {error}") from error
 
     def _ask(
-        self, head: dict[str, Any], wait_s: float = ANSWER_S, fds: tuple[int, ...] = ()
+        self, head: dict[str, Any], wait_s: float = ANSWER_S
     ) -> tuple[dict[str, Any], list[int]]:
         with self._lock:
-            self._tell(head, fds)
+            self._tell(head)
             try:
                 self._line.settimeout(wait_s)
                 answer = receive(self._line)

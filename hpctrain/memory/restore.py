@@ -48,7 +48,6 @@ class NodesCopies:
     Attributes:
         mark: Of the copy that was looked at last; None before.
         kept_by: Where that lies, as `choice.CopyChoice` says it.
-        readers: Ranks that read what all ranks hold alike, as it lies on their node; empty for all.
     """
 
     def __init__(self, world: World, line: KeeperLine | None) -> None:
@@ -60,7 +59,6 @@ class NodesCopies:
         """
         self.mark: Mark | None = None
         self.kept_by = ""
-        self.readers: tuple[int, ...] = ()
         self._world, self._line = world, line
         self._table = b""
         self._doors: dict[int, list[Door]] = {}
@@ -123,17 +121,12 @@ class NodesCopies:
         """What a checkpoint of this step would say; None where its facts are not whole."""
         answers = gather_on_0(self._world, self._facts(mark, world_size))
         said: tuple[Manifest, bytes] | None = None
-        readers: tuple[int, ...] = ()
         if self._world.rank == 0:
             facts: dict[int, list[Any]] = {}
             for answer in answers:
                 facts |= answer
-            if mark.will:  # several nodes may have left one; replicas that differ must not mix
-                first = next((n for n, of in enumerate(answers) if world_size - 1 in of), 0)
-                facts |= answers[first]
-                readers = tuple(range(first, first + self._world.ranks_per_node))
             said = _joined_or_none(facts, world_size)
-        said, self.readers = broadcast(self._world, (said, readers))
+        said = broadcast(self._world, said)
         if said is None:
             return None
         manifest, self._table = said

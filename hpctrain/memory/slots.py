@@ -27,13 +27,10 @@ class Mark(NamedTuple):
     Attributes:
         attempt: Its number.
         step: Updates applied.
-        will: 1 for what a rank has left at a fault (`hpctrain.memory.will_stock`), 0 for a copy
-            that all ranks have made in the course of training.
     """
 
     attempt: int
     step: int
-    will: int = 0
 
 
 class Coverage:
@@ -159,22 +156,17 @@ def _is_needed(mark: Mark | None, kept: Mark | None, settled: Mark) -> bool:
 
 
 class HeldCopy(NamedTuple):
-    """A whole copy of one rank's parts, as a node's keeper tells of it.
-
-    Of a last will, `world_size` is one more than there are ranks: each has a part of its own, and
-    the last part is what all of them hold alike.
-    """
+    """A whole copy of one rank's parts, as a node's keeper tells of it."""
 
     attempt: int
     step: int
     world_size: int
     rank: int
-    will: int = 0
 
     @property
     def mark(self) -> Mark:
         """Its step and attempt."""
-        return Mark(self.attempt, self.step, self.will)
+        return Mark(self.attempt, self.step)
 
 
 def candidates(held: Iterable[Sequence[HeldCopy]], least_step: int) -> list[Mark]:

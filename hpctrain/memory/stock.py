@@ -45,8 +45,7 @@ class ProvedCopy:
     @property
     def held(self) -> HeldCopy:
         """As it is told."""
-        mark, plan = self.mark, self.plan
-        return HeldCopy(mark.attempt, mark.step, plan.world_size, plan.rank, mark.will)
+        return HeldCopy(*self.mark, self.plan.world_size, self.plan.rank)
 
 
 class RankStock:

@@ -222,8 +222,7 @@ class CheckpointRestored(LedgerFact):
     read_from: str = maybe(
         check.words,
         "`memory` where it was a copy in the nodes' memory, `buddy` where a lost node's part of it "
-        "came from another node's memory, `will` where ranks had left it there as another one was "
-        "killed; else it lay on disk",
+        "came from another node's memory; else it lay on disk",
     )
 
 

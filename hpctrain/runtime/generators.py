@@ -52,7 +52,6 @@ class Generators:
     def __init__(self, world: World) -> None:
         self.tracked: dict[str, Any] = {}
         self._world = world
-        self._numpy: tuple[Any, bytes] = (None, b"")
 
     def capture(self) -> dict[str, torch.Tensor]:
         """Return the state of all by name; every rank has its own names."""
@@ -73,19 +72,9 @@ class Generators:
 
     def texts(self) -> dict[str, bytes]:
         """Return what is saved as text: numpy's global generator and the tracked ones."""
-        tracked = {TRACKED + name: each for name, each in self.tracked.items()}
-        return {NUMPY: self._numpy_text(), **{n: _text(n, each) for n, each in tracked.items()}}
-
-    def _numpy_text(self) -> bytes:
-        """The text of numpy's global generator; of most programs it is the same at every step.
-
-        Emergency copies ask twice a step, and the text takes twice as long as the state.
-        """
-        state = _numpy_state()
-        mark = _mark(state)
-        if self._numpy[0] != mark:
-            self._numpy = mark, _text(NUMPY, state)
-        return self._numpy[1]
+        state = {NUMPY: _numpy_state()}
+        state |= {TRACKED + name: each for name, each in self.tracked.items()}
+        return {name: _text(name, each) for name, each in state.items()}
 
     def saved_names(self, manifest: Manifest) -> set[str]:
         """Return the names of the tracked generators that a checkpoint has."""
@@ -174,13 +163,6 @@ def _stem(rank: int) -> str:
 
 def _numpy_state() -> Any:
     return numpy_random.get_state(legacy=False)  # noqa: NPY002 - the one that programs draw from
-
-
-def _mark(state: Any) -> Any:
-    """A copy of a generator's state that can be compared."""
-    if isinstance(state, dict):
-        return {key: _mark(value) for key, value in state.items()}
-    return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 def _text(name: str, value: Any) -> bytes:

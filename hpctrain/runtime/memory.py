@@ -21,7 +21,6 @@ from hpctrain.memory.protocol import KeeperLost
 from hpctrain.memory.rank_line import KeeperLine
 from hpctrain.memory.restore import NodesCopies
 from hpctrain.run.event_types import MemoryCopiesSet
-from hpctrain.runtime.last_will import LastWill
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.checkpoint.tensors.restore import Restored
     from hpctrain.run.event_kind import LedgerFact
-    from hpctrain.runtime.program import Program
     from hpctrain.settings.schema import AliveSettings
     from hpctrain.world import World
 
@@ -43,11 +41,7 @@ FEW = 2
 
 
 def memory_copies(
-    world: World,
-    program: Program,
-    settings: AliveSettings,
-    attempt: int,
-    tell: Callable[[LedgerFact], None],
+    world: World, settings: AliveSettings, attempt: int, tell: Callable[[LedgerFact], None]
 ) -> MemoryCopies | None:
     """This rank's copies; None where there are none. The same on every rank."""
     folder = os.environ.get(HPCTRAIN_CONTROL)
@@ -58,10 +52,7 @@ def memory_copies(
     except KeeperLost as error:
         log.warning("no copies in memory: %s", error)
         line = None
-    will = None
-    if settings.last_will == "auto" and line is not None:
-        will = LastWill(world, program, Path(folder), attempt)
-    return MemoryCopies(world, line, settings.memory_steps, tell, will)
+    return MemoryCopies(world, line, settings.memory_steps, tell)
 
 
 class MemoryCopies:
@@ -77,7 +68,6 @@ class MemoryCopies:
         line: KeeperLine | None,
         steps: int,
         tell: Callable[[LedgerFact], None],
-        will: LastWill | None = None,
     ) -> None:
         """Nothing is copied.
 
@@ -86,9 +76,7 @@ class MemoryCopies:
             line: To this node's keeper; None where it is lost.
             steps: `alive.memory_steps`.
             tell: Writes to the ledger, on rank 0.
-            will: What the rank leaves at a fault; None for nothing.
         """
-        self._will = will
         self.held = NodesCopies(world, line)
         self._world, self._line = world, line
         self._copies = RankCopies(world, line) if line is not None else None
@@ -125,13 +113,6 @@ class MemoryCopies:
         state, manifest = snapshot()  # collective where the engine shards
         if self._copies is not None:
             self._copies.take_room(state, manifest)
-        if self._will is not None:
-            self._will.warm_up(state, manifest)
-
-    def at_end_of(self, step: int) -> None:
-        """A step is done, and the next one has not begun. Every rank calls it."""
-        if self._will is not None:
-            self._will.at_end_of(step)
 
     def wishes(self, step: int, steps_ahead: int) -> bool:
         """Rank 0: whether a copy should be made soon. Also tells the ledger how they do.

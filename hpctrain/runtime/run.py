@@ -324,8 +324,6 @@ class Run:
             self._restore()
             self._guards.begin(self.world, self._place)
         while self.step < total:
-            if self._memory is not None:
-                self._memory.at_end_of(self.step)
             self._obey(self._exchange())
             self._telemetry.step_began(self._program.consumed)
             self._guards.step_begins()
@@ -749,7 +747,7 @@ class Run:
         saver = self._saves.saver
         arena = saver.arena if saver is not None else None
         self._memory = memory_copies(
-            self.world, self._program, self.settings.alive, place.attempt.number, self._event
+            self.world, self.settings.alive, place.attempt.number, self._event
         )
         copies = self._memory.held if self._memory is not None else None
         restored = restore(place, self.world, self._wanted, arena=arena, copies=copies)

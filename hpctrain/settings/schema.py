@@ -23,6 +23,7 @@ CHANGES = ("new-parameters", "dropped-parameters", "optimizer-changed")
 
 REMOVED = {
     "alive.grow": "no node is added to a job that runs; a requeue brings back all nodes",
+    "alive.last_will": "a killed rank costs the steps since the last copy (alive.memory_steps)",
     "checkpoint.read_once": "what several ranks hold is read once and broadcast",
     "checkpoint.save_patience_s": "checkpoint.patience_s holds for saves too",
     "checkpoint.when_busy": "a save that is due waits for the one before",
@@ -286,13 +287,6 @@ class AliveSettings(Table):
     )
     memory_steps: int = setting(
         0, "steps between two such copies at most; 0 chooses it from what a copy costs"
-    )
-    last_will: str = setting(
-        "auto",
-        "auto: where such copies are made and each rank holds the whole state (engine.kind ddp, on CPUs), the "
-        "ranks that are left when one is killed leave the newest step in their node's memory; it takes "
-        "the state's size once more on each node; no: they leave nothing",
-        choices=("auto", "no"),
     )
     memory_buddy: str = setting(
         "auto",

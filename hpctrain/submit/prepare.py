@@ -537,10 +537,7 @@ def _without_effect(
 
 def _memory_notes(settings: Settings, cluster: Cluster) -> list[str]:
     fewest, outlives = node_range(settings.slurm.nodes)[0], not cluster.on_this_machine
-    replicates = settings.engine.kind == "ddp"
-    return memory_notes(
-        settings.alive, None, fewest_nodes=fewest, outlives=outlives, replicates=replicates
-    )
+    return memory_notes(settings.alive, None, fewest_nodes=fewest, outlives=outlives)
 
 
 def _python_notes(

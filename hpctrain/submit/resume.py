@@ -203,7 +203,6 @@ def _memory_notes(run: RunDir, spec: Spec) -> list[str]:
         next((nbytes for nbytes in sizes if nbytes), None),
         fewest_nodes=node_range(spec.settings.slurm.nodes)[0],
         outlives=not get_cluster(spec.cluster).on_this_machine,
-        replicates=spec.settings.engine.kind == "ddp",
     )
 
 

@@ -24,8 +24,6 @@ POINTS = {
     "memory.send": "a copy is about to be sent to the node's buddy",
     "memory.received": "the buddy has all its bytes, and is about to prove them",
     "memory.acknowledge": "they are proved, and the sender is about to be told",
-    "memory.will": "a rank is about to copy its last will into its node's memory",
-    "memory.willed": "it is copied, and the rank is about to see whether it is of one moment",
     "memory.open": "a copy is about to be read",
     "memory.fetch": "the replica server is about to bring a copy from another node",
     "stage.made": "the staged directory is there, and empty",

@@ -132,7 +132,7 @@ def both_ways(twice):
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_under_ddp_all_ranks_end_a_step_with_those_that_torch_would_go_on_with(twice):
-    """A last will may be any rank's. It costs no more: they travel then, and not before a pass."""
+    """Ranks have one state between steps. They travel at the end, and not before a pass as well."""
     found = launch(both_ways, RANKS, twice=twice)
 
     first_of_torch = found[0][1]

@@ -28,7 +28,7 @@ def test_ranks_import_nothing_but_their_program_and_start_no_process_before_thei
     root = start(tmp_path, "run", 1, 2, *words, "--", str(SCRIPTS / "first_step.py"))
     assert await_end(root, 2)["reason"] == "completed"
 
-    assert events(root, "restored")[1]["read_from"] in {"memory", "will"}
+    assert events(root, "restored")[1]["read_from"] == "memory"
     for rank in range(2):
         (path,) = root.glob(f"attempts/0002/first-step-{rank}.json")
         told = json.loads(path.read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 
@@ -17,7 +18,6 @@ SETTINGS = {
     "train.step_delay_s": 0.04,
     "alive.memory": "auto",
     "alive.memory_steps": 4,
-    "alive.last_will": "no",  # tests/engines/test_last_will.py has it on
 }
 NO_DISK = ";".join(f"fail:{at},attempt=2,error=EIO" for at in ("choose.list", "read.manifest"))
 
@@ -62,6 +62,85 @@ def test_a_killed_rank_costs_some_steps_and_no_byte_of_the_disk(tmp_path, monkey
     told = events(run.root, "memory_copies")
     assert [fact["steps"] for fact in told] == [4, 4]
     assert all(fact["bytes"] > 0 for fact in told)
+
+
+KILL_STEP = 18
+
+
+def run_killed(tmp_path, monkeypatch, killed, faults="", **changes):
+    """A run in which ranks are killed, by `killed_at.py`; its directory."""
+    monkeypatch.setenv("KILLED", ",".join(killed))
+    monkeypatch.setenv("HPCTRAIN_FAULTS", faults)
+    more = {"train.step_delay_s": 0.1, "run.restarts_in_job": 100, "run.restart_pause_s": 0}
+    more |= {key.replace("__", "."): value for key, value in changes.items()}
+    script = str(SCRIPTS / "killed_at.py")
+    root = start(tmp_path, "run", 1, 2, *words(SETTINGS | more), "--", script)
+    await_end(root, 1 + len({kill.split(":")[0] for kill in killed}))
+    return RunDir(root)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "backward",
+        "update",
+        *(pytest.param(at, marks=pytest.mark.soak) for at in ("forward", "reduce", "norm", "tail")),
+    ],
+)
+@pytest.mark.parametrize("ranks", [[1], pytest.param([0, 1], marks=pytest.mark.soak)])
+def test_wherever_in_a_step_ranks_are_killed_the_steps_since_the_last_copy_are_done_again(
+    tmp_path, monkeypatch, undisturbed, ranks, place
+):
+    killed = [f"1:{rank}:{KILL_STEP}:{place}" for rank in ranks]
+
+    run = run_killed(tmp_path, monkeypatch, killed, NO_DISK)
+
+    _, again = events(run.root, "restored")
+    assert (again["read_from"], again["skipped"]) == ("memory", [])
+    # All ranks agree on a step first, and a copy is whole some steps later.
+    assert 0 < KILL_STEP - again["step"] <= SETTINGS["alive.memory_steps"] + 3
+    assert "SIGKILL" in events(run.root, "attempt_ended")[0]["detail"], "an echo is named for it"
+    assert_same_bits(undisturbed, full_state(run, STEPS))
+
+
+def random_kills(seed, count):
+    """So many kills, each some steps after the one before: of any rank, at any moment of a step."""
+    draw = random.Random(seed)
+    killed, step = [], 0
+    for attempt in range(1, count + 1):
+        step += draw.randint(10, 13)
+        place = draw.choice(["forward", "backward", "reduce", "norm", "update", "tail"])
+        if draw.random() < 0.5:
+            place = str(draw.randint(0, 30))  # milliseconds
+        killed.append(f"{attempt}:{draw.randrange(2)}:{step}:{place}")
+    return killed, step + 4
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(100, 110))
+def test_a_hundred_ranks_killed_at_random_moments_cost_the_steps_since_a_copy(
+    tmp_path, monkeypatch, seed
+):
+    killed, steps = random_kills(seed, 10)
+    plain = make_run(tmp_path / "undisturbed" / "run", train__steps=steps)
+    train(plain, 2)
+
+    run = run_killed(
+        tmp_path,
+        monkeypatch,
+        killed,
+        train__steps=steps,
+        budget__crashes=1000,
+        budget__no_progress=1000,
+    )
+
+    ended, restored = events(run.root, "attempt_ended")[:-1], events(run.root, "restored")[1:]
+    rows = zip(ended, restored, strict=True)
+    told = [(max(0, end["step"] - back["step"]), back["read_from"]) for end, back in rows]
+    print(f"seed {seed}: {killed}: {told}")  # what a soak is read by
+    assert {kept for _, kept in told} == {"memory"}
+    assert all(lost <= SETTINGS["alive.memory_steps"] + 3 for lost, _ in told), told
+    assert_same_bits(full_state(plain, steps), full_state(run, steps))
 
 
 def test_with_a_copy_at_each_step_no_step_that_was_done_is_done_again(tmp_path, monkeypatch):

@@ -175,10 +175,7 @@ class RunHandle:
 
 
 def copies_in_memory(steps: int, every: int) -> dict[str, Any]:
-    """Settings of a run that copies its state into memory, and saves and wills nothing.
-
-    Ranks that are left would have the state without any copy, by their last will.
-    """
+    """Settings of a run that copies its state into memory, and saves nothing."""
     return {
         "train.steps": steps,
         "train.step_delay_s": 0.1,
@@ -187,7 +184,6 @@ def copies_in_memory(steps: int, every: int) -> dict[str, Any]:
         "run.restart_pause_s": 0,
         "alive.memory": "auto",
         "alive.memory_steps": every,
-        "alive.last_will": "no",
     }
 
 

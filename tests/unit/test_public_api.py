@@ -94,7 +94,6 @@ Engine.begun
 Engine.seed
 Engine.base
 Engine.guard
-Engine.on_step
 Engine.left_out
 Engine.decides_alone
 Engine.data_rank

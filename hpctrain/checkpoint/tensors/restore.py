@@ -135,11 +135,9 @@ class CopiesInMemory(Protocol):
 
     Attributes:
         kept_by: Where the newest that `find` has given lies, in a word for the ledger.
-        readers: Ranks that read for all what all ranks hold alike; empty where each reads a part.
     """
 
     kept_by: str
-    readers: tuple[int, ...]
 
     def find(self, least_step: int) -> Iterator[FoundCheckpoint]:
         """Those with at least so many updates, newest first; the next one is made when asked for.
@@ -377,8 +375,7 @@ def _read(
     want = wanted(candidate.manifest)
     source = reading.source(candidate, candidate.manifest)
     _require_all_weights(source, want)
-    readers = () if reading.copies is None else reading.copies.readers
-    filling = _Filling(world, want, arena=reading.arena, readers=readers)
+    filling = _Filling(world, want, arena=reading.arena)
     return filling, filling.read(source)
 
 
@@ -402,26 +399,20 @@ class _Shared:
         ranks: Who, by number among all ranks.
         group: By which they speak to each other; None for all ranks.
         boxes: Which; the same on each of these ranks, in the same order.
-        readers: Those of the ranks that read.
     """
 
     ranks: tuple[int, ...]
     group: Any
     boxes: list[Held]
-    readers: tuple[int, ...]
 
     def parts_of(self, rank: int) -> list[tuple[Held, ShardPiece]]:
         """What one of the ranks reads."""
-        if rank not in self.readers:
-            return []
         pieces = [box.piece for box in self.boxes]
-        parts = my_part(pieces, self.readers.index(rank), len(self.readers))
+        parts = my_part(pieces, self.ranks.index(rank), len(self.ranks))
         return [(self.boxes[number], piece) for number, piece in parts]
 
 
-def _shared(
-    boxes: Sequence[Held], state: State, world: World, readers: tuple[int, ...]
-) -> list[_Shared]:
+def _shared(boxes: Sequence[Held], state: State, world: World) -> list[_Shared]:
     """What this rank holds together with others that it can speak to, by who they are.
 
     In the order of the ranks' numbers: two ranks that share two groups take them in the same order,
@@ -437,8 +428,7 @@ def _shared(
             if group is None:
                 continue
             ranks = tuple(dist.get_process_group_ranks(group))
-        reading = tuple(rank for rank in readers if rank in ranks) or ranks
-        shared.setdefault(ranks, _Shared(ranks, group, [], reading)).boxes.append(box)
+        shared.setdefault(ranks, _Shared(ranks, group, [])).boxes.append(box)
     return [shared[ranks] for ranks in sorted(shared)]
 
 
@@ -450,14 +440,7 @@ class _Filling:
     collective.
     """
 
-    def __init__(
-        self,
-        world: World,
-        wanted: Wanted,
-        *,
-        arena: Arena | None,
-        readers: tuple[int, ...] = (),
-    ) -> None:
+    def __init__(self, world: World, wanted: Wanted, *, arena: Arena | None) -> None:
         self._world = world
         self._fresh = wanted.fresh
         self._arena = arena
@@ -467,7 +450,7 @@ class _Filling:
         self._fresh |= self._ties.keys()
         boxes = [box for box in held(state, world) if box.piece.nbytes]
         shares = world.is_distributed and world.world_size > 1
-        self._shared = _shared(boxes, state, world, readers) if shares else []
+        self._shared = _shared(boxes, state, world) if shares else []
         shared = {id(box) for among in self._shared for box in among.boxes}
         self._alone = [box for box in boxes if id(box) not in shared]
 

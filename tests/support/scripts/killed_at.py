@@ -3,9 +3,7 @@
 KILLED is a list of "attempt:rank:step:place", separated by commas. Places: `forward`, `backward`
 (in the middle of it), `reduce` (gradients are there, their norm is not), `norm` (it is), `update`
 (the optimizer is about to change weights), `tail` (it has); a number: so many milliseconds after
-the forward pass has begun. In the forward pass `stop` stops the rank in place of killing it, and
-with `raise` it fails by itself. With `agent` it kills its node's agent while it copies its last
-will, at whatever step.
+the forward pass has begun.
 """
 
 from __future__ import annotations
@@ -18,30 +16,17 @@ from typing import Any
 
 from hpctrain.engines.native import Native
 from hpctrain.recipes.lm import train
-from hpctrain.runtime import last_will
 
 
-def _places() -> dict[int, tuple[str, int]]:
-    """By step: where this rank is killed in this attempt, and by what."""
+def _places() -> dict[int, str]:
+    """By step: where this rank is killed in this attempt."""
     attempt, rank = json.loads(os.environ["HPCTRAIN_ATTEMPT"])["number"], int(os.environ["RANK"])
     places = {}
     for one in filter(None, os.environ.get("KILLED", "").split(",")):
         of_attempt, of_rank, step, place = one.split(":")
         if (int(of_attempt), int(of_rank)) == (attempt, rank):
-            is_stop = place == "stop"
-            signum = signal.SIGSTOP if is_stop else signal.SIGKILL
-            places[int(step)] = ("forward" if is_stop else place, signum)
+            places[int(step)] = place
     return places
-
-
-def _kill_agent_over_will() -> None:
-    copied = last_will.copy_parts
-
-    def killed(*given: Any) -> Any:
-        os.kill(os.getppid(), signal.SIGKILL)
-        return copied(*given)
-
-    last_will.copy_parts = killed
 
 
 def main() -> None:
@@ -49,13 +34,11 @@ def main() -> None:
 
     def reach(engine: Any, place: str) -> None:
         # `begun` is how many updates are applied: the step in hand is one more.
-        at, signum = places.get(engine.begun + 1, ("", 0))
+        at, kill = places.get(engine.begun + 1, ""), (os.getpid(), signal.SIGKILL)
         if at == place:
-            os.kill(os.getpid(), signum)
-        elif (at, place) == ("raise", "forward"):
-            raise ValueError("a bad batch")
+            os.kill(*kill)
         elif place == "forward" and at.isdigit():
-            threading.Timer(int(at) / 1000, os.kill, (os.getpid(), signum)).start()
+            threading.Timer(int(at) / 1000, os.kill, kill).start()
 
     accumulate, backward, norm, update = (
         Native.accumulate,
@@ -86,8 +69,6 @@ def main() -> None:
         reach(self, "tail")
         return value
 
-    if "agent" in [place for place, _ in places.values()]:
-        _kill_agent_over_will()
     Native.accumulate, Native.backward = killed_in_forward, killed_in_backward
     Native.norm, Native.update = killed_in_reduce, killed_in_update
     train.main()

@@ -178,12 +178,6 @@ class Control:
             first, self._node.name, "signal", why, time=EPOCH_S + self._node.control_died_s
         )
 
-    def gather_wills(self, attempt: int) -> None:
-        self._node.wills.append(("gather", attempt, None))
-
-    def settle_wills(self, end: RoundEnd | None, attempt: int) -> None:
-        self._node.wills.append(("settle", attempt, end))
-
     def memory_line(self, attempt: int) -> _Line:
         line = _Line(attempt)
         self._node.lines.append(line)

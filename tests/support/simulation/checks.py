@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from hpctrain.agent.last_will import may_count
 from hpctrain.agent.lifeline import LEAVE_S
 from hpctrain.agent.node import GOODBYE_S
 from hpctrain.agent.ranks import is_echo
@@ -292,19 +291,6 @@ def begins_again_soon(job: Job) -> Iterator[str]:
             yield f"round {one.round} ended at {one.at_s:.1f} s, and ranks begin at {until_s:.1f} s"
 
 
-def asks_for_wills(job: Job) -> Iterator[str]:
-    """Where last wills count every node has asked for them before its ranks were ended."""
-    for node in job.nodes:
-        if node.is_killed or not node.machine.has_power:
-            continue
-        for what, attempt, end in node.wills:
-            counts = what == "settle" and end is not None and may_count(end)
-            had_ranks = any(rank.attempt.number == attempt for rank in node.ranks)
-            is_asked = ("gather", attempt, None) in node.wills or bool(job.signalled)
-            if counts and had_ranks and not is_asked:
-                yield f"{node.name} asked for no wills in attempt {attempt}: {end}"
-
-
 def copies_together(job: Job) -> Iterator[str]:
     """Copies go to disk at the end of the last round alone, by all that live, who agree on that."""
     if not job.saves_copies and job.copied:
@@ -328,7 +314,6 @@ def copies_together(job: Job) -> Iterator[str]:
 
 CHECKS = (
     begins_again_soon,
-    asks_for_wills,
     copies_together,
     raises_with_reason,
     same_verdict,

@@ -88,7 +88,6 @@ class Node:
         self.lines: list[Any] = []
         self.boards = self.stop_files = 0
         self.ended_s: float | None = None
-        self.wills: list[tuple[str, int, Any]] = []
         self.lifeline: Lifeline | None = None
         self.task: Task | None = None
         self.agent: Any = None

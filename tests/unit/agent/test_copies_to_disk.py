@@ -13,8 +13,6 @@ from hpctrain.agent.rendezvous import SignedStore
 from hpctrain.checkpoint.format.shard import file_name
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.store.verify import verify
-from hpctrain.memory.choice import CopyChoice
-from hpctrain.memory.slots import Mark
 from tests.support import checkpoints
 from tests.support.keepers import (
     BLOCK_BYTES,
@@ -122,13 +120,6 @@ def test_the_newest_step_that_all_have_is_committed_by_those_that_are_left(held,
 def test_two_that_are_gone_with_each_others_copies_leave_nothing_to_write(held):
     assert saved(held, [0]) is None
     assert checkpoints.names_in(held.run) == []
-
-
-def test_a_last_will_is_passed_over_for_a_copy(held, monkeypatch):
-    will, choose = CopyChoice(Mark(1, STEP + 1, will=1), WORLD + 1, "will"), copies_to_disk.choose
-    monkeypatch.setattr(copies_to_disk, "choose", lambda *given: [will, *choose(*given)])
-
-    assert saved(held, [0, 1, 2]).step == STEP
 
 
 def test_what_the_disk_has_already_is_not_written_again(held, capsys):

@@ -34,13 +34,3 @@ def test_a_node_needs_its_part_of_the_state_for_each_copy(settings, outlives, co
 def test_nothing_is_said_where_no_copies_are_made():
     assert memory_notes(AliveSettings(), 9 * GIB, fewest_nodes=1, outlives=True) == []
     assert memory_notes(AliveSettings(), None, fewest_nodes=1, outlives=True) == []
-
-
-def test_a_last_will_takes_the_state_once_more_where_each_rank_holds_it():
-    alive = AliveSettings(memory="auto")
-    given = {"fewest_nodes": 3, "outlives": True, "replicates": True}
-
-    assert "9.0 GiB more on each node" in memory_notes(alive, 9 * GIB, **given)[1]
-    assert "the whole state more on each node" in memory_notes(alive, None, **given)[1]
-    off = AliveSettings(memory="auto", last_will="no")
-    assert len(memory_notes(off, 9 * GIB, **given)) == 1

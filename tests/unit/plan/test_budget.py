@@ -189,7 +189,10 @@ def test_a_lack_of_progress_says_how_long_and_which_setting():
     ("read_from", "without"), [("memory", 1), ("buddy", 1), ("will", 1), ("disk", 5)]
 )
 def test_steps_that_the_nodes_memory_has_kept_are_progress(read_from, without):
-    """Between two checkpoints on disk a run may lose a rank often, and come on all the same."""
+    """Between two checkpoints on disk a run may lose a rank often, and come on all the same.
+
+    `will` stands in ledgers from before 28 November 2026.
+    """
     events = [
         event_of(float(n), "restored", n, {"step": 10 * n, "checkpoint": "c", "read_from": kept})
         for n, kept in enumerate(["disk", *[read_from] * 4], start=1)

@@ -162,7 +162,7 @@ def test_children_are_spawned_on_from_where_they_were():
 
 
 def test_a_states_text_has_the_same_length_at_every_step():
-    """A rank keeps it in memory of this length at each step."""
+    """Memory for copies is taken once, after the first step."""
     tracked = {kind: make(1) for kind, make in KINDS.items()}
     generators = rank(0, 1, **tracked)
     lengths = {name: len(text) for name, text in generators.texts().items()}
@@ -171,24 +171,3 @@ def test_a_states_text_has_the_same_length_at_every_step():
             draw(generator)
         numpy_random.standard_normal()
         assert {name: len(text) for name, text in generators.texts().items()} == lengths
-
-
-def test_numpys_text_is_made_anew_only_where_the_state_has_changed(monkeypatch):
-    """Emergency copies ask twice a step."""
-    np.random.seed(3)
-    live, made = rank(0, 1), []
-    encode = under_test.encode
-    monkeypatch.setattr(under_test, "encode", lambda *a, **k: made.append(1) or encode(*a, **k))
-
-    first = live.texts()["numpy"]
-    assert live.texts()["numpy"] == first
-    assert len(made) == 1
-    np.random.standard_normal()  # draws two, and keeps one
-    second = live.texts()["numpy"]
-    np.random.standard_normal()  # takes the kept one: the words stay as they were
-    third = live.texts()["numpy"]
-
-    assert len({first, second, third}) == 3
-    np.random.set_state(np.random.get_state())
-    assert live.texts()["numpy"] == third
-    assert len(made) == 3

@@ -29,10 +29,9 @@ from tests.support.exchange import made_run, names_in, save, some
 
 PACKAGE = Path(hpctrain.__file__).parent
 PICKLES = {"pickle", "cloudpickle", "marshal", "shelve", "dill"}
-OWN_PIPES = {"writer.py", "writer_process.py", "seat.py", "last_will.py"}
+OWN_PIPES = {"writer.py", "writer_process.py", "seat.py"}
 """Between a process and those that it has started itself, and between the ranks of an attempt,
-whose nodes let in nobody without its secret; what a rank keeps of its own state for its last will
-never leaves it; no file that anybody else can write."""
+whose nodes let in nobody without its secret; no file that anybody else can write."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
