@@ -141,7 +141,9 @@ def _check(name: str) -> int:
     for note in notes:
         echo_note(note)
     if not paths:
-        click.echo("no signatures but hpctrain's own: `hpctrain help doctor` says how to add some")
+        click.echo(
+            "no signatures but hpctrain's own; yours belong in ~/.config/hpctrain/signatures"
+        )
     is_right = not notes
     for path in paths:
         try:

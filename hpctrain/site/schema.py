@@ -307,7 +307,7 @@ class DoctorFacts(Table):
     """[doctor]: what `hpctrain doctor` knows of this site's logs."""
 
     signatures: list[str] = field(
-        [], "files or folders of the site's own signatures (`hpctrain help doctor`); may have $VARIABLES"
+        [], "files or folders of the site's own signatures of logs; may have $VARIABLES"
     )
 
 
