@@ -19,8 +19,8 @@ from hpctrain.base.records import FailureReport
 from hpctrain.base.secret import code
 from hpctrain.control.collectives import parent_of
 from hpctrain.control.node_process import NodeProcess
-from hpctrain.memory.protocol import KeeperLost
-from hpctrain.memory.rank_line import KeeperLine
+from hpctrain.memory.protocol import ReplicaServerLost
+from hpctrain.memory.rank_line import ReplicaClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ class NodeControl:
         *,
         keeps_copies: bool = False,
         copies_to_buddy: bool = False,
-        keeper: str = "",
+        replica_server: str = "",
     ) -> None:
         """Fork it. To be made while this process has one thread.
 
@@ -53,14 +53,16 @@ class NodeControl:
             secret: Of this start of the job; the same on all nodes.
             keeps_copies: Fork the process that keeps copies of the ranks' state, too.
             copies_to_buddy: Have these copies on another node as well.
-            keeper: The latter process, as the agent before this one has handed it over.
+            replica_server: The latter process, as the agent before this one has handed it over.
         """
         self._master_addr = master_addr
         self._secret = code(secret, "control")
         self._process = NodeProcess()
         self._memory: NodeMemory | None = None
         if keeps_copies:
-            self._memory = NodeMemory(self._secret, to_buddy=copies_to_buddy, handed_over=keeper)
+            self._memory = NodeMemory(
+                self._secret, to_buddy=copies_to_buddy, handed_over=replica_server
+            )
         self._place: TreePlace | None = None
         self._failure: FailureReport | None = None
 
@@ -132,7 +134,7 @@ class NodeControl:
         if self._memory is not None:
             self._memory.join(store, key, timeout_s)
 
-    def memory_line(self, attempt: int) -> KeeperLine | None:
+    def memory_line(self, attempt: int) -> ReplicaClient | None:
         """To the process with copies of the state, after the ranks; None where there is none.
 
         Args:
@@ -141,8 +143,8 @@ class NodeControl:
         if self._memory is None or self._place is None:
             return None
         try:
-            return KeeperLine(self.folder, self._place.first_rank, attempt)
-        except KeeperLost as error:
+            return ReplicaClient(self.folder, self._place.first_rank, attempt)
+        except ReplicaServerLost as error:
             log.warning("copies in memory: %s", error)
             return None
 

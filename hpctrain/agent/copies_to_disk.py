@@ -1,10 +1,10 @@
 """Copies in memory written to disk, where their job is to end by a node's loss.
 
 A requeued job has new agents, whose memory is empty: without this it would begin at the newest
-checkpoint, though the nodes that are left hold a newer step whole. Each agent says what its keeper
-holds; node 0's chooses the newest step that all parts can be had of, and says who writes which;
-each writes, and node 0 commits what the keepers say of it, as rank 0 does at a save. Nothing here
-keeps a job from its end: what fails is said in a line.
+checkpoint, though the nodes that are left hold a newer step whole. Each agent says what its replica
+server holds; node 0's chooses the newest step that all parts can be had of, and says who writes
+which; each writes, and node 0 commits what the replica servers say of it, as rank 0 does at a save.
+Nothing here keeps a job from its end: what fails is said in a line.
 tests/unit/agent/test_copies_to_disk.py holds the promises.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpctrain.agent.rendezvous import SignedStore
-    from hpctrain.memory.rank_line import KeeperLine
+    from hpctrain.memory.rank_line import ReplicaClient
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
 
@@ -52,7 +52,7 @@ class CopySaver:
         attempt: Whose copies they are; only the newest one's are committed.
         place: This node's place in the round.
         living: The places of the nodes that are left.
-        line: To this node's keeper; None where it is lost.
+        line: To this node's replica server; None where it is lost.
         store: The agents'.
         key: Makes names in it this round's.
         why_not: Node 0: why it is to be given up, or ""; asked again and again.
@@ -62,7 +62,7 @@ class CopySaver:
     attempt: Attempt
     place: int
     living: Sequence[int]
-    line: KeeperLine | None
+    line: ReplicaClient | None
     store: SignedStore
     key: Callable[[str], str]
     why_not: Callable[[], str] = lambda: ""
@@ -140,7 +140,7 @@ class CopySaver:
         )
 
     def _written(self, order: dict[str, Any]) -> dict[int, list[Any]]:
-        """What all keepers say of the parts that were written, by rank.
+        """What all replica servers say of the parts that were written, by rank.
 
         Raises:
             HpctrainError: one of them could not be.
@@ -176,7 +176,7 @@ class CopySaver:
     # ---- all
 
     def _write(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Write this node's share; what the keeper says of it, or why it could not be."""
+        """Write this node's share; what the replica server says of it, or why it could not be."""
         ranks, mark = order["shares"].get(str(self.place), []), Mark(*order["mark"])
         if not ranks or self.line is None:
             return {"why": "", "facts": {}}

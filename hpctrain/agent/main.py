@@ -24,9 +24,9 @@ from hpctrain.agent.succession import Succeeds, Succession, generation_of, take_
 from hpctrain.base import clock, process
 from hpctrain.base.env import (
     HPCTRAIN_BATCH_STARTED,
-    HPCTRAIN_KEEPER,
     HPCTRAIN_NODE,
     HPCTRAIN_RELAY,
+    HPCTRAIN_REPLICA_SERVER,
 )
 from hpctrain.base.files import follow_folder
 from hpctrain.base.log import hear_elastic
@@ -69,14 +69,16 @@ def run_agent(run: RunDir, context: JobContext, control: JobControl) -> int:
     signals.install()
     os.environ[HPCTRAIN_NODE] = context.nodes[context.node_rank]  # what is logged names it
     follow_folder(run.root)  # the ranks are forked from here
-    keeper = os.environ.pop(HPCTRAIN_KEEPER, "")
+    replica_server = os.environ.pop(HPCTRAIN_REPLICA_SERVER, "")
     environ, generation = dict(os.environ), generation_of(os.environ)
     if generation is not None:
         context = generation.context(context)
     try:
-        return _run_generation(run, context, control, generation=generation, keeper=keeper)
+        return _run_generation(
+            run, context, control, generation=generation, replica_server=replica_server
+        )
     except Succeeds as succeeds:
-        take_over(succeeds.generation, run, environ, succeeds.keeper)
+        take_over(succeeds.generation, run, environ, succeeds.replica_server)
 
 
 def _run_generation(
@@ -85,7 +87,7 @@ def _run_generation(
     control: JobControl,
     *,
     generation: Generation | None,
-    keeper: str,
+    replica_server: str,
 ) -> int:
     """See `run_agent`; raises `Succeeds` where this process is to be one of the next generation."""
     spec = job_spec(run)
@@ -103,7 +105,7 @@ def _run_generation(
     if generation is None:  # others were looked at before
         node_check.begin()
     # Before anything large is imported.
-    node_control = _node_control(spec.settings.alive, context, secret, lifeline, keeper)
+    node_control = _node_control(spec.settings.alive, context, secret, lifeline, replica_server)
     ending.seen_step = lambda: pulse.highest_step(node_control.folder)
     ending.succession = _succession(run, shared, context, lifeline)
 
@@ -156,7 +158,7 @@ def _see_through(
     try:
         return rounds()
     except Succeeds as succeeds:
-        succeeds.keeper = node_control.hand_over()
+        succeeds.replica_server = node_control.hand_over()
         raise
     except ClusterError as error:
         if not leads_others:
@@ -173,7 +175,11 @@ def _see_through(
 
 
 def _node_control(
-    alive: AliveSettings, context: JobContext, secret: str, lifeline: Lifeline | None, keeper: str
+    alive: AliveSettings,
+    context: JobContext,
+    secret: str,
+    lifeline: Lifeline | None,
+    replica_server: str,
 ) -> NodeControl:
     return NodeControl(
         context.master_addr,
@@ -181,7 +187,7 @@ def _node_control(
         keeps_copies=alive.memory != "no",
         # Where a lost node ends the job, its part in another one's memory would be lost with it.
         copies_to_buddy=alive.memory_buddy == "auto" and lifeline is not None,
-        keeper=keeper,
+        replica_server=replica_server,
     )
 
 

@@ -1,4 +1,4 @@
-"""The agent's part in copies of the state: the keeper's process, told of each round of ranks.
+"""The agent's part in copies of the state: it starts the replica server and reports each round.
 
 Where it cannot serve a round, the ranks make no copies in it, and train on.
 tests/engines/test_memory.py holds the promises.
@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ControlLost
-from hpctrain.memory.keeper_process import KeeperProcess
+from hpctrain.memory.replica_server_process import ReplicaServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ log = logging.getLogger("hpctrain.agent")
 
 
 class NodeMemory:
-    """This node's keeper, round after round; its memory lives as long as the agent.
+    """This node's replica server, round after round; its memory lives as long as the agent.
 
     Attributes:
         to_buddy: Each copy is on another node, too.
@@ -39,7 +39,7 @@ class NodeMemory:
         """
         self.to_buddy = to_buddy
         self._secret = secret
-        self._process = KeeperProcess(handed_over)
+        self._process = ReplicaServerProcess(handed_over)
         self._place: TreePlace | None = None
 
     @property
@@ -57,7 +57,7 @@ class NodeMemory:
         *,
         buddies: Sequence[int] = (),
     ) -> None:
-        """Serve a round of this node's ranks, which find the keeper in the folder.
+        """Serve a round of this node's ranks, which find the replica server in the folder.
 
         Args:
             place: This node's.
@@ -72,7 +72,7 @@ class NodeMemory:
             if self._process.end():
                 log.warning("copies in memory are lost: their process %s", self._process.end())
                 self._process.stop()
-                self._process = KeeperProcess()
+                self._process = ReplicaServerProcess()
             port = self._process.begin(
                 place,
                 folder=folder,
@@ -88,7 +88,7 @@ class NodeMemory:
             store.set(key("memory"), [addresses[1], port])
 
     def join(self, store: SignedStore, key: Callable[[str], str], timeout_s: float) -> None:
-        """Go to the keeper of node 0, before the ranks start.
+        """Go to the replica server of node 0, before the ranks start.
 
         Args:
             store: The agents'.

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpctrain.agent.control import addresses
-from hpctrain.base.env import HPCTRAIN_GENERATION, HPCTRAIN_KEEPER
+from hpctrain.base.env import HPCTRAIN_GENERATION, HPCTRAIN_REPLICA_SERVER
 from hpctrain.base.files import write_private
 from hpctrain.base.process import free_port, print_to
 from hpctrain.base.secret import Forged, code, sign, verify
@@ -86,10 +86,10 @@ class Succeeds(Exception):
 
     Attributes:
         generation: Which.
-        keeper: The process with copies of the state, as `NodeControl.hand_over` gave it.
+        replica_server: The process with copies of the state, as `NodeControl.hand_over` gave it.
     """
 
-    keeper = ""
+    replica_server = ""
 
     def __init__(self, generation: Generation) -> None:
         super().__init__(f"generation {generation.number}, led by {generation.leader}")
@@ -166,7 +166,7 @@ class Succession:
 
 
 def take_over(
-    generation: Generation, run: RunDir, environ: Mapping[str, str], keeper: str = ""
+    generation: Generation, run: RunDir, environ: Mapping[str, str], replica_server: str = ""
 ) -> NoReturn:
     """Become an agent of that generation, in this process; srun is gone, so it prints elsewhere.
 
@@ -174,12 +174,15 @@ def take_over(
         generation: Which.
         run: The run.
         environ: As this process was started with it.
-        keeper: See `Succeeds`.
+        replica_server: See `Succeeds`.
     """
     log.warning("goes on, led by %s", generation.leader)
     print_to(run.jobs / f"generation-{generation.number}.out")
     arguments = [sys.executable, *sys.orig_argv[1:]]
-    variables = {HPCTRAIN_GENERATION: json.dumps(asdict(generation)), HPCTRAIN_KEEPER: keeper}
+    variables = {
+        HPCTRAIN_GENERATION: json.dumps(asdict(generation)),
+        HPCTRAIN_REPLICA_SERVER: replica_server,
+    }
     os.execve(sys.executable, arguments, {**environ, **variables})  # noqa: S606
 
 

@@ -38,7 +38,7 @@ HPCTRAIN_JOB_ID = "HPCTRAIN_JOB_ID"
 HPCTRAIN_JOB_START = "HPCTRAIN_JOB_START"
 """When this start of the job began, in seconds since the epoch.
 Set by the batch script; read by agents."""
-HPCTRAIN_KEEPER = "HPCTRAIN_KEEPER"
+HPCTRAIN_REPLICA_SERVER = "HPCTRAIN_REPLICA_SERVER"
 """The process with copies of the state that an agent takes over from the one before it.
 Set by agents; read by agents."""
 HPCTRAIN_KILL_WAIT_S = "HPCTRAIN_KILL_WAIT_S"

@@ -2,8 +2,8 @@
 
 It is forked from the agent, while that has one thread, and ends with it. What it does is a
 coroutine's: an order comes as a line of JSON and is answered by one.
-tests/unit/control/test_node_process.py and tests/unit/memory/test_keeper_process.py hold the
-promises.
+tests/unit/control/test_node_process.py and tests/unit/memory/test_replica_server_process.py hold
+the promises.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies on another node: each node's keeper sends its ranks' copies on to that of its buddy.
+"""Copies on another node: each replica server sends its ranks' copies on to that of its buddy.
 
 Who is whose buddy is `pairing`'s. A rank's copy that is proved is sent on behind training, one
 connection for each rank; the buddy proves the bytes it has by the copy's own digests before it says
@@ -137,7 +137,7 @@ class BuddyLines:
 
 
 class CopyServer:
-    """What a node's keeper does for others: keeps their copies, and gives what it has."""
+    """What a node's replica server does for others: keeps their copies, and gives what it has."""
 
     def __init__(self, stock: NodeStock, needs: RoundNeeds) -> None:
         """Serve nobody yet.
@@ -238,13 +238,13 @@ class CopyFetcher:
     def fetch(
         self, mark: Mark, rank: int, local: int | None, where: Sequence[Address]
     ) -> CopyInMemory | None:
-        """A rank's copy, from whichever of these keepers has it; None where none has it whole.
+        """Return a rank's copy from the replica server that has it; None where none has it whole.
 
         Args:
             mark: The step.
             rank: The rank.
             local: As for `NodeStock.fetch`.
-            where: Keepers that have it.
+            where: Replica servers that have it.
 
         Raises:
             CheckpointError: there is no memory for it.
@@ -258,7 +258,7 @@ class CopyFetcher:
         return None
 
     def mend(self, view: memoryview, copy: ProvedCopy, where: Sequence[Address]) -> bool:
-        """Read what is bad in a copy from these keepers; whether it is whole then."""
+        """Read what is bad in a copy from these replica servers; whether it is whole then."""
         others = (partial(self._read, copy, address) for address in where)
         return mend(view, copy.plan, copy.digest, others)
 
@@ -276,7 +276,7 @@ class CopyFetcher:
     def _read(
         self, copy: ProvedCopy, address: Address, ranges: Sequence[Range]
     ) -> Iterator[tuple[int, bytes]]:
-        """Ranges of the copy that this keeper has; fewer where it is lost."""
+        """Ranges of the copy that this replica server has; fewer where it is lost."""
         asked = {"is": "read", "mark": copy.mark, "rank": copy.plan.rank}
         try:
             with closing(meet(address, self._greeting, self._node)) as line:

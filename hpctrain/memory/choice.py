@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Door = list[Any]
-"""Address and port at which a keeper gives copies to other nodes, as JSON has them."""
+"""Address and port at which a replica server gives copies to other nodes, as JSON has them."""
 
 
 class Inventory(NamedTuple):
-    """What a node's keeper has.
+    """What a node's replica server has.
 
     Attributes:
         own: Whole copies of this node's ranks.
@@ -40,7 +40,7 @@ class CopyChoice:
         world_size: Ranks that have made it.
         kept_by: `memory` where all nodes that have made it still have it; `buddy` where one of them
             is gone, and its part lies in another node's memory.
-        doors: By rank, of all keepers that have its part and give it to others.
+        doors: By rank, of all replica servers that have its part and give it to others.
     """
 
     mark: Mark

@@ -2,9 +2,9 @@
 
 Rank 0 wishes for a copy when the one before is settled on all nodes and enough steps were done; all
 ranks then make it before the same step, by their agreement (`runtime.agreement`). Training waits
-for the copy of memory to memory alone; digests are the keeper's. Where a rank has no slot free, or
-something goes wrong, the step has no copy, and training goes on. tests/engines/test_memory.py and
-tests/unit/memory/test_pace.py hold the promises.
+for the copy of memory to memory alone; digests are the replica server's. Where a rank has no slot
+free, or something goes wrong, the step has no copy, and training goes on.
+tests/engines/test_memory.py and tests/unit/memory/test_pace.py hold the promises.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hpctrain.checkpoint.tensors.device_copy import PageLocked, copy_to_host
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.memory.copy_plan import CopyPlan
 from hpctrain.memory.facts import part_facts
-from hpctrain.memory.protocol import KeeperLost
+from hpctrain.memory.protocol import ReplicaServerLost
 from hpctrain.testing import points
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.shard import ShardPiece
     from hpctrain.checkpoint.tensors.boxes import Part, State
     from hpctrain.checkpoint.tensors.device_copy import HostCopies
-    from hpctrain.memory.rank_line import KeeperLine
+    from hpctrain.memory.rank_line import ReplicaClient
     from hpctrain.world import World
 
 log = logging.getLogger("hpctrain.checkpoint")
@@ -43,12 +43,12 @@ log = logging.getLogger("hpctrain.checkpoint")
 class RankCopies:
     """One rank's copies. Its calls are the training thread's."""
 
-    def __init__(self, world: World, line: KeeperLine) -> None:
+    def __init__(self, world: World, line: ReplicaClient) -> None:
         """Nothing is copied, and no memory taken.
 
         Args:
             world: The ranks.
-            line: To this node's keeper.
+            line: To this node's replica server.
         """
         self._world, self._line = world, line
         self._layout: _Layout | None = None
@@ -87,7 +87,7 @@ class RankCopies:
         except (HpctrainError, OSError, RuntimeError) as error:  # torch finds no memory, too
             why = str(error).partition("\n")[0]
             log.warning("step %d has no copy in memory: %s", manifest.step, why)
-            with contextlib.suppress(KeeperLost):  # then nobody waits for this rank's word
+            with contextlib.suppress(ReplicaServerLost):  # then nobody waits for this rank's word
                 self._line.left_out(manifest.step, slot)
         return clock.monotonic() - began
 
@@ -97,7 +97,7 @@ class RankCopies:
                 return
             for locked, slot in zip(self._locked, self._line.slots, strict=True):
                 locked.lock(slot, self._world.device)
-        except KeeperLost as error:
+        except ReplicaServerLost as error:
             log.warning("no copies in memory: %s", error)
 
     def _fill(self, slot: int, state: State, manifest: Manifest) -> None:
@@ -128,7 +128,7 @@ class RankCopies:
             self._line.copied(slot, step, plan)
         except Exception as error:  # noqa: BLE001 - also what a device says; training meets it too
             log.warning("step %d has no copy in memory: %s", step, error)
-            with contextlib.suppress(KeeperLost):
+            with contextlib.suppress(ReplicaServerLost):
                 self._line.left_out(step, slot)
 
     def _laid_out(self, parts: Sequence[Part], manifest: Manifest) -> CopyPlan:

@@ -1,9 +1,9 @@
-"""Connections between keepers for the bytes of copies: threads at both ends, codes on all of it.
+"""Connections between replica servers for the bytes of copies: threads at both ends, all signed.
 
 What goes over them are weights, so both ends first prove that they know the attempt's secret
-(`control.wire`), and a stranger hears nothing but a nonce. The words that keepers say about steps
-have connections of their own, which never wait behind gigabytes. tests/unit/memory/test_buddy.py
-holds the promises.
+(`control.wire`), and a stranger hears nothing but a nonce. The words that replica servers say about
+steps have connections of their own, which never wait behind gigabytes.
+tests/unit/memory/test_buddy.py holds the promises.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class CopyLine:
 
 
 def meet(address: tuple[str, int], greeting: Callable[[], Greeting], node: int) -> CopyLine:
-    """A connection to another node's keeper, on which both have proved that they know the secret.
+    """A connection between two replica servers that have both proved that they know the secret.
 
     Strangers may have filled its door, so this one knocks again for a while.
 
@@ -145,7 +145,9 @@ def meet(address: tuple[str, int], greeting: Callable[[], Greeting], node: int) 
         except (OSError, Garbled) as error:
             if clock.monotonic() + KNOCK_AGAIN_S > deadline_s:
                 where = f"{address[0]}:{address[1]}"
-                raise ControlLost(f"{where} is no keeper that can be met: {error}") from error
+                raise ControlLost(
+                    f"{where} is no replica server that can be met: {error}"
+                ) from error
         clock.sleep(KNOCK_AGAIN_S)
 
 
@@ -163,7 +165,7 @@ def _met(address: tuple[str, int], greeting: Greeting, node: int) -> CopyLine:
 
 
 class CopyDoor:
-    """Where other nodes' keepers are let in, each with a thread of its own, and nobody else."""
+    """Accepts other nodes' replica servers alone, each with a thread of its own."""
 
     def __init__(
         self,
@@ -248,7 +250,7 @@ class CopyDoor:
         try:
             self._serve_node(node, line)
         except (OSError, Garbled) as error:
-            log.debug("the connection of node %d's keeper has ended: %s", node, error)
+            log.debug("the connection of node %d's replica server has ended: %s", node, error)
         finally:
             with self._lock:
                 self._lines.discard(line)

@@ -1,6 +1,7 @@
 """Making a copy whole from other copies of the same parts, block by block. Pure but for its reads.
 
-What is whole is known from the copy's digest, which its keeper has told over a connection with
+What is whole is known from the copy's digest, which its replica server has told over a connection
+with
 codes: it proves the proof at the copy's end, and that proves the header and each block. So a copy
 that is not here at all, and one in which a byte has changed, are mended alike: what does not prove
 is read from elsewhere. tests/unit/memory/test_mending.py holds the promises.

@@ -106,7 +106,7 @@ class NodeStock:
         """Have a copy that lies elsewhere brought here, once; None where it cannot be made whole.
 
         Args:
-            copy: What it is, as its keeper has told.
+            copy: What it is, as its replica server has told.
             local: The rank's number on this node, in whose slots it then counts; None where it is
                 another node's.
             fill: Writes the bytes into memory; whether they are whole.
@@ -145,7 +145,7 @@ class NodeStock:
 
         Args:
             local: The rank's number on its node.
-            copy: What it is, as its keeper has told.
+            copy: What it is, as its replica server has told.
             kept: As for `RankSlots.give`.
             settled: As for `RankSlots.give`.
             fill: Writes the bytes into memory.

@@ -1,8 +1,9 @@
-"""What ranks and their node's keeper say to each other, and the words of memory that both see.
+"""Messages between ranks and their replica server, and the words of memory that both see.
 
 Packets on a Unix socket: a head, which JSON holds, and descriptors beside it. What may be long goes
-in a memfd, so that a rank never waits for the keeper to read it. In the words each side says what
-the other must know without asking. tests/unit/memory/test_keeper.py holds the promises.
+in a memfd, so that a rank never waits for the replica server to read it. In the words each side
+says what the other must know without asking. tests/unit/memory/test_replica_server.py holds the
+promises.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any
 from hpctrain.errors import HpctrainError
 
 SOCKET = "memory"
-"""In the folder of a round: where the keeper of the node is met."""
+"""In the folder of a round: where the replica server of the node is met."""
 WORDS_BYTES = 8 * 1024
 COVERED, SETTLED, COVERED_NS, OFF = range(4)
 """Steps are written one higher, since fresh memory is zero. COVERED_NS: when that was heard, by the
 node's monotonic clock. OFF: no copies are made any more in this round."""
 FIRST_FREE = 64
-"""And one for each rank of the node: the slot that it may write, one higher. The keeper sets it
+"""And one for each rank: the slot that it may write, one higher. The replica server sets it
 where it is zero, the rank clears it as it takes the slot."""
 MOST_RANKS = WORDS_BYTES // 8 - FIRST_FREE
 PACKET_BYTES = 1 << 16
@@ -30,8 +31,8 @@ MOST_FDS = 200
 """In a packet; the kernel takes 253."""
 
 
-class KeeperLost(HpctrainError):
-    """The keeper of this node is gone, or says what cannot be understood."""
+class ReplicaServerLost(HpctrainError):
+    """The replica server of this node is gone, or says what cannot be understood."""
 
 
 def words_of(fd: int) -> memoryview:
@@ -66,7 +67,7 @@ def receive(peer: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """The next packet; None at the end.
 
     Raises:
-        KeeperLost: that is none.
+        ReplicaServerLost: that is none.
         OSError: the connection broke.
     """
     content, fds, _, _ = socket.recv_fds(peer, PACKET_BYTES, MOST_FDS)
@@ -80,4 +81,4 @@ def receive(peer: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         pass
     for fd in fds:
         os.close(fd)
-    raise KeeperLost("a packet that is none of the keeper's protocol")
+    raise ReplicaServerLost("a packet that is none of the replica server's protocol")

@@ -1,7 +1,7 @@
-"""A rank's line to the keeper of its node: memory for copies, and the copies that are there.
+"""A rank's connection to its node's replica server: memory for copies, and the copies there.
 
 The training thread reads words of shared memory, and sends a packet for which it waits for nobody.
-tests/unit/memory/test_keeper.py holds the promises.
+tests/unit/memory/test_replica_server.py holds the promises.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpctrain.memory.protocol import (
     OFF,
     SETTLED,
     SOCKET,
-    KeeperLost,
+    ReplicaServerLost,
     receive,
     send,
     text_fd,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hpctrain.memory.copy_plan import CopyPlan
 
 ANSWER_S = 120.0
-"""So long may the keeper take to answer: it may clear some hundred gigabytes first."""
+"""So long may the replica server take to answer: it may clear some hundred gigabytes first."""
 
 
 FETCH_S = 900.0
@@ -50,7 +50,8 @@ class NodeHeld(NamedTuple):
         own: Whole copies of its own ranks' parts.
         nbytes: Memory that is taken for copies, of whatever rank.
         guests: Whole copies of other nodes' ranks.
-        door: Address and port where its keeper gives them to others; None where it does not.
+        door: Address and port where its replica server gives them to others; None where it does
+            not.
     """
 
     own: list[HeldCopy]
@@ -59,11 +60,11 @@ class NodeHeld(NamedTuple):
     door: list[Any] | None
 
 
-class KeeperLine:
+class ReplicaClient:
     """One rank's; one thread asks at a time, and another may tell meanwhile."""
 
     def __init__(self, folder: Path, rank: int, attempt: int) -> None:
-        """Meet the keeper.
+        """Meet the replica server.
 
         Args:
             folder: Of the round.
@@ -71,7 +72,7 @@ class KeeperLine:
             attempt: This round's number.
 
         Raises:
-            KeeperLost: it is not there, or does not know this rank.
+            ReplicaServerLost: it is not there, or does not know this rank.
         """
         self._lock = threading.Lock()
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -82,8 +83,10 @@ class KeeperLine:
             said, fds = self._ask({"is": "hello", "rank": rank, "attempt": attempt})
         except OSError as error:
             self._line.close()
-            raise KeeperLost(f"the keeper of this node cannot be met: {error}") from error
-        except KeeperLost:
+            raise ReplicaServerLost(
+                f"the replica server of this node cannot be met: {error}"
+            ) from error
+        except ReplicaServerLost:
             self._line.close()
             raise
         self._words = words_of(fds[0])
@@ -115,7 +118,7 @@ class KeeperLine:
         """Have memory for copies of so many bytes; why there is none, or "". Takes its time.
 
         Raises:
-            KeeperLost: the keeper is gone.
+            ReplicaServerLost: the replica server is gone.
         """
         said, fds = self._ask({"is": "room", "bytes": nbytes})
         if "sizes" not in said:
@@ -148,10 +151,10 @@ class KeeperLine:
         return free - 1
 
     def copied(self, slot: int, step: int, plan: CopyPlan) -> None:
-        """A copy is written; the keeper proves it from here on.
+        """A copy is written; the replica server proves it from here on.
 
         Raises:
-            KeeperLost: the keeper is gone.
+            ReplicaServerLost: the replica server is gone.
         """
         handle = text_fd(plan.dump())
         try:
@@ -163,7 +166,7 @@ class KeeperLine:
         """This rank has no copy of a step; a slot that was taken for it is free again.
 
         Raises:
-            KeeperLost: the keeper is gone.
+            ReplicaServerLost: the replica server is gone.
         """
         self._tell({"is": "left", "step": step, "slot": slot})
 
@@ -171,7 +174,7 @@ class KeeperLine:
         """What training goes on from: a copy, or none of them.
 
         Raises:
-            KeeperLost: the keeper is gone.
+            ReplicaServerLost: the replica server is gone.
         """
         self._tell({"is": "chosen", "mark": mark})
 
@@ -179,7 +182,7 @@ class KeeperLine:
         """What this node has.
 
         Raises:
-            KeeperLost: the keeper is gone.
+            ReplicaServerLost: the replica server is gone.
         """
         said = self._ask_text({"is": "held"})
         own, guests = ([HeldCopy(*copy) for copy in said[of]] for of in ("held", "guests"))
@@ -189,7 +192,7 @@ class KeeperLine:
         """Of copies on this node, by their rank: size, digest, bytes of the header, facts.
 
         Raises:
-            KeeperLost: the keeper is gone.
+            ReplicaServerLost: the replica server is gone.
         """
         said = self._ask_text({"is": "facts", "mark": mark, "ranks": list(ranks)})
         return {int(rank): facts for rank, facts in said["facts"].items()}
@@ -200,15 +203,15 @@ class KeeperLine:
         Args:
             mark: The step.
             rank: The rank.
-            doors: Of keepers that have it; it is brought here where this node's has it not.
+            doors: Of replica servers that have it; it is brought here where this node's has it not.
 
         Raises:
-            KeeperLost: the keeper is gone, or has no memory to bring it into.
+            ReplicaServerLost: the replica server is gone, or has no memory to bring it into.
         """
         head = {"is": "open", "mark": mark, "rank": rank, "at": list(doors)}
         said, fds = self._ask(head, FETCH_S)
         if said.get("why"):
-            raise KeeperLost(str(said["why"]))
+            raise ReplicaServerLost(str(said["why"]))
         return fds[0] if fds else None
 
     def mend(self, mark: Mark, rank: int, doors: Sequence[Sequence[Any]]) -> bool:
@@ -217,10 +220,10 @@ class KeeperLine:
         Args:
             mark: The step.
             rank: The rank.
-            doors: Of keepers that have it.
+            doors: Of replica servers that have it.
 
         Raises:
-            KeeperLost: the keeper is gone.
+            ReplicaServerLost: the replica server is gone.
         """
         head = {"is": "mend", "mark": mark, "rank": rank, "at": list(doors)}
         return bool(self._ask(head, FETCH_S)[0]["whole"])
@@ -229,7 +232,7 @@ class KeeperLine:
         """Why no copies are made any more.
 
         Raises:
-            KeeperLost: the keeper is gone.
+            ReplicaServerLost: the replica server is gone.
         """
         return str(self._ask({"is": "why"})[0]["why"])
 
@@ -241,7 +244,7 @@ class KeeperLine:
         try:
             send(self._line, head, fds)
         except OSError as error:
-            raise KeeperLost(f"the keeper of this node is gone: {error}") from error
+            raise ReplicaServerLost(f"the replica server of this node is gone: {error}") from error
 
     def _ask(
         self, head: dict[str, Any], wait_s: float = ANSWER_S
@@ -252,13 +255,17 @@ class KeeperLine:
                 self._line.settimeout(wait_s)
                 answer = receive(self._line)
             except OSError as error:
-                raise KeeperLost(f"the keeper of this node does not answer: {error}") from error
+                raise ReplicaServerLost(
+                    f"the replica server of this node does not answer: {error}"
+                ) from error
             finally:
                 self._line.settimeout(ANSWER_S)
         if answer is None:
-            raise KeeperLost("the keeper of this node is gone")
+            raise ReplicaServerLost("the replica server of this node is gone")
         if "error" in answer[0]:
-            raise KeeperLost(f"the keeper of this node has refused: {answer[0]['error']}")
+            raise ReplicaServerLost(
+                f"the replica server of this node has refused: {answer[0]['error']}"
+            )
         return answer
 
     def _ask_text(self, head: dict[str, Any]) -> dict[str, Any]:

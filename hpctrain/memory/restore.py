@@ -1,10 +1,10 @@
 """Going on from the copies in the nodes' memory: which step, and where its bytes are.
 
 Collective on the ranks' own exchange, before any weight is touched: each node's first rank asks its
-keeper, rank 0 chooses, and puts together what a checkpoint's manifest and chunk table would say.
-Bytes are read and proved by `checkpoint.format.reader`, as those of files are. A copy that lies on
-another node alone is brought here by the keeper, and one in which bytes have changed is mended from
-another node's, where there is one.
+replica server, rank 0 chooses, and puts together what a checkpoint's manifest and chunk table would
+say. Bytes are read and proved by `checkpoint.format.reader`, as those of files are. A copy that
+lies on another node alone is brought here by the replica server, and one in which bytes have
+changed is mended from another node's, where there is one.
 tests/engines/test_memory.py holds the promises.
 """
 
@@ -21,7 +21,7 @@ from hpctrain.checkpoint.store.find import FoundCheckpoint
 from hpctrain.errors import HpctrainError, TornCheckpoint
 from hpctrain.memory.choice import Inventory, choose
 from hpctrain.memory.facts import index_of, joined
-from hpctrain.memory.protocol import KeeperLost
+from hpctrain.memory.protocol import ReplicaServerLost
 from hpctrain.testing import points
 from hpctrain.world import broadcast, gather, gather_on_0, one_line
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.format.reader import Target
     from hpctrain.memory.choice import Door
-    from hpctrain.memory.rank_line import KeeperLine
+    from hpctrain.memory.rank_line import ReplicaClient
     from hpctrain.memory.slots import Mark
     from hpctrain.world import World
 
@@ -50,12 +50,12 @@ class NodesCopies:
         kept_by: Where that lies, as `choice.CopyChoice` says it.
     """
 
-    def __init__(self, world: World, line: KeeperLine | None) -> None:
+    def __init__(self, world: World, line: ReplicaClient | None) -> None:
         """Nothing is looked at.
 
         Args:
             world: The ranks.
-            line: To this node's keeper; None where it is lost.
+            line: To this node's replica server; None where it is lost.
         """
         self.mark: Mark | None = None
         self.kept_by = ""
@@ -104,7 +104,7 @@ class NodesCopies:
             return False
         try:
             whole = [line.mend(mark, rank, doors) for rank, doors in opened]
-        except KeeperLost:
+        except ReplicaServerLost:
             return False
         return all(whole)
 
@@ -113,7 +113,7 @@ class NodesCopies:
             return Inventory()
         try:
             held = self._line.held()
-        except KeeperLost:
+        except ReplicaServerLost:
             return Inventory()
         return Inventory(held.own, held.guests, held.door)
 
@@ -137,7 +137,7 @@ class NodesCopies:
             return {}
         try:
             return self._line.facts(mark, range(world_size))
-        except KeeperLost:
+        except ReplicaServerLost:
             return {}
 
     def open_file(self, path: Path) -> int:
@@ -152,7 +152,7 @@ class NodesCopies:
         rank = rank_of(path.name)
         try:
             handle = self._line.open(self.mark, rank, self._doors.get(rank, []))
-        except KeeperLost as error:
+        except ReplicaServerLost as error:
             raise TornCheckpoint(f"{path.name} cannot be had: {error}") from error
         if handle is None:
             raise TornCheckpoint(f"{path.name} cannot be had whole from any node's memory")

@@ -31,7 +31,7 @@ class BuddyRing:
     """One node's part, in one round.
 
     Attributes:
-        at: Where this node's keeper lets others in.
+        at: Where this node's replica server lets others in.
         doors: On node 0: those of all nodes that are known, by number.
     """
 
@@ -101,7 +101,7 @@ class BuddyRing:
             return f"copies cannot be sent to another node: {error}", True
 
     def fetch(self, mark: Mark, rank: int, doors: Sequence[Door]) -> CopyInMemory | None:
-        """A rank's copy, from keepers that have it; None where none has it whole.
+        """A rank's copy, from replica servers that have it; None where none has it whole.
 
         Raises:
             CheckpointError: there is no memory for it.
@@ -111,7 +111,7 @@ class BuddyRing:
         return self._fetcher.fetch(mark, rank, own, self._others(doors))
 
     def mend(self, there: CopyInMemory, doors: Sequence[Door]) -> bool:
-        """Read what is bad in a copy from other keepers that have it; whether it is whole then."""
+        """Read what is bad in a copy from others that have it; return whether it is whole then."""
         return self._fetcher.mend(there.view, there.copy, self._others(doors))
 
     def close(self) -> None:

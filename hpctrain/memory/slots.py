@@ -156,7 +156,7 @@ def _is_needed(mark: Mark | None, kept: Mark | None, settled: Mark) -> bool:
 
 
 class HeldCopy(NamedTuple):
-    """A whole copy of one rank's parts, as a node's keeper tells of it."""
+    """A whole copy of one rank's parts, as a node's replica server tells of it."""
 
     attempt: int
     step: int

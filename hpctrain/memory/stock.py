@@ -1,9 +1,9 @@
-"""The memory that a node's keeper owns, and what lies in it: copies of its ranks' parts, proved.
+"""The memory that a node's replica server owns, with proved copies of its ranks' parts in it.
 
 A slot holds just what a rank's file of a checkpoint would hold: header, parts, and the proof of
 them (`checkpoint.format.shard`), so that the readers of checkpoints read it. Behind the copy the
-keeper takes the digests; a copy without them is none. tests/unit/memory/test_stock.py holds the
-promises.
+replica server takes the digests; a copy without them is none. tests/unit/memory/test_stock.py holds
+the promises.
 """
 
 from __future__ import annotations

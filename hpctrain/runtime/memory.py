@@ -1,8 +1,8 @@
 """A run's copies in the nodes' memory: when, what the ledger hears, and what is gone on from.
 
-Off where `alive.memory` says so, and where no agent's keeper is there. Rank 0 alone decides when;
-all ranks agree on the step through `runtime.agreement`. tests/engines/test_memory.py holds the
-promises.
+Off where `alive.memory` says so, and where no agent's replica server is there. Rank 0 alone decides
+when; all ranks agree on the step through `runtime.agreement`. tests/engines/test_memory.py holds
+the promises.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hpctrain.base.env import HPCTRAIN_CONTROL
 from hpctrain.control.seat import TreeExchange
 from hpctrain.memory.copies import RankCopies
 from hpctrain.memory.pace import Pace
-from hpctrain.memory.protocol import KeeperLost
-from hpctrain.memory.rank_line import KeeperLine
+from hpctrain.memory.protocol import ReplicaServerLost
+from hpctrain.memory.rank_line import ReplicaClient
 from hpctrain.memory.restore import NodesCopies
 from hpctrain.run.event_types import MemoryCopiesSet
 
@@ -48,8 +48,8 @@ def memory_copies(
     if settings.memory == "no" or not folder or not isinstance(world.control, TreeExchange):
         return None
     try:
-        line = KeeperLine(Path(folder), world.rank, attempt)
-    except KeeperLost as error:
+        line = ReplicaClient(Path(folder), world.rank, attempt)
+    except ReplicaServerLost as error:
         log.warning("no copies in memory: %s", error)
         line = None
     return MemoryCopies(world, line, settings.memory_steps, tell)
@@ -65,7 +65,7 @@ class MemoryCopies:
     def __init__(
         self,
         world: World,
-        line: KeeperLine | None,
+        line: ReplicaClient | None,
         steps: int,
         tell: Callable[[LedgerFact], None],
     ) -> None:
@@ -73,7 +73,7 @@ class MemoryCopies:
 
         Args:
             world: The ranks.
-            line: To this node's keeper; None where it is lost.
+            line: To this node's replica server; None where it is lost.
             steps: `alive.memory_steps`.
             tell: Writes to the ledger, on rank 0.
         """
@@ -105,7 +105,7 @@ class MemoryCopies:
         try:
             if self._line is not None:
                 self._line.chosen(mark)
-        except KeeperLost as error:
+        except ReplicaServerLost as error:
             log.warning("no copies in memory: %s", error)
 
     def warm_up(self, snapshot: Snapshot) -> None:
@@ -167,7 +167,7 @@ class MemoryCopies:
         self._stall_s = (clock.monotonic_ns() - self._began_ns) / 1e9
         self._clock.leave_out(self._stall_s)
 
-    def _is_settled(self, line: KeeperLine) -> bool:
+    def _is_settled(self, line: ReplicaClient) -> bool:
         """Whether all nodes have spoken of the last copy; learns from it once they have."""
         if self._pending is None:
             return True
@@ -185,11 +185,11 @@ class MemoryCopies:
         self._pending = None
         return True
 
-    def _tell_pace(self, line: KeeperLine) -> None:
+    def _tell_pace(self, line: ReplicaClient) -> None:
         pace = self._pace
         try:
             nbytes = line.held().nbytes
-        except KeeperLost:
+        except ReplicaServerLost:
             return
         self._told_left_out = self._left_out
         fact = MemoryCopiesSet(
@@ -202,13 +202,13 @@ class MemoryCopies:
         )
         self._tell(fact)
 
-    def _tell_off(self, line: KeeperLine) -> None:
+    def _tell_off(self, line: ReplicaClient) -> None:
         if self._is_told_off:
             return
         self._is_told_off = True
         try:
             why = line.why_off()
-        except KeeperLost as error:
+        except ReplicaServerLost as error:
             why = str(error)
         self._tell(MemoryCopiesSet(steps=0, why=why))
         log.warning("no copies in memory, checkpoints on disk alone: %s", why)

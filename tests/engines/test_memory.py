@@ -207,7 +207,7 @@ def test_a_rank_killed_at_any_point_of_a_copy_ends_bit_equal(
 @pytest.mark.soak
 @pytest.mark.parametrize("point", ["memory.digest", "memory.proved", "memory.publish"])
 @pytest.mark.parametrize("hit", [1, 2, 5])
-def test_a_keeper_killed_at_any_point_costs_the_copies_alone(
+def test_a_replica_server_killed_at_any_point_costs_the_copies_alone(
     tmp_path, monkeypatch, undisturbed, point, hit
 ):
     run, restored = run_with(tmp_path, monkeypatch, f"kill:{point},hit={hit}", attempts=1)

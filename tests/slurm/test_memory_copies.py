@@ -70,7 +70,10 @@ def test_a_dead_rank_goes_on_from_its_node_and_a_dead_node_from_its_buddy(slurm,
 
 
 @pytest.mark.story(
-    proved_by=("tests/unit/memory/test_buddy.py", "tests/unit/memory/test_keeper_process.py")
+    proved_by=(
+        "tests/unit/memory/test_buddy.py",
+        "tests/unit/memory/test_replica_server_process.py",
+    )
 )
 def test_the_first_nodes_part_is_had_from_its_buddy_by_those_that_go_on(slurm, tmp_path, capsys):
     run = submit(slurm, tmp_path, "--nodes=2+1", "--ranks-per-node=2", sets=SETTINGS)

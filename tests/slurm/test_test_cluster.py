@@ -164,14 +164,14 @@ def test_nothing_outlives_a_cluster_whose_owner_was_killed(tmp_path: Path) -> No
 
 
 @pytest.mark.slurm
-def test_stop_clears_away_all_even_when_the_keeper_was_killed(tmp_path: Path) -> None:
+def test_stop_clears_away_all_even_when_the_replica_server_was_killed(tmp_path: Path) -> None:
     cluster = SlurmCluster(tmp_path / "c")
     cluster.start()
     sleeper(cluster, "-N2")
-    keeper = cluster._daemons._keeper
-    assert keeper is not None
+    replica_server = cluster._daemons._replica_server
+    assert replica_server is not None
 
-    keeper.kill()
+    replica_server.kill()
     cluster.stop()
 
     assert not (tmp_path / "c").exists()

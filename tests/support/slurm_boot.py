@@ -1,4 +1,4 @@
-"""Starts and ends the daemons of a test cluster; the keeper process holds them all."""
+"""Starts and ends the daemons of a test cluster; the replica server process holds them all."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Daemons:
     def __init__(self, folder: Path | None = None, shape: Shape | None = None) -> None:
         self.shape = shape or Shape()
         self._asked_for = folder
-        self._keeper: subprocess.Popen[str] | None = None
+        self._replica_server: subprocess.Popen[str] | None = None
         self._pids: dict[str, int] = {}
         self._ports: Ports | None = None
         self._at: Layout | None = None
@@ -167,17 +167,17 @@ class Daemons:
 
     def stop(self) -> None:
         """End every process of the cluster, jobs included, and remove the folder."""
-        if self._keeper is None:
+        if self._replica_server is None:
             return
-        keeper, self._keeper = self._keeper, None
+        replica_server, self._replica_server = self._replica_server, None
         self._pids.clear()
-        keeper.communicate()  # the end of its stdin is its order to sweep
-        if keeper.returncode:  # it was killed itself, and could not sweep
+        replica_server.communicate()  # the end of its stdin is its order to sweep
+        if replica_server.returncode:  # it was killed itself, and could not sweep
             clear_away(self.at.folder)
 
     def descendants(self) -> list[int]:
         """Every live process of the cluster: daemons, slurmstepds and jobs."""
-        return processes.descendants(self._keeper.pid) if self._keeper else []
+        return processes.descendants(self._replica_server.pid) if self._replica_server else []
 
     def alive(self, name: str) -> bool:
         """True while that daemon runs."""
@@ -271,7 +271,7 @@ class Daemons:
         dbd.touch(mode=0o600)  # slurmdbd refuses one that others can read
         dbd.write_text(slurmdbd_conf(at, self._taken_ports(), user=user))
         self.configure(user_signal=False)
-        self._start_keeper()
+        self._start_replica_server()
         for group in self.shape.groups:
             self._start_munged(group)
         self._start_database(user)
@@ -308,14 +308,14 @@ class Daemons:
         words = (line.partition(" ") for line in done.stdout.splitlines())
         return {name: state.strip() for name, _, state in words}
 
-    def _start_keeper(self) -> None:
-        self._keeper = subprocess.Popen(
+    def _start_replica_server(self) -> None:
+        self._replica_server = subprocess.Popen(
             [sys.executable, "-m", "tests.support.slurm_keeper", self.at.folder],
             cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is for pytest, which then tells the keeper
+            start_new_session=True,  # Ctrl-C is for pytest, which then tells the replica server
         )
 
     def _start_munged(self, group: int = 0) -> None:
@@ -355,18 +355,22 @@ class Daemons:
         }
 
     def _spawn(self, name: str, *argv: str, conf: Path | None = None) -> None:
-        if self._keeper is None or self._keeper.stdin is None or self._keeper.stdout is None:
+        if (
+            self._replica_server is None
+            or self._replica_server.stdin is None
+            or self._replica_server.stdout is None
+        ):
             raise RuntimeError("the cluster has not been started")
         request = {
             "argv": argv,
             "env": self._daemon_environment(conf),
             "log": str(self.at.out(name)),
         }
-        self._keeper.stdin.write(json.dumps(request) + "\n")
-        self._keeper.stdin.flush()
-        answer = self._keeper.stdout.readline()
+        self._replica_server.stdin.write(json.dumps(request) + "\n")
+        self._replica_server.stdin.flush()
+        answer = self._replica_server.stdout.readline()
         if not answer.strip():
-            raise RuntimeError(f"the keeper of {self.at.folder} has ended")
+            raise RuntimeError(f"the replica server of {self.at.folder} has ended")
         self._pids[name] = int(answer)
 
     def _ready(self, name: str, predicate: Callable[[], bool], timeout: float) -> None:
@@ -397,7 +401,7 @@ class Daemons:
 
 
 def sweep_stale() -> None:
-    """Clear away clusters whose keeper was killed; those that live hold their lock."""
+    """Clear away clusters whose replica server was killed; those that live hold their lock."""
     for lock in Path("/tmp").glob(f"{PREFIX}*/{LOCK}"):  # noqa: S108  where start() puts them
         with contextlib.suppress(FileNotFoundError, PermissionError), lock.open() as handle:
             try:
@@ -408,7 +412,7 @@ def sweep_stale() -> None:
 
 
 def clear_away(folder: Path) -> None:
-    """Kill what a dead keeper left and remove its folder."""
+    """Kill what a dead replica server left and remove its folder."""
     wait_for(functools.partial(_nothing_left, folder), 20, f"the end of the processes of {folder}")
     shutil.rmtree(folder, ignore_errors=True)
 

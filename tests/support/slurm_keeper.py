@@ -25,19 +25,19 @@ from pathlib import Path
 from tests.support import processes
 
 PR_SET_CHILD_SUBREAPER = 36
-LOCK = "keeper.lock"
-"""Held by the keeper as long as it lives: who can take it has found a dead cluster."""
+LOCK = "replica_server.lock"
+"""Held by the replica server as long as it lives: who can take it has found a dead cluster."""
 PARENT_CHECK_S = 1.0
 KEEP = "HPCTRAIN_KEEP_CLUSTER"
 """Set to anything: the folder with its logs outlives the cluster."""
 
 
 def hold_lock(folder: Path) -> int:
-    """Lock FOLDER/keeper.lock for as long as this process lives, however it ends."""
+    """Lock FOLDER/replica server.lock for as long as this process lives, however it ends."""
     fresh = folder / f"{LOCK}.fresh"
     handle = os.open(fresh, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    fresh.rename(folder / LOCK)  # never seen unlocked: that would mean a dead keeper
+    fresh.rename(folder / LOCK)  # never seen unlocked: that would mean a dead replica server
     return handle
 
 

@@ -191,7 +191,7 @@ class Control:
 
 
 class _Line:
-    """To a keeper of copies."""
+    """To a replica server of copies."""
 
     def __init__(self, attempt: int) -> None:
         self.attempt, self.is_closed = attempt, False

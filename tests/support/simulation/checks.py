@@ -309,7 +309,7 @@ def copies_together(job: Job) -> Iterator[str]:
     for node in job.nodes:
         is_well = not node.is_killed and node.machine.has_power
         if is_well and any(not line.is_closed for line in node.lines):
-            yield f"{node.name} holds a line to its keeper"
+            yield f"{node.name} holds a line to its replica server"
 
 
 CHECKS = (

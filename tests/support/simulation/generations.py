@@ -136,7 +136,7 @@ class RecordedJob(Job):
                     own,
                     self.control,
                     generation=generation,
-                    keeper="",
+                    replica_server="",
                 )
             except Succeeds as succeeds:
                 generation = succeeds.generation

@@ -14,9 +14,9 @@ from hpctrain.checkpoint.format.shard import file_name
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.store.verify import verify
 from tests.support import checkpoints
-from tests.support.keepers import (
+from tests.support.replica_servers import (
     BLOCK_BYTES,
-    Keepers,
+    ReplicaServers,
     plan_of,
     ready,
     until,
@@ -31,9 +31,9 @@ WORLD = NODES * EACH
 
 @pytest.fixture
 def job(tmp_path):
-    keepers = Keepers(tmp_path / "keepers", NODES, EACH, to_buddy=True)
-    yield keepers
-    keepers.close()
+    replica_servers = ReplicaServers(tmp_path / "replica_servers", NODES, EACH, to_buddy=True)
+    yield replica_servers
+    replica_servers.close()
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_a_share_that_cannot_be_written_leaves_nothing(held, place, monkeypatch,
     assert "No space left on device" in capsys.readouterr().err
 
 
-def test_an_agent_whose_keeper_is_gone_takes_part_without_it(held):
+def test_an_agent_whose_replica_server_is_gone_takes_part_without_it(held):
     held.lines[4] = None
     assert saved(held, [0, 1, 2]).step == STEP
     assert_committed(held.run, STEP)

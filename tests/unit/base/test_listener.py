@@ -21,9 +21,9 @@ from hpctrain.base.records import JobFacts, JobState
 from hpctrain.control.node_server import NodeServer, TreePlace
 from hpctrain.preflight.rendezvous import Coordinator, Peer
 from hpctrain.scheduler.slurm.relay import RelayedControl, serve
-from tests.support.keepers import Keepers, copy_by_all, covered_by_all, ready
 from tests.support.patience import PATIENCE_S, until
 from tests.support.ports import free_port
+from tests.support.replica_servers import ReplicaServers, copy_by_all, covered_by_all, ready
 
 HERE = "127.0.0.1"
 TOP = Path(__file__).parents[3]
@@ -368,12 +368,12 @@ def test_a_hammered_lifeline_hears_the_other_node(hammered):
     asyncio.run(asyncio.wait_for(lives(free_port(), hammered), PATIENCE_S))
 
 
-def test_hammered_keepers_of_copies_find_each_other_and_copy(hammered, tmp_path):
-    keepers = Keepers(tmp_path, nodes=2, ranks=1, to_buddy=True)
-    lines = ready(keepers)
+def test_hammered_replica_servers_of_copies_find_each_other_and_copy(hammered, tmp_path):
+    replica_servers = ReplicaServers(tmp_path, nodes=2, ranks=1, to_buddy=True)
+    lines = ready(replica_servers)
     copy_by_all(lines, 10)
     covered_by_all(lines, 10)
-    keepers.close()
+    replica_servers.close()
     assert len(hammered) == 3  # the words, and the copies of each node
 
 
@@ -415,7 +415,7 @@ LISTENS = re.compile(r"create_server\(|create_unix_server\(|start_server\(|\.lis
 OTHERS = {
     "hpctrain/base/process.py": "asks whether this machine's loopback connects, and closes it",
     "hpctrain/control/node_server.py": "a Unix socket in a folder of this user's alone",
-    "hpctrain/memory/keeper.py": "a Unix socket in a folder of this user's alone",
+    "hpctrain/memory/replica_server.py": "a Unix socket in a folder of this user's alone",
 }
 
 

@@ -1,4 +1,4 @@
-"""Copies on another node: real keepers and sockets, and ranks that are played by the test."""
+"""Copies on another node: real replica servers and sockets; the test plays the ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hpctrain.memory.copy_line import CopyDoor, CopyLine, meet
 from hpctrain.memory.pairing import buddies_of
 from hpctrain.memory.slots import HeldCopy, Mark
 from hpctrain.testing.faults import armed
-from tests.support.keepers import (
+from tests.support.replica_servers import (
     ROOM,
-    Keepers,
+    ReplicaServers,
     copy_by_all,
     covered_by_all,
     plan_of,
@@ -35,9 +35,9 @@ NODES = 3
 @pytest.fixture
 def job(tmp_path):
     """Three nodes with two ranks each."""
-    keepers = Keepers(tmp_path, nodes=NODES, ranks=2, to_buddy=True)
-    yield keepers
-    keepers.close()
+    replica_servers = ReplicaServers(tmp_path, nodes=NODES, ranks=2, to_buddy=True)
+    yield replica_servers
+    replica_servers.close()
 
 
 def settled_by_all(lines, step):
@@ -66,9 +66,9 @@ def expected(step, rank):
     return values_of(step, rank, sum(plan_of(rank, 2 * NODES)[0].sizes))
 
 
-def memory(keepers, node, rank, mark):
+def memory(replica_servers, node, rank, mark):
     """The bytes of a copy in a node's memory."""
-    return keepers.keepers[node]._stock.find(mark, rank).view
+    return replica_servers.replica_servers[node]._stock.find(mark, rank).view
 
 
 def test_a_covered_step_lies_on_two_nodes_again_and_again(job):
@@ -112,7 +112,7 @@ def test_after_a_lost_node_every_rank_has_its_part_of_the_last_covered_step(job,
 
 
 def test_two_nodes_of_one_switch_may_go_at_once_where_their_copies_are_on_another(tmp_path):
-    job = Keepers(tmp_path, nodes=4, ranks=1, to_buddy=True)
+    job = ReplicaServers(tmp_path, nodes=4, ranks=1, to_buddy=True)
     job.buddies = buddies_of(["s1", "s1", "s2", "s2"])
     covered_by_all(ready(job), 20)
     guests = [[copy.rank for copy in line.held().guests] for line in job.lines]
@@ -138,10 +138,13 @@ def test_what_a_spare_has_fetched_is_its_own_from_then_on(job):
     for rank, line in enumerate(lines):
         assert content(line, newest, rank) == expected(20, rank)
         line.chosen(newest.mark)
-    until(lambda: all(keeper._round._has_chosen for keeper in job.keepers), "no word came")
+    until(
+        lambda: all(replica_server._round._has_chosen for replica_server in job.replica_servers),
+        "no word came",
+    )
 
     assert lines[4].held().own == [HeldCopy(1, 20, 6, 4), HeldCopy(1, 20, 6, 5)]
-    assert all(not keeper._stock._fetched for keeper in job.keepers)
+    assert all(not replica_server._stock._fetched for replica_server in job.replica_servers)
     assert [line.take_room(ROOM) for line in lines] == [""] * 6
     covered_by_all(lines, 25)  # it takes no slot from a newer copy
     covered_by_all(lines, 30)
@@ -160,7 +163,7 @@ def test_a_copy_for_a_rank_whose_slot_holds_anothers_leaves_a_slot_free(job):
         assert line.take_room(ROOM) == ""
 
     covered_by_all(lines, 25)
-    assert all(not keeper._stock._fetched for keeper in job.keepers)
+    assert all(not replica_server._stock._fetched for replica_server in job.replica_servers)
 
 
 def test_two_neighbours_lost_leave_nothing_to_go_on_from(job):
@@ -253,7 +256,7 @@ def test_too_little_memory_for_the_buddys_copies_ends_copies_on_all(job, monkeyp
     lines = job.begin()
     for line in lines:
         line.chosen(None)
-    stock = job.keepers[1]._stock
+    stock = job.replica_servers[1]._stock
     monkeypatch.setattr(
         stock, "take_guest", lambda local, _: type(stock).take_guest(stock, local, 1 << 60)
     )
@@ -301,7 +304,7 @@ def test_nothing_is_taken_in_before_it_is_known_what_training_goes_on_from(job):
 
 def test_a_round_that_is_over_takes_nothing_in(job):
     ready(job)
-    over = job.keepers[1]._round
+    over = job.replica_servers[1]._round
     assert over.needed() == (None, Mark(1, -1))
 
     job.begin()
@@ -341,7 +344,7 @@ def test_another_secret_round_or_node_is_not_let_in(monkeypatch, secret, about, 
     door = CopyDoor(range(3), greeted("secret"), lambda number, _: served.append(number))
     port = door.open("127.0.0.1")
 
-    with pytest.raises(ControlLost, match="is no keeper"):
+    with pytest.raises(ControlLost, match="is no replica server"):
         meet(("127.0.0.1", port), greeted(secret, about), node)
 
     assert served == []
@@ -357,7 +360,7 @@ def test_of_many_strangers_the_log_hears_of_the_first(caplog):
     assert caplog.text.count("was refused copies of the state") == copy_line.MOST_NOTED
 
 
-def test_a_false_keeper_is_found_before_anything_is_sent(monkeypatch):
+def test_a_false_replica_server_is_found_before_anything_is_sent(monkeypatch):
     monkeypatch.setattr(copy_line, "JOIN_S", 0.0)
     false = CopyDoor(range(3), greeted("another"), lambda *_: None)
     port = false.open("127.0.0.1")

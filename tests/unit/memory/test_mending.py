@@ -9,7 +9,7 @@ import pytest
 from hpctrain.checkpoint.format import shard
 from hpctrain.memory.mending import bad_ranges, blocks, mend, merged
 from hpctrain.memory.stock import digests_of
-from tests.support.keepers import plan_of, values_of
+from tests.support.replica_servers import plan_of, values_of
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hpctrain.errors import CheckpointError
 from hpctrain.memory.node_stock import NodeStock
 from hpctrain.memory.slots import Mark, RankSlots
 from hpctrain.memory.stock import ProvedCopy, digests_of
-from tests.support.keepers import plan_of, values_of
+from tests.support.replica_servers import plan_of, values_of
 
 BEFORE = Mark(1, -1)
 

@@ -1,4 +1,4 @@
-"""What lies in slots: proved by the keeper, read as a checkpoint, and no flipped bit unseen."""
+"""What lies in slots: proved, read as a checkpoint, and no flipped bit unseen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.memory.facts import index_of, joined, part_of
 from hpctrain.memory.node_stock import NodeStock
 from hpctrain.memory.slots import Mark
 from hpctrain.memory.stock import RankStock
-from tests.support.keepers import BLOCK_BYTES, plan_of, values_of
+from tests.support.replica_servers import BLOCK_BYTES, plan_of, values_of
 
 WORLD, STEP, OWN = 3, 7, 16
 MARK = Mark(1, STEP)

@@ -1,4 +1,4 @@
-"""Keepers of a few nodes in this process, each with an event loop on a thread of its own."""
+"""Replica servers of a few nodes in this process, each with an event loop on a thread."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hpctrain.checkpoint.format.shard import ShardPiece, file_name, header
 from hpctrain.control.node_server import TreePlace
 from hpctrain.memory.copy_plan import CopyPlan
 from hpctrain.memory.facts import part_facts
-from hpctrain.memory.keeper import Keeper
-from hpctrain.memory.keeper_process import KeeperProcess
-from hpctrain.memory.rank_line import KeeperLine
+from hpctrain.memory.rank_line import ReplicaClient
+from hpctrain.memory.replica_server import ReplicaServer
+from hpctrain.memory.replica_server_process import ReplicaServerProcess
 from tests.support import patience
 from tests.support.patience import PATIENCE_S
 
@@ -31,7 +31,7 @@ ROOM = 8000
 """Bytes that each rank asks for a copy."""
 
 
-class Keepers:
+class ReplicaServers:
     """Of some nodes with some ranks each; a new round with `begin`."""
 
     def __init__(self, root: Path, nodes: int, ranks: int, *, to_buddy: bool = False) -> None:
@@ -39,18 +39,18 @@ class Keepers:
         self.to_buddy = to_buddy
         self.buddies: tuple[int, ...] = ()
         self.round = 0
-        self.lines: list[KeeperLine] = []
+        self.lines: list[ReplicaClient] = []
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.keepers = [self._make() for _ in range(nodes)]
+        self.replica_servers = [self._make() for _ in range(nodes)]
 
-    def begin(self, secrets: list[str] | None = None) -> list[KeeperLine]:
+    def begin(self, secrets: list[str] | None = None) -> list[ReplicaClient]:
         """Start a round; the lines of all its ranks."""
         self.close_lines()
         self.round += 1
         port = 0
-        for node, keeper in enumerate(self.keepers):
+        for node, replica_server in enumerate(self.replica_servers):
             folder = self.folder(node)
             folder.mkdir(parents=True)
             all_ranks = self.nodes * self.ranks
@@ -62,19 +62,19 @@ class Keepers:
             order |= {"secret": secret, "about": f"round {self.round}"}
             order |= {"shown": "127.0.0.1" if self.to_buddy else ""}
             order |= {"buddies": self.buddies if node == 0 else ()}  # it tells the others
-            port = self._do(keeper, {"begin": order}) or port
-        for keeper in self.keepers[1:]:
-            self._do(keeper, {"join": ["127.0.0.1", port]})
+            port = self._do(replica_server, {"begin": order}) or port
+        for replica_server in self.replica_servers[1:]:
+            self._do(replica_server, {"join": ["127.0.0.1", port]})
         self.lines = [
-            KeeperLine(self.folder(rank // self.ranks), rank, self.round)
+            ReplicaClient(self.folder(rank // self.ranks), rank, self.round)
             for rank in range(self.nodes * self.ranks)
         ]
         return self.lines
 
     def lose(self, node: int) -> None:
-        """A node is gone with its keeper; those behind it move up, and a spare comes last."""
-        self._end(self.keepers.pop(node))
-        self.keepers.append(self._make())
+        """Lose a node with its replica server; those behind it move up, and a spare comes last."""
+        self._end(self.replica_servers.pop(node))
+        self.replica_servers.append(self._make())
 
     def folder(self, node: int) -> Path:
         return self.root / f"{self.round}-{node}"
@@ -86,8 +86,8 @@ class Keepers:
 
     def close(self) -> None:
         self.close_lines()
-        for keeper in self.keepers:
-            self._end(keeper)
+        for replica_server in self.replica_servers:
+            self._end(replica_server)
         self._on_loop(_all_ended())  # else each test leaves its connections open
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(PATIENCE_S)
@@ -96,11 +96,11 @@ class Keepers:
     def _make(self) -> Any:
         return self._on_loop(_made())
 
-    def _do(self, keeper: Any, order: dict[str, Any]) -> int:
-        return int(self._on_loop(keeper.do(order)))
+    def _do(self, replica_server: Any, order: dict[str, Any]) -> int:
+        return int(self._on_loop(replica_server.do(order)))
 
-    def _end(self, keeper: Any) -> None:
-        self._on_loop(_closed(keeper))
+    def _end(self, replica_server: Any) -> None:
+        self._on_loop(_closed(replica_server))
 
     def _on_loop(self, work: Any) -> Any:
         done: Future[Any] = asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -117,31 +117,31 @@ async def _all_ended() -> None:
         await asyncio.sleep(0)
 
 
-class KeeperProcesses(Keepers):
+class ReplicaServerProcesses(ReplicaServers):
     """The same, each in a process of its own, which can be killed."""
 
-    def _make(self) -> KeeperProcess:
-        return KeeperProcess()
+    def _make(self) -> ReplicaServerProcess:
+        return ReplicaServerProcess()
 
-    def _do(self, keeper: KeeperProcess, order: dict[str, Any]) -> int:
-        return keeper.ask(order)
+    def _do(self, replica_server: ReplicaServerProcess, order: dict[str, Any]) -> int:
+        return replica_server.ask(order)
 
-    def _end(self, keeper: KeeperProcess) -> None:
-        keeper.stop()
+    def _end(self, replica_server: ReplicaServerProcess) -> None:
+        replica_server.stop()
 
 
-async def _closed(keeper: Keeper) -> None:
-    if keeper._round is not None:
-        keeper._round.close()
+async def _closed(replica_server: ReplicaServer) -> None:
+    if replica_server._round is not None:
+        replica_server._round.close()
     await asyncio.sleep(0.01)  # its connections end in the loop's next turns
-    # Memory that ends with a keeper's process, and hundreds of tests are in this one.
-    keeper._stock.keep_only(None)
-    for stock in keeper._stock._stocks():
+    # Memory that ends with a replica server's process, and hundreds of tests are in this one.
+    replica_server._stock.keep_only(None)
+    for stock in replica_server._stock._stocks():
         stock.close()
 
 
-async def _made() -> Keeper:
-    return Keeper()
+async def _made() -> ReplicaServer:
+    return ReplicaServer()
 
 
 def pieces_of(rank: int, world: int, nbytes: int = 5000) -> list[ShardPiece]:
@@ -168,7 +168,7 @@ def values_of(step: int, rank: int, nbytes: int) -> bytes:
 
 
 def write_copy(
-    line: KeeperLine, step: int, rank: int, world: int, facts: dict[str, Any] | None = None
+    line: ReplicaClient, step: int, rank: int, world: int, facts: dict[str, Any] | None = None
 ) -> int | None:
     """Do what a rank does at a copy; the slot, or None where none was free."""
     slot = line.take_slot()
@@ -188,9 +188,9 @@ def until(holds: Callable[[], Any], why: str) -> None:
     patience.until(holds, why)
 
 
-def ready(keepers: Keepers, mark: Mark | None = None) -> list[KeeperLine]:
+def ready(replica_servers: ReplicaServers, mark: Mark | None = None) -> list[ReplicaClient]:
     """The ranks' lines of a new round: all have chosen, and have room."""
-    lines = keepers.begin()
+    lines = replica_servers.begin()
     for line in lines:
         line.chosen(mark)
     for line in lines:
@@ -198,14 +198,14 @@ def ready(keepers: Keepers, mark: Mark | None = None) -> list[KeeperLine]:
     return lines
 
 
-def copy_by_all(lines: Sequence[KeeperLine], step: int) -> None:
+def copy_by_all(lines: Sequence[ReplicaClient], step: int) -> None:
     """Every rank copies a step, once it has a slot free."""
     for rank, line in enumerate(lines):
         until(lambda line=line: line._words[line._at], f"rank {rank} has no slot free")
         write_copy(line, step, rank, len(lines))
 
 
-def covered_by_all(lines: Sequence[KeeperLine], step: int) -> None:
+def covered_by_all(lines: Sequence[ReplicaClient], step: int) -> None:
     """Every rank copies a step, and hears that all nodes have it whole."""
     copy_by_all(lines, step)
     for line in lines:

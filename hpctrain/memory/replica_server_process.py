@@ -1,8 +1,8 @@
 """The process that keeps a node's copies, as the node's agent handles it.
 
 Forked from the agent while that has one thread, as `control.node_process`; it ends with the agent,
-and lives through all rounds of its ranks. tests/unit/memory/test_keeper_process.py holds the
-promises.
+and lives through all rounds of its ranks. tests/unit/memory/test_replica_server_process.py holds
+the promises.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ NICE = 10
 PR_SET_NAME = 15
 
 
-class KeeperProcess(ForkedServer):
-    """The agent's side: tells the keeper of each round."""
+class ReplicaServerProcess(ForkedServer):
+    """The agent's side: tells the replica server of each round."""
 
     def __init__(self, handed_over: str = "") -> None:
         """Fork it, with nothing kept, or take over one that is there; see `ForkedServer`."""
@@ -51,7 +51,7 @@ class KeeperProcess(ForkedServer):
             folder: Of the round, which only the user can enter.
             secret: Of the attempt; the same on all nodes.
             about: Which round it is; the same words on all nodes.
-            address: Where other nodes' keepers are awaited.
+            address: Where other nodes' replica servers are awaited.
             shown: Under what they can reach that, where copies go on to another node; "" where
                 they do not.
             buddies: On node 0: by place, the node that has each one's copies; () for the next one.
@@ -67,10 +67,10 @@ class KeeperProcess(ForkedServer):
         return self.ask({"begin": order})
 
     def join(self, address: str, port: int) -> None:
-        """Have it go to the keeper of node 0; not on node 0.
+        """Have it go to the replica server of node 0; not on node 0.
 
         Raises:
-            ControlLost: that keeper cannot be reached, is another, or the process is gone.
+            ControlLost: that replica server cannot be reached, is another, or the process is gone.
         """
         self.ask({"join": [address, port]})
 
@@ -79,9 +79,9 @@ def _make() -> Callable[[dict[str, Any]], Awaitable[int]]:
     """In the process: numpy's threads would only be in the way of training."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
-    from hpctrain.memory.keeper import Keeper
+    from hpctrain.memory.replica_server import ReplicaServer
 
-    ctypes.CDLL(None).prctl(PR_SET_NAME, b"hpctrain-keeper")  # in top, beside the ranks
+    ctypes.CDLL(None).prctl(PR_SET_NAME, b"hpctrain-replica_server")  # in top, beside the ranks
     with suppress(OSError):  # a refusal costs training a little speed
         os.nice(NICE)
-    return Keeper().do
+    return ReplicaServer().do

@@ -1,4 +1,4 @@
-"""Keepers in processes that are killed at every point of a copy's way to another node."""
+"""Replica servers in processes that are killed at every point of a copy's way to another node."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ import time
 import pytest
 
 from hpctrain.memory.choice import Inventory, choose
-from hpctrain.memory.protocol import KeeperLost
+from hpctrain.memory.protocol import ReplicaServerLost
 from hpctrain.testing.faults import armed
-from tests.support.keepers import KeeperProcesses, plan_of, until, values_of, write_copy
+from tests.support.replica_servers import (
+    ReplicaServerProcesses,
+    plan_of,
+    until,
+    values_of,
+    write_copy,
+)
 
 ROOM = 8000
 NODES = 3
@@ -26,9 +32,9 @@ POINTS = [
 
 
 def job_with(tmp_path, faults):
-    """Keepers of three nodes with a rank each, in which these faults happen."""
+    """Replica servers of three nodes with a rank each, in which these faults happen."""
     with armed(faults):
-        return KeeperProcesses(tmp_path, NODES, 1, to_buddy=True)
+        return ReplicaServerProcesses(tmp_path, NODES, 1, to_buddy=True)
 
 
 def ready(lines):
@@ -39,7 +45,7 @@ def ready(lines):
 
 
 def copy_until_off(lines, steps):
-    """Steps that ranks copy one by one, until a keeper is lost; the newest that was covered."""
+    """Let ranks copy steps until a replica server is lost; return the newest that was covered."""
 
     def is_off():
         return sum(line.is_off for line in lines) >= NODES - 1
@@ -47,7 +53,7 @@ def copy_until_off(lines, steps):
     for step in steps:
         for rank, line in enumerate(lines):
             until(lambda line=line: line._words[line._at] or is_off(), f"no slot for {rank}")
-            with contextlib.suppress(KeeperLost):  # its rank would be killed with the node
+            with contextlib.suppress(ReplicaServerLost):  # its rank would be killed with the node
                 write_copy(line, step, rank, NODES)
         until(
             lambda step=step: is_off() or all(line.settled == step for line in lines),
@@ -59,9 +65,14 @@ def copy_until_off(lines, steps):
 
 
 def lost_of(job):
-    """The node whose keeper was killed."""
-    until(lambda: any(keeper.end() for keeper in job.keepers), "no keeper was killed")
-    return next(node for node, keeper in enumerate(job.keepers) if keeper.end())
+    """The node whose replica server was killed."""
+    until(
+        lambda: any(replica_server.end() for replica_server in job.replica_servers),
+        "no replica server was killed",
+    )
+    return next(
+        node for node, replica_server in enumerate(job.replica_servers) if replica_server.end()
+    )
 
 
 def choices(lines):
@@ -106,7 +117,7 @@ def test_a_node_killed_on_a_copys_way_leaves_the_newest_covered_step_whole(tmp_p
         job.close()
 
 
-def test_a_keeper_killed_while_it_fetches_costs_its_node_alone(tmp_path):
+def test_a_replica_server_killed_while_it_fetches_costs_its_node_alone(tmp_path):
     job = job_with(tmp_path, "")
     try:
         ready(job.begin())
@@ -115,7 +126,7 @@ def test_a_keeper_killed_while_it_fetches_costs_its_node_alone(tmp_path):
             job.lose(1)
         lines = job.begin()
         choice = choices(lines)[0]
-        with pytest.raises(KeeperLost):
+        with pytest.raises(ReplicaServerLost):
             lines[2].open(choice.mark, 2, choice.doors[2])
 
         job.lose(lost_of(job))

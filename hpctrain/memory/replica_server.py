@@ -1,12 +1,13 @@
 """What the process beside an agent does that keeps copies of the state: it owns their memory.
 
 Ranks come to a Unix socket in the folder of their round, each served by a thread of its own: they
-get memory, write a copy, and say so; the keeper takes the digests. What all ranks of the node have
-is told to the keeper of node 0, over TCP with codes (`control.wire`), and that one tells all which
-steps are settled and covered. Where nodes may be lost each keeper sends its copies on to another
-one (`buddy`). Where a keeper is lost no copies are made any more in the round, and training goes
+get memory, write a copy, and say so; the replica server takes the digests. What all ranks of the
+node have is told to the replica server of node 0, over TCP with codes (`control.wire`), and that
+one tells all which steps are settled and covered. Where nodes may be lost each replica server sends
+its copies on to another one (`buddy`). Where a replica server is lost no copies are made any more
+in the round, and training goes
 on: those that were made are still there at the next start of the ranks.
-tests/unit/memory/test_keeper.py holds the promises.
+tests/unit/memory/test_replica_server.py holds the promises.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from hpctrain.memory.protocol import (
     SETTLED,
     SOCKET,
     WORDS_BYTES,
-    KeeperLost,
+    ReplicaServerLost,
     receive,
     send,
     text_fd,
@@ -63,20 +64,20 @@ BACKLOG = 256
 JOIN_S, KNOCK_AGAIN_S = 20.0, 0.2
 
 
-class Keeper:
+class ReplicaServer:
     """A node's copies, round after round."""
 
     def __init__(self) -> None:
         """Nothing is held. To be made where its event loop runs."""
         self._stock = NodeStock()
-        self._round: KeeperRound | None = None
+        self._round: ReplicaRound | None = None
 
     async def do(self, order: dict[str, Any]) -> int:
-        """An order of the agent; the port where other keepers are awaited, for one to begin.
+        """Carry out an agent's order; return the port for other replica servers, for one to begin.
 
         Raises:
             OSError: no room or no port for it.
-            ControlLost: the keeper above cannot be reached, or is another.
+            ControlLost: the replica server above cannot be reached, or is another.
         """
         if begin := order.get("begin"):
             return await self._begin(**begin)
@@ -103,18 +104,18 @@ class Keeper:
         if at.ranks > MOST_RANKS:
             raise ControlLost(f"{at.ranks} ranks on a node, {MOST_RANKS} are the most")
         self._stock.new_round(at.ranks)
-        self._round = KeeperRound(Path(folder), at, self._stock, partial(Greeting, secret, about))
+        self._round = ReplicaRound(Path(folder), at, self._stock, partial(Greeting, secret, about))
         if shown and at.nodes > 1:
             said = partial(Greeting, secret, f"{about}/copies")
             self._round.copy_on(address, shown, said, buddies or next_nodes(at.nodes))
         return await self._round.start(address)
 
 
-class KeeperRound:
+class ReplicaRound:
     """One round of ranks, on one node.
 
-    Words between keepers and all that follows from them are the event loop's; each rank's packets
-    are those of a thread. They share what `_lock` guards.
+    Words between replica servers and all that follows from them are the event loop's; each rank's
+    packets are those of a thread. They share what `_lock` guards.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class KeeperRound:
             folder: Of the round, which only the user can enter.
             place: This node's.
             stock: The node's memory.
-            greeting: Makes one for each connection to another keeper.
+            greeting: Makes one for each connection to another replica server.
         """
         self._folder, self._place, self._stock = folder, place, stock
         self._greeting = greeting
@@ -163,7 +164,7 @@ class KeeperRound:
         """Have copies on another node, too. Before `start`.
 
         Args:
-            address: Where this keeper listens for the others.
+            address: Where this replica server listens for the others.
             shown: Under which they reach that.
             greeting: Makes one for each connection for copies.
             buddies: By place, the node that has each one's copies; node 0's counts.
@@ -186,7 +187,7 @@ class KeeperRound:
             return kept, Mark(self._attempt, settled)
 
     async def start(self, address: str) -> int:
-        """Begin to serve the ranks, and on node 0 the other keepers.
+        """Begin to serve the ranks, and on node 0 the other replica servers.
 
         Returns:
             The port for those; 0 where there are none.
@@ -204,7 +205,7 @@ class KeeperRound:
         return self._door.open(address)
 
     async def join(self, address: str, port: int) -> None:
-        """Go to the keeper of node 0.
+        """Go to the replica server of node 0.
 
         Raises:
             OSError: it cannot be reached, or says nothing.
@@ -212,13 +213,13 @@ class KeeperRound:
         """
         above = await self._met(address, port)
         above.on_message = self._hear_above
-        above.on_end = lambda _, why: self._turn_off(f"the keeper of node 0 is lost: {why}")
+        above.on_end = lambda _, why: self._turn_off(f"the replica server of node 0 is lost: {why}")
         self._above = above
         at = self._ring.at if self._ring is not None else None
         above.say(self._off_news() if self._why_off else packed({"is": "here", "at": at}))
 
     async def _met(self, address: str, port: int) -> Endpoint:
-        """The keeper of node 0; a stranger may have pushed in before, so this one knocks again."""
+        """Connect to node 0's replica server, again where a stranger took the place before."""
         deadline_s = clock.monotonic() + JOIN_S
         while True:
             try:
@@ -241,16 +242,18 @@ class KeeperRound:
         self._door.close()
         if self._ring is not None:
             self._ring.close()
-        for keeper in [*self._below.values(), *([self._above] if self._above else [])]:
-            keeper.close()
+        for replica_server in [*self._below.values(), *([self._above] if self._above else [])]:
+            replica_server.close()
         os.close(self._words_fd)
 
-    # ---- between keepers, on the event loop
+    # ---- between replica servers, on the event loop
 
     def _let_in(self, node: int, child: Endpoint) -> None:
         self._below[node] = child
         child.on_message = partial(self._hear_below, node)
-        child.on_end = lambda _, why: self._turn_off(f"the keeper of node {node} is lost: {why}")
+        child.on_end = lambda _, why: self._turn_off(
+            f"the replica server of node {node} is lost: {why}"
+        )
 
     def _hear_below(self, node: int, child: Endpoint, message: bytes) -> None:
         head = unpacked(message)[0]
@@ -316,8 +319,8 @@ class KeeperRound:
             self._words[OFF] = 1
         if self._ring is not None:
             self._ring.meet_at(None)
-        for keeper in [*self._below.values(), *([self._above] if self._above else [])]:
-            keeper.say(self._off_news())
+        for replica_server in [*self._below.values(), *([self._above] if self._above else [])]:
+            replica_server.say(self._off_news())
 
     def _on_loop(self, act: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the loop ends with this process
@@ -347,7 +350,7 @@ class KeeperRound:
                     elif local != NEVER:
                         self._hear(peer, local, head, fds)
                     else:
-                        raise KeeperLost("it has not said who it is")
+                        raise ReplicaServerLost("it has not said who it is")
                 finally:
                     for fd in fds:
                         os.close(fd)
@@ -362,7 +365,7 @@ class KeeperRound:
     def _hello(self, peer: socket.socket, head: dict[str, Any]) -> int:
         local = int(head["rank"]) - self._place.first_rank
         if not 0 <= local < self._place.ranks:
-            raise KeeperLost(f"rank {head['rank']} is none of this node's")
+            raise ReplicaServerLost(f"rank {head['rank']} is none of this node's")
         with self._lock:
             self._attempt = int(head["attempt"])
             send(peer, {"ranks": self._place.ranks, "local": local}, (self._words_fd,))
@@ -419,7 +422,7 @@ class KeeperRound:
         mark = Mark(self._attempt, step)
         with self._lock:
             if self._is_over or not stock.slots.copied(slot, mark):
-                raise KeeperLost(f"slot {slot} was not given to rank {plan.rank}")
+                raise ReplicaServerLost(f"slot {slot} was not given to rank {plan.rank}")
         try:
             stock.prove(slot, mark, plan)
             whole = True

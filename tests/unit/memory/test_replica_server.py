@@ -1,4 +1,4 @@
-"""Keepers with real sockets and memory, and ranks that are played by the test."""
+"""Replica servers with real sockets and memory, and ranks that are played by the test."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import socket
 import pytest
 
 from hpctrain.checkpoint.format.shard import proof_bytes
-from hpctrain.memory import keeper as keepers_module
-from hpctrain.memory.protocol import SOCKET, KeeperLost
-from hpctrain.memory.rank_line import KeeperLine
+from hpctrain.memory import replica_server as replica_servers_module
+from hpctrain.memory.protocol import SOCKET, ReplicaServerLost
+from hpctrain.memory.rank_line import ReplicaClient
 from hpctrain.memory.slots import HeldCopy, Mark
-from tests.support.keepers import (
+from tests.support.replica_servers import (
     ROOM,
-    Keepers,
+    ReplicaServers,
     covered_by_all,
     plan_of,
     ready,
@@ -27,17 +27,17 @@ from tests.support.keepers import (
 @pytest.fixture
 def one(tmp_path):
     """A node with two ranks."""
-    keepers = Keepers(tmp_path, nodes=1, ranks=2)
-    yield keepers
-    keepers.close()
+    replica_servers = ReplicaServers(tmp_path, nodes=1, ranks=2)
+    yield replica_servers
+    replica_servers.close()
 
 
 @pytest.fixture
 def three(tmp_path):
     """Three nodes with a rank each."""
-    keepers = Keepers(tmp_path, nodes=3, ranks=1)
-    yield keepers
-    keepers.close()
+    replica_servers = ReplicaServers(tmp_path, nodes=3, ranks=1)
+    yield replica_servers
+    replica_servers.close()
 
 
 def content(line, mark, rank):
@@ -120,32 +120,32 @@ def test_too_little_memory_on_one_node_ends_copies_on_all(three, monkeypatch):
         assert line.why_off().startswith("n1: copies in memory need")
 
 
-def test_a_keeper_that_is_lost_ends_copies_on_the_others(three):
+def test_a_replica_server_that_is_lost_ends_copies_on_the_others(three):
     lines = ready(three)
     covered_by_all(lines, 10)
 
-    three.loop.call_soon_threadsafe(three.keepers[1]._round.close)
+    three.loop.call_soon_threadsafe(three.replica_servers[1]._round.close)
 
     for line in (lines[0], lines[2]):
         until(lambda line=line: line.is_off, "a node has not heard of it")
-    assert "keeper of node 1 is lost" in lines[0].why_off()
+    assert "replica server of node 1 is lost" in lines[0].why_off()
     assert {copy.step for copy in lines[0].held()[0]} == {10}, "they are still there"
 
 
-def test_a_stranger_is_not_let_in_between_keepers(tmp_path, monkeypatch):
-    monkeypatch.setattr(keepers_module, "JOIN_S", 0.1)
-    keepers = Keepers(tmp_path, nodes=2, ranks=1)
+def test_a_stranger_is_not_let_in_between_replica_servers(tmp_path, monkeypatch):
+    monkeypatch.setattr(replica_servers_module, "JOIN_S", 0.1)
+    replica_servers = ReplicaServers(tmp_path, nodes=2, ranks=1)
     try:
-        with pytest.raises(keepers_module.ControlLost):
-            keepers.begin(secrets=["secret", "another"])
+        with pytest.raises(replica_servers_module.ControlLost):
+            replica_servers.begin(secrets=["secret", "another"])
     finally:
-        keepers.close()
+        replica_servers.close()
 
 
 def test_another_users_process_is_not_let_in(one, monkeypatch):
-    monkeypatch.setattr(keepers_module.os, "getuid", lambda: 12345)
+    monkeypatch.setattr(replica_servers_module.os, "getuid", lambda: 12345)
 
-    with pytest.raises(KeeperLost):
+    with pytest.raises(ReplicaServerLost):
         one.begin()
 
 
@@ -172,8 +172,8 @@ def test_a_copy_into_a_slot_that_was_not_given_is_none(one):
     plan, _ = plan_of(0, 2)
 
     lines[0].copied(1, 10, plan)  # it was given slot 0
-    with pytest.raises(KeeperLost):
-        lines[0].held()  # the keeper has ended the line
+    with pytest.raises(ReplicaServerLost):
+        lines[0].held()  # the replica server has ended the line
 
     assert lines[1].held()[0] == []
 
@@ -195,6 +195,6 @@ def test_a_copy_that_is_longer_than_its_slot_is_none(one):
     assert lines[1].covered == -1
 
 
-def test_a_rank_that_meets_no_keeper_is_told(tmp_path):
-    with pytest.raises(KeeperLost, match="cannot be met"):
-        KeeperLine(tmp_path, 0, 1)
+def test_a_rank_that_meets_no_replica_server_is_told(tmp_path):
+    with pytest.raises(ReplicaServerLost, match="cannot be met"):
+        ReplicaClient(tmp_path, 0, 1)
