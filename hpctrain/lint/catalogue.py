@@ -112,6 +112,13 @@ _TABLE = (
         "Rank 0 looks at the clock and broadcasts what it decided; or `run.should_stop` of hpctrain.",
     ),
     LintRule(
+        "HT113",
+        INFO,
+        "a collective under a test that may differ",
+        "If ranks come to different answers, some wait in a collective for ever; the lint cannot tell.",
+        "Make sure that all ranks decide alike, for instance by a broadcast of the answer.",
+    ),
+    LintRule(
         "HT201",
         WARNING,
         "fp16 without a scaler",

@@ -1,4 +1,4 @@
-"""Rules HT101 to HT112: ranks that do not come to the same collectives.
+"""Rules HT101 to HT113: ranks that do not come to the same collectives.
 
 A walk over each function's statements, with the tests around each of them in hand.
 tests/unit/lint/test_rules.py holds the promises.
@@ -10,8 +10,8 @@ import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.lint.dependence import BATCH, CHANCE, CLOCK, RANKS, on_rank
-from hpctrain.lint.reporting import MAIN_ONLY, is_backward
+from hpctrain.lint.dependence import BATCH, CHANCE, CLOCK, RANKS, UNSURE, on_rank
+from hpctrain.lint.reporting import MAIN_ONLY, exclusive, is_backward
 from hpctrain.lint.syntax import last
 
 if TYPE_CHECKING:
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from hpctrain.lint.rule import LintFinding
     from hpctrain.lint.syntax import LintScope
 
-_CODES = {BATCH: "HT105", CHANCE: "HT106", CLOCK: "HT112"}
+_MAYBE = "maybe"
+"""The kind of a test that may come out differently, or alike: a hint."""
+_CODES = {BATCH: "HT105", CHANCE: "HT106", CLOCK: "HT112", _MAYBE: "HT113"}
 _GENERAL = frozenset(
     {"", "BaseException", "Exception", "OutOfMemoryError", "RuntimeError", "ValueError", "OSError"}
     | {"IOError", "IndexError", "AssertionError", "DistBackendError"}
@@ -132,7 +134,7 @@ class _Walk:
         for kind in (CLOCK, BATCH, CHANCE):
             if kind in sources and not (kind == CHANCE and self.facts.dependence.seeded):
                 return _Test(kind, node, text)
-        return None
+        return _Test(_MAYBE, node, text) if sources & UNSURE else None
 
     def _if(self, node: ast.If, tests: tuple[_Test, ...], after: tuple[_After, ...]) -> None:
         self._expression(node.test, tests)
@@ -187,6 +189,8 @@ class _Walk:
         skipped = self._skipped(leaves, after)
         if skipped is None:
             return
+        if test.kind == _MAYBE and not self.facts.distributed:
+            return
         if test.kind == "rank" and self._may_never_meet(test.node):
             return
         code = _CODES.get(test.kind, "HT102")
@@ -207,23 +211,26 @@ class _Walk:
     def _skipped(self, leaves: ast.stmt, after: tuple[_After, ...]) -> tuple[ast.Call, str] | None:
         """The first call that a rank leaves out which leaves here."""
         for following in after:
-            skipped = self._first(following.rest)
+            skipped = self._first(following.rest, leaves)
             if skipped is not None:
                 return skipped
             if following.loop is None:
                 continue
             if not isinstance(leaves, ast.Continue):
-                skipped = self._first(following.loop.body)
+                skipped = self._first(following.loop.body, leaves)
                 if skipped is not None:
                     return skipped
             if isinstance(leaves, ast.Continue | ast.Break):
                 return None
         return None
 
-    def _first(self, block: Sequence[ast.stmt]) -> tuple[ast.Call, str] | None:
+    def _first(
+        self, block: Sequence[ast.stmt], leaves: ast.stmt | None = None
+    ) -> tuple[ast.Call, str] | None:
+        """The first call that ranks make together, but in a branch opposite to that statement."""
         for call in _calls_in(block):
             name = self._name(call)
-            if name:
+            if name and not (leaves and exclusive(self.facts.syntax, leaves, call)):
                 return call, name
         return None
 
@@ -333,7 +340,7 @@ class _Walk:
     def _tell_collective(
         self, made: CollectiveCall, call: ast.Call, tests: tuple[_Test, ...]
     ) -> None:
-        test = tests[-1]
+        test = _strongest(tests)
         if test.kind == "except":
             if self._looks_at(call, test.node):
                 return
@@ -341,7 +348,7 @@ class _Walk:
             self._tell("HT108", call, message, test.node)
             return
         code = _CODES.get(test.kind, "HT101")
-        if test.kind == BATCH and not self.facts.distributed:
+        if test.kind in (BATCH, _MAYBE) and not self.facts.distributed:
             return
         message = f"{made.text} is called only where {test.text} (line {_line(test.node)})"
         self._tell(code, call, message, test.node, test, made.name)
@@ -356,7 +363,7 @@ class _Walk:
         )
 
     def _tell_backward(self, call: ast.Call, tests: tuple[_Test, ...]) -> None:
-        test = tests[-1]
+        test = _strongest(tests)
         if test.kind == "except":
             return
         code = _CODES.get(test.kind, "HT111")
@@ -364,8 +371,8 @@ class _Walk:
         self._tell(code, call, message, test.node, test, "backward")
 
     def _tell_no_sync(self, call: ast.Call, tests: tuple[_Test, ...]) -> None:
-        test = tests[-1]
-        if test.kind != "except":
+        test = _strongest(tests)
+        if test.kind not in ("except", _MAYBE):
             message = f"no_sync() holds only where {test.text} (line {_line(test.node)})"
             self._tell("HT110", call, message, test.node)
 
@@ -385,7 +392,7 @@ class _Walk:
 
 
 def check_divergence(facts: ProgramFacts) -> Iterator[LintFinding]:
-    """HT101, HT102 and HT105 to HT112."""
+    """HT101, HT102 and HT105 to HT113."""
     for scope in facts.syntax.scopes:
         yield from _Walk(facts, scope).run()
 
@@ -412,6 +419,11 @@ def _leaves(facts: ProgramFacts, block: Sequence[ast.stmt]) -> ast.stmt | None:
     if isinstance(end, ast.Expr) and isinstance(end.value, ast.Call):
         return end if facts.syntax.dotted(end.value.func) in _EXITS else None
     return None
+
+
+def _strongest(tests: Sequence[_Test]) -> _Test:
+    """The innermost test that is certain to part ranks, or else the innermost."""
+    return next((one for one in reversed(tests) if one.kind != _MAYBE), tests[-1])
 
 
 def _line(node: ast.AST) -> int:

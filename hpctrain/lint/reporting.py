@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from hpctrain.lint.catalogue import RULES
 from hpctrain.lint.collectives import CollectiveCalls, is_distributed
+from hpctrain.lint.definitions import blocks_of
 from hpctrain.lint.dependence import RANKS, Dependence
 from hpctrain.lint.rule import LintFinding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from hpctrain.lint.rule import SourceEdit
     from hpctrain.lint.syntax import LintScope, ProgramSyntax
@@ -120,6 +121,36 @@ def inside_loop(syntax: ProgramSyntax, node: ast.AST) -> ast.For | ast.While | N
     return None
 
 
+def exclusive(syntax: ProgramSyntax, first: ast.AST, second: ast.AST) -> bool:
+    """Return whether two nodes are in opposite branches of one test, or of tests alike in words."""
+    sides = dict(_branches(syntax, first))
+    return any(sides.get(test, side) != side for test, side in _branches(syntax, second))
+
+
+def _branches(syntax: ProgramSyntax, node: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Yield the tests around a node, and whether each must be true."""
+    child = node
+    for around in syntax.outer(node):
+        if isinstance(around, ast.If | ast.IfExp) and child is not around.test:
+            inside = around.body if isinstance(around.body, list) else [around.body]
+            yield _as_plain(around.test, child in inside)
+        elif isinstance(around, ast.Match) and child in around.cases:
+            for case in around.cases:
+                yield f"case {case.pattern.lineno} of {around.lineno}", case is child
+        child = around
+
+
+def _as_plain(test: ast.expr, side: bool) -> tuple[str, bool]:
+    """A test without `not`, and whether it must be true."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _as_plain(test.operand, not side)
+    text = ast.unparse(test)
+    for negative, positive in ((" is not ", " is "), (" != ", " == "), (" not in ", " in ")):
+        if isinstance(test, ast.Compare) and len(test.ops) == 1 and negative in text:
+            return text.replace(negative, positive, 1), not side
+    return text, side
+
+
 def under_rank_test(facts: ProgramFacts, node: ast.AST) -> bool:
     """Whether only some ranks come to a node: a test around it, or an exit of others before it."""
     child = node
@@ -127,19 +158,12 @@ def under_rank_test(facts: ProgramFacts, node: ast.AST) -> bool:
         test = around.test if isinstance(around, ast.If | ast.IfExp) else None
         if test is not None and child is not test and facts.dependence.of(test) & RANKS:
             return True
-        for block in _blocks(around):
+        for block in blocks_of(around):
             if child in block and _left_before(facts, block[: block.index(child)]):
                 return True
         child = around
     scope = facts.syntax.scope_of[node]
     return _is_for_main(facts.syntax, scope)
-
-
-def _blocks(node: ast.AST) -> Iterable[list[ast.stmt]]:
-    for name in ("body", "orelse", "finalbody"):
-        block = getattr(node, name, None)
-        if isinstance(block, list):
-            yield block
 
 
 def _left_before(facts: ProgramFacts, block: list[ast.stmt]) -> bool:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 _Node = TypeVar("_Node", bound=ast.AST)
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 ScopeNode = ast.Module | FunctionNode
+_VENDORS = tuple(
+    f"torch.{name}." for name in ("npu", "mlu", "musa", "hpu", "gcu", "sdaa", "dipu", "supa")
+)
+"""Modules that makers of other devices put into torch: their calls take other arguments."""
 MOST_BYTES = 4 << 20
 """Of a file that is read: a generated one beyond is no training program."""
 
@@ -184,7 +188,7 @@ class ProgramSyntax:
         """Calls whose last name is one of these, of a package where one is named."""
         for call in self.calls:
             dotted = self.dotted(call.func)
-            if dotted.rpartition(".")[2] in names and dotted.startswith(root):
+            if dotted.rpartition(".")[2] in names and (not root or comes_from(dotted, root)):
                 yield call
 
     def outer(self, node: ast.AST) -> Iterator[ast.AST]:
@@ -245,6 +249,13 @@ def parse(text: str) -> ast.Module:
     except ValueError as error:
         raise NotPython(f"no Python source: {error}") from None
     return tree
+
+
+def comes_from(dotted: str, root: str) -> bool:
+    """Return whether a name is of a package, and not of another maker's module inside torch."""
+    if dotted != root and not dotted.startswith(f"{root}."):
+        return False
+    return not dotted.startswith(_VENDORS)
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
