@@ -28,6 +28,13 @@ _TABLE = (
         "Take the comment or the code out.",
     ),
     LintRule(
+        "HT003",
+        WARNING,
+        "a file that is too deep for the lint",
+        "Some rules did not look at it. That is a limit of hpctrain; the file may be right.",
+        "Split the longest expression or chain of branches, or leave the file out.",
+    ),
+    LintRule(
         "HT101",
         ERROR,
         "a collective under a rank test",

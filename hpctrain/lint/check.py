@@ -30,6 +30,8 @@ from hpctrain.lint.syntax import NotPython, ProgramSyntax
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
+    from hpctrain.lint.folder import LintFolder
+
 SETTINGS_NAME = "hpctrain.toml"
 _CHECKS = (
     check_divergence,
@@ -42,6 +44,7 @@ _CHECKS = (
     check_initialize,
 )
 _MOST_ROUNDS = 8
+_TOO_DEEP = "hpctrain did not finish its checks: they need more depth than Python gives them"
 
 
 @dataclass(frozen=True)
@@ -67,37 +70,67 @@ EVERY_RULE = RuleChoice()
 
 
 def check_text(
-    text: str, path: str, choice: RuleChoice = EVERY_RULE, *, cpus: int | None = None
+    text: str,
+    path: str,
+    choice: RuleChoice = EVERY_RULE,
+    *,
+    cpus: int | None = None,
+    folder: LintFolder | None = None,
 ) -> list[LintFinding]:
-    """All findings in a file's text, in its order.
+    """Return all findings in a file's text, in its order.
+
+    A finding has edits only where `mended` applies them.
 
     Args:
-        text: The file's.
-        path: Its name, which also says what it is.
+        text: The file's text.
+        path: The file's name, which also says what kind of file it is.
         choice: The rules that count.
-        cpus: Of each rank, where that is known.
+        cpus: CPUs of each rank, if known.
+        folder: The other files of the checked folder: imports are followed into them.
     """
+    findings = _found(text, path, choice, cpus=cpus, folder=folder)
+    if not any(one.edits for one in findings):
+        return findings
+    left = _counts(_found(mended(text, path, choice), path, choice, cpus=cpus, folder=folder))
+    return [replace(one, edits=()) if left.get(one.rule.code) else one for one in findings]
+
+
+def _found(
+    text: str,
+    path: str,
+    choice: RuleChoice,
+    *,
+    cpus: int | None = None,
+    folder: LintFolder | None = None,
+) -> list[LintFinding]:
     name = PurePath(path).name
     if name.endswith(".json"):
-        findings = _check_json(text, path)
+        findings = _check_json(text, path, is_named=folder is not None and folder.names(path))
     elif name.endswith(".toml"):
         findings = _check_settings(text, path)
     else:
-        findings = _check_program(text, path, choice, cpus)
+        findings = _check_program(text, path, choice, cpus, folder)
     return sorted(
         {one: None for one in findings if choice.takes(one.rule.code)}, key=lambda one: one.place
     )
 
 
-def _check_program(text: str, path: str, choice: RuleChoice, cpus: int | None) -> list[LintFinding]:
+def _check_program(
+    text: str, path: str, choice: RuleChoice, cpus: int | None, folder: LintFolder | None
+) -> list[LintFinding]:
     try:
-        facts = ProgramFacts(ProgramSyntax(text, path), cpus)
-        findings = [one for check in _CHECKS for one in check(facts) if choice.takes(one.rule.code)]
+        facts = ProgramFacts(ProgramSyntax(text, path), cpus, folder)
     except NotPython as error:
         return [unreadable(path, str(error), error.line)]
-    except RecursionError:
-        return [unreadable(path, "nested too deeply to be checked")]
-    findings = sorted(set(findings), key=lambda one: one.place)
+    found: set[LintFinding] = set()
+    for check in _CHECKS:
+        try:
+            found.update(one for one in check(facts) if choice.takes(one.rule.code))
+        except RecursionError:
+            found.add(LintFinding(RULES["HT003"], path, 0, 0, 0, _TOO_DEEP))
+    if folder is not None:
+        folder.learn(facts)
+    findings = sorted(found, key=lambda one: one.place)
     return list(without_ignored(text, path, findings, every_rule=choice.all_rules))
 
 
@@ -106,9 +139,9 @@ def unreadable(path: str, why: str, line: int = 0) -> LintFinding:
     return LintFinding(RULES["HT001"], path, line, 1 if line else 0, line, why)
 
 
-def _check_json(text: str, path: str) -> list[LintFinding]:
+def _check_json(text: str, path: str, *, is_named: bool) -> list[LintFinding]:
     try:
-        return list(check_deepspeed(text, path))
+        return list(check_deepspeed(text, path, is_named=is_named))
     except ValueError as error:
         return [unreadable(path, f"no JSON: {error}", getattr(error, "lineno", 0))]
 
@@ -152,15 +185,15 @@ def mended(text: str, path: str, choice: RuleChoice = EVERY_RULE) -> str:
     It holds where the new text can be read, the finding is gone and nothing new is found.
     """
     for _ in range(_MOST_ROUNDS):
-        findings = check_text(text, path, choice)
+        findings = _found(text, path, choice)
         changed = text
         for finding in findings:
             if not finding.edits:
                 continue
             alike = [other for other in findings if other.edits and other.rule is finding.rule]
-            for group in ([finding], alike):
+            for group in (alike, [finding]):
                 candidate = apply_edits(text, [edit for other in group for edit in other.edits])
-                if _is_better(findings, check_text(candidate, path, choice), finding):
+                if _is_better(findings, _found(candidate, path, choice), finding):
                     changed = candidate
                     break
             if changed != text:

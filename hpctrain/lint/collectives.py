@@ -7,12 +7,15 @@ written where one can read it. tests/unit/lint/test_rules.py holds the promises.
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+from hpctrain.lint.definitions import blocks_of
 from hpctrain.lint.syntax import argument, given, last
 
 if TYPE_CHECKING:
+    from hpctrain.lint.folder import LintFolder
     from hpctrain.lint.syntax import LintScope, ProgramSyntax
 
 GROUP_PLACES = {
@@ -49,6 +52,31 @@ _ENGINE = frozenset(
     {"backward", "step", "save_checkpoint", "load_checkpoint", "save_16bit_model", "train_batch"}
 )
 _WRAPPED = frozenset({"state_dict", "load_state_dict", "clip_grad_norm_", "summon_full_params"})
+_MPI_WORLD = "mpi4py.MPI.COMM_WORLD"
+_MPI = frozenset(
+    f(name)
+    for name in ("barrier", "bcast", "reduce", "allreduce", "gather", "allgather", "scatter")
+    for f in (str, str.capitalize)
+) | frozenset({"alltoall", "Alltoall", "Gatherv", "Allgatherv", "Scatterv", "scan", "Scan"})
+"""mpi4py's, of objects in small letters and of buffers with a capital."""
+_HOROVOD = frozenset(
+    {"allreduce", "allreduce_", "allgather", "broadcast", "broadcast_", "alltoall", "barrier"}
+    | {"broadcast_parameters", "broadcast_optimizer_state", "broadcast_object"}
+    | {"allgather_object", "grouped_allreduce", "reducescatter"}
+)
+_XLA = frozenset(
+    {"rendezvous", "all_reduce", "all_gather", "all_to_all", "reduce_scatter", "mesh_reduce"}
+    | {"optimizer_step", "reduce_gradients", "broadcast_master_param", "collective_permute"}
+)
+_OTHER_HOMES = {
+    "horovod.torch": _HOROVOD,
+    "horovod.tensorflow": _HOROVOD,
+    "torch_xla.core.xla_model": _XLA,
+}
+"""Collectives of other libraries than torch."""
+_GROUP_WORDS = frozenset({"groups", "process_set", "replicas"})
+SEVERAL = ("dist", "world", "ddp", "num_proc", "multi_gpu", "n_gpu")
+"""Words of a test whether there are several ranks at all."""
 FSDP_NAMES = frozenset({"FullyShardedDataParallel", "fully_shard", "FSDP"})
 
 
@@ -62,23 +90,29 @@ class CollectiveCall:
     """The program's own function that makes it; the call is that function's then."""
     line: int = 0
     """Where it is made, if through a function."""
+    is_certain: bool = True
+    """Whether each call of that function comes to it."""
+    is_elsewhere: bool = False
+    """Whether the function is in another module."""
 
     @property
     def text(self) -> str:
         """How a message speaks of it."""
-        return (
-            f"{self.via}(), which calls {self.name}() at line {self.line},"
-            if self.via
-            else f"{self.name}()"
-        )
+        if not self.via:
+            return f"{self.name}()"
+        verb = "calls" if self.is_certain else "may call"
+        where = f"line {self.line}{' of its module' if self.is_elsewhere else ''}"
+        return f"{self.via}(), which {verb} {self.name}() at {where},"
 
 
 class CollectiveCalls:
     """The collectives of a program."""
 
-    def __init__(self, syntax: ProgramSyntax) -> None:
+    def __init__(self, syntax: ProgramSyntax, folder: LintFolder | None = None) -> None:
         """Find out which functions make any, through three levels of calls."""
         self.syntax = syntax
+        self.folder = folder
+        self.worlds = _mpi_worlds(syntax)
         self.sharded = self._targets_of(*FSDP_NAMES)
         self.engines = self._targets_of("initialize", root="deepspeed")
         self.direct: dict[ast.Call, CollectiveCall] = {}
@@ -86,9 +120,14 @@ class CollectiveCalls:
             name = self._name(call)
             if name:
                 self.direct[call] = CollectiveCall(call, name)
-        self.made_by: dict[LintScope, CollectiveCall] = {}
+
+    @cached_property
+    def made_by(self) -> dict[LintScope, CollectiveCall]:
+        """The collective that each function of the program makes, through three levels of calls."""
+        made_by: dict[LintScope, CollectiveCall] = {}
         for _ in range(3):
-            self._through_calls()
+            made_by |= self._through_calls(made_by)
+        return made_by
 
     def _targets_of(self, *names: str, root: str = "") -> set[str]:
         """Variables that hold what such a call returns, or that it changes in place."""
@@ -112,6 +151,8 @@ class CollectiveCalls:
         home, _, name = dotted.rpartition(".")
         if home in _HOMES and (name in GROUP_PLACES or name in _MAKERS):
             return "" if self._has_group(call, name) else name
+        if name in _OTHER_HOMES.get(home, ()):
+            return "" if any(one.arg in _GROUP_WORDS for one in call.keywords) else name
         if "distributed.checkpoint" in home and name in _CHECKPOINTS | _STATE_CALLS:
             return "" if given(_keyword_group(call)) or _alone(call) else name
         if not isinstance(call.func, ast.Attribute):
@@ -133,6 +174,8 @@ class CollectiveCalls:
 
     def _is_of_library(self, func: ast.Attribute, name: str) -> bool:
         owner = ast.unparse(func.value) if isinstance(func.value, ast.Name | ast.Attribute) else ""
+        if name in _MPI:
+            return owner in self.worlds or self.syntax.dotted(func.value) == _MPI_WORLD
         if name in _ACCELERATE:
             return self.syntax.imports_any("accelerate")
         if name in _ACCELERATOR and "accelerator" in owner.lower():
@@ -141,27 +184,104 @@ class CollectiveCalls:
             return True
         return bool(owner) and owner in self.sharded and name in _WRAPPED
 
-    def _through_calls(self) -> None:
+    def _through_calls(
+        self, known: dict[LintScope, CollectiveCall]
+    ) -> dict[LintScope, CollectiveCall]:
         makers: dict[LintScope, CollectiveCall] = {}
         for scope in self.syntax.scopes[1:]:
-            if scope in self.made_by:
+            if scope in known and known[scope].is_certain:
                 continue
             for call in scope.of(ast.Call):
-                made = self.of(call, scope)
-                if made is not None:
-                    line = made.line or call.lineno
-                    makers[scope] = CollectiveCall(made.node, made.name, scope.name, line)
+                made = self._made(call, scope, known)
+                if made is None or (scope in makers and not made.is_certain):
+                    continue
+                certain = made.is_certain and always_comes_to(self.syntax, call)
+                line = made.line or call.lineno
+                if scope not in makers or certain:
+                    makers[scope] = CollectiveCall(
+                        made.node, made.name, scope.name, line, certain, made.is_elsewhere
+                    )
+                if certain:
                     break
-        self.made_by |= makers
+        return makers
 
     def of(self, call: ast.Call, scope: LintScope) -> CollectiveCall | None:
-        """The collective that a call makes, itself or in the function that it calls."""
+        """Return the collective that a call makes, itself or in the function that it calls."""
+        return self.direct.get(call) or self._made(call, scope, self.made_by)
+
+    def _made(
+        self, call: ast.Call, scope: LintScope, known: dict[LintScope, CollectiveCall]
+    ) -> CollectiveCall | None:
         direct = self.direct.get(call)
         if direct is not None:
             return direct
         inner = self.syntax.resolve(call, scope)
-        made = self.made_by.get(inner) if inner is not None and inner is not scope else None
-        return None if made is None else CollectiveCall(call, made.name, made.via, made.line)
+        if inner is not None:
+            made = known.get(inner) if inner is not scope else None
+            return None if made is None else replace(made, node=call)
+        if self.folder is None or not self.syntax.is_imported(call.func):
+            return None
+        dotted = self.syntax.dotted(call.func)
+        other = self.folder.collective_of(self.syntax.path, dotted)
+        if other is None:
+            return None
+        return CollectiveCall(
+            call, other.name, last(dotted), other.line, other.certain, is_elsewhere=True
+        )
+
+
+def always_comes_to(syntax: ProgramSyntax, call: ast.Call) -> bool:
+    """Return whether a function on several ranks comes to a call whenever it is called itself.
+
+    A test whether there are several ranks does not count; a loop counts as entered.
+    """
+    child: ast.AST = call
+    for around in syntax.outer(call):
+        if isinstance(around, ast.ExceptHandler | ast.Match):
+            return False
+        if isinstance(around, ast.BoolOp) and child is not around.values[0]:
+            return False
+        for test in _tests_over(around, child):
+            if not asks_for_several(test):
+                return False
+        for block in blocks_of(around):
+            if child in block and any(_may_return(one) for one in block[: block.index(child)]):
+                return False
+        child = around
+    return True
+
+
+def _tests_over(around: ast.AST, child: ast.AST) -> list[ast.expr]:
+    """The test of an `if` of which a child is a branch."""
+    if isinstance(around, ast.If | ast.IfExp) and child is not around.test:
+        return [around.test]
+    return []
+
+
+def _may_return(node: ast.stmt) -> bool:
+    """Whether a test other than for several ranks ends the function before its end."""
+    return (
+        isinstance(node, ast.If)
+        and not asks_for_several(node.test)
+        and any(isinstance(one, ast.Return) for part in node.body for one in ast.walk(part))
+    )
+
+
+def asks_for_several(test: ast.AST) -> bool:
+    """Return whether a test asks whether there are several ranks at all."""
+    text = ast.unparse(test).lower()
+    return any(word in text for word in SEVERAL)
+
+
+def _mpi_worlds(syntax: ProgramSyntax) -> set[str]:
+    """Names that are given mpi4py's communicator of all ranks."""
+    return {
+        ast.unparse(target)
+        for scope in syntax.scopes
+        for node in scope.of(ast.Assign)
+        if syntax.dotted(node.value) == _MPI_WORLD
+        for target in node.targets
+    }
 
 
 def _keyword_group(call: ast.Call) -> ast.expr | None:

@@ -10,6 +10,7 @@ import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpctrain.lint.collectives import SEVERAL
 from hpctrain.lint.dependence import BATCH, CHANCE, CLOCK, RANKS, UNSURE, on_rank
 from hpctrain.lint.reporting import MAIN_ONLY, exclusive, is_backward
 from hpctrain.lint.syntax import last
@@ -31,8 +32,6 @@ _GENERAL = frozenset(
 )
 """Exceptions that one rank may meet and another not; a missing import, all meet."""
 _EXITS = frozenset({"sys.exit", "exit", "quit", "os._exit", "os.abort", "os.kill"})
-_SEVERAL = ("dist", "world", "ddp", "num_proc", "multi_gpu", "n_gpu")
-"""Words of a test whether there are several ranks at all."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ class _Walk:
             return
         made, otherwise = self._sequence(node.body), self._sequence(node.orelse)
         if made and otherwise:
-            if made != otherwise and test.kind == "rank":
+            if made != otherwise and test.kind == "rank" and self._are_certain(node):
                 self._tell_order(node, made, otherwise)
             self._block(node.body, tests, after)
             self._block(node.orelse, tests, after)
@@ -206,7 +205,7 @@ class _Walk:
         if not (isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And)):
             return False
         others = [one for one in test.values if not self.facts.dependence.of(one) & RANKS]
-        return any(not any(word in ast.unparse(one).lower() for word in _SEVERAL) for one in others)
+        return any(not any(word in ast.unparse(one).lower() for word in SEVERAL) for one in others)
 
     def _skipped(self, leaves: ast.stmt, after: tuple[_After, ...]) -> tuple[ast.Call, str] | None:
         """The first call that a rank leaves out which leaves here."""
@@ -237,7 +236,7 @@ class _Walk:
     def _name(self, call: ast.Call) -> str:
         made = self.facts.collectives.of(call, self.scope)
         if made is not None:
-            return made.via or made.name
+            return (made.via or made.name) if made.is_certain else ""
         if not self.facts.distributed:
             return ""
         if is_backward(call):
@@ -250,6 +249,11 @@ class _Walk:
         """The collectives of a block, in order."""
         made = [self.facts.collectives.of(call, self.scope) for call in _calls_in(block)]
         return [one.name for one in made if one is not None]
+
+    def _are_certain(self, node: ast.If) -> bool:
+        """Whether both branches come to their collectives whenever they are taken."""
+        made = [self.facts.collectives.of(call, self.scope) for call in _calls_in([node])]
+        return all(one.is_certain for one in made if one is not None)
 
     # try
 
@@ -310,8 +314,8 @@ class _Walk:
     def _expression(self, node: ast.AST, tests: tuple[_Test, ...]) -> None:
         for call in _calls_in([node]):
             around = (*tests, *self._inline(call))
-            made = self.facts.collectives.of(call, self.scope)
-            if made is not None and around:
+            made = self.facts.collectives.of(call, self.scope) if around else None
+            if made is not None:
                 self._tell_collective(made, call, around)
             elif around and is_backward(call) and self.facts.distributed:
                 self._tell_backward(call, around)
@@ -345,9 +349,9 @@ class _Walk:
             if self._looks_at(call, test.node):
                 return
             message = f"{made.text} is reached only by a rank that met an exception"
-            self._tell("HT108", call, message, test.node)
+            self._tell("HT108" if made.is_certain else "HT113", call, message, test.node)
             return
-        code = _CODES.get(test.kind, "HT101")
+        code = _CODES.get(test.kind, "HT101") if made.is_certain else "HT113"
         if test.kind in (BATCH, _MAYBE) and not self.facts.distributed:
             return
         message = f"{made.text} is called only where {test.text} (line {_line(test.node)})"

@@ -18,6 +18,7 @@ from hpctrain.lint.rule import LintFinding
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from hpctrain.lint.folder import LintFolder
     from hpctrain.lint.rule import SourceEdit
     from hpctrain.lint.syntax import LintScope, ProgramSyntax
 
@@ -25,8 +26,12 @@ if TYPE_CHECKING:
 class ProgramFacts:
     """All that rules ask of a program: its syntax, what depends on what, what ranks do together."""
 
-    def __init__(self, syntax: ProgramSyntax, cpus: int | None = None) -> None:
+    def __init__(
+        self, syntax: ProgramSyntax, cpus: int | None = None, folder: LintFolder | None = None
+    ) -> None:
         self.syntax = syntax
+        self.folder = folder
+        """The other files of the checked folder."""
         self.cpus = cpus
         """Of each rank, where that is known."""
 
@@ -38,7 +43,7 @@ class ProgramFacts:
     @cached_property
     def collectives(self) -> CollectiveCalls:
         """Calls that all ranks make together."""
-        return CollectiveCalls(self.syntax)
+        return CollectiveCalls(self.syntax, self.folder)
 
     @cached_property
     def distributed(self) -> bool:

@@ -149,12 +149,13 @@ class ProgramSyntax:
             return
         origin = "." * node.level + (node.module or "")
         for name in node.names:
+            whole = origin + ("" if origin.endswith(".") else ".") + name.name
             if name.name == "*":
                 self.starred.append(origin)
             elif isinstance(self.parents[node], ast.If | ast.Try | ast.ExceptHandler):
-                self.imports.setdefault(name.asname or name.name, f"{origin}.{name.name}")
+                self.imports.setdefault(name.asname or name.name, whole)
             else:
-                self.imports[name.asname or name.name] = f"{origin}.{name.name}"
+                self.imports[name.asname or name.name] = whole
 
     def dotted(self, node: ast.AST) -> str:
         """Where a name comes from, e.g. `torch.distributed.barrier`; "" for what is no name."""
@@ -176,6 +177,12 @@ class ProgramSyntax:
         else:
             parts.append("")
         return ".".join(reversed(parts))
+
+    def is_imported(self, node: ast.AST) -> bool:
+        """Return whether a dotted name begins with an imported one."""
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return isinstance(node, ast.Name) and node.id in self.imports
 
     def imports_any(self, *roots: str) -> bool:
         """Whether anything is imported from one of these packages."""
