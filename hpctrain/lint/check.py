@@ -6,7 +6,9 @@ tests/unit/lint/test_rules.py and test_fuzz.py hold the promises.
 
 from __future__ import annotations
 
+import functools
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -28,9 +30,11 @@ from hpctrain.lint.saving import check_saving
 from hpctrain.lint.syntax import NotPython, ProgramSyntax
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from hpctrain.lint.folder import LintFolder
+
+    Check = Callable[[ProgramFacts], Iterator[LintFinding]]
 
 SETTINGS_NAME = "hpctrain.toml"
 _CHECKS = (
@@ -43,6 +47,8 @@ _CHECKS = (
     check_saving,
     check_initialize,
 )
+_MENDING = (check_precision, check_legacy)
+"""Those whose rules have edits."""
 _MOST_ROUNDS = 8
 _TOO_DEEP = "hpctrain did not finish its checks: they need more depth than Python gives them"
 
@@ -91,8 +97,19 @@ def check_text(
     findings = _found(text, path, choice, cpus=cpus, folder=folder)
     if not any(one.edits for one in findings):
         return findings
-    left = _counts(_found(mended(text, path, choice), path, choice, cpus=cpus, folder=folder))
-    return [replace(one, edits=()) if left.get(one.rule.code) else one for one in findings]
+    kept = _counts(findings) - _left_by_edits(text, path, choice, findings)
+    return [one if kept[one.rule.code] else replace(one, edits=()) for one in findings]
+
+
+def _left_by_edits(
+    text: str, path: str, choice: RuleChoice, findings: list[LintFinding]
+) -> Counter[str]:
+    """Return how many findings of each rule are left after `--fix`."""
+    edits = [edit for one in findings for edit in one.edits]
+    left = _found(apply_edits(text, edits), path, choice, checks=_MENDING)
+    if any(one.edits for one in left) or _counts(left) - _counts(findings):
+        left = _found(mended(text, path, choice), path, choice, checks=_MENDING)
+    return _counts(left)
 
 
 def _found(
@@ -102,6 +119,7 @@ def _found(
     *,
     cpus: int | None = None,
     folder: LintFolder | None = None,
+    checks: Sequence[Check] | None = None,
 ) -> list[LintFinding]:
     name = PurePath(path).name
     if name.endswith(".json"):
@@ -109,27 +127,32 @@ def _found(
     elif name.endswith(".toml"):
         findings = _check_settings(text, path)
     else:
-        findings = _check_program(text, path, choice, cpus, folder)
+        facts_of = functools.partial(ProgramFacts, cpus=cpus, folder=folder)
+        findings = _check_program(text, path, choice, facts_of, checks or _CHECKS)
     return sorted(
         {one: None for one in findings if choice.takes(one.rule.code)}, key=lambda one: one.place
     )
 
 
 def _check_program(
-    text: str, path: str, choice: RuleChoice, cpus: int | None, folder: LintFolder | None
+    text: str,
+    path: str,
+    choice: RuleChoice,
+    facts_of: Callable[[ProgramSyntax], ProgramFacts],
+    checks: Sequence[Check],
 ) -> list[LintFinding]:
     try:
-        facts = ProgramFacts(ProgramSyntax(text, path), cpus, folder)
+        facts = facts_of(ProgramSyntax(text, path))
     except NotPython as error:
         return [unreadable(path, str(error), error.line)]
     found: set[LintFinding] = set()
-    for check in _CHECKS:
+    for check in checks:
         try:
             found.update(one for one in check(facts) if choice.takes(one.rule.code))
         except RecursionError:
             found.add(LintFinding(RULES["HT003"], path, 0, 0, 0, _TOO_DEEP))
-    if folder is not None:
-        folder.learn(facts)
+    if facts.folder is not None:
+        facts.folder.learn(facts)
     findings = sorted(found, key=lambda one: one.place)
     return list(without_ignored(text, path, findings, every_rule=choice.all_rules))
 
@@ -210,16 +233,13 @@ def _is_better(
     """Whether there are fewer of that rule, and of no rule more."""
     counts = _counts(before)
     later = _counts(after)
-    return later.get(finding.rule.code, 0) < counts[finding.rule.code] and all(
-        number <= counts.get(code, 0) for code, number in later.items()
+    return later[finding.rule.code] < counts[finding.rule.code] and all(
+        number <= counts[code] for code, number in later.items()
     )
 
 
-def _counts(findings: Iterable[LintFinding]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for finding in findings:
-        counts[finding.rule.code] = counts.get(finding.rule.code, 0) + 1
-    return counts
+def _counts(findings: Iterable[LintFinding]) -> Counter[str]:
+    return Counter(one.rule.code for one in findings)
 
 
 def renamed(finding: LintFinding, path: str) -> LintFinding:

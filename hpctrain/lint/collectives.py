@@ -15,6 +15,8 @@ from hpctrain.lint.definitions import blocks_of
 from hpctrain.lint.syntax import argument, given, last
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from hpctrain.lint.folder import LintFolder
     from hpctrain.lint.syntax import LintScope, ProgramSyntax
 
@@ -195,7 +197,7 @@ class CollectiveCalls:
                 made = self._made(call, scope, known)
                 if made is None or (scope in makers and not made.is_certain):
                     continue
-                certain = made.is_certain and always_comes_to(self.syntax, call)
+                certain = made.is_certain and always_comes_to(self.syntax, call, self.direct)
                 line = made.line or call.lineno
                 if scope not in makers or certain:
                     makers[scope] = CollectiveCall(
@@ -230,10 +232,13 @@ class CollectiveCalls:
         )
 
 
-def always_comes_to(syntax: ProgramSyntax, call: ast.Call) -> bool:
-    """Return whether a function on several ranks comes to a call whenever it is called itself.
+def always_comes_to(
+    syntax: ProgramSyntax, call: ast.Call, collectives: Collection[ast.AST]
+) -> bool:
+    """Return whether a function on several ranks comes to a collective whenever it is called.
 
-    A test whether there are several ranks does not count; a loop counts as entered.
+    A test whether there are several ranks does not count, nor one of whose branches each makes a
+    collective; a loop counts as entered.
     """
     child: ast.AST = call
     for around in syntax.outer(call):
@@ -241,21 +246,18 @@ def always_comes_to(syntax: ProgramSyntax, call: ast.Call) -> bool:
             return False
         if isinstance(around, ast.BoolOp) and child is not around.values[0]:
             return False
-        for test in _tests_over(around, child):
-            if not asks_for_several(test):
+        if isinstance(around, ast.IfExp) and child is not around.test:
+            return False
+        if isinstance(around, ast.If) and child is not around.test:
+            other = around.orelse if child in around.body else around.body
+            meets = any(one in collectives for part in other for one in ast.walk(part))
+            if not meets and not asks_for_several(around.test):
                 return False
         for block in blocks_of(around):
             if child in block and any(_may_return(one) for one in block[: block.index(child)]):
                 return False
         child = around
     return True
-
-
-def _tests_over(around: ast.AST, child: ast.AST) -> list[ast.expr]:
-    """The test of an `if` of which a child is a branch."""
-    if isinstance(around, ast.If | ast.IfExp) and child is not around.test:
-        return [around.test]
-    return []
 
 
 def _may_return(node: ast.stmt) -> bool:
@@ -270,7 +272,7 @@ def _may_return(node: ast.stmt) -> bool:
 def asks_for_several(test: ast.AST) -> bool:
     """Return whether a test asks whether there are several ranks at all."""
     text = ast.unparse(test).lower()
-    return any(word in text for word in SEVERAL)
+    return "rank" not in text and any(word in text for word in SEVERAL)
 
 
 def _mpi_worlds(syntax: ProgramSyntax) -> set[str]:

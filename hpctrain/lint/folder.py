@@ -82,10 +82,9 @@ class LintFolder:
             return None
         return self._made_in(module, names[0], depth)
 
-    def knows_set_epoch(self, path: str | Path, dotted: str) -> bool:
-        """Return whether the module of an imported name calls set_epoch."""
-        module, _ = self._module_of(Path(path).absolute(), dotted)
-        return module is not None and module.mentions_set_epoch
+    def module_of(self, path: str | Path, dotted: str) -> ModuleSummary | None:
+        """Return the module of the folder from which a file imports a name."""
+        return self._module_of(Path(path).absolute(), dotted)[0]
 
     def learn(self, facts: ProgramFacts) -> None:
         """Keep the summary of a program that was read anyway."""
@@ -189,7 +188,7 @@ def _summary(path: Path, syntax: ProgramSyntax) -> ModuleSummary:
             continue
         calls = module.calls.setdefault(name, [])
         for call in plain[0].of(ast.Call):
-            certain = always_comes_to(syntax, call)
+            certain = always_comes_to(syntax, call, direct)
             made = direct.get(call)
             known = module.direct.get(name)
             if made is not None and (known is None or not known.certain):

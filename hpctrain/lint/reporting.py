@@ -16,9 +16,9 @@ from hpctrain.lint.dependence import RANKS, Dependence
 from hpctrain.lint.rule import LintFinding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from hpctrain.lint.folder import LintFolder
+    from hpctrain.lint.folder import LintFolder, ModuleSummary
     from hpctrain.lint.rule import SourceEdit
     from hpctrain.lint.syntax import LintScope, ProgramSyntax
 
@@ -56,6 +56,11 @@ class ProgramFacts:
         return any(is_backward(call) for call in self.syntax.calls)
 
     @cached_property
+    def starts_ranks(self) -> bool:
+        """Whether the program itself joins the other ranks."""
+        return any(True for _ in self.syntax.calls_to("init_process_group", "init_distributed"))
+
+    @cached_property
     def strings(self) -> list[ast.Constant]:
         """All texts of the program."""
         return [
@@ -69,6 +74,14 @@ class ProgramFacts:
     def spawns(self) -> bool:
         """Whether it starts its ranks itself, on one machine, by torch.multiprocessing."""
         return any(True for _ in self.syntax.calls_to("spawn", "start_processes", "Process"))
+
+    def imports_where(self, holds: Callable[[ModuleSummary], bool]) -> bool:
+        """Return whether something holds for a module of the folder that is imported."""
+        if self.folder is None:
+            return False
+        path = self.syntax.path
+        modules = [self.folder.module_of(path, one) for one in self.syntax.imports.values()]
+        return any(one is not None and holds(one) for one in modules)
 
     def mentions(self, *names: str) -> bool:
         """Whether one of these is a name, an attribute or an import of the program."""

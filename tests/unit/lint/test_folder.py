@@ -128,3 +128,15 @@ def test_a_configuration_that_a_program_names_is_checked(tmp_path, name, text):
     (tmp_path / "conf" / "c.json").write_text(json.dumps(OWN))
 
     assert found(tmp_path)["c.json"] == {"HT702"}
+
+
+def test_set_epoch_may_be_called_in_an_imported_module(tmp_path):
+    text = (
+        "from engine import train\nfrom torch.utils.data import DistributedSampler\n"
+        "s = DistributedSampler(data)\nfor epoch in range(3):\n    train(epoch, s)\n"
+    )
+    write(tmp_path, train=text, engine="def train(e, s):\n    s.set_epoch(e)\n")
+    assert found(tmp_path)["train.py"] == set()
+
+    write(tmp_path, engine="def train(e, s):\n    pass\n")
+    assert found(tmp_path)["train.py"] == {"HT301"}
