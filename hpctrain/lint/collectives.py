@@ -76,6 +76,11 @@ _OTHER_HOMES = {
     "torch_xla.core.xla_model": _XLA,
 }
 """Collectives of other libraries than torch."""
+_PASSING = frozenset(
+    {"no_grad", "inference_mode", "enable_grad", "autocast", "record", "staticmethod"}
+    | {"classmethod", "override", "typechecked", "jaxtyped", "profile", "nvtx_range"}
+)
+"""Decorators that call the function each time."""
 _GROUP_WORDS = frozenset({"groups", "process_set", "replicas"})
 SEVERAL = ("dist", "world", "ddp", "num_proc", "multi_gpu", "n_gpu")
 """Words of a test whether there are several ranks at all."""
@@ -115,6 +120,8 @@ class CollectiveCalls:
         self.syntax = syntax
         self.folder = folder
         self.worlds = _mpi_worlds(syntax)
+        self.joins = any(True for _ in syntax.calls_to("join", root="horovod"))
+        """Whether ranks may stay away from Horovod's collectives, as join() allows."""
         self.sharded = self._targets_of(*FSDP_NAMES)
         self.engines = self._targets_of("initialize", root="deepspeed")
         self.direct: dict[ast.Call, CollectiveCall] = {}
@@ -154,7 +161,8 @@ class CollectiveCalls:
         if home in _HOMES and (name in GROUP_PLACES or name in _MAKERS):
             return "" if self._has_group(call, name) else name
         if name in _OTHER_HOMES.get(home, ()):
-            return "" if any(one.arg in _GROUP_WORDS for one in call.keywords) else name
+            grouped = any(one.arg in _GROUP_WORDS for one in call.keywords)
+            return "" if grouped or (name in _HOROVOD and self.joins) else name
         if "distributed.checkpoint" in home and name in _CHECKPOINTS | _STATE_CALLS:
             return "" if given(_keyword_group(call)) or _alone(call) else name
         if not isinstance(call.func, ast.Attribute):
@@ -238,40 +246,80 @@ def always_comes_to(
     """Return whether a function on several ranks comes to a collective whenever it is called.
 
     A test whether there are several ranks does not count, nor one of whose branches each makes a
-    collective; a loop counts as entered.
+    collective; a loop counts as entered. A decorator may keep the function from being called.
     """
+    scope = syntax.scope_of[call]
+    if not _runs_when_called(syntax, scope):
+        return False
     child: ast.AST = call
     for around in syntax.outer(call):
-        if isinstance(around, ast.ExceptHandler | ast.Match):
-            return False
-        if isinstance(around, ast.BoolOp) and child is not around.values[0]:
-            return False
-        if isinstance(around, ast.IfExp) and child is not around.test:
+        if _is_one_of_several(child, around):
             return False
         if isinstance(around, ast.If) and child is not around.test:
             other = around.orelse if child in around.body else around.body
-            meets = any(one in collectives for part in other for one in ast.walk(part))
-            if not meets and not asks_for_several(around.test):
+            if not _makes_one(other, collectives) and not asks_for_several(around.test, scope):
                 return False
         for block in blocks_of(around):
-            if child in block and any(_may_return(one) for one in block[: block.index(child)]):
+            if child in block and any(
+                _may_return(one, scope) for one in block[: block.index(child)]
+            ):
                 return False
         child = around
     return True
 
 
-def _may_return(node: ast.stmt) -> bool:
+def _is_one_of_several(child: ast.AST, around: ast.AST) -> bool:
+    """Whether a handler, a case or a part of an expression may not be come to."""
+    if isinstance(around, ast.BoolOp):
+        return child is not around.values[0]
+    if isinstance(around, ast.IfExp):
+        return child is not around.test
+    return isinstance(around, ast.ExceptHandler | ast.Match)
+
+
+def _runs_when_called(syntax: ProgramSyntax, scope: LintScope) -> bool:
+    """Whether a call of a function runs it: no generator, no decorator of unknown effect."""
+    if isinstance(scope.node, ast.Module):
+        return True
+    if any(isinstance(node, ast.Yield | ast.YieldFrom) for node in scope.nodes):
+        return False
+    names = [
+        last(syntax.dotted(one.func if isinstance(one, ast.Call) else one))
+        for one in scope.node.decorator_list
+    ]
+    return isinstance(scope.node, ast.FunctionDef) and _PASSING.issuperset(names)
+
+
+def _makes_one(block: list[ast.stmt], collectives: Collection[ast.AST]) -> bool:
+    """Whether a block comes to a collective by no test of its own."""
+    return any(
+        node in collectives
+        for statement in block
+        if not isinstance(statement, ast.If | ast.Try | ast.Match | ast.While)
+        for node in ast.walk(statement)
+    )
+
+
+def _may_return(node: ast.stmt, scope: LintScope) -> bool:
     """Whether a test other than for several ranks ends the function before its end."""
     return (
         isinstance(node, ast.If)
-        and not asks_for_several(node.test)
+        and not asks_for_several(node.test, scope)
         and any(isinstance(one, ast.Return) for part in node.body for one in ast.walk(part))
     )
 
 
-def asks_for_several(test: ast.AST) -> bool:
-    """Return whether a test asks whether there are several ranks at all."""
+def asks_for_several(test: ast.AST, scope: LintScope) -> bool:
+    """Return whether a test asks if there are several ranks; a caller's choice is no such test."""
     text = ast.unparse(test).lower()
+    names = {one.id for one in ast.walk(test) if isinstance(one, ast.Name)}
+    attributes = {
+        one.value.id
+        for one in ast.walk(test)
+        if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name)
+    }
+    if not (names - attributes).isdisjoint(scope.parameters):
+        return False
     return "rank" not in text and any(word in text for word in SEVERAL)
 
 

@@ -282,6 +282,9 @@ class _Walk:
         if loop is None or not self.facts.distributed or not self._goes_on(handler):
             return
         skipped = self._first(node.body)
+        is_backward_pass = skipped and self.facts.collectives.of(skipped[0], self.scope) is None
+        if is_backward_pass and not self._is_step(node.body):
+            return  # a backward pass of something else than the model
         if skipped is None and isinstance(handler.body[-1], ast.Continue | ast.Break):
             skipped = self._skipped(handler.body[-1], after)
             if skipped is not None and not self._is_step(node.body):
