@@ -30,9 +30,9 @@ _TABLE = (
     LintRule(
         "HT003",
         WARNING,
-        "a file that is too deep for the lint",
-        "Some rules did not look at it. That is a limit of hpctrain; the file may be right.",
-        "Split the longest expression or chain of branches, or leave the file out.",
+        "a file that the lint cannot check",
+        "Some or all rules did not look at it. That is a limit of hpctrain; the file may be right.",
+        "Run hpctrain with a later Python, split an expression that is nested too deeply, or leave the file out.",
     ),
     LintRule(
         "HT101",

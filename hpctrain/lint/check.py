@@ -144,7 +144,8 @@ def _check_program(
     try:
         facts = facts_of(ProgramSyntax(text, path))
     except NotPython as error:
-        return [unreadable(path, str(error), error.line)]
+        code = "HT003" if error.is_newer else "HT001"
+        return [replace(unreadable(path, str(error), error.line), rule=RULES[code])]
     found: set[LintFinding] = set()
     for check in checks:
         try:

@@ -106,7 +106,7 @@ class CollectiveCall:
     def text(self) -> str:
         """How a message speaks of it."""
         if not self.via:
-            return f"{self.name}()"
+            return f"{self.name}()" if self.is_certain else f"{self.name}(), of a sharded model,"
         verb = "calls" if self.is_certain else "may call"
         where = f"line {self.line}{' of its module' if self.is_elsewhere else ''}"
         return f"{self.via}(), which {verb} {self.name}() at {where},"
@@ -128,7 +128,9 @@ class CollectiveCalls:
         for call in syntax.calls:
             name = self._name(call)
             if name:
-                self.direct[call] = CollectiveCall(call, name)
+                self.direct[call] = CollectiveCall(
+                    call, name, is_certain=name not in _STATE_CALLS or self._is_sharded(call)
+                )
 
     @cached_property
     def made_by(self) -> dict[LintScope, CollectiveCall]:
@@ -170,6 +172,10 @@ class CollectiveCalls:
         if name == "full_tensor" and not call.args and self.syntax.imports_any("torch.distributed"):
             return name
         return name if self._is_of_library(call.func, name) else ""
+
+    def _is_sharded(self, call: ast.Call) -> bool:
+        """Whether a state is that of a sharded model: of any other model it is taken alone."""
+        return bool(call.args) and ast.unparse(call.args[0]) in self.sharded
 
     def _has_group(self, call: ast.Call, name: str) -> bool:
         """Whether it is for the members of a group; a mesh is made by all."""

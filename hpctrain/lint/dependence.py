@@ -211,6 +211,9 @@ class Dependence:
             batches = is_loader(self.syntax, one.value) and not counted
             return frozenset({BATCH}) if batches else NOTHING
         sources = self._part(one.value, one.place)
+        is_main = isinstance(one.target, ast.Name) and one.target.id in MAIN_NAMES
+        if is_main and not sources and self._is_unknown(one.value):
+            return frozenset({RANK})
         if one.kind == "add":
             sources |= self.of(one.target)
         if not isinstance(one.target, ast.Name):
@@ -249,6 +252,10 @@ class Dependence:
             if place[0] < len(parts):
                 return self._in_terms_of(value, inner, parts[place[0]])
         return _unsure(self.of(value), RANKS)
+
+    def _is_unknown(self, node: ast.AST) -> bool:
+        """Whether a value comes from a call that is not in this file."""
+        return isinstance(node, ast.Call) and self._called(node) is None
 
     def _called(self, node: ast.AST) -> LintScope | None:
         if not isinstance(node, ast.Call):

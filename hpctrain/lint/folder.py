@@ -188,8 +188,8 @@ def _summary(path: Path, syntax: ProgramSyntax) -> ModuleSummary:
             continue
         calls = module.calls.setdefault(name, [])
         for call in plain[0].of(ast.Call):
-            certain = always_comes_to(syntax, call, direct)
             made = direct.get(call)
+            certain = always_comes_to(syntax, call, direct) and (made is None or made.is_certain)
             known = module.direct.get(name)
             if made is not None and (known is None or not known.certain):
                 module.direct[name] = MadeCollective(made.name, call.lineno, certain)

@@ -8,6 +8,8 @@ holds the promises.
 from __future__ import annotations
 
 import ast
+import re
+import sys
 import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,6 +27,10 @@ _VENDORS = tuple(
     f"torch.{name}." for name in ("npu", "mlu", "musa", "hpu", "gcu", "sdaa", "dipu", "supa")
 )
 """Modules that makers of other devices put into torch: their calls take other arguments."""
+_LATER = re.compile(
+    r"\s*(?:type\s+\w+\s*(?:\[[^]]*\])?\s*=|(?:async\s+def|def|class)\s+\w+\["
+    r"|except\s+[\w.]+\s*,|.*\bt[\"'])"
+)
 MOST_BYTES = 4 << 20
 """Of a file that is read: a generated one beyond is no training program."""
 
@@ -32,9 +38,11 @@ MOST_BYTES = 4 << 20
 class NotPython(UsageError):
     """The text cannot be read as Python."""
 
-    def __init__(self, why: str, line: int = 0) -> None:
+    def __init__(self, why: str, line: int = 0, *, is_newer: bool = False) -> None:
         super().__init__(why)
         self.line = line
+        self.is_newer = is_newer
+        """Whether a later version of Python than this one may read it."""
 
 
 @dataclass(eq=False)
@@ -249,7 +257,9 @@ def parse(text: str) -> ast.Module:
             tree = ast.parse(text)
     except SyntaxError as error:
         raise NotPython(
-            f"no Python that this version reads: {error.msg}", error.lineno or 0
+            f"no Python that this version reads: {error.msg}",
+            error.lineno or 0,
+            is_newer=_is_of_later_python(text, error),
         ) from None
     except (RecursionError, MemoryError):
         raise NotPython("nested too deeply to be read") from None
@@ -263,6 +273,19 @@ def comes_from(dotted: str, root: str) -> bool:
     if dotted != root and not dotted.startswith(f"{root}."):
         return False
     return not dotted.startswith(_VENDORS)
+
+
+def _is_of_later_python(text: str, error: SyntaxError) -> bool:
+    """Return whether an error may be syntax that this Python does not know yet.
+
+    Since 3.12 the parts of an f-string take any quotes, and `type`, `def` and `class` type
+    parameters; since 3.14 there are t-strings and `except` without brackets.
+    """
+    if sys.version_info >= (3, 12) and "f-string" in (error.msg or ""):
+        return False
+    lines = text.split("\n")
+    line = lines[error.lineno - 1] if error.lineno and error.lineno <= len(lines) else ""
+    return "f-string" in (error.msg or "") or _LATER.match(line) is not None
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
