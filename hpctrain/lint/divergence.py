@@ -120,11 +120,15 @@ class _Walk:
 
     # tests
 
-    def _test(self, node: ast.expr, *, inverted: bool = False) -> _Test | None:
-        """What a test lets through that not all ranks come to, if any."""
+    def _test(
+        self, node: ast.expr, *, inverted: bool = False, of_exit: bool = False
+    ) -> _Test | None:
+        """What a test lets through that not all ranks come to, if any; or lets leave."""
         sources = self.facts.dependence.of(node)
         text = self.facts.syntax.code(node)
         text = f"not ({text})" if inverted else text
+        if sources & RANKS and not of_exit and self._all_may_pass(node, inverted=inverted):
+            return _Test(_MAYBE, node, text)
         if sources & RANKS:
             results = [on_rank(self.facts.dependence, node, rank) for rank in (0, 1)]
             results = [None if one is None else one != inverted for one in results]
@@ -134,6 +138,15 @@ class _Walk:
             if kind in sources and not (kind == CHANCE and self.facts.dependence.seeded):
                 return _Test(kind, node, text)
         return _Test(_MAYBE, node, text) if sources & UNSURE else None
+
+    def _all_may_pass(self, node: ast.expr, *, inverted: bool) -> bool:
+        """Whether a part of a test that knows no rank lets all through: `rank == 0 or always`."""
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return self._all_may_pass(node.operand, inverted=not inverted)
+        if not isinstance(node, ast.BoolOp) or isinstance(node.op, ast.Or) == inverted:
+            return False
+        others = [one for one in node.values if not self.facts.dependence.of(one) & RANKS]
+        return any(not _is_for_several(one) for one in others)
 
     def _if(self, node: ast.If, tests: tuple[_Test, ...], after: tuple[_After, ...]) -> None:
         self._expression(node.test, tests)
@@ -156,12 +169,15 @@ class _Walk:
         inverted = self._test(node.test, inverted=True)
         self._block(node.body, (*tests, test), after)
         self._block(node.orelse, (*tests, inverted or test), after)
-        for block, other, passed in (
-            (node.body, node.orelse, test),
-            (node.orelse, node.body, inverted),
+        for block, other, is_else in (
+            (node.body, node.orelse, False),
+            (node.orelse, node.body, True),
         ):
             leaves = _leaves(self.facts, block)
-            if leaves is not None and _leaves(self.facts, other) is None and passed is not None:
+            passed = self._test(node.test, inverted=is_else, of_exit=True)
+            if leaves is None or _leaves(self.facts, other) is not None or passed is None:
+                continue
+            if passed.kind != "rank" or not self._all_may_pass(node.test, inverted=not is_else):
                 self._exit(leaves, block, passed, after)
 
     def _meets_later(self, node: ast.If, after: tuple[_After, ...]) -> bool:
@@ -190,8 +206,6 @@ class _Walk:
             return
         if test.kind == _MAYBE and not self.facts.distributed:
             return
-        if test.kind == "rank" and self._may_never_meet(test.node):
-            return
         code = _CODES.get(test.kind, "HT102")
         how = {ast.Continue: "continue", ast.Break: "break", ast.Return: "return"}
         word = how.get(type(leaves), "the exit")
@@ -199,13 +213,6 @@ class _Walk:
         message = f"{word} where {test.text}: such a rank leaves out {skipped[1]}() at line {line}"
         named = _Test(test.kind, test.node, test.text)
         self._tell(code, leaves, message, test.node, named, skipped[1])
-
-    def _may_never_meet(self, test: ast.AST) -> bool:
-        """Whether the exit hangs on a condition of another kind too: it may fit no such call."""
-        if not (isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And)):
-            return False
-        others = [one for one in test.values if not self.facts.dependence.of(one) & RANKS]
-        return any(not any(word in ast.unparse(one).lower() for word in SEVERAL) for one in others)
 
     def _skipped(self, leaves: ast.stmt, after: tuple[_After, ...]) -> tuple[ast.Call, str] | None:
         """The first call that a rank leaves out which leaves here."""
@@ -431,6 +438,12 @@ def _leaves(facts: ProgramFacts, block: Sequence[ast.stmt]) -> ast.stmt | None:
 def _strongest(tests: Sequence[_Test]) -> _Test:
     """The innermost test that is certain to part ranks, or else the innermost."""
     return next((one for one in reversed(tests) if one.kind != _MAYBE), tests[-1])
+
+
+def _is_for_several(test: ast.expr) -> bool:
+    """Whether a test without a rank asks if there are several."""
+    text = ast.unparse(test).lower()
+    return any(word in text for word in (*SEVERAL, "is_initialized", "is_available"))
 
 
 def _line(node: ast.AST) -> int:
