@@ -289,9 +289,11 @@ class _Walk:
         if loop is None or not self.facts.distributed or not self._goes_on(handler):
             return
         skipped = self._first(node.body)
-        is_backward_pass = skipped and self.facts.collectives.of(skipped[0], self.scope) is None
-        if is_backward_pass and not self._is_step(node.body):
-            return  # a backward pass of something else than the model
+        code = "HT107"
+        if skipped is not None and not self._is_step(node.body):
+            if self.facts.collectives.of(skipped[0], self.scope) is None:
+                return  # a backward pass of something else than the model
+            code = "HT113"  # all ranks may meet the same exception
         if skipped is None and isinstance(handler.body[-1], ast.Continue | ast.Break):
             skipped = self._skipped(handler.body[-1], after)
             if skipped is not None and not self._is_step(node.body):
@@ -301,7 +303,7 @@ class _Walk:
                 "a rank that meets the exception goes on without "
                 f"{skipped[1]}() at line {skipped[0].lineno}; the others wait in it"
             )
-            self._tell("HT107", handler, message, handler)
+            self._tell(code, handler, message, handler)
 
     def _goes_on(self, handler: ast.ExceptHandler) -> bool:
         for node in ast.walk(handler):
