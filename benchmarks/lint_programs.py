@@ -51,7 +51,7 @@ def row(folder: str) -> str:
     """A line of the table in docs/lint.md."""
     levels: Counter[str] = Counter()
     files = lines = 0
-    for path in files_to_check([folder], print):
+    for path, together in files_to_check([folder], print):
         name = str(path)
         if path.suffix != ".py" or any(part in name for part in LEFT_OUT):
             continue
@@ -62,7 +62,7 @@ def row(folder: str) -> str:
             continue
         files += 1
         lines += text.count("\n")
-        for one in check_text(text, name):
+        for one in check_text(text, name, folder=together):
             levels[one.rule.level] += 1
             if one.rule.level != "info":
                 print(f"{name}:{one.line} {one.rule.code} {one.message}", file=sys.stderr)

@@ -169,13 +169,16 @@ def _program(
 def _lint(path: Path, settings: Settings, name: str) -> tuple[list[LintFinding], CheckLine | None]:
     from hpctrain.lint.check import RuleChoice, check_text
     from hpctrain.lint.files import NotText, read_source
+    from hpctrain.lint.folder import LintFolder
 
     try:
         text = read_source(path)
     except NotText as error:
         return [], CheckLine("lint", NOT_KNOWN, f"{name} {error}", path=name)
     without = RuleChoice(ignore=(GOES_ON,))
-    findings = check_text(text, name, without, cpus=settings.slurm.cpus_per_rank or None)
+    folder = LintFolder(path.parent, is_whole=False)
+    cpus = settings.slurm.cpus_per_rank or None
+    findings = check_text(text, name, without, cpus=cpus, folder=folder)
     hints = sum(one.rule.level == "info" for one in findings)
     if hints < len(findings):
         return findings, None

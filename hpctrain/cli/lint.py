@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from hpctrain.lint.check import RuleChoice
+    from hpctrain.lint.folder import LintFolder
     from hpctrain.lint.rule import LintFinding
 
 EXAMPLES = """\b
@@ -178,6 +179,8 @@ class _Lint:
         self.diff = diff
         self.findings: list[LintFinding] = []
         self.files = 0
+        self.folder: LintFolder | None = None
+        """That of the file at hand."""
         self.printed = False
         """Whether stdout has a program's text, or its difference, and nothing else may follow."""
 
@@ -187,8 +190,9 @@ class _Lint:
         from hpctrain.lint.files import NotText, files_to_check, read_source
         from hpctrain.terminal import echo_warning
 
-        for path in files_to_check(paths, echo_warning):
+        for path, folder in files_to_check(paths, echo_warning):
             self.files += 1
+            self.folder = folder
             try:
                 text = read_source(path)
             except NotText as error:
@@ -223,7 +227,7 @@ class _Lint:
         from hpctrain.lint.edits import as_diff
         from hpctrain.lint.files import NotText, write_source
 
-        findings = check_text(text, name, self.choice, cpus=self.cpus)
+        findings = check_text(text, name, self.choice, cpus=self.cpus, folder=self.folder)
         if (self.fix or self.diff) and any(one.edits for one in findings):
             after = mended(text, name, self.choice)
             if self.diff:
@@ -231,7 +235,9 @@ class _Lint:
             elif path is not None and after != text:
                 try:
                     write_source(path, after)
-                    findings = check_text(after, name, self.choice, cpus=self.cpus)
+                    findings = check_text(
+                        after, name, self.choice, cpus=self.cpus, folder=self.folder
+                    )
                 except NotText as error:
                     self.findings.append(unreadable(name, str(error)))
         self.findings += findings

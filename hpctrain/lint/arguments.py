@@ -8,7 +8,8 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from hpctrain.lint.syntax import constant, keyword, last
+from hpctrain.lint.collectives import always_comes_to
+from hpctrain.lint.syntax import argument, constant, keyword, last
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +33,7 @@ def check_arguments(facts: ProgramFacts) -> Iterator[LintFinding]:
             continue
         if name in _OF_TENSORS:
             yield from _no_tensor(facts, call, name)
+            yield from _passed_in(facts, call, name)
         if name in _IN_PLACE and _is_used(facts, call) and not _is_async(call):
             yield facts.finding(
                 "HT104", call, f"{name}() returns None; it changes its tensor in place"
@@ -46,6 +48,28 @@ def _no_tensor(facts: ProgramFacts, call: ast.Call, name: str) -> Iterator[LintF
     if kind:
         text = facts.syntax.code(value, 40)
         yield facts.finding("HT103", call, f"{name}() takes a tensor, and {text} is {kind}")
+
+
+def _passed_in(facts: ProgramFacts, call: ast.Call, name: str) -> Iterator[LintFinding]:
+    """A parameter that some caller in this file gives what is no tensor."""
+    value = call.args[0] if call.args else keyword(call, "tensor")
+    scope = facts.syntax.scope_of[call]
+    if not isinstance(value, ast.Name) or value.id not in scope.parameters or scope.owner:
+        return
+    stored = any(
+        one.id == value.id and isinstance(one.ctx, ast.Store) for one in scope.of(ast.Name)
+    )
+    if stored or not always_comes_to(facts.syntax, call, facts.collectives.direct):
+        return
+    for other in facts.syntax.calls:
+        outer = facts.syntax.scope_of[other]
+        if facts.syntax.resolve(other, outer) is not scope:
+            continue
+        passed = argument(other, value.id, scope.parameters.index(value.id))
+        kind = _plain_kind(facts, passed) if passed is not None else ""
+        if passed is not None and kind:
+            given = f"{facts.syntax.code(passed, 40)}, which {scope.name}() hands it, is {kind}"
+            yield facts.finding("HT103", other, f"{name}() takes a tensor, and {given}")
 
 
 def _plain_kind(  # noqa: PLR0911 - a line per kind

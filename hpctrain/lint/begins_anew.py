@@ -133,6 +133,7 @@ class _Program:
             below: node for node in ast.walk(self.tree) for below in ast.iter_child_nodes(node)
         }
         self._constants: dict[str, ast.expr] = {}
+        self._calls: dict[str, list[ast.Call]] = {}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 self._constants.setdefault(node.targets[0].id, node.value)
@@ -143,6 +144,7 @@ class _Program:
     def _take(self, call: ast.Call) -> None:
         name = ast.unparse(call.func)
         last = name.rpartition(".")[2]
+        self._calls.setdefault(last, []).append(call)
         if last in {"add_argument", "option"}:
             self._take_option(call)
         elif name in {"torch.save", "dcp.save"} or _is_named(last, ("save",), _SAVED):
@@ -203,20 +205,13 @@ class _Program:
             if isinstance(parent, ast.For | ast.While):
                 return True
             if isinstance(parent, ast.FunctionDef):
-                calls = self._calls_of(parent.name) if depth < 3 else []  # noqa: PLR2004
+                calls = self._calls.get(parent.name, []) if depth < 3 else []  # noqa: PLR2004
                 return any(self.is_repeated(call, depth + 1) for call in calls)
             node = parent
         return False
 
-    def _calls_of(self, name: str) -> list[ast.Call]:
-        return [
-            node
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == name
-        ]
-
     def _asked_by_callers(self, name: str) -> AskedOption | None:
-        asked = [self._asked_directly(call) for call in self._calls_of(name)]
+        asked = [self._asked_directly(call) for call in self._calls.get(name, [])]
         return asked[0] if asked and None not in asked else None
 
     def _asked_directly(self, node: ast.AST) -> AskedOption | None:

@@ -28,6 +28,13 @@ _TABLE = (
         "Take the comment or the code out.",
     ),
     LintRule(
+        "HT003",
+        WARNING,
+        "a file that the lint cannot check",
+        "Some or all rules did not look at it. That is a limit of hpctrain; the file may be right.",
+        "Run hpctrain with a later Python, split an expression that is nested too deeply, or leave the file out.",
+    ),
+    LintRule(
         "HT101",
         ERROR,
         "a collective under a rank test",
@@ -110,6 +117,13 @@ _TABLE = (
         "a collective or an exit by the clock",
         "Clocks and progress differ, so ranks decide at different steps.",
         "Rank 0 looks at the clock and broadcasts what it decided; or `run.should_stop` of hpctrain.",
+    ),
+    LintRule(
+        "HT113",
+        INFO,
+        "a collective under a test that may differ",
+        "If ranks come to different answers, some wait in a collective for ever; the lint cannot tell.",
+        "Make sure that all ranks decide alike, for instance by a broadcast of the answer.",
     ),
     LintRule(
         "HT201",

@@ -6,7 +6,9 @@ tests/unit/lint/test_rules.py and test_fuzz.py hold the promises.
 
 from __future__ import annotations
 
+import functools
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -28,7 +30,11 @@ from hpctrain.lint.saving import check_saving
 from hpctrain.lint.syntax import NotPython, ProgramSyntax
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+    from hpctrain.lint.folder import LintFolder
+
+    Check = Callable[[ProgramFacts], Iterator[LintFinding]]
 
 SETTINGS_NAME = "hpctrain.toml"
 _CHECKS = (
@@ -41,7 +47,10 @@ _CHECKS = (
     check_saving,
     check_initialize,
 )
+_MENDING = (check_precision, check_legacy)
+"""Those whose rules have edits."""
 _MOST_ROUNDS = 8
+_TOO_DEEP = "hpctrain did not finish its checks: they need more depth than Python gives them"
 
 
 @dataclass(frozen=True)
@@ -67,37 +76,85 @@ EVERY_RULE = RuleChoice()
 
 
 def check_text(
-    text: str, path: str, choice: RuleChoice = EVERY_RULE, *, cpus: int | None = None
+    text: str,
+    path: str,
+    choice: RuleChoice = EVERY_RULE,
+    *,
+    cpus: int | None = None,
+    folder: LintFolder | None = None,
 ) -> list[LintFinding]:
-    """All findings in a file's text, in its order.
+    """Return all findings in a file's text, in its order.
+
+    A finding has edits only where `mended` applies them.
 
     Args:
-        text: The file's.
-        path: Its name, which also says what it is.
+        text: The file's text.
+        path: The file's name, which also says what kind of file it is.
         choice: The rules that count.
-        cpus: Of each rank, where that is known.
+        cpus: CPUs of each rank, if known.
+        folder: The other files of the checked folder: imports are followed into them.
     """
+    findings = _found(text, path, choice, cpus=cpus, folder=folder)
+    if not any(one.edits for one in findings):
+        return findings
+    kept = _counts(findings) - _left_by_edits(text, path, choice, findings)
+    return [one if kept[one.rule.code] else replace(one, edits=()) for one in findings]
+
+
+def _left_by_edits(
+    text: str, path: str, choice: RuleChoice, findings: list[LintFinding]
+) -> Counter[str]:
+    """Return how many findings of each rule are left after `--fix`."""
+    edits = [edit for one in findings for edit in one.edits]
+    left = _found(apply_edits(text, edits), path, choice, checks=_MENDING)
+    if any(one.edits for one in left) or _counts(left) - _counts(findings):
+        left = _found(mended(text, path, choice), path, choice, checks=_MENDING)
+    return _counts(left)
+
+
+def _found(
+    text: str,
+    path: str,
+    choice: RuleChoice,
+    *,
+    cpus: int | None = None,
+    folder: LintFolder | None = None,
+    checks: Sequence[Check] | None = None,
+) -> list[LintFinding]:
     name = PurePath(path).name
     if name.endswith(".json"):
-        findings = _check_json(text, path)
+        findings = _check_json(text, path, is_named=folder is not None and folder.names(path))
     elif name.endswith(".toml"):
         findings = _check_settings(text, path)
     else:
-        findings = _check_program(text, path, choice, cpus)
+        facts_of = functools.partial(ProgramFacts, cpus=cpus, folder=folder)
+        findings = _check_program(text, path, choice, facts_of, checks or _CHECKS)
     return sorted(
         {one: None for one in findings if choice.takes(one.rule.code)}, key=lambda one: one.place
     )
 
 
-def _check_program(text: str, path: str, choice: RuleChoice, cpus: int | None) -> list[LintFinding]:
+def _check_program(
+    text: str,
+    path: str,
+    choice: RuleChoice,
+    facts_of: Callable[[ProgramSyntax], ProgramFacts],
+    checks: Sequence[Check],
+) -> list[LintFinding]:
     try:
-        facts = ProgramFacts(ProgramSyntax(text, path), cpus)
-        findings = [one for check in _CHECKS for one in check(facts) if choice.takes(one.rule.code)]
+        facts = facts_of(ProgramSyntax(text, path))
     except NotPython as error:
-        return [unreadable(path, str(error), error.line)]
-    except RecursionError:
-        return [unreadable(path, "nested too deeply to be checked")]
-    findings = sorted(set(findings), key=lambda one: one.place)
+        code = "HT003" if error.is_newer else "HT001"
+        return [replace(unreadable(path, str(error), error.line), rule=RULES[code])]
+    found: set[LintFinding] = set()
+    for check in checks:
+        try:
+            found.update(one for one in check(facts) if choice.takes(one.rule.code))
+        except RecursionError:
+            found.add(LintFinding(RULES["HT003"], path, 0, 0, 0, _TOO_DEEP))
+    if facts.folder is not None:
+        facts.folder.learn(facts)
+    findings = sorted(found, key=lambda one: one.place)
     return list(without_ignored(text, path, findings, every_rule=choice.all_rules))
 
 
@@ -106,9 +163,9 @@ def unreadable(path: str, why: str, line: int = 0) -> LintFinding:
     return LintFinding(RULES["HT001"], path, line, 1 if line else 0, line, why)
 
 
-def _check_json(text: str, path: str) -> list[LintFinding]:
+def _check_json(text: str, path: str, *, is_named: bool) -> list[LintFinding]:
     try:
-        return list(check_deepspeed(text, path))
+        return list(check_deepspeed(text, path, is_named=is_named))
     except ValueError as error:
         return [unreadable(path, f"no JSON: {error}", getattr(error, "lineno", 0))]
 
@@ -152,15 +209,15 @@ def mended(text: str, path: str, choice: RuleChoice = EVERY_RULE) -> str:
     It holds where the new text can be read, the finding is gone and nothing new is found.
     """
     for _ in range(_MOST_ROUNDS):
-        findings = check_text(text, path, choice)
+        findings = _found(text, path, choice)
         changed = text
         for finding in findings:
             if not finding.edits:
                 continue
             alike = [other for other in findings if other.edits and other.rule is finding.rule]
-            for group in ([finding], alike):
+            for group in (alike, [finding]):
                 candidate = apply_edits(text, [edit for other in group for edit in other.edits])
-                if _is_better(findings, check_text(candidate, path, choice), finding):
+                if _is_better(findings, _found(candidate, path, choice), finding):
                     changed = candidate
                     break
             if changed != text:
@@ -177,16 +234,13 @@ def _is_better(
     """Whether there are fewer of that rule, and of no rule more."""
     counts = _counts(before)
     later = _counts(after)
-    return later.get(finding.rule.code, 0) < counts[finding.rule.code] and all(
-        number <= counts.get(code, 0) for code, number in later.items()
+    return later[finding.rule.code] < counts[finding.rule.code] and all(
+        number <= counts[code] for code, number in later.items()
     )
 
 
-def _counts(findings: Iterable[LintFinding]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for finding in findings:
-        counts[finding.rule.code] = counts.get(finding.rule.code, 0) + 1
-    return counts
+def _counts(findings: Iterable[LintFinding]) -> Counter[str]:
+    return Counter(one.rule.code for one in findings)
 
 
 def renamed(finding: LintFinding, path: str) -> LintFinding:

@@ -190,9 +190,7 @@ def _on_gpus(facts: ProgramFacts) -> bool:
     )
 
 
-def _origin(  # noqa: PLR0911 - a line per kind
-    facts: ProgramFacts, node: ast.expr, depth: int = 0
-) -> str:
+def _origin(facts: ProgramFacts, node: ast.expr, depth: int = 0) -> str:
     """The rank that a value is for certain, unchanged: "global", "local", or nothing."""
     variable = environment_name(facts.syntax, node)
     if variable in RANK_VARIABLES:
@@ -206,22 +204,8 @@ def _origin(  # noqa: PLR0911 - a line per kind
         return "global" if dotted == "torch.distributed.get_rank" and not node.args else ""
     if not isinstance(node, ast.Name) or depth > 1:
         return ""
-    scope = facts.syntax.scope_of[node]
-    while scope.outer is not None and node.id not in _stored(scope.of(ast.Name)):
-        if node.id in scope.parameters:
-            return ""
-        scope = scope.outer
-    values = [
-        one.value
-        for one in scope.of(ast.Assign)
-        if any(isinstance(target, ast.Name) and target.id == node.id for target in one.targets)
-    ]
-    stored = sum(one.id == node.id for one in scope.of(ast.Name) if isinstance(one.ctx, ast.Store))
-    return _origin(facts, values[0], depth + 1) if len(values) == stored == 1 else ""
-
-
-def _stored(names: list[ast.Name]) -> set[str]:
-    return {one.id for one in names if isinstance(one.ctx, ast.Store)}
+    origins = {_origin(facts, value, depth + 1) for value in facts.dependence.values_at(node)}
+    return origins.pop() if len(origins) == 1 else ""
 
 
 def _device(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:

@@ -24,16 +24,19 @@ from hpctrain.settings.deepspeed_keys import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from hpctrain.lint.reporting import ProgramFacts
 
 _STAGES = range(4)
 _LATER = "auto"
-_NEAR = 0.8
+_LONG = 10
+"""Letters of a key from which two edits count as a misspelling."""
+_MOST_UNKNOWN = 3
+"""Unknown keys of one file that are reported; more say that the file is another program's."""
+_REMARKS = frozenset({"comment", "comments", "description", "name", "note", "notes"})
 _TELLING = frozenset({ZERO, "train_micro_batch_size_per_gpu", "train_batch_size"})
 """By one of these and another known key a file is known as DeepSpeed's."""
-"""How alike a key must be to count as misspelled."""
 
 
 class ConfigText:
@@ -91,25 +94,62 @@ def check_initialize(facts: ProgramFacts) -> Iterator[LintFinding]:
             yield from check_config(given, given.values)
 
 
-def is_deepspeed(value: object) -> bool:
-    """Whether a JSON value is DeepSpeed's configuration, also one whose keys are misspelled."""
+def is_deepspeed(value: object, *, is_named: bool = False) -> bool:
+    """Return whether a JSON value is DeepSpeed's configuration, also one with misspelled keys.
+
+    Args:
+        value: The value.
+        is_named: Whether a program or launcher gives this file to DeepSpeed. If none does, every
+            key must be DeepSpeed's or nearly so: other programs take some of its keys.
+    """
     if not isinstance(value, dict):
         return False
-    known_keys = TOP_KEYS.intersection(value)
-    near = {
-        key for key in value if isinstance(key, str) and get_close_matches(key, _TELLING, 1, _NEAR)
-    }
-    return len(known_keys | near) > 1 and bool(near)
+    if is_named:
+        return not TOP_KEYS.isdisjoint(value)
+    known = {key for key in value if key in TOP_KEYS or nearest_key(key, TOP_KEYS)}
+    telling = {key for key in known if key in _TELLING or nearest_key(key, _TELLING)}
+    return len(known) > 1 and bool(telling) and not _unknown_keys(value)
 
 
-def check_deepspeed(text: str, path: str) -> Iterator[LintFinding]:
-    """All findings in a configuration; none where it is no configuration of DeepSpeed.
+def nearest_key(key: str, known: Collection[str]) -> str:
+    """Return the key that is meant by a misspelled one: one edit away, two where it is long."""
+    most = 2 if len(key) >= _LONG else 1
+    near = [one for one in known if _edits(key, one, most) <= most and one != key]
+    return min(near, key=lambda one: (_edits(key, one, most), one), default="")
+
+
+def _edits(first: str, second: str, most: int) -> int:
+    """Return how many letters to put in, take out or change make one word the other."""
+    if abs(len(first) - len(second)) > most:
+        return most + 1
+    row = list(range(len(second) + 1))
+    for index, letter in enumerate(first, start=1):
+        before, row[0] = row[0], index
+        for place, other in enumerate(second, start=1):
+            change = before + (letter != other)
+            before, row[place] = row[place], min(row[place] + 1, row[place - 1] + 1, change)
+    return row[-1]
+
+
+def _unknown_keys(value: Mapping[str, Any]) -> list[str]:
+    """Return keys that are not DeepSpeed's, nor nearly, nor those of remarks and other programs."""
+    return [
+        key
+        for key in value
+        if key not in TOP_KEYS | OTHERS_KEYS | REMOVED_KEYS | _REMARKS
+        and not key.startswith(("_", "//", "#"))
+        and not nearest_key(key, TOP_KEYS)
+    ]
+
+
+def check_deepspeed(text: str, path: str, *, is_named: bool = False) -> Iterator[LintFinding]:
+    """Yield all findings in a configuration; none if it is not DeepSpeed's (`is_deepspeed`).
 
     Raises:
         ValueError: it is no JSON.
     """
     value = parse_json(text)
-    if is_deepspeed(value):
+    if is_deepspeed(value, is_named=is_named):
         yield from check_config(ConfigText(text, path), value)
 
 
@@ -129,24 +169,12 @@ def check_config(
     config: ConfigText | ConfigInProgram, value: Mapping[str, Any]
 ) -> Iterator[LintFinding]:
     """HT701 to HT707, HT709 and HT710 on a configuration that was read."""
-    for key in value:
-        if key in TOP_KEYS or key in OTHERS_KEYS or key.startswith(("_", "//", "#")):
-            continue
-        if key in REMOVED_KEYS:
-            yield config.finding("HT710", key, f'DeepSpeed 0.19 stops at "{key}"')
-            continue
-        alike = get_close_matches(key, TOP_KEYS, 1, _NEAR)
-        if alike:
-            yield config.finding(
-                "HT701",
-                key,
-                f'unknown key "{key}", which DeepSpeed ignores; did you mean "{alike[0]}"?',
-            )
-        else:
-            yield config.finding("HT702", key, f'unknown key "{key}", which DeepSpeed ignores')
+    yield from _top(config, value)
     zero = value.get(ZERO)
     if isinstance(zero, dict):
-        yield from _zero(config, zero)
+        is_tuned = "autotuning" in value and isinstance(zero.get("stage"), list)
+        # a list names the stages that the autotuner tries
+        yield from _zero(config, zero | {"stage": 0} if is_tuned else zero)
     elif zero is not None and not isinstance(zero, bool):
         yield config.finding(
             "HT709", "zero_optimization", "zero_optimization is no table of settings"
@@ -154,6 +182,23 @@ def check_config(
     if _is_on(value.get("fp16")) and (_is_on(value.get("bf16")) or _is_on(value.get("bfloat16"))):
         yield config.finding("HT704", "fp16", "fp16 and bf16 are both enabled")
     yield from _batch(config, value)
+
+
+def _top(config: ConfigText | ConfigInProgram, value: Mapping[str, Any]) -> Iterator[LintFinding]:
+    """Keys at the top; of a file with many unknown ones most are some other program's."""
+    unknown = _unknown_keys(value)
+    reported = 0
+    for key in value:
+        if key in REMOVED_KEYS:
+            yield config.finding("HT710", key, f'DeepSpeed 0.19 stops at "{key}"')
+        elif key in unknown and len(unknown) <= _MOST_UNKNOWN:
+            yield config.finding("HT702", key, f'unknown key "{key}", which DeepSpeed ignores')
+        elif key not in TOP_KEYS | OTHERS_KEYS | _REMARKS and not key.startswith("_"):
+            meant = nearest_key(key, TOP_KEYS)
+            reported += bool(meant)
+            if meant and reported <= _MOST_UNKNOWN:
+                text = f'unknown key "{key}", which DeepSpeed ignores; did you mean "{meant}"?'
+                yield config.finding("HT701", key, text)
 
 
 def _is_on(section: object) -> bool:

@@ -1,25 +1,39 @@
 """What a value depends on: the rank, the batch, chance, the clock; followed through assignments.
 
-A name depends on what any of its assignments in the same function depends on. What a collective has
-been given, or an agreement has returned, is the same on all ranks and depends on nothing.
+A name depends on what the assignments that reach its use depend on (hpctrain/lint/definitions.py).
+What a collective has been given, or an agreement has returned, is the same on all ranks and depends
+on nothing. A mark with a question mark may be wrong: it passed through a call of unknown effect, or
+only some assignments have it. Such a mark never makes an error.
 tests/unit/lint/test_rules.py holds the promises.
 """
 
 from __future__ import annotations
 
 import ast
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpctrain.lint.definitions import NameDefinitions, definitions_in
 from hpctrain.lint.syntax import ProgramSyntax, argument, constant, given, last
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from hpctrain.lint.definitions import Definition, Place
     from hpctrain.lint.syntax import LintScope
 
 RANK, LOCAL, BATCH, CHANCE, CLOCK = "rank", "local rank", "batch", "chance", "clock"
 RANKS = frozenset({RANK, LOCAL})
 NOTHING: frozenset[str] = frozenset()
+_MAYBE = "?"
+"""Behind a mark: it may be so, and no error rests on it."""
+_GIVEN = "given "
+"""Before the name of a parameter: as the caller's argument."""
+_CLOCKED = frozenset({CLOCK, CLOCK + _MAYBE})
+_TOLD_RANKS = RANKS | {RANK + _MAYBE, LOCAL + _MAYBE}
+_OWN = frozenset({BATCH, CHANCE, CLOCK})
+UNSURE = frozenset({RANK + _MAYBE, LOCAL + _MAYBE, BATCH + _MAYBE, CLOCK + _MAYBE})
+"""Marks that are worth a hint, and no more."""
 
 RANK_VARIABLES = frozenset({"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"})
 LOCAL_VARIABLES = frozenset(
@@ -51,12 +65,32 @@ MAIN_NAMES = frozenset(
     }
 )
 """Names that mean "I am rank 0" wherever they come from."""
-_RANK_CALLS = frozenset({"get_rank", "get_global_rank", "get_ordinal", "get_process_index"})
+_RANK_CALLS = frozenset(
+    {"get_rank", "get_global_rank", "get_ordinal", "get_process_index"} | {"Get_rank"}
+)
+_RANK_FUNCTIONS = frozenset(
+    {"horovod.torch.rank", "torch_xla.runtime.global_ordinal", "torch_xla.core.xla_model.rank"}
+)
 _LOCAL_CALLS = frozenset({"get_local_rank", "get_node_local_rank", "get_local_process_index"})
-_AGREEING = ("reduce", "gather", "broadcast", "sync", "agree", "all_", "consensus", "allreduce")
+_AGREEING = (
+    "reduce",
+    "gather",
+    "broadcast",
+    "bcast",
+    "sync",
+    "agree",
+    "all_",
+    "consensus",
+    "allreduce",
+)
 _PLAIN = frozenset(
     {"int", "bool", "str", "float", "abs", "min", "max", "any", "all", "not_", "format"}
 )
+_TEXTS = frozenset({"str", "format", "repr", "strftime", "isoformat", "ctime", "asctime", "join"})
+"""Calls that make a text: a name that is made of the clock decides nothing."""
+_COMPUTING = frozenset({"torch", "math", "cmath", "numpy", "operator"})
+_READING = frozenset({"load", "save", "fromfile", "memmap", "genfromtxt", "loadtxt"})
+"""What a file holds has little to do with its name."""
 _SAME_EVERYWHERE = frozenset({"len", "isinstance", "type", "hasattr", "callable", "id", "range"})
 _SHAPES = frozenset({"shape", "ndim", "dtype", "device", "requires_grad", "size", "dim", "numel"})
 _CHANCE_MODULES = ("random.", "numpy.random.")
@@ -101,19 +135,35 @@ def is_loader(syntax: ProgramSyntax, node: ast.AST) -> bool:
     return any(word in name.lower() for word in _LOADER_WORDS)
 
 
+@dataclass(frozen=True)
+class _Returned:
+    """What a function's result depends on."""
+
+    whole: frozenset[str]
+    parts: tuple[frozenset[str], ...] = ()
+    """Of a tuple, where each return is one of the same length."""
+
+
 class Dependence:
     """What the values of a program depend on."""
 
     def __init__(self, syntax: ProgramSyntax) -> None:
         """Follow all assignments of all functions until nothing changes."""
         self.syntax = syntax
-        self.names: dict[tuple[LintScope, str], frozenset[str]] = {}
-        self.returned: dict[LintScope, frozenset[str]] = {}
+        self.definitions: dict[tuple[LintScope, str], NameDefinitions] = {}
+        self.marks: dict[Definition, frozenset[str]] = {}
+        self.returned: dict[LintScope, _Returned] = {}
         self.agreed: dict[LintScope, set[str]] = {}
+        self.losses: dict[LintScope, set[str]] = {}
         self.seeded = self._is_seeded()
         self._cache: dict[ast.AST, frozenset[str]] = {}
         for scope in syntax.scopes:
             self.agreed[scope] = self._agreed_in(scope)
+            self.losses[scope] = {name for call in scope.of(ast.Call) for name in _loss_of(call)}
+            for one in definitions_in(scope):
+                key = self._key(scope, one.target)
+                if key is not None:
+                    self.definitions.setdefault(key, NameDefinitions(syntax)).add(one)
         self._settle()
 
     def _is_seeded(self) -> bool:
@@ -136,55 +186,97 @@ class Dependence:
 
     def _settle(self) -> None:
         """Three rounds are enough for what people write: a rank through two functions."""
-        assignments = [
-            (scope, target, value, is_loop)
-            for scope in self.syntax.scopes
-            for target, value, is_loop in _assignments(scope)
-        ]
+        in_order = [one for names in self.definitions.values() for one in names.all]
+        returns = {
+            scope: [one.value for one in scope.of(ast.Return) if one.value is not None]
+            for scope in self.syntax.scopes[1:]
+        }
         for _ in range(3):
-            before = (dict(self.names), dict(self.returned))
+            before = (dict(self.marks), dict(self.returned))
             self._cache.clear()
-            for scope, target, value, is_loop in assignments:
-                self._assign(scope, target, value, is_loop=is_loop)
-            for scope in self.syntax.scopes[1:]:
-                sources = NOTHING
-                for node in scope.of(ast.Return):
-                    if node.value is not None:
-                        sources |= self.of(node.value) & RANKS
-                self.returned[scope] = sources
-            if before == (self.names, self.returned):
+            for one in in_order:
+                self.marks[one] = self._of_definition(one)
+            for scope, values in returns.items():
+                if values:
+                    self.returned[scope] = self._of_returns(values)
+            if before == (self.marks, self.returned):
                 break
         self._cache.clear()
 
-    def _assign(
-        self, scope: LintScope, target: ast.expr, value: ast.expr, *, is_loop: bool
-    ) -> None:
-        if is_loop:
-            sources = frozenset({BATCH}) if is_loader(self.syntax, value) else NOTHING
-            if sources and isinstance(target, ast.Tuple) and _counts(self.syntax, value):
-                self._keep(scope, target.elts[0], NOTHING, anew=True)
-                target = target.elts[1] if len(target.elts) > 1 else target.elts[0]
-            for name in _names_in(target):
-                self._keep(scope, name, sources, anew=not sources)
-            return
-        if (
-            isinstance(target, ast.Tuple)
-            and isinstance(value, ast.Tuple)
-            and len(target.elts) == len(value.elts)
-        ):
-            for inner, part in zip(target.elts, value.elts, strict=True):
-                self._keep(scope, inner, self.of(part))
-            return
-        sources = self.of(value)
-        for name in _names_in(target):
-            self._keep(scope, name, sources)
+    def _of_definition(self, one: Definition) -> frozenset[str]:
+        """What an assignment gives its name."""
+        if one.kind == "loop":
+            counted = one.place is not None and one.place[:1] == (0,)
+            counted = counted and _counts(self.syntax, one.value)
+            batches = is_loader(self.syntax, one.value) and not counted
+            return frozenset({BATCH}) if batches else NOTHING
+        sources = self._part(one.value, one.place)
+        is_main = isinstance(one.target, ast.Name) and one.target.id in MAIN_NAMES
+        if is_main and not sources and self._is_unknown(one.value):
+            return frozenset({RANK})
+        if one.kind == "add":
+            sources |= self.of(one.target)
+        if not isinstance(one.target, ast.Name):
+            return sources
+        if one.target.id in self.losses[one.scope] and maybe(BATCH) in sources:
+            return sources - {maybe(BATCH)} | {BATCH}  # what has gradients was computed of a batch
+        return sources
 
-    def _keep(
-        self, scope: LintScope, target: ast.AST, sources: frozenset[str], *, anew: bool = False
-    ) -> None:
-        key = self._key(scope, target)
-        if key is not None:
-            self.names[key] = sources if anew else self.names.get(key, NOTHING) | sources
+    def _of_returns(self, values: list[ast.expr]) -> _Returned:
+        """What a function returns: as a whole, and part by part where each return is a tuple."""
+        whole = _joined([(self.of(one), _is_plain(one)) for one in values])
+        tuples = [one for one in values if isinstance(one, ast.Tuple)]
+        lengths = {len(one.elts) for one in tuples}
+        if len(tuples) < len(values) or len(lengths) > 1:
+            return _Returned(whole)
+        columns = zip(*(one.elts for one in tuples), strict=True)
+        return _Returned(
+            whole,
+            tuple(_joined([(self.of(one), _is_plain(one)) for one in row]) for row in columns),
+        )
+
+    def _part(self, value: ast.expr, place: Place | None) -> frozenset[str]:
+        """What one part of an unpacked value depends on."""
+        if place == ():
+            return self.of(value)
+        if place and isinstance(value, ast.Tuple | ast.List) and place[0] < len(value.elts):
+            part = value.elts[place[0]]
+            if not any(isinstance(one, ast.Starred) for one in value.elts):
+                return self._part(part, place[1:])
+        if isinstance(value, ast.IfExp):
+            ways = (value.body, value.orelse)
+            return _joined([(self._part(one, place), _is_plain(one)) for one in ways])
+        inner = self._called(value)
+        if place and inner is not None and isinstance(value, ast.Call):
+            parts = self.returned.get(inner, _Returned(NOTHING)).parts
+            if place[0] < len(parts):
+                return self._in_terms_of(value, inner, parts[place[0]])
+        return _unsure(self.of(value), RANKS)
+
+    def _is_unknown(self, node: ast.AST) -> bool:
+        """Whether a value comes from a call that is not in this file."""
+        return isinstance(node, ast.Call) and self._called(node) is None
+
+    def _called(self, node: ast.AST) -> LintScope | None:
+        if not isinstance(node, ast.Call):
+            return None
+        return self.syntax.resolve(node, self.syntax.scope_of[node])
+
+    def _in_terms_of(
+        self, call: ast.Call, inner: LintScope, marks: frozenset[str]
+    ) -> frozenset[str]:
+        """What a function's result depends on, its parameters replaced by a call's arguments."""
+        result = frozenset(one for one in marks if not one.startswith(_GIVEN))
+        shift = int(bool(inner.owner) and isinstance(call.func, ast.Attribute))
+        for mark in marks - result:
+            name = mark.removeprefix(_GIVEN).removesuffix(_MAYBE)
+            position = inner.parameters.index(name) - shift if name in inner.parameters else -1
+            passed = argument(call, name, position) if position >= 0 else None
+            if passed is None or name in self.agreed[inner]:
+                continue
+            sources = self.of(passed)
+            result |= _unsure(sources - RANKS) if mark.endswith(_MAYBE) else sources
+        return result
 
     def _key(self, scope: LintScope, target: ast.AST) -> tuple[LintScope, str] | None:
         """A variable: of a function, or an attribute of `self` for all of a class's methods."""
@@ -193,6 +285,23 @@ class Dependence:
         if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
             return (self.syntax.scopes[0], f"{scope.owner}:{target.value.id}.{target.attr}")
         return None
+
+    def values_at(self, node: ast.Name) -> list[ast.expr]:
+        """Return all values that a name may have where it is used; none where that is not known."""
+        scope: LintScope | None = self.syntax.scope_of[node]
+        own = scope
+        while scope is not None:
+            names = self.definitions.get((scope, node.id))
+            if names is not None:
+                found, starts = names.reaching(node) if scope is own else (names.all, False)
+                if starts and scope is own and (node.id in scope.parameters or not found):
+                    return []
+                plain = all(one.place == () and one.kind == "assign" for one in found)
+                return [one.value for one in found] if plain else []
+            if node.id in scope.parameters:
+                return []
+            scope = scope.outer
+        return []
 
     def of(self, node: ast.AST) -> frozenset[str]:
         """What the value of an expression depends on."""
@@ -211,13 +320,23 @@ class Dependence:
         if isinstance(node, ast.Compare):
             return self._of_compare(node)
         if isinstance(node, ast.Subscript):
-            variable = environment_name(self.syntax, node)
-            if variable:
-                return _of_variable(variable)
-            return self.of(node.value) | (self.of(node.slice) & RANKS)
+            return self._of_subscript(node)
+        if isinstance(node, ast.IfExp):
+            ways = [(self.of(one), _is_plain(one)) for one in (node.body, node.orelse)]
+            return _joined(ways) | self.of(node.test)
         if isinstance(node, ast.Lambda | ast.Constant | ast.Dict | ast.DictComp):
             return NOTHING
-        return self._union(ast.iter_child_nodes(node))
+        sources = self._union(ast.iter_child_nodes(node))
+        return sources - _CLOCKED if isinstance(node, ast.JoinedStr) else sources
+
+    def _of_subscript(self, node: ast.Subscript) -> frozenset[str]:
+        variable = environment_name(self.syntax, node)
+        if variable:
+            return _of_variable(variable)
+        index = constant(node.slice)
+        if self._called(node.value) is not None and isinstance(index, int) and index >= 0:
+            return self._part(node.value, (index,))
+        return self.of(node.value) | (self.of(node.slice) & RANKS)
 
     def _union(self, nodes: Iterable[ast.AST]) -> frozenset[str]:
         sources = NOTHING
@@ -226,27 +345,46 @@ class Dependence:
         return sources
 
     def _of_name(self, node: ast.Name) -> frozenset[str]:
-        scope: LintScope | None = self.syntax.scope_of[node]
-        while scope is not None:
+        own = scope = self.syntax.scope_of[node]
+        while True:
             if node.id in self.agreed[scope]:
                 return NOTHING
-            sources = self.names.get((scope, node.id))
-            if sources is not None:
-                return sources
+            names = self.definitions.get((scope, node.id))
+            if names is not None:
+                return self._of_definitions(names, node if scope is own else None)
             if node.id in scope.parameters:
-                return _of_word(node.id)
+                return self._of_parameter(node.id, scope is own)
+            if scope.outer is None:
+                break
             scope = scope.outer
         return NOTHING if node.id in self.syntax.functions else _of_word(node.id)
+
+    def _of_parameter(self, name: str, is_own: bool) -> frozenset[str]:
+        return _of_word(name) or (frozenset({_GIVEN + name}) if is_own else NOTHING)
+
+    def _of_definitions(self, names: NameDefinitions, use: ast.Name | None) -> frozenset[str]:
+        """What a name depends on by the assignments that reach its use, or by all of them."""
+        parameter = use is not None and use.id in self.syntax.scope_of[use].parameters
+        kinds = {self.marks.get(one, NOTHING) for one in names.all}
+        if len(kinds) == 1 and not parameter:
+            return kinds.pop()
+        found, starts = (names.all, False) if use is None else names.reaching(use)
+        ways = [(self.marks.get(one, NOTHING), _is_plain(one.value)) for one in found]
+        if parameter and starts and use is not None:
+            ways.append((self._of_parameter(use.id, is_own=True), False))
+        return _joined(ways)
 
     def _of_attribute(self, node: ast.Attribute) -> frozenset[str]:
         if node.attr in _SHAPES:
             return NOTHING
-        key = self._key(self.syntax.scope_of[node], node)
-        sources = self.names.get(key) if key is not None else None
         by_word = _of_word(node.attr)
-        if sources is not None and not by_word:
-            return sources
-        return by_word | (self.of(node.value) - RANKS)
+        key = self._key(self.syntax.scope_of[node], node)
+        names = self.definitions.get(key) if key is not None else None
+        if names is None or by_word:
+            return by_word | (self.of(node.value) - RANKS)
+        sources = self._of_definitions(names, None)
+        is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
+        return sources if is_own else _unsure(sources, _OWN)
 
     def _of_call(self, node: ast.Call) -> frozenset[str]:  # noqa: PLR0911 - a line per kind
         variable = environment_name(self.syntax, node)
@@ -254,11 +392,11 @@ class Dependence:
             return _of_variable(variable)
         dotted = self.syntax.dotted(node.func)
         name = last(dotted)
-        inner = self.syntax.resolve(node, self.syntax.scope_of[node])
+        inner = self._called(node)
         if inner is not None:
-            passed = NOTHING if self.agreed[inner] else self._of_arguments(node) & {BATCH}
-            return self.returned.get(inner, NOTHING) | passed
-        if name in _RANK_CALLS:
+            returned = self.returned.get(inner)
+            return NOTHING if returned is None else self._in_terms_of(node, inner, returned.whole)
+        if name in _RANK_CALLS or dotted in _RANK_FUNCTIONS:
             return NOTHING if given(argument(node, "group", 0)) else frozenset({RANK})
         if name in _LOCAL_CALLS:
             return frozenset({LOCAL})
@@ -273,10 +411,21 @@ class Dependence:
             or any(one in name.lower() for one in _AGREEING)
         ):
             return NOTHING
+        return self._passed_on(node, dotted, name)
+
+    def _passed_on(self, node: ast.Call, dotted: str, name: str) -> frozenset[str]:
+        """What a call that nobody knows makes of its arguments, and a known one of its own."""
         sources = self._of_arguments(node)
+        owner = NOTHING
         if isinstance(node.func, ast.Attribute):
-            sources |= self.of(node.func.value) - RANKS
-        return sources if name in _PLAIN or dotted.startswith("os.path") else sources - RANKS
+            owner = self.of(node.func.value) - RANKS
+        if name in _TEXTS:
+            sources, owner = sources - _CLOCKED, owner - _CLOCKED
+        if name in _PLAIN or dotted.startswith("os.path"):
+            return sources | owner
+        sources -= RANKS
+        is_known = dotted.partition(".")[0] in _COMPUTING and name not in _READING
+        return owner | (sources if is_known else _unsure(sources))
 
     def _of_arguments(self, node: ast.Call) -> frozenset[str]:
         return self._union([*node.args, *(one.value for one in node.keywords)])
@@ -302,17 +451,18 @@ class Dependence:
     def _of_compare(self, node: ast.Compare) -> frozenset[str]:
         """Whether there are ranks at all (`rank != -1`, `"RANK" in os.environ`) all ranks know."""
         sources = self._union([node.left, *node.comparators])
-        if not sources & RANKS or len(node.ops) != 1:
-            return sources
         operator, other = node.ops[0], node.comparators[0]
+        if isinstance(operator, ast.Is | ast.IsNot) and not given(other):
+            return _unsure(sources - RANKS)  # whether there is a value says little of the value
+        if not sources & _TOLD_RANKS or len(node.ops) != 1:
+            return sources
         value = constant(other)
         listed = isinstance(other, ast.Tuple | ast.List | ast.Set)
         if isinstance(operator, ast.In | ast.NotIn) and not listed:
-            return sources - RANKS  # a member of some group, as all others who go on
+            return sources - _TOLD_RANKS  # a member of some group, as all others who go on
         there = isinstance(operator, ast.Eq | ast.NotEq | ast.Gt | ast.LtE) and value == -1
         there |= isinstance(operator, ast.GtE | ast.Lt) and value == 0 and value is not False
-        there |= isinstance(operator, ast.Is | ast.IsNot) and not given(other)
-        return sources - RANKS if there else sources
+        return sources - _TOLD_RANKS if there else sources
 
 
 def _of_variable(name: str) -> frozenset[str]:
@@ -337,32 +487,63 @@ def _counts(syntax: ProgramSyntax, node: ast.expr) -> bool:
     return False
 
 
-def _names_in(target: ast.AST) -> list[ast.AST]:
-    if isinstance(target, ast.Tuple | ast.List):
-        return [name for one in target.elts for name in _names_in(one)]
-    return _names_in(target.value) if isinstance(target, ast.Starred) else [target]
+def _is_plain(node: ast.AST) -> bool:
+    """Whether a value is written out: what a program without ranks takes."""
+    return constant(node) is not None or (isinstance(node, ast.Constant) and node.value is None)
 
 
-def _assignments(scope: LintScope) -> Iterable[tuple[ast.expr, ast.expr, bool]]:
-    """Each (target, value, whether it is a loop's) of a function."""
-    for node in scope.nodes:
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                yield target, node.value, False
-        elif isinstance(node, ast.AnnAssign | ast.NamedExpr | ast.AugAssign):
-            if node.value is not None:
-                yield node.target, node.value, False
-        elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-            yield node.target, node.iter, True
+def _loss_of(call: ast.Call) -> list[str]:
+    """The names of what gradients are computed of: `loss.backward()`, `engine.backward(loss)`."""
+    func = call.func
+    if not isinstance(func, ast.Attribute) or func.attr != "backward":
+        return []
+    inner = func.value.args if isinstance(func.value, ast.Call) else [func.value]
+    return [one.id for one in (*inner, *call.args) if isinstance(one, ast.Name)]
 
 
-def on_rank(dependence: Dependence, node: ast.expr, rank: int) -> bool | None:
-    """What a test comes out as on rank 0 or on rank 1; None where nobody can tell."""
+def maybe(mark: str) -> str:
+    """The mark of a value of which nobody can tell whether it still depends on that."""
+    return mark if mark.endswith(_MAYBE) else mark + _MAYBE
+
+
+def _unsure(marks: frozenset[str], of: frozenset[str] | None = None) -> frozenset[str]:
+    """Marks that no error may rest on, all or those of some kinds."""
+    return frozenset(maybe(one) if of is None or one in of else one for one in marks)
+
+
+def _joined(ways: list[tuple[frozenset[str], bool]]) -> frozenset[str]:
+    """What a value depends on that comes one of several ways; each with whether it is a constant.
+
+    A mark is certain where each way has it. A rank stays one beside constants, which are what a
+    program takes that runs on one rank.
+    """
+    if not ways:
+        return NOTHING
+    everywhere = frozenset.intersection(*(marks for marks, _ in ways))
+    beside = frozenset.intersection(
+        frozenset(RANKS), *(marks for marks, plain in ways if not plain)
+    )
+    several = frozenset.union(*(marks for marks, _ in ways))
+    certain = everywhere | (beside & several)
+    return certain | frozenset(maybe(one) for one in several - certain)
+
+
+def on_rank(
+    dependence: Dependence, node: ast.expr, rank: int, under_way: frozenset[ast.AST] = frozenset()
+) -> bool | None:
+    """Return what a test comes out as on a rank (0 or 1); None where nobody can tell.
+
+    Args:
+        dependence: What the program's values depend on.
+        node: The test.
+        rank: 0 or 1.
+        under_way: Values that are being looked at already; a loop may lead back to them.
+    """
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        inner = on_rank(dependence, node.operand, rank)
+        inner = on_rank(dependence, node.operand, rank, under_way)
         return None if inner is None else not inner
     if isinstance(node, ast.BoolOp):
-        parts = [on_rank(dependence, one, rank) for one in node.values]
+        parts = [on_rank(dependence, one, rank, under_way) for one in node.values]
         decides = isinstance(node.op, ast.Or)
         if decides in parts:
             return decides
@@ -372,24 +553,21 @@ def on_rank(dependence: Dependence, node: ast.expr, rank: int) -> bool | None:
     dotted = dependence.syntax.dotted(node.func if isinstance(node, ast.Call) else node)
     if last(dotted) in MAIN_NAMES:
         return rank == 0
-    return _through_name(dependence, node, rank)
+    return _through_name(dependence, node, rank, under_way)
 
 
-def _through_name(dependence: Dependence, node: ast.expr, rank: int) -> bool | None:
+def _through_name(
+    dependence: Dependence, node: ast.expr, rank: int, under_way: frozenset[ast.AST]
+) -> bool | None:
     """A test that was given a name: `is_main = rank == 0`."""
-    if not dependence.of(node) & RANKS:
+    if not isinstance(node, ast.Name) or not dependence.of(node) & RANKS:
         return None
-    if isinstance(node, ast.Name):
-        scope = dependence.syntax.scope_of[node]
-        values = [
-            value
-            for target, value, _ in _assignments(scope)
-            if isinstance(target, ast.Name) and target.id == node.id
-        ]
-        if len(values) == 1 and isinstance(values[0], ast.Compare | ast.BoolOp | ast.UnaryOp):
-            return on_rank(dependence, values[0], rank)
-        return bool(rank) if _of_word(node.id) and node.id not in MAIN_NAMES else None
-    return None
+    values = dependence.values_at(node)
+    if len(values) == 1 and isinstance(values[0], ast.Compare | ast.BoolOp | ast.UnaryOp):
+        if values[0] in under_way:
+            return None
+        return on_rank(dependence, values[0], rank, under_way | {values[0]})
+    return bool(rank) if _of_word(node.id) and node.id not in MAIN_NAMES else None
 
 
 def _compared(operator: ast.cmpop, rank: int, other: ast.expr) -> bool | None:

@@ -1,4 +1,4 @@
-"""Rules HT101 to HT112: ranks that do not come to the same collectives.
+"""Rules HT101 to HT113: ranks that do not come to the same collectives.
 
 A walk over each function's statements, with the tests around each of them in hand.
 tests/unit/lint/test_rules.py holds the promises.
@@ -10,8 +10,9 @@ import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.lint.dependence import BATCH, CHANCE, CLOCK, RANKS, on_rank
-from hpctrain.lint.reporting import MAIN_ONLY, is_backward
+from hpctrain.lint.collectives import SEVERAL
+from hpctrain.lint.dependence import BATCH, CHANCE, CLOCK, RANKS, UNSURE, on_rank
+from hpctrain.lint.reporting import MAIN_ONLY, exclusive, is_backward
 from hpctrain.lint.syntax import last
 
 if TYPE_CHECKING:
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
     from hpctrain.lint.rule import LintFinding
     from hpctrain.lint.syntax import LintScope
 
-_CODES = {BATCH: "HT105", CHANCE: "HT106", CLOCK: "HT112"}
+_MAYBE = "maybe"
+"""The kind of a test that may come out differently, or alike: a hint."""
+_CODES = {BATCH: "HT105", CHANCE: "HT106", CLOCK: "HT112", _MAYBE: "HT113"}
 _GENERAL = frozenset(
     {"", "BaseException", "Exception", "OutOfMemoryError", "RuntimeError", "ValueError", "OSError"}
     | {"IOError", "IndexError", "AssertionError", "DistBackendError"}
 )
 """Exceptions that one rank may meet and another not; a missing import, all meet."""
 _EXITS = frozenset({"sys.exit", "exit", "quit", "os._exit", "os.abort", "os.kill"})
-_SEVERAL = ("dist", "world", "ddp", "num_proc", "multi_gpu", "n_gpu")
-"""Words of a test whether there are several ranks at all."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +120,15 @@ class _Walk:
 
     # tests
 
-    def _test(self, node: ast.expr, *, inverted: bool = False) -> _Test | None:
-        """What a test lets through that not all ranks come to, if any."""
+    def _test(
+        self, node: ast.expr, *, inverted: bool = False, of_exit: bool = False
+    ) -> _Test | None:
+        """What a test lets through that not all ranks come to, if any; or lets leave."""
         sources = self.facts.dependence.of(node)
         text = self.facts.syntax.code(node)
         text = f"not ({text})" if inverted else text
+        if sources & RANKS and not of_exit and self._all_may_pass(node, inverted=inverted):
+            return _Test(_MAYBE, node, text)
         if sources & RANKS:
             results = [on_rank(self.facts.dependence, node, rank) for rank in (0, 1)]
             results = [None if one is None else one != inverted for one in results]
@@ -132,7 +137,16 @@ class _Walk:
         for kind in (CLOCK, BATCH, CHANCE):
             if kind in sources and not (kind == CHANCE and self.facts.dependence.seeded):
                 return _Test(kind, node, text)
-        return None
+        return _Test(_MAYBE, node, text) if sources & UNSURE else None
+
+    def _all_may_pass(self, node: ast.expr, *, inverted: bool) -> bool:
+        """Whether a part of a test that knows no rank lets all through: `rank == 0 or always`."""
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return self._all_may_pass(node.operand, inverted=not inverted)
+        if not isinstance(node, ast.BoolOp) or isinstance(node.op, ast.Or) == inverted:
+            return False
+        others = [one for one in node.values if not self.facts.dependence.of(one) & RANKS]
+        return any(not _is_for_several(one) for one in others)
 
     def _if(self, node: ast.If, tests: tuple[_Test, ...], after: tuple[_After, ...]) -> None:
         self._expression(node.test, tests)
@@ -143,7 +157,7 @@ class _Walk:
             return
         made, otherwise = self._sequence(node.body), self._sequence(node.orelse)
         if made and otherwise:
-            if made != otherwise and test.kind == "rank":
+            if made != otherwise and test.kind == "rank" and self._are_certain(node):
                 self._tell_order(node, made, otherwise)
             self._block(node.body, tests, after)
             self._block(node.orelse, tests, after)
@@ -155,12 +169,15 @@ class _Walk:
         inverted = self._test(node.test, inverted=True)
         self._block(node.body, (*tests, test), after)
         self._block(node.orelse, (*tests, inverted or test), after)
-        for block, other, passed in (
-            (node.body, node.orelse, test),
-            (node.orelse, node.body, inverted),
+        for block, other, is_else in (
+            (node.body, node.orelse, False),
+            (node.orelse, node.body, True),
         ):
             leaves = _leaves(self.facts, block)
-            if leaves is not None and _leaves(self.facts, other) is None and passed is not None:
+            passed = self._test(node.test, inverted=is_else, of_exit=True)
+            if leaves is None or _leaves(self.facts, other) is not None or passed is None:
+                continue
+            if passed.kind != "rank" or not self._all_may_pass(node.test, inverted=not is_else):
                 self._exit(leaves, block, passed, after)
 
     def _meets_later(self, node: ast.If, after: tuple[_After, ...]) -> bool:
@@ -187,7 +204,7 @@ class _Walk:
         skipped = self._skipped(leaves, after)
         if skipped is None:
             return
-        if test.kind == "rank" and self._may_never_meet(test.node):
+        if test.kind == _MAYBE and not self.facts.distributed:
             return
         code = _CODES.get(test.kind, "HT102")
         how = {ast.Continue: "continue", ast.Break: "break", ast.Return: "return"}
@@ -197,40 +214,36 @@ class _Walk:
         named = _Test(test.kind, test.node, test.text)
         self._tell(code, leaves, message, test.node, named, skipped[1])
 
-    def _may_never_meet(self, test: ast.AST) -> bool:
-        """Whether the exit hangs on a condition of another kind too: it may fit no such call."""
-        if not (isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And)):
-            return False
-        others = [one for one in test.values if not self.facts.dependence.of(one) & RANKS]
-        return any(not any(word in ast.unparse(one).lower() for word in _SEVERAL) for one in others)
-
     def _skipped(self, leaves: ast.stmt, after: tuple[_After, ...]) -> tuple[ast.Call, str] | None:
         """The first call that a rank leaves out which leaves here."""
         for following in after:
-            skipped = self._first(following.rest)
+            skipped = self._first(following.rest, leaves)
             if skipped is not None:
                 return skipped
             if following.loop is None:
                 continue
             if not isinstance(leaves, ast.Continue):
-                skipped = self._first(following.loop.body)
+                skipped = self._first(following.loop.body, leaves)
                 if skipped is not None:
                     return skipped
             if isinstance(leaves, ast.Continue | ast.Break):
                 return None
         return None
 
-    def _first(self, block: Sequence[ast.stmt]) -> tuple[ast.Call, str] | None:
+    def _first(
+        self, block: Sequence[ast.stmt], leaves: ast.stmt | None = None
+    ) -> tuple[ast.Call, str] | None:
+        """The first call that ranks make together, but in a branch opposite to that statement."""
         for call in _calls_in(block):
             name = self._name(call)
-            if name:
+            if name and not (leaves and exclusive(self.facts.syntax, leaves, call)):
                 return call, name
         return None
 
     def _name(self, call: ast.Call) -> str:
         made = self.facts.collectives.of(call, self.scope)
         if made is not None:
-            return made.via or made.name
+            return (made.via or made.name) if made.is_certain else ""
         if not self.facts.distributed:
             return ""
         if is_backward(call):
@@ -243,6 +256,11 @@ class _Walk:
         """The collectives of a block, in order."""
         made = [self.facts.collectives.of(call, self.scope) for call in _calls_in(block)]
         return [one.name for one in made if one is not None]
+
+    def _are_certain(self, node: ast.If) -> bool:
+        """Whether both branches come to their collectives whenever they are taken."""
+        made = [self.facts.collectives.of(call, self.scope) for call in _calls_in([node])]
+        return all(one.is_certain for one in made if one is not None)
 
     # try
 
@@ -271,6 +289,11 @@ class _Walk:
         if loop is None or not self.facts.distributed or not self._goes_on(handler):
             return
         skipped = self._first(node.body)
+        code = "HT107"
+        if skipped is not None and not self._is_step(node.body):
+            if self.facts.collectives.of(skipped[0], self.scope) is None:
+                return  # a backward pass of something else than the model
+            code = "HT113"  # all ranks may meet the same exception
         if skipped is None and isinstance(handler.body[-1], ast.Continue | ast.Break):
             skipped = self._skipped(handler.body[-1], after)
             if skipped is not None and not self._is_step(node.body):
@@ -280,7 +303,7 @@ class _Walk:
                 "a rank that meets the exception goes on without "
                 f"{skipped[1]}() at line {skipped[0].lineno}; the others wait in it"
             )
-            self._tell("HT107", handler, message, handler)
+            self._tell(code, handler, message, handler)
 
     def _goes_on(self, handler: ast.ExceptHandler) -> bool:
         for node in ast.walk(handler):
@@ -303,8 +326,8 @@ class _Walk:
     def _expression(self, node: ast.AST, tests: tuple[_Test, ...]) -> None:
         for call in _calls_in([node]):
             around = (*tests, *self._inline(call))
-            made = self.facts.collectives.of(call, self.scope)
-            if made is not None and around:
+            made = self.facts.collectives.of(call, self.scope) if around else None
+            if made is not None:
                 self._tell_collective(made, call, around)
             elif around and is_backward(call) and self.facts.distributed:
                 self._tell_backward(call, around)
@@ -333,15 +356,15 @@ class _Walk:
     def _tell_collective(
         self, made: CollectiveCall, call: ast.Call, tests: tuple[_Test, ...]
     ) -> None:
-        test = tests[-1]
+        test = _strongest(tests)
         if test.kind == "except":
             if self._looks_at(call, test.node):
                 return
             message = f"{made.text} is reached only by a rank that met an exception"
-            self._tell("HT108", call, message, test.node)
+            self._tell("HT108" if made.is_certain else "HT113", call, message, test.node)
             return
-        code = _CODES.get(test.kind, "HT101")
-        if test.kind == BATCH and not self.facts.distributed:
+        code = _CODES.get(test.kind, "HT101") if made.is_certain else "HT113"
+        if test.kind in (BATCH, _MAYBE) and not self.facts.distributed:
             return
         message = f"{made.text} is called only where {test.text} (line {_line(test.node)})"
         self._tell(code, call, message, test.node, test, made.name)
@@ -356,7 +379,7 @@ class _Walk:
         )
 
     def _tell_backward(self, call: ast.Call, tests: tuple[_Test, ...]) -> None:
-        test = tests[-1]
+        test = _strongest(tests)
         if test.kind == "except":
             return
         code = _CODES.get(test.kind, "HT111")
@@ -364,8 +387,8 @@ class _Walk:
         self._tell(code, call, message, test.node, test, "backward")
 
     def _tell_no_sync(self, call: ast.Call, tests: tuple[_Test, ...]) -> None:
-        test = tests[-1]
-        if test.kind != "except":
+        test = _strongest(tests)
+        if test.kind not in ("except", _MAYBE):
             message = f"no_sync() holds only where {test.text} (line {_line(test.node)})"
             self._tell("HT110", call, message, test.node)
 
@@ -385,7 +408,7 @@ class _Walk:
 
 
 def check_divergence(facts: ProgramFacts) -> Iterator[LintFinding]:
-    """HT101, HT102 and HT105 to HT112."""
+    """HT101, HT102 and HT105 to HT113."""
     for scope in facts.syntax.scopes:
         yield from _Walk(facts, scope).run()
 
@@ -412,6 +435,17 @@ def _leaves(facts: ProgramFacts, block: Sequence[ast.stmt]) -> ast.stmt | None:
     if isinstance(end, ast.Expr) and isinstance(end.value, ast.Call):
         return end if facts.syntax.dotted(end.value.func) in _EXITS else None
     return None
+
+
+def _strongest(tests: Sequence[_Test]) -> _Test:
+    """The innermost test that is certain to part ranks, or else the innermost."""
+    return next((one for one in reversed(tests) if one.kind != _MAYBE), tests[-1])
+
+
+def _is_for_several(test: ast.expr) -> bool:
+    """Whether a test without a rank asks if there are several."""
+    text = ast.unparse(test).lower()
+    return any(word in text for word in (*SEVERAL, "is_initialized", "is_available"))
 
 
 def _line(node: ast.AST) -> int:

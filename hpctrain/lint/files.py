@@ -19,12 +19,13 @@ from hpctrain.base.files import read_plain
 from hpctrain.errors import NotFound
 from hpctrain.lint.check import SETTINGS_NAME
 from hpctrain.lint.deepspeed_config import is_deepspeed, parse_json
+from hpctrain.lint.folder import LintFolder
 from hpctrain.lint.syntax import MOST_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-_PASSED_OVER = frozenset(
+PASSED_OVER = frozenset(
     {"__pycache__", "build", "dist", "env", "node_modules", "site-packages", "venv", "virtualenv"}
 )
 _UTF8 = frozenset({"utf-8", "utf-8-sig"})
@@ -36,8 +37,12 @@ class NotText(ValueError):
     """A file that cannot be read, in words."""
 
 
-def files_to_check(paths: Sequence[str], say: Callable[[str], None]) -> Iterator[Path]:
-    """Each file that was named, and of each folder its programs and configurations, once.
+def files_to_check(
+    paths: Sequence[str], say: Callable[[str], None]
+) -> Iterator[tuple[Path, LintFolder]]:
+    """Yield each file that was named, and of each folder its programs and configurations, once.
+
+    Each comes with the folder whose files are looked at for its imports.
 
     Args:
         paths: Files and folders.
@@ -47,41 +52,45 @@ def files_to_check(paths: Sequence[str], say: Callable[[str], None]) -> Iterator
         NotFound: there is no such file or folder.
     """
     seen: set[Path] = set()
+    beside: dict[Path, LintFolder] = {}
     for name in paths:
         path = Path(name)
         if path.is_dir():
-            candidates = _in_folder(path, say)
+            folder = LintFolder(path)
+            candidates = _in_folder(path, folder, say)
         elif os.path.lexists(path):
+            folder = beside.setdefault(path.parent, LintFolder(path.parent, is_whole=False))
             candidates = iter([path])
         else:
             raise NotFound(f"{name} is not there; check the path")
         for candidate in candidates:
             if candidate not in seen:
                 seen.add(candidate)
-                yield candidate
+                yield candidate, folder
 
 
-def _in_folder(folder: Path, say: Callable[[str], None]) -> Iterator[Path]:
+def _in_folder(folder: Path, together: LintFolder, say: Callable[[str], None]) -> Iterator[Path]:
     def passed_over(error: OSError) -> None:
         say(f"{error.filename} is passed over: {error.strerror}")
 
     for root, folders, files in os.walk(folder, onerror=passed_over):
         folders[:] = sorted(
-            name for name in folders if not name.startswith(".") and name not in _PASSED_OVER
+            name for name in folders if not name.startswith(".") and name not in PASSED_OVER
         )
         for name in sorted(files):
             path = Path(root, name)
             of_python = name.endswith(".py") or name == SETTINGS_NAME
-            if of_python or (name.endswith(".json") and _is_configuration(path)):
+            if of_python or (name.endswith(".json") and _is_configuration(path, together)):
                 yield path
 
 
-def _is_configuration(path: Path) -> bool:
+def _is_configuration(path: Path, folder: LintFolder) -> bool:
     """Whether a JSON file of a folder is DeepSpeed's; one that cannot be read is nobody's."""
     try:
-        return is_deepspeed(parse_json(read_source(path)))
+        value = parse_json(read_source(path))
     except ValueError:  # NotText among them
         return False
+    return is_deepspeed(value) or (is_deepspeed(value, is_named=True) and folder.names(path))
 
 
 def read_source(path: Path) -> str:

@@ -51,7 +51,9 @@ def check_loading(facts: ProgramFacts) -> Iterator[LintFinding]:
 
 
 def _set_epoch(facts: ProgramFacts) -> Iterator[LintFinding]:
-    if facts.mentions("set_epoch") or not facts.trains:
+    if facts.mentions("set_epoch") or not (facts.trains or _has_epochs(facts)):
+        return
+    if facts.imports_where(lambda module: module.mentions_set_epoch):
         return
     if facts.syntax.imports_any("accelerate", "lightning", "pytorch_lightning", "transformers"):
         return
@@ -64,6 +66,15 @@ def _set_epoch(facts: ProgramFacts) -> Iterator[LintFinding]:
         yield facts.finding(
             "HT301", call, "the sampler is never told the epoch: set_epoch() is nowhere"
         )
+
+
+def _has_epochs(facts: ProgramFacts) -> bool:
+    """Whether a loop counts epochs, so that the backward pass may be in another function."""
+    return any(
+        isinstance(loop.target, ast.Name) and "epoch" in loop.target.id.lower()
+        for scope in facts.syntax.scopes
+        for loop in scope.of(ast.For)
+    )
 
 
 def _is_for_training(facts: ProgramFacts, call: ast.Call) -> bool:

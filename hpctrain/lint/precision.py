@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING
 
 from hpctrain.lint.edits import insert_argument
-from hpctrain.lint.reporting import inside_loop, is_backward
+from hpctrain.lint.reporting import exclusive, inside_loop, is_backward
 from hpctrain.lint.syntax import argument, constant, keyword, last, spreads
 
 if TYPE_CHECKING:
@@ -40,6 +40,12 @@ _OTHERS_STEP = (
 _SHORT = frozenset({"bfloat16", "float16", "half"})
 _SHORTER = _SHORT | {"amp", "autocast", "bf16", "fp16", "precision", "scaler", "gradscaler"}
 _PART = re.compile(r"[a-z]+[0-9]*")
+_OF_CUDA = "torch.cuda.amp.autocast"
+_WITH_DEVICE = frozenset(
+    {"torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast"}
+)
+_AUTOCASTS = _WITH_DEVICE | {_OF_CUDA, "torch.cpu.amp.autocast"}
+"""torch's own; those of other makers' modules in torch take other arguments."""
 _CLIPS = frozenset({"clip_grad_norm_", "clip_grad_value_"})
 
 
@@ -91,7 +97,9 @@ def _autocasts(facts: ProgramFacts) -> Iterator[LintFinding]:
     helped = facts.syntax.imports_any(*_OTHERS_STEP)
     for call in facts.syntax.calls_to("autocast", root="torch"):
         dotted = facts.syntax.dotted(call.func)
-        old = dotted == "torch.cuda.amp.autocast"
+        if dotted not in _AUTOCASTS:
+            continue
+        old = dotted not in _WITH_DEVICE
         dtype = keyword(call, "dtype") or (None if old else argument(call, "dtype", 1))
         if not old and not call.args and keyword(call, "device_type") is None and not spreads(call):
             edits = insert_argument(facts.syntax, call, '"cuda"')
@@ -100,7 +108,7 @@ def _autocasts(facts: ProgramFacts) -> Iterator[LintFinding]:
         if kind in ("float16", "half") and facts.trains and not scaled and not helped:
             yield facts.finding("HT201", call, "gradients of float16 without a GradScaler")
         device = constant(argument(call, "device_type", 0))
-        if dtype is None and (old or device == "cuda") and not spreads(call):
+        if dtype is None and (dotted == _OF_CUDA or device == "cuda") and not spreads(call):
             yield facts.finding("HT202", call, "autocast() without a dtype is float16 on CUDA")
 
 
@@ -172,9 +180,9 @@ def _clip_order(
     for index, (kind, call, owner) in enumerate(moves):
         if kind != "clip" or "accelerator" in owner:
             continue
-        before = [one[0] for one in moves[:index] if not _exclusive(facts, one[1], call)]
+        before = [one[0] for one in moves[:index] if not exclusive(facts.syntax, one[1], call)]
         by_scaler = any(
-            one[0] == "backward" and one[2] and not _exclusive(facts, one[1], call)
+            one[0] == "backward" and one[2] and not exclusive(facts.syntax, one[1], call)
             for one in moves[:index]
         )
         if by_scaler and not {"unscale_", "unscale_gradients"} & set(before):
@@ -188,22 +196,6 @@ def _clip_order(
             yield facts.finding(
                 "HT210", call, f"gradients are clipped after {stepped[-1][2]}.step()"
             )
-
-
-def _exclusive(facts: ProgramFacts, first: ast.AST, second: ast.AST) -> bool:
-    """Whether two nodes lie in opposite branches of one test."""
-    sides: dict[ast.AST, bool] = {}
-    for node, others in ((first, None), (second, sides)):
-        child: ast.AST = node
-        for around in facts.syntax.outer(node):
-            if isinstance(around, ast.If) and isinstance(child, ast.stmt):
-                side = child in around.body
-                if others is None:
-                    sides[around] = side
-                elif others.get(around, side) != side:
-                    return True
-            child = around
-    return False
 
 
 def _siblings(facts: ProgramFacts, node: ast.AST) -> ast.AST:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 from hpctrain.lint.catalogue import RULES
 from hpctrain.lint.collectives import CollectiveCalls, is_distributed
+from hpctrain.lint.definitions import blocks_of
 from hpctrain.lint.dependence import RANKS, Dependence
 from hpctrain.lint.rule import LintFinding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
+    from hpctrain.lint.folder import LintFolder, ModuleSummary
     from hpctrain.lint.rule import SourceEdit
     from hpctrain.lint.syntax import LintScope, ProgramSyntax
 
@@ -24,8 +26,12 @@ if TYPE_CHECKING:
 class ProgramFacts:
     """All that rules ask of a program: its syntax, what depends on what, what ranks do together."""
 
-    def __init__(self, syntax: ProgramSyntax, cpus: int | None = None) -> None:
+    def __init__(
+        self, syntax: ProgramSyntax, cpus: int | None = None, folder: LintFolder | None = None
+    ) -> None:
         self.syntax = syntax
+        self.folder = folder
+        """The other files of the checked folder."""
         self.cpus = cpus
         """Of each rank, where that is known."""
 
@@ -37,7 +43,7 @@ class ProgramFacts:
     @cached_property
     def collectives(self) -> CollectiveCalls:
         """Calls that all ranks make together."""
-        return CollectiveCalls(self.syntax)
+        return CollectiveCalls(self.syntax, self.folder)
 
     @cached_property
     def distributed(self) -> bool:
@@ -48,6 +54,11 @@ class ProgramFacts:
     def trains(self) -> bool:
         """Whether there is a backward pass in the program."""
         return any(is_backward(call) for call in self.syntax.calls)
+
+    @cached_property
+    def starts_ranks(self) -> bool:
+        """Whether the program itself joins the other ranks."""
+        return any(True for _ in self.syntax.calls_to("init_process_group", "init_distributed"))
 
     @cached_property
     def strings(self) -> list[ast.Constant]:
@@ -63,6 +74,14 @@ class ProgramFacts:
     def spawns(self) -> bool:
         """Whether it starts its ranks itself, on one machine, by torch.multiprocessing."""
         return any(True for _ in self.syntax.calls_to("spawn", "start_processes", "Process"))
+
+    def imports_where(self, holds: Callable[[ModuleSummary], bool]) -> bool:
+        """Return whether something holds for a module of the folder that is imported."""
+        if self.folder is None:
+            return False
+        path = self.syntax.path
+        modules = [self.folder.module_of(path, one) for one in self.syntax.imports.values()]
+        return any(one is not None and holds(one) for one in modules)
 
     def mentions(self, *names: str) -> bool:
         """Whether one of these is a name, an attribute or an import of the program."""
@@ -120,6 +139,36 @@ def inside_loop(syntax: ProgramSyntax, node: ast.AST) -> ast.For | ast.While | N
     return None
 
 
+def exclusive(syntax: ProgramSyntax, first: ast.AST, second: ast.AST) -> bool:
+    """Return whether two nodes are in opposite branches of one test, or of tests alike in words."""
+    sides = dict(_branches(syntax, first))
+    return any(sides.get(test, side) != side for test, side in _branches(syntax, second))
+
+
+def _branches(syntax: ProgramSyntax, node: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Yield the tests around a node, and whether each must be true."""
+    child = node
+    for around in syntax.outer(node):
+        if isinstance(around, ast.If | ast.IfExp) and child is not around.test:
+            inside = around.body if isinstance(around.body, list) else [around.body]
+            yield _as_plain(around.test, child in inside)
+        elif isinstance(around, ast.Match) and child in around.cases:
+            for case in around.cases:
+                yield f"case {case.pattern.lineno} of {around.lineno}", case is child
+        child = around
+
+
+def _as_plain(test: ast.expr, side: bool) -> tuple[str, bool]:
+    """A test without `not`, and whether it must be true."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _as_plain(test.operand, not side)
+    text = ast.unparse(test)
+    for negative, positive in ((" is not ", " is "), (" != ", " == "), (" not in ", " in ")):
+        if isinstance(test, ast.Compare) and len(test.ops) == 1 and negative in text:
+            return text.replace(negative, positive, 1), not side
+    return text, side
+
+
 def under_rank_test(facts: ProgramFacts, node: ast.AST) -> bool:
     """Whether only some ranks come to a node: a test around it, or an exit of others before it."""
     child = node
@@ -127,19 +176,12 @@ def under_rank_test(facts: ProgramFacts, node: ast.AST) -> bool:
         test = around.test if isinstance(around, ast.If | ast.IfExp) else None
         if test is not None and child is not test and facts.dependence.of(test) & RANKS:
             return True
-        for block in _blocks(around):
+        for block in blocks_of(around):
             if child in block and _left_before(facts, block[: block.index(child)]):
                 return True
         child = around
     scope = facts.syntax.scope_of[node]
     return _is_for_main(facts.syntax, scope)
-
-
-def _blocks(node: ast.AST) -> Iterable[list[ast.stmt]]:
-    for name in ("body", "orelse", "finalbody"):
-        block = getattr(node, name, None)
-        if isinstance(block, list):
-            yield block
 
 
 def _left_before(facts: ProgramFacts, block: list[ast.stmt]) -> bool:

@@ -42,6 +42,8 @@ def check_saving(facts: ProgramFacts) -> Iterator[LintFinding]:
             yield from _save(facts, call)
         elif dotted == "torch.load":
             yield from _load(facts, call)
+        elif dotted == "open":
+            yield from _opened(facts, call)
 
 
 def _handler(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
@@ -90,7 +92,23 @@ def _save(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
     if facts.trains and not facts.mentions(*_SWAPS) and facts.distributed:
         yield facts.finding("HT602", call, "torch.save() writes under the final name")
     path = argument(call, "f", 1)
-    if path is None or spreads(call) or not facts.distributed or not facts.trains:
+    if path is not None and not spreads(call):
+        yield from _shared_file(facts, call, path)
+
+
+def _opened(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
+    """`open("log.txt", "w")` by all ranks; a text that is written out, so that it is one file."""
+    mode = constant(argument(call, "mode", 1))
+    path = argument(call, "file", 0)
+    if path is None or not isinstance(mode, str) or not mode.startswith(("w", "x")):
+        return
+    if isinstance(constant(nearest_value(facts, path)), str):
+        yield from _shared_file(facts, call, path)
+
+
+def _shared_file(facts: ProgramFacts, call: ast.Call, path: ast.expr) -> Iterator[LintFinding]:
+    """HT601: one file that all ranks write."""
+    if not facts.distributed or not (facts.trains or facts.starts_ranks):
         return
     if facts.syntax.imports_any("deepspeed", "megatron", "accelerate", "lightning"):
         return

@@ -8,6 +8,8 @@ holds the promises.
 from __future__ import annotations
 
 import ast
+import re
+import sys
 import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +23,14 @@ if TYPE_CHECKING:
 _Node = TypeVar("_Node", bound=ast.AST)
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 ScopeNode = ast.Module | FunctionNode
+_VENDORS = tuple(
+    f"torch.{name}." for name in ("npu", "mlu", "musa", "hpu", "gcu", "sdaa", "dipu", "supa")
+)
+"""Modules that makers of other devices put into torch: their calls take other arguments."""
+_LATER = re.compile(
+    r"\s*(?:type\s+\w+\s*(?:\[[^]]*\])?\s*=|(?:async\s+def|def|class)\s+\w+\["
+    r"|except\s+[\w.]+\s*,|.*\bt[\"'])"
+)
 MOST_BYTES = 4 << 20
 """Of a file that is read: a generated one beyond is no training program."""
 
@@ -28,9 +38,11 @@ MOST_BYTES = 4 << 20
 class NotPython(UsageError):
     """The text cannot be read as Python."""
 
-    def __init__(self, why: str, line: int = 0) -> None:
+    def __init__(self, why: str, line: int = 0, *, is_newer: bool = False) -> None:
         super().__init__(why)
         self.line = line
+        self.is_newer = is_newer
+        """Whether a later version of Python than this one may read it."""
 
 
 @dataclass(eq=False)
@@ -145,12 +157,13 @@ class ProgramSyntax:
             return
         origin = "." * node.level + (node.module or "")
         for name in node.names:
+            whole = origin + ("" if origin.endswith(".") else ".") + name.name
             if name.name == "*":
                 self.starred.append(origin)
             elif isinstance(self.parents[node], ast.If | ast.Try | ast.ExceptHandler):
-                self.imports.setdefault(name.asname or name.name, f"{origin}.{name.name}")
+                self.imports.setdefault(name.asname or name.name, whole)
             else:
-                self.imports[name.asname or name.name] = f"{origin}.{name.name}"
+                self.imports[name.asname or name.name] = whole
 
     def dotted(self, node: ast.AST) -> str:
         """Where a name comes from, e.g. `torch.distributed.barrier`; "" for what is no name."""
@@ -173,6 +186,12 @@ class ProgramSyntax:
             parts.append("")
         return ".".join(reversed(parts))
 
+    def is_imported(self, node: ast.AST) -> bool:
+        """Return whether a dotted name begins with an imported one."""
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return isinstance(node, ast.Name) and node.id in self.imports
+
     def imports_any(self, *roots: str) -> bool:
         """Whether anything is imported from one of these packages."""
         origins = [*self.imports.values(), *self.starred]
@@ -184,7 +203,7 @@ class ProgramSyntax:
         """Calls whose last name is one of these, of a package where one is named."""
         for call in self.calls:
             dotted = self.dotted(call.func)
-            if dotted.rpartition(".")[2] in names and dotted.startswith(root):
+            if dotted.rpartition(".")[2] in names and (not root or comes_from(dotted, root)):
                 yield call
 
     def outer(self, node: ast.AST) -> Iterator[ast.AST]:
@@ -238,13 +257,35 @@ def parse(text: str) -> ast.Module:
             tree = ast.parse(text)
     except SyntaxError as error:
         raise NotPython(
-            f"no Python that this version reads: {error.msg}", error.lineno or 0
+            f"no Python that this version reads: {error.msg}",
+            error.lineno or 0,
+            is_newer=_is_of_later_python(text, error),
         ) from None
     except (RecursionError, MemoryError):
         raise NotPython("nested too deeply to be read") from None
     except ValueError as error:
         raise NotPython(f"no Python source: {error}") from None
     return tree
+
+
+def comes_from(dotted: str, root: str) -> bool:
+    """Return whether a name is of a package, and not of another maker's module inside torch."""
+    if dotted != root and not dotted.startswith(f"{root}."):
+        return False
+    return not dotted.startswith(_VENDORS)
+
+
+def _is_of_later_python(text: str, error: SyntaxError) -> bool:
+    """Return whether an error may be syntax that this Python does not know yet.
+
+    Since 3.12 the parts of an f-string take any quotes, and `type`, `def` and `class` type
+    parameters; since 3.14 there are t-strings and `except` without brackets.
+    """
+    if sys.version_info >= (3, 12) and "f-string" in (error.msg or ""):
+        return False
+    lines = text.split("\n")
+    line = lines[error.lineno - 1] if error.lineno and error.lineno <= len(lines) else ""
+    return "f-string" in (error.msg or "") or _LATER.match(line) is not None
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:

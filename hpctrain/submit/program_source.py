@@ -56,6 +56,7 @@ def lint_notes(entry: Entry, settings: Settings, cwd: Path) -> list[str]:
         return []
     from hpctrain.lint.check import RuleChoice, check_text
     from hpctrain.lint.files import NotText, read_source
+    from hpctrain.lint.folder import LintFolder
 
     path = Path(entry.path)
     name = os.path.relpath(path, cwd) if path.is_relative_to(cwd) else str(path)
@@ -66,7 +67,9 @@ def lint_notes(entry: Entry, settings: Settings, cwd: Path) -> list[str]:
     if len(text) > MOST_BYTES:
         return [f"lint has passed over {name}, which is long: hpctrain lint {shlex.quote(name)}"]
     without = RuleChoice(ignore=(GOES_ON,))
-    notes = _told(check_text(text, name, without, cpus=settings.slurm.cpus_per_rank or None), name)
+    folder = LintFolder(path.parent, is_whole=False)
+    cpus = settings.slurm.cpus_per_rank or None
+    notes = _told(check_text(text, name, without, cpus=cpus, folder=folder), name)
     if not settings.run.resume_args and not settings.checkpoint.sealed:
         from hpctrain.lint.begins_anew import begins_anew
 

@@ -14,7 +14,7 @@ from hpctrain.lint.syntax import MOST_BYTES
 
 
 def names(*paths):
-    return [str(path) for path in files_to_check([str(path) for path in paths], pytest.fail)]
+    return [str(path) for path, _ in files_to_check([str(path) for path in paths], pytest.fail)]
 
 
 def test_a_folder_gives_its_programs_and_configurations(tmp_path):
@@ -41,7 +41,7 @@ def test_a_circle_of_folders_is_walked_once(tmp_path):
 def test_a_link_to_itself_is_said_to_be_unreadable(tmp_path):
     (tmp_path / "x.py").symlink_to(tmp_path / "x.py")
 
-    (path,) = files_to_check([str(tmp_path / "x.py")], pytest.fail)
+    ((path, _),) = files_to_check([str(tmp_path / "x.py")], pytest.fail)
 
     with pytest.raises(NotText, match="Too many levels of symbolic links"):
         read_source(path)
@@ -127,7 +127,9 @@ def test_a_folder_that_nobody_may_look_into_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", scandir)
 
-    assert list(files_to_check([str(tmp_path)], heard.append)) == [tmp_path / "x.py"]
+    found = files_to_check([str(tmp_path)], heard.append)
+
+    assert [path for path, _ in found] == [tmp_path / "x.py"]
     assert heard == [f"{tmp_path / 'shut'} is passed over: Permission denied"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 
 import pytest
 
@@ -103,3 +104,18 @@ def test_only_chosen_rules_change_anything():
 
     assert changed == HEAD + FIXES[0][1] + "\n" + FIXES[8][2] + "\n"
     assert mended(changed, "program.py", EVERY_RULE) != changed
+
+
+REFUSED = "with torch.npu.amp.autocast():\n    pass\nwith torch.autocast():\n    pass\n"
+"""A call that takes no device; and one whose change would bring a hint (HT202)."""
+
+
+@pytest.mark.parametrize("text", [*(text for _, text, _ in FIXES), REFUSED])
+def test_fix_promises_only_what_it_does(text):
+    before = check_text(HEAD + text, "program.py")
+    after = check_text(mended(HEAD + text, "program.py"), "program.py")
+
+    promised = Counter(one.rule.code for one in before if one.edits)
+    gone = Counter(one.rule.code for one in before) - Counter(one.rule.code for one in after)
+    assert promised <= gone
+    assert bool(promised) == (text != REFUSED)

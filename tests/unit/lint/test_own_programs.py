@@ -19,7 +19,11 @@ def test_our_own_programs_have_neither_errors_nor_warnings():
     folders = [str(TOP / name) for name in FOLDERS]
     paths = list(files_to_check(folders, pytest.fail))
 
-    findings = [one for path in paths for one in check_text(read_source(path), str(path))]
+    findings = [
+        one
+        for path, folder in paths
+        for one in check_text(read_source(path), str(path), folder=folder)
+    ]
 
     assert len(paths) > 60
     worse = [one for one in findings if one.rule.level != "info"]
