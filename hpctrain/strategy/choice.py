@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hpctrain.base.text import count
 from hpctrain.errors import ChecksFailed, UsageError
 from hpctrain.strategy.activations import FP32
 from hpctrain.strategy.remedies import remedies, with_siblings
@@ -101,7 +102,7 @@ def require_chosen(plan: StrategyPlan) -> Row:
     fits = f"What fits: {'; '.join(ways)}" if ways else "Give shorter sequences (--seq)"
     raise ChecksFailed(
         f"no strategy of hpctrain's engines fits {plan.asked.gpu.memory / 1e9:g} GB on "
-        f"{plan.asked.cluster.ranks} GPUs; the nearest is {nearest.way.title} with "
+        f"{count(plan.asked.cluster.ranks, 'GPU')}; the nearest is {nearest.way.title} with "
         f"{nearest.peak.needed / 1e9:.1f} GB. {fits}"
     )
 

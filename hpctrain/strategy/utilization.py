@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,9 @@ ANY = "any"
 """Family of the rows for GPUs without published runs: the lowest of all families counts."""
 ALIKE = {"h200": "h100", "gh200": "h100"}
 """GPUs with the compute of another one."""
+MOST_OPERATIONS = 4 / 3
+"""Of a step that computes each block again, to one that does not: it takes no less time, though
+published runs with recomputation may come from better tuned programs than those without."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,16 @@ def share_of(family: str, layout: Spread | None) -> Share:
 
     Where no such run was published, that of the GPU with the same compute counts, else `any`.
     """
-    table, kind = _read(), kind_of(layout)
+    kind = kind_of(layout)
+    share = _of_kind(family, kind)
+    if kind == "full":
+        most = MOST_OPERATIONS * _of_kind(family, "plain").typical
+        share = replace(share, typical=min(share.typical, most))
+    return share
+
+
+def _of_kind(family: str, kind: str) -> Share:
+    table = _read()
     for key in (family, ALIKE.get(family, ""), ANY):
         if kind in table.get(key, {}):
             return Share(**table[key][kind], family=key)

@@ -228,7 +228,7 @@ def test_files_are_written_into_a_folder(config, tmp_path, capsys):
         (["CONFIG", *ASKED, "--lora", "0"], 2, "0 is not in the range"),
         (["CONFIG", *ASKED, "--lora", "8", "--strategy", "qlora-ddp+recompute"], 2, "no quantised"),
         (["CONFIG", *ASKED, "--time", "soon"], 2, "--time 'soon' is no time limit"),
-        (["CONFIG", "--gpu-mem", "1"], 3, "hpctrain's engines fits 1 GB on 1 GPUs; the nearest is"),
+        (["CONFIG", "--gpu-mem", "1"], 3, "hpctrain's engines fits 1 GB on 1 GPU; the nearest is"),
         (["CONFIG", *ASKED, "--site", "nowhere"], 4, "nowhere"),
     ],
 )
