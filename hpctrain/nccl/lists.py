@@ -30,6 +30,17 @@ ALGORITHMS = ("Ring", "Tree", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree
 PROTOCOLS = ("LL", "LL128", "Simple")
 FUNCTIONS = ("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce")
 _STRICT_LISTS = (2, 24)
+ALLOCATOR_OPTIONS = (
+    *("backend", "expandable_segments", "garbage_collection_threshold"),
+    *("graph_capture_record_stream_reuse", "large_segment_size_mb", "max_non_split_rounding_mb"),
+    *("max_split_size_mb", "pinned_max_cached_size_mb", "pinned_max_round_threshold_mb"),
+    *("per_process_memory_fraction", "pinned_max_register_threads", "pinned_num_register_threads"),
+    *("pinned_reserve_segment_size_mb", "pinned_use_background_threads"),
+    *("pinned_use_cuda_host_register", "pinned_use_hip_host_register"),
+    *("release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "roundup_power2_divisions"),
+    *("throw_on_cudamalloc_oom", "use_async_allocator"),
+)
+"""torch's up to 2.13: c10/core/AllocatorConfig.cpp, c10/cuda/CUDAAllocatorConfig.cpp."""
 
 
 @dataclass(frozen=True)
@@ -238,12 +249,14 @@ def ib_hca(name: str, value: str, context: Context) -> Iterator[Problem]:
     for entry in parsed.entries:
         yield from _adapter(name, value, entry, parsed, context)
     hcas = [entry.partition(":")[0] for entry in parsed.entries]
-    wide = [hca for hca in hcas if _AMBIGUOUS.fullmatch(hca) and not _MODEL.fullmatch(hca)]
+    longer = {hca: [one for one in context.hcas or () if one[:-1] == hca] for hca in hcas}
+    wide = [hca for hca in hcas if longer[hca] and _AMBIGUOUS.fullmatch(hca)]
     if wide and not parsed.exact:
+        others = ", ".join(longer[wide[0]])
         yield warning(
             name,
             value,
-            f'without = each is a beginning, so "{wide[0]}" takes {wide[0]}0 to {wide[0]}9 too; '
+            f'without = each is a beginning, so "{wide[0]}" takes {others} too; '
             f'write "{"^" * parsed.excludes}={",".join(parsed.entries)}"',
         )
     if len(parsed.entries) > MOST_HCAS:
@@ -283,6 +296,30 @@ def _adapter(
         )
     if len(hca) > _LONGEST_ENTRY:
         yield error(name, value, f"NCCL cuts names after {_LONGEST_ENTRY} characters; write it so")
+
+
+def alloc_conf(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """PYTORCH_ALLOC_CONF: `option:value,...`; torch stops the program at an option it lacks."""
+    del context
+    plain = re.sub(r"\[[^\]]*\]", "", value)
+    for entry in filter(None, (part.strip() for part in plain.split(","))):
+        option, colon, _ = entry.partition(":")
+        if not colon:
+            yield error(name, value, f'torch stops at "{entry}"; write option:value')
+        elif option not in ALLOCATOR_OPTIONS:
+            near = nearest(option, ALLOCATOR_OPTIONS, cutoff=0.8)
+            if near:
+                yield error(
+                    name,
+                    value,
+                    f'torch stops at "{option}", which is no option; write {near[0]}',
+                )
+            else:
+                yield warning(
+                    name,
+                    value,
+                    f'hpctrain knows no option "{option}", and torch stops at one that it lacks',
+                )
 
 
 def algo(name: str, value: str, context: Context) -> Iterator[Problem]:

@@ -117,6 +117,9 @@ def network(env: Env, context: Context) -> Found:
             "leave it out",
         )
     yield from _provider(env, context, wants)
+    if _int(env, "NCCL_IB_DISABLE") == 1 and "NCCL_IB_HCA" in env:
+        rest = "leaves out all adapters, those of NCCL_IB_HCA too; leave out one of the two"
+        yield _doubtful(env, "NCCL_IB_DISABLE", rest)
     if _int(env, "NCCL_IB_DISABLE") == 1 and context.kind in _VERBS:
         name = "NCCL_IB_DISABLE"
         yield _doubtful(
@@ -300,7 +303,7 @@ def _error_handling(env: Env, *, off: bool) -> Found:
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     value = env.get(name)
     if value == "1" and not off:
-        yield _wrong(
+        yield _doubtful(
             env,
             name,
             "aborting the communicators first can block, and then the flight recorder, which "

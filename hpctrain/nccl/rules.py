@@ -34,6 +34,9 @@ _RULES: dict[str, Rule] = words.RULES | {
     "NCCL_IB_HCA": lists.ib_hca,
     "NCCL_PROTO": lists.proto,
     "NCCL_SOCKET_IFNAME": lists.socket_ifname,
+    "PYTORCH_ALLOC_CONF": lists.alloc_conf,
+    "PYTORCH_CUDA_ALLOC_CONF": lists.alloc_conf,
+    "PYTORCH_HIP_ALLOC_CONF": lists.alloc_conf,
 }
 
 

@@ -93,6 +93,9 @@ MORE_GOOD = [
     ("MPICH_GPU_SUPPORT_ENABLED", "0"),
     ("TOKENIZERS_PARALLELISM", "false"),
     ("UCX_TLS", "tcp"),
+    ("NCCL_IB_HCA", "mlx5_1"),  # an adapter mlx5_10 is rare, and nobody knows of one here
+    ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512"),
+    ("PYTORCH_ALLOC_CONF", "roundup_power2_divisions:[256:1,512:2,>:8],backend:native"),
 ]
 
 # The fifteen kinds of wrong value, most of them seen in public scripts.
@@ -196,6 +199,12 @@ MORE_BAD = [
     ("FI_CXI_RDZV_THRESHOLD", "16k", 'libfabric stops at the unit.*"16384"'),
     ("OFI_NCCL_PROTOCOL", "TCP", "stops at other words; write SENDRECV or RDMA"),
     ("WANDB_API_KEY", "abc", "looks like a secret.*spec.json"),
+    (
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "expandable_segment:True",
+        'torch stops at "expandable_segment", which is no option; write expandable_segments',
+    ),
+    ("PYTORCH_ALLOC_CONF", "expandable_segments=True", 'stops at "expandable_segments=True".*:'),
 ]
 DOUBTFUL = [
     ("NCCL_SOKET_IFNAME", "eth0", "did you mean NCCL_SOCKET_IFNAME?"),
@@ -212,7 +221,6 @@ DOUBTFUL = [
     ("NCCL_NET_GDR_LEVEL", "3", 'is the old numbering.*write "PHB"'),
     ("NCCL_NET_GDR_LEVEL", "NVB", "NCCL's own and not in its guide; write one of LOC"),
     ("NCCL_NET_GDR_LEVEL", "9", 'write "SYS"'),
-    ("NCCL_IB_HCA", "mlx5_1", 'takes mlx5_10 to mlx5_19 too; write "=mlx5_1"'),
     ("NCCL_SOCKET_IFNAME", "eth0,,eth1", 'has an empty entry; write "eth0,eth1"'),
     ("NCCL_ALGO", "Tree", 'Ring is not taken by itself.*write "Tree,Ring"'),
     ("NCCL_PROTO", "LL128", "data come out wrong"),
@@ -222,6 +230,7 @@ DOUBTFUL = [
     ("NCCL_NET", "Omni", "needs a network of exactly this name and stops without one"),
     ("TORCH_FR_DUMP_TEMP_FILE", "/dev/shm/fr_", "lies on the node itself and is lost"),  # noqa: S108
     ("FI_PROVIDER", "gni", 'hpctrain knows no provider "gni"'),
+    ("PYTORCH_ALLOC_CONF", "zero_copy:1", 'hpctrain knows no option "zero_copy"'),
     ("LD_LIBRARY_PATH", "/opt/lib", "takes the place of the libraries that modules"),
     ("SLURM_MPI_TYPE", "pmix", "reaches the ranks only, after srun has read its own"),
 ]
@@ -332,7 +341,13 @@ TOGETHER = [
         WARNING,
         'does nothing with NCCL_DEBUG=WARN; write NCCL_DEBUG = "INFO"',
     ),
-    ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, ANYWHERE, ERROR, 'writes no dump; write "3"'),
+    ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, ANYWHERE, WARNING, 'writes no dump; write "3"'),
+    (
+        {"NCCL_IB_DISABLE": "1", "NCCL_IB_HCA": "=mlx5_0"},
+        ANYWHERE,
+        WARNING,
+        "leaves out all adapters, those of NCCL_IB_HCA too",
+    ),
     ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, ANYWHERE, WARNING, "hangs for ever"),
     (
         {"TORCH_NCCL_TRACE_BUFFER_SIZE": "100", "TORCH_FR_BUFFER_SIZE": "2000"},
@@ -509,3 +524,13 @@ def test_numbers_are_read_as_c_reads_them(text):
 def test_a_number_that_is_accepted_means_the_same_to_c_and_to_a_person(text):
     if not messages("NCCL_WORK_FIFO_BYTES", text, ERROR):
         assert by_c(text) == (int(text, 0), "")
+
+
+def test_a_beginning_is_told_of_where_the_node_has_an_adapter_that_it_takes_too():
+    node = Context(hcas=frozenset({"mlx5_1", "mlx5_10"}))
+
+    [problem] = check_variable("NCCL_IB_HCA", "mlx5_1", node)
+
+    assert problem.level == WARNING
+    assert '"mlx5_1" takes mlx5_10 too; write "=mlx5_1"' in problem.message
+    assert check_variable("NCCL_IB_HCA", "mlx5_1", Context(hcas=frozenset({"mlx5_1"}))) == []
