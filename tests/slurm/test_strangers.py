@@ -513,7 +513,7 @@ def test_the_stranger_changes_nothing_of_the_run(siege):
 def test_no_command_is_hung_broken_or_changes_what_is_anothers(siege):
     assert siege.changed == []
     refused = siege.told[STRANGER, "zz", "cancel RUN"]
-    assert refused.returncode == 2
+    assert refused.returncode == 5
     original = f"this is a copy of {siege.run.dir.root}, whose job {siege.run.job_id} is"
     assert original in refused.stderr, "it is not even asked of SLURM"
     for (user, name, words), done in siege.told.items():
