@@ -59,6 +59,7 @@ _EXPLAINS: dict[FaultKind, frozenset[FaultKind]] = {
 _BRIDGE = re.compile(r"\b(?:docker\d+|br-[\da-f]{12}|virbr\d+|veth\w+|cni\d+)\b")
 _SUDDEN = frozenset({FaultKind.HOST_OOM, FaultKind.NATIVE, FaultKind.SHARED_MEMORY})
 _ABORTS = frozenset({"killed-sigabrt", "aborted", "aborted-code", "aborted-by-glog"})
+_SRUN, _LEFT = "srun: error: ", "srun-task-exited"
 _CRASHES = frozenset({FaultKind.GPU_ASSERT, FaultKind.FP16_OVERFLOW})
 """Ends to which numbers that are none lead."""
 
@@ -153,6 +154,9 @@ def judge(logs: Sequence[LogFacts], world_size: int | None = None) -> Diagnosis:
     for sighting in case.sightings:
         if not sighting.is_handled and not _survived(sighting, logs):
             case.by_role.setdefault(sighting.role, []).append(sighting)
+    deaths = case.by_role.get(Role.DEATH, [])
+    left = [death for death in deaths if not _ended_for_another(death, deaths)]
+    case.by_role[Role.DEATH] = left
     waits = case.by_role.get(Role.WAIT, [])
     return (
         _of_causes(case, case.by_role.get(Role.CAUSE, []), waits)
@@ -201,6 +205,15 @@ def _of_death(case: _Case, waits: Sequence[Sighting]) -> Diagnosis | None:
         if by_itself and not (waits and (death.rank is None or death.rank in waiting)):
             return _told(case, death, (), death.certainty)
     return None
+
+
+def _ended_for_another(death: Sighting, deaths: Iterable[Sighting]) -> bool:
+    """Whether srun ended a task or the step because another task had left with an error."""
+    is_srun = death.text.startswith(_SRUN) and death.sign != _LEFT
+    return (is_srun or "*** STEP" in death.text) and any(
+        other.sign == _LEFT and other.source == death.source and other.offset < death.offset
+        for other in deaths
+    )
 
 
 def _survived(sighting: Sighting, logs: Iterable[LogFacts]) -> bool:

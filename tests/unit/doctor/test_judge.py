@@ -339,3 +339,18 @@ def test_an_error_of_a_module_whose_name_begins_with_a_line_is_read():
     diagnosis = judge([log(*TRACED.splitlines(), "_pickle.PicklingError: Can't pickle this")])
 
     assert diagnosis.kind is FaultKind.CODE
+
+
+def test_tasks_that_srun_killed_for_another_one_are_no_sign_of_memory():
+    lines = [
+        "srun: error: node-a: task 5: Exited with exit code 1",
+        "slurmstepd: error: *** STEP 43575862.0 ON node-a CANCELLED AT 2021-07-14T08:00:36 ***",
+        "srun: error: node-a: tasks 3,7: Killed",
+    ]
+
+    diagnosis = judge([log(*lines)])
+    alone = judge([log(lines[2])])
+
+    assert (diagnosis.kind, diagnosis.certainty) == (FaultKind.CODE, Certainty.POSSIBLE)
+    assert "read what that task printed itself" in diagnosis.do[0]
+    assert alone.kind is FaultKind.HOST_OOM
