@@ -11,7 +11,8 @@ from collections import Counter
 from pathlib import Path
 
 from hpctrain.lint.check import check_text
-from hpctrain.lint.files import NotText, files_to_check, read_source
+from hpctrain.lint.files import files_to_check
+from hpctrain.lint.source import NotText, read_source
 
 TOP = Path(__file__).parents[1]
 LINES = 2_000

@@ -168,8 +168,8 @@ def _program(
 
 def _lint(path: Path, settings: Settings, name: str) -> tuple[list[LintFinding], CheckLine | None]:
     from hpctrain.lint.check import RuleChoice, check_text
-    from hpctrain.lint.files import NotText, read_source
     from hpctrain.lint.folder import LintFolder
+    from hpctrain.lint.source import NotText, read_source
 
     try:
         text = read_source(path)
@@ -191,7 +191,7 @@ def _goes_on(path: Path, entry: Entry, settings: Settings, name: str) -> list[Ch
     if settings.run.resume_args or settings.checkpoint.sealed:
         return []
     from hpctrain.lint.begins_anew import begins_anew
-    from hpctrain.lint.files import NotText, read_source
+    from hpctrain.lint.source import NotText, read_source
 
     try:
         anew = begins_anew(read_source(path), entry.args)

@@ -187,7 +187,8 @@ class _Lint:
     def take_files(self, paths: Sequence[str]) -> None:
         """Check, and mend where asked, each file."""
         from hpctrain.lint.check import unreadable
-        from hpctrain.lint.files import NotText, files_to_check, read_source
+        from hpctrain.lint.files import files_to_check
+        from hpctrain.lint.source import NotText, read_source
         from hpctrain.terminal import echo_warning
 
         for path, folder in files_to_check(paths, echo_warning):
@@ -206,7 +207,7 @@ class _Lint:
     def take_stdin(self, name: str) -> None:
         """Check what comes in; with --fix print it as it should be."""
         from hpctrain.lint.check import mended, unreadable
-        from hpctrain.lint.files import NotText, decoded
+        from hpctrain.lint.source import NotText, decoded
         from hpctrain.lint.syntax import MOST_BYTES
 
         self.files = 1
@@ -224,8 +225,7 @@ class _Lint:
 
     def _take(self, text: str, name: str, path: Path | None) -> None:
         from hpctrain.lint.check import check_text, mended, unreadable
-        from hpctrain.lint.edits import as_diff
-        from hpctrain.lint.files import NotText, write_source
+        from hpctrain.lint.source import NotText, as_diff, write_source
 
         findings = check_text(text, name, self.choice, cpus=self.cpus, folder=self.folder)
         if (self.fix or self.diff) and any(one.edits for one in findings):

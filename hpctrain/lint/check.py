@@ -19,7 +19,6 @@ from hpctrain.lint.catalogue import RULES
 from hpctrain.lint.cluster import check_cluster
 from hpctrain.lint.deepspeed_config import check_deepspeed, check_initialize
 from hpctrain.lint.divergence import check_divergence
-from hpctrain.lint.edits import apply_edits
 from hpctrain.lint.ignores import without_ignored
 from hpctrain.lint.legacy import check_legacy
 from hpctrain.lint.loading import check_loading
@@ -27,6 +26,7 @@ from hpctrain.lint.precision import check_precision
 from hpctrain.lint.reporting import ProgramFacts
 from hpctrain.lint.rule import LintFinding
 from hpctrain.lint.saving import check_saving
+from hpctrain.lint.source import apply_edits
 from hpctrain.lint.syntax import NotPython, ProgramSyntax
 
 if TYPE_CHECKING:
@@ -146,15 +146,15 @@ def _check_program(
     except NotPython as error:
         code = "HT003" if error.is_newer else "HT001"
         return [replace(unreadable(path, str(error), error.line), rule=RULES[code])]
-    found: set[LintFinding] = set()
+    findings_of_rules: set[LintFinding] = set()
     for check in checks:
         try:
-            found.update(one for one in check(facts) if choice.takes(one.rule.code))
+            findings_of_rules.update(one for one in check(facts) if choice.takes(one.rule.code))
         except RecursionError:
-            found.add(LintFinding(RULES["HT003"], path, 0, 0, 0, _TOO_DEEP))
+            findings_of_rules.add(LintFinding(RULES["HT003"], path, 0, 0, 0, _TOO_DEEP))
     if facts.folder is not None:
-        facts.folder.learn(facts)
-    findings = sorted(found, key=lambda one: one.place)
+        facts.folder.learn(facts.syntax)
+    findings = sorted(findings_of_rules, key=lambda one: one.place)
     return list(without_ignored(text, path, findings, every_rule=choice.all_rules))
 
 

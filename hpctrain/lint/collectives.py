@@ -9,15 +9,15 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.lint.definitions import blocks_of
 from hpctrain.lint.syntax import argument, given, last
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+    from pathlib import Path
 
-    from hpctrain.lint.folder import LintFolder
     from hpctrain.lint.syntax import LintScope, ProgramSyntax
 
 GROUP_PLACES = {
@@ -88,6 +88,23 @@ FSDP_NAMES = frozenset({"FullyShardedDataParallel", "fully_shard", "FSDP"})
 
 
 @dataclass(frozen=True)
+class MadeCollective:
+    """The collective that a function of another module makes."""
+
+    name: str
+    line: int
+    certain: bool
+    """Whether each call of the function comes to it."""
+
+
+class ImportedFunctions(Protocol):
+    """What is known of functions that a program imports: `folder.LintFolder`."""
+
+    def collective_of(self, path: str | Path, dotted: str, depth: int = 0) -> MadeCollective | None:
+        """Return the collective that an imported function makes."""
+
+
+@dataclass(frozen=True)
 class CollectiveCall:
     """A call that all ranks must make."""
 
@@ -115,7 +132,7 @@ class CollectiveCall:
 class CollectiveCalls:
     """The collectives of a program."""
 
-    def __init__(self, syntax: ProgramSyntax, folder: LintFolder | None = None) -> None:
+    def __init__(self, syntax: ProgramSyntax, folder: ImportedFunctions | None = None) -> None:
         """Find out which functions make any, through three levels of calls."""
         self.syntax = syntax
         self.folder = folder
@@ -201,14 +218,14 @@ class CollectiveCalls:
         return bool(owner) and owner in self.sharded and name in _WRAPPED
 
     def _through_calls(
-        self, known: dict[LintScope, CollectiveCall]
+        self, calls_of: dict[LintScope, CollectiveCall]
     ) -> dict[LintScope, CollectiveCall]:
         makers: dict[LintScope, CollectiveCall] = {}
         for scope in self.syntax.scopes[1:]:
-            if scope in known and known[scope].is_certain:
+            if scope in calls_of and calls_of[scope].is_certain:
                 continue
             for call in scope.of(ast.Call):
-                made = self._made(call, scope, known)
+                made = self._made(call, scope, calls_of)
                 if made is None or (scope in makers and not made.is_certain):
                     continue
                 certain = made.is_certain and always_comes_to(self.syntax, call, self.direct)
@@ -226,14 +243,14 @@ class CollectiveCalls:
         return self.direct.get(call) or self._made(call, scope, self.made_by)
 
     def _made(
-        self, call: ast.Call, scope: LintScope, known: dict[LintScope, CollectiveCall]
+        self, call: ast.Call, scope: LintScope, calls_of: dict[LintScope, CollectiveCall]
     ) -> CollectiveCall | None:
         direct = self.direct.get(call)
         if direct is not None:
             return direct
         inner = self.syntax.resolve(call, scope)
         if inner is not None:
-            made = known.get(inner) if inner is not scope else None
+            made = calls_of.get(inner) if inner is not scope else None
             return None if made is None else replace(made, node=call)
         if self.folder is None or not self.syntax.is_imported(call.func):
             return None

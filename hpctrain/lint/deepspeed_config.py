@@ -106,15 +106,15 @@ def is_deepspeed(value: object, *, is_named: bool = False) -> bool:
         return False
     if is_named:
         return not TOP_KEYS.isdisjoint(value)
-    known = {key for key in value if key in TOP_KEYS or nearest_key(key, TOP_KEYS)}
-    telling = {key for key in known if key in _TELLING or nearest_key(key, _TELLING)}
-    return len(known) > 1 and bool(telling) and not _unknown_keys(value)
+    recognised = {key for key in value if key in TOP_KEYS or nearest_key(key, TOP_KEYS)}
+    telling = {key for key in recognised if key in _TELLING or nearest_key(key, _TELLING)}
+    return len(recognised) > 1 and bool(telling) and not _unknown_keys(value)
 
 
-def nearest_key(key: str, known: Collection[str]) -> str:
+def nearest_key(key: str, recognised: Collection[str]) -> str:
     """Return the key that is meant by a misspelled one: one edit away, two where it is long."""
     most = 2 if len(key) >= _LONG else 1
-    near = [one for one in known if _edits(key, one, most) <= most and one != key]
+    near = [one for one in recognised if _edits(key, one, most) <= most and one != key]
     return min(near, key=lambda one: (_edits(key, one, most), one), default="")
 
 

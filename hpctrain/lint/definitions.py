@@ -51,20 +51,20 @@ class NameDefinitions:
         """Return the assignments that may reach a use, and whether the start may reach it too."""
         if not self._holders:
             self._index()
-        found: dict[Definition, None] = {}
+        reaching: dict[Definition, None] = {}
         child = use
         for around in self.syntax.outer(use):
             more, ends = self._before(child, around)
-            found.update(dict.fromkeys(more))
+            reaching.update(dict.fromkeys(more))
             if ends:
-                return list(found), False
+                return list(reaching), False
             child = around
-        return list(found), True
+        return list(reaching), True
 
     def _index(self) -> None:
-        for one in self.all:
-            node = self._statement(one)
-            self._of_statement.setdefault(node, []).append(one)
+        for definition in self.all:
+            node = self._statement(definition)
+            self._of_statement.setdefault(node, []).append(definition)
             self._holders.add(node)
             self._holders.update(self.syntax.outer(node))
 
@@ -80,21 +80,21 @@ class NameDefinitions:
         if isinstance(around, _COMPREHENSIONS):
             own = self._of_statement.get(around, [])
             return own, bool(own)
-        found: list[Definition] = []
+        reaching: list[Definition] = []
         for block in blocks_of(around):
             if child in block:
-                found, ends = self._block(block[: block.index(child)])
+                reaching, ends = self._block(block[: block.index(child)])
                 if ends:
-                    return found, True
+                    return reaching, True
         if isinstance(around, ast.Try):
             more, ends = self._earlier_in_try(child, around)
-            return found + more, ends
+            return reaching + more, ends
         if isinstance(around, ast.For | ast.AsyncFor) and child in around.body:
             own = self._of_statement.get(around, [])
-            return found + (own or list(self._inside(around))), bool(own)
+            return reaching + (own or list(self._inside(around))), bool(own)
         if isinstance(around, ast.While) and child not in around.orelse:
-            return found + list(self._inside(around)), False
-        return found, False
+            return reaching + list(self._inside(around)), False
+        return reaching, False
 
     def _earlier_in_try(self, child: ast.AST, around: ast.Try) -> tuple[list[Definition], bool]:
         if child in around.orelse:
@@ -107,15 +107,15 @@ class NameDefinitions:
         """Return what is assigned at the end of a block, and whether every way through assigns."""
         if block and isinstance(block[-1], _LEAVING):
             return [], True
-        found: list[Definition] = []
+        reaching: list[Definition] = []
         for statement in reversed(block):
             if statement not in self._holders:
                 continue
             more, ends = self._after(statement)
-            found += more
+            reaching += more
             if ends:
-                return found, True
-        return found, False
+                return reaching, True
+        return reaching, False
 
     def _after(self, node: ast.stmt) -> tuple[list[Definition], bool]:
         own = self._of_statement.get(node, [])

@@ -160,10 +160,10 @@ class Dependence:
         for scope in syntax.scopes:
             self.agreed[scope] = self._agreed_in(scope)
             self.losses[scope] = {name for call in scope.of(ast.Call) for name in _loss_of(call)}
-            for one in definitions_in(scope):
-                key = self._key(scope, one.target)
+            for definition in definitions_in(scope):
+                key = self._key(scope, definition.target)
                 if key is not None:
-                    self.definitions.setdefault(key, NameDefinitions(syntax)).add(one)
+                    self.definitions.setdefault(key, NameDefinitions(syntax)).add(definition)
         self._settle()
 
     def _is_seeded(self) -> bool:
@@ -186,16 +186,16 @@ class Dependence:
 
     def _settle(self) -> None:
         """Three rounds are enough for what people write: a rank through two functions."""
-        in_order = [one for names in self.definitions.values() for one in names.all]
+        in_order = [definition for names in self.definitions.values() for definition in names.all]
         returns = {
-            scope: [one.value for one in scope.of(ast.Return) if one.value is not None]
+            scope: [each.value for each in scope.of(ast.Return) if each.value is not None]
             for scope in self.syntax.scopes[1:]
         }
         for _ in range(3):
             before = (dict(self.marks), dict(self.returned))
             self._cache.clear()
-            for one in in_order:
-                self.marks[one] = self._of_definition(one)
+            for definition in in_order:
+                self.marks[definition] = self._of_definition(definition)
             for scope, values in returns.items():
                 if values:
                     self.returned[scope] = self._of_returns(values)
@@ -203,22 +203,22 @@ class Dependence:
                 break
         self._cache.clear()
 
-    def _of_definition(self, one: Definition) -> frozenset[str]:
+    def _of_definition(self, definition: Definition) -> frozenset[str]:
         """What an assignment gives its name."""
-        if one.kind == "loop":
-            counted = one.place is not None and one.place[:1] == (0,)
-            counted = counted and _counts(self.syntax, one.value)
-            batches = is_loader(self.syntax, one.value) and not counted
+        if definition.kind == "loop":
+            counted = definition.place is not None and definition.place[:1] == (0,)
+            counted = counted and _counts(self.syntax, definition.value)
+            batches = is_loader(self.syntax, definition.value) and not counted
             return frozenset({BATCH}) if batches else NOTHING
-        sources = self._part(one.value, one.place)
-        is_main = isinstance(one.target, ast.Name) and one.target.id in MAIN_NAMES
-        if is_main and not sources and self._is_unknown(one.value):
+        sources = self._part(definition.value, definition.place)
+        is_main = isinstance(definition.target, ast.Name) and definition.target.id in MAIN_NAMES
+        if is_main and not sources and self._is_unknown(definition.value):
             return frozenset({RANK})
-        if one.kind == "add":
-            sources |= self.of(one.target)
-        if not isinstance(one.target, ast.Name):
+        if definition.kind == "add":
+            sources |= self.of(definition.target)
+        if not isinstance(definition.target, ast.Name):
             return sources
-        if one.target.id in self.losses[one.scope] and maybe(BATCH) in sources:
+        if definition.target.id in self.losses[definition.scope] and maybe(BATCH) in sources:
             return sources - {maybe(BATCH)} | {BATCH}  # what has gradients was computed of a batch
         return sources
 
@@ -293,11 +293,11 @@ class Dependence:
         while scope is not None:
             names = self.definitions.get((scope, node.id))
             if names is not None:
-                found, starts = names.reaching(node) if scope is own else (names.all, False)
-                if starts and scope is own and (node.id in scope.parameters or not found):
+                reaching, starts = names.reaching(node) if scope is own else (names.all, False)
+                if starts and scope is own and (node.id in scope.parameters or not reaching):
                     return []
-                plain = all(one.place == () and one.kind == "assign" for one in found)
-                return [one.value for one in found] if plain else []
+                plain = all(one.place == () and one.kind == "assign" for one in reaching)
+                return [one.value for one in reaching] if plain else []
             if node.id in scope.parameters:
                 return []
             scope = scope.outer
@@ -368,8 +368,8 @@ class Dependence:
         kinds = {self.marks.get(one, NOTHING) for one in names.all}
         if len(kinds) == 1 and not parameter:
             return kinds.pop()
-        found, starts = (names.all, False) if use is None else names.reaching(use)
-        ways = [(self.marks.get(one, NOTHING), _is_plain(one.value)) for one in found]
+        reaching, starts = (names.all, False) if use is None else names.reaching(use)
+        ways = [(self.marks.get(one, NOTHING), _is_plain(one.value)) for one in reaching]
         if parameter and starts and use is not None:
             ways.append((self._of_parameter(use.id, is_own=True), False))
         return _joined(ways)

@@ -1,4 +1,4 @@
-"""Which files are looked at, how they are read, and how a mended one is written.
+"""Which files are looked at.
 
 What a folder holds is looked through without following links to folders, so that no circle of them
 is walked. tests/unit/lint/test_files.py holds the promises.
@@ -6,35 +6,18 @@ is walked. tests/unit/lint/test_files.py holds the promises.
 
 from __future__ import annotations
 
-import codecs
-import io
 import os
-import shutil
-import tempfile
-import tokenize
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.base.files import read_plain
 from hpctrain.errors import NotFound
 from hpctrain.lint.check import SETTINGS_NAME
 from hpctrain.lint.deepspeed_config import is_deepspeed, parse_json
-from hpctrain.lint.folder import LintFolder
-from hpctrain.lint.syntax import MOST_BYTES
+from hpctrain.lint.folder import PASSED_OVER, LintFolder
+from hpctrain.lint.source import read_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-PASSED_OVER = frozenset(
-    {"__pycache__", "build", "dist", "env", "node_modules", "site-packages", "venv", "virtualenv"}
-)
-_UTF8 = frozenset({"utf-8", "utf-8-sig"})
-_OF_HOST_NAMES = frozenset({"idna", "punycode", "undefined"})
-"""Codecs that Python takes in a first line: they raise, or take minutes for megabytes."""
-
-
-class NotText(ValueError):
-    """A file that cannot be read, in words."""
 
 
 def files_to_check(
@@ -91,61 +74,3 @@ def _is_configuration(path: Path, folder: LintFolder) -> bool:
     except ValueError:  # NotText among them
         return False
     return is_deepspeed(value) or (is_deepspeed(value, is_named=True) and folder.names(path))
-
-
-def read_source(path: Path) -> str:
-    """The text of a file, in the encoding that its first lines name.
-
-    Raises:
-        NotText: it cannot be read, in words.
-    """
-    try:
-        raw = read_plain(path, MOST_BYTES)
-    except OSError as error:
-        raise NotText(f"cannot be read: {error.strerror or error}") from None
-    return decoded(raw)
-
-
-def decoded(raw: bytes) -> str:
-    """A source as text.
-
-    Raises:
-        NotText: it is in another encoding than it says.
-    """
-    if len(raw) > MOST_BYTES:
-        raise NotText(f"has more than {MOST_BYTES} bytes")
-    try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
-        if codecs.lookup(encoding).name in _OF_HOST_NAMES:
-            raise NotText(f"cannot be read: {encoding} is no encoding of a program")
-        return raw.decode(encoding)
-    except (SyntaxError, LookupError) as error:
-        raise NotText(f"cannot be read: {error}") from None
-    except UnicodeDecodeError as error:
-        raise NotText(
-            f"is not {error.encoding} text at byte {error.start}; save it as UTF-8, or name its "
-            "encoding in the first line"
-        ) from None
-
-
-def write_source(path: Path, text: str) -> None:
-    """Put a mended text in a file's place, with its permissions; a link stays a link.
-
-    Raises:
-        OSError: it could not be written, in the name of the file, which is as it was.
-        NotText: the file is not in UTF-8, or has changed meanwhile.
-    """
-    place = path.resolve()
-    raw = place.read_bytes()
-    encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
-    if encoding not in _UTF8:
-        raise NotText(f"is {encoding} text; --fix writes UTF-8 only")
-    descriptor, staged = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(text.encode(encoding))
-        shutil.copymode(place, staged)
-        Path(staged).replace(place)
-    except OSError as error:
-        Path(staged).unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from None

@@ -14,30 +14,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.lint.collectives import CollectiveCalls, MadeCollective, always_comes_to
+from hpctrain.lint.source import NotText, read_source
 from hpctrain.lint.syntax import NotPython, ProgramSyntax
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpctrain.lint.reporting import ProgramFacts
-
+PASSED_OVER = frozenset(
+    {"__pycache__", "build", "dist", "env", "node_modules", "site-packages", "venv", "virtualenv"}
+)
 _LAUNCHERS = (".py", ".sh", ".sbatch", ".slurm", ".bash", ".yml", ".yaml")
 _NAMING = re.compile(r"deepspeed|ds_config|\bconfig(?:_params)?\s*=", re.IGNORECASE)
-_JSON = re.compile(r"([\w.-]+\.json)\b")
+_JSON = re.compile(r"(?<![\w.-])([\w.-]{1,255}\.json)\b")
 _MOST_LAUNCHERS = 5_000
 """Files that are searched for names of configurations: a limit for folders such as a home."""
 _MOST_CALLS = 5
 """Functions through which a collective is followed."""
-
-
-@dataclass(frozen=True)
-class MadeCollective:
-    """The collective that a function of another module makes."""
-
-    name: str
-    line: int
-    certain: bool
-    """Whether each call of the function comes to it."""
 
 
 @dataclass
@@ -86,16 +79,16 @@ class LintFolder:
         """Return the module of the folder from which a file imports a name."""
         return self._module_of(Path(path).absolute(), dotted)[0]
 
-    def learn(self, facts: ProgramFacts) -> None:
+    def learn(self, syntax: ProgramSyntax) -> None:
         """Keep the summary of a program that was read anyway."""
-        path = Path(facts.syntax.path).absolute()
+        path = Path(syntax.path).absolute()
         if path not in self._modules:
-            self._modules[path] = _summary(path, facts.syntax)
+            self._modules[path] = _summary(path, syntax)
 
     def _made_in(self, module: ModuleSummary, name: str, depth: int) -> MadeCollective | None:
         if name in module.direct:
             return module.direct[name]
-        found: MadeCollective | None = None
+        result: MadeCollective | None = None
         module.direct[name] = None  # under way: a function may call itself through others
         origins = [(module.imports[name], 0, True)] if name in module.imports else []
         origins += [(f"{origin}.{name}", 0, True) for origin in module.starred]
@@ -104,10 +97,10 @@ class LintFolder:
                 inner = self.collective_of(module.path, dotted, depth + 1)
             else:
                 inner = self._made_in(module, dotted, depth + 1)
-            if inner is not None and (found is None or not found.certain):
-                found = MadeCollective(inner.name, line or inner.line, certain and inner.certain)
-        module.direct[name] = found
-        return found
+            if inner is not None and (result is None or not result.certain):
+                result = MadeCollective(inner.name, line or inner.line, certain and inner.certain)
+        module.direct[name] = result
+        return result
 
     def _module_of(self, path: Path, dotted: str) -> tuple[ModuleSummary | None, list[str]]:
         """Return the module that a name begins with, and the names behind it."""
@@ -133,8 +126,8 @@ class LintFolder:
         if stem not in self._places:
             candidates = (stem.with_name(f"{stem.name}.py"), stem / "__init__.py")
             inside = stem.is_relative_to(self.root)
-            found = (one for one in candidates if inside and one.is_file())
-            self._places[stem] = next(found, None)
+            result = (one for one in candidates if inside and one.is_file())
+            self._places[stem] = next(result, None)
         return self._places[stem]
 
     def _module(self, path: Path) -> ModuleSummary | None:
@@ -151,8 +144,6 @@ class LintFolder:
         return frozenset(name for path in self._launchers() for name in _named_in(path))
 
     def _launchers(self) -> Iterator[Path]:
-        from hpctrain.lint.files import PASSED_OVER
-
         number = 0
         for root, folders, files in os.walk(self.root):
             folders[:] = sorted(
@@ -167,8 +158,6 @@ class LintFolder:
 
 
 def _read_summary(path: Path) -> ModuleSummary | None:
-    from hpctrain.lint.files import NotText, read_source
-
     try:
         return _summary(path, ProgramSyntax(read_source(path), str(path)))
     except (NotPython, NotText, RecursionError):
@@ -177,8 +166,6 @@ def _read_summary(path: Path) -> ModuleSummary | None:
 
 def _summary(path: Path, syntax: ProgramSyntax) -> ModuleSummary:
     """Summarize a module: its functions, and what each calls."""
-    from hpctrain.lint.collectives import CollectiveCalls, always_comes_to
-
     module = ModuleSummary(path, syntax.imports, syntax.starred)
     module.mentions_set_epoch = "set_epoch" in syntax.text
     direct = CollectiveCalls(syntax).direct
@@ -190,8 +177,8 @@ def _summary(path: Path, syntax: ProgramSyntax) -> ModuleSummary:
         for call in plain[0].of(ast.Call):
             made = direct.get(call)
             certain = always_comes_to(syntax, call, direct) and (made is None or made.is_certain)
-            known = module.direct.get(name)
-            if made is not None and (known is None or not known.certain):
+            earlier = module.direct.get(name)
+            if made is not None and (earlier is None or not earlier.certain):
                 module.direct[name] = MadeCollective(made.name, call.lineno, certain)
             dotted = syntax.dotted(call.func)
             if dotted and (dotted in syntax.functions or syntax.is_imported(call.func)):
@@ -201,8 +188,6 @@ def _summary(path: Path, syntax: ProgramSyntax) -> ModuleSummary:
 
 def _named_in(path: Path) -> set[str]:
     """Return names of JSON files on lines that speak of DeepSpeed."""
-    from hpctrain.lint.files import NotText, read_source
-
     try:
         text = read_source(path)
     except NotText:

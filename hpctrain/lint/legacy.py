@@ -8,8 +8,8 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from hpctrain.lint.edits import insert_argument, replace_node, span
 from hpctrain.lint.rule import SourceEdit
+from hpctrain.lint.source import insert_argument, replace_node, span
 from hpctrain.lint.syntax import constant, keyword, last, spreads
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from hpctrain.lint.edits import insert_argument
 from hpctrain.lint.reporting import exclusive, inside_loop, is_backward
+from hpctrain.lint.source import insert_argument
 from hpctrain.lint.syntax import argument, constant, keyword, last, spreads
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ _VENDORS = tuple(
 )
 """Modules that makers of other devices put into torch: their calls take other arguments."""
 _LATER = re.compile(
-    r"\s*(?:type\s+\w+\s*(?:\[[^]]*\])?\s*=|(?:async\s+def|def|class)\s+\w+\["
+    r"\s*+(?:type\s++\w++\s*+(?:\[[^]]*\])?\s*+=|(?:async\s+def|def|class)\s+\w+\["
     r"|except\s+[\w.]+\s*,|.*\bt[\"'])"
 )
 MOST_BYTES = 4 << 20

@@ -301,7 +301,7 @@ def _adapter(
 def alloc_conf(name: str, value: str, context: Context) -> Iterator[Problem]:
     """PYTORCH_ALLOC_CONF: `option:value,...`; torch stops the program at an option it lacks."""
     del context
-    plain = re.sub(r"\[[^\]]*\]", "", value)
+    plain = re.sub(r"\[[^\[\]]*\]", "", value)
     for entry in filter(None, (part.strip() for part in plain.split(","))):
         option, colon, _ = entry.partition(":")
         if not colon:

@@ -55,8 +55,8 @@ def lint_notes(entry: Entry, settings: Settings, cwd: Path) -> list[str]:
     if not settings.run.lint or entry.kind not in _PYTHON or not entry.path:
         return []
     from hpctrain.lint.check import RuleChoice, check_text
-    from hpctrain.lint.files import NotText, read_source
     from hpctrain.lint.folder import LintFolder
+    from hpctrain.lint.source import NotText, read_source
 
     path = Path(entry.path)
     name = os.path.relpath(path, cwd) if path.is_relative_to(cwd) else str(path)
@@ -82,7 +82,7 @@ def hears_requests(entry: Entry) -> bool:
     """Whether the program is known to use hpctrain, so that `hpctrain cancel --save` reaches it."""
     if entry.kind not in _PYTHON or not entry.path:
         return entry.kind == "recipe"
-    from hpctrain.lint.files import NotText, read_source
+    from hpctrain.lint.source import NotText, read_source
 
     try:
         return "hpctrain" in read_source(Path(entry.path))

@@ -145,6 +145,6 @@ def test_a_run_that_is_done_says_so_with_a_step_only_where_one_is_known(run, cap
     Spec("gpt-a", "id", 1e9, "local", "", Entry("script", "train.py")).dump(run.spec)
     write_event(run, "done", attempt=1, step=step)
 
-    assert main(["resume", "gpt-a", "--dry-run"]) == 2
+    assert main(["resume", "gpt-a", "--dry-run"]) == 5
 
     assert says in capsys.readouterr().err

@@ -9,7 +9,8 @@ from encodings.aliases import aliases
 import pytest
 
 from hpctrain.errors import NotFound
-from hpctrain.lint.files import NotText, decoded, files_to_check, read_source, write_source
+from hpctrain.lint.files import files_to_check
+from hpctrain.lint.source import NotText, decoded, read_source, write_source
 from hpctrain.lint.syntax import MOST_BYTES
 
 

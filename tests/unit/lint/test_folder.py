@@ -7,7 +7,8 @@ import json
 import pytest
 
 from hpctrain.lint.check import check_text
-from hpctrain.lint.files import files_to_check, read_source
+from hpctrain.lint.files import files_to_check
+from hpctrain.lint.source import read_source
 
 ALONE = (
     "from {module} import {name}\nimport torch.distributed as dist\n"

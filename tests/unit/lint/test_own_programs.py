@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.lint.check import check_text
-from hpctrain.lint.files import files_to_check, read_source
+from hpctrain.lint.files import files_to_check
+from hpctrain.lint.source import read_source
 
 TOP = Path(__file__).parents[3]
 AT_FAULT = "stalls.py"
