@@ -140,12 +140,16 @@ class NodeFolder:
         remove_left_over(parent)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=f"hpctrain-{kind}-{_here()}", dir=parent))
-            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            # Another process that starts may take it for left over, until it is locked.
+            try:
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            except FileNotFoundError:
+                continue
             with contextlib.suppress(OSError):  # a file system without locks: nobody removes it
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             if _is_still(self.path, self._descriptor):
                 return
-            os.close(self._descriptor)  # another process took it for left over before the lock
+            os.close(self._descriptor)
 
     def remove(self) -> None:
         """Remove it with all that is in it. Harmless when repeated."""

@@ -371,6 +371,28 @@ def test_a_folder_that_was_taken_for_left_over_before_its_lock_is_made_again(tmp
     own.remove()
 
 
+def test_a_folder_that_another_start_removes_before_it_is_opened_is_made_anew(
+    tmp_path, monkeypatch
+):
+    """Four nodes of a local job started at once, and two had no folder: the attempt died."""
+    make, first = tempfile.mkdtemp, []
+
+    def removed_at_once(**words):
+        made = make(**words)
+        if not first:
+            first.append(made)
+            locks.remove_left_over(tmp_path)
+        return made
+
+    monkeypatch.setattr(locks.tempfile, "mkdtemp", removed_at_once)
+
+    own = locks.NodeFolder("control", tmp_path)
+
+    assert own.path.exists()
+    assert str(own.path) != first[0]
+    own.remove()
+
+
 def test_by_itself_it_looks_in_the_nodes_memory_and_its_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "MEMORY", tmp_path / "shm")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
