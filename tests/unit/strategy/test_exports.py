@@ -40,6 +40,8 @@ def gpus(monkeypatch):
 
     monkeypatch.setattr(cuda, "num_cuda_devices", lambda: 8)
     monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: True))
+    # Else DeepSpeed takes the GPUs that are played here for this process's, for good.
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
 
