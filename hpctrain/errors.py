@@ -7,7 +7,7 @@ The tree::
       ChecksFailed                  3   something that can be checked beforehand does not hold
       NotFound                      4   no such run, site, checkpoint, script
       RunExists / RunAlive          5   would make two writers, or a second run of that name
-      WrongState                    5   the run has ended, or does not run: nothing to do it to
+      WrongState                    5   the run is done, or does not run, so this cannot be done
       ClusterError                  6   SLURM refused, or cannot be reached
       CheckpointError               7   (TornCheckpoint, FileSystemFault, NoCheckpoint, Fenced...)
         RunLocked                  75   another process holds the run's lock: try again later

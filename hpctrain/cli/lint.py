@@ -206,7 +206,7 @@ class _Lint:
 
     def take_stdin(self, name: str) -> None:
         """Check what comes in; with --fix print it as it should be."""
-        from hpctrain.lint.check import mended, unreadable
+        from hpctrain.lint.check import fixed_text, unreadable
         from hpctrain.lint.source import NotText, decoded
         from hpctrain.lint.syntax import MOST_BYTES
 
@@ -217,19 +217,19 @@ class _Lint:
             self.findings.append(unreadable(name, str(error)))
             return
         if self.fix and not self.diff:
-            sys.stdout.write(mended(text, name, self.choice))
+            sys.stdout.write(fixed_text(text, name, self.choice))
             self.printed = True
             return
         self._take(text, name, None)
         self.printed = self.diff
 
     def _take(self, text: str, name: str, path: Path | None) -> None:
-        from hpctrain.lint.check import check_text, mended, unreadable
+        from hpctrain.lint.check import check_text, fixed_text, unreadable
         from hpctrain.lint.source import NotText, as_diff, write_source
 
         findings = check_text(text, name, self.choice, cpus=self.cpus, folder=self.folder)
         if (self.fix or self.diff) and any(one.edits for one in findings):
-            after = mended(text, name, self.choice)
+            after = fixed_text(text, name, self.choice)
             if self.diff:
                 click.echo(as_diff(text, after, name), nl=False)
             elif path is not None and after != text:

@@ -5,6 +5,7 @@ tests/unit/doctor/test_own_signatures.py holds the promises.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -17,7 +18,7 @@ from hpctrain.doctor.signature import packaged, read
 from hpctrain.errors import HpctrainError, NotFound
 from hpctrain.scheduler.base import name_here
 from hpctrain.site.detect import choose, look_around
-from hpctrain.site.load import user_folder
+from hpctrain.site.load import site_files, user_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -36,12 +37,29 @@ def paths_here(environ: Mapping[str, str]) -> tuple[list[Path], list[str]]:
     own = user_folder(environ)
     paths = sorted((own / FOLDER).glob("*.toml")) if own is not None else []
     try:
+        if not _a_preset_has_some(environ):
+            return paths, []
         here = look_around(environ, lambda: name_here(environ))
         site, _ = choose(environ.get(HPCTRAIN_SITE), environ, here)
         named = [Path(os.path.expandvars(text)) for text in site.doctor.signatures] if site else []
         return [*paths, *(path for place in named for path in files_in(place))], []
     except HpctrainError as error:
         return paths, [f"the site's signatures were left out: {error}"]
+
+
+def _a_preset_has_some(environ: Mapping[str, str]) -> bool:
+    """Whether any preset names signatures: else nobody has to know which site this is.
+
+    To find that out may take SLURM's answer, and a diagnosis must not wait for a dead one.
+    """
+    files = [path for layers in site_files(environ).values() for _, path in layers]
+    named = environ.get(HPCTRAIN_SITE, "")
+    files += [Path(named)] if named.endswith(".toml") else []
+    for path in files:
+        with contextlib.suppress(OSError):  # choosing the site says what is wrong with it
+            if FOLDER.encode() in path.read_bytes():
+                return True
+    return False
 
 
 def files_in(path: Path) -> list[Path]:

@@ -67,6 +67,7 @@ _WRAPPERS = re.compile(
 )
 _OF_CHILD = re.compile(r"\bnon-?zero (?:exit )?status\b|\bexit(?:ed with)? (?:code|status) [1-9]")
 """What a program says of another that it had started, whose own error stands elsewhere."""
+_READ_THE_CHILD = ("read what the process that it started printed itself: its error stands there",)
 _LOADS = re.compile(r"^_?load_(?:\w+_)?(?:state|checkpoint|state_dict|optimizer\w*)$")
 """Functions that read a checkpoint: what fails below them failed with it."""
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
@@ -367,7 +368,7 @@ class LogScanner:
         stream.left = 0
         self._attention = max(self._attention, _AFTER_EXCEPTION)
         is_empty = name == "Exception" and not match["text"]  # torch's, round a spawned rank's own
-        if _WRAPPERS.search(name) or _IN_WORKER.search(text) or _OF_CHILD.search(text) or is_empty:
+        if _WRAPPERS.search(name) or _IN_WORKER.search(text) or is_empty:
             return None
         details = {"exception": name}
         cause = told_in(text)
@@ -377,6 +378,11 @@ class LogScanner:
         if in_traceback and stream.loads:
             kind, sure = FaultKind.CHECKPOINT, Certainty.LIKELY
             return _LineVerdict("checkpoint-read", kind, Role.CAUSE, sure, details)
+        if _OF_CHILD.search(text):
+            return _LineVerdict(
+                f"exception-{name}", FaultKind.CODE, Role.CAUSE, Certainty.POSSIBLE, details,
+                advice=_READ_THE_CHILD,
+            )  # fmt: skip
         sure = Certainty.CERTAIN if is_own else Certainty.LIKELY
         return _LineVerdict(f"exception-{name}", FaultKind.CODE, Role.CAUSE, sure, details)
 

@@ -32,7 +32,7 @@ FATAL = "fatal-python-error"
 """faulthandler's, of a crash in native code, whose place follows. An abort is none."""
 COMMON: tuple[str, ...] = (
     *("rror", "xception", "raceback", "memory", "WARN", "ismatch", "illed", "ailed", "ssert"),
-    *("imed out", "imeout", "xitcode", "SIG", "onnect", "losed by", "grad_norm': nan"),
+    *("imed out", "imeout", "xitcode", "SIG", "onnect", "losed by"),
     *("handling of the above", "direct cause of", "NET/IB", "NET/Socket", "NCCL version"),
     "(local_rank: ",
 )
@@ -200,14 +200,19 @@ def read(path: Path) -> list[Signature]:
 
 _KEYS = {one.name: one for one in fields(Signature) if one.init}
 _LISTS = frozenset({"words", "advice", "matches", "near_misses"})
-_CHOICES: dict[str, type[StrEnum]] = {
-    "fault": FaultKind,
-    "where": Where,
-    "certainty": Certainty,
-    "says_so": Speaker,
+_CHOICES: dict[str, dict[str, Any]] = {
+    "role": {role.name.lower(): role for role in Role},
+    **{
+        key: {member.value: member for member in kind}
+        for key, kind in (
+            ("fault", FaultKind),
+            ("where", Where),
+            ("certainty", Certainty),
+            ("says_so", Speaker),
+        )
+    },
 }
 _REQUIRED = ("name", "role", "words", "pattern", "matches", "near_misses")
-_ROLES = {role.name.lower(): role for role in Role}
 
 
 def _signature(row: Mapping[str, Any], place: str) -> Signature:
@@ -248,14 +253,9 @@ def _value(key: str, value: object, place: str) -> Any:
         return tuple(value)
     if not isinstance(value, str):
         raise UsageError(f"{place}: {key} is a text, not {value!r}")
-    if key == "role":
-        choices: Iterable[str] = _ROLES
-        if value in _ROLES:
-            return _ROLES[value]
-    elif (kind := _CHOICES.get(key)) is not None:
-        choices = [member.value for member in kind]
-        if value in choices:
-            return kind(value)
-    else:
+    choices = _CHOICES.get(key)
+    if choices is None:
         return value
+    if value in choices:
+        return choices[value]
     raise UsageError(f"{place}: {key} is one of {', '.join(choices)}, not {value!r}")

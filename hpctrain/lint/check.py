@@ -1,4 +1,4 @@
-"""From the text of a file to its findings, and to the text without those that can be mended.
+"""From the text of a file to its findings, and to the text without those that can be fixed.
 
 Whatever the text is, this returns: what cannot be read is a finding (HT001).
 tests/unit/lint/test_rules.py and test_fuzz.py hold the promises.
@@ -47,7 +47,7 @@ _CHECKS = (
     check_saving,
     check_initialize,
 )
-_MENDING = (check_precision, check_legacy)
+_FIXING = (check_precision, check_legacy)
 """Those whose rules have edits."""
 _MOST_ROUNDS = 8
 _TOO_DEEP = "hpctrain did not finish its checks: they need more depth than Python gives them"
@@ -85,7 +85,7 @@ def check_text(
 ) -> list[LintFinding]:
     """Return all findings in a file's text, in its order.
 
-    A finding has edits only where `mended` applies them.
+    A finding has edits only where `fixed_text` applies them.
 
     Args:
         text: The file's text.
@@ -106,9 +106,9 @@ def _left_by_edits(
 ) -> Counter[str]:
     """Return how many findings of each rule are left after `--fix`."""
     edits = [edit for one in findings for edit in one.edits]
-    left = _found(apply_edits(text, edits), path, choice, checks=_MENDING)
+    left = _found(apply_edits(text, edits), path, choice, checks=_FIXING)
     if any(one.edits for one in left) or _counts(left) - _counts(findings):
-        left = _found(mended(text, path, choice), path, choice, checks=_MENDING)
+        left = _found(fixed_text(text, path, choice), path, choice, checks=_FIXING)
     return _counts(left)
 
 
@@ -203,7 +203,7 @@ def _check_settings(text: str, path: str) -> list[LintFinding]:
     return []
 
 
-def mended(text: str, path: str, choice: RuleChoice = EVERY_RULE) -> str:
+def fixed_text(text: str, path: str, choice: RuleChoice = EVERY_RULE) -> str:
     """The text after all certain changes; itself where one of them would not hold.
 
     It holds where the new text can be read, the finding is gone and nothing new is found.

@@ -1,4 +1,4 @@
-"""What a rule is, what it finds, and how the text would be mended.
+"""What a rule is, what it finds, and how the text would be fixed.
 
 tests/unit/lint/test_rules.py holds the promises.
 """

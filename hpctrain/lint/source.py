@@ -70,7 +70,7 @@ def decoded(raw: bytes) -> str:
 
 
 def write_source(path: Path, text: str) -> None:
-    """Put a mended text in a file's place, with its permissions; a link stays a link.
+    """Put a fixed text in a file's place, with its permissions; a link stays a link.
 
     Raises:
         OSError: it could not be written, in the name of the file, which is as it was.

@@ -1,10 +1,9 @@
 """Making a copy whole from other copies of the same parts, block by block. Pure but for its reads.
 
-What is whole is known from the copy's digest, which its replica server has told over a connection
-with
-codes: it proves the proof at the copy's end, and that proves the header and each block. So a copy
-that is not here at all, and one in which a byte has changed, are mended alike: what does not prove
-is read from elsewhere. tests/unit/memory/test_mending.py holds the promises.
+What is whole is known from the copy's digest, which its replica server has sent over a connection
+with codes: it proves the proof at the copy's end, and that proves the header and each block. So a
+copy that is not here at all, and one in which a byte has changed, are repaired alike: what does not
+prove is read from elsewhere. tests/unit/memory/test_mending.py holds the promises.
 """
 
 from __future__ import annotations

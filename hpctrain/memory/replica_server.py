@@ -1,12 +1,11 @@
 """What the process beside an agent does that keeps copies of the state: it owns their memory.
 
 Ranks come to a Unix socket in the folder of their round, each served by a thread of its own: they
-get memory, write a copy, and say so; the replica server takes the digests. What all ranks of the
-node have is told to the replica server of node 0, over TCP with codes (`control.wire`), and that
-one tells all which steps are settled and covered. Where nodes may be lost each replica server sends
-its copies on to another one (`buddy`). Where a replica server is lost no copies are made any more
-in the round, and training goes
-on: those that were made are still there at the next start of the ranks.
+get memory, write a copy, and say so; the replica server takes the digests. It reports what all
+ranks of the node have to the replica server of node 0, over TCP with codes (`control.wire`), which
+sends all others the steps that are settled and covered. Where nodes may be lost each replica server
+sends its copies on to another one (`buddy`). If a replica server is lost, no more copies are made
+in the round, and training goes on; the copies that were made are there at the ranks' next start.
 tests/unit/memory/test_replica_server.py holds the promises.
 """
 
@@ -219,7 +218,7 @@ class ReplicaRound:
         above.say(self._off_news() if self._why_off else packed({"is": "here", "at": at}))
 
     async def _met(self, address: str, port: int) -> Endpoint:
-        """Connect to node 0's replica server, again where a stranger took the place before."""
+        """Connect to node 0's replica server, again where another user took the place before."""
         deadline_s = clock.monotonic() + JOIN_S
         while True:
             try:

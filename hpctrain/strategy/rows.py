@@ -70,7 +70,7 @@ class Row:
         peak: Its fullest moment; by formula, or measured.
         host: Bytes of a node's own memory that offloaded state takes.
         measured: The exact peak of tensors, bytes; None where it was not measured.
-        is_held: Whether a GPU's memory holds it, whoever trains so.
+        is_held: Whether a GPU's memory holds it, in hpctrain's or another engine.
         fits: Whether it does.
         why: Why not; or by how much.
         traffic: Of a step.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from hpctrain.doctor import judge as judging
 from hpctrain.doctor.faults import Certainty, FaultKind
 from hpctrain.doctor.judge import judge
 from hpctrain.doctor.scan import LogScanner
+from hpctrain.doctor.signature import FATAL, packaged
 
 OOM = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total "
@@ -341,6 +343,12 @@ def test_an_error_of_a_module_whose_name_begins_with_a_line_is_read():
     assert diagnosis.kind is FaultKind.CODE
 
 
+def test_the_judgement_names_signatures_that_there_are():
+    names = {signature.name for signature in packaged().faults}
+
+    assert names >= {FATAL, judging._LEFT, *judging._ABORTS}
+
+
 def test_tasks_that_srun_killed_for_another_one_are_no_sign_of_memory():
     lines = [
         "srun: error: node-a: task 5: Exited with exit code 1",
@@ -354,3 +362,14 @@ def test_tasks_that_srun_killed_for_another_one_are_no_sign_of_memory():
     assert (diagnosis.kind, diagnosis.certainty) == (FaultKind.CODE, Certainty.POSSIBLE)
     assert "read what that task printed itself" in diagnosis.do[0]
     assert alone.kind is FaultKind.HOST_OOM
+
+
+def test_an_error_about_another_program_only_points_to_its_log():
+    line = "RuntimeError: Step 1 exited with non-zero status 1"
+    child = "torch.OutOfMemoryError: CUDA out of memory."
+
+    alone, both = judge([log(*TRACED.splitlines(), line)]), judge([log(child, line)])
+
+    assert (alone.kind, alone.certainty) == (FaultKind.CODE, Certainty.POSSIBLE)
+    assert "read what the process that it started printed itself" in alone.do[0]
+    assert both.kind is FaultKind.GPU_OOM

@@ -78,6 +78,15 @@ def test_a_site_s_signatures_are_read_where_its_preset_says(tmp_path, log, monke
     assert note.startswith("the site's signatures were left out: /absent/signatures: there is no")
 
 
+def test_where_no_preset_has_signatures_slurm_is_not_asked_which_site_this_is(log, monkeypatch):
+    def asked(*_):
+        raise AssertionError
+
+    monkeypatch.setattr("hpctrain.doctor.own_signatures.look_around", asked)
+
+    assert main(["doctor", "--log", str(log)]) == 1
+
+
 def test_a_name_of_ours_replaces_it(own, log, capsys):
     log.write_text("torch.OutOfMemoryError: CUDA out of memory.\n")
     (own / "a.toml").write_text(

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from hpctrain.lint.check import EVERY_RULE, RuleChoice, check_text, mended
+from hpctrain.lint.check import EVERY_RULE, RuleChoice, check_text, fixed_text
 
 HEAD = "import os\nimport torch\nimport torch.distributed as dist\n"
 FIXES = [
@@ -75,24 +75,24 @@ LEFT = [
 
 @pytest.mark.parametrize(("code", "before", "after"), FIXES)
 def test_what_is_certain_is_changed_once(code, before, after):
-    text = mended(HEAD + before, "program.py")
+    text = fixed_text(HEAD + before, "program.py")
 
     assert text == HEAD + after
     ast.parse(text)
     assert code not in {one.rule.code for one in check_text(text, "program.py")}
-    assert mended(text, "program.py") == text
+    assert fixed_text(text, "program.py") == text
 
 
 @pytest.mark.parametrize(("code", "text"), LEFT)
 def test_what_is_not_certain_is_told_and_left(code, text):
     assert code in {one.rule.code for one in check_text(HEAD + text, "program.py")}
-    assert mended(HEAD + text, "program.py") == HEAD + text
+    assert fixed_text(HEAD + text, "program.py") == HEAD + text
 
 
 def test_line_ends_of_windows_stay():
     text = HEAD.replace("\n", "\r\n") + "# ä\r\ns = torch.cuda.amp.GradScaler()\r\n"
 
-    assert mended(text, "program.py") == text.replace(
+    assert fixed_text(text, "program.py") == text.replace(
         "torch.cuda.amp.GradScaler()", 'torch.amp.GradScaler("cuda")'
     )
 
@@ -100,10 +100,10 @@ def test_line_ends_of_windows_stay():
 def test_only_chosen_rules_change_anything():
     text = HEAD + FIXES[0][1] + "\n" + FIXES[8][1] + "\n"
 
-    changed = mended(text, "program.py", RuleChoice(select=("HT409",)))
+    changed = fixed_text(text, "program.py", RuleChoice(select=("HT409",)))
 
     assert changed == HEAD + FIXES[0][1] + "\n" + FIXES[8][2] + "\n"
-    assert mended(changed, "program.py", EVERY_RULE) != changed
+    assert fixed_text(changed, "program.py", EVERY_RULE) != changed
 
 
 REFUSED = "with torch.npu.amp.autocast():\n    pass\nwith torch.autocast():\n    pass\n"
@@ -113,7 +113,7 @@ REFUSED = "with torch.npu.amp.autocast():\n    pass\nwith torch.autocast():\n   
 @pytest.mark.parametrize("text", [*(text for _, text, _ in FIXES), REFUSED])
 def test_fix_promises_only_what_it_does(text):
     before = check_text(HEAD + text, "program.py")
-    after = check_text(mended(HEAD + text, "program.py"), "program.py")
+    after = check_text(fixed_text(HEAD + text, "program.py"), "program.py")
 
     promised = Counter(one.rule.code for one in before if one.edits)
     gone = Counter(one.rule.code for one in before) - Counter(one.rule.code for one in after)
