@@ -1,4 +1,4 @@
-"""Writes the events of docs/ledger.md from hpctrain/run/event_types.py; `make settings` calls it.
+"""Writes the events of development/ledger.md from event_types.py; `make settings` calls it.
 
 tests/docs/test_pages.py fails where the page is not what this gives.
 """
@@ -15,7 +15,7 @@ from hpctrain.run import event_fields as check
 from hpctrain.run import event_types  # noqa: F401 - they enter KINDS
 from hpctrain.run.event_kind import KINDS, NEEDED, LedgerFact
 
-PAGE = Path(__file__).with_name("ledger.md")
+PAGE = Path(__file__).parent / "development" / "ledger.md"
 PART = re.compile(r"(<!-- events: [^\n]*\n).*?(<!-- end of events -->)", re.DOTALL)
 HEAD = """
 ## Events

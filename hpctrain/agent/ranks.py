@@ -1,7 +1,7 @@
 """A rank from first to last: its signals, its output, the program, its failure.
 
-A rank is forked from an agent that has imported torch once (`docs/decisions.md`), or spawned where
-`run.start_method` says so. CUDA must not have been initialised in the agent.
+A rank is forked from an agent that has imported torch once (`docs/development/decisions.md`), or
+spawned where `run.start_method` says so. CUDA must not have been initialised in the agent.
 tests/engines/test_rank_life.py holds the promises.
 
 When one rank dies, the others fail in their collectives soon after: the agent collects all reports

@@ -3,7 +3,7 @@
 Code calls `clock.now()`, `clock.monotonic()`, `clock.sleep(2.0)` and `clock.wait(event, 2.0)`. A
 test gives another clock with `clock.use(...)`; `tests/support/clocks.py` has one that a test moves.
 `time.perf_counter` and `time.process_time` only measure, so they stay. Event loops have the time of
-their loop. docs/contributing.md says how to write code that takes a clock.
+their loop. docs/development/contributing.md says how to write code that takes a clock.
 
 The clock of the system holds no lock and no state, so signal handlers and forked children may use
 it. Importing this module costs nothing but `time`.

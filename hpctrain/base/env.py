@@ -1,7 +1,8 @@
 """Environment variables by which processes of ours speak to each other, and users to them.
 
 Each is named here and nowhere else in Python; shell scripts (sbatch/) write the names out. The
-table in docs/architecture.md has the same words, and tests/docs/test_environment.py holds that.
+table in docs/development/architecture.md has the same words, and tests/docs/test_environment.py
+holds that.
 """
 
 from __future__ import annotations

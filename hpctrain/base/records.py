@@ -26,7 +26,7 @@ INCIDENT = "incident"
 
 
 class EndReason(StrEnum):
-    """Why an attempt ended: a closed set; docs/contributing.md says what another one needs."""
+    """Why an attempt ended: a closed set; contributing.md says what another one needs."""
 
     COMPLETED = "completed"
     """The program returned; the run is done."""

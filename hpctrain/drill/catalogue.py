@@ -26,7 +26,8 @@ class DrillFault:
         promise: What must come of it.
         anchor: Where that is promised.
         on_live: A run that matters can take it: it costs steps at most, and never data.
-        armed: By which words of docs/testing-faults.md it is armed when the run starts; "" where
+        armed: By which words of docs/development/testing-faults.md it is armed when the run
+        starts; "" where
             it is done from outside.
     """
 

@@ -212,7 +212,9 @@ def start_up(data: ReportData) -> Iterator[Advice]:
     evidence = f"{_of_allocated(share)}, {duration(each)} for each of "
     evidence += count(len(attempts), "attempt")
     if restore > share / 2:
-        do = f"most of it ({percent(restore)}) reads checkpoints: see `hpctrain help performance`"
+        do = (
+            f"most of it ({percent(restore)}) reads checkpoints: see `hpctrain help checkpoints.md`"
+        )
     else:
         do = "imports over a shared file system are the usual reason: an environment on the node's "
         do += "own disk or in one image file; longer jobs start less often"

@@ -94,7 +94,7 @@ class LedgerFact:
 
 
 KINDS: dict[str, type[LedgerFact]] = {}
-"""Every kind of event, in the order in which docs/ledger.md shows them."""
+"""Every kind of event, in the order in which docs/development/ledger.md shows them."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(needed,))

@@ -1,8 +1,8 @@
 """The kinds of event that a ledger holds: a frozen, slotted dataclass for each.
 
-A field's range, its unit and its meaning stand beside it; docs/ledger.md is written from here
-(`make settings`). A field that was not told is None; where None would say no more than nothing
-does, it is "", () or False.
+A field's range, its unit and its meaning stand beside it; docs/development/ledger.md is written
+from here (`make settings`). A field that was not told is None; where None would say no more than
+nothing does, it is "", () or False.
 
 A ledger is written by other versions of hpctrain, on disks that tear lines, and may be edited by
 anybody who can write it. `typed` is the one place where what was read becomes typed: what it gives

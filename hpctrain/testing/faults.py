@@ -2,8 +2,8 @@
 
 Faults are separated by `;`. Each fires in the processes and at the times that its keys name; a line
 on stderr says so before it does. HPCTRAIN_FAULTS arms a process from its start, `armed` arms this
-one for a while. docs/testing-faults.md is the user's page, tests/unit/testing/test_faults.py holds
-the promises.
+one for a while. docs/development/testing-faults.md is the user's page,
+tests/unit/testing/test_faults.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The places of a step, a save and a restore where a fault can be put in. Nothing unless armed.
 
 Product code says `points.reach("shard.write", path=path, bytes=size)` just before it does what the
-point's name says. `faults.py` knows what can happen there; docs/testing-faults.md shows its use,
+point's name says. `faults.py` knows what can happen there; docs/development/testing-faults.md
+shows its use,
 tests/unit/testing/test_faults.py holds the promises.
 """
 

@@ -18,7 +18,7 @@ from hpctrain.cli.main import COMMANDS, cli
 from tests.support import patience
 
 TOP = Path(__file__).parents[2]
-PAGES = sorted([TOP / "README.md", *(TOP / "docs").glob("*.md")])
+PAGES = sorted([TOP / "README.md", *(TOP / "docs").glob("**/*.md")])
 BLOCK = re.compile(r"(?:^<!-- test: ([^\n]*) -->\n)?^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`hpctrain ([a-z][a-z-]*)")
 RUN = "run"

@@ -1,4 +1,4 @@
-"""What docs/contributing.md says goes together does: who adds one of them is told of the rest."""
+"""What contributing.md says goes together does: who adds one of them is told of the rest."""
 
 from __future__ import annotations
 

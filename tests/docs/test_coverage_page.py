@@ -1,4 +1,4 @@
-"""docs/coverage.md: each place that it names is there, and no rule of a guide has fallen away."""
+"""coverage.md: each place that it names is there, and no rule of a guide has fallen away."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpctrain.lint.catalogue import RULES
 from hpctrain.settings.schema import sections
 
 TOP = Path(__file__).parents[2]
-PAGE = TOP / "docs" / "coverage.md"
+PAGE = TOP / "docs" / "development" / "coverage.md"
 RUN = TOP / "hpctrain" / "runtime" / "run.py"
 PLAN_PAGE = TOP / "docs" / "plan.md"
 ROWS = {
@@ -125,7 +125,8 @@ def _is_there(name):
 def _is_choice(name):
     """What a setting or a class of time is called, where that stands on its page."""
     texts = [
-        (TOP / "docs" / page).read_text() for page in ("engines.md", "settings.md", "ledger.md")
+        (TOP / "docs" / page).read_text()
+        for page in ("engines.md", "settings.md", "development/ledger.md")
     ]
     return any(f"| `{name}` |" in text for text in texts) or name == "auto"
 
@@ -148,8 +149,8 @@ def _anchors(page):
 
 
 def test_each_code_is_one_and_leads_to_its_own_place():
-    known = dict.fromkeys(RULES, "lint.md#{}")
-    known |= {each.code: "doctor.md#what-it-knows" for each in KNOWLEDGE.values()}
+    known = dict.fromkeys(RULES, "../lint.md#{}")
+    known |= {each.code: "../doctor.md#what-it-knows" for each in KNOWLEDGE.values()}
     for code, target in CODE.findall(PAGE.read_text()):
         assert target == known[code].format(code.lower()), code
     for row in EVERY:

@@ -9,7 +9,7 @@ import pytest
 
 TOP = Path(__file__).parents[2]
 DOCS = TOP / "docs"
-PAGES = sorted([*TOP.glob("*.md"), *(TOP / "docs").glob("*.md")])
+PAGES = sorted([*TOP.glob("*.md"), *(TOP / "docs").glob("**/*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(#[^)\s]*)?\)")
 NAMED = re.compile(r"`((?:hpctrain|tests|docs|sbatch|site-configs|examples|demo)/[\w./-]+)`")
 CODE = [*(TOP / "hpctrain").rglob("*.py"), *(TOP / "benchmarks").rglob("*.py")]
@@ -48,7 +48,11 @@ def test_every_page_can_be_reached_from_the_readme():
     reached |= {f"docs/{name}.md" for name in listed}
 
     assert "docs/index.md" in reached
-    assert {f"docs/{page.name}" for page in DOCS.glob("*.md")} <= reached
+    assert {
+        f"docs/{page.relative_to(DOCS)}"
+        for page in DOCS.glob("**/*.md")
+        if page.parent.name != "sites"
+    } <= reached
 
 
 QUESTIONS = {

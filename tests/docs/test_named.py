@@ -18,8 +18,8 @@ from hpctrain.settings.schema import sections
 TOP = Path(__file__).parents[2]
 PACKAGE = TOP / "hpctrain"
 DOCS = TOP / "docs"
-LIVES = sorted(DOCS.glob("life-of-*.md"))
-PAGES = [DOCS / "architecture.md", *LIVES, DOCS / "contributing.md"]
+LIVES = sorted((DOCS / "development").glob("life-of-*.md"))
+PAGES = [DOCS / "development" / "architecture.md", *LIVES, DOCS / "development" / "contributing.md"]
 DOTTED = re.compile(r"`([A-Za-z_]\w*(?:\.\w+)+)`")
 CODE = re.compile(r"`([\w.]+)`")
 SETTINGS = {

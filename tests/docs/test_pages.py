@@ -46,7 +46,7 @@ def test_settings_page_is_current():
 def test_events_of_the_ledgers_page_are_current():
     written = runpy.run_path(str(DOCS / "generate_ledger.py"))["page"]()
 
-    assert (DOCS / "ledger.md").read_text() == written, "run: make settings"
+    assert (DOCS / "development" / "ledger.md").read_text() == written, "run: make settings"
 
 
 def test_every_room_has_its_paragraph():
@@ -97,7 +97,7 @@ def test_decision_table_is_what_the_code_decides(row):
 
 
 def _architecture():
-    return (DOCS / "architecture.md").read_text()
+    return (DOCS / "development" / "architecture.md").read_text()
 
 
 def _layers(text):
@@ -107,7 +107,7 @@ def _layers(text):
 def test_every_fact_about_slurm_stands_in_the_table_of_versions():
     text = (TOP / "tests" / "slurm" / "test_cluster_facts.py").read_text()
 
-    rows = table(DOCS / "slurm-versions.md", "what SLURM does")
+    rows = table(DOCS / "development" / "slurm-versions.md", "what SLURM does")
 
     assert sorted(test for _, _, test in rows) == sorted(
         re.findall(r"^def test_(\w+)", text, re.MULTILINE)

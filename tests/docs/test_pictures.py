@@ -12,7 +12,7 @@ import pytest
 from docs import generate_pictures as pictures
 
 TOP = Path(__file__).parents[2]
-PAGES = sorted([TOP / "README.md", *(TOP / "docs").glob("*.md")])
+PAGES = sorted([TOP / "README.md", *(TOP / "docs").glob("**/*.md")])
 DRAWN = sorted(path for kind in ("svg", "png") for path in pictures.PICTURES.glob(f"*.{kind}"))
 SHOWN = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
 MOST_BYTES = 200_000

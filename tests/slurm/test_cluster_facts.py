@@ -1,7 +1,8 @@
 """What SLURM does, as hpctrain relies on it: each fact is a real run, so that a new version tells.
 
 A fact that is not the same in all versions says since which each holds (`by_version`): the oldest
-that it was seen with, or the one whose source has it. docs/slurm-versions.md is the table of them.
+that it was seen with, or the one whose source has it. docs/development/slurm-versions.md is the
+table of them.
 
 All jobs of a module start together and are then preempted, requeued, cancelled and timed out side
 by side (SLURM looks at time limits and grace times only every 30 s). The tests read their diaries.

@@ -1,4 +1,4 @@
-"""A second reader of checkpoints of formats 3 and 4, written from docs/checkpoint-format.md alone.
+"""A second reader of checkpoints of formats 3 and 4, written from checkpoint-format.md alone.
 
 It imports nothing of hpctrain: a mistake that writer and reader share would not be seen otherwise.
 """

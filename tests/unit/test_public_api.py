@@ -17,7 +17,11 @@ import hpctrain
 from hpctrain import errors
 
 TOP = Path(__file__).parents[2]
-SHOWN = [TOP / "README.md", *sorted((TOP / "docs").glob("*.md")), *(TOP / "examples").glob("*.py")]
+SHOWN = [
+    TOP / "README.md",
+    *sorted((TOP / "docs").glob("**/*.md")),
+    *(TOP / "examples").glob("*.py"),
+]
 """Where users see what to import."""
 MODULES = {"dcp": "hpctrain.checkpoint.tensors.dcp", "errors": "hpctrain.errors"}
 MODULES["faults"] = "hpctrain.testing.faults"

@@ -12,7 +12,7 @@ of the shard proves them. `select` makes rows of the chunks that may hold what i
 others; a reader fills in their digests when it opens the file that they lie in.
 
 The promises are held by tests/unit/checkpoint/test_index.py, test_reader.py and
-test_untrusted_checkpoints.py; docs/checkpoint-format.md describes
+test_untrusted_checkpoints.py; docs/development/checkpoint-format.md describes
 the file.
 """
 

@@ -53,7 +53,7 @@ OLDEST = 3
 """Is read alike: it holds none of the types and dtypes that came with 4. 2 is hpctrain 0.1.0's, and
 what came before was never released."""
 KIND = "__hpctrain__"
-"""The key of a form in `extra` and `data` that came with format 4: docs/checkpoint-format.md."""
+"""The key of a form in `extra` and `data` that came with format 4: checkpoint-format.md."""
 SAFETENSORS = frozenset(
     {
         "F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "C64", "I64", "I32", "I16", "I8", "U64",

@@ -7,7 +7,7 @@ which. `read_file` reads it and proves it by the manifest's digest; `tiles` tell
 beside each other.
 
 The promises are held by tests/unit/checkpoint/test_table.py; the format itself by test_format_3.py,
-and docs/checkpoint-format.md describes it.
+and docs/development/checkpoint-format.md describes it.
 """
 
 from __future__ import annotations

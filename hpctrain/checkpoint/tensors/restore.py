@@ -71,7 +71,7 @@ SMALL_BYTES = 1 << 20
 SMALL_TOGETHER_BYTES = 32 << 20
 """Of which there may be thousands: so much memory at a time."""
 WEIGHTS = "model."
-"""How the names of a model's tensors begin; see docs/checkpoint-format.md."""
+"""How the names of a model's tensors begin; see docs/development/checkpoint-format.md."""
 
 
 @dataclass(frozen=True)

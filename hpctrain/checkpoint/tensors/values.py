@@ -1,8 +1,9 @@
 """Python objects as JSON and tensors, and back with the same types, values and bits.
 
 The set of types is closed, so that nothing is pickled and nothing that a checkpoint names is run:
-docs/checkpoint-format.md has the list and the form of each. Tensors, arrays and long bytes become
-tensors of the checkpoint, all else is JSON. What is not in the list is refused with its path.
+docs/development/checkpoint-format.md has the list and the form of each. Tensors, arrays and long
+bytes become tensors of the checkpoint, all else is JSON. What is not in the list is refused with
+its path.
 
 An object that stands in two places comes back as one object in two places; cycles are refused.
 Lists, dictionaries, tensors and all else that can change are numbered in the order in which a

@@ -1,7 +1,7 @@
 """The executor of submitit with our own submission: our script and sbatch call, no pickle.
 
 What is kept of submitit: the executor and job classes, and the callable in its checkpointable form.
-Which of its rules are overruled, and why: docs/decisions.md.
+Which of its rules are overruled, and why: docs/development/decisions.md.
 tests/unit/scheduler/test_slurm_executor.py holds the promises.
 """
 

@@ -1,6 +1,6 @@
 """Single stories of simulated jobs: what tests of real processes tell in minutes, in milliseconds.
 
-Which story of tests/engines and tests/slurm each proves is in docs/contributing.md.
+Which story of tests/engines and tests/slurm each proves is in docs/development/contributing.md.
 """
 
 from __future__ import annotations

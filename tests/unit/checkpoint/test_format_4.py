@@ -24,7 +24,7 @@ from hpctrain.world import World
 from tests.support.value_trees import facts
 
 SAMPLE = RunDir(Path(__file__).parents[2] / "data" / "checkpoint-format-4")
-DOCS = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"
+DOCS = Path(__file__).parents[3] / "docs" / "development" / "checkpoint-format.md"
 STEP = SAMPLE.checkpoints / "step-0000001000"
 SHARED = [1.5]
 TREE = {

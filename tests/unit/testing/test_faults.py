@@ -542,7 +542,7 @@ def test_every_point_of_the_table_is_called():
 
 
 def test_the_page_has_the_actions_and_points_of_the_code():
-    page = (TOP / "docs" / "testing-faults.md").read_text()
+    page = (TOP / "docs" / "development" / "testing-faults.md").read_text()
     rows = re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|(?: ([^|]*) \|)?", page, re.MULTILINE)
     meanings = {name: meaning for name, meaning, _ in rows}
     keys = {name: re.findall(r"`(\w+)=`", words) for name, _, words in rows if words}
@@ -554,7 +554,7 @@ def test_the_page_has_the_actions_and_points_of_the_code():
 
 
 def test_every_example_of_the_page_can_be_armed(monkeypatch, tmp_path):
-    page = (TOP / "docs" / "testing-faults.md").read_text()
+    page = (TOP / "docs" / "development" / "testing-faults.md").read_text()
     examples = re.findall(r"HPCTRAIN_FAULTS='([^']*)'|armed\(\"([^\"]*)\"\)", page)
     (tmp_path / "me").mkdir()
 
