@@ -1,0 +1,1 @@
+"""The shape of a run's next job, number of nodes and time limit: candidates, forecast, choice."""

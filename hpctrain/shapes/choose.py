@@ -1,0 +1,188 @@
+"""Which of the candidates a run's next job takes, and why.
+
+`prefer` "time" takes the shape that finishes first, "cost" the one with the fewest node-hours,
+"balanced" the first to finish among those that cost little more than the cheapest. A shape that the
+run has already is kept unless another one is clearly better.
+
+Pure. tests/unit/shapes/test_choose.py holds the promises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from hpctrain.base.text import count, duration, percent
+from hpctrain.shapes.forecast import RunFacts, ShapeForecast, forecast
+from hpctrain.shapes.waits import QueueWait, between, expected_wait
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpctrain.shapes.candidates import JobShape
+    from hpctrain.shapes.waits import WaitRecord
+
+Prefer = Literal["time", "cost", "balanced"]
+PREFERENCES: tuple[Prefer, ...] = get_args(Prefer)
+BALANCED_EXTRA = 0.10
+"""Node-hours above the cheapest shape's that `balanced` pays for an earlier finish."""
+CLEARLY = 0.10
+"""A run leaves its shape for one that is better by this part at least, so that nothing flaps."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user asked for.
+
+    Attributes:
+        prefer: What counts.
+        most_node_hours: For the whole run, what it has used so far included; None for no limit.
+    """
+
+    prefer: Prefer = "time"
+    most_node_hours: float | None = None
+
+
+@dataclass(frozen=True)
+class ShapeChoice:
+    """The shape of the next job, with all that were looked at.
+
+    Attributes:
+        row: The chosen one; None where every candidate is refused.
+        rows: All candidates, as enumerated.
+        why: Two lines.
+        kept: Whether it is the shape that the run had before.
+    """
+
+    row: ShapeForecast | None
+    rows: tuple[ShapeForecast, ...]
+    why: tuple[str, str]
+    kept: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json` and for the ledger."""
+        return {
+            "chosen": asdict(self.row.shape) if self.row else None,
+            "why": list(self.why),
+            "kept": self.kept,
+            "candidates": [asdict(row) for row in self.rows],
+        }
+
+
+def choose_shape(
+    shapes: Sequence[JobShape],
+    facts: RunFacts,
+    estimates: Mapping[JobShape, float | None],
+    *,
+    records: Sequence[WaitRecord] = (),
+    partition: str = "",
+    wish: Wish | None = None,
+    now_has: JobShape | None = None,
+) -> ShapeChoice:
+    """Forecast every candidate and choose one.
+
+    Args:
+        shapes: The candidates.
+        facts: Of the run.
+        estimates: SLURM's estimated wait in seconds of each; None or missing where it gave none.
+        records: Waits of own jobs, oldest first.
+        partition: Where the job goes.
+        wish: What counts.
+        now_has: The shape of the run's last job; None before the first.
+    """
+    wish = wish or Wish()
+    waits = {s: expected_wait(s, estimates.get(s), records, partition) for s in shapes}
+    usual = _usual(list(waits.values()))
+    rows = [
+        _within(forecast(shape, facts, wait, _later(wait, usual)), facts, wish)
+        for shape, wait in waits.items()
+    ]
+    return decide(rows, wish=wish, now_has=now_has)
+
+
+def decide(
+    rows: Sequence[ShapeForecast], *, wish: Wish, now_has: JobShape | None = None
+) -> ShapeChoice:
+    """Choose among candidates that are forecast already."""
+    open_rows = [row for row in rows if not row.refused]
+    if not open_rows:
+        reasons = "; ".join(dict.fromkeys(row.refused for row in rows)) or "there is none"
+        return ShapeChoice(None, tuple(rows), (f"no shape can be chosen: {reasons}", ""))
+    by_finish = all(row.mean_s is not None for row in open_rows)
+    best = _best(open_rows, wish.prefer, by_finish=by_finish)
+    kept = next((row for row in open_rows if row.shape == now_has), None)
+    stays = kept is not None and not _is_clearly_better(
+        best, kept, wish.prefer, by_finish=by_finish
+    )
+    row = kept if stays and kept is not None else best
+    return ShapeChoice(row, tuple(rows), _why(row, rows, wish, by_finish=by_finish), kept=stays)
+
+
+def _usual(waits: Sequence[QueueWait | None]) -> QueueWait | None:
+    """The wait of the middle candidate: what a later job may meet when today's hole is gone."""
+    given = sorted((wait for wait in waits if wait is not None), key=lambda wait: wait.median_s)
+    return given[len(given) // 2] if given else None
+
+
+def _later(wait: QueueWait | None, usual: QueueWait | None) -> QueueWait | None:
+    """The wait of a later job: the geometric mean of this shape's now and what is usual."""
+    return wait if wait is None or usual is None else between(wait, usual)
+
+
+def _within(row: ShapeForecast, facts: RunFacts, wish: Wish) -> ShapeForecast:
+    """Refuse what would cost more than the user allows."""
+    if wish.most_node_hours is None or row.node_hours is None or row.refused:
+        return row
+    total = facts.spent_node_hours + row.node_hours
+    if total <= wish.most_node_hours:
+        return row
+    why = f"it would take {total:.1f} node-hours (at most {wish.most_node_hours:g})"
+    return replace(row, refused=why)
+
+
+def _time(row: ShapeForecast, *, by_finish: bool) -> float:
+    """Less is better: seconds until the run is done, or seconds for a unit of work."""
+    return row.mean_s if by_finish and row.mean_s is not None else 1 / row.speed
+
+
+def _cost(row: ShapeForecast, *, by_finish: bool) -> float:
+    return row.node_hours if by_finish and row.node_hours is not None else row.cost
+
+
+def _best(rows: Sequence[ShapeForecast], prefer: Prefer, *, by_finish: bool) -> ShapeForecast:
+    def time(row: ShapeForecast) -> tuple[float, float]:
+        return _time(row, by_finish=by_finish), _cost(row, by_finish=by_finish)
+
+    if prefer == "cost":
+        return min(rows, key=lambda row: time(row)[::-1])
+    if prefer == "time":
+        return min(rows, key=time)
+    most = min(_cost(row, by_finish=by_finish) for row in rows) * (1 + BALANCED_EXTRA)
+    return min((row for row in rows if time(row)[1] <= most), key=time)
+
+
+def _is_clearly_better(
+    best: ShapeForecast, kept: ShapeForecast, prefer: Prefer, *, by_finish: bool
+) -> bool:
+    time, cost = (
+        measure(best, by_finish=by_finish) <= (1 - CLEARLY) * measure(kept, by_finish=by_finish)
+        for measure in (_time, _cost)
+    )
+    return {"time": time, "cost": cost, "balanced": time or cost}[prefer]
+
+
+def _why(
+    row: ShapeForecast, rows: Sequence[ShapeForecast], wish: Wish, *, by_finish: bool
+) -> tuple[str, str]:
+    """Why this one, in two lines: the comparison, and what it rests on."""
+    reason = {
+        "time": "finishes first" if by_finish else "does most work per hour of waiting and running",
+        "cost": "takes the fewest node-hours",
+        "balanced": f"finishes first within {percent(BALANCED_EXTRA)} of the fewest node-hours",
+    }[wish.prefer]
+    refused = sum(bool(one.refused) for one in rows)
+    among = f"{reason} of {count(len(rows), 'candidate')}"
+    among += f" ({refused} refused)" if refused else ""
+    wait = "not known when" if row.start_s is None else f"in about {duration(row.start_s)}"
+    basis = f"starts {wait} ({row.wait_source}); step time: {row.step_source}"
+    return f"{row.shape.text}: {among}", basis

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from hpctrain.shapes.candidates import JobShape
+from hpctrain.shapes.choose import Wish, choose_shape, decide
+from hpctrain.shapes.forecast import RunFacts, StepPoint
+
+HOUR = 3600
+SMALL, LARGE = JobShape(2, 4 * HOUR), JobShape(8, 4 * HOUR)
+DAY = JobShape(2, 24 * HOUR)
+
+
+def facts(**more):
+    given = {
+        "points": [StepPoint(2, 4.0, "attempt 1 of this run")],
+        "remaining_steps": 10_000,
+        "restart_s": 60.0,
+    }
+    return RunFacts(**{**given, **more})
+
+
+def chosen(estimates, **more):
+    return choose_shape(list(estimates), more.pop("facts", facts()), estimates, **more)
+
+
+def test_the_shape_that_finishes_first_is_chosen_and_the_reason_given_in_two_lines():
+    choice = chosen({SMALL: 0.0, LARGE: 600.0, DAY: 0.0})
+
+    assert choice.row is not None
+    assert choice.row.shape == LARGE
+    first, second = choice.why
+    assert first == "8 nodes x 4h00m: finishes first of 3 candidates"
+    assert second.startswith("starts in about 10m00s (SLURM's estimate); step time: attempt 1 of")
+
+
+def test_a_short_job_in_a_hole_beats_a_long_one_that_waits_for_days():
+    choice = chosen({SMALL: 0.0, DAY: 60 * HOUR})
+
+    assert choice.row is not None
+    assert choice.row.shape == SMALL
+
+
+def test_the_fewest_node_hours_where_cost_is_preferred():
+    choice = chosen({SMALL: 0.0, LARGE: 0.0, DAY: 9000.0}, wish=Wish("cost"))
+
+    assert choice.row is not None
+    assert choice.row.shape == DAY  # one restart less than SMALL
+    assert "fewest node-hours" in choice.why[0]
+
+
+def test_balanced_finishes_early_for_little_more():
+    choice = chosen({SMALL: 0.0, LARGE: 0.0, DAY: 9000.0}, wish=Wish("balanced"))
+
+    assert choice.row is not None
+    assert choice.row.shape == SMALL
+    cheapest = min(row.node_hours for row in choice.rows if row.node_hours)
+    assert choice.row.node_hours is not None
+    assert choice.row.node_hours <= 1.1 * cheapest
+
+
+def test_a_ceiling_counts_what_the_run_has_used():
+    spent = facts(spent_node_hours=5.0)
+
+    choice = chosen({SMALL: 0.0, LARGE: 0.0}, facts=spent, wish=Wish(most_node_hours=30.0))
+
+    assert choice.row is not None
+    assert choice.row.shape == SMALL
+    refused = next(row for row in choice.rows if row.shape == LARGE)
+    assert refused.refused.endswith("node-hours (at most 30)")
+
+
+def test_where_all_are_refused_nothing_is_chosen_and_the_reasons_are_given():
+    choice = chosen({SMALL: 0.0}, wish=Wish(most_node_hours=1.0))
+
+    assert choice.row is None
+    assert choice.why[0].startswith("no shape can be chosen: it would take 22.")
+
+
+def test_a_wait_that_is_not_known_loses_against_one_that_is():
+    choice = chosen({SMALL: 5000.0, LARGE: None})
+
+    assert choice.row is not None
+    assert choice.row.shape == SMALL
+    assert chosen({SMALL: None, LARGE: None}).row is None
+
+
+@pytest.mark.parametrize(("sooner", "kept"), [(0.91, True), (0.89, False)])
+def test_a_run_keeps_its_shape_unless_another_is_clearly_better(sooner, kept):
+    small = chosen({SMALL: 0.0}).rows[0]
+    assert small.mean_s is not None
+    large = replace(small, shape=LARGE, mean_s=small.mean_s * sooner)
+
+    choice = decide([small, large], wish=Wish(), now_has=SMALL)
+
+    assert choice.row is not None
+    assert (choice.row.shape, choice.kept) == (SMALL if kept else LARGE, kept)
+
+
+def test_a_shape_that_is_refused_now_is_not_kept():
+    choice = chosen({SMALL: 0.0, LARGE: None}, now_has=LARGE)
+
+    assert choice.row is not None
+    assert choice.row.shape == SMALL
+
+
+@pytest.mark.parametrize("lacks", [{"points": []}, {"remaining_steps": None}])
+def test_where_the_work_is_not_known_the_pace_decides(lacks):
+    choice = chosen({SMALL: 0.0, DAY: 200 * HOUR}, facts=facts(**lacks))
+
+    assert choice.row is not None
+    assert choice.row.shape == SMALL
+    assert "most work per hour of waiting and running" in choice.why[0]
+
+
+def test_the_choice_is_plain_json_with_all_candidates():
+    value = json.loads(json.dumps(chosen({SMALL: 0.0, LARGE: None}).as_json()))
+
+    assert value["chosen"] == {"nodes": 2, "limit_s": 4 * HOUR}
+    assert [row["refused"] for row in value["candidates"]] == ["", "its wait is not known"]
