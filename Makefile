@@ -97,7 +97,7 @@ test: compiled ## ten minutes of tests, without root, SLURM, browser, FUSE or co
 
 .PHONY: landing-tests
 landing-tests: compiled slurm browser fuse container strace
-	@PYTHONDONTWRITEBYTECODE= $(PYTEST) --tier check --second-run -n 3 $(BY_FILE) $(TESTS)
+	@PYTHONDONTWRITEBYTECODE= $(PYTEST) --tier check --second-run -n 4 $(BY_FILE) $(TESTS)
 
 # The versions of SLURM beside this machine's own, and which tests each is held against.
 SLURM_VERSIONS := 24.11 26.05

@@ -32,7 +32,7 @@ def test_each_sample_is_trained_on_once_through_preemptions_over_4_2_and_3_ranks
     monkeypatch.setenv("LOADER_STOPS", str(len(ranks) - 1))
     run = local_runs.start(tmp_path, "loader", "2-4", 1, "--", str(SCRIPT))
     for attempt, left in enumerate(ranks[1:], start=1):
-        await_file(tmp_path / f"waits-{attempt}", run)
+        await_file(tmp_path / f"waits-{attempt}", run, attempt)
         local_runs.hpctrain(tmp_path, "local", "preempt", "loader", f"--leave={left}", "--grace=60")
     local_runs.await_end(run, attempts=len(ranks))
 
@@ -72,7 +72,7 @@ def test_an_iterable_dataset_is_used_once_through_stops_over_4_2_and_3_ranks(tmp
     script = local_runs.SCRIPTS / "stream_loader.py"
     run = local_runs.start(tmp_path, "stream", "2-4", 1, "--", str(script))
     for attempt, ranks in enumerate([2, 3], start=1):
-        await_file(tmp_path / f"waits-{attempt}", run)
+        await_file(tmp_path / f"waits-{attempt}", run, attempt)
         local_runs.hpctrain(
             tmp_path, "local", "preempt", "stream", f"--leave={ranks}", "--grace=60"
         )
@@ -93,8 +93,10 @@ def test_an_iterable_dataset_is_used_once_through_stops_over_4_2_and_3_ranks(tmp
     assert [end.get("steps_lost", 0) for end in ended] == [0] * 3
 
 
-def await_file(path, run):
+def await_file(path, run, attempt):
+    """Wait for a file of this attempt; its end without the file is a failure at once."""
     patience.until(
         path.exists,
         lambda: {log.name: log.read_text() for log in sorted(run.glob("attempts/*/rank-*.log"))},
+        alive=lambda: len(local_runs.events(run, "attempt_ended")) < attempt,
     )
