@@ -1,0 +1,62 @@
+"""Free nodes over time: what running jobs leave, and where the next job fits."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class Profile:
+    """A step function of free nodes from now on.
+
+    Args:
+        now_s: Where it begins.
+        free: Nodes that are free now.
+        ends: (time, nodes) of each running job, at its time limit.
+    """
+
+    def __init__(self, now_s: float, free: int, ends: Iterable[tuple[float, int]]) -> None:
+        self._times = [now_s]
+        self._free = [free]
+        for end_s, nodes in sorted(ends):
+            free += nodes
+            if end_s <= self._times[-1]:
+                self._free[-1] = free
+            else:
+                self._times.append(end_s)
+                self._free.append(free)
+
+    def earliest(self, nodes: int, duration_s: float) -> float:
+        """Return the first time from which `nodes` stay free for `duration_s`; else infinity."""
+        times, free = self._times, self._free
+        count, at = len(times), 0
+        while at < count:
+            if free[at] < nodes:
+                at += 1
+                continue
+            end_s, after = times[at] + duration_s, at + 1
+            while after < count and times[after] < end_s and free[after] >= nodes:
+                after += 1
+            if after == count or times[after] >= end_s:
+                return times[at]
+            at = after + 1
+        return math.inf
+
+    def take(self, start_s: float, end_s: float, nodes: int) -> None:
+        """Reserve nodes from start to end; what lies before now counts from now."""
+        first = self._cut(max(start_s, self._times[0]))
+        last = self._cut(max(end_s, self._times[0]))
+        for at in range(first, last):
+            self._free[at] -= nodes
+
+    def _cut(self, time_s: float) -> int:
+        """Return the index of the step that begins at this time, made if need be."""
+        at = bisect_left(self._times, time_s)
+        if at == len(self._times) or self._times[at] != time_s:
+            self._times.insert(at, time_s)
+            self._free.insert(at, self._free[at - 1])
+        return at
