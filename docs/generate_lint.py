@@ -1,4 +1,4 @@
-"""Writes the rules of docs/lint.md from hpctrain/lint/catalogue.py; `make settings` calls it.
+"""Writes the rules of docs/lint.md from hpctrain/lint/rules; `make settings` calls it.
 
 tests/docs/test_lint_page.py fails where the page is not what this gives.
 """

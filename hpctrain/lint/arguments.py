@@ -1,4 +1,4 @@
-"""Rules HT103 and HT104: what collectives are given, and what is taken from them.
+"""Rules HT103 and HT506: what collectives and calls for a device are given.
 
 tests/unit/lint/test_rules.py holds the promises.
 """
@@ -6,9 +6,11 @@ tests/unit/lint/test_rules.py holds the promises.
 from __future__ import annotations
 
 import ast
+import re
 from typing import TYPE_CHECKING
 
 from hpctrain.lint.collectives import always_comes_to
+from hpctrain.lint.dependence import LOCAL_VARIABLES, RANK_VARIABLES, environment_name
 from hpctrain.lint.syntax import argument, constant, keyword, last
 
 if TYPE_CHECKING:
@@ -18,15 +20,20 @@ if TYPE_CHECKING:
     from hpctrain.lint.rule import LintFinding
 
 _OF_TENSORS = frozenset({"all_reduce", "reduce", "broadcast", "all_gather_into_tensor"})
-_IN_PLACE = _OF_TENSORS | {"all_gather", "reduce_scatter", "scatter", "all_to_all", "barrier"}
 _HOME = "torch.distributed."
 _PLAIN_CALLS = frozenset({"int", "float", "bool", "len", "str", "sum", "round"})
 _READERS = frozenset({"item", "tolist"})
+_WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"})
+_DEVICE_CALLS = frozenset(
+    {"torch.cuda.set_device", "torch.device", "torch.accelerator.set_device_index"}
+)
+_TEMPLATE = re.compile(r"cuda:")
 
 
 def check_arguments(facts: ProgramFacts) -> Iterator[LintFinding]:
-    """HT103 and HT104."""
+    """HT103 and HT506."""
     for call in facts.syntax.calls:
+        yield from _device(facts, call)
         dotted = facts.syntax.dotted(call.func)
         name = last(dotted)
         if dotted != _HOME + name:
@@ -34,10 +41,6 @@ def check_arguments(facts: ProgramFacts) -> Iterator[LintFinding]:
         if name in _OF_TENSORS:
             yield from _no_tensor(facts, call, name)
             yield from _passed_in(facts, call, name)
-        if name in _IN_PLACE and _is_used(facts, call) and not _is_async(call):
-            yield facts.finding(
-                "HT104", call, f"{name}() returns None; it changes its tensor in place"
-            )
 
 
 def _no_tensor(facts: ProgramFacts, call: ast.Call, name: str) -> Iterator[LintFinding]:
@@ -133,22 +136,49 @@ def _kind_of_name(facts: ProgramFacts, node: ast.Name) -> str:
     return kinds.pop() if len(kinds) == 1 else ""
 
 
-def _is_async(call: ast.Call) -> bool:
-    if any(one.arg is None for one in call.keywords):
-        return True
-    value = keyword(call, "async_op")
-    starred = any(isinstance(one, ast.Starred) for one in call.args)
-    by_place = len(call.args) > 3  # noqa: PLR2004 - tensor, op, group; then async_op
-    return (value is not None and constant(value) is not False) or starred or by_place
+def rank_origin(facts: ProgramFacts, node: ast.expr, depth: int = 0) -> str:
+    """The rank that a value is for certain, unchanged: "global", "local", or nothing."""
+    variable = environment_name(facts.syntax, node)
+    if variable in RANK_VARIABLES:
+        return "global"
+    if variable in LOCAL_VARIABLES:
+        return "local"
+    if isinstance(node, ast.Call):
+        dotted = facts.syntax.dotted(node.func)
+        if dotted == "int" and len(node.args) == 1:
+            return rank_origin(facts, node.args[0], depth)
+        return "global" if dotted == "torch.distributed.get_rank" and not node.args else ""
+    if not isinstance(node, ast.Name) or depth > 1:
+        return ""
+    origins = {rank_origin(facts, value, depth + 1) for value in facts.dependence.values_at(node)}
+    return origins.pop() if len(origins) == 1 else ""
 
 
-def _is_used(facts: ProgramFacts, call: ast.Call) -> bool:
-    """Whether the value goes anywhere but on to a caller, who may know."""
-    parent = facts.syntax.parents[call]
-    if isinstance(parent, ast.Assign | ast.NamedExpr | ast.AugAssign):
-        target = parent.targets[0] if isinstance(parent, ast.Assign) else parent.target
-        return not (isinstance(target, ast.Name) and target.id.startswith("_"))
-    return isinstance(
-        parent,
-        ast.If | ast.While | ast.BinOp | ast.Compare | ast.UnaryOp | ast.Attribute | ast.Call,
-    ) and not isinstance(parent, ast.withitem)
+def _device(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
+    """HT506: set_device(rank), .to(rank), .cuda(rank), device_ids=[rank], f"cuda:{rank}"."""
+    dotted = facts.syntax.dotted(call.func)
+    values: list[ast.expr] = []
+    ids = keyword(call, "device_ids") or (
+        call.args[1] if last(dotted) in _WRAPPERS and call.args[1:] else None
+    )
+    if isinstance(ids, ast.List):
+        values += ids.elts
+    if dotted in _DEVICE_CALLS:
+        values += call.args
+    elif isinstance(call.func, ast.Attribute) and call.func.attr in ("to", "cuda"):
+        values += call.args[:1]
+    if last(dotted) == "init_process_group":
+        device = keyword(call, "device_id")
+        values += [device] if device is not None else []
+    for value in values:
+        parts = [value]
+        if isinstance(value, ast.JoinedStr):
+            if not any(_TEMPLATE.match(str(constant(one))) for one in value.values[:1]):
+                continue
+            parts = [one.value for one in value.values if isinstance(one, ast.FormattedValue)]
+        if any(rank_origin(facts, part) == "global" for part in parts):
+            text = facts.syntax.code(call.func)
+            yield facts.finding(
+                "HT506", value, f"{text}() takes the rank among all nodes for a device"
+            )
+            return

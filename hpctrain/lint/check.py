@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import HpctrainError
 from hpctrain.lint.arguments import check_arguments
 from hpctrain.lint.catalogue import RULES
-from hpctrain.lint.cluster import check_cluster
 from hpctrain.lint.deepspeed_config import check_deepspeed, check_initialize
 from hpctrain.lint.divergence import check_divergence
 from hpctrain.lint.ignores import without_ignored
 from hpctrain.lint.legacy import check_legacy
 from hpctrain.lint.loading import check_loading
+from hpctrain.lint.patterns import check_patterns
 from hpctrain.lint.precision import check_precision
 from hpctrain.lint.reporting import ProgramFacts
 from hpctrain.lint.rule import LintFinding
@@ -40,14 +40,14 @@ SETTINGS_NAME = "hpctrain.toml"
 _CHECKS = (
     check_divergence,
     check_arguments,
+    check_patterns,
     check_precision,
     check_loading,
     check_legacy,
-    check_cluster,
     check_saving,
     check_initialize,
 )
-_FIXING = (check_precision, check_legacy)
+_FIXING = (check_patterns, check_legacy)
 """Those whose rules have edits."""
 _MOST_ROUNDS = 8
 _TOO_DEEP = "hpctrain did not finish its checks: they need more depth than Python gives them"

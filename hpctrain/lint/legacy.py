@@ -1,4 +1,4 @@
-"""Rules HT401 to HT409: interfaces that torch has left behind, and how calls are rewritten.
+"""Rules HT401, HT402 and HT407: old names of AMP and of variables, and how they are rewritten.
 
 tests/unit/lint/test_rules.py and test_fixes.py hold the promises.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.lint.rule import SourceEdit
 from hpctrain.lint.source import insert_argument, replace_node, span
-from hpctrain.lint.syntax import constant, keyword, last, spreads
+from hpctrain.lint.syntax import constant, last
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,38 +20,15 @@ if TYPE_CHECKING:
 
 _AMP = "torch.cuda.amp"
 _AMP_CODES = {"GradScaler": "HT401", "autocast": "HT402"}
-_DCP = {"load_state_dict": "load", "save_state_dict": "save"}
 _OLD_VARIABLES = frozenset(
     {"NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG", "NCCL_ENABLE_TIMING"}
 )
-_OLD_COLLECTIVES = {
-    "_all_gather_base": "all_gather_into_tensor",
-    "_reduce_scatter_base": "reduce_scatter_tensor",
-}
 
 
 def check_legacy(facts: ProgramFacts) -> Iterator[LintFinding]:
-    """HT401 to HT409."""
+    """HT401, HT402 and HT407."""
     yield from _amp(facts)
-    yield from _checkpoints(facts)
-    yield from _wrappers(facts)
     yield from _variables(facts)
-    for call in facts.syntax.calls:
-        dotted = facts.syntax.dotted(call.func)
-        home, _, name = dotted.rpartition(".")
-        if dotted == "torch.utils.checkpoint.checkpoint" and not spreads_keywords(call):
-            if keyword(call, "use_reentrant") is None:
-                yield facts.finding("HT406", call, "checkpoint() without use_reentrant")
-        elif home == "torch.distributed" and name.endswith("_multigpu"):
-            yield facts.finding("HT408", call, f"torch.distributed has no {name}()")
-        elif home == "torch.distributed" and name in _OLD_COLLECTIVES:
-            edits = _renamed(facts, call, _OLD_COLLECTIVES[name])
-            yield facts.finding("HT409", call, f"{name}() is {_OLD_COLLECTIVES[name]}() now", edits)
-
-
-def spreads_keywords(call: ast.Call) -> bool:
-    """Whether keyword arguments come out of a dictionary."""
-    return any(one.arg is None for one in call.keywords)
 
 
 def _amp(facts: ProgramFacts) -> Iterator[LintFinding]:
@@ -129,48 +106,6 @@ def _amp_imports(facts: ProgramFacts) -> list[ast.ImportFrom]:
         for node in scope.of(ast.ImportFrom)
         if node.module == _AMP
     ]
-
-
-def _checkpoints(facts: ProgramFacts) -> Iterator[LintFinding]:
-    for call in facts.syntax.calls:
-        home, _, name = facts.syntax.dotted(call.func).rpartition(".")
-        if home not in (
-            "torch.distributed.checkpoint",
-            "torch.distributed.checkpoint.state_dict_loader",
-        ):
-            continue
-        if name in _DCP:
-            plain = not call.args[1:] and not spreads(call) and isinstance(call.func, ast.Attribute)
-            by_name = {one.arg for one in call.keywords} <= {
-                "state_dict",
-                "storage_reader",
-                "storage_writer",
-                "planner",
-                "process_group",
-            }
-            edits = _renamed(facts, call, _DCP[name]) if plain and by_name else ()
-            yield facts.finding("HT403", call, f"{name}() is {_DCP[name]}() now", edits)
-
-
-def _renamed(facts: ProgramFacts, call: ast.Call, name: str) -> tuple[SourceEdit, ...]:
-    """Another last name, where the call is written with its module."""
-    if not isinstance(call.func, ast.Attribute):
-        return ()
-    _, end = span(facts.syntax, call.func)
-    return (SourceEdit(end - len(call.func.attr.encode()), end, name),)
-
-
-def _wrappers(facts: ProgramFacts) -> Iterator[LintFinding]:
-    for call in facts.syntax.calls_to("FullyShardedDataParallel", root="torch"):
-        yield facts.finding("HT404", call, "FullyShardedDataParallel() is FSDP1")
-        break
-    several = facts.distributed or facts.mentions("DistributedDataParallel", "init_process_group")
-    for call in facts.syntax.calls_to("DataParallel", root="torch"):
-        if not facts.trains:
-            return
-        if several and any(isinstance(one, ast.If) for one in facts.syntax.outer(call)):
-            continue  # what is left where no launcher has started several ranks
-        yield facts.finding("HT405", call, "DataParallel() drives all GPUs from one process")
 
 
 def _variables(facts: ProgramFacts) -> Iterator[LintFinding]:

@@ -1,4 +1,4 @@
-"""Rules HT301 to HT307: samplers, loaders and their workers.
+"""Rules HT301, HT302 and HT306 to HT308: samplers, loaders and their workers.
 
 tests/unit/lint/test_rules.py holds the promises.
 """
@@ -31,14 +31,11 @@ _BY_OTHERS = (
     "webdataset",
 )
 """Libraries that give ranks samples of their own without a sampler in the program."""
-_MACHINE = frozenset(
-    {"os.cpu_count", "multiprocessing.cpu_count", "torch.multiprocessing.cpu_count"}
-)
-_SAMPLER_PLACE, _WORKERS_PLACE, _PIN_PLACE, _SHUFFLE_PLACE = 3, 5, 7, 2
+_SAMPLER_PLACE, _WORKERS_PLACE, _SHUFFLE_PLACE = 3, 5, 2
 
 
 def check_loading(facts: ProgramFacts) -> Iterator[LintFinding]:
-    """HT301 to HT307."""
+    """HT301, HT302 and HT306 to HT308."""
     yield from _set_epoch(facts)
     loaders = [
         call
@@ -98,22 +95,11 @@ def _loader(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
         and _is_sampler(facts, sampler)
     ):
         yield facts.finding("HT306", call, "DataLoader() is given a sampler and shuffle=True")
-    if workers is None or constant(workers) == 0:
-        yield facts.finding(
-            "HT303", call, "samples are read by the training process: no num_workers"
-        )
-    elif isinstance(workers, ast.Call) and facts.syntax.dotted(workers.func) in _MACHINE:
-        yield facts.finding(
-            "HT305", workers, f"num_workers={facts.syntax.code(workers)} counts the whole node"
-        )
     number = constant(workers)
     if facts.cpus and isinstance(number, int) and number > facts.cpus:
         yield facts.finding("HT308", call, f"{number} workers on {count(facts.cpus, 'CPU')}")
-    pins = argument(call, "pin_memory", _PIN_PLACE)
-    if (pins is None or constant(pins) is False) and facts.mentions("cuda"):
-        yield facts.finding("HT304", call, "copies to the GPU from memory that is not pinned")
     own = given(sampler) or given(keyword(call, "batch_sampler"))
-    if not own and _trains_alone(facts, call, shuffled=is_true(shuffle)):
+    if not own and _trains_alone(facts, call):
         yield facts.finding("HT302", call, "every rank reads all samples: no DistributedSampler")
 
 
@@ -131,7 +117,7 @@ def _is_sampler(facts: ProgramFacts, node: ast.expr) -> bool:
     return len(values) == 1 and isinstance(values[0], ast.Call) and _is_sampler(facts, values[0])
 
 
-def _trains_alone(facts: ProgramFacts, call: ast.Call, *, shuffled: bool) -> bool:
+def _trains_alone(facts: ProgramFacts, call: ast.Call) -> bool:
     """Whether a loader feeds a backward pass of several ranks, and none has a share of its own."""
     if not facts.distributed or not facts.trains or facts.syntax.imports_any(*_BY_OTHERS):
         return False
@@ -143,7 +129,6 @@ def _trains_alone(facts: ProgramFacts, call: ast.Call, *, shuffled: bool) -> boo
     if not isinstance(parent, ast.Assign) or not isinstance(parent.targets[0], ast.Name):
         return False
     name = parent.targets[0].id
-    del shuffled
     return any(
         isinstance(loop, ast.For) and _goes_over(loop.iter, name) and _has_backward(loop)
         for scope in facts.syntax.scopes

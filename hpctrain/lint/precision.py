@@ -1,4 +1,4 @@
-"""Rules HT201 to HT211: precision, scaling, clipping, and the order of a training step.
+"""Rules HT203 to HT205, HT208 to HT211, HT213, HT515 and HT518: the order of a training step.
 
 tests/unit/lint/test_rules.py holds the promises.
 """
@@ -6,12 +6,10 @@ tests/unit/lint/test_rules.py holds the promises.
 from __future__ import annotations
 
 import ast
-import re
 from typing import TYPE_CHECKING
 
 from hpctrain.lint.reporting import exclusive, inside_loop, is_backward
-from hpctrain.lint.source import insert_argument
-from hpctrain.lint.syntax import argument, constant, keyword, last, spreads
+from hpctrain.lint.syntax import constant, given, keyword, last
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,61 +18,18 @@ if TYPE_CHECKING:
     from hpctrain.lint.rule import LintFinding
     from hpctrain.lint.syntax import LintScope
 
-_SEEDING = (
-    "manual_seed",
-    "seed_everything",
-    "set_seed",
-    "set_random_seed",
-    "seed",
-    "manual_seed_all",
-)
-_OTHERS_STEP = (
-    "deepspeed",
-    "accelerate",
-    "lightning",
-    "pytorch_lightning",
-    "transformers",
-    "megatron",
-)
-"""Libraries that scale, clip and reset gradients in a program's place."""
-_SHORT = frozenset({"bfloat16", "float16", "half"})
-_SHORTER = _SHORT | {"amp", "autocast", "bf16", "fp16", "precision", "scaler", "gradscaler"}
-_PART = re.compile(r"[a-z]+[0-9]*")
-_OF_CUDA = "torch.cuda.amp.autocast"
-_WITH_DEVICE = frozenset(
-    {"torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast"}
-)
-_AUTOCASTS = _WITH_DEVICE | {_OF_CUDA, "torch.cpu.amp.autocast"}
-"""torch's own; those of other makers' modules in torch take other arguments."""
 _CLIPS = frozenset({"clip_grad_norm_", "clip_grad_value_"})
 
 
 def check_precision(facts: ProgramFacts) -> Iterator[LintFinding]:
-    """HT201 to HT211."""
-    yield from _autocasts(facts)
+    """HT203 to HT205, HT208 to HT211, HT213, HT515 and HT518."""
     yield from _scalers(facts)
     yield from _steps(facts)
     yield from _items(facts)
     yield from _sharded_later(facts)
     yield from _clipped_shards(facts)
-    for call in facts.syntax.calls_to("MixedPrecision", "MixedPrecisionPolicy", root="torch"):
-        dtype = keyword(call, "reduce_dtype")
-        if dtype is not None and last(facts.syntax.dotted(dtype)) in _SHORT:
-            yield facts.finding("HT214", dtype, f"reduce_dtype={facts.syntax.code(dtype)}")
-    if facts.distributed and facts.trains and not facts.mentions(*_SEEDING):
-        first = next(call for call in facts.syntax.calls if is_backward(call))
-        yield facts.finding("HT206", first, "trains without a seed in this file")
-    if facts.distributed and facts.trains and facts.mentions("cuda") and _is_all_long(facts):
-        first = next(call for call in facts.syntax.calls if is_backward(call))
-        yield facts.finding("HT212", first, "no precision below float32 is named in this file")
-
-
-def _is_all_long(facts: ProgramFacts) -> bool:
-    """Whether neither a name nor a text of the program speaks of a shorter number."""
-    if facts.syntax.imports_any(*_OTHERS_STEP):
-        return False
-    words = " ".join([*facts.words, *(str(one.value) for one in facts.strings)]).lower()
-    return _SHORTER.isdisjoint(_PART.findall(words)) and "mp_policy" not in facts.words
+    yield from _no_sync(facts)
+    yield from _profilers(facts)
 
 
 def _clipped_shards(facts: ProgramFacts) -> Iterator[LintFinding]:
@@ -90,26 +45,6 @@ def _clipped_shards(facts: ProgramFacts) -> Iterator[LintFinding]:
             model = ast.unparse(first.func).removesuffix(".parameters")
             if model in wrapped:
                 yield facts.finding("HT213", call, f"{model} is FSDP1's: its own clip_grad_norm_()")
-
-
-def _autocasts(facts: ProgramFacts) -> Iterator[LintFinding]:
-    scaled = any("scaler" in word.lower() for word in facts.words)
-    helped = facts.syntax.imports_any(*_OTHERS_STEP)
-    for call in facts.syntax.calls_to("autocast", root="torch"):
-        dotted = facts.syntax.dotted(call.func)
-        if dotted not in _AUTOCASTS:
-            continue
-        old = dotted not in _WITH_DEVICE
-        dtype = keyword(call, "dtype") or (None if old else argument(call, "dtype", 1))
-        if not old and not call.args and keyword(call, "device_type") is None and not spreads(call):
-            edits = insert_argument(facts.syntax, call, '"cuda"')
-            yield facts.finding("HT207", call, "autocast() needs its device type", edits)
-        kind = last(facts.syntax.dotted(dtype)) if dtype is not None else ""
-        if kind in ("float16", "half") and facts.trains and not scaled and not helped:
-            yield facts.finding("HT201", call, "gradients of float16 without a GradScaler")
-        device = constant(argument(call, "device_type", 0))
-        if dtype is None and (dotted == _OF_CUDA or device == "cuda") and not spreads(call):
-            yield facts.finding("HT202", call, "autocast() without a dtype is float16 on CUDA")
 
 
 def _scalers(facts: ProgramFacts) -> Iterator[LintFinding]:
@@ -221,7 +156,7 @@ def _no_zero_grad(
         return
     backward = next(call for kind, call, _ in moves if kind == "backward")
     loop = inside_loop(facts.syntax, backward)
-    if loop is None or facts.syntax.imports_any(*_OTHERS_STEP[:1]):
+    if loop is None or facts.syntax.imports_any("deepspeed"):
         return
     yield facts.finding(
         "HT204", steps[0][1], f"{steps[0][2]}.step() in a loop that never calls zero_grad()"
@@ -283,3 +218,60 @@ def _sharded_later(facts: ProgramFacts) -> Iterator[LintFinding]:
         if later:
             message = f"it holds what {model} was before fully_shard() at line {later[0].lineno}"
             yield facts.finding("HT211", call, message)
+
+
+def _profilers(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """HT518: a profiler with a schedule whose name is neither stepped nor given away."""
+    for call in facts.syntax.calls_to("profile", root="torch.profiler"):
+        holder = facts.syntax.parents[call]
+        name = holder.optional_vars if isinstance(holder, ast.withitem) else None
+        if not isinstance(name, ast.Name) or not given(keyword(call, "schedule")):
+            continue
+        uses = [
+            one
+            for one in facts.syntax.scope_of[call].of(ast.Name)
+            if one.id == name.id and isinstance(one.ctx, ast.Load)
+        ]
+        elsewhere = [
+            one for one in uses if not isinstance(facts.syntax.parents[one], ast.Attribute)
+        ]
+        stepped = [
+            one for one in uses if facts.syntax.dotted(facts.syntax.parents[one]).endswith(".step")
+        ]
+        if not stepped and not elsewhere:
+            yield facts.finding("HT518", call, f"{name.id}.step() is never called")
+
+
+def _no_sync(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """HT515: `optimizer.step()` under `% accumulation`, DDP, and no no_sync in the file."""
+    if not facts.mentions("DistributedDataParallel"):
+        return
+    if facts.mentions("no_sync", "require_backward_grad_sync", "set_requires_gradient_sync"):
+        return
+    for call in facts.syntax.calls:
+        if not is_backward(call):
+            continue
+        loop = inside_loop(facts.syntax, call)
+        for node in ast.walk(loop) if loop is not None else ():
+            if isinstance(node, ast.If) and _is_each_nth(node.test) and _steps_in(node):
+                yield facts.finding(
+                    "HT515",
+                    call,
+                    f"every backward() reduces, and line {node.lineno} steps now and then",
+                )
+                return
+
+
+def _is_each_nth(test: ast.expr) -> bool:
+    return any(isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod) for one in ast.walk(test))
+
+
+def _steps_in(node: ast.If) -> bool:
+    return any(
+        isinstance(one, ast.Call)
+        and isinstance(one.func, ast.Attribute)
+        and one.func.attr == "step"
+        and "opt" in ast.unparse(one.func.value).lower()
+        for part in node.body
+        for one in ast.walk(part)
+    )

@@ -75,6 +75,24 @@ class ProgramFacts:
         """Whether it starts its ranks itself, on one machine, by torch.multiprocessing."""
         return any(True for _ in self.syntax.calls_to("spawn", "start_processes", "Process"))
 
+    @cached_property
+    def on_gpus(self) -> bool:
+        """Whether it brings something to a GPU whatever there is."""
+        return not self.mentions("is_available") and any(
+            isinstance(call.func, ast.Attribute) and call.func.attr == "cuda" and not call.args
+            for call in self.syntax.calls
+        )
+
+    @cached_property
+    def all_names(self) -> str:
+        """All identifiers in small letters, in one line each."""
+        return "\n".join(sorted(self.words)).lower()
+
+    @cached_property
+    def all_texts(self) -> str:
+        """All texts in small letters, in lines of their own."""
+        return "\n".join(str(one.value) for one in self.strings).lower()
+
     def imports_where(self, holds: Callable[[ModuleSummary], bool]) -> bool:
         """Return whether something holds for a module of the folder that is imported."""
         if self.folder is None:

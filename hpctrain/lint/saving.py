@@ -1,4 +1,4 @@
-"""Rules HT511, HT512, HT601 to HT605 and HT608: signals, saves and loads.
+"""Rules HT511, HT512, HT601, HT605 and HT608: signals, saves and loads.
 
 tests/unit/lint/test_rules.py holds the promises.
 """
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hpctrain.lint.begins_anew import begins_anew
 from hpctrain.lint.dependence import RANKS
 from hpctrain.lint.reporting import for_main_only
-from hpctrain.lint.syntax import argument, constant, given, keyword, last, spreads
+from hpctrain.lint.syntax import argument, constant, last, spreads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,14 +23,13 @@ if TYPE_CHECKING:
 _SAVES = frozenset(
     {"save_checkpoint", "save_model", "save_state", "save_state_dict", "save_pretrained"}
 )
-_SWAPS = ("replace", "rename", "link", "move", "renames")
 _SHARDS = (".distcp",)
 _FOLDER_NAME_NUMBER = 2
 """Steps up which the parts of a path are followed."""
 
 
 def check_saving(facts: ProgramFacts) -> Iterator[LintFinding]:
-    """HT511, HT512, HT601 to HT605 and HT608."""
+    """HT511, HT512, HT601, HT605 and HT608."""
     if "save" in facts.syntax.text and (anew := begins_anew(facts.syntax.text, ())) is not None:
         loads = f"loads one only with {anew.option.name}" if anew.option else "loads none"
         yield facts.finding("HT608", anew.save, f"it saves checkpoints here, and {loads}")
@@ -89,8 +88,6 @@ def _words(node: ast.expr) -> str:
 
 
 def _save(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
-    if facts.trains and not facts.mentions(*_SWAPS) and facts.distributed:
-        yield facts.finding("HT602", call, "torch.save() writes under the final name")
     path = argument(call, "f", 1)
     if path is not None and not spreads(call):
         yield from _shared_file(facts, call, path)
@@ -202,11 +199,6 @@ def _load(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
     path = argument(call, "f", 0)
     if path is None or spreads(call):
         return
-    weights = keyword(call, "weights_only")
-    if weights is None or constant(weights) is False:
-        yield facts.finding("HT603", call, "the file may run code: weights_only is not set")
-    if not given(argument(call, "map_location", 1)) and facts.distributed:
-        yield facts.finding("HT604", call, "torch.load() without map_location")
     text = " ".join(str(one.value) for one in ast.walk(path) if isinstance(one, ast.Constant))
     sharded = any(ending in text for ending in _SHARDS)
     by_rank = facts.distributed and _by_rank(facts, path)

@@ -272,7 +272,12 @@ def comes_from(dotted: str, root: str) -> bool:
     """Return whether a name is of a package, and not of another maker's module inside torch."""
     if dotted != root and not dotted.startswith(f"{root}."):
         return False
-    return not dotted.startswith(_VENDORS)
+    return not is_vendors(dotted)
+
+
+def is_vendors(dotted: str) -> bool:
+    """Return whether a name is of another maker's module inside torch."""
+    return dotted.startswith(_VENDORS)
 
 
 def _is_of_later_python(text: str, error: SyntaxError) -> bool:

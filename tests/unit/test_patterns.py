@@ -32,6 +32,16 @@ OPEN: dict[tuple[str, str], tuple[str, ...]] = {
     ("hpctrain.lint.check", "re.match(re.escape(path) + ':(\\\\d+): ', str(error))"): (
         r"/a/config\.toml:(\d+): ",
     ),
+    **{  # the rules' own, in rules/*.toml: see the test of the rules
+        ("hpctrain.lint.patterns", call): ()
+        for call in (
+            "re.search(self.names_not, facts.all_names)",
+            "re.search(self.texts_not, facts.all_texts)",
+            "re.search(rest, literal)",
+            "re.match(pattern.value, str(literal))",
+            "re.compile('|'.join((re.escape(name).replace('\\\\*', '.*') for name in self.call)))",
+        )
+    },
     (
         "hpctrain.scheduler.slurm.facts",
         "re.split(f'^(?={head}=)', text, flags=re.MULTILINE)",
@@ -107,6 +117,28 @@ def test_no_text_keeps_a_pattern_of_the_signatures_busy():
     ]
 
     assert len(found) > 170
+    assert slow(found) == []
+
+
+def test_no_text_keeps_a_pattern_of_the_rules_of_lint_busy():
+    from hpctrain.lint.patterns import packaged_patterns
+
+    rules = packaged_patterns()
+    texts = [(one.code, text) for one in rules for text in (one.names_not, one.texts_not) if text]
+    texts += [
+        (one.code, word.removeprefix("like "))
+        for one in rules
+        for test in one.args
+        for word in test.any_of
+        if word.startswith("like ")
+    ]
+    found = [Found(text, 0, frozenset({"search"}), code) for code, text in texts]
+    found += [Found(one.value, 0, frozenset({"match"}), one.code) for one in rules if one.value]
+    found += [
+        Found(one.finds_calls.pattern, 0, frozenset({"fullmatch"}), one.code) for one in rules
+    ]
+
+    assert len(found) > 50
     assert slow(found) == []
 
 

@@ -1,4 +1,4 @@
-"""Reads cases.txt: programs for each rule, which it must find, and must not."""
+"""Programs that each rule must find, and must not: of cases.txt, and of the rules' own rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-PRELUDE = "import os\nimport torch\nimport torch.distributed as dist\n"
+from hpctrain.lint.catalogue import PRELUDE, ROWS
+
 NAMES = {"": "program.py", "cpus": "program.py", "json": "ds_config.json", "toml": "hpctrain.toml"}
 CPUS = {"cpus": 4}
 """Of a rank, in cases that say so."""
@@ -45,6 +46,11 @@ def read_cases() -> list[Case]:
                 CPUS.get(form),
             )
         )
+    for row in ROWS:
+        for kind, programs in row.programs.items():
+            for text in programs:
+                number = len(cases)
+                cases.append(Case(row.rule.code, kind, NAMES[""], PRELUDE + text, number, None))
     return cases
 
 
