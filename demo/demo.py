@@ -30,7 +30,7 @@ from hpctrain.run.layout import RunDir
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpctrain.run.event_kind import LedgerFact
+    from hpctrain.run.event_fields import LedgerFact
 
 F = TypeVar("F", bound="LedgerFact")
 TOP = Path(__file__).resolve().parents[1]

@@ -13,7 +13,7 @@ from typing import Any
 from hpctrain.base.records import EndReason, Next, StopCause
 from hpctrain.run import event_fields as check
 from hpctrain.run import event_types  # noqa: F401 - they enter KINDS
-from hpctrain.run.event_kind import KINDS, NEEDED, LedgerFact
+from hpctrain.run.event_fields import KINDS, NEEDED, LedgerFact
 
 PAGE = Path(__file__).parent / "development" / "ledger.md"
 PART = re.compile(r"(<!-- events: [^\n]*\n).*?(<!-- end of events -->)", re.DOTALL)

@@ -19,8 +19,7 @@ from hpctrain.site.sheet import build, take_apart
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from hpctrain.site.preset import PresetValue, Site
-    from hpctrain.site.schema import Partition
+    from hpctrain.site.schema import Partition, PresetValue, Site
     from hpctrain.site.sheet import SiteFileValues
 
 TOP = Path(__file__).resolve().parents[1]

@@ -356,7 +356,7 @@ def cancel(
     from hpctrain.history.run_history import RunHistory
     from hpctrain.run.ownership import own_spec
     from hpctrain.status.reader import ask
-    from hpctrain.submit.cancel import cancel_run
+    from hpctrain.submit.live_job import cancel_run
 
     run_dir = find_run(run, runs=runs)
     follow_folder(run_dir.root)

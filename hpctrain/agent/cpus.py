@@ -173,7 +173,7 @@ def _from_map(spec: Spec, environ: Mapping[str, str]) -> list[Cpus]:
     """The preset's map, for the GPUs that the job was given."""
     if spec.preset is None:
         return []
-    from hpctrain.site.preset import Site
+    from hpctrain.site.schema import Site
 
     with contextlib.suppress(ValueError):
         near = [cpus_of(text) for text in Site.from_plain(spec.preset).cpus.of_gpu]

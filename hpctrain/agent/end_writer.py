@@ -19,8 +19,8 @@ from hpctrain.errors import ClusterError
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run import event_types as kinds
 from hpctrain.run import events as ledger
+from hpctrain.run.attempt_files import read_heartbeat
 from hpctrain.run.event_fields import count, member
-from hpctrain.run.heartbeat import read_heartbeat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         EndDecision,
         EndFacts,
     )
-    from hpctrain.run.event_kind import LedgerFact
+    from hpctrain.run.event_fields import LedgerFact
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import JobControl
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from hpctrain.agent.stop_deadline import StopDeadline
     from hpctrain.base.records import FailureReport, JobContext, JobFacts
     from hpctrain.errors import CheckpointError
-    from hpctrain.run.event_kind import LedgerFact
+    from hpctrain.run.event_fields import LedgerFact
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import JobControl
     from hpctrain.settings.spec import Spec

@@ -81,7 +81,7 @@ class RankEnvironment:
         self._context = context
         self._site = None
         if spec.preset is not None:
-            from hpctrain.site.preset import Site
+            from hpctrain.site.schema import Site
 
             self._site = Site.from_plain(spec.preset)
         self._job = dict(os.environ)

@@ -24,9 +24,9 @@ from hpctrain.control import pulse
 from hpctrain.control.board import BOARD, Board, read_counts
 from hpctrain.errors import HpctrainError
 from hpctrain.hangs import stacks
-from hpctrain.hangs.counts import CountsByTick, JobCounts
+from hpctrain.hangs.evidence import evidence_of, plain_of, plain_stand, stand_of
 from hpctrain.hangs.look import RankProcess, look
-from hpctrain.hangs.plain import evidence_of, plain_of, plain_stand, stand_of
+from hpctrain.hangs.outliers import CountsByTick, JobCounts
 from hpctrain.hangs.standing import RankPulse, Standing, in_words
 from hpctrain.hangs.suspicion import JobLook, Suspicion, Used
 from hpctrain.run.event_types import HangCleared, HangFound, HangSuspected, RanksOutOfStep
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from hpctrain.agent.rendezvous import SignedStore
     from hpctrain.hangs.standing import HangLimits
-    from hpctrain.run.event_kind import LedgerFact
+    from hpctrain.run.event_fields import LedgerFact
 
 log = logging.getLogger("hpctrain.agent")
 

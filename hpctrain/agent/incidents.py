@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpctrain.agent.notify import Notification
     from hpctrain.history.run_history import RunHistory
     from hpctrain.history.run_records import AttemptRecord
-    from hpctrain.run.event_kind import LedgerFact
+    from hpctrain.run.event_fields import LedgerFact
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.schema import NotifySettings
 

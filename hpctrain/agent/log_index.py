@@ -4,8 +4,8 @@ Ranks write their logs themselves, so that a line is there even when everything 
 looks at how long the logs are. It asks this node's kernel where a rank's output stands, and the
 file system only where that is no answer. It runs in a thread of its own and makes system calls
 only: a file system that stalls must keep neither the agent's watch nor a fork waiting. What cannot
-be written is left out. `run/log_files.py` says what is written; tests/unit/agent/test_log_index.py
-holds the promises.
+be written is left out. `run/attempt_files.py` says what is written.
+tests/unit/agent/test_log_index.py holds the promises.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 from typing import TYPE_CHECKING, Self
 
 from hpctrain.base import clock
-from hpctrain.run.log_files import LogMark, mark_line, times_path
+from hpctrain.run.attempt_files import LogMark, mark_line, times_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

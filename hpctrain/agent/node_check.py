@@ -106,7 +106,7 @@ class NodeCheck:
     def _order(self) -> Order:
         site = None
         if self._spec.preset is not None:
-            from hpctrain.site.preset import Site
+            from hpctrain.site.schema import Site
 
             site = Site.from_plain(self._spec.preset)
         nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpctrain.agent.stop_notice import StopNotice
     from hpctrain.base.records import FailureReport
     from hpctrain.errors import CheckpointError
-    from hpctrain.run.event_kind import LedgerFact
+    from hpctrain.run.event_fields import LedgerFact
     from hpctrain.run.event_types import RanksAwaited
     from hpctrain.run.fence import Attempt
 

@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING
 from hpctrain.base import clock
 from hpctrain.base.text import count
 from hpctrain.check import forecast
+from hpctrain.check.forecast import past_saves
 from hpctrain.check.import_probe import try_imports
 from hpctrain.check.lines import FAIL, NOT_KNOWN, NOTE, OK, CheckLine, CheckList
-from hpctrain.check.past import past_saves
 from hpctrain.errors import ClusterError, HpctrainError
 from hpctrain.preflight import report as nodes_report
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.base import get_cluster
 from hpctrain.settings.check import node_range, time_s
 from hpctrain.settings.schema import Settings
-from hpctrain.site.preset import Site
+from hpctrain.site.schema import Site
 from hpctrain.submit.checks import ranks_python
 from hpctrain.submit.preflight import check_login
 from hpctrain.submit.prepare import SubmitRequest, prepare
-from hpctrain.submit.program_source import (
+from hpctrain.submit.program import (
     GOES_ON,
     ProgramImports,
     WantedImport,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from hpctrain.submit.program_source import WantedImport
+    from hpctrain.submit.program import WantedImport
 
 PATIENCE_S = 180.0
 """torch with all that a large program has beside it, from a file system that is asked first."""

@@ -146,13 +146,13 @@ def _write(checks: CheckList, junit: str, sarif: str) -> None:
     from hpctrain.base.files import replace_text
 
     if junit:
-        from hpctrain.check.render import junit as as_junit
+        from hpctrain.check.lines import junit as as_junit
 
         replace_text(Path(junit), as_junit(checks))
     if sarif:
         import json
 
-        from hpctrain.check.render import sarif as as_sarif
+        from hpctrain.check.lines import sarif as as_sarif
 
         replace_text(Path(sarif), json.dumps(as_sarif(checks), indent=1) + "\n")
 

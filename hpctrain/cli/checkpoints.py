@@ -80,7 +80,7 @@ def list_command(runs: Path, run: str, *, as_json: bool) -> None:
 
 def _echo_rows(rows: list[dict[str, Any]]) -> None:
     from hpctrain.drawing import echo_table
-    from hpctrain.status.evaluation_lines import metrics_in_words
+    from hpctrain.status.run_lines import metrics_in_words
 
     judged = any(row["evaluation"] for row in rows)
     cells = [

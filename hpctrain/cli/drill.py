@@ -239,7 +239,9 @@ def _end(run: Any, runs: Path) -> None:
 
 def _tell(course: Course, faults: list[DrillFault], page: str | None, *, as_json: bool) -> int:
     from hpctrain.base.files import replace_text
-    from hpctrain.drill import text
+    from hpctrain.drill.course import as_json as results_json
+    from hpctrain.drill.course import page as results_page
+    from hpctrain.drill.course import row, summary
     from hpctrain.terminal import echo_json
 
     width = shutil.get_terminal_size((100, 24)).columns
@@ -249,14 +251,14 @@ def _tell(course: Course, faults: list[DrillFault], page: str | None, *, as_json
     for result in course.drill(faults):
         results.append(result)
         if not as_json:
-            click.echo(text.row(result, width))
+            click.echo(row(result, width))
     if page is not None:
         is_html = page.endswith((".html", ".htm"))
-        replace_text(Path(page), text.page(course.run.name, results, html=is_html))
+        replace_text(Path(page), results_page(course.run.name, results, html=is_html))
     if as_json:
-        echo_json(text.as_json(course.run.name, results))
+        echo_json(results_json(course.run.name, results))
     else:
-        click.echo(text.summary(results))
+        click.echo(summary(results))
     broken = [one.fault.name for one in results if one.verdict.outcome == "broken"]
     if broken:
         raise ChecksFailed(f"a promise was broken: {', '.join(broken)}")

@@ -118,8 +118,8 @@ class Reading:
     """
 
     def __init__(self, run: RunDir, lines: EventLines) -> None:
+        from hpctrain.run.attempt_files import LogFile
         from hpctrain.run.events import LONGEST_BYTES
-        from hpctrain.run.log_files import LogFile
 
         self.turns: list[Event] = []
         self.printed = 0

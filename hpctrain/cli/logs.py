@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.history.run_history import RunHistory
-    from hpctrain.logs.printer import LogSelection
+    from hpctrain.logs.sections import LogSelection
     from hpctrain.run.layout import RunDir
 
 _MANY = 5
@@ -81,8 +81,7 @@ def command(
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
     from hpctrain.errors import UsageError
-    from hpctrain.logs.printer import LogSelection
-    from hpctrain.logs.sections import both
+    from hpctrain.logs.sections import LogSelection, both
     from hpctrain.run.find_run import find_run
 
     if context and not err and grep is None:
@@ -122,7 +121,7 @@ def _print(
     run: RunDir, choice: LogSelection, *, follow: bool, tail: int | None, ranks: str
 ) -> None:
     from hpctrain.logs.follow import EndWatch, Follower, LedgerTail, told_by
-    from hpctrain.logs.printer import Printer
+    from hpctrain.logs.sections import Printer
 
     ledger = LedgerTail(run)
     printer = Printer(run, sys.stdout.buffer, choice, live=follow)

@@ -255,8 +255,8 @@ def complete_run(
 
     from click.shell_completion import CompletionItem
 
+    from hpctrain.run.find_run import indexed
     from hpctrain.run.layout import RunDir, runs_root
-    from hpctrain.run.run_index import indexed
 
     if "/" in incomplete or incomplete.startswith("."):
         return [CompletionItem(incomplete, type="dir")]

@@ -14,8 +14,7 @@ import click
 from hpctrain.cli.options import complete_site, json_option
 
 if TYPE_CHECKING:
-    from hpctrain.site.preset import Site
-    from hpctrain.site.schema import Partition
+    from hpctrain.site.schema import Partition, Site
     from hpctrain.strategy.choice import StrategyPlan
     from hpctrain.strategy.reading import ModelSource
     from hpctrain.strategy.rows import PlanRequest, Row

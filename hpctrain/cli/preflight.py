@@ -27,7 +27,7 @@ from hpctrain.cli.options import (
 if TYPE_CHECKING:
     from hpctrain.preflight.report import PreflightReport, Result
     from hpctrain.settings.spec import Spec
-    from hpctrain.site.preset import Site
+    from hpctrain.site.schema import Site
     from hpctrain.submit.preflight import Preflight
 
 EXAMPLES = """\b
@@ -132,7 +132,7 @@ def _login(flags: dict[str, Any]) -> tuple[Spec | None, Site | None, Path, list[
     """T0: what would be submitted, and what is to be said of it."""
     from hpctrain.errors import ChecksFailed, ClusterError
     from hpctrain.preflight.report import OK, WARN, Result
-    from hpctrain.site.preset import Site
+    from hpctrain.site.schema import Site
     from hpctrain.submit.preflight import check_login, refused
     from hpctrain.submit.prepare import SubmitRequest, prepare
 

@@ -132,7 +132,7 @@ def _show(run: RunDir, name: str, *, as_json: bool) -> None:
 
 def _print(run: RunDir, profiles: list[Profile], *, as_json: bool) -> None:
     from hpctrain.profile.files import nsys_reports
-    from hpctrain.profile.text import as_text
+    from hpctrain.profile.verdict import as_text
 
     reports = nsys_reports(run.profile)
     if as_json:

@@ -19,7 +19,7 @@ from hpctrain.cli.options import complete_run, json_option, runs_option
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.history.slow_nodes import NodePast
+    from hpctrain.history.incidents import NodePast
     from hpctrain.report.gather import ReportData
     from hpctrain.run.layout import RunDir
 
@@ -143,7 +143,7 @@ def _tell_nodes(named: Sequence[str], runs: Path, *, as_json: bool) -> None:
     """Which nodes were found slow: by the ledgers alone, no scheduler is asked."""
     from dataclasses import asdict
 
-    from hpctrain.history.slow_nodes import MARKERS, node_pasts
+    from hpctrain.history.incidents import MARKERS, node_pasts
     from hpctrain.run.events import read_marked
     from hpctrain.run.find_run import find_run, look_into
     from hpctrain.terminal import echo_json, echo_note

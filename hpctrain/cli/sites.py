@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from hpctrain.site.detect import Detected, Match
     from hpctrain.site.environment import Environment
-    from hpctrain.site.preset import PresetFinding, Site
+    from hpctrain.site.schema import PresetFinding, Site
 
 BROKEN = "broken"
 _RUN_DIR = "RUN/attempts/N"
@@ -114,7 +114,7 @@ def _listed(name: str, files: list[tuple[str, Path]]) -> dict[str, Any]:
 
 def _files(row: dict[str, Any]) -> str:
     """The packaged file by its name, others by their path: they are what an admin looks for."""
-    from hpctrain.site.preset import PACKAGED
+    from hpctrain.site.schema import PACKAGED
 
     return ", ".join(
         PACKAGED if one["layer"] == PACKAGED else str(one["path"]) for one in row["files"]
@@ -191,7 +191,7 @@ def _derived(site: Site, nodes: int, assume: dict[str, str]) -> Environment:
 def _site_plain(site: Site, derived: Environment | None) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from hpctrain.site.preset import dotted
+    from hpctrain.site.schema import dotted
 
     plain: dict[str, Any] = {"name": site.name}
     plain |= {key: getattr(site.about, key) for key in _ABOUT}
@@ -222,7 +222,7 @@ def _echo_head(site: Site) -> None:
 def _echo_values(site: Site, *, origin: bool) -> None:
     from hpctrain.drawing import echo_table
     from hpctrain.settings.fields import shown
-    from hpctrain.site.preset import dotted
+    from hpctrain.site.schema import dotted
 
     rows: list[tuple[object, ...]] = []
     for path, leaf in site.leaves.items():

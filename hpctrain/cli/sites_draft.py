@@ -16,7 +16,7 @@ from hpctrain.cli.options import json_option, site_argument
 
 if TYPE_CHECKING:
     from hpctrain.preflight.facts import NodeFacts
-    from hpctrain.submit.sbatch_test import SbatchTrial
+    from hpctrain.submit.preflight import SbatchTrial
 
 OF_PRESETS = "slurm"
 """The scheduler whose clusters presets describe."""
@@ -45,7 +45,7 @@ def init_command(*, source: str | None, name: str | None, output: Path | None) -
 
     from hpctrain.errors import UsageError
     from hpctrain.scheduler.base import get_cluster
-    from hpctrain.site.draft import draft, site_name
+    from hpctrain.site.detect import draft, site_name
 
     if source is None:
         raise click.UsageError("nothing to draft from; say --from-slurm.")
@@ -75,7 +75,7 @@ def probe_command(*, as_toml: bool, as_json: bool) -> None:
     Run it on a compute node, as in `srun -N1 hpctrain sites probe`. Changes nothing.
     """
     from hpctrain.errors import UsageError
-    from hpctrain.preflight.draft import draft
+    from hpctrain.preflight.facts import draft
     from hpctrain.preflight.probe import probe
     from hpctrain.terminal import echo_json
 
@@ -157,7 +157,7 @@ def test_command(
 
     from hpctrain.errors import ChecksFailed
     from hpctrain.scheduler.base import get_cluster
-    from hpctrain.submit.sbatch_test import Asked, try_site
+    from hpctrain.submit.preflight import Asked, try_site
     from hpctrain.terminal import echo_json
 
     asked = Asked(name, partition, nodes, account)

@@ -247,7 +247,7 @@ def _environment(spec: Spec) -> dict[str, str]:
 
 def _report(submitted: SubmittedRun, *, wait: bool, as_json: bool) -> int:
     """Print what was made; with `wait` look on until its first step. Returns the exit code."""
-    from hpctrain.submit.program_source import hears_requests
+    from hpctrain.submit.program import hears_requests
     from hpctrain.terminal import echo_warning
 
     prepared, run, job_id = submitted.prepared, submitted.run, submitted.job_id

@@ -49,13 +49,12 @@ def command(
     import os
     from pathlib import Path
 
+    from hpctrain.run.find_run import IndexedRun, record
     from hpctrain.run.layout import RunDir, runs_root
     from hpctrain.run.ownership import own_spec
-    from hpctrain.run.run_index import IndexedRun, record
     from hpctrain.settings.check import engine_flags
     from hpctrain.submit.change import ResumeRequest, change_spec
-    from hpctrain.submit.live_job import refuse_alive
-    from hpctrain.submit.own_job import as_own_run
+    from hpctrain.submit.live_job import as_own_run, refuse_alive
     from hpctrain.submit.prepare import SubmitRequest, create_run, prepare
     from hpctrain.terminal import echo_warning
 

@@ -7,17 +7,21 @@ signalled that is not this run's. tests/unit/drill/test_hands.py holds the promi
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from hpctrain.base import clock
 from hpctrain.checkpoint.format.manifest import parse_step
+from hpctrain.drill.judging import WRITTEN_ELSEWHERE
 
 if TYPE_CHECKING:
     from hpctrain.run.layout import RunDir
+
 
 _LOG = re.compile(r"rank-(\d+)\.log")
 _BLOCK = 4096
@@ -158,3 +162,57 @@ def damage(folder: Path, *, cut: bool) -> None:
         at = max(0, size - min(size, _BLOCK) // 2 - 1)
         (value,) = os.pread(file.fileno(), 1, at)
         os.pwrite(file.fileno(), bytes([value ^ 1]), at)
+
+
+_CACHESTAT = 451
+"""The number of the call, the same on every architecture."""
+_PROBE = b"\x5a" * 65536
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recent")
+    )
+
+
+def unflushed_pages(descriptor: int) -> tuple[int, int] | None:
+    """Pages of a file that are on no disk yet, and all that are in memory; None: nobody can say."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    pages = _Pages()
+    whole = _Range(0, 0)
+    if libc.syscall(_CACHESTAT, descriptor, ctypes.byref(whole), ctypes.byref(pages), 0) != 0:
+        return None
+    return int(pages.dirty + pages.writeback), int(pages.cached)
+
+
+def unflushed_files(folder: Path) -> list[str] | str:
+    """Names of the files in a folder with bytes that a power cut would take.
+
+    Returns:
+        The names, or why nobody can say.
+    """
+    with tempfile.TemporaryFile(dir=folder.parent, buffering=0) as probe:
+        probe.write(_PROBE)
+        seen = unflushed_pages(probe.fileno())
+    if seen is None:
+        return "this kernel does not tell what lies in memory alone (cachestat, Linux 6.5)"
+    if not seen[0]:
+        return "this file system does not tell what lies in memory alone"
+    unflushed, cached = [], 0
+    for path in sorted(one for one in folder.iterdir() if one.is_file()):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            pages = unflushed_pages(descriptor)
+        finally:
+            os.close(descriptor)
+        if pages is None:
+            return f"{path.name} cannot be asked about"
+        cached += pages[1]
+        unflushed += [path.name] if pages[0] else []
+    if not cached:
+        return WRITTEN_ELSEWHERE
+    return unflushed

@@ -29,9 +29,8 @@ from hpctrain.engines.native import Native, shard
 from hpctrain.engines.precision import precision_of
 from hpctrain.engines.pretrained import open_folder
 from hpctrain.errors import UsageError
-from hpctrain.plan.decoders import shape_of_config
+from hpctrain.plan.limits import refusal, shape_of_config
 from hpctrain.plan.mesh import plan_mesh
-from hpctrain.plan.versions import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from hpctrain.engines.blocks import find_blocks
 from hpctrain.errors import UsageError
-from hpctrain.plan.balance import balance
+from hpctrain.plan.limits import balance
 from hpctrain.plan.mesh import stages_per_rank
 from hpctrain.world import one_line
 

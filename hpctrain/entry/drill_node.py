@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.drill import hands
-from hpctrain.drill.flushed import unflushed_files
+from hpctrain.drill.hands import unflushed_files
 from hpctrain.run.layout import RunDir
 
 if TYPE_CHECKING:

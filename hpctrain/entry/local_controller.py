@@ -30,7 +30,7 @@ from hpctrain.plan.decide import EXIT_STOPPED
 from hpctrain.run.layout import RunDir
 from hpctrain.run.ownership import job_spec
 from hpctrain.scheduler.local import client
-from hpctrain.scheduler.local.control import LocalControl
+from hpctrain.scheduler.local.client import LocalControl
 
 if TYPE_CHECKING:
     from hpctrain.entry.local_nodes import Node

@@ -18,7 +18,7 @@ from hpctrain.base.log import configure  # noqa: E402
 from hpctrain.base.records import JobContext  # noqa: E402
 from hpctrain.errors import OF_A_DISK, HpctrainError  # noqa: E402
 from hpctrain.run.layout import RunDir  # noqa: E402
-from hpctrain.scheduler.local.control import LocalControl  # noqa: E402
+from hpctrain.scheduler.local.client import LocalControl  # noqa: E402
 
 log = logging.getLogger("hpctrain.entry")
 

@@ -42,7 +42,7 @@ from hpctrain.base.process import free_port
 from hpctrain.errors import ClusterError, ClusterUnreachable, HpctrainError, UsageError
 from hpctrain.scheduler.slurm.command import run as run_command
 from hpctrain.scheduler.slurm.environment import KILL_WAIT_S, own_job_id, own_restarts, resolves
-from hpctrain.scheduler.slurm.parse import (
+from hpctrain.scheduler.slurm.jobs import (
     parse_config_seconds,
     parse_jobs,
     parse_records,
@@ -254,7 +254,7 @@ def _staging(root: str) -> list[str]:
     if not run.staging.exists():
         return []
     from hpctrain.run.staging import Staging, read_staging
-    from hpctrain.scheduler.slurm.staging import shell_variables
+    from hpctrain.scheduler.slurm.script import shell_variables
 
     try:
         staging = read_staging(run)
@@ -267,7 +267,7 @@ def _staged(root: Path, lines: Iterable[str], *, way: str, seconds: float, why: 
     """Write down what became of it, in the ledger and in the job's log."""
     from hpctrain.run import events as ledger
     from hpctrain.run.layout import RunDir
-    from hpctrain.scheduler.slurm.staging import outcome
+    from hpctrain.scheduler.slurm.script import outcome
     from hpctrain.status.event_lines import staged
 
     nodes = read_nodes(os.environ.get("SLURM_JOB_NODELIST", ""))

@@ -15,16 +15,15 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.base.records import EndReason
-from hpctrain.history.allocations import allocations_of
-from hpctrain.history.attempts import committed_steps
-from hpctrain.history.stillness import StoodStill, moved_by, spread, within
+from hpctrain.history.attempts import allocations_of, committed_steps
+from hpctrain.history.run_records import StoodStill, moved_by, spread, within
 from hpctrain.history.telling import telling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from hpctrain.base.records import JobStart
-    from hpctrain.history.allocations import Allocation
+    from hpctrain.history.attempts import Allocation
     from hpctrain.history.run_history import RunHistory
     from hpctrain.history.run_records import AttemptRecord
 

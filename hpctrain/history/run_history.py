@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.base.records import INCIDENT, Skipped
-from hpctrain.history import stillness
+from hpctrain.history import run_records
 from hpctrain.history.run_records import (
     AttemptRecord,
     Failure,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from hpctrain.base.records import EndReason
-    from hpctrain.run.event_kind import LedgerFact
+    from hpctrain.run.event_fields import LedgerFact
     from hpctrain.run.events import Event
     from hpctrain.run.layout import RunDir
 
@@ -250,7 +250,7 @@ def _steps(attempt: AttemptRecord, t: float, fact: facts.StepsDone) -> None:
         return
     if not attempt.marks and attempt.first_step is None:  # a torn ledger
         attempt.first_step = t - (fact.seconds or 0.0)
-    stillness.goes_on(attempt, t)
+    run_records.goes_on(attempt, t)
     attempt.marks.append(StepMark(t, attempt.number, fact))
     attempt.moved(fact.last)
 
@@ -290,16 +290,16 @@ def _paused(attempt: AttemptRecord, _: float, fact: facts.RestartPaused) -> None
 
 def _hung(attempt: AttemptRecord, t: float, fact: facts.HangSuspected | facts.HangFound) -> None:
     attempt.hang = fact
-    stillness.stands(attempt, t, fact)
+    run_records.stands(attempt, t, fact)
 
 
 def _cleared(attempt: AttemptRecord, t: float, _: facts.HangCleared) -> None:
-    stillness.goes_on(attempt, t)
+    run_records.goes_on(attempt, t)
     attempt.hang = None
 
 
 def _suspended(attempt: AttemptRecord, t: float, fact: facts.JobSuspended) -> None:
-    stillness.suspended(attempt, t, fact)
+    run_records.suspended(attempt, t, fact)
 
 
 def _straggles(attempt: AttemptRecord, _: float, fact: facts.StragglerFound) -> None:
@@ -314,7 +314,7 @@ def _keeps_up(attempt: AttemptRecord, _: float, fact: facts.StragglerGone) -> No
 
 def _awaited(attempt: AttemptRecord, t: float, fact: facts.RanksAwaited) -> None:
     attempt.awaited = fact
-    stillness.awaited_in_vain(attempt, t, fact)
+    run_records.awaited_in_vain(attempt, t, fact)
 
 
 def _ended(attempt: AttemptRecord, t: float, fact: facts.AttemptEnded) -> None:

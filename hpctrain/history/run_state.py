@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpctrain.base.records import JobInfo
-    from hpctrain.run.event_kind import LedgerFact
+    from hpctrain.run.event_fields import LedgerFact
 
 EXIT_FOR_GOOD = 93
 """Exit code of a run that a budget or a lack of progress stopped."""

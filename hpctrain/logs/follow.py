@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from hpctrain.base import clock
 from hpctrain.history.run_history import RunHistory
 from hpctrain.history.run_state import OVER, RunState, run_state
+from hpctrain.run.attempt_files import LogFile
 from hpctrain.run.events import LONGEST_BYTES, parse
-from hpctrain.run.log_files import LogFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from hpctrain.logs.printer import Printer
+    from hpctrain.logs.sections import Printer
     from hpctrain.run.events import Event
     from hpctrain.run.layout import RunDir
     from hpctrain.status.status import Answer

@@ -7,22 +7,39 @@ also where other ranks print in between. tests/unit/cli/test_logs.py holds the p
 from __future__ import annotations
 
 import contextlib
+import heapq
+import json
 import re
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, BinaryIO, Generic, TypeAlias, TypeVar
 
+import click
+
+from hpctrain.base import clock
 from hpctrain.base.records import EndReason, Next
 from hpctrain.base.text import count, duration, fold_nodes, step_time
+from hpctrain.run.attempt_files import (
+    LATE_S,
+    Guess,
+    LogFile,
+    LogMark,
+    LogTimes,
+    first_offset,
+    line_start,
+    tail_offset,
+)
+from hpctrain.terminal import clean, clean_log, echo_note
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from hpctrain.history.attempts import AttemptView
     from hpctrain.history.run_history import RunHistory
     from hpctrain.history.run_records import AttemptRecord
     from hpctrain.run.layout import RunDir
+
 
 BATCH = "batch"
 ALL = "all"
@@ -347,3 +364,323 @@ def _outputs(run: RunDir, token: str, where: str) -> list[LogSource]:
 
 def _name(suffix: str) -> str:
     return f"agent {suffix.lstrip('-')}" if suffix else BATCH
+
+
+_AT_ONCE = 1 << 26
+"""Bytes that are read at once of all logs together."""
+_LEAST_AT_ONCE, _MOST_AT_ONCE = 1 << 16, 1 << 22
+_RULE = "\N{BOX DRAWINGS LIGHT HORIZONTAL}" * 2
+_Print: TypeAlias = "Callable[[Printer], None]"
+
+
+@dataclass(frozen=True)
+class LogSelection:
+    """What of a run's output is shown, and how.
+
+    Attributes:
+        ranks: Whose: ranks, or ALL, BATCH, TROUBLE of `sections`.
+        attempt: Of this attempt only.
+        since: Nothing that is known to be older, seconds since the epoch.
+        lines: Makes what says whether a line is shown, anew for each log; None shows all.
+        context: Lines around each of those.
+        as_json: One JSON object a line, and nothing else.
+        color: Of the terminal's.
+    """
+
+    ranks: frozenset[int] | str = frozenset({0})
+    attempt: int | None = None
+    since: float | None = None
+    lines: Callable[[], Callable[[bytes], bool]] | None = None
+    context: int = 0
+    as_json: bool = False
+    color: bool = False
+
+    @property
+    def of_several(self) -> bool:
+        """Whether lines of several ranks may come, which must be told apart."""
+        return self.ranks in {ALL, TROUBLE} or (len(self.ranks) > 1 and _is_set(self.ranks))
+
+
+@dataclass
+class Printer:
+    """Prints what is new, section by section, each line once."""
+
+    run: RunDir
+    out: BinaryIO
+    choice: LogSelection
+    live: bool = False
+    """Somebody waits for what comes: what is under way has its title before its first line."""
+    warn: Callable[[str], None] = echo_note
+    lines: int = 0
+    _unclear: set[int | str] = field(default_factory=set)
+    _streams: dict[Path, _Stream] = field(default_factory=dict)
+    _offsets: dict[Path, int] = field(default_factory=dict)
+    _places: dict[int | str, _Place] = field(default_factory=dict)
+    _known: tuple[int, list[Section]] = (-1, [])
+    _held: _Held | None = None
+    open_logs: int = 0
+    """How many logs the last look opened."""
+
+    def begin_at_tail(self, history: RunHistory, count: int) -> None:
+        """Pass over all but the last `count` lines of each rank."""
+        if self.choice.lines is not None:  # which ones those are is known when all have been read
+            self._held = _Held(count)
+            return
+        left: dict[int | str, int] = {}
+        for section in reversed(self._sections(history)):
+            for source in section.files():
+                key = source.label if source.rank is None else source.rank
+                offset, seen = tail_offset(source.path, left.get(key, count))
+                left[key] = left.get(key, count) - seen
+                self._offsets[source.path] = offset
+            if left and all(lines <= 0 for lines in left.values()):
+                self._pass_over(section, history)
+                return
+
+    def show(self, history: RunHistory, *, over: bool) -> None:
+        """Print what is new; `over` when nobody writes any more.
+
+        The end of an attempt is in the ledger before its last lines can be seen over NFS: a section
+        is closed only when it is shown for the second time after its end.
+
+        Args:
+            history: The run's so far, which only ever gets longer.
+            over: Nothing more will come.
+        """
+        self.open_logs = 0
+        for section in self._sections(history):
+            place = self._places.setdefault(section.key, _Place())
+            if not place.closed and self._is_too_old(section):
+                place.closed = True
+            if place.closed:
+                continue
+            ending = bool(section.end) or section.followed
+            self._show(section, place, last=over or (ending and place.ending))
+            place.ending = place.ending or ending
+        if self._held is not None:
+            held, self._held = self._held, None
+            held.release(self)
+        self.out.flush()
+
+    def note(self, text: str) -> None:
+        """A line of ours among those of the ranks; beside them where a program reads them."""
+        if self._held is not None:
+            self._held.note(text)
+        elif self.choice.as_json:
+            return
+        else:
+            marker = f"{_RULE} {text} {_RULE}"
+            marker = click.style(marker, bold=True) if self.choice.color else marker
+            self.out.write(f"{clean(marker)}\n".encode(errors="replace"))
+
+    @property
+    def is_between(self) -> bool:
+        """Whether nothing is under way: no section has begun, or all are closed."""
+        return all(place.closed for place in self._places.values())
+
+    def _sections(self, history: RunHistory) -> list[Section]:
+        count, shown = self._known
+        if count != history.count:
+            shown = sections(self.run, history, self.choice.ranks)
+            only = self.choice.attempt
+            shown = [one for one in shown if only is None or only in one.attempts]
+            self._known = (history.count, shown)
+        return shown
+
+    def _pass_over(self, last: Section, history: RunHistory) -> None:
+        """Sections before the one that the tail begins in are not printed at all."""
+        for section in self._sections(history):
+            if section.key == last.key:
+                return
+            self._places[section.key] = _Place(closed=True)
+
+    def _is_too_old(self, section: Section) -> bool:
+        since = self.choice.since
+        return since is not None and section.ended is not None and section.ended < since
+
+    def _show(self, section: Section, place: _Place, *, last: bool) -> None:
+        if self.choice.lines is None or (self.live and not (section.end or section.followed)):
+            self._title(section, place)
+        sources = section.files()
+        self.open_logs += len(sources)
+        at_once = min(_MOST_AT_ONCE, max(_LEAST_AT_ONCE, _AT_ONCE // max(1, len(sources))))
+        streams = [self._stream(source, section) for source in sources]
+        now = clock.now()
+        new = [one.new(section, now, last=last, at_once=at_once) for one in streams]
+        several = len(sources) > 1 or self.choice.of_several
+        for line in heapq.merge(*new, key=lambda line: line.about) if len(new) > 1 else _first(new):
+            self._title(section, place)
+            self.put(section, line, several=several)
+        if last:
+            place.closed = True
+            if section.end and place.titled:
+                self.note(section.end)
+
+    def _title(self, section: Section, place: _Place) -> None:
+        """The title once, and once what was restored, together where both are known."""
+        if not place.titled:
+            place.titled = True
+            place.news_told = bool(section.news)
+            self.note(" \N{MIDDLE DOT} ".join(filter(None, [section.title, section.news])))
+        elif section.news and not place.news_told:
+            place.news_told = True
+            self.note(f"attempt {section.key}: {section.news}")
+
+    def _stream(self, source: LogSource, section: Section) -> _Stream:
+        if source.path not in self._streams:
+            offset = max(self._offsets.get(source.path, 0), self._since(source, section))
+            self._streams[source.path] = _Stream(source, section, offset, self.choice)
+        return self._streams[source.path]
+
+    def _since(self, source: LogSource, section: Section) -> int:
+        """Where the lines begin that may have been written since the moment that was asked for."""
+        since = self.choice.since
+        if since is None or section.begun >= since:
+            return 0
+        size, changed = _size_and_change(source.path)
+        marks = LogTimes(source.path).read() if section.timed else []
+        if not marks and changed < since:
+            return size
+        if not marks and size and section.key not in self._unclear:
+            self._unclear.add(section.key)
+            self.warn(f"when {section.title} wrote which line is not on record: all are shown")
+        return line_start(source.path, first_offset(marks, since))
+
+    def put(self, section: Section, line: LogLine, *, several: bool) -> None:
+        """Print a line, or keep it while the last ones are looked for."""
+        if self._held is not None:
+            self._held.line(section, line, several=several)
+            return
+        self.lines += 1
+        if self.choice.as_json:
+            self.out.write(json.dumps(_as_json(section, line)).encode() + b"\n")
+            return
+        label = f"[{line.source.label}]"
+        label = clean(click.style(label, dim=True) if self.choice.color else label)
+        prefix = f"{label} ".encode(errors="replace") if several else b""
+        text = clean_log(line.text) if self.out.isatty() else line.text
+        self.out.write(prefix + text + b"\n")
+
+
+def _is_set(ranks: frozenset[int] | str) -> bool:
+    return not isinstance(ranks, str)
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line of a log.
+
+    Attributes:
+        about: When it was written, as far as that can be told.
+        is_certain: Whether that is more than a guess.
+        source: Its log.
+        text: The line without its newline.
+    """
+
+    about: float
+    is_certain: bool
+    source: LogSource
+    text: bytes
+
+
+class _Stream:
+    """One log while it is being shown."""
+
+    def __init__(
+        self, source: LogSource, section: Section, offset: int, choice: LogSelection
+    ) -> None:
+        self._source = source
+        self._log = LogFile(source.path, offset)
+        self._times = LogTimes(source.path) if section.timed else None
+        self._filter = LineFilter[LogLine](choice.lines(), choice.context) if choice.lines else None
+        self._looked: LogMark | None = None
+
+    def new(self, section: Section, now: float, *, last: bool, at_once: int) -> Iterator[LogLine]:
+        """The lines since the last call that are to be shown; with `last` also half a line."""
+        is_certain, guess = self._guess(section, now)
+        for text in self._log.lines(at_once):
+            yield from self._chosen(LogLine(guess.at(self._log.at), is_certain, self._source, text))
+        for text in self._log.rest() if last else ():
+            yield from self._chosen(LogLine(guess.at(self._log.at), is_certain, self._source, text))
+
+    def _chosen(self, line: LogLine) -> Iterable[LogLine]:
+        return (line,) if self._filter is None else self._filter.feed(line.text, line)
+
+    def _guess(self, section: Section, now: float) -> tuple[bool, Guess]:
+        marks = list(self._times.read()) if self._times else []
+        has_marks = bool(marks)
+        size, changed = _size_and_change(self._source.path)
+        if section.ended is not None:
+            changed = min(changed, section.ended + LATE_S)
+        if self._looked is not None:  # what is new came since; a file server's clock may differ
+            marks.append(self._looked)
+            changed = now
+        self._looked = LogMark(now, size)
+        return has_marks, Guess(marks, section.begun, LogMark(changed, size))
+
+
+def _size_and_change(path: Path) -> tuple[int, float]:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return 0, 0.0
+    return status.st_size, status.st_mtime
+
+
+@dataclass
+class _Place:
+    """How far a section has been shown."""
+
+    titled: bool = False
+    news_told: bool = False
+    ending: bool = False
+    closed: bool = False
+
+
+def _first(streams: list[Iterator[LogLine]]) -> Iterable[LogLine]:
+    return streams[0] if streams else ()
+
+
+def _as_json(section: Section, line: LogLine) -> dict[str, object]:
+    return {
+        "attempt": section.attempt,
+        "rank": line.source.rank,
+        "node": line.source.node or None,
+        "source": line.source.label,
+        "t": round(line.about, 1) if line.is_certain else None,
+        "text": line.text.decode(errors="backslashreplace"),
+    }
+
+
+class _Held:
+    """The last lines of each rank while all are read: the tail of what a filter lets through."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._order = 0
+        self._lines: dict[int | str, deque[tuple[int, _Print]]] = {}
+        self._notes: list[tuple[int, _Print]] = []
+
+    def note(self, text: str) -> None:
+        """Keep a title or an end."""
+        self._order += 1
+        self._notes.append((self._order, lambda printer: printer.note(text)))
+
+    def line(self, section: Section, line: LogLine, *, several: bool) -> None:
+        """Keep a line until so many of its rank have come after it."""
+
+        def put(printer: Printer) -> None:
+            printer.put(section, line, several=several)
+
+        self._order += 1
+        key = line.source.label if line.source.rank is None else line.source.rank
+        self._lines.setdefault(key, deque(maxlen=self._count)).append((self._order, put))
+
+    def release(self, printer: Printer) -> None:
+        """Print them, with the titles and ends from the title on that the first one is below."""
+        lines = [one for held in self._lines.values() for one in held]
+        begin = min((order for order, _ in lines), default=self._order)
+        first = max((order for order, _ in self._notes if order <= begin), default=0)
+        kept = [*lines, *(note for note in self._notes if note[0] >= first)]
+        for _, put in sorted(kept, key=lambda pair: pair[0]):
+            put(printer)

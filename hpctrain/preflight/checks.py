@@ -11,7 +11,7 @@ import re
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.preflight.facts import by_value, outliers
+from hpctrain.preflight.facts import ACTIVE, VIRTUAL, by_value, outliers
 from hpctrain.preflight.probe import UNLIMITED
 from hpctrain.preflight.report import FAIL, OK, UNKNOWN, WARN, Result, names
 from hpctrain.preflight.slow_nodes import Limits
@@ -20,11 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.preflight.facts import NodeFacts, Port
-    from hpctrain.site.preset import Site
+    from hpctrain.site.schema import Site
 
-VIRTUAL = ("docker", "veth", "virbr", "br-", "cni", "flannel", "cali", "tun", "tap", "ifb", "dummy")
-"""Beginnings of names of interfaces that lead to no other node."""
-ACTIVE = "ACTIVE"
 CHECK_IFS, CHECK_HCAS = "interfaces", "adapters"
 NOFILE_MIN = 4096
 SHM_GIB_MIN = 1.0

@@ -25,14 +25,14 @@ from hpctrain.base import clock
 from hpctrain.base.listener import Listener, listen
 from hpctrain.base.process import raise_limit
 from hpctrain.base.secret import Forged, code, is_code, sign, verify
-from hpctrain.preflight.clocks import PINGS, ask_clocks
+from hpctrain.preflight.exchanges import PINGS, ask_clocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from io import BufferedReader
 
     from hpctrain.base.listener import Hear
-    from hpctrain.preflight.clocks import Skew
+    from hpctrain.preflight.exchanges import Skew
 
     Decide = Callable[[dict[int, Any]], Any]
     DecideEach = Callable[[dict[int, Any]], Mapping[int, Any]]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_NODE_FAULTS
 from hpctrain.errors import ChecksFailed
+from hpctrain.preflight import checks_between, exchanges
 from hpctrain.preflight import checks_between as between
-from hpctrain.preflight import shared, sight
 from hpctrain.preflight.bounded import START_S, CollectiveProcess, Unanswered, bounded
 from hpctrain.preflight.checks import Order, check_facts
 from hpctrain.preflight.facts import NodeFacts, changed, seconds
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from hpctrain.preflight.clocks import Skew
+    from hpctrain.preflight.exchanges import Skew
     from hpctrain.preflight.slow_nodes import Tests
 
     Say = Callable[[str], None]
@@ -190,7 +190,7 @@ class _Node:
         node = self._place.node
         facts = changed(probe(node, local=self._order.expected.local), self._faults)
         nonce = secrets.token_hex(8)
-        error = shared.write(self._folder, node, nonce)
+        error = exchanges.write(self._folder, node, nonce)
         return {"facts": facts.plain(), "nonce": nonce, "error": error}
 
     def look(self, task: dict[str, Any]) -> dict[str, Any]:
@@ -200,9 +200,9 @@ class _Node:
             lost = bounded(lambda: [host for host in hosts if not resolves(host)], NAMES_S)
         except Unanswered:
             lost = hosts
-        unseen = shared.unseen(self._folder, task["nonces"], listed=bool(task["list"]))
+        unseen = exchanges.unseen(self._folder, task["nonces"], listed=bool(task["list"]))
         first = self._place.rank == 0
-        lock = "" if first or unseen else shared.try_lock(self._folder)
+        lock = "" if first or unseen else exchanges.try_lock(self._folder)
         error = ""
         if self._collective is not None:
             where = self._place.address, self._place.port + STORE_PORT
@@ -243,7 +243,7 @@ class _Judge:
         self._looked: dict[str, list[str]] = {}
         self.apart = ""
         self.sizes: list[int] = []
-        self._lock: shared.HeldLock | None = None
+        self._lock: exchanges.HeldLock | None = None
         self._search: SlowNodeSearch | None = None
 
     def __enter__(self) -> Self:
@@ -260,7 +260,7 @@ class _Judge:
         self._results += check_facts(self._facts, self._order.expected)
         self._errors = {node: str(value["error"]) for node, value in by_node.items()}
         if len(by_node) > 1 and not self._errors[self._place.node]:
-            self._lock = shared.HeldLock(self._place.folder)  # before anybody tries to take it
+            self._lock = exchanges.HeldLock(self._place.folder)  # before anybody tries to take it
         ranks = sorted(values)
         hosts = {rank: one.host for rank, one in zip(ranks, self._facts, strict=True)}
         nonces = {rank: str(values[rank]["nonce"]) for rank in ranks if not values[rank]["error"]}
@@ -271,13 +271,13 @@ class _Judge:
     ) -> dict[str, Any]:
         """Whom one of the nodes that answered looks for: files with what is in them, and names."""
         rank, nodes = ranks[number], self._place.nodes
-        sought = [rank, *(ranks[other] for other in sight.looked_for(number, len(ranks)))]
+        sought = [rank, *(ranks[other] for other in checks_between.looked_for(number, len(ranks)))]
         files = {nodes[other]: nonces[other] for other in sought if other in nonces}
         self._looked[nodes[rank]] = list(files)
         if self._order.nonce:
             files[between.LOGIN] = self._order.nonce
-        near = [rank, *(ranks[other] for other in sight.neighbours(number, len(ranks)))]
-        listed = number == 0 or len(ranks) <= sight.ALL_UP_TO
+        near = [rank, *(ranks[other] for other in checks_between.neighbours(number, len(ranks)))]
+        listed = number == 0 or len(ranks) <= checks_between.ALL_UP_TO
         named = sorted({hosts[other] for other in near})
         return {"nonces": files, "hosts": named, "list": listed}
 

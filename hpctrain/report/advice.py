@@ -16,7 +16,7 @@ from hpctrain.history.causes import EndCause
 from hpctrain.history.goodput import TimeClass
 from hpctrain.history.telling import HOW_TO_TELL
 from hpctrain.plan.interval import as_set, daly_s, mtbf_s
-from hpctrain.report import curves
+from hpctrain.report import gather
 from hpctrain.report.wording import ended, percent, step_seconds
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def blocking_saves(data: ReportData) -> Iterator[Advice]:
     share, saves = _share(data, TimeClass.SAVE), data.history.saves
     if share <= SAVE_SHARE or not saves:
         return
-    stall = curves.median([save.cost_s for save in saves])
+    stall = gather.median([save.cost_s for save in saves])
     waited = sum(save.waited_s for save in saves)
     stopped = sum((save.cost_s or 0.0) + save.waited_s for save in saves)
     evidence = (
@@ -127,7 +127,7 @@ def blocking_saves(data: ReportData) -> Iterator[Advice]:
 
 def data_wait(data: ReportData) -> Iterator[Advice]:
     """Training waits for its data."""
-    share, waits = _share(data, TimeClass.DATA), curves.waits(data.ranks)
+    share, waits = _share(data, TimeClass.DATA), gather.waits(data.ranks)
     if share <= DATA_SHARE:
         return
     evidence = f"{_of_allocated(share)} on rank 0"
@@ -240,7 +240,7 @@ def warm_up(data: ReportData) -> Iterator[Advice]:
 
 def slow_rank(data: ReportData) -> Iterator[Advice]:
     """One rank is slower than the others most of the time, and they wait for it."""
-    waits = curves.waits(data.ranks)
+    waits = gather.waits(data.ranks)
     if waits is None or waits.own_s is None or waits.samples < LEAST_SAMPLES:
         return
     rank, times = waits.slowest.most_common(1)[0]
@@ -294,7 +294,7 @@ def queue_wait(data: ReportData) -> Iterator[Advice]:
 
 def memory_limit(data: ReportData) -> Iterator[Advice]:
     """A device's memory is nearly used up; only where the device's name tells its size."""
-    held = curves.memory(data.ranks)
+    held = gather.memory(data.ranks)
     match = re.search(r"\b(\d{2,3})\s?GB\b", data.history.device)
     if held is None or match is None:
         return
@@ -315,7 +315,7 @@ def memory_limit(data: ReportData) -> Iterator[Advice]:
 
 def allocation_retries(data: ReportData) -> Iterator[Advice]:
     """Allocations that failed at first: each stops the device to empty its cache."""
-    held = curves.memory(data.ranks)
+    held = gather.memory(data.ranks)
     if held is None or held.retries < 1:
         return
     yield Advice(
@@ -334,7 +334,7 @@ def interval(data: ReportData) -> Iterator[Advice]:
     chosen = as_set(data.spec.settings.checkpoint) if data.spec is not None else None
     if cost is None or chosen is None or cost.cost_s <= 0 or data.spec is None:
         return
-    step_s = curves.median([curves.step_p50(mark) for mark in data.history.marks])
+    step_s = gather.median([gather.step_p50(mark) for mark in data.history.marks])
     seconds = chosen.steps * step_s if chosen.steps and step_s is not None else chosen.seconds
     nodes = max((len(attempt.nodes) for attempt in data.status.attempts), default=1)
     between = mtbf_s(data.failures, nodes)

@@ -18,25 +18,26 @@ from hpctrain.base import VERSION
 from hpctrain.history.run_state import RunState
 from hpctrain.report.advice import advice
 from hpctrain.report.charts import charts
-from hpctrain.report.compare import comparison_charts, comparison_rows, unique_names
-from hpctrain.report.figures import nothing_to_show
 from hpctrain.report.summary import (
     ATTEMPT_TITLES,
     EVALUATION_TITLES,
     NUMBERS,
     attempt_rows,
+    comparison_charts,
+    comparison_rows,
     evaluation_rows,
     facts,
     failure_groups,
     failure_line,
+    unique_names,
 )
-from hpctrain.report.wording import when
+from hpctrain.report.wording import nothing_to_show, when
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.report.figures import Chart
     from hpctrain.report.gather import ReportData
+    from hpctrain.report.wording import Chart
 
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "

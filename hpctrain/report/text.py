@@ -12,20 +12,19 @@ from hpctrain.base.text import duration
 from hpctrain.drawing import Column, drawn, fitted
 from hpctrain.report.advice import advice
 from hpctrain.report.charts import charts
-from hpctrain.report.compare import comparison_rows
-from hpctrain.report.figures import nothing_to_show
 from hpctrain.report.summary import (
     ATTEMPT_TITLES,
     EVALUATION_TITLES,
     NUMBERS,
     attempt_rows,
     classes,
+    comparison_rows,
     evaluation_rows,
     facts,
     failure_groups,
     failure_line,
 )
-from hpctrain.report.wording import percent
+from hpctrain.report.wording import nothing_to_show, percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.records import EndReason, Next, Skipped, StopCause
 from hpctrain.run import event_fields as check
-from hpctrain.run.event_kind import (
+from hpctrain.run.event_fields import (
     KINDS,
     NEEDED,
     LedgerFact,

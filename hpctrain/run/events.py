@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.base import clock, locks
 from hpctrain.base.files import open_plain, plain_descriptor, skip_hole
-from hpctrain.run.event_fields import attempt_number, moment, whole_text
-from hpctrain.run.event_kind import KINDS, LedgerFact
+from hpctrain.run.event_fields import KINDS, LedgerFact, attempt_number, moment, whole_text
 from hpctrain.run.event_types import typed
 
 if TYPE_CHECKING:

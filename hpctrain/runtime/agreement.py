@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hpctrain.base import clock
 from hpctrain.base.records import StopCause
 from hpctrain.control.seat import TreeExchange
-from hpctrain.hangs.torch_names import collectives_called
+from hpctrain.hangs.witness import collectives_called
 from hpctrain.world import GlooExchange
 
 if TYPE_CHECKING:

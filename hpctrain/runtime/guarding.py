@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hpctrain.engines.engine import Engine
     from hpctrain.guards.replicas import Divergence
     from hpctrain.guards.spikes import Spike
-    from hpctrain.run.event_kind import LedgerFact
+    from hpctrain.run.event_fields import LedgerFact
     from hpctrain.runtime.program import Program
     from hpctrain.runtime.replicas import Comparison, ReplicaWatch
     from hpctrain.settings.schema import GuardSettings

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.checkpoint.tensors.restore import Restored
-    from hpctrain.run.event_kind import LedgerFact
+    from hpctrain.run.event_fields import LedgerFact
     from hpctrain.settings.schema import AliveSettings
     from hpctrain.world import World
 

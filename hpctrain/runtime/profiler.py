@@ -47,7 +47,7 @@ from hpctrain.world import broadcast
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from hpctrain.run.event_kind import LedgerFact
+    from hpctrain.run.event_fields import LedgerFact
     from hpctrain.runtime.telemetry import Stopwatch
     from hpctrain.settings.schema import ProfileSettings
     from hpctrain.world import World

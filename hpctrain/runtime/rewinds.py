@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpctrain.checkpoint.tensors.save import SavePlace
-    from hpctrain.run.event_kind import LedgerFact
+    from hpctrain.run.event_fields import LedgerFact
     from hpctrain.runtime.program import Program
     from hpctrain.world import World
 

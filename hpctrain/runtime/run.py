@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from hpctrain.data.stream_loader import StreamLoader
     from hpctrain.engines.engine import Engine
     from hpctrain.engines.parallelize import ModelPlan
-    from hpctrain.run.event_kind import LedgerFact
+    from hpctrain.run.event_fields import LedgerFact
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
     from hpctrain.runtime.agreement import StopRequest

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.checkpoint.tensors.saver import Outcome
     from hpctrain.history.evaluations import Evaluations
-    from hpctrain.run.event_kind import LedgerFact
+    from hpctrain.run.event_fields import LedgerFact
     from hpctrain.run.layout import RunDir
     from hpctrain.runtime.save_policy import JobClock
     from hpctrain.settings.schema import EvaluateSettings

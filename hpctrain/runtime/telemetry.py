@@ -30,7 +30,7 @@ from hpctrain.base import clock
 from hpctrain.control import pulse
 from hpctrain.device import is_accelerator, memory_stats, timing_event
 from hpctrain.errors import UsageError
-from hpctrain.run.heartbeat import Heartbeat, write_heartbeat
+from hpctrain.run.attempt_files import Heartbeat, write_heartbeat
 from hpctrain.runtime.step_log import StepLog, mark_every_s, run_age_s
 from hpctrain.world import gather
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.base import clock
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
-from hpctrain.run.evaluation_curves import record
+from hpctrain.run.results import record
 from hpctrain.settings.spec import load_spec
 
 if TYPE_CHECKING:

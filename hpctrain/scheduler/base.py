@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Spec
     from hpctrain.site.detect import ClusterFacts
-    from hpctrain.site.preset import Site
+    from hpctrain.site.schema import Site
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ SCHEDULERS: dict[str, Scheduler] = {
     ),
     "local": Scheduler(
         "hpctrain.scheduler.local.client:LocalCluster",
-        "hpctrain.scheduler.local.control:LocalControl",
+        "hpctrain.scheduler.local.client:LocalControl",
     ),
 }
 """By the names that users give, in the order in which they are tried where none is named."""

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from hpctrain.settings.spec import Spec
-    from hpctrain.site.preset import KeyPath, Site
-    from hpctrain.site.schema import When
+    from hpctrain.site.schema import KeyPath, Site, When
 
 FLIGHT_RECORDER = "hpctrain's flight recorder"
 """Origin of the variables that keep NCCL's last operations for the moment of a hang."""
@@ -186,7 +185,7 @@ def expected_environment(spec: Spec) -> Environment:
     environment, which wins over all of it, is not there yet either.
     """
     from hpctrain.settings.check import node_range
-    from hpctrain.site.preset import site_of
+    from hpctrain.site.schema import site_of
 
     _, most = node_range(spec.settings.slurm.nodes)
     derived = derive(site_of(spec), nodes=most, versions=Versions(), run_dir="")

@@ -18,13 +18,13 @@ from hpctrain.errors import NotFound, UsageError
 from hpctrain.run.ownership import ROOT, refuse_planted
 from hpctrain.settings.fields import IN_WORDS, NAME
 from hpctrain.settings.layers import did_you_mean, read_toml
-from hpctrain.site.preset import GIVEN, PACKAGED, PROJECT, SYSTEM, USER
+from hpctrain.site.schema import GIVEN, PACKAGED, PROJECT, SYSTEM, USER
 from hpctrain.site.sheet import OF_ITS_OWN, SiteFileValues, build, take_apart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpctrain.site.preset import Site
+    from hpctrain.site.schema import Site
 
 SYSTEM_SITES = Path("/etc/hpctrain/sites")
 PROJECT_FILE = "site.toml"

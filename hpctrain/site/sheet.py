@@ -19,8 +19,18 @@ from hpctrain.errors import UsageError
 from hpctrain.settings.fields import TAKES, Key, convert, in_words, keys_of, make, shown
 from hpctrain.settings.layers import did_you_mean, from_table
 from hpctrain.site import schema
-from hpctrain.site.preset import ADMINS, KeyPath, PresetValue, Site, SiteFile, dotted
-from hpctrain.site.schema import KEYS, key_at, unknown, wrong_lock
+from hpctrain.site.schema import (
+    ADMINS,
+    KEYS,
+    KeyPath,
+    PresetValue,
+    Site,
+    SiteFile,
+    dotted,
+    key_at,
+    unknown,
+    wrong_lock,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -23,13 +23,12 @@ from hpctrain.nccl.lists import LONGEST_NETDEV, MOST_HCAS, MOST_NETDEVS
 from hpctrain.nccl.rules import DEBUG, ERROR, Context, check_environment, check_variable
 from hpctrain.settings.check import node_range, time_s
 from hpctrain.settings.layers import did_you_mean, resolve
-from hpctrain.site.preset import PresetFinding, dotted
+from hpctrain.site.schema import PresetFinding, dotted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hpctrain.site.preset import KeyPath, Site
-    from hpctrain.site.schema import Partition, When
+    from hpctrain.site.schema import KeyPath, Partition, Site, When
 
 _LINK_OF = {"ib": "InfiniBand", "roce": "Ethernet"}
 _GPU_FLAGS = {

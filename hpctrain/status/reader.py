@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 from hpctrain.base import clock
 from hpctrain.base.records import TERMINAL_JOB, JobInfo, JobState
 from hpctrain.errors import AccountingSilent, ClusterError, UsageError
+from hpctrain.run.find_run import IndexedRun, indexed, record
 from hpctrain.run.layout import RunDir, runs_flag
-from hpctrain.run.run_index import IndexedRun, indexed, record
 from hpctrain.status.status import Answer
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class StatusReader:
             thorough: Also look at its checkpoints, each of which costs a few file operations, and
                 ask accounting.
         """
-        from hpctrain.status.chain import chained
+        from hpctrain.status.text import chained
 
         files = _read(run)
         status = self._status(files, thorough=thorough, account=thorough)
@@ -85,7 +85,7 @@ class StatusReader:
         self, files: _RunFiles, *, thorough: bool, account: bool, schedulers: _Schedulers = None
     ) -> RunStatus:
         """Put together with the scheduler's word; of a run that is over it is not asked."""
-        from hpctrain.run.heartbeat import read_heartbeat
+        from hpctrain.run.attempt_files import read_heartbeat
         from hpctrain.status.status import status_of, with_heartbeat
 
         run, history, spec = files.run, files.history, files.spec
@@ -131,8 +131,8 @@ class StatusReader:
         """
         from hpctrain.run.find_run import Folder, look_into
         from hpctrain.run.ownership import is_mine
-        from hpctrain.status.chain import chained
         from hpctrain.status.status import UNDER_WAY_STATES
+        from hpctrain.status.text import chained
 
         folder = Folder(self.runs, named) if named else look_into(self.runs)
         self.unreadable = folder.unreadable
@@ -223,8 +223,7 @@ def ask(run: RunDir, cluster: str, history: RunHistory, scheduler: Cluster | Non
         scheduler: Asked in the place of that cluster's own: a `survey` of it.
     """
     from hpctrain.scheduler.base import get_cluster
-    from hpctrain.submit.live_job import newest_submission
-    from hpctrain.submit.own_job import copied_from, elsewhere, not_own
+    from hpctrain.submit.live_job import copied_from, elsewhere, newest_submission, not_own
 
     token, job_id = newest_submission(history)
     if token is None and job_id is None:
@@ -270,7 +269,7 @@ def job_starts(
 
 def job_ids(history: RunHistory, scheduler: Cluster) -> list[str]:
     """Every job that a run had here, as far as its ledger names them."""
-    from hpctrain.submit.own_job import jobs_here
+    from hpctrain.submit.live_job import jobs_here
 
     return [one for one in jobs_here(history, scheduler) if not one.startswith(TERMINAL_JOB)]
 

@@ -33,7 +33,7 @@ from hpctrain.drawing import Column, facts, fitted, rank_map, uncut
 from hpctrain.history.goodput import TimeClass
 from hpctrain.history.run_state import RunState
 from hpctrain.history.telling import HOW_TO_TELL, NO_STEP
-from hpctrain.status.mishap_lines import mishap_lines
+from hpctrain.status.run_lines import mishap_lines
 from hpctrain.status.status import ALIVE
 from hpctrain.status.text import in_words, next_commands, nodes_of, unaccounted
 
@@ -243,7 +243,7 @@ def _numbers(status: RunStatus, width: int) -> list[RenderableType]:
 def _evaluations(status: RunStatus, width: int) -> list[Fact]:
     if not status.evaluations:
         return []
-    from hpctrain.status.evaluation_lines import evaluation_lines
+    from hpctrain.status.run_lines import evaluation_lines
 
     return evaluation_lines(status, width)
 

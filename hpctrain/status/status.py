@@ -14,7 +14,7 @@ from hpctrain.base.mesh import Mesh
 from hpctrain.base.records import JobState
 from hpctrain.history.attempts import AttemptView, attempts
 from hpctrain.history.goodput import Goodput, goodput, window
-from hpctrain.history.mishaps import Mishaps, mishaps
+from hpctrain.history.incidents import Mishaps, mishaps
 from hpctrain.history.progress import Progress, Saving, Speed, progress, saving, speed
 from hpctrain.history.run_state import LedgerState, RunState, run_state
 from hpctrain.history.telling import StepsLost, Telling, listens, steps_lost, telling

@@ -122,7 +122,7 @@ def look_at_all(
         from hpctrain.status.screen import RunsScreen
 
         if not runs:
-            from hpctrain.run.run_index import indexed
+            from hpctrain.run.find_run import indexed
 
             older = elsewhere == "live" and indexed()
             more = "; `hpctrain status --all` lists those of other folders" if older else ""

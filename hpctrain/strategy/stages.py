@@ -2,7 +2,7 @@
 
 hpctrain's engine keeps a stage's weights gathered and its gradients whole until the step's last
 microbatch, and torch's stages have memory for every microbatch that they receive. The stages are
-those that the engine cuts (`plan.balance`); under 1F1B the first has as many microbatches in flight
+those that the engine cuts (`plan.limits`); under 1F1B the first has as many microbatches in flight
 as there are stages, the last has one. Pure. tests/unit/strategy/test_stages.py holds the terms,
 tests/engines/test_strategy_measured.py the sums against measured peaks.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.plan.balance import balance
+from hpctrain.plan.limits import balance
 from hpctrain.strategy.activations import FP32, LOGITS_BACKWARD
 from hpctrain.strategy.memory import (
     ACTIVATIONS,

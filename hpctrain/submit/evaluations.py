@@ -35,16 +35,15 @@ from hpctrain.history.evaluations import evaluations_of, waiting
 from hpctrain.history.run_history import RunHistory
 from hpctrain.history.run_state import OVER, RunState
 from hpctrain.run import events as ledger
-from hpctrain.run.evaluation_curves import write_curves
 from hpctrain.run.event_types import Evaluated, EvaluationAsked
 from hpctrain.run.fence import look_anew
 from hpctrain.run.layout import RunDir
-from hpctrain.run.results import read_results
+from hpctrain.run.results import read_results, write_curves
 from hpctrain.scheduler.base import get_cluster
 from hpctrain.settings.schema import replaced
 from hpctrain.settings.spec import Evaluates
 from hpctrain.submit.launch import kept_out, launch
-from hpctrain.submit.own_job import copied_from
+from hpctrain.submit.live_job import copied_from
 from hpctrain.submit.side_job import EVALUATE, side_spec
 
 if TYPE_CHECKING:

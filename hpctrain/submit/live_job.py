@@ -5,24 +5,39 @@ tests/slurm/test_two_writers.py and tests/unit/submit/test_copied_run.py hold th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.base import clock
-from hpctrain.base.records import JobState
-from hpctrain.errors import AccountingSilent, ClusterUnreachable, RunAlive
+from hpctrain.base.files import write_plain
+from hpctrain.base.records import TERMINAL_JOB, JobState
+from hpctrain.errors import (
+    AccountingSilent,
+    ClusterError,
+    ClusterUnreachable,
+    HpctrainError,
+    RunAlive,
+    UsageError,
+    WrongState,
+)
 from hpctrain.history.run_history import RunHistory
-from hpctrain.history.run_state import OVER
+from hpctrain.history.run_state import OVER, RunState, run_state
 from hpctrain.run import events as ledger
-from hpctrain.run.event_types import SubmitAdopted
+from hpctrain.run.event_types import CancelRequested, SubmitAdopted
 from hpctrain.scheduler.base import get_cluster
-from hpctrain.submit.own_job import copied_from, elsewhere, not_own
 from hpctrain.terminal import echo_note
 
 if TYPE_CHECKING:
     from hpctrain.base.records import JobInfo
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import Cluster
-    from hpctrain.settings.spec import Spec
+    from hpctrain.settings.spec import Entry, Spec
+    from hpctrain.status.status import Answer
+
 
 ENDING_S = 45.0
 """A job that is ending is waited for so long: SLURM's default KillWait is 30 s."""
@@ -112,3 +127,215 @@ def newest_submission(history: RunHistory) -> tuple[str | None, str | None]:
     since = [a.job_id for a in history.attempts if a.submission == len(history.submissions)]
     started = [job_id for job_id in since if job_id]  # by a hand-written batch script
     return None, started[-1] if started else None
+
+
+def copied_from(run: RunDir, history: RunHistory) -> Path | None:
+    """The directory of which this one is a copy; None for a run that is itself, or was moved.
+
+    A run that was moved, or is seen under another path than by who submitted it, has left nothing
+    at the old place or the very same folder there.
+    """
+    return _other_than(run, _written_in(history))
+
+
+def _other_than(run: RunDir, written: Path | None) -> Path | None:
+    """That directory, where it is there and is another than the run's."""
+    if written is None or written == run.root:
+        return None
+    try:
+        same = written.samefile(run.root)
+    except FileNotFoundError:
+        return None
+    except OSError:  # there is something that we may not even look at: not what is ours here
+        return written
+    return None if same else written
+
+
+def not_own(run: RunDir, history: RunHistory, token: str | None, job: JobInfo) -> str:
+    """Why a job that the ledger names is not this run's, or "".
+
+    Args:
+        run: The run.
+        history: Its own.
+        token: Of its newest submission; None for a job of a hand-written batch script.
+        job: What the scheduler knows under the ledger's job id.
+    """
+    original = copied_from(run, history)
+    if original is not None:
+        return f"this is a copy of {original}, whose job {job.job_id} is"
+    if not token or not job.script:
+        return ""
+    script = Path(job.script)
+    if script.name != f"{token}.sh":
+        return f"job {job.job_id} is another's by now ({job.script})"
+    # A ledger of version 0.1 says nowhere in which directory it was written; SLURM knows.
+    other = _other_than(run, script.parent.parent) if script.is_absolute() else None
+    return f"this is a copy of {other}, whose job {job.job_id} is" if other is not None else ""
+
+
+def elsewhere(history: RunHistory, cluster: Cluster) -> str:
+    """Why this cluster is not to be asked about the newest job, or "".
+
+    A folder of runs may be seen from the login nodes of several clusters, each of which counts its
+    jobs from 1. A ledger that names no cluster is taken at its word.
+    """
+    named, job_id = history.clusters, history.state.job_id
+    here = cluster.here() if named else ""
+    if not here or here in named:
+        return ""
+    job = f"job {job_id}" if job_id else "its job"
+    return f"{job} is one of the cluster {', '.join(sorted(named))}, and this is {here}: ask there"
+
+
+def jobs_here(history: RunHistory, cluster: Cluster) -> list[str]:
+    """Every job that a run had, but those of which the ledger says that another cluster has them.
+
+    Args:
+        history: The run's.
+        cluster: This one, which is asked for its name where the ledger has names.
+    """
+    here = cluster.here() if any(history.jobs.values()) else ""
+    return [job for job, named in history.jobs.items() if not here or not named or here in named]
+
+
+def as_own_run(run: RunDir, spec: Spec) -> tuple[Spec, list[str]]:
+    """The spec with which a run goes on, and what its user should know.
+
+    A copy gets an identity of its own, by which trackers tell it from the original; and what lies
+    in the original's directory (the snapshot) is taken from the copy's.
+    """
+    original = copied_from(run, RunHistory.read(run))
+    if original is None:
+        return spec, []
+
+    def here(path: str) -> str:
+        inside = path and Path(path).is_relative_to(original)
+        return str(run.root / Path(path).relative_to(original)) if inside else path
+
+    def own_entry(entry: Entry) -> Entry:
+        python_path = [here(path) for path in entry.python_path]
+        return replace(entry, path=here(entry.path), python_path=python_path)
+
+    own = replace(
+        spec,
+        name=run.name,
+        run_id=os.urandom(8).hex(),
+        entry=own_entry(spec.entry),
+        beside={section: own_entry(entry) for section, entry in spec.beside.items()},
+    )
+    return own, [f"{run.name} is a copy of {original} and goes on as a run of its own"]
+
+
+def _written_in(history: RunHistory) -> Path | None:
+    """Where the run lay when its ledger was last written by a submission or a job of its own."""
+    kind, written = history.written_in
+    if kind == "script":
+        return Path(written).parent.parent if Path(written).is_absolute() else None
+    return Path(written) if written else None
+
+
+class Cancelled(NamedTuple):
+    """What was asked of whom."""
+
+    job_id: str | None
+    """None where no job of the run was left to cancel."""
+    saves: bool
+    """It was asked to save and leave; otherwise it was cancelled."""
+
+
+def cancel_run(
+    run: RunDir, cluster: str, history: RunHistory, answer: Answer, *, save: bool
+) -> Cancelled:
+    """End the run's job, which is not requeued.
+
+    Args:
+        run: The run.
+        cluster: Its scheduler.
+        history: Its own.
+        answer: What the scheduler says of its newest job.
+        save: Let it save and leave by itself; a job that only waits has nothing to save.
+
+    Raises:
+        ClusterError: the scheduler refused.
+        ClusterUnreachable: nobody can say whether there is a job, or it could not be told.
+        UsageError: its job is another run's, or a terminal's.
+        HpctrainError: there is no room for the request.
+    """
+    job_id = _live_job(run, answer, history)
+    if job_id is None:
+        return Cancelled(None, saves=False)
+    # A job that is suspended has something to save as well: it hears of it when it goes on.
+    state = run_state(history.state, answer.job, asked=answer.asked)
+    if save and state in {RunState.RUNNING, RunState.SUSPENDED}:
+        _ask_to_save(run, job_id, history)
+        return Cancelled(job_id, saves=True)
+    _cancel(run, job_id, cluster, answer)
+    return Cancelled(job_id, saves=False)
+
+
+def _live_job(run: RunDir, answer: Answer, history: RunHistory) -> str | None:
+    """Return the job that may still write; None where there is none.
+
+    Where the scheduler is silent, the job on record counts.
+
+    Raises:
+        ClusterUnreachable: nobody can say whether there is one.
+        UsageError: the run's newest job is another run's.
+    """
+    if answer.job is not None and answer.job.alive:
+        return answer.job.job_id
+    state = run_state(history.state, answer.job, asked=answer.asked)
+    job_id = history.state.job_id
+    if not answer.asked and state not in OVER:
+        if job_id is None:
+            raise ClusterUnreachable(
+                f"{run.name}: nobody can say whether it has a job ({answer.problem})"
+            )
+        return job_id
+    if answer.note:
+        raise WrongState(
+            f"{run.name} has no job that could be cancelled: it is {state.value}; {answer.note}"
+        )
+    return None
+
+
+def _ask_to_save(run: RunDir, job_id: str, history: RunHistory) -> None:
+    """Leave the request that rank 0 looks for, whole or not at all."""
+    request = {"time": clock.now(), "job_id": job_id, "token": history.state.token}
+    staged = run.stop_request.with_suffix(".new")
+    try:
+        write_plain(staged, json.dumps(request) + "\n")
+        # On record before it can be heard: an attempt that ends for another reason meanwhile must
+        # not be requeued. Only after there was room for it: else the run trains on, and is done
+        # for at its next preemption.
+        ledger.append(run, CancelRequested(save=True, job_id=job_id))
+        staged.replace(run.stop_request)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            staged.unlink(missing_ok=True)
+        raise HpctrainError(
+            f"{run.name} cannot be asked to save: {error.strerror} ({run.root}); make "
+            "room, or leave out --save to end it at once"
+        ) from None
+
+
+def _cancel(run: RunDir, job_id: str, cluster: str, answer: Answer) -> None:
+    """Cancel the job; that it was meant to is written down first, so that it is never requeued.
+
+    Where the scheduler could not say that the number is this run's job, nothing is cancelled: on a
+    cluster that shares the folder it may be another one.
+    """
+    if job_id.startswith(TERMINAL_JOB):
+        pid = job_id.removeprefix(TERMINAL_JOB)
+        raise UsageError(
+            f"{run.name} runs in a terminal (process {pid}); press Ctrl-C there, or use --save"
+        )
+    recorded = ledger.record(run, CancelRequested(save=False, job_id=job_id))
+    on_record = f"it is on record that {run.name} is not to be requeued. " if recorded else ""
+    try:
+        if answer.problem:
+            raise ClusterUnreachable(answer.problem)
+        get_cluster(cluster).cancel(job_id)
+    except ClusterError as error:
+        again = "Cancel it there" if answer.note else "Try again"
+        raise type(error)(f"job {job_id} was not cancelled: {error}; {on_record}{again}") from error

@@ -46,6 +46,13 @@ from hpctrain.settings.layers import (
 from hpctrain.settings.secrets import secret_warnings, secrets_in, secrets_of
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.site.load import user_folder
+from hpctrain.submit.change import (
+    changed,
+    changed_by_shell,
+    dropped_locks,
+    find_site,
+    take_locks,
+)
 from hpctrain.submit.checks import (
     check_hooks_here,
     check_sealed,
@@ -59,14 +66,7 @@ from hpctrain.submit.checks import (
     with_own_places,
 )
 from hpctrain.submit.disk import check_disk
-from hpctrain.submit.program_source import lint_notes, refuse_absent
-from hpctrain.submit.site_choice import (
-    changed,
-    changed_by_shell,
-    dropped_locks,
-    find_site,
-    take_locks,
-)
+from hpctrain.submit.program import lint_notes, refuse_absent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -76,8 +76,8 @@ if TYPE_CHECKING:
     from hpctrain.settings.schema import RunSettings, Settings
     from hpctrain.settings.secrets import SecretFinding
     from hpctrain.submit.after import Awaited
+    from hpctrain.submit.change import SiteChoice
     from hpctrain.submit.program import NamedProgram
-    from hpctrain.submit.site_choice import SiteChoice
     from hpctrain.submit.snapshot import Checkout
 
 CONFIG_NAME = "hpctrain.toml"
@@ -310,7 +310,7 @@ def _with_others(
         of_others += take_beside(spec, request.environ, accounting=accounting)
     following: list[Spec] = []
     if request.then:
-        from hpctrain.submit.then import take_then
+        from hpctrain.submit.after import take_then
 
         following, more = take_then(
             spec, request.then, runs, request.environ, accounting=accounting

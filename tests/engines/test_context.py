@@ -13,7 +13,7 @@ from torch import nn
 
 from hpctrain.engines.engine import Microbatch
 from hpctrain.errors import UsageError
-from hpctrain.plan.decoders import FAMILIES as FAMILIES_OF
+from hpctrain.plan.limits import FAMILIES as FAMILIES_OF
 from tests.engines import test_decoders as decoders
 from tests.engines import test_pretrained as pretrained
 from tests.support import layouts

@@ -23,7 +23,7 @@ from hpctrain.engines import pretrained
 from hpctrain.engines.engine import Microbatch
 from hpctrain.engines.parallelize import _mesh_of, parallelize
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.plan.decoders import FAMILIES
+from hpctrain.plan.limits import FAMILIES
 from hpctrain.settings.schema import EngineSettings
 from hpctrain.world import World, join_world
 from tests.support import fuzzing, hub, layouts

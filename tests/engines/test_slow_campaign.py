@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from hpctrain.agent import slow_watch
-from hpctrain.hangs.slow_ranks import RUNNING, WINDOW, StragglerJudge
+from hpctrain.hangs.outliers import RUNNING, WINDOW, StragglerJudge
 from hpctrain.hangs.standing import HangLimits
 from tests.support.rank_agents import Agents
 

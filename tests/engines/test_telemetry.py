@@ -13,8 +13,8 @@ import pytest
 
 from hpctrain.history.progress import rank_sample
 from hpctrain.run import events as ledger
+from hpctrain.run.attempt_files import read_heartbeat
 from hpctrain.run.fence import take_attempt
-from hpctrain.run.heartbeat import read_heartbeat
 from tests.support.gloo import launch
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import make_run, train

@@ -17,9 +17,9 @@ from hpctrain.history.attempts import attempts
 from hpctrain.history.progress import progress
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
+from hpctrain.run.attempt_files import read_heartbeat
 from hpctrain.run.event_types import StepsDone
 from hpctrain.run.fence import take_attempt
-from hpctrain.run.heartbeat import read_heartbeat
 from hpctrain.run.layout import RunDir
 from hpctrain.runtime.own_loop import earlier_save_s
 from tests.support import local_runs

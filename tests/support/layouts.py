@@ -38,7 +38,7 @@ def runs_here(layout: str) -> bool:
     """Whether the installed torch can run a layout: `make torch-versions` comes with older ones."""
     from importlib import metadata
 
-    from hpctrain.plan.versions import refusal
+    from hpctrain.plan.limits import refusal
     from hpctrain.settings.schema import EngineSettings
 
     options = EngineSettings(**LAYOUTS[layout][1])

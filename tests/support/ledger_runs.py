@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.history.lineage import lineage
-from hpctrain.run.event_kind import KINDS, UnknownFact
+from hpctrain.run.event_fields import KINDS, UnknownFact
 from hpctrain.run.event_types import typed
 from hpctrain.run.events import Event, append
 from hpctrain.run.layout import RunDir

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from hpctrain.preflight import checks, clocks, node, rendezvous, run, shared
+from hpctrain.preflight import checks, exchanges, node, rendezvous, run
 
 PATIENCE_S = 900.0
 
@@ -16,8 +16,8 @@ PATIENCE_S = 900.0
 def main(argv: list[str]) -> int:
     """As a node's own."""
     run.FACTS_S = run.LOOK_S = run.NAMES_S = PATIENCE_S
-    clocks.ANSWER_S = rendezvous.HELLO_S = rendezvous.TELL_S = PATIENCE_S
-    shared.SEE_S = PATIENCE_S
+    exchanges.ANSWER_S = rendezvous.HELLO_S = rendezvous.TELL_S = PATIENCE_S
+    exchanges.SEE_S = PATIENCE_S
     of_plain = checks.Order.from_plain
     node.Order = SimpleOrder(lambda raw: replace(of_plain(raw), meet_s=PATIENCE_S))  # type: ignore[assignment,misc]
     return node.main(argv)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from hpctrain.base.records import FailureReport
     from hpctrain.hangs.standing import HangLimits
-    from hpctrain.run.event_kind import LedgerFact
+    from hpctrain.run.event_fields import LedgerFact
 
 
 class Agents:

@@ -8,17 +8,26 @@ promises.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
+import signal
+import subprocess
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base import clock
-from hpctrain.base.env import HPCTRAIN_LOCAL_DIR
-from hpctrain.base.process import own_program
-from hpctrain.base.records import JobInfo, JobStart, JobState
+from hpctrain.base.env import (
+    HPCTRAIN_LOCAL_DIR,
+    HPCTRAIN_MASTER_ADDR,
+    HPCTRAIN_NODES,
+    HPCTRAIN_PORT,
+    HPCTRAIN_PREFLIGHT_KEY,
+)
+from hpctrain.base.process import free_port, own_program
+from hpctrain.base.records import EndReason, JobFacts, JobInfo, JobStart, JobState
 from hpctrain.errors import ClusterError, ClusterUnreachable, UsageError
 from hpctrain.run.event_fields import is_job_id
 from hpctrain.run.layout import RunDir
@@ -34,7 +43,8 @@ if TYPE_CHECKING:
     from hpctrain.scheduler.base import Accounting, PreflightJob
     from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Spec
-    from hpctrain.site.preset import Site
+    from hpctrain.site.schema import Site
+
 
 PREFIX = "local-"
 REHEARSED_GRACE_S = 60.0
@@ -319,8 +329,6 @@ class LocalCluster(Cluster):
         self, spec: Spec, run: RunDir, token: str, environ: Mapping[str, str]
     ) -> PreflightJob:
         """Start the nodes as processes."""
-        from hpctrain.scheduler.local.preflight_nodes import LocalNodes
-
         count = node_range(spec.settings.slurm.nodes)[1]
         return LocalNodes(run, token, count, spec.python, environ)
 
@@ -360,3 +368,118 @@ def _info(record: LocalJobRecord) -> JobInfo:
         end_time=record.end_time,
         script=f"{record.run_dir}/jobs/{record.token}.sh" if record.run_dir else "",
     )
+
+
+class LocalControl:
+    """Implements `JobControl`."""
+
+    def __init__(self, job_id: str, *, restarts: int | None = None) -> None:
+        """Speak of this job; its record counts the restarts."""
+        del restarts
+        self._job_id = job_id
+
+    def facts(self) -> JobFacts:
+        """What the controller has written of the job."""
+        record = self._record()
+        return JobFacts(
+            state=JobState(record.state),
+            restarts=record.restarts,
+            reason=record.reason,
+            preempt_time=record.preempt_time,
+            end_time=record.end_time,
+        )
+
+    def previous_end(self) -> EndReason:
+        """Why the previous start ended."""
+        return EndReason(self._record().previous_end)
+
+    def previous_stop(self) -> float | None:
+        """When the previous start ended."""
+        return self._record().previous_stop
+
+    def exclude(self, nodes: Sequence[str]) -> None:
+        """Without effect: all nodes are this machine."""
+
+    def requeue(self) -> None:
+        """Ask the controller to start the job again."""
+        request(self._job_id, "requeue")
+
+    def end(self) -> None:
+        """Without effect: the controller ends it with its last agent."""
+
+    def forbid_requeue(self) -> None:
+        """Without effect: a job that ends by itself is not started again here."""
+
+    def _record(self) -> LocalJobRecord:
+        record = read(self._job_id)
+        if record is None:
+            raise ClusterUnreachable(f"the record of local job {self._job_id} is gone")
+        return record
+
+
+END_S = 5.0
+
+
+class LocalNodes:
+    """Nodes of `hpctrain preflight` as processes of this machine."""
+
+    def __init__(
+        self, run: RunDir, token: str, count: int, python: str, environ: Mapping[str, str]
+    ) -> None:
+        """Start them.
+
+        Args:
+            run: The preflight's folder.
+            token: Its name.
+            count: How many nodes.
+            python: The interpreter.
+            environ: Their environment.
+
+        Raises:
+            ClusterError: no port is free.
+        """
+        env = {
+            **clean(environ).env,
+            HPCTRAIN_NODES: ",".join(f"local{rank}" for rank in range(count)),
+            HPCTRAIN_PORT: str(free_port(token, 0)),
+            HPCTRAIN_MASTER_ADDR: "127.0.0.1",
+            HPCTRAIN_PREFLIGHT_KEY: (run.root / "@key").read_text(),
+        }
+        self.name = f"{count} processes of this machine"
+        with (run.jobs / f"{token}.out").open("ab") as output:
+            self._nodes = [
+                subprocess.Popen(
+                    own_program(
+                        "hpctrain.preflight.node",
+                        *(str(run.root), str(rank)),
+                        python=python,
+                        unbuffered=True,
+                    ),
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+                for rank in range(count)
+            ]
+
+    def waits_for(self) -> str:
+        """Nothing."""
+        return ""
+
+    def is_over(self) -> bool:
+        """Whether all processes have ended."""
+        return all(node.poll() is not None for node in self._nodes)
+
+    def cancel(self) -> None:
+        """Kill them, with what they have started."""
+        for node in self._nodes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(node.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                node.wait(END_S)
+
+    def release(self) -> None:
+        """End what a node has left behind."""
+        self.cancel()

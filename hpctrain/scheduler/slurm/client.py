@@ -7,42 +7,53 @@ tests/unit/scheduler/test_status_questions.py holds the promises.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from hpctrain.base.files import data_dir
+from hpctrain.base.records import JobState
 from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable
+from hpctrain.preflight.report import FAIL, OK, UNKNOWN, WARN, Result
 from hpctrain.run.event_fields import is_job_id
 from hpctrain.scheduler.base import Accounting, Cluster
-from hpctrain.scheduler.slurm.command import QUERY_TIMEOUT_S, CommandMissing, run
+from hpctrain.scheduler.slurm.command import QUERY_TIMEOUT_S, CommandMissing, run, submitted_here
+from hpctrain.scheduler.slurm.command import run as run_command
 from hpctrain.scheduler.slurm.environment import SHELL_DEFAULTS, clean, kept_settings
-from hpctrain.scheduler.slurm.jobs import accounted_job, is_alive, job_info, job_starts, queued_job
-from hpctrain.scheduler.slurm.parse import (
+from hpctrain.scheduler.slurm.jobs import (
     QUEUE_FORMAT,
     SACCT_COMMAND,
     SURVEY_FORMAT,
+    accounted_job,
+    is_alive,
+    job_info,
+    job_starts,
     parse_jobs,
     parse_queue,
     parse_sacct,
     parse_survey,
+    queued_job,
 )
+from hpctrain.scheduler.slurm.script import body_path, export_arguments, render_script
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from hpctrain.base.records import JobInfo, JobRequest, JobStart
-    from hpctrain.preflight.report import Result
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import PreflightJob
-    from hpctrain.scheduler.slurm.parse import AccountRow
+    from hpctrain.scheduler.slurm.jobs import AccountRow
     from hpctrain.settings.layers import Chosen, Layer
     from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Spec
     from hpctrain.site.detect import ClusterFacts
-    from hpctrain.site.preset import Site
+    from hpctrain.site.schema import Site
+
 
 SUBMIT_TIMEOUT_S = 60.0
 STEP_TIMEOUT_S = 120.0
@@ -174,7 +185,7 @@ class SlurmCluster(Cluster):
 
         if spec.settings.container.image:
             from hpctrain.scheduler.slurm.container_checks import check_mount_points
-            from hpctrain.site.preset import site_of
+            from hpctrain.site.schema import site_of
 
             check_mount_points(spec, run, site_of(spec))
         return render_script(spec, run, token)
@@ -244,7 +255,7 @@ class SlurmCluster(Cluster):
         notes = partition_notes(settings, origins, site, accounting)
         notes += cpu_notes(settings, site, accounting)
         if settings.environment.stage != "no":
-            from hpctrain.scheduler.slurm.staging import notes_of
+            from hpctrain.scheduler.slurm.script import notes_of
 
             notes += notes_of(settings, site)
         return notes
@@ -273,28 +284,20 @@ class SlurmCluster(Cluster):
 
     def check_settings(self, spec: Spec) -> list[Result]:
         """Options of the user's own that go badly with a run that is started again."""
-        from hpctrain.scheduler.slurm.preflight import check_options
-
         return check_options(spec.settings.slurm.extra)
 
     def preflight_script(self, spec: Spec, run: RunDir, token: str) -> str:
         """The batch script."""
-        from hpctrain.scheduler.slurm.preflight import render_preflight
-
         return render_preflight(spec, run, token)
 
     def check_script(self, script: Path) -> list[Result]:
         """What `sbatch --test-only` says of it."""
-        from hpctrain.scheduler.slurm.preflight import check_accepted
-
         return check_accepted(script, lambda words: run(words, query=False))
 
     def start_preflight(
         self, spec: Spec, run: RunDir, token: str, environ: Mapping[str, str]
     ) -> PreflightJob:
         """Submit its script."""
-        from hpctrain.scheduler.slurm.preflight import SlurmPreflight
-
         del spec, environ
         return SlurmPreflight(self, run.script(token))
 
@@ -416,3 +419,82 @@ class Survey(SlurmCluster):
             if isinstance(self._rows, ClusterError):
                 raise self._rows
             return self._rows
+
+
+BODY = "preflight.sh"
+
+
+def check_options(extra: Sequence[str]) -> list[Result]:
+    """Options of the user's own that a run which is started again gets along with badly."""
+    results = []
+    for option in extra:
+        if option.replace(" ", "=") == "--open-mode=truncate":
+            text = "slurm.extra: --open-mode=truncate throws a job's output away at each requeue"
+            results.append(Result("options", WARN, text, [], "take it out"))
+        if option == "--no-requeue":
+            text = "slurm.extra: --no-requeue: a run that is preempted does not come back"
+            results.append(Result("options", WARN, text, [], "take it out"))
+    return results
+
+
+def check_accepted(script: Path, ask: Callable[[Sequence[str]], str]) -> list[Result]:
+    """What `sbatch --test-only` says of the script: partition, account, QOS, limits.
+
+    Args:
+        script: The batch script.
+        ask: Runs a command of SLURM's; see `scheduler.slurm.command.run`.
+    """
+    try:
+        ask(["sbatch", "--test-only", str(script)])
+    except ClusterUnreachable as error:
+        return [Result("sbatch", UNKNOWN, str(error))]
+    except ClusterError as error:
+        return [Result("sbatch", FAIL, str(error), [], "change what is asked for")]
+    return [Result("sbatch", OK, "accepts the job")]
+
+
+def render_preflight(spec: Spec, run: RunDir, token: str) -> str:
+    """A run's batch script with another body; the job is started once."""
+    once = replace(spec.settings.slurm, signal_lead_s=0)
+    once = replace(once, extra=[*once.extra, "--no-requeue"])
+    own = replace(spec, settings=replace(spec.settings, slurm=once))
+    of_run, body = (
+        path.read_text().rstrip("\n") for path in (body_path(), data_dir("sbatch") / BODY)
+    )
+    return render_script(own, run, token).replace(of_run, body, 1)
+
+
+class SlurmPreflight:
+    """The job of a preflight."""
+
+    def __init__(self, cluster: Cluster, script: Path) -> None:
+        arguments = export_arguments(script.read_text())
+        command = ["sbatch", "--parsable", *arguments, str(script)]
+        self._job_id = submitted_here(run_command(command, timeout_s=SUBMIT_TIMEOUT_S, query=False))
+        self._cluster = cluster
+        self.name = f"job {self._job_id}"
+
+    def waits_for(self) -> str:
+        """SLURM's reason while it pends."""
+        with contextlib.suppress(ClusterUnreachable):  # asked again soon
+            job = self._cluster.job(self._job_id)
+            if job is not None and job.state in {JobState.PENDING, JobState.CONFIGURING}:
+                return job.reason or job.shown.lower()
+        return ""
+
+    def is_over(self) -> bool:
+        """Whether SLURM says so."""
+        try:
+            job = self._cluster.job(self._job_id)
+        except AccountingSilent:  # slurmctld itself has forgotten it
+            return True
+        except ClusterUnreachable:
+            return False
+        return job is None or not job.alive
+
+    def cancel(self) -> None:
+        """Cancel it."""
+        self._cluster.cancel(self._job_id)
+
+    def release(self) -> None:
+        """Nothing: a job whose report is there ends by itself."""

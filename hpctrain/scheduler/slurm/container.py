@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.schema import ContainerSettings
     from hpctrain.settings.spec import Spec
-    from hpctrain.site.preset import Site
+    from hpctrain.site.schema import Site
 
 _MOUNT = re.compile(r"[^:]+(:[^:]+){0,2}", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -1,36 +1,272 @@
-"""A run's container held against what the login node can see, before there is a job.
+"""For which machines a container's image was made, read from its own bytes without any tool.
 
-Whether the image is there and for the nodes' machines, and whether anything here starts containers
-in that way. What a module or a setup line may bring is a note and no refusal, and so is what a site
-says of its nodes. tests/unit/scheduler/test_container_checks.py holds the promises.
+SIF files (Apptainer, Singularity) say it in their header, archives and folders of OCI and docker in
+the image's configuration, a folder with a root file system in the header of its shell. Of SquashFS
+files nothing can be read without unpacking. The bytes are anybody's: what is cut off, nonsense or
+too large is "not known". tests/unit/scheduler/test_image_file.py holds the promises.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import platform
 import re
 import shutil
+import stat
 import tomllib
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hpctrain.base.files import read_text
+from hpctrain.base.files import is_plain, open_plain, read_plain, read_text
 from hpctrain.errors import ChecksFailed, NotFound, UsageError
 from hpctrain.scheduler.slurm.container import mounts_of, runtime_of
-from hpctrain.scheduler.slurm.image_file import inside, machines
 from hpctrain.scheduler.slurm.script import module_lines
 from hpctrain.settings.schema import replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from io import FileIO
+    from typing import TypeAlias
 
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import Accounting
     from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Spec
-    from hpctrain.site.preset import Site
+    from hpctrain.site.schema import Site
+
+    Read: TypeAlias = Callable[[str], bytes | None]
+    "A file of the layout by its name; None where there is none of a sensible size."
+
+
+HEAD_BYTES = 512
+JSON_BYTES = 4 << 20
+_SIF_MAGIC = (32, b"SIF_MAGIC\0")
+_SIF_MACHINES = {
+    b"02": "x86_64", b"04": "aarch64", b"05": "ppc64", b"06": "ppc64le", b"11": "s390x",
+    b"12": "riscv64",
+}  # fmt: skip
+_SIF_CODE = slice(45, 47)
+_ELF_MACHINES = {
+    (62, "little"): "x86_64",
+    (183, "little"): "aarch64",
+    (21, "little"): "ppc64le",
+    (21, "big"): "ppc64",
+    (22, "big"): "s390x",
+    (243, "little"): "riscv64",
+}
+_OCI_MACHINES = {
+    "amd64": "x86_64",
+    "arm64": "aarch64",
+    "ppc64": "ppc64",
+    "ppc64le": "ppc64le",
+    "s390x": "s390x",
+    "riscv64": "riscv64",
+}
+_PROGRAMS = ("bin/sh", "usr/bin/sh", "bin/bash", "usr/bin/env", "bin/busybox")
+_DIGEST = re.compile(r"([a-z0-9]{1,16}):([0-9a-f]{32,128})")
+_MOST_LINKS = 40
+_MOST_MEMBERS = 20_000
+_MOST_MANIFESTS = 64
+
+
+def machines(image: Path) -> frozenset[str]:
+    """The machines whose programs the image has, in the words of `uname -m`.
+
+    Args:
+        image: A file, or a folder with a root file system or an OCI layout.
+
+    Returns:
+        Several of an image for several; none where that is not known.
+
+    Raises:
+        OSError: it is not there, cannot be read, or is neither file nor folder.
+    """
+    if stat.S_ISDIR(image.stat().st_mode):
+        os.scandir(image).close()
+        return _of_folder(image)
+    with open_plain(image) as file:
+        head = file.read(HEAD_BYTES) or b""
+        at, magic = _SIF_MAGIC
+        if head[at : at + len(magic)] == magic:
+            machine = _SIF_MACHINES.get(head[_SIF_CODE])
+            return frozenset({machine} if machine else ())
+        members = _tar_members(file)
+        return _of_layout(lambda name: _read_member(file, members.get(name)))
+
+
+def _of_folder(root: Path) -> frozenset[str]:
+    if is_plain(root / "oci-layout"):
+        return _of_layout(lambda name: _read_small(root, name))
+    for program in _PROGRAMS:
+        try:
+            with open_plain(inside(root, program)) as file:
+                head = file.read(20) or b""
+        except OSError:
+            continue
+        machine = elf_machine(head)
+        if machine:
+            return frozenset({machine})
+    return frozenset()
+
+
+def inside(root: Path, name: str) -> Path:
+    """Where a path of a root file system lies outside of it: no link leads out of the root.
+
+    Args:
+        root: The file system's folder.
+        name: The path within it.
+
+    Raises:
+        OSError: too many links.
+    """
+    done: list[str] = []
+    ahead = name.split("/")[::-1]
+    links = 0
+    while ahead:
+        part = ahead.pop()
+        if part == "..":
+            done = done[:-1]
+        elif part not in {"", "."}:
+            place = root.joinpath(*done, part)
+            if not place.is_symlink():
+                done.append(part)
+                continue
+            links += 1
+            if links > _MOST_LINKS:
+                raise OSError(f"{root / name}: too many links")
+            target = str(place.readlink())
+            done = [] if target.startswith("/") else done
+            ahead += target.split("/")[::-1]
+    return root.joinpath(*done)
+
+
+def elf_machine(head: bytes) -> str:
+    """The machine of a 64-bit program by its first 20 bytes; "" for anything else."""
+    if len(head) < 20 or head[:5] != b"\x7fELF\x02":  # noqa: PLR2004 - the machine ends there
+        return ""
+    order: Any = {1: "little", 2: "big"}.get(head[5], "")
+    code = int.from_bytes(head[18:20], order) if order else 0
+    return _ELF_MACHINES.get((code, order), "")
+
+
+# ---- OCI and docker
+
+
+def _of_layout(read: Read) -> frozenset[str]:
+    """What an image's configuration says; none as soon as one part of it is not understood."""
+    names: list[str] = []
+    docker = _json(read("manifest.json"))
+    if isinstance(docker, list):
+        configs = [_text(entry, "Config") for entry in docker[:_MOST_MANIFESTS]]
+        names = [_text(_json(read(config)), "architecture") for config in configs]
+    else:
+        names = _of_index(read, _json(read("index.json")), set())
+    made_for = [_OCI_MACHINES.get(name, "") for name in names]
+    return frozenset(made_for) if all(made_for) else frozenset()
+
+
+def _of_index(read: Read, index: Any, seen: set[str]) -> list[str]:
+    """The architectures of an index; "" for one that is not understood.
+
+    Args:
+        read: Reads the layout.
+        index: Its JSON.
+        seen: Blobs that were read; none is read twice, or a ring would be followed for ever.
+    """
+    entries = index.get("manifests") if isinstance(index, dict) else None
+    if not isinstance(entries, list):
+        return [""]
+    names: list[str] = []
+    for entry in entries[:_MOST_MANIFESTS]:
+        platform = entry.get("platform") if isinstance(entry, dict) else None
+        name = _text(platform, "architecture")
+        again = _text(entry, "digest") in seen  # under two names, or a ring
+        if name == "unknown" or again:  # the former is no image: what a builder attests of one
+            continue
+        names += [name] if name else _of_manifest(read, _blob(read, entry, seen), seen)
+    return names
+
+
+def _of_manifest(read: Read, manifest: Any, seen: set[str]) -> list[str]:
+    if isinstance(manifest, dict) and "config" in manifest:
+        return [_text(_blob(read, manifest["config"], seen), "architecture")]
+    return _of_index(read, manifest, seen)
+
+
+def _blob(read: Read, descriptor: Any, seen: set[str]) -> Any:
+    digest = _DIGEST.fullmatch(_text(descriptor, "digest"))
+    if digest is None or len(seen) >= 2 * _MOST_MANIFESTS:
+        return None
+    seen.add(digest[0])
+    return _json(read(f"blobs/{digest[1]}/{digest[2]}"))
+
+
+def _text(record: Any, key: str) -> str:
+    value = record.get(key) if isinstance(record, dict) else None
+    return value if isinstance(value, str) else ""
+
+
+def _json(text: bytes | None) -> Any:
+    try:
+        return json.loads(text) if text else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _read_small(root: Path, name: str) -> bytes | None:
+    try:
+        return read_plain(inside(root, name), JSON_BYTES)
+    except (OSError, ValueError):  # a NUL in the name
+        return None
+
+
+# ---- tar
+
+
+def _tar_members(file: FileIO) -> dict[str, tuple[int, int]]:
+    """Place and size of what may be JSON; up to the first header that is none.
+
+    Written out, since `tarfile` reads as much memory as a header asks for.
+    """
+    members: dict[str, tuple[int, int]] = {}
+    size = os.fstat(file.fileno()).st_size
+    at = 0
+    for _ in range(_MOST_MEMBERS):
+        if at >= size:
+            break
+        file.seek(at)
+        header = file.read(HEAD_BYTES) or b""
+        length = _member_bytes(header)
+        if length is None:
+            break
+        name = header[:100].partition(b"\0")[0].decode(errors="replace").removeprefix("./")
+        members.setdefault(name, (at + HEAD_BYTES, length))
+        at += HEAD_BYTES + -(-length // HEAD_BYTES) * HEAD_BYTES
+    return members
+
+
+def _member_bytes(header: bytes) -> int | None:
+    """Size of the member with this header; None where it is no header."""
+    if len(header) < HEAD_BYTES or not header[0]:
+        return None
+    if header[124] & 0x80:  # 8 GiB and more
+        return int.from_bytes(header[125:136], "big")
+    return _octal(header[124:136])
+
+
+def _octal(field: bytes) -> int | None:
+    digits = field.strip(b" \0")
+    return int(digits, 8) if re.fullmatch(rb"[0-7]+", digits) else None
+
+
+def _read_member(file: FileIO, member: tuple[int, int] | None) -> bytes | None:
+    if member is None or member[1] > JSON_BYTES:
+        return None
+    file.seek(member[0])
+    return file.read(member[1])
+
 
 COMMANDS = {
     "apptainer": "apptainer",

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     from hpctrain.scheduler.base import Accounting, PartitionNodes
     from hpctrain.settings.schema import Settings
-    from hpctrain.site.preset import Site
-    from hpctrain.site.schema import Partition
+    from hpctrain.site.schema import Partition, Site
 
 AGENT_S = 3
 """Of the time to the kill the agents keep so much for asking SLURM and for the requeue."""

@@ -18,8 +18,8 @@ from hpctrain.errors import ClusterUnreachable, FileSystemFault, NoCheckpoint
 from hpctrain.history.run_history import RunHistory
 from hpctrain.history.run_state import RunState
 from hpctrain.run import events as ledger
+from hpctrain.run.attempt_files import Heartbeat, write_heartbeat
 from hpctrain.run.fence import take_attempt
-from hpctrain.run.heartbeat import Heartbeat, write_heartbeat
 from hpctrain.settings.schema import replaced
 from hpctrain.settings.spec import load_spec
 from tests.support.ledger_runs import Story, all_fields

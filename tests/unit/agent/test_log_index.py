@@ -12,7 +12,7 @@ import pytest
 from hpctrain.agent import log_index
 from hpctrain.agent.log_index import LogIndexer
 from hpctrain.base import clock
-from hpctrain.run.log_files import Guess, LogMark, LogTimes, first_offset, times_path
+from hpctrain.run.attempt_files import Guess, LogMark, LogTimes, first_offset, times_path
 from tests.support.clocks import ManualClock
 
 

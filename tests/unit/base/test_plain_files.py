@@ -7,9 +7,9 @@ import os
 import pytest
 
 from hpctrain.base.files import is_plain, open_plain, read_plain, replace_text
+from hpctrain.run.attempt_files import tail_offset
 from hpctrain.run.fence import left_text, read_fence
 from hpctrain.run.layout import RunDir
-from hpctrain.run.log_files import tail_offset
 
 
 def test_an_ordinary_file_is_read(tmp_path):

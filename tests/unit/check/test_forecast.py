@@ -6,8 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.check.forecast import ForecastFacts, check_interval, check_lead, check_room_for
-from hpctrain.check.past import PastSaves
+from hpctrain.check.forecast import (
+    ForecastFacts,
+    PastSaves,
+    check_interval,
+    check_lead,
+    check_room_for,
+)
 from hpctrain.plan.interval import Costs
 from hpctrain.settings.schema import CheckpointSettings
 

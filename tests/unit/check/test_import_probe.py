@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hpctrain.check.import_probe import try_imports
-from hpctrain.submit.program_source import WantedImport
+from hpctrain.submit.program import WantedImport
 
 
 @pytest.fixture

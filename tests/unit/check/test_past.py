@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.check.past import past_saves
+from hpctrain.check.forecast import past_saves
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import CheckpointSaved, StepsDone, SubmitIntent
 from hpctrain.run.layout import RunDir

@@ -11,8 +11,7 @@ from xml.etree import ElementTree as ET
 import jsonschema
 import pytest
 
-from hpctrain.check.lines import CheckLine, CheckList
-from hpctrain.check.render import junit, sarif
+from hpctrain.check.lines import CheckLine, CheckList, junit, sarif
 from hpctrain.lint.check import check_text
 from tests.support.fuzzing import Faults, cases, chances, odd_text
 

@@ -13,8 +13,8 @@ from hpctrain.drawing import drawn
 from hpctrain.run.layout import RunDir
 from hpctrain.settings.schema import replaced
 from hpctrain.settings.spec import load_spec
-from hpctrain.status.evaluation_lines import LAST
 from hpctrain.status.reader import StatusReader
+from hpctrain.status.run_lines import LAST
 from hpctrain.status.screen import StatusScreen
 from hpctrain.submit import evaluations
 from tests.support import checkpoints

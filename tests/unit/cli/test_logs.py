@@ -21,10 +21,9 @@ from hpctrain.cli.options import parse_since
 from hpctrain.history.run_history import RunHistory
 from hpctrain.history.run_state import RunState
 from hpctrain.logs import follow as log_follow
-from hpctrain.logs.printer import LogSelection, Printer
-from hpctrain.logs.sections import Trouble, is_trouble
+from hpctrain.logs.sections import LogSelection, Printer, Trouble, is_trouble
+from hpctrain.run.attempt_files import LogFile, LogMark, mark_line, tail_offset, times_path
 from hpctrain.run.events import read
-from hpctrain.run.log_files import LogFile, LogMark, mark_line, tail_offset, times_path
 from hpctrain.status import reader
 from hpctrain.status.status import Answer
 from tests.support.fuzzing import Faults, cases, chances

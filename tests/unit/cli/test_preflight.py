@@ -7,8 +7,8 @@ from click.testing import CliRunner
 
 from hpctrain.cli.main import cli, main
 from hpctrain.errors import ClusterError, ClusterUnreachable
-from hpctrain.preflight.sight import ALL_UP_TO
-from hpctrain.scheduler.slurm.preflight import check_accepted, check_options
+from hpctrain.preflight.checks_between import ALL_UP_TO
+from hpctrain.scheduler.slurm.client import check_accepted, check_options
 from hpctrain.submit.preflight import check_mount, check_room
 
 MOUNTS = """\

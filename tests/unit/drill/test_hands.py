@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from hpctrain.drill import hands
-from hpctrain.drill.flushed import unflushed_files
+from hpctrain.drill.hands import unflushed_files
 from hpctrain.run.layout import RunDir
 
 WAITS = "import sys; print('here', flush=True); sys.stdin.read()"

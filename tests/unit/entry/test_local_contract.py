@@ -21,7 +21,7 @@ from hpctrain.base import clock
 from hpctrain.entry import local_controller
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.local import client
-from hpctrain.scheduler.local.control import LocalControl
+from hpctrain.scheduler.local.client import LocalControl
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import Entry, Spec
 from tests.support.clocks import ManualClock

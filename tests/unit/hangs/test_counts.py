@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from hpctrain.hangs.counts import EQUAL, KEPT, ODD, CountsByTick, JobCounts
+from hpctrain.hangs.outliers import EQUAL, KEPT, ODD, CountsByTick, JobCounts
 
 RANKS = 4
 

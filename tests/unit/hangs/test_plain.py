@@ -7,10 +7,14 @@ import math
 
 import pytest
 
-from hpctrain.hangs.evidence import Collective, Frame, Front, RankEvidence, Recorded
-from hpctrain.hangs.plain import (
+from hpctrain.hangs.evidence import (
     MOST_CALLS,
     MOST_FRAMES,
+    Collective,
+    Frame,
+    Front,
+    RankEvidence,
+    Recorded,
     evidence_of,
     plain_of,
     plain_stand,

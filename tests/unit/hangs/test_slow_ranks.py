@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hpctrain.hangs.arrivals import OwnWork
-from hpctrain.hangs.slow_ranks import (
+from hpctrain.hangs.outliers import (
     RUNNING,
     SLOPE_WINDOWS,
     WINDOW,

@@ -14,7 +14,7 @@ from hpctrain.base.records import JobStart
 from hpctrain.history.attempts import attempts
 from hpctrain.history.goodput import Goodput, TimeClass, goodput, window
 from hpctrain.history.run_history import RunHistory
-from hpctrain.run import event_kind
+from hpctrain.run import event_fields
 from hpctrain.scheduler.local.client import LocalCluster
 from tests.support.ledger_runs import event_of, local_job
 
@@ -453,7 +453,7 @@ def test_an_attempts_times_are_accountings_where_there_is_any():
 
 # ---- whatever the ledger looks like -------------------------------------------------------------
 
-KINDS = [*event_kind.KINDS, "meteor"]
+KINDS = [*event_fields.KINDS, "meteor"]
 FIELDS = (
     "step", "first", "last", "seconds", "data_s", "save_s", "stall_s", "heard", "ended_at",
     "stood_s", "quiet_s",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.history.attempts import attempts
-from hpctrain.history.mishaps import Mishaps, mishaps
+from hpctrain.history.incidents import Mishaps, mishaps
 from hpctrain.history.run_history import RunHistory
 from tests.unit.history.test_goodput import Log
 

@@ -12,12 +12,12 @@ from hpctrain.base.records import EndReason
 from hpctrain.history.attempts import attempts
 from hpctrain.history.goodput import goodput
 from hpctrain.history.run_history import RunHistory
-from hpctrain.run import event_kind
+from hpctrain.run import event_fields
 from hpctrain.run.events import read
 from hpctrain.submit.live_job import newest_submission
 from tests.support.ledger_runs import Story, event_of
 
-KINDS = [*event_kind.KINDS, "meteor"]
+KINDS = [*event_fields.KINDS, "meteor"]
 NUMBERS = st.one_of(st.none(), st.integers(0, 40), st.sampled_from(["x", [], {}, True]))
 DATA = st.fixed_dictionaries(
     {},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.history.slow_nodes import MARKERS, NodePast, node_pasts
+from hpctrain.history.incidents import MARKERS, NodePast, node_pasts
 from hpctrain.run.events import read, read_marked
 from tests.support.ledger_runs import Story
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hpctrain.history.goodput import TimeClass, goodput
 from hpctrain.history.run_history import RunHistory
-from hpctrain.history.stillness import moved_by, spread
+from hpctrain.history.run_records import moved_by, spread
 from tests.unit.history.test_goodput import Log
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.plan.decoders import FAMILIES, shape_of_config
+from hpctrain.plan.limits import FAMILIES, shape_of_config
 from hpctrain.plan.mesh import plan_mesh
 from hpctrain.settings.schema import EngineSettings
 from hpctrain.submit.change import change_spec, resume_request
@@ -30,10 +30,10 @@ TP, PP = "engine.tp 3 (flag --mesh)", "engine.pp 8 (flag --mesh)"
 def table(monkeypatch):
     """One family that everything takes: what the engines take today is another test's."""
     monkeypatch.setattr(
-        "hpctrain.plan.decoders.FAMILIES",
+        "hpctrain.plan.limits.FAMILIES",
         {"tp": frozenset({"llama"}), "pp": frozenset({"llama"}), "ep": frozenset()},
     )
-    monkeypatch.setattr("hpctrain.plan.decoders.TIES", frozenset())
+    monkeypatch.setattr("hpctrain.plan.limits.TIES", frozenset())
 
 
 @pytest.fixture

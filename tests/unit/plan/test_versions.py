@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.plan.versions import DEEPSPEED, TORCH, refusal, untried
+from hpctrain.plan.limits import DEEPSPEED, TORCH, refusal, untried
 from hpctrain.scheduler.slurm.script import module_lines
 from hpctrain.settings.schema import EngineSettings, Settings, replaced
 from hpctrain.site.schema import Modules

@@ -16,7 +16,7 @@ from hpctrain.preflight.checks_between import (
     check_present,
     check_shared,
 )
-from hpctrain.preflight.clocks import Skew
+from hpctrain.preflight.exchanges import Skew
 from hpctrain.preflight.facts import Gpu, Interface, NodeFacts, Port
 from hpctrain.preflight.report import PreflightReport, Result, lines
 from hpctrain.preflight.slow_nodes import SearchResult, check_bandwidth, check_products

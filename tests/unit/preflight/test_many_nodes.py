@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hpctrain.base import listener
-from hpctrain.preflight import clocks
+from hpctrain.preflight import exchanges
 from hpctrain.preflight.checks import Expected, Order
 from hpctrain.preflight.facts import NodeFacts
 from hpctrain.preflight.rendezvous import Acceptor, Coordinator, Peer
@@ -124,11 +124,14 @@ def test_who_comes_costs_nothing_for_each_of_those_who_are_there(monkeypatch):
 
 
 def test_those_who_do_not_tell_the_time_are_waited_for_together(port, monkeypatch):
-    monkeypatch.setattr(clocks, "ANSWER_S", 0.5)
+    monkeypatch.setattr(exchanges, "ANSWER_S", 0.5)
     silent, told = range(1, 33), range(33, 41)
     done, at_once = threading.Event(), []
     gates.before(
-        monkeypatch, clocks._Asking, "_give_up", lambda asking: at_once.append(len(asking._asked))
+        monkeypatch,
+        exchanges._Asking,
+        "_give_up",
+        lambda asking: at_once.append(len(asking._asked)),
     )
 
     def node(rank):
@@ -148,7 +151,7 @@ def test_those_who_do_not_tell_the_time_are_waited_for_together(port, monkeypatc
     assert sorted(skews) == list(told)
     assert all(abs(skew.offset_s - rank) <= skew.bound_s + 1e-3 for rank, skew in skews.items())
     assert first.missing == dict.fromkeys(silent, "gave no answer in time")
-    assert max(at_once) == clocks.ASKED_AT_ONCE
+    assert max(at_once) == exchanges.ASKED_AT_ONCE
 
 
 def test_each_node_gets_its_own_answer(port):

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.preflight import shared
+from hpctrain.preflight import exchanges
 from hpctrain.preflight.bounded import Unanswered, bounded
-from hpctrain.preflight.draft import draft
-from hpctrain.preflight.facts import Gpu, Interface, Port
+from hpctrain.preflight.facts import Gpu, Interface, Port, draft
 from hpctrain.preflight.probe import FactSources, parse_nvlinks, probe, read_gpus, run_command
 
 NVIDIA = "0, NVIDIA H100 80GB HBM3, 550.54.15, 0\n1, NVIDIA H100 80GB HBM3, 550.54.15, [N/A]\n"
@@ -173,36 +172,36 @@ def _no_limit(which):
 
 
 def test_nodes_see_each_others_files_and_locks(tmp_path):
-    assert shared.write(tmp_path, "n1", "a") == ""
-    held = shared.HeldLock(tmp_path)
+    assert exchanges.write(tmp_path, "n1", "a") == ""
+    held = exchanges.HeldLock(tmp_path)
     try:
         assert held.held
-        assert shared.try_lock(tmp_path) == "coherent"
+        assert exchanges.try_lock(tmp_path) == "coherent"
     finally:
         held.release()
-    assert shared.try_lock(tmp_path) == "local"
-    assert shared.unseen(tmp_path, {"n1": "a"}) == []
+    assert exchanges.try_lock(tmp_path) == "local"
+    assert exchanges.unseen(tmp_path, {"n1": "a"}) == []
 
 
 def test_a_file_that_is_missing_or_has_other_content_is_not_seen(tmp_path):
-    shared.write(tmp_path, "n1", "old")
+    exchanges.write(tmp_path, "n1", "old")
 
-    assert shared.unseen(tmp_path, {"n1": "new", "n2": "x"}, wait_s=0.1) == ["n1", "n2"]
+    assert exchanges.unseen(tmp_path, {"n1": "new", "n2": "x"}, wait_s=0.1) == ["n1", "n2"]
 
 
 def test_a_node_that_is_not_to_list_the_folder_does_not(tmp_path, monkeypatch):
-    shared.write(tmp_path, "n1", "a")
+    exchanges.write(tmp_path, "n1", "a")
     monkeypatch.setattr(os, "listdir", lambda _: [])
 
-    assert shared.unseen(tmp_path, {"n1": "a"}, listed=False) == []
-    assert shared.unseen(tmp_path, {"n1": "a"}, wait_s=0.0) == ["n1"]
+    assert exchanges.unseen(tmp_path, {"n1": "a"}, listed=False) == []
+    assert exchanges.unseen(tmp_path, {"n1": "a"}, wait_s=0.0) == ["n1"]
 
 
 def test_a_directory_that_is_not_there_or_hangs_is_told_and_waits_for_nobody(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
 
-    assert "No such file" in shared.write(gone, "n1", "a")
-    assert shared.unseen(gone, {"n1": "a"}, wait_s=0.0) == ["n1"]
-    assert shared.try_lock(gone) == "unknown"
-    monkeypatch.setattr(shared, "_write", lambda *_: threading.Event().wait())  # for ever
-    assert shared.write(Path("/"), "n1", "a", 0.05) == "no answer in 0.05 s"
+    assert "No such file" in exchanges.write(gone, "n1", "a")
+    assert exchanges.unseen(gone, {"n1": "a"}, wait_s=0.0) == ["n1"]
+    assert exchanges.try_lock(gone) == "unknown"
+    monkeypatch.setattr(exchanges, "_write", lambda *_: threading.Event().wait())  # for ever
+    assert exchanges.write(Path("/"), "n1", "a", 0.05) == "no answer in 0.05 s"

@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.preflight.checks_between import apart, check_names, check_shared
-from hpctrain.preflight.sight import ALL_UP_TO, looked_for, missed, neighbours, standing_apart
+from hpctrain.preflight.checks_between import (
+    ALL_UP_TO,
+    apart,
+    check_names,
+    check_shared,
+    looked_for,
+    missed,
+    neighbours,
+    standing_apart,
+)
 
 FOLDER = "/runs"
 

@@ -19,16 +19,15 @@ from hpctrain.history.causes import EndCause
 from hpctrain.history.evaluations import EvaluationView
 from hpctrain.history.goodput import Goodput, TimeClass, TimeSlice, window
 from hpctrain.history.run_history import RunHistory
-from hpctrain.report import curves
+from hpctrain.report import gather as curves
 from hpctrain.report.advice import advice
-from hpctrain.report.charts import charts
-from hpctrain.report.charts_ranks import MOST_LINES, timeline
-from hpctrain.report.compare import comparison_charts
+from hpctrain.report.charts import MOST_LINES, charts, timeline
 from hpctrain.report.gather import gather
 from hpctrain.report.page import comparison_page, in_script, page
 from hpctrain.report.summary import (
     ATTEMPT_TITLES,
     attempt_rows,
+    comparison_charts,
     evaluation_rows,
     facts,
     failure_groups,

@@ -9,8 +9,8 @@ import struct
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hpctrain.run import evaluation_curves
-from hpctrain.run.evaluation_curves import write_curves
+from hpctrain.run import results
+from hpctrain.run.results import write_curves
 from tests.support.ledger_runs import Story
 
 
@@ -81,7 +81,7 @@ def test_no_more_files_are_kept_than_an_open_tensorboard_needs(story):
         evaluated(story, step, loss=step / 2)
 
     names = sorted(file.name for file in story.run.evaluation_curves.iterdir())
-    assert len(names) == evaluation_curves.KEPT
+    assert len(names) == results.KEPT
     assert names[-1].endswith("evaluations-0000000020")
     assert len(shown(EventAccumulator(str(story.run.evaluation_curves)))) == 20
 
@@ -121,7 +121,7 @@ def test_a_step_without_metrics_is_no_point_and_the_last_word_counts(story):
 
 
 def test_a_disk_that_is_full_leaves_what_the_next_call_makes_good(story, monkeypatch):
-    real = evaluation_curves._append
+    real = results._append
     calls = itertools.count()
 
     def full(path, content):
@@ -130,7 +130,7 @@ def test_a_disk_that_is_full_leaves_what_the_next_call_makes_good(story, monkeyp
             raise OSError(28, "No space left on device", str(path))
         real(path, content[len(content) // 2 :])
 
-    monkeypatch.setattr(evaluation_curves, "_append", full)
+    monkeypatch.setattr(results, "_append", full)
     for step in (10, 20, 15):
         with pytest.raises(OSError, match="No space"):
             evaluated(story, step, loss=step / 2)

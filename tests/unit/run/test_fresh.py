@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.checkpoint.store import find, retention
 from hpctrain.errors import Fenced
-from hpctrain.preflight import shared
+from hpctrain.preflight import exchanges
 from hpctrain.run.events import read
 from hpctrain.run.fence import left_text, look_anew, publishing, read_fence, run_lock, take_attempt
 from hpctrain.run.layout import RunDir
@@ -130,7 +130,7 @@ def test_a_preflight_sees_a_file_that_came_after_its_first_look(nodes):
     """Else a healthy cluster with long caches would be taken for one without a shared directory."""
     here, there = nodes
     assert [path.name for path in here.root.iterdir()] == []
-    assert shared.write(there.root, "n2", "nonce") == ""
+    assert exchanges.write(there.root, "n2", "nonce") == ""
     assert [path.name for path in here.root.iterdir()] == [], "nothing is cached here"
 
-    assert shared.unseen(here.root, {"n2": "nonce"}, wait_s=5) == []
+    assert exchanges.unseen(here.root, {"n2": "nonce"}, wait_s=5) == []

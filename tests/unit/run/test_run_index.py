@@ -12,10 +12,9 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.errors import NotFound
-from hpctrain.run import run_index
-from hpctrain.run.find_run import find_run
+from hpctrain.run import find_run as run_index
+from hpctrain.run.find_run import IndexedRun, find_run, index_path, indexed, record
 from hpctrain.run.layout import RunDir
-from hpctrain.run.run_index import IndexedRun, index_path, indexed, record
 from tests.support.ledger_runs import Story, local_job
 from tests.support.users import OWNER, STRANGER, run_as
 
@@ -194,7 +193,7 @@ def test_submit_and_resume_write_it(elsewhere, monkeypatch):
 WRITES = """
 from pathlib import Path
 from hpctrain.run.layout import RunDir
-from hpctrain.run.run_index import IndexedRun, indexed, record
+from hpctrain.run.find_run import IndexedRun, indexed, record
 record([IndexedRun(RunDir(Path("/gone")))])
 print(len(indexed()))
 """

@@ -17,7 +17,7 @@ from hpctrain.agent.log_index import times_path
 from hpctrain.cli.main import main
 from hpctrain.preflight import node_lists
 from hpctrain.profile.files import MEMORY, PROBLEM, TRACE, StepWindow, file_name
-from hpctrain.run.heartbeat import Heartbeat, write_heartbeat
+from hpctrain.run.attempt_files import Heartbeat, write_heartbeat
 from tests.support import checkpoints as support
 from tests.support.ledger_runs import Story
 from tests.support.traces import GPU

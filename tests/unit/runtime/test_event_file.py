@@ -14,7 +14,7 @@ from tensorboard.context import RequestContext
 from tensorboard.data.grpc_provider import GrpcDataProvider, make_stub
 from tensorboard.data.server_ingester import get_server_binary
 
-from hpctrain.run.evaluation_curves import masked_crc, write_curves
+from hpctrain.run.results import masked_crc, write_curves
 from hpctrain.runtime.tensorboard import EventFile, file_name
 from tests.support import patience
 from tests.support.ledger_runs import Story

@@ -12,8 +12,8 @@ import torch
 from hpctrain.errors import UsageError
 from hpctrain.history.progress import rank_sample
 from hpctrain.run import events as ledger
+from hpctrain.run.attempt_files import Heartbeat, read_heartbeat, write_heartbeat
 from hpctrain.run.fence import take_attempt
-from hpctrain.run.heartbeat import Heartbeat, read_heartbeat, write_heartbeat
 from hpctrain.runtime import telemetry as module
 from hpctrain.runtime.step_log import KEPT, StepLog, StepTimes, mark_every_s, run_age_s
 from hpctrain.runtime.telemetry import Telemetry, sample_every_s, sample_of, slowest

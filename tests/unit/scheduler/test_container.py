@@ -18,19 +18,18 @@ import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.run.layout import RunDir
+from hpctrain.scheduler.slurm.client import render_preflight
 from hpctrain.scheduler.slurm.container import (
     container_lines,
     container_start,
     parse_mount,
     runtime_of,
 )
-from hpctrain.scheduler.slurm.preflight import render_preflight
 from hpctrain.scheduler.slurm.script import render_script
 from hpctrain.settings.fields import keys_of
 from hpctrain.settings.schema import ContainerSettings, Settings, SlurmSettings
 from hpctrain.settings.spec import Entry, Evaluates, Spec
-from hpctrain.site.preset import Site
-from hpctrain.site.schema import About, Container, Partition
+from hpctrain.site.schema import About, Container, Partition, Site
 
 RUN = RunDir(Path("/scratch/me/runs/llm-1"))
 OWN = "/home/me/llm:/home/me/llm,/scratch/me/runs:/scratch/me/runs"

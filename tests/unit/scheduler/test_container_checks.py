@@ -27,8 +27,7 @@ from hpctrain.scheduler.slurm.container_checks import (
 )
 from hpctrain.settings.fields import keys_of
 from hpctrain.settings.schema import ContainerSettings, Settings, SlurmSettings
-from hpctrain.site.preset import Site
-from hpctrain.site.schema import About, Container
+from hpctrain.site.schema import About, Container, Site
 from tests.support import users
 from tests.unit.scheduler.test_container import RUN, make_spec
 from tests.unit.scheduler.test_image_file import archive, oci, sif

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.scheduler.slurm import image_file
-from hpctrain.scheduler.slurm.image_file import elf_machine, inside, machines
+from hpctrain.scheduler.slurm import container_checks
+from hpctrain.scheduler.slurm.container_checks import elf_machine, inside, machines
 from tests.support.fuzzing import RAW, VALUES, cases
 
 AMD = bytes.fromhex("7f454c460201010000000000000000000200 3e00".replace(" ", ""))
@@ -181,7 +181,7 @@ def test_an_index_of_itself_many_times_is_read_once(tmp_path, monkeypatch):
     files = {"index.json": dumped(itself), "blobs/sha256/" + "a" * 64: dumped(itself)}
     image = written(tmp_path / "ring.tar", archive(files))
     read = []
-    monkeypatch.setattr(image_file.json, "loads", lambda text: read.append(text) or itself)
+    monkeypatch.setattr(container_checks.json, "loads", lambda text: read.append(text) or itself)
 
     assert machines(image) == frozenset()
     assert len(read) == 2

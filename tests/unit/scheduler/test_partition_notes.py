@@ -9,8 +9,7 @@ from hpctrain.scheduler.base import Accounting
 from hpctrain.scheduler.slurm.facts import read_partitions
 from hpctrain.scheduler.slurm.limits import check_site, partition_notes
 from hpctrain.settings.schema import AliveSettings, Settings, SlurmSettings
-from hpctrain.site.preset import Site
-from hpctrain.site.schema import Partition
+from hpctrain.site.schema import Partition, Site
 
 SINFO = """\
 cpu*|40|64|2-00:00:00|(null)

@@ -12,8 +12,7 @@ from hpctrain.entry import slurm_batch
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
 from hpctrain.run.staging import EnvironmentArchive, Staging
-from hpctrain.scheduler.slurm.script import render_script
-from hpctrain.scheduler.slurm.staging import notes_of, outcome, shell_variables
+from hpctrain.scheduler.slurm.script import notes_of, outcome, render_script, shell_variables
 from hpctrain.settings.schema import EnvironmentSettings, Settings, SlurmSettings
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.status.event_lines import staged

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.run.staging import EnvironmentArchive, Staging
-from hpctrain.scheduler.slurm.staging import shell_variables
+from hpctrain.scheduler.slurm.script import shell_variables
 
 BODY = Path(__file__).parents[3] / "sbatch" / "body.sh"
 SRUN = """#!/bin/bash

@@ -7,8 +7,7 @@ import pytest
 from hpctrain.errors import UsageError
 from hpctrain.site import load
 from hpctrain.site.detect import Surroundings, choose, detect, look_around
-from hpctrain.site.preset import Site
-from hpctrain.site.schema import About, Detect
+from hpctrain.site.schema import About, Detect, Site
 
 
 def preset(name, *, stability="reference", **rules):

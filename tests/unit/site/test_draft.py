@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.scheduler.slurm.facts import read_facts, read_qos
-from hpctrain.site.detect import ClusterFacts, PartitionFacts
-from hpctrain.site.draft import draft, site_name
+from hpctrain.site.detect import ClusterFacts, PartitionFacts, draft, site_name
 from hpctrain.site.load import load_site
 from hpctrain.site.validate import validate
 

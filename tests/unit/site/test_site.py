@@ -12,8 +12,7 @@ from hpctrain.base.files import data_dir
 from hpctrain.errors import UsageError
 from hpctrain.settings.layers import resolve
 from hpctrain.site.load import layers, load_site, require_usable
-from hpctrain.site.preset import Site
-from hpctrain.site.schema import About
+from hpctrain.site.schema import About, Site
 
 TEXT = """\
 description = "a machine"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.base.text import LABEL
-from hpctrain.history.mishaps import Guarded, JobMembers, Mishaps
+from hpctrain.history.incidents import Guarded, JobMembers, Mishaps
 from hpctrain.run import event_types as facts
-from hpctrain.status.mishap_lines import mishap_lines
+from hpctrain.status.run_lines import mishap_lines
 
 HOLE = facts.BatchSkipped(step=1200, first=8, last=16, why="nonfinite")
 BACK = facts.TrainingRewound(step=300, to=250, why="spike")

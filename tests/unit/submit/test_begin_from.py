@@ -13,7 +13,7 @@ from hpctrain.errors import CheckpointError
 from hpctrain.run import events as ledger
 from hpctrain.run.layout import RunDir
 from hpctrain.settings.spec import load_spec
-from hpctrain.submit.begin_from import begin_from, copy_into
+from hpctrain.submit.launch import begin_from, copy_into
 from tests.support.exchange import bits, loaded, made_run, save, some
 
 DATA = {"tracked.data.cursor": torch.arange(3)}

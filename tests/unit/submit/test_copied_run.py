@@ -18,7 +18,7 @@ from hpctrain.scheduler.local.client import LocalCluster
 from hpctrain.scheduler.slurm.client import SlurmCluster
 from hpctrain.settings.spec import load_spec
 from hpctrain.submit import launch, live_job
-from hpctrain.submit.own_job import copied_from, not_own
+from hpctrain.submit.live_job import copied_from, not_own
 from tests.support.ledger_runs import Story
 
 SLURM = """#!/bin/sh

@@ -25,7 +25,7 @@ from hpctrain.settings.schema import (
 )
 from hpctrain.settings.spec import Entry, Spec
 from hpctrain.submit import environment_archive as archives
-from hpctrain.submit.environment_files import Interpreter, files_of
+from hpctrain.submit.environment_archive import Interpreter, files_of
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from hpctrain.settings.schema import RunSettings, Settings, SlurmSettings
 from hpctrain.settings.spec import Entry
 from hpctrain.submit.prepare import SubmitRequest, prepare
-from hpctrain.submit.program_source import MOST_BYTES, lint_notes
+from hpctrain.submit.program import MOST_BYTES, lint_notes
 
 HANGS = "import torch.distributed as dist\nif dist.get_rank() == 0:\n    dist.barrier()\n"
 OLD = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"

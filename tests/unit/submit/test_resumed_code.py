@@ -10,9 +10,9 @@ import pytest
 from hpctrain.errors import NotFound, UsageError
 from hpctrain.history.run_history import RunHistory
 from hpctrain.settings.spec import load_spec
-from hpctrain.submit import resumed_code
+from hpctrain.submit import resume
 from hpctrain.submit.prepare import SubmitRequest, make_run, prepare
-from hpctrain.submit.resumed_code import choose_code, take_code
+from hpctrain.submit.resume import choose_code, take_code
 from hpctrain.submit.snapshot import plan_snapshot
 from tests.support.ledger_runs import write_event
 
@@ -172,7 +172,7 @@ def test_a_copy_that_cannot_be_written_leaves_the_older_one(run, work, monkeypat
         run.snapshot.mkdir()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(resumed_code, "take_snapshot", fails)
+    monkeypatch.setattr(resume, "take_snapshot", fails)
     with pytest.raises(OSError, match="No space left"):
         take_code(run, choice)
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import ChecksFailed, ClusterError, ClusterUnreachable, UsageError
-from hpctrain.scheduler.slurm.client import SlurmCluster
-from hpctrain.scheduler.slurm.preflight import check_accepted
-from hpctrain.submit.sbatch_test import Asked, try_site
+from hpctrain.scheduler.slurm.client import SlurmCluster, check_accepted
+from hpctrain.submit.preflight import Asked, try_site
 
 PRESET = """\
 schema = 1

@@ -8,10 +8,10 @@ import pytest
 
 from hpctrain.checkpoint.sealed.patterns import may_meet, parse, places
 from hpctrain.errors import ClusterUnreachable, RunExists, UsageError
+from hpctrain.run.find_run import IndexedRun, record
 from hpctrain.run.layout import RunDir
-from hpctrain.run.run_index import IndexedRun, record
 from hpctrain.settings.spec import load_spec
-from hpctrain.submit import checks, shared_files
+from hpctrain.submit import checks
 from hpctrain.submit.change import ResumeRequest
 from hpctrain.submit.prepare import SubmitRequest, create_run, prepare
 from hpctrain.submit.resume import prepare_resume
@@ -37,7 +37,7 @@ def alive(monkeypatch):
             raise ClusterUnreachable("no answer")
         return object() if run.name in names else None
 
-    monkeypatch.setattr(shared_files, "live_job", live_job)
+    monkeypatch.setattr(checks, "live_job", live_job)
     return names
 
 

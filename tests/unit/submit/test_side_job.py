@@ -11,7 +11,7 @@ from hpctrain.errors import NotFound, UsageError
 from hpctrain.run.layout import RunDir
 from hpctrain.settings.spec import Entry, load_spec
 from hpctrain.submit.change import change_spec, resume_request
-from hpctrain.submit.own_job import as_own_run
+from hpctrain.submit.live_job import as_own_run
 from hpctrain.submit.prepare import SubmitRequest, make_run, prepare
 from hpctrain.submit.resume import prepare_resume
 from hpctrain.submit.side_job import NOT_SEALED, live_notes, side_spec

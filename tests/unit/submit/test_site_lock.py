@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.site.preset import PresetValue, Site
-from hpctrain.site.schema import About, Lock
+from hpctrain.site.schema import About, Lock, PresetValue, Site
 from hpctrain.site.sheet import check_locked
 
 

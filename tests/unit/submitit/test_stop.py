@@ -11,12 +11,12 @@ import pytest
 
 from hpctrain.base.records import StopCause
 from hpctrain.hangs.witness import LOOK_SIGNAL
-from hpctrain.submitit.stop import INTERRUPT, read_stop
+from hpctrain.submitit.task import INTERRUPT, read_stop
 
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from hpctrain.submitit.stop import StopWatch
+from hpctrain.submitit.task import StopWatch
 from hpctrain.runtime.signals import RankSignals
 
 class Requests:

@@ -11,6 +11,7 @@ tests/unit/agent/test_log_index.py holds the promises.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from bisect import bisect_left
@@ -18,11 +19,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from hpctrain.base.files import data_extents, open_plain, skip_hole
+from hpctrain.base.files import data_extents, open_plain, read_plain, skip_hole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from hpctrain.run.layout import RunDir
+
 
 _BLOCK = 1 << 16
 _AT_ONCE = 1 << 22
@@ -204,3 +208,45 @@ class Guess:
         low, high = self._marks[place - 1], self._marks[place]
         part = (offset - low.size) / (high.size - low.size)
         return low.t + part * (high.t - low.t)
+
+
+LENGTH = 64
+"""Of the line in bytes, padded with spaces."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What was last heard of an attempt.
+
+    Attributes:
+        t: When its last step was done, seconds since the epoch by rank 0's clock.
+        step: That step.
+    """
+
+    t: float
+    step: int
+
+
+def write_heartbeat(run: RunDir, attempt: int, beat: Heartbeat) -> None:
+    """Replace the attempt's heartbeat. Rank 0 alone calls it.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    line = json.dumps({"t": round(beat.t, 3), "step": beat.step}).ljust(LENGTH - 1) + "\n"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+    descriptor = os.open(run.heartbeat(attempt), flags, 0o666)
+    try:
+        os.pwrite(descriptor, line.encode(), 0)
+    finally:
+        os.close(descriptor)  # which hands it to the server
+
+
+def read_heartbeat(run: RunDir, attempt: int) -> Heartbeat | None:
+    """The attempt's last heartbeat; None without one, or where half of one is seen."""
+    try:
+        raw = json.loads(read_plain(run.heartbeat(attempt)))
+        t, step = float(raw["t"]), int(raw["step"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+    return Heartbeat(t, step) if math.isfinite(t) else None
