@@ -25,7 +25,7 @@ from hpctrain.scheduler.slurm.environment import (
     own_start,
     script_environment,
 )
-from hpctrain.scheduler.slurm.jobs import read_nodes
+from hpctrain.scheduler.slurm.parse import read_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

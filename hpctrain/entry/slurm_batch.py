@@ -42,7 +42,7 @@ from hpctrain.base.process import free_port
 from hpctrain.errors import ClusterError, ClusterUnreachable, HpctrainError, UsageError
 from hpctrain.scheduler.slurm.command import run as run_command
 from hpctrain.scheduler.slurm.environment import KILL_WAIT_S, own_job_id, own_restarts, resolves
-from hpctrain.scheduler.slurm.jobs import (
+from hpctrain.scheduler.slurm.parse import (
     parse_config_seconds,
     parse_jobs,
     parse_records,

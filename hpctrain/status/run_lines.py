@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.text import Text
-
 from hpctrain.base.text import count, fold_nodes, fold_ranks, pack, size, span
 
 if TYPE_CHECKING:
@@ -171,6 +169,8 @@ def evaluation_lines(status: RunStatus, width: int) -> list[tuple[str, Renderabl
     for row in failed[:FAILED_SHOWN]:
         logs = f" (hpctrain logs {status.label} --evaluation {row.step}{status.flags})"
         why = f"step {row.step:,}{logs if row.run else ''}: {row.why or 'nobody knows why'}"
+        from rich.text import Text  # only where it is drawn: a report does without rich
+
         lines.append(("eval failed", Text(why, "red")))
     if len(failed) > FAILED_SHOWN:
         lines.append(("", f"... {len(failed) - FAILED_SHOWN} more (--json shows all)"))

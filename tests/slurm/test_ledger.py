@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.history.goodput import TimeClass, goodput
 from hpctrain.history.run_history import RunHistory
-from hpctrain.scheduler.slurm.jobs import SACCT_COMMAND, parse_sacct
+from hpctrain.scheduler.slurm.parse import SACCT_COMMAND, parse_sacct
 from tests.support import processes
 from tests.support.ledger_runs import all_fields
 from tests.support.scenario import submit

@@ -13,7 +13,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -438,6 +437,8 @@ class LocalNodes:
         Raises:
             ClusterError: no port is free.
         """
+        import subprocess
+
         env = {
             **clean(environ).env,
             HPCTRAIN_NODES: ",".join(f"local{rank}" for rank in range(count)),
@@ -474,6 +475,8 @@ class LocalNodes:
 
     def cancel(self) -> None:
         """Kill them, with what they have started."""
+        import subprocess
+
         for node in self._nodes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(node.pid, signal.SIGKILL)

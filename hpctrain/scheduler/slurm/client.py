@@ -24,19 +24,15 @@ from hpctrain.scheduler.base import Accounting, Cluster
 from hpctrain.scheduler.slurm.command import QUERY_TIMEOUT_S, CommandMissing, run, submitted_here
 from hpctrain.scheduler.slurm.command import run as run_command
 from hpctrain.scheduler.slurm.environment import SHELL_DEFAULTS, clean, kept_settings
-from hpctrain.scheduler.slurm.jobs import (
+from hpctrain.scheduler.slurm.jobs import accounted_job, is_alive, job_info, job_starts, queued_job
+from hpctrain.scheduler.slurm.parse import (
     QUEUE_FORMAT,
     SACCT_COMMAND,
     SURVEY_FORMAT,
-    accounted_job,
-    is_alive,
-    job_info,
-    job_starts,
     parse_jobs,
     parse_queue,
     parse_sacct,
     parse_survey,
-    queued_job,
 )
 from hpctrain.scheduler.slurm.script import body_path, export_arguments, render_script
 
@@ -47,7 +43,7 @@ if TYPE_CHECKING:
     from hpctrain.base.records import JobInfo, JobRequest, JobStart
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import PreflightJob
-    from hpctrain.scheduler.slurm.jobs import AccountRow
+    from hpctrain.scheduler.slurm.parse import AccountRow
     from hpctrain.settings.layers import Chosen, Layer
     from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Spec

@@ -22,10 +22,10 @@ from hpctrain.base.records import NODE_DOWN, EndReason, JobFacts
 from hpctrain.base.text import fold_nodes
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.scheduler.slurm.command import QUERY_TIMEOUT_S, run, run_until
-from hpctrain.scheduler.slurm.jobs import (
+from hpctrain.scheduler.slurm.jobs import job_facts
+from hpctrain.scheduler.slurm.parse import (
     NOTHING,
     SACCT_COMMAND,
-    job_facts,
     parse_config,
     parse_jobs,
     parse_sacct,
@@ -34,7 +34,7 @@ from hpctrain.scheduler.slurm.jobs import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpctrain.scheduler.slurm.jobs import AccountRow
+    from hpctrain.scheduler.slurm.parse import AccountRow
 
 SINCE = (24, 5)
 TIMEOUT_S = 5.0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import ClusterError
 from hpctrain.scheduler.base import PartitionNodes
 from hpctrain.scheduler.slurm.command import run
-from hpctrain.scheduler.slurm.jobs import (
+from hpctrain.scheduler.slurm.parse import (
     NOTHING,
     parse_config,
     parse_config_seconds,

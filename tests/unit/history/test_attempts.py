@@ -12,7 +12,8 @@ from hpctrain.history.progress import progress
 from hpctrain.history.run_history import RunHistory
 from hpctrain.history.run_state import RunState, run_state
 from hpctrain.run.events import read
-from hpctrain.scheduler.slurm.jobs import job_state, parse_state
+from hpctrain.scheduler.slurm.jobs import job_state
+from hpctrain.scheduler.slurm.parse import parse_state
 from tests.support.ledger_runs import Story
 
 

@@ -15,6 +15,8 @@ from hpctrain.scheduler.slurm.jobs import (
     job_id_of,
     job_info,
     job_starts,
+)
+from hpctrain.scheduler.slurm.parse import (
     parse_config,
     parse_config_seconds,
     parse_count,

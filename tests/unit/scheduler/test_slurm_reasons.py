@@ -14,11 +14,11 @@ from hpctrain.scheduler.slurm.jobs import (
     job_facts,
     job_info,
     job_state,
-    parse_survey,
     queued_job,
     wait_reason,
     wait_reasons,
 )
+from hpctrain.scheduler.slurm.parse import parse_survey
 
 WORDS = Path(__file__).parents[2] / "data" / "slurm-words"
 VERSIONS = {

@@ -15,7 +15,8 @@ from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.slurm import client, control
 from hpctrain.scheduler.slurm.environment import job_context
 from hpctrain.scheduler.slurm.facts import read_facts, read_qos
-from hpctrain.scheduler.slurm.jobs import is_alive, job_info, parse_records
+from hpctrain.scheduler.slurm.jobs import is_alive, job_info
+from hpctrain.scheduler.slurm.parse import parse_records
 from hpctrain.scheduler.slurm.script import render_script
 from hpctrain.settings.schema import sections
 from hpctrain.site.detect import draft
