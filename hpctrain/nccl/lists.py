@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpctrain.nccl.names import LISTS
 from hpctrain.nccl.rule import Context, Problem, error, listed, reason, warning
 from hpctrain.settings.layers import nearest
 
@@ -21,26 +22,13 @@ MOST_NETDEVS = 16
 MOST_HCAS = 32
 _LONGEST_ENTRY = 63
 
-_STEMS = frozenset({"bond", "en", "eno", "enp", "ens", "eth", "hsn", "ib", "ibp", "ibs", "wl"})
+_STEMS = frozenset(LISTS["interface_stems"])
 _NETDEV = re.compile(r"(?:hsn|eth|ib|bond|docker|virbr)\d+|en[opsx]\d\w*|lo|hsn|eth|en|eno|enp|ens")
 _AMBIGUOUS = re.compile(r".*[a-z_][1-9]")
 _MODEL = re.compile(r"mlx[45]")
 
-ALGORITHMS = ("Ring", "Tree", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")
-PROTOCOLS = ("LL", "LL128", "Simple")
-FUNCTIONS = ("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce")
+ALGORITHMS, PROTOCOLS, FUNCTIONS = LISTS["algorithms"], LISTS["protocols"], LISTS["functions"]
 _STRICT_LISTS = (2, 24)
-ALLOCATOR_OPTIONS = (
-    *("backend", "expandable_segments", "garbage_collection_threshold"),
-    *("graph_capture_record_stream_reuse", "large_segment_size_mb", "max_non_split_rounding_mb"),
-    *("max_split_size_mb", "pinned_max_cached_size_mb", "pinned_max_round_threshold_mb"),
-    *("per_process_memory_fraction", "pinned_max_register_threads", "pinned_num_register_threads"),
-    *("pinned_reserve_segment_size_mb", "pinned_use_background_threads"),
-    *("pinned_use_cuda_host_register", "pinned_use_hip_host_register"),
-    *("release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "roundup_power2_divisions"),
-    *("throw_on_cudamalloc_oom", "use_async_allocator"),
-)
-"""torch's up to 2.13: c10/core/AllocatorConfig.cpp, c10/cuda/CUDAAllocatorConfig.cpp."""
 
 
 @dataclass(frozen=True)
@@ -306,8 +294,8 @@ def alloc_conf(name: str, value: str, context: Context) -> Iterator[Problem]:
         option, colon, _ = entry.partition(":")
         if not colon:
             yield error(name, value, f'torch stops at "{entry}"; write option:value')
-        elif option not in ALLOCATOR_OPTIONS:
-            near = nearest(option, ALLOCATOR_OPTIONS, cutoff=0.8)
+        elif option not in LISTS["allocator_options"]:
+            near = nearest(option, LISTS["allocator_options"], cutoff=0.8)
             if near:
                 yield error(
                     name,

@@ -11,6 +11,7 @@ import ipaddress
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from hpctrain.nccl.names import TABLE
 from hpctrain.nccl.numbers import c_number
 from hpctrain.nccl.rule import Context, Problem, error, warning
 from hpctrain.nccl.words import FAMILIES, LIBFABRIC_NETS
@@ -144,28 +145,17 @@ def _provider(env: Env, context: Context, wants: str | None) -> Found:
         )
 
 
-_ONLY_ON: tuple[tuple[str, frozenset[str]], ...] = (
-    ("NCCL_IB_", _VERBS),
-    ("FI_CXI_", frozenset({"slingshot"})),
-    ("FI_EFA_", frozenset({"efa"})),
-    ("RDMAV_", _VERBS),
-    ("NCCL_FASTRAK_", frozenset({"gpudirect-tcp"})),
-    ("NCCL_GPUDIRECTTCPX_", frozenset({"gpudirect-tcp"})),
-    ("NCCL_SOCKET_NTHREADS", frozenset({"tcp", "gpudirect-tcp"})),
-    ("NCCL_NSOCKS_PERTHREAD", frozenset({"tcp", "gpudirect-tcp"})),
-)
-
-
 def other_fabric(env: Env, context: Context) -> Found:
     """Variables of another fabric than the site's, which do nothing here."""
     for name in env:
-        kinds = next((kinds for prefix, kinds in _ONLY_ON if name.startswith(prefix)), None)
+        prefixes = TABLE["only_on"].items()
+        kinds = next((kinds for prefix, kinds in prefixes if name.startswith(prefix)), None)
         if kinds and context.kind not in {"", *kinds} and name != "NCCL_IB_DISABLE":
             yield _doubtful(
                 env,
                 name,
                 f"does nothing on a fabric of kind {context.kind}, only on "
-                f"{' and '.join(sorted(kinds))}; leave it out",
+                f"{' and '.join(kinds)}; leave it out",
             )
 
 

@@ -1,8 +1,8 @@
 """All rules for environment values: what their reader makes of them, before a job finds out.
 
 They parse values as NCCL, RCCL, libfabric, Gloo and torch do: closed sets in `words.py`, ranges in
-`numbers.py`, lists in `lists.py`, what several mean together in `pairs.py`. `names.py` has all
-names, and the releases whose source was read. Pure: what is known of the site is a `Context`.
+`numbers.py`, lists in `lists.py`, what several mean together in `pairs.py`. variables.toml has all
+names, ranges and sets of words. Pure: what is known of the site is a `Context`.
 tests/unit/nccl/test_nccl_rules.py has a good and a wrong value for each rule.
 """
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.nccl.names import names
+from hpctrain.nccl.names import LISTS, TABLE
 from hpctrain.nccl.rule import Context, Problem, Rule, error, listed, reason, warning
 
 if TYPE_CHECKING:
@@ -18,31 +18,15 @@ if TYPE_CHECKING:
 
 FAMILIES = {"AF_INET": "ipv4", "AF_INET6": "ipv6"}
 _DEBUG_LEVELS = ("VERSION", "WARN", "INFO", "TRACE", "ABORT")
-_SUBSYSTEMS = names(
-    "",
-    """
-    INIT COLL P2P SHM NET GRAPH TUNING ENV ALLOC ALLOC_HOST CALL PROXY NVLS BOOTSTRAP REG PROFILE
-    RAS DESTROY ALL
-    """,
-)
+_SUBSYSTEMS = frozenset(LISTS["debug_subsystems"])
 _LEVELS = ("LOC", "PIX", "PXB", "PHB", "SYS")
 _UNDOCUMENTED_LEVELS = ("NVB", "C2C", "P2C", "PXN")
 LIBFABRIC_NETS = frozenset({"libfabric", "aws libfabric", "ofi"})
 _NETS = {"ib": "IB", "socket": "Socket", "gib": "gIB", "fastrak": "FasTrak", "spcx": "spcx"} | {
     name: name for name in LIBFABRIC_NETS
 }
-_NET_HINTS = {
-    **dict.fromkeys(("tcp", "sockets", "eth", "ethernet", "ip"), "Socket"),
-    **dict.fromkeys(("infiniband", "ibv", "verbs", "ibverbs", "roce", "mlx5", "rdma"), "IB"),
-    **dict.fromkeys(("cxi", "slingshot", "efa", "ofi_nccl", "fabric", "aws"), "AWS Libfabric"),
-}
-_PROVIDERS = names(
-    "",
-    """
-    cxi efa lnx mrail net opx psm2 psm3 rxd rxm shm sm2 sockets tcp tcp_rxm ucx udp usnic verbs
-    ofi_rxm ofi_rxd ofi_mrail off_coll
-    """,
-)
+_NET_HINTS = {word: meant for meant, words in TABLE["network_hints"].items() for word in words}
+_PROVIDERS = frozenset(LISTS["providers"])
 
 
 @dataclass(frozen=True)
@@ -282,12 +266,7 @@ def provider(name: str, value: str, context: Context) -> Iterator[Problem]:
 def per_job(name: str, value: str, context: Context) -> Iterator[Problem]:
     """Variables that must differ from job to job or from node to node."""
     del context
-    what = {
-        "NCCL_COMM_ID": "every job here would meet at this one address; torch gives ranks theirs",
-        "NCCL_HOSTID": "every node would count as the same host, and ranks of two nodes would try "
-        "to share memory",
-    }[name]
-    yield error(name, value, f"{what}; leave it out")
+    yield error(name, value, f"{TABLE['per_job'][name]}; leave it out")
 
 
 def cta_policy(name: str, value: str, context: Context) -> Iterator[Problem]:
@@ -305,49 +284,36 @@ def merge_level(name: str, value: str, context: Context) -> Iterator[Problem]:
         yield from level(name, value, context)
 
 
-_LIBFABRIC = "libfabric"
-_KEEPS = "warns where its log is on and keeps its default"
-
+_FIELDS = ("reader", "otherwise", "exact")
 RULES: dict[str, Rule] = {
-    "FI_CXI_RDZV_PROTO": Words(
-        ("default", "alt_read"), _LIBFABRIC, _KEEPS, exact=True, also=("alt-read",)
-    ),
-    "FI_CXI_RX_MATCH_MODE": Words(
-        ("hardware", "software", "hybrid"), _LIBFABRIC, "takes hardware", exact=True
-    ),
-    "FI_MR_CACHE_MONITOR": Words(
-        ("userfaultfd", "kdreg2", "memhooks", "disabled"),
-        _LIBFABRIC,
-        _KEEPS,
-        exact=True,
-        also=("uffd",),
-    ),
+    **{
+        row["name"]: Words(
+            tuple(row["words"]),
+            also=tuple(row.get("also", ())),
+            **{key: row[key] for key in _FIELDS if key in row},
+        )
+        for row in TABLE["words"]
+    },
+    **dict.fromkeys(TABLE["per_job"], per_job),
     "FI_PROVIDER": provider,
-    "NCCL_CHECK_MODE": Words(("DEFAULT", "DEBUG_LOCAL", "DEBUG_GLOBAL")),
-    "NCCL_COMM_ID": per_job,
     "NCCL_CONF_FILE": path,
     "NCCL_CTA_POLICY": cta_policy,
     "NCCL_DEBUG": debug_level,
     "NCCL_DEBUG_FILE": debug_file,
     "NCCL_DEBUG_SUBSYS": subsystems,
     "NCCL_GRAPH_FILE": path,
-    "NCCL_HOSTID": per_job,
     "NCCL_IB_ADDR_FAMILY": family,
     "NCCL_IB_ADDR_RANGE": addr_range,
-    "NCCL_LAUNCH_MODE": Words(("PARALLEL", "GROUP"), otherwise="takes PARALLEL"),
     "NCCL_NET": net,
     "NCCL_NETDEVS_POLICY": netdevs_policy,
     "NCCL_NET_GDR_LEVEL": level,
     "NCCL_NET_MERGE_LEVEL": merge_level,
-    "NCCL_NET_MERGE_POLICY": Words(("ALL", "RAIL")),
     "NCCL_NET_PLUGIN": net_plugin,
     "NCCL_P2P_LEVEL": level,
     "NCCL_PROFILER_PLUGIN": library,
     "NCCL_SOCKET_FAMILY": family,
     "NCCL_TOPO_FILE": path,
     "NCCL_TUNER_PLUGIN": library,
-    "OFI_NCCL_PROTOCOL": Words(("SENDRECV", "RDMA"), "the plugin", "stops at other words"),
-    "TORCH_DISTRIBUTED_DEBUG": Words(("OFF", "INFO", "DETAIL"), "torch", "stops at other words"),
     "TORCH_FR_DUMP_TEMP_FILE": dump_prefix,
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dump_prefix,
 }

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.nccl import names, rules
+from hpctrain.nccl import names, numbers, rules
 from hpctrain.nccl.numbers import RANGES, TEXTS, c_number
 from hpctrain.nccl.rules import DEBUG, ERROR, WARNING, Context, check_environment, check_variable
 
@@ -476,6 +476,48 @@ def test_the_tables_speak_of_names_that_there_are():
     assert {name for name in RANGES if name.startswith("TORCH_")} <= names.TORCH
     assert names.NCCL >= TEXTS
     assert names.NCCL >= names.NCCL_DEBUGGING
+
+
+RANGE_ROWS = names.TABLE["range"]
+WORD_ROWS = names.TABLE["words"]
+
+
+def levels(name, value):
+    return {problem.level for problem in check_variable(name, value, ANYWHERE)}
+
+
+@pytest.mark.parametrize("row", RANGE_ROWS, ids=lambda row: row["names"][0])
+def test_a_range_takes_and_refuses_its_examples(row):
+    for name in row["names"]:
+        assert [n for n in row["takes"] if ERROR in levels(name, str(n))] == []
+        assert [n for n in row["refuses"] if ERROR not in levels(name, str(n))] == []
+    assert row["takes"]
+    assert row["refuses"]
+
+
+@pytest.mark.parametrize("row", WORD_ROWS, ids=lambda row: row["name"])
+def test_a_set_of_words_takes_its_words_and_refuses_its_examples(row):
+    taken = [*row["words"], *row.get("also", ())]
+
+    assert [word for word in taken if ERROR in levels(row["name"], word)] == []
+    assert [word for word in row["refuses"] if ERROR not in levels(row["name"], word)] == []
+    assert row["refuses"]
+
+
+def test_a_range_that_is_switched_off_refuses_nothing(monkeypatch):
+    """The examples depend on the row: without it each number that it refuses is taken."""
+    for row in RANGE_ROWS:
+        for name in row["names"]:
+            if name in names.NCCL:
+                monkeypatch.delitem(numbers.RANGES, name)
+                assert [n for n in row["refuses"] if ERROR in levels(name, str(n))] == []
+
+
+def test_no_name_is_listed_twice():
+    ranged = [name for row in RANGE_ROWS for name in row["names"]]
+
+    assert sorted(ranged) == sorted(set(ranged))
+    assert len(WORD_ROWS) == len({row["name"] for row in WORD_ROWS})
 
 
 _READ = sorted({*rules._RULES, *RANGES, "NCCL_IB_GID_INDEX", "NCCL_IB_SPLIT_DATA_ON_QPS"})
