@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.base.text import size
-from hpctrain.cli import checkpoints_sealed
 from hpctrain.cli.checkpoints_exchange import diff_command, export_command, import_command
-from hpctrain.cli.checkpoints_keep import pin_command, prune_command, rm_command
+from hpctrain.cli.checkpoints_keep import (
+    echo_sealed,
+    path_command,
+    pin_command,
+    prune_command,
+    rm_command,
+    sealed_of_step,
+    sealed_rows,
+    sealed_verdicts,
+)
 from hpctrain.cli.options import complete_run, json_option, run_argument, runs_option
 from hpctrain.cli.progress import progress
 
@@ -46,7 +54,7 @@ def command(ctx: click.Context, runs: Path) -> None:
     ctx.obj = runs
 
 
-for _command in (pin_command, prune_command, rm_command, checkpoints_sealed.path_command):
+for _command in (pin_command, prune_command, rm_command, path_command):
     command.add_command(_command)
 for _command in (export_command, import_command, diff_command):
     command.add_command(_command)
@@ -64,7 +72,7 @@ def list_command(runs: Path, run: str, *, as_json: bool) -> None:
     from hpctrain.terminal import echo_json
 
     directory = _run(run, runs)
-    rows, sealed = _rows(directory), checkpoints_sealed.rows(directory)
+    rows, sealed = _rows(directory), sealed_rows(directory)
     if as_json:
         echo_json({"run": directory.name, "checkpoints": rows, "sealed": sealed})
         return
@@ -75,7 +83,7 @@ def list_command(runs: Path, run: str, *, as_json: bool) -> None:
     if rows and sealed:
         click.echo()
     if sealed:
-        checkpoints_sealed.echo_rows(sealed, _when, size)
+        echo_sealed(sealed, _when, size)
 
 
 def _echo_rows(rows: list[dict[str, Any]]) -> None:
@@ -155,7 +163,7 @@ def verify_command(
     from hpctrain.terminal import echo_json
 
     directory = _run(run, ctx.obj)
-    sealed = checkpoints_sealed.of_step(directory, step)
+    sealed = sealed_of_step(directory, step)
     if step is None:
         wanted = find.candidates(directory)
     else:
@@ -228,7 +236,7 @@ def _sealed_verdicts(
     """Check the program's own; all problems of each."""
     total = sum(s.seal.size for s in wanted if s.seal is not None) if deep else 0
     with progress("reading", total) as on_bytes:
-        checked = checkpoints_sealed.verdicts(wanted, deep=deep, threads=threads, on_bytes=on_bytes)
+        checked = sealed_verdicts(wanted, deep=deep, threads=threads, on_bytes=on_bytes)
     if echo:
         for each in checked:
             ok = [f"{each['state']}, {each['path']}"]

@@ -9,18 +9,29 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
 
 from hpctrain.base import clock
 from hpctrain.base.text import SPARSE_S, Meter
+from hpctrain.run.layout import runs_flag
 from hpctrain.terminal import can_redraw, clean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
     from typing import TextIO
 
     from rich.progress import Progress
+
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.history.run_records import AttemptRecord
+    from hpctrain.run.events import Tail
+    from hpctrain.run.layout import RunDir
+    from hpctrain.status.status import RunStatus
+
 
 DRAW_S = 0.2
 """Between two drawings on a terminal."""
@@ -111,3 +122,170 @@ class ProgressLine:
         if self._live is not None:
             self._live.stop()
         self._live, self._shown = None, ""
+
+
+POLL_S = 0.5
+ASK_S, ASK_SELDOM_S = 5.0, 30.0
+"""Between two questions to the scheduler: at first, and after ten minutes in the queue."""
+INTERRUPTED = 130
+LOG_S = 60.0
+"""Between two lines in a log: the time to the expected start is always news."""
+
+
+def wait_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`--wait`: look on until the first step."""
+    return click.option(
+        "--wait",
+        is_flag=True,
+        help="Show why it waits and when it should start, until its first step is done. "
+        "Ctrl-C stops the looking only.",
+    )(function)
+
+
+@dataclass(frozen=True)
+class Waited:
+    """What became of a job that was waited for.
+
+    Attributes:
+        first_step: Whether it did a step.
+        state: Of the run, where it did none: why the waiting is over.
+        attempt: Which attempt did the step.
+        queued_s: From the submission to the start of the job; None if it has not started.
+        seconds: From the submission to the end of the step, or to the end of the waiting.
+        interrupted: By Ctrl-C; the job was left alone.
+        exit_code: For the shell.
+    """
+
+    first_step: bool
+    state: str
+    attempt: int | None
+    queued_s: float | None
+    seconds: float
+    interrupted: bool = False
+    exit_code: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it but the exit code."""
+        facts = asdict(self)
+        del facts["exit_code"]
+        return facts
+
+
+def wait_for_first_step(run: RunDir, runs: Path) -> Waited:
+    """Return when the job that was submitted last has done a step, or is over. Reads only.
+
+    A program that tells hpctrain of no steps is waited for until its job ends.
+
+    Args:
+        run: The run, with its submission on record.
+        runs: The folder of all runs.
+    """
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.run.events import Tail
+    from hpctrain.terminal import echo_note
+
+    tail, history = Tail(run.events), RunHistory()
+    try:
+        with line(LOG_S) as one_line:
+            return _look_on(run, runs, tail, history, one_line)
+    except KeyboardInterrupt:
+        echo_note(
+            f"the job of {run.name} goes on; `hpctrain status {run.name}{runs_flag(runs)}` shows it"
+        )
+        return _waited(history, "waiting", INTERRUPTED, interrupted=True)
+
+
+def conclude(run: RunDir, runs: Path, facts: dict[str, Any] | None, *, wait: bool) -> int:
+    """End a command that has submitted a job; returns its exit code.
+
+    Args:
+        run: The run.
+        runs: The folder of all runs.
+        facts: What the command prints as JSON, with "waited" beside it; None where it has printed
+            text, to which a line is added.
+        wait: Look on until the first step.
+    """
+    from hpctrain.terminal import echo_json
+
+    waited = wait_for_first_step(run, runs) if wait else None
+    if facts is not None:
+        echo_json(facts | ({"waited": waited.as_json()} if waited else {}))
+    elif waited is not None and not waited.interrupted:
+        click.echo(_told(waited, run.name + runs_flag(runs)))
+    return waited.exit_code if waited else 0
+
+
+def _told(waited: Waited, name: str) -> str:
+    from hpctrain.base.text import duration
+
+    if not waited.first_step:
+        return f"no step      the run is {waited.state}; `hpctrain status {name}` shows why"
+    queued = "" if waited.queued_s is None else f", {duration(waited.queued_s)} in the queue"
+    return (
+        f"first step   {duration(waited.seconds)} after the submission{queued} "
+        f"(attempt {waited.attempt})"
+    )
+
+
+def _look_on(
+    run: RunDir, runs: Path, tail: Tail, history: RunHistory, one_line: ProgressLine
+) -> Waited:
+    from hpctrain.history.run_state import OVER, RunState
+    from hpctrain.status.reader import StatusReader
+    from hpctrain.status.status import exit_status
+
+    reader = StatusReader(runs)
+    began, ask_at, lost = clock.monotonic(), 0.0, 0
+    while True:
+        history.extend(tail.new())
+        if first_step(history) is not None:
+            return _waited(history, "running", 0)
+        now = clock.monotonic()
+        if now >= ask_at:
+            ask_at = now + min(ASK_SELDOM_S, max(ASK_S, (now - began) / 20))
+            status = reader.look(run, thorough=False)
+            # Between two starts of a job a scheduler may not know it for a moment.
+            lost = lost + 1 if status.state is RunState.LOST else 0
+            if status.state in OVER or lost > 1:
+                history.extend(tail.new())
+                return _waited(history, status.state.value, exit_status(status))
+        one_line.show(_words(status, now - began if one_line.in_place else None))
+        clock.sleep(POLL_S)
+
+
+def _words(status: RunStatus, seconds: float | None) -> str:
+    """Why it waits; how long so far only where the line is drawn anew, else each would be news."""
+    from hpctrain.base.text import duration
+    from hpctrain.status.text import in_words
+
+    silent = (
+        f"; no answer from the cluster: {status.answer.problem}" if status.answer.problem else ""
+    )
+    waited = "" if seconds is None else f"{duration(seconds)}: "
+    return f"{waited}{in_words(status)}{silent}"
+
+
+def first_step(history: RunHistory) -> AttemptRecord | None:
+    """The attempt that did the first step since the newest submission; None if there is none."""
+    return next((a for a in _since_submission(history) if a.first_step is not None), None)
+
+
+def _since_submission(history: RunHistory) -> list[AttemptRecord]:
+    return [a for a in history.attempts if a.submission == len(history.submissions)]
+
+
+def _waited(history: RunHistory, state: str, code: int, *, interrupted: bool = False) -> Waited:
+    stepped, now = first_step(history), clock.now()
+    submitted = history.submissions[-1].asked if history.submissions else now
+    # An attempt is written down after its imports: when its job began is what counts.
+    begun = [a.began if a.begun is None else a.begun for a in _since_submission(history)]
+    done = now if stepped is None or stepped.first_step is None else stepped.first_step
+    return Waited(
+        first_step=stepped is not None,
+        state="running" if stepped is not None else state,
+        attempt=None if stepped is None else stepped.number,
+        queued_s=max(0.0, begun[0] - submitted) if begun else None,
+        seconds=max(0.0, done - submitted),
+        interrupted=interrupted,
+        exit_code=0 if stepped is not None else code,
+    )

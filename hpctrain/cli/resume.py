@@ -26,7 +26,7 @@ from hpctrain.cli.options import (
     set_option,
     yes_option,
 )
-from hpctrain.cli.wait import conclude, wait_option
+from hpctrain.cli.progress import conclude, wait_option
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -25,7 +25,7 @@ from hpctrain.cli.options import (
     set_option,
     site_option,
 )
-from hpctrain.cli.wait import conclude, wait_option
+from hpctrain.cli.progress import conclude, wait_option
 from hpctrain.run.layout import runs_flag
 
 if TYPE_CHECKING:

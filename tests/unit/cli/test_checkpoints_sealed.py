@@ -11,7 +11,7 @@ from hpctrain.checkpoint.format.manifest import bytes_digest
 from hpctrain.checkpoint.sealed import manifest, seals
 from hpctrain.cli import checkpoints
 from hpctrain.cli.cancel import _report
-from hpctrain.cli.checkpoints_sealed import prune
+from hpctrain.cli.checkpoints_keep import prune_sealed
 from hpctrain.errors import FileSystemFault, HpctrainError, NoCheckpoint, UsageError
 from hpctrain.history.run_history import RunHistory
 from hpctrain.run import events as ledger
@@ -185,11 +185,11 @@ def test_prune_deletes_the_programs_own_only_when_asked_and_only_what_was_sealed
         seal(run, attempt, folder, step)
     (out / "checkpoint-50" / "notes.txt").write_text("my own")
 
-    prune(run, 1, is_idle=True, dry_run=True, as_json=False)
+    prune_sealed(run, 1, is_idle=True, dry_run=True, as_json=False)
     with pytest.raises(HpctrainError, match="may be using"):
-        prune(run, 1, is_idle=False, dry_run=False, as_json=False)
+        prune_sealed(run, 1, is_idle=False, dry_run=False, as_json=False)
     assert len(list(out.rglob("model.bin"))) == 5
-    prune(run, 1, is_idle=True, dry_run=False, as_json=True)
+    prune_sealed(run, 1, is_idle=True, dry_run=False, as_json=True)
 
     assert sorted(p.name for p in out.iterdir()) == ["checkpoint-250", "checkpoint-50", "pruned"]
     assert [p.name for p in (out / "checkpoint-50").iterdir()] == ["notes.txt"]
@@ -203,7 +203,7 @@ def test_prune_keeps_the_path_of_a_copy_that_stays(run, attempt, tmp_path):
         path.write_bytes(b"%d" % step)
         seal(run, attempt, path, step, copy=True)
 
-    prune(run, 1, is_idle=True, dry_run=False, as_json=True)
+    prune_sealed(run, 1, is_idle=True, dry_run=False, as_json=True)
 
     assert path.read_bytes() == b"3"
     assert len(list(run.sealed.iterdir())) == 1

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cli import events as events_cli
-from hpctrain.cli.events import EventLines, Reading
+from hpctrain.cli import logs as events_cli
+from hpctrain.cli.logs import EventLines, Reading
 from hpctrain.cli.main import main
 from hpctrain.logs import follow as log_follow
 from hpctrain.run.events import read

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.base.records import JobInfo
-from hpctrain.cli import wait
+from hpctrain.cli import progress
 from hpctrain.cli.main import main
 from hpctrain.errors import EXIT_CODES
 from hpctrain.status import reader
@@ -41,7 +41,7 @@ def world(monkeypatch, hands):
 
 
 def conclude(story, facts=None):
-    return wait.conclude(story.run, story.run.root.parent, facts, wait=True)
+    return progress.conclude(story.run, story.run.root.parent, facts, wait=True)
 
 
 def job(world, state, **fields):
