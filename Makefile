@@ -205,7 +205,7 @@ cluster: slurm ## a SLURM of four nodes on this machine, to try things on; Ctrl-
 	@python -m tests.support.slurm_cluster up
 
 .PHONY: settings
-settings: $(STAMP) ## write docs/settings.md, the events of docs/development/ledger.md, the rules of docs/lint.md and the pages on site presets anew
+settings: $(STAMP) ## write docs/settings.md, the events of docs/development/ledger.md, the rules of docs/check.md and the pages on site presets anew
 	@python docs/generate_settings.py
 	@python docs/generate_ledger.py
 	@python docs/generate_lint.py

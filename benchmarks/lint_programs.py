@@ -49,7 +49,7 @@ def speed() -> tuple[float, int]:
 
 
 def row(folder: str) -> str:
-    """A line of the table in docs/lint.md."""
+    """A line of the table in docs/check.md."""
     levels: Counter[str] = Counter()
     files = lines = 0
     for path, together in files_to_check([folder], print):

@@ -20,22 +20,22 @@ PART = re.compile(r"(<!-- events: [^\n]*\n).*?(<!-- end of events -->)", re.DOTA
 HEAD = """
 ## Events
 
-Of a kind, the fields in **bold** are always there: without them the event says nothing.
+Fields in **bold** are always there. `time` is seconds since the epoch, `list` a list of texts.
 """
 TYPES = {
-    check.count: "whole number",
-    check.counts: "list of whole numbers",
+    check.count: "int",
+    check.counts: "list of int",
     check.seconds: "seconds",
-    check.moment: "seconds since the epoch",
+    check.moment: "time",
     check.number: "number",
     check.words: "text",
-    check.texts: "list of texts",
+    check.texts: "list",
     check.identifier: "id",
     check.path: "path",
-    check.flag: "true or false",
-    check.mapping: "values by name",
-    check.metrics: "numbers by name",
-    check.mappings: "list of values by name",
+    check.flag: "bool",
+    check.mapping: "mapping",
+    check.metrics: "mapping",
+    check.mappings: "list of mappings",
     check.skipped_checkpoints: "list of checkpoints",
 }
 WORDS: dict[str, Any] = {"EndReason": EndReason, "Next": Next, "StopCause": StopCause}
@@ -50,15 +50,14 @@ def page() -> str:
 def _kind(cls: type[LedgerFact]) -> str:
     what = " ".join((cls.__doc__ or "").split())
     rows = [_row(field) for field in fields(cls)]  # type: ignore[arg-type]
-    table = "\n".join(["| field | | |\n|---|---|---|", *rows])
-    return f"### `{cls.kind}`\n\n{what} Written by {cls.writer}.\n\n{table}\n"
+    return f"### `{cls.kind}`\n\n{what} Written by {cls.writer}.\n\n" + "\n".join([*rows, ""])
 
 
 def _row(field: Any) -> str:
     name = f"**`{field.name}`**" if field.metadata["default"] is NEEDED else f"`{field.name}`"
     words = WORDS.get(str(field.type).partition(" ")[0])
     kind = " ".join(f"`{word}`" for word in words) if words else TYPES[field.metadata["check"]]
-    return f"| {name} | {kind} | {field.metadata['doc']} |"
+    return f"- {name} ({kind}): {field.metadata['doc']}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes the rules of docs/lint.md from hpctrain/lint/rules; `make settings` calls it.
+"""Writes the rules of docs/check.md from hpctrain/lint/rules; `make settings` calls it.
 
 tests/docs/test_lint_page.py fails where the page is not what this gives.
 """
@@ -14,7 +14,7 @@ from hpctrain.lint.catalogue import RULES
 if TYPE_CHECKING:
     from hpctrain.lint.rule import LintRule
 
-PAGE = Path(__file__).with_name("lint.md")
+PAGE = Path(__file__).with_name("check.md")
 PART = re.compile(r"(<!-- rules: [^\n]*\n).*?(<!-- end of rules -->)", re.DOTALL)
 FAMILIES = {
     "HT0": "The check itself",

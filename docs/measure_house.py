@@ -255,6 +255,12 @@ def _pretend_an_attempt(run: Path) -> None:
     log.write_text("step 1 loss 2.5\n")
 
 
+def words_of_docs(top: Path) -> int:
+    """Words of README and docs/, without the pages of presets, as `wc -w` counts them."""
+    pages = [top / "README.md", *top.glob("docs/*.md"), *top.glob("docs/development/*.md")]
+    return sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
+
+
 def measure(top: Path, *, static: bool = False) -> dict[str, str]:
     """The table's column of one checkout.
 
@@ -275,6 +281,8 @@ def measure(top: Path, *, static: bool = False) -> dict[str, str]:
         "class names with two meanings": f"{len(house.double_classes())}",
         "import cycles": f"{len(house.cycles(type_checking=False))}",
         "import cycles, type checking counted": f"{len(house.cycles(type_checking=True))}",
+        "words of README and docs": f"{words_of_docs(top):,}",
+        "pages for users and administrators": f"{len([*top.glob('docs/[!i]*.md')])}",
     }
     if not static:
         for title, (count, arrows) in entered(top).items():

@@ -1,4 +1,4 @@
-"""A training that stalls: at step 20 rank 0 alone comes to a barrier, for docs/worked-examples.md.
+"""A training that stalls: at step 20 rank 0 alone comes to a barrier, for docs/staying-alive.md.
 
 hpctrain lint examples/stalls.py                     # finds it, and runs nothing
 hpctrain submit --cluster local --ranks-per-node 2 -- examples/stalls.py

@@ -1,8 +1,8 @@
 """Environment variables by which processes of ours speak to each other, and users to them.
 
-Each is named here and nowhere else in Python; shell scripts (sbatch/) write the names out. The
-table in docs/development/architecture.md has the same words, and tests/docs/test_environment.py
-holds that.
+Each is named here and nowhere else in Python; shell scripts (sbatch/) write the names out.
+docs/getting-started.md lists those for users' programs. tests/docs/test_environment.py and
+test_environment_page.py hold that.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ HPCTRAIN_RESTARTS = "HPCTRAIN_RESTARTS"
 HPCTRAIN_RESULTS = "HPCTRAIN_RESULTS"
 """Where an evaluation writes its metrics, as JSON. Set by agents; read by users' programs."""
 HPCTRAIN_RESUME = "HPCTRAIN_RESUME"
-"""Path of the program's newest whole sealed checkpoint; unset without one.
+"""Path of the program's newest complete registered checkpoint; unset without one.
 Set by agents; read by ranks and users' programs."""
 HPCTRAIN_RESUME_ARGS = "HPCTRAIN_RESUME_ARGS"
 """Arguments that are added to the program's own at this start, as JSON.

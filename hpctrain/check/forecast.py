@@ -1,7 +1,7 @@
 """Saves against the disk, the time limit and the notice of a preemption, before there is any. Pure.
 
 What only a first save can tell is said to be not known, unless an earlier run of the program has
-saved. The rules are those by which the ranks will stop (docs/preemption.md) and choose their
+saved. The rules are those by which the ranks will stop (docs/staying-alive.md) and choose their
 interval (`plan.interval`). tests/unit/check/test_forecast.py holds the promises.
 """
 
@@ -130,7 +130,9 @@ def check_interval(
         message = "the program saves when it likes: it does not tell hpctrain"
         if job.tells is None:
             message = "whether the program calls hpctrain cannot be seen"
-        return CheckLine(name, NOT_KNOWN, message, "`hpctrain help programs` says how it could")
+        return CheckLine(
+            name, NOT_KNOWN, message, "`hpctrain help getting-started` says how it could"
+        )
     limit = f"the time limit of {_span(job.limit_s)}"
     fixed = interval.as_set(checkpoint)
     if fixed is None:

@@ -146,7 +146,7 @@ def _no_steps(attempts: list[RehearsedAttempt]) -> CheckLine:
         "rehearse",
         NOT_KNOWN,
         f"{ended} and told of no step: nothing could be stopped and compared",
-        "`hpctrain help programs` says how a program tells its steps",
+        "`hpctrain help getting-started` says how a program tells its steps",
     )
 
 
@@ -174,7 +174,7 @@ def stop_line(before: RehearsedAttempt, after: RehearsedAttempt) -> CheckLine:
             f"{before.last - restored} steps are lost"
         )
         return CheckLine(
-            "rehearse", FAIL, message, "`hpctrain help programs` says what is saved and when"
+            "rehearse", FAIL, message, "`hpctrain help getting-started` says what is saved and when"
         )
     sized = "" if before.save_bytes is None else f" ({size(before.save_bytes)})"
     message = f"{shape}: saved step {saved}{sized}, resumed at {after.restored}, no step lost"
@@ -298,7 +298,7 @@ def resume_line(
         f"came to {place_text(max(before))}, began anew at {place_text(after[0])}: each preemption "
         "costs all that was trained"
     )
-    hint = "--checkpoint and --resume-args tell it what to go on from (`hpctrain help programs`)"
+    hint = "--checkpoint and --resume-args name what to resume (`hpctrain help getting-started`)"
     if saved:
         return CheckLine(name, FAIL, message, hint)
     message = f"{message}, unless it saves later than the rehearsal stopped it"
@@ -365,9 +365,7 @@ def left_line(before: RehearsedAttempt, seconds: float) -> CheckLine:
         )
     reason = before.reason.value if before.reason else "not known"
     message = f"{shape}: ended {seconds:.0f} s later as {reason}, started again"
-    hint = (
-        "what it had not saved is lost then; how it can hear of a stop: `hpctrain help environment`"
-    )
+    hint = "steps since its last save are lost; to receive stops: `hpctrain help getting-started`"
     return CheckLine("rehearse", NOTE, message, hint)
 
 

@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 
 EXIT_CODES_TOPIC = "exit-codes"
 PROGRAM = "hpctrain"
+_PAGES = {
+    **dict.fromkeys(["drill", "lint"], "check"),
+    **dict.fromkeys(["events", "logs", "profile", "report", "status", "tensorboard"], "watching"),
+    **dict.fromkeys(["cancel", "resume", "stacks"], "staying-alive"),
+    "evaluate": "how-do-i",
+    "init": "getting-started",
+}
+"""Commands whose page has another name."""
 _COMPLETE = f"_{PROGRAM}_COMPLETE".upper()  # as click names it
 _SOURCES = {
     "bash": 'eval "$(hpctrain completion bash)"      # in ~/.bashrc',
@@ -52,7 +60,8 @@ def command(ctx: click.Context, words: tuple[str, ...]) -> None:
         click.echo("\n".join(f"{name:20} {_title(page)}" for name, page in pages().items()))
         return
     shown = _help_of(top, words)
-    page = pages().get(" ".join(words).lower().removesuffix(".md").removeprefix("docs/"))
+    name = " ".join(words).lower().removesuffix(".md").removeprefix("docs/")
+    page = pages().get(_PAGES.get(name, name))
     if shown is not None:
         click.echo(shown)
         if page is not None:

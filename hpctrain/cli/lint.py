@@ -162,11 +162,11 @@ def _explain(code: str) -> None:
 
     rule = RULES.get(code)
     if rule is None:
-        raise NotFound(f"there is no rule {code}; `hpctrain help lint.md` lists them")
+        raise NotFound(f"there is no rule {code}; `hpctrain help check.md` lists them")
     click.echo(f"{rule.code} {rule.level}: {rule.name}\n\n{rule.why}\n{rule.remedy}")
     if rule.mends:
         click.echo("--fix changes it where that is certain.")
-    click.echo("More: hpctrain help lint.md")
+    click.echo("More: hpctrain help check.md")
 
 
 class _Lint:

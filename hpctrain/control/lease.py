@@ -4,7 +4,7 @@ A tick is one call of the agreement. Ranks say where they are and what they wish
 ticks a little ahead of the fastest one. What is to hold for all ranks is put at the first tick that
 nobody was granted so far: no rank can be past it, and the lease that lets a rank begin that tick
 holds the decision. A stop is a tick behind which nothing is granted.
-docs/development/control-plane.md tells it with a picture; tests/unit/control/test_model.py
+docs/development/architecture.md has a picture; tests/unit/control/test_model.py
 explores all that can happen.
 
 Reports and leases are states, not events: what is lost is said again by the next, what comes twice

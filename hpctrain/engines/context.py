@@ -71,7 +71,7 @@ class ContextParallel:
         if not self._take_over(model):
             raise UsageError(
                 f"engine.cp: {name} has no attention that is known: Hugging Face's, or modules "
-                "with an attribute `attend` (`hpctrain help engines`); set engine.cp to 1"
+                "with an attribute `attend` (`hpctrain help plan.md`); set engine.cp to 1"
             )
         model.register_forward_pre_hook(self._add_positions, with_kwargs=True)
 

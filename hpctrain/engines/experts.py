@@ -54,7 +54,7 @@ def expert_parallelize(model: nn.Module, meshes: DeviceMeshes) -> None:
     if not experts:
         raise UsageError(
             f"engine.ep {meshes.ep.size()} needs a model with experts, and this one has no module "
-            f"marked with {MARK} = True; set engine.ep to 1, or see `hpctrain help engines`"
+            f"marked with {MARK} = True; set engine.ep to 1, or see `hpctrain help plan.md`"
         )
     for name, module in experts.items():
         _check(name, module, meshes.ep.size())

@@ -1,7 +1,7 @@
 """Every name of torch that the engines use and that torch does not promise to keep.
 
 Each is fetched when it is first needed, so that an engine that does without one works on a torch
-that lacks it, and the others end with one line that names it. docs/torch-versions.md says which
+that lacks it, and the others end with one line that names it. docs/reliability.md says which
 releases were run; tests/engines/test_torch_private.py holds the promises.
 
 `let_groups_go_last` repairs DDP's end: it lets go of its process group last, and no program hangs
@@ -52,7 +52,7 @@ def _get(module: str, name: str, what_for: str) -> Any:
 def _lacks(name: str, what_for: str) -> UsageError:
     return UsageError(
         f"{what_for} needs {name}, which torch {torch.__version__} has not; see "
-        "`hpctrain help torch-versions` for the releases that were run"
+        "`hpctrain help reliability` for the releases that were run"
     )
 
 

@@ -4,7 +4,8 @@ A run of such a program begins at step 0 after each preemption, for as long as a
 is looked for is that a program saves, and that nothing in it loads, or that it loads only under a
 test of an option that the command line does not give. It is a note of `submit` and of `check`, with
 the words to add, and lint's HT608; a program that speaks with hpctrain is not looked at.
-tests/unit/lint/test_begins_anew.py holds the promises; docs/programs.md says how often it is right.
+tests/unit/lint/test_begins_anew.py holds the promises; docs/getting-started.md says how often it
+is right.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """All rules, read from rules/*.toml: code, level, what comes of it, what to write instead.
 
 HT0 the check itself, HT1 ranks that part, HT2 numbers, HT3 data, HT4 interfaces that torch has left
-behind, HT5 the cluster, HT6 checkpoints, HT7 configurations. docs/lint.md has a section for each;
+behind, HT5 the cluster, HT6 checkpoints, HT7 configurations. docs/check.md has a section for each;
 tests/docs/test_lint_page.py holds them against each other. A rule that has `find` tables is found by
 `lint.patterns`, all others by a module of Python.
 """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 LEVELS = ("error", "warning", "info")
 """The worst first: hangs or computes something else; likely wrong or dear; worth knowing."""
-DOCS = "docs/lint.md"
+DOCS = "docs/check.md"
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class LintRule:
     code: str
     level: str
     name: str
-    """In a few words, as a heading of docs/lint.md."""
+    """In a few words, as a heading of docs/check.md."""
     why: str
     """What comes of it."""
     remedy: str
@@ -29,7 +29,7 @@ class LintRule:
 
     @property
     def anchor(self) -> str:
-        """Where docs/lint.md tells of it."""
+        """Where docs/check.md tells of it."""
         return f"{DOCS}#{self.code.lower()}"
 
 

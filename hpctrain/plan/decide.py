@@ -14,7 +14,7 @@ a job that requeues itself was started 11 times in a row and nothing held it.
 An error of the user's comes at every start, and the nodes are not to be held for it. A program that
 was seen to run has shown that it can; what it raises after hours (a disk's or a GPU's error, a lost
 worker) is a crash. A script that knows nothing of hpctrain reports no steps: then time decides.
-docs/preemption.md has the rule.
+docs/staying-alive.md has the rule.
 
 Pure. The promises are held by tests/unit/plan/test_decide.py, test_budget.py and
 test_user_error.py.

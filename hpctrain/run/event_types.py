@@ -701,7 +701,7 @@ class EnvironmentSet(LedgerFact):
 
 @event("notified", by="the agent of node 0 or the batch side")
 class Notified(LedgerFact):
-    """Somebody was told, or was to be; see docs/notifications.md."""
+    """Somebody was told, or was to be; see docs/watching.md."""
 
     what: str = maybe(check.words, "of what")
     ok: bool = maybe(check.flag, "in every way that is set")

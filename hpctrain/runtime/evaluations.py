@@ -46,7 +46,7 @@ def evaluation() -> Evaluation:
         raise UsageError(
             f"{HPCTRAIN_CHECKPOINT} is not set: this is not the job of an evaluation. Settings "
             "[evaluate] of a run start one for each checkpoint; to try the program alone, set it "
-            "to the path of a checkpoint (`hpctrain help workflow`)"
+            "to the path of a checkpoint (`hpctrain help how-do-i`)"
         )
     root = os.environ.get(HPCTRAIN_RUN_DIR)
     spec_path = RunDir(Path(root)).spec if root else None

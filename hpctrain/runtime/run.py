@@ -160,7 +160,7 @@ class Run:
 
         Args:
             model: On the CPU, the same on every rank; or a function that makes it, so that no rank
-                ever holds it whole (docs/engines.md).
+                ever holds it whole (docs/plan.md).
             optimizer: Of all its parameters, without state; or a function that makes it from the
                 model as it is on this rank then.
             plan: How to cut a model of an uncommon layout along `tp` and `pp`.

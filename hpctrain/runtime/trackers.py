@@ -4,7 +4,7 @@ Rank 0 only, and never in the way of training: each tracker works behind a queue
 own (`TrackerThread`), so that nothing it does reaches the training loop. wandb has one run over all
 attempts and is imported only where `track.loggers` names it; where the node has no way to its
 server it writes offline, below the run's directory, and `wandb sync` sends that later.
-docs/tracking.md shows how to write one; tests/unit/runtime/test_trackers.py holds the promises.
+docs/watching.md shows how to write one; tests/unit/runtime/test_trackers.py holds the promises.
 """
 
 from __future__ import annotations

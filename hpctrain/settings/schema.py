@@ -456,7 +456,7 @@ class NotifySettings(Table):
 class TrackSettings(Table):
     """[track]: experiment trackers beside TensorBoard."""
 
-    loggers: list[str] = setting([], "wandb, or module:name of your own (`hpctrain help tracking`)")
+    loggers: list[str] = setting([], "wandb, or module:name of your own (`hpctrain help watching`)")
     project: str = setting("hpctrain", "the project that the tracker files the run under")
 
 

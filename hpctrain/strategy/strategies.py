@@ -259,7 +259,7 @@ def _shared_experts(model: ModelFacts, cluster: Machines, low: int) -> Iterator[
         return
     aside = (
         "engine.ep takes no model of Hugging Face: put the experts into a module of their own "
-        "(`hpctrain help engines`)"
+        "(`hpctrain help plan.md`)"
     )
     for ep in [n for n in divisors(cluster.gpus) if n > 1]:
         layout = Spread("fsdp2", shards=cluster.ranks, ep=ep, low=low)

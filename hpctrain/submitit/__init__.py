@@ -1,7 +1,7 @@
 """submitit's interface, with hpctrain's rules for requeueing: `from hpctrain import submitit`.
 
 Each job is a run: `hpctrain status`, `logs`, `cancel` and `resume` know it. What is the same and
-what differs: docs/submitit.md. tests/unit/submitit and tests/slurm/test_submitit.py hold the
+what differs: docs/api.md. tests/unit/submitit and tests/slurm/test_submitit.py hold the
 promises.
 """
 

@@ -38,14 +38,14 @@ def test_each_reason_is_a_failure_without_warning_or_one_with_for_the_interval_b
 
 
 def test_each_reason_stands_in_the_table_of_ends():
-    recorded = {row[6] for row in table(DOCS / "preemption.md", "ranks")}
+    recorded = {row[6] for row in table(DOCS / "staying-alive.md", "ranks")}
 
     assert recorded == {reason.value for reason in set(EndReason) - NOT_DECIDED}
 
 
 def test_each_engine_has_its_row_and_is_run_by_tests():
     kinds = keys_of(EngineSettings)["kind"].choices
-    rows = [row[0].strip("`") for row in table(DOCS / "engines.md", "`engine.kind`")]
+    rows = [row[0].strip("`") for row in table(DOCS / "plan.md", "`engine.kind`")]
     tests = [*(TOP / "tests/engines").glob("*.py"), *(TOP / "tests/support").glob("*.py")]
     run = set(re.findall(r'"((?:ddp|[a-z]+\d))"', "".join(path.read_text() for path in tests)))
 
@@ -54,7 +54,7 @@ def test_each_engine_has_its_row_and_is_run_by_tests():
 
 
 def test_each_piece_of_news_has_its_row_and_so_has_what_it_holds():
-    page = DOCS / "notifications.md"
+    page = DOCS / "watching.md"
     named = [name for row in table(page, "field") for name in re.findall(r"`(\w+)`", row[0])]
 
     assert [row[0].strip("`") for row in table(page, "news")] == list(NEWS)

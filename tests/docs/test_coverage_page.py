@@ -126,7 +126,7 @@ def _is_choice(name):
     """What a setting or a class of time is called, where that stands on its page."""
     texts = [
         (TOP / "docs" / page).read_text()
-        for page in ("engines.md", "settings.md", "development/ledger.md")
+        for page in ("plan.md", "settings.md", "development/ledger.md")
     ]
     return any(f"| `{name}` |" in text for text in texts) or name == "auto"
 
@@ -149,7 +149,7 @@ def _anchors(page):
 
 
 def test_each_code_is_one_and_leads_to_its_own_place():
-    known = dict.fromkeys(RULES, "../lint.md#{}")
+    known = dict.fromkeys(RULES, "../check.md#{}")
     known |= {each.code: "../doctor.md#what-it-knows" for each in KNOWLEDGE.values()}
     for code, target in CODE.findall(PAGE.read_text()):
         assert target == known[code].format(code.lower()), code

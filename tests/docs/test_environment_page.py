@@ -13,7 +13,7 @@ from tests.docs.test_pages import table
 from tests.support import patience
 from tests.support.local_runs import await_end, events, hpctrain, start
 
-PAGE = Path(__file__).parents[2] / "docs" / "environment.md"
+PAGE = Path(__file__).parents[2] / "docs" / "getting-started.md"
 
 
 def test_the_page_names_every_variable_that_programs_read():

@@ -1,4 +1,4 @@
-"""docs/lint.md has a section for each rule, and says of it what the table of rules says."""
+"""docs/check.md has a section for each rule, and says of it what the table of rules says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpctrain.lint.catalogue import RULES
 from hpctrain.lint.rule import DOCS
 
 TOP = Path(__file__).parents[2]
-PAGE = TOP / "docs" / "lint.md"
+PAGE = TOP / "docs" / "check.md"
 
 
 def test_the_rules_of_the_page_are_those_of_the_table():

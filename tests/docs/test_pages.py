@@ -32,7 +32,7 @@ def table(page, title):
 
 
 def test_exit_codes_are_those_of_the_code():
-    rows = {int(code): meaning for code, meaning, *_ in table(DOCS / "exit-codes.md", "code")}
+    rows = {int(code): meaning for code, meaning, *_ in table(DOCS / "doctor.md", "code")}
 
     assert rows == EXIT_CODES
 
@@ -74,7 +74,7 @@ def test_every_site_config_loads(path):
     assert site.about.description
 
 
-@pytest.mark.parametrize("row", table(DOCS / "preemption.md", "ranks"), ids=" ".join)
+@pytest.mark.parametrize("row", table(DOCS / "staying-alive.md", "ranks"), ids=" ".join)
 def test_decision_table_is_what_the_code_decides(row):
     outcome, cause, state, restarts, preempt_time, reason, recorded, following = row
     facts = JobFacts(

@@ -1,4 +1,4 @@
-"""docs/worked-examples.md: its commands are run in order, and print what it shows."""
+"""The pages' worked examples: their commands are run in order, and print what is shown."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from tests.support import patience
 from tests.support.patience import PATIENCE_S
 
 TOP = Path(__file__).parents[2]
-PAGE = (TOP / "docs" / "worked-examples.md").read_text()
-SECTION = re.compile(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+PAGES = ("plan", "staying-alive", "check")
+SECTION = re.compile(r"^### Worked example: ([^\n]+)\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
 SESSION = re.compile(
     r"^<!-- test: worked -->\n```sh\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
 )
-SECTIONS = dict(SECTION.findall(PAGE))
+SECTIONS = dict(
+    found for page in PAGES for found in SECTION.findall((TOP / "docs" / f"{page}.md").read_text())
+)
 HUNDRED, GROWS, STALLS, PIPELINE = SECTIONS
 UNDER_WAY = 75
 """Exit code of `status --exit-status`."""

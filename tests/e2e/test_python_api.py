@@ -1,4 +1,4 @@
-"""The example of docs/python-api.md, as it stands, on the local cluster."""
+"""The example of docs/api.md, as it stands, on the local cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.support.patience import PATIENCE_S
 
-PAGE = Path(__file__).parents[2] / "docs" / "python-api.md"
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 
 
 def test_the_example_runs_as_it_stands(tmp_path, monkeypatch):

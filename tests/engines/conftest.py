@@ -34,7 +34,7 @@ NOT_HELD = {
         "gloo prints to stdout"
     ),
 }
-"""What torch 2.8 lacks for a test; docs/torch-versions.md tells it."""
+"""What torch 2.8 lacks for a test; docs/reliability.md tells it."""
 NOT_HELD_BELOW = (2, 9)
 CI = (2, 13)
 

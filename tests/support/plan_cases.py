@@ -223,7 +223,7 @@ SELECTIVE: list[Case] = [
 ALL: list[Case] = [
     *EVERY, *TENSOR, *ZERO, *OFFLOAD, *THIN, *STAGES, *ADAPTERS, *EXPERTS, *SELECTIVE
 ]  # fmt: skip
-"""Each once, as docs/plan.md lists them."""
+"""Each once, as tests/data/plan-peaks.md lists them."""
 
 
 def measured(cases: list[Case], patience_s: float) -> list[int]:

@@ -107,7 +107,7 @@ def planned(said: dict[str, Any]) -> Published:
     return Published(said, asked, rows[way])
 
 
-# ---- what follows from the runs: utilization.toml, and the table of docs/plan.md
+# ---- what follows from the runs: utilization.toml, and the table of tests/data/plan-published.md
 
 
 def shares(*, calibration: bool) -> dict[tuple[str, str], list[float]]:
@@ -171,7 +171,7 @@ def utilization_toml() -> str:
 
 
 def page_rows() -> list[str]:
-    """Return the rows of the first table of docs/plan.md."""
+    """Return the rows of tests/data/plan-published.md."""
     rows = []
     for run in runs():
         said, peak = run.said, run.row.peak

@@ -60,7 +60,7 @@ def test_a_commit_lists_the_folder_once_and_looks_at_a_sample(run, attempt, aske
     commit.publish(run, staged, listed, attempt)
 
     assert asked["lists"] == [staged.name]
-    assert 32 <= len(asked["sizes"]) <= 64  # of 400, as docs/development/scale.md says
+    assert 32 <= len(asked["sizes"]) <= 64  # of 400, as docs/development/performance.md says
 
 
 @pytest.mark.parametrize("name", [file_name(0), ODD, LAST])

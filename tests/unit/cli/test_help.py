@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cli.help import pages
+from hpctrain.cli.help import _PAGES, EXIT_CODES_TOPIC, pages
 from hpctrain.cli.main import COMMANDS, main
 from hpctrain.errors import EXIT_CODES
 from tests.support.ledger_runs import Story
@@ -49,6 +49,12 @@ def test_a_page_and_the_exit_codes_are_printed(capsys):
 def test_a_command_that_has_a_page_too_names_it(capsys):
     assert helped(capsys, "doctor")[1].endswith("More: hpctrain help doctor.md\n")
     assert helped(capsys, "doctor.md")[1].startswith("# Why a job died")
+    assert helped(capsys, "lint")[1].endswith("More: hpctrain help check.md\n")
+
+
+def test_each_command_that_names_a_page_of_another_name_leads_to_one():
+    assert set(_PAGES) <= set(COMMANDS) - set(pages())
+    assert set(_PAGES.values()) <= set(pages())
 
 
 def test_what_is_neither_is_one_line_with_the_nearest(capsys):
@@ -76,7 +82,7 @@ def test_no_message_names_a_file_that_is_not_installed_and_each_page_that_is_nam
                 assert not re.search(r"docs/[a-z-]+\.md|examples/\w+\.py", text), (path, text)
             for topic in named.findall(text) if path.parent.name != "cli" else ():
                 page = topic.removesuffix(".md")
-                assert page in pages(), (path, topic)
+                assert page in {*pages(), EXIT_CODES_TOPIC}, (path, topic)
                 assert topic.endswith(".md") == (page in COMMANDS), (path, topic)
 
 

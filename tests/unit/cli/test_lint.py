@@ -99,7 +99,7 @@ def test_json_has_every_finding(program, capsys):
     assert value == {"files": 1, "errors": 1, "warnings": 0, "infos": 0}
     assert finding["code"] == "HT101"
     assert (finding["path"], finding["line"], finding["column"]) == ("train.py", 3, 5)
-    assert finding["docs"] == "docs/lint.md#ht101"
+    assert finding["docs"] == "docs/check.md#ht101"
 
 
 def test_sarif_is_what_the_standard_says(program, capsys):
@@ -205,7 +205,7 @@ def test_a_rule_is_explained(capsys):
 
     out = capsys.readouterr().out
     assert RULES["HT401"].why in out
-    assert out.endswith("More: hpctrain help lint.md\n")
+    assert out.endswith("More: hpctrain help check.md\n")
 
 
 def test_torch_is_not_imported(program):

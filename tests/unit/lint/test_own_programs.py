@@ -12,7 +12,7 @@ from hpctrain.lint.source import read_source
 
 TOP = Path(__file__).parents[3]
 AT_FAULT = "stalls.py"
-"""An example of what lint finds (docs/worked-examples.md)."""
+"""An example of what lint finds (docs/staying-alive.md)."""
 FOLDERS = ("examples", "demo", "hpctrain/recipes", "hpctrain/engines", "hpctrain/runtime")
 
 
