@@ -22,7 +22,7 @@ from hpctrain.run.layout import runs_flag
 from hpctrain.scheduler.base import SCHEDULERS
 from hpctrain.settings.fields import keys_of
 from hpctrain.settings.layers import nearest
-from hpctrain.settings.schema import EngineSettings
+from hpctrain.settings.schema import EngineSettings, ShapeSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -367,8 +367,8 @@ _OPTIONS = (
     click.option(
         "--nodes",
         "-N",
-        metavar="N|MIN-MAX[+S]",
-        help="Nodes; a range takes what there is; S more wait as spares.",
+        metavar="N|MIN-MAX|auto[+S]",
+        help="Nodes; a range takes what there is; S more wait as spares; auto: hpctrain chooses.",
     ),
     click.option(
         "--gpus-per-node", type=_Gpus(), metavar="[TYPE:]G", help="GPUs per node: 4, or a100:4."
@@ -380,7 +380,19 @@ _OPTIONS = (
     click.option("--cpus-per-rank", "-c", type=int, metavar="C", help="CPU cores for each rank."),
     click.option("--mem", metavar="SIZE", help="Memory per node, e.g. 64G; 0 for all of it."),
     click.option(
-        "--time", "-t", metavar="LIMIT", help="Time limit of one job: 12:00:00, 12h, 90m, 2d."
+        "--time",
+        "-t",
+        metavar="LIMIT|auto",
+        help="Time limit of one job: 12:00:00, 12h, 90m, 2d; auto: hpctrain chooses it, and the "
+        "nodes of a range, so that the run is done soon.",
+    ),
+    click.option(
+        "--prefer",
+        type=click.Choice(keys_of(ShapeSettings)["prefer"].choices),
+        help="What auto counts: the earliest finish (time), node-hours (cost), or both.",
+    ),
+    click.option(
+        "--max-node-hours", type=float, metavar="H", help="What the whole run may take, for auto."
     ),
     click.option("--partition", "-p", shell_complete=complete_partition, help="Partition(s)."),
     click.option("--account", "-A", help="Account to charge."),
@@ -402,6 +414,7 @@ _OPTIONS = (
 _GROUPS = {
     "Job": (
         *("nodes", "gpus_per_node", "ranks_per_node", "time", "partition", "account", "qos"),
+        *("prefer", "max_node_hours"),
         *("name", "cpus_per_rank", "mem", "gres", "constraint", "reservation", "exclude"),
         *("nodelist", "exclusive", "mail_type", "mail_user", "sbatch"),
     ),
@@ -434,6 +447,8 @@ def job_flags(values: dict[str, Any]) -> Flags:
     flags: Flags = {
         "slurm.nodes": ("--nodes", training),
         "alive.spares": ("--nodes", spares),
+        "shape.prefer": ("--prefer", values.pop("prefer")),
+        "shape.max_node_hours": ("--max-node-hours", values.pop("max_node_hours")),
         "slurm.gpus_per_node": ("--gpus-per-node", count),
         "slurm.gpu_type": ("--gpus-per-node", kind),
         "slurm.exclusive": ("--exclusive", "yes" if values.pop("exclusive") else None),

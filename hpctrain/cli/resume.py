@@ -174,6 +174,7 @@ def command(
         "notes": hide([*prepared.notes, *followers], secrets),
         "job_id": job_id,
         "awaited": [asdict(one) for one in prepared.awaited],
+        "shape": prepared.shaped.as_json() if prepared.shaped else None,
         "run_dir": str(run_dir.root),
     }
     if not as_json and job_id is not None:
@@ -188,5 +189,7 @@ def _text(prepared: PreparedResume) -> str:
 
     lines = [as_text(prepared.plan), f"code         {prepared.code.line}"]
     lines += [f"note         {note}" for note in prepared.notes]
+    if prepared.shaped and prepared.shaped.choice:
+        lines += [f"shape        {line}" for line in prepared.shaped.lines()]
     lines += [f"after        {one.run} (job {one.job_id})" for one in prepared.awaited]
     return "\n".join(lines)

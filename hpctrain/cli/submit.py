@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hpctrain.settings.spec import Spec
     from hpctrain.submit.launch import SubmittedRun
     from hpctrain.submit.prepare import Prepared, SubmitRequest
+    from hpctrain.submit.shape import ShapedJob
 
 SETUP_SHOWN = 4
 """Lines of setup in a dry run."""
@@ -42,6 +43,7 @@ EXAMPLES = """\b
 Examples:
   hpctrain submit --nodes 4
   hpctrain submit --nodes 2-4 --gpus-per-node a100:8 --time 12h -- train.py --lr 3e-4
+  hpctrain submit --nodes 2-16 --time auto --dry-run -- train.py  which shape would be done first
   hpctrain submit --nodes 2 --ranks-per-node 4 -- -m package.train --lr 3e-4
   hpctrain submit --nodes 2 -- ./any.sh                 also: bash x, uv run x, a binary
   hpctrain submit --resume-args '--init_from=resume' --resume-if 'out/ckpt.pt' -- train.py
@@ -184,10 +186,45 @@ def _dry_run(request: SubmitRequest, *, whole: bool, as_json: bool) -> None:
         begin = begin_of(request)
         if begin is not None:
             prepared.notes.append(f"begins with {begin.line}")
+    if prepared.spec.settings.shape.choose != "no":
+        from hpctrain.submit.launch import choose_shape_of
+
+        shaped = choose_shape_of(prepared)
+        if shaped is not None:
+            _show_shaped(prepared, request, shaped, whole=whole, as_json=as_json)
+            return
     _show(prepared, request, whole=whole, as_json=as_json)
 
 
-def _show(prepared: Prepared, request: SubmitRequest, *, whole: bool, as_json: bool) -> None:
+def _show_shaped(
+    prepared: Prepared, request: SubmitRequest, shaped: ShapedJob, *, whole: bool, as_json: bool
+) -> None:
+    """Print the candidates, and what would be submitted in the chosen shape."""
+    from dataclasses import replace
+
+    from hpctrain.submit.shape import in_shape, table
+
+    prepared.notes.extend(shaped.notes)
+    chosen = replace(prepared, spec=in_shape(prepared.spec, shaped.shape))
+    if not as_json:
+        from hpctrain.drawing import echo_table
+
+        if shaped.choice:
+            header, rows = table(shaped.choice)
+            echo_table(rows, header=header, right=range(1, len(header)))
+            click.echo("\n".join([*shaped.lines(), ""]))
+    more = {"shape": shaped.as_json()}
+    _show(chosen, request, whole=whole, as_json=as_json, more=more)
+
+
+def _show(
+    prepared: Prepared,
+    request: SubmitRequest,
+    *,
+    whole: bool,
+    as_json: bool,
+    more: Mapping[str, Any] | None = None,
+) -> None:
     """Print what would be submitted."""
     from hpctrain.run.layout import RunDir
     from hpctrain.scheduler.base import get_cluster
@@ -212,6 +249,7 @@ def _show(prepared: Prepared, request: SubmitRequest, *, whole: bool, as_json: b
         value |= {"environment": environment, "spec": asdict(spec)}
         value["awaited"] = [asdict(one) for one in prepared.awaited]
         value["following"] = [asdict(one) for one in prepared.following]
+        value |= more or {}
         echo_json(hide(value, prepared.secrets))
         return
     for note in prepared.notes:
@@ -262,6 +300,8 @@ def _report(submitted: SubmittedRun, *, wait: bool, as_json: bool) -> int:
     for note in submitted.notes:
         echo_warning(note)
     rows = [("run", str(run.root)), ("job", _job_text(prepared, job_id))]
+    if submitted.shaped and submitted.shaped.choice:
+        rows += zip(("shape", ""), submitted.shaped.lines(), strict=True)
     rows += [("from", submitted.begins_with)] if submitted.begins_with else []
     if prepared.awaited:
         rows.append(("after", _awaited_text(prepared)))
@@ -334,6 +374,7 @@ def _facts(submitted: SubmittedRun, following: list[str]) -> dict[str, Any]:
         "site": spec.site,
         "nodes": spec.settings.slurm.nodes,
         "spares": spec.settings.alive.spares,
+        "shape": submitted.shaped.as_json() if submitted.shaped else None,
         "from": submitted.begins_with or None,
         "meshes": {nodes: mesh.as_dict() for nodes, mesh in prepared.meshes.items()},
         "snapshot": asdict(spec.snapshot) if spec.snapshot else None,

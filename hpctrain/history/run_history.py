@@ -72,6 +72,7 @@ class RunHistory:
         sealed_path: Where the newest sealed checkpoint lies that was not gone back behind; "" for
             none.
         total_steps: How many there will be, where that is known.
+        shapes: The shapes that were chosen for its jobs, and when.
         resumes: How many submissions were answered.
         ends_since_resume: Which attempts have ended since the last of them, and why.
         to_end: Jobs that somebody has asked to end.
@@ -113,6 +114,7 @@ class RunHistory:
     kept_save: tuple[int | None, float | None, int | None] | None = None
     sealed_path: str = ""
     total_steps: int | None = None
+    shapes: list[tuple[float, facts.ShapeChosen]] = field(default_factory=list)
     resumes: int = 0
     ends_since_resume: list[tuple[int | None, EndReason]] = field(default_factory=list)
     to_end: set[str] = field(default_factory=set)
@@ -431,6 +433,10 @@ def _submitted(run: RunHistory, attempt: _Attempt, t: float, fact: facts.Submitt
         run.total_steps = fact.total_steps
 
 
+def _shape_chosen(run: RunHistory, _: _Attempt, t: float, fact: facts.ShapeChosen) -> None:
+    run.shapes.append((t, fact))
+
+
 def _refused(run: RunHistory, _: _Attempt, __: float, fact: facts.SubmitFailed) -> None:
     newest = run.submissions[-1] if run.submissions else None
     if newest is not None and not newest.job_id and fact.token in {"", newest.token}:
@@ -636,6 +642,7 @@ _OF_RUN: dict[type[LedgerFact], Callable[[RunHistory, _Attempt, float, Any], Non
     facts.Submitted: _submitted,
     facts.SubmitAdopted: _accepted,
     facts.SubmitFailed: _refused,
+    facts.ShapeChosen: _shape_chosen,
     facts.CancelRequested: _cancelled,
     facts.Followed: _followed,
     facts.AttemptStarted: _attempt_started,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.base.mesh import Mesh
 from hpctrain.base.text import count, in_nodes, one_of
-from hpctrain.data.batches import ANY_PASSES, MicrobatchRules
+from hpctrain.data.batches import ANY_PASSES, MicrobatchRules, plan_micro_batches
 from hpctrain.errors import UsageError
 from hpctrain.settings.check import bounds, node_range
 
@@ -381,6 +381,8 @@ def meshes(
 ) -> dict[int, Mesh]:
     """The mesh at the fewest and at the most nodes, by their number.
 
+    Where hpctrain chooses the nodes, those at every number that has one.
+
     Args:
         settings: Checked by themselves.
         origins: Where each came from.
@@ -404,6 +406,10 @@ def meshes(
         return {1: _of_one_process(planner)}
     planner.check()
     low, high = node_range(settings.slurm.nodes)
+    if settings.shape.choose in {"nodes", "both"}:
+        every = {n: mesh for n in range(low, high + 1) if (mesh := planner.at(n)) is not None}
+        if every:
+            return every
     _require_all(planner, low, high)
     return {nodes: mesh for nodes in (low, high) if (mesh := planner.at(nodes)) is not None}
 
@@ -462,6 +468,19 @@ def _offer(fitting: list[int]) -> str:
 def stages_per_rank(engine: EngineSettings) -> int:
     """How many stages of a pipeline each of its ranks has."""
     return engine.pp_stages_per_rank if engine.pp_schedule in LOOPED else 1
+
+
+def cuts_batch(settings: Settings, mesh: Mesh) -> bool:
+    """Whether every data rank of the recipe's mesh gets samples of the unchanged global batch."""
+    train = settings.train
+    if mesh.data_ranks > train.global_batch:
+        return False
+    passes = passes_of(settings.engine, mesh)
+    try:
+        plan_micro_batches(train.global_batch, mesh.data_ranks, train.micro_batch, passes)
+    except ValueError:
+        return False
+    return True
 
 
 def passes_of(engine: EngineSettings, mesh: Mesh) -> MicrobatchRules:

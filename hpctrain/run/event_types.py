@@ -75,6 +75,24 @@ class Submitted(LedgerFact):
     changed: str | None = maybe(check.words, "code or program of a resume that did not run before")
 
 
+@event("shape_chosen", by="the login node; the batch side before a requeue's start")
+class ShapeChosen(LedgerFact):
+    """The nodes and the time limit of the run's next job were chosen among candidates."""
+
+    by: str = maybe(check.words, "`submit`, `resume` or `requeue`")
+    nodes: int | None = maybe(check.count, "that train in it; spares come on top")
+    limit_s: float | None = maybe(check.seconds, "its time limit")
+    wait_s: float | None = maybe(check.seconds, "that it was expected to wait")
+    estimate_s: float | None = maybe(check.seconds, "that the scheduler had estimated")
+    partition: str = maybe(check.words, "where; empty for the default one")
+    kept: bool = maybe(check.flag, "the shape is the one that the run had")
+    why: tuple[str, ...] = maybe(check.texts, "the reasons, in two lines")
+    failed: str = maybe(check.words, "why the job could not get this shape and keeps its own")
+    candidates: tuple[Mapping[str, Any], ...] = maybe(
+        check.mappings, "all that were looked at, each with its forecast, and why it was refused"
+    )
+
+
 @event("submit_adopted", by="the login node")
 class SubmitAdopted(LedgerFact):
     """A submission that got no answer was found to have become a job."""

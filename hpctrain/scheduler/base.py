@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from hpctrain.settings.layers import Chosen, Layer
     from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Spec
+    from hpctrain.shapes.candidates import JobShape
+    from hpctrain.shapes.windows import QueueView
     from hpctrain.site.detect import ClusterFacts
     from hpctrain.site.schema import Site
 
@@ -151,6 +153,21 @@ class PartitionNodes:
     gpus: int
     gpu_types: tuple[str, ...]
     max_time: str
+
+
+@dataclass(frozen=True)
+class StartEstimate:
+    """What a scheduler says of the start of a job that it is not given yet.
+
+    Attributes:
+        wait_s: Seconds until then; None where it said nothing.
+        refused: Why it would not take the job; "" where it would.
+        unknown: Why nothing is known; "" where something is.
+    """
+
+    wait_s: float | None = None
+    refused: str = ""
+    unknown: str = ""
 
 
 @dataclass(frozen=True)
@@ -437,6 +454,36 @@ class Cluster(Protocol):
         """Whether the scheduler would take the script. Nothing is submitted."""
         del script
         return []
+
+    def queue_view(self, partition: str) -> QueueView | None:
+        """What this user sees of the queue, in seconds; None where nobody says.
+
+        Args:
+            partition: Its name, or several with commas between them; "" for the default one.
+        """
+        del partition
+        return None
+
+    def longest_s(self, settings: Settings, site: Site) -> int | None:
+        """The longest time limit that a preset allows a job; None where it names none.
+
+        Args:
+            settings: The job's; its nodes and partition count.
+            site: The preset.
+
+        Returns:
+            Seconds; 0 where no job of that size is allowed.
+        """
+        del settings, site
+        return None
+
+    def start_estimates(self, scripts: Mapping[JobShape, str]) -> dict[JobShape, StartEstimate]:
+        """When a job with each of these scripts would start, in seconds for all of them.
+
+        Args:
+            scripts: What `render` made for each shape.
+        """
+        return {shape: StartEstimate(unknown=f"{self.name} has no queue") for shape in scripts}
 
     def start_preflight(
         self, spec: Spec, run: RunDir, token: str, environ: Mapping[str, str]

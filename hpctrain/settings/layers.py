@@ -141,6 +141,8 @@ def key_lines(text: str) -> dict[tuple[str, ...], int]:
 
 
 DEFAULT = "default"
+AUTO = "auto"
+"""Of slurm.nodes and slurm.time: hpctrain chooses; see `submit.shape.settle_auto`."""
 ENV_SECTION = "env"
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

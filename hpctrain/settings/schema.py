@@ -93,6 +93,26 @@ class SlurmSettings(Table):
         return self.ranks_per_node or self.gpus_per_node or 1
 
 
+class ShapeSettings(Table):
+    """[shape]: nodes and time limit that hpctrain chooses itself, at submit and at each requeue."""
+
+    choose: str = setting(
+        "no",
+        "SLURM: what is chosen, so that the run is done soon: nodes (within slurm.nodes MIN-MAX), "
+        "time, or both; `--time auto` and `--nodes auto` set it",
+        choices=("no", "nodes", "time", "both"),
+    )
+    prefer: str = setting(
+        "time",
+        "what counts: time is the earliest finish, cost the fewest node-hours, balanced the "
+        "earliest finish for at most 10 % more than the fewest node-hours",
+        choices=("time", "cost", "balanced"),
+    )
+    max_node_hours: float = setting(
+        0.0, "shapes are refused with which the whole run would take more; 0: no limit"
+    )
+
+
 class ContainerSettings(Table):
     """[container]: the image in which agents and ranks run; the batch script stays outside."""
 
@@ -626,6 +646,7 @@ class Settings(Table):
     """All sections."""
 
     slurm: SlurmSettings = table(SlurmSettings)
+    shape: ShapeSettings = table(ShapeSettings)
     container: ContainerSettings = table(ContainerSettings)
     run: RunSettings = table(RunSettings)
     environment: EnvironmentSettings = table(EnvironmentSettings)

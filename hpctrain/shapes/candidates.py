@@ -72,7 +72,8 @@ def enumerate_shapes(
         also: Shapes that must be among them, e.g. the one that the run has now.
     """
     chosen = [shape for shape in also if shape.nodes in nodes][:MOST]
-    sizes = [size for size in pick(sorted(set(nodes)), MOST_SIZES) if _allows(longest_s(size))]
+    allowed = [size for size in sorted(set(nodes)) if _allows(longest_s(size))]
+    sizes = pick(allowed, MOST_SIZES)
     each = max(1, (MOST - len(chosen)) // len(sizes)) if sizes else 0
     for size in sizes:
         if fixed_s is not None:

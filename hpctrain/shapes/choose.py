@@ -65,8 +65,12 @@ class ShapeChoice:
             "chosen": asdict(self.row.shape) if self.row else None,
             "why": list(self.why),
             "kept": self.kept,
-            "candidates": [asdict(row) for row in self.rows],
+            "candidates": [asdict(row.shape) | _numbers(row) for row in self.rows],
         }
+
+
+def _numbers(row: ShapeForecast) -> dict[str, Any]:
+    return {name: value for name, value in asdict(row).items() if name != "shape"}
 
 
 def choose_shape(
@@ -74,6 +78,7 @@ def choose_shape(
     facts: RunFacts,
     estimates: Mapping[JobShape, float | None],
     *,
+    refused: Mapping[JobShape, str] | None = None,
     records: Sequence[WaitRecord] = (),
     partition: str = "",
     wish: Wish | None = None,
@@ -85,6 +90,7 @@ def choose_shape(
         shapes: The candidates.
         facts: Of the run.
         estimates: SLURM's estimated wait in seconds of each; None or missing where it gave none.
+        refused: Why the scheduler would not take a shape; "" or missing where it would.
         records: Waits of own jobs, oldest first.
         partition: Where the job goes.
         wish: What counts.
@@ -97,6 +103,7 @@ def choose_shape(
         _within(forecast(shape, facts, wait, _later(wait, usual)), facts, wish)
         for shape, wait in waits.items()
     ]
+    rows = [replace(row, refused=(refused or {}).get(row.shape) or row.refused) for row in rows]
     return decide(rows, wish=wish, now_has=now_has)
 
 
@@ -137,7 +144,7 @@ def _within(row: ShapeForecast, facts: RunFacts, wish: Wish) -> ShapeForecast:
     if total <= wish.most_node_hours:
         return row
     why = f"it would take {total:.1f} node-hours (at most {wish.most_node_hours:g})"
-    return replace(row, refused=why)
+    return replace(row, refused=why, too_dear=True)
 
 
 def _time(row: ShapeForecast, *, by_finish: bool) -> float:

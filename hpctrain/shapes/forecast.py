@@ -144,6 +144,7 @@ class ShapeForecast:
         restart_share: Part of each job that its restart takes.
         step_source: Where the step time comes from.
         refused: Why it is not to be chosen; "" where it may be.
+        too_dear: Whether that is the user's ceiling on node-hours.
         jobs: How many starts it takes; None where the remaining work is not known.
         node_hours: Of all its jobs; None where not known.
         mean_s: Until the run is done, as compared with other shapes; None where not known.
@@ -160,6 +161,7 @@ class ShapeForecast:
     restart_share: float
     step_source: str
     refused: str = ""
+    too_dear: bool = False
     jobs: float | None = None
     node_hours: float | None = None
     mean_s: float | None = None

@@ -125,6 +125,14 @@ def _submitted(fact: kinds.Submitted) -> str:
     return f"submitted as {_listed(facts)}{_if(fact.by == 'resume', ' (resume)')}{code}"
 
 
+def _shape_chosen(fact: kinds.ShapeChosen) -> str:
+    nodes = "? nodes" if fact.nodes is None else count(fact.nodes, "node")
+    limit = "" if fact.limit_s is None else f" x {duration(fact.limit_s)}"
+    how = "keeps its shape" if fact.kept else f"shape chosen at {fact.by or '?'}"
+    failed = f"; the job could not get it: {fact.failed}" if fact.failed else ""
+    return f"{how}: {nodes}{limit} of {count(len(fact.candidates), 'candidate')}{failed}"
+
+
 def _started(fact: kinds.AttemptStarted) -> str:
     how = {"restart": "ranks started again"}
     facts = [

@@ -16,7 +16,7 @@ from hpctrain.base.env import HPCTRAIN_SITE
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.scheduler.base import get_cluster, name_here
 from hpctrain.settings.check import check, engine_flags, profile_flags
-from hpctrain.settings.layers import DEFAULT, flag_layer, resolve
+from hpctrain.settings.layers import AUTO, DEFAULT, flag_layer, resolve
 from hpctrain.settings.schema import value_at
 from hpctrain.settings.secrets import secret_warnings, secrets_in
 from hpctrain.site.detect import choose as choose_here
@@ -135,6 +135,10 @@ def resettle(spec: Spec, layers: Sequence[Layer], request: ResumeRequest) -> tup
     """The same with layers of any making, lowest first, in the place of the request's flags."""
     below, below_origins = spec.given()
     given, origins = resolve(layers, base=below, origins=below_origins)
+    if spec.settings.shape.choose != "no" or AUTO in {given.slurm.time, given.slurm.nodes}:
+        from hpctrain.submit.shape import resettle_auto
+
+        given, origins = resettle_auto(spec, given, origins, request.accounting)
     chosen = check(given, origins)
     python = ranks_python(given, get_cluster(spec.cluster), spec.python)
     folder = Path(spec.entry.cwd or Path.cwd())

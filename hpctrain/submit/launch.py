@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from hpctrain.submit.after import Awaited
     from hpctrain.submit.environment_archive import ShowProgress
     from hpctrain.submit.prepare import Prepared, SubmitRequest
+    from hpctrain.submit.shape import ShapedJob
 
 
 ADOPT_WAIT_S = 20.0
@@ -73,6 +74,7 @@ class SubmittedRun:
         notes: What the user should know.
         following: Name and job of each run that is to follow; None for a job that is not there.
         begins_with: What it has of another run, in a line; "" for nothing.
+        shaped: The shape that was chosen for its job; None where the user has said it.
     """
 
     prepared: Prepared
@@ -81,6 +83,7 @@ class SubmittedRun:
     notes: list[str]
     following: Mapping[str, str | None] = field(default_factory=dict)
     begins_with: str = ""
+    shaped: ShapedJob | None = None
 
 
 def submit_run(
@@ -94,18 +97,17 @@ def submit_run(
         progress: Shows how far what takes long is.
 
     Raises:
-        ClusterUnreachable: no answer. The job may have been accepted, so the run stays, and
-            `resume` finds it.
-        HpctrainError: see `prepare` and `launch`.
+        HpctrainError: see `prepare` and `launch`. After `ClusterUnreachable` the run stays: its
+            job may have been accepted, and `resume` finds it.
     """
     from hpctrain.submit.prepare import discard_run, make_run, prepare
     from hpctrain.submit.snapshot import plan_snapshot
 
-    begin = begin_of(request)
-    prepared = prepare(request)
+    begin, prepared = begin_of(request), prepare(request)
     spec = prepared.spec
     copy = plan_snapshot(spec.entry, spec.settings.run.snapshot)
-    notes = [*prepared.notes, *copy.notes]
+    shaped = choose_shape_of(prepared) if start else None
+    notes = [*prepared.notes, *copy.notes, *(shaped.notes if shaped else ())]
     if spec.beside:
         from hpctrain.submit.side_job import live_notes
 
@@ -115,14 +117,16 @@ def submit_run(
     following = _make_following(prepared, run)
     if not start:
         _note_follower(run, spec)
-        staging = _staging(run, spec, notes, progress)
-        _write_staging(run, staging)  # for a batch script of the user's own
+        # for a batch script of the user's own
+        _write_staging(run, _staging(run, spec, notes, progress))
         none = {one.name: None for one, _ in following}
         return SubmittedRun(prepared, run, None, notes, none, begins_with)
     bad = kept_out(run, spec, request.environ)
     notes += kept_out_notes(bad)
     try:
-        job_id = launch(run, spec, by="submit", exclude=[*bad], notes=notes, progress=progress)
+        job_id = launch(
+            run, spec, by="submit", exclude=[*bad], notes=notes, progress=progress, shaped=shaped
+        )
     except ClusterUnreachable:
         raise
     except (ChecksFailed, ClusterError, NotFound, UsageError):
@@ -131,7 +135,21 @@ def submit_run(
         discard_run(run, prepared.new_parent)
         raise
     jobs = {one.name: _launch_follower(one, its, list(bad), notes) for one, its in following}
-    return SubmittedRun(prepared, run, job_id, notes, jobs, begins_with)
+    return SubmittedRun(prepared, run, job_id, notes, jobs, begins_with, shaped)
+
+
+def choose_shape_of(prepared: Prepared) -> ShapedJob | None:
+    """The shape of a new run's job; None where the user has said it.
+
+    Raises:
+        UsageError: see `shape.choose_for`.
+    """
+    if prepared.spec.settings.shape.choose == "no":
+        return None
+    from hpctrain.run.layout import RunDir
+    from hpctrain.submit.shape import choose_for
+
+    return choose_for(prepared.spec, RunDir(prepared.runs / prepared.spec.name))
 
 
 def _note_follower(run: RunDir, spec: Spec) -> None:
@@ -224,6 +242,7 @@ def launch(
     progress: ShowProgress | None = None,
     changed: str = "",
     under_lock: Callable[[], None] = lambda: None,
+    shaped: ShapedJob | None = None,
 ) -> str:
     """Start the run's job, unless one of its jobs may still write; of two callers one is refused.
 
@@ -237,9 +256,9 @@ def launch(
         progress: Shows how far what takes long is.
         changed: What a resume runs that did not run before, for the ledger.
         under_lock: Makes ready what the job runs, once no job of the run is alive.
+        shaped: The job's nodes and time limit, where they were chosen.
 
-    Returns:
-        The job id.
+    Returns the job id.
 
     Raises:
         ChecksFailed: the disk does not do what a run's promises stand on.
@@ -261,7 +280,7 @@ def launch(
         under_lock()
         _write_staging(run, staging)
         facts = {"by": by, "from_step": from_step, "changed": changed or None}
-        return _submit(run, spec, cluster, facts, exclude=exclude, after=waits)
+        return _submit(run, spec, cluster, facts, exclude=exclude, after=waits, shaped=shaped)
 
 
 def _staging(
@@ -295,15 +314,19 @@ def _submit(
     *,
     exclude: Sequence[str],
     after: Sequence[str],
+    shaped: ShapedJob | None,
 ) -> str:
     spec.dump(run.spec)  # a resume may have changed settings; nobody reads it while no job is alive
     renew_secret(run)
     token = new_token(run)
-    script = cluster.render(without_nodes(spec, exclude), run, token)
+    rendered = _of_job(without_nodes(spec, exclude), shaped)
+    script = cluster.render(rendered, run, token)
     make_private_folder(run.jobs)
     write_private(run.script(token), script, mode=0o700)
     run.stop_request.unlink(missing_ok=True)
     intent = SubmitIntent(token=token, script=str(run.script(token)), slurm_cluster=cluster.here())
+    if shaped is not None:
+        ledger.record(run, shaped.event(str(facts["by"])))
     ledger.append(run, intent)
     request = JobRequest(run.root, token, run.script(token), script, after)
     try:
@@ -323,13 +346,22 @@ def _submit(
         token=token,
         job_id=job_id,
         cluster=spec.cluster,
-        nodes=with_spares(spec.settings),
+        nodes=with_spares(rendered.settings),
         **facts,
         total_steps=spec.settings.train.steps if spec.entry.kind == "recipe" else None,
     )
     ledger.record(run, submitted)
     record([IndexedRun(run, frozenset({job_id}))])
     return job_id
+
+
+def _of_job(spec: Spec, shaped: ShapedJob | None) -> Spec:
+    """The spec with the nodes and the time limit of this job, where they were chosen."""
+    if shaped is None:
+        return spec
+    from hpctrain.submit.shape import in_shape
+
+    return in_shape(spec, shaped.shape)
 
 
 def _check_after(run: RunDir, spec: Spec) -> list[Awaited]:

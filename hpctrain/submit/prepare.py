@@ -34,6 +34,7 @@ from hpctrain.settings.check import (
     split_spares,
 )
 from hpctrain.settings.layers import (
+    AUTO,
     ENV_SECTION,
     SettingsFile,
     flag_layer,
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from hpctrain.scheduler.base import Accounting, Cluster
     from hpctrain.settings.schema import RunSettings, Settings
     from hpctrain.settings.secrets import SecretFinding
+    from hpctrain.site.schema import Site
     from hpctrain.submit.after import Awaited
     from hpctrain.submit.change import SiteChoice
     from hpctrain.submit.program import NamedProgram
@@ -106,6 +108,8 @@ class SubmitRequest:
     """More of [slurm], as `layers.flag_layer` takes it; it wins over the fields beside it."""
     ranks_per_node: int | None = None
     time: str | None = None
+    prefer: str | None = None
+    max_node_hours: float | None = None
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -195,7 +199,7 @@ def prepare(request: SubmitRequest) -> Prepared:
     shell = cluster.shell_layer(request.environ, site)
     lower = [site.layer if site else None, shell, *(one.layer for one in configs)]
     flags = flag_layer(flags_of(request), request.sets)
-    given, origins = resolve([*filter(None, lower), flags])
+    given, origins = _settled(*resolve([*filter(None, lower), flags]), site, accounting)
     program = _program(request, inside=runs_inside(given, cluster))
     entry = program.entry
     is_recipe = entry.kind == "recipe"
@@ -286,6 +290,17 @@ def prepare(request: SubmitRequest) -> Prepared:
     return _with_others(
         Prepared(spec, runs, auto, new_parent, planned, notes, secrets), request, accounting
     )
+
+
+def _settled(
+    given: Settings, origins: dict[str, str], site: Site | None, accounting: Accounting | None
+) -> tuple[Settings, dict[str, str]]:
+    """With numbers in the place of `--time auto` and `--nodes auto`."""
+    if AUTO not in {given.slurm.time, given.slurm.nodes}:
+        return given, origins
+    from hpctrain.submit.shape import settle_auto
+
+    return settle_auto(given, origins, site, accounting)
 
 
 def _accounting(request: SubmitRequest, cluster: Cluster) -> Accounting | None:
@@ -502,6 +517,8 @@ def flags_of(request: SubmitRequest) -> dict[str, tuple[str, object]]:
         "slurm.gpus_per_node": ("--gpus-per-node", request.gpus_per_node),
         "slurm.ranks_per_node": ("--ranks-per-node", request.ranks_per_node),
         "slurm.time": ("--time", request.time),
+        "shape.prefer": ("--prefer", request.prefer),
+        "shape.max_node_hours": ("--max-node-hours", request.max_node_hours),
         "slurm.partition": ("--partition", request.partition),
         "slurm.account": ("--account", request.account),
         "slurm.qos": ("--qos", request.qos),

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from hpctrain.settings.spec import Entry, Snapshot, Spec
     from hpctrain.submit.after import Awaited
     from hpctrain.submit.environment_archive import ShowProgress
+    from hpctrain.submit.shape import ShapedJob
 
 
 def plan_resume(
@@ -156,6 +157,8 @@ class PreparedResume:
     """Which code it runs."""
     awaited: list[Awaited] = field(default_factory=list)
     """Runs for whose jobs its own would wait."""
+    shaped: ShapedJob | None = None
+    """The shape that was chosen for its job; None where the user has said it."""
 
 
 def prepare_resume(
@@ -180,8 +183,9 @@ def prepare_resume(
 
         notes += take_beside(changed_spec, environ, before=spec)
     own, more = as_own_run(run, changed_spec)
+    history = RunHistory.read(run, marks="few")
     code = choose_code(
-        run, own, RunHistory.read(run, marks="few"), environ=environ,
+        run, own, history, environ=environ,
         program=request.program, new_code=request.new_code,
     )  # fmt: skip
     entry, settings, env = with_own_places(
@@ -193,7 +197,14 @@ def prepare_resume(
     plan = plan_resume(run, own, request.from_step, goes_further=bool(code.changed))
     bad = kept_out(run, own, environ)
     notes += [*more, *code.notes, *kept_out_notes(bad), *_memory_notes(run, own)]
-    return PreparedResume(own, plan, notes, list(bad), code, check_after(run.root, own))
+    waits = check_after(run.root, own)
+    if own.settings.shape.choose == "no":
+        return PreparedResume(own, plan, notes, list(bad), code, waits)
+    from hpctrain.submit.shape import choose_for
+
+    shaped = choose_for(own, run, history=history)
+    notes += shaped.notes if shaped else ()
+    return PreparedResume(own, plan, notes, list(bad), code, waits, shaped)
 
 
 def _memory_notes(run: RunDir, spec: Spec) -> list[str]:
@@ -257,6 +268,7 @@ def resume_run(
             progress=progress,
             changed=prepared.code.changed,
             under_lock=lambda: take_code(run, prepared.code),
+            shaped=prepared.shaped,
         )
     notes += redirect_followers(run)
     if spec.beside:

@@ -42,11 +42,13 @@ if TYPE_CHECKING:
 
     from hpctrain.base.records import JobInfo, JobRequest, JobStart
     from hpctrain.run.layout import RunDir
-    from hpctrain.scheduler.base import PreflightJob
+    from hpctrain.scheduler.base import PreflightJob, StartEstimate
     from hpctrain.scheduler.slurm.parse import AccountRow
     from hpctrain.settings.layers import Chosen, Layer
     from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Spec
+    from hpctrain.shapes.candidates import JobShape
+    from hpctrain.shapes.windows import QueueView
     from hpctrain.site.detect import ClusterFacts
     from hpctrain.site.schema import Site
 
@@ -289,6 +291,24 @@ class SlurmCluster(Cluster):
     def check_script(self, script: Path) -> list[Result]:
         """What `sbatch --test-only` says of it."""
         return check_accepted(script, lambda words: run(words, query=False))
+
+    def queue_view(self, partition: str) -> QueueView | None:
+        """By sinfo and squeue, at once."""
+        from hpctrain.scheduler.slurm.queue_view import ask_queue
+
+        return ask_queue(partition)
+
+    def longest_s(self, settings: Settings, site: Site) -> int | None:
+        """By the limits of its partitions; of several the one that allows most."""
+        from hpctrain.scheduler.slurm.limits import longest_s
+
+        return longest_s(settings, site)
+
+    def start_estimates(self, scripts: Mapping[JobShape, str]) -> dict[JobShape, StartEstimate]:
+        """By `sbatch --test-only`, all at once."""
+        from hpctrain.scheduler.slurm.queue_view import ask_starts
+
+        return ask_starts(scripts)
 
     def start_preflight(
         self, spec: Spec, run: RunDir, token: str, environ: Mapping[str, str]

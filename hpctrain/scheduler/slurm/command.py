@@ -89,7 +89,13 @@ def storm_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def run(args: Sequence[str], *, timeout_s: float = QUERY_TIMEOUT_S, query: bool = True) -> str:
+def run(
+    args: Sequence[str],
+    *,
+    timeout_s: float = QUERY_TIMEOUT_S,
+    query: bool = True,
+    errors: bool = False,
+) -> str:
     """What the command printed.
 
     Args:
@@ -97,6 +103,7 @@ def run(args: Sequence[str], *, timeout_s: float = QUERY_TIMEOUT_S, query: bool 
         timeout_s: It is killed after this long.
         query: Times are printed as seconds since the epoch. Not for sbatch, which would hand that
             setting on to the job.
+        errors: What it printed on stderr follows, where it succeeded.
 
     Raises:
         ClusterUnreachable: it is not installed here, or slurmctld did not answer in time; a request
@@ -129,7 +136,7 @@ def run(args: Sequence[str], *, timeout_s: float = QUERY_TIMEOUT_S, query: bool 
     out, err = _wait(child, name, timeout_s)
     if child.returncode != 0:
         raise _refusal(name, child.returncode, err)
-    return out
+    return out + err if errors else out
 
 
 def _way_to_commands(environ: Mapping[str, str]) -> str:

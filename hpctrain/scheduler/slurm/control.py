@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.scheduler.slurm.parse import AccountRow
+    from hpctrain.shapes.candidates import JobShape
 
 SINCE = (24, 5)
 TIMEOUT_S = 5.0
@@ -108,6 +109,18 @@ class SlurmControl:
         kept_out = [*_names("" if before in NOTHING else before), *nodes]
         names = fold_nodes(list(dict.fromkeys(kept_out)))
         update = ["scontrol", "update", f"JobId={self.job_id}", f"ExcNodeList={names}"]
+        run_until(update, deadline=deadline)
+
+    def reshape(self, shape: JobShape) -> None:
+        """Change nodes and time limit of the next start; only after `requeue`.
+
+        A pending job's own user may raise both, a running job's neither (measured on 22.05). One
+        number alone would be a minimum, and the CPUs must follow or fewer nodes never suffice.
+        """
+        deadline = clock.monotonic() + min(self.timeout_s, TIMEOUT_S)
+        nodes, minutes = shape.nodes, -(-shape.limit_s // 60)
+        update = ["scontrol", "update", f"JobId={self.job_id}", f"NumNodes={nodes}-{nodes}"]
+        update += [f"NumCPUs={nodes}", f"TimeLimit={minutes}"]
         run_until(update, deadline=deadline)
 
     def end(self) -> None:

@@ -246,9 +246,11 @@ def _choose_cpus(settings: Settings, _origins: Mapping[str, str], site: Site) ->
 
 
 def need_of(settings: Settings) -> Need:
-    """What the settings ask a partition for."""
+    """What the settings ask a partition for; where hpctrain chooses the nodes, the fewest."""
     slurm = allocated(settings)
     least, most = node_range(slurm.nodes)
+    if settings.shape.choose in {"nodes", "both"}:
+        most = least
     cpus = slurm.cpus_per_rank * slurm.ranks()
     return Need(least, most, slurm.gpus_per_node, time_s(slurm.time), cpus)
 
@@ -397,6 +399,20 @@ def time_limit(partition: Partition, need: Need) -> tuple[int, str] | None:
         if need.most >= int(low) and (top is None or need.least <= top):
             limits.append((time_s(limit), f"jobs of {nodes} nodes"))
     return min(limits, default=None)
+
+
+def longest_s(settings: Settings, site: Site) -> int | None:
+    """The longest job that the named partitions allow; 0 for none, None where nothing is known."""
+    need = need_of(settings)
+    names = [name for name in settings.slurm.partition.split(",") if name in site.partitions]
+    limits: list[int | None] = []
+    for partition in (site.partitions[name] for name in names):
+        if misfits(partition, need, time=False):
+            limits.append(0)
+        else:
+            limit = time_limit(partition, need)
+            limits.append(limit[0] if limit else None)
+    return None if None in limits or not limits else max(filter(None, limits), default=0)
 
 
 def misfits(partition: Partition, need: Need, *, time: bool = True) -> list[str]:
