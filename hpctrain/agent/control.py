@@ -18,6 +18,7 @@ from hpctrain.base.listener import is_loopback
 from hpctrain.base.records import FailureReport
 from hpctrain.base.secret import code
 from hpctrain.control.collectives import parent_of
+from hpctrain.control.forked import ServerSilent
 from hpctrain.control.node_process import NodeProcess
 from hpctrain.memory.protocol import ReplicaServerLost
 from hpctrain.memory.rank_line import ReplicaClient
@@ -99,14 +100,17 @@ class NodeControl:
         Raises:
             ControlLost: there is no room or no port for it.
         """
-        if self.failure() is not None:
-            self._process.stop()
-            self._process = NodeProcess()
-        self._place, self._failure = place, None
         address, shown = addresses(self._master_addr, place.node)
-        port = self._process.begin(
-            place, secret=self._secret, about=key("control"), address=address
-        )
+        begin = {"secret": self._secret, "about": key("control"), "address": address}
+        if self.failure() is not None:
+            self._renew()
+        self._place, self._failure = place, None
+        try:
+            port = self._process.begin(place, **begin)
+        except ServerSilent as error:
+            log.warning("%s; another one takes its place", error)
+            self._renew()
+            port = self._process.begin(place, **begin)
         if port:
             store.set(key(f"control/{place.node}"), [shown, port])
         if self._memory is not None:
@@ -114,6 +118,10 @@ class NodeControl:
                 place, self._process.folder, store, key, (address, shown), buddies=buddies
             )
         os.environ[HPCTRAIN_CONTROL] = str(self._process.folder)
+
+    def _renew(self) -> None:
+        self._process.stop()
+        self._process = NodeProcess()
 
     def join(self, store: SignedStore, key: Callable[[str], str], timeout_s: float) -> None:
         """Go to the node above, before the ranks start.

@@ -17,7 +17,14 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousS
 
 from hpctrain.agent.lifeline import LIFELINE_PORT
 from hpctrain.agent.members import RankDeaths, choose_members
-from hpctrain.agent.rendezvous import SAY_S, LeftOut, Loss, Rendezvous, RoundBroken
+from hpctrain.agent.rendezvous import (
+    SAY_S,
+    LeftOut,
+    Loss,
+    Rendezvous,
+    RoundBroken,
+    limit_answers,
+)
 from hpctrain.base import clock
 from hpctrain.base.process import connections_to
 from hpctrain.errors import ClusterError
@@ -290,6 +297,7 @@ class InPlaceRendezvous(Rendezvous):
         store = TCPStore(
             self.master_addr, self.master_port, None, is_master=False, timeout=self.timeout
         )
+        limit_answers(self.master_port)
         if self.node != 0:
             connections = connections_to(self.master_port)
             self._lifeline.guard(connections)

@@ -71,6 +71,9 @@ class InPlaceAgent(NodeAgent):
             self.left_out = out
             return RoundEnd("failed", why=str(out), left_out=str(out))
 
+    def _announce_end(self, group: WorkerGroup) -> None:
+        """The liveness channel does so, as this agent leaves."""
+
     def _after_break(self, group: WorkerGroup, why: str) -> RoundEnd:
         self._stop_workers(group)
         return RoundEnd("failed", restart=True, why=why)

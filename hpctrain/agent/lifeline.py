@@ -6,6 +6,8 @@ without a word, or stands still. The agent could not do this by itself: it waits
 and for the scheduler. What each side makes of it:
 
 * The first node's process tells its agent who was lost. Nobody who was lost is let in again.
+* Each process tells its own agent eight times in a lease that it runs. An agent that hears nothing
+  for a lease takes it for ended: it may be stopped.
 * Any other process that has not heard from the first node for a lease tells its agent to leave,
   closes what that may wait on, and kills it where it does not leave: it may have been left out
   meanwhile, and its ranks must not go on beside those of the next round. One that itself did not
@@ -32,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hpctrain.agent import signals
 from hpctrain.agent.control import addresses
 from hpctrain.base import clock
-from hpctrain.base.process import PORTS, ForkedProcess, die_with_parent, is_readable
+from hpctrain.base.process import PORTS, ForkedProcess, die_with_parent, is_readable, show_as
 from hpctrain.base.secret import code
 from hpctrain.control.endpoint import ChildrenDoor, Endpoint, meet_parent
 from hpctrain.control.wire import Greeting, packed, unpacked
@@ -51,7 +53,11 @@ TRY_AGAIN_S = 0.2
 FIRST_S = 600.0
 """So long may the first node's agent take to come up."""
 _LINE_BYTES = 1 << 20
-OWN_END = {"dropped": "the process that shows that this node lives has ended"}
+LONGEST_GAP_S = 1.0
+"""So much of the time between two looks at the process counts as its silence."""
+RUNS = {"runs": True}
+"""What a process tells its own agent in each turn."""
+OWN_END = {"dropped": "the process that shows that this node lives has ended, or is stopped"}
 """The first node takes this one for lost by that. Of the first one it says nothing: who saw to the
 job in its place would do so beside it."""
 MOST_GUARDED = 8
@@ -90,6 +96,7 @@ class Lifeline(ForkedProcess):
         self.place = place
         self._heard = b""
         self._is_gone = False
+        self._looked_s, self._silent_s = clock.monotonic(), 0.0
         self._guarded, guarded = socket.socketpair()
         with guarded:
             serve = partial(_serve_until_killed, place, code(secret, "lifeline"), guarded)
@@ -122,10 +129,16 @@ class Lifeline(ForkedProcess):
         Args:
             wait_s: So long at most is waited for the first word.
         """
-        if self._is_gone or self.pid == 0:
-            return []
-        if wait_s:
-            is_readable(self._line, wait_s)
+        deadline = clock.monotonic() + wait_s
+        while not self._is_gone and self.pid:
+            said = self._new()
+            left_s = deadline - clock.monotonic()
+            if said or left_s <= 0:
+                return said
+            is_readable(self._line, min(left_s, self._gap_s))
+        return []
+
+    def _new(self) -> list[dict[str, Any]]:
         while True:
             try:
                 piece = self._line.recv(1 << 16)
@@ -137,7 +150,22 @@ class Lifeline(ForkedProcess):
                 self._is_gone = True
                 return [*self._split(), OWN_END]
             self._heard += piece
+            self._silent_s = 0.0
+        if self._count_silence() > self.place.lease_s:
+            self._is_gone = True
+            return [*self._split(), OWN_END]
         return self._split()
+
+    @property
+    def _gap_s(self) -> float:
+        return min(LONGEST_GAP_S, self.place.lease_s / 4)
+
+    def _count_silence(self) -> float:
+        """How long nothing was heard while this process ran: it may have been stopped, too."""
+        now = clock.monotonic()
+        self._silent_s += min(now - self._looked_s, self._gap_s)
+        self._looked_s = now
+        return self._silent_s
 
     def stop(self) -> None:
         """End it, and wait for that. Harmless when repeated."""
@@ -146,7 +174,7 @@ class Lifeline(ForkedProcess):
 
     def _split(self) -> list[dict[str, Any]]:
         *lines, self._heard = self._heard.split(b"\n")
-        return [json.loads(line) for line in lines]
+        return [said for line in lines if (said := json.loads(line)) != RUNS]
 
     def end(self, why: str, patience_s: float) -> None:
         """First node: tell all others that the job's part of the run is over.
@@ -172,6 +200,7 @@ def _serve_until_killed(
         signals.ignore_all()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         die_with_parent(parent)
+        show_as("hpctrain-liveness")
         if place.node == 0:
             asyncio.run(_First(place, secret, line, parent).serve())
         else:
@@ -213,6 +242,7 @@ class _LifelineSide:
             now = clock.boottime()
             stood_s, last = now - last, now
             self._turn(stood_s)
+            self._tell(RUNS)
 
     def _tell(self, message: dict[str, Any]) -> None:
         assert self._writer is not None  # noqa: S101 - `serve` has made it

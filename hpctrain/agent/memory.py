@@ -7,8 +7,10 @@ tests/engines/test_memory.py holds the promises.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from hpctrain.control.forked import ServerSilent
 from hpctrain.errors import ControlLost
 from hpctrain.memory.replica_server_process import ReplicaServerProcess
 
@@ -68,24 +70,35 @@ class NodeMemory:
             buddies: See `NodeControl.begin`.
         """
         self._place, port = place, 0
+        begin = partial(
+            self._begin,
+            place,
+            folder=folder,
+            about=key("memory"),
+            address=addresses[0],
+            shown=addresses[1] if self.to_buddy else "",
+            buddies=buddies,
+        )
         try:
             if self._process.end():
-                log.warning("copies in memory are lost: their process %s", self._process.end())
-                self._process.stop()
-                self._process = ReplicaServerProcess()
-            port = self._process.begin(
-                place,
-                folder=folder,
-                secret=self._secret,
-                about=key("memory"),
-                address=addresses[0],
-                shown=addresses[1] if self.to_buddy else "",
-                buddies=buddies,
-            )
+                self._renew(f"their process {self._process.end()}")
+            try:
+                port = begin()
+            except ServerSilent as error:
+                self._renew(str(error))
+                port = begin()
         except ControlLost as error:
             log.warning("no copies in memory on %s: %s", place.name, error)
         if place.node == 0:
             store.set(key("memory"), [addresses[1], port])
+
+    def _begin(self, place: TreePlace, **round_: Any) -> int:
+        return self._process.begin(place, secret=self._secret, **round_)
+
+    def _renew(self, why: str) -> None:
+        log.warning("copies in memory are lost: %s", why)
+        self._process.stop()
+        self._process = ReplicaServerProcess()
 
     def join(self, store: SignedStore, key: Callable[[str], str], timeout_s: float) -> None:
         """Go to the replica server of node 0, before the ranks start.

@@ -50,7 +50,7 @@ from hpctrain.base.env import (
 from hpctrain.base.records import HANG, FailureReport, StopCause
 from hpctrain.base.text import duration, fold_nodes
 from hpctrain.control.node_server import TreePlace
-from hpctrain.errors import CheckpointError, Fenced
+from hpctrain.errors import CheckpointError, ClusterError, Fenced
 from hpctrain.memory.pairing import buddies_of
 from hpctrain.run.event_types import RanksAwaited
 from hpctrain.run.layout import failure_path, rank_log_path, torch_error_path
@@ -79,7 +79,7 @@ cores are busy costs the run a requeue."""
 ROLL_CALL: dict[str, Any] = {"roll_call": True}
 AWAKE = "awake"
 """News that asks each agent to answer with this number, where some ranks have returned."""
-STORE_GONE = "the process that serves the agents' store has ended"
+STORE_GONE = "the process that serves the agents' store has ended, or does not answer"
 STOP = "stop"
 """News that the ranks should leave, with the cause."""
 LOOK_ANYWAY_S = 5.0
@@ -227,7 +227,8 @@ class NodeAgent(LocalElasticAgent):
             return RunResult(state=group.state)
 
     def _own_pids(self) -> list[int]:
-        return [] if self._control is None else self._control.pids
+        own = [] if self._control is None else self._control.pids
+        return [*own, *self._meeting_place.pids()]
 
     def _start_and_run(self, group: WorkerGroup) -> RoundEnd:
         try:
@@ -258,7 +259,23 @@ class NodeAgent(LocalElasticAgent):
             first = group.workers[0].global_rank
             failure = FailureReport(first, self._node, "signal", STORE_GONE, time=clock.now())
             restart = self._hooks.deadline.cause is None and self._hooks.may_restart(failure)
+            if not restart:
+                self._announce_end(group)
         return RoundEnd("failed", restart=restart, why=STORE_GONE, failure=failure)
+
+    def _announce_end(self, group: WorkerGroup) -> None:
+        """Node 0: meet the other agents in a new store, and tell them that no round follows.
+
+        Without it they would wait for that store until the scheduler ends the job.
+        """
+        self._next_round()
+        self._meeting_place.hasten()
+        try:
+            self._rendezvous(group)
+            self._news_store.set(f"attempt/{self._round}", {"refused": STORE_GONE})
+            self._say_goodbye()
+        except (ClusterError, RuntimeError) as error:
+            log.warning("the other agents do not hear that the job ends: %s", error)
 
     def _run_round(self, group: WorkerGroup) -> RoundEnd:
         ranks, pids = group.workers[0].world_size, [one.pid for one in self._processes()]
@@ -359,6 +376,7 @@ class NodeAgent(LocalElasticAgent):
         limit_s = self._meeting_place.timeout.total_seconds()
         taken: dict[str, Any] = self._news_store.wait(key, limit_s)
         if "refused" in taken:
+            log.warning("no other attempt begins in this job: %s", taken["refused"])
             self._say_goodbye()
             raise NothingToResume(CheckpointError(taken["refused"]))
         return taken

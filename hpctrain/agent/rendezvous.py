@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
+import struct
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from hpctrain.agent.store_process import StoreProcess
 from hpctrain.base import clock
-from hpctrain.base.process import PORTS
+from hpctrain.base.process import PORTS, connections_to
 from hpctrain.base.secret import Forged, sign, verify
 from hpctrain.base.text import fold_nodes
 from hpctrain.errors import ClusterError
@@ -35,6 +37,10 @@ log = logging.getLogger("hpctrain.agent")
 POLL_S = 0.1
 SAY_AGAIN_S = 1.0
 """So often an agent that waits for another's word looks whether its own still stands."""
+ANSWER_S = 60.0
+"""How long the store may take to answer. After that it counts as gone: it may be stopped."""
+LAST_MEETING_S = 10.0
+"""How long node 0 waits for the other agents when it has only an end to announce."""
 SAY_S = 30.0
 """After this long node 0 says for whom it waits."""
 
@@ -138,6 +144,7 @@ class Rendezvous(StaticTCPRendezvous):
                 self.master_addr, self.master_port, None, is_master=False, timeout=self.timeout
             )
             self._store = store
+            limit_answers(self.master_port)
             self._meet(PrefixStore(f"{self.run_id}/here", store))
             return super().next_rendezvous()
         except RuntimeError as error:  # torch's, with a stack of C++ behind its first line
@@ -153,6 +160,14 @@ class Rendezvous(StaticTCPRendezvous):
         self._last, self._store = self._store, None
         self.round += 1
         self.master_port = self._first_port + self.round % PORTS
+
+    def hasten(self) -> None:
+        """Wait for the other agents only as long as is right where there is an end to announce."""
+        self.timeout = timedelta(seconds=LAST_MEETING_S)
+
+    def pids(self) -> list[int]:
+        """Return the ids of this side's processes."""
+        return [] if self._server is None else [self._server.pid]
 
     def names(self) -> tuple[str, ...]:
         """Of the round's nodes."""
@@ -220,8 +235,26 @@ class Rendezvous(StaticTCPRendezvous):
         return ""
 
 
+def limit_answers(port: int) -> None:
+    """Have torch's client raise where the store at a port does not answer.
+
+    It waits without limit for the answer to a short question. Where this process is stopped itself,
+    the limit begins again as it continues.
+    """
+    for connection in connections_to(port):
+        with connection:
+            limit = struct.pack("ll", int(ANSWER_S), int(ANSWER_S % 1 * 1e6))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
 class SignedStore:
-    """One round's store."""
+    """One round's store.
+
+    Attributes:
+        of: torch's client.
+        is_gone: It has not answered, or its connection has ended. Whatever it says later may be the
+            answer to an earlier question: nobody asks it any more.
+    """
 
     def __init__(self, store: Any, secret: str, look: Callable[[], None] = lambda: None) -> None:
         """Speak through that store.
@@ -232,6 +265,7 @@ class SignedStore:
             look: Called again and again while something is waited for; may raise.
         """
         self.of = store
+        self.is_gone = False
         self._look = look
         self._secret = secret
         self._told: set[str] = set()
@@ -240,7 +274,7 @@ class SignedStore:
     def set(self, key: str, value: Any) -> None:
         """Say something that JSON holds, over what was said before."""
         self._said[key] = value
-        self.of.set(key, sign(self._secret, key, json.dumps(value)))
+        self._ask(self.of.set, key, sign(self._secret, key, json.dumps(value)))
 
     def say_again(self) -> bool:
         """Say anew what somebody has written over or taken away since: others still wait for it.
@@ -255,10 +289,10 @@ class SignedStore:
 
     def get(self, key: str) -> Any:
         """What an agent has said; None where none has, whatever somebody else has written there."""
-        if not self.of.check([key]):
+        if not self._ask(self.of.check, [key]):
             return None
         try:
-            return json.loads(verify(self._secret, key, self.of.get(key)))
+            return json.loads(verify(self._secret, key, self._ask(self.of.get, key)))
         except Forged:
             if key not in self._told:
                 self._told.add(key)
@@ -293,4 +327,13 @@ class SignedStore:
 
     def count(self, key: str, more: int = 0) -> int:
         """Add to a count that everybody can change."""
-        return int(self.of.add(key, more))
+        return int(self._ask(self.of.add, key, more))
+
+    def _ask(self, question: Callable[..., Any], *about: Any) -> Any:
+        if self.is_gone:
+            raise RuntimeError("the agents' store is gone")
+        try:
+            return question(*about)
+        except RuntimeError:
+            self.is_gone = True
+            raise

@@ -17,9 +17,11 @@ from typing import Any, NoReturn
 
 from hpctrain.agent import signals
 from hpctrain.base.listener import is_loopback, listen
-from hpctrain.base.process import ForkedProcess, die_with_parent
+from hpctrain.base.process import ForkedProcess, die_with_parent, show_as
 from hpctrain.errors import ClusterError
 
+SERVE_S = 20.0
+"""How long the process may take to serve a store. After that the agent replaces it."""
 KEPT = 2
 """Stores that are served at once: others may still be reading the last round's verdict."""
 
@@ -42,8 +44,8 @@ class StoreProcess(ForkedProcess):
                 else can connect.
             port: To listen on.
 
-        Where the process was killed another one is forked, which is between two rounds as safe as
-        forking their ranks.
+        Where the process was killed or stopped another one is forked, which is between two rounds
+        as safe as forking their ranks.
 
         Raises:
             ClusterError: the port is taken, or the process is gone at once.
@@ -59,8 +61,9 @@ class StoreProcess(ForkedProcess):
             )
 
     def _asked(self, address: str, port: int) -> str:
-        """What the process says to an order; "" where it is gone."""
-        with suppress(ConnectionError):
+        """What the process says to an order; "" where it is gone, or stopped."""
+        self._line.settimeout(SERVE_S)
+        with suppress(ConnectionError, TimeoutError):
             self._line.sendall(json.dumps([address, port]).encode() + b"\n")
             return self._line.recv(1 << 16).decode()
         return ""
@@ -72,6 +75,7 @@ def _serve_until_killed(line: socket.socket, parent: int) -> NoReturn:
         signals.ignore_all()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         die_with_parent(parent)
+        show_as("hpctrain-store")
         stores: list[Any] = []
         with line.makefile("r") as orders:
             for order in orders:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
 PER_RANK = 1
 BASE = 256
 """Logs, data files, libraries, GPU devices, DataLoader workers' pipes."""
@@ -148,6 +149,11 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before the call above
         os._exit(1)
+
+
+def show_as(name: str) -> None:
+    """Have `top` and `ps` show this process under a name, of which the kernel keeps 15 bytes."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 def print_to(path: Path, mode: int = 0o644) -> None:

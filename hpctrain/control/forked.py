@@ -26,8 +26,14 @@ if TYPE_CHECKING:
     Do = Callable[[dict[str, Any]], Awaitable[int]]
 
 ANSWER_S = 60.0
-"""So long may the process take to do what it is told."""
+"""How long the process may take to do what it is told."""
+BEGIN_S = 20.0
+"""How long it may take to begin a round. After that the agent replaces it: it may be stopped."""
 _LINE_BYTES = 1 << 20
+
+
+class ServerSilent(ControlLost):
+    """The process did not answer in time, or is gone."""
 
 
 class ForkedServer(ForkedProcess):
@@ -63,14 +69,20 @@ class ForkedServer(ForkedProcess):
         os.set_inheritable(line, True)  # noqa: FBT003 - its own order
         return f"{pid}:{line}"
 
-    def ask(self, order: dict[str, Any]) -> int:
+    def ask(self, order: dict[str, Any], answer_s: float | None = None) -> int:
         """Have it do an order; returns its answer.
 
+        Args:
+            order: What to do.
+            answer_s: How long it may take; None for `ANSWER_S`. What it answers later would be
+                taken for the answer to the next order: stop it then.
+
         Raises:
-            ControlLost: it could not, or is gone.
+            ServerSilent: it did not answer, or is gone.
+            ControlLost: it could not.
         """
-        answer = b""
-        self._line.settimeout(ANSWER_S)
+        answer, answer_s = b"", ANSWER_S if answer_s is None else answer_s
+        self._line.settimeout(answer_s)
         try:
             self._line.sendall(json.dumps(order).encode() + b"\n")
             while not answer.endswith(b"\n"):
@@ -78,8 +90,10 @@ class ForkedServer(ForkedProcess):
                 if not piece:
                     raise ConnectionResetError("it is gone")
                 answer += piece
+        except TimeoutError:
+            raise ServerSilent(f"{self._what} did not answer for {answer_s:g} s") from None
         except OSError as error:
-            raise ControlLost(f"{self._what}: {error}") from error
+            raise ServerSilent(f"{self._what}: {error}") from error
         said = json.loads(answer)
         if said.get("error"):
             raise ControlLost(said["error"])

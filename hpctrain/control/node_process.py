@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.locks import MEMORY, NodeFolder
-from hpctrain.control.forked import ForkedServer
+from hpctrain.base.process import show_as
+from hpctrain.control.forked import BEGIN_S, ForkedServer
 from hpctrain.control.node_server import NodeServer, TreePlace
 from hpctrain.errors import ControlLost
 
 if TYPE_CHECKING:
     from typing import Self
+
+    from hpctrain.control.forked import Do
 
 
 class NodeProcess(ForkedServer):
@@ -33,7 +36,7 @@ class NodeProcess(ForkedServer):
 
     def __init__(self) -> None:
         """Fork it; nothing is served yet. To be made while this process has one thread."""
-        super().__init__(lambda: _Rounds().do, "the process that carries the ranks' agreement")
+        super().__init__(_make, "the process that carries the ranks' agreement")
         self.folder = Path()
         self._own: NodeFolder | None = None
 
@@ -50,7 +53,8 @@ class NodeProcess(ForkedServer):
             The port for the node's children; 0 where it has none.
 
         Raises:
-            ControlLost: it cannot be served, or the process is gone.
+            ServerSilent: the process does not answer, or is gone.
+            ControlLost: it cannot be served.
         """
         self._remove_folder()
         parent = MEMORY if os.access(MEMORY, os.W_OK) else None
@@ -60,7 +64,7 @@ class NodeProcess(ForkedServer):
             raise ControlLost(f"no folder for the ranks' agreement: {error}") from error
         self.folder = self._own.path
         order = {"folder": str(self.folder), "place": asdict(place), "secret": secret}
-        return self.ask({"begin": {**order, "about": about, "address": address}})
+        return self.ask({"begin": {**order, "about": about, "address": address}}, BEGIN_S)
 
     def join(self, address: str, port: int) -> None:
         """Have it go to the node's parent; not on node 0.
@@ -97,6 +101,11 @@ class NodeProcess(ForkedServer):
         if self._own is not None:
             self._own.remove()
             self._own, self.folder = None, Path()
+
+
+def _make() -> Do:
+    show_as("hpctrain-control")
+    return _Rounds().do
 
 
 class _Rounds:

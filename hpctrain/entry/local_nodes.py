@@ -19,7 +19,6 @@ tests/unit/entry/test_local_nodes.py and tests/e2e/test_forked_nodes.py hold the
 
 from __future__ import annotations
 
-import ctypes
 import io
 import json
 import logging
@@ -36,7 +35,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from hpctrain.agent import signals
 from hpctrain.base.env import HPCTRAIN_JOB_END, HPCTRAIN_LOCAL_CONTEXT, HPCTRAIN_RESTARTS
-from hpctrain.base.process import own_program
+from hpctrain.base.process import own_program, show_as
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -52,9 +51,6 @@ log = logging.getLogger("hpctrain.entry")
 PROGRAM = "hpctrain.entry.local_node"
 OF_EACH_START = frozenset({HPCTRAIN_LOCAL_CONTEXT, HPCTRAIN_RESTARTS, HPCTRAIN_JOB_END})
 """Variables that differ from start to start, and that nothing reads while it is imported."""
-PR_SET_NAME = 15
-NAME_BYTES = 15
-"""The kernel keeps so much of a process's name."""
 
 
 class Node(Protocol):
@@ -305,8 +301,7 @@ def _be_program(run: Path, context: JobContext) -> None:
     sys.stdout, sys.stderr = _unbuffered(sys.stdout), _unbuffered(sys.stderr)
     if "numpy.random" in sys.modules:  # else all nodes would draw the same; `random` sees to itself
         sys.modules["numpy.random"].seed()
-    name = f"hpctrain {context.nodes[context.node_rank]}"
-    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:NAME_BYTES])
+    show_as(f"hpctrain {context.nodes[context.node_rank]}")
 
 
 def _exit_code(leaving: SystemExit) -> int:

@@ -7,13 +7,13 @@ the promises.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.control.forked import ForkedServer
+from hpctrain.base.process import show_as
+from hpctrain.control.forked import BEGIN_S, ForkedServer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 NICE = 10
 """How much it steps back behind training."""
-PR_SET_NAME = 15
 
 
 class ReplicaServerProcess(ForkedServer):
@@ -60,11 +59,12 @@ class ReplicaServerProcess(ForkedServer):
             The port for the other nodes; 0 on all but node 0.
 
         Raises:
-            ControlLost: it cannot be served, or the process is gone.
+            ServerSilent: the process does not answer, or is gone.
+            ControlLost: it cannot be served.
         """
         order: dict[str, Any] = {"folder": str(folder), "place": asdict(place), "secret": secret}
         order |= {"about": about, "address": address, "shown": shown, "buddies": list(buddies)}
-        return self.ask({"begin": order})
+        return self.ask({"begin": order}, BEGIN_S)
 
     def join(self, address: str, port: int) -> None:
         """Have it go to the replica server of node 0; not on node 0.
@@ -81,7 +81,7 @@ def _make() -> Callable[[dict[str, Any]], Awaitable[int]]:
         os.environ[name] = "1"
     from hpctrain.memory.replica_server import ReplicaServer
 
-    ctypes.CDLL(None).prctl(PR_SET_NAME, b"hpctrain-replica_server")  # in top, beside the ranks
+    show_as("hpctrain-replica-server")
     with suppress(OSError):  # a refusal costs training a little speed
         os.nice(NICE)
     return ReplicaServer().do

@@ -28,7 +28,7 @@ from hpctrain.base.process import PORTS
 from hpctrain.base.records import JobContext, RankTask
 from hpctrain.errors import ClusterError
 from hpctrain.run.fence import Attempt
-from tests.support import patience
+from tests.support import node_processes, patience
 from tests.support.slurm_config import free_range
 
 pytestmark = [
@@ -269,6 +269,33 @@ def test_a_frozen_nodes_ranks_end_as_it_thaws(job):
 
     assert job.end(2)[0] == "left"
     assert json.loads(job.wait("end-1"))[2] in {"dropped", "gone"}
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_node_whose_liveness_process_ends_or_stops_is_lost_and_leaves(job, signum):
+    job = job(3, RoundSize(2, 2))
+    ranks = job.ranks(1, 2)
+
+    os.kill(node_processes.child(job.agents[1].pid, "liveness"), signum)
+    job.ranks(2, 2)
+    _await_end(ranks)
+    assert json.loads(job.wait("end-1"))[2] == "dropped"
+    ending, _, _, told, _ = job.end(2)
+
+    assert ending == "left"
+    assert told == [[["n0", "n1"], ["n2"], 2], [["n0", "n2"], [], 2]]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_where_the_first_nodes_liveness_process_ends_or_stops_all_end_their_ranks(job, signum):
+    job = job(3, RoundSize(2, 2))
+    ranks = job.ranks(1, 2)
+
+    os.kill(node_processes.child(job.agents[0].pid, "liveness"), signum)
+    _await_end(ranks)
+
+    assert [json.loads(job.wait(f"end-{node}"))[2] for node in (1, 2)] == ["gone", "gone"]
+    assert json.loads(job.wait("end-0"))[0] == "failed"
 
 
 def test_a_node_that_dies_while_a_round_begins_is_replaced_before_any_rank_runs(job):

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from hpctrain.base.process import die_with_parent
+from hpctrain.base.process import die_with_parent, show_as
 from hpctrain.checkpoint.format import shard
 from hpctrain.errors import HpctrainError
 from hpctrain.testing import points
@@ -45,7 +45,6 @@ FRAME = struct.Struct("<QQQ")
 """Number of the request, bytes of the body, digest of the body."""
 SHIELDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 """SLURM signals every process of a step; the rank alone decides what that means."""
-PR_SET_NAME = 15
 IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273}
 IOPRIO_WHO_PROCESS = 1
 IOPRIO_LOWEST = 2 << 13 | 7
@@ -92,7 +91,7 @@ def main(handle: int, rank_pid: int) -> None:
     """
     _shield()
     die_with_parent(rank_pid)
-    ctypes.CDLL(None).prctl(PR_SET_NAME, b"hpctrain-writer")  # in top, beside the rank
+    show_as("hpctrain-writer")
     _step_back()
     arena = _Mapped()
     with socket.socket(fileno=handle) as connection:

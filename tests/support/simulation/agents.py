@@ -331,11 +331,13 @@ def stand_ins(job: Job) -> list[tuple[Any, str, Any]]:
 
     return [
         (rendezvous, "TCPStore", store),
+        (rendezvous, "limit_answers", lambda _port: None),
         (rendezvous, "PrefixStore", PrefixStore),
         (rendezvous, "StoreProcess", partial(StoreProcess, job)),
         (static_tcp_rendezvous, "PrefixStore", PrefixStore),
         (torch_agent, "record", lambda *_args, **_options: None),
         (in_place, "TCPStore", store),
+        (in_place, "limit_answers", lambda _port: None),
         (in_place, "PrefixStore", PrefixStore),
         (in_place, "connections_to", lambda _port: [_Connection(here().connections[-1])]),
         (in_place_node, "os", own_os),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LOSING = frozenset({"power", "dies", "agent", "agent_stops", "freezes", "cut", "lifeline"})
 """After these a node may be lost."""
 HANGING = frozenset({"hangs", "stopped", "computes"})
-DYING = frozenset({"rank", "raises", "control", "controls_end", "store"})
+DYING = frozenset({"rank", "raises", "control", "controls_end", "store", "store_stops"})
 
 
 class Overlap:

@@ -597,6 +597,11 @@ class Job:
             if server.node is node and server.is_up:
                 server.end(self)
 
+    def _fault_store_stops(self, node: Node, _: float) -> None:
+        """SIGSTOP to the process that serves the agents' store: it answers nothing."""
+        for server in self.ports.values():
+            server.is_stopped = server.node is node
+
     def _fault_agent_stops(self, node: Node, _: float) -> None:
         """SIGSTOP to the agent alone: its ranks go on."""
         assert node.task is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.agent.rendezvous import ANSWER_S
 from hpctrain.errors import ClusterError
 from tests.support.simulation.kernel import Bell
 
@@ -29,6 +30,7 @@ class StoreServer:
         self.words: dict[str, bytes] = {}
         self.changed = Bell()
         self.is_up = True
+        self.is_stopped = False
 
     def end(self, job: Job) -> None:
         """Its process has ended."""
@@ -40,6 +42,7 @@ class StoreProcess:
     """As `hpctrain.agent.store_process.StoreProcess`: ends with the agent that made it."""
 
     def __init__(self, job: Job) -> None:
+        self.pid = 1
         self._job, self._node = job, job.here()
         self._served: list[StoreServer] = []
         self._node.children.append(self.stop)
@@ -137,6 +140,9 @@ class Store:
             simulation.wait(waits, 0.5)
         if self._is_cut or not self._server.is_up:
             raise RuntimeError("Broken pipe")
+        if self._server.is_stopped:
+            simulation.wait((self._cut,), ANSWER_S)
+            raise RuntimeError("Socket Timeout")
 
     def _is_reached(self, server: StoreServer) -> bool:
         return self._job.network.reaches(self._node.machine, server.node.machine)

@@ -14,6 +14,7 @@ import time
 import pytest
 
 from hpctrain.agent.lifeline import Lifeline, LifelinePlace
+from hpctrain.base import clock
 from tests.support.ports import free_port
 
 SECRET = "the same on all nodes"  # noqa: S105 - of a test
@@ -155,3 +156,24 @@ def test_an_agent_hears_that_its_own_process_has_ended(nodes):
     os.kill(nodes.first.pid, signal.SIGKILL)
 
     assert "has ended" in nodes.hear("dropped")["dropped"], "it says nothing of the first node"
+
+
+def test_an_agent_takes_its_own_stopped_process_for_ended_after_a_lease(nodes):
+    os.kill(nodes.first.pid, signal.SIGSTOP)
+    stopped = time.monotonic()
+
+    assert "is stopped" in nodes.hear("dropped")["dropped"]
+    assert time.monotonic() - stopped >= LEASE_S * 0.8
+
+
+def test_the_silence_of_its_process_counts_only_while_the_agent_runs(nodes, monkeypatch):
+    """A suspended job: both stand still, and the agent may be the first one to go on."""
+    os.kill(nodes.first.pid, signal.SIGSTOP)
+    nodes.first.news()
+    real, later_s = clock.monotonic, 0.0
+    monkeypatch.setattr(clock, "monotonic", lambda: real() + later_s)
+    later_s = 1000 * LEASE_S
+
+    assert nodes.first.news() == []
+    os.kill(nodes.first.pid, signal.SIGCONT)
+    assert nodes.first.news(2 * LEASE_S) == []

@@ -14,7 +14,15 @@ import socket
 import pytest
 
 from hpctrain.agent import lifeline
-from hpctrain.agent.lifeline import BEATS, FIRST_S, LEAVE_S, LifelinePlace, _First, _Other
+from hpctrain.agent.lifeline import (
+    BEATS,
+    FIRST_S,
+    LEAVE_S,
+    RUNS,
+    LifelinePlace,
+    _First,
+    _Other,
+)
 from hpctrain.base.secret import code
 from hpctrain.control.endpoint import ChildrenDoor, meet_parent
 from hpctrain.control.wire import Greeting, packed
@@ -52,7 +60,7 @@ class Node:
         """The next word of this kind."""
         async with asyncio.timeout(most_s):
             while True:
-                said = json.loads(await self.reader.readline())
+                said = await self.word()
                 if kind in said:
                     return said
 
@@ -60,7 +68,13 @@ class Node:
         """Nothing is said for so long."""
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self.reader.readline()
+                await self.word()
+
+    async def word(self):
+        """The next word, but for those that it runs."""
+        while (said := json.loads(await self.reader.readline())) == RUNS:
+            pass
+        return said
 
 
 class Job:

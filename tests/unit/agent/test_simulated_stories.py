@@ -13,6 +13,8 @@ from unittest.mock import Mock
 import pytest
 
 from hpctrain.agent.members import RoundSize
+from hpctrain.agent.node import STORE_GONE
+from hpctrain.agent.rendezvous import ANSWER_S
 from hpctrain.agent.rounds import NothingToResume
 from hpctrain.agent.succession import Succession
 from hpctrain.base.records import EndReason, JobContext, Next
@@ -562,8 +564,10 @@ def test_where_every_node_has_to_come_a_refused_attempt_is_told_to_all(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("size", [None, RoundSize(3, 3), RoundSize(2, 2)])
-def test_a_killed_store_ends_a_round_and_the_next_one_has_a_new_store(seed, size):
-    played = play(job(seed, 3, size), (5.0, "store", 0))
+@pytest.mark.parametrize("how", ["store", "store_stops"])
+def test_a_lost_store_ends_a_round_and_the_next_one_has_a_new_store(seed, size, how):
+    made = job(seed, 3, size, steps=200 if how == "store_stops" else 20)
+    played = play(made, (5.0, how, 0))
     assert len(played.begun) == 2
     assert played.losses == []
     assert [crash.kind for crash in played.crashes] == ["signal"]
@@ -588,12 +592,24 @@ def test_a_store_that_is_killed_before_there_are_ranks_ends_that_attempt(seed, s
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("size", [None, RoundSize(2, 2)])
-def test_where_no_round_may_follow_a_killed_store_the_job_ends_without_a_traceback(seed, size):
-    made = job(seed, 2, size, restarts=0)
-    played = play(made, (5.0, "store", 0), (60.0, "over", 0))
+@pytest.mark.parametrize("how", ["store", "store_stops"])
+def test_where_no_round_may_follow_a_lost_store_all_agents_end_and_say_so(seed, size, how):
+    made = job(seed, 3, size, restarts=0, steps=200)
+    made.simulation.after(5.0, partial(made.fault, how, 0))
+    played = made.run(BOUND_S)
     assert len(played.begun) == 1
     assert (played.end.ending, played.end.restart) == ("failed", False)
-    assert not any(type(node.error) is RuntimeError for node in played.nodes)
+    assert not any(node.is_killed for node in played.nodes)
+    first, *others = played.nodes
+    assert first.error is None
+    lost_s = 5.0 if how == "store" else 5.0 + ANSWER_S
+    for node in others:
+        assert node.ended_s < lost_s + 15.0
+        if size is not None:
+            assert node.left_out.is_over
+        else:
+            told = [words for who, words in played.warned if who == node.number]
+            assert f"no other attempt begins in this job: {STORE_GONE}" in told
 
 
 @pytest.mark.parametrize("seed", SEEDS)
