@@ -1,14 +1,15 @@
 """Which of the candidates a run's next job takes, and why.
 
-`prefer` "time" takes the shape that finishes first, "cost" the one with the fewest node-hours,
-"balanced" the first to finish among those that cost little more than the cheapest. A shape that the
-run has already is kept unless another one is clearly better.
+`prefer` "time" takes the shape that finishes first. "balanced" takes the first to finish of those
+that cost little more than the middle of the range, "cost" of those that cost hardly more than the
+cheapest. A shape that the run has already is kept unless another one is clearly better.
 
 Pure. tests/unit/shapes/test_choose.py holds the promises.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -24,8 +25,12 @@ if TYPE_CHECKING:
 
 Prefer = Literal["time", "cost", "balanced"]
 PREFERENCES: tuple[Prefer, ...] = get_args(Prefer)
+COST_EXTRA = 0.05
+"""Node-hours above the cheapest shape's that `cost` pays for an earlier finish: restarts take a few
+percent of short jobs, and longer ones wait for days (benchmarks/time_to_result.py)."""
 BALANCED_EXTRA = 0.10
-"""Node-hours above the cheapest shape's that `balanced` pays for an earlier finish."""
+"""Node-hours above those of the middle of the range that `balanced` pays for an earlier finish. Of
+the cheapest size's it would be too few: one node is the cheapest, and takes weeks."""
 CLEARLY = 0.10
 """A run leaves its shape for one that is better by this part at least, so that nothing flaps."""
 
@@ -157,15 +162,24 @@ def _cost(row: ShapeForecast, *, by_finish: bool) -> float:
 
 
 def _best(rows: Sequence[ShapeForecast], prefer: Prefer, *, by_finish: bool) -> ShapeForecast:
-    def time(row: ShapeForecast) -> tuple[float, float]:
-        return _time(row, by_finish=by_finish), _cost(row, by_finish=by_finish)
+    def cost(row: ShapeForecast) -> float:
+        return _cost(row, by_finish=by_finish)
 
-    if prefer == "cost":
-        return min(rows, key=lambda row: time(row)[::-1])
-    if prefer == "time":
-        return min(rows, key=time)
-    most = min(_cost(row, by_finish=by_finish) for row in rows) * (1 + BALANCED_EXTRA)
-    return min((row for row in rows if time(row)[1] <= most), key=time)
+    most = {
+        "time": math.inf,
+        "balanced": min(map(cost, _middle(rows))) * (1 + BALANCED_EXTRA),
+        "cost": min(map(cost, rows)) * (1 + COST_EXTRA),
+    }[prefer]
+    affordable = [row for row in rows if cost(row) <= most]
+    return min(affordable, key=lambda row: (_time(row, by_finish=by_finish), cost(row)))
+
+
+def _middle(rows: Sequence[ShapeForecast]) -> list[ShapeForecast]:
+    """The rows of the size in the middle of all, by ratios."""
+    sizes = {row.shape.nodes for row in rows}
+    middle = math.sqrt(min(sizes) * max(sizes))
+    size = min(sizes, key=lambda nodes: (abs(math.log(nodes / middle)), nodes))
+    return [row for row in rows if row.shape.nodes == size]
 
 
 def _is_clearly_better(
@@ -175,17 +189,18 @@ def _is_clearly_better(
         measure(best, by_finish=by_finish) <= (1 - CLEARLY) * measure(kept, by_finish=by_finish)
         for measure in (_time, _cost)
     )
-    return {"time": time, "cost": cost, "balanced": time or cost}[prefer]
+    return {"time": time, "cost": time or cost, "balanced": time or cost}[prefer]
 
 
 def _why(
     row: ShapeForecast, rows: Sequence[ShapeForecast], wish: Wish, *, by_finish: bool
 ) -> tuple[str, str]:
     """Why this one, in two lines: the comparison, and what it rests on."""
+    more = percent(BALANCED_EXTRA)
     reason = {
         "time": "finishes first" if by_finish else "does most work per hour of waiting and running",
-        "cost": "takes the fewest node-hours",
-        "balanced": f"finishes first within {percent(BALANCED_EXTRA)} of the fewest node-hours",
+        "cost": f"finishes first within {percent(COST_EXTRA)} of the fewest node-hours",
+        "balanced": f"finishes first within {more} of the middle size's node-hours",
     }[wish.prefer]
     refused = sum(bool(one.refused) for one in rows)
     among = f"{reason} of {count(len(rows), 'candidate')}"

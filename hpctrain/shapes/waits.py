@@ -1,8 +1,8 @@
 """How long a job of some shape waits: SLURM's own estimate, corrected by what own jobs waited.
 
-SLURM estimates by time limits, and most jobs end before theirs, so its estimate is mostly too
-late, or missing. Waits of own jobs of a like shape are the other source. Both are combined by how
-certain each is. A wait counts as log-normal.
+An estimate of "now" is certain: backfill has a hole for such a job. A later one is by time limits,
+and most jobs end before theirs, so it is mostly too late. Waits of own jobs of a like shape are the
+other source. Both are combined by how certain each is. A wait counts as log-normal.
 
 Pure. tests/unit/shapes/test_waits.py holds the promises.
 """
@@ -10,7 +10,6 @@ Pure. tests/unit/shapes/test_waits.py holds the promises.
 from __future__ import annotations
 
 import math
-import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,8 +23,13 @@ if TYPE_CHECKING:
 SOON_S = 60.0
 """Added to a wait before its logarithm is taken: the scheduler's own cycle. A wait of 0 s is like
 one of 30 s."""
-ESTIMATE_SIGMA = 1.0
-"""Spread of log(wait / estimate) before own jobs have shown it: a factor of 2.7 either way."""
+AT_ONCE_S = 300.0
+"""An estimate of at most this is of nodes that are free: SLURM's wait before a requeued job, and a
+few cycles of its scheduler. Of 595 such jobs in simulated queues 595 started within a cycle."""
+HOLE_SIGMA = 0.2
+ESTIMATE_FACTOR, ESTIMATE_SIGMA, ESTIMATE_RECORDS = 0.35, 1.3, 3
+"""What a wait is of a later estimate, and the spread of its logarithm, before own jobs have shown
+it, and how many own waits count as much. From simulated queues at three loads (docs/shapes.md)."""
 LEAST_SIGMA = 0.3
 LEAST_RECORDS = 3
 """Fewer waits of own jobs say nothing about a spread."""
@@ -86,7 +90,9 @@ def expected_wait(
         records: Waits of own jobs, oldest first.
         partition: Where it is to be submitted; waits in others do not count.
     """
-    own = [record for record in records if record.partition == partition][-NEWEST:]
+    if estimate_s is not None and estimate_s <= AT_ONCE_S:
+        return QueueWait(estimate_s, HOLE_SIGMA, "nodes are free for it now")
+    own = [r for r in records if r.partition == partition and not _was_hole(r)][-NEWEST:]
     corrected, learned = _corrected(estimate_s, own), _learned(shape, own)
     if corrected is None or learned is None:
         return corrected or learned
@@ -104,8 +110,13 @@ def between(wait: QueueWait, other: QueueWait) -> QueueWait:
     return replace(wait, median_s=_wait((_log(wait.median_s) + _log(other.median_s)) / 2))
 
 
+def _was_hole(record: WaitRecord) -> bool:
+    """Whether it says nothing of waits behind others."""
+    return record.estimate_s is not None and record.estimate_s <= AT_ONCE_S
+
+
 def _corrected(estimate_s: float | None, records: Sequence[WaitRecord]) -> QueueWait | None:
-    """SLURM's estimate, times what own waits have been of it."""
+    """SLURM's estimate, times what waits usually are of it and own ones have been."""
     if estimate_s is None:
         return None
     ratios = [
@@ -113,12 +124,14 @@ def _corrected(estimate_s: float | None, records: Sequence[WaitRecord]) -> Queue
         for record in records
         if record.estimate_s is not None
     ]
-    if len(ratios) < LEAST_RECORDS:
-        return QueueWait(estimate_s, ESTIMATE_SIGMA, "SLURM's estimate")
-    factor = statistics.median(ratios)
-    sigma = max(LEAST_SIGMA, statistics.pstdev(ratios))
-    source = f"SLURM's estimate x {math.exp(factor):.2g} (as {count(len(ratios), 'wait')} showed)"
-    return QueueWait(_wait(_log(estimate_s) + factor), sigma, source)
+    weight = ESTIMATE_RECORDS + len(ratios)
+    middle = (ESTIMATE_RECORDS * math.log(ESTIMATE_FACTOR) + sum(ratios)) / weight
+    usual = ESTIMATE_SIGMA**2 + (math.log(ESTIMATE_FACTOR) - middle) ** 2
+    variance = (ESTIMATE_RECORDS * usual + sum((one - middle) ** 2 for one in ratios)) / weight
+    shown = f", as {count(len(ratios), 'wait')} showed" if ratios else ""
+    source = f"SLURM's estimate x {math.exp(middle):.2g}{shown}"
+    wait_s = _wait(_log(estimate_s) + middle)
+    return QueueWait(wait_s, max(LEAST_SIGMA, math.sqrt(variance)), source)
 
 
 def _learned(shape: JobShape, records: Sequence[WaitRecord]) -> QueueWait | None:

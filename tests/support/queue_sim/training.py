@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,13 +35,17 @@ class Training:
         overhead: What each further node takes of every node's speed: 0.02 makes 16 nodes 1.3 times
             as costly as one.
         restart_s: From a job's start to its first step, and its last save.
-        preemptible_loss_s: Work that is lost when a job is ended without notice.
+        lost_s: Work that is lost when a node dies.
+        noise: How much faster or slower one job is than another, as a standard deviation.
+        seed: Of that noise.
     """
 
     node_hours: float
     overhead: float = 0.02
     restart_s: float = 180
-    preemptible_loss_s: float = 900
+    lost_s: float = 900
+    noise: float = 0.0
+    seed: int = 0
 
     def speed(self, nodes: int) -> float:
         """Node-hours of steps that so many nodes do in an hour."""
@@ -48,12 +54,17 @@ class Training:
 
 @dataclass(frozen=True)
 class Part:
-    """One job of a run: its shape, and what came of it."""
+    """One job of a run: its shape, and what came of it.
+
+    Attributes:
+        step_s: What it took for a node-hour of steps.
+    """
 
     shape: Shape
     queued_s: float
     started_s: float
     ended_s: float
+    step_s: float
 
     @property
     def wait_s(self) -> float:
@@ -95,6 +106,7 @@ def train(
         ValueError: The partition does not allow a shape.
         RuntimeError: A job never starts, or a shape leaves no time for a step.
     """
+    rng = random.Random(training.seed)
     situation = Situation(controller, training, training.node_hours, controller.now_s)
     while situation.remaining_node_hours > 1e-9:
         shape = choose(situation)
@@ -102,7 +114,7 @@ def train(
             raise RuntimeError(f"{shape}: no time for a step beside {training.restart_s} s")
         if situation.parts:
             controller.run(controller.now_s + REQUEUE_S)
-        speed = training.speed(shape.nodes)
+        speed = training.speed(shape.nodes) * math.exp(rng.gauss(0, training.noise))
         needs_s = training.restart_s + situation.remaining_node_hours / speed * HOUR_S
         queued_s = controller.now_s
         job = controller.submit(
@@ -113,10 +125,10 @@ def train(
         )  # fmt: skip
         controller.run_until_ended(job)
         started_s, ended_s = job.starts[-1], controller.now_s
-        lost_s = 0.0 if job.ended == "COMPLETED" else training.preemptible_loss_s
+        lost_s = 0.0 if job.ended == "COMPLETED" else training.lost_s
         useful_s = max(0.0, ended_s - started_s - training.restart_s - lost_s)
         situation.remaining_node_hours -= useful_s / HOUR_S * speed
-        situation.parts.append(Part(shape, queued_s, started_s, ended_s))
+        situation.parts.append(Part(shape, queued_s, started_s, ended_s, HOUR_S / speed))
     parts = tuple(situation.parts)
     spent = sum(part.shape.nodes * (part.ended_s - part.started_s) for part in parts)
     return Outcome(controller.now_s - situation.began_s, spent / HOUR_S, parts)

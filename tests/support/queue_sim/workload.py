@@ -141,7 +141,7 @@ def _limit(rng: random.Random, run_s: float, max_time_s: float) -> float:
 
 def _arrivals(rng: random.Random, model: _Model, count: int, days: float) -> Iterator[float]:
     """Times of submission: gaps of a gamma distribution, stretched where the day is quiet."""
-    gaps = []
+    gaps: list[float] = []
     while len(gaps) < count:
         if (log_s := rng.gammavariate(*model.between)) <= model.longest_gap_log_s:
             gaps.append(math.exp(log_s))

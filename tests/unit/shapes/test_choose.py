@@ -34,7 +34,9 @@ def test_the_shape_that_finishes_first_is_chosen_and_the_reason_given_in_two_lin
     assert choice.row.shape == LARGE
     first, second = choice.why
     assert first == "8 nodes x 4h00m: finishes first of 3 candidates"
-    assert second.startswith("starts in about 10m00s (SLURM's estimate); step time: attempt 1 of")
+    assert second.startswith(
+        "starts in about 2m51s (SLURM's estimate x 0.35); step time: attempt 1 of"
+    )
 
 
 def test_a_short_job_in_a_hole_beats_a_long_one_that_waits_for_days():
@@ -44,22 +46,28 @@ def test_a_short_job_in_a_hole_beats_a_long_one_that_waits_for_days():
     assert choice.row.shape == SMALL
 
 
-def test_the_fewest_node_hours_where_cost_is_preferred():
-    choice = chosen({SMALL: 0.0, LARGE: 0.0, DAY: 9000.0}, wish=Wish("cost"))
+def test_hardly_more_than_the_fewest_node_hours_where_cost_is_preferred():
+    choice = chosen({SMALL: 0.0, LARGE: 0.0, DAY: 90_000.0}, wish=Wish("cost"))
 
     assert choice.row is not None
-    assert choice.row.shape == DAY  # one restart less than SMALL
-    assert "fewest node-hours" in choice.why[0]
+    assert choice.row.shape == SMALL  # DAY has a restart less, and waits
+    assert "within 5 % of the fewest node-hours" in choice.why[0]
+    assert chosen({SMALL: 90_000.0, DAY: 0.0}, wish=Wish("cost")).row.shape == DAY
 
 
-def test_balanced_finishes_early_for_little_more():
-    choice = chosen({SMALL: 0.0, LARGE: 0.0, DAY: 9000.0}, wish=Wish("balanced"))
+@pytest.mark.parametrize(("lost", "nodes"), [(0.002, 16), (0.02, 4)])
+def test_balanced_takes_what_costs_little_more_than_the_middle_of_the_range(lost, nodes):
+    """The cheapest size, one node, is no measure: it would take for ever."""
+    points = [StepPoint(n, 4.0 / n * (1 + lost * (n - 1)), "attempt 1") for n in (1, 4, 16)]
+    shapes = {JobShape(n, 24 * HOUR): 0.0 for n in (1, 4, 16)}
+
+    choice = chosen(shapes, facts=facts(points=points), wish=Wish("balanced"))
 
     assert choice.row is not None
-    assert choice.row.shape == SMALL
-    cheapest = min(row.node_hours for row in choice.rows if row.node_hours)
-    assert choice.row.node_hours is not None
-    assert choice.row.node_hours <= 1.1 * cheapest
+    assert choice.row.shape.nodes == nodes
+    middle = next(row for row in choice.rows if row.shape.nodes == 4)
+    assert choice.row.node_hours <= 1.1 * middle.node_hours
+    assert "within 10 % of the middle size's node-hours" in choice.why[0]
 
 
 def test_a_ceiling_counts_what_the_run_has_used():

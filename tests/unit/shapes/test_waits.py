@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.shapes.candidates import JobShape
-from hpctrain.shapes.waits import ESTIMATE_SIGMA, WaitRecord, expected_wait
+from hpctrain.shapes.waits import AT_ONCE_S, ESTIMATE_SIGMA, HOLE_SIGMA, WaitRecord, expected_wait
 
 SHAPE = JobShape(4, 3600)
 
@@ -17,23 +17,53 @@ def test_nothing_known_is_not_known():
     assert expected_wait(SHAPE, None, waited(10.0, 20.0)) is None  # too few
 
 
-def test_slurms_estimate_alone_is_taken_with_a_wide_spread():
-    wait = expected_wait(SHAPE, 1000.0)
+def test_an_estimate_alone_is_shortened_and_has_a_wide_spread():
+    """Waits are a third of what time limits say, in the middle."""
+    wait = expected_wait(SHAPE, 9940.0)
 
     assert wait is not None
-    assert (wait.median_s, wait.sigma) == (1000.0, ESTIMATE_SIGMA)
-    assert wait.source == "SLURM's estimate"
+    assert wait.median_s == pytest.approx(0.35 * 10_000 - 60)
+    assert wait.sigma == pytest.approx(ESTIMATE_SIGMA)
+    assert wait.source == "SLURM's estimate x 0.35"
+
+
+def test_an_estimate_of_now_is_certain_whatever_own_jobs_waited_elsewhere():
+    records = waited(*[90_000.0] * 5, estimate=90_000.0)
+
+    wait = expected_wait(SHAPE, AT_ONCE_S, records)
+
+    assert wait is not None
+    assert (wait.median_s, wait.sigma) == (AT_ONCE_S, HOLE_SIGMA)
+    assert wait.source == "nodes are free for it now"
 
 
 def test_an_estimate_is_corrected_by_what_own_waits_have_been_of_theirs():
     far = JobShape(512, 60)  # unlike this shape, so that the waits themselves do not count
-    records = waited(440.0, 440.0, 440.0, estimate=940.0, shape=far)
+    records = waited(*[4940.0] * 97, estimate=9940.0, shape=far)
 
-    wait = expected_wait(SHAPE, 1940.0, records)
+    wait = expected_wait(SHAPE, 19_940.0, records)
 
     assert wait is not None
-    assert wait.median_s == pytest.approx(940.0)
-    assert "x 0.5 (as 3 waits showed)" in wait.source
+    assert wait.median_s == pytest.approx(10_000, rel=0.03)
+    assert wait.sigma < 0.35
+    assert wait.source == "SLURM's estimate x 0.49, as 97 waits showed"
+
+
+def test_few_own_waits_move_the_correction_a_little():
+    far = JobShape(512, 60)
+    one = waited(9940.0, estimate=9940.0, shape=far)
+
+    wait = expected_wait(SHAPE, 9940.0, one)
+
+    assert wait is not None
+    assert 0.35 * 9940 < wait.median_s < 0.6 * 9940
+    assert wait.sigma == pytest.approx(ESTIMATE_SIGMA, rel=0.15)
+
+
+def test_jobs_that_found_a_hole_say_nothing_of_waits_behind_others():
+    found = waited(*[5.0] * 50, estimate=0.0)
+
+    assert expected_wait(SHAPE, 9940.0, found) == expected_wait(SHAPE, 9940.0)
 
 
 def test_where_slurm_says_nothing_own_waits_of_a_like_shape_count():
@@ -64,8 +94,8 @@ def test_two_sources_meet_in_the_middle_and_the_more_certain_one_counts_more():
     wait = expected_wait(SHAPE, 4000.0, waited(100.0, 100.0, 100.0))
 
     assert wait is not None
-    assert 100 < wait.median_s < 400
-    assert wait.source == "SLURM's estimate and 3 waits of own jobs"
+    assert 100 < wait.median_s < 150
+    assert wait.source == "SLURM's estimate x 0.35 and 3 waits of own jobs"
 
 
 def test_a_wait_of_nothing_and_a_clock_that_went_back_are_no_trouble():
