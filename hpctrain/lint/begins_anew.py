@@ -11,6 +11,7 @@ is right.
 from __future__ import annotations
 
 import ast
+import re
 import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
 _SAVED = ("checkpoint", "ckpt", "snapshot", "pretrained", "state", "model", "weights", "master")
 """With "save" in a function's name: what it saves."""
 _LOADED = ("checkpoint", "ckpt", "snapshot", "state", "model", "weights", "pretrained", "last")
-_BACK = ("load", "restore", "resume", "restart")
+_BACK = ("load", "restore", "resume", "restart", "from_state", "from_checkpoint")
 """With one of `_LOADED` in a function's name: it goes back to what was saved."""
 _ASKED = ("resume", "ckpt", "checkpoint", "restore", "load", "continue", "init_from")
+_OF_TRAINING = (*_SAVED, "ckpt", "optim", "param", "net", "epoch", "best", "last")
+"""One of these stands in what `torch.save` is given by a program that trains; else it is data."""
+_TRAINS = re.compile(r"backward|epoch|optimizer|\btrain")
 _OF_CHECKPOINTS = (".pt", ".ckpt", ".tar", ".bin", ".safetensors", "ckpt", "checkpoint")
 PLACE = "PATH"
 """Stands for a path that is not plain from the source."""
@@ -93,7 +97,7 @@ def begins_anew(text: str, args: Sequence[str]) -> BeginsAnew | None:
     Returns:
         What was found; None where it seems to go on by itself, saves nothing, or cannot be read.
     """
-    if "hpctrain" in text.lower():  # its module, or its variables
+    if "hpctrain" in text.lower() or not _TRAINS.search(text):  # its module, or its variables
         return None
     try:
         program = _Program(ast.parse(text), args)
@@ -140,6 +144,7 @@ class _Program:
                 self._constants.setdefault(node.targets[0].id, node.value)
             if isinstance(node, ast.Call):
                 self._take(node)
+        self.saves = [call for call in self.saves if self._is_of_training(call)]
         self.saves.sort(key=lambda call: call.lineno)
 
     def _take(self, call: ast.Call) -> None:
@@ -156,6 +161,16 @@ class _Program:
             is_none = isinstance(keyword.value, ast.Constant) and not keyword.value.value
             if keyword.arg in {"resume_from_checkpoint", "ckpt_path"} and not is_none:
                 self.loads.append(keyword.value)
+
+    def _is_of_training(self, call: ast.Call) -> bool:
+        """Whether a save writes what training goes on from, and not pieces of a data set."""
+        if ast.unparse(call.func) != "torch.save":
+            return True
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        names = [one for node in given for one in ast.walk(node) if isinstance(one, ast.Name)]
+        followed = [self._constants[one.id] for one in names if one.id in self._constants]
+        words = " ".join(ast.unparse(one) for one in (*given, *followed)).lower()
+        return any(word in words for word in _OF_TRAINING)
 
     def _take_option(self, call: ast.Call) -> None:
         names = [one.value for one in call.args if isinstance(one, ast.Constant)]

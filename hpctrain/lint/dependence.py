@@ -72,6 +72,7 @@ _RANK_FUNCTIONS = frozenset(
     {"horovod.torch.rank", "torch_xla.runtime.global_ordinal", "torch_xla.core.xla_model.rank"}
 )
 _LOCAL_CALLS = frozenset({"get_local_rank", "get_node_local_rank", "get_local_process_index"})
+_ORDERS = (ast.Gt, ast.GtE, ast.Lt, ast.LtE)
 _AGREEING = (
     "reduce",
     "gather",
@@ -460,9 +461,17 @@ class Dependence:
         listed = isinstance(other, ast.Tuple | ast.List | ast.Set)
         if isinstance(operator, ast.In | ast.NotIn) and not listed:
             return sources - _TOLD_RANKS  # a member of some group, as all others who go on
+        if isinstance(operator, _ORDERS) and value is None and not _is_of_world(other):
+            return _unsure(sources)  # whether any rank is beyond it, nobody can tell
         there = isinstance(operator, ast.Eq | ast.NotEq | ast.Gt | ast.LtE) and value == -1
         there |= isinstance(operator, ast.GtE | ast.Lt) and value == 0 and value is not False
         return sources - _TOLD_RANKS if there else sources
+
+
+def _is_of_world(node: ast.expr) -> bool:
+    """Whether a number says by its name that it comes of the number of ranks."""
+    text = ast.unparse(node).lower()
+    return "world" in text or "size" in text or "ranks" in text
 
 
 def _of_variable(name: str) -> frozenset[str]:

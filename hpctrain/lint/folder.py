@@ -27,6 +27,7 @@ PASSED_OVER = frozenset(
 _LAUNCHERS = (".py", ".sh", ".sbatch", ".slurm", ".bash", ".yml", ".yaml")
 _NAMING = re.compile(r"deepspeed|ds_config|\bconfig(?:_params)?\s*=", re.IGNORECASE)
 _JSON = re.compile(r"(?<![\w.-])([\w.-]{1,255}\.json)\b")
+_LOADS = re.compile(r"_?(?:load|restore|resume)\w{0,40}?(?:checkpoint|ckpt|snapshot)")
 _MOST_LAUNCHERS = 5_000
 """Files that are searched for names of configurations: a limit for folders such as a home."""
 _MOST_CALLS = 5
@@ -45,6 +46,8 @@ class ModuleSummary:
     calls: dict[str, list[tuple[str, int, bool]]] = field(default_factory=dict)
     """Of each function the functions that it calls, their lines, and whether it always does."""
     mentions_set_epoch: bool = False
+    loads_checkpoints: bool = False
+    """Whether a function of it says by its name that it loads one."""
 
 
 class LintFolder:
@@ -168,6 +171,7 @@ def _summary(path: Path, syntax: ProgramSyntax) -> ModuleSummary:
     """Summarize a module: its functions, and what each calls."""
     module = ModuleSummary(path, syntax.imports, syntax.starred)
     module.mentions_set_epoch = "set_epoch" in syntax.text
+    module.loads_checkpoints = any(_LOADS.match(name) for name in syntax.functions)
     direct = CollectiveCalls(syntax).direct
     for name, scopes in syntax.functions.items():
         plain = [one for one in scopes if not one.owner and one.outer is syntax.scopes[0]]

@@ -30,7 +30,9 @@ _FOLDER_NAME_NUMBER = 2
 
 def check_saving(facts: ProgramFacts) -> Iterator[LintFinding]:
     """HT511, HT512, HT601, HT605 and HT608."""
-    if "save" in facts.syntax.text and (anew := begins_anew(facts.syntax.text, ())) is not None:
+    # A program whose helpers can load may well do so elsewhere.
+    anew = begins_anew(facts.syntax.text, ()) if "save" in facts.syntax.text else None
+    if anew is not None and not facts.imports_where(lambda module: module.loads_checkpoints):
         loads = f"loads one only with {anew.option.name}" if anew.option else "loads none"
         yield facts.finding("HT608", anew.save, f"it saves checkpoints here, and {loads}")
     for call in facts.syntax.calls:

@@ -141,3 +141,16 @@ def test_set_epoch_may_be_called_in_an_imported_module(tmp_path):
 
     write(tmp_path, engine="def train(e, s):\n    pass\n")
     assert found(tmp_path)["train.py"] == {"HT301"}
+
+
+def test_a_program_whose_helpers_can_load_is_not_said_to_load_nothing(tmp_path):
+    loop = "for epoch in range(9):\n    train()\n    save_checkpoint(model)\n"
+    (tmp_path / "one.py").write_text("from files import save_checkpoint\n" + loop)
+    (tmp_path / "two.py").write_text("from more import save_checkpoint\n" + loop)
+    (tmp_path / "files.py").write_text("def save_checkpoint(m): ...\ndef load_checkpoint(m): ...\n")
+    (tmp_path / "more.py").write_text("def save_checkpoint(m): ...\ndef load_names(m): ...\n")
+
+    codes = found(tmp_path)
+
+    assert codes["one.py"] == set()
+    assert codes["two.py"] == {"HT608"}
