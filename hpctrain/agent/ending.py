@@ -247,6 +247,10 @@ class AttemptEnding:
             facts = replace(facts, scheduler=self._ask())
         # Read on only now: the job may have been cancelled while the scheduler was asked.
         history = self._look(facts.attempt).history
+        before = self._end.last(kinds.AttemptEnded, facts.attempt)
+        if before is not None and before.next not in {Next.RESTART, Next.ASK_BATCH}:
+            log.warning("attempt %s has been ended by another agent", facts.attempt)
+            return 0
         decision = decide_end(facts, history, self._settings.budget)
         self._record_failure(facts.attempt, failure)
         named = self.convictions.keep_out(history)

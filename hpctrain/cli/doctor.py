@@ -186,7 +186,7 @@ def _of_run(name: str, attempt: int | None, runs: Path) -> tuple[Diagnosis, list
             notes = [str(why)]
     else:
         notes = [f"attempt {number} has no log"]
-    return diagnose(views[number], facts, history), notes, run.name
+    return diagnose(views[number], facts, history, state=status.state), notes, run.name
 
 
 def _logs(

@@ -19,6 +19,7 @@ from hpctrain.doctor.scan import LogScanner
 from hpctrain.doctor.sighting import LogFacts, Sighting
 from hpctrain.doctor.signature import Role
 from hpctrain.history.causes import WITHOUT_A_STEP, EndCause
+from hpctrain.history.run_state import RunState
 from hpctrain.history.telling import telling
 from hpctrain.run.event_types import HangFound
 from hpctrain.run.layout import RunDir
@@ -54,17 +55,28 @@ _WEAK = frozenset({EndCause.NCCL_ERROR, EndCause.USER_ERROR, EndCause.CRASHED, E
 """Causes that something finer may stand behind."""
 
 
-def diagnose(attempt: AttemptView, logs: Sequence[LogFacts], history: RunHistory) -> Diagnosis:
+def diagnose(
+    attempt: AttemptView,
+    logs: Sequence[LogFacts],
+    history: RunHistory,
+    *,
+    state: RunState = RunState.RUNNING,
+) -> Diagnosis:
     """What ended an attempt; of one that runs, what keeps it.
 
     Args:
         attempt: The attempt.
         logs: What was read of its logs.
         history: The run's.
+        state: Where the run stands: an attempt without an end need not run.
     """
     facts = [*_without_requeues(logs, attempt), _of_failure(attempt)]
     if attempt.reason is None and attempt.ended is None:
-        return _of_live(attempt, facts, history)
+        if state in {RunState.COMPLETING, RunState.CANCELLED}:
+            return _of_cancelled(attempt, facts)
+        if state is RunState.SUSPENDED:
+            return _of_suspended(attempt, facts)
+        return _of_live(attempt, facts, history, runs=state is RunState.RUNNING)
     cause = attempt.cause or EndCause.UNKNOWN
     kind = OF_CAUSE[cause]
     record = history.attempt(attempt.number)
@@ -218,8 +230,46 @@ def _of_idle(attempt: AttemptView, logs: Sequence[LogFacts], stopped: str) -> Di
     return replace(diagnosis, headline=words, why="the ledger says why the run was stopped")
 
 
-def _of_live(attempt: AttemptView, logs: Sequence[LogFacts], history: RunHistory) -> Diagnosis:
-    """What holds up an attempt that runs; nothing where it goes on."""
+def _of_cancelled(attempt: AttemptView, logs: Sequence[LogFacts]) -> Diagnosis:
+    """Nothing is broken: the scheduler ends the processes of the last attempt."""
+    words = f"the run was cancelled; the scheduler ends the processes of attempt {attempt.number}"
+    do = ("nothing; `hpctrain status RUN` says when they have ended",)
+    return replace(
+        judge(logs, attempt.world_size or None),
+        kind=FaultKind.CANCELLED,
+        certainty=Certainty.CERTAIN,
+        headline=words,
+        why="`hpctrain cancel` stands in the ledger, and no end of the attempt",
+        evidence=(),
+        do=do,
+    )
+
+
+def _of_suspended(attempt: AttemptView, logs: Sequence[LogFacts]) -> Diagnosis:
+    last = attempt.last_step
+    where = f" at step {last:,}" if last is not None else ""
+    return replace(
+        judge(logs, attempt.world_size or None),
+        kind=FaultKind.RUNNING,
+        certainty=Certainty.CERTAIN,
+        headline=f"the scheduler has suspended the job; attempt {attempt.number} stands{where}",
+        why="the scheduler says so",
+        evidence=(),
+        do=("nothing: the attempt continues as the scheduler resumes the job",),
+    )
+
+
+def _of_live(
+    attempt: AttemptView, logs: Sequence[LogFacts], history: RunHistory, *, runs: bool
+) -> Diagnosis:
+    """What holds up an attempt that runs; nothing where it goes on.
+
+    Args:
+        attempt: The attempt; it has no end.
+        logs: What was read of its logs.
+        history: The run's.
+        runs: Else its job is gone, or waits for another start.
+    """
     if attempt.hang is not None:
         return _of_hang(attempt, logs)
     judged = judge(logs, attempt.world_size or None)
@@ -227,6 +277,11 @@ def _of_live(attempt: AttemptView, logs: Sequence[LogFacts], history: RunHistory
         certainty = max(judged.certainty, Certainty.LIKELY, key=lambda sure: sure.rank)
         why = "its logs say so; the attempt has not ended by its ledger"
         return replace(judged, certainty=certainty, why=why)
+    last = attempt.last_step
+    where = f" at step {last:,}" if last is not None else ""
+    if not runs:
+        words = f"attempt {attempt.number} stopped{where} without a word, and does not run any more"
+        return replace(judged, headline=words)
     kind, certainty = FaultKind.RUNNING, Certainty.LIKELY
     if attempt.straggler is not None:
         return replace(
@@ -236,8 +291,6 @@ def _of_live(attempt: AttemptView, logs: Sequence[LogFacts], history: RunHistory
             headline=f"it runs, slowed down: {attempt.straggler.summary}",
             do=("`hpctrain status RUN --ranks` shows who is slow; `hpctrain stacks RUN` where",),
         )
-    last = attempt.last_step
-    where = f" at step {last:,}" if last is not None else ""
     spikes = f"; {count(history.spikes, 'spike')} were told" if history.spikes else ""
     words = f"attempt {attempt.number} runs{where}; nothing is known to be wrong{spikes}"
     return replace(judged, kind=kind, certainty=certainty, headline=words, do=KNOWLEDGE[kind].do)

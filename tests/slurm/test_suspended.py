@@ -19,6 +19,14 @@ pytestmark = [
         )
     ),
 ]
+WAITS = {False: ['--set=slurm.extra=["--begin=now+1hour"]'], True: []}
+"""Options with which a job waits until it is held."""
+HELD = {
+    "hold": "an administrator holds it, and only they can let it go; ask them; `scontrol release "
+    "JOBID` is refused to users",
+    "uhold": "it is held; `scontrol release JOBID` lets it go",
+}
+"""Commands that hold a job, given by root, and what `status` says then."""
 ENDLESS = {"train.steps": 100_000, "train.step_delay_s": 0.05, "run.log_every_s": 1}
 
 
@@ -92,3 +100,31 @@ def test_a_run_that_is_requeued_and_held_names_its_release(slurm, tmp_path):
 
     slurm.run("scontrol", "release", run.job_id, check=True)
     assert not run.status()["job"]["held"]
+
+
+@pytest.mark.story(
+    proved_by=("tests/unit/scheduler/test_slurm_reasons.py", "tests/docs/test_pages.py")
+)
+@pytest.mark.parametrize("has_run", [False, True], ids=["never started", "requeued"])
+def test_a_run_that_is_held_while_it_waits_names_its_release(slurm, tmp_path, has_run):
+    run = submit(slurm, tmp_path, "--nodes=2", "--ranks-per-node=1", *WAITS[has_run], sets=ENDLESS)
+    if has_run:
+        run.wait_step(5)
+        slurm.run("scontrol", "requeue", run.job_id, check=True)
+        run.wait_event("attempt_ended")
+    run.wait("that it waits", lambda: slurm.job(run.job_id)["JobState"] == "PENDING")
+
+    for hold, what in HELD.items():
+        slurm.run("scontrol", hold, run.job_id, check=True)
+        run.wait("the hold", lambda: slurm.job(run.job_id)["Priority"] == "0")
+        status, words = run.status(), " ".join(run.cli("status", "run").split())
+        assert status["job"]["held"], hold
+        assert what.replace("JOBID", run.job_id) in words, hold
+        assert "planned by SLURM" not in words, hold
+        assert "expected to start" not in words, hold
+        assert json.loads(run.cli("status", "--json"))[0]["job"]["held"], hold
+
+        slurm.run("scontrol", "release", run.job_id, check=True)
+        run.wait("the release", lambda: slurm.job(run.job_id)["Priority"] != "0")
+        assert not run.status()["job"]["held"], hold
+    run.cli("cancel", "run")

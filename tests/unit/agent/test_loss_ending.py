@@ -121,6 +121,26 @@ def test_the_job_of_a_lost_first_node_is_requeued_once(story):
     assert (lost.fact.node, lost.fact.was_first) == ("n1", True)
 
 
+def test_two_agents_that_see_to_the_job_at_once_end_its_attempt_once(story):
+    """The second one asks the scheduler while the first one writes the end down."""
+
+    class Slow(Scheduler):
+        is_asked = False
+
+        def facts(self):
+            if not self.is_asked:
+                self.is_asked = True
+                ending(story, first).after_first_node("silent", "n2", 1, 0, no_time)
+            return self.says
+
+    first, second = Scheduler(), Slow()
+    own = ending(story, second)
+    own._decide(own._facts(1, "crashed", why="n1 was lost", nodes_failed=True))
+
+    assert ends(story) == [("node_failed", "requeue", "n1 was lost: silent")]
+    assert (first.requeued, second.requeued) == (1, 0)
+
+
 class Begun(str):
     """A generation, by a name; who has no place in it."""
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.doctor.faults import KNOWLEDGE, OF_CAUSE, FaultKind
 from hpctrain.history.causes import EndCause
-from tests.support.ledger_runs import Story
+from hpctrain.scheduler.local import client
+from tests.support.ledger_runs import Story, local_job
 
 TRACED = (
     'Traceback (most recent call last):\n  File "/home/u/train.py", line 24, in main\n    x()\n'
@@ -60,6 +62,14 @@ def story(tmp_path, reason, failure, **fields):
         kind, summary = failure
         tale.add("failure", 1, rank=1, node="n2", kind_of=kind, summary=summary)
     return tale.ended(1, reason, "stop", **fields)
+
+
+@pytest.fixture
+def runs_on(tmp_path, monkeypatch):
+    """Has the job of a story's run in a state."""
+    monkeypatch.setenv("HPCTRAIN_LOCAL_DIR", str(tmp_path / "local"))
+    own = {"controller_pid": os.getpid(), "controller_started": client.process_start(os.getpid())}
+    return lambda state: local_job(tmp_path / "local", "17", state=state, **own)
 
 
 def told(tmp_path, capsys, *words):
@@ -209,7 +219,8 @@ def test_a_hang_that_was_found_is_certain_and_names_the_rank(tmp_path, capsys):
     assert document["evidence"][0]["rank"] == 3
 
 
-def test_a_run_that_goes_on_is_told_so(tmp_path, capsys):
+def test_a_run_that_goes_on_is_told_so(tmp_path, capsys, runs_on):
+    runs_on("RUNNING")
     tale = Story(tmp_path / "lm-3").submitted().started(1).restored(1).steps(1, 1, 8)
     tale.log(1, 0, "step 8 loss: 2.0\n")
 
@@ -217,6 +228,46 @@ def test_a_run_that_goes_on_is_told_so(tmp_path, capsys):
 
     assert document["kind"] == "running"
     assert "attempt 1 runs at step 8; nothing is known to be wrong" in document["headline"]
+
+
+def test_one_whose_job_is_gone_does_not_run(tmp_path, capsys):
+    tale = Story(tmp_path / "lm-3").submitted().started(1).restored(1).steps(1, 1, 8)
+    tale.log(1, 0, "step 8 loss: 2.0\n")
+
+    _, document = told(tmp_path, capsys)
+
+    assert document["kind"] == "unknown"
+    words = "attempt 1 stopped at step 8 without a word, and does not run any more"
+    assert document["headline"] == words
+
+
+def test_one_whose_job_is_suspended_stands(tmp_path, capsys, runs_on):
+    Story(tmp_path / "lm-3").submitted().started(1).restored(1).steps(1, 1, 8)
+    runs_on("SUSPENDED")
+
+    _, document = told(tmp_path, capsys)
+
+    assert (document["kind"], document["certainty"]) == ("running", "certain")
+    assert document["headline"] == "the scheduler has suspended the job; attempt 1 stands at step 8"
+
+
+def test_a_cancelled_run_whose_processes_still_end_does_not_run(tmp_path, capsys):
+    tale = Story(tmp_path / "lm-3").submitted().started(1).restored(1).steps(1, 1, 8)
+    tale.add("cancel_requested", job_id="17", save=False)
+
+    code, document = told(tmp_path, capsys)
+
+    assert (code, document["kind"], document["certainty"]) == (0, "cancelled", "certain")
+    assert document["headline"].startswith("the run was cancelled; the scheduler ends the proc")
+    assert document["do"] == ["nothing; `hpctrain status RUN` says when they have ended"]
+
+
+def test_one_that_was_asked_to_save_runs_until_it_has(tmp_path, capsys, runs_on):
+    runs_on("RUNNING")
+    tale = Story(tmp_path / "lm-3").submitted().started(1).restored(1).steps(1, 1, 8)
+    tale.add("cancel_requested", job_id="17", save=True)
+
+    assert told(tmp_path, capsys)[1]["kind"] == "running"
 
 
 def test_another_attempt_is_named_by_its_number(tmp_path, capsys):
