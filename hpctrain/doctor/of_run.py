@@ -72,11 +72,7 @@ def diagnose(
     """
     facts = [*_without_requeues(logs, attempt), _of_failure(attempt)]
     if attempt.reason is None and attempt.ended is None:
-        if state in {RunState.COMPLETING, RunState.CANCELLED}:
-            return _of_cancelled(attempt, facts)
-        if state is RunState.SUSPENDED:
-            return _of_suspended(attempt, facts)
-        return _of_live(attempt, facts, history, runs=state is RunState.RUNNING)
+        return _of_unended(attempt, facts, history, state)
     cause = attempt.cause or EndCause.UNKNOWN
     kind = OF_CAUSE[cause]
     record = history.attempt(attempt.number)
@@ -228,6 +224,16 @@ def _of_idle(attempt: AttemptView, logs: Sequence[LogFacts], stopped: str) -> Di
     title = KNOWLEDGE[FaultKind.NO_PROGRESS].title
     words = f"{title}: {stopped}; the last of them: {attempt.cause}"
     return replace(diagnosis, headline=words, why="the ledger says why the run was stopped")
+
+
+def _of_unended(
+    attempt: AttemptView, logs: Sequence[LogFacts], history: RunHistory, state: RunState
+) -> Diagnosis:
+    if state in {RunState.COMPLETING, RunState.CANCELLED}:
+        return _of_cancelled(attempt, logs)
+    if state is RunState.SUSPENDED:
+        return _of_suspended(attempt, logs)
+    return _of_live(attempt, logs, history, runs=state is RunState.RUNNING)
 
 
 def _of_cancelled(attempt: AttemptView, logs: Sequence[LogFacts]) -> Diagnosis:

@@ -112,19 +112,28 @@ class Rank0Requests:
         """
         ends: list[float] = []
 
-        def ask() -> None:
+        def look() -> None:
             facts = self._ask()
             if facts is None or facts.preempt_time is None or is_ending(facts):
                 return
             if facts.end_time is not None:
                 ends.append(facts.end_time)
 
-        asking = threading.Thread(
-            target=self._try, args=("the end of the grace time", ask), daemon=True
-        )
+        self._within(patience_s, "the end of the grace time", look)
+        return ends[0] if ends else None
+
+    def renew_end(self, patience_s: float) -> None:
+        """Ask for the job's end once more, before ranks leave by it: a suspension moves it.
+
+        Args:
+            patience_s: How long the scheduler may take; after that the known end stays.
+        """
+        self._within(patience_s, "the job's end", self._hear_new_end)
+
+    def _within(self, patience_s: float, what: str, look: Callable[[], None]) -> None:
+        asking = threading.Thread(target=self._try, args=(what, look), daemon=True)
         asking.start()
         asking.join(patience_s)
-        return ends[0] if ends else None
 
     def take_profile(self) -> ProfileRequest | None:
         """The request to profile, which is answered by this; None where it was taken already."""

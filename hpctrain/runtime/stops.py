@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hpctrain.runtime")
 
 ASK_S = 2.0
-"""So long may the scheduler take to say how long a preemption's grace time is."""
+"""How long the scheduler may take to say when a preemption's grace time, or the job, ends."""
 
 
 class Stops:
@@ -66,7 +66,7 @@ class Stops:
         self._requests = requests
         self._clock = clock
         self._agreement = agreement or agreement_of(world)
-        self._said_late = False
+        self._said_late = self._has_renewed_end = False
         # In the middle of a long step, lest the step after it begin before anybody has heard.
         signals.on_heard = self._say_at_once
         if requests is not None:
@@ -170,4 +170,7 @@ class Stops:
                 self._clock.lead_s(),
                 self._clock.expected_save_s(),
             )
+        if self._clock.is_due(now) and self._requests is not None and not self._has_renewed_end:
+            self._requests.renew_end(ASK_S)
+            self._has_renewed_end = self._clock.is_due(now)
         return self._clock.is_due(now)

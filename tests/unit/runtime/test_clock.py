@@ -261,3 +261,29 @@ def test_a_save_on_the_way_out_counts_and_nonsense_does_not(tmp_path):
         story.add("saved", 1, step=4, seconds=seconds)
 
     assert interval.longest_save_s(RunHistory.read(story.run), 4) == 12.0
+
+
+@pytest.mark.parametrize(("later_s", "cause", "asked"), [(3600.0, None, 2), (0.0, STOP_CLOCK, 1)])
+def test_the_end_is_asked_for_once_more_before_ranks_leave_by_it(job_clock, later_s, cause, asked):
+    """A suspension moves it, and the main thread may look before the one that hears of that."""
+    job_clock.save_s, job_clock.end_time = 0.0, time.time()
+    job_clock.stepped(1.0)
+    questions = []
+
+    def renew_end(patience_s):
+        questions.append(patience_s)
+        job_clock.end_time += later_s
+
+    requests = SimpleNamespace(stop=0, profile=0, renew_end=renew_end)
+    signals = SimpleNamespace(interrupted=False, term=False, warned=False)
+    agreement, said = recorded()
+    stops = stops_of(
+        job_clock, grace=False, signals=signals, requests=requests, agreement=agreement
+    )
+
+    stops.exchange(save=False, tell=False)
+    job_clock.end_time = time.time()  # and again, as the new end has come
+    stops.exchange(save=False, tell=False)
+
+    assert said == [cause or 0] * 2
+    assert len(questions) == asked
