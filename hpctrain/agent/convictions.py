@@ -73,7 +73,7 @@ class Convictions:
         listed = read_bad(path)
         new = {node: why for node, why in bad.items() if node not in listed}
         try:
-            record_bad(path, new, hours=self._settings.preflight.bad_node_hours)
+            record_bad(path, new)
         except OSError as error:
             log.warning("bad nodes could not be written down: %s", error)
         for node, why in new.items():

@@ -74,9 +74,8 @@ class NodeCheck:
         context = self._context
         if context.node_rank != 0:
             return 0
-        hours = self._spec.settings.preflight.bad_node_hours
         if not verdict.apart:
-            record_bad(bad_nodes_path(self._run), verdict.bad, hours=hours)
+            record_bad(bad_nodes_path(self._run), verdict.bad)
         taken = take_attempt(self._run, job_id=context.job_id, restarts=context.restarts)
         ranks = self._spec.settings.slurm.ranks()
         begun = start_without_ranks(

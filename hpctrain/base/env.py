@@ -81,7 +81,7 @@ HPCTRAIN_RESUME_ARGS = "HPCTRAIN_RESUME_ARGS"
 Set by agents; read by ranks."""
 HPCTRAIN_RUN_DIR = "HPCTRAIN_RUN_DIR"
 """The run's directory.
-Set by submit, agents and `hpctrain train`; read by the batch script, ranks and users' programs."""
+Set by submit and agents; read by the batch script, ranks and users' programs."""
 HPCTRAIN_STARTS = "HPCTRAIN_STARTS"
 """How often the run's ranks were started, over all its jobs: 1 at the first start.
 Set by agents; read by users' programs."""

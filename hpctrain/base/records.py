@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 TERMINAL_JOB = "pid-"
-"""Beginning of the job id of a run that `hpctrain train` started in a terminal."""
+"""Beginning of the job id of a run whose ranks no agent started, as torchrun by hand."""
 HANG = "hang"
 """The kind of a failure that was seen from outside: ranks that do nothing any more."""
 DESYNC = "desync"

@@ -55,7 +55,6 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "sites": ("sites", "Show the clusters that hpctrain has settings for."),
         "local": ("local", "Show the embedded cluster; rehearse a preemption on it."),
         "drill": ("drill", "Plant faults in a run and see whether it survives them."),
-        "train": ("train", "Train the shipped recipe here, without a cluster."),
     },
     "Help": {
         "help": ("help", "Show a command's help, a page of the manual, or the exit codes."),
@@ -78,6 +77,10 @@ ALIASES = {
     "why": "doctor",
 }
 """What people type by habit, to the command that is meant; no help lists them."""
+REMOVED = {
+    "train": "`hpctrain submit --cluster local` trains the shipped recipe on this machine",
+}
+"""Commands that there were, and what to type instead."""
 
 HELP = """Keep a PyTorch training program training on a SLURM cluster until it is done.
 
@@ -121,6 +124,10 @@ class LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
+            if instead := REMOVED.get(str(args[0])):
+                raise click.UsageError(
+                    f"There is no `{args[0]}` any more: {instead}.", ctx
+                ) from None
             alike = get_close_matches(str(args[0]), self.table, n=1)
             if alike and self.get_command(ctx, args[0]) is None:
                 raise click.UsageError(f"{error.message} Did you mean '{alike[0]}'?", ctx) from None

@@ -376,7 +376,6 @@ def meshes(
     origins: Mapping[str, str],
     *,
     is_recipe: bool,
-    alone: bool = False,
     shape: ModelShape | None = None,
 ) -> dict[int, Mesh]:
     """The mesh at the fewest and at the most nodes, by their number.
@@ -387,7 +386,6 @@ def meshes(
         settings: Checked by themselves.
         origins: Where each came from.
         is_recipe: The model is the shipped recipe's, so that its shape is known.
-        alone: There will be one process, whatever `slurm.nodes` says.
         shape: Of another model, where it is known.
 
     Raises:
@@ -400,10 +398,7 @@ def meshes(
             "many sequences each pass takes, at any number of ranks"
         )
     shape = shape_of(settings.train) if is_recipe else shape
-    ranks = 1 if alone else settings.slurm.ranks()
-    planner = Planner(settings.engine, ranks, shape, origins)
-    if alone:
-        return {1: _of_one_process(planner)}
+    planner = Planner(settings.engine, settings.slurm.ranks(), shape, origins)
     planner.check()
     low, high = node_range(settings.slurm.nodes)
     if settings.shape.choose in {"nodes", "both"}:
@@ -412,16 +407,6 @@ def meshes(
             return every
     _require_all(planner, low, high)
     return {nodes: mesh for nodes in (low, high) if (mesh := planner.at(nodes)) is not None}
-
-
-def _of_one_process(planner: Planner) -> Mesh:
-    mesh = planner.find(1)
-    if mesh is None:
-        raise UsageError(
-            f"{planner.names()} cannot be had in one process; set it to 1, or start several with "
-            "`hpctrain submit`"
-        )
-    return mesh
 
 
 def _require_all(planner: Planner, low: int, high: int) -> None:

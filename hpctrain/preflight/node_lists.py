@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from hpctrain.run.layout import RunDir
 
 BAD_NODES_NAME = "bad-nodes.json"
-HOURS = 24.0
+BAD_NODE_HOURS = 24.0
+"""A day: what a restart or an admin repairs is mostly repaired by then."""
 KNOWN_GOOD_NAME = "proven-nodes.json"
 HOUR_S = 3600.0
 FORMAT = 1
@@ -74,7 +75,7 @@ def record_bad(
     bad: Mapping[str, str],
     *,
     well: Iterable[str] = (),
-    hours: float = HOURS,
+    hours: float = BAD_NODE_HOURS,
     now: float | None = None,
 ) -> None:
     """Add nodes with their reasons, and take those out that were found well.

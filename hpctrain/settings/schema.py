@@ -33,7 +33,11 @@ REMOVED = {
     "environment.stage_timeout_s": "a node that takes over ten minutes starts from the shared files",
     "guard.audit": "gradients are computed once; guard.replicas compares weights",
     "guard.disputed": "gradients are computed once; guard.diverged is about weights that differ",
+    "preflight.bad_node_hours": "a bad node is kept out of the run for 24 hours",
     "preflight.bandwidth_hours": "nodes that were fast together are not tried again for 12 hours",
+    "train.data_glob": "the recipe reads *.py, *.txt and *.md",
+    "train.val_batches": "the recipe validates on 4 global batches",
+    "train.val_every": "the recipe validates at its end; evaluate.script does it between",
 }
 """Keys that were settings, and what holds now; a spec.json may still have them."""
 
@@ -248,7 +252,6 @@ class PreflightSettings(Table):
     timeout_s: float = setting(
         120.0, "without an answer after so long the attempt goes on", least=1
     )
-    bad_node_hours: float = setting(24.0, "hours for which a bad node is kept out of the run")
 
 
 class AliveSettings(Table):
@@ -606,7 +609,7 @@ class GuardSettings(Table):
     convict: int = setting(
         2,
         "a node whose ranks these guards named so often is left out when ranks start again, for "
-        "preflight.bad_node_hours; 0: never",
+        "24 hours; 0: never",
     )
 
 
@@ -624,7 +627,6 @@ class TrainSettings(Table):
     data: str = setting(
         "", "folder of text files; empty for the Python standard library's own source"
     )
-    data_glob: str = setting("*.py,*.txt,*.md", "which files of it")
     data_limit_mb: float = setting(8.0, "megabytes of text taken at most; 0 for all")
     layers: int = setting(4, "transformer blocks", least=1)
     dim: int = setting(128, "model width", least=1)
@@ -636,8 +638,6 @@ class TrainSettings(Table):
     experts: int = setting(0, "experts in each block's MLP; 0 for a dense one")
     experts_per_token: int = setting(2, "of these, how many each token goes to", least=1)
     seed: int = setting(1234, "seed of weights, sample order and dropout")
-    val_every: int = setting(0, "steps between validations; 0 for one at the end")
-    val_batches: int = setting(4, "global batches per validation")
     audit: bool = setting(False, "write every consumed sample's index, to prove exactly-once")
     step_delay_s: float = setting(0.0, "sleep in each step, to rehearse with a tiny model")
 

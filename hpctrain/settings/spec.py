@@ -110,7 +110,7 @@ class Spec:
         """What each rank runs, as one would type it."""
         entry = self.entry
         what = {
-            "recipe": [self.python, "-m", "hpctrain", "train"],
+            "recipe": [self.python, "-m", "hpctrain.recipes.lm.train"],
             "module": [self.python, "-m", entry.module],
             "program": [entry.path],
         }

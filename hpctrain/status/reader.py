@@ -496,7 +496,7 @@ def _disk_free(run: RunDir) -> int | None:
 
 
 def _ask_machine(job_id: str, history: RunHistory) -> Answer:
-    """Whether the process of `hpctrain train` is still there, as far as this machine can tell."""
+    """Whether a process that no agent started is still there, as far as this machine can tell."""
     newest = [attempt for attempt in history.attempts if attempt.started is not None][-1]
     nodes = newest.nodes
     if nodes != (os.uname().nodename,):

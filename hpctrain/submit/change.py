@@ -70,8 +70,6 @@ class ResumeRequest:
     """Whom to ask for the user's accounts."""
     ask_accounting: bool = False
     """Where nobody is named, ask the scheduler's own; otherwise its refusal must do."""
-    alone: bool = False
-    """One process will train, whatever the nodes are set to."""
     program: Sequence[str] = ()
     """A program with its arguments, in the place of the run's."""
     new_code: bool = False
@@ -161,9 +159,7 @@ def resettle(spec: Spec, layers: Sequence[Layer], request: ResumeRequest) -> tup
     )
     notes += container_notes
     _refuse_another_run(spec, settings, origins)
-    settings, planned, plan_notes = plan_meshes(
-        settings, origins, None, is_recipe=is_recipe, alone=request.alone
-    )
+    settings, planned, plan_notes = plan_meshes(settings, origins, None, is_recipe=is_recipe)
     ranks = [mesh.data_ranks for mesh in planned.values()]
     if settings.engine.kind.startswith("zero"):
         settings, ds_notes = take_ds_config(

@@ -168,7 +168,6 @@ def plan_meshes(
     cwd: Path | None,
     *,
     is_recipe: bool,
-    alone: bool = False,
 ) -> tuple[Settings, dict[int, Mesh], list[str]]:
     """The meshes at the fewest and at the most nodes, within what is known of the model.
 
@@ -178,7 +177,6 @@ def plan_meshes(
         cwd: What `engine.pretrained` is relative to; None for a run that goes on, which may do so
             without that folder.
         is_recipe: The shipped recipe runs, which makes its own model.
-        alone: There will be one process.
 
     Returns:
         The settings with the folder's whole path, the meshes, and what the user should know.
@@ -188,7 +186,7 @@ def plan_meshes(
         UsageError: it is no model's, or some number of nodes has no mesh.
     """
     settings, shape, notes = _pretrained(settings, origins, cwd, is_recipe=is_recipe)
-    planned = meshes(settings, origins, is_recipe=is_recipe, alone=alone, shape=shape)
+    planned = meshes(settings, origins, is_recipe=is_recipe, shape=shape)
     return settings, planned, notes
 
 

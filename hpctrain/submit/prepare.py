@@ -154,8 +154,6 @@ class SubmitRequest:
     """False where a program's imports are tried besides."""
     cluster_needed: bool = True
     """False for a dry run: a script can be shown where there is no scheduler."""
-    alone: bool = False
-    """One process will train, whatever the nodes are set to."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +238,7 @@ def prepare(request: SubmitRequest) -> Prepared:
     notes += [
         *lint_notes(entry, settings, request.cwd),
         *_resume_note(settings.run, entry),
-        *_without_effect(request, origins, cluster, entry),
+        *_without_effect(origins, cluster, entry),
         *cluster.notes(settings, origins, site, accounting),
         *check_versions(settings, cluster.setup_lines(site), python=python),
         *nsys_notes(settings.profile.nsys_rank, cluster, request.environ),
@@ -257,9 +255,7 @@ def prepare(request: SubmitRequest) -> Prepared:
     settings, more = cluster.check_container(
         settings, origins, site, folder=request.cwd, environ=request.environ, accounting=accounting
     )
-    settings, planned, plan_notes = plan_meshes(
-        settings, origins, request.cwd, is_recipe=is_recipe, alone=request.alone
-    )
+    settings, planned, plan_notes = plan_meshes(settings, origins, request.cwd, is_recipe=is_recipe)
     ranks = [mesh.data_ranks for mesh in planned.values()]
     settings, ds_notes = take_ds_config(
         settings, request.cwd, is_recipe=is_recipe, data_ranks=ranks
@@ -533,13 +529,9 @@ def flags_of(request: SubmitRequest) -> dict[str, tuple[str, object]]:
     return given | {path: flag for path, flag in request.job.items() if flag[1] is not None}
 
 
-def _without_effect(
-    request: SubmitRequest, origins: Mapping[str, str], cluster: Cluster, entry: Entry
-) -> list[str]:
+def _without_effect(origins: Mapping[str, str], cluster: Cluster, entry: Entry) -> list[str]:
     """Flags that will change nothing, so that none is ignored in silence."""
     notes: list[str] = []
-    if request.alone and request.engine:
-        notes.append(f"--engine {request.engine} has no effect in one process")
     for path, origin in origins.items():
         section, _, key = path.partition(".")
         if not origin.startswith("flag "):
@@ -571,7 +563,7 @@ def _python_notes(
     Raises:
         ChecksFailed: it lacks what the program imports first.
     """
-    if not is_own or request.alone:
+    if not is_own:
         return []
     notes = other_environment(request.environ, entry)
     if not request.imports_needed:

@@ -221,7 +221,7 @@ def check_parity(settings: Settings, place: Path, *, ranks: int, steps: int) -> 
     """
     train = replace(settings.train, dropout=0.0)
     settings = replace(settings, train=train)
-    corpus.build(train.data, train.data_glob, train.data_limit_mb, place / "tokens.bin")
+    corpus.build(train.data, train.data_limit_mb, place / "tokens.bin")
     alone = one_process(settings, ranks)
     (one,) = launch(train_steps, 1, settings=alone, place=place, steps=steps)
     engine, *_ = launch(train_steps, ranks, settings=settings, place=place, steps=steps)

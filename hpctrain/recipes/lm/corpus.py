@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import sysconfig
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +26,13 @@ VOCABULARY = 257
 STANDARD_LIBRARY = "python-standard-library"
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 LOCK_TIMEOUT_S = 1800.0
+SUFFIXES = (".py", ".txt", ".md")
+"""Which files of `train.data` are read."""
 _MEGABYTE = 1_000_000
 _HEAD_BYTES = 8192
 
 
-def build(folder: str, globs: str, limit_mb: float, out: Path) -> Path:
+def build(folder: str, limit_mb: float, out: Path) -> Path:
     """Make the token file `out` from a folder of text, or find it made; many processes may call.
 
     A run keeps the tokens that it began with: once `out` is there, the folder is not looked at
@@ -39,7 +40,6 @@ def build(folder: str, globs: str, limit_mb: float, out: Path) -> Path:
 
     Args:
         folder: `train.data`; empty for the Python standard library's own source.
-        globs: `train.data_glob`: which files, comma-separated.
         limit_mb: `train.data_limit_mb`: megabytes (1e6 bytes) of text at most; 0 for all.
         out: Where the token file lies afterwards; `out.json` and `out.lock` lie beside it.
 
@@ -48,14 +48,14 @@ def build(folder: str, globs: str, limit_mb: float, out: Path) -> Path:
         HpctrainError: another process builds the file and does not get done.
     """
     name = str(Path(folder).absolute()) if folder else STANDARD_LIBRARY
-    source = {"folder": name, "globs": globs, "limit_mb": limit_mb}
+    source = {"folder": name, "limit_mb": limit_mb}
     if _is_built(out, source):
         return out
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with locks.held(out.with_name(out.name + ".lock"), LOCK_TIMEOUT_S):
             if not _is_built(out, source):
-                chunks = _text_tokens(folder, globs, limit_mb)
+                chunks = _text_tokens(folder, limit_mb)
                 write_tokens(out, chunks, dtype="uint16", vocabulary=VOCABULARY, source=source)
     except TimeoutError:
         raise HpctrainError(
@@ -79,7 +79,6 @@ def text_folder(folder: str) -> Path:
 
 def find_files(
     folder: Path,
-    globs: Sequence[str],
     limit_bytes: int,
     *,
     skip_folders: frozenset[str] = frozenset(),
@@ -91,7 +90,6 @@ def find_files(
 
     Args:
         folder: Where to look; links to folders are not followed.
-        globs: Patterns for a file's name, or for its path relative to the folder.
         limit_bytes: The list ends with the file that reaches this many bytes; 0 for no limit.
         skip_folders: Names of folders that are left out at any depth.
     """
@@ -101,9 +99,7 @@ def find_files(
     for relative in sorted(files):
         if limit_bytes and size >= limit_bytes:
             break
-        name = relative.rpartition("/")[2]
-        wanted = any(fnmatchcase(name, glob) or fnmatchcase(relative, glob) for glob in globs)
-        if wanted and _is_text(files[relative]):
+        if relative.endswith(SUFFIXES) and _is_text(files[relative]):
             chosen.append(files[relative])
             size += files[relative].stat().st_size
     return chosen
@@ -128,19 +124,17 @@ def split(n_sequences: int, *, global_batch: int = 1) -> tuple[int, range]:
     return train, range(train, n_sequences)
 
 
-def _text_tokens(folder: str, globs: str, limit_mb: float) -> Iterator[bytes]:
+def _text_tokens(folder: str, limit_mb: float) -> Iterator[bytes]:
     """The tokens of a folder's text, file by file; what is wrong is found before the first."""
     if limit_mb < 0:
         raise UsageError(f"train.data_limit_mb is {limit_mb:g}; give megabytes, or 0 for all text")
     root = text_folder(folder)
     limit_bytes = math.ceil(limit_mb * _MEGABYTE)
-    patterns = [glob.strip() for glob in globs.split(",") if glob.strip()]
     skip = frozenset() if folder else NOT_LIBRARY
-    files = find_files(root, patterns, limit_bytes, skip_folders=skip)
+    files = find_files(root, limit_bytes, skip_folders=skip)
     if not files:
         raise UsageError(
-            f"no text file in {root} (train.data) matches {globs!r} (train.data_glob); "
-            "name another folder, or other patterns"
+            f"no file in {root} (train.data) is text ({', '.join(SUFFIXES)}); name another folder"
         )
     return _documents(files, limit_bytes)
 
@@ -149,11 +143,11 @@ def _is_built(out: Path, source: dict[str, Any]) -> bool:
     if not sidecar(out).exists():
         return False
     made_from = TokenFile(out).source
-    if made_from != source:
-        changed = {key: value for key, value in made_from.items() if source.get(key) != value}
+    changed = {key: made_from.get(key) for key in source if made_from.get(key) != source[key]}
+    if changed:
         raise UsageError(
-            f"the tokens in {out} were made with {changed} (train.data, train.data_glob, "
-            "train.data_limit_mb); set that back, or start a new run for the new text"
+            f"the tokens in {out} were made with {changed} (train.data, train.data_limit_mb); "
+            "set that back, or start a new run for the new text"
         )
     return True
 

@@ -1,6 +1,6 @@
 """The validation loss of one checkpoint of the recipe, in a job of its own beside the training.
 
-hpctrain submit --set train.val_every=0 --set "evaluate.script=-m hpctrain.recipes.lm.evaluate"
+hpctrain submit --set "evaluate.script=-m hpctrain.recipes.lm.evaluate"
 
 Written like any user's own. tests/engines/test_evaluation.py holds the promises.
 """

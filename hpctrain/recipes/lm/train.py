@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 BETAS = (0.9, 0.95)
 """Of AdamW."""
+VALIDATION_BATCHES = 4
+"""Global batches of text that is never trained on."""
 NO_RUN_DATA = Path.home() / ".cache" / "hpctrain"
 """Where the token file goes when there is no run directory."""
 
@@ -94,7 +96,7 @@ def main() -> None:
             skipped=engine.left_out,
             step_s=clock.monotonic() - began,
         )
-        if _is_validation(step + 1, train.val_every, train.steps):
+        if step + 1 == train.steps:
             validation = validate(run, engine, tokens, held_out)
             if validation is not None:
                 run.log(val_loss=validation)
@@ -145,7 +147,7 @@ def _tokens(run: Run) -> TokenFile:
     folder = run.dir.data if run.dir is not None else NO_RUN_DATA
     path = None
     if run.world.rank == 0:
-        path = corpus.build(train.data, train.data_glob, train.data_limit_mb, folder / "tokens.bin")
+        path = corpus.build(train.data, train.data_limit_mb, folder / "tokens.bin")
     return TokenFile(broadcast(run.world, path))
 
 
@@ -175,7 +177,7 @@ def share_of_loss(positions: int) -> Loss:
 def validate(run: Run, engine: Engine, tokens: TokenFile, held_out: range) -> float | None:
     """Mean loss on text that is never trained on; None when the run was asked to stop meanwhile."""
     train = run.settings.train
-    count = min(len(held_out), train.val_batches * train.global_batch)
+    count = min(len(held_out), VALIDATION_BATCHES * train.global_batch)
     share = share_of_loss(count * train.seq_len)
     total = 0.0
     for first in range(0, count, train.global_batch):
@@ -193,10 +195,6 @@ def validate(run: Run, engine: Engine, tokens: TokenFile, held_out: range) -> fl
             microbatches(run.settings.train, run.world.device, tokens, batch), share
         )
     return total
-
-
-def _is_validation(step: int, every: int, total: int) -> bool:
-    return step == total or (every > 0 and step % every == 0)
 
 
 def _audit(step: int, batch: StepBatch) -> None:

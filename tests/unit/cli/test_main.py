@@ -146,6 +146,13 @@ def test_an_exit_code_of_a_command_is_the_programs(command):
     [
         (["nope"], "No such command 'nope'. See `hpctrain --help`."),
         (["stack"], "No such command 'stack'. Did you mean 'stacks'? See `hpctrain --help`."),
+        (
+            ["train", "--name", "lm"],
+            (
+                "There is no `train` any more: `hpctrain submit --cluster local` trains the "
+                "shipped recipe on this machine. See `hpctrain --help`."
+            ),
+        ),
         (["--nope"], "No such option '--nope'."),
         (["sites", "show"], "Missing argument 'NAME'. See `hpctrain sites show --help`."),
     ],

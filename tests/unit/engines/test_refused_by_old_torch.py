@@ -19,7 +19,6 @@ HELD = runpy.run_path(str(Path(__file__).parents[2] / "engines" / "conftest.py")
         ("engine.ep needs DeviceMesh._unflatten, which torch 2.8.0+cu128 has not; see", True),
         ("rank 0: AssertionError: 3.0 != 4.0", False),
         ("engine.kind zero3 needs DeepSpeed 0.19.8 or newer, and this is 0.19.7", False),
-        ("hpctrain train needs torch, which this Python does not have; install it", False),
     ],
 )
 def test_only_a_torch_that_is_too_old_is_a_refusal(line, is_refusal):

@@ -725,15 +725,6 @@ def test_a_submit_without_a_mesh_is_one_line_and_leaves_nothing(work, capsys, ho
     assert list(work.iterdir()) == []
 
 
-def test_one_process_cannot_be_cut(work, capsys):
-    assert main(["train", "--engine", "fsdp2", "--mesh", "pp=2"]) == 2
-
-    assert capsys.readouterr().err == (
-        "hpctrain: error: engine.pp 2 (flag --mesh) cannot be had in one process; set it to 1, or "
-        "start several with `hpctrain submit`\n"
-    )
-
-
 # ---- resume
 
 

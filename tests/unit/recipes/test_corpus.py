@@ -11,8 +11,6 @@ from hpctrain.data.tokens import TokenFile, sidecar
 from hpctrain.errors import UsageError
 from hpctrain.recipes.lm import corpus
 
-GLOBS = "*.py,*.txt,*.md"
-
 
 def fill(folder, **texts):
     for name, text in texts.items():
@@ -34,7 +32,7 @@ def names(folder, found):
 def test_tokens_are_the_bytes_of_each_file_and_an_end(tmp_path):
     text = fill(tmp_path / "text", b_txt="\u00e9\n", a_txt="ab")
 
-    out = corpus.build(str(text), GLOBS, 0, tmp_path / "out" / "tokens")
+    out = corpus.build(str(text), 0, tmp_path / "out" / "tokens")
 
     assert out == tmp_path / "out" / "tokens"
     assert all_tokens(out) == [*b"ab", corpus.END, *"\u00e9\n".encode(), corpus.END]
@@ -44,7 +42,7 @@ def test_tokens_are_the_bytes_of_each_file_and_an_end(tmp_path):
 def test_files_come_in_the_order_of_their_relative_paths(tmp_path):
     fill(tmp_path, z_py="1", a__b_py="2", a_py="3", B_md="4", a__a__c_txt="5")
 
-    found = corpus.find_files(tmp_path, GLOBS.split(","), 0)
+    found = corpus.find_files(tmp_path, 0)
 
     assert names(tmp_path, found) == ["B.md", "a.py", "a/a/c.txt", "a/b.py", "z.py"]
 
@@ -55,22 +53,16 @@ def test_what_is_not_readable_text_is_left_out(tmp_path):
     (tmp_path / "folder.txt").mkdir()
     os.mkfifo(tmp_path / "pipe.txt")
 
-    found = corpus.find_files(tmp_path, GLOBS.split(","), 0)
+    found = corpus.find_files(tmp_path, 0)
 
     assert names(tmp_path, found) == ["good.txt"]
-
-
-def test_a_pattern_may_name_folders(tmp_path):
-    fill(tmp_path, docs__a_md="1", code__a_md="2")
-
-    assert names(tmp_path, corpus.find_files(tmp_path, ["docs/*"], 0)) == ["docs/a.md"]
 
 
 def test_text_is_taken_up_to_the_limit_and_no_further(tmp_path):
     text = fill(tmp_path / "text", a_txt="a" * 600, b_txt="b" * 600, c_txt="c" * 600)
 
-    found = corpus.find_files(text, ["*.txt"], 1000)
-    out = corpus.build(str(text), GLOBS, 0.001, tmp_path / "tokens")
+    found = corpus.find_files(text, 1000)
+    out = corpus.build(str(text), 0.001, tmp_path / "tokens")
 
     assert names(text, found) == ["a.txt", "b.txt"]
     assert all_tokens(out) == [*b"a" * 600, corpus.END, *b"b" * 400, corpus.END]
@@ -79,8 +71,8 @@ def test_text_is_taken_up_to_the_limit_and_no_further(tmp_path):
 def test_the_standard_library_without_its_tests_is_the_default(tmp_path):
     folder = corpus.text_folder("")
 
-    out = corpus.build("", GLOBS, 1.0, tmp_path / "tokens")
-    found = corpus.find_files(folder, ["*.py"], 0, skip_folders=corpus.NOT_LIBRARY)
+    out = corpus.build("", 1.0, tmp_path / "tokens")
+    found = corpus.find_files(folder, 0, skip_folders=corpus.NOT_LIBRARY)
 
     assert folder == Path(os.__file__).parent
     assert TokenFile(out).length > 1_000_000
@@ -93,53 +85,53 @@ def test_the_standard_library_without_its_tests_is_the_default(tmp_path):
 def test_tests_are_left_out_of_the_standard_library_only(tmp_path):
     text = fill(tmp_path / "text", tests__a_py="mine")
 
-    with pytest.raises(UsageError, match="matches"):
-        corpus.build("", "test/*.py,site-packages/*.py", 0, tmp_path / "library")
-    out = corpus.build(str(text), GLOBS, 0, tmp_path / "tokens")
+    found = corpus.find_files(text, 0, skip_folders=corpus.NOT_LIBRARY)
+    out = corpus.build(str(text), 0, tmp_path / "tokens")
 
+    assert found == []
     assert all_tokens(out) == [*b"mine", corpus.END]
 
 
 def test_a_run_keeps_the_tokens_that_it_began_with(tmp_path):
     text = fill(tmp_path / "text", a_txt="first")
-    out = corpus.build(str(text), GLOBS, 0, tmp_path / "tokens")
+    out = corpus.build(str(text), 0, tmp_path / "tokens")
     before = (out.stat().st_ino, out.stat().st_mtime_ns)
     (text / "a.txt").unlink()
     text.rmdir()
 
-    corpus.build(str(text), GLOBS, 0, out)
+    corpus.build(str(text), 0, out)
 
     assert (out.stat().st_ino, out.stat().st_mtime_ns) == before
 
 
 def test_tokens_of_other_text_are_not_taken_for_ours(tmp_path):
     text = fill(tmp_path / "text", a_txt="first")
-    out = corpus.build(str(text), GLOBS, 0, tmp_path / "tokens")
+    out = corpus.build(str(text), 0, tmp_path / "tokens")
 
     with pytest.raises(UsageError, match="start a new run"):
-        corpus.build(str(text), "*.txt", 0, out)
+        corpus.build(str(text), 0.5, out)
 
     assert all_tokens(out) == [*b"first", corpus.END]
 
 
 def test_an_unfinished_token_file_is_built_again(tmp_path):
     text = fill(tmp_path / "text", a_txt="first")
-    out = corpus.build(str(text), GLOBS, 0, tmp_path / "tokens")
+    out = corpus.build(str(text), 0, tmp_path / "tokens")
     sidecar(out).unlink()
     out.write_bytes(b"half")
 
-    corpus.build(str(text), GLOBS, 0, out)
+    corpus.build(str(text), 0, out)
 
     assert all_tokens(out) == [*b"first", corpus.END]
 
 
 def test_a_finished_token_file_that_was_cut_is_refused_not_replaced(tmp_path):
     text = fill(tmp_path / "text", a_txt="first")
-    out = corpus.build(str(text), GLOBS, 0, tmp_path / "tokens")
+    out = corpus.build(str(text), 0, tmp_path / "tokens")
     os.truncate(out, 4)
 
     with pytest.raises(UsageError, match="4 bytes"):
-        corpus.build(str(text), GLOBS, 0, out)
+        corpus.build(str(text), 0, out)
 
 
 def test_many_processes_at_once_build_it_one_time(tmp_path):
@@ -152,7 +144,7 @@ def test_many_processes_at_once_build_it_one_time(tmp_path):
         "write = corpus.write_tokens\n"
         "corpus.write_tokens = lambda *a, **k: (writes.append(1), write(*a, **k))\n"
         "sys.stdin.read()\n"
-        f"corpus.build({str(text)!r}, {GLOBS!r}, 0, pathlib.Path({str(out)!r}))\n"
+        f"corpus.build({str(text)!r}, 0, pathlib.Path({str(out)!r}))\n"
         "print(len(writes))"
     )
     command = [sys.executable, "-c", code]
@@ -169,20 +161,20 @@ def test_many_processes_at_once_build_it_one_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("folder", "globs", "limit_mb", "found"),
+    ("folder", "limit_mb", "found"),
     [
-        ("nowhere", GLOBS, 0, r"nowhere' \(train.data\) is not a folder"),
-        ("text/a.txt", GLOBS, 0, r"a\.txt' \(train.data\) is not a folder"),
-        ("text", "*.rs", 0, r"'\*\.rs' \(train.data_glob\)"),
-        ("text", " , ", 0, r"train\.data_glob"),
-        ("text", GLOBS, -1, r"train\.data_limit_mb is -1"),
+        ("nowhere", 0, r"nowhere' \(train.data\) is not a folder"),
+        ("text/a.txt", 0, r"a\.txt' \(train.data\) is not a folder"),
+        ("other", 0, r"other \(train.data\) is text \(\.py, \.txt, \.md\)"),
+        ("text", -1, r"train\.data_limit_mb is -1"),
     ],
 )
-def test_what_cannot_be_built_is_said_in_one_line(tmp_path, folder, globs, limit_mb, found):
+def test_what_cannot_be_built_is_said_in_one_line(tmp_path, folder, limit_mb, found):
     fill(tmp_path / "text", a_txt="x")
+    fill(tmp_path / "other", main_rs="x")
 
     with pytest.raises(UsageError, match=found) as refused:
-        corpus.build(str(tmp_path / folder), globs, limit_mb, tmp_path / "tokens")
+        corpus.build(str(tmp_path / folder), limit_mb, tmp_path / "tokens")
 
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "tokens").exists()
