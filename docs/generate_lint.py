@@ -18,10 +18,10 @@ PAGE = Path(__file__).with_name("check.md")
 PART = re.compile(r"(<!-- rules: [^\n]*\n).*?(<!-- end of rules -->)", re.DOTALL)
 FAMILIES = {
     "HT0": "The check itself",
-    "HT1": "Ranks that part",
+    "HT1": "Ranks that diverge",
     "HT2": "Numbers",
     "HT3": "Data",
-    "HT4": "Left behind by torch",
+    "HT4": "Deprecated in torch",
     "HT5": "The cluster",
     "HT6": "Checkpoints",
     "HT7": "Configurations",
@@ -39,7 +39,7 @@ def page() -> str:
 
 
 def _rule(rule: LintRule) -> str:
-    mends = " `--fix` changes it where that is certain." if rule.mends else ""
+    mends = " `--fix` changes it if that is safe." if rule.mends else ""
     return (
         f"#### {rule.code}\n\n"
         f"{rule.level.capitalize()}: {rule.name}. {rule.why} Instead: {rule.remedy}{mends}\n"

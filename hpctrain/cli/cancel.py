@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     name="cancel",
     epilog="""\b
 Examples:
-  hpctrain cancel lm-3 --save     save, then leave; `hpctrain resume lm-3` loses no step
+  hpctrain cancel lm-3 --save     save, then exit; `hpctrain resume lm-3` loses no step
   hpctrain cancel lm-3            at once; steps since the last checkpoint are lost
   hpctrain cancel lr-0.1 lr-0.01  several runs
 """,
 )
 @click.argument("names", nargs=-1, metavar="[RUN]...", shell_complete=complete_run)
-@click.option("--save", is_flag=True, help="Let it save and leave by itself.")
+@click.option("--save", is_flag=True, help="Let the run save and exit first.")
 @yes_option
 @foreign_option
 @runs_option
@@ -58,8 +58,8 @@ def command(
 ) -> int:
     """Stop a run for good: it is not requeued.
 
-    RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest. Where no RUN
-    is named, the newest is shown, and you are asked.
+    RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest. Without
+    RUN, shows the newest and asks.
     """
     from hpctrain.terminal import echo_json
 
@@ -132,7 +132,7 @@ def _report(name: str, job_id: str, history: RunHistory, *, asked: bool, saves: 
     name="rm",
     epilog="""\b
 Examples:
-  hpctrain rm lm-3             shows what would go, and asks
+  hpctrain rm lm-3             shows the size, and asks
   hpctrain rm lr-0.1 lr-1 -y   for scripts
 """,
 )
@@ -142,7 +142,7 @@ Examples:
 def remove(*, names: tuple[str, ...], yes: bool, runs: Path) -> None:
     """Delete a run's folder: its checkpoints, logs and ledger.
 
-    A run that has a job, or for which another run waits, is refused.
+    Refuses a run that has a job, or for which another run waits.
     """
     from hpctrain.base.text import count, size
     from hpctrain.run.find_run import find_run

@@ -45,9 +45,9 @@ _COLORS = {"fail": "red", "note": "yellow", "not known": "cyan", "ok": "green"}
 @job_options
 @engine_options
 @site_option
-@cluster_option("Where it would run; slurm if there is an sbatch, else local.")
+@cluster_option("Where it would run; slurm if there is an sbatch, otherwise local.")
 @click.option("--name", "-J", help="The run's name.")
-@click.option("--container", metavar="IMAGE", help="Image in which the ranks run.")
+@click.option("--container", metavar="IMAGE", help="Container image for the ranks.")
 @click.option("--config", metavar="FILE", help="Settings file.")
 @set_option("Any setting.")
 @click.option("--env", multiple=True, metavar="NAME=VALUE", help="Environment of the ranks.")
@@ -63,12 +63,12 @@ _COLORS = {"fail": "red", "note": "yellow", "not known": "cyan", "ok": "green"}
     default=600.0,
     show_default=True,
     metavar="SECONDS",
-    help="For each part of a rehearsal.",
+    help="Limit for each part of a rehearsal.",
 )
-@click.option("--strict", is_flag=True, help="Notes fail the check too.")
+@click.option("--strict", is_flag=True, help="Treat notes as failures.")
 @click.option("--ci", is_flag=True, help=f"For pipelines: write {JUNIT_FILE} and {SARIF_FILE}.")
 @click.option("--junit", metavar="FILE", help="Write the list as JUnit's XML.")
-@click.option("--sarif", metavar="FILE", help="Write what lint and the checks found as SARIF.")
+@click.option("--sarif", metavar="FILE", help="Write findings of lint and checks as SARIF.")
 @runs_option
 @json_option
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[-- PROGRAM ARGS...]")
@@ -85,12 +85,11 @@ def command(
     sarif: str | None,
     **flags: Any,
 ) -> int:
-    """Check all that can be checked before `hpctrain submit`; submits and keeps nothing.
+    """Check a submission before `hpctrain submit`; submits and keeps nothing.
 
-    Takes what submit takes. Settings, site, scheduler, disk, lint, the program's imports on the
-    Python that will run it; lead time, interval and disk against what earlier runs of the program
-    saved. With --rehearse the program runs, on this machine's processors, in its own working
-    directory: what it writes there itself, it writes.
+    Takes submit's options. Checks settings, site, scheduler, disk, lint and the program's
+    imports; compares lead time, interval and disk with saves of earlier runs. With --rehearse
+    the program runs on this machine's CPUs, in its own working directory, and may write there.
 
     \b
     ok         as it should be
@@ -98,8 +97,7 @@ def command(
     fail       it would be refused, fail, or lose its work
     not known  nobody can say before a run
 
-    Exit code 3 where a check failed, with --strict a note; that of submit where
-    it would refuse.
+    Exit code 3 if a check failed (with --strict: or a note); submit's code if it would refuse.
     """  # noqa: D301 - click wants the control character
     from hpctrain.submit.prepare import SubmitRequest
 

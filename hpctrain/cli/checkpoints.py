@@ -46,10 +46,10 @@ def command(ctx: click.Context, runs: Path) -> None:
     """List, show, verify, keep and delete a run's checkpoints.
 
     \b
-    hpctrain checkpoints list gpt-a             what there is, and in which state
+    hpctrain checkpoints list gpt-a             checkpoints and their state
     hpctrain checkpoints verify gpt-a --deep    read every byte; exit code 7 on damage
-    hpctrain checkpoints pin gpt-a 4000         keep it whatever the settings say
-    hpctrain checkpoints prune gpt-a --dry-run  what need not be kept, and what it would free
+    hpctrain checkpoints pin gpt-a 4000         keep it, whatever the settings are
+    hpctrain checkpoints prune gpt-a --dry-run  what it would delete and free
     """  # noqa: D301 - click wants the control character
     ctx.obj = runs
 
@@ -65,9 +65,9 @@ for _command in (export_command, import_command, diff_command):
 @json_option
 @click.pass_obj
 def list_command(runs: Path, run: str, *, as_json: bool) -> None:
-    """List checkpoints, newest first, and below them those that the program has written itself.
+    """List checkpoints, newest first, then those of the program itself.
 
-    Sizes are compared with the manifests, bytes are not read: `verify` does that.
+    Compares sizes with the manifests; `verify` reads bytes.
     """
     from hpctrain.terminal import echo_json
 
@@ -155,9 +155,8 @@ def verify_command(
 ) -> None:
     """Check committed checkpoints, all or one; exit code 7 on damage.
 
-    Without --deep only what is small is read: manifests and chunk tables prove themselves, tables
-    cover every tensor, files are there with their sizes. No checkpoint is changed: a damaged one is
-    set aside when a run comes upon it. What --deep finds right is noted in the run's ledger.
+    Without --deep it reads only manifests, chunk tables and file sizes. It changes no
+    checkpoint: a run quarantines damaged ones. The ledger records what --deep verified.
     """
     from hpctrain.checkpoint.store import find
     from hpctrain.terminal import echo_json

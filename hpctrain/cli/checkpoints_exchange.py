@@ -58,7 +58,7 @@ Examples:
     type=click.Choice(["model", "all"]),
     default="model",
     show_default=True,
-    help="The weights alone, or everything.",
+    help="Only the weights, or everything.",
 )
 @click.option(
     "--max-shard-gb",
@@ -72,15 +72,17 @@ Examples:
     type=click.Choice(["keep", "bf16", "fp16", "fp32"]),
     default="keep",
     show_default=True,
-    help="Round the weights' floats to this.",
+    help="Round floating weights to this.",
 )
-@click.option("--strip-prefix", default="", metavar="TEXT", help="Taken off the weights' names.")
+@click.option(
+    "--strip-prefix", default="", metavar="TEXT", help="Prefix to remove from the weights' names."
+)
 @click.option(
     "--like",
     type=PLACE,
     metavar="FOLDER",
-    help="A Hugging Face folder whose config and tokenizer go along; else engine.pretrained, where "
-    "it is still there.",
+    help="A Hugging Face folder whose config and tokenizer to copy; default engine.pretrained "
+    "if it exists.",
 )
 @json_option
 @click.pass_obj
@@ -135,35 +137,39 @@ Examples:
   hpctrain checkpoints import hub/llama --run lm-4 --step 0
   hpctrain checkpoints import ds/global_step900 --run lm-4 --step 900
   hpctrain checkpoints import old.pt --run lm-4 --step 900 --rename module.=
-  hpctrain resume lm-4                                  goes on from it
+  hpctrain resume lm-4                                  resumes from it
 """,
 )
 @click.argument("source", type=PLACE)
-@click.option("--run", required=True, help="Which run gets it; it must not be running.")
-@click.option("--step", required=True, type=STEP, help="Updates that are in it.")
+@click.option("--run", required=True, help="The target run; it must not be running.")
+@click.option("--step", required=True, type=STEP, help="Number of updates in it.")
 @click.option(
     "--from",
     "kind",
     type=click.Choice(["dcp", "torch", "safetensors", "deepspeed", "hpctrain"]),
-    help="Its format, where that is not seen.",
+    help="Its format, if not detected.",
 )
 @click.option(
     "--what",
     type=click.Choice(["model", "all"]),
     default="all",
     show_default=True,
-    help="The weights alone, or the optimizer's state too where it is there.",
+    help="Only the weights, or also the optimizer's state if present.",
 )
 @click.option(
     "--rename",
     "renames",
     multiple=True,
     metavar="OLD=NEW",
-    help="A whole name, or a beginning that ends in a dot; without model.",
+    help="A full name, or a prefix that ends in a dot; without model.",
 )
-@click.option("--prefix", metavar="TEXT", help="Before the weights' names instead of model.")
+@click.option("--prefix", metavar="TEXT", help="Prefix of the weights' names instead of model.")
 @click.option(
-    "--map", "table", type=PLACE, metavar="FILE", help="JSON: old to new names, null leaves out."
+    "--map",
+    "table",
+    type=PLACE,
+    metavar="FILE",
+    help="JSON of old to new names; null drops a tensor.",
 )
 @click.option(
     "--dtype",
@@ -172,7 +178,7 @@ Examples:
     show_default=True,
     help="Round the weights' floats to what the run trains in.",
 )
-@click.option("--weights", metavar="KEY", help="Where the weights lie, if not where usual.")
+@click.option("--weights", metavar="KEY", help="Key of the weights, if unusual.")
 @json_option
 @click.pass_obj
 def import_command(
@@ -192,8 +198,8 @@ def import_command(
 ) -> None:
     """Make a checkpoint of a run from another program's.
 
-    Nothing in it is run: pickles are read for tensors and plain data only. What was written is read
-    back and compared with the source, tensor by tensor, before it is committed.
+    Runs nothing in it: pickles are read for tensors and plain data only. The result is
+    compared with the source, tensor by tensor, before it is committed.
     """
     from hpctrain.base.files import follow_folder
     from hpctrain.checkpoint.exchange import import_into, naming, open_source

@@ -33,7 +33,7 @@ STEP = click.IntRange(min=0)
     "pin",
     epilog="""\b
 Examples:
-  hpctrain checkpoints pin lm-3 4000 --reason "table 2"   keep it whatever the settings say
+  hpctrain checkpoints pin lm-3 4000 --reason "table 2"   keep it, whatever the settings are
   hpctrain checkpoints pin lm-3 4000 --remove             leave it to the settings again
 """,
 )
@@ -71,27 +71,28 @@ def pin_command(runs: Path, run: str, step: int, *, reason: str, remove: bool) -
     "prune",
     epilog="""\b
 Examples:
-  hpctrain checkpoints prune lm-3 --dry-run        what would go, and what stays and why
-  hpctrain checkpoints prune lm-3 --keep-last 2    fewer than the settings say
+  hpctrain checkpoints prune lm-3 --dry-run        what would be deleted, what stays and why
+  hpctrain checkpoints prune lm-3 --keep-last 2    fewer than in the settings
   hpctrain checkpoints prune lm-3 --keep-best 3 --metric accuracy --highest
 """,
 )
 @click.argument("run", shell_complete=complete_run)
-@click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="The N newest stay.")
-@click.option("--keep-every", type=STEP, metavar="M", help="Multiples of M stay; 0 for none.")
-@click.option("--keep-best", type=STEP, metavar="K", help="The K best stay; 0 for none.")
+@click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep the N newest.")
+@click.option("--keep-every", type=STEP, metavar="M", help="Keep multiples of M; 0 for none.")
+@click.option("--keep-best", type=STEP, metavar="K", help="Keep the K best; 0 for none.")
 @click.option(
     "--metric",
     metavar="NAME",
-    help="Best by this name that the program gave to run.log, or an evaluation as eval.NAME.",
+    help="Metric for the best: a name of run.log, or eval.NAME.",
 )
 @click.option("--highest/--lowest", default=None, help="Which value of the metric is the best.")
 @click.option(
     "--sealed",
     is_flag=True,
-    help="The program's own checkpoints instead: all sealed ones but the --keep-last newest whole.",
+    help="Prune the program's own registered checkpoints instead, except the --keep-last "
+    "newest complete.",
 )
-@click.option("--dry-run", is_flag=True, help="Show what would go, and delete nothing.")
+@click.option("--dry-run", is_flag=True, help="Show the plan, and delete nothing.")
 @json_option
 @click.pass_obj
 def prune_command(
@@ -107,8 +108,8 @@ def prune_command(
 ) -> None:
     """Delete checkpoints that need not be kept.
 
-    What is not given is as in the run's settings. The last valid one, pinned ones and those that a
-    live attempt may be using stay in any case, and those that are to be evaluated.
+    Defaults are the run's settings. Never deletes the last valid one, pinned ones, those in
+    use and those that wait for an evaluation.
     """
     from hpctrain.checkpoint.store import retention
     from hpctrain.run.find_run import find_run
@@ -461,7 +462,7 @@ Examples:
 @json_option
 @click.pass_obj
 def path_command(runs: Path, run: str, step: int | None, *, as_json: bool) -> None:
-    """Print where the newest whole sealed checkpoint of a program lies.
+    """Print the path of the newest complete registered checkpoint.
 
     By sizes alone; a start reads every byte. Of one that the program has written over since, it is
     the run's own copy.

@@ -35,7 +35,7 @@ TAIL_BYTES = 64 << 20
 Examples:
   hpctrain doctor                           the newest run: why its last attempt ended
   hpctrain doctor lm-3 --attempt 2          another attempt of a run
-  hpctrain doctor lm-3 --why                all evidence, and what it was not
+  hpctrain doctor lm-3 --why                all evidence, and what the cause is not
   hpctrain doctor --log slurm-4711.out      any job's log (torchrun, DeepSpeed, ...)
   hpctrain doctor --log logs/ --log n2.gz   folders, several files, gzip, xz, bzip2
   kubectl logs pod | hpctrain doctor --log -
@@ -49,13 +49,13 @@ Exit codes: 0 a cause was found, or nothing is wrong; 1 nothing says why; 2, 4 n
     "log_names",
     multiple=True,
     metavar="FILE",
-    help="A log that no run of hpctrain has written: a file, a folder, or - for standard input.",
+    help="A log of any job: a file, a folder, or - for standard input.",
 )
 @click.option(
     "--attempt",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Of this attempt.  [default: the newest]",
+    help="This attempt.  [default: the newest]",
 )
 @click.option(
     "--check-signatures",
@@ -63,9 +63,9 @@ Exit codes: 0 a cause was found, or nothing is wrong; 1 nothing says why; 2, 4 n
     is_flag=False,
     flag_value="",
     metavar="[FILE]",
-    help="Hold a file of signatures against its own examples; without FILE, yours and the site's.",
+    help="Test a signature file with its own examples; without FILE, yours and the site's.",
 )
-@click.option("--why", is_flag=True, help="Show all that was seen, and what it was not.")
+@click.option("--why", is_flag=True, help="Show all evidence, and what the cause is not.")
 @json_option
 @runs_option
 def command(
@@ -78,10 +78,10 @@ def command(
     as_json: bool,
     runs: Path,
 ) -> int:
-    """Say why a run or any training job died: one verdict, how sure it is, evidence, what to do.
+    """Diagnose why a run or any training job died: verdict, certainty, evidence, advice.
 
-    RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest. With --log
-    it reads logs alone, of any job.
+    RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest. With
+    --log it reads logs of any job.
     """
     if checked is not None:
         return _check(checked)

@@ -59,13 +59,13 @@ Examples:
   hpctrain drill                                 the shipped recipe, on this machine or in SLURM
   hpctrain drill --nodes 2 -- train.py --tiny    your own program
   hpctrain drill --faults kill_rank,flip_bit --page drill.html
-  hpctrain drill lm-3 --faults preempt --yes     a run that lives: it costs steps
+  hpctrain drill lm-3 --faults preempt --yes     a live run: it costs steps
   hpctrain drill --dry-run
 Exit codes: 0 no promise was broken; 3 one was.
 """,
 )
 @click.argument("words", nargs=-1, metavar="[RUN | -- SCRIPT ARGS...]")
-@click.option("--faults", default="", metavar="NAME,...", help="These only.  [default: all]")
+@click.option("--faults", default="", metavar="NAME,...", help="Only these.  [default: all]")
 @click.option("--nodes", default="1", metavar="N", help="Nodes of the drill's own run.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1), default=2, help="Ranks on each.")
 @cluster_option("Where its own run is; slurm if there is an sbatch.")
@@ -74,20 +74,20 @@ Exit codes: 0 no promise was broken; 3 one was.
     "--patience",
     type=click.FloatRange(min=1),
     default=300.0,
-    help="Seconds that one fault may take.",
+    help="Time limit of one fault.",
 )
 @click.option("--page", metavar="FILE", help="Write a page too: .html, else Markdown.")
-@click.option("--dry-run", is_flag=True, help="Only list what would be done.")
-@click.option("--yes", is_flag=True, help="Do not ask before a live run is disturbed.")
+@click.option("--dry-run", is_flag=True, help="Only list the faults.")
+@click.option("--yes", is_flag=True, help="Do not ask before disturbing a live run.")
 @runs_option
 @json_option
 def command(
     *, words: tuple[str, ...], faults: str, dry_run: bool, as_json: bool, runs: Path, **flags: Any
 ) -> int:
-    """Plant faults in a run, one after the other, and hold what comes of each against the README.
+    """Inject faults into a run, one after another, and check the README's promises.
 
-    Without RUN it starts a run of its own, and cancels it at the end. RUN is a live run: what could
-    lose its data is left out.
+    Without RUN it starts its own run and cancels it at the end. On a live RUN it skips faults
+    that could lose data.
     """
     from hpctrain.drill.catalogue import chosen
 

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     name="evaluate",
     epilog="""\b
 Examples:
-  hpctrain evaluate lm-3               submit what is due and could not be submitted from a job
+  hpctrain evaluate lm-3               submit all evaluations that are due
   hpctrain evaluate lm-3 --step 300    also this checkpoint, which was not due
   hpctrain evaluate lm-3 --dry-run     what would be submitted
 """,
 )
 @click.argument("run", required=False, metavar="[RUN]", shell_complete=complete_run)
 @click.option("--step", type=int, metavar="N", help="Evaluate the checkpoint of this step too.")
-@click.option("--dry-run", is_flag=True, help="Show what would be done; do nothing.")
+@click.option("--dry-run", is_flag=True, help="Show the plan; do nothing.")
 @yes_option
 @foreign_option
 @runs_option
@@ -55,8 +55,8 @@ def command(
 ) -> int:
     """Submit the evaluations of checkpoints that are due.
 
-    Jobs of the run do so by themselves ([evaluate] of its settings says which are due); this helps
-    where nodes may not submit jobs, and evaluates a checkpoint that was not due.
+    The run's jobs do this themselves ([evaluate] in its settings). Use it if nodes may not
+    submit jobs, or to evaluate another checkpoint.
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """

@@ -111,9 +111,9 @@ def _unknown(text: str) -> str:
 @click.argument("shell", type=click.Choice(list(_SOURCES)))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print what makes Tab complete commands, options, runs, settings and partitions.
+    """Print the script for Tab completion of commands, options, runs, settings and partitions.
 
-    It is a script for the shell to read; it changes no file.
+    Changes no file.
     """
     from click.shell_completion import get_completion_class
 

@@ -55,9 +55,9 @@ def _plain(value: object) -> str:
     name="init",
     epilog="""\b
 Examples:
-  hpctrain init                          asks, with what it found as the answer
+  hpctrain init                          asks, with detected values as defaults
   hpctrain init --partition gpu --gpus-per-node 4 --program train.py --yes
-                                         for scripts: takes what was found for the rest
+                                         for scripts: detects the rest
 """,
 )
 @click.option("--program", metavar="FILE", help="Your training program.")
@@ -70,13 +70,13 @@ Examples:
 @click.option(
     "--resume-args", metavar="ARGS", help="What it needs to resume, e.g. '--resume {checkpoint}'."
 )
-@click.option("-y", "--yes", is_flag=True, help="Take what was found, and do not ask.")
-@click.option("--force", is_flag=True, help="Replace an hpctrain.toml that is there.")
+@click.option("-y", "--yes", is_flag=True, help="Use detected values, and do not ask.")
+@click.option("--force", is_flag=True, help="Replace an existing hpctrain.toml.")
 def command(*, yes: bool, force: bool, **given: str | int | None) -> None:
-    """Write hpctrain.toml for this folder, and say what to type next.
+    """Write hpctrain.toml for this folder, and print the next command.
 
-    It looks for your program, what it saves, and the cluster's partitions, GPUs and your account,
-    and asks about each. Without a terminal it takes flags, and what it found for the rest.
+    Detects your program, its checkpoints, partitions, GPUs and account, and asks about each.
+    Without a terminal it uses flags and detected values.
     """
     from hpctrain.scheduler.base import default_cluster
     from hpctrain.submit.prepare import CONFIG_NAME, SubmitRequest, prepare

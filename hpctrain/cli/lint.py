@@ -32,8 +32,8 @@ Examples:
   hpctrain lint .                                every program and configuration below
   hpctrain lint src --select HT1 --level info    one family of rules, with its hints
   hpctrain lint train.py --fix --diff            what --fix would change
-  hpctrain lint . --write-baseline lint.json     live with what there is,
-  hpctrain lint . --baseline lint.json           and hear of what is new
+  hpctrain lint . --write-baseline lint.json     record today's findings,
+  hpctrain lint . --baseline lint.json           and report only new ones
   hpctrain lint . --format sarif >lint.sarif
   hpctrain lint --explain HT101
 """
@@ -75,7 +75,7 @@ def _codes(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) 
     metavar="CODES",
     callback=_codes,
     shell_complete=_complete_code,
-    help="These rules only, hints too: HT101,HT3 (all of HT3xx).",
+    help="Only these rules, hints too: HT101,HT3 (all of HT3xx).",
 )
 @click.option(
     "--ignore",
@@ -83,27 +83,25 @@ def _codes(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) 
     metavar="CODES",
     callback=_codes,
     shell_complete=_complete_code,
-    help="Not these rules.",
+    help="Ignore these rules.",
 )
-@click.option("--level", type=click.Choice(_LEVELS), help="Tell these and worse.  [warning]")
-@click.option("--strict", is_flag=True, help="Warnings fail the check too.")
-@click.option("--fix", is_flag=True, help="Change what can be changed for certain.")
-@click.option("--diff", is_flag=True, help="Show what --fix would change, and change nothing.")
+@click.option("--level", type=click.Choice(_LEVELS), help="Lowest level to report.  [warning]")
+@click.option("--strict", is_flag=True, help="Treat warnings as failures.")
+@click.option("--fix", is_flag=True, help="Apply safe changes.")
+@click.option("--diff", is_flag=True, help="Show the changes of --fix without applying them.")
 @click.option(
     "--format",
     "form",
     type=click.Choice(("text", "json", "sarif")),
     default="text",
-    help="How findings are printed.  [text]",
+    help="Output format.  [text]",
 )
-@click.option("--baseline", metavar="FILE", help="Not what this file knows.")
-@click.option("--write-baseline", metavar="FILE", help="Write what is found into it, and pass.")
+@click.option("--baseline", metavar="FILE", help="Ignore findings listed in FILE.")
+@click.option("--write-baseline", metavar="FILE", help="Write all findings into FILE, and pass.")
 @click.option("--cpus", type=click.IntRange(min=1), help="CPUs of each rank, for HT308.")
-@click.option("--stdin", is_flag=True, help="Check what comes in at stdin, for editors.")
-@click.option("--stdin-filename", metavar="NAME", help="How stdin's text is called.")
-@click.option(
-    "--explain", metavar="CODE", shell_complete=_complete_code, help="What a rule is about."
-)
+@click.option("--stdin", is_flag=True, help="Check standard input, for editors.")
+@click.option("--stdin-filename", metavar="NAME", help="File name of the standard input.")
+@click.option("--explain", metavar="CODE", shell_complete=_complete_code, help="Explain a rule.")
 @json_option
 @click.argument("paths", nargs=-1, metavar="[PATH]...", type=click.Path())
 def command(
@@ -117,18 +115,18 @@ def command(
     explain: str | None,
     **flags: Any,
 ) -> None:
-    """Find what hangs, goes wrong or wastes time in distributed training programs.
+    """Check training scripts for distributed-training bugs.
 
-    PATH is a Python program, a configuration of DeepSpeed (.json), an hpctrain.toml, or a folder of
-    them. Programs are read, never run; torch is not needed.
+    PATH is a Python program, a DeepSpeed configuration (.json), an hpctrain.toml, or a folder
+    of them. Programs are never run; torch is not needed.
 
     \b
     error    some ranks would hang, or compute something else
-    warning  likely wrong, or dear
+    warning  likely wrong, or expensive
     info     worth knowing; shown with --level info or --select
 
     `# hpctrain: ignore HT101` in a program hides a finding on its line.
-    Exit code 3 where there is an error; with --strict, a warning.
+    Exit code 3 for an error; with --strict, for a warning.
     """  # noqa: D301 - click wants the control character
     from hpctrain.lint.check import RuleChoice
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     epilog="""\b
 Examples:
   hpctrain local list
-  hpctrain local preempt demo --leave 2 --grace 30    an urgent job takes all nodes but two
+  hpctrain local preempt demo --leave 2 --grace 30    takes all nodes except two
   hpctrain local fail-node demo --node 1              a node dies
 """
 )
 def command() -> None:
-    """The embedded cluster: look at it, and rehearse a preemption or a dead node."""
+    """Inspect the local cluster, and rehearse preemptions or dead nodes."""
 
 
 def _job_id(run: str, runs: Path) -> str:
@@ -45,7 +45,7 @@ def _job_id(run: str, runs: Path) -> str:
 @command.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_jobs(as_json: bool) -> None:
-    """The local jobs of this machine."""
+    """List local jobs of this machine."""
     from dataclasses import asdict
 
     from hpctrain.scheduler.local import client
@@ -68,12 +68,12 @@ def list_jobs(as_json: bool) -> None:
     "--leave",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Nodes left for the next start.  [default: the fewest that it can do with]",
+    help="Nodes that stay for the next start.  [default: the fewest that it can do with]",
 )
 @click.option("--grace", "grace_s", type=float, default=0.0, help="Grace time in seconds.")
 @runs_option
 def preempt(run: str, leave: int | None, grace_s: float, runs: Path) -> None:
-    """A more important job takes nodes away from RUN."""
+    """Preempt RUN: another job takes its nodes."""
     from hpctrain.base.text import count
     from hpctrain.errors import UsageError
     from hpctrain.scheduler.local import client
@@ -95,7 +95,7 @@ def preempt(run: str, leave: int | None, grace_s: float, runs: Path) -> None:
 @click.argument("run", shell_complete=complete_run)
 @runs_option
 def free_nodes(run: str, runs: Path) -> None:
-    """The nodes are free again from the next start on."""
+    """Free the nodes for the next start."""
     from hpctrain.scheduler.local import client
 
     client.request(_job_id(run, runs), "free")
@@ -106,7 +106,7 @@ def free_nodes(run: str, runs: Path) -> None:
 @click.option("--node", type=int, default=0, help="Which node dies.")
 @runs_option
 def fail_node(run: str, node: int, runs: Path) -> None:
-    """A node dies without a word."""
+    """Let a node fail silently."""
     from hpctrain.scheduler.local import client
 
     job_id = _job_id(run, runs)

@@ -41,30 +41,27 @@ Examples:
   hpctrain logs lm-3 --err            tracebacks, NCCL, CUDA, SLURM: what went wrong
   hpctrain logs lm-3 --rank batch     what the batch script printed
 
-A rank's stdout and stderr share one file, in the order in which they were printed; --err
-therefore goes by what lines say.
+A rank's stdout and stderr share one file, so --err selects lines by their words.
 """,
 )
 @run_argument
-@click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
+@click.option("-f", "--follow", is_flag=True, help="Follow until the run ends.")
 @click.option("--rank", "ranks", metavar="R|R,R|all|batch", help="Whose.  [default: 0]")
-@click.option("--attempt", metavar="N|all", help="Of this attempt only.")
+@click.option("--attempt", metavar="N|all", help="Only this attempt.")
 @click.option(
     "--evaluation",
     type=click.IntRange(min=0),
     metavar="STEP",
     help="Of the run that evaluates this checkpoint.",
 )
-@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Begin N lines from the end.")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines.")
 @since_option
 @click.option("--grep", metavar="RE", help="Only lines that match this regular expression.")
 @click.option(
     "-C", "--context", type=click.IntRange(min=0), default=0, metavar="N",
-    help="With --grep or --err: N lines before and after as well.",
+    help="With --grep or --err: also N lines before and after.",
 )  # fmt: skip
-@click.option(
-    "--err", is_flag=True, help="Only lines that tell of trouble, of all ranks and the batch side."
-)
+@click.option("--err", is_flag=True, help="Only errors, of all ranks and the batch script.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line, for programs.")
 @runs_option
 def command(
@@ -250,19 +247,19 @@ _MARK = re.compile(rb'\{"t": [\d.]+, "kind": "steps", "attempt": (\d+|null),')
     name="events",
     epilog="""\b
 Examples:
-  hpctrain events lm-3                what happened, step marks in a row folded
-  hpctrain events lm-3 -f             go on until the run ends
+  hpctrain events lm-3                all events; step marks are folded
+  hpctrain events lm-3 -f             follow until the run ends
   hpctrain events lm-3 --kind attempt_ended,failure
   hpctrain events lm-3 --since 1d --json
 """,
 )
 @run_argument
-@click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
-@click.option("--kind", "kinds", metavar="K,K", help="Of these kinds only, as --json names them.")
-@click.option("--attempt", metavar="N|all", help="Of this attempt only.")
+@click.option("-f", "--follow", is_flag=True, help="Follow until the run ends.")
+@click.option("--kind", "kinds", metavar="K,K", help="Only these kinds, as --json names them.")
+@click.option("--attempt", metavar="N|all", help="Only this attempt.")
 @since_option
-@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Begin N lines from the end.")
-@click.option("--all", "every", is_flag=True, help="Each step mark on a line of its own.")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines.")
+@click.option("--all", "every", is_flag=True, help="Do not fold step marks.")
 @click.option("--json", "as_json", is_flag=True, help="The ledger's own lines, one object each.")
 @runs_option
 def events(
@@ -277,7 +274,7 @@ def events(
     as_json: bool,
     runs: Path,
 ) -> None:
-    """Print what happened to a run, from its ledger.
+    """Print the events of a run, from its ledger.
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """

@@ -34,7 +34,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Why": {
         "doctor": ("doctor", "Say why a run, or any job by its logs, died; what to do next."),
         "report": ("report", "Write a run as one page: time lost and where, curves, advice."),
-        "events": ("logs:events", "Print what happened to a run, from its ledger."),
+        "events": ("logs:events", "Print the events of a run, from its ledger."),
         "stacks": ("stacks", "Show where in its program each rank is; names the stuck one."),
         "profile": ("profile", "Show what steps spend their time on."),
         "tensorboard": ("tensorboard", "Show curves in the browser, all attempts as one."),

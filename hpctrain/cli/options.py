@@ -93,7 +93,7 @@ def run_argument(function: _Function) -> _Function:
 def yes_option(function: _Function) -> _Function:
     """`--yes`: take the newest run without asking, for scripts."""
     return click.option(
-        "-y", "--yes", is_flag=True, help="Where no RUN is named, take the newest and do not ask."
+        "-y", "--yes", is_flag=True, help="Without RUN, use the newest and do not ask."
     )(function)
 
 
@@ -194,8 +194,8 @@ def profile_options(function: _Function) -> _Function:
         "--profile",
         metavar="STEPS[,RANKS]",
         callback=_profile,
-        help="Trace some steps, e.g. steps=100:103,ranks=0,7; rank 0's by default, ranks=all for "
-        "all; with ,memory also what holds the GPU's memory.",
+        help="Trace some steps, e.g. steps=100:103,ranks=0,7; default rank 0, ranks=all for "
+        "all; ,memory also records GPU memory.",
     )(with_nsys)
 
 
@@ -219,7 +219,7 @@ def since_option(function: _Function) -> _Function:
         "--since",
         metavar="WHEN",
         callback=lambda _ctx, _param, value: None if value is None else parse_since(value),
-        help="Not what is older: 10m, 2h, 1d12h, or a time like 2026-01-31T04:15 or 04:15.",
+        help="Only newer lines: 10m, 2h, 1d12h, or a time such as 2026-01-31T04:15 or 04:15.",
     )(function)
 
 
@@ -373,7 +373,7 @@ _OPTIONS = (
     click.option(
         "--gpus-per-node", type=_Gpus(), metavar="[TYPE:]G", help="GPUs per node: 4, or a100:4."
     ),
-    click.option("--gres", metavar="LIST", help="The same as sbatch spells it: gpu:a100:4."),
+    click.option("--gres", metavar="LIST", help="GPUs in sbatch's spelling: gpu:a100:4."),
     click.option(
         "--ranks-per-node", type=int, metavar="R", help="Ranks per node; one per GPU by default."
     ),
@@ -399,8 +399,8 @@ _OPTIONS = (
     click.option("--qos", "-q", help="Quality of service."),
     click.option("--constraint", "-C", metavar="FEATURES", help="Features of the nodes."),
     click.option("--reservation", help="A reservation to use."),
-    click.option("--exclude", "-x", metavar="NODES", help="Nodes not to use."),
-    click.option("--nodelist", "-w", metavar="NODES", help="Nodes that must be among them."),
+    click.option("--exclude", "-x", metavar="NODES", help="Nodes to avoid."),
+    click.option("--nodelist", "-w", metavar="NODES", help="Nodes that the job must include."),
     click.option("--exclusive", is_flag=True, default=None, help="Whole nodes."),
     click.option("--mail-type", metavar="EVENTS", help="When SLURM sends mail, e.g. END,FAIL."),
     click.option("--mail-user", metavar="ADDRESS", help="To whom."),
@@ -408,7 +408,7 @@ _OPTIONS = (
         "--sbatch",
         multiple=True,
         metavar="OPTION",
-        help="Any other option of sbatch's, e.g. --sbatch=--switches=1; again for more.",
+        help="Any other sbatch option, e.g. --sbatch=--switches=1; repeatable.",
     ),
 )
 _GROUPS = {

@@ -92,7 +92,10 @@ _RATE = click.FloatRange(min=0, min_open=True)
     "--node-mem", type=_RATE, metavar="GB", help="Memory of a node.  [default: the partition's]"
 )
 @click.option(
-    "--lora", type=click.IntRange(1, 65_536), metavar="RANK", help="Train adapters of it alone."
+    "--lora",
+    type=click.IntRange(1, 65_536),
+    metavar="RANK",
+    help="Train only adapters of this rank.",
 )
 @click.option("--link-gbs", type=_RATE, metavar="GB/S", help="Rate between GPUs of a node.")
 @click.option("--net-gbs", type=_RATE, metavar="GB/S", help="A GPU's rate to other nodes.")
@@ -102,7 +105,7 @@ _RATE = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--explain", type=click.Choice(["memory"]), help="Formulas of the chosen row, with sources."
 )
-@click.option("--strategy", metavar="KEY", help="This one, whether it is the simplest or not.")
+@click.option("--strategy", metavar="KEY", help="Choose this strategy.")
 @click.option("--measure", is_flag=True, help="Exact peaks instead of formulas; needs torch.")
 @click.option(
     "--build-timeout",

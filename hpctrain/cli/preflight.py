@@ -49,12 +49,12 @@ JOB_TIME = "0:20:00"
 @cluster_option("Where to look.")
 @click.option("--config", metavar="FILE", help="Settings file.")
 @set_option("Any setting.")
-@click.option("--login-only", is_flag=True, help="Only what the login node can tell; no job.")
+@click.option("--login-only", is_flag=True, help="Only checks of the login node; no job.")
 @click.option(
     "--bandwidth/--no-bandwidth",
     default=True,
     show_default=True,
-    help="Try an all-reduce, and find out who makes it slow.",
+    help="Try an all-reduce, and find slow nodes.",
 )
 @click.option(
     "--timeout",
@@ -80,7 +80,7 @@ JOB_TIME = "0:20:00"
     metavar="HOURS",
     help="How long bad nodes stay on the list.",
 )
-@click.option("--strict", is_flag=True, help="Exit 75 where something could not be read.")
+@click.option("--strict", is_flag=True, help="Exit with 75 if something could not be read.")
 @runs_option
 @json_option
 def command(
@@ -94,11 +94,11 @@ def command(
     as_json: bool,
     **flags: Any,
 ) -> int:
-    """Look at nodes before a run does, and name those that are not fit.
+    """Check nodes before a run, and name unfit ones.
 
-    First what the login node can tell, then one job that looks at each node, at the shared
-    directory and the clocks, and that tries an all-reduce; where it is slow, parts of it are tried
-    until it is known which node it is. Bad nodes go on a list. Exits with 3 where a check failed.
+    First checks the login node, then runs one job that checks each node, the shared directory,
+    clocks and an all-reduce. If the all-reduce is slow, finds the node. Lists bad nodes. Exit
+    code 3 if a check failed.
     """
     from hpctrain.submit.preflight import discard, make
 

@@ -47,19 +47,19 @@ LINGER_S = 5.0
     name="profile",
     epilog="""\b
 Examples:
-  hpctrain profile lm-3                            what the profiles of a run say
-  hpctrain profile lm-3 --now --wait               look at 3 steps of rank 0 now
+  hpctrain profile lm-3                            the profiles of a run
+  hpctrain profile lm-3 --now --wait               profile 3 steps of rank 0 now
   hpctrain profile lm-3 --now --steps 5 --ranks 0,7
   hpctrain profile lm-3 --now --ranks all --memory
   hpctrain submit --nodes 4 --profile steps=100:103,ranks=0,7
-                                                   steps that are known beforehand
+                                                   steps known beforehand
 """,
 )
 @run_argument
 @click.option("--now", is_flag=True, help="Profile the next steps of a live run.")
 @click.option("--steps", type=int, metavar="N", help=f"With --now: how many.  [default: {STEPS}]")
 @click.option("--ranks", metavar="R[,R]|all", help="With --now: which.  [default: 0]")
-@click.option("--memory", is_flag=True, help="With --now: also what holds the GPU's memory.")
+@click.option("--memory", is_flag=True, help="With --now: also record GPU memory.")
 @click.option("--wait", is_flag=True, help="With --now: wait for the profile and show it.")
 @json_option
 @foreign_option
@@ -76,7 +76,7 @@ def command(
     as_json: bool,
     runs: Path,
 ) -> None:
-    """Show where the time of profiled steps went, rank by rank, and what training is bound by.
+    """Show the use of time in profiled steps, rank by rank, and the bottleneck.
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest. The traces
     themselves open in ui.perfetto.dev and in TensorBoard.

@@ -137,8 +137,8 @@ def wait_option(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--wait",
         is_flag=True,
-        help="Show why it waits and when it should start, until its first step is done. "
-        "Ctrl-C stops the looking only.",
+        help="Show why the job waits and when it should start, until its first step is done. "
+        "Ctrl-C ends only the display.",
     )(function)
 
 

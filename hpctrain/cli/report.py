@@ -45,15 +45,15 @@ Examples:
     "-o",
     "--output",
     metavar="FILE",
-    help=f"Where the page goes.  [default: report.html in the run's directory, or {TOGETHER}]",
+    help=f"Path of the page.  [default: report.html in the run's directory, or {TOGETHER}]",
 )
-@click.option("--compare", is_flag=True, help="Lay the runs over each other, in one page.")
+@click.option("--compare", is_flag=True, help="Compare the runs in one page.")
 @click.option("--text", "as_text", is_flag=True, help="Print the numbers; write no page.")
 @click.option(
     "--nodes",
     "of_nodes",
     is_flag=True,
-    help="Which nodes were found slow, in how many of the runs: of all of yours, or of these.",
+    help="List slow nodes and in how many runs: all yours, or these.",
 )
 @click.option("--open", "show", is_flag=True, help="Open the page in this machine's browser.")
 @runs_option
@@ -69,7 +69,7 @@ def command(
     runs: Path,
     as_json: bool,
 ) -> None:
-    """Write what runs did into one page that needs no network: charts, numbers, advice.
+    """Write a report of runs as one HTML page: charts, numbers, advice.
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """

@@ -70,15 +70,15 @@ def _cut(args: list[str]) -> tuple[list[str], list[str]]:
     cls=_WithProgram,
     epilog="""\b
 Examples:
-  hpctrain resume                        the newest run as it was; asks first
+  hpctrain resume                        the newest run; asks first
   hpctrain resume lm-3 --nodes 2         on two nodes; the checkpoint is resharded
   hpctrain resume lm-3 --engine fsdp2 --mesh tp=2
                                          with another engine; the weights are the same
-  hpctrain resume lm-3 --from 4000       go back to step 4000; newer ones are set aside
-  hpctrain resume lm-3 --new-code        with the checkout as it is now
+  hpctrain resume lm-3 --from 4000       back to step 4000; newer ones are quarantined
+  hpctrain resume lm-3 --new-code        with your checkout as it is now
   hpctrain resume lm-3 -- train.py --epochs 40
                                          with other arguments, also after it is done
-  hpctrain resume lm-3 --dry-run         show what it would take, and start nothing
+  hpctrain resume lm-3 --dry-run         show the plan, and start nothing
 """,
 )
 @click.argument("run", required=False, metavar="[RUN]", shell_complete=complete_run)
@@ -91,12 +91,12 @@ Examples:
     "from_step",
     type=click.IntRange(min=0),
     metavar="STEP",
-    help="Go on from this checkpoint; newer ones are set aside. 0 begins anew.",
+    help="Resume from this checkpoint and quarantine newer ones. 0 starts over.",
 )
 @click.option(
     "--new-code",
     is_flag=True,
-    help="Run the checkout as it is now, not the copy that the run has.",
+    help="Run your checkout as it is now, not the run's copy.",
 )
 @wait_option
 @click.option("--dry-run", is_flag=True, help="Show the plan and start nothing.")
@@ -124,14 +124,14 @@ def command(
     runs: Path,
     **flags: Any,
 ) -> int:
-    """Go on with a run that is not running.
+    """Resume a run that is not running.
 
-    RUN is a name, a job id, a unique beginning of a name, or - for the newest. The newest
-    checkpoint that is whole is taken, at any number of nodes and with any engine; which ones were
-    looked at and why one was not taken is shown, and which rank will be on which node.
+    RUN is a name, a job id, a unique beginning of a name, or - for the newest. Loads the
+    newest complete checkpoint, at any number of nodes and with any engine. Shows which
+    checkpoints were considered, and which rank will be on which node.
 
-    A run has a copy of its code, and goes on with that; the line `code` says so, and what differs
-    in your checkout. A program behind -- runs as it is now, in the run's working directory.
+    Uses the run's copy of its code; the line `code` names what differs in your checkout. A
+    program behind -- runs in its current version, in the run's working directory.
     """
     from dataclasses import asdict
 

@@ -43,8 +43,8 @@ def command() -> None:
 
     \b
     hpctrain sites detect                          which site is this?
-    hpctrain sites show frontier --env --nodes 2   what would the ranks get there?
-    hpctrain sites init --from-slurm >mine.toml    a draft for a cluster of one's own
+    hpctrain sites show frontier --env --nodes 2   the ranks' environment there
+    hpctrain sites init --from-slurm >mine.toml    a draft for your own cluster
     hpctrain sites validate mine.toml              is it right?
 
     Presets are TOML files: those that come with hpctrain, then /etc/hpctrain/sites and
@@ -57,14 +57,14 @@ def command() -> None:
 @click.option("--all", "with_bases", is_flag=True, help="Bases for other presets too.")
 @json_option
 def list_command(*, with_bases: bool, as_json: bool) -> None:
-    """List every site that there is a preset for.
+    """List all presets.
 
     \b
     reference   every value has a public source
     local       written at the site
     unverified  a skeleton, refused until an admin has completed it
     base        only for other presets to extend (--all)
-    broken      its file cannot be read; what is wrong is told on stderr
+    broken      its file cannot be read; stderr has the reason
     """  # noqa: D301 - click wants the control character
     from hpctrain.site.load import site_files
     from hpctrain.terminal import echo_json, echo_warning
@@ -136,8 +136,8 @@ def _versions(
 
 @command.command("show")
 @site_argument
-@click.option("--origin", is_flag=True, help="Where each value stands: file, line and source.")
-@click.option("--env", "with_env", is_flag=True, help="The environment that ranks get.")
+@click.option("--origin", is_flag=True, help="Show file, line and source of each value.")
+@click.option("--env", "with_env", is_flag=True, help="Show the ranks' environment.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Nodes of the job, for --env. [1]")
 @click.option(
     "--assume",
@@ -157,7 +157,7 @@ def show_command(
     assume: dict[str, str],
     as_json: bool,
 ) -> None:
-    """Show what a preset says: NAME is a site or a .toml file.
+    """Show a preset: NAME is a site or a .toml file.
 
     \b
     hpctrain sites show frontier --origin
@@ -257,7 +257,7 @@ def _echo_environment(derived: Environment, *, origin: bool) -> None:
 @command.command("detect")
 @json_option
 def detect_command(*, as_json: bool) -> None:
-    """Tell which site this is, and by what it is known.
+    """Detect this site, with the reasons.
 
     Every site whose [detect] fits is listed with its reasons; the highest priority wins, then a
     variable over a marker file over SLURM's ClusterName over the host's name. Exit code 2 where
@@ -323,17 +323,16 @@ def _detected_plain(detected: Detected | None) -> dict[str, Any]:
     "sites", nargs=-1, required=True, metavar="FILE|NAME...", shell_complete=complete_site
 )
 @click.option(
-    "--strict", is_flag=True, help="Warnings and values without a reason fail the check too."
+    "--strict", is_flag=True, help="Treat warnings and values without a reason as failures."
 )
 @json_option
 def validate_command(*, sites: Sequence[str], strict: bool, as_json: bool) -> None:
-    """Hold presets against what NCCL, libfabric, torch and SLURM make of their values.
+    """Validate presets against NCCL, libfabric, torch and SLURM.
 
-    Says of each doubtful value where it stands, what its reader would do with it, and what to
-    write instead.
+    For each doubtful value, prints its place, its effect, and what to write instead.
 
     \b
-    error    the value does not do what it says
+    error    the value has no or another effect
     warning  it may well not
     debug    one of NVIDIA's debugging variables, without `why = "..."` beside it
 
@@ -341,8 +340,7 @@ def validate_command(*, sites: Sequence[str], strict: bool, as_json: bool) -> No
     hpctrain sites validate mine.toml
     hpctrain sites validate frontier lumi-g --strict
 
-    Exit code 3 where there is an error; with --strict, where there is anything. A file that cannot
-    be read as a preset at all is exit code 2.
+    Exit code 3 for an error; with --strict, for anything. Exit code 2 if a file is no preset.
     """  # noqa: D301 - click wants the control character
     from hpctrain.base.text import count
     from hpctrain.site.load import load_site
@@ -419,16 +417,16 @@ _SBATCH_COLORS = {"accepted": "green", "refused": "red"}
 
 
 @command.command("init")
-@click.option("--from-slurm", "source", flag_value="slurm", help="Ask the SLURM that answers here.")
+@click.option("--from-slurm", "source", flag_value="slurm", help="Query SLURM.")
 @click.option("--name", metavar="NAME", help="The site's name.  [default: SLURM's ClusterName]")
 @click.option(
-    "--output", "-o", metavar="FILE", type=click.Path(path_type=Path), help="Write there, anew."
+    "--output", "-o", metavar="FILE", type=click.Path(path_type=Path), help="Output file."
 )
 def init_command(*, source: str | None, name: str | None, output: Path | None) -> None:
-    """Write a draft of this cluster's preset from what SLURM tells of it.
+    """Draft this cluster's preset from SLURM's configuration.
 
     Partitions with their limits, GPUs and usable CPUs, preemption with grace and signal, KillWait.
-    What SLURM does not know is left out: `hpctrain sites probe` finds interfaces and adapters.
+    `hpctrain sites probe` finds interfaces and adapters.
 
     \b
     hpctrain sites init --from-slurm                      print it

@@ -48,19 +48,21 @@ class NoStacks(HpctrainError):
 Examples:
   hpctrain stacks lm-3                where each rank of a live run is
   hpctrain stacks lm-3 --rank 5       the whole stack of rank 5
-  hpctrain stacks lm-3 --json         all that was found, for programs
+  hpctrain stacks lm-3 --json         everything, for programs
 """,
 )
 @run_argument
-@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="All of this rank's stack.")
+@click.option(
+    "--rank", type=click.IntRange(min=0), metavar="R", help="The whole stack of this rank."
+)
 @json_option
 @foreign_option
 @runs_option
 def command(*, run: str, rank: int | None, foreign: bool, as_json: bool, runs: Path) -> None:
     """Show where in its program each rank of a live run is, without disturbing it.
 
-    RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest. Ranks at one
-    place stand in one line. Where ranks stand still, it is said who holds up the others.
+    RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest. Ranks
+    at one place share a line. If ranks hang, shows which rank blocks the others.
     """
     from hpctrain.base.files import follow_folder
     from hpctrain.run.find_run import find_run

@@ -30,26 +30,26 @@ Examples:
   hpctrain status --all         all your runs, wherever they lie
   hpctrain status lm-3          attempts, speed, checkpoints, the last failure
   hpctrain status lr-0.1 lr-1   a line for each of these runs
-  hpctrain status lm-3 --watch  drawn anew every 5 s until the run is over
-  hpctrain status lm-3 --ranks  which rank is slow, and what on
+  hpctrain status lm-3 --watch  redraw every 5 s until the run is over
+  hpctrain status lm-3 --ranks  which rank is slow, and why
   hpctrain status - --json      the newest run, for programs
   hpctrain status 4711 --exit-status
                                 0 done, 75 under way, 93 stopped, 1 failed
 """,
 )
 @click.argument("names", nargs=-1, metavar="[RUN]...", shell_complete=complete_run)
-@click.option("--watch", is_flag=True, help="Show it again and again, until the run is over.")
+@click.option("--watch", is_flag=True, help="Redraw until the run is over.")
 @click.option(
     "-i",
     "--interval",
     type=click.FloatRange(min=1),
     metavar="SECONDS",
-    help=f"Between two looks of --watch.  [default: {INTERVAL_S:g}]",
+    help=f"Seconds between two updates of --watch.  [default: {INTERVAL_S:g}]",
 )
-@click.option("--all", "every", is_flag=True, help="List also runs in other folders that are over.")
+@click.option("--all", "every", is_flag=True, help="Also list finished runs in other folders.")
 @click.option("--attempts", is_flag=True, help="Show all attempts instead of the last 20.")
 @click.option("--ranks", is_flag=True, help="Add a table of ranks: time, data wait, memory.")
-@click.option("--exit-status", is_flag=True, help="Tell the run's state by the exit code.")
+@click.option("--exit-status", is_flag=True, help="Return the run's state as exit code.")
 @runs_option
 @json_option
 def command(
@@ -64,9 +64,9 @@ def command(
     as_json: bool,
     runs: Path,
 ) -> int:
-    """Show where runs are; with one RUN everything about it, with several a line for each.
+    """Show runs: one RUN in full, several with a line each.
 
-    Without a RUN it lists the runs in ./runs, and your live runs in other folders.
+    Without RUN, lists the runs in ./runs and your live runs in other folders.
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """

@@ -49,10 +49,10 @@ Examples:
   hpctrain submit --resume-args '--init_from=resume' --resume-if 'out/ckpt.pt' -- train.py
   hpctrain submit --nodes 4 --set train.steps=2000 --engine zero3 --dry-run
   hpctrain submit --nodes 4 --gpus-per-node 8 --engine fsdp2 --mesh tp=8,pp=2
-  hpctrain submit --nodes 4 --wait                      look on until the first step is done
+  hpctrain submit --nodes 4 --wait                      watch until the first step is done
   hpctrain submit --nodes 4 --gpus-per-node 8 --profile steps=100:103,ranks=0,7
   hpctrain submit --from lm-3@4000 --without data -- train.py   weights and optimizer of another run
-  hpctrain submit --after prepare --nodes 4 -- train.py begins when the run `prepare` is done
+  hpctrain submit --after prepare --nodes 4 -- train.py starts when the run `prepare` is done
   hpctrain submit --nodes 4 --then 'export.py --to hub' -- train.py
   hpctrain submit --cluster local --nodes 2 --ranks-per-node 2 --name try-1
 """
@@ -64,8 +64,8 @@ Examples:
 @profile_options
 @site_option
 @cluster_option("Where to run; slurm if there is an sbatch, else local: processes on this machine.")
-@click.option("--name", "-J", help="The run's name; the script's and a number by default.")
-@click.option("--container", metavar="IMAGE", help="Image in which the ranks run.")
+@click.option("--name", "-J", help="Run name; by default the script's name and a number.")
+@click.option("--container", metavar="IMAGE", help="Container image for the ranks.")
 @click.option(
     "--config", metavar="FILE", help="Settings file.  [default: hpctrain.toml if there is one]"
 )
@@ -77,54 +77,56 @@ Examples:
     "--checkpoint",
     multiple=True,
     metavar="PATTERN",
-    help="Where PROGRAM saves, e.g. 'out/*.pt'; taken care of as checkpoint.sealed.",
+    help="Where PROGRAM saves, e.g. 'out/*.pt' (checkpoint.sealed).",
 )
 @click.option(
     "--resume-args",
     metavar="ARGS",
-    help="Added to PROGRAM's own from its second start on, e.g. --init_from=resume.",
+    help="Arguments to add from the second start on, e.g. --init_from=resume.",
 )
 @click.option(
-    "--resume-if", metavar="GLOB", help="Add them where files match instead, e.g. 'out/*.pt'."
+    "--resume-if", metavar="GLOB", help="Add them if files match instead, e.g. 'out/*.pt'."
 )
 @click.option(
     "--snapshot/--no-snapshot",
     default=None,
-    help="Run a copy of the script's git-tracked files.  [default: yes, up to 64 MB]",
+    help="Run a copy of the git-tracked files.  [default: yes, up to 64 MB]",
 )
 @click.option(
     "--from",
     "begin",
     metavar="RUN[@STEP]",
     default="",
-    help="Begin with another run's checkpoint, the newest by default: weights, optimizer, place in "
-    "the data.",
+    help="Begin with another run's checkpoint (default: the newest): weights, optimizer, "
+    "position in the data.",
 )
 @click.option(
     "--without",
     multiple=True,
     type=click.Choice(["optimizer", "data"]),
-    help="What of --from begins anew: the optimizer with schedulers, or the data and the count of "
-    "steps.",
+    help="What of --from to ignore: the optimizer with schedulers, or the data and the count "
+    "of steps.",
 )
 @click.option(
     "--after",
     multiple=True,
     metavar="RUN",
-    help="Begin when this run is done; more than once for several.",
+    help="Start when this run is done; repeatable.",
 )
 @click.option(
     "--then",
     multiple=True,
     metavar="COMMAND",
-    help="Run this when the run is done, in a job of its own ([then]); again for what follows it.",
+    help="Run this in its own job when the run is done ([then]); repeatable.",
 )
 @locked_option
 @runs_option
 @wait_option
-@click.option("--no-submit", is_flag=True, help="Make the run directory only.")
+@click.option("--no-submit", is_flag=True, help="Only make the run directory.")
 @click.option("--dry-run", is_flag=True, help="Show what would be submitted, and submit nothing.")
-@click.option("--script", "whole", is_flag=True, help="With --dry-run: all of the batch script.")
+@click.option(
+    "--script", "whole", is_flag=True, help="With --dry-run: also print the batch script."
+)
 @json_option
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[-- PROGRAM ARGS...]")
 def command(
@@ -140,10 +142,10 @@ def command(
 ) -> int:
     """Start a run: check it, make its directory, submit its job.
 
-    Trains PROGRAM under torchrun's environment: a Python script, -m MODULE, or anything that can be
-    executed; the shipped recipe where there is none.
-    Settings come from the site, then ./hpctrain.toml, then flags; the later wins. The site is the
-    one of --site, HPCTRAIN_SITE or hpctrain.toml, else it is detected.
+    Runs PROGRAM under torchrun's environment: a Python script, -m MODULE, or any executable;
+    without PROGRAM the shipped recipe.
+    Settings come from the site, then ./hpctrain.toml, then flags; the later wins. The site
+    comes from --site, HPCTRAIN_SITE or hpctrain.toml; otherwise it is detected.
     """
     from hpctrain.errors import ClusterError, UsageError
     from hpctrain.submit.prepare import SubmitRequest

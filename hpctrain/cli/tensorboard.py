@@ -58,10 +58,10 @@ class _Shown:
     "--host",
     default=LOCAL,
     show_default=True,
-    help="Address to listen on. TensorBoard asks for no password: on another address than "
-    "localhost, who reaches this machine sees your runs.",
+    help="Address to listen on. TensorBoard has no password: on another address than "
+    "localhost, everybody who reaches this machine sees your runs.",
 )
-@click.option("--dry-run", is_flag=True, help="Print what would be started, and end.")
+@click.option("--dry-run", is_flag=True, help="Print the command only.")
 @json_option
 @click.pass_context
 def command(
@@ -74,7 +74,7 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Start TensorBoard over runs, each under its name, all attempts as one curve.
+    """Start TensorBoard for runs, with all attempts as one curve.
 
     \b
     hpctrain tensorboard                   the newest run

@@ -45,11 +45,13 @@ setting = partial(field, free=True)
 
 
 class SlurmSettings(Table):
-    """[slurm]: what is asked of the scheduler."""
+    """[slurm]: options for the scheduler."""
 
-    nodes: str = setting("1", "nodes: N, or MIN-MAX to take what there is at each (re)start")
+    nodes: str = setting("1", "nodes: N, or MIN-MAX to use the free ones at each (re)start")
     gpus_per_node: int = setting(0, "GPUs per node; 0 for none")
-    gpu_type: str = setting("", "their type as SLURM calls it, e.g. a100; empty: any", pattern=WORD)
+    gpu_type: str = setting(
+        "", "their type in SLURM's spelling, e.g. a100; empty: any", pattern=WORD
+    )
     ranks_per_node: int = setting(0, "ranks per node; 0 means one per GPU, or one without GPUs")
     time: str = setting(
         "1:00:00",
@@ -62,24 +64,22 @@ class SlurmSettings(Table):
     qos: str = setting("", "quality of service", pattern=WORD)
     constraint: str = setting("", "node features", pattern=WORD)
     reservation: str = setting("", "reservation", pattern=WORD)
-    exclude: str = setting("", "nodes not to use", pattern=WORD)
+    exclude: str = setting("", "nodes to avoid", pattern=WORD)
     mem: str = setting("", "memory per node, SLURM's form, e.g. 64G; 0 for all of it", pattern=WORD)
-    cpus_per_rank: int = setting(
-        0, "CPU cores per rank; 0 leaves it to exclusive nodes or the site"
-    )
+    cpus_per_rank: int = setting(0, "CPU cores per rank; 0: as exclusive nodes or the site decide")
     exclusive: str = setting(
         "auto",
-        "whole nodes: auto means yes where no GPUs are asked for",
+        "whole nodes: auto means yes for jobs without GPUs",
         choices=("auto", "yes", "no"),
     )
     signal_lead_s: int = setting(90, "seconds before the time limit at which SLURM warns (SIGUSR2)")
     extra: list[str] = setting([], "more sbatch options, one string each, e.g. --switches=1")
     srun_args: list[str] = setting([], "more srun options, one string each")
     setup: list[str] = setting(
-        [], "shell lines run on the first node before srun (module load ...)"
+        [], "shell lines that run on the first node before srun (module load ...)"
     )
     setup_may_fail: bool = setting(
-        False, "go on where a line of setup fails; else the start ends there and names it"
+        False, "continue after a failed line of setup; false: end the start and name the line"
     )
     network: str = setting("", "SLURM's --network", pattern=WORD)
 
@@ -118,16 +118,16 @@ class ShapeSettings(Table):
 
 
 class ContainerSettings(Table):
-    """[container]: the image in which agents and ranks run; the batch script stays outside."""
+    """[container]: the image for agents and ranks; the batch script stays outside."""
 
     image: str = setting(
         "",
-        "path of an image on every node, a registry's reference, or for cscs-ce the path or name of "
-        "an EDF; empty: no container",
+        "path of an image on every node, a registry's reference, or for cscs-ce the path or "
+        "name of an EDF; empty: no container",
     )
     runtime: str = setting(
         "",
-        "what starts it; empty: the site preset's container.runtime",
+        "what starts the container; empty: the site preset's container.runtime",
         choices=(
             "",
             "apptainer",
@@ -142,43 +142,41 @@ class ContainerSettings(Table):
     )
     mounts: list[str] = setting(
         [],
-        "folders or files of the host for the inside, SRC[:DST[:ro]]; the run's own folders are "
-        "there already",
+        "folders or files of the host to mount, SRC[:DST[:ro]]; the run's own folders are "
+        "mounted already",
     )
     env: list[str] = setting(
         [],
-        "variables for the inside: NAME=VALUE, or NAME for the batch script's value, which then wins "
-        "over the image's",
+        "variables for the inside: NAME=VALUE, or NAME for the batch script's value, which then "
+        "wins over the image's",
     )
     python: str = setting("python3", "the interpreter in the image that has hpctrain and torch")
     options: list[str] = setting(
-        [], "more words for the runtime's own command, or for srun where that starts it"
+        [], "more words for the runtime's command, or for srun if srun starts the container"
     )
 
 
 class RunSettings(Table):
-    """[run]: how the run is kept going."""
+    """[run]: restarts, stops and the run's folder."""
 
     start_method: str = setting(
         "fork",
-        "how ranks start: fork imports torch once per node; spawn is the fallback",
+        "how ranks start: fork imports torch once per node; spawn is the alternative",
         choices=("fork", "spawn"),
     )
-    stop_margin_s: float = setting(
-        10.0, "seconds kept free between a finished save and the end of the job"
-    )
+    stop_margin_s: float = setting(10.0, "seconds between a finished save and the end of the job")
     restarts_in_job: int = setting(
-        3, "how often crashed ranks are started again inside one job before it requeues"
+        3, "restarts of crashed ranks inside one job before the job is requeued"
     )
     restart_pause_s: float = setting(
         60.0,
-        "longest pause before crashed ranks are started again inside one job: none at first, 1 s "
-        "after a second crash of the same cause, twice as long after each further one; 0: none",
+        "longest pause before crashed ranks restart inside one job: none at first, 1 s after a "
+        "second crash of the same cause, then twice as long each time; 0: none",
     )
     end_wait_s: float = setting(
         300.0,
-        "where some ranks have returned and the others print, compute, read and write nothing for "
-        "so long, they are ended; 0: never",
+        "seconds without output, computing, reading or writing after which hpctrain ends the "
+        "remaining ranks, once some ranks have returned; 0: never",
     )
     snapshot: str = setting(
         "auto",
@@ -186,30 +184,29 @@ class RunSettings(Table):
         choices=("auto", "yes", "no"),
     )
     lint: bool = setting(
-        True, "submit says what `hpctrain lint` finds in the program, and submits it all the same"
+        True, "submit prints lint's findings in the program, and submits it anyway"
     )
     cpu_bind: str = setting(
         "auto",
-        "SLURM: ranks stay on the CPUs near their GPU, of those that the job was given; auto means "
-        "ranks with GPUs, yes all ranks",
+        "SLURM: bind ranks to the CPUs near their GPU, among those of the job; auto means ranks "
+        "with GPUs, yes all ranks",
         choices=("auto", "yes", "no"),
     )
     log_every_s: float = setting(5.0, "seconds between step marks in the ledger")
     resume_args: str = setting(
         "",
-        "arguments added to the program's own where it has something to go on from, e.g. "
-        "--init_from=resume; {checkpoint} in them is its newest sealed checkpoint, {step} the number "
-        "that its name ends with",
+        "arguments added to the program's own if a checkpoint exists, e.g. --init_from=resume; "
+        "{checkpoint} is its newest registered checkpoint, {step} the number at the end of its "
+        "name",
     )
     resume_if: str = setting(
         "",
-        "where that is: files that match, e.g. out/*.pt (relative to the working directory); empty: "
-        "from the second start on, or where there is a sealed checkpoint",
+        "add resume_args if files match, e.g. out/*.pt (relative to the working directory); "
+        "empty: from the second start on, or if a registered checkpoint exists",
     )
     group_writable: bool = setting(
         False,
-        "the run's group may write into it; false: nobody else can, whatever the umask, and what "
-        "the job writes elsewhere is made without write permission for others too",
+        "the run's group may write into it; false: only the owner may, whatever the umask",
     )
 
 
@@ -217,7 +214,7 @@ AUTO_STAGE_NODES = 8
 
 
 class EnvironmentSettings(Table):
-    """[environment]: the Python environment of the ranks, brought to each node as one file."""
+    """[environment]: a copy of the Python environment on each node."""
 
     stage: str = setting(
         "no",
@@ -227,8 +224,8 @@ class EnvironmentSettings(Table):
     )
     stage_dir: str = setting(
         "",
-        "the node's folder for it, $VARIABLES as they are there; empty: the first that there is of "
-        "$SLURM_TMPDIR, the site's storage.local, $TMPDIR and /tmp",
+        "the node's folder for the copy, with $VARIABLES of the node; empty: the first existing "
+        "one of $SLURM_TMPDIR, the site's storage.local, $TMPDIR and /tmp",
     )
 
     def is_staged(self, most_nodes: int) -> bool:
@@ -237,85 +234,84 @@ class EnvironmentSettings(Table):
 
 
 class PreflightSettings(Table):
-    """[preflight]: the look at the nodes before the ranks of a job start."""
+    """[preflight]: checks of the nodes before ranks start."""
 
     enabled: str = setting(
         "auto",
-        "whether nodes are looked at: auto means in SLURM jobs of several nodes",
+        "check nodes before ranks start: auto means SLURM jobs of several nodes",
         choices=("auto", "yes", "no"),
     )
     bandwidth: str = setting(
         "auto",
-        "whether their all-reduce is tried too: auto means where the site's preset has a [baseline]",
+        "also try their all-reduce: auto means if the site's preset has a [baseline]",
         choices=("auto", "yes", "no"),
     )
     timeout_s: float = setting(
-        120.0, "without an answer after so long the attempt goes on", least=1
+        120.0, "seconds without an answer after which the attempt continues", least=1
     )
 
 
 class AliveSettings(Table):
-    """[alive]: what is done where ranks stand still, and where nodes are lost."""
+    """[alive]: hangs, slow ranks and lost nodes."""
 
     hang: str = setting(
         "restart",
-        "where ranks stand for too long: restart names who holds up the others, and ends the round "
-        "as a failure; tell only names; off does neither",
+        "if ranks hang: restart names the ranks that block the others and restarts all; tell "
+        "only names them; off does neither",
         choices=("restart", "tell", "off"),
     )
     hang_s: float = setting(
         0.0,
-        "so long may a rank stay in one phase, at least; five times the longest stay so far counts "
-        "where that is more; 0: 60 seconds",
+        "time a rank may stay in one phase before it counts as hung: the larger of this value "
+        "and five times the longest phase so far; 0 means 60 s",
     )
     desync: str = setting(
         "tell",
-        "where ranks have ceased to call equally many collectives: tell names those that are out of "
-        "step; restart ends the round too; off does neither",
+        "if ranks call different numbers of collectives: tell names them; restart also restarts "
+        "the ranks; off does neither",
         choices=("restart", "tell", "off"),
     )
     stragglers: str = setting(
         "tell",
-        "where a rank, a node or its data keep the others waiting at every step: tell names them",
+        "if a rank, a node or its data slow the others at every step: tell names them",
         choices=("tell", "off"),
     )
     first_step_s: float = setting(
-        1800.0, "so long in all phases before the first step is over", above=0
+        1800.0, "seconds for everything before the end of the first step", above=0
     )
     spares: int = setting(
         0,
-        "SLURM: nodes asked for beside slurm.nodes that wait, ready, to take the place of a lost one; "
-        "`--nodes 4+1` says so too",
+        "SLURM: additional nodes that wait to replace a lost one; `--nodes 4+1` sets it too",
         most=1000,
     )
     shrink: str = setting(
         "no",
-        "SLURM: where no spare is left, auto: go on with the nodes that live, as far as slurm.nodes MIN-MAX "
-        "and the mesh allow; no: the job is requeued",
+        "SLURM: if no spare is left, auto: train on the remaining nodes, as far as slurm.nodes "
+        "MIN-MAX and the mesh allow; no: requeue the job",
         choices=("no", "auto"),
     )
     lease_s: float = setting(
         10.0,
-        "a node of which nothing is heard for so long is lost; one that stood still for so long ends "
-        "its own ranks, unless all did",
+        "seconds of silence after which a node counts as lost; a node that stood still for so "
+        "long ends its own ranks, unless all nodes did",
         least=1,
         most=600,
     )
 
     memory: str = setting(
         "no",
-        "copies of the state in the nodes' memory, from which ranks that are started again in the "
-        "same allocation go on; no leaves it to checkpoints on disk",
+        "copies of the state in the nodes' memory, from which ranks restarted in the same "
+        "allocation resume; no: only checkpoints on disk",
         choices=("auto", "no"),
     )
     memory_steps: int = setting(
-        0, "steps between two such copies at most; 0 chooses it from what a copy costs"
+        0, "most steps between two such copies; 0 chooses by the cost of a copy"
     )
     memory_buddy: str = setting(
         "auto",
-        "auto: where the run outlives its nodes (spares, shrink), each copy lies on another node too "
-        "(of another switch where SLURM tells), so that a lost node's part can be had; it takes "
-        "twice the memory; no: on its own alone",
+        "auto: if the run outlives its nodes (spares, shrink), each copy is also on another "
+        "node, on another switch if SLURM reports switches; this doubles the memory; no: one "
+        "copy",
         choices=("auto", "no"),
     )
 
@@ -327,7 +323,7 @@ class AliveSettings(Table):
 class BudgetSettings(Table):
     """[budget]: how often each cause may end an attempt before the run stops for good (0: no limit)."""
 
-    preemptions: int = setting(0, "preemptions and outside requeues")
+    preemptions: int = setting(0, "preemptions and requeues from outside")
     time_limits: int = setting(0, "time limits")
     nodes: int = setting(20, "node failures")
     crashes: int = setting(5, "crashes")
@@ -342,31 +338,32 @@ OF_EVALUATION = "eval."
 class CheckpointSettings(Table):
     """[checkpoint]: when to save, how, and what to keep."""
 
-    interval_steps: int = setting(0, "save every N steps; 0 leaves it to interval_s")
+    interval_steps: int = setting(0, "save every N steps; 0: interval_s decides")
     interval_s: float = setting(
         0.0,
-        "save every so many seconds; 0 chooses it from what a save costs and how often runs die",
+        "save every so many seconds; 0 chooses by the cost of a save and the failures so far",
     )
     max_loss_s: float = setting(
-        1800.0, "the chosen interval is never longer: what a hard kill may cost at most", above=0
+        1800.0, "upper limit of the chosen interval: what a hard kill may cost", above=0
     )
     mode: str = setting(
         "async",
-        "async writes behind training, from a copy in host memory; sync writes while training waits",
+        "async writes a copy in host memory while training continues; sync writes while "
+        "training waits",
         choices=("async", "sync"),
     )
     overlap_copy: bool = setting(
         False,
-        "copy weights and moments beside the next forward and backward pass, and wait for the copy "
-        "before the optimizer's step; for programs that change them in that step alone",
+        "copy weights and moments during the next forward and backward pass; for programs that "
+        "change them only in the optimizer's step",
     )
     timeout_s: float = setting(
-        1800.0, "a background save that takes longer has failed; training goes on", above=0
+        1800.0, "a background save that takes longer has failed; training continues", above=0
     )
     patience_s: float = setting(
         120.0,
-        "reading, and the last save before leaving, are tried again so long where the file system gives "
-        "errors; a save never longer than the scheduler leaves",
+        "how long reads, and the last save before the exit, are retried after errors of the "
+        "file system; a save at most as long as the scheduler allows",
         most=300,
     )
     # Past these, one save takes the threads of a whole node; past `patience_s`, ranks
@@ -374,63 +371,61 @@ class CheckpointSettings(Table):
     write_threads: int = setting(1, "threads of each rank that write its shard", least=1, most=64)
     stripe_count: int = setting(
         0,
-        "on Lustre, servers (OSTs) over which each file of a checkpoint is striped, -1 for all; 0 "
-        "leaves it to the file system",
+        "Lustre: servers (OSTs) over which each file of a checkpoint is striped, -1 for all; 0: "
+        "the file system's default",
         least=-1,
         most=2000,
     )
-    stripe_mib: int = setting(
-        0, "on Lustre, MiB in a stripe; 0 leaves it to the file system", most=4096
-    )
+    stripe_mib: int = setting(0, "Lustre: MiB in a stripe; 0: the file system's default", most=4096)
     keep_last: int = setting(
-        3, "newest checkpoints kept; at least 2, so that a damaged one has a predecessor", least=2
+        3, "newest checkpoints to keep; at least 2, in case one is damaged", least=2
     )
     sealed: list[str] = setting(
         [],
-        "the program's own checkpoints, sealed by the agent: names or patterns, absolute or relative "
-        "to its working directory and to the run's output folder, e.g. out/checkpoint-*",
+        "checkpoints of the program itself, registered by the agent: names or patterns, "
+        "absolute or relative to its working directory and to the run's output folder, e.g. "
+        "out/checkpoint-*",
     )
     seal_settle_s: float = setting(
-        10.0, "such a file or folder is sealed once it has not changed for so long"
+        10.0, "seconds without a change after which such a file or folder is registered"
     )
     keep_sealed: int = setting(
-        2, "newest copies kept of a program's own sealed checkpoints", least=1
+        2, "newest copies to keep of a program's own registered checkpoints", least=1
     )
     keep_every: int = setting(
         0, "also keep every checkpoint whose step is a multiple of this; 0 for none"
     )
-    keep_best: int = setting(0, "also keep so many of the best by best_metric; 0 for none")
+    keep_best: int = setting(0, "also keep this number of the best by best_metric; 0 for none")
     best_metric: str = setting(
-        "loss", "a name that the program gives to run.log, or eval.NAME of its evaluations"
+        "loss", "a name that the program passes to run.log, or eval.NAME of its evaluations"
     )
     best_is: str = setting("lowest", "which value of it is the best", choices=("lowest", "highest"))
 
 
 class ResumeSettings(Table):
-    """[resume]: what may have changed in the program since the checkpoint."""
+    """[resume]: changes of the program since the checkpoint that may pass."""
 
     allow: list[str] = setting(
         [],
-        "changes of the program that may pass: new-parameters (what the checkpoint lacks keeps the "
-        "values that the program has given it), dropped-parameters (what the program lacks is left "
-        "out), optimizer-changed (the optimizer begins without state)",
+        "permitted changes of the program: new-parameters (parameters that the checkpoint lacks "
+        "keep the program's values), dropped-parameters (those that the program lacks are "
+        "ignored), optimizer-changed (the optimizer begins without state)",
         choices=CHANGES,
     )
 
 
 class EvaluateSettings(Table):
-    """[evaluate]: a job of its own for checkpoints of the run."""
+    """[evaluate]: jobs that evaluate checkpoints."""
 
     script: str = setting(
         "",
-        "command line that evaluates a checkpoint, as one would put it behind --; "
-        "empty: nothing is evaluated",
+        "command line that evaluates a checkpoint, as behind --; empty: no evaluations",
     )
     every: int = setting(
-        1, "every n-th new checkpoint, counted over the run's life; 0: none but the last"
+        1, "every n-th new checkpoint, counted over the run's life; 0: only the last"
     )
-    last: bool = setting(True, "also the last checkpoint of a run that is done")
-    at_once: int = setting(1, "so many evaluations wait or run at a time", least=1)
+    last: bool = setting(True, "also the last checkpoint of a finished run")
+    at_once: int = setting(1, "evaluations that wait or run at a time", least=1)
     nodes: str = setting("", "nodes of each, N or MIN-MAX; empty: the run's own")
     ranks_per_node: int = setting(
         -1, "ranks per node; 0 means one per GPU, or one without GPUs; -1: the run's own", least=-1
@@ -442,7 +437,7 @@ class EvaluateSettings(Table):
 
 
 class ThenSettings(Table):
-    """[then]: the allocation of what `--then` runs after the run; its job is of its own."""
+    """[then]: the allocation of the job for `--then`."""
 
     nodes: str = setting("1", "nodes, N or MIN-MAX; empty: the run's own")
     ranks_per_node: int = setting(
@@ -455,40 +450,41 @@ class ThenSettings(Table):
 
 
 class NotifySettings(Table):
-    """[notify]: who hears of a run's end; never blocks or breaks training."""
+    """[notify]: messages about a run; they never block training."""
 
     command: str = setting(
-        "", "run with the news as JSON on its standard input; a command line, without a shell"
+        "",
+        "command line that receives the news as JSON on its standard input; runs without a shell",
     )
     webhook_file: str = setting(
         "",
-        "file that holds a URL to post the news to as JSON; a file, since such a URL is a secret",
+        "file with the URL that receives the news as JSON; a file, because the URL is a secret",
     )
     plain_http: bool = setting(
-        False, "take a webhook's http:// URL too, which everybody on the way can read"
+        False, "also accept an http:// URL, which others on the way can read"
     )
     on: list[str] = setting(
         ["done", "failed", "stopped"],
         "which news: done, failed (also a job that could not be requeued), stopped (a budget, "
         "no progress, a cancel), attempt (the end of each), incident (a hang, a lost node, slow "
-        "ranks: what happens in the middle of one)",
+        "ranks)",
     )
-    timeout_s: float = setting(30.0, "a notification that takes longer is given up", least=1)
+    timeout_s: float = setting(30.0, "seconds after which a notification is abandoned", least=1)
 
 
 class TrackSettings(Table):
     """[track]: experiment trackers beside TensorBoard."""
 
     loggers: list[str] = setting([], "wandb, or module:name of your own (`hpctrain help watching`)")
-    project: str = setting("hpctrain", "the project that the tracker files the run under")
+    project: str = setting("hpctrain", "the tracker's project for the run")
 
 
 class ProfileSettings(Table):
-    """[profile]: a look at some steps of some ranks, without touching the program."""
+    """[profile]: traces of some steps of some ranks."""
 
     steps: str = setting("", "FIRST:LAST step to profile, both inclusive; empty for none")
     ranks: str = setting("0", "ranks to profile: R, R,R or all")
-    memory: bool = setting(False, "also record what holds the GPU's memory")
+    memory: bool = setting(False, "also record allocations of GPU memory")
     nsys_rank: int = setting(-1, "start this rank under NVIDIA's nsys; -1 for none", least=-1)
 
 
@@ -497,16 +493,16 @@ class EngineSettings(Table):
 
     kind: str = setting(
         "ddp",
-        "ddp copies the model, fsdp2 shards it (and is what tp, pp and ep build on), "
-        "zero0 to zero3 are DeepSpeed's stages",
+        "ddp copies the model, fsdp2 shards it (and is the base of tp, pp and ep), zero0 to "
+        "zero3 are DeepSpeed's stages",
         choices=("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"),
     )
-    tp: str = setting("1", "tensor-parallel ranks: N, or MIN-MAX to fit what there is; in a node")
+    tp: str = setting("1", "tensor-parallel ranks: N, or MIN-MAX to fit the nodes; in a node")
     pp: str = setting("1", "pipeline-parallel ranks: N or MIN-MAX; across nodes")
     ep: str = setting("1", "expert-parallel ranks: N or MIN-MAX; part of the data-parallel ones")
     cp: str = setting(
         "1",
-        "context-parallel ranks, which have a part of each sequence: N or MIN-MAX; part of the "
+        "context-parallel ranks, which share each sequence: N or MIN-MAX; part of the "
         "data-parallel ones, without tp, pp and ep",
     )
     dp_replicate: str = setting(
@@ -525,23 +521,24 @@ class EngineSettings(Table):
     )
     precision: str = setting(
         "auto",
-        "auto is bf16 on a GPU that has it, else fp32",
+        "auto is bf16 on a GPU that has it, otherwise fp32",
         choices=("auto", "fp32", "bf16", "fp16"),
     )
     float8: bool = setting(
         False,
-        "ddp and fsdp2: matrices of blocks are multiplied in 8 bits, by torchao; refused where the "
-        "GPU cannot",
+        "ddp and fsdp2: multiply matrices of blocks in 8 bits, by torchao; refused if the GPU "
+        "lacks it",
     )
     async_tp: bool = setting(
         False,
         "tp: compiled products overlap their exchange; needs compile inductor and "
-        "sequence_parallel; refused where the GPU cannot",
+        "sequence_parallel; refused if the GPU lacks it",
     )
     clip_norm: float = setting(1.0, "gradient norm is clipped to this; 0 for no clipping")
     activation_checkpointing: str = setting(
         "no",
-        "recompute in the backward pass: full each block, selective all of it but matrix products",
+        "recompute in the backward pass: full recomputes each block, selective all but matrix "
+        "products",
         choices=("no", "full", "selective"),
     )
     compile: str = setting(
@@ -554,21 +551,22 @@ class EngineSettings(Table):
     )
     reduce_each_pass: bool = setting(
         False,
-        "fsdp2: reduce gradients in each pass of a step; a GPU then holds shards of them between "
-        "passes, not all of them, and sends more",
+        "fsdp2: reduce gradients in each pass of a step; GPUs hold only shards of them between "
+        "passes, and send more",
     )
     offload: str = setting(
         "no",
-        "where optimizer state and masters lie: no is the device; cpu for fsdp2 and zero1 to zero3",
+        "where optimizer state and masters are: no is the device; cpu is for fsdp2 and zero1 to "
+        "zero3",
         choices=("no", "cpu"),
     )
     ds_config: str = setting(
-        "", "zero0 to zero3: a ds_config.json of your own, read at submit; [engine] fills the rest"
+        "", "zero0 to zero3: your own ds_config.json, read at submit; [engine] fills the rest"
     )
     pretrained: str = setting(
         "",
-        "a Hugging Face folder: `run.parallelize` begins with its weights, and submit refuses what "
-        "the model of its config.json cannot do",
+        "a Hugging Face folder: `run.parallelize` begins with its weights, and submit checks "
+        "its config.json",
     )
     exact: bool = setting(
         False,
@@ -577,39 +575,38 @@ class EngineSettings(Table):
 
 
 class GuardSettings(Table):
-    """[guard]: what becomes of a step whose numbers are wrong (docs/staying-alive.md)."""
+    """[guard]: steps whose numbers are wrong."""
 
     nonfinite: str = setting(
         "skip",
-        "a loss or gradient norm that is not a number or infinite: the step is computed once more; "
-        "skip then leaves its update out and stops after 3 in a row or more than 3 in 100 steps, "
-        "rewind goes back first where skip would stop, stop stops at the first, tell only says so, "
-        "off looks at nothing",
+        "a loss or gradient norm that is NaN or infinite is computed again; if it stays so, "
+        "skip skips the update and ends the run after 3 in a row or more than 3 in 100 steps, "
+        "rewind rewinds before it ends the run, stop ends the run at the first, tell only "
+        "reports, off does nothing",
         choices=("skip", "rewind", "stop", "tell", "off"),
     )
     spike: str = setting(
         "tell",
-        "a loss or gradient norm 10 deviations above the median of the last 128: tell says so, skip "
-        "leaves the update out too, rewind goes back to a checkpoint of 20 steps before and leaves "
-        "out the samples since then, off looks at nothing",
+        "a loss or gradient norm 10 deviations above the median of the last 128: tell reports "
+        "it, skip also skips the update, rewind resumes from a checkpoint of 20 steps before "
+        "and skips the samples since then, off does nothing",
         choices=("tell", "skip", "rewind", "off"),
     )
     replicas: int = setting(
         8,
-        "ranks with copies of the same weights compare them, one of so many slices at each step; 0: "
-        "never",
+        "compare replicas of weights between ranks, one of so many slices at each step; 0: never",
         most=1000,
     )
     diverged: str = setting(
         "rewind",
-        "copies that differ: rewind starts the ranks again from the newest checkpoint from before, "
-        "stop ends the run, tell only says so",
+        "if replicas differ: rewind restarts the ranks from a checkpoint before the difference, "
+        "stop ends the run, tell only reports",
         choices=("rewind", "stop", "tell"),
     )
     convict: int = setting(
         2,
-        "a node whose ranks these guards named so often is left out when ranks start again, for "
-        "24 hours; 0: never",
+        "exclude a node after guards have named it this often, for preflight.bad_node_hours; 0: "
+        "never",
     )
 
 
@@ -618,16 +615,16 @@ class TrainSettings(Table):
 
     steps: int = setting(200, "optimizer steps", least=1)
     global_batch: int = setting(
-        32, "sequences per step over all ranks; fixed at any world size", least=1
+        32, "sequences per step over all ranks; the same at any number of ranks", least=1
     )
     micro_batch: int = setting(
-        0, "sequences per forward pass of one rank; 0 takes the rank's whole share"
+        0, "sequences per forward pass of one rank; 0: the rank's whole share"
     )
     seq_len: int = setting(128, "bytes per sequence", least=1)
     data: str = setting(
         "", "folder of text files; empty for the Python standard library's own source"
     )
-    data_limit_mb: float = setting(8.0, "megabytes of text taken at most; 0 for all")
+    data_limit_mb: float = setting(8.0, "most megabytes of text; 0 for all")
     layers: int = setting(4, "transformer blocks", least=1)
     dim: int = setting(128, "model width", least=1)
     heads: int = setting(4, "attention heads", least=1)
@@ -636,7 +633,7 @@ class TrainSettings(Table):
     weight_decay: float = setting(0.1, "AdamW's weight decay")
     dropout: float = setting(0.0, "dropout probability")
     experts: int = setting(0, "experts in each block's MLP; 0 for a dense one")
-    experts_per_token: int = setting(2, "of these, how many each token goes to", least=1)
+    experts_per_token: int = setting(2, "experts that each token goes to", least=1)
     seed: int = setting(1234, "seed of weights, sample order and dropout")
     audit: bool = setting(False, "write every consumed sample's index, to prove exactly-once")
     step_delay_s: float = setting(0.0, "sleep in each step, to rehearse with a tiny model")

@@ -188,8 +188,7 @@ class Network(Table):
     )
     socket_mode: str = field(
         "exact",
-        "whether NCCL is told to match them whole (=), or as they stand, for plugins that look at "
-        "the text",
+        "exact: NCCL matches full names (=); as-is: plain names, for plugins that read the text",
         choices=("exact", "as-is"),
     )
     hcas: list[str] = field([], "InfiniBand or RoCE adapters that NCCL uses, at most 32")
@@ -216,7 +215,7 @@ class When(Table):
     torch: str = field("", "torch's version, in the same form", pattern=VERSIONS)
     plugin: str = field(
         "",
-        "version of the network plugin that the loaded module tells in its variable",
+        "version of the network plugin, from the loaded module's variable",
         pattern=VERSIONS,
     )
     gpu: str = field("", "pattern of the GPU's whole name", regex=True)
@@ -252,7 +251,7 @@ class Modules(Table):
 
 
 class Cpus(Table):
-    """[cpus]: of a node. Without a map ranks are bound as the machine itself tells."""
+    """[cpus]: of a node. Without a map hpctrain uses Linux's own data."""
 
     of_gpu: list[str] = field(
         [], "CPUs near each GPU, in the order of the GPUs, e.g. 49-55", pattern=CPU_LIST
@@ -271,7 +270,7 @@ class Storage(Table):
     flock: str = field(
         "unknown", "what flock(2) holds there", choices=("coherent", "local", "none", "unknown")
     )
-    purge_days: int | None = field(None, "files untouched for so long are deleted")
+    purge_days: int | None = field(None, "days without access after which files are deleted")
     quota_cmd: str = field("", "the command that shows a user's quota")
 
 
