@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 MOST = 12
-MOST_SIZES = 4
-"""Numbers of nodes among the candidates; more of them would leave too few time limits each."""
+MOST_SIZES = 6
+"""Numbers of nodes among the candidates: with four, none lay near the middle's node-hours, and
+`balanced` took 1.7 times as long as a fixed shape (benchmarks/time_to_result.py)."""
 LADDER_S = tuple(minutes * 60 for minutes in (10, 30, 60, 120, 240, 480, 720, 1440, 2880, 10080))
 """Time limits that are tried, as far as the site allows them."""
 UNLIMITED_S = 86400

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from hpctrain.base.text import count, duration, percent
 from hpctrain.shapes.forecast import RunFacts, ShapeForecast, forecast
-from hpctrain.shapes.waits import QueueWait, between, expected_wait
+from hpctrain.shapes.waits import DAY_S, QueueWait, between, expected_wait
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -86,6 +86,7 @@ def choose_shape(
     refused: Mapping[JobShape, str] | None = None,
     records: Sequence[WaitRecord] = (),
     partition: str = "",
+    longest_s: float = DAY_S,
     wish: Wish | None = None,
     now_has: JobShape | None = None,
 ) -> ShapeChoice:
@@ -98,11 +99,12 @@ def choose_shape(
         refused: Why the scheduler would not take a shape; "" or missing where it would.
         records: Waits of own jobs, oldest first.
         partition: Where the job goes.
+        longest_s: The longest time limit there.
         wish: What counts.
         now_has: The shape of the run's last job; None before the first.
     """
     wish = wish or Wish()
-    waits = {s: expected_wait(s, estimates.get(s), records, partition) for s in shapes}
+    waits = {s: expected_wait(s, estimates.get(s), records, partition, longest_s) for s in shapes}
     usual = _usual(list(waits.values()))
     rows = [
         _within(forecast(shape, facts, wait, _later(wait, usual)), facts, wish)

@@ -35,6 +35,9 @@ UNMEASURED_RESTART_S = 180.0
 shown its own: imports from a shared disk and a restore of some GB. An assumption."""
 REQUEUE_S = 121.0
 """SLURM's default time before a requeued job may start again."""
+MOST_SPARE = 0.25
+"""Part of the expected time that the limit of a job for all the work has to spare, at most. Where
+the step time is hardly known, a second short job costs less than a wait for a very long one."""
 TOGETHER = 0.5
 """Correlation between two waits of one run: a full queue stays full for a while."""
 Z_80 = 1.2816
@@ -127,8 +130,8 @@ class RunFacts:
         if work is None:
             return None
         step = step_at(self.points, nodes)
-        spread = 1 + 2 * (step.sigma if step else 0.0)
-        return work * spread + self.restart_s
+        spare = min(MOST_SPARE, 2 * (step.sigma if step else 0.0))
+        return work * (1 + spare) + self.restart_s
 
 
 @dataclass(frozen=True)

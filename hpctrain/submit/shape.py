@@ -235,6 +235,7 @@ def choose_for(
         refused={shape: estimate.refused for shape, estimate in asked.items()},
         records=records,
         partition=settings.slurm.partition,
+        longest_s=max((longest(size) or UNLIMITED_S for size in sizes), default=UNLIMITED_S),
         wish=_wish(settings),
         now_has=had,
     )

@@ -7,20 +7,24 @@ jobs and the user's earlier ones: step times with their noise, and waits.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpctrain.shapes.candidates import JobShape, enumerate_shapes
+from hpctrain.shapes.candidates import MOST_RESTART_SHARE, JobShape, enumerate_shapes
 from hpctrain.shapes.choose import Wish, choose_shape
 from hpctrain.shapes.forecast import RunFacts, StepPoint
 from hpctrain.shapes.waits import WaitRecord
-from tests.support.queue_sim.training import HOUR_S, Shape
+from hpctrain.submit.shape import MOST_HOLES
+from tests.support.queue_sim.training import HOUR_S, REQUEUE_S, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpctrain.shapes.choose import Prefer
     from hpctrain.shapes.forecast import ShapeForecast
+    from tests.support.queue_sim.controller import Controller
+    from tests.support.queue_sim.profile import Profile
     from tests.support.queue_sim.training import Part, Situation
 
 STEPS_PER_NODE_HOUR = 1000
@@ -67,19 +71,23 @@ class Product:
         facts = self.facts(situation)
         parts = situation.parts
         had = JobShape(parts[-1].shape.nodes, round(parts[-1].shape.limit_s)) if parts else None
+        plan = situation.controller.plan()
+        holes = self.holes(plan, situation.controller.now_s)
+        least_s = facts.restart_s / MOST_RESTART_SHARE
         shapes = enumerate_shapes(
             self.sizes,
             lambda _nodes: round(self.max_time_s),
             restart_s=facts.restart_s,
             whole_s=facts.whole_s,
-            also=[had] if had else [],
+            also=([had] if had else []) + [s for s in holes if s.limit_s >= least_s][:MOST_HOLES],
         )
-        estimates = {shape: estimate(situation, shape) for shape in shapes}
+        estimates = {shape: estimate(situation.controller, plan, shape) for shape in shapes}
         choice = choose_shape(
             shapes,
             facts,
             estimates,
             records=[*self.records, *self.waits(parts)],
+            longest_s=self.max_time_s,
             wish=Wish(self.prefer),
             now_has=had,
         )
@@ -88,6 +96,16 @@ class Product:
         self.forecasts.append((situation.controller.now_s, choice.row))
         self.estimates.append(estimates[choice.row.shape])
         return Shape(choice.row.shape.nodes, choice.row.shape.limit_s)
+
+    def holes(self, plan: Profile, now_s: float) -> list[JobShape]:
+        """The largest shapes that fit into what is free now, the longest first."""
+        shapes: dict[int, JobShape] = {}
+        for free, until_s in plan.holes():
+            size = max((nodes for nodes in self.sizes if nodes <= free), default=0)
+            if size and until_s < math.inf:
+                limit_s = int(min(until_s - now_s - REQUEUE_S, self.max_time_s) // 60 * 60)
+                shapes.setdefault(size, JobShape(size, limit_s))
+        return [shape for shape in shapes.values() if shape.limit_s > 0]
 
     def facts(self, situation: Situation) -> RunFacts:
         """What ledgers say: this run's own step times first, then an earlier run's."""
@@ -109,9 +127,8 @@ class Product:
         ]
 
 
-def estimate(situation: Situation, shape: JobShape) -> float:
+def estimate(queue: Controller, plan: Profile, shape: JobShape) -> float:
     """Return how long a job would wait: the earlier of backfill's plan and `--test-only`."""
-    queue = situation.controller
-    planned_s = queue.planned_start(shape.nodes, shape.limit_s)
+    planned_s = plan.earliest(shape.nodes, shape.limit_s)
     said_s = queue.start_estimate(shape.nodes, shape.limit_s)
     return max(0.0, min(planned_s, said_s) - queue.now_s)

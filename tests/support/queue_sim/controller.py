@@ -191,12 +191,16 @@ class Controller:
         ahead = sum(request.nodes * request.limit_s for request in waiting)
         return beside_running + ahead / self.settings.nodes
 
-    def planned_start(self, nodes: int, limit_s: float) -> float:
-        """Return when backfill's plan of this moment would start such a job behind all others."""
+    def plan(self) -> Profile:
+        """Return what backfill's plan of this moment leaves free, behind all that wait."""
         profile = self._profile()
         for job in self._ordered()[: self.settings.bf_max_job_test]:
             self._reserve(profile, job.request)
-        return profile.earliest(nodes, limit_s)
+        return profile
+
+    def planned_start(self, nodes: int, limit_s: float) -> float:
+        """Return when that plan would start such a job."""
+        return self.plan().earliest(nodes, limit_s)
 
     # -- time
 

@@ -53,6 +53,17 @@ class Profile:
         for at in range(first, last):
             self._free[at] -= nodes
 
+    def holes(self) -> list[tuple[int, float]]:
+        """Return how many nodes are free from now, and until when; the longest free first."""
+        rows: list[tuple[int, float]] = []
+        least = self._free[0]
+        for time_s, free in zip(self._times[1:], self._free[1:], strict=True):
+            if free < least:
+                rows.append((least, time_s))
+                least = free
+        rows.append((least, math.inf))
+        return [row for row in reversed(rows) if row[0] > 0]
+
     def _cut(self, time_s: float) -> int:
         """Return the index of the step that begins at this time, made if need be."""
         at = bisect_left(self._times, time_s)

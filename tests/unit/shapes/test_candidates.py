@@ -18,8 +18,8 @@ def test_a_range_gives_at_most_twelve_with_both_ends_and_short_limits():
     shapes = enumerate_shapes(range(2, 17), lambda _nodes: 24 * HOUR)
 
     assert len(shapes) <= MOST
-    assert {shape.nodes for shape in shapes} == {2, 4, 8, 16}
-    assert {shape.limit_s for shape in shapes} == {600, 7200, 24 * HOUR}
+    assert {shape.nodes for shape in shapes} == {2, 3, 5, 7, 11, 16}
+    assert {shape.limit_s for shape in shapes} == {600, 24 * HOUR}
 
 
 def test_only_sizes_that_the_run_can_train_on_are_candidates():

@@ -147,3 +147,15 @@ def test_the_interval_holds_about_eight_of_ten_where_the_model_is_true():
         inside += row.low_s <= took <= row.high_s
 
     assert 0.75 <= inside / 4000 <= 0.85
+
+
+def test_a_limit_for_all_the_work_has_little_to_spare_where_the_step_time_is_a_guess():
+    """It would reach the longest limit, and wait for days; a second job is short."""
+    known = RunFacts([StepPoint(1, 3600.0, "attempt 1")], 100, 100.0)
+
+    assert known.whole_s(1) == pytest.approx(360_000 * 1.10 + 100)
+    far = known.whole_s(16)
+    work = known.work_s(16)
+    assert far is not None
+    assert work is not None
+    assert far == pytest.approx(work * 1.25 + 100)

@@ -17,14 +17,25 @@ def test_nothing_known_is_not_known():
     assert expected_wait(SHAPE, None, waited(10.0, 20.0)) is None  # too few
 
 
-def test_an_estimate_alone_is_shortened_and_has_a_wide_spread():
-    """Waits are a third of what time limits say, in the middle."""
-    wait = expected_wait(SHAPE, 9940.0)
+DAY = JobShape(4, 24 * 3600)
+
+
+def test_a_job_of_the_longest_limit_waits_longer_than_its_estimate():
+    """It can never end before the reservation of a wide job at the head of the queue."""
+    wait = expected_wait(DAY, 9940.0, longest_s=24 * 3600)
 
     assert wait is not None
-    assert wait.median_s == pytest.approx(0.35 * 10_000 - 60)
+    assert wait.median_s == pytest.approx(1.6 * 10_000 - 60)
     assert wait.sigma == pytest.approx(ESTIMATE_SIGMA)
-    assert wait.source == "SLURM's estimate x 0.35"
+    assert wait.source == "SLURM's estimate x 1.6"
+
+
+@pytest.mark.parametrize(("hours", "part"), [(48, 0.21), (24, 0.177), (1, 0.08)])
+def test_a_shorter_job_waits_a_part_of_its_estimate(hours, part):
+    wait = expected_wait(JobShape(4, hours * 3600), 99_940.0, longest_s=96 * 3600)
+
+    assert wait is not None
+    assert wait.median_s == pytest.approx(part * 100_000 - 60, rel=0.01)
 
 
 def test_an_estimate_of_now_is_certain_whatever_own_jobs_waited_elsewhere():
@@ -39,25 +50,24 @@ def test_an_estimate_of_now_is_certain_whatever_own_jobs_waited_elsewhere():
 
 def test_an_estimate_is_corrected_by_what_own_waits_have_been_of_theirs():
     far = JobShape(512, 60)  # unlike this shape, so that the waits themselves do not count
-    records = waited(*[4940.0] * 97, estimate=9940.0, shape=far)
+    usual = 0.25 * (60 / 86_400) ** 0.25
+    records = waited(*[3 * usual * 10_000 - 60] * 97, estimate=9940.0, shape=far)
 
-    wait = expected_wait(SHAPE, 19_940.0, records)
+    wait = expected_wait(DAY, 9940.0, records)
 
     assert wait is not None
-    assert wait.median_s == pytest.approx(10_000, rel=0.03)
+    assert wait.median_s == pytest.approx(3 * 1.6 * 10_000, rel=0.04)
     assert wait.sigma < 0.35
-    assert wait.source == "SLURM's estimate x 0.49, as 97 waits showed"
+    assert wait.source == "SLURM's estimate x 4.6, as 97 waits showed"
 
 
 def test_few_own_waits_move_the_correction_a_little():
-    far = JobShape(512, 60)
-    one = waited(9940.0, estimate=9940.0, shape=far)
+    one = waited(9940.0, estimate=9940.0, shape=JobShape(512, 60))
+    alone, moved = expected_wait(SHAPE, 9940.0), expected_wait(SHAPE, 9940.0, one)
 
-    wait = expected_wait(SHAPE, 9940.0, one)
-
-    assert wait is not None
-    assert 0.35 * 9940 < wait.median_s < 0.6 * 9940
-    assert wait.sigma == pytest.approx(ESTIMATE_SIGMA, rel=0.15)
+    assert alone is not None
+    assert moved is not None
+    assert alone.median_s < moved.median_s < 3 * alone.median_s
 
 
 def test_jobs_that_found_a_hole_say_nothing_of_waits_behind_others():
@@ -95,7 +105,7 @@ def test_two_sources_meet_in_the_middle_and_the_more_certain_one_counts_more():
 
     assert wait is not None
     assert 100 < wait.median_s < 150
-    assert wait.source == "SLURM's estimate x 0.35 and 3 waits of own jobs"
+    assert wait.source == "SLURM's estimate x 0.11 and 3 waits of own jobs"
 
 
 def test_a_wait_of_nothing_and_a_clock_that_went_back_are_no_trouble():

@@ -95,7 +95,7 @@ def test_the_candidates_are_asked_about_and_one_is_chosen(work, capsys):
     assert len(shape["why"]) == 2
     starts = {row["nodes"]: row["start_s"] for row in shape["candidates"]}
     assert starts[1] == pytest.approx(0, abs=5)
-    assert starts[2] == pytest.approx(0.35 * 3 * 86400, rel=0.01)  # not by limits
+    assert starts[2] == pytest.approx(1.6 * 3 * 86400, rel=0.01)  # of the longest limit
 
 
 def test_a_dry_run_prints_the_table_and_marks_the_chosen_row(work, capsys):
