@@ -84,27 +84,39 @@ class Knowledge:
         code: Its code, as in docs/doctor.md.
         title: What happened, in a few words.
         do: What to do about it, in the order in which to try it.
+        first_of: What stands behind the title: the first of these whose parts are all known.
+        all_of: Or those of these whose parts are known.
     """
 
     code: str
     title: str
     do: tuple[str, ...]
+    first_of: tuple[str, ...] = ()
+    all_of: tuple[str, ...] = ()
 
 
-def _table() -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_name("faults.toml").read_text(encoding="utf-8"))
-
-
-_FAULTS, _XIDS = (_table()[name] for name in ("faults", "xids"))
+TABLE: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("faults.toml").read_text("utf-8")
+)
+"""faults.toml, whose comments say what each part is."""
 KNOWLEDGE: dict[FaultKind, Knowledge] = {
-    FaultKind(name): Knowledge(row["code"], row["title"], tuple(row["do"]))
-    for name, row in _FAULTS.items()
+    FaultKind(name): Knowledge(
+        row["code"],
+        row["title"],
+        tuple(row["do"]),
+        tuple(row.get("first_of", ())),
+        tuple(row.get("all_of", ())),
+    )
+    for name, row in TABLE["faults"].items()
 }
 OF_CAUSE: dict[EndCause, FaultKind] = {
     EndCause(cause): FaultKind(name)
-    for name, row in _FAULTS.items()
+    for name, row in TABLE["faults"].items()
     for cause in row.get("ledger_causes", ())
 }
 """Which fault each cause of the ledger is where nothing finer is known."""
-XIDS: dict[int, str] = {int(number): meaning for number, meaning in _XIDS.items()}
-"""NVIDIA's numbers of GPU faults in the kernel's log, and what each means."""
+
+
+def groups_of(part: str) -> dict[str, frozenset[FaultKind]]:
+    """Kinds of fault by a name, as a part of faults.toml groups them."""
+    return {name: frozenset(map(FaultKind, kinds)) for name, kinds in TABLE[part].items()}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from hpctrain.base.text import count, fold_ranks
-from hpctrain.doctor.faults import KNOWLEDGE, Certainty, FaultKind
+from hpctrain.doctor.faults import KNOWLEDGE, Certainty, FaultKind, groups_of
 from hpctrain.doctor.sighting import Sighting, precedes
 from hpctrain.doctor.signature import Role
 from hpctrain.doctor.waits import judge_waits
@@ -31,31 +31,8 @@ MESSAGE_LINES = 6
 EVIDENCE = 4
 """Lines that are shown."""
 
-FAMILIES: dict[str, frozenset[FaultKind]] = {
-    "GPU memory": frozenset({FaultKind.GPU_OOM}),
-    "a GPU's fault": frozenset({FaultKind.GPU_ERROR, FaultKind.GPU_ASSERT, FaultKind.GPU_SETUP}),
-    "a node's memory": frozenset({FaultKind.HOST_OOM, FaultKind.SHARED_MEMORY}),
-    "storage": frozenset({FaultKind.STORAGE_FULL, FaultKind.STORAGE_ERROR}),
-    "the network": frozenset(
-        {FaultKind.TRANSPORT, FaultKind.INTERFACE, FaultKind.RENDEZVOUS, FaultKind.PORT_IN_USE}
-    ),
-    "a hang": frozenset({FaultKind.HANG, FaultKind.DESYNC}),
-    "numbers": frozenset({FaultKind.NAN, FaultKind.FP16_OVERFLOW, FaultKind.LOSS_SPIKE}),
-    "the scheduler": frozenset(
-        {FaultKind.WALLTIME, FaultKind.PREEMPTED, FaultKind.CANCELLED, FaultKind.NODE_FAIL}
-    ),
-}
-_EXPLAINS: dict[FaultKind, frozenset[FaultKind]] = {
-    FaultKind.HOST_OOM: frozenset({FaultKind.DATA_WORKER, FaultKind.CANCELLED}),
-    FaultKind.SHARED_MEMORY: frozenset({FaultKind.DATA_WORKER}),
-    FaultKind.GPU_ASSERT: frozenset({FaultKind.GPU_ERROR}),
-    FaultKind.STORAGE_FULL: frozenset({FaultKind.CHECKPOINT}),
-    FaultKind.STORAGE_ERROR: frozenset({FaultKind.CHECKPOINT}),
-    FaultKind.PORT_IN_USE: frozenset({FaultKind.RENDEZVOUS}),
-    FaultKind.INTERFACE: frozenset({FaultKind.RENDEZVOUS}),
-    FaultKind.NAN: frozenset({FaultKind.GPU_ASSERT, FaultKind.FP16_OVERFLOW}),
-}
-"""What the first kind brings with it, so that both together are no riddle."""
+_FAMILIES = groups_of("families")
+_EXPLAINS = groups_of("explains")
 _BRIDGE = re.compile(r"\b(?:docker\d+|br-[\da-f]{12}|virbr\d+|veth\w+|cni\d+)\b")
 _SUDDEN = frozenset({FaultKind.HOST_OOM, FaultKind.NATIVE, FaultKind.SHARED_MEMORY})
 _ABORTS = frozenset({"killed-sigabrt", "aborted", "aborted-code", "aborted-by-glog"})
@@ -407,7 +384,7 @@ def _follow_ons(case: _Case, first: Sighting, rivals: Sequence[Sighting]) -> tup
 def _ruled_out(case: _Case, kind: FaultKind, rivals: Sequence[Sighting]) -> tuple[RuledOut, ...]:
     rival_kinds = {rival.kind for rival in rivals}
     out = []
-    for family, kinds in FAMILIES.items():
+    for family, kinds in _FAMILIES.items():
         if kind in kinds or kinds & rival_kinds:
             continue
         seen = [s for s in case.sightings if s.kind in kinds and s.role is not Role.HINT]

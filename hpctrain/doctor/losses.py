@@ -155,50 +155,21 @@ class LossWatch:
     def sightings(self, source: str) -> list[Sighting]:
         """What the losses tell at the log's end."""
         out: list[Sighting] = []
+
+        def tell(kind: FaultKind, sign: str, text: str, at: tuple[int, int], *, sure: bool) -> None:
+            certainty = Certainty.LIKELY if sure else Certainty.POSSIBLE
+            out.append(Sighting(sign, kind, Role.HINT, certainty, text, source, *at))
+
         for series in self._series.values():
-            shown = series.name
-            is_all = series.values == 0
-            if series.first_nan is not None and (series.nans > 1 or is_all):
-                line, offset = series.first_nan
-                out.append(
-                    Sighting(
-                        "loss-nan",
-                        FaultKind.NAN,
-                        Role.HINT,
-                        Certainty.LIKELY if series.nans > 1 else Certainty.POSSIBLE,
-                        f"{shown} is no number from here to the end ({series.nans} times)",
-                        source,
-                        line,
-                        offset,
-                    )
-                )
-            elif series.high_since is not None and series.high >= STAYED:
-                line, offset, value, mean = series.high_since
-                out.append(
-                    Sighting(
-                        "loss-spike",
-                        FaultKind.LOSS_SPIKE,
-                        Role.HINT,
-                        Certainty.LIKELY,
-                        f"{shown} rose from about {mean:.3g} to {value:.3g} and stayed high",
-                        source,
-                        line,
-                        offset,
-                    )
-                )
+            nan, rise = series.first_nan, series.high_since
+            if nan is not None and (series.nans > 1 or series.values == 0):
+                text = f"{series.name} is no number from here to the end ({series.nans} times)"
+                tell(FaultKind.NAN, "loss-nan", text, nan, sure=series.nans > 1)
+            elif rise is not None and series.high >= STAYED:
+                before, after = f"{rise[3]:.3g}", f"{rise[2]:.3g}"
+                text = f"{series.name} rose from about {before} to {after} and stayed high"
+                tell(FaultKind.LOSS_SPIKE, "loss-spike", text, rise[:2], sure=True)
         if self._scale is not None and self._scale[2] <= LOWEST_SCALE:
-            line, offset, _, shown = self._scale
-            text = f"{shown} ({self._overflows} overflows)"
-            out.append(
-                Sighting(
-                    "scale-fell",
-                    FaultKind.FP16_OVERFLOW,
-                    Role.HINT,
-                    Certainty.LIKELY,
-                    text,
-                    source,
-                    line,
-                    offset,
-                )
-            )
+            text = f"{self._scale[3]} ({self._overflows} overflows)"
+            tell(FaultKind.FP16_OVERFLOW, "scale-fell", text, self._scale[:2], sure=True)
         return out

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hpctrain.doctor.faults import Certainty, FaultKind
+from hpctrain.doctor.faults import TABLE, Certainty, FaultKind
 from hpctrain.doctor.lines import TABLE_RANK, clock, plain
 from hpctrain.doctor.losses import LossWatch
 from hpctrain.doctor.sighting import LogFacts, Sighting
@@ -83,30 +83,10 @@ _VERSION = re.compile(r"\bNCCL version (?P<version>\d+\.\d+(?:\.\d+)?(?:\+cuda[\
 _NEWLINES = bytes.maketrans(b"\r", b"\n")
 _DIGITS = b"0123456789"
 
-DEFAULT_OF_CAUSE: dict[EndCause, tuple[FaultKind, Role, Certainty]] = {
-    EndCause.NCCL_ERROR: (FaultKind.TRANSPORT, Role.LINK, Certainty.POSSIBLE),
-    EndCause.NAN: (FaultKind.NAN, Role.CAUSE, Certainty.LIKELY),
-    EndCause.GPU_ERROR: (FaultKind.GPU_ERROR, Role.CAUSE, Certainty.LIKELY),
-    EndCause.DATA_WORKER: (FaultKind.DATA_WORKER, Role.CAUSE, Certainty.LIKELY),
-    EndCause.GPU_OOM: (FaultKind.GPU_OOM, Role.CAUSE, Certainty.CERTAIN),
-    EndCause.HOST_OOM: (FaultKind.HOST_OOM, Role.CAUSE, Certainty.LIKELY),
-    EndCause.STORAGE_FULL: (FaultKind.STORAGE_FULL, Role.CAUSE, Certainty.CERTAIN),
-    EndCause.STORAGE_ERROR: (FaultKind.STORAGE_ERROR, Role.CAUSE, Certainty.CERTAIN),
+_OF_WORDS: dict[EndCause, tuple[FaultKind, Role, Certainty]] = {
+    EndCause(cause): (FaultKind(kind), Role[role.upper()], Certainty(certainty))
+    for cause, (kind, role, certainty) in TABLE["of_words"].items()
 }
-"""What the ledger's words for an error line mean here, where no signature is finer."""
-
-
-@dataclass
-class _LineVerdict:
-    """What one line says of a fault: as in `Sighting`."""
-
-    sign: str
-    kind: FaultKind
-    role: Role
-    certainty: Certainty
-    details: dict[str, str]
-    is_late: bool = False
-    advice: tuple[str, ...] = ()
 
 
 @dataclass
@@ -220,24 +200,18 @@ class LogScanner:
         if reading is None:
             return
         named = reading.details.get("rank")
-        is_handled = stream.is_ignored or (stream.follows and reading.kind is FaultKind.CODE)
-        sighting = Sighting(
-            reading.sign,
-            reading.kind,
-            reading.role,
-            reading.certainty,
-            line.text.strip()[:SHOWN],
-            self.facts.source,
-            number,
-            offset,
-            int(named) if rank is None and named else rank,
-            reading.details.get("node") or line.node,
-            when,
-            reading.is_late or stream.failed is not None,
-            reading.details,
-            stream.place if _has_place(reading.sign, reading.role) else "",
-            is_handled,
-            reading.advice,
+        sighting = replace(
+            reading,
+            text=line.text.strip()[:SHOWN],
+            source=self.facts.source,
+            line=number,
+            offset=offset,
+            rank=int(named) if rank is None and named else rank,
+            node=reading.details.get("node") or line.node,
+            clock=when,
+            is_late=reading.is_late or stream.failed is not None,
+            place=stream.place if _has_place(reading.sign, reading.role) else "",
+            is_handled=stream.is_ignored or (stream.follows and reading.kind is FaultKind.CODE),
         )
         self._keep(sighting, stream)
 
@@ -250,7 +224,7 @@ class LogScanner:
             stream.last = len(facts.sightings)
             facts.sightings.append(sighting)
 
-    def _read(self, line: PlainLine, stream: _Writer) -> _LineVerdict | None:
+    def _read(self, line: PlainLine, stream: _Writer) -> Sighting | None:
         """What a line says: of a fault, or of what its stream is in the middle of."""
         text = line.text
         self._environment(text)
@@ -263,7 +237,7 @@ class LogScanner:
             self._exception(text, stream) if begun is None else None
         )
 
-    def _signed(self, text: str, stream: _Writer) -> _LineVerdict | None:
+    def _signed(self, text: str, stream: _Writer) -> Sighting | None:
         """What a signature knows of a line."""
         for each in self._table.faults:
             if each.fault is not None and (match := each.fits(text)) is not None:
@@ -272,9 +246,8 @@ class LogScanner:
                 self._close(stream, text)
                 if each.name == FATAL:
                     self._await_frames(stream)
-                return _LineVerdict(
-                    each.name, each.fault, each.role, sure, details, each.is_late, each.advice
-                )
+                found = _seen(each.name, each.fault, each.role, sure, details, advice=each.advice)
+                return replace(found, is_late=each.is_late)
         return None
 
     def _await_frames(self, stream: _Writer) -> None:
@@ -353,7 +326,7 @@ class LogScanner:
         if stream.left > 0 and _EXCEPTION.match(text) is not None:
             stream.left = 0
 
-    def _exception(self, text: str, stream: _Writer) -> _LineVerdict | None:
+    def _exception(self, text: str, stream: _Writer) -> Sighting | None:
         """An exception that no signature knows: the ledger's words for it, else the program's."""
         in_traceback = stream.left > 0
         pattern = _EXCEPTION if in_traceback else EXCEPTION
@@ -372,19 +345,30 @@ class LogScanner:
             return None
         details = {"exception": name}
         cause = told_in(text)
-        if cause is not None and cause in DEFAULT_OF_CAUSE:
-            kind, role, certainty = DEFAULT_OF_CAUSE[cause]
-            return _LineVerdict(f"ledger-{cause.value}", kind, role, certainty, details)
+        if cause is not None and cause in _OF_WORDS:
+            kind, role, certainty = _OF_WORDS[cause]
+            return _seen(f"ledger-{cause.value}", kind, role, certainty, details)
         if in_traceback and stream.loads:
             kind, sure = FaultKind.CHECKPOINT, Certainty.LIKELY
-            return _LineVerdict("checkpoint-read", kind, Role.CAUSE, sure, details)
-        if _OF_CHILD.search(text):
-            return _LineVerdict(
-                f"exception-{name}", FaultKind.CODE, Role.CAUSE, Certainty.POSSIBLE, details,
-                advice=_READ_THE_CHILD,
-            )  # fmt: skip
+            return _seen("checkpoint-read", kind, Role.CAUSE, sure, details)
         sure = Certainty.CERTAIN if is_own else Certainty.LIKELY
-        return _LineVerdict(f"exception-{name}", FaultKind.CODE, Role.CAUSE, sure, details)
+        advice: tuple[str, ...] = ()
+        if _OF_CHILD.search(text):
+            sure, advice = Certainty.POSSIBLE, _READ_THE_CHILD
+        return _seen(f"exception-{name}", FaultKind.CODE, Role.CAUSE, sure, details, advice=advice)
+
+
+def _seen(
+    sign: str,
+    kind: FaultKind,
+    role: Role,
+    certainty: Certainty,
+    details: dict[str, str],
+    *,
+    advice: tuple[str, ...] = (),
+) -> Sighting:
+    """What a line says of a fault, before it is known which line it is."""
+    return Sighting(sign, kind, role, certainty, "", "", details=details, advice=advice)
 
 
 def _has_place(sign: str, role: Role) -> bool:

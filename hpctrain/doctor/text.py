@@ -137,14 +137,6 @@ def as_json(diagnosis: Diagnosis, notes: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _sighting(sighting: Sighting) -> dict[str, Any]:
-    return {
-        "sign": sighting.sign,
-        "kind": sighting.kind.value,
-        "source": sighting.source,
-        "line": sighting.line or None,
-        "rank": sighting.rank,
-        "node": sighting.node or None,
-        "place": sighting.place or None,
-        "text": sighting.text,
-        "details": dict(sighting.details),
-    }
+    known = {name: getattr(sighting, name) or None for name in ("line", "node", "place")}
+    plain = {name: getattr(sighting, name) for name in ("sign", "source", "rank", "text")}
+    return {**plain, **known, "kind": sighting.kind.value, "details": dict(sighting.details)}

@@ -9,11 +9,11 @@ import re
 from typing import TYPE_CHECKING
 
 from hpctrain.base.text import fold_ranks
-from hpctrain.doctor.faults import KNOWLEDGE, XIDS, FaultKind
+from hpctrain.doctor.faults import KNOWLEDGE, TABLE, FaultKind
 from hpctrain.doctor.signature import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from hpctrain.doctor.sighting import Sighting
 
@@ -38,8 +38,7 @@ def headline(first: Sighting, kind: FaultKind, sightings: Sequence[Sighting]) ->
     if first.role is Role.DEATH and kind is FaultKind.HOST_OOM:
         how = "died at once" if "SYSTEM_ERROR" in first.text else "was killed by SIGKILL"
         return f"a process {how}{who}{node}: most often a node's memory is out"
-    words = _WORDS.get(kind)
-    detail = words(first) if words is not None else ""
+    detail = _detail(first, kind)
     return f"{KNOWLEDGE[kind].title}{who}{node}{': ' if detail else ''}{detail}"
 
 
@@ -137,107 +136,31 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"
 
 
-def _of_memory(first: Sighting) -> str:
-    memory = GpuMemory.read(first.text)
-    return memory.words() if memory is not None else ""
+def _detail(first: Sighting, kind: FaultKind) -> str:
+    """What was read of the line, in the words of faults.toml; else the line itself."""
+    known = {key: value.strip() for key, value in first.details.items()}
+    known |= {"peer": known.get("peer", "").strip("[]()").rstrip(".")}
+    memory = GpuMemory.read(first.text) if kind is FaultKind.GPU_OOM else None
+    known |= {"message": _shortened(first.text), "place": first.place}
+    known |= {"memory": memory.words() if memory is not None else ""}
+    known |= {"meaning": TABLE["xids"].get(known.get("xid", ""), "see NVIDIA's list of Xid errors")}
+    about = KNOWLEDGE[kind]
+    parts = ", ".join(text for each in about.all_of if (text := _filled(each, known)) is not None)
+    filled = (text for each in about.first_of if (text := _filled(each, known)) is not None)
+    return parts or next(filled, known["message"])
 
 
-def _of_gpu(first: Sighting) -> str:
-    details = first.details
-    if "xid" in details:
-        number = int(details["xid"])
-        meaning = XIDS.get(number, "see NVIDIA's list of Xid errors")
-        return f"Xid {number} on {details.get('gpu', 'a GPU')}: {meaning}"
-    return _message(first)
+def _filled(template: str, known: Mapping[str, str]) -> str | None:
+    """A text with its parts filled in; None where one of them is not known."""
+    names = _PART.findall(template)
+    if not all(known.get(name) for name in names):
+        return None
+    return _PART.sub(lambda match: known[match[1]], template)
 
 
-def _of_meeting(first: Sighting) -> str:
-    details = first.details
-    port = details.get("port") or details.get("port2")
-    if port:
-        return f"port {port}"
-    peer = details.get("peer")
-    if peer:
-        waited = f" after {details['waited']}" if "waited" in details else ""
-        return f"no answer from {peer.strip('[]()')}{waited}"
-    return _message(first)
-
-
-def _of_link(first: Sighting) -> str:
-    details = first.details
-    parts = [f"peer {details['peer'].rstrip('.')}"] if details.get("peer") else []
-    parts += [f"{name} {details[name]}" for name in ("card", "status", "call") if name in details]
-    if details.get("vendor"):
-        parts.append(f"vendor error {details['vendor']}")
-    return ", ".join(parts) or _message(first)
-
-
-def _of_storage(first: Sighting) -> str:
-    path = first.details.get("path")
-    return f"at {path}" if path else _message(first)
-
-
-def _of_checkpoint(first: Sighting) -> str:
-    details = first.details
-    if "was" in details and "now" in details:
-        key = f" for {details['key']}" if "key" in details else ""
-        return f"written with {details['was']}, read with {details['now']}{key}"
-    return _message(first)
-
-
-def _of_difference(first: Sighting) -> str:
-    details = first.details
-    if "operation" in details and "first" in details:
-        text = f"rank {details['first']} called {details['operation']}"
-        if "other" in details and "second" in details:
-            text += f", rank {details['second']} {details['other']}"
-        return text
-    if "missing" in details:
-        return f"rank {details['missing'].strip()} did not come to a barrier"
-    return _message(first)
-
-
-def _of_code(first: Sighting) -> str:
-    where = f" at {first.place}" if first.place else ""
-    return f"{_message(first)}{where}"
-
-
-def _message(first: Sighting) -> str:
-    text = first.text
+def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
+_PART = re.compile(r"\{(\w+)\}")
 _LONGEST = 200
-_WORDS: Mapping[FaultKind, Callable[[Sighting], str]] = {
-    FaultKind.GPU_OOM: _of_memory,
-    FaultKind.GPU_ERROR: _of_gpu,
-    FaultKind.GPU_ASSERT: _message,
-    FaultKind.GPU_SETUP: _message,
-    FaultKind.HOST_OOM: _message,
-    FaultKind.SHARED_MEMORY: _message,
-    FaultKind.DATA_WORKER: _message,
-    FaultKind.STORAGE_FULL: _of_storage,
-    FaultKind.STORAGE_ERROR: _of_storage,
-    FaultKind.HANG: _message,
-    FaultKind.DESYNC: _of_difference,
-    FaultKind.TRANSPORT: _of_link,
-    FaultKind.INTERFACE: _of_meeting,
-    FaultKind.PORT_IN_USE: _of_meeting,
-    FaultKind.RENDEZVOUS: _of_meeting,
-    FaultKind.LAUNCH: _message,
-    FaultKind.VERSIONS: _message,
-    FaultKind.COMPILER: _message,
-    FaultKind.DOWNLOAD: _message,
-    FaultKind.STALE_SHARED_MEMORY: _message,
-    FaultKind.CHECKPOINT: _of_checkpoint,
-    FaultKind.FP16_OVERFLOW: _message,
-    FaultKind.NAN: _message,
-    FaultKind.LOSS_SPIKE: _message,
-    FaultKind.CODE: _of_code,
-    FaultKind.NATIVE: _of_code,
-    FaultKind.KILLED: _message,
-    FaultKind.WALLTIME: _message,
-    FaultKind.PREEMPTED: _message,
-    FaultKind.CANCELLED: _message,
-    FaultKind.NODE_FAIL: _message,
-}

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 
-from hpctrain.doctor.words import GpuMemory
+from hpctrain.doctor.faults import KNOWLEDGE, Certainty, FaultKind
+from hpctrain.doctor.sighting import Sighting
+from hpctrain.doctor.signature import Role
+from hpctrain.doctor.words import GpuMemory, headline
 
 NEW = (
     "CUDA out of memory. Tried to allocate {} GiB. GPU 0 has a total capacity of 40.00 GiB of "
@@ -48,3 +54,88 @@ def test_older_wordings_tell_what_is_reserved_in_all():
 
 def test_a_line_without_sizes_says_nothing():
     assert GpuMemory.read("CUDA out of memory.") is None
+
+
+DETAILS = [
+    (
+        "gpu_error",
+        {"xid": "79", "gpu": "0000:4e"},
+        "Xid 79 on 0000:4e: the GPU is gone from the bus",
+    ),
+    ("gpu_error", {"xid": "999"}, "Xid 999 on a GPU: see NVIDIA's list of Xid errors"),
+    ("storage_full", {"path": "/s/a.pt"}, ": at /s/a.pt"),
+    ("storage_error", {"path": "/s/a.pt"}, ": at /s/a.pt"),
+    (
+        "desync",
+        {"first": "0", "operation": "ALLREDUCE", "second": "1", "other": "BROADCAST"},
+        "rank 0 called ALLREDUCE, rank 1 BROADCAST",
+    ),
+    ("desync", {"first": "0", "operation": "ALLREDUCE"}, ": rank 0 called ALLREDUCE"),
+    ("desync", {"missing": " 3"}, ": rank 3 did not come to a barrier"),
+    (
+        "transport",
+        {"peer": "node2.", "card": "mlx5_0", "status": "12", "call": "poll", "vendor": "129"},
+        "peer node2, card mlx5_0, status 12, call poll, vendor error 129",
+    ),
+    *((kind, {"port": "29500"}, ": port 29500") for kind in ("interface", "port_in_use")),
+    *((kind, {"port2": "29501"}, ": port 29501") for kind in ("interface", "port_in_use")),
+    *((kind, {"peer": "[n1]"}, "no answer from n1") for kind in ("interface", "port_in_use")),
+    ("rendezvous", {"port": "29500"}, ": port 29500"),
+    ("rendezvous", {"port2": "29501"}, ": port 29501"),
+    ("rendezvous", {"peer": "n1"}, ": no answer from n1"),
+    *(
+        (kind, {"peer": "n1", "waited": "60 s"}, "no answer from n1 after 60 s")
+        for kind in ("interface", "port_in_use", "rendezvous")
+    ),
+    ("checkpoint", {"was": "4", "now": "8", "key": "w"}, "written with 4, read with 8 for w"),
+    ("checkpoint", {"was": "4", "now": "8"}, ": written with 4, read with 8"),
+    ("nan", {}, ": the line itself"),
+    ("unknown", {}, KNOWLEDGE[FaultKind.UNKNOWN].title),
+]
+
+
+@pytest.mark.parametrize(("kind", "details", "ending"), DETAILS)
+def test_what_was_read_of_the_line_stands_behind_the_title(kind, details, ending):
+    line = seen(kind, details)
+
+    text = headline(line, line.kind, [line])
+
+    assert text.startswith(KNOWLEDGE[line.kind].title)
+    assert ending in text
+
+
+def test_the_programs_own_place_stands_behind_its_error():
+    for kind in ("code", "native"):
+        line = replace(seen(kind, {}), place="train.py:8 in main")
+
+        assert headline(line, line.kind, [line]).endswith("the line itself at train.py:8 in main")
+
+
+def test_every_detail_of_the_table_has_an_example():
+    """A row that is switched off is missed: each is filled in by a case above."""
+    told = {kind for kind, _, _ in DETAILS} | {"code", "native", "gpu_oom"}
+    rows = {kind.value for kind, known in KNOWLEDGE.items() if known.all_of or any(known.first_of)}
+
+    assert rows <= told
+    for kind, known in KNOWLEDGE.items():
+        own = [details for name, details, _ in DETAILS if name == kind.value]
+        for template in known.first_of:
+            parts = set(re.findall(r"{(\w+)}", template)) - {
+                "meaning",
+                "message",
+                "place",
+                "memory",
+            }
+            assert not parts or any(parts <= details.keys() for details in own), (kind, template)
+
+
+def seen(kind, details):
+    return Sighting(
+        "sign",
+        FaultKind(kind),
+        Role.CAUSE,
+        Certainty.LIKELY,
+        "the line itself",
+        "train.log",
+        details=details,
+    )
