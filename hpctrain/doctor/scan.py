@@ -246,8 +246,10 @@ class LogScanner:
                 self._close(stream, text)
                 if each.name == FATAL:
                     self._await_frames(stream)
-                found = _seen(each.name, each.fault, each.role, sure, details, advice=each.advice)
-                return replace(found, is_late=each.is_late)
+                sighting = _seen(
+                    each.name, each.fault, each.role, sure, details, advice=each.advice
+                )
+                return replace(sighting, is_late=each.is_late)
         return None
 
     def _await_frames(self, stream: _Writer) -> None:

@@ -137,6 +137,6 @@ def as_json(diagnosis: Diagnosis, notes: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _sighting(sighting: Sighting) -> dict[str, Any]:
-    known = {name: getattr(sighting, name) or None for name in ("line", "node", "place")}
+    or_none = {name: getattr(sighting, name) or None for name in ("line", "node", "place")}
     plain = {name: getattr(sighting, name) for name in ("sign", "source", "rank", "text")}
-    return {**plain, **known, "kind": sighting.kind.value, "details": dict(sighting.details)}
+    return {**plain, **or_none, "kind": sighting.kind.value, "details": dict(sighting.details)}

@@ -138,24 +138,28 @@ def _gib(size: int) -> str:
 
 def _detail(first: Sighting, kind: FaultKind) -> str:
     """What was read of the line, in the words of faults.toml; else the line itself."""
-    known = {key: value.strip() for key, value in first.details.items()}
-    known |= {"peer": known.get("peer", "").strip("[]()").rstrip(".")}
+    parts_read = {key: value.strip() for key, value in first.details.items()}
+    parts_read |= {"peer": parts_read.get("peer", "").strip("[]()").rstrip(".")}
     memory = GpuMemory.read(first.text) if kind is FaultKind.GPU_OOM else None
-    known |= {"message": _shortened(first.text), "place": first.place}
-    known |= {"memory": memory.words() if memory is not None else ""}
-    known |= {"meaning": TABLE["xids"].get(known.get("xid", ""), "see NVIDIA's list of Xid errors")}
+    parts_read |= {"message": _shortened(first.text), "place": first.place}
+    parts_read |= {"memory": memory.words() if memory is not None else ""}
+    parts_read |= {
+        "meaning": TABLE["xids"].get(parts_read.get("xid", ""), "see NVIDIA's list of Xid errors")
+    }
     about = KNOWLEDGE[kind]
-    parts = ", ".join(text for each in about.all_of if (text := _filled(each, known)) is not None)
-    filled = (text for each in about.first_of if (text := _filled(each, known)) is not None)
-    return parts or next(filled, known["message"])
+    parts = ", ".join(
+        text for each in about.all_of if (text := _filled(each, parts_read)) is not None
+    )
+    filled = (text for each in about.first_of if (text := _filled(each, parts_read)) is not None)
+    return parts or next(filled, parts_read["message"])
 
 
-def _filled(template: str, known: Mapping[str, str]) -> str | None:
+def _filled(template: str, parts_read: Mapping[str, str]) -> str | None:
     """A text with its parts filled in; None where one of them is not known."""
     names = _PART.findall(template)
-    if not all(known.get(name) for name in names):
+    if not all(parts_read.get(name) for name in names):
         return None
-    return _PART.sub(lambda match: known[match[1]], template)
+    return _PART.sub(lambda match: parts_read[match[1]], template)
 
 
 def _shortened(text: str) -> str:
