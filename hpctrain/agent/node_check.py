@@ -14,9 +14,9 @@ from hpctrain.base.secret import code
 from hpctrain.preflight import node as preflight
 from hpctrain.preflight import node_lists
 from hpctrain.preflight.checks import Order, expected_of
+from hpctrain.preflight.node import NodePlace
 from hpctrain.preflight.node_lists import bad_nodes_path, record_bad
 from hpctrain.preflight.report import OK
-from hpctrain.preflight.run import NodePlace
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import NodesChecked
 from hpctrain.run.fence import start_without_ranks, take_attempt
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpctrain.base.records import JobContext
     from hpctrain.preflight.bounded import Child
     from hpctrain.preflight.checks import Expected
-    from hpctrain.preflight.run import NodesVerdict
+    from hpctrain.preflight.node import NodesVerdict
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import Spec
 

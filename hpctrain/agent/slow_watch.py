@@ -2,7 +2,7 @@
 
 All agents read their ranks' flight recorders at the same moments of one clock, without the ranks'
 help and without a word to each other, and leave what they read in the agents' store. Node 0 puts it
-together: `hangs/arrivals.py` makes each rank's own work of it, `hangs/outliers.py` judges that.
+together: `hangs/outliers.py` makes each rank's own work of it, `hangs/outliers.py` judges that.
 The loop pays nothing; a native thread of each rank writes down what torch has recorded anyway.
 tests/engines/test_slow_watch.py holds the promises.
 """
@@ -18,12 +18,13 @@ from hpctrain.base import clock
 from hpctrain.base.text import duration
 from hpctrain.control import pulse
 from hpctrain.control.root_clock import shown
-from hpctrain.hangs.arrivals import own_work, period_of
 from hpctrain.hangs.look import calls_of_all
 from hpctrain.hangs.outliers import (
     WINDOW,
     StragglerJudge,
     Straggling,
+    own_work,
+    period_of,
     straggling_in_words,
     window_of,
 )
@@ -36,9 +37,8 @@ if TYPE_CHECKING:
 
     from hpctrain.agent.rendezvous import SignedStore
     from hpctrain.control.board import Board
-    from hpctrain.hangs.arrivals import OwnWork
     from hpctrain.hangs.evidence import Collective
-    from hpctrain.hangs.outliers import Cleared
+    from hpctrain.hangs.outliers import Cleared, OwnWork
     from hpctrain.run.event_fields import LedgerFact
 
 log = logging.getLogger("hpctrain.agent")

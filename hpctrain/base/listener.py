@@ -12,7 +12,7 @@ the node's own work before its other end has proved that it knows the run's secr
 
 `Listener` has no thread and no event loop. Its descriptor is readable when `turn` has work, so it
 stands in an asyncio loop (`control.endpoint`), in a thread (`memory.copy_line`), or in a loop of
-its own (`preflight.rendezvous`, `scheduler.slurm.relay`). tests/unit/base/test_listener.py holds
+its own (`preflight.rendezvous`, `scheduler.slurm.control`). tests/unit/base/test_listener.py holds
 the promises, for each listener of ours.
 """
 

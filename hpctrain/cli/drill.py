@@ -22,8 +22,8 @@ from hpctrain.errors import ChecksFailed, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hpctrain.drill.catalogue import DrillFault
-    from hpctrain.drill.course import Course
+    from hpctrain.drill.promises import DrillFault
+    from hpctrain.drill.schedule import Course
 
 _RECIPE = {
     "train.steps": 1_000_000,
@@ -89,7 +89,7 @@ def command(
     Without RUN it starts its own run and cancels it at the end. On a live RUN it skips faults
     that could lose data.
     """
-    from hpctrain.drill.catalogue import chosen
+    from hpctrain.drill.promises import chosen
 
     named = bool(words) and not click.get_current_context().meta[_DASHES]
     if named and len(words) > 1:
@@ -132,7 +132,7 @@ def _list(faults: Sequence[DrillFault], *, live: bool, as_json: bool) -> None:
 
 
 def _live(name: str, faults: list[DrillFault], runs: Path, *, as_json: bool, **flags: Any) -> int:
-    from hpctrain.drill.course import Course
+    from hpctrain.drill.schedule import Course
     from hpctrain.run.find_run import find_run
     from hpctrain.run.ownership import own_spec
 
@@ -150,7 +150,7 @@ def _own(
     words: list[str], faults: list[DrillFault], runs: Path, *, as_json: bool, **flags: Any
 ) -> int:
     from hpctrain import api
-    from hpctrain.drill.course import Course
+    from hpctrain.drill.schedule import Course
     from hpctrain.run.layout import RunDir
     from hpctrain.settings.spec import load_spec
 
@@ -199,7 +199,7 @@ def _armed(folder: Path) -> Iterator[None]:
     A fault whose marker is there does not fire; the drill takes it away when its turn has come.
     """
     from hpctrain.base.env import HPCTRAIN_FAULTS
-    from hpctrain.drill.catalogue import FAULTS
+    from hpctrain.drill.promises import FAULTS
 
     before = os.environ.get(HPCTRAIN_FAULTS)
     texts = [before] if before else []
@@ -239,9 +239,9 @@ def _end(run: Any, runs: Path) -> None:
 
 def _tell(course: Course, faults: list[DrillFault], page: str | None, *, as_json: bool) -> int:
     from hpctrain.base.files import replace_text
-    from hpctrain.drill.course import as_json as results_json
-    from hpctrain.drill.course import page as results_page
-    from hpctrain.drill.course import row, summary
+    from hpctrain.drill.schedule import as_json as results_json
+    from hpctrain.drill.schedule import page as results_page
+    from hpctrain.drill.schedule import row, summary
     from hpctrain.terminal import echo_json
 
     width = shutil.get_terminal_size((100, 24)).columns

@@ -3,7 +3,7 @@
     python -P -m hpctrain.entry.drill_node RUN plant FAULT ATTEMPT RANK SECONDS
     python -P -m hpctrain.entry.drill_node RUN unflushed CHECKPOINT
 
-Prints one line of JSON: what `drill.hands.plant` says, or the files of that checkpoint of which
+Prints one line of JSON: what `drill.injectors.plant` says, or the files of that checkpoint of which
 this machine has bytes in memory alone. tests/unit/entry/test_drill_node.py holds the promises.
 """
 
@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.drill import hands
-from hpctrain.drill.hands import unflushed_files
+from hpctrain.drill import injectors
+from hpctrain.drill.injectors import unflushed_files
 from hpctrain.run.layout import RunDir
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     match list(argv):
         case [root, "plant", fault, attempt, rank, seconds]:
             run = RunDir(Path(root))
-            done = hands.plant(run, fault, int(attempt), int(rank), float(seconds))
+            done = injectors.plant(run, fault, int(attempt), int(rank), float(seconds))
             print(json.dumps(done._asdict()), flush=True)
         case [root, "unflushed", name]:
             print(json.dumps(_unflushed(RunDir(Path(root)), name)), flush=True)

@@ -165,8 +165,7 @@ def _relay(root: Path, env: Mapping[str, str]) -> None:
     """Serve until the batch script has gone."""
     from hpctrain.run.layout import RunDir
     from hpctrain.run.ownership import start_secret
-    from hpctrain.scheduler.slurm.control import of_agent
-    from hpctrain.scheduler.slurm.relay import parent_is_gone, serve
+    from hpctrain.scheduler.slurm.control import of_agent, parent_is_gone, serve
 
     is_over = parent_is_gone(os.getppid())
     job_id, restarts = own_job_id(env), own_restarts(env)

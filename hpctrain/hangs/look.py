@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.base import clock
 from hpctrain.base.files import read_plain
-from hpctrain.hangs.arrivals import calls_of
 from hpctrain.hangs.evidence import RankEvidence, frames_of, process_state, recorded_of
+from hpctrain.hangs.outliers import calls_of
 from hpctrain.hangs.witness import LOOK_SIGNAL, groups_path, recorder_path, stacks_path
 
 if TYPE_CHECKING:

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+from hpctrain.base import clock
 from hpctrain.base.env import (
     HPCTRAIN_MASTER_ADDR,
+    HPCTRAIN_NODE_FAULTS,
     HPCTRAIN_NODES,
     HPCTRAIN_PORT,
     HPCTRAIN_PREFLIGHT_KEY,
@@ -27,17 +30,28 @@ from hpctrain.base.env import (
 from hpctrain.base.files import read_plain
 from hpctrain.base.host_list import expand_nodes
 from hpctrain.errors import ChecksFailed, ClusterError, HpctrainError
-from hpctrain.preflight.bounded import Unanswered, start
-from hpctrain.preflight.checks import Order
-from hpctrain.preflight.rendezvous import Alone
-from hpctrain.preflight.report import lines
-from hpctrain.preflight.run import NodePlace, NodesVerdict, run_checks
+from hpctrain.preflight import checks_between, exchanges
+from hpctrain.preflight import checks_between as between
+from hpctrain.preflight.bounded import START_S, CollectiveProcess, Unanswered, bounded, start
+from hpctrain.preflight.checks import Order, check_facts
+from hpctrain.preflight.facts import NodeFacts, changed, seconds
+from hpctrain.preflight.probe import probe, resolves
+from hpctrain.preflight.rendezvous import Alone, Coordinator, Peer
+from hpctrain.preflight.report import UNKNOWN, PreflightReport, Result, lines
+from hpctrain.preflight.slow_nodes import SlowNodeSearch
 from hpctrain.run.ownership import distrust
+from hpctrain.testing import node_faults
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.preflight.bounded import Child
+    from hpctrain.preflight.exchanges import Skew
+    from hpctrain.preflight.slow_nodes import Tests
+
+    Say = Callable[[str], None]
+    Faults = dict[str, node_faults.NodeFault]
+
 
 ORDER, REPORT, PROGRESS = "order.json", "report.json", "progress.txt"
 
@@ -154,6 +168,309 @@ def to_leave(bad: Mapping[str, str], nodes: Sequence[str]) -> bool:
     all out would leave the job waiting for ever.
     """
     return 0 < 2 * len(bad) < len(nodes)
+
+
+FACTS_S = 60.0
+LOOK_S = 60.0
+NAMES_S = 20.0
+STORE_PORT = 1
+"""The store of the tries stands on the port beside the meeting's."""
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """Where this node stands.
+
+    Attributes:
+        nodes: Names of all nodes, in rank order.
+        rank: This node's.
+        address: Of the first node, as the others reach it.
+        port: Where the nodes meet, and the next one for the store.
+        key: The secret by which the nodes know each other.
+        folder: The shared directory; written into.
+        env: What ranks will have in their environment, beside what this process has. Each node
+            finds it by itself: nothing of it comes over the network.
+    """
+
+    nodes: list[str]
+    rank: int
+    address: str
+    port: int
+    key: str
+    folder: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def node(self) -> str:
+        """This node's name."""
+        return self.nodes[self.rank]
+
+
+@dataclass(frozen=True)
+class NodesVerdict:
+    """What follows from a look, the same on every node.
+
+    Attributes:
+        bad: Node to why it must not take part.
+        apart: Why these nodes cannot train together at all; see `checks_between.apart`.
+    """
+
+    bad: dict[str, str] = field(default_factory=dict)
+    apart: str = ""
+
+
+def run_checks(
+    place: NodePlace, order: Order | None, say: Say
+) -> tuple[PreflightReport | None, NodesVerdict]:
+    """Run one preflight. Called on every node of the job, once each.
+
+    Args:
+        place: Where this node stands.
+        order: What to do; only the first node has one, and tells the others.
+        say: Told how far it is, on the first node.
+
+    Returns:
+        The report on the first node, None on the others; and on every node the verdict.
+
+    Raises:
+        Alone: on another node: the first one cannot be reached, or has gone.
+        OSError: on the first node: the port is taken.
+        UsageError: a fault that was put in is misspelt.
+        ChecksFailed: what a node said has no sense here.
+    """
+    text = os.environ.get(HPCTRAIN_NODE_FAULTS, "")
+    faults = node_faults.of_node(text, place.node)
+    try:
+        if order is not None:
+            return _first(place, order, faults, say)
+        return None, NodesVerdict() if "silent" in faults else _other(place, faults)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ChecksFailed(
+            "the nodes do not understand each other; is the same hpctrain installed on all of "
+            f"them? ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _first(
+    place: NodePlace, order: Order, faults: Faults, say: Say
+) -> tuple[PreflightReport, NodesVerdict]:
+    began = clock.monotonic()
+    say(f"waiting for {len(place.nodes)} nodes")
+    with Coordinator(
+        len(place.nodes), place.port, place.key, order.meet_s, address=place.address
+    ) as coordinator:
+        coordinator.agree(None, lambda _: order.to_others(), LOOK_S)
+        skews = coordinator.skews(lambda: clock.now() + seconds(faults, "skew"))
+        with _Judge(place, order, skews) as judge, _Node(place, order, faults) as node:
+            say("looking at each node")
+            task = coordinator.agree_each(node.facts(), judge.facts, FACTS_S)
+            say("looking at the shared directory")
+            part = coordinator.agree_each(node.look(task), judge.look, _looking_s(order))
+            while part is not None:
+                say(f"all-reduce of {order.ranks} x {judge.sizes}")
+                part = coordinator.agree_each(node.reduce(part), judge.reduced, _reducing_s(order))
+            report = judge.report(coordinator.missing, clock.monotonic() - began)
+            verdict = NodesVerdict(report.bad, judge.apart)
+            coordinator.agree(None, lambda _: asdict(verdict), LOOK_S)
+            return report, verdict
+
+
+def _other(place: NodePlace, faults: Faults) -> NodesVerdict:
+    """The same stations, without the judging."""
+    with Peer(place.rank, place.address, place.port, place.key, LOOK_S) as peer:
+        order = Order.from_plain(peer.agree(None, _nobody, LOOK_S))
+        peer.tell_time(lambda: clock.now() + seconds(faults, "skew"))
+        with _Node(place, order, faults) as node:
+            task = peer.agree(node.facts(), _nobody, FACTS_S)
+            part = peer.agree(node.look(task), _nobody, _looking_s(order))
+            while part is not None:
+                part = peer.agree(node.reduce(part), _nobody, _reducing_s(order))
+            return NodesVerdict(**peer.agree(None, _nobody, LOOK_S))
+
+
+def _nobody(values: dict[int, Any]) -> Any:
+    """Only the first node decides."""
+    raise AssertionError(values)
+
+
+def _looking_s(order: Order) -> float:
+    return LOOK_S + (START_S if order.bandwidth else 0.0)
+
+
+def _reducing_s(order: Order) -> float:
+    return LOOK_S + order.timeout_s
+
+
+class _Node:
+    """What a node does at each station."""
+
+    def __init__(self, place: NodePlace, order: Order, faults: Faults) -> None:
+        self._place = place
+        self._order = order
+        self._faults = faults
+        self._collective = CollectiveProcess(place.env) if order.bandwidth else None
+        self._folder = place.folder
+        if "no-shared" in faults:
+            self._folder = place.folder / "not-mounted"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._collective is not None:
+            self._collective.close()
+
+    def facts(self) -> dict[str, Any]:
+        """This node's facts, and what it left in the shared directory."""
+        node = self._place.node
+        facts = changed(probe(node, local=self._order.expected.local), self._faults)
+        nonce = secrets.token_hex(8)
+        error = exchanges.write(self._folder, node, nonce)
+        return {"facts": facts.plain(), "nonce": nonce, "error": error}
+
+    def look(self, task: dict[str, Any]) -> dict[str, Any]:
+        """What is seen from here of the others that this node is to look for."""
+        hosts = [str(host) for host in task["hosts"]]
+        try:
+            lost = bounded(lambda: [host for host in hosts if not resolves(host)], NAMES_S)
+        except Unanswered:
+            lost = hosts
+        unseen = exchanges.unseen(self._folder, task["nonces"], listed=bool(task["list"]))
+        first = self._place.rank == 0
+        lock = "" if first or unseen else exchanges.try_lock(self._folder)
+        error = ""
+        if self._collective is not None:
+            where = self._place.address, self._place.port + STORE_PORT
+            error = self._collective.ready(host=first, address=where[0], port=where[1])
+        return {"unresolved": lost, "unseen": unseen, "lock": lock, "collective": error}
+
+    def reduce(self, part: dict[str, Any]) -> dict[str, Any]:
+        """Take part in the group that this node is in, if it is in one."""
+        place, ranks = self._place, self._order.ranks
+        if not part or self._collective is None:
+            return {}
+        order = {
+            "name": part["name"],
+            "address": "localhost" if place.rank == 0 else place.address,
+            "port": place.port + STORE_PORT,
+            "ranks": ranks,
+            "first": ranks * part["place"],
+            "world": ranks * part["size"],
+            "size_mib": self._order.expected.size_mib,
+            "timeout_s": self._order.timeout_s,
+            "slow_s": seconds(self._faults, "slow"),
+            "wrong": "gemm" in self._faults,
+        }
+        return self._collective.attempt(order)
+
+
+class _Judge:
+    """What the first node makes of everybody's answers."""
+
+    def __init__(self, place: NodePlace, order: Order, skews: dict[int, Skew]) -> None:
+        self._place = place
+        self._order = order
+        self._results = between.check_clocks(
+            place.node, {place.nodes[rank]: skew for rank, skew in skews.items()}
+        )
+        self._facts: list[NodeFacts] = []
+        self._errors: dict[str, str] = {}
+        self._looked: dict[str, list[str]] = {}
+        self.apart = ""
+        self.sizes: list[int] = []
+        self._lock: exchanges.HeldLock | None = None
+        self._search: SlowNodeSearch | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def facts(self, values: dict[int, Any]) -> dict[int, Any]:
+        """Judge the nodes one by one; whom each is to look for."""
+        by_node = self._named(values)
+        self._facts = [NodeFacts.from_plain(value["facts"]) for value in by_node.values()]
+        self._results += check_facts(self._facts, self._order.expected)
+        self._errors = {node: str(value["error"]) for node, value in by_node.items()}
+        if len(by_node) > 1 and not self._errors[self._place.node]:
+            self._lock = exchanges.HeldLock(self._place.folder)  # before anybody tries to take it
+        ranks = sorted(values)
+        hosts = {rank: one.host for rank, one in zip(ranks, self._facts, strict=True)}
+        nonces = {rank: str(values[rank]["nonce"]) for rank in ranks if not values[rank]["error"]}
+        return {rank: self._task(number, ranks, nonces, hosts) for number, rank in enumerate(ranks)}
+
+    def _task(
+        self, number: int, ranks: list[int], nonces: dict[int, str], hosts: dict[int, str]
+    ) -> dict[str, Any]:
+        """Whom one of the nodes that answered looks for: files with what is in them, and names."""
+        rank, nodes = ranks[number], self._place.nodes
+        sought = [rank, *(ranks[other] for other in checks_between.looked_for(number, len(ranks)))]
+        files = {nodes[other]: nonces[other] for other in sought if other in nonces}
+        self._looked[nodes[rank]] = list(files)
+        if self._order.nonce:
+            files[between.LOGIN] = self._order.nonce
+        near = [rank, *(ranks[other] for other in checks_between.neighbours(number, len(ranks)))]
+        listed = number == 0 or len(ranks) <= checks_between.ALL_UP_TO
+        named = sorted({hosts[other] for other in near})
+        return {"nonces": files, "hosts": named, "list": listed}
+
+    def look(self, values: dict[int, Any]) -> dict[int, Any]:
+        """Judge what lies between the nodes; each one's part in the first groups to try."""
+        by_node = self._named(values)
+        self._results += between.check_names({n: v["unresolved"] for n, v in by_node.items()})
+        unseen = {node: value["unseen"] for node, value in by_node.items()}
+        seen = str(self._place.folder), self._errors, unseen, self._looked
+        self._results += between.check_shared(*seen)
+        self.apart = between.apart(*seen)
+        kinds = {node: value["lock"] for node, value in by_node.items() if value["lock"]}
+        held = self._lock is not None and self._lock.held
+        self._results += between.check_locks(kinds, held=held)
+        return self._parts(values, self._begin(by_node) if self._order.bandwidth else [])
+
+    def _begin(self, by_node: dict[str, Any]) -> Tests:
+        """Without the first node there is no store, and no search."""
+        for node, value in by_node.items():
+            if value["collective"]:
+                self._results.append(Result("bandwidth", UNKNOWN, value["collective"], [node]))
+        able = [node for node, value in by_node.items() if not value["collective"]]
+        if self._place.node not in able:
+            return []
+        self._search = SlowNodeSearch(able, self._order.expected.limits())
+        return self._search.begin()
+
+    def reduced(self, values: dict[int, Any]) -> dict[int, Any]:
+        """Take a round's measurements; each node's part in the next groups to try."""
+        tests = [] if self._search is None else self._search.go_on(self._named(values))
+        return self._parts(values, tests)
+
+    def _parts(self, values: dict[int, Any], tests: Tests) -> dict[int, Any]:
+        """Rank to its place in its group, {} for none, and None for all where all is known."""
+        self.sizes = [len(test["nodes"]) for test in tests]
+        if not tests:
+            return dict.fromkeys(values)
+        parts = {
+            node: {"name": test["name"], "place": place, "size": len(test["nodes"])}
+            for test in tests
+            for place, node in enumerate(test["nodes"])
+        }
+        return {rank: parts.get(self._place.nodes[rank], {}) for rank in values}
+
+    def report(self, missing: dict[int, str], took_s: float) -> PreflightReport:
+        """Everything, the nodes that did not answer first."""
+        nodes = self._place.nodes
+        silent = {nodes[rank]: why for rank, why in missing.items()}
+        results = [*between.check_present(nodes, silent), *self._results]
+        measured: dict[str, Any] = {"seconds": round(took_s, 2)}
+        if self._search is not None:
+            results += self._search.results()
+            measured |= self._search.measured()
+        measured["facts"] = {one.node: one.plain() for one in self._facts}
+        return PreflightReport(list(nodes), results, measured)
+
+    def _named(self, values: dict[int, Any]) -> dict[str, Any]:
+        return {self._place.nodes[rank]: value for rank, value in sorted(values.items())}
 
 
 if __name__ == "__main__":

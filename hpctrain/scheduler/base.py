@@ -50,7 +50,7 @@ class Scheduler:
 SCHEDULERS: dict[str, Scheduler] = {
     "slurm": Scheduler(
         "hpctrain.scheduler.slurm.client:SlurmCluster",
-        "hpctrain.scheduler.slurm.relay:control_here",
+        "hpctrain.scheduler.slurm.control:control_here",
         "SLURM",
     ),
     "local": Scheduler(

@@ -39,7 +39,7 @@ from hpctrain.run.find_run import IndexedRun, find_run, record
 from hpctrain.run.ownership import own_spec, renew_secret
 from hpctrain.scheduler.base import get_cluster
 from hpctrain.settings.check import with_spares
-from hpctrain.submit.disk import check_disk
+from hpctrain.submit.checks import check_disk
 from hpctrain.submit.live_job import live_job, refusal
 
 if TYPE_CHECKING:

@@ -55,6 +55,7 @@ from hpctrain.submit.change import (
     take_locks,
 )
 from hpctrain.submit.checks import (
+    check_disk,
     check_hooks_here,
     check_sealed,
     check_versions,
@@ -66,7 +67,6 @@ from hpctrain.submit.checks import (
     take_ds_config,
     with_own_places,
 )
-from hpctrain.submit.disk import check_disk
 from hpctrain.submit.program import lint_notes, refuse_absent
 
 if TYPE_CHECKING:

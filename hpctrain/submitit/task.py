@@ -360,10 +360,6 @@ def _last_line(trace: str) -> str:
     return trace.strip().rpartition("\n")[2]
 
 
-if __name__ == "__main__":
-    main()
-
-
 INTERRUPT = signal.SIGRTMIN + 5
 """No library takes it, and a sleeping or waiting main thread wakes up of it."""
 STOP_POLL_S, IDLE_POLL_S = 0.25, 1.0
@@ -474,3 +470,7 @@ def read_stop(path: Path) -> StopCause | None:
     with contextlib.suppress(ValueError, OSError, KeyError):
         return StopCause(json.loads(left_text(path))["cause"])
     return None
+
+
+if __name__ == "__main__":
+    main()

@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from hpctrain.preflight import checks, exchanges, node, rendezvous, run
+from hpctrain.preflight import checks, exchanges, node, rendezvous
 
 PATIENCE_S = 900.0
 
 
 def main(argv: list[str]) -> int:
     """As a node's own."""
-    run.FACTS_S = run.LOOK_S = run.NAMES_S = PATIENCE_S
+    node.FACTS_S = node.LOOK_S = node.NAMES_S = PATIENCE_S
     exchanges.ANSWER_S = rendezvous.HELLO_S = rendezvous.TELL_S = PATIENCE_S
     exchanges.SEE_S = PATIENCE_S
     of_plain = checks.Order.from_plain

@@ -19,9 +19,8 @@ from submitit.helpers import Checkpointable
 from hpctrain.base.env import HPCTRAIN_RELAY
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.slurm.command import run, submitted_here
-from hpctrain.scheduler.slurm.control import of_agent
+from hpctrain.scheduler.slurm.control import of_agent, outside
 from hpctrain.scheduler.slurm.environment import job_context
-from hpctrain.scheduler.slurm.relay import outside
 from hpctrain.scheduler.slurm.script import dependency_arguments, export_arguments
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from hpctrain.base.listener import ACCEPTS_A_TURN, HEARD_A_TURN, Listener, liste
 from hpctrain.base.records import JobFacts, JobState
 from hpctrain.control.node_server import NodeServer, TreePlace
 from hpctrain.preflight.rendezvous import Coordinator, Peer
-from hpctrain.scheduler.slurm.relay import RelayedControl, serve
+from hpctrain.scheduler.slurm.control import RelayedControl, serve
 from tests.support.patience import PATIENCE_S, until
 from tests.support.ports import free_port
 from tests.support.replica_servers import ReplicaServers, copy_by_all, covered_by_all, ready

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hpctrain.check.import_probe import try_imports
+from hpctrain.check.gather import try_imports
 from hpctrain.submit.program import WantedImport
 
 

@@ -11,10 +11,9 @@ import pytest
 from hpctrain.base.env import HPCTRAIN_FAULTS
 from hpctrain.cli import drill
 from hpctrain.cli.main import main
-from hpctrain.drill import course
-from hpctrain.drill.catalogue import FAULTS
-from hpctrain.drill.course import DrillResult
-from hpctrain.drill.judging import DrillVerdict
+from hpctrain.drill import schedule
+from hpctrain.drill.promises import FAULTS, DrillVerdict
+from hpctrain.drill.schedule import DrillResult
 
 RESULTS = [
     DrillResult(FAULTS["kill_rank"], DrillVerdict("kept", "attempt 2 went on"), 3.21),
@@ -106,10 +105,10 @@ def test_the_table_counts_what_was_kept_and_a_broken_promise_is_an_exit_code(cap
 
 
 def test_a_page_in_html_and_json_have_all_of_it(tmp_path, capsys):
-    page = course.page("drill-1", RESULTS, html=True)
+    page = schedule.page("drill-1", RESULTS, html=True)
     assert "<td>loaded &lt;step&gt; | it was damaged</td>" in page
     assert "<title>Drill of drill-1: 1 kept, 1 broken, 1 not tried</title>" in page
-    told = course.as_json("drill-1", RESULTS)
+    told = schedule.as_json("drill-1", RESULTS)
     assert told["faults"][0] == {
         "name": "kill_rank", "does": FAULTS["kill_rank"].does, "anchor": FAULTS["kill_rank"].anchor,
         "promise": FAULTS["kill_rank"].promise, "outcome": "kept", "why": "attempt 2 went on",

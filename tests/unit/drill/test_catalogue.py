@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.drill.catalogue import FAULTS, chosen
-from hpctrain.drill.judging import _JUDGES
+from hpctrain.drill.promises import _JUDGES, FAULTS, chosen
 from hpctrain.errors import UsageError
 
 

@@ -6,10 +6,9 @@ import json
 
 import pytest
 
-from hpctrain.drill import course
-from hpctrain.drill.catalogue import FAULTS
-from hpctrain.drill.course import Course
-from hpctrain.drill.judging import WRITTEN_ELSEWHERE, Planted
+from hpctrain.drill import schedule
+from hpctrain.drill.promises import FAULTS, WRITTEN_ELSEWHERE, Planted
+from hpctrain.drill.schedule import Course
 from hpctrain.history.run_history import RunHistory
 from hpctrain.scheduler.base import Cluster
 from tests.support.ledger_runs import Story
@@ -39,7 +38,7 @@ def reach(tmp_path, monkeypatch):
 
     def planted(fault, *answers):
         nodes = Nodes(*answers)
-        monkeypatch.setattr(course, "get_cluster", lambda _: nodes)
+        monkeypatch.setattr(schedule, "get_cluster", lambda _: nodes)
         history = RunHistory.read(story.run)
         drill = Course(story.run, "slurm", own=True, armed=None, patience_s=1.0)
         found = drill._plant(FAULTS[fault], history, history.newest)

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from hpctrain.drill import hands
-from hpctrain.drill.hands import unflushed_files
+from hpctrain.drill import injectors
+from hpctrain.drill.injectors import unflushed_files
 from hpctrain.run.layout import RunDir
 
 WAITS = "import sys; print('here', flush=True); sys.stdin.read()"
@@ -40,14 +40,14 @@ def test_ranks_are_found_by_their_logs_and_no_other_process_is(run, tmp_path):
     ranks = [waiting(run.rank_log(2, rank)) for rank in (1, 0)]
     others = [waiting(tmp_path / "rank-00003.log")]
     try:
-        found = hands.ranks_here(run, 2)
+        found = injectors.ranks_here(run, 2)
         assert [(one.rank, one.pid, one.agent) for one in found] == [
             (0, ranks[1].pid, os.getpid()), (1, ranks[0].pid, os.getpid()),
         ]  # fmt: skip
-        assert hands.ranks_here(run, 1) == []
-        hands.send(ranks[0].pid, signal.SIGKILL)
+        assert injectors.ranks_here(run, 1) == []
+        injectors.send(ranks[0].pid, signal.SIGKILL)
         assert ranks[0].wait(30) == -signal.SIGKILL
-        hands.send(ranks[0].pid, signal.SIGKILL)  # it has ended: nothing to do
+        injectors.send(ranks[0].pid, signal.SIGKILL)  # it has ended: nothing to do
     finally:
         for child in [*ranks, *others]:
             child.kill()
@@ -58,7 +58,7 @@ def test_a_ranks_own_child_is_not_taken_for_it(run):
     """Its writer has the same log, and would be stopped or killed in its place."""
     rank = waiting(run.rank_log(2, 0), FORKS, lines=2)
     try:
-        assert [one.pid for one in hands.ranks_here(run, 2)] == [rank.pid]
+        assert [one.pid for one in injectors.ranks_here(run, 2)] == [rank.pid]
     finally:
         rank.communicate()  # both read to the end of what nobody writes
 
@@ -72,18 +72,18 @@ def checkpoint(run, step, sizes=(100, 9000)):
 
 
 def test_the_newest_is_that_of_the_latest_step_and_staged_ones_do_not_count(run):
-    assert hands.newest(run) is None
+    assert injectors.newest(run) is None
     checkpoint(run, 40)
     checkpoint(run, 100)
     (run.checkpoints / ".staged").mkdir()
-    assert hands.newest(run) == (100, "step-0000000100")
-    assert hands.committed(run) == {"step-0000000040", "step-0000000100"}
+    assert injectors.newest(run) == (100, "step-0000000100")
+    assert injectors.committed(run) == {"step-0000000040", "step-0000000100"}
 
 
 def test_a_cut_and_a_turned_bit_meet_the_largest_file_once(run):
     torn, flipped = checkpoint(run, 1), checkpoint(run, 2)
-    hands.damage(torn, cut=True)
-    hands.damage(flipped, cut=False)
+    injectors.damage(torn, cut=True)
+    injectors.damage(flipped, cut=False)
 
     assert [len((torn / f"shard-{n}").read_bytes()) for n in (0, 1)] == [100, 4500]
     small, large = ((flipped / f"shard-{n}").read_bytes() for n in (0, 1))

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.drill.catalogue import FAULTS
-from hpctrain.drill.judging import Planted, is_settled, judge
+from hpctrain.drill.promises import FAULTS, Planted, is_settled, judge
 from hpctrain.history.run_history import RunHistory
 from tests.support.ledger_runs import Story
 

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from hpctrain.hangs.arrivals import OwnWork
 from hpctrain.hangs.outliers import (
     RUNNING,
     SLOPE_WINDOWS,
     WINDOW,
     Cleared,
+    OwnWork,
     StragglerJudge,
     Straggling,
     slope_of,

@@ -14,8 +14,8 @@ from hpctrain.base import listener
 from hpctrain.preflight import exchanges
 from hpctrain.preflight.checks import Expected, Order
 from hpctrain.preflight.facts import NodeFacts
+from hpctrain.preflight.node import NodePlace, _Judge
 from hpctrain.preflight.rendezvous import Acceptor, Coordinator, Peer
-from hpctrain.preflight.run import NodePlace, _Judge
 from tests.support import gates
 from tests.support.ports import free_port
 

@@ -13,9 +13,10 @@ import pytest
 from hpctrain.base import listener
 from hpctrain.base.secret import code
 from hpctrain.errors import ChecksFailed
+from hpctrain.preflight import node as preflight_run
 from hpctrain.preflight import rendezvous
-from hpctrain.preflight import run as preflight_run
 from hpctrain.preflight.checks import Expected, Order
+from hpctrain.preflight.node import NodePlace
 from hpctrain.preflight.rendezvous import (
     COORDINATOR,
     PEER,
@@ -25,7 +26,6 @@ from hpctrain.preflight.rendezvous import (
     Peer,
     Stranger,
 )
-from hpctrain.preflight.run import NodePlace
 from tests.support.ports import free_port
 from tests.support.users import OWNER, STRANGER, run_as, start_as
 

@@ -16,7 +16,7 @@ from hpctrain.errors import CheckpointError, Fenced
 from hpctrain.run.events import read
 from hpctrain.run.fence import publishing, read_fence, run_lock, take_attempt
 from hpctrain.run.layout import RunDir
-from hpctrain.submit.disk import check_disk
+from hpctrain.submit.checks import check_disk
 from hpctrain.testing import points
 from tests.support import checkpoints as support
 from tests.support import client_disk

@@ -15,8 +15,9 @@ from hpctrain.base.secret import sign
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.base import get_control
-from hpctrain.scheduler.slurm import executor, relay
-from hpctrain.scheduler.slurm.relay import RelayedControl, serve
+from hpctrain.scheduler.slurm import control as relay
+from hpctrain.scheduler.slurm import executor
+from hpctrain.scheduler.slurm.control import RelayedControl, serve
 from tests.support.clocks import jumping
 
 FACTS = JobFacts(JobState.RUNNING, restarts=2, preempt_time=5.0, end_time=9.5, comes_back=True)

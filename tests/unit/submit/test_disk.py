@@ -13,8 +13,8 @@ from hpctrain.errors import ChecksFailed
 from hpctrain.run.layout import RunDir
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import Entry, Spec
-from hpctrain.submit import disk
-from hpctrain.submit.disk import check_disk, file_system
+from hpctrain.submit import checks
+from hpctrain.submit.checks import check_disk, file_system
 from hpctrain.submit.launch import launch
 from tests.support import client_disk
 
@@ -126,7 +126,7 @@ def test_a_disk_that_overwrites_appends_is_refused(tmp_path, monkeypatch):
 
 
 def test_an_object_store_is_refused_by_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "file_system", lambda folder: "fuse.s3fs")
+    monkeypatch.setattr(checks, "file_system", lambda folder: "fuse.s3fs")
 
     with pytest.raises(ChecksFailed, match=r"\(fuse\.s3fs\) .*renaming a folder"):
         check_disk(tmp_path)
@@ -152,14 +152,14 @@ def test_strangeness_is_never_a_traceback(tmp_path, monkeypatch):
     def refuse(*_args, **_named):
         raise OSError(errno.EREMOTEIO, "Remote I/O error")
 
-    monkeypatch.setattr(disk.mmap, "mmap", refuse)
+    monkeypatch.setattr(checks.mmap, "mmap", refuse)
 
     with pytest.raises(ChecksFailed, match=r"cannot be mapped into memory \(Remote I/O error\)"):
         check_disk(tmp_path)
 
 
 def test_a_resume_looks_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "file_system", lambda folder: "fuse.gcsfuse")
+    monkeypatch.setattr(checks, "file_system", lambda folder: "fuse.gcsfuse")
     run = RunDir(tmp_path)
 
     with pytest.raises(ChecksFailed, match=r"\(fuse\.gcsfuse\) cannot hold a run"):

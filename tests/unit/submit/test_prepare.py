@@ -15,7 +15,7 @@ import pytest
 from hpctrain.errors import ChecksFailed, ClusterError, NotFound, RunExists, UsageError
 from hpctrain.settings.schema import Settings
 from hpctrain.settings.spec import Entry, Spec, load_spec
-from hpctrain.submit import checks, disk
+from hpctrain.submit import checks
 from hpctrain.submit.prepare import (
     SubmitRequest,
     create_run,
@@ -377,7 +377,7 @@ def test_a_read_only_file_system_is_told_even_to_root(work, tmp_path):
 
 
 def test_a_disk_that_cannot_hold_runs_is_refused_before_anything_is_made(work, monkeypatch):
-    monkeypatch.setattr(disk, "file_system", lambda folder: "fuse.s3fs")
+    monkeypatch.setattr(checks, "file_system", lambda folder: "fuse.s3fs")
 
     with pytest.raises(ChecksFailed, match=r"\(fuse\.s3fs\) cannot hold a run"):
         ask(work)

@@ -16,9 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.base import clock
 from hpctrain.base.process import own_program
-from hpctrain.drill import hands
-from hpctrain.drill.catalogue import FAULTS, FREEZE_S
-from hpctrain.drill.judging import DrillVerdict, Planted, is_settled, judge, judge_flushed
+from hpctrain.drill import injectors
+from hpctrain.drill.promises import (
+    FAULTS,
+    FREEZE_S,
+    DrillVerdict,
+    Planted,
+    is_settled,
+    judge,
+    judge_flushed,
+)
 from hpctrain.errors import HpctrainError
 from hpctrain.history.lineage import lineage
 from hpctrain.history.run_history import RunHistory
@@ -32,14 +39,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from hpctrain.drill.catalogue import DrillFault
+    from hpctrain.drill.promises import DrillFault
     from hpctrain.history.run_records import AttemptRecord
     from hpctrain.run.layout import RunDir
 
 
 LOOK_S = 0.1
 TRIES = 3
-_SAID = frozenset({*hands.Done._fields, "files", "pruned"})
+_SAID = frozenset({*injectors.Done._fields, "files", "pruned"})
 """What `entry.drill_node` says, by name."""
 
 
@@ -145,7 +152,7 @@ class Course:
             return planted
         if fault.name == "second_writer":
             take_attempt(self.run, job_id=now.job_id, restarts=now.restarts)
-            return replace(planted, on_disk=hands.committed(self.run))
+            return replace(planted, on_disk=injectors.committed(self.run))
         return self._in_rank(fault, planted, history, now)
 
     def _in_rank(
@@ -160,7 +167,7 @@ class Course:
         said = self._on_nodes(_job_of(history, now), [node], words)
         if not said:
             return DrillVerdict("not tried", f"{node} gave no answer")
-        done = hands.Done(**said[0])
+        done = injectors.Done(**said[0])
         if done.why:
             return DrillVerdict("not tried", f"{node}: {done.why}")
         if fault.name == "freeze_rank":
@@ -171,7 +178,7 @@ class Course:
         return planted
 
     def _look_at_disk(self, history: RunHistory, now: AttemptRecord) -> DrillVerdict:
-        newest = hands.newest(self.run)
+        newest = injectors.newest(self.run)
         if newest is None:
             return DrillVerdict("not tried", "it has no checkpoint of hpctrain's form")
         said = self._on_nodes(_job_of(history, now), now.nodes, ("unflushed", newest[1]))
@@ -201,7 +208,7 @@ class Course:
                     one.kind == "fenced" for one in ledger.read_marked(self.run, b"fenced")
                 )
                 planted = replace(planted, gave_way=is_told)
-            on_disk = hands.committed(self.run)
+            on_disk = injectors.committed(self.run)
             if is_settled(fault, planted, history, on_disk) or clock.monotonic() > deadline:
                 return judge(fault, planted, history, on_disk)
             clock.sleep(LOOK_S)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from hpctrain.base import clock
 from hpctrain.checkpoint.format.manifest import parse_step
-from hpctrain.drill.judging import WRITTEN_ELSEWHERE
+from hpctrain.drill.promises import WRITTEN_ELSEWHERE
 
 if TYPE_CHECKING:
     from hpctrain.run.layout import RunDir
