@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -98,3 +99,16 @@ def _import(modules, refused="torch,numpy,tensorboard"):
     command = [sys.executable, "-c", CODE, refused, *modules]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
+
+
+def test_what_runs_as_a_program_begins_below_its_last_function():
+    """`python -m` would otherwise call functions that are not defined yet."""
+    early = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        body = ast.parse(path.read_text()).body
+        early += [
+            str(path)
+            for statement in body[:-1]
+            if isinstance(statement, ast.If) and "__main__" in ast.unparse(statement.test)
+        ]
+    assert early == []
