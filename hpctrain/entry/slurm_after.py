@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import logging
 import os
 import re
 from functools import partial
@@ -15,7 +16,9 @@ from hpctrain.base.env import HPCTRAIN_KILL_WAIT_S, HPCTRAIN_RELAY
 from hpctrain.base.files import read_end
 from hpctrain.base.locks import remove_left_over
 from hpctrain.entry.evaluations import at_the_end_of
+from hpctrain.errors import HpctrainError
 from hpctrain.run.layout import RunDir
+from hpctrain.run.ownership import job_spec
 from hpctrain.scheduler.slurm.control import SlurmControl
 from hpctrain.scheduler.slurm.environment import (
     KILL_WAIT_S,
@@ -29,6 +32,10 @@ from hpctrain.scheduler.slurm.parse import read_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from hpctrain.shapes.candidates import JobShape
+
+log = logging.getLogger("hpctrain.entry")
 
 PATIENCE_S = 300.0
 """How long a silent slurmctld is waited for. After a SIGTERM it is KillWait: SIGKILL comes then."""
@@ -72,9 +79,32 @@ def after(
     )
     run = RunDir(Path(root))
     code = finish(run, start, control)
+    reshape_next(run, start.job_id, start.restarts, control.reshape)
     remove_left_over()  # of agents that were killed on this node
     at_the_end_of(run, script_environment(os.getppid(), env))
     return code
+
+
+def reshape_next(run: RunDir, job_id: str, restarts: int, give: Callable[[JobShape], None]) -> None:
+    """Choose the shape of the job's next start, where the run's settings leave it to hpctrain.
+
+    What goes wrong here leaves the job as it is, and never changes its exit code.
+
+    Args:
+        run: The run's directory.
+        job_id: The job.
+        restarts: Of the start that ends.
+        give: Changes the requeued job.
+    """
+    try:
+        spec = job_spec(run)
+        if spec.settings.shape.choose == "no":
+            return
+        from hpctrain.submit.shape import choose_again
+
+        choose_again(run, spec, job_id, restarts, give)
+    except (HpctrainError, OSError) as error:
+        log.warning("the job keeps its nodes and its time limit: %s", error)
 
 
 def _last_words(env: Mapping[str, str]) -> Callable[[], str] | None:

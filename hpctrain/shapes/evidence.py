@@ -30,6 +30,9 @@ RESTART = (TimeClass.STARTUP, TimeClass.RESTORE, TimeClass.WARM_UP, TimeClass.TE
 """Classes of time that each start of a job costs."""
 LEAST_STEPS = 5
 """Fewer steps of an attempt say nothing about its pace: the first ones are slow."""
+UNSEEN_HOURS = 2.0
+"""Hours without a preemption that are added to those seen: one in the first minutes of a run does
+not mean one in all minutes."""
 ENDED_EARLY = frozenset(
     {EndReason.PREEMPTED, EndReason.REQUEUED, EndReason.NODE_FAILED, EndReason.CRASHED}
 )
@@ -64,6 +67,7 @@ def run_facts(
     *,
     now: float,
     total_steps: int | None = None,
+    step: int | None = None,
     earlier: Sequence[tuple[str, RunHistory]] = (),
 ) -> RunFacts:
     """Return what is known of a run before its next job.
@@ -72,6 +76,7 @@ def run_facts(
         history: The run's; empty for a new one.
         now: Seconds since the epoch.
         total_steps: How many steps there will be, where its ledger does not say.
+        step: The last step that is done, where somebody knows more than its ledger.
         earlier: Names and histories of runs of the same program and settings, the newest first.
     """
     points = step_points(history, "this run")
@@ -79,13 +84,15 @@ def run_facts(
         points += step_points(other, name)
     done = progress(history)
     total = done.total if done.total is not None else total_steps
-    remaining = None if total is None else max(0, total - (done.step or 0))
+    remaining = None if total is None else max(0, total - max(done.step or 0, step or 0))
     bare = RunFacts(points=tuple(points), remaining_steps=remaining)
     facts = _with_restarts(bare, "this run", history, now)
-    if facts is bare and earlier:
-        like = _with_restarts(bare, *earlier[0], now)
-        # What that run has used is not this one's, nor need its preemptions be.
-        facts = replace(like, preemptions_per_hour=0.0, lost_s=0.0, spent_node_hours=0.0)
+    for name, other in earlier:
+        if facts is bare:
+            like = _with_restarts(bare, name, other, now)
+            # What that run has used is not this one's, nor need its preemptions be.
+            if like is not bare:
+                facts = replace(like, preemptions_per_hour=0.0, lost_s=0.0, spent_node_hours=0.0)
     return facts
 
 
@@ -102,7 +109,7 @@ def _with_restarts(bare: RunFacts, name: str, history: RunHistory, now: float) -
         bare,
         restart_s=sum(spent.seconds[kind] for kind in RESTART) / len(starts),
         restart_source=f"measured over {count(len(starts), 'start')} of {name}",
-        preemptions_per_hour=early / hours if hours else 0.0,
+        preemptions_per_hour=early / (hours + UNSEEN_HOURS),
         lost_s=spent.seconds[TimeClass.REDONE] / early if early else 0.0,
         spent_node_hours=spent.allocated_s / 3600,
     )

@@ -11,6 +11,7 @@ Pure. tests/unit/shapes/test_waits.py holds the promises.
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -113,6 +114,17 @@ def expected_wait(
     source = " and ".join(wait.source for wait in both)
     # Both look at the same queue, so two sources are no more certain than the better one.
     return QueueWait(_wait(middle), min(wait.sigma for wait in both), source)
+
+
+def own_wait(waits_s: Sequence[float]) -> QueueWait | None:
+    """Return what a run's own waits so far promise for the next one; None without any."""
+    if not waits_s:
+        return None
+    logs = [_log(wait) for wait in waits_s]
+    enough = len(logs) >= LEAST_RECORDS
+    sigma = max(LEAST_SIGMA, statistics.pstdev(logs)) if enough else ESTIMATE_SIGMA
+    source = f"{count(len(logs), 'wait')} of this run"
+    return QueueWait(_wait(statistics.median(logs)), sigma, source)
 
 
 def between(wait: QueueWait, other: QueueWait) -> QueueWait:

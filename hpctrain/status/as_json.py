@@ -34,6 +34,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "loss": progress.loss,
         "step_s": progress.step_s,
         "left_s": status.left_s,
+        "finish": asdict(status.finish) if status.finish else None,
         "last_seen": progress.seen,
         "since": now.t or None,
         "cluster": status.cluster,

@@ -214,6 +214,7 @@ def _header(status: RunStatus, width: int) -> list[Text]:
         first.stylize("bold", 0, len(status.name))
         first.stylize(_STYLES.get(status.state, "bold"), len(plain) - len(state), len(plain))
     words = in_words(status)
+    words += "".join(f"\n{line}" for line in finish_lines(status))
     answer = status.answer
     if answer.note:
         words = f"{words}\n{answer.note}"
@@ -319,6 +320,14 @@ def _percent(progress: Progress) -> str:
     if progress.step is None or not progress.total:
         return ""
     return f"{min(100, 100 * progress.step // progress.total)} %"
+
+
+def finish_lines(status: RunStatus) -> list[str]:
+    """When the run will be done, and what that assumes."""
+    if status.finish is None:
+        return []
+    assumes = "; ".join(status.finish.assumes)
+    return [status.finish.text(status.now), *([f"assumes {assumes}"] if assumes else [])]
 
 
 def time_left(status: RunStatus) -> list[str]:

@@ -18,6 +18,7 @@ from hpctrain.history.incidents import Mishaps, mishaps
 from hpctrain.history.progress import Progress, Saving, Speed, progress, saving, speed
 from hpctrain.history.run_state import LedgerState, RunState, run_state
 from hpctrain.history.telling import StepsLost, Telling, listens, steps_lost, telling
+from hpctrain.status.finish import Finish, finish
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -162,6 +163,8 @@ class RunStatus:
     """Of its checkpoints, the newest first."""
     mishaps: Mishaps = field(default_factory=Mishaps)
     """What it has survived, and what guards it."""
+    finish: Finish | None = None
+    """When it will be done; None where it neither waits nor runs, or reports no step."""
 
     @property
     def awaited(self) -> list[Link]:
@@ -283,7 +286,19 @@ def status_of(
         has_begun=history.has_begun,
         mishaps=mishaps(history),
         evaluations=evaluations,
+        finish=_finish(history, answer, state, total, moment),
     )
+
+
+def _finish(
+    history: RunHistory, answer: Answer, state: RunState, total: int | None, now: float
+) -> Finish | None:
+    """When a run will be done that waits or runs and reports steps."""
+    running = state is RunState.RUNNING
+    waits = state in {RunState.PENDING, RunState.REQUEUED}
+    if not (running or waits) or not any(one.tells_steps for one in history.attempts):
+        return None
+    return finish(history, answer.job, running=running, now=now, total_steps=total)
 
 
 def with_heartbeat(status: RunStatus, t: float, step: int) -> RunStatus:

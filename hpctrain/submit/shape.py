@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base import clock
+from hpctrain.base.records import Next
 from hpctrain.base.text import duration
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.errors import ClusterError, HpctrainError, UsageError
 from hpctrain.history.run_history import RunHistory
 from hpctrain.plan.mesh import cuts_batch
+from hpctrain.run import events as ledger
 from hpctrain.run.event_types import ShapeChosen
 from hpctrain.run.find_run import indexed
 from hpctrain.scheduler.base import StartEstimate, get_cluster
@@ -209,12 +211,11 @@ def choose_for(
         UsageError: no number of nodes fits, every shape is above `shape.max_node_hours`, or none
             can be written down.
     """
-    settings, cluster = spec.settings, get_cluster(spec.cluster)
+    settings, cluster, history = spec.settings, get_cluster(spec.cluster), history or RunHistory()
     choose = settings.shape.choose
     if choose == "no" or cluster.on_this_machine:
         return None
-    history = history or RunHistory()
-    sizes = fitting(spec)
+    sizes = _sizes(spec, history if ending_job else None)
     facts, records = _evidence(spec, history)
     view = cluster.queue_view(settings.slurm.partition)
     view = view.without(ending_job) if view is not None and ending_job else view
@@ -240,7 +241,39 @@ def choose_for(
         now_has=had,
     )
     plain = had or _plain(settings, sizes, longest, facts)
-    return _shaped(settings, choice, asked, plain, _notes(settings, longest, sizes))
+    notes, kept = _notes(settings, longest, sizes), had is not None
+    return _shaped(settings, choice, asked, plain, notes, kept=kept)
+
+
+def choose_again(
+    run: RunDir, spec: Spec, job_id: str, restarts: int, give: Callable[[JobShape], None]
+) -> None:
+    """Choose anew for a job that was requeued, give it the shape, and record the choice.
+
+    Args:
+        run: The run's directory.
+        spec: The run's.
+        job_id: The job.
+        restarts: Of the start that ends. Unless that one is to be followed, nothing is done.
+        give: Changes the requeued job; its nodes count spares.
+    """
+    history = RunHistory.read(run, marks="few")
+    newest = history.newest
+    if newest is None or newest.next not in {Next.REQUEUE, Next.LEAVE}:
+        return
+    if (newest.ran_in, newest.restarts) != (job_id, restarts):
+        return
+    shaped = choose_for(spec, run, history=history, ending_job=job_id)
+    if shaped is None:
+        return
+    failed = "" if shaped.choice else shaped.notes[-1]
+    if shaped.choice and not shaped.choice.kept:
+        asked = replace(shaped.shape, nodes=shaped.shape.nodes + spec.settings.alive.spares)
+        try:
+            give(asked)
+        except ClusterError as error:
+            failed = str(error)
+    ledger.record(run, shaped.event("requeue", failed=failed))
 
 
 def _shaped(
@@ -249,6 +282,8 @@ def _shaped(
     estimates: Mapping[JobShape, StartEstimate],
     plain: JobShape,
     notes: list[str],
+    *,
+    kept: bool,
 ) -> ShapedJob:
     """The chosen shape, or the plain one with a line that says why.
 
@@ -263,7 +298,8 @@ def _shaped(
         raise UsageError(f"shape.max_node_hours: {choice.why[0]}; allow more, or fewer steps")
     unknown = [estimate.unknown for estimate in estimates.values() if estimate.unknown]
     why = unknown[0] if unknown else choice.why[0]
-    line = f"the job is submitted with the plain shape, {plain.text}: {why}"
+    how = "keeps its shape" if kept else "is submitted with the plain shape"
+    line = f"the job {how}, {plain.text}: {why}"
     return ShapedJob(plain, None, partition, None, (*notes, line))
 
 
@@ -276,13 +312,13 @@ def _evidence(spec: Spec, history: RunHistory) -> tuple[RunFacts, list[WaitRecor
             other = load_spec(entry.run.spec)
             if other.run_id == spec.run_id or other.cluster != spec.cluster:
                 continue
-            ledger = RunHistory.read(entry.run, marks="few")
+            earlier = RunHistory.read(entry.run, marks="few")
         except (HpctrainError, OSError):  # another version's, or gone since: it says nothing
             continue
         if other.site == spec.site:
-            records += waits_of(ledger)
+            records += waits_of(earlier)
         if len(alike) < ALIKE and _is_alike(spec, other):
-            alike.append((f"run {entry.run.name}", ledger))
+            alike.append((f"run {entry.run.name}", earlier))
     steps = spec.settings.train.steps if spec.entry.kind == "recipe" else None
     facts = run_facts(history, now=clock.now(), total_steps=steps, earlier=alike)
     return facts, [*records, *waits_of(history)]
@@ -321,6 +357,14 @@ def _notes(settings: Settings, longest: Callable[[int], int | None], sizes: list
     where = settings.slurm.partition or "the default partition"
     tried = f"limits up to {duration(UNLIMITED_S)} are candidates"
     return [f"{where} has no time limit: {tried}; --time gives another"]
+
+
+def _sizes(spec: Spec, requeued: RunHistory | None) -> list[int]:
+    """The numbers of nodes to choose from; of a requeued job one, where its GPUs fix that."""
+    sizes, site = fitting(spec), site_of(spec)
+    had = _had(requeued, sizes) if requeued else None
+    fixed = site is not None and site.slurm.gpu_request in {"gpus", "gpus-per-task"}
+    return [had.nodes] if had and fixed and spec.settings.slurm.gpus_per_node else sizes
 
 
 def _had(history: RunHistory, sizes: list[int]) -> JobShape | None:

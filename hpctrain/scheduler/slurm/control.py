@@ -34,7 +34,7 @@ from hpctrain.base.text import fold_nodes
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.run.layout import RunDir
 from hpctrain.run.ownership import start_secret
-from hpctrain.scheduler.slurm.command import QUERY_TIMEOUT_S, run, run_until
+from hpctrain.scheduler.slurm.command import QUERY_TIMEOUT_S, RETRY_PAUSE_S, run, run_until
 from hpctrain.scheduler.slurm.jobs import job_facts
 from hpctrain.scheduler.slurm.parse import (
     NOTHING,
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 SINCE = (24, 5)
 TIMEOUT_S = 5.0
+STILL_ENDING = ("already finished", "already completing", "no longer pending")
+"""What it says of a job that is about to pend."""
 ALREADY_REQUEUED = "pending execution"
 """scontrol's rc 1 where SLURM requeues the job by itself (submitit#1617)."""
 FORBID_TIMEOUT_S = 10.0
@@ -136,7 +138,18 @@ class SlurmControl:
         nodes, minutes = shape.nodes, -(-shape.limit_s // 60)
         update = ["scontrol", "update", f"JobId={self.job_id}", f"NumNodes={nodes}-{nodes}"]
         update += [f"NumCPUs={nodes}", f"TimeLimit={minutes}"]
-        run_until(update, deadline=deadline)
+        while True:
+            try:
+                run_until(update, deadline=deadline)
+                break
+            except ClusterUnreachable:
+                raise
+            except ClusterError as error:
+                # SLURM has taken a job that it preempts off its nodes before it lets it pend.
+                ending = any(sign in str(error).lower() for sign in STILL_ENDING)
+                if not ending or clock.monotonic() > deadline:
+                    raise
+            clock.sleep(RETRY_PAUSE_S)
 
     def end(self) -> None:
         """End our own job: one whose first node is dead stays RUNNING, with nothing in it."""

@@ -73,11 +73,12 @@ def test_what_a_restart_costs_is_measured_over_all_starts():
     assert facts.restart_source == "measured over 2 starts of this run"
     assert facts.remaining_steps == 800
     assert facts.spent_node_hours == pytest.approx((2 * 500 + 4 * 500) / 3600, rel=0.01)
-    assert facts.preemptions_per_hour == pytest.approx(2 / (1000 / 3600), rel=0.01)
+    assert facts.preemptions_per_hour == pytest.approx(2 / (2 + 1000 / 3600), rel=0.01)
 
 
 def test_a_new_run_takes_what_an_earlier_one_measured_but_not_what_it_spent():
-    facts = run_facts(RunHistory(), now=0.0, total_steps=50, earlier=[("run lm-1", two_starts())])
+    earlier = [("run waiting", RunHistory()), ("run lm-1", two_starts())]
+    facts = run_facts(RunHistory(), now=0.0, total_steps=50, earlier=earlier)
 
     assert [p.source for p in facts.points] == ["attempt 2 of run lm-1", "attempt 1 of run lm-1"]
     assert facts.restart_source == "measured over 2 starts of run lm-1"

@@ -7,11 +7,17 @@ import json
 import pytest
 
 from hpctrain.cli.main import main
+from hpctrain.entry import slurm_after
+from hpctrain.errors import ClusterError
 from hpctrain.run import events as ledger
 from hpctrain.run.event_types import ShapeChosen
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.slurm import queue_view
 from hpctrain.settings.spec import load_spec
+from hpctrain.shapes.candidates import JobShape
+from hpctrain.submit import shape
+from hpctrain.submit.shape import choose_again
+from tests.support.ledger_runs import write_event
 
 SINFO = "echo 'work*|n1|alloc|LIMIT'; echo 'work*|n2|idle|LIMIT'"
 IN = r"""
@@ -85,15 +91,15 @@ def asked(work):
 def test_the_candidates_are_asked_about_and_one_is_chosen(work, capsys):
     value = dry(capsys, "--nodes=1-2", "--time=auto")
 
-    shape = value["shape"]
+    told = value["shape"]
     shown = header(value)
-    assert len(asked(work)) == len(shape["candidates"]) <= 12
+    assert len(asked(work)) == len(told["candidates"]) <= 12
     # One node is free at once: the queue shows it, though --test-only says three days.
-    assert shape["chosen"]["nodes"] == 1
+    assert told["chosen"]["nodes"] == 1
     assert shown["#SBATCH --nodes"] == "1"
     assert shown["#SBATCH --time"] == "24:00:00"
-    assert len(shape["why"]) == 2
-    starts = {row["nodes"]: row["start_s"] for row in shape["candidates"]}
+    assert len(told["why"]) == 2
+    starts = {row["nodes"]: row["start_s"] for row in told["candidates"]}
     assert starts[1] == pytest.approx(0, abs=5)
     assert starts[2] == pytest.approx(1.6 * 3 * 86400, rel=0.01)  # of the longest limit
 
@@ -267,10 +273,10 @@ def test_an_estimate_of_never(work, capsys):
 def test_a_shape_that_slurm_refuses_is_not_chosen(work, capsys):
     put(work, "sbatch", 'grep -q "nodes=1$" "$2" && { echo QOSMinNodes >&2; exit 1; }\n' + IN)
 
-    shape = dry(capsys, "--nodes=1-2", "--time=auto")["shape"]
+    told = dry(capsys, "--nodes=1-2", "--time=auto")["shape"]
 
-    assert shape["chosen"]["nodes"] == 2
-    assert {r["refused"] for r in shape["candidates"] if r["nodes"] == 1} == {
+    assert told["chosen"]["nodes"] == 2
+    assert {r["refused"] for r in told["candidates"] if r["nodes"] == 1} == {
         "SLURM refused: QOSMinNodes (sbatch, exit 1)"
     }
 
@@ -289,3 +295,91 @@ def test_on_this_machine_there_is_no_queue_and_nothing_is_chosen(work, capsys):
     value = json.loads(capsys.readouterr().out)
     assert "shape" not in value
     assert value["spec"]["settings"]["slurm"]["time"] == "1:00:00"
+
+
+# ---- at a requeue
+
+
+@pytest.fixture
+def requeued(work, capsys):
+    """A run on one node for a day that was preempted, and its nodes are free again."""
+    assert main(["submit", "--site=none", "--name=r", "--nodes=1-2", "--time=auto"]) == 0
+    capsys.readouterr()
+    run = RunDir(work / "runs" / "r")
+    start = {"job_id": "17", "restarts": 0, "nodes": ["n1"], "world_size": 1, "by": "start"}
+    write_event(run, "attempt_started", attempt=1, **start)
+    write_event(run, "attempt_ended", attempt=1, reason="preempted", next="requeue")
+    return run
+
+
+def again(run, give, *, job="17", restarts=0):
+    choose_again(run, load_spec(run.spec), job, restarts, give)
+    return [e.fact for e in ledger.read(run) if isinstance(e.fact, ShapeChosen)][1:]
+
+
+def test_a_requeued_job_is_given_the_shape_that_is_better_now(work, requeued):
+    put(work, "sinfo", SINFO.replace("LIMIT", "1-00:00:00").replace("alloc", "idle"))
+    given = []
+
+    (fact,) = again(requeued, given.append)
+
+    assert given == [JobShape(2, 86400)]
+    assert (fact.by, fact.nodes, fact.kept, fact.failed) == ("requeue", 2, False, "")
+    assert 1 < len(fact.candidates) <= 12
+
+
+def test_a_shape_that_is_not_clearly_better_is_not_given(work, requeued):
+    given = []
+
+    (fact,) = again(requeued, given.append)
+
+    assert given == []
+    assert (fact.nodes, fact.kept) == (1, True)
+
+
+def test_a_refused_change_is_on_record_and_the_next_choice_knows_the_old_shape(work, requeued):
+    put(work, "sinfo", SINFO.replace("LIMIT", "1-00:00:00").replace("alloc", "idle"))
+
+    def refuse(shape):
+        raise ClusterError("SLURM refused: no")
+
+    (fact,) = again(requeued, refuse)
+    assert fact.failed == "SLURM refused: no"
+
+    given = []
+    again(requeued, given.append)
+    assert given == [JobShape(2, 86400)]
+
+
+def test_where_slurm_says_nothing_the_job_keeps_its_shape_and_that_is_on_record(work, requeued):
+    for name in ("sinfo", "squeue", "sbatch"):
+        put(work, name, "exit 1")
+    given = []
+
+    (fact,) = again(requeued, given.append)
+
+    assert given == []
+    assert (fact.nodes, fact.limit_s) == (1, 86400)
+    assert fact.failed.startswith("the job keeps its shape, 1 node x 1d0h: ")
+
+
+@pytest.mark.parametrize("start", [{"job": "18"}, {"restarts": 1}])
+def test_only_the_start_that_is_followed_chooses(work, requeued, start):
+    assert again(requeued, [].append, **start) == []
+
+
+def test_a_run_that_is_over_chooses_nothing(work, requeued):
+    write_event(requeued, "attempt_ended", attempt=1, reason="completed", next="stop")
+
+    assert again(requeued, [].append) == []
+
+
+def test_the_last_act_of_the_batch_script_never_fails_by_it(work, requeued, monkeypatch, caplog):
+    def broken(*_):
+        raise ClusterError("broken")
+
+    monkeypatch.setattr(shape, "choose_again", broken)
+
+    slurm_after.reshape_next(requeued, "17", 0, [].append)
+
+    assert "the job keeps its nodes and its time limit: broken" in caplog.text
