@@ -1,8 +1,8 @@
-"""Saves against the disk, the time limit and the notice of a preemption, before there is any. Pure.
+"""Compare saves with the disk, the time limit and the notice of a preemption, before a run. Pure.
 
-What only a first save can tell is said to be not known, unless an earlier run of the program has
-saved. The rules are those by which the ranks will stop (docs/staying-alive.md) and choose their
-interval (`plan.interval`). tests/unit/check/test_forecast.py holds the promises.
+Numbers come from the newest earlier run of the program that saved; without one they are not known.
+The rules are those of the ranks: `plan.interval` and docs/staying-alive.md.
+tests/unit/check/test_forecast.py and test_past.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""All checks before a run, asked one after the other. Nothing is submitted and nothing stays.
+"""Ask all checks before a run. Nothing is submitted and nothing stays.
 
-What `submit` checks is asked of `submit.prepare`, which refuses at the first mistake. The program
-is looked at all the same, where it can be found. tests/unit/cli/test_check.py holds the
-promises.
+`submit.prepare` refuses at its first mistake; the program is checked all the same where it is
+found. Imports are tried in a process of their own: an import may take a minute, print, or exit.
+tests/unit/cli/test_check.py and tests/unit/check/test_import_probe.py hold the promises.
 """
 
 from __future__ import annotations

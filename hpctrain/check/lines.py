@@ -1,6 +1,6 @@
-"""A check's answer, and the list of all of them. Pure.
+"""A check's answer and the list of all answers, also as JUnit XML and as SARIF. Pure.
 
-tests/unit/check/test_lines.py holds the promises.
+tests/unit/check/test_lines.py and test_render.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The program itself on two processors: a few steps, preempted, resumed, compared.
+"""Rehearse a program on two processors: a few steps, preempted, resumed, and compared.
 
-It is held against a run in peace, and against one rank. What comes of it are lines like those of
-the other checks. tests/unit/check/test_rehearsal.py and test_comparison.py hold the promises.
+The comparison is with an undisturbed run and with one rank. Jobs and folder go at the end, also
+after Ctrl-C. tests/unit/check/test_rehearsal.py and test_comparison.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`hpctrain checkpoints pin`, `prune` and `rm`: what a person keeps, and what a person deletes.
+"""`hpctrain checkpoints pin`, `prune`, `rm` and `path`, and a program's own checkpoints.
 
-tests/unit/cli/test_checkpoints_keep.py holds the promises.
+tests/unit/cli/test_checkpoints_keep.py and test_checkpoints_sealed.py hold the promises.
 """
 
 from __future__ import annotations

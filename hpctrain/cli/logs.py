@@ -1,6 +1,6 @@
-"""`hpctrain logs`: what the ranks printed, across attempts and requeues.
+"""`hpctrain logs` prints what ranks wrote, across attempts; `hpctrain events` prints the ledger.
 
-tests/unit/cli/test_logs.py holds the promises.
+tests/unit/cli/test_logs.py and test_events.py hold the promises.
 """
 
 from __future__ import annotations

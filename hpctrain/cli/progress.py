@@ -1,7 +1,7 @@
-"""How far long work is, on stderr: drawn in place on a terminal, else a plain line now and then.
+"""Progress of long work on stderr, and `--wait`: follow a run until its first step or its end.
 
-Stdout is never written to: it belongs to the command's answer. Work that is over within seconds
-leaves nothing behind. tests/unit/base/test_progress.py holds the promises.
+Stdout belongs to the command's answer and is never written. Work of some seconds leaves nothing.
+tests/unit/base/test_progress.py and tests/unit/cli/test_wait.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""`hpctrain sites`: presets of clusters: list, show, detect and check them.
+"""`hpctrain sites`: list, show, detect, check, draft, probe and test presets of clusters.
 
-tests/unit/cli/test_sites.py and test_sites_validate.py hold the promises.
+tests/unit/cli/test_sites.py, test_sites_validate.py, tests/unit/site/test_draft.py and
+tests/unit/submit/test_sbatch_test.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""A fault drill: faults planted in a run one after the other, and what came of each.
+"""Fault drills: inject faults into a run one by one, and judge each by a promise.
 
-`catalogue` has the faults and the promise that each tests, `judging` decides from the ledger
-whether it was kept (both pure), `hands` plant them, `course` leads from one to the next and cleans
-up, `text` tells it. docs/check.md is the user's page.
+`promises` lists the faults and judges (pure), `injectors` inject them, `schedule` runs them in
+order, cleans up and shows the results. docs/check.md is the user's page.
 """

@@ -1,7 +1,9 @@
-"""The hands of a drill: what is done to a run's processes and files, on the node where they are.
+"""Inject a drill's faults into a run's processes and files, on their node; find unflushed bytes.
 
-Ranks are known by the log that is their standard output, which no other program has; so nothing is
-signalled that is not this run's. tests/unit/drill/test_hands.py holds the promises.
+A rank is recognised by the log that is its standard output, so no other program gets a signal.
+cachestat(2) (Linux 6.5) counts pages that are on no disk. A probe that was never flushed comes
+first: where the file system does not account for such pages (tmpfs), the answer is "not known".
+tests/unit/drill/test_hands.py and tests/e2e/test_drill.py hold the promises.
 """
 
 from __future__ import annotations

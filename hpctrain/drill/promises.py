@@ -1,7 +1,7 @@
-"""Whether a promise was kept, from what the ledger says before and after a fault. Pure.
+"""The faults of a drill, the promise that each tests, and whether the ledger shows it kept. Pure.
 
-What cannot be told is "not tried", with why: a drill that says "kept" of what it has not seen
-would have people trust a cluster for nothing. tests/unit/drill/test_judging.py holds the promises.
+What the ledger cannot show is "not tried", with the reason: "kept" would be a false promise.
+tests/unit/drill/test_catalogue.py and test_judging.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The course of a drill: wait until the run trains, plant a fault, wait for what comes, judge.
+"""Run a drill: wait until the run trains, inject a fault, wait for its result, judge; and show it.
 
-What meets a process or a node's memory is done on that node, by a program of ours that the
-scheduler starts there; everything else by the run's files. Whatever happens, what was stopped is
-continued and what was armed is disarmed. tests/e2e/test_drill.py and tests/slurm/test_drill.py hold
-the promises.
+Faults of processes and of a node's memory are injected on that node, by `entry.drill_node`. At the
+end, also after Ctrl-C, stopped processes continue and faults are disarmed. tests/e2e/test_drill.py,
+tests/slurm/test_drill.py and tests/unit/cli/test_drill.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""What a look at a rank that stands still has found. Pure: text and JSON in, facts out.
+"""What an inspection of a rank that stands still found: text and JSON in, facts out. Pure.
 
-Three witnesses speak without the rank's help, also while it holds Python's lock: torch's flight
-recorder (each collective that the rank has called, served by a thread of torch's own), Python's
-faulthandler (the stacks, written from a signal handler in C), and the kernel (`/proc/PID/stat`).
-What torch writes is read as torch 2.13 writes it (`torch/csrc/distributed/c10d/FlightRecorder*`);
-what is not there is said as not known. tests/unit/hangs/test_evidence.py holds the promises.
+Sources work without the rank's help and while it holds the GIL: torch's flight recorder (as torch
+2.13 writes it, `torch/csrc/distributed/c10d/FlightRecorder*`), faulthandler's stacks, and
+`/proc/PID/stat`. What is missing is not known. Its plain form is small enough for a thousand
+nodes to report at once. tests/unit/hangs/test_evidence.py and test_plain.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,10 +1,17 @@
-"""Which ranks are slower than the others, by the own work of each in each step. Pure.
+"""Find ranks that are slower than the others, and ranks whose collectives are out of step. Pure.
 
-Steps are judged in windows of `WINDOW`. In a window a rank stands out whose lateness (its own work
-above the median of all ranks) lies above that of the median rank by 5 deviations over the ranks,
-and by 2 % of a step: by the window's median, or by its mean, which also sees a rank that takes
-twice as long at every tenth step. What stands out in three windows running is named.
-tests/unit/hangs/test_slow_ranks.py holds the promises.
+Own work: in a step all ranks take equally long, because the slow one keeps the others waiting. At a
+collective that all wait for, all continue at once; a rank's own work is its time up to the next
+such one. All times must be of one clock.
+
+Slow ranks: steps are judged in windows of `WINDOW`. A rank stands out if its own work above the
+median exceeds the median rank's by 5 deviations and by 2 % of a step, by the window's median or
+mean. Three windows in a row name it.
+
+Out of step: a rank that skips the collectives of a step does not hang; it pairs with the others one
+step late. Counts that were equal at `EQUAL` ticks and then differ by the same numbers at `ODD`
+ticks, while they grow, name it. tests/unit/hangs/test_arrivals.py, test_slow_ranks.py and
+test_counts.py hold the promises.
 """
 
 from __future__ import annotations

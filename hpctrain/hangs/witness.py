@@ -1,10 +1,9 @@
-"""What a rank leaves for whoever looks at it when it stands still: set up once, then free.
+"""Set up what a rank leaves for whoever inspects it when it stands still; free while it trains.
 
-Nothing here runs while the rank trains. torch's own server answers for its flight recorder from a
-native thread, faulthandler writes from a signal handler in C: both also while Python's lock is
-held. What only Python knows, the members of the process groups, is written down whenever there is
-a new one. What this torch has not is left out, and then not known. tests/engines/test_look.py
-holds the promises.
+torch's flight recorder answers from a native thread, and faulthandler writes from a C signal
+handler: both work while the GIL is held. Members of process groups are written at each change.
+Private names of torch that this torch lacks are left out, and their facts are then not known.
+tests/engines/test_look.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a run has survived, and what guards it: lost nodes, skipped batches, memory copies. Pure.
+"""What a run survived, what guards it, and which nodes were slow in several runs. Pure.
 
-From its history alone. What newest ranks said of themselves (copies in memory, out of step) is of
-the newest attempt; members are of the newest job. tests/unit/history/test_mishaps.py holds the
-promises.
+Copies in memory and ranks out of step are those of the newest attempt; members are those of the
+newest job. Waits for data never count against a node.
+tests/unit/history/test_mishaps.py and test_slow_nodes.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What a run's history is made of: its submissions, attempts, saves and what came of them. Pure.
+"""The records of a run's history: submissions, attempts, saves, and spans without progress. Pure.
 
-`run_history.py` puts them together from the ledger. Times are as their writers' clocks had them.
-tests/unit/history/test_run_history.py holds the promises.
+`run_history` fills them from the ledger. Times are those of the writers' clocks. A suspicion that
+was cleared is slow work and no span without progress.
+tests/unit/history/test_run_history.py and test_stillness.py hold the promises.
 """
 
 from __future__ import annotations

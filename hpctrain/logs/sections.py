@@ -1,7 +1,9 @@
-"""The sections of a run's output, by attempt or by job, and filters of their lines.
+"""The sections of a run's output by attempt or job, filters of lines, and their printer.
 
-A filter sees the lines of one log in order and remembers what it needs: a rank's traceback is whole
-also where other ranks print in between. tests/unit/cli/test_logs.py holds the promises.
+A filter sees one log's lines in order, so a rank's traceback stays whole while others print. The
+printer gives each line once, in the order of writing: by the agents' times
+(`run/attempt_files.py`), else by its place between the attempt's start and the file's last change.
+tests/unit/cli/test_logs.py holds the promises.
 """
 
 from __future__ import annotations

@@ -162,14 +162,9 @@ def mtbf_s(record: Failures, nodes: int) -> float:
     of which the rate's posterior mean is (1 + failures) / (prior's time + observed time). A run's
     own record soon outweighs it, while one early crash does not yet make a run look hopeless.
 
-    Published rates are lower: Llama 3 had 419 unexpected interruptions in 54 days on 16,384 GPUs,
-    2,048 nodes of 8, which is one per node in 264 days ("The Llama 3 Herd of Models", 2024); Meta's
-    research clusters had 6.5 failures per 1,000 node-days, one per node in 154 days (Kokolis et
-    al., HPCA 2025). Those are failures of hardware, on machines that people watch around the clock.
-    A shared academic cluster also kills without warning: out of memory, evictions, one's own bugs.
-    The wrong guess is cheap on the short side: for 264 days taken as 30 the interval is 3 times
-    shorter than the best, and the time lost 1.7 times the least, which is below 1 % of all time as
-    long as a save costs less than 1 s and a run has fewer than 400 nodes.
+    Published rates of hardware are lower: one failure per node in 264 days ("The Llama 3 Herd of
+    Models", 2024) and in 154 days (Kokolis et al., HPCA 2025). A shared cluster also kills without
+    warning. A guess that is too short is cheap: 30 for 264 days costs 1.7 times the least loss.
 
     Args:
         record: Of the run so far; an earlier number of nodes is not made up for.

@@ -1,11 +1,11 @@
-"""What a Hugging Face config.json says of the ways in which its model can be cut.
+"""What bounds a mesh: how a model can be cut, and which torch and DeepSpeed an engine needs. Pure.
 
-`FAMILIES` is the table: model types that can be cut along each axis. `shape_of_config`
-gives the numbers that the axes have to divide, and for each axis that the model does not take the
-reason, so that a submit refuses before anything waits in a queue what the ranks would refuse.
-
-Pure. tests/unit/plan/test_decoders.py holds the promises, tests/engines/test_pretrained.py that
-the engines take what the table says.
+`shape_of_config` reads a Hugging Face config.json by the table `FAMILIES`: numbers that the axes
+must divide, and why an axis is not possible, so that a submit refuses what the ranks would refuse.
+`balance` cuts layers into pipeline stages of about equal parameters. Lower bounds of releases come
+from runs on older ones (docs/development/torch-versions.md); they are checked at submit and on the
+nodes. tests/unit/plan/test_decoders.py, test_balance.py, test_versions.py and
+tests/engines/test_pretrained.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A preflight: facts of all nodes, held against the site and against each other.
+"""Preflight: facts of all nodes, compared with the site's preset and with each other.
 
-`probe` reads one node, `rendezvous` brings the nodes together, `checks` and its siblings judge
-(pure), `shared` tries the shared directory, `slow_nodes` finds the nodes that make a collective
-slow (pure), `collective` is the only module that imports torch; `run` is the order of all that.
-Nothing on a node is changed, and nothing is fetched from anywhere. What cannot be read is unknown,
-never ok.
+`probe` reads one node, `rendezvous` brings the nodes together, `exchanges` tries clocks and the
+shared directory, `checks` and `checks_between` judge (pure), `slow_nodes` finds the nodes that make
+a collective slow (pure), `collective` alone imports torch, `node` runs all of it. Nothing on a node
+is changed, and nothing is fetched. What cannot be read is unknown, never ok.
 """

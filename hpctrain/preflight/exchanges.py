@@ -1,8 +1,10 @@
-"""How far the clocks of a job's nodes are apart: the first node asks, a few at a time.
+"""Measure clock differences between nodes, and try the shared directory and its locks.
 
-One after the other, each silent node would keep all that come after it waiting. All at once, their
-answers would wait for each other at the first node, and every exchange would seem slow.
-tests/unit/preflight/test_rendezvous.py holds the promises.
+The first node asks for clocks a few nodes at a time: one by one, silent nodes would add up their
+time-outs; all at once, answers would queue at the first node and look slow. Each node writes a file
+as a checkpoint is written and looks for those of others (`checks_between` says whose). Then the
+first node holds a lock that the others try. Each look is a child's, with a time-out.
+tests/unit/preflight/test_rendezvous.py and test_probe.py hold the promises.
 """
 
 from __future__ import annotations

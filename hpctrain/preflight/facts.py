@@ -1,8 +1,7 @@
-"""The facts of one node, and which nodes differ from the others. None is unknown, not "none there".
+"""The facts of one node, which nodes differ, and the preset lines drafted from them. Pure.
 
-Faults are put into them on purpose for rehearsals (`testing/node_faults.py`).
-
-Pure. tests/unit/preflight/test_checks.py and test_node_faults.py hold the promises.
+None is unknown, not "none there". Rehearsals put faults in (`testing/node_faults.py`).
+tests/unit/preflight/test_checks.py, test_node_faults.py and test_probe.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""One node's part in a look at the nodes: of `hpctrain preflight`, and at the start of an attempt.
+"""Run one node's part of a preflight: of `hpctrain preflight`, and at the start of an attempt.
 
-`python -m hpctrain.preflight.node FOLDER RANK` is the former's program. Its place comes from the
-environment that the job's script exports (`entry.slurm_batch before`).
+    python -m hpctrain.preflight.node FOLDER RANK
 
-Before an attempt's ranks start, while its agents import torch, `begin` looks at each node, at what
-lies between them, and where the order says so at the collective. Without an answer the attempt goes
-on. Nodes that share no directory are refused: nothing could ever be saved.
+The environment that the job's script exports gives its place (`entry.slurm_batch before`). Every
+node takes part once; the first one judges and gets the report. Before an attempt, `begin` probes
+while the agents import torch; without an answer the attempt starts. Nodes that share no directory
+are refused: nothing could ever be saved.
 tests/slurm/test_preflight.py and test_node_check.py hold the promises.
 """
 

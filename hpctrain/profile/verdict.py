@@ -1,18 +1,12 @@
-"""What a profile says: what training is bound by, which rank is waited for, where memory goes.
+"""What a profile shows: what bounds training, who is waited for, where memory goes; in words.
 
 A rank is bound by a kind that takes at least `MOST` of its time outside saves, or at least `MUCH`
-and `CLEAR` times as much as any other; else there is no clear bound.
+and `CLEAR` times any other. The others wait for a rank that communicates least by `WAITS`; the run
+is then bound by what bounds that rank. Else the run's shares are the mean. Reserved less allocated
+memory is large between steps of a healthy run, so advice uses the peak and retried allocations.
 
-A rank is waited for where it communicates least by a margin of `WAITS`: the others stand in a
-collective until it comes. Then the run is bound by what that rank is bound by, and its own
-communication is left out of the question. Else the run's shares are the ranks' mean.
-
-Of memory, reserved less allocated is what the caching allocator holds and no tensor uses. Between
-two steps that is much in a healthy run too, since activations are gone: so the advice looks at what
-was not used even at the peak, and at allocations that had to be retried.
-
-`judge` is pure. `examine` reads a profile's files and judges them; what cannot be read is listed
-beside the rest. tests/unit/profile/test_verdict.py, tests/unit/cli/test_profile.py and
+`judge` is pure; `examine` reads a profile's files and lists what cannot be read.
+tests/unit/profile/test_verdict.py, tests/unit/cli/test_profile.py and
 tests/engines/test_profile_run.py hold the promises.
 """
 

@@ -1,8 +1,9 @@
-"""The charts as plotly reads them: {"data": [...], "layout": {...}}, each with a sentence. Pure.
+"""Charts as plotly reads them: {"data": [...], "layout": {...}}, each with a sentence. Pure.
 
-Figures are plain dictionaries, so that plotly is needed for its drawing program alone. Whatever a
-user may have named (runs, nodes) is escaped: plotly reads a little HTML in its texts. Each chart
-that has no data has a line that says why. tests/unit/report/test_report.py holds the promises.
+Charts are plain dictionaries, so only the page needs plotly. Names that users chose are escaped:
+plotly reads HTML in its texts. A chart without data has a line that says why. In the time line,
+data waits and saves inside a stretch of steps are known as sums only, so a stretch is one bar;
+bars below a pixel are merged. tests/unit/report/test_report.py holds the promises.
 """
 
 from __future__ import annotations

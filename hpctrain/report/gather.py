@@ -1,9 +1,9 @@
-"""All that a report needs from a run's directory. The only module of the room that reads.
+"""Read what a report needs from a run's directory, and make curves of it. The room's only reader.
 
-What is missing or torn is left out and named in `problems`; nothing that a run directory can hold
-makes it raise. `history` is the ledger as curves need it, and pure: step marks, saves and resumes.
-What a step mark lacks is None: other programs tell less.
-tests/unit/report/test_report.py holds the promises.
+What is missing or torn is left out and named in `problems`; no content of a run directory makes it
+raise. A curve is a list of (x, y); y is None where nothing is known, which breaks the line.
+Thinning keeps the extremes, so no spike is hidden. tests/unit/report/test_report.py holds the
+promises.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The numbers of a report, once: page, text and comparison show the same. Pure.
+"""The numbers of a report, of one run or several side by side, for page and text. Pure.
 
 tests/unit/report/test_report.py holds the promises.
 """

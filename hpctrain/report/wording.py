@@ -1,4 +1,4 @@
-"""Words and colours that charts, page and text share. Pure.
+"""Words, colours and layout that charts, page and text share. Pure.
 
 tests/unit/report/test_report.py holds the promises.
 """

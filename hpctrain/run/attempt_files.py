@@ -1,12 +1,13 @@
-"""Reading of the ranks' log files: whole lines as they grow, their last lines, and when they came.
+"""Read what a running attempt writes: rank logs with their times, and the heartbeat.
 
-Nothing waits here and nothing is watched: inotify does not see what other nodes write over NFS.
-tests/unit/cli/test_logs.py holds the promises.
+Nothing here waits or watches: inotify does not see what other nodes write over NFS. Rank logs have
+no times; the node's agent notes `T SIZE` lines in rank-00007.times (`agent/log_index.py`), and a
+line's time is estimated between two of them.
 
-Ranks write their logs themselves and without times. The agent of their node therefore notes how
-long each log was at which moment (`agent/log_index.py`), one line `T SIZE` a mark, in
-rank-00007.times beside rank-00007.log. Between two marks a line's time is estimated by its place.
-tests/unit/agent/test_log_index.py holds the promises.
+The heartbeat is one line with time and step, which rank 0 overwrites in place every few seconds.
+Its length is constant: a reader on another node never sees it empty, and a full disk has room.
+tests/unit/cli/test_logs.py, tests/unit/agent/test_log_index.py and
+tests/unit/runtime/test_step_log.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What passes for the value of a field of an event: checks by which `event_types` reads.
+"""The base class of every kind of event, and the checks by which `event_types` reads its fields.
 
-Nothing here raises because of a value. tests/unit/run/test_event_fields.py holds the promises.
+A field that was not reported is None, or "", () or False where None would say no more. A wrong
+value never raises. tests/unit/run/test_event_fields.py holds the promises.
 """
 
 from __future__ import annotations

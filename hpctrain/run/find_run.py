@@ -1,7 +1,9 @@
-"""Search for the run that a user means by a name, a job id, the beginning of a name, a path or `-`.
+"""Find the run that a user means by name, job id, beginning of a name, path or `-` (the newest).
 
-`-` is the newest. Every command asks, so it is cheap: of a ledger only the lines about submissions
-are parsed. tests/unit/run/test_find_run.py holds the promises.
+Every command calls it, so it parses only a ledger's lines about submissions. The user's index of
+runs finds runs of other folders. It is append-only and nothing depends on it: what cannot be
+written or read is left out. tests/unit/run/test_find_run.py and test_run_index.py hold the
+promises.
 """
 
 from __future__ import annotations

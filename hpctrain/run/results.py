@@ -1,9 +1,13 @@
-"""What an evaluation has measured, as a file: an object of metric names and numbers, in JSON.
+"""What evaluations measured: the JSON file of each, and the TensorBoard curves of all.
 
-A program may write it with or without hpctrain, so it is read as a stranger's: whatever lies there,
-reading it ends, and says in words what is wrong. A number that is not finite has no place in it: a
-loss that became NaN would compare as equal to anything, and could pass for the best. Standard
-library only. tests/unit/run/test_results.py holds the promises.
+Any program may write the JSON file: `read_results` always returns, and says what is wrong. A number
+that is not finite is refused, because NaN could pass for the best value.
+
+`write_curves` writes `eval/NAME` below the run's attempts. The file follows from the ledger alone,
+so a writer that dies is made good by the next one. TensorBoard needs rising steps: an older step
+makes a new file. The records are written here by hand, because the batch script's side cannot wait
+for TensorBoard's import. Standard library only. tests/unit/run/test_results.py,
+test_evaluation_curves.py and tests/unit/runtime/test_event_file.py hold the promises.
 """
 
 from __future__ import annotations

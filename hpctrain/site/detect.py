@@ -1,13 +1,9 @@
-"""The site that this machine belongs to, told by what the site itself has set up here.
+"""Detect the site of this machine, and draft a preset from what its SLURM reports. Pure decisions.
 
-The decision (`detect`, `choose`) is pure: what is looked at comes in as `Surroundings`. Patterns
-must match whole texts: a name that merely begins alike has sent other tools' users to the wrong
-cluster (`nid...`).
-
-`ClusterFacts` is what a live SLURM says of itself, the source of a preset's draft. A value that
-SLURM does not tell, or tells differently for different nodes, is None or "".
-
-tests/unit/site/test_detect.py holds the promises.
+`Surroundings` has what is looked at. Patterns match whole texts: names that begin alike (`nid...`)
+sent other tools' users to the wrong cluster. A value that SLURM does not report, or reports
+differently per node, is None or "", and the draft says how to find it.
+tests/unit/site/test_detect.py and test_draft.py hold the promises.
 """
 
 from __future__ import annotations

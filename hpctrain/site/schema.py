@@ -1,11 +1,9 @@
-"""Every key that a site preset may have, with its meaning, unit and accepted values.
+"""Every key of a site preset with meaning, unit and values, and the preset as a typed object.
 
-Adding a field to one of these classes is all it takes: reading, refusing of unknown keys, the JSON
-Schema and the reference page are derived from them (`settings/fields.py`). A key that is missing is
-unknown, and unknown is `None`, "" or empty: nothing is guessed. `unknown` has a word on a key that
-there is not.
-
-Pure, standard library only. tests/unit/site/test_schema.py holds the promises.
+A field here is all it takes: reading, refusal of unknown keys, JSON Schema and reference page are
+derived (`settings/fields.py`). A missing key is unknown (None, "" or empty); nothing is guessed. A
+`PresetFinding` says how bad a value is and where it stands. Pure, standard library only.
+tests/unit/site/test_schema.py and test_site.py hold the promises.
 """
 
 from __future__ import annotations

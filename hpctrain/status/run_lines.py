@@ -1,6 +1,6 @@
-"""What a run has survived, and what guards it, as labelled lines: nothing where nothing happened.
+"""Labelled lines of a run's status: what it survived, what guards it, and its evaluations.
 
-tests/unit/status/test_mishap_lines.py holds the promises.
+Nothing is shown where nothing happened. tests/unit/status/test_mishap_lines.py holds the promises.
 """
 
 from __future__ import annotations

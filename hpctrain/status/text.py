@@ -1,6 +1,6 @@
-"""A run's state in a sentence, why its job waits, and what one would type next. Pure.
+"""A run's state in a sentence, why its job waits, its chain of runs, and what to type next. Pure.
 
-tests/unit/cli/test_status.py holds the promises.
+tests/unit/cli/test_status.py and tests/unit/status/test_chain.py hold the promises.
 """
 
 from __future__ import annotations

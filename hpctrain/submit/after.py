@@ -1,9 +1,9 @@
-"""The runs after which a run is to run: who they are, whether they can be waited for, who follows.
+"""Runs that wait for other runs (`--after`, `--then`): which they are, and who follows a run.
 
-The scheduler does the waiting (`JobRequest.after`), and the job looks at the ledgers once more
-before it begins (`agent/predecessors.py`). Who follows a run stands in its ledger, so that a resume
-can point the jobs that wait for it to its new one. tests/unit/submit/test_after.py and
-tests/slurm/test_after.py hold the promises.
+The scheduler waits (`JobRequest.after`), and the job reads the ledgers once more before it starts
+(`agent/predecessors.py`). A run's ledger names its followers, so that a resume can point their jobs
+to its new one. tests/unit/submit/test_after.py, test_then.py and tests/slurm/test_after.py hold the
+promises.
 """
 
 from __future__ import annotations

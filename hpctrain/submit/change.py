@@ -1,7 +1,9 @@
-"""A run's spec with other settings laid over it, checked as a submit checks its own.
+"""Lay other settings over a run's spec, checked as a submit checks its own; choose a run's site.
 
-For a resume, and for jobs beside a run. tests/unit/submit/test_chosen.py, test_site_submit.py and
-test_side_job.py hold the promises.
+`find_site` reads --site, HPCTRAIN_SITE, hpctrain.toml, then what is detected. `changed` and
+`take_locks` list what the user changes of the preset, and hold its locks against that.
+tests/unit/submit/test_chosen.py, test_site_submit.py, test_site_lock.py and test_side_job.py hold
+the promises.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""What a login node can check of a job: the files, programs, accounts and releases that it names.
+"""Check what the login node can see of a job: files, programs, accounts, releases, disk and meshes.
 
-`check_hooks_here`: what [track] and [notify] name. `plan_meshes`: the meshes, and the folder that a
-model begins with. `take_ds_config`: a user's ds_config.json, read and checked when a run is
-prepared, so that the run is whole. `nsys_notes`: whether nsys is there.
-`check_versions`: torch and DeepSpeed as the ranks will import them, by their names among the
-interpreter's packages, without an import.
-
+`refuse_shared` keeps two live runs from one set of checkpoint files (`checkpoint.sealed`): each
+would resume from the other's weights. The disk must have flock(2), rename(2), fsync(2), O_APPEND;
+locks between nodes are `hpctrain preflight`'s. Releases of torch and DeepSpeed are read from the
+interpreter's packages without an import. tests/unit/submit/test_shared_files.py, test_disk.py,
 tests/unit/runtime/test_trackers.py, tests/unit/agent/test_notify.py,
 tests/unit/plan/test_ds_config.py, test_decoders.py and test_versions.py hold the promises.
 """

@@ -1,11 +1,14 @@
-"""A Python environment packed into one file beside the runs, once for all that need the same.
+"""Pack a Python environment into one file beside the runs, once for all runs that need the same.
 
-Archives lie in `.environments-UID` in the folder of all runs, which every node sees and nobody else
-can look into. One is there with its facts (`KEY.json`) or not at all; it is packed under a lock, so
-two submits at once pack it once. One that nothing has used for `UNUSED_DAYS` goes when another is
-packed. `staging_for` is what a launch asks: it never refuses a run, and says why nothing is packed.
+Archives lie in `.environments-UID` in the folder of all runs, readable for their owner only. One is
+there with its facts (`KEY.json`) or not at all. A lock lets two submits pack it once. Archives that
+were unused for `UNUSED_DAYS` go when another is packed. `staging_for` never refuses a run; it says
+why nothing is packed.
 
-tests/unit/submit/test_environment_archive.py holds the promises.
+`env` is the prefix of the ranks' interpreter; `base` is what a virtual environment needs of its own
+interpreter. Folders of `.pth` files and PYTHONPATH are read where they lie. The key is a digest of
+names, sizes and times; bytecode is packed and does not count.
+tests/unit/submit/test_environment_archive.py and test_environment_files.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""A run handed to its cluster: never two writers, never an orphan job.
+"""Hand a run to its cluster: never two writers, never an orphan job.
 
-The intent is written down before the scheduler is asked, with a token by which the job can be found
-again. If `sbatch` times out after it was accepted, or this process dies in between, the next
-command finds the job by its token and adopts it instead of starting a second one.
+The intent is recorded before the scheduler is called, with a token that names the job. If `sbatch`
+times out after it was accepted, or this process dies, the next command finds the job by its token
+and adopts it. Nodes that a preflight found bad are excluded (`kept_out`).
 
-Nodes that a preflight has found bad are kept out: no job gets them until their time is up
-(`kept_out`).
-
-tests/unit/submit/test_kept_out_nodes.py, tests/slurm/test_two_writers.py and
-tests/slurm/test_node_check.py hold the promises.
+A run that begins with another's checkpoint gets its copy first, each tensor verified as it is read
+and read back. tests/unit/submit/test_kept_out_nodes.py, test_begin_from.py,
+tests/slurm/test_two_writers.py, test_node_check.py and tests/e2e/test_begin_from.py hold the
+promises.
 """
 
 from __future__ import annotations

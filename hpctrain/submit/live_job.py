@@ -1,6 +1,9 @@
-"""The run's own job: which may still write, and why nothing is started beside it.
+"""The run's own job: which may still write, whether it is this run's, and how it is cancelled.
 
-tests/slurm/test_two_writers.py and tests/unit/submit/test_copied_run.py hold the promises.
+A copied folder has the original's ledger, which names the original's job: `cancel` of the copy must
+not end it, and `resume` must not wait for it. tests/slurm/test_two_writers.py,
+tests/unit/submit/test_copied_run.py, tests/unit/cli/test_cancel.py and tests/slurm/test_cancel.py
+hold the promises.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Preflight from the login node: what can be told before a job, and the job that looks at nodes.
+"""Preflight from the login node: checks before a job, the preflight job, and a test of a preset.
 
-`check_login` asks before a job does: under two seconds, nothing written. Most of it is `prepare`'s
-and raises there; this adds what is not an error but a warning.
-
-`make`, `start` and `wait` are for one job that looks at its nodes. The folder that the nodes write
-into lies beside the runs, so that it is the file system of the runs that is tried. It is removed
-when all is well.
-
-tests/unit/cli/test_preflight.py and tests/slurm/test_preflight.py hold the promises.
+`check_login` takes under two seconds and writes nothing; `prepare` raises errors, this adds
+warnings. `make`, `start` and `wait` are for the job that probes its nodes; its folder lies beside
+the runs, so that their file system is tried, and goes when all is well. The test of a preset
+renders its scripts and asks the scheduler; nothing is submitted.
+tests/unit/cli/test_preflight.py, tests/slurm/test_preflight.py and
+tests/unit/submit/test_sbatch_test.py hold the promises.
 """
 
 from __future__ import annotations

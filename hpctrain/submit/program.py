@@ -1,12 +1,12 @@
-"""What stands behind `--`: a Python script, a module, any other program, or a launcher's command.
+"""Find out what stands behind `--`, and read its source; nothing of the user's is imported or run.
 
-A Python script or module runs in the rank itself, which the agent has forked with torch imported;
-anything else is started by its rank (`agent/foreign.py`); of a launcher's command what it starts is
-left (`launchers.py`). The first bytes of a file decide which it
-is, not its name: what would fail on the nodes, hours later, is refused here. Interpreters of our
-own (`python train.py`) are taken off, since the ranks are Python already.
+A Python script or module runs in the rank itself, forked with torch imported; other programs are
+started by their rank (`agent/foreign.py`); a launcher's command gives its program (`launchers.py`).
+A file's first bytes decide, not its name. A leading `python` is removed.
 
-Nothing of the user's is imported or run here. tests/unit/submit/test_program.py holds the promises.
+`lint_notes` reports what `hpctrain lint` finds. `refuse_absent` refuses imports that the ranks'
+Python lacks, read through the program's own files by `imports_of`.
+tests/unit/submit/test_program.py, test_program_lint.py and test_imports.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
-"""Going on with a run that is not running: choose, show, submit.
+"""Resume a run that is not running: choose its checkpoint, code and nodes, show them, submit.
 
-tests/unit/submit/test_site_submit.py and tests/slurm/test_elastic.py hold the promises.
+The run's own copy of the code runs by default. The checkout runs where it is asked for, where a
+program stands behind `--`, and where an error of the program ended the run before any step.
+tests/unit/submit/test_site_submit.py, test_resumed_code.py and tests/slurm/test_elastic.py hold the
+promises.
 """
 
 from __future__ import annotations

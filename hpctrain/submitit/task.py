@@ -1,10 +1,13 @@
-"""One rank of a job of submitit's: makes the call, saves it at a stop, leaves its result.
+"""One rank of a submitit job: call the function, checkpoint it at a stop, leave its result.
 
-`python -m hpctrain.submitit.task` under an agent, in submitit's place (`submitit.core._submit`).
-A stop with a `checkpoint()` means: it is called, what it returns is written whole, all ranks leave,
-the agent has the job run again, and the next start goes on from there. What a call raises is its
-result, as under submitit: the run has failed and does not start again.
-tests/unit/submitit/test_task.py and tests/slurm/test_submitit.py hold the promises.
+`python -m hpctrain.submitit.task` runs under an agent, in place of `submitit.core._submit`. At a
+stop, `checkpoint()` is called, its return value written whole, all ranks exit, and the next start
+continues from it. An exception is the result, as under submitit, and the run does not restart.
+
+A thread listens from before the call is unpickled. Rank 0's thread decides by signals, the
+scheduler's reason, `cancel --save` and the job's end, and writes a file for the others; only then
+the main thread is interrupted. tests/unit/submitit/test_task.py, test_stop.py and
+tests/slurm/test_submitit.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The login side of the embedded cluster, and the files by which it speaks with a job's controller.
+"""The embedded cluster: its login side, its job's control, its preflight nodes, and their files.
 
-There is no daemon: each job has a controller process of its own (`entry/local_controller.py`),
-which alone writes the record; everybody else drops a request file and reads the record. Standard
-library only. tests/unit/cli/test_local.py and tests/unit/entry/test_local_controller.py hold the
-promises.
+There is no daemon. Each job has a controller process (`entry/local_controller.py`), the only writer
+of the job's record; everybody else writes request files and reads the record. Standard library
+only. tests/unit/cli/test_local.py and tests/unit/entry/test_local_controller.py hold the promises.
 """
 
 from __future__ import annotations

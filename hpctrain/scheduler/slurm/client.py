@@ -1,8 +1,9 @@
-"""The login node's side of SLURM: submit, find again, ask, cancel, and a survey of very many jobs.
+"""SLURM from the login node: submit, find again, query, cancel, survey many jobs, preflight jobs.
 
-`hpctrain status` looks at every run there is; two questions for each would be a storm, for which
-sites block users. So a `Survey` asks slurmctld and accounting once each, however many the jobs are.
-tests/unit/scheduler/test_status_questions.py holds the promises.
+`hpctrain status` shows every run. Two queries for each would overload slurmctld, and sites block
+users for it; a `Survey` queries slurmctld and accounting once each.
+tests/unit/scheduler/test_status_questions.py, tests/unit/cli/test_preflight.py and
+tests/slurm/test_preflight.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""For which machines a container's image was made, read from its own bytes without any tool.
+"""Compare a run's container with what the login node sees, before there is a job.
 
-SIF files (Apptainer, Singularity) say it in their header, archives and folders of OCI and docker in
-the image's configuration, a folder with a root file system in the header of its shell. Of SquashFS
-files nothing can be read without unpacking. The bytes are anybody's: what is cut off, nonsense or
-too large is "not known". tests/unit/scheduler/test_image_file.py holds the promises.
+It checks that the image is there, is for the nodes' machines, and that a runtime starts it. What a
+module, a setup line or the site may bring is a note, not a refusal. The machine is read from the
+image's own bytes: SIF headers, OCI and docker configurations, the header of a root file system's
+shell. SquashFS cannot be read. Bytes that are cut off, nonsense or too large are "not known".
+tests/unit/scheduler/test_container_checks.py and test_image_file.py hold the promises.
 """
 
 from __future__ import annotations

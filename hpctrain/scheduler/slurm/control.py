@@ -1,13 +1,15 @@
-"""A job's view of SLURM from inside: why it is being stopped, and its requeue.
+"""SLURM from inside a job: why it is stopped, its requeue, and the same for agents in containers.
 
-Since 24.05 SLURM itself may run a job again that leaves in its grace time. Then nothing else may
-ask for the requeue: SLURM would remember the grace time beyond it, and run the job again at its
-next end as well, even after an exit code of 0 (seen with 24.11.5, no more with 26.05.5). Up to
-23.11 a job that leaves without a requeue is over.
+Since 24.05 SLURM itself may restart a job that exits in its grace time. Then nothing else may
+requeue it: SLURM would remember the grace time, and restart the job after its next end too, even
+after exit code 0 (seen with 24.11.5, not with 26.05.5). Up to 23.11 such a job is over. SLURM holds
+a job (JobHoldMaxRequeue) that it restarted MaxBatchRequeue times: hpctrain requeues it before that,
+and `forbid_requeue` makes the last end final.
 
-SLURM holds a job (JobHoldMaxRequeue) that it has run again MaxBatchRequeue times by itself. Before
-that happens we ask again, and `forbid_requeue` sees to the last end.
-tests/unit/scheduler/test_slurm_grace.py and tests/slurm/test_requeue_path.py hold the promises.
+A container has no SLURM commands: `serve`, a process beside the batch script, answers for agent and
+rank 0 over the loop-back address, with a code of the start's secret in each message. Without an
+answer the batch script decides. tests/unit/scheduler/test_slurm_grace.py, test_relay.py,
+tests/slurm/test_requeue_path.py and test_container.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A run's batch script as text: header, exports, and sbatch/body.sh word for word. Pure.
+"""Render a run's batch script: header, exports, and sbatch/body.sh word for word. Pure.
 
-There is no task layout among the #SBATCH lines. `--ntasks-per-node` fixes the number of tasks at
-the first start, so a `--nodes 2-4` job that lost a node would pend for ever, or a range would
-collapse to its minimum (seen with 22.05). The layout stands on the srun line.
-tests/unit/scheduler/test_slurm_script.py, test_site_script.py and test_untrusted_scripts.py hold
-the promises.
+The #SBATCH lines have no task layout: `--ntasks-per-node` fixes the number of tasks at the first
+start, so a `--nodes 2-4` job that lost a node would wait for ever (seen with 22.05). The srun line
+has it. For `environment.stage`, `shell_variables` gives sbatch/stage.sh its variables; `outcome`
+makes one event of the nodes' answers. tests/unit/scheduler/test_slurm_script.py,
+test_site_script.py, test_untrusted_scripts.py and test_slurm_staging.py hold the promises.
 """
 
 from __future__ import annotations
