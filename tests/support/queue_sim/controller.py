@@ -308,14 +308,16 @@ class Controller:
                 self._start(job)
 
     def _reserve(self, profile: Profile, request: Request) -> float:
-        """Take the request's earliest place, unless it lies beyond the window; return its start.
+        """Take the request's earliest place, unless it lies beyond the window; return its start,
+        infinity then.
 
         As slurmctld does, the end is rounded down to the resolution. It rounds the start too, of
         named nodes; where nodes are counted, that would take some twice.
         """
         step_s = self.settings.bf_resolution_s
-        start_s = profile.earliest(request.nodes, request.limit_s)
-        if start_s <= self.now_s + self.settings.bf_window_s:
+        window_end_s = self.now_s + self.settings.bf_window_s
+        start_s = profile.earliest_within(request.nodes, request.limit_s, window_end_s)
+        if start_s < math.inf:
             end_s = (start_s + request.limit_s) // step_s * step_s
             profile.take(start_s, max(start_s, end_s), request.nodes)
         return start_s

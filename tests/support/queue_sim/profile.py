@@ -22,6 +22,7 @@ class Profile:
     def __init__(self, now_s: float, free: int, ends: Iterable[tuple[float, int]]) -> None:
         self._times = [now_s]
         self._free = [free]
+        self._misses: list[tuple[int, float]] = []
         for end_s, nodes in sorted(ends):
             free += nodes
             if end_s <= self._times[-1]:
@@ -29,6 +30,22 @@ class Profile:
             else:
                 self._times.append(end_s)
                 self._free.append(free)
+
+    def earliest_within(self, nodes: int, duration_s: float, until_s: float) -> float:
+        """Return the same as `earliest`; infinity where it is after `until_s`, always the same.
+
+        Nodes are only ever taken. So what is as large and as long as something that had no place
+        is not tried.
+        """
+        for least, shortest_s in self._misses:
+            if nodes >= least and duration_s >= shortest_s:
+                return math.inf
+        start_s = self.earliest(nodes, duration_s)
+        if start_s <= until_s:
+            return start_s
+        self._misses = [m for m in self._misses if m[0] < nodes or m[1] < duration_s]
+        self._misses.append((nodes, duration_s))
+        return math.inf
 
     def earliest(self, nodes: int, duration_s: float) -> float:
         """Return the first time from which `nodes` stay free for `duration_s`; else infinity."""

@@ -55,7 +55,7 @@ def test_hardly_more_than_the_fewest_node_hours_where_cost_is_preferred():
     assert chosen({SMALL: 90_000.0, DAY: 0.0}, wish=Wish("cost")).row.shape == DAY
 
 
-@pytest.mark.parametrize(("lost", "nodes"), [(0.002, 16), (0.02, 4)])
+@pytest.mark.parametrize(("lost", "nodes"), [(0.006, 16), (0.02, 4)])
 def test_balanced_takes_what_costs_little_more_than_the_middle_of_the_range(lost, nodes):
     """The cheapest size, one node, is no measure: it would take for ever."""
     points = [StepPoint(n, 4.0 / n * (1 + lost * (n - 1)), "attempt 1") for n in (1, 4, 16)]
@@ -106,6 +106,17 @@ def test_a_run_keeps_its_shape_unless_another_is_clearly_better(sooner, kept):
 
     assert choice.row is not None
     assert (choice.row.shape, choice.kept) == (SMALL if kept else LARGE, kept)
+
+
+@pytest.mark.parametrize(("prefer", "kept"), [("time", True), ("balanced", False)])
+def test_a_run_whose_costs_count_leaves_a_shape_that_costs_clearly_more(prefer, kept):
+    had = chosen({SMALL: 0.0}).rows[0]
+    assert had.node_hours is not None
+    cheap = replace(had, shape=DAY, node_hours=had.node_hours * 0.85)
+
+    choice = decide([had, cheap], wish=Wish(prefer), now_has=SMALL)
+
+    assert choice.kept is kept
 
 
 def test_a_shape_that_is_refused_now_is_not_kept():

@@ -104,6 +104,17 @@ def test_the_candidates_are_asked_about_and_one_is_chosen(work, capsys):
     assert starts[2] == pytest.approx(1.6 * 3 * 86400, rel=0.01)  # of the longest limit
 
 
+def test_how_long_a_limit_is_goes_by_the_partitions_longest(work, capsys):
+    put(work, "sinfo", SINFO.replace("LIMIT", "8-00:00:00"))
+
+    value = dry(capsys, "--nodes=2", "--time=auto", "--set=shape.choose=time")
+
+    starts = {row["limit_s"]: row["start_s"] for row in value["shape"]["candidates"]}
+    assert starts[8 * 86400] == pytest.approx(1.6 * 3 * 86400, rel=0.01)
+    day = starts[86400]
+    assert day == pytest.approx(0.25 * (1 / 8) ** 0.25 * 3 * 86400, rel=0.01)
+
+
 def test_a_dry_run_prints_the_table_and_marks_the_chosen_row(work, capsys):
     assert main(["submit", "--dry-run", "--site=none", "--nodes=1-2", "--time=auto"]) == 0
 
