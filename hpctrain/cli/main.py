@@ -44,6 +44,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "lint": ("lint", "Check a training program for distributed-training bugs."),
         "plan": ("plan", "Choose a strategy for a model on these GPUs, with its cost."),
         "preflight": ("preflight", "Test nodes before a run gets them; names the bad ones."),
+        "queue": ("queue", "Show which shapes of a job would start now or soon."),
     },
     "Checkpoints": {
         "checkpoints": ("checkpoints", "List, verify, keep, prune, import and export checkpoints."),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Spec
     from hpctrain.shapes.candidates import JobShape
+    from hpctrain.shapes.waits import WaitRecord
     from hpctrain.shapes.windows import QueueView
     from hpctrain.site.detect import ClusterFacts
     from hpctrain.site.schema import Site
@@ -463,6 +464,14 @@ class Cluster(Protocol):
         """
         del partition
         return None
+
+    def own_waits(self) -> list[WaitRecord]:
+        """Waits of this user's jobs by accounting, oldest first; none where it is silent."""
+        return []
+
+    def own_limits(self) -> list[str]:
+        """What accounting says of this user's limits and share, a line each; none if silent."""
+        return []
 
     def longest_s(self, settings: Settings, site: Site) -> int | None:
         """The longest time limit that a preset allows a job; None where it names none.

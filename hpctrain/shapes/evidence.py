@@ -7,6 +7,7 @@ promises.
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -57,8 +58,8 @@ def _pace(attempt: AttemptRecord, source: str) -> StepPoint | None:
         return None
     seconds = sum(took for took, _ in timed) / steps
     spread = statistics.pstdev([took / number for took, number in timed]) / seconds
-    # Each mark is a mean of many steps; how these differ from job to job is not in them.
-    sigma = max(MEASURED_SIGMA, min(1.0, spread))
+    # Of the mean; how jobs differ from each other is not in it, so it is never less than that.
+    sigma = max(MEASURED_SIGMA, min(1.0, spread / math.sqrt(len(timed))))
     return StepPoint(nodes, seconds, f"attempt {attempt.number} of {source}", sigma)
 
 

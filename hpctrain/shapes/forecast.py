@@ -213,13 +213,13 @@ def forecast(
         return costed
     waiting = first_s + (starts - 1) * later_s
     low, median, high = _spread(waiting, _variance([(wait, 1.0), (again, starts - 1)]))
-    steps = Z_80 * step.sigma * work
+    early, late = _off(work, step.sigma)
     return replace(
         costed,
         mean_s=running + waiting,
-        low_s=running + median - math.hypot(steps, median - low),
+        low_s=running + median - math.hypot(early, median - low),
         median_s=running + median,
-        high_s=running + median + math.hypot(steps, high - median),
+        high_s=running + median + math.hypot(late, high - median),
     )
 
 
@@ -264,12 +264,17 @@ def done_in(
         waits.append((later, again))
     waiting = sum(times * wait.mean_s for wait, times in waits) + again * facts.requeue_s
     low, median, high = _spread(waiting, _variance(waits))
-    steps = Z_80 * step.sigma * work
+    early, late = _off(work, step.sigma)
     return (
-        running + median - math.hypot(steps, median - low),
+        running + median - math.hypot(early, median - low),
         running + median,
-        running + median + math.hypot(steps, high - median),
+        running + median + math.hypot(late, high - median),
     )
+
+
+def _off(seconds: float, sigma: float) -> tuple[float, float]:
+    """How far below and above so many seconds 80 % of all cases end; sigma is of the logarithm."""
+    return seconds * -math.expm1(-Z_80 * sigma), seconds * math.expm1(Z_80 * sigma)
 
 
 def _spread(mean: float, variance: float) -> tuple[float, float, float]:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Spec
     from hpctrain.shapes.candidates import JobShape
+    from hpctrain.shapes.waits import WaitRecord
     from hpctrain.shapes.windows import QueueView
     from hpctrain.site.detect import ClusterFacts
     from hpctrain.site.schema import Site
@@ -298,6 +299,22 @@ class SlurmCluster(Cluster):
         from hpctrain.scheduler.slurm.queue_view import ask_queue
 
         return ask_queue(partition)
+
+    def own_waits(self) -> list[WaitRecord]:
+        """By sacct."""
+        import getpass
+
+        from hpctrain.scheduler.slurm.queue_view import ask_waits
+
+        return ask_waits(getpass.getuser())
+
+    def own_limits(self) -> list[str]:
+        """By sshare and sacctmgr, at once."""
+        import getpass
+
+        from hpctrain.scheduler.slurm.queue_view import ask_own_limits
+
+        return ask_own_limits(getpass.getuser())
 
     def longest_s(self, settings: Settings, site: Site) -> int | None:
         """By the limits of its partitions; of several the one that allows most."""

@@ -18,14 +18,14 @@ from hpctrain.base import clock
 from hpctrain.errors import ClusterError, ClusterUnreachable, UsageError
 from hpctrain.scheduler.base import StartEstimate
 from hpctrain.scheduler.slurm.command import run
-from hpctrain.scheduler.slurm.parse import NOTHING, parse_time, read_nodes
+from hpctrain.scheduler.slurm.parse import NOTHING, parse_count, parse_time, read_nodes
 from hpctrain.settings.check import time_s
+from hpctrain.shapes.candidates import JobShape
+from hpctrain.shapes.waits import WaitRecord
 from hpctrain.shapes.windows import NodeClaim, QueueView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from hpctrain.shapes.candidates import JobShape
 
 VIEW_S, STARTS_S = 2.0, 3.0
 NEVER_S = 300 * 86400.0
@@ -78,7 +78,7 @@ def read_queue(nodes: str, jobs: str, partition: str, *, now: float) -> QueueVie
     if unseen:
         claims.append(NodeClaim("", unseen, now, math.inf))
     longest = None if any(limit in _UNLIMITED for limit in limits) else max(map(time_s, limits))
-    return QueueView(now, frozenset(states), tuple(claims), unplanned, longest)
+    return QueueView(now, frozenset(states), tuple(claims), unplanned, names, longest)
 
 
 def _read_nodes(text: str, partition: str) -> tuple[dict[str, str], list[str], frozenset[str]]:
@@ -163,3 +163,71 @@ def read_start(text: str, *, now: float) -> StartEstimate:
     if start - now > NEVER_S:
         return StartEstimate(unknown="sbatch --test-only names a start that never comes")
     return StartEstimate(wait_s=max(0.0, start - now))
+
+
+WAIT_FIELDS = ("JobID", "Partition", "NNodes", "TimelimitRaw", "Eligible", "Start", "State")
+WAIT_DAYS = 14
+"""Older waits were in another queue."""
+WAIT_ROWS = 500
+
+
+def ask_waits(user: str, *, timeout_s: float = VIEW_S) -> list[WaitRecord]:
+    """Return the waits of a user's jobs of the last weeks by accounting; none where it is silent.
+
+    Oldest first. A job that was requeued has a wait for each start.
+    """
+    words = ["sacct", "--allocations", "--duplicates", "--noheader", "--parsable2"]
+    words += [f"--starttime=now-{WAIT_DAYS}days", f"--user={user}"]
+    return read_waits(_text_of([*words, f"--format={','.join(WAIT_FIELDS)}"], timeout_s))
+
+
+def read_waits(text: str) -> list[WaitRecord]:
+    """The same from what sacct printed; jobs that never started have no wait."""
+    waits = []
+    for line in text.splitlines():
+        columns = line.strip().split("|")
+        if len(columns) != len(WAIT_FIELDS):
+            continue
+        _, partition, nodes, minutes, eligible, start, _ = columns
+        since, until = parse_time(eligible), parse_time(start)
+        size, limit = parse_count(nodes), parse_count(minutes)
+        if since is not None and until is not None and size and limit:
+            waits.append((until, WaitRecord(JobShape(size, 60 * limit), partition, until - since)))
+    return [record for _, record in sorted(waits, key=lambda wait: wait[0])][-WAIT_ROWS:]
+
+
+SHARE = ("sshare", "--noheader", "--parsable2", "--format=Account,User,FairShare")
+LIMITS = ("Account", "Partition", "MaxJobs", "MaxSubmit", "MaxWall", "MaxTRES", "GrpTRES")
+ASSOCIATION = ("sacctmgr", "--noheader", "--parsable2", "show", "association")
+
+
+def ask_own_limits(user: str, *, timeout_s: float = VIEW_S) -> list[str]:
+    """Return what accounting says of a user, a line for each account; none where it is silent."""
+    share = [*SHARE, f"--user={user}"]
+    limits = [*ASSOCIATION, f"user={user}", f"format={','.join(LIMITS)}"]
+    with ThreadPoolExecutor(2) as pool:
+        shares, own = (pool.submit(_text_of, words, timeout_s) for words in (share, limits))
+        return read_own_limits(shares.result(), own.result(), user)
+
+
+def _text_of(words: list[str], timeout_s: float) -> str:
+    try:
+        return run(words, timeout_s=timeout_s)
+    except ClusterError:  # many sites have no accounting, or no fair-share
+        return ""
+
+
+def read_own_limits(share: str, limits: str, user: str) -> list[str]:
+    """The same from what sshare and sacctmgr printed."""
+    shares: dict[str, str] = {}
+    for line in share.splitlines():
+        words = [word.strip() for word in line.split("|")]
+        if len(words) == 3 and words[1] == user and words[2]:  # noqa: PLR2004 - its columns
+            shares[words[0]] = f"fair-share {words[2]} of 1"
+    lines = {account: [text] for account, text in shares.items()}
+    for line in limits.splitlines():
+        account, *values = line.strip().split("|")
+        if len(values) == len(LIMITS) - 1:
+            named = zip(LIMITS[1:], values, strict=True)
+            lines.setdefault(account, []).extend(f"{n} {v}" for n, v in named if v)
+    return [f"account {name}: {', '.join(texts) or 'no limits'}" for name, texts in lines.items()]

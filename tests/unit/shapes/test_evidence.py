@@ -5,7 +5,7 @@ import pytest
 from hpctrain.history.run_history import RunHistory
 from hpctrain.shapes.candidates import JobShape
 from hpctrain.shapes.evidence import run_facts, step_points, waits_of
-from hpctrain.shapes.forecast import UNMEASURED_RESTART_S
+from hpctrain.shapes.forecast import MEASURED_SIGMA, UNMEASURED_RESTART_S
 from hpctrain.shapes.waits import WaitRecord
 from tests.support.ledger_runs import event_of
 
@@ -105,3 +105,22 @@ def test_a_shape_that_the_job_did_not_get_has_no_wait():
     run = ledger(chosen(0.0, failed="refused"), *submitted(0.0), *attempt(100.0, 1))
 
     assert waits_of(run) == []
+
+
+def test_few_uneven_marks_make_a_step_time_less_certain_than_many():
+    def sigma(marks):
+        told = [
+            (
+                160.0 + n,
+                "steps",
+                1,
+                {"first": 10 * n + 1, "last": 10 * n + 10, "seconds": 5 + n % 2},
+            )
+            for n in range(marks)
+        ]
+        start = [event for event in attempt(100.0, 1) if event[1] not in {"steps", "requeued"}]
+        (point,) = step_points(ledger(*start[:3], *told, *start[3:]), "this run")
+        return point.sigma
+
+    assert sigma(2) > sigma(4) >= MEASURED_SIGMA
+    assert sigma(100) == MEASURED_SIGMA

@@ -159,3 +159,14 @@ def test_a_limit_for_all_the_work_has_little_to_spare_where_the_step_time_is_a_g
     assert far is not None
     assert work is not None
     assert far == pytest.approx(work * 1.25 + 100)
+
+
+def test_a_step_time_that_is_hardly_known_makes_no_finish_before_now():
+    unsure = facts(points=[StepPoint(2, 1.0, "attempt 1", sigma=1.0)])
+    row = forecast(JobShape(2, 3000), unsure, waits(3000, 1.0))
+
+    assert row.low_s is not None
+    assert row.median_s is not None
+    assert row.high_s is not None
+    assert 0 < row.low_s < row.median_s < row.high_s
+    assert row.high_s > row.median_s + 7000
