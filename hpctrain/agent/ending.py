@@ -20,7 +20,7 @@ from hpctrain.agent.ranks import is_echo
 from hpctrain.base import clock
 from hpctrain.base.records import DESYNC, HANG, EndReason, Next, StopCause
 from hpctrain.errors import ClusterError, FileSystemFault, NotWritten
-from hpctrain.history.causes import NOT_THE_USERS, UNFIT, EndCause, told_in
+from hpctrain.history.causes import NOT_THE_USERS, UNFIT, EndCause, cause_in
 from hpctrain.plan.decide import (
     EXIT_STOPPED,
     EndDecision,
@@ -323,7 +323,7 @@ class AttemptEnding:
         own = self._end.history.attempt(attempt)
         if read_outcome(self._run, attempt).get("outcome") == "done":
             return True
-        if own is None or own.tells_steps:
+        if own is None or own.reports_steps:
             return self._end.last(kinds.TrainingDone, attempt) is not None
         left = {hung.rank, *hung.others}
         if 0 not in left:
@@ -343,7 +343,7 @@ class AttemptEnding:
             return "user_error"
         if failure is None or failure.kind in {"signal", HANG, DESYNC} or is_echo(failure):
             return "crashed"
-        cause = None if ASSERTED in failure.summary else told_in(failure.summary)
+        cause = None if ASSERTED in failure.summary else cause_in(failure.summary)
         if cause is EndCause.STORAGE_ERROR:
             return "storage_failed"  # also before the first step: it need not be so the next time
         if cause in NOT_THE_USERS:

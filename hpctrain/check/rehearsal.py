@@ -94,7 +94,7 @@ def rehearse(
     lines: list[CheckLine] = []
     try:
         with RehearsalStage(request, patience_s=patience_s) as stage:
-            lines += _told(stage, say) if tells else _silent(stage, say)
+            lines += _result_lines(stage, say) if tells else _silent(stage, say)
     except HpctrainError as error:
         hint = "nothing of it is left; try it with hpctrain submit --cluster local"
         lines.append(CheckLine("rehearse", FAIL, str(error), hint))
@@ -105,7 +105,7 @@ def rehearse(
     return [replace(lines[0], seconds=took), *lines[1:]]
 
 
-def _told(stage: RehearsalStage, say: Say) -> list[CheckLine]:
+def _result_lines(stage: RehearsalStage, say: Say) -> list[CheckLine]:
     """Of a program that tells of its steps."""
     sets = (f"checkpoint.interval_steps={STEPS}",)
     say(f"rehearse: {RANKS} ranks, until they are preempted")

@@ -108,14 +108,14 @@ def _cancel(named: str, *, save: bool, foreign: bool, runs: Path, quiet: bool) -
 def _report(name: str, job_id: str, history: RunHistory, *, asked: bool, saves: bool) -> str:
     from hpctrain.base.env import HPCTRAIN_STOP_FILE
     from hpctrain.history.progress import progress
-    from hpctrain.history.telling import listens, telling
+    from hpctrain.history.reported import listens, reported
 
     step = progress(history).saved_step
     if not saves:
         kept = f"its newest checkpoint is of step {step}" if step else "it had saved nothing yet"
         if history.sealed_path:
             kept = f"its newest sealed checkpoint is {history.sealed_path}"
-        elif not step and telling(history).is_silent:
+        elif not step and reported(history).is_silent:
             kept = "hpctrain does not know what its program has saved"
         had = "; it was not training, so there was nothing more to save" if asked else ""
         return f"cancelled job {job_id} of {name}; {kept}{had}"

@@ -116,7 +116,7 @@ def command(
     checks = _ask(request, rehearse_s=timeout if rehearse else None)
     checks.strict = strict
     _write(checks, junit or (JUNIT_FILE if ci else ""), sarif or (SARIF_FILE if ci else ""))
-    _tell(checks, as_json=as_json)
+    _print_list(checks, as_json=as_json)
     return checks.exit_code
 
 
@@ -155,7 +155,7 @@ def _write(checks: CheckList, junit: str, sarif: str) -> None:
         replace_text(Path(sarif), json.dumps(as_sarif(checks), indent=1) + "\n")
 
 
-def _tell(checks: CheckList, *, as_json: bool) -> None:
+def _print_list(checks: CheckList, *, as_json: bool) -> None:
     """Print the list."""
     from hpctrain.check.lines import summary, text_lines
     from hpctrain.terminal import clean, echo_json

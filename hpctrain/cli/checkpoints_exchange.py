@@ -126,7 +126,7 @@ def export_command(
         else:
             extras |= {"state": state, "on_bytes": on_bytes}
             written = _to_safetensors(place, tensors, max_shard_gb, extras)
-    _tell_written(written, path.name, as_json=as_json)
+    _print_written(written, path.name, as_json=as_json)
 
 
 @click.command(
@@ -228,7 +228,7 @@ def import_command(
     with progress("writing and reading back", 2 * _bytes(tensors)) as on_bytes:
         made = import_into.write(directory, spec.run_id, step, contents, tensors, on_bytes=on_bytes)
     notes = [*contents.notes, *notes, *_notes(contents, request, step, tensors)]
-    _tell_imported(made, directory, contents, notes, as_json=as_json)
+    _print_imported(made, directory, contents, notes, as_json=as_json)
 
 
 def _to_torch(
@@ -341,7 +341,7 @@ def _notes(
     return notes
 
 
-def _tell_written(written: Written, name: str, *, as_json: bool) -> None:
+def _print_written(written: Written, name: str, *, as_json: bool) -> None:
     from hpctrain.base.text import size
     from hpctrain.terminal import echo_json
 
@@ -363,7 +363,7 @@ def _tell_written(written: Written, name: str, *, as_json: bool) -> None:
     click.echo(f"{written.verified} tensors of {name}, each read back and the same")
 
 
-def _tell_imported(
+def _print_imported(
     made: Imported, run: RunDir, contents: Contents, notes: Sequence[str], *, as_json: bool
 ) -> None:
     from hpctrain.base.text import size
@@ -423,7 +423,7 @@ def diff_command(ctx: click.Context, what: tuple[str, ...], *, quick: bool, as_j
         names = [f"{left}:{before}", f"{right}:{after}"]
         echo_json({"compared": names} | difference.as_json())
     else:
-        _tell_difference(difference)
+        _print_difference(difference)
     if not difference.same:
         ctx.exit(EXIT_DIFFERS)
 
@@ -444,7 +444,7 @@ def _two(what: Sequence[str]) -> tuple[tuple[str, int], tuple[str, int]]:
     return (pairs[0][0], int(pairs[0][2])), (pairs[1][0], int(pairs[1][2]))
 
 
-def _tell_difference(difference: Difference) -> None:
+def _print_difference(difference: Difference) -> None:
     from hpctrain.base.text import size
     from hpctrain.drawing import echo_table
 

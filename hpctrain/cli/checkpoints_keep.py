@@ -134,7 +134,7 @@ def prune_command(
         gone = retention.prune(directory, **vars(rules), idle=idle, evaluations=evaluations)
         # Those that really went: the run may have saved, or restored, since they were looked at.
         decisions = [_settled(decision, gone=decision.row.step in gone) for decision in decisions]
-    _tell_pruned(directory, rules, decisions, dry_run=dry_run, as_json=as_json)
+    _print_pruned(directory, rules, decisions, dry_run=dry_run, as_json=as_json)
 
 
 @click.command(
@@ -168,7 +168,7 @@ def rm_command(
     evaluations, idle = _evaluations(directory, spec), _idle(directory, spec.cluster)
     going = sorted(set(steps))
     retention.refuse(directory, going, force=force, idle=idle, evaluations=evaluations)
-    _tell_taken(directory, going, evaluations)
+    _print_taken(directory, going, evaluations)
     sizes = {step: retention.size_of(directory, step) for step in going}
     freed = sum(sizes.values())
     if not yes:
@@ -191,7 +191,7 @@ def _ask(question: str) -> None:
     click.confirm(question, abort=True, err=True)
 
 
-def _tell_taken(run: RunDir, going: Sequence[int], evaluations: Evaluations) -> None:
+def _print_taken(run: RunDir, going: Sequence[int], evaluations: Evaluations) -> None:
     """What --force takes away beside the bytes, before anybody says yes."""
     from hpctrain.checkpoint.store.retention import pinned
 
@@ -306,7 +306,7 @@ def _settled(decision: KeepDecision, *, gone: bool) -> KeepDecision:
     return replace(decision, why=() if gone else decision.why or (Why.IN_USE,))
 
 
-def _tell_pruned(
+def _print_pruned(
     run: RunDir, rules: Rules, decisions: Sequence[KeepDecision], *, dry_run: bool, as_json: bool
 ) -> None:
     from hpctrain.base.text import size

@@ -143,7 +143,7 @@ def _live(name: str, faults: list[DrillFault], runs: Path, *, as_json: bool, **f
         if not click.confirm(question, default=False, err=True):
             raise UsageError(f"{run.name} was left alone; --yes answers beforehand")
     course = Course(run, spec.cluster, own=False, armed=None, patience_s=flags["patience"])
-    return _tell(course, faults, flags["page"], as_json=as_json)
+    return _inject(course, faults, flags["page"], as_json=as_json)
 
 
 def _own(
@@ -185,7 +185,7 @@ def _own(
                 armed=armed,
                 patience_s=flags["patience"],
             )
-            return _tell(course, faults, flags["page"], as_json=as_json)
+            return _inject(course, faults, flags["page"], as_json=as_json)
         finally:
             _end(run, runs)
     finally:
@@ -237,7 +237,7 @@ def _end(run: Any, runs: Path) -> None:
         echo_note(f"{run.name}: {error}")
 
 
-def _tell(course: Course, faults: list[DrillFault], page: str | None, *, as_json: bool) -> int:
+def _inject(course: Course, faults: list[DrillFault], page: str | None, *, as_json: bool) -> int:
     from hpctrain.base.files import replace_text
     from hpctrain.drill.schedule import as_json as results_json
     from hpctrain.drill.schedule import page as results_page

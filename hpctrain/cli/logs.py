@@ -123,12 +123,12 @@ def _evaluation(run: RunDir, step: int) -> RunDir:
 def _print(
     run: RunDir, choice: LogSelection, *, follow: bool, tail: int | None, ranks: str
 ) -> None:
-    from hpctrain.logs.follow import EndWatch, Follower, LedgerTail, told_by
+    from hpctrain.logs.follow import EndWatch, Follower, LedgerTail, notes_to
     from hpctrain.logs.sections import Printer
 
     ledger = LedgerTail(run)
     printer = Printer(run, sys.stdout.buffer, choice, live=follow)
-    watch = EndWatch(run, choice.attempt, told_by(printer))
+    watch = EndWatch(run, choice.attempt, notes_to(printer))
     watch.add(ledger.new())
     if choice.attempt is not None and not follow:
         check_attempt(run, watch.history, choice.attempt)

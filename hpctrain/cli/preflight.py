@@ -105,7 +105,7 @@ def command(
     spec, site, runs, results = _login(flags)
     report = _report([], results)
     if spec is None or login_only or report.status == "fail":
-        return _tell(report, as_json=as_json, strict=strict)
+        return _print_report(report, as_json=as_json, strict=strict)
     preflight = make(spec, site, runs, bandwidth=bandwidth, try_s=try_timeout)
     try:
         results += _accepted(preflight, spec.cluster)
@@ -119,7 +119,7 @@ def command(
         raise
     if report.status != "fail":
         discard(preflight)
-    return _tell(report, as_json=as_json, strict=strict)
+    return _print_report(report, as_json=as_json, strict=strict)
 
 
 def _report(nodes: list[str], results: list[Result]) -> PreflightReport:
@@ -190,7 +190,7 @@ def _note_bad(report: PreflightReport, spec: Spec, hours: float) -> None:
     record_bad(bad_nodes_of_user(os.environ, name_here(spec)), report.bad, well=well, hours=hours)
 
 
-def _tell(report: PreflightReport, *, as_json: bool, strict: bool) -> int:
+def _print_report(report: PreflightReport, *, as_json: bool, strict: bool) -> int:
     """Print the report; the exit code."""
     from hpctrain.preflight.report import lines, names
     from hpctrain.terminal import echo_json

@@ -14,9 +14,9 @@ from hpctrain.base import clock
 from hpctrain.cli.options import foreign_option, json_option, run_argument, runs_option
 from hpctrain.cli.progress import line
 from hpctrain.errors import HpctrainError, UsageError, WrongState
+from hpctrain.history.reported import listens
 from hpctrain.history.run_history import RunHistory
 from hpctrain.history.run_state import OVER, RunState, run_state
-from hpctrain.history.telling import listens
 from hpctrain.profile.files import PROBLEM, TRACE, ProfileRequest, StepWindow, find, read_request
 from hpctrain.profile.verdict import examine
 from hpctrain.run import events as ledger

@@ -81,7 +81,7 @@ class ProgressLine:
     out: TextIO
     sparse_s: float
     _shown: str = ""
-    _told: float | None = None
+    _result_text: float | None = None
     _live: Progress | None = None
 
     @property
@@ -103,9 +103,9 @@ class ProgressLine:
             self._draw(text, share)
             return
         now = clock.monotonic()
-        if self._told is not None and now - self._told < self.sparse_s:
+        if self._result_text is not None and now - self._result_text < self.sparse_s:
             return
-        self._shown, self._told = text, now
+        self._shown, self._result_text = text, now
         self.out.write(f"hpctrain: {text}\n")
         self.out.flush()
 
@@ -211,11 +211,11 @@ def conclude(run: RunDir, runs: Path, facts: dict[str, Any] | None, *, wait: boo
     if facts is not None:
         echo_json(facts | ({"waited": waited.as_json()} if waited else {}))
     elif waited is not None and not waited.interrupted:
-        click.echo(_told(waited, run.name + runs_flag(runs)))
+        click.echo(_result_text(waited, run.name + runs_flag(runs)))
     return waited.exit_code if waited else 0
 
 
-def _told(waited: Waited, name: str) -> str:
+def _result_text(waited: Waited, name: str) -> str:
     from hpctrain.base.text import duration
 
     if not waited.first_step:

@@ -79,7 +79,7 @@ def command(
 
     if of_nodes:
         _check_nodes({"-o": output is not None, "--compare": compare, "--open": show})
-        _tell_nodes(runs_named, runs, as_json=as_json)
+        _report_nodes(runs_named, runs, as_json=as_json)
         return
     if not runs_named:
         raise click.UsageError("Missing argument 'RUN...'.", click.get_current_context())
@@ -95,7 +95,7 @@ def command(
     else:
         pages = [_write(data, output) for data in gathered]
     if as_json:
-        _tell_json(gathered, pages)
+        _print_json(gathered, pages)
     elif as_text:
         _print(gathered, compare=compare)
     else:
@@ -139,7 +139,7 @@ def _check_nodes(given: dict[str, bool]) -> None:
             raise UsageError(f"--nodes prints a table and writes no page: leave {flag} out")
 
 
-def _tell_nodes(named: Sequence[str], runs: Path, *, as_json: bool) -> None:
+def _report_nodes(named: Sequence[str], runs: Path, *, as_json: bool) -> None:
     """Which nodes were found slow: by the ledgers alone, no scheduler is asked."""
     from dataclasses import asdict
 
@@ -238,7 +238,7 @@ def _put(target: Path, text: str) -> Path:
     return target
 
 
-def _tell_json(gathered: Sequence[ReportData], pages: Sequence[Path]) -> None:
+def _print_json(gathered: Sequence[ReportData], pages: Sequence[Path]) -> None:
     """What `status --json` tells of each run, its advice, and where the pages are."""
     from dataclasses import asdict
 

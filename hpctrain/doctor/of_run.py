@@ -19,8 +19,8 @@ from hpctrain.doctor.scan import LogScanner
 from hpctrain.doctor.sighting import LogFacts, Sighting
 from hpctrain.doctor.signature import Role
 from hpctrain.history.causes import WITHOUT_A_STEP, EndCause
+from hpctrain.history.reported import reported
 from hpctrain.history.run_state import RunState
-from hpctrain.history.telling import telling
 from hpctrain.run.event_types import HangFound
 from hpctrain.run.layout import RunDir
 
@@ -124,7 +124,7 @@ def _with_what_follows(
     if attempt.next not in {Next.REQUEUE, Next.LEAVE}:
         return diagnosis
     do = ["nothing: the job was requeued and the run goes on"]
-    if telling(history).is_silent:
+    if reported(history).is_silent:
         do.append(
             "the program reported no step and no checkpoint: see that it loads its newest "
             "checkpoint when it starts (`hpctrain logs RUN`)"

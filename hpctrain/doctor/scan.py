@@ -17,7 +17,7 @@ from hpctrain.doctor.lines import TABLE_RANK, clock, plain
 from hpctrain.doctor.losses import LossWatch
 from hpctrain.doctor.sighting import LogFacts, Sighting
 from hpctrain.doctor.signature import EXCEPTION, FATAL, Role, Speaker, packaged
-from hpctrain.history.causes import EndCause, told_in
+from hpctrain.history.causes import EndCause, cause_in
 
 if TYPE_CHECKING:
     from hpctrain.doctor.lines import PlainLine, Stamp
@@ -346,7 +346,7 @@ class LogScanner:
         if _WRAPPERS.search(name) or _IN_WORKER.search(text) or is_empty:
             return None
         details = {"exception": name}
-        cause = told_in(text)
+        cause = cause_in(text)
         if cause is not None and cause in _OF_WORDS:
             kind, role, certainty = _OF_WORDS[cause]
             return _seen(f"ledger-{cause.value}", kind, role, certainty, details)

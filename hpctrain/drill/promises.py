@@ -203,7 +203,7 @@ def is_settled(
         return came_back or (newest.last_step or 0) > planted.step + 1
     if fault.armed:
         saved = [one for one in history.saves[planted.saves :] if one.committed]
-        return came_back or (planted.fired and bool(saved) and _told(fault, planted, history))
+        return came_back or (planted.fired and bool(saved) and _reported(fault, planted, history))
     return came_back
 
 
@@ -249,7 +249,7 @@ def _trains(attempt: AttemptRecord) -> bool:
     )
 
 
-def _told(fault: DrillFault, planted: Planted, history: RunHistory) -> bool:
+def _reported(fault: DrillFault, planted: Planted, history: RunHistory) -> bool:
     """A save that was refused is told before the next is made; of a late one there is no word."""
     return fault.name != "fill_disk" or any(
         not one.committed or (one.step or 0) > planted.step

@@ -159,7 +159,7 @@ class Course:
     ) -> Planted | DrillVerdict:
         """Meet the last rank: where there are several nodes, it is not on the one that leads."""
         if not now.nodes or now.world_size < len(now.nodes):
-            return DrillVerdict("not tried", "nobody has told where its ranks are")
+            return DrillVerdict("not tried", "no rank reported where it is")
         rank = now.world_size - 1
         node = now.nodes[rank * len(now.nodes) // now.world_size]
         words = ("plant", fault.name, str(now.number), str(rank), str(FREEZE_S))

@@ -349,7 +349,7 @@ class JobCounts:
         for tick in sorted(tick for tick in common if tick > self._last):
             self._last = tick
             if self._judge([count for ticks in by_tick for count in ticks[tick]]):
-                return self._told([count for ticks in by_tick for count in ticks[tick]])
+                return self._out_of_step([count for ticks in by_tick for count in ticks[tick]])
         return None
 
     def _judge(self, counts: Sequence[int]) -> bool:
@@ -368,7 +368,7 @@ class JobCounts:
         self._offsets, self._odd = offsets, self._odd + 1
         return self._odd == ODD
 
-    def _told(self, counts: Sequence[int]) -> OutOfStep:
+    def _out_of_step(self, counts: Sequence[int]) -> OutOfStep:
         usual = _usual(counts)
         odd = tuple(rank for rank, count in enumerate(counts) if count != usual)
         differences = [counts[rank] - usual for rank in odd]

@@ -174,7 +174,7 @@ def cause_of(attempt: AttemptRecord, *, state: JobState | None = None) -> EndCau
         return EndCause.HUNG_END
     if reason not in _OF_PROGRAM:
         return _BY_REASON.get(reason, EndCause.UNKNOWN)
-    cause = said_by(attempt.failure) if attempt.failure is not None else None
+    cause = cause_of_failure(attempt.failure) if attempt.failure is not None else None
     if cause is None and (reason is EndReason.UNKNOWN or state in _CAUSES):
         cause = None if state is None else _BY_STATE.get(state)
     return cause or _by_default(attempt, reason, state)
@@ -188,12 +188,12 @@ def _by_default(attempt: AttemptRecord, reason: EndReason, state: JobState | Non
     return EndCause.CRASHED if died else EndCause.UNKNOWN
 
 
-def said_by(failure: Failure) -> EndCause | None:
+def cause_of_failure(failure: Failure) -> EndCause | None:
     """What a failure's own words tell; None where they tell nothing."""
-    return _SAID.get(failure.kind) or told_in(failure.summary)
+    return _SAID.get(failure.kind) or cause_in(failure.summary)
 
 
-def told_in(summary: str) -> EndCause | None:
+def cause_in(summary: str) -> EndCause | None:
     """What a failure's one line tells; None where it tells nothing."""
     line = summary[:_LONGEST]
     fit = (cause for cause, word, known in _COMPILED if word in line and known.search(line))

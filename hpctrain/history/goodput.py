@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.base.records import EndReason
 from hpctrain.history.attempts import allocations_of, committed_steps
+from hpctrain.history.reported import reported
 from hpctrain.history.run_records import StoodStill, moved_by, spread, within
-from hpctrain.history.telling import telling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -100,7 +100,7 @@ class Goodput:
         node_seconds: The same weighted by allocated nodes; all classes but QUEUE.
         allocated_s: Node-seconds that were allocated: the sum of `node_seconds`.
         submitted_s: Wall time since the first submission, without idle time: the sum of `seconds`.
-        tells_steps: Whether the program tells hpctrain of its steps; without that there is no rate.
+        reports_steps: Whether the program reports its steps; without that there is no rate.
     """
 
     slices: Sequence[TimeSlice] = ()
@@ -110,7 +110,7 @@ class Goodput:
     )
     allocated_s: float = 0.0
     submitted_s: float = 0.0
-    tells_steps: bool = False
+    reports_steps: bool = False
 
     @property
     def useful_of_allocated(self) -> float | None:
@@ -118,7 +118,7 @@ class Goodput:
 
         None where the program tells no steps at all, or nothing was allocated.
         """
-        if not self.tells_steps or self.allocated_s <= 0:
+        if not self.reports_steps or self.allocated_s <= 0:
             return None
         return self.node_seconds[TimeClass.STEP] / self.allocated_s
 
@@ -128,7 +128,7 @@ class Goodput:
 
         None where the program tells no steps at all, or no time went by.
         """
-        if not self.tells_steps or self.submitted_s <= 0:
+        if not self.reports_steps or self.submitted_s <= 0:
             return None
         return self.seconds[TimeClass.STEP] / self.submitted_s
 
@@ -151,7 +151,7 @@ def goodput(
         suspended_at: Since when its job is suspended; None where it is not.
     """
     kept = kept_steps(history.attempts)
-    words = telling(history, now=now)
+    words = reported(history, now=now)
     slices: list[TimeSlice] = []
     for allocation in allocations_of(history, starts, gone=gone, now=now):
         slices += waited(allocation)
@@ -163,13 +163,13 @@ def goodput(
             slices += cut(allocation, stood, kept, silent=words.unaccounted)
             newest = allocation.attempts[-1].number if allocation.attempts else None
             slices += _slice(stood, until, TimeClass.SUSPENDED, newest, allocation.nodes)
-    return _summed(slices, tells_steps=words.tells)
+    return _summed(slices, reports_steps=words.tells)
 
 
 def window(g: Goodput, since: float) -> Goodput:
     """The same for the time after `since` only, e.g. the last 24 hours."""
     clipped = [replace(s, start=max(s.start, since)) for s in g.slices if s.end > since]
-    return _summed(clipped, tells_steps=g.tells_steps)
+    return _summed(clipped, reports_steps=g.reports_steps)
 
 
 def kept_steps(attempts: Sequence[AttemptRecord]) -> dict[int, int]:
@@ -231,7 +231,7 @@ def waited(allocation: Allocation) -> Iterator[TimeSlice]:
         yield from _slice(allocation.asked, allocation.begin, TimeClass.QUEUE, None, 0)
 
 
-def _summed(slices: Sequence[TimeSlice], *, tells_steps: bool) -> Goodput:
+def _summed(slices: Sequence[TimeSlice], *, reports_steps: bool) -> Goodput:
     seconds: dict[TimeClass, float] = dict.fromkeys(TimeClass, 0.0)
     node_seconds: dict[TimeClass, float] = dict.fromkeys(ALLOCATED, 0.0)
     for piece in slices:
@@ -244,7 +244,7 @@ def _summed(slices: Sequence[TimeSlice], *, tells_steps: bool) -> Goodput:
         node_seconds=node_seconds,
         allocated_s=sum(node_seconds.values()),
         submitted_s=sum(seconds.values()),
-        tells_steps=tells_steps,
+        reports_steps=reports_steps,
     )
 
 
@@ -316,7 +316,7 @@ def _part(
 def _silent(
     attempt: AttemptRecord, ends: float, *, going: bool
 ) -> Iterator[tuple[float, TimeClass]]:
-    """The same where the program told no step: what it did in its time, nobody can say."""
+    """The same where the program reported no step: what it did in its time, nobody can say."""
     yield attempt.began, TimeClass.STARTUP
     word, cease = _cease(attempt, ends, going=going)
     yield cease if word else ends, TimeClass.OTHER

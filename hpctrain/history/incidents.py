@@ -65,7 +65,7 @@ class JobMembers:
 
 
 @dataclass(frozen=True)
-class Mishaps:
+class Survived:
     """All of it.
 
     Attributes:
@@ -81,12 +81,12 @@ class Mishaps:
     out_of_step: facts.RanksOutOfStep | None = None
 
 
-def mishaps(history: RunHistory) -> Mishaps:
+def survived(history: RunHistory) -> Survived:
     """What a run has survived, and what guards it."""
     newest = history.newest
     if newest is None:
-        return Mishaps(_guarded(history))
-    return Mishaps(_guarded(history), _members(history), newest.memory, newest.out_of_step)
+        return Survived(_guarded(history))
+    return Survived(_guarded(history), _members(history), newest.memory, newest.out_of_step)
 
 
 def _guarded(history: RunHistory) -> Guarded:

@@ -314,7 +314,7 @@ class AttemptRecord:
         return self.last_t if self.heard is None else max(self.last_t, self.heard)
 
     @property
-    def tells_steps(self) -> bool:
+    def reports_steps(self) -> bool:
         """Whether it told where it stands: a program may train and tell nothing of it."""
         return self.highest_step is not None or self.first_step is not None
 

@@ -166,11 +166,11 @@ class Follower:
 
     def _show_and_wait(self) -> None:
         self.printer.show(self.watch.history, over=False)
-        self._tell_what_is_waited_for()
+        self._note_what_is_awaited()
         clock.sleep(pause(self.printer.open_logs))
         self.watch.add(self.ledger.new())
 
-    def _tell_what_is_waited_for(self) -> None:
+    def _note_what_is_awaited(self) -> None:
         """Below the end of the attempt before, not above it."""
         waiting = self.watch.waiting
         if waiting and not self.printer.is_between:
@@ -186,7 +186,7 @@ def pause(logs: int) -> float:
     return max(POLL_S, logs / OPENS_PER_S)
 
 
-def told_by(printer: Printer) -> Callable[[str], None]:
+def notes_to(printer: Printer) -> Callable[[str], None]:
     """What an `EndWatch` tells, as a marker in the stream, at once."""
 
     def tell(text: str) -> None:

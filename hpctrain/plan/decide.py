@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.base.records import NODE_DOWN, EndReason, JobState, Next, StopCause
 from hpctrain.history.causes import WITHOUT_A_STEP, cause_of
-from hpctrain.history.telling import startup_s
+from hpctrain.history.reported import startup_s
 from hpctrain.settings.schema import BudgetSettings
 
 if TYPE_CHECKING:

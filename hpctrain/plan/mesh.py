@@ -236,14 +236,14 @@ class Planner:
             if not any(self._fits(axis, ranks) for ranks in limit[: self._most_parts]):
                 assert self.shape is not None  # noqa: S101 - without one everything fits
                 why = misfit(axis, limit.start, self.engine, self.shape)
-                raise UsageError(f"{self._told(axis)} {why}")
+                raise UsageError(f"{self._with_origin(axis)} {why}")
         ranks = self.ranks_per_node
         inside = [n for n in divisors(ranks) if self._cuts("tp", n)]
         if not any(n in self.limits["tp"] for n in inside):
             multiple = self.limits["tp"].start
             raise UsageError(
-                f"{self._told('tp')} does not divide the {count(ranks, 'rank')} of a node, in "
-                f"which its ranks must lie; use {one_of(inside)}, or a multiple of {multiple} "
+                f"{self._with_origin('tp')} does not divide the {count(ranks, 'rank')} of a node, "
+                f"in which its ranks must lie; use {one_of(inside)}, or a multiple of {multiple} "
                 "ranks per node"
             )
 
@@ -365,7 +365,7 @@ class Planner:
             smallest *= next((n for n in sizes if self._fits(axis, n)), limit.start)
         return smallest // gcd(smallest, self.ranks_per_node)
 
-    def _told(self, axis: str) -> str:
+    def _with_origin(self, axis: str) -> str:
         origin = self.origins.get(f"engine.{axis}", "default")
         where = "" if origin == "default" else f" ({origin})"
         return f"engine.{axis} {getattr(self.engine, axis)}{where}"

@@ -48,15 +48,15 @@ def main() -> int:
     for line in sys.stdin:
         order = json.loads(line)
         if "store" not in order:
-            _say(_try(order))
+            _send(_try(order))
             continue
         if order["host"]:
             _serve_store(order)
-        _say({"ready": True})
+        _send({"ready": True})
     return 0
 
 
-def _say(value: Mapping[str, Any]) -> None:
+def _send(value: Mapping[str, Any]) -> None:
     print(json.dumps(value), flush=True)
 
 

@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         return error.exit_code
     try:
         order = Order.from_plain(json.loads((folder / ORDER).read_text())) if rank == 0 else None
-        report, _ = run_checks(place, order, lambda text: _say(folder, text))
+        report, _ = run_checks(place, order, lambda text: _write_line(folder, text))
     except Alone as error:
         print(f"hpctrain: {place.node}: {error}", file=sys.stderr)
         return 0  # the first node names us, or is itself what the report will be missing
@@ -114,7 +114,7 @@ def _environment(folder: Path) -> dict[str, str]:
         return {}
 
 
-def _say(folder: Path, text: str) -> None:
+def _write_line(folder: Path, text: str) -> None:
     with (folder / PROGRESS).open("a") as file:
         file.write(text + "\n")
 
@@ -133,13 +133,13 @@ def begin(place: NodePlace, order: Order | None) -> Child:
 def _look(place: NodePlace, order: Order | None) -> dict[str, Any]:
     if order is not None:
         place.folder.mkdir(parents=True, exist_ok=True)
-    report, verdict = run_checks(place, order, _say_nothing)
+    report, verdict = run_checks(place, order, _ignore)
     if report is not None:
         report.dump(place.folder / REPORT)
     return asdict(verdict)
 
 
-def _say_nothing(text: str) -> None:
+def _ignore(text: str) -> None:
     """The ledger tells what came of it."""
     del text
 

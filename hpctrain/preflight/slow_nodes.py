@@ -198,7 +198,7 @@ class _SearchState:
         if baseline or value is None:
             yield from self._halves(whole)
         else:
-            yield from self._survey()
+            yield from self._probe_groups()
         yield from self._until_good()
         yield from self._confirm()
         return self._result(value, slow)
@@ -226,7 +226,7 @@ class _SearchState:
             parts = [part for group in slow for part in _split(group)]
             slow = yield from self._slow_twice(parts)
 
-    def _survey(self) -> Generator[list[Group], Results, None]:
+    def _probe_groups(self) -> Generator[list[Group], Results, None]:
         """Without a baseline: everybody with somebody, and the best pair is the yardstick.
 
         Of an odd number one stays over, and a minority can spoil every pair. The one who stayed

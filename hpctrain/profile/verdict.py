@@ -253,7 +253,7 @@ def examine(profile_files: FoundProfile) -> Profile:
     memories: dict[int, RankMemory] = {}
     for rank, files in profile_files.files.items():
         if PROBLEM in files:
-            problems[rank] = _told(files[PROBLEM])
+            problems[rank] = _reason_in(files[PROBLEM])
         elif TRACE in files:
             try:
                 ranks.append(read_trace(files[TRACE], rank))
@@ -265,7 +265,7 @@ def examine(profile_files: FoundProfile) -> Profile:
     return Profile(profile_files, ranks, judge(ranks) if ranks else None, memories, problems)
 
 
-def _told(path: Path) -> str:
+def _reason_in(path: Path) -> str:
     """Why a rank has written no trace, in its own words."""
     try:
         return read_text(path).strip()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from hpctrain.base.text import count, duration, size
 from hpctrain.history.causes import EndCause
 from hpctrain.history.goodput import TimeClass
-from hpctrain.history.telling import HOW_TO_TELL
+from hpctrain.history.reported import HOW_TO_REPORT
 from hpctrain.plan.interval import as_set, daly_s, mtbf_s
 from hpctrain.report import gather
 from hpctrain.report.wording import ended, percent, step_seconds
@@ -443,23 +443,23 @@ def failed_saves(data: ReportData) -> Iterator[Advice]:
     )
 
 
-def tells_nothing(data: ReportData) -> Iterator[Advice]:
+def reports_nothing(data: ReportData) -> Iterator[Advice]:
     """Nobody knows what was lost, nor what else could be advised."""
-    words = data.status.telling
+    words = data.status.reported
     if not words.is_silent:
         return
     ends = [one for one in data.status.attempts if one.ended is not None]
     back = len(data.status.attempts) - 1
     lost = f", and what was lost {count(back, 'time')}," if back else ""
-    evidence = f"{count(len(words.silent), 'attempt')} ran and told none: how far it came"
+    evidence = f"{count(len(words.silent), 'attempt')} ran and reported none: how far it came"
     evidence += f"{lost} is not known"
-    do = f"have the program tell: {HOW_TO_TELL}; one that saves and leaves when "
+    do = f"have the program tell: {HOW_TO_REPORT}; one that saves and leaves when "
     do += "`run.should_stop()` says so loses nothing at a preemption or a time limit"
     yield Advice("tells-nothing", "The program tells no steps", evidence, do, 0.5 if ends else 0.0)
 
 
 RULES: tuple[Callable[[ReportData], Iterator[Advice]], ...] = (
-    tells_nothing,
+    reports_nothing,
     same_failure,
     bad_node,
     failed_saves,

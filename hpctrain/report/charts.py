@@ -173,7 +173,7 @@ def waterfall(data: ReportData) -> Chart:
 
 def _kept(data: ReportData) -> TimeClass:
     """What training itself is called; a program that reports no step has nothing but "other"."""
-    return TimeClass.OTHER if data.status.telling.is_silent else TimeClass.STEP
+    return TimeClass.OTHER if data.status.reported.is_silent else TimeClass.STEP
 
 
 def _name(kept: TimeClass) -> str:
@@ -397,7 +397,7 @@ def memory_chart(data: ReportData) -> Chart:
     key, title = "memory", "Memory per rank"
     held = gather.memory(data.ranks)
     if held is None or not any(held.peak):
-        return Chart(key, title, "No memory to show: no rank told of its device's.")
+        return Chart(key, title, "No memory to show: no rank reported its device's.")
     groups = gather.groups(len(held.peak), gather.MOST_BARS)
     names = [
         str(group.start) if len(group) == 1 else f"{group.start}-{group[-1]}" for group in groups

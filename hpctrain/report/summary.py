@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.text import count, duration
 from hpctrain.history.goodput import TimeClass
+from hpctrain.history.reported import NO_STEP
 from hpctrain.history.run_state import OVER
-from hpctrain.history.telling import NO_STEP
 from hpctrain.report import gather
 from hpctrain.report.wording import (
     COLOURS,
@@ -36,7 +36,7 @@ from hpctrain.report.wording import (
     when,
     where,
 )
-from hpctrain.status.run_lines import mishap_lines
+from hpctrain.status.run_lines import incident_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,13 +87,13 @@ def facts(data: ReportData) -> list[Fact]:
         Fact("attempts", f"{len(status.attempts):,}", _ends(data)),
         Fact("node-hours", node_hours(spent.allocated_s), "allocated"),
     ]
-    return [*rows, *_mishaps(data), *_speed(data)]
+    return [*rows, *_incidents(data), *_speed(data)]
 
 
-def _mishaps(data: ReportData) -> list[Fact]:
+def _incidents(data: ReportData) -> list[Fact]:
     """What the run has survived, and what guards it; nothing where nothing happened."""
     rows = []
-    for label, words in mishap_lines(data.status.mishaps):
+    for label, words in incident_lines(data.status.incidents):
         value, _, more = words.partition("; ")
         rows.append(Fact(label, value, more))
     return rows
@@ -102,7 +102,7 @@ def _mishaps(data: ReportData) -> list[Fact]:
 def _step(data: ReportData) -> str:
     step = data.status.progress.step
     if step is None:
-        return NOT_KNOWN if data.status.telling.is_silent else NOTHING
+        return NOT_KNOWN if data.status.reported.is_silent else NOTHING
     return f"{step:,}"
 
 
@@ -153,7 +153,7 @@ def _speed(data: ReportData) -> list[Fact]:
         facts_of_speed.append(Fact(f"{unit.name}/s", figure(rate), f"median; a step {step}"))
     if data.status.progress.loss is not None:
         facts_of_speed.append(
-            Fact("loss", f"{data.status.progress.loss:.4g}", "of the last step told")
+            Fact("loss", f"{data.status.progress.loss:.4g}", "of the last reported step")
         )
     return facts_of_speed
 

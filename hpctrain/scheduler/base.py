@@ -251,7 +251,7 @@ class Cluster(Protocol):
             ClusterUnreachable: accounting gave no answer in time.
         """
 
-    def survey(self, job_ids: Sequence[str]) -> Cluster:
+    def bulk_query(self, job_ids: Sequence[str]) -> Cluster:
         """The same, for a look at many of this user's jobs at once, with few questions in all.
 
         It asks once at most and answers from that, so it is for one look only.

@@ -332,7 +332,7 @@ def check_hooks(settings: Settings, origins: Mapping[str, str]) -> None:
                 hint = "TensorBoard's files are always written, it needs no entry"
             else:
                 hint = f"did you mean {near[0]}?" if near else "e.g. mypackage.mymodule:make"
-            where = _told("track.loggers", origins)
+            where = _named("track.loggers", origins)
             raise UsageError(f'{where} has "{name}"; it takes wandb or module:name; {hint}')
 
 
@@ -343,18 +343,18 @@ def _check_notify(settings: Settings, origins: Mapping[str, str]) -> None:
             near = difflib.get_close_matches(name, NEWS, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UsageError(
-                f'{_told("notify.on", origins)} has "{name}"; it takes {", ".join(NEWS)}{hint}'
+                f'{_named("notify.on", origins)} has "{name}"; it takes {", ".join(NEWS)}{hint}'
             )
     try:
         shlex.split(notify.command)
     except ValueError as error:
         raise UsageError(
-            f"{_told('notify.command', origins)} is {notify.command!r}, which is no command line: "
+            f"{_named('notify.command', origins)} is {notify.command!r}, which is no command line: "
             f"{str(error).lower()}"
         ) from None
     if "://" in notify.webhook_file:
         raise UsageError(
-            f"{_told('notify.webhook_file', origins)} is a URL, which is a secret that would stand "
+            f"{_named('notify.webhook_file', origins)} is a URL, a secret that would stand "
             "in the run's directory; put it into a file that only you can read and name the file"
         )
 
@@ -366,7 +366,7 @@ def missing_tracker(loggers: Sequence[str]) -> str:
     return next((name for name in loggers if name in BUILT_IN and find_spec(name) is None), "")
 
 
-def _told(path: str, origins: Mapping[str, str]) -> str:
+def _named(path: str, origins: Mapping[str, str]) -> str:
     return f"{origins.get(path, 'default')}: {path}"
 
 
@@ -560,7 +560,7 @@ def check(settings: Settings, origins: Mapping[str, str]) -> Chosen:
     Raises:
         UsageError: a value is out of its range, or two do not go together.
     """
-    node_range(settings.slurm.nodes, where=_told("slurm.nodes", origins))
+    node_range(settings.slurm.nodes, where=_named("slurm.nodes", origins))
     _check_ranges(settings, origins)
     _check_header(settings, origins)
     _check_model(settings, origins)
@@ -578,12 +578,12 @@ def _check_best(settings: Settings, origins: Mapping[str, str]) -> None:
     keep, metric = settings.checkpoint.keep_best, settings.checkpoint.best_metric
     if keep and not metric:
         raise UsageError(
-            f"{_told('checkpoint.best_metric', origins)} is empty and checkpoint.keep_best is "
+            f"{_named('checkpoint.best_metric', origins)} is empty and checkpoint.keep_best is "
             f"{keep}; name a value that the program gives to run.log"
         )
     if keep and metric.startswith(OF_EVALUATION) and not settings.evaluate.script:
         raise UsageError(
-            f"{_told('checkpoint.best_metric', origins)} is {metric}, which an evaluation finds, "
+            f"{_named('checkpoint.best_metric', origins)} is {metric}, which an evaluation finds, "
             "and the run has none; set evaluate.script, or name a value that the program gives to "
             "run.log"
         )
@@ -598,7 +598,7 @@ def _check_environment(settings: Settings, origins: Mapping[str, str]) -> list[s
     environment = settings.environment
     if environment.stage_dir and environment.stage_dir[0] not in "/$":
         raise UsageError(
-            f"{_told('environment.stage_dir', origins)} is {environment.stage_dir}, which is no "
+            f"{_named('environment.stage_dir', origins)} is {environment.stage_dir}, which is no "
             "absolute path: name a folder of each node, e.g. /tmp or $SLURM_TMPDIR"
         )
     if environment.stage != "no" and settings.container.image:
@@ -665,12 +665,12 @@ def _check_ranges(settings: Settings, origins: Mapping[str, str]) -> None:
     for section, cls in sections().items():
         for name, key in keys_of(cls).items():
             path = f"{section}.{name}"
-            if wrong := fault(key, value_at(settings, path), _told(path, origins)):
+            if wrong := fault(key, value_at(settings, path), _named(path, origins)):
                 raise UsageError(wrong)
     _check_best(settings, origins)
     if settings.train.dropout >= 1:
         raise UsageError(
-            f"{_told('train.dropout', origins)} is {settings.train.dropout}; it takes 0 to below 1"
+            f"{_named('train.dropout', origins)} is {settings.train.dropout}; it takes 0 to below 1"
         )
 
 
@@ -678,11 +678,11 @@ def _check_header(settings: Settings, origins: Mapping[str, str]) -> None:
     """Options that would break out of their line of the batch script, or fight with our own."""
     if (kind := settings.slurm.gpu_type) and not settings.slurm.gpus_per_node:
         raise UsageError(
-            f"{_told('slurm.gpu_type', origins)} is {kind}, and no GPUs are asked for; say how "
+            f"{_named('slurm.gpu_type', origins)} is {kind}, and no GPUs are asked for; say how "
             f"many each node has: --gpus-per-node {kind}:4"
         )
     for key in ("extra", "srun_args"):
-        where = _told(f"slurm.{key}", origins)
+        where = _named(f"slurm.{key}", origins)
         for option in getattr(settings.slurm, key):
             if not option.startswith("-") or not option.isprintable():
                 raise UsageError(
@@ -702,14 +702,14 @@ def _check_header(settings: Settings, origins: Mapping[str, str]) -> None:
 
 
 def _check_resume_args(settings: Settings, origins: Mapping[str, str]) -> None:
-    where = _told("run.resume_args", origins)
+    where = _named("run.resume_args", origins)
     try:
         words = shlex.split(settings.run.resume_args)
     except ValueError as error:
         raise UsageError(f"{where} cannot be taken apart into words: {error}") from None
     if settings.run.resume_if and not words:
         raise UsageError(
-            f"{_told('run.resume_if', origins)} is of no use without run.resume_args, which are "
+            f"{_named('run.resume_if', origins)} is of no use without run.resume_args, which are "
             "added where it matches"
         )
 
@@ -718,12 +718,12 @@ def _check_model(settings: Settings, origins: Mapping[str, str]) -> None:
     train = settings.train
     if train.dim % train.heads:
         raise UsageError(
-            f"{_told('train.heads', origins)} is {train.heads}, which does not divide train.dim "
+            f"{_named('train.heads', origins)} is {train.heads}, which does not divide train.dim "
             f"{train.dim} ({origins.get('train.dim', 'default')}); change one of them"
         )
     if train.experts and train.experts_per_token > train.experts:
         raise UsageError(
-            f"{_told('train.experts_per_token', origins)} is {train.experts_per_token}, more than "
+            f"{_named('train.experts_per_token', origins)} is {train.experts_per_token}, more than "
             f"train.experts {train.experts} ({origins.get('train.experts', 'default')}); lower it"
         )
 
@@ -736,8 +736,8 @@ def fit_lead(settings: Settings, origins: Mapping[str, str]) -> Chosen:
     Raises:
         UsageError: one that the user gave does not fit.
     """
-    where = _told("slurm.signal_lead_s", origins)
-    limit = time_s(settings.slurm.time, where=_told("slurm.time", origins))
+    where = _named("slurm.signal_lead_s", origins)
+    limit = time_s(settings.slurm.time, where=_named("slurm.time", origins))
     lead = settings.slurm.signal_lead_s
     if lead > _MAX_LEAD_S:
         raise UsageError(f"{where} is {lead}; sbatch takes at most {_MAX_LEAD_S}")
@@ -746,7 +746,7 @@ def fit_lead(settings: Settings, origins: Mapping[str, str]) -> Chosen:
     if origins.get("slurm.signal_lead_s", "default") != "default":
         raise UsageError(
             f"{where} is {lead}, more than half of the time limit of {limit} s "
-            f"({_told('slurm.time', origins)}); raise --time or lower it to {max(1, limit // 3)}"
+            f"({_named('slurm.time', origins)}); raise --time or lower it to {max(1, limit // 3)}"
         )
     lowered = max(1, limit // 3)
     note = (

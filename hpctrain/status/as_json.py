@@ -56,7 +56,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "after": list(status.after),
         "chain": [_link(link) for link in status.chain],
         "mesh": _mesh(status),
-        "mishaps": asdict(status.mishaps),
+        "mishaps": asdict(status.incidents),
         "attempts": [_attempt(one) for one in status.attempts],
         "steps_lost": status.steps_lost.steps,
         "not_known": status.steps_lost.why or None,

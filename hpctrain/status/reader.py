@@ -74,7 +74,7 @@ class StatusReader:
         others = _chain(files)
         if not others:
             return status
-        schedulers = _surveys(others)
+        schedulers = _bulk_queries(others)
         statuses = [
             self._status(other, thorough=False, account=False, schedulers=schedulers)
             for other in others
@@ -159,7 +159,7 @@ class StatusReader:
             if elsewhere == "live":
                 runs = [files for files in runs if _is_in(self.runs, files) or not files.is_over]
             before = _before(runs)
-            schedulers = _surveys([*runs, *before])
+            schedulers = _bulk_queries([*runs, *before])
             looks = chained([*pool.map(look_with_answers, [*runs, *before])])[: len(runs)]
         if elsewhere == "live":  # a run that is lost is not live either
             pairs = zip(runs, looks, strict=True)
@@ -220,7 +220,7 @@ def ask(run: RunDir, cluster: str, history: RunHistory, scheduler: Cluster | Non
         run: The run. A job that is not its own, but that of a run which it is a copy of, is none.
         cluster: The name of its scheduler, from spec.json.
         history: The run's.
-        scheduler: Asked in the place of that cluster's own: a `survey` of it.
+        scheduler: Asked in the place of that cluster's own: a `bulk_query` of it.
     """
     from hpctrain.scheduler.base import get_cluster
     from hpctrain.submit.live_job import copied_from, elsewhere, newest_submission, not_own
@@ -327,7 +327,7 @@ def _repair(seen: Sequence[_RunFiles], listed: Mapping[Path, IndexedRun]) -> Non
     record([one for one in reversed(new) if is_mine(one.run.root)])
 
 
-def _surveys(runs: Sequence[_RunFiles]) -> dict[str, Cluster]:
+def _bulk_queries(runs: Sequence[_RunFiles]) -> dict[str, Cluster]:
     """Schedulers by their names, each of which is asked about all of these runs at once."""
     from hpctrain.scheduler.base import get_cluster
 
@@ -337,7 +337,7 @@ def _surveys(runs: Sequence[_RunFiles]) -> dict[str, Cluster]:
             name = files.spec.cluster
             here = job_ids(files.history, get_cluster(name)) if name else []
             ids.setdefault(name, []).extend(here)
-    return {name: get_cluster(name).survey(ids[name]) for name in ids if name}
+    return {name: get_cluster(name).bulk_query(ids[name]) for name in ids if name}
 
 
 def _chain(first: _RunFiles) -> list[_RunFiles]:

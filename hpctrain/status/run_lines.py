@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from hpctrain.history.evaluations import EvaluationView
-    from hpctrain.history.incidents import Guarded, JobMembers, Mishaps
+    from hpctrain.history.incidents import Guarded, JobMembers, Survived
     from hpctrain.run import event_types as facts
     from hpctrain.status.status import RunStatus
 
@@ -26,7 +26,7 @@ LOST_SHOWN = 4
 BUDDIES_SHOWN = 8
 
 
-def mishap_lines(seen: Mishaps) -> list[tuple[str, str]]:
+def incident_lines(seen: Survived) -> list[tuple[str, str]]:
     """Labels of at most eleven characters, each with its words."""
     rows = [
         ("round", _members(seen.members)),

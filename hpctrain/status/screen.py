@@ -31,9 +31,9 @@ from hpctrain.base.text import (
 )
 from hpctrain.drawing import Column, facts, fitted, rank_map, uncut
 from hpctrain.history.goodput import TimeClass
+from hpctrain.history.reported import HOW_TO_REPORT, NO_STEP
 from hpctrain.history.run_state import RunState
-from hpctrain.history.telling import HOW_TO_TELL, NO_STEP
-from hpctrain.status.run_lines import mishap_lines
+from hpctrain.status.run_lines import incident_lines
 from hpctrain.status.status import ALIVE
 from hpctrain.status.text import in_words, next_commands, nodes_of, unaccounted
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from hpctrain.history.attempts import AttemptView
     from hpctrain.history.goodput import Goodput
     from hpctrain.history.progress import Missed, Progress, RankSample, Saving
-    from hpctrain.history.telling import StepsLost
+    from hpctrain.history.reported import StepsLost
     from hpctrain.status.status import Checkpoint, RunStatus
 
 SMALL = 0.005
@@ -228,10 +228,10 @@ def _header(status: RunStatus, width: int) -> list[Text]:
 def _numbers(status: RunStatus, width: int) -> list[RenderableType]:
     """Where its ranks stand, speed, model, checkpoints, goodput: a labelled line or more each."""
     rows = [
-        *_not_told(status),
+        *_not_reported(status),
         *([("image", status.image)] if status.image else []),
         *_mesh(status, width),
-        *mishap_lines(status.mishaps),
+        *incident_lines(status.incidents),
         *speed_lines(status, width),
         *model_lines(status, width),
         *save_lines(status, width),
@@ -249,12 +249,12 @@ def _evaluations(status: RunStatus, width: int) -> list[Fact]:
     return evaluation_lines(status, width)
 
 
-def _not_told(status: RunStatus) -> list[Fact]:
+def _not_reported(status: RunStatus) -> list[Fact]:
     """Why no step is shown, and how a program tells its steps."""
-    words = status.telling
+    words = status.reported
     if not words.is_silent or not words.is_long:
         return []
-    return [("steps", f"not known: {NO_STEP}; {HOW_TO_TELL}")]
+    return [("steps", f"not known: {NO_STEP}; {HOW_TO_REPORT}")]
 
 
 def _mesh(status: RunStatus, width: int) -> list[Fact]:
@@ -396,12 +396,12 @@ def goodput_lines(status: RunStatus, width: int) -> list[Fact]:
         return []
     items: list[str] = []
     useful, since = spent.useful_of_allocated, spent.useful_since_submit
-    silent = status.telling.is_silent
+    silent = status.reported.is_silent
     if useful is not None:
         today = status.day.useful_of_allocated if spent.submitted_s > _DAY_S else None
         lately = "" if today is None else f" (last 24 h {percent(today, 1)})"
         items.append(f"{percent(useful, 1)} of allocated{lately}")
-    if not spent.tells_steps and not silent and any(one.ended for one in status.attempts):
+    if not spent.reports_steps and not silent and any(one.ended for one in status.attempts):
         items.append(f"useful share not known ({NO_STEP})")
     if since is not None:
         items.append(f"{percent(since, 1)} since submit")
@@ -478,7 +478,7 @@ def _checkpoint(status: RunStatus, width: int) -> list[Fact]:
     if newest is None:
         begun = status.progress.saved_step is not None or status.skipped
         none = "none that could be loaded" if begun else "none so far"
-        is_known = status.attempts and (begun or not status.telling.is_silent)
+        is_known = status.attempts and (begun or not status.reported.is_silent)
         return [("checkpoint", none)] if is_known else []
     items = [newest.name]
     if newest.t:
@@ -580,7 +580,7 @@ def attempts_table(
         Column("ran", [_ran(status, one) for one in shown], right=True, drop=5),
         Column("ended", [_ended(status, one) for one in shown]),
     ]
-    if not status.telling.is_silent or any(one.first_step is not None for one in shown):
+    if not status.reported.is_silent or any(one.first_step is not None for one in shown):
         columns += [
             Column("steps", steps, short=plain_steps),
             *_sources(shown),
@@ -596,7 +596,7 @@ def attempts_table(
     if hidden:
         parts.insert(0, Text(f"... {count(hidden, 'earlier attempt')} (--attempts shows all)"))
     if len(status.attempts) > 1:
-        lost = "" if status.telling.is_silent else f", {lost_in_all(status.steps_lost)}"
+        lost = "" if status.reported.is_silent else f", {lost_in_all(status.steps_lost)}"
         parts.append(Text(f"{len(status.attempts)} attempts{lost}"))
     return parts
 
@@ -629,7 +629,7 @@ def _back(
     parts = [] if queued is None else [f"{duration(queued)} queue"]
     if ready is None:
         came = "starting" if following.ended is None else "no step"
-        if following.number in status.telling.silent:
+        if following.number in status.reported.silent:
             came = "not known"
         return " + ".join([*parts, came]), came
     return " + ".join([*parts, duration(ready)]), duration((queued or 0) + ready)
@@ -673,7 +673,7 @@ def ranks_table(
     Own work is what a rank does before it first waits for others: in wall time all are alike.
     """
     if sample is None:
-        silent = "ranks       the newest attempt has told no times of its ranks so far"
+        silent = "ranks       the newest attempt has reported no times of its ranks so far"
         cpus = f"CPUs of a node's ranks: {'; '.join(status.cpus)}"
         return [Text(silent), *([Text(cpus)] if status.cpus else [])]
     busy = sample.busy_s

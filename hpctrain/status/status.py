@@ -14,10 +14,10 @@ from hpctrain.base.mesh import Mesh
 from hpctrain.base.records import JobState
 from hpctrain.history.attempts import AttemptView, attempts
 from hpctrain.history.goodput import Goodput, goodput, window
-from hpctrain.history.incidents import Mishaps, mishaps
+from hpctrain.history.incidents import Survived, survived
 from hpctrain.history.progress import Progress, Saving, Speed, progress, saving, speed
+from hpctrain.history.reported import Reported, StepsLost, listens, reported, steps_lost
 from hpctrain.history.run_state import LedgerState, RunState, run_state
-from hpctrain.history.telling import StepsLost, Telling, listens, steps_lost, telling
 from hpctrain.status.finish import Finish, finish
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class RunStatus:
     """Room left where the checkpoints go."""
     verified: Mapping[str, float] = field(default_factory=dict)
     """Checkpoints of which a person has had every byte read, and when."""
-    telling: Telling = field(default_factory=Telling)
+    reported: Reported = field(default_factory=Reported)
     """What its program has told, and so what can be known."""
     image: str = ""
     """In which its ranks run."""
@@ -161,7 +161,7 @@ class RunStatus:
     """Itself and all runs before and behind it, in order; empty where there are no others."""
     evaluations: Sequence[EvaluationView] = ()
     """Of its checkpoints, the newest first."""
-    mishaps: Mishaps = field(default_factory=Mishaps)
+    incidents: Survived = field(default_factory=Survived)
     """What it has survived, and what guards it."""
     finish: Finish | None = None
     """When it will be done; None where it neither waits nor runs, or reports no step."""
@@ -196,7 +196,7 @@ class RunStatus:
     @property
     def steps_lost(self) -> StepsLost:
         """Of all attempts."""
-        return steps_lost(self.attempts, self.telling)
+        return steps_lost(self.attempts, self.reported)
 
 
 def status_of(
@@ -280,11 +280,11 @@ def status_of(
         speed=speed(history),
         disk_free_bytes=disk_free_bytes,
         verified=dict(history.verified),
-        telling=telling(history, now=moment if not gone else None),
+        reported=reported(history, now=moment if not gone else None),
         listens=listens(history),
         after=after,
         has_begun=history.has_begun,
-        mishaps=mishaps(history),
+        incidents=survived(history),
         evaluations=evaluations,
         finish=_finish(history, answer, state, total, moment),
     )
@@ -296,7 +296,7 @@ def _finish(
     """When a run will be done that waits or runs and reports steps."""
     running = state is RunState.RUNNING
     waits = state in {RunState.PENDING, RunState.REQUEUED}
-    if not (running or waits) or not any(one.tells_steps for one in history.attempts):
+    if not (running or waits) or not any(one.reports_steps for one in history.attempts):
         return None
     return finish(history, answer.job, running=running, now=now, total_steps=total)
 
@@ -322,7 +322,7 @@ def with_heartbeat(status: RunStatus, t: float, step: int) -> RunStatus:
         status,
         progress=replace(before, seen=seen, step=done),
         attempts=attempts,
-        telling=status.telling.heard_of(newest.number),
+        reported=status.reported.heard_of(newest.number),
     )
 
 

@@ -55,7 +55,7 @@ def next_commands(status: RunStatus) -> list[str]:
         first = [f"hpctrain resume {one.label}{one.flags}" for one in status.awaits_in_vain]
         return [*first, f"hpctrain cancel {name}{flags}"] if status.state in ALIVE else first
     if status.state in ALIVE:
-        saves = status.listens or status.telling.tells
+        saves = status.listens or status.reported.tells
         return [f"{logs} -f", f"hpctrain cancel {name}{' --save' if saves else ''}{flags}"]
     if status.state is RunState.DONE:
         return [logs, f"hpctrain checkpoints list {name}{flags}"]
@@ -253,7 +253,7 @@ def _sign_of_life(status: RunStatus) -> str:
         pause = None if newest is None else newest.restart_pause_s
         return f", starting again after a pause of {duration(pause)}" if pause else ", starting"
     if seen is None or seen < newest.started:
-        return f", started {duration(status.now - newest.started)} ago, no step told so far"
+        return f", started {duration(status.now - newest.started)} ago, no step reported so far"
     return f", last heard of {duration(status.now - seen)} ago"
 
 

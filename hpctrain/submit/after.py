@@ -177,7 +177,7 @@ def _redirect(follower: RunDir, run: RunDir) -> str:
     except ClusterError as error:
         name = shlex.quote(follower.name)
         return (
-            f"{follower.name} is to follow, and its job could not be told: {error}; "
+            f"{follower.name} is to follow, and its job could not be notified: {error}; "
             f"`hpctrain cancel {name}`, then {resume_command(follower)}"
         )
     except (HpctrainError, OSError):

@@ -79,7 +79,7 @@ def staging_for(
     except (HpctrainError, OSError, subprocess.SubprocessError, tarfile.TarError) as error:
         why = f"the environment was not packed: {error}"
         return Staging(None, why, places), [f"environment.stage: {why}; nodes read it"]
-    notes = [f"environment.stage: {_told(archive, packed)}"]
+    notes = [f"environment.stage: {_result_text(archive, packed)}"]
     if outside := read_in_place(python):
         notes.append(f"environment.stage: read from where they lie: {', '.join(outside)}")
     return Staging(archive, "", places), notes
@@ -129,7 +129,7 @@ def _silent() -> Iterator[Callable[[int], None]]:
     yield lambda _: None
 
 
-def _told(archive: EnvironmentArchive, packed_s: float | None) -> str:
+def _result_text(archive: EnvironmentArchive, packed_s: float | None) -> str:
     how = f"packed in {packed_s:.0f} s" if packed_s is not None else "was packed before"
     what = f"{archive.prefix} ({count(archive.files, 'file')}, {size(archive.unpacked_bytes)})"
     return f"{what} {how} as {archive.path} ({size(archive.size_bytes)})"

@@ -202,7 +202,7 @@ class _EvaluationLook:
             elif self._is_alive(history):
                 self.done.alive[step] = history.state.job_id or ""
             else:
-                self._say(_outcome(step, child))
+                self._record(_outcome(step, child))
 
     def _is_alive(self, history: RunHistory) -> bool:
         """As the scheduler sees it too: a job that was ended from outside writes no end."""
@@ -217,7 +217,7 @@ class _EvaluationLook:
             return True
         return job is not None and job.alive
 
-    def _say(self, fact: Evaluated) -> None:
+    def _record(self, fact: Evaluated) -> None:
         if self._history.evaluations.get(fact.step) == fact:
             return
         self.done.said.append(fact)
@@ -281,7 +281,7 @@ class _EvaluationLook:
             self.done.refused[step] = str(error)
             return True
         if why:
-            self._say(Evaluated(step=step, why=why))
+            self._record(Evaluated(step=step, why=why))
             self.done.left.remove(step)
         return bool(why)
 

@@ -246,7 +246,7 @@ def _wait(
     while True:
         with contextlib.suppress(OSError):
             return PreflightReport.load(root / REPORT)
-        lines_told = _tell_progress(root / PROGRESS, lines_told, say)
+        lines_told = _show_progress(root / PROGRESS, lines_told, say)
         now = clock.monotonic()
         began = now if lines_told and began is None else began
         if over_at is not None and now > over_at + LAST_WORDS_S:
@@ -262,7 +262,7 @@ def _wait(
         clock.sleep(POLL_S)
 
 
-def _tell_progress(path: Path, shown_lines: int, say: Say) -> int:
+def _show_progress(path: Path, shown_lines: int, say: Say) -> int:
     """Tell the lines that are new; how many there are."""
     try:
         lines = read_text(path).splitlines()

@@ -361,7 +361,7 @@ def lint_notes(entry: Entry, settings: Settings, cwd: Path) -> list[str]:
     without = RuleChoice(ignore=(GOES_ON,))
     folder = LintFolder(path.parent, is_whole=False)
     cpus = settings.slurm.cpus_per_rank or None
-    notes = _told(check_text(text, name, without, cpus=cpus, folder=folder), name)
+    notes = _finding_lines(check_text(text, name, without, cpus=cpus, folder=folder), name)
     if not settings.run.resume_args and not settings.checkpoint.sealed:
         from hpctrain.lint.begins_anew import begins_anew
 
@@ -382,7 +382,7 @@ def hears_requests(entry: Entry) -> bool:
         return False
 
 
-def _told(findings: list[LintFinding], name: str) -> list[str]:
+def _finding_lines(findings: list[LintFinding], name: str) -> list[str]:
     """The first errors whole, the others as numbers."""
     from hpctrain.base.text import count
 

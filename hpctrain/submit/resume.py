@@ -20,8 +20,8 @@ from hpctrain.base.records import EndReason
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.store.find import CheckpointChoice, refuse_to_forget
 from hpctrain.errors import UsageError, WrongState
+from hpctrain.history.reported import NO_STEP, reported
 from hpctrain.history.run_history import RunHistory
-from hpctrain.history.telling import NO_STEP, telling
 from hpctrain.memory.need import memory_notes
 from hpctrain.plan.resume import ResumePlan, batching, by_nodes, looked_at
 from hpctrain.run import events as ledger
@@ -82,7 +82,7 @@ def plan_resume(
     _, found_meshes, _ = plan_meshes(spec.settings, spec.origins, None, is_recipe=is_recipe)
     sizes = by_nodes(found_meshes, spec.settings.slurm.ranks())
     history = RunHistory.of(events)
-    not_known = NO_STEP if telling(history).is_silent and not (is_recipe or checkpoint) else ""
+    not_known = NO_STEP if reported(history).is_silent and not (is_recipe or checkpoint) else ""
     step = checkpoint.step if checkpoint else None if not_known else 0
     return ResumePlan(
         run=run.name,

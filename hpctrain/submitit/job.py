@@ -82,7 +82,7 @@ class RunWatcher(core.InfoWatcher):
         from hpctrain.status.reader import ask
 
         ids = [history.state.job_id or job_id for job_id, (_, history) in jobs.items()]
-        scheduler = get_cluster(cluster).survey(ids)
+        scheduler = get_cluster(cluster).bulk_query(ids)
         for job_id, (run, history) in jobs.items():
             answer = ask(run, cluster, history, scheduler)
             state = run_state(history.state, answer.job, asked=answer.asked)

@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.agent.ranks import is_echo, run_rank
 from hpctrain.base.records import FailureReport, RankTask
-from hpctrain.history.causes import EndCause, told_in
+from hpctrain.history.causes import EndCause, cause_in
 from hpctrain.run.layout import failure_path
 from tests.support.processes import descendants, kill_all
 
@@ -102,7 +102,7 @@ def test_a_worker_that_is_known_to_be_dead_too_late_is_named(failure, dies, word
 
     assert words in report.summary
     assert "RuntimeError: DataLoader worker (pid" in report.summary
-    assert told_in(report.summary) is EndCause.DATA_WORKER
+    assert cause_in(report.summary) is EndCause.DATA_WORKER
     assert not is_echo(report)
     assert "Connection refused" in report.traceback  # what the program was told
 

@@ -15,7 +15,7 @@ from hpctrain.agent.ending import ASSERTED
 from hpctrain.doctor.faults import FaultKind
 from hpctrain.doctor.files import inputs, scan
 from hpctrain.doctor.judge import judge
-from hpctrain.history.causes import EndCause, told_in
+from hpctrain.history.causes import EndCause, cause_in
 from tests.support import patience
 from tests.support.ports import free_port
 
@@ -66,7 +66,7 @@ def test_the_doctor_names_a_real_fault(logs, kind, note):
     assert fault in {None, diagnosis.kind}, f"{diagnosis.headline}\n{text[-1500:]}"
     if is_real:
         last = [line for line in text.splitlines() if "Error" in line][-1]
-        assert cause in {None, told_in(last)}, last
+        assert cause in {None, cause_in(last)}, last
         assert (ASSERTED in text) == (kind == "asserted")
 
 

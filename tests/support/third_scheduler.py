@@ -76,7 +76,7 @@ class ThirdCluster(Cluster):
         del job_ids
         return []
 
-    def survey(self, job_ids):
+    def bulk_query(self, job_ids):
         del job_ids
         return self
 

@@ -100,9 +100,9 @@ def main() -> None:
             validation = validate(run, engine, tokens, held_out)
             if validation is not None:
                 run.log(val_loss=validation)
-                _say(run, f"step {step + 1}: loss {loss:.4f}, validation loss {validation:.4f}")
+                _print(run, f"step {step + 1}: loss {loss:.4f}, validation loss {validation:.4f}")
         elif (step + 1) % 10 == 0:
-            _say(run, f"step {step + 1}: loss {loss:.4f}")
+            _print(run, f"step {step + 1}: loss {loss:.4f}")
 
 
 def make_model(train: TrainSettings) -> tuple[LM, torch.optim.AdamW]:
@@ -207,7 +207,7 @@ def _audit(step: int, batch: StepBatch) -> None:
         file.write(f"{step + 1} {' '.join(map(str, batch.consumed))}\n")
 
 
-def _say(run: Run, text: str) -> None:
+def _print(run: Run, text: str) -> None:
     if run.world.rank == 0:
         print(text, flush=True)
 

@@ -279,7 +279,7 @@ class LocalCluster(Cluster):
         records = (_read(job_id) for job_id in job_ids)
         return [one for record in records if record is not None for one in _starts(record)]
 
-    def survey(self, job_ids: Sequence[str]) -> LocalCluster:
+    def bulk_query(self, job_ids: Sequence[str]) -> LocalCluster:
         """Itself: it reads files, and asks nobody."""
         del job_ids
         return self

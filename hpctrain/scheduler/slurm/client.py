@@ -1,7 +1,7 @@
-"""SLURM from the login node: submit, find again, query, cancel, survey many jobs, preflight jobs.
+"""SLURM from the login node: submit, find again, query, cancel, query many jobs, preflight jobs.
 
 `hpctrain status` shows every run. Two queries for each would overload slurmctld, and sites block
-users for it; a `Survey` queries slurmctld and accounting once each.
+users for it; a `BulkQuery` queries slurmctld and accounting once each.
 tests/unit/scheduler/test_status_questions.py, tests/unit/cli/test_preflight.py and
 tests/slurm/test_preflight.py hold the promises.
 """
@@ -27,13 +27,13 @@ from hpctrain.scheduler.slurm.command import run as run_command
 from hpctrain.scheduler.slurm.environment import SHELL_DEFAULTS, clean, kept_settings
 from hpctrain.scheduler.slurm.jobs import accounted_job, is_alive, job_info, job_starts, queued_job
 from hpctrain.scheduler.slurm.parse import (
+    BULK_FORMAT,
     QUEUE_FORMAT,
     SACCT_COMMAND,
-    SURVEY_FORMAT,
+    parse_bulk,
     parse_jobs,
     parse_queue,
     parse_sacct,
-    parse_survey,
 )
 from hpctrain.scheduler.slurm.script import body_path, export_arguments, render_script
 
@@ -152,10 +152,10 @@ class SlurmCluster(Cluster):
             return []
         return job_starts(self._rows_of(ids))
 
-    def survey(self, job_ids: Sequence[str]) -> SlurmCluster:
+    def bulk_query(self, job_ids: Sequence[str]) -> SlurmCluster:
         """Answers from two questions in all, for a look at many jobs of this user."""
         ids = [job_id for job_id in job_ids if is_job_id(job_id)]
-        return Survey(ids, query_timeout_s=self.query_timeout_s)
+        return BulkQuery(ids, query_timeout_s=self.query_timeout_s)
 
     def cancel(self, job_id: str) -> None:
         """Cancel the job; one that has ended already is left as it is."""
@@ -395,7 +395,7 @@ def _refuse_no_id(job_id: str) -> None:
         raise ClusterError(f"the run's ledger names the job {job_id!r}, which is no job's id")
 
 
-class Survey(SlurmCluster):
+class BulkQuery(SlurmCluster):
     """Answers about this user's jobs from what it has asked once; safe for several threads."""
 
     def __init__(self, job_ids: Sequence[str], *, query_timeout_s: float) -> None:
@@ -435,7 +435,7 @@ class Survey(SlurmCluster):
             if self._queue is None:
                 squeue = ("squeue", "--noheader", "--states=all", f"--user={os.getuid()}")
                 try:
-                    rows = parse_survey(self._run(*squeue, f"--format={SURVEY_FORMAT}"))
+                    rows = parse_bulk(self._run(*squeue, f"--format={BULK_FORMAT}"))
                     self._queue = [queued_job(row) for row in rows]
                 except ClusterError as error:
                     self._queue = error

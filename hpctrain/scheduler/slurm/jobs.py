@@ -164,7 +164,7 @@ def _explained(info: JobInfo, priority: str) -> JobInfo:
 
 
 def queued_job(row: Sequence[str]) -> JobInfo:
-    """The login node's view of one row of squeue in SURVEY_FORMAT."""
+    """The login node's view of one row of squeue in BULK_FORMAT."""
     job_id, word, nodes, start, end, priority, reason, command = row
     state = parse_state(word)
     info = JobInfo(

@@ -114,12 +114,12 @@ def parse_queue(text: str) -> list[QueueRow]:
     return rows
 
 
-SURVEY_FORMAT = "%i|%T|%N|%S|%e|%Q|%r|%o"
+BULK_FORMAT = "%i|%T|%N|%S|%e|%Q|%r|%o"
 
 
-def parse_survey(text: str) -> list[list[str]]:
-    """Rows of squeue in SURVEY_FORMAT, a list of its columns each; the command comes last."""
-    columns = SURVEY_FORMAT.count("|")
+def parse_bulk(text: str) -> list[list[str]]:
+    """Rows of squeue in BULK_FORMAT, a list of its columns each; the command comes last."""
+    columns = BULK_FORMAT.count("|")
     rows = [[part.strip() for part in line.split("|", columns)] for line in text.splitlines()]
     return [row for row in rows if len(row) == columns + 1]
 

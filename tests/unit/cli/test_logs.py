@@ -627,7 +627,7 @@ def test_what_is_waited_for_stands_below_the_end_of_the_attempt_before(runs, mon
     story.ended(1, "preempted", "requeue")
     out = io.BytesIO()
     printer = Printer(story.run, out, LogSelection(), live=True)
-    watch = log_follow.EndWatch(story.run, None, log_follow.told_by(printer))
+    watch = log_follow.EndWatch(story.run, None, log_follow.notes_to(printer))
     watch.add(read(story.run))
     start = time.time() + 3600
     job = JobInfo("17", "PENDING", alive=True, reason="Resources", restarts=1, start_time=start)
@@ -647,7 +647,7 @@ def test_a_job_that_is_suspended_is_told_of_while_its_logs_stand_still(runs, mon
     story = Story(runs / "lm").submitted("17").started(1, "17", ("n1",))
     out = io.BytesIO()
     printer = Printer(story.run, out, LogSelection(), live=True)
-    watch = log_follow.EndWatch(story.run, None, log_follow.told_by(printer))
+    watch = log_follow.EndWatch(story.run, None, log_follow.notes_to(printer))
     watch.add(read(story.run))
     job = JobInfo("17", "SUSPENDED", alive=True)
     monkeypatch.setattr(reader, "ask", lambda *_: Answer(job))

@@ -46,12 +46,12 @@ def test_where_a_program_that_tells_nothing_goes_on_and_how_it_spreads_is_not_kn
 
     out = dry_run(capsys)
 
-    assert "checkpoint   not known (the program has told no step): it goes on as it does" in out
+    assert "checkpoint   not known (the program has reported no step): it goes on as it does" in out
     assert "ranks        2 nodes x 1 rank" in out
     assert "mesh" not in out
     assert "beginning" not in out
     plan = json.loads(dry_run(capsys, "--json"))["plan"]
-    assert (plan["step"], plan["not_known"]) == (None, "the program has told no step")
+    assert (plan["step"], plan["not_known"]) == (None, "the program has reported no step")
 
 
 def test_one_that_trained_with_hpctrain_and_saved_nothing_starts_from_the_beginning(plain, capsys):

@@ -327,7 +327,7 @@ class StillEnding(Cluster):
     def job(self, job_id):
         return JobInfo(job_id, "COMPLETING", alive=True)
 
-    def survey(self, job_ids):
+    def bulk_query(self, job_ids):
         del job_ids
         return self
 
@@ -803,7 +803,7 @@ def test_json_has_speed_goodput_and_causes(runs, story, tmp_path, capsys):
 
 def test_ranks_are_a_table_of_the_newest_sample(runs, story, tmp_path, capsys):
     local_job(tmp_path / "local", "local-17", state="RUNNING")
-    assert "has told no times of its ranks" in run("lm-3", "--ranks", capsys=capsys)[1]
+    assert "has reported no times of its ranks" in run("lm-3", "--ranks", capsys=capsys)[1]
     sample = {"t": time.time() - 9, "step": 278, "steps": 10, "wall_s": [5.0] * 6}
     sample |= {"data_s": [0.1] * 6, "own_s": [3.0] * 5 + [3.6], "mem_peak_bytes": [2**30] * 6}
     path = story.run.rank_times(3)
@@ -986,13 +986,13 @@ def test_a_program_that_tells_nothing_is_told_so_once_an_attempt_has_ended(runs)
     assert "not known" not in shown(story, RUNNING)
     story.t += 600
     story.ended(1, "preempted", "requeue")
-    assert "steps       not known: the program has told no step" in shown(story, width=200)
+    assert "steps       not known: the program has reported no step" in shown(story, width=200)
 
 
 def test_what_a_program_does_not_tell_is_called_not_known_and_never_none(runs):
     story = Story(runs / "plain").submitted("17").started(1)
     early = shown(story, RUNNING)
-    assert "started 5 s ago, no step told so far" in early
+    assert "started 5 s ago, no step reported so far" in early
     assert "run.at(step)" not in early
     for number in (1, 2):
         story.t += 200
@@ -1001,7 +1001,10 @@ def test_what_a_program_does_not_tell_is_called_not_known_and_never_none(runs):
     text = " ".join(shown(story, RUNNING, width=200).split())
 
     assert "# job where started ran ended" in text
-    assert "3 attempts steps not known: the program has told no step; `run.at(step)` tells" in text
+    assert (
+        "3 attempts steps not known: the program has reported no step; `run.at(step)` reports"
+        in text
+    )
     assert "checkpoint none" not in text
     assert "time " in text
     assert " running 9" in text
@@ -1057,7 +1060,7 @@ def test_json_has_no_number_for_what_a_program_does_not_tell(runs):
     story = Story(runs / "plain").submitted("17").started(1).ended(1, "preempted", "requeue")
     value = as_json(status_of(RunHistory.read(story.run), Answer(), name="plain"))
     assert (value["steps_lost"], value["step"], value["attempts"][0]["steps_lost"]) == (None,) * 3
-    assert value["not_known"] == "the program has told no step"
+    assert value["not_known"] == "the program has reported no step"
 
 
 def test_an_attempt_that_told_nothing_between_others_is_named(runs, story):
@@ -1066,7 +1069,7 @@ def test_an_attempt_that_told_nothing_between_others_is_named(runs, story):
     story.ended(4, "completed", "stop")
     text = shown(story, width=200)
     assert "4 attempts, " in text
-    assert "steps lost in all but what is not known (attempt 4 told no step)" in text
+    assert "steps lost in all but what is not known (attempt 4 reported no step)" in text
     assert "run.at(step)" not in text
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.base.records import EndReason
 from hpctrain.history.attempts import attempts
-from hpctrain.history.causes import EndCause, cause_of, said_by
+from hpctrain.history.causes import EndCause, cause_of, cause_of_failure
 from hpctrain.history.run_history import RunHistory
 from hpctrain.history.run_records import AttemptRecord, Failure
 from hpctrain.scheduler.slurm.jobs import job_state
@@ -123,7 +123,7 @@ def test_every_reason_has_a_cause():
     ],
 )
 def test_what_a_failed_rank_said(summary, cause):
-    assert said_by(failed(summary)) is cause
+    assert cause_of_failure(failed(summary)) is cause
     assert cause_of(ended(EndReason.CRASHED, summary)) is (cause or EndCause.CRASHED)
     assert cause_of(ended(EndReason.USER_ERROR, summary)) is (cause or EndCause.USER_ERROR)
     assert cause_of(ended(EndReason.UNKNOWN, summary)) is (cause or EndCause.CRASHED)
@@ -174,13 +174,13 @@ def test_only_what_detected_a_hang_says_so(word):
     said = ended(EndReason.CRASHED)
     assert cause_of(ended(EndReason.CRASHED, f"the ranks are in a {word}")) is EndCause.CRASHED
     assert cause_of(ended(EndReason.CRASHED, stop_cause=word)).value == word
-    assert said_by(failed("silent for 300 s", kind=word)) is EndCause(word)
+    assert cause_of_failure(failed("silent for 300 s", kind=word)) is EndCause(word)
     assert cause_of(said) is EndCause.CRASHED
 
 
 def test_a_long_line_is_read_at_its_beginning_only():
-    assert said_by(failed("x" * 10_000 + " CUDA error: y")) is None
-    assert said_by(failed("CUDA error: y" + "x" * 10_000)) is EndCause.GPU_ERROR
+    assert cause_of_failure(failed("x" * 10_000 + " CUDA error: y")) is None
+    assert cause_of_failure(failed("CUDA error: y" + "x" * 10_000)) is EndCause.GPU_ERROR
 
 
 def test_an_attempt_that_gave_way_without_another_word_was_fenced(tmp_path):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from hpctrain.history.attempts import attempts
-from hpctrain.history.incidents import Mishaps, mishaps
+from hpctrain.history.incidents import Survived, survived
 from hpctrain.history.run_history import RunHistory
 from tests.unit.history.test_goodput import Log
 
 
-def of(log: Log) -> Mishaps:
-    return mishaps(RunHistory.of(log.events))
+def of(log: Log) -> Survived:
+    return survived(RunHistory.of(log.events))
 
 
 def job(number: int, job_id: str, restarts: int, **more) -> dict:
@@ -23,15 +23,15 @@ def started(log: Log, t: float, number: int, *, restarts: int = 0, job_id: str =
 
 
 def test_of_a_run_without_any_there_is_nothing():
-    assert of(Log()) == Mishaps()
-    assert of(Log().submitted(0)) == Mishaps()
+    assert of(Log()) == Survived()
+    assert of(Log().submitted(0)) == Survived()
 
     seen = of(started(Log(), 1, 1, nodes=["n1"]))
 
     assert seen.members.training == ("n1",)
     assert seen.members.rounds == 1
     assert not seen.members.lost
-    assert seen.guarded == Mishaps().guarded
+    assert seen.guarded == Survived().guarded
     assert (seen.memory, seen.out_of_step) == (None, None)
 
 

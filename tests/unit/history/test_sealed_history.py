@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.history.attempts import attempts
+from hpctrain.history.reported import reported, steps_lost
 from hpctrain.history.run_history import RunHistory
-from hpctrain.history.telling import steps_lost, telling
 from hpctrain.plan.decide import LONG_S, attempts_without_progress, is_users
 from hpctrain.plan.interval import costs
 from hpctrain.run import events as ledger
@@ -53,7 +53,7 @@ def test_of_a_program_that_tells_no_step_nobody_knows_what_was_lost(story):
     now = history(story)
 
     assert attempts(now)[0].steps_lost is None
-    assert steps_lost(attempts(now), telling(now)).steps is None
+    assert steps_lost(attempts(now), reported(now)).steps is None
 
 
 def test_where_the_step_of_what_was_taken_is_not_known_nobody_knows_what_was_lost(story):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpctrain.history.attempts import attempts
+from hpctrain.history.reported import NO_STEP, StepsLost, reported, steps_lost
 from hpctrain.history.run_history import RunHistory
-from hpctrain.history.telling import NO_STEP, StepsLost, steps_lost, telling
 
 if TYPE_CHECKING:
     from tests.support.ledger_runs import Story
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def lost(story: Story) -> StepsLost:
     history = RunHistory.read(story.run)
-    return steps_lost(attempts(history), telling(history))
+    return steps_lost(attempts(history), reported(history))
 
 
 def silent(story: Story, *numbers: int, seconds: float = 30, reason: str = "preempted") -> Story:
@@ -29,14 +29,14 @@ def silent(story: Story, *numbers: int, seconds: float = 30, reason: str = "pree
 
 
 def test_nothing_is_said_of_a_run_that_never_began(story):
-    assert telling(RunHistory.read(story.run)).not_known == ""
+    assert reported(RunHistory.read(story.run)).not_known == ""
     assert lost(story) == StepsLost(0)
 
 
 def test_what_a_program_that_tells_no_step_lost_is_not_known(story):
     silent(story, 1, 2)
 
-    told = telling(RunHistory.read(story.run))
+    told = reported(RunHistory.read(story.run))
 
     assert (told.is_silent, told.silent, told.saves) == (True, (1, 2), False)
     assert lost(story) == StepsLost(None, NO_STEP)
@@ -50,17 +50,17 @@ def test_one_that_calls_init_and_tells_no_step_is_no_better_known(story):
 
 def test_a_start_in_which_no_agent_came_is_nobodys_silence(story):
     story.started(1, nodes=(), by="batch").ended(1, "node_failed", "requeue")
-    assert not telling(RunHistory.read(story.run)).is_silent
+    assert not reported(RunHistory.read(story.run)).is_silent
 
 
 def test_it_is_worth_a_line_when_it_has_run_for_a_minute_or_returned(story):
     story.started(1)
     history = RunHistory.read(story.run)
-    assert not telling(history, now=story.t + 59).is_long
-    assert telling(history, now=story.t + 61).is_long
+    assert not reported(history, now=story.t + 59).is_long
+    assert reported(history, now=story.t + 61).is_long
 
     silent(story, 2, seconds=0, reason="completed")
-    assert telling(RunHistory.read(story.run)).is_long
+    assert reported(RunHistory.read(story.run)).is_long
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,10 @@ def test_of_a_run_that_tells_only_what_could_have_told_is_silent(story, seconds,
     story.ended(1, "preempted", "requeue")
     silent(story, 2, seconds=seconds, reason=reason)
 
-    told = telling(RunHistory.read(story.run))
+    told = reported(RunHistory.read(story.run))
 
     assert (told.tells, told.saves, told.silent) == (True, True, (2,) if counts else ())
-    assert lost(story) == StepsLost(0, "attempt 2 told no step" if counts else "")
+    assert lost(story) == StepsLost(0, "attempt 2 reported no step" if counts else "")
 
 
 def test_an_attempt_that_came_to_its_end_lost_nothing_though_it_saved_nothing_of_ours(story):
@@ -95,5 +95,5 @@ def test_one_that_goes_on_from_its_own_checkpoint_lost_what_lies_between(story):
 
 def test_the_heartbeat_of_the_newest_attempt_is_a_word_of_its_steps(story):
     story.started(1)
-    told = telling(RunHistory.read(story.run)).heard_of(1)
+    told = reported(RunHistory.read(story.run)).heard_of(1)
     assert (told.tells, told.is_silent, told.not_known) == (True, False, "")

@@ -453,7 +453,7 @@ def spent(**shares):
         )
         slices.append(one)
         t = one.end
-    return window(Goodput(tuple(slices), tells_steps=True), 0.0)
+    return window(Goodput(tuple(slices), reports_steps=True), 0.0)
 
 
 @pytest.fixture
@@ -484,7 +484,7 @@ def test_a_program_that_tells_nothing_is_advised_to_tell_and_nothing_is_claimed(
 
     rows = {one.label: (one.value, one.more) for one in facts(data)}
 
-    assert rows["steps lost"] == ("not known", "the program has told no step")
+    assert rows["steps lost"] == ("not known", "the program has reported no step")
     assert rows["step"][0] == "not known"
     assert keys(data) == ["tells-nothing"]
     assert "run.should_stop()" in as_text(data)

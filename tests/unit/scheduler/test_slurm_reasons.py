@@ -18,7 +18,7 @@ from hpctrain.scheduler.slurm.jobs import (
     wait_reason,
     wait_reasons,
 )
-from hpctrain.scheduler.slurm.parse import parse_survey
+from hpctrain.scheduler.slurm.parse import parse_bulk
 
 WORDS = Path(__file__).parents[2] / "data" / "slurm-words"
 VERSIONS = {
@@ -144,7 +144,7 @@ def test_a_job_that_does_not_wait_is_not_explained(state):
 
 def test_the_row_of_a_look_at_all_jobs_says_the_same():
     line = f"17|PENDING||{LATER:.0f}|N/A|{{}}|{{}}|/a b|c.sh"
-    rows = parse_survey(
+    rows = parse_bulk(
         "\n".join(line.format(*fields) for fields in (("9", "Priority"), ("0", "BeginTime")))
     )
 

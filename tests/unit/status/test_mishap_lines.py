@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.base.text import LABEL
-from hpctrain.history.incidents import Guarded, JobMembers, Mishaps
+from hpctrain.history.incidents import Guarded, JobMembers, Survived
 from hpctrain.run import event_types as facts
-from hpctrain.status.run_lines import mishap_lines
+from hpctrain.status.run_lines import incident_lines
 
 HOLE = facts.BatchSkipped(step=1200, first=8, last=16, why="nonfinite")
 BACK = facts.TrainingRewound(step=300, to=250, why="spike")
@@ -16,15 +16,15 @@ COPIES = facts.MemoryCopiesSet(steps=4, bytes=2**30, stall_s=0.003, covered_s=0.
 
 
 def test_nothing_is_shown_where_nothing_happened():
-    assert mishap_lines(Mishaps()) == []
-    assert mishap_lines(Mishaps(members=JobMembers(("n1", "n2"), rounds=3))) == []
+    assert incident_lines(Survived()) == []
+    assert incident_lines(Survived(members=JobMembers(("n1", "n2"), rounds=3))) == []
 
 
 @pytest.mark.parametrize(
     ("seen", "row"),
     [
         (
-            Mishaps(members=JobMembers(("n1", "n2"), ("n5",), (GONE,), 2)),
+            Survived(members=JobMembers(("n1", "n2"), ("n5",), (GONE,), 2)),
             (
                 "round",
                 (
@@ -34,15 +34,15 @@ def test_nothing_is_shown_where_nothing_happened():
             ),
         ),
         (
-            Mishaps(members=JobMembers(("n1",), ("n2",), (), 1)),
+            Survived(members=JobMembers(("n1",), ("n2",), (), 1)),
             ("round", "n1 in training; n2 waiting as spare"),
         ),
         (
-            Mishaps(members=JobMembers((), (), (facts.NodeLost(node="n9", was_spare=True),), 1)),
+            Survived(members=JobMembers((), (), (facts.NodeLost(node="n9", was_spare=True),), 1)),
             ("round", "nobody in training; spare n9 lost"),
         ),
         (
-            Mishaps(members=JobMembers(("n1",), (), (GONE,) * 6, 7)),
+            Survived(members=JobMembers(("n1",), (), (GONE,) * 6, 7)),
             (
                 "round",
                 (
@@ -52,15 +52,15 @@ def test_nothing_is_shown_where_nothing_happened():
             ),
         ),
         (
-            Mishaps(out_of_step=facts.RanksOutOfStep(ranks=(2,), summary="rank 2 is one behind")),
+            Survived(out_of_step=facts.RanksOutOfStep(ranks=(2,), summary="rank 2 is one behind")),
             ("out of step", "rank 2 is one behind"),
         ),
         (
-            Mishaps(out_of_step=facts.RanksOutOfStep(ranks=(2, 3), ended=True)),
+            Survived(out_of_step=facts.RanksOutOfStep(ranks=(2, 3), ended=True)),
             ("out of step", "ranks 2-3 call other collectives; ended"),
         ),
         (
-            Mishaps(memory=COPIES),
+            Survived(memory=COPIES),
             (
                 "memory",
                 (
@@ -71,11 +71,11 @@ def test_nothing_is_shown_where_nothing_happened():
             ),
         ),
         (
-            Mishaps(memory=facts.MemoryCopiesSet(steps=0, why="no room")),
+            Survived(memory=facts.MemoryCopiesSet(steps=0, why="no room")),
             ("memory", "no copies are made: no room"),
         ),
         (
-            Mishaps(Guarded(3, 1, 2, HOLE, 1, BACK)),
+            Survived(Guarded(3, 1, 2, HOLE, 1, BACK)),
             (
                 "guards",
                 (
@@ -85,9 +85,9 @@ def test_nothing_is_shown_where_nothing_happened():
                 ),
             ),
         ),
-        (Mishaps(Guarded(spikes=1)), ("guards", "1 spike")),
+        (Survived(Guarded(spikes=1)), ("guards", "1 spike")),
         (
-            Mishaps(
+            Survived(
                 Guarded(
                     differing=facts.ReplicasDiffer(
                         step=80, clean=64, ranks=(3,), nodes=("n2",), certain=True
@@ -97,7 +97,7 @@ def test_nothing_is_shown_where_nothing_happened():
             ("copies", "rank 3 on n2 had other weights than the others at step 80 (right at 64)"),
         ),
         (
-            Mishaps(Guarded(differing=facts.ReplicasDiffer(step=80, ranks=(0, 1)))),
+            Survived(Guarded(differing=facts.ReplicasDiffer(step=80, ranks=(0, 1)))),
             (
                 "copies",
                 (
@@ -109,7 +109,7 @@ def test_nothing_is_shown_where_nothing_happened():
     ],
 )
 def test_each_has_its_row(seen, row):
-    assert mishap_lines(seen) == [row]
+    assert incident_lines(seen) == [row]
     assert len(row[0]) < LABEL
 
 
@@ -131,7 +131,7 @@ def test_it_is_shown_who_has_whose_copies_and_what_a_switch_takes(switches, word
     training, buddies = PAIRS
     members = JobMembers(training, buddies=buddies, switches=switches)
 
-    (_, row) = mishap_lines(Mishaps(members=members, memory=COPIES))
+    (_, row) = incident_lines(Survived(members=members, memory=COPIES))
 
     pairs = "copies of n1 on n3, n2 on n4, n3 on n1, n4 on n2"
     assert row == ("buddies", f"{pairs}; {words}")
@@ -141,7 +141,7 @@ def test_of_many_buddies_some_are_shown():
     names = tuple(f"n{number}" for number in range(10))
     members = JobMembers(names, buddies=(*names[1:], names[0]))
 
-    (_, row) = mishap_lines(Mishaps(members=members, memory=COPIES))
+    (_, row) = incident_lines(Survived(members=members, memory=COPIES))
 
     assert row[1].endswith("n7 on n8, 2 more (--json has all); switches are not known")
 
@@ -150,6 +150,6 @@ def test_of_many_buddies_some_are_shown():
 def test_no_buddy_is_shown_where_no_copies_are_made(memory):
     training, buddies = PAIRS
 
-    rows = mishap_lines(Mishaps(members=JobMembers(training, buddies=buddies), memory=memory))
+    rows = incident_lines(Survived(members=JobMembers(training, buddies=buddies), memory=memory))
 
     assert "buddies" not in dict(rows)

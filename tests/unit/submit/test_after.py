@@ -349,7 +349,7 @@ def test_a_follower_whose_job_cannot_be_changed_is_told(follower, slurm, capsys)
     assert main(["resume", "a"]) == 0
 
     said = capsys.readouterr().out
-    assert "b is to follow, and its job could not be told: " in said
+    assert "b is to follow, and its job could not be notified: " in said
     assert "Access/permission denied" in said
     assert "`hpctrain cancel b`, then `hpctrain resume b`" in said
 

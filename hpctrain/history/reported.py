@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from hpctrain.history.run_history import RunHistory
     from hpctrain.history.run_records import AttemptRecord
 
-NO_STEP = "the program has told no step"
-HOW_TO_TELL = (
-    "`run.at(step)` tells steps, `run.sealed(step, path)` or checkpoint.sealed its checkpoints "
+NO_STEP = "the program has reported no step"
+HOW_TO_REPORT = (
+    "`run.at(step)` reports steps, `run.sealed(step, path)` or checkpoint.sealed its checkpoints "
     "(`hpctrain help watching`)"
 )
 START_UP_S = 60.0
@@ -32,7 +32,7 @@ LONGEST_START_UP_S = 600.0
 
 
 @dataclass(frozen=True)
-class Telling:
+class Reported:
     """What the attempts of a run have told.
 
     Attributes:
@@ -65,7 +65,7 @@ class Telling:
             return ""
         return _which(self.silent) if self.tells else NO_STEP
 
-    def heard_of(self, attempt: int) -> Telling:
+    def heard_of(self, attempt: int) -> Reported:
         """The same where this attempt's heartbeat has told a step."""
         others = () if not self.tells else tuple(one for one in self.silent if one != attempt)
         return replace(self, tells=True, silent=others)
@@ -84,21 +84,21 @@ class StepsLost:
     why: str = ""
 
 
-def telling(history: RunHistory, *, now: float | None = None) -> Telling:
+def reported(history: RunHistory, *, now: float | None = None) -> Reported:
     """What the attempts of a run have told.
 
     Args:
         history: The run's.
         now: How long the newest attempt has run by then, where its end is not on record.
     """
-    ran = [attempt for attempt in history.attempts if attempt.tells_steps or _had_ranks(attempt)]
-    startups = [startup_s(attempt) for attempt in ran if attempt.tells_steps]
+    ran = [attempt for attempt in history.attempts if attempt.reports_steps or _had_ranks(attempt)]
+    startups = [startup_s(attempt) for attempt in ran if attempt.reports_steps]
     tells = bool(startups)
     longest = max((seconds for seconds in startups if seconds is not None), default=0.0)
     silent, unaccounted = [], []
     is_long = False
     for attempt in ran:
-        if attempt.tells_steps:
+        if attempt.reports_steps:
             continue
         seconds = _lasted_s(attempt, now if attempt is history.newest else None)
         returned = attempt.reason is EndReason.COMPLETED
@@ -110,7 +110,7 @@ def telling(history: RunHistory, *, now: float | None = None) -> Telling:
                 unaccounted.append(attempt.number)
     saves = any(attempt.saves or attempt.from_checkpoint for attempt in history.attempts)
     known_saves = saves or history.newest_saved is not None
-    return Telling(tells, tuple(silent), known_saves, tuple(unaccounted), is_long)
+    return Reported(tells, tuple(silent), known_saves, tuple(unaccounted), is_long)
 
 
 def startup_s(attempt: AttemptRecord) -> float | None:
@@ -120,7 +120,7 @@ def startup_s(attempt: AttemptRecord) -> float | None:
     return max(0.0, attempt.first_step - attempt.began)
 
 
-def steps_lost(attempts: Sequence[AttemptView], words: Telling) -> StepsLost:
+def steps_lost(attempts: Sequence[AttemptView], words: Reported) -> StepsLost:
     """The steps that all attempts did in vain, and what is not known of them."""
     if words.is_silent:
         return StepsLost(None, NO_STEP)
@@ -135,8 +135,8 @@ def listens(history: RunHistory) -> bool:
 
 def _which(silent: Sequence[int]) -> str:
     if len(silent) == 1:
-        return f"attempt {silent[0]} told no step"
-    return f"{count(len(silent), 'attempt')} told no step"
+        return f"attempt {silent[0]} reported no step"
+    return f"{count(len(silent), 'attempt')} reported no step"
 
 
 def _had_ranks(attempt: AttemptRecord) -> bool:
