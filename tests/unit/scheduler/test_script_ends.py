@@ -184,21 +184,36 @@ def top_level(text):
             yield number
 
 
-@pytest.mark.parametrize("tenth", range(4))
-def test_an_exit_at_any_line_of_the_script_has_a_last_act(tmp_path, tenth):
+WAYS = {
+    "exit": ("exit 7", {7, 0}),
+    "kill": ("kill -TERM $$", {143, 0}),
+    "other signals": ("kill -USR1 $$; kill -USR2 $$; kill -HUP $$", {0}),
+    "no PATH": ("unset PATH", {127, 0}),
+    "closed output": ("exec >&- 2>&-", {0}),
+    "full disk": ("exec >/dev/full 2>&1", {0}),
+}
+"""What is done at a line of the script, and the exit codes that its last act may hear of."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_ends_the_script_at_any_of_its_lines_it_has_one_last_act(tmp_path, way):
     """Its own commands may fail in ways that nobody has thought of."""
     whole = Script(tmp_path, NOTE, setup=["export FROM_SETUP=1"])
     text = whole.path.read_text()
     numbers = list(top_level(text))
     assert len(numbers) > 25
+    act, codes = WAYS[way]
 
-    for number in numbers[tenth::4]:
+    heard = set()
+    for number in numbers:
         lines = text.splitlines()
-        whole.path.write_text("\n".join([*lines[:number], "exit 7", *lines[number:], ""]))
+        whole.path.write_text("\n".join([*lines[:number], act, *lines[number:], ""]))
         whole.calls.unlink(missing_ok=True)
         whole.start().wait()
 
-        assert " after " in after(whole), lines[number - 1]
+        (code,) = re.findall(r" after .*--rc (\d+) --term [01]", after(whole))
+        heard.add(int(code))
+    assert heard == codes
 
 
 @pytest.mark.parametrize("closes", ["exec >&-", "exec 2>&-", "exec >/dev/full 2>&1", "cd /"])
