@@ -15,8 +15,9 @@
 # SLURM signals the batch shell too (SIGTERM at a preemption or the time limit, SIGKILL after
 # KillWait). An untrapped SIGTERM would end this script here, and nobody would be left to requeue
 # the job.
+set +o posix # POSIXLY_CORRECT sets it: a second `wait` for one process then fails
 trap '' USR1 USR2 HUP
-hpctrain_term=0
+hpctrain_term=0 hpctrain_users_term="" hpctrain_users_exit=""
 trap 'hpctrain_term=1' TERM
 HPCTRAIN_BATCH_STARTED=$(date +%s.%N)
 
@@ -24,9 +25,10 @@ HPCTRAIN_BATCH_STARTED=$(date +%s.%N)
 : "${HPCTRAIN_PYTHON:?is not set: it names the python in which hpctrain is installed}"
 HPCTRAIN_TOKEN=${HPCTRAIN_TOKEN:-}
 export HPCTRAIN_RUN_DIR HPCTRAIN_PYTHON HPCTRAIN_TOKEN HPCTRAIN_BATCH_STARTED
+readonly HPCTRAIN_RUN_DIR HPCTRAIN_TOKEN # setup that unsets variables by a pattern is told so
 
 # However this script ends, its last act says why, and decides whether the job comes back.
-hpctrain_why="" hpctrain_is_over="" hpctrain_path=$PATH
+hpctrain_why="" hpctrain_is_over="" hpctrain_path=$PATH hpctrain_python=$HPCTRAIN_PYTHON
 hpctrain_last_act() { # the script's exit code
   hpctrain_is_over=1
   PATH=${PATH:+$PATH:}$hpctrain_path # it asks SLURM, and setup may have ended half-way
@@ -34,20 +36,52 @@ hpctrain_last_act() { # the script's exit code
   local words=(--rc "$1" --term "$hpctrain_term")
   [ -z "$hpctrain_why" ] || words+=(--why "$hpctrain_why")
   [ -z "$hpctrain_why" ] || echo "hpctrain: error: $hpctrain_why" >&2
-  "$HPCTRAIN_PYTHON" -P -m hpctrain.entry.slurm_batch after "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN" \
+  "${HPCTRAIN_PYTHON:-$hpctrain_python}" -P -m hpctrain.entry.slurm_batch after "$HPCTRAIN_RUN_DIR" "$HPCTRAIN_TOKEN" \
     "${words[@]}"
 }
 # shellcheck disable=SC2329 # the trap calls it
 hpctrain_at_exit() {
   hpctrain_rc=$?
-  [ -z "$hpctrain_is_over" ] || exit "$hpctrain_rc"
   trap - ERR
   set +eu
-  hpctrain_why="${hpctrain_in-its batch script} ended the batch script, by exit $hpctrain_rc"
-  hpctrain_last_act "$hpctrain_rc"
-  exit
+  if [ -z "$hpctrain_is_over" ]; then
+    hpctrain_why="${hpctrain_in-its batch script} ended the batch script, by exit $hpctrain_rc"
+    hpctrain_last_act "$hpctrain_rc"
+    hpctrain_rc=$?
+  fi
+  hpctrain_heed_term
+  (eval "$hpctrain_users_exit")
+  exit "$hpctrain_rc"
+}
+hpctrain_heed_term() { # runs what setup wants done at TERM, once, and in no trap: wait would err
+  if [ "$hpctrain_term" = 1 ]; then
+    (eval "$hpctrain_users_term")
+    hpctrain_users_term=""
+  fi
 }
 trap hpctrain_at_exit EXIT
+
+# Traps that setup sets for its end, and for TERM, run beside those of this script.
+# shellcheck disable=SC2329 # setup calls it
+hpctrain_trap() {
+  local action name others=()
+  if [ "$BASHPID" != "$$" ] || [ $# = 0 ] || [[ $1 == -[lp]* ]]; then
+    # shellcheck disable=SC2064 # setup has quoted it
+    builtin trap "$@"
+    return
+  fi
+  [ "$1" != -- ] || shift
+  if [ $# = 1 ]; then action=-; else action=$1 && shift; fi
+  for name; do
+    case ${name#SIG} in
+      EXIT | 0) hpctrain_users_exit=${action#-} ;;
+      TERM | 15) hpctrain_users_term=${action#-} ;;
+      *) others+=("$name") ;;
+    esac
+  done
+  # shellcheck disable=SC2064
+  [ ${#others[@]} = 0 ] || builtin trap -- "$action" "${others[@]}"
+}
 
 # A command of setup that fails would leave every rank in another environment, for weeks unnoticed.
 # Only setup's own commands count: what a function or a sourced file tries inside is its own affair.
@@ -56,11 +90,14 @@ hpctrain_setup_failed() { # exit code, function and process, file, number of the
   [ "$2" = "hpctrain_setup.$$" ] || return "$1"
   local line
   line=$(PATH=$PATH:$hpctrain_path sed -n "$4{s/^[[:space:]]*//;p}" "$3")
-  line="a line of ${hpctrain_lines_of:-hpctrain_setup} ended with exit code $1: $line"
+  hpctrain_setup_has_failed \
+    "a line of ${hpctrain_lines_of:-hpctrain_setup} ended with exit code $1: $line"
+}
+hpctrain_setup_has_failed() { # why
   if [ "${hpctrain_setup_may_fail:-}" = 1 ]; then
-    echo "hpctrain: warning: $line" >&2
+    echo "hpctrain: warning: $1" >&2
   else
-    hpctrain_why=$line
+    hpctrain_why=$1
     hpctrain_last_act 3
     exit
   fi
@@ -70,12 +107,21 @@ if declare -F hpctrain_setup >/dev/null; then
   set -E
   # In one line, for $LINENO counts those of the trap.
   trap 'hpctrain_setup_failed $? "${FUNCNAME[0]:-}.$BASHPID" "${BASH_SOURCE[0]}" "$LINENO"' ERR
+  # shellcheck disable=SC2329 # setup may call it
+  trap() { hpctrain_trap "$@"; }
   hpctrain_setup
+  hpctrain_rc=$?
+  unset -f trap
   trap - ERR
+  if [ "$hpctrain_rc" != 0 ] && [ -n "${hpctrain_lines_of:-}" ]; then # its last command is `:`
+    hpctrain_setup_has_failed "$hpctrain_lines_of returned $hpctrain_rc before its end"
+  fi
   set +E
   unset hpctrain_in
 fi
-set +eu # a setup with `set -e` must not keep a failed srun from being looked after
+# A setup with `set -e` must not keep a failed srun from being looked after.
+set +eu +o posix
+export HPCTRAIN_PYTHON=${HPCTRAIN_PYTHON:-$hpctrain_python}
 for hpctrain_name in srun scontrol mkdir rm; do
   if ! command -v "$hpctrain_name" >/dev/null &&
     PATH=$hpctrain_path command -v "$hpctrain_name" >/dev/null; then
@@ -160,7 +206,10 @@ elif [ "$hpctrain_rc" = 0 ]; then
   hpctrain_srun=$!
   # A signal that is trapped ends `wait`, not srun: wait until srun is really gone, then take its
   # exit code.
-  while kill -0 "$hpctrain_srun" 2>/dev/null; do wait "$hpctrain_srun"; done
+  while kill -0 "$hpctrain_srun" 2>/dev/null; do
+    wait "$hpctrain_srun"
+    hpctrain_heed_term
+  done
   wait "$hpctrain_srun"
   hpctrain_rc=$?
   # It ends by itself; a job that is to be requeued has no time to wait for it.

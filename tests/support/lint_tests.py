@@ -41,6 +41,7 @@ SLEEPS = {
     "support/control_faults.py": 1,
     "support/cpus.py": 1,
     "support/hang_scenes.py": 3,
+    "support/node_faults.py": 3,
     "support/patience.py": 1,
     "support/slurm_boot.py": 1,
     "support/slurm_keeper.py": 1,

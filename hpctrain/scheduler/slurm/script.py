@@ -323,7 +323,8 @@ def _setup(modules: Sequence[str], settings: SlurmSettings, site: Site | None) -
     if settings.setup:
         lines += ["hpctrain_lines_of=slurm.setup", *settings.setup]
     may_fail = ["hpctrain_setup_may_fail=1"] if settings.setup_may_fail else []
-    return [*may_fail, "hpctrain_setup() {", *lines, "}"]
+    # Then a status that is not 0 is a `return` of one of the lines.
+    return [*may_fail, "hpctrain_setup() {", *lines, ":", "}"]
 
 
 def _container(spec: Spec, run: RunDir, token: str, site: Site | None) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 
 import pytest
@@ -221,3 +222,66 @@ def test_setup_that_closes_or_fills_the_scripts_output_changes_nothing(ran, clos
     script = ran(closes)
 
     assert "--rc 0" in after(script)
+
+
+@pytest.mark.parametrize(
+    "line", ["trap - EXIT TERM", "trap EXIT", "trap 'echo cleaned' EXIT", "trap 'exit 9' 0 SIGTERM"]
+)
+def test_traps_of_setup_take_nothing_from_the_scripts_own(ran, line):
+    """As tools do that clean up behind themselves."""
+    script = ran(line, "exit 4")
+
+    assert after(script).endswith(
+        "--rc 4 --term 0 --why its setup ended the batch script, by exit 4"
+    )
+    assert ("cleaned" in script.out) == ("cleaned" in line)
+
+
+@pytest.mark.parametrize(
+    "line", ["trap - TERM", "trap TERM", "trap '' TERM", "trap 'echo mine; exit 9' TERM"]
+)
+def test_a_trap_of_setup_for_term_does_not_end_the_script(tmp_path, line):
+    srun = "touch started; while [ ! -e go ]; do sleep 0.02; done; exit 7"
+    script = Script(tmp_path, srun, setup=[line]).start()
+    script.wait_for("started")
+    script.process.send_signal(signal.SIGTERM)
+    (tmp_path / "go").touch()
+    script.wait()
+
+    assert after(script).endswith("--rc 7 --term 1")
+    assert ("mine" in script.out) == ("mine" in line)
+
+
+def test_traps_in_a_subshell_of_setup_are_its_own(ran):
+    script = ran("(trap 'echo left' EXIT; trap -p EXIT)", "trap 'echo hup' HUP", "trap -p HUP")
+
+    assert "left\n" in script.out
+    assert "echo hup" in script.out
+    assert "--rc 0" in after(script)
+
+
+def test_a_setup_that_returns_with_a_failure_ends_the_start(ran):
+    script = ran("[ -e /no/such/file ] || return 3", "export FIRST=1")
+
+    assert not script.began
+    assert after(script).endswith("--rc 3 --term 0 --why slurm.setup returned 3 before its end")
+
+
+def test_one_that_returns_with_success_has_had_enough(ran):
+    assert ran("return 0", "false").began
+
+
+def test_variables_of_hpctrain_cannot_be_lost_in_setup(ran):
+    """As by a loop over all names that begin with HPC, or a module that unloads them."""
+    script = ran("unset ${!HPC*}")
+
+    assert not script.began
+    assert "exit code 1: unset ${!HPC*}" in after(script)
+
+
+@pytest.mark.parametrize("posix", [{"POSIXLY_CORRECT": "1"}, {}])
+def test_bash_in_posix_mode_reports_the_exit_code_of_srun(ran, posix):
+    """There a second `wait` for a process that has ended is an error."""
+    script = ran(*([] if posix else ["set -o posix"]), srun=f"{NOTE}exit 5", **posix)
+
+    assert after(script).endswith("--rc 5 --term 0")

@@ -273,7 +273,7 @@ def test_the_lines_of_modules_are_named_by_their_preset(site, tmp_path):
     begin = lines.index("hpctrain_setup() {") + 1
     where = f"[modules], site juniper ({tmp_path}/juniper.toml:3)"
     assert lines[begin : begin + 2] == [f"hpctrain_lines_of='{where}'", "source init.sh"]
-    assert lines[begin + 6 : begin + 9] == ["hpctrain_lines_of=slurm.setup", "echo mine", "}"]
+    assert lines[begin + 6 : begin + 9] == ["hpctrain_lines_of=slurm.setup", "echo mine", ":"]
 
 
 def test_kept_variables_of_the_shell_become_settings_and_are_not_dropped():
