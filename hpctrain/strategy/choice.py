@@ -101,7 +101,7 @@ def require_chosen(plan: StrategyPlan) -> Row:
     ways = remedies(plan.asked, plan.rows)
     fits = f"What fits: {'; '.join(ways)}" if ways else "Give shorter sequences (--seq)"
     raise ChecksFailed(
-        f"no strategy of hpctrain's engines fits {plan.asked.gpu.memory / 1e9:g} GB on "
+        f"no strategy of hpctrain's engines fits {plan.asked.gpu.shown} on "
         f"{count(plan.asked.cluster.ranks, 'GPU')}; the nearest is {nearest.way.title} with "
         f"{nearest.peak.needed / 1e9:.1f} GB. {fits}"
     )

@@ -189,7 +189,7 @@ def explained(asked: PlanRequest, row: Row) -> list[str]:
         lines += ["", f"  not at this moment: {', '.join(away)}"]
     beside = f"{FRAGMENTED:.0%} of the peak for fragments, {CONTEXT_BYTES / 1e9:g} GB for context"
     allowed = f"an allowance, no measurement: {beside} and NCCL"
-    there = f"of {asked.gpu.memory / 1e9:g} GB ({asked.gpu.source})"
+    there = f"of {asked.gpu.shown} ({asked.gpu.source})"
     lines += [
         "",
         f"  beside tensors {most.allowance / 1e9:8.2f} GB  {allowed}",

@@ -23,13 +23,14 @@ class Accelerator:
 
     Attributes:
         name: For people.
-        memory: Bytes; a data sheet's GB are taken as 10^9, which none falls short of.
+        memory: Bytes that torch can use; where that is not known, the data sheet's GB x 10^9.
         flops: FLOP/s in 16 bits at best, without sparsity; None where it is not known.
         link: Bytes/s that it sends to others of its node at best (NVLink, Infinity Fabric); None
             where it is not known, or there is none.
         bf16: Whether its matrix units take bf16; None where it is not known.
         source: Where the numbers come from.
         family: Key of its rows in utilization.toml; empty where it is not known.
+        sold_gb: The GB in its name; 0 where it has none.
     """
 
     name: str
@@ -39,6 +40,12 @@ class Accelerator:
     bf16: bool | None = None
     source: str = "--gpu-mem"
     family: str = ""
+    sold_gb: int = 0
+
+    @property
+    def shown(self) -> str:
+        """Its memory for people, e.g. 84.9 GB."""
+        return f"{round(self.memory / GB, 1):g} GB"
 
 
 def _read() -> dict[str, Accelerator]:
@@ -56,9 +63,11 @@ def _gpu(
     link_gbs: float,
     source: str,
     bf16: bool = True,
+    gib: float | None = None,
 ) -> Accelerator:
     peak, family = peak_flops(torch_name), key.partition("-")[0]
-    return Accelerator(name, gb * GB, peak, link_gbs * GB, bf16, source, family)
+    memory = gb * GB if gib is None else round(gib * 2**30)
+    return Accelerator(name, memory, peak, link_gbs * GB, bf16, source, family, gb)
 
 
 GPUS: dict[str, Accelerator] = _read()
@@ -79,7 +88,7 @@ def find_gpu(name: str) -> list[str]:
 
 
 def _words(key: str, gpu: Accelerator) -> set[str]:
-    return {*key.split("-"), f"{gpu.memory // GB}gb"}
+    return {*key.split("-"), f"{gpu.sold_gb}gb"}
 
 
 def _spelled(name: str) -> str:
@@ -90,7 +99,7 @@ def _agreed(name: str, memory: int, gpus: list[Accelerator]) -> Accelerator:
     """Return a GPU of this memory with the facts on which all of these agree."""
     same = {
         field: getattr(gpus[0], field)
-        for field in ("flops", "link", "bf16", "source", "family")
+        for field in ("flops", "link", "bf16", "source", "family", "sold_gb")
         if len({getattr(gpu, field) for gpu in gpus}) == 1
     }
     return Accelerator(gpus[0].name if len(gpus) == 1 else name, memory, **same)
@@ -138,6 +147,6 @@ def _given(name: str | None, gpus: list[Accelerator], memory: int) -> Accelerato
     """
     if not gpus:
         return Accelerator(name or "GPU", memory)
-    alike = [gpu for gpu in gpus if abs(gpu.memory - memory) < 2 * GB] or gpus
+    alike = [gpu for gpu in gpus if abs(gpu.sold_gb * GB - memory) < 2 * GB] or gpus
     common = _agreed(name or "GPU", memory, alike)
     return replace(common, source=f"--gpu-mem; {common.source}")

@@ -73,7 +73,7 @@ def _with(row: Row, answer: dict[str, Any] | None, asked: PlanRequest) -> Row:
         return replace(row, fits=False, why=f"not measured: {answer['error']}")
     peak, memory = int(answer["peak"]), asked.gpu.memory
     over = round(peak * (1 + FRAGMENTED)) + CONTEXT_BYTES - memory
-    why = f"{gigabytes(over)} over {memory / 1e9:g} GB" if over > 0 else f"{gigabytes(-over)} free"
+    why = f"{gigabytes(over)} over {asked.gpu.shown}" if over > 0 else f"{gigabytes(-over)} free"
     aside = row.way.aside
     is_held, of_host = on_host(row.host, asked.cluster.memory)
     return replace(

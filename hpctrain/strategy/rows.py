@@ -175,8 +175,7 @@ def gigabytes(nbytes: int) -> str:
 
 def _too_much(asked: PlanRequest, most: Peak, over: int) -> str:
     part, nbytes = max(most.parts.items(), key=lambda item: item[1])
-    memory = asked.gpu.memory / 1e9
-    return f"{gigabytes(over)} over {memory:g} GB; most is {part} ({nbytes / 1e9:.1f} GB)"
+    return f"{gigabytes(over)} over {asked.gpu.shown}; most is {part} ({nbytes / 1e9:.1f} GB)"
 
 
 # ---- global batch = micro batch x passes x data-parallel ranks

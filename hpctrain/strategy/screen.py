@@ -33,7 +33,7 @@ def heading(plan: StrategyPlan) -> str:
     return (
         f"{asked.model.name} · {asked.model.params / GB:.3g}B parameters ({asked.model.basis}) · "
         f"seq {asked.seq:,} · global batch {asked.global_batch:,}{steps} · {cluster}, "
-        f"{asked.gpu.memory / GB:g} GB each"
+        f"{asked.gpu.shown} each"
     )
 
 

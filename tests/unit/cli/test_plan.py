@@ -26,7 +26,7 @@ def test_the_simplest_that_fits_is_shown_last_and_why_the_others_do_not(config, 
     lines = capsys.readouterr().out.splitlines()
     rows = [line for line in lines if "✗" in line or "✓" in line]
     assert "DDP x16" in rows[1]
-    assert "GB over 80 GB; most is moments" in rows[1]
+    assert "GB over 84.9 GB; most is moments" in rows[1]
     assert "✓ chosen: the simplest that fits" in rows[-1]
     assert any(line.startswith("budget") for line in lines) is False
 

@@ -83,5 +83,19 @@ def test_another_memory_keeps_the_speed_of_the_gpu(name, gb):
 
 
 def test_the_memories_that_published_runs_have_are_in_the_table():
-    assert {gpu.memory // 10**9 for gpu in GPUS.values()} >= {40, 80, 94, 96, 141, 192}
+    assert {gpu.sold_gb for gpu in GPUS.values()} >= {40, 80, 94, 96, 141, 192}
     assert gpu_of("H100 SXM 94 GB", None, "--gpu").flops == GPUS["h100-sxm"].flops
+
+
+@pytest.mark.parametrize(
+    ("key", "gib"),
+    [("h100-sxm", 79.1), ("a100-sxm-40gb", 39.2), ("h200", 139.7), ("l4", 22.0), ("l40s", 44.3)],
+)
+def test_a_gpu_has_the_memory_that_torch_reports(key, gib):
+    """Cards of 24 and 48 GB have less than 10^9 bytes a GB, larger ones more."""
+    assert GPUS[key].memory == round(gib * 2**30)
+    assert GPUS[key].shown == f"{round(gib * 2**30 / 1e9, 1):g} GB"
+
+
+def test_a_gpu_without_such_a_number_has_its_data_sheets():
+    assert GPUS["mi300x"].memory == 192 * 10**9

@@ -39,7 +39,7 @@ def test_where_nothing_of_hpctrains_fits_other_engines_and_more_gpus_are_named()
     assert any("another engine's: weights, gradients and moments in bf16" in text for text in found)
     assert any(text.startswith("LoRA 16, one GPU") for text in found)
     assert found[-1].startswith("a GPU with ")
-    assert "(gh200-144gb, b200, mi300x)" in found[-1], "an H200 has too little"
+    assert "(gh200-144gb, h200, b200, mi300x)" in found[-1], "those with enough, smallest first"
     with pytest.raises(ChecksFailed, match=r"engines fits 80 GB on 1 GPU;.*What fits: 2 GPUs"):
         choice.require_chosen(choice.StrategyPlan(asked, rows, None))
 
