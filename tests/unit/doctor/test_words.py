@@ -111,6 +111,25 @@ def test_the_programs_own_place_stands_behind_its_error():
         assert headline(line, line.kind, [line]).endswith("the line itself at train.py:8 in main")
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["stopped", "no_progress", "unfit_node", "fenced", "requeued", "hung_end"]
+    + ["completed", "running", "unknown"],
+)
+def test_what_the_ledger_knows_better_has_its_title_alone(kind):
+    line = seen(kind, {})
+
+    assert headline(line, line.kind, [line]) == KNOWLEDGE[line.kind].title
+
+
+def test_memory_stands_behind_its_title_where_the_line_tells_sizes():
+    line = replace(seen("gpu_oom", {}), text=OLD)
+
+    assert "asked for 2.0 GiB of 40.0 GiB" in headline(line, line.kind, [line])
+    short = replace(line, text="CUDA out of memory.")
+    assert headline(short, short.kind, [short]) == KNOWLEDGE[short.kind].title
+
+
 def test_every_detail_of_the_table_has_an_example():
     """A row that is switched off is missed: each is filled in by a case above."""
     told = {kind for kind, _, _ in DETAILS} | {"code", "native", "gpu_oom"}
