@@ -68,7 +68,7 @@ def flow_svg(source: str) -> str:
         begin, end = (boxes[key] for key in arrow["between"])
         parts.append(_arrow(begin, end, arrow.get("text", ""), both=arrow.get("both", False)))
     parts += [_drawn(box) for box in boxes.values()]
-    return _svg(width, TOP + rows * ROW, "How hpctrain's processes and files stand", parts)
+    return svg(width, TOP + rows * ROW, "How hpctrain's processes and files stand", parts)
 
 
 def layers_svg(importlinter: str) -> str:
@@ -101,7 +101,7 @@ def layers_svg(importlinter: str) -> str:
             f"<rect x='{x}' y='{y - 12}' width='16' height='16' rx='3' fill='{FILLS[kind]}' "
             f"stroke='{EDGES[kind]}'/><text x='{x + 24}' y='{y + 1}' font-size='13'>{words}</text>"
         )
-    return _svg(LAYER_WIDTH + 2 * LEFT, y + 20, "Imports point downwards", parts)
+    return svg(LAYER_WIDTH + 2 * LEFT, y + 20, "Imports point downwards", parts)
 
 
 def _room(module: str) -> str:
@@ -172,7 +172,8 @@ def _path(begin: Box, end: Box) -> list[tuple[int, int]]:
             (x2, end.middle - down)]  # fmt: skip
 
 
-def _svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
+def svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
+    """Return a whole picture of these parts, with its title for who cannot see it."""
     body = "\n".join(parts)
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' "

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from docs.draw_architecture import flow_svg, layers_svg
+from docs.draw_shapes import shapes_svg
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -74,6 +75,7 @@ def svgs() -> dict[str, str]:
         "attempts.svg": _screen(_print_attempts),
         "architecture.svg": flow_svg((PICTURES / "architecture.toml").read_text()),
         "layers.svg": layers_svg((HERE.parent / ".importlinter").read_text()),
+        "shapes.svg": shapes_svg((PICTURES / "shapes.jsonl").read_text()),
     }
 
 

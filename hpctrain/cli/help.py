@@ -24,6 +24,7 @@ _PAGES = {
     **dict.fromkeys(["events", "logs", "profile", "report", "status", "tensorboard"], "watching"),
     **dict.fromkeys(["cancel", "resume", "stacks"], "staying-alive"),
     "evaluate": "how-do-i",
+    "queue": "shapes",
     "init": "getting-started",
 }
 """Commands whose page has another name."""

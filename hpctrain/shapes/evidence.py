@@ -93,7 +93,9 @@ def run_facts(
             like = _with_restarts(bare, name, other, now)
             # What that run has used is not this one's, nor need its preemptions be.
             if like is not bare:
-                facts = replace(like, preemptions_per_hour=0.0, lost_s=0.0, spent_node_hours=0.0)
+                facts = replace(
+                    like, preemptions_per_hour=0.0, lost_s=0.0, ended_early=0, spent_node_hours=0.0
+                )
     return facts
 
 
@@ -110,6 +112,7 @@ def _with_restarts(bare: RunFacts, name: str, history: RunHistory, now: float) -
         bare,
         restart_s=sum(spent.seconds[kind] for kind in RESTART) / len(starts),
         restart_source=f"measured over {count(len(starts), 'start')} of {name}",
+        ended_early=early,
         preemptions_per_hour=early / (hours + UNSEEN_HOURS),
         lost_s=spent.seconds[TimeClass.REDONE] / early if early else 0.0,
         spent_node_hours=spent.allocated_s / 3600,

@@ -104,6 +104,7 @@ class RunFacts:
         restart_source: Where that comes from.
         preemptions_per_hour: Of running, as seen so far.
         lost_s: Work lost at each of them.
+        ended_early: How many there were, with failures.
         requeue_s: Time before a requeued job may start.
         spent_node_hours: What the run has used so far.
     """
@@ -114,6 +115,7 @@ class RunFacts:
     restart_source: str = f"assumed {UNMEASURED_RESTART_S:.0f} s"
     preemptions_per_hour: float = 0.0
     lost_s: float = 0.0
+    ended_early: int = 0
     requeue_s: float = REQUEUE_S
     spent_node_hours: float = 0.0
 

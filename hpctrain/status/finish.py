@@ -5,6 +5,7 @@ Pure. tests/unit/status/test_finish.py holds the promises.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from hpctrain.shapes.waits import QueueWait
 
 DAY_S = 86400.0
+ENDLESS_S = 10 * 365 * 86400
+"""Stands for the limit of a job that has none."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +95,10 @@ def finish(
         return Finish(not_known="the time limit of its jobs is not known")
     started = (one for one in allocations_of(history, now=now) if one.started)
     later = own_wait([one.queued_s for one in started if one.queued_s is not None])
-    left_s = job.end_time - now if running and job and job.end_time else None
+    left_s = (job.end_time or math.inf) - now if running and job else None
     first = None if running else _first(job, shape, later, now)
     if running and left_s is None:
-        return Finish(not_known="the scheduler does not say when its job ends")
+        return Finish(not_known="the scheduler gave no answer about its job")
     ends = done_in(facts, shape, left_s=left_s, first=first, later=later)
     if ends is None:
         return Finish(not_known="it takes another start, and how long that waits is not known")
@@ -111,7 +114,11 @@ def _shape(history: RunHistory, job: JobInfo | None) -> JobShape | None:
     nodes = len(newest.nodes) - len(newest.spares) if newest is not None else 0
     if chosen and chosen[-1].nodes and chosen[-1].limit_s:
         return JobShape(chosen[-1].nodes, round(chosen[-1].limit_s))
-    if job is None or not job.end_time or begun is None or nodes < 1 or job.end_time <= begun:
+    if job is None or begun is None or nodes < 1:
+        return None
+    if not job.end_time:
+        return JobShape(nodes, ENDLESS_S)
+    if job.end_time <= begun:
         return None
     return JobShape(nodes, round(job.end_time - begun))
 
@@ -129,12 +136,11 @@ def _assumes(
     facts: RunFacts, shape: JobShape, first: QueueWait | None, later: QueueWait | None
 ) -> Sequence[str]:
     step = step_at(facts.points, shape.nodes)
-    per_day = 24 * facts.preemptions_per_hour
     waits = dict.fromkeys(wait for wait in (first, later) if wait is not None)
     return [
         *([f"{step_time(step.seconds)} a step ({step.source})"] if step else []),
-        f"jobs of {shape.text}",
+        "no time limit" if shape.limit_s == ENDLESS_S else f"jobs of {shape.text}",
         *(f"waits of about {duration(wait.median_s)} ({wait.source})" for wait in waits),
         f"{duration(facts.restart_s)} a start ({facts.restart_source})",
-        f"{per_day:.1f} preemptions or failures a day" if per_day else "no preemption, as so far",
+        f"preemptions and failures as so far ({facts.ended_early})",
     ]

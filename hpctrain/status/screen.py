@@ -7,6 +7,7 @@ tests/unit/cli/test_status.py and tests/unit/history/test_speed.py hold the prom
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import textwrap
@@ -57,6 +58,8 @@ _HOUR_S = 3600.0
 SKIPPED_SHOWN = 8
 ROOM_SHOWN = 100
 """Room for more checkpoints than these is no news."""
+SOON_S = 600.0
+"""The end of a run that is nearer than this needs no forecast beside the time left."""
 TRACEBACK_LINES = 30
 ATTEMPTS_SHOWN = 20
 RANKS_SHOWN = 32
@@ -323,8 +326,8 @@ def _percent(progress: Progress) -> str:
 
 
 def finish_lines(status: RunStatus) -> list[str]:
-    """When the run will be done, and what that assumes."""
-    if status.finish is None:
+    """When the run will be done, and what that assumes; nothing more of one that soon is."""
+    if status.finish is None or (status.finish.high or math.inf) - status.now < SOON_S:
         return []
     assumes = "; ".join(status.finish.assumes)
     return [status.finish.text(status.now), *([f"assumes {assumes}"] if assumes else [])]

@@ -60,6 +60,13 @@ def test_what_fits_into_the_running_job_waits_for_nothing():
     assert short.high - NOW < 9000 * 1.1
 
 
+def test_a_running_job_without_a_limit_takes_no_further_start():
+    endless = promised(job=job())
+
+    assert endless.median == pytest.approx(NOW + 9000, abs=5)
+    assert "no time limit" in endless.assumes
+
+
 def test_every_further_start_adds_its_wait_and_its_restart():
     long = promised()
 
@@ -77,7 +84,7 @@ def test_every_further_start_adds_its_wait_and_its_restart():
     assert "1.00 s a step (attempt 2 of this run)" in longer.assumes
     assert "jobs of 2 nodes x 4h00m" in longer.assumes
     assert "1m00s a start (measured over 2 starts of this run)" in longer.assumes
-    assert "no preemption, as so far" in longer.assumes
+    assert "preemptions and failures as so far (0)" in longer.assumes
 
 
 def test_a_waiting_run_starts_when_the_scheduler_plans_it_else_as_earlier():
@@ -100,7 +107,7 @@ def test_a_waiting_run_starts_when_the_scheduler_plans_it_else_as_earlier():
     [
         ({"history": ledger(total=None)}, "does not report how many steps there will be"),
         ({"history": ledger(marks=False), "total_steps": 9}, "no step of it was timed so far"),
-        ({"job": job()}, "the time limit of its jobs is not known"),
+        ({"job": None}, "the time limit of its jobs is not known"),
     ],
 )
 def test_what_is_not_known_is_said_as_not_known(given, why):
