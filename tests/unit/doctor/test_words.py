@@ -113,8 +113,17 @@ def test_the_programs_own_place_stands_behind_its_error():
 
 @pytest.mark.parametrize(
     "kind",
-    ["stopped", "no_progress", "unfit_node", "fenced", "requeued", "hung_end"]
-    + ["completed", "running", "unknown"],
+    [
+        "stopped",
+        "no_progress",
+        "unfit_node",
+        "fenced",
+        "requeued",
+        "hung_end",
+        "completed",
+        "running",
+        "unknown",
+    ],
 )
 def test_what_the_ledger_knows_better_has_its_title_alone(kind):
     line = seen(kind, {})
