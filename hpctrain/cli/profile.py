@@ -13,7 +13,7 @@ import click
 from hpctrain.base import clock
 from hpctrain.cli.options import foreign_option, json_option, run_argument, runs_option
 from hpctrain.cli.progress import line
-from hpctrain.errors import HpctrainError, UsageError, WrongState
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.history.reported import listens
 from hpctrain.history.run_history import RunHistory
 from hpctrain.history.run_state import OVER, RunState, run_state
@@ -24,7 +24,7 @@ from hpctrain.run.event_types import AttemptStarted, ProfileRequested, ProfileWr
 from hpctrain.run.layout import runs_flag
 from hpctrain.settings.check import MOST_STEPS, rank_set
 from hpctrain.settings.spec import load_spec
-from hpctrain.status.reader import ask
+from hpctrain.status.reader import ask, running_attempt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -217,17 +217,12 @@ def wait_for(run: RunDir, request: ProfileRequest, expected: set[int]) -> Profil
 
 def _running(run: RunDir, events: Sequence[Event]) -> AttemptStarted:
     """The beginning of the attempt that runs."""
-    history = RunHistory.of(events)
-    answer = ask(run, load_spec(run.spec).cluster, history)
-    state = run_state(history.state, answer.job, asked=answer.asked)
-    started = [e.fact for e in events if isinstance(e.fact, AttemptStarted)]
-    if state is not RunState.RUNNING:
-        raise WrongState(f"{run.name} does not run, so there is nothing to look at: it is {state}")
-    if not started or not listens(history):
+    started = running_attempt(run, events)
+    if started is None or not listens(RunHistory.of(events)):
         raise UsageError(
             f"{run.name} cannot hear of this: its program has not called hpctrain.init() so far"
         )
-    return started[-1]
+    return started[1]
 
 
 def under_way(events: Sequence[Event]) -> StepWindow | None:

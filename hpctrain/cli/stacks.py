@@ -17,12 +17,8 @@ from hpctrain.cli.options import foreign_option, json_option, run_argument, runs
 from hpctrain.cli.progress import line
 from hpctrain.errors import HpctrainError, UsageError, WrongState
 from hpctrain.hangs import stacks
-from hpctrain.history.run_history import RunHistory
-from hpctrain.history.run_state import RunState, run_state
 from hpctrain.run import events as ledger
-from hpctrain.run.event_types import AttemptStarted
-from hpctrain.settings.spec import load_spec
-from hpctrain.status.reader import ask
+from hpctrain.status.reader import running_attempt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -91,20 +87,13 @@ def _running(run: RunDir) -> tuple[int, str, int]:
     """The number of the attempt that runs, its job, and how many ranks it has.
 
     Raises:
-        UsageError: none does.
+        WrongState: none does.
     """
-    events = ledger.read(run)
-    history = RunHistory.of(events)
-    answer = ask(run, load_spec(run.spec).cluster, history)
-    state = run_state(history.state, answer.job, asked=answer.asked)
-    started = [
-        (event.attempt or 0, event.fact.job_id, event.fact.world_size or 1)
-        for event in events
-        if isinstance(event.fact, AttemptStarted)
-    ]
-    if state is not RunState.RUNNING or not started:
-        raise WrongState(f"{run.name} does not run, so there is nothing to look at: it is {state}")
-    return started[-1]
+    started = running_attempt(run, ledger.read(run))
+    if started is None:
+        raise WrongState(f"{run.name} has no ranks so far, so there is nothing to look at")
+    number, fact = started
+    return number, fact.job_id, fact.world_size or 1
 
 
 def _answer(run: RunDir, attempt: int, job_id: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hpctrain.base import clock
 from hpctrain.base.records import TERMINAL_JOB, JobInfo, JobState
-from hpctrain.errors import AccountingSilent, ClusterError, UsageError
+from hpctrain.errors import AccountingSilent, ClusterError, UsageError, WrongState
 from hpctrain.run.find_run import IndexedRun, indexed, record
 from hpctrain.run.layout import RunDir, runs_flag
 from hpctrain.status.status import Answer
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from hpctrain.history.evaluations import EvaluationView
     from hpctrain.history.progress import RankSample
     from hpctrain.history.run_history import RunHistory
+    from hpctrain.run.event_types import AttemptStarted
+    from hpctrain.run.events import Event
     from hpctrain.scheduler.base import Cluster
     from hpctrain.settings.spec import Spec
     from hpctrain.status.status import Checkpoint, RunStatus
@@ -243,6 +245,26 @@ def ask(run: RunDir, cluster: str, history: RunHistory, scheduler: Cluster | Non
         answer = Answer(job)
     why = not_own(run, history, token, answer.job) if answer.job is not None else ""
     return Answer(note=why) if why else answer
+
+
+def running_attempt(run: RunDir, events: Sequence[Event]) -> tuple[int, AttemptStarted] | None:
+    """Return the number and the start of the attempt that runs; None before the first one.
+
+    Raises:
+        WrongState: by its ledger and its scheduler the run does not run.
+    """
+    from hpctrain.history.run_history import RunHistory
+    from hpctrain.history.run_state import RunState, run_state
+    from hpctrain.run.event_types import AttemptStarted
+    from hpctrain.settings.spec import load_spec
+
+    history = RunHistory.of(events)
+    answer = ask(run, load_spec(run.spec).cluster, history)
+    state = run_state(history.state, answer.job, asked=answer.asked)
+    if state is not RunState.RUNNING:
+        raise WrongState(f"{run.name} does not run, so there is nothing to look at: it is {state}")
+    started = [(e.attempt or 0, e.fact) for e in events if isinstance(e.fact, AttemptStarted)]
+    return started[-1] if started else None
 
 
 def job_starts(
