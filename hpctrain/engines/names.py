@@ -81,6 +81,12 @@ def buffers(model: nn.Module) -> Iterator[tuple[Place, torch.Tensor | None]]:
                 yield Place(stem + key, module, key), buffer
 
 
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is a wrapper of a library, whose attributes are that library's."""
+    kind = type(module)
+    return f"{kind.__module__}.{kind.__qualname__}" in WRAPPERS
+
+
 @functools.cache
 def _wrapped(kind: type) -> str:
     """The attribute in which a wrapper's class holds the module; "" where it is no wrapper."""

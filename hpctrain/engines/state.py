@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from hpctrain.checkpoint.tensors.boxes import DTYPES
@@ -58,6 +59,8 @@ NUMBERS: dict[str, tuple[type, torch.dtype]] = {
 INT_BITS = 64
 JSON = "json"
 """The end of the name of any other object; its tensors have names below its own."""
+ODD_KEYS = "__keys__"
+"""In place of keys of a parameter's state that are no plain words: one dictionary has them all."""
 _TORCH = {word: dtype for dtype, word in DTYPES.items()}
 _UNSEEN: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 """Names that only a model's own `state_dict` knows; found once, since torch takes milliseconds."""
@@ -76,7 +79,7 @@ def collect(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Te
     held = _held_by(optimizer)
     for name, parameter in names.parameters(model):
         state[MODEL + name] = parameter.detach()
-        for key, value in held.pop(parameter, {}).items():
+        for key, value in _plain_keys(held.pop(parameter, {})).items():
             _put(moments, f"{OPTIM}{name}.{key}", value)
     for place, buffer in names.buffers(model):
         if buffer is not None:
@@ -116,8 +119,9 @@ def wanted(
             tensors[name] = _empty(entries[name], near)
         elif buffer is not None:
             tensors[name] = buffer
-    for name in _names_unseen(model, tensors.keys()) & entries.keys():
-        tensors[name] = _empty(entries[name], device)
+    for name in _below(_names_unseen(model, tensors.keys()), entries):
+        at = torch.device("cpu") if name.endswith(f":{JSON}") else device
+        tensors[name] = _empty(entries[name], at)
     return tensors if optimizer is None else tensors | _wanted_state(optimizer, owners, entries)
 
 
@@ -152,23 +156,30 @@ def apply(model: nn.Module, optimizer: Optimizer | None, tensors: Mapping[str, A
             place.module._buffers[place.key] = loaded  # noqa: SLF001 - torch has no other way
     owners = dict(names.parameters(model))
     names_seen.update(MODEL + name for name in owners)
-    unseen = {name.removeprefix(MODEL): tensors[name] for name in _names_unseen(model, names_seen)
-              if name in tensors}  # fmt: skip
-    if unseen:
+    if unseen := _unseen_values(_names_unseen(model, names_seen), tensors):
         set_model_state_dict(model, unseen, options=StateDictOptions(strict=False))
+    else:
+        _call_load_hooks(model)
     if optimizer is not None:
         _give_state(optimizer, owners, tensors)
 
 
-def buffers_of_other_shape(model: nn.Module, entries: Entries) -> list[tuple[str, Any, Any]]:
-    """Return buffers that a checkpoint has in another shape: the name, its shape, the model's."""
-    return [
-        (place.name, entries[MODEL + place.name].shape, tuple(buffer.shape))
+def buffers_of_other_form(model: nn.Module, entries: Entries) -> list[tuple[str, str, str]]:
+    """Return buffers of another shape or type in a checkpoint: name, its form, the model's."""
+    forms = [
+        (place.name, _form(entries[MODEL + place.name]), _form(buffer))
         for place, buffer in names.buffers(model)
         if buffer is not None
         and not isinstance(buffer, UninitializedBuffer)
         and _is_other(buffer, entries.get(MODEL + place.name))
     ]
+    return [each for each in forms if each[1] != each[2]]
+
+
+def _form(tensor: torch.Tensor | TensorEntry) -> str:
+    """Type and shape for a message, such as `F32[2,3]`."""
+    dtype = DTYPES.get(tensor.dtype, "") if isinstance(tensor, torch.Tensor) else tensor.dtype
+    return f"{dtype}[{','.join(map(str, tensor.shape))}]"
 
 
 def without_state(model: nn.Module, optimizer: Optimizer, entries: Entries) -> list[str]:
@@ -252,6 +263,15 @@ def _held_by(optimizer: Optimizer | None) -> dict[torch.Tensor, dict[str, Any]]:
     return held if waiting is None else waiting.state | held
 
 
+def _plain_keys(state: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """The state of a parameter under keys that can be part of a name."""
+    odd = [key for key in state if type(key) is not str or {".", ":"} & set(key)]
+    if not odd:
+        return state
+    plain = {key: value for key, value in state.items() if key not in odd}
+    return {**plain, ODD_KEYS: {key: state[key] for key in odd}}
+
+
 def _put(moments: dict[str, torch.Tensor], name: str, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         moments[name] = value
@@ -277,14 +297,15 @@ def _refuse_nameless(optimizer: Optimizer, held: Mapping[torch.Tensor, Any]) -> 
 
 def _parsed(name: str, owners: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter | None, str, str]:
     """The parameter that state is of, its key and the kind of number; None for another model's."""
-    stem, _, kind = name.rpartition(":")
-    rest, kind = (stem, kind) if kind in NUMBERS or kind == JSON else (name, "")
-    owner, key = rest.removeprefix(OPTIM), ""
+    owner, key = name.removeprefix(OPTIM), ""
     while owner:
         owner, _, last = owner.rpartition(".")
         key = f"{last}.{key}" if key else last
         if owner in owners:
-            return owners[owner], key, kind
+            stem, _, kind = key.rpartition(":")
+            # Below an object are its tensors, whose names have the program's own words in them.
+            is_kind = "." not in key and (kind in NUMBERS or kind == JSON)
+            return owners[owner], *((stem, kind) if is_kind else (key, ""))
     return None, "", ""
 
 
@@ -306,7 +327,8 @@ def _give_state(
         values = loaded.setdefault(parameter, {})
         for part in [each for each in values if each == key or each.startswith(key + ".")]:
             del values[part]
-        values[key] = decode(form, tensors)
+        value = decode(form, tensors)
+        values.update(value if key == ODD_KEYS else {key: value})
     updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     later = {parameter: loaded.pop(parameter) for parameter in loaded.keys() - updated}
     for parameter, values in loaded.items():
@@ -327,7 +349,9 @@ def _state_like(
     if is_count and not _counts_on_device(optimizer):
         return _empty(entry, torch.device("cpu"))
     if not isinstance(parameter, DTensor) or not entry.shape:
-        return _empty(entry, local.device)
+        if entry.shape != tuple(parameter.shape):
+            return _empty(entry, local.device)
+        return torch.empty_like(local, dtype=_TORCH[entry.dtype])  # in the same order of memory
     mesh = parameter.device_mesh
     if entry.shape == tuple(parameter.shape):
         return DTensor.from_local(
@@ -353,12 +377,16 @@ def _empty(entry: TensorEntry, device: torch.device) -> torch.Tensor:
 
 
 def _is_other(buffer: torch.Tensor | None, entry: TensorEntry | None) -> bool:
-    """Whether a checkpoint has a buffer that the model lacks, or has in another shape."""
+    """Whether a checkpoint has a buffer that cannot be loaded into the model's own memory.
+
+    The model lacks it, has it in another shape or type, or as an expanded view of fewer elements.
+    """
     if entry is None:
         return False
-    return buffer is None or (
-        isinstance(buffer, UninitializedBuffer) or tuple(buffer.shape) != entry.shape
-    )
+    if buffer is None or isinstance(buffer, UninitializedBuffer):
+        return True
+    form = (tuple(buffer.shape), DTYPES.get(buffer.dtype, ""))
+    return form != (entry.shape, entry.dtype) or (0 in _local(buffer).stride())
 
 
 def _is_same(loaded: Any, buffer: torch.Tensor | None) -> bool:
@@ -401,9 +429,35 @@ def _unseen(model: nn.Module, seen: Mapping[str, Any]) -> dict[str, torch.Tensor
         if value is None:
             continue
         if not isinstance(value, torch.Tensor):
-            raise CheckpointError(
-                f"{name} is a {type(value).__name__} that get_extra_state() gives; hpctrain saves "
-                "tensors there"
-            )
+            form, parts = encode(value, name)
+            text = bytearray(json.dumps(form).encode())
+            unseen_values |= {**parts, f"{name}:{JSON}": torch.frombuffer(text, dtype=torch.uint8)}
+            continue
         unseen_values[name] = value
     return unseen_values
+
+
+def _below(stems: AbstractSet[str], entries: Entries) -> list[str]:
+    """Names of a checkpoint's that hold the values of some names: tensors, or objects' parts."""
+    if not stems:
+        return []
+    ends = tuple(stem + mark for stem in stems for mark in (".", f":{JSON}"))
+    return [name for name in entries if name in stems or name.startswith(ends)]
+
+
+def _unseen_values(stems: AbstractSet[str], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """What was loaded under names that only `state_dict` knows, without the prefix."""
+    found = {}
+    for name in stems:
+        if name in tensors:
+            found[name.removeprefix(MODEL)] = tensors[name]
+        elif (text := tensors.get(f"{name}:{JSON}")) is not None:
+            found[name.removeprefix(MODEL)] = decode(json.loads(bytes(text.tolist())), tensors)
+    return found
+
+
+def _call_load_hooks(model: nn.Module) -> None:
+    """Call what torch calls at the end of a load: modules make anew what they derive of weights."""
+    for module in model.modules():
+        for hook in module._load_state_dict_post_hooks.values():  # noqa: SLF001 - torch's own way
+            hook(module, _IncompatibleKeys([], []))

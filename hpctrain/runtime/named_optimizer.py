@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hpctrain.engines.names import parameters
 from hpctrain.errors import CheckpointError
 
@@ -51,6 +53,17 @@ class NamedOptimizer:
         if NAMES in state and now:
             own |= self._in_order(own, state[NAMES], now)
         self.optimizer.load_state_dict(own)
+        self._keep_types(own["state"])
+
+    def _keep_types(self, state: Mapping[Any, Any]) -> None:
+        """Torch rounds what it loads to a parameter's type; the optimizer keeps its own."""
+        parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
+        for number, saved in state.items():
+            values = self.optimizer.state[parameters[number]] if isinstance(number, int) else {}
+            for key, value in saved.items() if isinstance(saved, dict) else ():
+                loaded = values.get(key)
+                if isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype:
+                    values[key] = value.to(loaded.device)
 
     def _names(self) -> list[list[str]]:
         """Names in each group; nothing where a parameter is in no tracked module."""

@@ -21,6 +21,7 @@ from hpctrain.runtime.param_groups import class_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from collections.abc import Set as AbstractSet
 
     from hpctrain.checkpoint.format.manifest import TensorEntry
 
@@ -51,6 +52,19 @@ def other_optimizer(
         if saved_class is None and (odd := sorted(kept - made)):
             return f"the checkpoint has {', '.join(odd)} of each parameter, which {ours} has not"
     return ""
+
+
+def other_inner(saved: AbstractSet[str], ours: AbstractSet[str]) -> str:
+    """Say which optimizers inside the tracked one only one side has; "" where both have the same.
+
+    Args:
+        saved: Their names in the checkpoint.
+        ours: Their names in the program.
+    """
+    if not (differ := sorted(saved ^ ours)):
+        return ""
+    where = "checkpoint" if differ[0] in saved else "program"
+    return f"only the {where} has an optimizer at {differ[0].removeprefix('hpctrain.')}"
 
 
 def keys_made(optimizer: Any, group: dict[str, Any], dimensions: int) -> frozenset[str] | None:

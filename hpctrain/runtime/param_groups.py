@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -38,6 +37,7 @@ NAME = "optimizer"
 """Of the groups among what is tracked; `Run.track` gives it to nothing else."""
 FOLLOWS = frozenset({"params", "param_names", "initial_lr"})
 """Keys of a group that are no values of their own."""
+NUMBERS = frozenset({bool, int, float, complex})
 MISSING: Any = object()
 """In place of a value that a group does not have."""
 
@@ -273,8 +273,9 @@ def class_name(optimizer: Any) -> str:
 
 def shown(value: Any) -> str:
     """Return a value for a message."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return f"{value.item():g}"
+    if isinstance(value, torch.Tensor):
+        number = _number(value)
+        return f"a tensor of {value.dtype}" if number is None else f"{number:g}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -301,34 +302,69 @@ def _row(group: Mapping[str, Any], begun: Mapping[str, Any]) -> dict[str, Any]:
 
 def _set(group: dict[str, Any], key: str, value: Any) -> None:
     now = group.get(key)
-    if isinstance(now, torch.Tensor):  # which a compiled step may hold
+    is_tensor = isinstance(value, torch.Tensor)
+    form = (value.dtype, value.shape) if is_tensor else None
+    if isinstance(now, torch.Tensor) and form in {None, (now.dtype, now.shape)}:
+        # which a compiled step may hold
         with torch.no_grad():
             now.copy_(torch.as_tensor(value, dtype=now.dtype))
-    elif isinstance(value, torch.Tensor):
-        group[key] = value.clone()
     else:
         group[key] = deepcopy(value)
 
 
 def _same(earlier: Any, other: Any) -> bool:
     """Whether two values of a group are the same; a number in a tensor is that number."""
+    if earlier is other:
+        return True
     if isinstance(earlier, torch.Tensor) or isinstance(other, torch.Tensor):
-        try:
-            earlier, other = torch.as_tensor(earlier), torch.as_tensor(other)
-        except (TypeError, ValueError, RuntimeError):
-            return False
-        return earlier.shape == other.shape and bool(
-            (earlier.double().cpu() == other.double().cpu()).all()
-        )
+        return _same_tensors(earlier, other)
     if isinstance(earlier, list | tuple) and isinstance(other, list | tuple):
         return len(earlier) == len(other) and all(map(_same, earlier, other))
     if isinstance(earlier, dict) and isinstance(other, dict):
         return earlier.keys() == other.keys() and all(
             _same(earlier[key], other[key]) for key in earlier
         )
-    if isinstance(earlier, np.ndarray) or isinstance(other, np.ndarray):
-        return np.array_equal(earlier, other)
-    return bool(earlier == other) or (earlier != earlier and other != other)  # noqa: PLR0124 - NaN
+    if type(earlier) in NUMBERS and type(other) in NUMBERS:
+        return bool(earlier == other) or (earlier != earlier and other != other)  # noqa: PLR0124 - NaN
+    return _same_form(earlier, other)
+
+
+def _same_tensors(earlier: Any, other: Any) -> bool:
+    """The same where one is a tensor, or both: bits, or where types differ the number."""
+    both = isinstance(earlier, torch.Tensor) and isinstance(other, torch.Tensor)
+    if both and earlier.dtype == other.dtype:
+        bits = [one.detach().cpu().contiguous().reshape(-1) for one in (earlier, other)]
+        is_same_shape = earlier.shape == other.shape
+        return is_same_shape and (
+            not earlier.numel() or torch.equal(*(each.view(torch.uint8) for each in bits))
+        )
+    one, two = _number(earlier), _number(other)
+    if one is None or two is None:
+        return False
+    if not both:  # a number is rounded as the tensor is
+        dtype = earlier.dtype if isinstance(earlier, torch.Tensor) else other.dtype
+        one, two = (torch.as_tensor(each, dtype=dtype).item() for each in (one, two))
+    return _same(one, two)
+
+
+def _same_form(earlier: Any, other: Any) -> bool:
+    """Whether two objects are saved alike: not all that can be saved can be compared."""
+    try:
+        (form, tensors), (other_form, others) = encode(earlier, "group"), encode(other, "group")
+    except CheckpointError:
+        return False
+    alike = form == other_form and tensors.keys() == others.keys()
+    return alike and all(_same_tensors(tensors[name], others[name]) for name in tensors)
+
+
+def _number(value: Any) -> Any:
+    """The number in a tensor of one element; None of a tensor with none, or of no number."""
+    if not isinstance(value, torch.Tensor):
+        return value if type(value) in NUMBERS else None
+    try:
+        return value.item() if value.numel() == 1 else None
+    except (NotImplementedError, RuntimeError):  # torch has types of which it gives no elements
+        return None
 
 
 def _is_plain(value: Any) -> bool:

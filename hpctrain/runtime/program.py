@@ -32,7 +32,17 @@ from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.runtime.fitting import NEW, OPTIMIZER, Fit, counted, fit, way_out
 from hpctrain.runtime.generators import KINDS, Generators, seed_anew
 from hpctrain.runtime.named_optimizer import NamedOptimizer
-from hpctrain.runtime.other_optimizer import other_optimizer
+from hpctrain.runtime.optimizer_rest import (
+    LOST,
+    Gradients,
+    InnerOptimizer,
+    OptimizerRest,
+    are_lost,
+    inner_optimizers,
+    require_order,
+)
+from hpctrain.runtime.optimizer_rest import NAME as REST
+from hpctrain.runtime.other_optimizer import other_inner, other_optimizer
 from hpctrain.runtime.param_groups import NAME as GROUPS
 from hpctrain.runtime.param_groups import ParamGroups
 from hpctrain.world import gather
@@ -106,6 +116,8 @@ class Program:
         self.allow: frozenset[str] = frozenset()
         self._notes: list[str] = []
         self._groups: ParamGroups | None = None
+        self._rest: OptimizerRest | None = None
+        self._gradients: Gradients | None = None
         self._has_state = self._takes_groups = False
         self._tells_updates = False
         self._world = world
@@ -226,6 +238,8 @@ class Program:
         copies = {**state.copies, **self._of_the_first(state, tracked)}
         state = replace(state, shared={**state.shared, **tracked}, copies=copies)
         own = self.generators.capture()
+        if self._gradients is not None:
+            own |= self._gradients.capture()
         return replace(state, own=own, steady=self._steady(state)), extra, data
 
     def _of_the_first(
@@ -286,11 +300,31 @@ class Program:
             has_stages = self.mesh.get("pp", 1) > 1
             self._groups.begin(partial(gather, self._world) if has_stages else None)
             self.tracked[GROUPS] = self._groups
+            self._begin_rest(self.optimizer, self.model)
         models = {n: one for n, one in self.tracked.items() if isinstance(one, torch.nn.Module)}
         models |= {"model": self.model} if self.model is not None else {}
         for name, thing in self.tracked.items():
             if isinstance(thing, torch.optim.Optimizer):
                 self.tracked[name] = NamedOptimizer(thing, models)
+
+    def _begin_rest(self, optimizer: Optimizer, model: nn.Module) -> None:
+        self._rest = self.tracked[REST] = OptimizerRest(optimizer)
+        inner = inner_optimizers(optimizer)
+        if inner and self.mesh.get("pp", 1) > 1:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} holds another optimizer, whose state is not saved "
+                "under pipeline parallelism; use another engine, or a plain optimizer"
+            )
+        for name, each in inner.items():
+            if not any(each is thing for thing in self.tracked.values()):
+                self.tracked[f"{REST}.{name}"] = InnerOptimizer(each, {"model": model}, optimizer)
+        if self.engine is None:
+            self._gradients = Gradients(optimizer, model, self._world.rank)
+
+    def step_begins(self) -> None:
+        """A step of the program begins."""
+        if self._gradients is not None:
+            self._gradients.step_begins()
 
     def _drives(self, thing: Stateful) -> bool:
         """Whether something is a scheduler of the tracked optimizer."""
@@ -326,6 +360,13 @@ class Program:
             return False
         theirs = manifest.extra.get(GROUPS, {}).get("class")
         why = other_optimizer(self.optimizer, self.model, saved, theirs)
+        if REST in manifest.extra and not why:
+            why = other_inner(
+                *(
+                    {name for name in tracked if name.startswith(f"{REST}.")}
+                    for tracked in (manifest.extra, self.tracked)
+                )
+            )
         if why and OPTIMIZER not in self.allow:
             raise CheckpointError(f"{why}. {way_out([OPTIMIZER])}")
         if why:
@@ -351,7 +392,10 @@ class Program:
         empty = (names.OPTIM, names.MODEL) if self.awaits_weights else (names.OPTIM,)
         fresh = {name for name in state.shared if name.startswith(empty)}
         of_tracked = self._wanted_of_tracked(manifest)
-        own = self.generators.wanted(manifest, is_same_mesh=self._has_generators(manifest))
+        is_same_mesh = self._has_generators(manifest)
+        own = self.generators.wanted(manifest, is_same_mesh=is_same_mesh)
+        if self._gradients is not None:
+            own |= self._gradients.wanted(manifest, is_same_mesh=is_same_mesh)
         state = replace(state, shared={**state.shared, **of_tracked}, own=own)
         self._loading = {**state.shared, **own}
         new = frozenset(fresh | set(of_tracked) | set(own))
@@ -393,10 +437,10 @@ class Program:
                 f"made without values; {way_out([NEW])}"
             )
         self._notes += common.notes
-        for name, shape, now in names.buffers_of_other_shape(self.model, saved):
+        for name, form, now in names.buffers_of_other_form(self.model, saved):
             self._notes.append(
-                f"buffer {name} has shape {list(shape)} in the checkpoint and {list(now)} in the "
-                "model: the checkpoint's is taken"
+                f"buffer {name} is {form} in the checkpoint and {now} in the model: the "
+                "checkpoint's is taken"
             )
         self._notes += self._without_state(saved, common)
         return common
@@ -431,18 +475,13 @@ class Program:
     def take_over(self, manifest: Manifest) -> None:
         """Go on from what has been loaded into the tensors that were wanted."""
         tensors, self._loading = self._loading, {}
-        if self.engine is not None:
-            self.engine.apply(tensors, with_optimizer=self._has_state)
-        elif self.model is not None:
-            names.apply(self.model, self.optimizer if self._has_state else None, tensors)
-        if self._groups is not None and self._takes_groups:
-            self._groups.load_state_dict(decode(manifest.extra[GROUPS], tensors))
-            self._notes += self._groups.notes
+        self._take_over_optimizer(manifest, tensors)
         optimizers_first = sorted(
             self.tracked.items(), key=lambda item: not isinstance(item[1], NamedOptimizer)
         )
         for name, thing in optimizers_first:
-            if name in manifest.extra and name != GROUPS:
+            is_own = name == GROUPS or (name.startswith(REST) and not self._has_state)
+            if name in manifest.extra and not is_own:
                 restore(thing, decode(manifest.extra[name], tensors), self._order_for(thing))
         if self.data is not None and manifest.data:
             self.data.load_state_dict(decode(manifest.data, tensors))
@@ -451,6 +490,26 @@ class Program:
         for note in dict.fromkeys(chain(*gather(self._world, self._notes))):
             if self._world.rank == 0:
                 log.warning("%s", note)
+
+    def _take_over_optimizer(self, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
+        """Go on with the model, the optimizer and its groups, and gradients that wait for it."""
+        takes_rest = self._rest is not None and self._has_state and REST in manifest.extra
+        rest = decode(manifest.extra[REST], tensors) if takes_rest else None
+        if self._rest is not None and rest is not None:
+            self._rest.load_own(rest)
+        if self.engine is not None:
+            self.engine.apply(tensors, with_optimizer=self._has_state)
+        elif self.model is not None:
+            names.apply(self.model, self.optimizer if self._has_state else None, tensors)
+        if self._groups is not None and self._takes_groups:
+            self._groups.load_state_dict(decode(manifest.extra[GROUPS], tensors))
+            self._notes += self._groups.notes
+            if rest is not None:
+                require_order(rest, self._groups.order)
+        if self._gradients is not None:
+            self._gradients.apply(tensors)
+        if are_lost(manifest, is_same_mesh=self._has_generators(manifest)):
+            self._notes.append(LOST)
 
     def seed(self, manifest: Manifest | None, seed: int, step: int) -> None:
         """Start this rank's generators, or let them go on from the checkpoint's. Collective."""

@@ -326,6 +326,7 @@ class Run:
         while self.step < total:
             self._obey(self._exchange())
             self._telemetry.step_began(self._program.consumed)
+            self._program.step_begins()
             self._guards.step_begins()
             if self.step >= self._profiler.due:
                 self._profiler.at(self.step)

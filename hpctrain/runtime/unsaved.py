@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import logging
 import math
 from dataclasses import asdict, dataclass
@@ -29,6 +30,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
+
+from hpctrain.checkpoint.tensors.values import encode
+from hpctrain.engines.names import is_wrapper
+from hpctrain.runtime.generators import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -260,7 +265,11 @@ def _values(program: Program) -> Iterator[tuple[str, Seen]]:
 
 def _of_module(name: str, model: nn.Module) -> Iterator[tuple[str, Seen]]:
     for prefix, module in model.named_modules(prefix=name):
-        yield from _of_object(prefix, module)
+        if not is_wrapper(module):
+            yield from _of_object(prefix, module)
+        for key, parameter in module._parameters.items():  # noqa: SLF001 - its own alone
+            if parameter is not None:
+                yield from _one(f"{prefix}.{key}.requires_grad", parameter.requires_grad)
         for key in module._non_persistent_buffers_set:  # noqa: SLF001 - torch has no other way
             yield from _one(f"{prefix}.{key}", module._buffers.get(key))  # noqa: SLF001
 
@@ -278,6 +287,9 @@ def _one(path: str, value: Any) -> Iterator[tuple[str, Seen]]:
 
 def _seen(value: Any) -> Seen | None:
     """Return a value; None of what holds no numbers, or is made anew in each step."""
+    if isinstance(value, KINDS):
+        state = json.dumps(encode(value, "generator", inline=True)[0]).encode()
+        return Seen(f"{type(value).__name__}{DIGEST}{_digest(state)}", ())
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) or (isinstance(value, int) and -LARGEST < value < LARGEST):
@@ -313,9 +325,13 @@ def _of_numbers(dtype: str, shape: Iterable[int], flat: torch.Tensor) -> Seen | 
     numbers = flat.double().contiguous()
     if not numbers.numel():
         return None
-    digest = hashlib.blake2b(numbers.numpy().tobytes(), digest_size=4).hexdigest()
+    digest = _digest(numbers.numpy().tobytes())
     few = numbers[:: max(1, len(numbers) // KEPT)][:KEPT].tolist()
     return Seen(f"{dtype}{list(shape)}{DIGEST}{digest}", tuple(map(_finite, few)))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=4).hexdigest()
 
 
 def _finite(number: float) -> float:

@@ -193,3 +193,29 @@ def test_fsdp1_is_refused_in_one_line():
 
     with pytest.raises(CheckpointError, match=r"FSDP1.*fully_shard"):
         state.collect(FullyShardedDataParallel(), None)
+
+
+ODD = ("q/k", "名 é", "module", "step", "exp_avg:int", "0", "model", "optim", "w~2")
+"""Names that mean something in paths, in wrappers and in a checkpoint's own names."""
+
+
+def oddly_named(run, total):
+    model = nn.ModuleDict({name: nn.Linear(2, 1) for name in ODD})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(total):
+        optimizer.zero_grad()
+        used = [layer for number, layer in enumerate(model.values()) if step % (number + 1) == 0]
+        sum(layer(torch.ones(1, 2)).square().sum() for layer in used).backward()
+        optimizer.step()
+    counts = [optimizer.state[one]["step"].item() for one in model.parameters()]
+    return values(model), counts
+
+
+def test_layers_may_have_any_name(tmp_path):
+    expected, counts = start(tmp_path / "whole", oddly_named, 9)
+    assert len(set(counts)) > 4  # else a mix-up of two layers would not be seen
+
+    start(tmp_path / "stopped", oddly_named, 5)
+
+    assert start(tmp_path / "stopped", oddly_named, 9) == (expected, counts)

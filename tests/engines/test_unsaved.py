@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
+import random
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
 from hpctrain.checkpoint.store import find
 from hpctrain.run.layout import RunDir
 from hpctrain.runtime import unsaved
+from tests.support.gloo import launch
 from tests.support.resumed import start, values
 
 
@@ -116,6 +119,88 @@ def test_tensors_arrays_lists_and_buffers_that_are_not_persistent_are_looked_at_
     assert "model.calls was 3 and began again at 0" in line
     assert "model.means (float64[5]) had changed and began again" in line
     assert line.partition(". If")[0].endswith("; and 2 more")
+
+
+class Noisy(nn.Module):
+    """Draws from generators of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.of_torch, self.of_numpy = torch.Generator().manual_seed(3), np.random.default_rng(3)
+        self.of_python, self.unused = random.Random(3), np.random.default_rng(4)
+
+    def forward(self, x):
+        noise = torch.randn(x.shape, generator=self.of_torch) * self.of_numpy.random()
+        return self.layer(x + noise * self.of_python.random())
+
+
+def noisy(*tracked):
+    def run_it(run, total):
+        model = Noisy()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer, **{n: getattr(model, n) for n in tracked})
+        for _ in run.steps(total):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+
+    return run_it
+
+
+def test_generators_of_a_module_are_named_unless_they_are_tracked(said):
+    first, [line] = said(noisy("of_python"), 3, 6)
+
+    assert first == []
+    assert "model.of_torch (Generator) had changed and began again" in line
+    assert "model.of_numpy (Generator) had changed and began again" in line
+    assert "of_python" not in line
+    assert "unused" not in line
+
+
+@pytest.mark.parametrize(
+    ("program_says", "is_named"), [("at step 2", True), ("by the step", False)]
+)
+def test_what_is_frozen_and_begins_trainable_again_is_named(said, program_says, is_named):
+    def run_it(run, total):
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(total):
+            if step == 2 or (step > 2 and program_says == "by the step"):
+                model.weight.requires_grad_(requires_grad=False)
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+
+    _, lines = said(run_it, 4, 6)
+
+    named = "model.weight.requires_grad was False and began again at True"
+    assert any(named in line for line in lines) == is_named
+
+
+def under_ddp(root, total):
+    """What one rank says of a model under DDP, whose attributes change with its first batches."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    unsaved.log.addHandler(handler)
+
+    def run_it(run, total):
+        model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(total):
+            with model.no_sync() if step % 2 else contextlib.nullcontext():
+                model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    start(root, run_it, total)
+    start(root, run_it, total + 3)
+    return lines
+
+
+def test_attributes_of_a_wrapper_are_not_named(tmp_path):
+    assert launch(under_ddp, 1, root=tmp_path, total=4) == [[]]
 
 
 def test_it_is_named_at_every_start_that_begins_it_anew(said):
