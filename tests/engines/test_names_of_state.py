@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hpctrain.checkpoint.tensors import restore
 from hpctrain.engines import names, state
 from hpctrain.errors import CheckpointError
 from tests.support.gloo import launch
@@ -147,6 +149,46 @@ def test_a_tied_weight_goes_on(tmp_path, frozen):
 
     start(tmp_path / "stopped", program, 3)
     assert start(tmp_path / "stopped", program, 6) == start(tmp_path / "whole", program, 6)
+
+
+class Allocations(TorchDispatchMode):
+    """Sizes of new memory that torch gives, in bytes, and how many of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__.startswith(("empty", "new_empty", "clone", "zeros")):
+            self.sizes.append(made.nbytes)
+        return made
+
+
+@pytest.mark.parametrize(("tied", "copies"), [(True, 1), (False, 2)])
+def test_a_tied_weight_takes_no_second_copy_of_memory_at_a_load(
+    tmp_path, monkeypatch, tied, copies
+):
+    """Weights are read into host memory first, once for each memory, and names are compared."""
+    monkeypatch.setattr(restore, "COMPARED_BYTES", 1 << 14)
+    sizes = []
+
+    def program(run, total):
+        model = nn.Module()
+        model.embedding, model.head = nn.Embedding(4096, 64), nn.Linear(64, 4096, bias=False)
+        if tied:
+            model.head.weight = model.embedding.weight
+        run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        steps = run.steps(total)
+        with Allocations() as seen:
+            next(steps)  # which loads
+        sizes[:] = [size for size in seen.sizes if size >= model.head.weight.nbytes // 4]
+        list(steps)
+
+    start(tmp_path, program, 1)
+    assert sizes == []
+    start(tmp_path, program, 2)
+    assert sizes == [4096 * 64 * 4] * copies
 
 
 def tied_on_shards(root, tied):

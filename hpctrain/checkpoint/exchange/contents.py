@@ -25,7 +25,7 @@ from hpctrain.checkpoint.store import find
 from hpctrain.errors import CheckpointError, NotFound, TornCheckpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 MODEL, OPTIM, TRACKED, RNG = "model.", "optim.", "tracked.", "rng."
 PREFIXES = (MODEL, OPTIM, TRACKED, RNG)
 """Of the names of all tensors in a checkpoint of ours."""
+NUMBERS, OBJECT = frozenset({"bool", "int", "float"}), "json"
+"""Ends of names, behind a colon: what is no tensor in the state of an optimizer or a module."""
 CARRIED = ("data", "rng", "extra", "world_size", "mesh")
 """Fields of a manifest that go with a checkpoint of our own."""
 NUMPY: dict[str, str] = {
@@ -53,6 +55,18 @@ AT_ONCE = 1 << 18
 """Values that are rounded together: what is made in between stays in the processor's cache."""
 _ROUND = np.uint32(0x7FFF)
 _QUIET = np.uint32(0x0040_0000)
+
+
+def parts_of_objects(names: Iterable[str]) -> frozenset[str]:
+    """Of a checkpoint's names those of objects that are no tensors, and of tensors within these."""
+    known = list(names)
+    stems = {name.removesuffix(f":{OBJECT}") for name in known if name.endswith(f":{OBJECT}")}
+    within = tuple(f"{stem}." for stem in stems)
+    return frozenset(
+        name
+        for name in known
+        if name.removesuffix(f":{OBJECT}") in stems or (within and name.startswith(within))
+    )
 
 
 @dataclass(frozen=True)

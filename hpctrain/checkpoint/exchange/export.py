@@ -58,8 +58,9 @@ def chosen(
     """
     taken: list[Tensor] = []
     hits = 0
+    objects = contents.parts_of_objects(entry.name for entry in manifest.tensors)
     for tensor in contents.tensors(path, manifest):
-        is_weight = tensor.name.startswith(contents.MODEL)
+        is_weight = tensor.name.startswith(contents.MODEL) and tensor.name not in objects
         if not is_weight and not everything:
             continue
         name = tensor.name

@@ -46,10 +46,14 @@ def read(source: Path) -> Contents:
 
 
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:
-    """Our own export by full names."""
+    """Our own export by full names. What is no tensor is in `others` once more, as it was saved."""
     flat = {f"model.{name}": tensor for name, tensor in tree["model"].items()}
     for name, values in tree["optimizer"].items():
-        flat |= {f"optim.{name}.{key}": tensor for key, tensor in values.items()}
+        flat |= {
+            f"optim.{name}.{key}": value
+            for key, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }
     flat |= tree.get("others", {})
     return flat
 

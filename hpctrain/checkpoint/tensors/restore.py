@@ -70,6 +70,8 @@ SMALL_BYTES = 1 << 20
 """Tensors below this are broadcast together."""
 SMALL_TOGETHER_BYTES = 32 << 20
 """Of which there may be thousands: so much memory at a time."""
+COMPARED_BYTES = 16 << 20
+"""Of each of two names of one memory, read at a time."""
 WEIGHTS = "model."
 """How the names of a model's tensors begin; see docs/development/checkpoint-format.md."""
 
@@ -447,7 +449,7 @@ class _Filling:
         self._used = 0
         self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         state, self._ties = _untied(wanted.state)
-        self._fresh |= self._ties.keys()
+        self._unlike = ""
         boxes = [box for box in held(state, world) if box.piece.nbytes]
         shares = world.is_distributed and world.world_size > 1
         self._shared = _shared(boxes, state, world) if shares else []
@@ -478,6 +480,26 @@ class _Filling:
         count = source.read(straight + targets, on_bytes=on_bytes)
         for batch in _batches(through):
             count += _read_through(source, batch, on_bytes)
+        for name, first in self._ties.items():
+            pieces = [piece for _, piece in jobs if piece.name == first]
+            count += self._compare(source, name, pieces)
+        return count
+
+    def _compare(self, source: CheckpointSource, name: str, pieces: Sequence[ShardPiece]) -> int:
+        """Read another name of a memory beside the first one; returns the bytes read.
+
+        Part by part: both whole would be a second copy of what may be the largest weight.
+        """
+        count = 0
+        for piece in (part for one in pieces for part in _slices(one)):
+            both = [torch.empty(piece.nbytes, dtype=torch.uint8) for _ in range(2)]
+            named = [piece, replace(piece, name=name)]
+            count += source.read([Target(p, bytes_of(b)) for p, b in zip(named, both, strict=True)])
+            if not torch.equal(*both):
+                self._unlike = (
+                    f"{name} and {piece.name} are one tensor in the program and have different "
+                    "values in the checkpoint; resume with a program in which they are not tied"
+                )
         return count
 
     def finish(self) -> None:
@@ -492,13 +514,7 @@ class _Filling:
 
     def unlike(self) -> str:
         """Say which names of one memory had different values in the checkpoint; "" for none."""
-        for name, (first, tensor, apart) in self._ties.items():
-            if not _same_bytes(_elements(tensor), _elements(apart)):
-                return (
-                    f"{name} and {first} are one tensor in the program and have different values "
-                    "in the checkpoint; resume with a program in which they are not tied"
-                )
-        return ""
+        return self._unlike
 
     def _stage(self, view: torch.Tensor, piece: ShardPiece) -> Target:
         host = self._host(piece.nbytes).view(view.dtype).view(view.shape)
@@ -514,13 +530,13 @@ class _Filling:
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def _untied(state: State) -> tuple[State, dict[str, tuple[str, Tensor, Tensor]]]:
-    """Give each further name of a weight memory of its own.
+def _untied(state: State) -> tuple[State, dict[str, str]]:
+    """Leave out further names of a weight's memory.
 
     Returns:
-        The state, and by each such name the first one, its tensor, and the new tensor.
+        The state, and by each name that was left out the first one.
     """
-    shared, ties = dict(state.shared), {}
+    ties: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.shared.items():
         elements = _elements(tensor)
@@ -529,9 +545,8 @@ def _untied(state: State) -> tuple[State, dict[str, tuple[str, Tensor, Tensor]]]
         place = (elements.data_ptr(), elements.dtype, elements.shape, elements.stride())
         first_name = first.setdefault(place, name)
         if first_name != name:
-            apart = _empty_like(tensor)
-            ties[name] = (first_name, tensor, apart)
-            shared[name] = apart
+            ties[name] = first_name
+    shared = {name: tensor for name, tensor in state.shared.items() if name not in ties}
     return replace(state, shared=shared), ties
 
 
@@ -542,15 +557,16 @@ def _elements(tensor: Tensor) -> torch.Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _empty_like(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, Flat):
-        return replace(tensor, local=torch.empty_like(tensor.local))
-    return torch.empty_like(tensor, requires_grad=False)
-
-
-def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    bits = [each.contiguous().view(-1).view(torch.uint8) for each in (left, right)]
-    return torch.equal(*bits)
+def _slices(piece: ShardPiece) -> Iterator[ShardPiece]:
+    """Cut a piece along its first dimension into parts of `COMPARED_BYTES`, if rows are smaller."""
+    if not piece.extent:
+        yield piece
+        return
+    rows, begin = piece.extent[0], piece.begin[0]
+    step = max(1, COMPARED_BYTES * rows // piece.nbytes)
+    for low in range(0, rows, step):
+        extent = (min(step, rows - low), *piece.extent[1:])
+        yield replace(piece, begin=(begin + low, *piece.begin[1:]), extent=extent)
 
 
 def _teller(name: str, total: int) -> Callable[[int], None]:

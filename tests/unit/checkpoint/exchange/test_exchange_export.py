@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tracemalloc
 import zipfile
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -20,10 +21,11 @@ from hpctrain.checkpoint.exchange import contents, safetensors, to_torch
 from hpctrain.checkpoint.exchange import export as exports
 from hpctrain.checkpoint.exchange import place as places
 from hpctrain.checkpoint.exchange.contents import Tensor, committed, to_dtype, widened
+from hpctrain.checkpoint.tensors.values import encode
 from hpctrain.errors import HpctrainError
 from hpctrain.settings.schema import replaced
 from hpctrain.settings.spec import load_spec
-from tests.support.exchange import bits, model_of, save, some
+from tests.support.exchange import bits, loaded, made_run, model_of, save, some
 from tests.support.refused_imports import refuse_imports
 
 
@@ -157,6 +159,62 @@ def test_torch_opens_the_export_with_weights_only(run, call, tmp_path):
     reader = torch._C.PyTorchFileReader(str(tmp_path / "a.pt"))
     starts = [reader.get_record_offset(name) for name in reader.get_all_records()]
     assert [start % 64 for start in starts] == [0] * len(starts)
+
+
+def with_objects():
+    """State as an optimizer and a module with Python objects in theirs have it in a checkpoint."""
+    tensors = {"model.layer.weight": torch.ones(2, 3), "model.layer.w.x": torch.ones(1)}
+    history = {"seen": [1, 2.5, torch.arange(3.0), (True, None)], 7: 2**70, "odd": Counter("ab")}
+    for name, value in (("optim.layer.weight.history", history), ("model.layer._extra_state", [0])):
+        form, parts = encode(value, name)
+        text = torch.frombuffer(bytearray(json.dumps(form).encode()), dtype=torch.uint8)
+        tensors |= {**parts, f"{name}:json": text}
+    tensors["optim.layer.weight.exp_avg"] = torch.ones(2, 3) / 3
+    tensors["optim.layer.weight.step:int"] = torch.tensor(41)
+    tensors["optim.layer.weight.rate:float"] = torch.tensor(0.1, dtype=torch.float64)
+    tensors["optim.layer.weight.is_warm:bool"] = torch.tensor(data=True)
+    return tensors
+
+
+def test_objects_of_an_optimizers_state_are_python_objects(run, call, tmp_path):
+    save(run, 5, with_objects())
+
+    assert (
+        call("export", run.name, 5, tmp_path / "all.pt", "--to", "torch", "--what", "all")[0] == 0
+    )
+
+    state = torch.load(tmp_path / "all.pt", weights_only=True)["optimizer"]["layer.weight"]
+    assert state.keys() == {"exp_avg", "step", "rate", "is_warm", "history"}
+    assert (state["step"], state["rate"], state["is_warm"]) == (41, 0.1, True)
+    first, second, third, last = state["history"]["seen"]
+    assert (first, second, third.tolist(), last) == (1, 2.5, [0.0, 1.0, 2.0], (True, None))
+    assert state["history"][7] == 2**70
+    assert state["history"]["odd"] == {"__hpctrain__": "Counter", "items": [["a", 1], ["b", 1]]}
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_objects_come_back_by_an_import_as_they_were(run, call, tmp_path, kind):
+    path = tmp_path / ("all.pt" if kind == "torch" else "all")
+    save(run, 5, with_objects())
+    call("export", run.name, 5, path, "--to", kind, "--what", "all")
+    other = made_run(tmp_path, "lm-2")
+
+    assert call("import", path, "--run", other.name, "--step", 5)[0] == 0
+
+    assert bits(loaded(other, 5)) == bits(with_objects())
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_objects_of_a_module_are_no_weights(run, call, tmp_path, kind):
+    save(run, 5, with_objects())
+    call("export", run.name, 5, tmp_path / "out", "--to", kind)
+
+    weights = (
+        torch.load(tmp_path / "out", weights_only=True)["model"]
+        if kind == "torch"
+        else load_file(tmp_path / "out" / "model.safetensors")
+    )
+    assert sorted(weights) == ["layer.w.x", "layer.weight"]
 
 
 def test_weights_are_writable_and_trainable_after_torch_load(run, call, tmp_path):
