@@ -80,6 +80,37 @@ def alone() -> float:
     return (time.process_time() - cpu) / ALONE_STEPS
 
 
+LOOK_LAYERS, LOOK_STEPS = 200, 1000
+"""Of the model that is looked at (12 parameters and 10 modules each), and steps that share it."""
+
+
+def looks() -> dict[str, float]:
+    """CPU seconds of each look for state that no checkpoint has, in a large model."""
+    import torch
+    from torch import nn
+
+    from hpctrain.runtime.program import Program
+    from hpctrain.runtime.unsaved import Unsaved
+    from hpctrain.world import World
+
+    program = Program(World(0, 0, 1, torch.device("cpu")))
+    layers = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(LOOK_LAYERS)]
+    program.model = nn.Sequential(*layers)
+    program.optimizer = torch.optim.AdamW(program.model.parameters(), foreach=True)
+    unsaved = Unsaved(program)
+    acts: dict[str, Callable[[], object]] = {
+        "before the first step": lambda: unsaved.begin(None, 0),
+        "after it": unsaved.after_first_step,
+        "at a save that looks": lambda: unsaved.recorded_at(LOOK_STEPS),
+    }
+    taken = {}
+    for name, act in acts.items():
+        began = time.process_time()
+        act()
+        taken[name] = time.process_time() - began
+    return taken
+
+
 def main() -> None:
     """Alternate the two loops and print the ratio of their medians over the ranks."""
     from tests.support.gloo import launch
@@ -99,6 +130,9 @@ def main() -> None:
         )
     with tempfile.TemporaryDirectory() as name:
         [cpu] = _with_run(make_run(Path(name) / "run", **QUIET), alone, 1)
+    [taken] = launch(looks, 1)
+    each = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in taken.items())
+    print(f"looks for unsaved state, {LOOK_LAYERS * 12:,} parameters, CPU: {each}")
     share, step_ms = cpu / STEP_S, STEP_S * 1e3
     print(f"bookkeeping alone: {cpu * 1e6:.1f} us of CPU a step, {share:.2%} of {step_ms:g} ms")
     print(f"median ratio {statistics.median(ratios):.4f} (goal: at most {GOAL})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 
@@ -12,7 +13,7 @@ from torch import nn
 from hpctrain.checkpoint.store import find
 from hpctrain.run.layout import RunDir
 from tests.support.gloo import launch
-from tests.support.resumed import start, undisturbed, values
+from tests.support.resumed import resumed, start, undisturbed, values
 
 
 class Uneven(nn.Module):
@@ -139,3 +140,70 @@ def spread_rank(folder):
 
 def test_shards_of_no_elements_are_saved_and_loaded(tmp_path):
     assert launch(spread_rank, 3, folder=tmp_path) == [True] * 3
+
+
+# ---- large ones
+
+
+class Parts(nn.Module):
+    """As many parameters as asked for, each of one element."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.parts = nn.ParameterList(
+            [nn.Parameter(torch.tensor([n / count])) for n in range(count)]
+        )
+
+
+def of_many_parts(count):
+    def run_it(run, total):
+        model = Parts(count)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+        run.track(model=model, optimizer=optimizer)
+        for _ in run.steps(total):
+            optimizer.zero_grad()
+            torch.cat([*model.parts]).square().sum().backward()
+            optimizer.step()
+        steps = {float(state["step"]) for state in optimizer.state.values()}
+        return torch.cat([*model.parts]).tolist(), steps
+
+    return run_it
+
+
+@pytest.mark.parametrize("count", [3_000, pytest.param(100_000, marks=pytest.mark.soak)])
+@pytest.mark.timeout(1800)
+def test_a_model_of_many_parameters_goes_on(tmp_path, count):
+    run_it = of_many_parts(count)
+
+    assert resumed(tmp_path, run_it, 1, 2) == undisturbed(tmp_path, run_it, 2)
+
+
+BYTES = (1 << 32) + 5
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_tensor_of_more_than_four_gigabytes_goes_on(tmp_path):
+    """It needs 14 GB of memory and 13 GB of disk."""
+
+    def run_it(run, total):
+        model = nn.Linear(1, 1)
+        content = torch.zeros(BYTES, dtype=torch.uint8)
+        if total == 1:
+            for part in content.split(1 << 28):
+                part.copy_(torch.randint(256, part.shape, dtype=torch.uint8))
+        model.register_buffer("large", content)
+        run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        steps = run.steps(total)
+        next(steps)
+        parts = [one.numpy() for one in content.split(1 << 28)]
+        digests = [hashlib.blake2b(part, digest_size=8).hexdigest() for part in parts]
+        list(steps)
+        return digests
+
+    before = start(tmp_path, run_it, 1)
+    after = start(tmp_path, run_it, 2, checkpoint__keep_last=2)
+    shutil.rmtree(tmp_path)
+
+    assert after == before
+    assert len(set(before)) == len(before)
