@@ -447,13 +447,13 @@ def _below(stems: AbstractSet[str], entries: Entries) -> list[str]:
 
 def _unseen_values(stems: AbstractSet[str], tensors: Mapping[str, Any]) -> dict[str, Any]:
     """What was loaded under names that only `state_dict` knows, without the prefix."""
-    found = {}
+    loaded = {}
     for name in stems:
         if name in tensors:
-            found[name.removeprefix(MODEL)] = tensors[name]
+            loaded[name.removeprefix(MODEL)] = tensors[name]
         elif (text := tensors.get(f"{name}:{JSON}")) is not None:
-            found[name.removeprefix(MODEL)] = decode(json.loads(bytes(text.tolist())), tensors)
-    return found
+            loaded[name.removeprefix(MODEL)] = decode(json.loads(bytes(text.tolist())), tensors)
+    return loaded
 
 
 def _call_load_hooks(model: nn.Module) -> None:

@@ -85,13 +85,13 @@ class OptimizerRest:
         hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
         if type(optimizer).state_dict is Optimizer.state_dict and not hooks:
             return {}  # torch takes long for a large model's
-        known = {
+        saved_ids = {
             id(tensor)
             for each in (optimizer, *inner_optimizers(optimizer).values())
             for tensor in _tensors(each.state)
         }
         own = {key: value for key, value in optimizer.state_dict().items() if key not in OWN_KEYS}
-        return {key: value for key, value in own.items() if not _is_saved(value, known)}
+        return {key: value for key, value in own.items() if not _is_saved(value, saved_ids)}
 
 
 def require_order(state: Mapping[str, Any], order: Sequence[int | None] | None) -> None:
@@ -137,7 +137,7 @@ class InnerOptimizer(NamedOptimizer):
 
 def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
     """Return the optimizers that one holds in attributes and that have state of their own."""
-    found: dict[str, Optimizer] = {}
+    inner_by_name: dict[str, Optimizer] = {}
     seen = {id(optimizer.state)}
     pending = [("", optimizer)]
     while pending:
@@ -145,9 +145,9 @@ def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
         for name, inner in _optimizers_in(vars(outer)):
             if id(inner.state) not in seen:
                 seen.add(id(inner.state))
-                found[stem + name] = inner
+                inner_by_name[stem + name] = inner
                 pending.append((f"{stem}{name}.", inner))
-    return found
+    return inner_by_name
 
 
 def _optimizers_in(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Optimizer]]:
@@ -160,12 +160,12 @@ def _optimizers_in(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Optimiz
                     yield f"{name}.{number}", each
 
 
-def _is_saved(value: Any, known: set[int]) -> bool:
+def _is_saved(value: Any, saved_ids: set[int]) -> bool:
     """Whether a value consists of tensors that are saved by their names anyway, or is empty."""
     tensors = list(_tensors(value))
     if not tensors:
         return isinstance(value, dict | list | tuple) and not value
-    return all(id(tensor) in known for tensor in tensors)
+    return all(id(tensor) in saved_ids for tensor in tensors)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -333,18 +333,18 @@ def _same_tensors(earlier: Any, other: Any) -> bool:
     """The same where one is a tensor, or both: bits, or where types differ the number."""
     both = isinstance(earlier, torch.Tensor) and isinstance(other, torch.Tensor)
     if both and earlier.dtype == other.dtype:
-        bits = [one.detach().cpu().contiguous().reshape(-1) for one in (earlier, other)]
+        bits = [tensor.detach().cpu().contiguous().reshape(-1) for tensor in (earlier, other)]
         is_same_shape = earlier.shape == other.shape
         return is_same_shape and (
             not earlier.numel() or torch.equal(*(each.view(torch.uint8) for each in bits))
         )
-    one, two = _number(earlier), _number(other)
-    if one is None or two is None:
+    left, right = _number(earlier), _number(other)
+    if left is None or right is None:
         return False
     if not both:  # a number is rounded as the tensor is
         dtype = earlier.dtype if isinstance(earlier, torch.Tensor) else other.dtype
-        one, two = (torch.as_tensor(each, dtype=dtype).item() for each in (one, two))
-    return _same(one, two)
+        left, right = (torch.as_tensor(each, dtype=dtype).item() for each in (left, right))
+    return _same(left, right)
 
 
 def _same_form(earlier: Any, other: Any) -> bool:

@@ -564,7 +564,9 @@ def test_what_a_module_makes_of_its_state_goes_on(tmp_path, make, change):
         run.track(model=model, optimizer=optimizer)
         for step in run.steps(total):
             optimizer.zero_grad()
-            (model(torch.ones(1, 2)) * getattr(model, "some", torch.ones(1)).sum()).sum().backward()
+            (
+                model(torch.ones(1, 2)) * getattr(model, "some", torch.ones(1)).sum()
+            ).square().sum().backward()
             optimizer.step()
             change(model, step)
         buffers = [(buffer.dtype, buffer.tolist()) for buffer in model.buffers()]

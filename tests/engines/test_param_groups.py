@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from hpctrain.errors import CheckpointError
 from tests.support.resumed import resumed, start, undisturbed, values
+from tests.support.value_trees import facts
 
 pytestmark = pytest.mark.quick
 
@@ -59,6 +62,31 @@ def test_numbers_that_the_optimizer_keeps_in_its_groups_go_on(tmp_path):
 
     assert end == undisturbed(tmp_path, counting, 5)
     assert end[1][0]["k"] == 5
+
+
+ODD = {
+    "a parameter": nn.Parameter(torch.ones(2)),
+    "no number": torch.tensor([float("nan"), 1.0]),
+    "complex": torch.tensor(1 - 2j),
+    "half bytes": torch.zeros(1, dtype=torch.uint8).view(torch.int4),
+}
+
+
+@pytest.mark.parametrize("value", ODD.values(), ids=ODD)
+def test_a_value_of_a_group_keeps_its_type_and_bits(tmp_path, value):
+    def program(run, total):
+        model = nn.Linear(2, 1)
+        optimizer = Counting(model.parameters())
+        hook = lambda *_: optimizer.param_groups[0].update(own=copy.deepcopy(value))  # noqa: E731
+        optimizer.register_step_post_hook(hook)
+        run.track(model=model, optimizer=optimizer)
+        for _ in run.steps(total):
+            seen = facts(optimizer.param_groups[0].get("own"))
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        return seen
+
+    assert resumed(tmp_path, program, 2, 3) == facts(value)
 
 
 def counting_from(run, total, first):

@@ -59,12 +59,12 @@ _QUIET = np.uint32(0x0040_0000)
 
 def parts_of_objects(names: Iterable[str]) -> frozenset[str]:
     """Of a checkpoint's names those of objects that are no tensors, and of tensors within these."""
-    known = list(names)
-    stems = {name.removesuffix(f":{OBJECT}") for name in known if name.endswith(f":{OBJECT}")}
+    all_names = list(names)
+    stems = {name.removesuffix(f":{OBJECT}") for name in all_names if name.endswith(f":{OBJECT}")}
     within = tuple(f"{stem}." for stem in stems)
     return frozenset(
         name
-        for name in known
+        for name in all_names
         if name.removesuffix(f":{OBJECT}") in stems or (within and name.startswith(within))
     )
 
