@@ -107,15 +107,23 @@ def show(load: float, result: dict[str, Any]) -> None:
 
 
 def workload(asked: argparse.Namespace, load: float, seed: int) -> list[Request]:
-    """The other users' jobs: of the model, or those of a log, from another week for each seed."""
+    """The other users' jobs: of the model, or those of a log, from another week for each seed.
+
+    A log is played three times in a row. Jobs below a whole node are left out.
+    """
     if asked.swf is None:
         return lublin(NODES, load, DAYS, seed=seed)
-    lines = asked.swf.read_text().splitlines()
-    jobs = read_swf(lines, processors_per_node=asked.processors_per_node)
-    jobs = [replace(j, limit_s=min(j.limit_s, MAX_TIME_S)) for j in jobs]
+    whole = asked.processors_per_node
+    jobs = [job for job in read_swf(asked.swf.read_text().splitlines()) if job.nodes >= whole]
+    jobs = [
+        replace(j, nodes=-(-j.nodes // whole), limit_s=min(j.limit_s, MAX_TIME_S)) for j in jobs
+    ]
     jobs = scaled_to_load(jobs, NODES, load)
-    first_s = seed % WORKLOADS * 7 * DAY_S
-    return [replace(j, submit_s=j.submit_s - first_s) for j in jobs if j.submit_s >= first_s]
+    span_s, first_s = jobs[-1].submit_s + HOUR_S, seed % WORKLOADS * 7 * DAY_S
+    thrice = (
+        replace(j, submit_s=j.submit_s + at * span_s - first_s) for at in range(3) for j in jobs
+    )
+    return [job for job in thrice if 0 <= job.submit_s < DAYS * DAY_S]
 
 
 def main() -> None:
@@ -127,7 +135,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write all numbers there")
     parser.add_argument("--swf", type=Path, help="a recorded log instead of the model")
-    parser.add_argument("--processors-per-node", type=int, default=1, help="of that log")
+    parser.add_argument("--processors-per-node", type=int, default=1, help="of that log's nodes")
     asked = parser.parse_args()
     found = {}
     for load in asked.loads:

@@ -34,7 +34,7 @@ SHORT_FACTOR, SHORT_POWER = 0.25, 0.25
 """What a wait is of a later estimate. Running jobs end within the longest time limit, so wide jobs
 at the head of the queue have their reservation within it: a job of the longest limit can never end
 before that, and waits for its turn. Each shorter one finds a hole long before. Fitted to 1,900 jobs
-in simulated queues (docs/shapes.md)."""
+in simulated queues (docs/development/performance.md)."""
 ESTIMATE_SIGMA, ESTIMATE_RECORDS = 1.2, 3
 """Spread of the logarithm of a wait over what is so expected of it, before own jobs have shown it,
 and how many own waits count as much."""
