@@ -103,6 +103,12 @@ def duration(seconds: float) -> str:
     return f"{whole // _DAY}d{whole % _DAY // _HOUR}h"
 
 
+def hms(seconds: int) -> str:
+    """A time limit as sbatch reads it, without days: "36:00:00"."""
+    minutes, rest = divmod(seconds, _MINUTE)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
 def time_of_day(t: float, now: float) -> str:
     """Local time, with as much of the date as is needed."""
     if abs(now - t) < _DAY / 2:

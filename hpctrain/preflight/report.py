@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.base.files import read_plain
+from hpctrain.base.files import read_plain, replace_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -79,9 +79,7 @@ class PreflightReport:
 
     def dump(self, path: Path) -> None:
         """Write it, whole or not at all."""
-        staged = path.with_name(f"{path.name}.new")
-        staged.write_text(json.dumps(self.plain(), indent=1) + "\n")
-        staged.replace(path)
+        replace_text(path, json.dumps(self.plain(), indent=1) + "\n")
 
     @staticmethod
     def load(path: Path) -> PreflightReport:

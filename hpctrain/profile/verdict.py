@@ -19,6 +19,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.base.files import read_plain, read_text
+from hpctrain.base.text import percent
 from hpctrain.profile.files import MEMORY, PROBLEM, SNAPSHOT, TRACE
 from hpctrain.profile.trace import Kind, RankShares, TraceUnreadable, read_trace
 
@@ -307,7 +308,7 @@ def as_text(profile: Profile) -> str:
         lines += ["", *_rows(profile.ranks, profile.verdict)]
         hidden = max(r.hidden for r in profile.ranks)
         if hidden >= 0.005:  # noqa: PLR2004 - what would show as 0 %
-            lines.append(f"  hidden behind compute: up to {_percent(hidden)} communication")
+            lines.append(f"  hidden behind compute: up to {percent(hidden)} communication")
     for rank, why in profile.problems.items():
         lines += _wrapped(f"rank {rank}: no trace: {why}", "  ", "    ")
     if unwritten := profile.unwritten:
@@ -324,24 +325,24 @@ def verdict_line(verdict: ProfileVerdict) -> str:
     bound = _bound_words(verdict)
     if verdict.waited_for is None:
         return bound
-    rank, waiting = verdict.waited_for, _percent(verdict.waiting)
+    rank, waiting = verdict.waited_for, percent(verdict.waiting)
     return f"the other ranks wait for rank {rank} ({waiting} of the time); rank {rank} is {bound}"
 
 
 def _bound_words(verdict: ProfileVerdict) -> str:
     if verdict.bound is Bound.NONE:
         largest = sorted(verdict.shares, key=lambda kind: -verdict.shares[kind])[:2]
-        parts = " and ".join(f"{_percent(verdict.shares[k])} {k.value}" for k in largest)
+        parts = " and ".join(f"{percent(verdict.shares[k])} {k.value}" for k in largest)
         return f"without a clear bound: {parts}"
     share = verdict.shares[Kind(verdict.bound.value)]
-    return f"{verdict.bound.value}-bound: {_percent(share)} of the time"
+    return f"{verdict.bound.value}-bound: {percent(share)} of the time"
 
 
 def _rows(ranks: Sequence[RankShares], verdict: ProfileVerdict) -> list[str]:
     heads = "".join(f"{head:>8}" for head in _HEADS.values())
     lines = [f"  rank  s/step{heads}  bound by"]
     for r in ranks[:MOST_RANKS]:
-        cells = "".join(f"{_percent(r.shares[kind]):>8}" for kind in _HEADS)
+        cells = "".join(f"{percent(r.shares[kind]):>8}" for kind in _HEADS)
         step_s = r.seconds / len(r.steps)
         bound = verdict.bounds[r.rank]
         word = "-" if bound is Bound.NONE else bound.value
@@ -364,10 +365,6 @@ def _memory_lines(memories: dict[int, RankMemory]) -> list[str]:
         )
         lines += _wrapped(f"memory of rank {rank}: {numbers}", "  ", "    ")
     return lines
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
 
 
 def _seconds(seconds: float) -> str:

@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpctrain.base.records import INCIDENT
+from hpctrain.base.text import hms
 from hpctrain.errors import UsageError
 from hpctrain.settings import sbatch_options
 from hpctrain.settings.fields import fault, keys_of
@@ -549,9 +550,7 @@ def sbatch_time(text: str) -> str:
     plain = text.strip()
     if plain[-1:].lower() not in set("dhms"):
         return text
-    minutes, seconds = divmod(time_s(plain), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"
+    return hms(time_s(plain))
 
 
 def check(settings: Settings, origins: Mapping[str, str]) -> Chosen:

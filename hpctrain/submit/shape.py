@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.base import clock
 from hpctrain.base.files import read_plain, write_private
 from hpctrain.base.records import Next
-from hpctrain.base.text import duration
+from hpctrain.base.text import duration, hms
 from hpctrain.errors import ClusterError, HpctrainError, UsageError
 from hpctrain.history.run_history import RunHistory
 from hpctrain.plan.mesh import cuts_batch
@@ -175,9 +175,7 @@ def _most_nodes(partition: str, site: Site | None, accounting: Accounting | None
 
 def in_shape(spec: Spec, shape: JobShape) -> Spec:
     """The spec of one job of this shape."""
-    minutes, seconds = divmod(shape.limit_s, 60)
-    limit = f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
-    values = {"slurm.nodes": str(shape.nodes), "slurm.time": limit}
+    values = {"slurm.nodes": str(shape.nodes), "slurm.time": hms(shape.limit_s)}
     return replace(spec, settings=replaced(spec.settings, values))
 
 

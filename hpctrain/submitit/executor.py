@@ -24,6 +24,7 @@ from submitit.slurm import slurm
 
 from hpctrain.base import clock
 from hpctrain.base.files import make_runs_folder
+from hpctrain.base.text import hms
 from hpctrain.errors import RunExists, UsageError
 from hpctrain.run.layout import RunDir
 from hpctrain.scheduler.base import default_cluster, get_cluster
@@ -219,7 +220,7 @@ class _RunExecutor(core.PicklingExecutor):
         }
         return {
             "command": ["-m", "hpctrain.submitit.task", json.dumps(task)],
-            "time": _clock(limit_s),
+            "time": hms(max(1, round(limit_s))),
             "settings": {
                 **self._job_settings(),
                 "slurm.signal_lead_s": int(lead_s),
@@ -457,9 +458,3 @@ def _with_dependency(extra: Sequence[str], waits: str) -> list[str]:
         return [*extra, waits]
     joined = f"{own[-1]},{waits.partition('=')[2]}"
     return [*(option for option in extra if option not in own), joined]
-
-
-def _clock(seconds: float) -> str:
-    """A time limit as the setting takes it."""
-    whole = max(1, round(seconds))
-    return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"

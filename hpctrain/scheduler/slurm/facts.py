@@ -139,8 +139,8 @@ def read_partitions(text: str) -> dict[str, PartitionNodes]:
         before = by_name.get(name.rstrip("*"), PartitionNodes(name.endswith("*"), 0, 0, 0, (), ""))
         by_name[name.rstrip("*")] = replace(
             before,
-            nodes=before.nodes + (_number(nodes) or 0),
-            cpus=max(before.cpus, _number(cpus.rstrip("+")) or 0),
+            nodes=before.nodes + (parse_count(nodes) or 0),
+            cpus=max(before.cpus, parse_count(cpus.rstrip("+")) or 0),
             gpus=max(before.gpus, gpus),
             gpu_types=tuple(sorted({*before.gpu_types, kind} - {""})),
             max_time="" if limit in _UNLIMITED or limit == "infinite" else limit,
@@ -252,9 +252,10 @@ def _partition(record: Record, by_name: dict[str, Record]) -> PartitionFacts:
     own = [by_name[name] for name in _nodes(record) if name in by_name]
     gpus = {_gpus(node.get("Gres", "")) for node in own}
     counts, kinds = {count for count, _ in gpus}, {kind for _, kind in gpus}
-    cpus = {_number(node.get("CPUEfctv") or node.get("CPUTot") or "") or 0 for node in own}
+    cpus = {parse_count(node.get("CPUEfctv") or node.get("CPUTot") or "") or 0 for node in own}
     memory = {
-        (_number(node.get("RealMemory", "")) or 0) - (_number(node.get("MemSpecLimit", "")) or 0)
+        (parse_count(node.get("RealMemory", "")) or 0)
+        - (parse_count(node.get("MemSpecLimit", "")) or 0)
         for node in own
     }
     sets = (("GPUs", counts), ("CPUs", cpus), ("memory", memory))
@@ -264,15 +265,15 @@ def _partition(record: Record, by_name: dict[str, Record]) -> PartitionFacts:
         is_default=record.get("Default") == "YES",
         is_up=record.get("State", "UP") == "UP",
         max_time="" if limit in _UNLIMITED else limit,
-        min_nodes=_number(record.get("MinNodes", "")) or 0,
-        max_nodes=_number(record.get("MaxNodes", "")),
-        nodes=len(own) or _number(record.get("TotalNodes", "")) or 0,
+        min_nodes=parse_count(record.get("MinNodes", "")) or 0,
+        max_nodes=parse_count(record.get("MaxNodes", "")),
+        nodes=len(own) or parse_count(record.get("TotalNodes", "")) or 0,
         cpus_per_node=min(cpus, default=0) or None,
         mem_mib=min(memory, default=0) or None,
         gpus_per_node=next(iter(counts)) if len(counts) == 1 else None,
         gpu=next(iter(kinds)) if len(kinds) == 1 else "",
         differing=", ".join(_spread(what, found) for what, found in sets if len(found) > 1),
-        grace_s=_number(record.get("GraceTime", "")) or 0,
+        grace_s=parse_count(record.get("GraceTime", "")) or 0,
         qos="" if record.get("QoS", "N/A") in _UNLIMITED else record["QoS"],
         exclusive=_is_exclusive(record),
     )
@@ -294,11 +295,14 @@ def _with_preemption(
 ) -> PartitionFacts:
     """With what preempts its jobs: partitions of a higher tier that share one of its nodes."""
     mode = record.get("PreemptMode", "").split(",")[-1]
-    own, tier = set(_nodes(record)) & by_name.keys(), _number(record.get("PriorityTier", "")) or 0
+    own, tier = (
+        set(_nodes(record)) & by_name.keys(),
+        parse_count(record.get("PriorityTier", "")) or 0,
+    )
     above = [
         other["PartitionName"]
         for other in records
-        if (_number(other.get("PriorityTier", "")) or 0) > tier and own & set(_nodes(other))
+        if (parse_count(other.get("PriorityTier", "")) or 0) > tier and own & set(_nodes(other))
     ]
     if mode == "OFF" or not above:
         return partition
@@ -319,10 +323,6 @@ def _gpus(gres: str) -> tuple[int, str]:
             count += (parse_count(rest[-1]) or 1) if rest and rest[-1].isdecimal() else 1
             kinds.add(rest[0] if rest and not rest[0].isdigit() else "")
     return count, kinds.pop() if len(kinds) == 1 else ""
-
-
-def _number(text: str) -> int | None:
-    return parse_count(text)
 
 
 def _seconds(text: str) -> int:

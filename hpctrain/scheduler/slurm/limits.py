@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.base.text import count, duration
+from hpctrain.base.text import count, duration, hms
 from hpctrain.errors import UsageError
 from hpctrain.scheduler.slurm.environment import SHELL_DEFAULTS, kept_settings
 from hpctrain.scheduler.slurm.script import check_options, is_exclusive, is_forbidden
@@ -203,7 +203,7 @@ def _choose_time(settings: Settings, origins: Mapping[str, str], site: Site) -> 
     default = origins.get("slurm.time", DEFAULT) == DEFAULT
     if limit is None or not default or time_s(settings.slurm.time) <= limit[0]:
         return Chosen()
-    time = _as_time(limit[0])
+    time = hms(limit[0])
     lowered = f"the time limit is {time}, not {settings.slurm.time}: {site.where()} allows no more"
     origin = f"default, lowered to the limit of {site.where('partitions')}"
     chosen = Chosen({"slurm.time": (time, origin)}, [lowered])
@@ -288,11 +288,6 @@ def _check_partitions(settings: Settings, origins: Mapping[str, str], site: Site
             f"{need_of(settings).text}: {'; '.join(refused)}"
         )
     return notes + [f"{setting}: {why}" for why in refused]
-
-
-def _as_time(seconds: int) -> str:
-    hours, rest = divmod(seconds, 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
 
 
 def cpu_notes(
