@@ -403,11 +403,7 @@ _AS_IN_JSON = (
 
 
 def _words(command: Sequence[str | os.PathLike[str]]) -> Sequence[str | os.PathLike[str]]:
-    """The command's words.
-
-    Raises:
-        UsageError: it is one text; which of its spaces divide words, nobody can say.
-    """
+    """The command's words."""
     if isinstance(command, str):
         raise UsageError(f'command is {command!r}; it takes a list of words: ["train.py", "--lr"]')
     return command

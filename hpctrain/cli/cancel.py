@@ -162,13 +162,7 @@ def remove(*, names: tuple[str, ...], yes: bool, runs: Path) -> None:
 
 
 def _refuse_needed(run: RunDir) -> None:
-    """Refuse to delete a run that something still needs.
-
-    Raises:
-        ChecksFailed: it belongs to another user, or is a link.
-        ClusterUnreachable: nobody can say whether it has a job.
-        RunAlive: it has a job, or a live run waits for it.
-    """
+    """Refuse to delete a run that something still needs."""
     from hpctrain.history.run_state import OVER
     from hpctrain.run.ownership import refuse_foreign
     from hpctrain.status.reader import StatusReader
@@ -208,12 +202,7 @@ def _size_of(run: RunDir) -> tuple[int, int]:
 
 
 def _delete(run: RunDir) -> None:
-    """Delete a run's folder; where that is cut short, no half of a run is left under its name.
-
-    Raises:
-        RunAlive: a job was submitted meanwhile.
-        HpctrainError: something of it cannot be deleted.
-    """
+    """Delete a run's folder; where that is cut short, no half of a run is left under its name."""
     from hpctrain.run.fence import run_lock
 
     gone = run.root.with_name(f".removed-{run.name}-{secrets.token_hex(3)}")

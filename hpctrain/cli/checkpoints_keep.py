@@ -282,11 +282,7 @@ def _require_metric(run: RunDir, rules: Rules, decisions: Sequence[KeepDecision]
 def _refuse_if_all_in_use(
     run: RunDir, decisions: Sequence[KeepDecision], idle: LedgerState | None
 ) -> None:
-    """Say so where a live attempt is the only reason that nothing goes.
-
-    Raises:
-        RunAlive: it is.
-    """
+    """Say so where a live attempt is the only reason that nothing goes."""
     from hpctrain.checkpoint.store.retention import WAIT, Why, in_use
     from hpctrain.errors import RunAlive
     from hpctrain.history.run_history import RunHistory

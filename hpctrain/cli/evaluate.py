@@ -87,12 +87,7 @@ def command(
 
 
 def _ask(run: RunDir, spec: Spec, step: int) -> None:
-    """Write down that this step is to be evaluated, unless it was due anyway.
-
-    Raises:
-        NotFound: there is no such checkpoint.
-        UsageError: it was evaluated.
-    """
+    """Write down that this step is to be evaluated, unless it was due anyway."""
     from hpctrain.checkpoint.store.find import step_path
     from hpctrain.errors import NotFound, UsageError
     from hpctrain.history.evaluations import due

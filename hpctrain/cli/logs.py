@@ -105,11 +105,7 @@ def command(
 
 
 def _evaluation(run: RunDir, step: int) -> RunDir:
-    """The run that evaluates a checkpoint.
-
-    Raises:
-        NotFound: there is none so far; with the steps that have one.
-    """
+    """The run that evaluates a checkpoint."""
     from hpctrain.errors import NotFound
     from hpctrain.submit.evaluations import children
 
@@ -145,11 +141,7 @@ def _print(
 
 
 def _check_ranks(run: RunDir, history: RunHistory, ranks: frozenset[int]) -> None:
-    """See that the run has had one of these ranks, as far as anybody knows.
-
-    Raises:
-        NotFound: it has not.
-    """
+    """See that the run has had one of these ranks, as far as anybody knows."""
     from hpctrain.errors import NotFound
 
     most = max((attempt.world_size for attempt in history.attempts), default=0)
@@ -193,11 +185,7 @@ def check_attempt(run: RunDir, history: RunHistory, attempt: int) -> None:
 
 
 def _wanted(text: str | None, *, err: bool) -> frozenset[int] | str:
-    """The ranks that were asked for, or ALL, BATCH, TROUBLE.
-
-    Raises:
-        UsageError: neither of these.
-    """
+    """The ranks that were asked for, or ALL, BATCH, TROUBLE."""
     from hpctrain.errors import UsageError
     from hpctrain.logs.sections import ALL, BATCH, TROUBLE
 
@@ -212,11 +200,7 @@ def _wanted(text: str | None, *, err: bool) -> frozenset[int] | str:
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:
-    """The expression that lines must match.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """The expression that lines must match."""
     from hpctrain.errors import UsageError
 
     if text is None:

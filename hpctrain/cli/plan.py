@@ -288,11 +288,7 @@ def _links(flags: dict[str, Any], inside: float | None, site: Site | None, gpus:
 
 
 def _partition(flags: dict[str, Any]) -> tuple[Site | None, Partition | None]:
-    """The preset and its partition: as named, or the only one with GPUs.
-
-    Raises:
-        UsageError: it has none of that name, or several.
-    """
+    """The preset and its partition: as named, or the only one with GPUs."""
     from hpctrain.errors import UsageError
     from hpctrain.site.load import load_site
 

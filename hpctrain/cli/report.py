@@ -114,11 +114,7 @@ def _refuse_foreign(runs: Sequence[RunDir]) -> None:
 
 
 def _check(named: int, output: str | None, *, compare: bool, as_text: bool, show: bool) -> None:
-    """Refuse flags that contradict each other.
-
-    Raises:
-        UsageError: they do.
-    """
+    """Refuse flags that contradict each other."""
     from hpctrain.errors import UsageError
 
     if as_text and output is not None:
@@ -216,11 +212,7 @@ def _write_together(gathered: Sequence[ReportData], output: str | None) -> Path:
 
 
 def _put(target: Path, text: str) -> Path:
-    """Write a page, whole or not at all.
-
-    Raises:
-        UsageError: it cannot be written there.
-    """
+    """Write a page, whole or not at all."""
     from hpctrain.errors import UsageError
 
     # A name that nobody can guess, and no link is followed: others may write into that folder.

@@ -53,11 +53,7 @@ class _WithProgram(JobCommand):
 
 
 def _cut(args: list[str]) -> tuple[list[str], list[str]]:
-    """Return what is in front of `--`, and what is behind it.
-
-    Raises:
-        click.UsageError: nothing is behind it.
-    """
+    """Return what is in front of `--`, and what is behind it."""
     if "--" not in args:
         return args, []
     at = args.index("--")

@@ -84,11 +84,7 @@ def command(*, run: str, rank: int | None, foreign: bool, as_json: bool, runs: P
 
 
 def _running(run: RunDir) -> tuple[int, str, int]:
-    """The number of the attempt that runs, its job, and how many ranks it has.
-
-    Raises:
-        WrongState: none does.
-    """
+    """The number of the attempt that runs, its job, and how many ranks it has."""
     started = running_attempt(run, ledger.read(run))
     if started is None:
         raise WrongState(f"{run.name} has no ranks so far, so there is nothing to look at")

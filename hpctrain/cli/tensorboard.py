@@ -146,11 +146,7 @@ def _has_scalars(path: Path) -> bool:
 
 
 def _free_port(host: str, wanted: int | None) -> int:
-    """The port that was asked for, or the first free one from 6006 on.
-
-    Raises:
-        UsageError: it is taken, or the address is none of this machine's.
-    """
+    """The port that was asked for, or the first free one from 6006 on."""
     from hpctrain.errors import UsageError
 
     tried = [wanted] if wanted else [*range(PORT, PORT + PORTS_TRIED), 0]

@@ -405,11 +405,7 @@ class Acceptor:
 
 
 def _value(line: Connection, timeout_s: float) -> dict[str, Any]:
-    """What a node says for its value.
-
-    Raises:
-        OSError: nothing came in time, or nothing that a node says.
-    """
+    """What a node says for its value."""
     heard = line.hear(timeout_s)
     if not isinstance(heard, dict) or "value" not in heard:
         raise ConnectionError("it said nothing that a node of this version says")

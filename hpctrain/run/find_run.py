@@ -155,11 +155,7 @@ def _at_path(path: Path) -> RunDir:
 
 
 def _can_be_run(path: Path) -> bool:
-    """Whether a run is there.
-
-    Raises:
-        NotFound: something is there that may not be looked into.
-    """
+    """Whether a run is there."""
     try:
         return _is_run(path)
     except OSError as error:

@@ -589,11 +589,7 @@ def _check_best(settings: Settings, origins: Mapping[str, str]) -> None:
 
 
 def _check_environment(settings: Settings, origins: Mapping[str, str]) -> list[str]:
-    """Of [environment], what will have no effect; a folder that each node would look for elsewhere.
-
-    Raises:
-        UsageError: it is no absolute path.
-    """
+    """Of [environment], what has no effect; refuse a folder that is no absolute path."""
     environment = settings.environment
     if environment.stage_dir and environment.stage_dir[0] not in "/$":
         raise UsageError(

@@ -261,11 +261,7 @@ def _project_file(project: Path | None) -> Path | None:
 def _project_values(
     project: Path | None, name: str | None, *, named: bool = False
 ) -> SiteFileValues | None:
-    """The project's file if it is for that site; None for any.
-
-    Raises:
-        ChecksFailed: it was not named by the user, and is another user's.
-    """
+    """The project's file if it is for that site; None for any."""
     if project is None:
         return None
     path = project / PROJECT_FILE

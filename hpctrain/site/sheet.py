@@ -236,11 +236,7 @@ class _Reader:
             self.result.leaves[path] = leaf
 
     def _unwrap(self, raw: Any, path: KeyPath, source: str) -> tuple[Any, str, str]:
-        """Value, source and why: of a plain value, or of { value = ..., source = ..., why = ... }.
-
-        Raises:
-            _Fault: it is a table of another kind.
-        """
+        """Value, source and why, of a plain value or of {value = ..., source = ..., why = ...}."""
         if not isinstance(raw, dict):
             return raw, source, ""
         parts = ("value", SOURCE, "why")
@@ -255,11 +251,7 @@ class _Reader:
         return raw["value"], raw.get(SOURCE, source), raw.get("why", "")
 
     def _checked(self, key: Key, value: Any, path: KeyPath) -> Any:
-        """The value as its key takes it.
-
-        Raises:
-            _Fault: it is of another type, or not of its form.
-        """
+        """The value as its key takes it."""
         if path[0] != _ENV or key.form != "text table":
             at = path[1:] if path[0] == schema.SETTINGS else path
             try:

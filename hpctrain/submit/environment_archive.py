@@ -136,11 +136,7 @@ def _result_text(archive: EnvironmentArchive, packed_s: float | None) -> str:
 
 
 def _make_folder(folder: Path) -> None:
-    """This user's alone: what lies there is run by jobs.
-
-    Raises:
-        HpctrainError: another's folder, or a link, is in its place.
-    """
+    """This user's alone: what lies there is run by jobs."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     status = folder.lstat()
@@ -247,11 +243,7 @@ class _Digested:
 
 @contextlib.contextmanager
 def _compressed(sink: _Digested, compress: str) -> Iterator[IO[bytes]]:
-    """What to write into; at its end everything has come to the sink.
-
-    Raises:
-        HpctrainError: the tool has failed.
-    """
+    """What to write into; at its end everything has come to the sink."""
     if compress == "none":
         yield cast("IO[bytes]", sink)  # tarfile's streams are written to, and nothing else
         return

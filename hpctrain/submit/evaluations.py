@@ -347,11 +347,7 @@ def _may_try(history: RunHistory, now: float) -> bool:
 
 
 def _gone(run: RunDir, step: int) -> str:
-    """Why a checkpoint cannot be evaluated, or "".
-
-    Raises:
-        CheckpointError: nobody can tell just now.
-    """
+    """Why a checkpoint cannot be evaluated, or ""."""
     if not find.step_path(run, step).is_dir():
         return f"step {step} is no longer there: it was pruned or set aside"
     problem = find.look(run, step).problem

@@ -280,10 +280,6 @@ def _live_job(run: RunDir, answer: Answer, history: RunHistory) -> str | None:
     """Return the job that may still write; None where there is none.
 
     Where the scheduler is silent, the job on record counts.
-
-    Raises:
-        ClusterUnreachable: nobody can say whether there is one.
-        UsageError: the run's newest job is another run's.
     """
     if answer.job is not None and answer.job.alive:
         return answer.job.job_id

@@ -558,11 +558,7 @@ def _python_notes(
     setup: Sequence[str],
     is_own: bool,
 ) -> list[str]:
-    """What to know of the Python that runs the ranks, where it is the one that runs this.
-
-    Raises:
-        ChecksFailed: it lacks what the program imports first.
-    """
+    """What to know of the Python that runs the ranks, where it is the one that runs this."""
     if not is_own:
         return []
     notes = other_environment(request.environ, entry)

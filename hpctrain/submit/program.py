@@ -270,11 +270,7 @@ def _hint(path: Path) -> str:
 
 
 def _is_program(word: str, path: Path) -> bool:
-    """Whether a file is to be executed; False for Python that a rank runs itself.
-
-    Raises:
-        UsageError: it is neither.
-    """
+    """Whether a file is to be executed; False for Python that a rank runs itself."""
     can_run = os.access(path, os.X_OK)
     if not os.access(path, os.R_OK):
         return can_run

@@ -326,11 +326,7 @@ def _shaped(
     *,
     kept: bool,
 ) -> ShapedJob:
-    """The chosen shape, or the plain one with a line that says why.
-
-    Raises:
-        UsageError: every shape is above `shape.max_node_hours`.
-    """
+    """The chosen shape, or the plain one with a line that says why."""
     partition = settings.slurm.partition
     if choice.row is not None:
         shape = choice.row.shape

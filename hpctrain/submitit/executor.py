@@ -204,11 +204,7 @@ class _RunExecutor(core.PicklingExecutor):
         raise RunExists(f"{NAME_TRIES} names in {self.runs} were taken while trying; try again")
 
     def _flags(self) -> dict[str, Any]:
-        """What `hpctrain.submit` is to be told, but for what is a job's own.
-
-        Raises:
-            UsageError: what no run can do.
-        """
+        """What `hpctrain.submit` is to be told, but for what is a job's own."""
         limit_s = self._limit_s()
         lead_s = min(self.parameters.get("signal_delay_s", 90), limit_s / 3)
         task = {
@@ -412,11 +408,7 @@ class AutoExecutor(submitit.AutoExecutor):
 
 
 def _refuse(given: Mapping[str, Any]) -> None:
-    """Refuse what no run can do.
-
-    Raises:
-        UsageError: it was asked for.
-    """
+    """Refuse what no run can do."""
     if not str(given.get("nodes", 1)).isdigit():
         raise UsageError(
             f"nodes is {given['nodes']!r}; a job has a result for each task, so their number must "

@@ -336,19 +336,11 @@ class SlurmCluster(Cluster):
         return SlurmPreflight(self, run.script(token))
 
     def _accounted(self, job_id: str) -> JobInfo | None:
-        """The job's last state in accounting; None without an entry, and without accounting.
-
-        Raises:
-            AccountingSilent: it gave no answer.
-        """
+        """The job's last state in accounting; None without an entry, and without accounting."""
         return accounted_job(self._accounts([job_id]))
 
     def _accounts(self, job_ids: Sequence[str]) -> list[AccountRow]:
-        """Accounting's rows of jobs that slurmctld has forgotten.
-
-        Raises:
-            AccountingSilent: nobody can say how they ended.
-        """
+        """Accounting's rows of jobs that slurmctld has forgotten."""
         try:
             return self._rows_of(job_ids)
         except ClusterError as error:

@@ -215,11 +215,7 @@ def _normal(path: str) -> str:
 
 
 def _needed(spec: Spec, run: RunDir) -> Iterable[str]:
-    """Folders of the host without which the run cannot go on inside.
-
-    Raises:
-        UsageError: one of them is a folder that the image has itself.
-    """
+    """Folders of the host without which the run cannot go on inside."""
     entry, settings = spec.entry, spec.settings
     named = {
         "--runs": str(run.root.parent),

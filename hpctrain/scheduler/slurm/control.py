@@ -361,11 +361,7 @@ def _carry_out(control: JobControl, what: str, nodes: Sequence[str]) -> object:
 
 
 def _receive(connection: socket.socket, patience_s: float) -> bytes:
-    """One line, without its end.
-
-    Raises:
-        OSError: none came in time, or the other has gone.
-    """
+    """One line, without its end."""
     deadline, got = clock.monotonic() + patience_s, b""
     while not got.endswith(b"\n"):
         connection.settimeout(max(0.01, deadline - clock.monotonic()))
@@ -453,12 +449,7 @@ class RelayedControl:
         self._ask("forbid_requeue")
 
     def _ask(self, what: str, nodes: Sequence[str] = ()) -> Any:
-        """What the process said.
-
-        Raises:
-            ClusterError: SLURM has refused.
-            ClusterUnreachable: it, or the process, gave no answer.
-        """
+        """What the process said."""
         nonce = secrets.token_hex(8)
         text = json.dumps({"what": what, "nodes": list(nodes), "nonce": nonce})
         try:
@@ -476,12 +467,7 @@ class RelayedControl:
         return answer["value"]
 
     def _connect(self) -> socket.socket:
-        """Connect, once the process has come; it is waited for at the beginning only.
-
-        Raises:
-            OSError: it is not there.
-            ValueError: what lies there names no port.
-        """
+        """Connect, once the process has come; it is waited for at the beginning only."""
         while True:
             try:
                 port = int(read_plain(self._path))
