@@ -71,6 +71,9 @@ class InPlaceAgent(NodeAgent):
             self.left_out = out
             return RoundEnd("failed", why=str(out), left_out=str(out))
 
+    def _without_first(self) -> RoundEnd:
+        raise LeftOut(super()._without_first().why, first_is_gone=True)
+
     def _announce_end(self, group: WorkerGroup) -> None:
         """The liveness channel does so, as this agent leaves."""
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
 SAMPLE_S = 5.0
+LONGEST_GAP_S = 10.0
+"""So much of the time between two looks at another agent counts as its silence."""
 SAY_S = 30.0
 """After so long a silence of all that are left it is said who is waited for."""
 CPU_SHARE = 0.02
@@ -96,6 +98,36 @@ def _io_bytes(pid: int) -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+
+
+class FirstAgent:
+    """Whether the agent of node 0 still runs, as another one sees it whose ranks have ended.
+
+    Only time counts that this agent has seen pass: a suspended job stands still as a whole.
+    """
+
+    def __init__(self, wait_s: float) -> None:
+        """Hear nothing so far.
+
+        Args:
+            wait_s: How long it may say nothing; 0 for any time.
+        """
+        self._wait_s = wait_s
+        self._said: object = self
+        self._quiet_s = 0.0
+        self._looked_s = clock.monotonic()
+
+    def is_silent(self, said: object) -> bool:
+        """Whether it has said nothing for too long.
+
+        Args:
+            said: Its last word; it says another one again and again.
+        """
+        now = clock.monotonic()
+        gap_s, self._looked_s = min(now - self._looked_s, LONGEST_GAP_S), now
+        self._quiet_s = self._quiet_s + gap_s if said == self._said else 0.0
+        self._said = said
+        return bool(self._wait_s) and self._quiet_s > self._wait_s
 
 
 class LifeWatch:

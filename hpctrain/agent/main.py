@@ -376,7 +376,8 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         if isinstance(agent, InPlaceAgent) and agent.left_out is not None:
             return _leave(agent, agent.left_out, rendezvous, ending, lifeline)
         if hooks is None or agent.end is None:
-            return 0
+            # Not 0 where node 0's agent is silent: the scheduler ends it; the batch side decides.
+            return int(agent.end is not None and bool(agent.end.left_out))
         return ending.conclude(agent.attempt_number, agent.end, deadline)
     except NothingToResume as error:
         if hooks is None:

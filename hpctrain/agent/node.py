@@ -29,7 +29,7 @@ from hpctrain.agent.hang_watch import (
     NodeRank,
     RoundHangs,
 )
-from hpctrain.agent.lingering_ranks import SAY_S, LifeWatch, NodeEnds, in_words
+from hpctrain.agent.lingering_ranks import SAY_S, FirstAgent, LifeWatch, NodeEnds, in_words
 from hpctrain.agent.log_index import LogIndexer
 from hpctrain.agent.notify import telling
 from hpctrain.agent.ranks import collect, first_causal, settle_s
@@ -85,6 +85,8 @@ STOP = "stop"
 LOOK_ANYWAY_S = 5.0
 """So often node 0 looks for reports whatever their count is, and each agent whether what it has
 said still stands there: anybody can change both."""
+LEAST_FIRST_S = 30.0
+"""How long node 0's agent may say nothing at least, however short `run.end_wait_s` is."""
 LOOK_EACH_S = 0.001
 """For each node so long between two looks: a thousand that report one by one are not a million
 questions. The last one's report is looked for at once."""
@@ -418,12 +420,14 @@ class NodeAgent(LocalElasticAgent):
 
     def _watch_round(self, *, reported: bool = False) -> RoundEnd:
         reports = _Reports()
-        said_at = clock.monotonic()
+        said_at, first = clock.monotonic(), FirstAgent(self._first_wait_s)
         self._hangs = self._round_hangs()
         while True:
             if clock.monotonic() > said_at + LOOK_ANYWAY_S:
                 self._say_again()
                 said_at = clock.monotonic()
+                if self._has_lost_first(first) and reported:
+                    return self._without_first()
             multiprocessing.connection.wait(  # those of ended ranks are always ready
                 [one.sentinel for one in self._processes() if one.exitcode is None], timeout=POLL_S
             )
@@ -444,6 +448,24 @@ class NodeAgent(LocalElasticAgent):
                     self._publish(asdict(verdict))
             if verdict is not None:
                 return verdict
+
+    def _has_lost_first(self, first: FirstAgent) -> bool:
+        """Whether node 0's agent, which shows here that it runs, has not done so for too long."""
+        if self._hooks is not None:
+            self._news_store.set(self._key("first"), clock.monotonic())
+            return False
+        return first.is_silent(self._news_store.get(self._key("first")))
+
+    @property
+    def _first_wait_s(self) -> float:
+        return max(self._end_wait_s, LEAST_FIRST_S) if self._end_wait_s else 0.0
+
+    def _without_first(self) -> RoundEnd:
+        """Nobody says how the round ends: leave, and have the scheduler see to the job."""
+        name, for_s = self._meeting_place.names()[0], duration(self._first_wait_s)
+        why = f"all ranks of this node ended, and the agent of {name} said nothing for {for_s}"
+        log.warning("%s", why)
+        return RoundEnd("hung", why=why, left_out=why)
 
     def _round_hangs(self) -> RoundHangs | None:
         """What watches this round for hangs; None where its ranks have no board."""

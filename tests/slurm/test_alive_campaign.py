@@ -19,7 +19,7 @@ import pytest
 
 from hpctrain.history.lineage import lineage
 from hpctrain.history.run_history import RunHistory
-from tests.support import processes
+from tests.support import node_processes, processes
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import (
     assert_same_bits,
@@ -37,7 +37,17 @@ FAULTS = int(os.environ.get("HPCTRAIN_DISTURBANCES", "200"))
 A_ROUND = 6
 STEPS = 160
 LEASE_S = 3
-LONG_S = 120
+PROCESSES = {
+    ("control", signal.SIGKILL): True,
+    ("control", signal.SIGSTOP): True,
+    ("store", signal.SIGKILL): True,
+    ("store", signal.SIGSTOP): True,
+    ("replica server", signal.SIGKILL): False,
+    ("replica server", signal.SIGSTOP): False,
+    ("writer", signal.SIGKILL): False,
+}
+"""A process of a node and a signal to it: whether ranks start again for it."""
+LOSING = [("liveness", signal.SIGKILL), ("liveness", signal.SIGSTOP)]
 SETTINGS = {
     "train.steps": STEPS,
     "train.step_delay_s": 0.1,
@@ -51,6 +61,8 @@ SETTINGS = {
     "alive.lease_s": LEASE_S,
     "alive.hang_s": 4,
     "checkpoint.timeout_s": 15,
+    "alive.memory": "auto",
+    "alive.memory_steps": 2,
 }
 
 
@@ -70,11 +82,12 @@ class Faults:
     def choose(self):
         """A fault that this round can survive."""
         kinds = [self.kill_a_rank, self.stop_a_rank, self.kill_all_ranks_of_a_node]
-        kinds.append(self.stop_a_node_for_a_moment)
+        kinds += [self.stop_a_node_for_a_moment, self.hit_a_process, self.hit_a_process]
         if len(self._checkpoints()) > 1:  # with none left the run stops, and says why
             kinds.append(self.tear_the_newest_checkpoint)
         if self.round["spares"]:
             kinds += [self.kill_a_node, self.freeze_a_node, self.kill_an_agent]
+            kinds.append(self.hit_a_liveness_process)
         return random.choice(kinds)
 
     def kill_a_rank(self):
@@ -115,6 +128,22 @@ class Faults:
     def kill_an_agent(self):
         os.kill(processes.parent(self._ranks(self._a_node())[0]), signal.SIGKILL)
         return True
+
+    def hit_a_process(self):
+        hit = random.choice(list(PROCESSES))
+        return self._hit(*hit) and PROCESSES[hit]
+
+    def hit_a_liveness_process(self):
+        return self._hit(*random.choice(LOSING))
+
+    def _hit(self, kind, signum):
+        """Whether a process of that kind was there."""
+        node = self._a_node() if kind != "store" else self.round["nodes"][0]
+        pids = self.slurm.pids_of_job(self.run.job_id, node)
+        found = [pid for pid in pids if node_processes.kind_of(pid) == kind]
+        self.where += f" {kind} {signum.name}" if found else f" no {kind}"
+        processes.kill_all(found[:1], signum)
+        return bool(found)
 
     def thaw(self):
         """What was frozen goes on, and is to leave."""
@@ -167,7 +196,6 @@ def disturbed(run, faults, count, tell):
                     for event in run.events("phase", next_one)
                     if all_fields(event)["name"] == "first_step"
                 ],
-                LONG_S,
             )
             took.append((name, stepped[0].t - began))
         else:

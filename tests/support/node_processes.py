@@ -67,7 +67,7 @@ def of_job(job_id: str) -> list[NodeProcess]:
         if kind:
             found.append(NodeProcess(kind, agents[parent], pid))
     for pid, parent in parents.items():
-        if parent in ranks and NAMES.get(_name(pid)) == "writer":
+        if parent in ranks and kind_of(pid) == "writer":
             found.append(NodeProcess("writer", ranks[parent], pid))
     return sorted(found, key=lambda one: (one.node, KINDS.index(one.kind), one.pid))
 
@@ -81,7 +81,12 @@ def child(agent: int, kind: str) -> int:
     """The process of a kind that an agent has forked, by their ids."""
     parents = processes.parents()
     own = [pid for pid, parent in parents.items() if parent == agent]
-    return next(pid for pid in own if NAMES.get(_name(pid)) == kind)
+    return next(pid for pid in own if kind_of(pid) == kind)
+
+
+def kind_of(pid: int) -> str:
+    """What a process is for, by its name; "" for an agent, a rank or another's."""
+    return NAMES.get(_name(pid), "")
 
 
 def _name(pid: int) -> str:

@@ -623,3 +623,18 @@ def test_an_agent_that_says_nothing_as_others_have_returned_is_not_waited_for_fo
     assert played.end.silent_nodes == [silent]
     assert not played.end.restart
     assert f"n{silent}" in played.end.why
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("size", [None, RoundSize(3, 2)])
+def test_where_the_first_agent_says_nothing_the_others_leave_and_say_so(seed, size):
+    made = job(seed, 3, size, end_wait_s=30.0)
+    made.simulation.after(5.0, partial(made.fault, "agent_stops", 0))
+    made.simulation.after(120.0, partial(made.fault, "over", 0))
+    played = made.run(BOUND_S)
+    why = "all ranks of this node ended, and the agent of n0 said nothing for 30 s"
+    for node in played.nodes[1:]:
+        assert not node.is_killed
+        assert node.agent.end.left_out == why
+        assert (node.number, why) in played.warned
+        assert size is None or node.left_out.first_is_gone
