@@ -24,13 +24,11 @@ HEAD = """\
 
 <!-- Written by `make settings` from hpctrain/settings/schema.py; change it there. -->
 
-Values come from these places, and the later one wins: the defaults below, `[settings.*]` of the
-site's preset, the SBATCH_* variables of your shell that the preset keeps (without a preset
-SBATCH_ACCOUNT, SBATCH_PARTITION and SBATCH_QOS), `~/.config/hpctrain/hpctrain.toml` for all of your
-runs, `hpctrain.toml` in the directory of the submit (or `--config FILE`), and flags.
-Any setting has a flag: `--set section.key=value`; those that are used most have one of their own
-(`--nodes`, `--time`, ...: see `hpctrain submit --help`).
-A key that hpctrain does not know is refused, with the nearest one that it knows.
+Later places win: the defaults below, `[settings.*]` of the site's preset, the SBATCH_* variables
+that the preset keeps (without a preset SBATCH_ACCOUNT, SBATCH_PARTITION and SBATCH_QOS),
+`~/.config/hpctrain/hpctrain.toml`, `hpctrain.toml` in the directory of the submit (or
+`--config FILE`), and flags. Any setting has the flag `--set section.key=value`; common ones have
+their own (`hpctrain submit --help`). An unknown key is refused, with the nearest known one.
 
 ```toml
 # hpctrain.toml
@@ -42,12 +40,11 @@ time = "12:00:00"
 steps = 2000
 ```
 
-`spec.json` in the run's directory has every value with the place it came from, and
-`hpctrain submit --dry-run --json` shows the same before anything is submitted.
-The ranks' environment comes from `[env.*]` of the site's preset, the `[env]` table of
-`hpctrain.toml`, `--env NAME=VALUE`, and what the job's own shell has set; the later one wins, and
-`attempts/N/environment.json` in the run's directory says who won. Secrets do not belong into the
-first three: the run's files are readable for whoever reads the run.
+`spec.json` in the run's directory and `hpctrain submit --dry-run --json` show every value with its
+origin. The ranks' environment comes from `[env.*]` of the preset, the `[env]` table of
+`hpctrain.toml`, `--env NAME=VALUE`, and the job's own shell; later ones win, and
+`attempts/N/environment.json` has the origins. Put no secrets into the first three: whoever can read
+the run can read them.
 """
 
 

@@ -22,11 +22,9 @@ HEAD = """\
 
 <!-- Written by `make settings` from hpctrain/site/schema.py; change it there. -->
 
-A preset is a TOML file that says what a cluster demands and what its network needs.
-Every table and key is optional: what is left out is unknown, and nothing is guessed.
-A key that hpctrain does not know is refused, with the nearest one that it knows and the line.
-The same rules as a JSON Schema, for editors and continuous integration:
-[site.schema.json](site.schema.json).
+[A preset for your cluster](sites.md) shows how to write one. Every table and key is optional; a
+missing value is unknown. An unknown key is refused, with the nearest known one and the line.
+[site.schema.json](site.schema.json) has the same rules for editors.
 
 ```toml
 name = "juniper"
@@ -49,47 +47,33 @@ socket_ifnames = { value = ["ib0"], source = "guide", why = "the management netw
 interval_s = 600.0
 ```
 
-## Where presets lie
+## Layers
 
-Later layers win: the presets that come with hpctrain (`packaged`); `/etc/hpctrain/sites`, then
-the folders of `HPCTRAIN_SITE_PATH`, of which the first wins (`system`);
-`$XDG_CONFIG_HOME/hpctrain/sites`, by default `~/.config/hpctrain/sites` (`user`); `site.toml`
-beside `hpctrain.toml` (`project`, for whatever site is used, or for one alone if it has a
-`name`).
-A file is laid on those of the same name in lower layers, key by key, so that an admin changes one
-value of a packaged preset with a file of three lines.
-`hpctrain sites show NAME --origin` prints each value's layer, file and line.
+Later layers win, key by key: packaged presets (`packaged`); `/etc/hpctrain/sites` and the folders
+of `HPCTRAIN_SITE_PATH`, of which the first wins (`system`); `~/.config/hpctrain/sites` (`user`);
+`site.toml` beside `hpctrain.toml` (`project`). `hpctrain.toml`, the environment and flags win over
+all. A file named by its path (`--site ./juniper.toml`) is used without files of that name.
+`hpctrain sites show NAME --origin` prints layer, file and line of each value.
 
-A file that is named by its path (`--site ./juniper.toml`) is taken without the layers' files of
-that name.
-`hpctrain.toml`, the environment and flags are laid on all of this as settings
-([settings](settings.md)).
+## Rules for every table
 
-## What holds in every table
-
-- A value may be a plain one, or `{ value = ..., source = "guide", why = "..." }`.
-- `source = "guide"` in a table holds for every value in it and in the tables below; the nearest
-  wins. It names a key of `[sources]`, of the file itself or of one below it. Where two files give
-  one name to different sources, the lower one's is renamed (`guide.2`).
-- A list in a higher layer replaces the one below; `NAME_add` appends to it instead.
-- `extends = "ib"` lays the preset on another one, with everything but its `[detect]` and the keys
-  outside tables, except `[sources]`.
+- A value may be plain, or `{ value = ..., source = "guide", why = "..." }`.
+- `source = "guide"` in a table holds for its values and for the tables below; the nearest wins. It
+  names a key of `[sources]`.
+- A list replaces the one of a lower layer; `NAME_add` appends to it.
+- `extends = "ib"` takes everything from another preset except `[detect]` and the keys outside
+  tables; `[sources]` are taken too.
 - In `[env.*]` and other tables of variables the names are yours.
 
-## How a site is recognised
+## Detection and locks
 
-In this order: `--site`, `HPCTRAIN_SITE`, `site` in `hpctrain.toml`; then every preset's
-`[detect]` is held against this machine.
-A pattern must match the whole text. Of several sites that match the highest `priority` wins, then
-a variable over a marker file over SLURM's ClusterName over the host's name; where that does not
-decide, submitting is refused with the reasons of both.
-A job keeps the site that was chosen at submit. `--site none` uses none.
+The site comes from `--site`, `HPCTRAIN_SITE`, `site` in `hpctrain.toml`, then `[detect]`. A pattern
+must match the full text. The highest `priority` wins, then a variable over a marker file over
+SLURM's ClusterName over the host's name; if that does not decide, `submit` refuses with both
+reasons. A job keeps its site. `--site none` uses none.
 
-## Locked values
-
-`[lock]` in a packaged or system file names what users do not change: values, or whole tables.
-A user's or project's file, `hpctrain.toml`, `--env` or a flag that changes one is refused with
-both places, unless `--allow-locked` is given; then it is recorded in the run.
+`[lock]` in a packaged or system file names values or tables that users may not change. A change is
+refused with both places; `--allow-locked` permits and records it.
 """
 SETTINGS_TEXT = """\
 Defaults of hpctrain's own settings, for everybody at the site: any section and key of

@@ -170,7 +170,7 @@ def submit(
         snapshot: Run a copy of the script's git-tracked files; by default up to 64 MB.
         checkpoint: Where the program saves its own checkpoints, as patterns of paths.
         resume_args: Arguments for a program that must be told to resume, in one text; added from
-            the second start on. "{checkpoint}" in it is the newest whole sealed checkpoint.
+            the second start on. "{checkpoint}" in it is the newest complete registered checkpoint.
         resume_if: Add them where this pattern of paths matches instead.
         begin: RUN or RUN@STEP: begin with that checkpoint of another run.
         without: What of it begins anew: "optimizer", "data".

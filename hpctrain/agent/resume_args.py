@@ -65,7 +65,7 @@ def resume_args(
     if resume is not None:
         why = f"there is {resume}"
     elif missing:
-        return ResumeArgs(why="there is no sealed checkpoint so far")
+        return ResumeArgs(why="there is no registered checkpoint so far")
     elif pattern:
         if not (matches := sorted(glob.glob(pattern, root_dir=cwd, recursive=True))):  # noqa: PTH207
             return ResumeArgs(why=f"nothing matches {pattern}")

@@ -103,7 +103,7 @@ class SealWatch:
         self._over.set()
         self._thread.join(JOIN_S)
         if self._thread.is_alive():
-            log.warning("a disk does not answer; what the program saved last is not sealed")
+            log.warning("a disk does not answer; what the program saved last is not registered")
             return
         if self.returned and kind is None:
             self._leave_word()
@@ -210,7 +210,9 @@ class SealWatch:
             log.warning("%s", error)
             return False
         except Exception as error:  # noqa: BLE001 - whatever it is, the ranks train on
-            log.warning("checkpoints are not sealed just now: %s: %s", type(error).__name__, error)
+            log.warning(
+                "checkpoints are not registered just now: %s: %s", type(error).__name__, error
+            )
         return True
 
 

@@ -61,7 +61,7 @@ def check_lead(job: ForecastFacts, past: PastSaves | None) -> list[CheckLine]:
     """Whether a step and a save fit before the time limit, and after a notice."""
     if past is None:
         rule = f"the save before the end needs {_rule(job)}; the time limit is {_span(job.limit_s)}"
-        hint = "the first save of a run here tells how long one takes"
+        hint = "the first save of a run here shows how long one takes"
         return [CheckLine("lead time", NOT_KNOWN, f"no run of it has saved here: {rule}", hint)]
     step_s = past.step_s or 0.0
     need = job.margin_s + interval.CLOCK_SAFETY * past.save_s + 2 * step_s
@@ -181,7 +181,7 @@ def check_room_for(
         return CheckLine("disk", NOT_KNOWN, message)
     if past is None or past.size_bytes is None or free_bytes is None:
         message = f"{words} of a size that is not known before a first save; {free} free"
-        hint = "--rehearse tells a checkpoint's size; `hpctrain plan` forecasts it from the model"
+        hint = "--rehearse shows a checkpoint's size; `hpctrain plan` forecasts it from the model"
         return CheckLine("disk", NOT_KNOWN, message, hint)
     need = kept * past.size_bytes
     message = f"{words} of {size(past.size_bytes)} (as {past.run} saved): {size(need)}; {free} free"

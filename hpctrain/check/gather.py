@@ -82,7 +82,7 @@ def check_all(request: SubmitRequest, say: Say) -> tuple[CheckList, Prepared | N
         checks.lines.append(CheckLine(which, FAIL, str(error)))
         _look_alone(request, checks, say)
         message = "what comes after the failed check was not looked at"
-        checks.lines.append(CheckLine("the rest", NOT_KNOWN, message, "mend that, and check again"))
+        checks.lines.append(CheckLine("the rest", NOT_KNOWN, message, "fix that, and check again"))
         return checks, None
     spec = prepared.spec
     site = None if spec.preset is None else Site.from_plain(spec.preset)

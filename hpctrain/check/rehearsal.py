@@ -74,7 +74,7 @@ def add_rehearsal(
     )
     if broken is not None:
         message = f"not tried: {broken} failed"
-        checks.lines.append(CheckLine("rehearse", NOT_KNOWN, message, "mend that first"))
+        checks.lines.append(CheckLine("rehearse", NOT_KNOWN, message, "fix that first"))
         return
     checks.lines += rehearse(request, say, tells=checks.tells, patience_s=patience_s)
 
@@ -114,7 +114,7 @@ def _result_lines(stage: RehearsalStage, say: Say) -> list[CheckLine]:
     if not attempts or not attempts[-1].last:
         return [_no_steps(attempts)]
     stage.preempt(job_id)
-    say("rehearse: preempted, until it goes on")
+    say("rehearse: preempted, until it resumes")
     attempts = stage.wait(run, job_id, _went_on)
     stage.end(job_id)
     if len(attempts) == 1:
@@ -123,7 +123,7 @@ def _result_lines(stage: RehearsalStage, say: Say) -> list[CheckLine]:
     line = stop_line(before, after)
     if line.status == FAIL:
         return [line]
-    say("rehearse: the same in peace")
+    say("rehearse: the same, undisturbed")
     run, job_id = stage.start("undisturbed", RANKS, sets=sets)
     whole = stage.wait(run, job_id, lambda seen: bool(seen) and seen[0].last >= after.last)[0]
     stage.end(job_id)
@@ -145,8 +145,8 @@ def _no_steps(attempts: list[RehearsedAttempt]) -> CheckLine:
     return CheckLine(
         "rehearse",
         NOT_KNOWN,
-        f"{ended} and told of no step: nothing could be stopped and compared",
-        "`hpctrain help getting-started` says how a program tells its steps",
+        f"{ended} and reported no step: nothing could be stopped and compared",
+        "`hpctrain help getting-started` says how a program reports its steps",
     )
 
 
@@ -161,7 +161,7 @@ def _never_stopped(attempt: RehearsedAttempt) -> CheckLine:
 
 
 def stop_line(before: RehearsedAttempt, after: RehearsedAttempt) -> CheckLine:
-    """Whether it saved at the notice, and went on from there."""
+    """Whether it saved at the notice, and resumed from there."""
     shape = f"{RANKS} ranks, preempted at step {before.last}"
     if before.reason is not EndReason.PREEMPTED:
         reason = before.reason.value if before.reason else "not known"
@@ -170,7 +170,7 @@ def stop_line(before: RehearsedAttempt, after: RehearsedAttempt) -> CheckLine:
     if after.restored is None or after.restored < before.last:
         restored = after.restored or 0
         message = (
-            f"{shape}: saved step {saved}, went on from step {restored}: "
+            f"{shape}: saved step {saved}, resumed from step {restored}: "
             f"{before.last - restored} steps are lost"
         )
         return CheckLine(
@@ -188,8 +188,8 @@ def loss_line(
     name = _LOSS
     first, second = compared(before.losses, whole.losses), compared(after.losses, whole.losses)
     if not second.steps:
-        message = "the program tells no loss of its steps: nothing could be compared"
-        return CheckLine(name, NOT_KNOWN, message, "run.log(loss=...) tells it")
+        message = "the program reports no loss: nothing could be compared"
+        return CheckLine(name, NOT_KNOWN, message, "run.log(loss=...) reports it")
     if first.parts_at is not None:
         message = (
             f"two starts differ at step {first.parts_at} already, before any stop: what the stop "
@@ -198,11 +198,8 @@ def loss_line(
         return CheckLine(name, NOT_KNOWN, message, "seed what is random, the same on every start")
     steps = f"steps {min([*first.steps, *second.steps])} to {second.steps[-1]}"
     if second.parts_at is None:
-        return CheckLine(name, OK, f"{steps} as in a run in peace, bit for bit")
-    message = (
-        f"from step {second.parts_at} on it trains something else than a run in peace: "
-        f"{_worst(second)}"
-    )
+        return CheckLine(name, OK, f"{steps} as in an undisturbed run, bit for bit")
+    message = f"from step {second.parts_at} on it differs from an undisturbed run: {_worst(second)}"
     hint = "something is not saved: the data's position, a generator's state, a scheduler"
     return CheckLine(name, FAIL, message, hint)
 
@@ -237,7 +234,7 @@ def rank_line(comparison: LossComparison) -> CheckLine:
         return CheckLine(name, OK, message)
     message = f"from step {comparison.parts_at} on 1 rank and {RANKS} differ: {_worst(comparison)}"
     hint = (
-        "right where the batch grows with the ranks, or the loss told is rank 0's own; otherwise "
+        "right if the batch grows with the ranks, or the loss is rank 0's own; otherwise "
         "ranks read the same samples, or gradients are not averaged"
     )
     return CheckLine(name, NOTE, message, hint)
@@ -268,7 +265,7 @@ def _silent(stage: RehearsalStage, say: Say) -> list[CheckLine]:
     if not before.losses or not after.losses:
         message = "it prints no loss with its step: nothing could be compared"
         return [*lines, CheckLine(_LOSS, NOT_KNOWN, message)]
-    say("rehearse: the same in peace")
+    say("rehearse: the same, undisturbed")
     run, job_id = stage.start("undisturbed", RANKS)
     stage.wait(run, job_id, _Printing(run, 1, after.last))
     stage.end(job_id)
@@ -288,14 +285,15 @@ def resume_line(
     name = "rehearse: resume"
     again = began_again(before, after)
     if again is None:
-        message = "could not tell whether its second start went on"
+        message = "not known whether its second start resumed"
         hint = "print the epoch and the step with each line, e.g. `epoch 3 step 20 loss 1.9`"
         return CheckLine(name, NOT_KNOWN, message, hint)
     if not again:
-        message = f"came to {place_text(max(before))}, went on at {place_text(after[0])}"
+        message = f"came to {place_text(max(before))}, resumed at {place_text(after[0])}"
         return CheckLine(name, OK, message)
     message = (
-        f"came to {place_text(max(before))}, began anew at {place_text(after[0])}: each preemption "
+        f"came to {place_text(max(before))}, started over at {place_text(after[0])}: each "
+        "preemption "
         "costs all that was trained"
     )
     hint = "--checkpoint and --resume-args name what to resume (`hpctrain help getting-started`)"
@@ -311,7 +309,8 @@ def printed_line(
     """As `loss_line`, of a program of which hpctrain promises nothing."""
     if whole.losses and min(whole.losses) > min(before.losses):
         message = (
-            f"the run in peace began with step {min(whole.losses)}, from what the one before had "
+            f"the undisturbed run began with step {min(whole.losses)}, from what the one "
+            "before had "
             "left in the program's own folder: nothing could be compared"
         )
         return CheckLine(_LOSS, NOT_KNOWN, message)

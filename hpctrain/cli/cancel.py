@@ -114,12 +114,12 @@ def _report(name: str, job_id: str, history: RunHistory, *, asked: bool, saves: 
     if not saves:
         kept = f"its newest checkpoint is of step {step}" if step else "it had saved nothing yet"
         if history.sealed_path:
-            kept = f"its newest sealed checkpoint is {history.sealed_path}"
+            kept = f"its newest registered checkpoint is {history.sealed_path}"
         elif not step and reported(history).is_silent:
             kept = "hpctrain does not know what its program has saved"
         had = "; it was not training, so there was nothing more to save" if asked else ""
         return f"cancelled job {job_id} of {name}; {kept}{had}"
-    lines = [f"asked {name} (job {job_id}) to save and leave; it is not requeued"]
+    lines = [f"asked {name} (job {job_id}) to save and stop; it is not requeued"]
     if not listens(history):
         lines.append(
             "its program has not called hpctrain.init() so far: it stops only if it catches "

@@ -471,7 +471,7 @@ def path_command(runs: Path, run: str, step: int | None, *, as_json: bool) -> No
     directory = find_run(run, runs=runs)
     looked, _ = resume.glance(directory, at_step=step)
     if looked is None or looked.stored.seal is None:
-        raise NotFound(f"{directory.name} has no sealed checkpoints")
+        raise NotFound(f"{directory.name} has no registered checkpoints")
     seal = looked.stored.seal
     as_it_lies = resume.is_as_sealed(looked.stored)
     path = seal.path if as_it_lies else str(looked.stored.copy)

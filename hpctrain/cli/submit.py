@@ -276,7 +276,7 @@ def _in_short(text: str, spec: Spec) -> str:
     if len(setup) > SETUP_SHOWN:
         lines.append(f"# ... {len(setup) - SETUP_SHOWN} more")
     lines += ["", f"# each rank ({_shape(spec)}), in {spec.entry.cwd}:", shlex.join(spec.command())]
-    return "\n".join([*lines, "", "# --script shows the whole batch script"])
+    return "\n".join([*lines, "", "# --script shows the full batch script"])
 
 
 def _environment(spec: Spec) -> dict[str, str]:

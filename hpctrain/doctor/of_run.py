@@ -119,11 +119,11 @@ def _with_what_follows(
         return replace(
             diagnosis,
             headline=f"{diagnosis.headline}; the job could not be requeued: {stuck}",
-            do=("`hpctrain resume RUN` goes on in a new job",),
+            do=("`hpctrain resume RUN` continues in a new job",),
         )
     if attempt.next not in {Next.REQUEUE, Next.LEAVE}:
         return diagnosis
-    do = ["nothing: the job was requeued and the run goes on"]
+    do = ["nothing: the job was requeued and the run continues"]
     if reported(history).is_silent:
         do.append(
             "the program reported no step and no checkpoint: see that it loads its newest "

@@ -65,22 +65,24 @@ FAULTS = {
         DrillFault(
             "kill_rank",
             "SIGKILL to one rank",
-            "the run goes on by itself; steps since the last committed checkpoint are lost at most",
+            "the run resumes by itself; at most the steps since the last committed checkpoint "
+            "are lost",
         ),
         DrillFault(
             "kill_agent",
             "SIGKILL to the agent of a node",
-            "the run goes on by itself; steps since the last committed checkpoint are lost at most",
+            "the run resumes by itself; at most the steps since the last committed checkpoint "
+            "are lost",
         ),
         DrillFault(
             "preempt",
             "sends the notice of a preemption",
-            "the run saves, leaves, and comes back; no step is lost",
+            "the run saves, stops, and comes back; no step is lost",
         ),
         DrillFault(
             "tear_checkpoint",
             "cuts a file of the newest checkpoint in half, then kills a rank",
-            "a torn checkpoint is never loaded; the next older whole one is, and it is told why",
+            "a torn checkpoint is never loaded; the next older complete one is, and the reason is reported",
             on_live=False,
         ),
         DrillFault(
@@ -114,7 +116,7 @@ FAULTS = {
         DrillFault(
             "second_writer",
             "another attempt takes the run over while its ranks go on (a node thought dead)",
-            "two attempts never write into one run: the older one commits nothing more, and leaves",
+            "two attempts never write into one run: the older one commits nothing more, and exits",
             on_live=False,
         ),
     )
@@ -239,7 +241,7 @@ def judge_flushed(name: str, answers: Sequence[list[str] | str]) -> DrillVerdict
     blind = [one for one in untold if one != WRITTEN_ELSEWHERE]
     if blind or len(untold) == len(answers):
         return DrillVerdict("not tried", (blind or [WRITTEN_ELSEWHERE])[0])
-    return DrillVerdict("kept", f"{name} lies on the disk whole")
+    return DrillVerdict("kept", f"{name} is on disk, complete")
 
 
 def _trains(attempt: AttemptRecord) -> bool:
@@ -280,7 +282,7 @@ def _nothing_followed(planted: Planted, history: RunHistory) -> DrillVerdict:
     """Why the run does not go on, as far as the ledger tells."""
     met = history.attempt(planted.attempt)
     if met is None or not met.is_over:
-        return DrillVerdict("broken", f"attempt {planted.attempt} neither ended nor went on")
+        return DrillVerdict("broken", f"attempt {planted.attempt} neither ended nor continued")
     why = met.stopped_for_good or met.detail
     ended = f"attempt {met.number} ended ({met.reason}{', ' + why if why else ''})"
     return DrillVerdict("broken", f"{ended}, and none trains after it")
@@ -293,12 +295,12 @@ def _killed(planted: Planted, history: RunHistory, _: frozenset[str]) -> DrillVe
     committed, restored = _committed(planted, history), new.restored_step or 0
     if restored < committed:
         return DrillVerdict(
-            "broken", f"went on from step {restored}, though step {committed} was committed"
+            "broken", f"resumed from step {restored}, though step {committed} was committed"
         )
     lost = max(0, (met.last_step or 0) - restored)
     return DrillVerdict(
         "kept",
-        f"attempt {new.number} went on from step {restored}, the newest committed; "
+        f"attempt {new.number} resumed from step {restored}, the newest committed; "
         f"{count(lost, 'step')} done again",
     )
 
@@ -317,7 +319,7 @@ def _preempted(planted: Planted, history: RunHistory, on_disk: frozenset[str]) -
         if met.last_step is None
         else DrillVerdict(
             "kept",
-            f"saved and left at step {met.last_step}, attempt {new.number} went on from there",
+            f"saved and left at step {met.last_step}, attempt {new.number} resumed from there",
         )
     )
 
@@ -333,11 +335,11 @@ def _damaged(planted: Planted, history: RunHistory, _: frozenset[str]) -> DrillV
         return DrillVerdict("not tried", "a newer state was restored", again=True)
     older = _committed(planted, history, below=planted.damaged_step)
     if restored < older:
-        return DrillVerdict("broken", f"went on from step {restored}, though {older} was whole")
+        return DrillVerdict("broken", f"resumed from step {restored}, though {older} was whole")
     reasons = [one.reason for one in (*new.skipped, *history.set_aside) if one.name == name]
     if not reasons:
         return DrillVerdict("broken", f"{name} was passed over, and nobody was told")
-    return DrillVerdict("kept", f"went on from step {restored}; {name} left out: {reasons[0]}")
+    return DrillVerdict("kept", f"resumed from step {restored}; {name} left out: {reasons[0]}")
 
 
 def _frozen(planted: Planted, history: RunHistory, on_disk: frozenset[str]) -> DrillVerdict:
@@ -346,7 +348,7 @@ def _frozen(planted: Planted, history: RunHistory, on_disk: frozenset[str]) -> D
         return _killed(planted, history, on_disk)
     if newest is None or newest.is_over or (newest.last_step or 0) <= planted.step:
         return _nothing_followed(planted, history)
-    return DrillVerdict("kept", f"the same attempt went on, to step {newest.last_step}")
+    return DrillVerdict("kept", f"the same attempt continued, to step {newest.last_step}")
 
 
 def _in_attempt(planted: Planted, history: RunHistory) -> Sequence[SaveRecord] | DrillVerdict:

@@ -61,4 +61,4 @@ def seal(run: Run, step: int, path: Path) -> None:
         raise
     except CheckpointError as error:
         if run.world.rank == 0:
-            log.warning("step %d is not sealed: %s; training goes on", step, error)
+            log.warning("step %d is not registered: %s; training continues", step, error)

@@ -120,7 +120,7 @@ def looked_at(taken: tuple[int, str] | None, skipped: Sequence[Skipped]) -> list
     ]
     if taken is not None:
         step, name = taken
-        rows.append({"step": step, "name": name, "taken": True, "why": "newest that is whole"})
+        rows.append({"step": step, "name": name, "taken": True, "why": "newest complete one"})
     return sorted(rows, key=lambda row: -int(row["step"]))
 
 

@@ -455,7 +455,9 @@ def reports_nothing(data: ReportData) -> Iterator[Advice]:
     evidence += f"{lost} is not known"
     do = f"have the program tell: {HOW_TO_REPORT}; one that saves and leaves when "
     do += "`run.should_stop()` says so loses nothing at a preemption or a time limit"
-    yield Advice("tells-nothing", "The program tells no steps", evidence, do, 0.5 if ends else 0.0)
+    yield Advice(
+        "tells-nothing", "The program reports no steps", evidence, do, 0.5 if ends else 0.0
+    )
 
 
 RULES: tuple[Callable[[ReportData], Iterator[Advice]], ...] = (

@@ -258,7 +258,7 @@ def _resume_marks(data: ReportData) -> dict[str, Any]:
         view, before = views.get(resume.attempt or 0), views.get((resume.attempt or 0) - 1)
         why = f" after {ended(before)}" if before is not None else ""
         on = f" on {escape(where(view))}" if view is not None else ""
-        texts.append(f"attempt {resume.attempt} went on from step {resume.step:,}{on}{escape(why)}")
+        texts.append(f"attempt {resume.attempt} resumed from step {resume.step:,}{on}{escape(why)}")
     return {
         "type": "scatter",
         "mode": "markers",

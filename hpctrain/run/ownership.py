@@ -196,7 +196,7 @@ def _refuse(run: RunDir, path: Path, hint: str, *, group: bool = False) -> None:
     why = distrust(path, group=group)
     if not why:
         return
-    command = f"; `chmod -R go-w {shlex.quote(str(run.root))}` mends it"
+    command = f"; `chmod -R go-w {shlex.quote(str(run.root))}` fixes it"
     mend = "" if why.startswith("belongs") else command
     raise ChecksFailed(f"{path} {why}: who can write a run decides what it runs as you{mend}{hint}")
 

@@ -369,7 +369,7 @@ class Saves:
 
     def _failed(self, step: int, error: Exception) -> None:
         self._event(SaveFailed(step=step, why=str(error)))
-        log.warning("%s; training goes on", error)
+        log.warning("%s; training continues", error)
 
     def _tell_interval(self) -> None:
         news = self._policy.news() if self._policy is not None else None

@@ -120,7 +120,7 @@ def _settled(plan: SealPlan, file: UnitFile, read: SealedFile | str) -> SealedFi
     try:
         return plan.seal_file(file)
     except OSError as error:
-        raise FileSystemFault(f"{plan.path} cannot be sealed: {error}") from error
+        raise FileSystemFault(f"{plan.path} cannot be registered: {error}") from error
 
 
 def resume_path(

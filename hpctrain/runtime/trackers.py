@@ -187,7 +187,7 @@ def start_threads(loggers: Sequence[str], run: TrackedRun) -> list[TrackerThread
             make = find(name)
         except Exception as error:  # noqa: BLE001 - whatever its import does, the run goes on
             log.warning(
-                "tracker %s cannot be imported (%s: %s); the run goes on without it",
+                "tracker %s cannot be imported (%s: %s); the run continues without it",
                 name,
                 type(error).__name__,
                 " ".join(str(error).split()),
@@ -295,7 +295,7 @@ class TrackerThread:
             tracker.close()
         except Exception as error:  # noqa: BLE001 - a tracker's bug costs its curves, not the run
             text = " ".join(str(error).split())
-            self._tell(f"{type(error).__name__}: {text}; the run goes on without it")
+            self._tell(f"{type(error).__name__}: {text}; the run continues without it")
         finally:
             with self._condition:
                 self._over = True

@@ -270,7 +270,7 @@ def test_damage_makes_all_ranks_load_the_one_before(outcomes, name):
 def test_damage_is_found_before_any_state_of_value_is_touched(outcomes, name):
     for ours in outcomes:
         alone = ours[f"{name} alone"]
-        assert "does not begin anew unasked" in alone["error"]
+        assert "does not start over by itself" in alone["error"]
         assert alone["touched"] == []
 
 

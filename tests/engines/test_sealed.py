@@ -69,7 +69,7 @@ def test_what_cannot_be_sealed_is_an_error_on_every_rank_and_training_can_go_on(
         program, 2, root=run.root, out=tmp_path / "out", steps=(5,), sealed=tmp_path / "nowhere"
     )
 
-    assert ranks == [("None", [f"{tmp_path / 'nowhere'} is not there; nothing was sealed"])] * 2
+    assert ranks == [("None", [f"{tmp_path / 'nowhere'} is not there; nothing was registered"])] * 2
     assert not list(run.sealed.iterdir()) if run.sealed.exists() else True
 
 

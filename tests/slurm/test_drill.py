@@ -66,7 +66,7 @@ def test_a_rank_is_killed_and_frozen_on_its_node_and_the_notice_is_heard(slurm, 
 
     assert {outcome for outcome, _ in found.values()} == {"kept"}, found
     assert "the newest committed" in found["kill_rank"][1]
-    assert "went on from there" in found["preempt"][1]
+    assert "resumed from there" in found["preempt"][1]
     history = RunHistory.of(ledger.read(run))
     first, *_, last = attempts(history)
     assert _reached(slurm, first.job_id, 2) == [first.nodes[-1], last.nodes[-1]]

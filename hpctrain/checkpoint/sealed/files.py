@@ -85,11 +85,13 @@ def _below(folder: Path, prefix: str, *, anybodys: bool) -> Iterator[UnitFile]:
 
 def _unit_file(path: Path, name: str, status: os.stat_result, *, anybodys: bool) -> UnitFile:
     if stat.S_ISLNK(status.st_mode):
-        raise CheckpointError(f"{path} is a link; only ordinary files are sealed")
+        raise CheckpointError(f"{path} is a link; only ordinary files are registered")
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is no ordinary file; only such are sealed")
+        raise CheckpointError(f"{path} is no ordinary file; only such are registered")
     if not anybodys and status.st_uid not in {os.geteuid(), ROOT}:
-        raise CheckpointError(f"{path} belongs to user {status.st_uid}; only your own are sealed")
+        raise CheckpointError(
+            f"{path} belongs to user {status.st_uid}; only your own are registered"
+        )
     return UnitFile(name, status.st_size, max(0, status.st_mtime_ns))
 
 
@@ -118,7 +120,9 @@ def sealed_file(
             digest = digest_of(copy, on_bytes)
         status = os.fstat(source.fileno())
     if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
-        raise CheckpointError(f"{path} was changed while it was sealed; seal what is written out")
+        raise CheckpointError(
+            f"{path} was changed while it was registered; seal what is written out"
+        )
     return SealedFile(file.name, file.size, digest, file.mtime_ns)
 
 

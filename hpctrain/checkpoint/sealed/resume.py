@@ -178,7 +178,7 @@ def _problem(
         return "is missing"
     if size_now != file.size:
         return f"is {size_now:,} bytes, sealed were {file.size:,}"
-    return None if digest == file.digest else "has other bytes than were sealed"
+    return None if digest == file.digest else "has other bytes than were registered"
 
 
 def _or_none(act: Callable[[], T]) -> T | None:
@@ -303,7 +303,7 @@ class Choice:
         self._run = run
         self._attempt = attempt
         self._patience = Patience(patience_s)
-        self._reading = BytesRead(f"verifying the sealed checkpoints of {run.name}", on_bytes)
+        self._reading = BytesRead(f"verifying the registered checkpoints of {run.name}", on_bytes)
         self._skipped: list[Skipped] = []
         self._aside: list[Skipped] = []
         self._looked_at = set[Path]()
@@ -428,7 +428,7 @@ class Choice:
 def _not_there(run: RunDir, everything: Sequence[StoredSeal], at_step: int) -> NoCheckpoint:
     steps = sorted({step for s in everything if (step := _step(s)) is not None})
     return NoCheckpoint(
-        f"{run.name} has no whole sealed checkpoint of step {at_step}; sealed steps: "
+        f"{run.name} has no complete registered checkpoint of step {at_step}; registered steps: "
         f"{', '.join(map(str, steps)) or 'none'}"
     )
 
@@ -440,7 +440,7 @@ def _nothing_whole(
     more = f"; and {len(everything) - SHOWN} more" if len(everything) > SHOWN else ""
     return NoCheckpoint(
         f"{run.name} has sealed {len(everything)} checkpoints, and none is whole: "
-        f"{'; '.join(shown)}{more}. It does not begin anew unasked: bring one back, or "
+        f"{'; '.join(shown)}{more}. It does not start over by itself: bring one back, or "
         f"`hpctrain resume {run.name} --from 0`"
     )
 
@@ -454,7 +454,7 @@ def refuse_lost_seals(run: RunDir, history: RunHistory) -> None:
     if history.sealed_path:
         raise NoCheckpoint(
             f"{run.name} has sealed checkpoints, the newest of {history.sealed_path}, and no seal "
-            f"is left in {run.sealed}. It does not begin anew unasked: bring them back, or "
+            f"is left in {run.sealed}. It does not start over by itself: bring them back, or "
             f"`hpctrain resume {run.name} --from 0`"
         )
 
@@ -478,7 +478,7 @@ def seal_proved(
         sealed = [plan.seal_file(file, on_bytes) for file in plan.files]
         return seals.commit(run, attempt, plan, sealed, step=None, by="agent")
     except OSError as error:
-        raise NotWritten(f"{path} cannot be sealed: {error}") from error
+        raise NotWritten(f"{path} cannot be registered: {error}") from error
     finally:
         seals.discard(plan)
 

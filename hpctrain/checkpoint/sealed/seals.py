@@ -188,9 +188,9 @@ def begin(
     try:
         files = tuple(unit.unit_files(path, anybodys=anybodys(run)))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{error.filename} is not there; nothing was sealed") from error
+        raise CheckpointError(f"{error.filename} is not there; nothing was registered") from error
     except OSError as error:
-        raise FileSystemFault(f"{path} cannot be sealed: {error}") from error
+        raise FileSystemFault(f"{path} cannot be registered: {error}") from error
     copies = _is_written_over(listing(run), path, step) if copy is None else copy
     staged = run.sealed / f"{STAGED}{attempt.number:04d}-{secrets.token_hex(4)}"
     try:
@@ -198,7 +198,7 @@ def begin(
         flush_directory(run.root)
         staged.mkdir()
     except OSError as error:
-        raise NotWritten(f"{path} cannot be sealed: {describe(error, run.sealed)}") from error
+        raise NotWritten(f"{path} cannot be registered: {describe(error, run.sealed)}") from error
     return SealPlan(path, path.is_dir(), files, staged, copies, clock.now())
 
 
@@ -206,9 +206,9 @@ def _resolved(path: Path) -> Path:
     try:
         return path.resolve(strict=True)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is not there; nothing was sealed") from error
+        raise CheckpointError(f"{path} is not there; nothing was registered") from error
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path} cannot be sealed: {error}") from error
+        raise CheckpointError(f"{path} cannot be registered: {error}") from error
 
 
 def refuse_own(run: RunDir, path: Path) -> None:
@@ -281,7 +281,9 @@ def commit(
             plan.staged.rename(target)
             flush_directory(run.sealed)
     except OSError as error:
-        raise NotWritten(f"{plan.path} cannot be sealed: {describe(error, run.sealed)}") from error
+        raise NotWritten(
+            f"{plan.path} cannot be registered: {describe(error, run.sealed)}"
+        ) from error
     return StoredSeal(number, target, seal)
 
 

@@ -39,7 +39,7 @@ def resume_at_start(
     cwd: str = "",
     on_bytes: Callable[[int], object] | None = None,
 ) -> str | None:
-    """The path of the newest whole sealed checkpoint; None in a run that has sealed nothing.
+    """The path of the newest complete registered checkpoint; None in a run that has sealed nothing.
 
     Args:
         run: The run.
@@ -76,7 +76,7 @@ def resume_at_start(
     if resume.path is None:
         return None
     step = "" if resume.step is None else f" of step {resume.step}"
-    log.info("the newest whole sealed checkpoint%s is %s", step, resume.path)
+    log.info("the newest complete registered checkpoint%s is %s", step, resume.path)
     return str(resume.path)
 
 

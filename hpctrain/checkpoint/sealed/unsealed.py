@@ -121,7 +121,7 @@ class Unsealed:
         """Say why something is not sealed, once."""
         if self._refused.get(path) != why:
             self._refused[path] = why
-            log.warning("%s is not sealed: %s", path, why)
+            log.warning("%s is not registered: %s", path, why)
 
     def is_new(self, save: UnsealedSave) -> bool:
         """Whether it did not lie there, as it is, before the run's first ranks."""
@@ -251,11 +251,11 @@ def seal(
     plan = seals.begin(run, attempt, match.path, step=match.step, copy=copy)
     try:
         if {file.name: file for file in plan.files} != _by_name(save):
-            raise CheckpointError(f"{match.path} was changed while it was sealed")
+            raise CheckpointError(f"{match.path} was changed while it was registered")
         files = [plan.seal_file(file, on_bytes) for file in plan.files]
         stored = seals.commit(run, attempt, plan, files, step=match.step, by="agent")
     except OSError as error:
-        raise FileSystemFault(f"{match.path} cannot be sealed: {error}") from error
+        raise FileSystemFault(f"{match.path} cannot be registered: {error}") from error
     finally:
         seals.discard(plan)
     seals.sealed_now(run, attempt, plan, stored, settings.keep_sealed)

@@ -367,6 +367,6 @@ def refuse_to_forget(run: RunDir, passed_over: Sequence[Mapping[str, Any]]) -> N
     why = "; ".join(shown + more) or f"none lies in {run.checkpoints}"
     raise NoCheckpoint(
         f"{run.name} has saved up to step {max(saved_steps)}, and none of its checkpoints can be "
-        f"loaded: {why}. It does not begin anew unasked: bring one back, or `hpctrain resume "
+        f"loaded: {why}. It does not start over by itself: bring one back, or `hpctrain resume "
         f"{run.name} --from 0`"
     )

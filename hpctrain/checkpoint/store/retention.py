@@ -487,7 +487,7 @@ def refuse(
     if valid and valid <= set(steps):
         raise ChecksFailed(
             f"step {max(valid)} is the last valid checkpoint of {run.name}: nothing was deleted, "
-            f"since the run could only begin anew, by `hpctrain resume {run.name} --from 0`; add "
+            f"because the run could only start over, by `hpctrain resume {run.name} --from 0`; add "
             "--force if it may"
         )
 

@@ -54,7 +54,7 @@ def test_a_later_start_of_a_program_whose_checkpoints_are_sealed_may_have_none_s
 
     more = resume_args(run, start=2, resume=None, cwd=str(tmp_path), sealed=["out/ckpt.pt"])
 
-    assert more == ResumeArgs(why="there is no sealed checkpoint so far")
+    assert more == ResumeArgs(why="there is no registered checkpoint so far")
 
 
 def test_each_start_says_why(tmp_path):

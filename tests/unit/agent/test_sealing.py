@@ -145,7 +145,7 @@ def test_an_archive_without_its_end_is_not_sealed_however_long_it_lies_there(run
 
     for _ in range(5):
         assert watched.look(SETTLE_S) == []
-    assert caplog.text.count("is not sealed: ckpt-50.pt: not a whole zip archive") == 1
+    assert caplog.text.count("is not registered: ckpt-50.pt: not a whole zip archive") == 1
 
 
 def test_each_save_over_one_path_is_sealed_with_a_copy(run):
@@ -272,7 +272,7 @@ def test_what_has_changed_since_it_had_settled_is_not_sealed(run):
     settled = watched.watch._unsealed.unit(match)
     (folder / "optimizer.pt").write_bytes(b"on its way")
 
-    with pytest.raises(CheckpointError, match="was changed while it was sealed"):
+    with pytest.raises(CheckpointError, match="was changed while it was registered"):
         unsealed.seal(run, watched.attempt, settled, watched.settings)
     assert not seals.listing(run)
 

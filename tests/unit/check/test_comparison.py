@@ -54,10 +54,10 @@ WHOLE = attempt({1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0})
 @pytest.mark.parametrize(
     ("before", "after", "status", "words"),
     [
-        ({1: 4.0, 2: 3.0}, {3: 2.0, 4: 1.0}, "ok", "steps 1 to 4 as in a run in peace"),
+        ({1: 4.0, 2: 3.0}, {3: 2.0, 4: 1.0}, "ok", "steps 1 to 4 as in an undisturbed run"),
         ({1: 4.0, 2: 3.0}, {3: 2.0, 4: 1.5}, "fail", "from step 4 on"),
         ({1: 4.5, 2: 3.0}, {3: 2.0, 4: 1.5}, "not known", "differ at step 1 already"),
-        ({1: None}, {3: None}, "not known", "tells no loss"),
+        ({1: None}, {3: None}, "not known", "reports no loss"),
     ],
 )
 def test_a_difference_is_laid_on_the_stop_only_where_it_begins_there(before, after, status, words):
@@ -203,10 +203,10 @@ def test_a_second_start_that_begins_where_the_first_did_began_anew(before, after
 @pytest.mark.parametrize(
     ("after", "saved", "status", "words"),
     [
-        ([(0, 0)], True, "fail", "came to epoch 2 step 1, began anew at epoch 0 step 0: each"),
+        ([(0, 0)], True, "fail", "came to epoch 2 step 1, started over at epoch 0 step 0: each"),
         ([(0, 0)], False, "note", "unless it saves later than the rehearsal stopped it"),
-        ([(2, 0)], True, "ok", "came to epoch 2 step 1, went on at epoch 2 step 0"),
-        ([], True, "not known", "could not tell whether its second start went on"),
+        ([(2, 0)], True, "ok", "came to epoch 2 step 1, resumed at epoch 2 step 0"),
+        ([], True, "not known", "not known whether its second start resumed"),
     ],
 )
 def test_a_rehearsal_says_whether_it_went_on(after, saved, status, words):

@@ -62,7 +62,7 @@ def test_a_program_that_resumes_well_is_told_so_and_nothing_stays(request_for, t
     assert stop.status == "ok", stop
     assert "no step lost" in stop.message
     assert loss.status == "ok", loss
-    assert loss.message.endswith("as in a run in peace, bit for bit")
+    assert loss.message.endswith("as in an undisturbed run, bit for bit")
     assert alone.check == "rehearse: 1 rank"
     assert alone.status == "note"  # its ranks draw other samples each
     assert len(told) == 4
@@ -75,7 +75,7 @@ def test_what_is_not_saved_is_found(request_for):
     _, loss = rehearse(request_for(FORGETS), lambda _: None, tells=True, patience_s=120)
 
     assert loss.status == "fail"
-    assert "it trains something else than a run in peace" in loss.message
+    assert "it differs from an undisturbed run" in loss.message
 
 
 SAVES = """\
@@ -102,7 +102,7 @@ def test_a_program_that_saves_and_begins_anew_is_never_called_all_right(request_
 
     resume = lines[1]
     assert (resume.check, resume.status) == ("rehearse: resume", "fail")
-    assert "began anew at epoch 0 step 0: each preemption costs all" in resume.message
+    assert "started over at epoch 0 step 0: each preemption costs all" in resume.message
     assert len(lines) == 2
 
 
@@ -113,7 +113,7 @@ def test_a_program_that_saves_and_goes_on_is_told_so(request_for):
     )
 
     assert resume.status == "ok"
-    assert "went on at epoch " in resume.message
+    assert "resumed at epoch " in resume.message
 
 
 @pytest.mark.soak
@@ -123,7 +123,7 @@ def test_a_program_that_knows_nothing_of_hpctrain_is_watched_by_what_it_prints(r
     assert left.status == "ok", left
     assert left.message.endswith("started again")
     assert resume.status == "note"
-    assert "began anew at step 0" in resume.message
+    assert "started over at step 0" in resume.message
     assert resume.message.endswith("unless it saves later than the rehearsal stopped it")
 
 
@@ -145,7 +145,7 @@ def test_where_a_program_cannot_start_nothing_is_tried(request_for, tmp_path):
     add_rehearsal(checks, request_for("import einops\n"), lambda _: None)
 
     assert checks.lines[-1] == CheckLine(
-        "rehearse", "not known", "not tried: imports failed", "mend that first"
+        "rehearse", "not known", "not tried: imports failed", "fix that first"
     )
     assert not (tmp_path / "runs").exists()
 

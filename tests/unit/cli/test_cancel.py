@@ -69,7 +69,7 @@ def test_save_leaves_a_request_for_rank_0_and_cancels_nothing(running, tmp_path,
     assert (request["job_id"], request["token"]) == ("local-17", "tok-1")
     assert all_fields(newest(running)) == {"save": True, "job_id": "local-17"}
     assert requests(tmp_path) == []
-    assert "asked lm (job local-17) to save and leave; it is not requeued" in out
+    assert "asked lm (job local-17) to save and stop; it is not requeued" in out
     assert "hpctrain.init()" not in out
     assert list(running.run.root.glob("*.new")) == []
 
@@ -122,7 +122,7 @@ def test_save_asks_a_suspended_run_too_which_hears_it_when_it_goes_on(running, t
     assert code == 0
     assert json.loads(running.run.stop_request.read_text())["job_id"] == "local-17"
     assert all_fields(newest(running)) == {"save": True, "job_id": "local-17"}
-    assert "asked lm (job local-17) to save and leave" in out
+    assert "asked lm (job local-17) to save and stop" in out
 
 
 def test_a_pending_run_has_nothing_to_save_and_is_simply_cancelled(runs, tmp_path, capsys):

@@ -113,7 +113,7 @@ def test_verify_finds_damage_and_takes_what_was_pruned_for_none(run, out):
 
 def test_path_is_that_of_the_newest_whole_one_or_of_a_step(run, attempt, out):
     assert call(run, "path", "gpt-a") == (0, f"{out / 'checkpoint-50'}\n")
-    with pytest.raises(HpctrainError, match="no whole sealed checkpoint of step 150"):
+    with pytest.raises(HpctrainError, match="no complete registered checkpoint of step 150"):
         call(run, "path", "gpt-a", "150")
     one = out / "ckpt.pt"
     for content in (b"1", b"2"):
@@ -125,7 +125,7 @@ def test_path_is_that_of_the_newest_whole_one_or_of_a_step(run, attempt, out):
 
 
 def test_a_run_that_has_sealed_nothing_says_so(run):
-    with pytest.raises(HpctrainError, match="gpt-a has no sealed checkpoints"):
+    with pytest.raises(HpctrainError, match="gpt-a has no registered checkpoints"):
         call(run, "path", "gpt-a")
 
 
@@ -174,7 +174,7 @@ def test_status_and_cancel_name_the_newest_of_the_programs_own(run, out):
     assert [one.step for one in skipped] == [150, 100]
     history = RunHistory.of([event_of(1.0, "sealed", 1, {"path": "/out/ckpt.pt"})])
     said = _report("gpt", "7", history, asked=False, saves=False)
-    assert said == "cancelled job 7 of gpt; its newest sealed checkpoint is /out/ckpt.pt"
+    assert said == "cancelled job 7 of gpt; its newest registered checkpoint is /out/ckpt.pt"
 
 
 def test_prune_deletes_the_programs_own_only_when_asked_and_only_what_was_sealed(run, attempt, out):

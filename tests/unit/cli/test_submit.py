@@ -62,7 +62,7 @@ def test_a_dry_run_shows_what_matters_and_with_script_all_of_it_and_leaves_nothi
     assert out.startswith("#SBATCH --job-name=train-1\n")
     assert "module load m3\n# ... 2 more\n" in out
     assert f"# each rank (nodes 2-4, ranks per node 1), in {work}:\n" in out
-    assert "train.py --nodes 9\n\n# --script shows the whole batch script\n" in out
+    assert "train.py --nodes 9\n\n# --script shows the full batch script\n" in out
     assert main([*argv, "--script", *program]) == 0
     whole = capsys.readouterr().out
     assert whole.startswith("#!/bin/bash\n")

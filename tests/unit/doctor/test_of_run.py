@@ -330,7 +330,7 @@ def test_hpctrain_s_own_requeue_is_none_from_outside_and_nothing_is_to_be_done(
 
     assert document["kind"] == kind
     assert document["follow_ons"] == []
-    assert document["do"][0] == "nothing: the job was requeued and the run goes on"
+    assert document["do"][0] == "nothing: the job was requeued and the run continues"
     assert "see that it loads its newest checkpoint" in document["do"][1]
     assert "#SBATCH" not in str(document)
 
@@ -353,7 +353,7 @@ def test_a_job_that_slurm_did_not_requeue_is_resumed(tmp_path, capsys):
     _, document = told(tmp_path, capsys)
 
     assert document["headline"].endswith("could not be requeued: operation is disabled")
-    assert document["do"] == ["`hpctrain resume RUN` goes on in a new job"]
+    assert document["do"] == ["`hpctrain resume RUN` continues in a new job"]
 
 
 @pytest.mark.parametrize("cause", ENDS)

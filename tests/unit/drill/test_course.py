@@ -95,7 +95,7 @@ def test_every_node_is_asked_what_it_has_in_memory_alone(reach):
 @pytest.mark.parametrize(
     ("told", "outcome", "why"),
     [
-        ([[], [], WRITTEN_ELSEWHERE], "kept", "step-0000000020 lies on the disk whole"),
+        ([[], [], WRITTEN_ELSEWHERE], "kept", "step-0000000020 is on disk, complete"),
         ([WRITTEN_ELSEWHERE] * 3, "not tried", WRITTEN_ELSEWHERE),
         ([[], WRITTEN_ELSEWHERE, "no cachestat"], "not tried", "no cachestat"),
         ([[], []], "not tried", "not every node has answered"),

@@ -53,13 +53,13 @@ def test_a_run_that_goes_on_where_it_saved_last_has_kept_its_promise(story, plan
     assert not is_settled(FAULTS[fault], planted, history(story), NONE)
     outcome, why = judged(fault, planted, back(story, 40))
     assert outcome == "kept"
-    assert why == "attempt 2 went on from step 40, the newest committed; 6 steps done again"
+    assert why == "attempt 2 resumed from step 40, the newest committed; 6 steps done again"
 
 
 @pytest.mark.parametrize("fault", ["kill_rank", "kill_agent"])
 def test_one_that_goes_on_from_an_older_one_has_not(story, planted, fault):
     outcome, why = judged(fault, planted, back(story, 20))
-    assert (outcome, why) == ("broken", "went on from step 20, though step 40 was committed")
+    assert (outcome, why) == ("broken", "resumed from step 20, though step 40 was committed")
 
 
 def test_what_it_saves_after_its_return_is_not_held_against_it(story, planted):
@@ -83,7 +83,7 @@ def test_one_that_ends_for_good_has_not(story, planted):
 def test_one_that_neither_ends_nor_goes_on_has_not(story, planted):
     verdict = judge(FAULTS["kill_rank"], planted, history(story), NONE)
     assert verdict.outcome == "broken"
-    assert verdict.why == "attempt 1 neither ended nor went on"
+    assert verdict.why == "attempt 1 neither ended nor continued"
 
 
 def preempted(story, saved, *, asked=True):
@@ -135,7 +135,7 @@ def test_nobody_was_told_is_a_broken_promise(story, planted):
 def test_too_old_a_checkpoint_is_a_broken_promise(story, planted):
     planted = replace(planted, damaged=name(40), damaged_step=40)
     outcome, why = judged("flip_bit", planted, back(story, 0, skipped=skipped(40)))
-    assert (outcome, why) == ("broken", "went on from step 0, though 20 was whole")
+    assert (outcome, why) == ("broken", "resumed from step 0, though 20 was whole")
 
 
 def test_a_newer_save_came_between_is_tried_again(story, planted):
@@ -148,7 +148,7 @@ def test_a_frozen_rank_costs_time_alone(story, planted):
     assert not is_settled(FAULTS["freeze_rank"], planted, history(story), NONE)
     story.steps(1, 47, 50)
     assert judged("freeze_rank", planted, story) == (
-        "kept", "the same attempt went on, to step 50",
+        "kept", "the same attempt continued, to step 50",
     )  # fmt: skip
 
 

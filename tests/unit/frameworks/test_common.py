@@ -56,7 +56,7 @@ def sealing(error):
 def test_a_seal_that_fails_costs_itself(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "hpctrain"):
         seal(sealing(CheckpointError("the disk is full")), 7, tmp_path)
-    assert caplog.messages == ["step 7 is not sealed: the disk is full; training goes on"]
+    assert caplog.messages == ["step 7 is not registered: the disk is full; training continues"]
 
     with pytest.raises(Fenced):
         seal(sealing(Fenced("a newer attempt")), 7, tmp_path)

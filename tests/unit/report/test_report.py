@@ -100,7 +100,7 @@ def test_resumes_are_marked_on_the_loss_with_why_and_where(data):
     _, resumed, _ = drawn(data)["loss"]["data"]
 
     assert resumed["x"] == [one.step for one in data.history.resumes if one.step]
-    assert "attempt 2 went on from step" in resumed["hovertext"][0]
+    assert "attempt 2 resumed from step" in resumed["hovertext"][0]
     assert "on gpu[01-04] after preempted" in resumed["hovertext"][0]
 
 

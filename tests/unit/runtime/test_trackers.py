@@ -153,7 +153,7 @@ def test_a_tracker_that_raises_is_told_once_and_left_out(where, capfd):
     assert thread.flush(LONG_S)
     told = capfd.readouterr().err.splitlines()
     assert len(told) == 1
-    assert "tracker book: RuntimeError: no network; the run goes on without it" in told[0]
+    assert "tracker book: RuntimeError: no network; the run continues without it" in told[0]
 
 
 def test_a_tracker_that_hangs_keeps_nobody_and_its_losses_are_counted(capfd):

@@ -278,7 +278,7 @@ def test_going_back_takes_that_step_and_forgets_newer_ones(run, attempt, out):
     assert choose(run, attempt, at_step=100).step == 100
     assert choose(run, attempt).step == 100
     assert (out / "checkpoint-150" / "model.bin").exists(), "the program's files are its own"
-    with pytest.raises(NoCheckpoint, match="no whole sealed checkpoint of step 70"):
+    with pytest.raises(NoCheckpoint, match="no complete registered checkpoint of step 70"):
         choose(run, attempt, at_step=70)
     assert seal(run, attempt, folder_of(out, 200), 200).number == 4, "no number is given twice"
 
@@ -396,7 +396,7 @@ def test_a_file_that_changes_while_it_is_sealed_is_not_sealed(run, attempt, out)
     with (path / "model.bin").open("ab") as file:
         file.write(b"more")
 
-    with pytest.raises(CheckpointError, match=r"model\.bin was changed while it was sealed"):
+    with pytest.raises(CheckpointError, match=r"model\.bin was changed while it was registered"):
         [plan.seal_file(file) for file in plan.files]
 
 
