@@ -23,8 +23,7 @@ _PAGES = {
     **dict.fromkeys(["drill", "lint"], "check"),
     **dict.fromkeys(["events", "logs", "profile", "report", "status", "tensorboard"], "watching"),
     **dict.fromkeys(["cancel", "resume", "stacks"], "staying-alive"),
-    "evaluate": "how-do-i",
-    "queue": "shapes",
+    **dict.fromkeys(["evaluate", "queue"], "how-do-i"),
     "init": "getting-started",
 }
 """Commands whose page has another name."""

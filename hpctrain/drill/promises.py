@@ -82,7 +82,8 @@ FAULTS = {
         DrillFault(
             "tear_checkpoint",
             "cuts a file of the newest checkpoint in half, then kills a rank",
-            "a torn checkpoint is never loaded; the next older complete one is, and the reason is reported",
+            "a torn checkpoint is never loaded; the next older complete one is, "
+            "and the reason is reported",
             on_live=False,
         ),
         DrillFault(
