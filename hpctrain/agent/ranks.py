@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,8 +101,9 @@ def run_rank(task: RankTask) -> None:
     finally:
         _run_hooks()
         _end_children()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
 
 
 def _run(task: RankTask, rank: int, attempt_dir: Path) -> None:
@@ -268,8 +270,9 @@ def _run_foreign(task: RankTask, rank: int, attempt_dir: Path) -> None:
 
 def _report(attempt_dir: Path, rank: int, error: BaseException) -> None:
     text = _shown(error)
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # its log is on a full disk
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
     summary = traceback.format_exception_only(error)[-1].strip()
     code = error.code if isinstance(error, SystemExit) else 1
     report = FailureReport(

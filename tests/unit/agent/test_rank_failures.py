@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,3 +93,15 @@ def test_the_programs_own_errors_are_shown_whole(fail):
 
     assert "json/decoder.py" in shown
     assert report["summary"].startswith("json.decoder.JSONDecodeError")
+
+
+def test_a_rank_whose_log_has_no_room_is_reported_all_the_same(tmp_path, monkeypatch):
+    """Else torch prints the second error's traceback into the job's output."""
+
+    def full(*_text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=full, flush=full))
+    ranks._report(tmp_path, 0, ValueError("the cause"))
+
+    assert json.loads(failure_path(tmp_path, 0).read_text())["summary"] == "ValueError: the cause"
