@@ -124,6 +124,8 @@ def submit(
     gpus_per_node: int | None = None,
     ranks_per_node: int | None = None,
     time: int | str | None = None,
+    prefer: str | None = None,
+    max_node_hours: float | None = None,
     partition: str | None = None,
     account: str | None = None,
     qos: str | None = None,
@@ -152,10 +154,12 @@ def submit(
     Args:
         command: The script and its arguments; empty for the shipped recipe.
         name: The run's name; the script's and a number by default.
-        nodes: So many, or "MIN-MAX" to take what there is.
+        nodes: So many, "MIN-MAX" to take what there is, or "auto".
         gpus_per_node: GPUs on each node.
         ranks_per_node: Ranks on each node; one for each GPU by default.
-        time: Time limit of one job: minutes, or text like "12:00:00".
+        time: Time limit of one job: minutes, text like "12:00:00", or "auto".
+        prefer: What "auto" counts: "time", "cost" or "balanced".
+        max_node_hours: What the whole run may take, for "auto".
         partition: Of the scheduler.
         account: To charge.
         qos: Quality of service.
@@ -201,6 +205,8 @@ def submit(
         gpus_per_node=gpus_per_node,
         ranks_per_node=ranks_per_node,
         time=_text(time),
+        prefer=prefer,
+        max_node_hours=max_node_hours,
         partition=partition,
         account=account,
         qos=qos,
@@ -242,6 +248,8 @@ def resume(
     gpus_per_node: int | None = None,
     ranks_per_node: int | None = None,
     time: int | str | None = None,
+    prefer: str | None = None,
+    max_node_hours: float | None = None,
     partition: str | None = None,
     account: str | None = None,
     qos: str | None = None,
@@ -263,6 +271,8 @@ def resume(
         gpus_per_node: From now on.
         ranks_per_node: From now on.
         time: From now on.
+        prefer: From now on.
+        max_node_hours: From now on.
         partition: From now on.
         account: From now on.
         qos: From now on.
@@ -301,7 +311,9 @@ def resume(
         raise UsageError(f"from_step {from_step} is no step; 0 begins anew")
     flags = {f"slurm.{key}": (f"--{key.replace('_', '-')}", value) for key, value in job.items()}
     request = resume_request(
-        flags | {"alive.spares": ("--nodes", spares)},
+        flags
+        | {"alive.spares": ("--nodes", spares), "shape.prefer": ("--prefer", prefer)}
+        | {"shape.max_node_hours": ("--max-node-hours", max_node_hours)},
         _sets(settings),
         from_step,
         engine=engine,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import ClusterError, ClusterUnreachable
+from hpctrain.scheduler.slurm.control import SlurmControl
 from hpctrain.scheduler.slurm.queue_view import ask_starts, read_queue, read_start, read_waits
 from hpctrain.shapes.candidates import JobShape
 from hpctrain.shapes.waits import WaitRecord
@@ -135,3 +136,44 @@ broken|row
         WaitRecord(JobShape(2, 1800), "work", 60.0),
         WaitRecord(JobShape(4, 7200), "gpu", 3600.0),
     ]
+
+
+# ---- a requeued job in another shape
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """A scontrol that notes what it is asked and says the lines of `says`, one a call."""
+    (tmp_path / "scontrol").write_text(
+        f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\n'
+        f"said=$(sed -n 1p {tmp_path}/says); sed -i 1d {tmp_path}/says\n"
+        '[ -z "$said" ] || { echo "$said" >&2; exit 1; }\n'
+    )
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return tmp_path
+
+
+def reshaped(scontrol, *says):
+    (scontrol / "says").write_text("".join(f"{line}\n" for line in says))
+    SlurmControl("17").reshape(JobShape(3, 5401))
+    return (scontrol / "asked").read_text().splitlines()
+
+
+def test_a_job_gets_exactly_so_many_nodes_their_cpus_and_a_limit_in_whole_minutes(scontrol):
+    assert reshaped(scontrol) == ["update JobId=17 NumNodes=3-3 NumCPUs=3 TimeLimit=91"]
+
+
+def test_a_job_that_is_still_taken_off_its_nodes_is_asked_again(scontrol, hands):
+    says = ["Job has already finished for job 17", "Job is already completing"]
+
+    assert len(reshaped(scontrol, *says)) == 3
+
+
+def test_a_refusal_that_stays_is_told(scontrol, hands):
+    with pytest.raises(ClusterError, match="Access/permission denied"):
+        reshaped(scontrol, "Access/permission denied for job 17")
+    assert len((scontrol / "asked").read_text().splitlines()) == 1
+
+    with pytest.raises(ClusterError, match="already finished"):
+        reshaped(scontrol, *["Job has already finished"] * 50)

@@ -128,6 +128,21 @@ def test_a_start_whose_wait_nobody_knows_gives_no_finish():
     assert own_wait([]) is None
 
 
+def test_a_run_none_of_whose_waits_is_known_says_so():
+    begun = {"by": "start", "job_id": "17", "nodes": ["n1"], "restarts": 0, "world_size": 1}
+    rows = [
+        (NOW - 100, "shape_chosen", None, {"nodes": 1, "limit_s": 600.0}),
+        (NOW - 90, "attempt_started", 1, begun),
+        (NOW - 80, "phase", 1, {"name": "first_step"}),
+        (NOW - 10, "steps", 1, {"first": 1, "last": 60, "seconds": 60.0, "total": 5000}),
+    ]
+    history = RunHistory.of([event_of(t, kind, number, data) for t, kind, number, data in rows])
+
+    promise = promised(history, job=job(end_time=NOW + 500))
+
+    assert promise.not_known == "it takes another start, and how long that waits is not known"
+
+
 def test_a_finish_reads_as_people_say_it(monkeypatch):
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
