@@ -30,7 +30,7 @@ def shapes_svg(ledger: str) -> str:
 def _candidates(choice: Event) -> tuple[list[str], int]:
     rows = [row for row in choice["candidates"] if row["mean_s"] is not None]
     most = max(row["high_s"] for row in rows)
-    scale = (WIDTH - 2 * LEFT - NAME_WIDTH - 20) / most
+    scale = (WIDTH - 2 * LEFT - NAME_WIDTH - 60) / most
     parts = [
         _text(LEFT, 22, f"Candidates at the {choice['by']}: wait, work and restarts, 80 % interval")
     ]
@@ -48,7 +48,7 @@ def _candidates(choice: Event) -> tuple[list[str], int]:
         parts.append(f"<path d='M{low:.1f} {middle} H{high:.1f}' stroke='{INK}' stroke-width='1'/>")
     bottom = 38 + len(rows) * ROW + 12
     for place in range(5):
-        x = LEFT + NAME_WIDTH + (WIDTH - 2 * LEFT - NAME_WIDTH - 20) * place / 4
+        x = LEFT + NAME_WIDTH + (WIDTH - 2 * LEFT - NAME_WIDTH - 60) * place / 4
         parts.append(_text(x, bottom + 4, _span(most * place / 4), size=12, colour=FAINT))
     return parts, bottom + 12
 
