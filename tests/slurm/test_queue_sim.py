@@ -38,7 +38,7 @@ SIX_BACKFILLED: tuple[Sleep, ...] = (
 )
 CYCLE_S = 2.5
 """The cluster's schedulers look once a second (`sched_interval`, `bf_interval`); a node is free
-again up to half a second after its job's end, and a pass of backfill that just missed it is a second
+again up to half a second after its job's end. A pass of backfill that just missed it is a second
 more. Measured: 0.9 s early to 1.1 s late, 1.8 s late beside other work on both cores."""
 LINES = {
     "submitted": r"submit_batch_job: JobId=(\d+)",
