@@ -1,16 +1,15 @@
 """The training-side API: ``run = hpctrain.init()``, then a loop that saves, stops and resumes.
 
-Order of a step: exchange requests, leave if all agreed to, hand the step to the program, count it,
-save when due. A program that has a loop of its own says where it is (`Run.at`), and saves and
-leaves by itself. What ranks must decide alike goes through `agreement.py`; nothing collective runs
-in a handler. tests/engines/test_resume.py, test_own_loop.py, test_told_steps.py hold the promises.
+Order of a step: exchange requests, leave if all agreed to, save when due, hand the step to the
+program, count it. The loop's parts: `kept_state.py` (saves, copies, restore), `rank_record.py`
+(events, scalars, outcome), guards, telemetry, profiler, stops. Nothing collective runs in a signal
+handler. tests/engines/test_resume.py, test_own_loop.py, test_told_steps.py hold the promises.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 from dataclasses import asdict
 from multiprocessing.util import Finalize
 from numbers import Integral
@@ -21,15 +20,13 @@ import torch
 
 from hpctrain.base import clock
 from hpctrain.base.env import HPCTRAIN_JOB_END
-from hpctrain.base.records import Skipped, StopCause
-from hpctrain.checkpoint.format.manifest import MAX_STEP, Manifest
-from hpctrain.checkpoint.tensors.restore import Restored, Wanted, has_checkpoints, restore
+from hpctrain.checkpoint.format.manifest import MAX_STEP
+from hpctrain.checkpoint.tensors.restore import Restored, has_checkpoints
 from hpctrain.checkpoint.tensors.save import SavePlace
 from hpctrain.control import pulse
 from hpctrain.device import device_name, is_accelerator
-from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.errors import UsageError
 from hpctrain.profile.files import folder_name
-from hpctrain.run import events as ledger
 from hpctrain.run.event_types import (
     CheckpointRestored,
     MeshBuilt,
@@ -40,22 +37,19 @@ from hpctrain.run.event_types import (
 )
 from hpctrain.runtime import program as program_state
 from hpctrain.runtime import sealed
-from hpctrain.runtime.attempt import write_outcome
 from hpctrain.runtime.fitting import NEW, require_known
 from hpctrain.runtime.guarding import Guarding
-from hpctrain.runtime.memory import MemoryCopies, memory_copies
+from hpctrain.runtime.kept_state import KeptState, NothingKept
 from hpctrain.runtime.own_loop import OwnLoop, earlier_save_s, memory_in_use, step_number
 from hpctrain.runtime.profiler import Profiler
 from hpctrain.runtime.program import Program
+from hpctrain.runtime.rank_record import RankRecord
 from hpctrain.runtime.requests import start_requests
 from hpctrain.runtime.save_policy import JobClock
-from hpctrain.runtime.saves import Saves, sweep_old
 from hpctrain.runtime.stops import Stops
 from hpctrain.runtime.telemetry import Telemetry
-from hpctrain.runtime.trackers import Trackers
 from hpctrain.runtime.unsaved import Unsaved
 from hpctrain.testing import points
-from hpctrain.world import World, on_rank_0
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -64,18 +58,18 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from hpctrain.checkpoint.tensors.boxes import State
+    from hpctrain.base.records import StopCause
     from hpctrain.data.loader import Loader, LoaderOptions
     from hpctrain.data.stream_loader import StreamLoader
     from hpctrain.engines.engine import Engine
     from hpctrain.engines.parallelize import ModelPlan
-    from hpctrain.run.event_fields import LedgerFact
     from hpctrain.run.fence import Attempt
     from hpctrain.run.layout import RunDir
     from hpctrain.runtime.agreement import StopRequest
     from hpctrain.runtime.signals import RankSignals
     from hpctrain.settings.schema import Settings
     from hpctrain.settings.spec import Spec
+    from hpctrain.world import World
 
 log = logging.getLogger("hpctrain.runtime")
 
@@ -114,14 +108,15 @@ class Run:
         self.dir = run_dir
         self.resume_path: Path | None = None
         self._attempt = attempt
-        self._spec = spec
+        self._run_id = spec.run_id if spec else ""
+        self._record = RankRecord(world, run_dir, attempt, spec)
         self._program = Program(world)
         self._program.allow = frozenset(settings.resume.allow)
         self._unsaved = Unsaved(self._program if world.rank == 0 and run_dir else None)
         self._guards = Guarding(
             settings.guard,
             self._program,
-            tell=self._event,
+            tell=self._record.event,
             log_skipped=lambda: self._telemetry.log({"skipped": 1.0}),
             stop=self._end_by_guard,
         )
@@ -135,16 +130,13 @@ class Run:
         self._stops = Stops(world, signals, requests, self._clock)
         self._telemetry = Telemetry(world)
         self._profiler = self._make_profiler()
-        self._trackers: Trackers | None = None
         self._cause: StopCause | None = None
-        self._saves: Saves | None = None
-        self._memory: MemoryCopies | None = None
-        self._metrics: dict[str, float] = {}
+        self._kept = NothingKept()  # until the restore
         self._own_loop: OwnLoop | None = None
         self._has_loop = self._has_begun = self._told_stop = False
         self._has_stepped = self._has_failed = False
         pulse.here().enter(pulse.START)
-        self._event(PhaseReached(name="initialised", device=device_name(world.device)))
+        self._record.event(PhaseReached(name="initialised", device=device_name(world.device)))
 
     # ---- what a program calls
 
@@ -171,12 +163,11 @@ class Run:
         """
         from hpctrain.engines.parallelize import parallelize
 
-        settings, place = self.settings, self._place
+        settings, place, seed = self.settings, self._place, self.settings.train.seed
         is_made = not isinstance(model, torch.nn.Module)
         awaits = is_made and place is not None and has_checkpoints(place, self.world)
         awaits = awaits and NEW not in settings.resume.allow  # what is new needs its own values
         self._program.awaits_weights = awaits
-        seed = settings.train.seed
         engine = parallelize(
             model,
             optimizer,
@@ -191,7 +182,9 @@ class Run:
         self._program.use(engine)
         self._guards.guard(engine)
         ranks = self.world.ranks_per_node
-        self._event(MeshBuilt(engine=engine.kind, ranks_per_node=ranks, **asdict(engine.mesh)))
+        self._record.event(
+            MeshBuilt(engine=engine.kind, ranks_per_node=ranks, **asdict(engine.mesh))
+        )
         return engine
 
     def track(
@@ -339,31 +332,29 @@ class Run:
             except GeneratorExit:  # the program left its loop: what is being saved is worth having
                 pulse.here().enter(pulse.END)
                 self._telemetry.flush()
-                if self._saves is not None:
-                    self._saves.settle()
+                self._kept.settle()
                 self._profiler.close()
                 if not self._has_failed:
                     self._write_outcome("left", None)
                 raise
             self.step += 1
-            self._count()
+            self._clock.stepped(self._telemetry.step_done(self.step, self._program.consumed))
+            self._count_first()
             self._guards.step_done(self.step)
         self._finish()
         pulse.here().enter(pulse.END)
 
     def at(self, step: int, *, total: float | None = None, **values: float) -> None:
-        """Say how many updates are applied now; for a program with a loop of its own.
+        """Report how many updates are applied now; for a program with a loop of its own.
 
         Instead of `steps`: a framework's trainer, or a script that saves and resumes by itself,
-        calls it before its loop and after each update, or after every so many. From it comes what
-        `hpctrain status` and `hpctrain report` know of the run. Nothing is saved, and nothing is
-        restored. Not collective, but every rank calls it.
+        calls it before its loop and after each update, or after every so many. `hpctrain status`
+        and `hpctrain report` show it. Nothing is saved or restored. Not collective, but every rank
+        calls it. A program that has called it and then returns, on every rank, is done.
 
-        The first call says where this start goes on: 0, or the step that the program has restored.
-        Where it comes with values, it comes after the first update. A step below the last one is
-        such a call too: the program has gone back to it. The same step again adds values to it.
-
-        A program that has said so and then returns, on every rank, is done.
+        The first call, and a step below the last one, say where the program continues: 0, or the
+        step that it has restored. With values such a call comes after the first update. The same
+        step again adds values to it.
 
         Args:
             step: Updates applied in the run's life, over all starts.
@@ -390,7 +381,7 @@ class Run:
         pulse.here().at_step(step, pulse.STEP)
         self._own_loop.at(step, numbers)
         self.step = step
-        self._log(step, numbers)
+        self._record.log(step, numbers)
         if step >= self._profiler.due:
             self._profiler.at(step)
         if self._program.engine is not None:
@@ -399,11 +390,11 @@ class Run:
     def should_stop(self) -> bool:
         """Whether all ranks agreed to stop: a preemption, the job's time limit, a user's wish.
 
-        Collective: every rank calls it equally often. After True, a program that uses `steps` goes
-        back to that loop, which saves and leaves: so it belongs into validation, warm-up and other
-        long loops. One that uses `at` asks after each update, and when it is True saves as it
-        always does and calls `leave`. Near the job's end it is True while there is time for that:
-        `run.stop_margin_s`, and a save as long as the longest so far.
+        Collective: every rank calls it equally often. After True, a program that uses `steps`
+        returns to that loop, which saves and leaves; call it in validation and other long loops.
+        A program that uses `at` calls it after each update; when it is True, it saves and calls
+        `leave`. Near the job's end it is True while there is time for that: `run.stop_margin_s`,
+        and a save as long as the longest so far.
         """
         agreed = self._exchange()
         if agreed.cause is not None:
@@ -423,28 +414,24 @@ class Run:
         """
         if self._has_loop:
             raise UsageError("run.leave() is not for the loop of run.steps(), which leaves itself")
-        cause = self._cause
-        if cause is not None:
-            self._tell_stop(cause)
-        else:
-            self._telemetry.tell(at_end=True)
+        if self._cause is not None:
+            self._tell_stop(self._cause)
+            self._telemetry.flush()
+            self._go(self._cause)
+        self._telemetry.tell(at_end=True)
         self._telemetry.flush()
-        if cause is not None:
-            self._go(cause)
         pulse.here().enter(pulse.END)
-        self._event(TrainingDone(step=self._step_told))
+        self._record.event(TrainingDone(step=self._step_told))
         self._write_outcome("done", None)
         self._profiler.close()
-        if self._trackers is not None:
-            self._trackers.close()
+        self._record.close()
         raise Stopped(0)
 
     def timed(self, what: str) -> AbstractContextManager[None]:
-        """Tell what a part of the loop waits for: ``with run.timed("data"): batch = next(it)``.
+        """Report what a part of the loop waits for: ``with run.timed("data"): batch = next(it)``.
 
-        Its seconds become the share of data in `hpctrain status` and its class in the goodput, and
-        show the rank that is slow because of it. Costs about a microsecond; not collective, on
-        the thread of the loop.
+        Its seconds are the share of data in `hpctrain status` and in the goodput. Costs about a
+        microsecond; not collective, on the thread of the loop.
 
         Args:
             what: "data", the one kind that only the program knows; saves are timed without it.
@@ -455,7 +442,7 @@ class Run:
         return self._telemetry.timed(what)
 
     def section(self, name: str, *, limit_s: float | None = None) -> AbstractContextManager[object]:
-        """Tell which part of the program runs: ``with run.section("evaluation"): ...``.
+        """Report which part of the program runs: ``with run.section("evaluation"): ...``.
 
         Where a rank stands still, that part is named, and its time is learnt by its name
         (docs/staying-alive.md). Costs a microsecond; not collective, on the thread of the loop.
@@ -476,22 +463,22 @@ class Run:
         of this step and over all ranks:
 
         - ``loss`` and ``grad_norm``;
-        - ``tokens``: trained on in this step; tell them every step;
-        - ``flops``: floating-point operations that the model needs for it, forward and backward,
-          without recomputation; with the GPU's peak they give MFU;
+        - ``tokens``: trained on in this step; log them every step;
+        - ``flops``: that the model needs for it, forward and backward, without recomputation;
+          with the GPU's peak they give MFU;
         - ``skipped``: 1 where the update was left out, as after an overflow of fp16.
         """
         if self.world.rank != 0:
             return
         numbers = {name: float(value) for name, value in values.items()}
         self._telemetry.log(numbers)
-        self._log(self.step + 1, numbers)
+        self._record.log(self.step + 1, numbers)
 
     def guard(self, loss: float, norm: float) -> bool:
-        """Whether a step's update is to be applied, by `guard.nonfinite` and `guard.spike`.
+        """Return whether to apply a step's update, by `guard.nonfinite` and `guard.spike`.
 
-        For a loop with a backward pass of its own, between that and the optimizer's step; an engine
-        of `parallelize` asks by itself. Collective: every rank calls it once a step.
+        Call it between your backward pass and the optimizer's step; an engine of `parallelize` does
+        so by itself. Collective: every rank calls it once a step.
 
         Args:
             loss: This rank's, or all ranks'; the largest counts.
@@ -514,19 +501,15 @@ class Run:
         """
         if self._own_loop is not None:
             raise UsageError("run.save() goes with run.steps(); with run.at() the program saves")
-        if self._saves is None:
-            return
-        self._before_save()
-        with self._telemetry.saving:
-            self._saves.now(self.step, self._snapshot)
+        self._kept.save(self.step)
 
     def sealed(self, step: int, path: str | Path) -> None:
         """Take a checkpoint that the program has written in its own way under the run's care.
 
-        Every file is read once and its digest noted; from then on it is listed, verified, and the
-        newest whole one is `resume_path` at the next start. Where each save writes over the same
-        path, the run keeps a copy: a kill in the middle of a save destroys the only file. Outside
-        hpctrain it does nothing.
+        Every file is read once for its digest. The checkpoint is then listed and verified, and the
+        newest complete one is `resume_path` at the next start. Where each save writes over the same
+        path, the run keeps a copy, since a kill in the middle of a save destroys the only file.
+        Outside hpctrain it does nothing.
 
         Collective: every rank calls it, once it has returned from writing.
 
@@ -562,10 +545,7 @@ class Run:
     # ---- the loop's parts
 
     def _exchange(self) -> StopRequest:
-        save = self.world.rank == 0 and self._saves is not None and self._saves.wishes()
-        memory = self._memory is not None and self._memory.wishes(
-            self.step, self._stops.steps_ahead
-        )
+        save, memory = self._kept.wishes_save(), self._kept.wishes_copy(self.step)
         pulse.here().beat()
         tell = self._telemetry.wishes_to_tell()
         agreed = self._stops.exchange(save=save, tell=tell, memory=memory)
@@ -579,53 +559,34 @@ class Run:
         cause = agreed.cause or self._cause
         if cause is not None:
             self._leave(cause)
-        if self._saves is not None and (agreed.save or self._saves.is_due(self.step)):
-            self._before_save()
-            with self._telemetry.saving:
-                self._saves.periodic(self.step, self._snapshot)
-        if self._memory is not None and agreed.memory:
-            with self._telemetry.saving:
-                self._memory.copy(self.step, self._snapshot)
+        self._kept.follow(agreed, self.step)
 
     def _before_save(self) -> None:
         """Lest the ledger or the curves be behind a checkpoint."""
         self._telemetry.flush(at_save=True)
-        if self._trackers is not None:
-            self._trackers.flush()
-
-    def _before_update(self) -> None:
-        """What training waits here for a copy counts as what it waits for a save."""
-        if self._saves is not None and self._saves.is_copying:
-            with self._telemetry.saving:
-                self._saves.before_update()
+        self._record.flush()
 
     def _leave(self, cause: StopCause) -> NoReturn:
-        self._event(StopRequested(cause=cause, rank=self.world.rank))
+        self._record.event(StopRequested(cause=cause, rank=self.world.rank))
         self._guards.close(self.step)
-        if self._saves is not None:
-            self._before_save()
-            pulse.here().enter(pulse.SAVE)
-            self._saves.final(self.step, self._snapshot, self._stops.left_s(cause))
-            self._saves.close()
+        self._kept.save_at_stop(self.step, self._stops.left_s(cause))
         self._go(cause)
 
     def _go(self, cause: StopCause) -> NoReturn:
         """Leave, with everything saved."""
         pulse.here().enter(pulse.END)
-        self._event(TrainingStopped(step=self._step_told))
+        self._record.event(TrainingStopped(step=self._step_told))
         self._write_outcome("stopped", cause)
         self._profiler.close(self._stops.left_s(cause))
         if self.world.rank == 0 and self.dir is not None:
             log.info("leaving at step %d (%s)", self.step, cause.value)
-        if self._trackers is not None:
-            self._trackers.close(self._stops.left_s(cause))
+        self._record.close(self._stops.left_s(cause))
         raise Stopped(0)
 
     def _end_by_guard(self, outcome: str) -> None:
         """A guard is about to raise; "failed" if no other start would go better."""
         self._before_save()
-        if self._saves is not None:
-            self._saves.settle()
+        self._kept.settle()
         self._has_failed = True
         if outcome:
             self._write_outcome(outcome, None)
@@ -633,29 +594,18 @@ class Run:
     def _finish(self) -> None:
         self._guards.close(self.step)
         self._telemetry.tell(at_end=True)
-        if self._saves is not None:
-            self._before_save()
-            with self._telemetry.saving:
-                self._saves.patiently(self.step, self._snapshot)
-            self._saves.close()
-        self._event(TrainingDone(step=self.step))
+        self._kept.save_at_end(self.step)
+        self._record.event(TrainingDone(step=self.step))
         self._write_outcome("done", None)
         self._profiler.close()
-
-    def _count(self) -> None:
-        self._clock.stepped(self._telemetry.step_done(self.step, self._program.consumed))
-        self._count_first()
 
     def _count_first(self) -> None:
         if self._has_stepped:
             return
         self._has_stepped = True
         self._unsaved.after_first_step()
-        self._event(PhaseReached(name="first_step", **self._telemetry.so_far()))
-        if self._saves is not None:
-            self._saves.warm_up(self._snapshot)
-        if self._memory is not None:
-            self._memory.warm_up(self._snapshot)
+        self._record.event(PhaseReached(name="first_step", **self._telemetry.so_far()))
+        self._kept.warm_up(self.step)
         pulse.here().stepped()
         if self._own_loop is not None:
             self._clock.state_bytes = self._clock.state_bytes or memory_in_use(self.world.device)
@@ -669,61 +619,36 @@ class Run:
 
     def _refuse_two_loops(self, *, own: bool) -> None:
         if self._has_loop if own else self._own_loop is not None:
-            raise UsageError(
-                "run.at() is for a loop of the program's own, and run.steps() is hpctrain's: "
-                "use one of them"
-            )
+            raise UsageError("run.at() is for a loop of the program's own: use it or run.steps()")
 
     def _begin_own_loop(self, step: int) -> None:
-        fact = CheckpointRestored(step=step, world_size=self.world.world_size, by="program")
-        self._event(fact)
+        size = self.world.world_size
+        self._record.event(CheckpointRestored(step=step, world_size=size, by="program"))
         if self._has_begun:
             return
         self._has_begun = True
         self._open(step)
         # What ends without another word is done; a failure shows otherwise.
-        self._leave_word("left", None, None)
-        # Not atexit, which a forked rank does not come by.
-        Finalize(None, self._telemetry.flush, exitpriority=0)
+        self._record.outcome("left", None, None)
+        Finalize(None, self._telemetry.flush, exitpriority=0)  # a forked rank skips atexit
         if self.world.rank == 0 and self.dir is not None and self._attempt is not None:
             self._clock.earlier_s = earlier_save_s(self.dir, self.world.world_size)
-            self._start_trackers(self.dir, self._attempt, step)
+            self._record.start_trackers(step)
 
     def _tell_stop(self, cause: StopCause) -> None:
         """All ranks will stop; a program that saves and returns without `leave` has stopped."""
         if not self._told_stop:
             self._told_stop = True
-            self._event(StopRequested(cause=cause, rank=self.world.rank))
-            self._leave_word("left", cause, self._step_told)
+            self._record.event(StopRequested(cause=cause, rank=self.world.rank))
+            self._record.outcome("left", self._step_told, cause)
 
     # ---- state
-
-    def _snapshot(self) -> tuple[State, Manifest]:
-        attempt = self._attempt
-        if attempt is None or self.dir is None:
-            raise UsageError("there is no run directory to save into")
-        state, extra, data = self._program.snapshot()
-        manifest = Manifest(
-            run_id=self._spec.run_id if self._spec else "",
-            name=self.dir.name,
-            step=self.step,
-            attempt=attempt.number,
-            attempt_token=attempt.token,
-            created=clock.now(),
-            world_size=self.world.world_size,
-            mesh=self._program.mesh,
-            engine=self._program.kind,
-            data=data,
-            rng={"ranks": self.world.world_size},
-            versions={"torch": str(torch.__version__), "python": sys.version.split()[0]},
-            extra=extra | self._unsaved.recorded_at(self.step),
-            metrics=dict(self._metrics),
-        )
-        return state, manifest
 
     def _restore(self) -> None:
         self._program.begin()
         restored = Restored() if self._place is None else self._load(self._place)
+        if restored.manifest is not None:
+            self.step = restored.manifest.step
         self._program.seed(restored.manifest, self.settings.train.seed, self.step)
         self._unsaved.begin(restored.manifest, self.step)
         self._open(self.step)
@@ -741,49 +666,20 @@ class Run:
         self._profiler.begin(step)
 
     def _load(self, place: SavePlace) -> Restored:
-        started, near = clock.monotonic(), self._stops.near_stop_left_s
-        self._saves = Saves(place, self.world, self._clock, self.settings.evaluate, near)
-        if self.settings.checkpoint.overlap_copy:
-            self._program.call_before_update(self._before_update)
-        saver = self._saves.saver
-        arena = saver.arena if saver is not None else None
-        self._memory = memory_copies(
-            self.world, self.settings.alive, place.attempt.number, self._event
+        self._kept = kept = KeptState(
+            place,
+            self.settings,
+            self._program,
+            world=self.world,
+            job_clock=self._clock,
+            stops=self._stops,
+            record=self._record,
+            run_id=self._run_id,
+            extra=self._unsaved.recorded_at,
+            flush=self._before_save,
+            saving=self._telemetry.saving,
         )
-        copies = self._memory.held if self._memory is not None else None
-        restored = restore(place, self.world, self._wanted, arena=arena, copies=copies)
-        if self._memory is not None:
-            self._memory.begin(restored)
-        on_rank_0(self.world, lambda: sweep_old(place))
-        if restored.manifest is None and self._program.awaits_weights:
-            raise CheckpointError(f"{place.run.name} had checkpoints, and has none now")
-        if restored.manifest is not None:
-            self._program.take_over(restored.manifest)
-            self.step = restored.manifest.step
-        fact = CheckpointRestored(
-            step=self.step,
-            checkpoint=restored.path.name if restored.path else None,
-            from_world_size=restored.manifest.world_size if restored.manifest else None,
-            world_size=self.world.world_size,
-            seconds=round(clock.monotonic() - started, 3),
-            bytes_read=restored.bytes_read,
-            skipped=tuple(Skipped(**row) for row in restored.skipped),
-            read_from=restored.kept_by,
-        )
-        self._event(fact)
-        if self.world.rank == 0:
-            self._start_trackers(place.run, place.attempt, self.step)
-        self._saves.start(self.step if restored.is_saved else 0)
-        return restored
-
-    def _wanted(self, manifest: Manifest) -> Wanted:
-        wanted = self._program.wanted(manifest)
-        if self._saves is not None and self._saves.saver is not None:
-            # also what weights are read into before all agree
-            self._saves.saver.prepare(wanted.state)
-        return wanted
-
-    # ---- small things
+        return kept.restore()
 
     @property
     def _place(self) -> SavePlace | None:
@@ -792,34 +688,13 @@ class Run:
             return None
         return SavePlace(self.dir, self._attempt, self.settings.checkpoint)
 
-    def _start_trackers(self, run: RunDir, attempt: Attempt, step: int) -> None:
-        ranks = self.world.world_size
-        self._trackers = Trackers(
-            run, self._spec, attempt=attempt.number, resumed_step=step, world_size=ranks
-        )
-
-    def _log(self, step: int, numbers: dict[str, float]) -> None:
-        self._metrics.update(numbers)
-        if self._trackers is not None:
-            self._trackers.log(step, numbers)
-
     def _make_profiler(self) -> Profiler:
         folder = None
         if self.dir is not None and self._attempt is not None:
             folder = self.dir.profile / folder_name(self._attempt.number)
         watches = {"data": self._telemetry.timed("data"), "save": self._telemetry.saving}
-        return Profiler(self.world, self.settings.profile, folder, self._event, watches)
-
-    def _event(self, fact: LedgerFact) -> None:
-        """A disk that is full costs the fact, never the training."""
-        if self.world.rank == 0 and self.dir is not None and self._attempt is not None:
-            ledger.record(self.dir, fact, attempt=self._attempt.number)
+        return Profiler(self.world, self.settings.profile, folder, self._record.event, watches)
 
     def _write_outcome(self, outcome: str, cause: StopCause | None) -> None:
-        if self._trackers is not None:
-            self._trackers.flush()
-        self._leave_word(outcome, cause, self._step_told)
-
-    def _leave_word(self, outcome: str, cause: StopCause | None, step: int | None) -> None:
-        if self.world.rank == 0 and self.dir is not None and self._attempt is not None:
-            write_outcome(self.dir, self._attempt, outcome, step=step, cause=cause)
+        self._record.flush()
+        self._record.outcome(outcome, self._step_told, cause)

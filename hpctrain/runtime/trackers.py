@@ -89,7 +89,20 @@ class Tracker(Protocol):
         """The attempt ends: the run is done, or goes on in another one."""
 
 
-class Trackers:
+class NoTrackers:
+    """Takes the place of `Trackers` where nothing is tracked."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take scalars of a step."""
+
+    def flush(self) -> None:
+        """Hand over what was logged."""
+
+    def close(self, left_s: float | None = None) -> None:
+        """End."""
+
+
+class Trackers(NoTrackers):
     """All trackers of a run: TensorBoard, and what `track.loggers` names."""
 
     def __init__(

@@ -74,8 +74,7 @@ def end_threads(run: Any) -> None:
     if (requests := run._stops._requests) is not None:
         requests.on_stop, requests.stop = None, 1
         requests._warned.set()
-    if run._trackers is not None:
-        run._trackers.close()
+    run._record.close()
 
 
 def undisturbed(folder: Path, program: Program, total: int) -> Any:
