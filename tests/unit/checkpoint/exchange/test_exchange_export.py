@@ -164,7 +164,12 @@ def test_torch_opens_the_export_with_weights_only(run, call, tmp_path):
 def with_objects():
     """State as an optimizer and a module with Python objects in theirs have it in a checkpoint."""
     tensors = {"model.layer.weight": torch.ones(2, 3), "model.layer.w.x": torch.ones(1)}
-    history = {"seen": [1, 2.5, torch.arange(3.0), (True, None)], 7: 2**70, "odd": Counter("ab")}
+    history = {
+        "seen": [1, 2.5, torch.arange(3.0), (True, None)],
+        7: 2**70,
+        "odd": Counter("ab"),
+        "seen.2": torch.ones(1),
+    }
     for name, value in (("optim.layer.weight.history", history), ("model.layer._extra_state", [0])):
         form, parts = encode(value, name)
         text = torch.frombuffer(bytearray(json.dumps(form).encode()), dtype=torch.uint8)
@@ -189,6 +194,7 @@ def test_objects_of_an_optimizers_state_are_python_objects(run, call, tmp_path):
     first, second, third, last = state["history"]["seen"]
     assert (first, second, third.tolist(), last) == (1, 2.5, [0.0, 1.0, 2.0], (True, None))
     assert state["history"][7] == 2**70
+    assert state["history"]["seen.2"].tolist() == [1.0]
     assert state["history"]["odd"] == {"__hpctrain__": "Counter", "items": [["a", 1], ["b", 1]]}
 
 
