@@ -135,7 +135,10 @@ class Store:
         """
         simulation = self._job.simulation
         simulation.may_switch(self._job.switch_share)
+        until_s = simulation.now_s + ANSWER_S
         while not self._is_cut and not self._is_reached(self._server):
+            if simulation.now_s >= until_s:
+                raise RuntimeError("Socket Timeout")
             waits = (self._cut, self._server.changed, self._job.network.changed)
             simulation.wait(waits, 0.5)
         if self._is_cut or not self._server.is_up:

@@ -72,11 +72,11 @@ def test_every_python_of_a_batch_script_is_told_so():
         line
         for path in body_path().parent.iterdir()
         for line in path.read_text().splitlines()
-        if re.search(r"(HPCTRAIN_PYTHON|\$@)\" .*-m ", line)
+        if re.search(r"(HPCTRAIN_PYTHON[^\"]*|\$@)\" .*-m ", line)
     ]
 
     assert len(lines) == 9
-    assert all(re.search(r'"\$(HPCTRAIN_PYTHON|@)" -P ', line) for line in lines)
+    assert all(re.search(r'"\$(HPCTRAIN_PYTHON|@|\{HPCTRAIN_PYTHON:-[^"]*\})" -P ', line) for line in lines)
 
 
 def test_a_batch_script_runs_the_real_modules(lures, tmp_path):

@@ -94,9 +94,9 @@ class Told:
 
 def test_the_table_counts_what_was_kept_and_a_broken_promise_is_an_exit_code(capsys, tmp_path):
     page = tmp_path / "drill.md"
-    assert drill._tell(Told(RESULTS[:1]), [], None, as_json=False) == 0
+    assert drill._inject(Told(RESULTS[:1]), [], None, as_json=False) == 0
     with pytest.raises(drill.ChecksFailed, match="a promise was broken: flip_bit"):
-        drill._tell(Told(RESULTS), [], str(page), as_json=False)
+        drill._inject(Told(RESULTS), [], str(page), as_json=False)
     shown = capsys.readouterr().out
     assert "kill_rank        kept       attempt 2 went on" in shown
     assert shown.endswith("1 kept, 1 broken, 1 not tried\n")

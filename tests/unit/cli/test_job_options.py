@@ -254,7 +254,7 @@ def test_a_number_of_gpus_alone_keeps_the_type_that_was_set(work):
 
 def test_a_preflight_takes_the_same_options_and_has_a_time_limit_of_its_own(work, monkeypatch):
     asked = []
-    monkeypatch.setattr(preflight, "_tell", lambda *_, **__: 0)
+    monkeypatch.setattr(preflight, "_print_report", lambda *_, **__: 0)
     monkeypatch.setattr(prepare_module, "prepare", lambda request: asked.append(request) or 1 / 0)
 
     for words in (["--gpus-per-node", "a100:4", "-w", "n3"], ["-t", "5m"]):
