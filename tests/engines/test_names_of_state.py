@@ -134,6 +134,26 @@ def test_two_values_for_one_memory_are_refused(tmp_path):
         start(tmp_path, lambda run, total: pair(run, total, tied=True), 4)
 
 
+@pytest.mark.parametrize("row", [0, 2])
+def test_two_values_are_refused_wherever_they_differ(tmp_path, monkeypatch, row):
+    """Two names of one memory are compared part by part."""
+    monkeypatch.setattr(restore, "COMPARED_BYTES", 8)  # a row
+
+    def program(run, total, *, tied):
+        model = Pair(tied=tied)
+        if not tied:
+            model.head.weight.data = model.embedding.weight.data.clone()
+            model.head.weight.data[row] += 1
+        run.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in run.steps(total):
+            pass
+
+    start(tmp_path, lambda run, total: program(run, total, tied=False), 1)
+
+    with pytest.raises(CheckpointError, match=r"head\.weight and .*are one tensor"):
+        start(tmp_path, lambda run, total: program(run, total, tied=True), 2)
+
+
 def test_equal_values_for_one_memory_are_loaded(tmp_path):
     before = start(tmp_path, lambda run, total: pair(run, total, tied=False, same=True), 3)
 
