@@ -389,7 +389,8 @@ _OPTIONS = (
     click.option(
         "--prefer",
         type=click.Choice(keys_of(ShapeSettings)["prefer"].choices),
-        help="What auto counts: the earliest finish (time), node-hours (cost), or both.",
+        help="With auto, choose the earliest finish (time), the fewest node-hours (cost), or "
+        "the earliest finish at few node-hours (balanced).",
     ),
     click.option(
         "--max-node-hours", type=float, metavar="H", help="What the whole run may take, for auto."

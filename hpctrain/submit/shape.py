@@ -244,7 +244,7 @@ def choose_for(
         now_has=had,
     )
     plain = had or _plain(settings, sizes, longest, facts)
-    notes, kept = _notes(settings, longest, sizes), had is not None
+    notes, kept = _notes(settings, longest, sizes, view), had is not None
     return _shaped(settings, choice, asked, plain, notes, kept=kept)
 
 
@@ -388,12 +388,18 @@ def _longest(spec: Spec, cluster: Cluster, view: QueueView | None) -> Callable[[
     return longest
 
 
-def _notes(settings: Settings, longest: Callable[[int], int | None], sizes: list[int]) -> list[str]:
+def _notes(
+    settings: Settings,
+    longest: Callable[[int], int | None],
+    sizes: list[int],
+    view: QueueView | None,
+) -> list[str]:
     if settings.shape.choose == "nodes" or longest(sizes[0]) is not None:
         return []
     where = settings.slurm.partition or "the default partition"
+    limit = "has no time limit" if view is not None else "has a time limit that is not known"
     tried = f"limits up to {duration(UNLIMITED_S)} are candidates"
-    return [f"{where} has no time limit: {tried}; --time gives another"]
+    return [f"{where} {limit}: {tried}; --time gives another"]
 
 
 def _sizes(spec: Spec, requeued: RunHistory | None) -> list[int]:

@@ -237,6 +237,14 @@ def test_a_partition_without_limits(work, capsys):
     assert value["shape"]["chosen"] == {"nodes": 1, "limit_s": 86400}
 
 
+def test_a_limit_that_nobody_could_read_is_said_to_be_unknown(work, capsys):
+    put(work, "squeue", "exit 1")
+
+    notes = dry(capsys, "--nodes=1-2", "--time=auto")["notes"]
+
+    assert "the default partition has a time limit that is not known: limits" in "\n".join(notes)
+
+
 def test_where_the_site_forbids_test_only_nobody_asks_and_the_queue_must_do(work, capsys):
     forbids = site(work, slurm='[slurm]\nforbidden = ["--test-only"]')
 
