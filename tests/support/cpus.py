@@ -1,6 +1,6 @@
-"""CPUs that tests share: all of them together start no more than two ranks or agents for each.
+"""CPUs that tests share: all of them together start no more than three ranks or agents for each.
 
-Two, since a rank waits for the others, for SLURM or for a disk about half of the time: with one for
+Three, since a rank waits for the others, for SLURM or for a disk most of the time: with two for
 each CPU two cores stood half idle. A test takes a token for each rank or agent before it starts
 them, and waits until enough are free; one that needs more than there are takes all. A token is a
 POSIX lock on a file that all tests of this user have: forked ranks do not inherit it, and it ends
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pytest
 
 POLL_S = 0.05
-PER_CPU = 2
+PER_CPU = 3
 
 
 class Tokens:

@@ -76,7 +76,9 @@ def test_every_python_of_a_batch_script_is_told_so():
     ]
 
     assert len(lines) == 9
-    assert all(re.search(r'"\$(HPCTRAIN_PYTHON|@|\{HPCTRAIN_PYTHON:-[^"]*\})" -P ', line) for line in lines)
+    assert all(
+        re.search(r'"\$(HPCTRAIN_PYTHON|@|\{HPCTRAIN_PYTHON:-[^"]*\})" -P ', line) for line in lines
+    )
 
 
 def test_a_batch_script_runs_the_real_modules(lures, tmp_path):
