@@ -351,10 +351,9 @@ class StreamLoader:
         return int(of_ranks[place.rank]) % max(1, workers)
 
     def _template(self, place: DataPlace) -> list[MicrobatchSamples]:
-        """This rank's passes of a full batch.
+        """Return this rank's passes of a full batch.
 
-        Raises:
-            UsageError: a rank would have no sample of it, and never read its readers.
+        Refuse a batch of which a rank would have no sample: it would never read its readers.
         """
         micro_batch = self._rules.micro_batch
         passes = ANY_PASSES if micro_batch is None else place.passes
@@ -558,11 +557,7 @@ def default_readers(source: Source, ranks: int, workers: int) -> int:
 
 
 def _places_of(state: Mapping[str, Any]) -> list[ReaderPlace]:
-    """The readers of a state, each value looked at.
-
-    Raises:
-        CheckpointError: it is not what `StreamLoader.state_dict` gives.
-    """
+    """Return the readers of a `StreamLoader.state_dict`, each value checked."""
     version = state.get("stream")
     if version is None:
         raise _refused("is not of run.stream_loader")

@@ -108,7 +108,7 @@ def write_tokens(
     vocabulary: int,
     source: Mapping[str, Any],
 ) -> TokenFile:
-    """Write a token file so that it is either there and whole, or not there.
+    """Write a token file so that it is either there and complete, or not there.
 
     Two writers of one path must not run at once: callers hold a lock.
 

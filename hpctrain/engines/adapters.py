@@ -31,11 +31,7 @@ INITS = (True, False, "gaussian")
 
 
 class BaseWeights:
-    """The weights that adapters stand on: those that no checkpoint holds.
-
-    Attributes:
-        names: In the model.
-    """
+    """The weights that adapters stand on: those that no checkpoint holds; `names` in the model."""
 
     def __init__(self, names: frozenset[str], digest: str, source: str, config: Any) -> None:
         """Use `base_weights`."""
@@ -67,13 +63,10 @@ def is_adapted(model: nn.Module) -> bool:
 def base_weights(
     model: nn.Module, pretrained: Pretrained | None, source: str, world: World
 ) -> BaseWeights | None:
-    """What of a wrapped model no checkpoint holds; None where there is no such thing. Collective.
+    """Return what of a wrapped model no checkpoint holds; None if nothing. Collective.
 
-    Args:
-        model: As it was given, or as it was built on the meta device.
-        pretrained: Where the values of the latter come from.
-        source: What to call the place that the values come from.
-        world: The ranks.
+    A `model` on the meta device gets its values from `pretrained`. `source` names their origin in
+    messages.
 
     Raises:
         UsageError: the adapters are of a kind that could not be made or exported.

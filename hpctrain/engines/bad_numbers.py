@@ -55,11 +55,10 @@ def first_of(named: Iterable[tuple[str, torch.Tensor | None]]) -> str:
 
 
 class BadNumbers:
-    """While it is entered, looks at what a model's layers give and at their gradients.
+    """Checks, while entered, what a model's layers return and their gradients.
 
-    Attributes:
-        found: The first thing that was not finite; None so far.
-        passes: How many losses were told so far: by it is known which pass is under way.
+    `found` is the first thing that was not finite, or None. `passes` counts the losses so far: it
+    shows which pass is running.
     """
 
     def __init__(self, model: nn.Module) -> None:

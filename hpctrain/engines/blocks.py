@@ -90,10 +90,10 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _blocks_of(module: nn.Module) -> Sequence[nn.Module]:
-    """The blocks that a list holds; none where it is no list of blocks.
+    """Return the blocks that a list of modules holds; none if it is no list of blocks.
 
-    Modules of one class are. Those of several classes are layers of a hybrid model in a
-    ModuleList; in a Sequential they may be a whole network, in a ModuleDict its parts by name.
+    Modules of one class are blocks. Those of several are a hybrid model's layers in a ModuleList
+    only: a Sequential may be a whole network, a ModuleDict its parts by name.
     """
     if not isinstance(module, _LISTS):
         return []
@@ -176,11 +176,8 @@ def compile_blocks(
 ) -> None:
     """Have blocks compiled when they are first called. In place; not collective.
 
-    Args:
-        blocks: Of a model; those of one class share what is compiled.
-        backend: One of torch's.
-        device: On which they run.
-        inside_hooks: Leave a block's own hooks out of what is compiled.
+    Blocks of one class share what is compiled. With `inside_hooks`, a block's own hooks are left
+    out of it.
 
     Raises:
         UsageError: this machine lacks what the backend builds with.
@@ -216,12 +213,9 @@ def _need_compiler() -> None:
 def recompute_blocks(model: nn.Module, how: str) -> None:
     """Have each block of a model compute its forward pass again in the backward pass. In place.
 
-    Each block is wrapped, before it is compiled and sharded. Random numbers are drawn again as they
-    were.
-
-    Args:
-        model: In place; its parameters stay the same ones.
-        how: "full" keeps a block's inputs alone; "selective" also the results in `KEPT`.
+    Each block is wrapped, before it is compiled and sharded; parameters stay the same ones. Random
+    numbers are drawn again as they were. `how` is "full" (keep a block's inputs alone) or
+    "selective" (also the results in `KEPT`).
     """
     every = every_block(model)
     for block in every:

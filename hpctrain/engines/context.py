@@ -48,11 +48,7 @@ class ContextParallel:
     """What one rank has of each sequence, and how its attention sees the rest."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Have a model work on parts of sequences, in place. Not collective.
-
-        Args:
-            model: As it was built; not wrapped yet.
-            mesh: The ranks that share sequences.
+        """Have a model, not wrapped yet, work on parts of sequences, in place. Not collective.
 
         Raises:
             UsageError: the model's attention is none that could be told of it.
@@ -185,19 +181,11 @@ class ContextParallel:
         scale: float | None = None,
         window: int | None = None,
     ) -> Tensor:
-        """Causal attention of this rank's positions to all before them. Collective over `cp`.
+        """Attend causally from this rank's positions to all before them. Collective over `cp`.
 
-        Args:
-            query: [batch, heads, this rank's time, head_dim].
-            key: The same, or with fewer heads.
-            value: As the key.
-            is_causal: Must be so.
-            dropout_p: Probability that a weight is dropped.
-            scale: Of the products; None for torch's.
-            window: How many positions are seen, its own among them; None for all.
-
-        Returns:
-            As the query.
+        Query and result are [batch, heads, this rank's time, head_dim]; key and value may have
+        fewer heads. `is_causal` must be true. `scale` is of the products, None for torch's.
+        `window` counts the visible positions, its own among them; None for all.
         """
         if not is_causal:
             raise UsageError("engine.cp: attention that is not causal is not known")
@@ -234,10 +222,9 @@ def _has(tensor: Tensor, positions: int) -> bool:
 
 
 def _mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """True where a query sees a key; the last query stands at the last key.
+    """Return True where a query sees a key; the last query stands at the last key.
 
-    Torch's own lower right corner (`causal_lower_right`) needs no memory, but selective
-    recomputation cannot make it again.
+    Torch's `causal_lower_right` needs no memory, but selective recomputation cannot make it again.
     """
     at = torch.arange(keys - queries, keys, device=device)[:, None]
     keyed = torch.arange(keys, device=device)

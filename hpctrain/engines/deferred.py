@@ -46,12 +46,8 @@ READERS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__arr
 class _View:
     """A tensor of the meta device as it was then; `tensor.data = ...` may change it later.
 
-    Attributes:
-        memory: Its storage, which lives on by this.
-        offset: Of its first element, in elements.
-        shape: Its.
-        stride: Its.
-        dtype: Its.
+    `memory` is its storage, which lives on by this. `offset` is that of its first element, in
+    elements.
     """
 
     memory: torch.UntypedStorage
@@ -102,9 +98,7 @@ class DeferredModel:
     def __init__(self, build: Callable[[], nn.Module], seed: int) -> None:
         """Run a constructor without its values. Not collective.
 
-        Args:
-            build: Makes the model; on every rank the same.
-            seed: Of the random values.
+        It must make the same model on every rank. Random values come from `seed`.
 
         Raises:
             UsageError: it makes no module.
@@ -124,10 +118,9 @@ class DeferredModel:
         self._to_meta()
 
     def value(self, name: str) -> torch.Tensor:
-        """A parameter or buffer as read, or as the constructor left it: whole, on the CPU.
+        """Return a parameter or buffer as read, or as the constructor left it: whole, on the CPU.
 
-        Args:
-            name: Its name in the model as it was built.
+        `name` is its name in the model as it was built.
         """
         if self.pretrained is not None and name in self.pretrained:
             return self.pretrained.whole(name)
@@ -145,15 +138,12 @@ class DeferredModel:
     ) -> None:
         """Give every tensor that is on the meta device its memory and this rank's values.
 
-        Not collective. Beside what the model keeps, one whole tensor is held at a time.
+        Not collective. Beside what the model keeps, one whole tensor is held at a time. `model` may
+        be a part, and parameters may be DTensors by now.
 
-        Args:
-            model: The model or a part of it, whole or cut: parameters may be DTensors by now.
-            world: The ranks, and the device.
-            offload: Parameters stay on the CPU.
-            outlined: Parameters get their device and one element of memory, for an engine that
-                fills them one by one.
-            awaited: Names of those whose values come from a checkpoint: memory is all they get.
+        With `offload`, parameters stay on the CPU. With `outlined`, they get one element of memory
+        each, for an engine that fills them one by one. Names in `awaited` get memory alone: their
+        values come from a checkpoint.
         """
         # All memory first: whole tensors between the shards would leave holes that nothing fits.
         filled = dict[int, torch.Tensor]()
@@ -201,9 +191,9 @@ class DeferredModel:
         return function(*args, **kwargs)
 
     def _operator(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator without values, or with them where it asks for some; and write it down.
+        """Run an operator without values, unless it asks for some or has them all; record it.
 
-        What was made of values alone has its values: a table from numpy, `torch.tensor`.
+        A table from numpy or `torch.tensor` is made of values alone and has its values.
         """
         tensors = _tensors_in((args, kwargs))
         has_values = tensors and not any(tensor.is_meta for tensor in tensors)

@@ -57,12 +57,8 @@ class Microbatch:
 class EngineInputs:
     """What every engine is made from, beside the model and its optimizer.
 
-    Attributes:
-        settings: The run's.
-        world: The ranks.
-        mesh: Ranks along each axis.
-        state_names: Names of the program's parameters and buffers that are saved, on whatever rank.
-        base: Of a model with adapters: the weights that are not.
+    `state_names` are the parameters and buffers that are saved, on whatever rank. `base` are the
+    weights under adapters, which are not.
     """
 
     settings: EngineSettings

@@ -56,10 +56,9 @@ def _said(device: torch.device) -> str:
 
 
 def _convert(model: nn.Module, *, emulate: bool) -> None:
-    """Matrices of blocks; embedding, head and what is too odd stay as they are.
+    """Convert matrices of blocks; embedding, head and odd sizes stay as they are.
 
-    Scales are made anew from each tensor, so nothing is kept between steps, and checkpoints hold
-    the same masters under the same names as without.
+    Scales are made anew from each tensor, so checkpoints hold the same masters as without.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training

@@ -113,15 +113,10 @@ def parallelize(
 
 @dataclass(frozen=True)
 class _Source:
-    """The program's model and optimizer, before they are spread.
+    """The program's model and optimizer (or its maker), before they are spread.
 
-    Attributes:
-        model: Whole, on the CPU; on the meta device where its values are deferred.
-        deferred: What fills it; None where it has its values.
-        optimizer: Of its parameters; or what makes one.
-        names: Of its parameters, by identity.
-        awaited: Names of what a checkpoint fills next.
-        base: The weights that are in no checkpoint; None where all are.
+    `names` are of the model's parameters, by identity. `awaited` names what a checkpoint fills
+    next. `deferred` is None if the model has its values, `base` if all weights are in checkpoints.
     """
 
     model: nn.Module
@@ -159,11 +154,7 @@ class _Source:
         return self.deferred.value(name)
 
     def agree(self, world: World) -> None:
-        """Raise on every rank what any has met as it read. Collective.
-
-        Raises:
-            CheckpointError: see `Pretrained.agree`.
-        """
+        """Raise on every rank what any has met as it read (see `Pretrained.agree`). Collective."""
         if self.deferred is not None and self.deferred.pretrained is not None:
             self.deferred.pretrained.agree(world)
 
@@ -177,11 +168,8 @@ class _Source:
     ) -> _Source:
         """Find the values that come neither from the constructor nor from a checkpoint. Collective.
 
-        Args:
-            pretrained: A Hugging Face folder; None for that of the settings, if any.
-            settings: The engine's.
-            world: The ranks.
-            is_restored: A checkpoint is loaded next: the folder is opened for what that leaves out.
+        Without `pretrained`, the settings' folder counts, if any. Before a restore (`is_restored`)
+        the folder is opened for what the checkpoint leaves out.
 
         Raises:
             UsageError: the model has its values already, or adapters that cannot be trained.
@@ -202,11 +190,7 @@ class _Source:
         return replace(source, awaited=source.saved_names) if is_restored else source
 
     def optimizer_of(self, model: nn.Module, *, may_lack: bool = False) -> Optimizer:
-        """The optimizer of the parameters as they are now; see `point_to`.
-
-        Raises:
-            UsageError: see `point_to`; or the program's function makes no optimizer.
-        """
+        """Return the optimizer of the parameters as they are now; for its errors see `point_to`."""
         if isinstance(self.optimizer, Optimizer):
             point_to(self.optimizer, model, self.names, may_lack=may_lack)
             return self.optimizer
@@ -241,10 +225,10 @@ def _source(
 def _mesh_of(
     model: nn.Module, settings: EngineSettings, world: World, shape: ModelShape | None
 ) -> Mesh:
-    """The mesh that submit has planned, where it has seen the config of this model.
+    """Plan the mesh as submit does, with `shape` or that of a pretrained model's config.
 
-    Raises:
-        UsageError: there is none, or it cuts what it cannot.
+    Refuse settings that give no mesh, a mesh that cuts what it cannot, and adapters on one that is
+    untested.
     """
     if not world.is_distributed:
         return Mesh()
@@ -257,11 +241,7 @@ def _mesh_of(
 
 
 def _require_versions(settings: EngineSettings) -> None:
-    """Submit asks the same of the login node's packages; a job's module may have brought others.
-
-    Raises:
-        UsageError: torch or DeepSpeed is too old for this engine.
-    """
+    """Refuse versions too old for this engine: a job may load others than submit has seen."""
     versions = {"torch": str(torch.__version__)}
     if settings.kind.startswith("zero"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -271,10 +251,9 @@ def _require_versions(settings: EngineSettings) -> None:
 
 
 def _refuse_without_effect(model: nn.Module, settings: EngineSettings) -> None:
-    """Settings that work on a model's blocks need some, and would do nothing without a word.
+    """Refuse settings for blocks in a model without any, or recomputation that cannot work.
 
-    Raises:
-        UsageError: there are none, or recomputation could not work.
+    Such settings would silently do nothing.
     """
     name = type(model).__name__
     if not every_block(model):
@@ -397,11 +376,8 @@ def point_to(
 ) -> None:
     """Have an optimizer update the parameters that stand where its own stood.
 
-    Args:
-        optimizer: Of the model as it was.
-        model: As it is.
-        before: Names of the parameters that it had, by identity.
-        may_lack: Some are on other ranks now, and are dropped from their group.
+    `before` names the parameters of the old model, by identity. With `may_lack`, some are on other
+    ranks now, and are dropped from their group.
 
     Raises:
         UsageError: a parameter is gone that must be here: it would not train, without a word.

@@ -75,12 +75,7 @@ class Pipeline(Native):
     ) -> None:
         """Take stages that are sharded already. Collective.
 
-        Args:
-            model: What holds this rank's parameters by the whole model's names.
-            optimizer: Of these.
-            inputs: See there.
-            stages: Which stages this rank has.
-            meshes: The groups of the mesh's axes.
+        `model` holds this rank's parameters by the whole model's names; `optimizer` updates these.
         """
         super().__init__("fsdp2", model, optimizer, inputs)
         settings, world, mesh = inputs.settings, inputs.world, inputs.mesh
@@ -217,7 +212,7 @@ class Pipeline(Native):
     # ---- schedules
 
     def _schedule(self, microbatches: Sequence[Microbatch], *, training: bool) -> Any:
-        """Torch's schedule for microbatches of this form. Collective over the pipeline's ranks.
+        """Return torch's schedule for microbatches of this form. Collective over the pipeline.
 
         Only the last one of each kind is kept: each has memory to receive into.
         """
@@ -254,11 +249,10 @@ class Pipeline(Native):
         )
 
     def _trace(self, example: Tensor) -> list[Tensor]:
-        """What goes into each stage, and at last out of the pipeline: tensors without memory.
+        """Return what goes into each stage, and out of the pipeline, without memory.
 
-        Torch would find it out by a forward and a backward pass of its own, which clear what
-        gradients there are and count in whatever layers count. Collective over the pipeline's
-        ranks: all raise what one finds.
+        Torch's own passes to find it out would clear gradients and count in layers that count.
+        Collective over the pipeline's ranks: all raise what one finds.
         """
         between = [torch.empty_like(example, device="meta")]
         begun: list[Call] = []
@@ -280,9 +274,9 @@ class Pipeline(Native):
     def _probe(
         self, number: int, x: Tensor, begun: Sequence[Call]
     ) -> tuple[torch.Size, torch.dtype, list[Call]] | str:
-        """Shape and dtype of what a stage gives, or why it cannot be run.
+        """Return shape and dtype of a stage's output, or why it cannot be run.
 
-        The first one also notes what the layers of later stages would be given beside their tensor.
+        On the first stage, also note what later stages' layers would be given beside their tensor.
         """
         part = self._stages.parts[self._stages.numbers.index(number)]
         calls: list[Call] = []
@@ -320,10 +314,7 @@ def _noting(part: nn.Module, calls: list[Call] | None) -> Iterator[None]:
 class _Stage(PipelineStage):
     """Torch's stage, for a model that returns its tensor alone or as a field of an object.
 
-    In an evaluation it keeps no outputs once the loss has been told of them.
-
-    Attributes:
-        output: The last one of the last stage, as the model returned it.
+    In an evaluation it drops outputs once the loss has them; `output` keeps the last one.
     """
 
     output: Any = None
@@ -352,13 +343,9 @@ class _Stage(PipelineStage):
 
 @dataclass(frozen=True)
 class _Round:
-    """What the last stage's loss needs to know of the step in hand.
+    """What the last stage's loss needs of the step in hand.
 
-    Attributes:
-        microbatches: Of the step.
-        loss: The program's.
-        factor: fp16's loss scale.
-        total: Sum of the losses, unscaled.
+    `factor` is fp16's loss scale; `total` is the sum of the losses, unscaled.
     """
 
     microbatches: Sequence[Microbatch]

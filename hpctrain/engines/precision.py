@@ -45,11 +45,7 @@ class LossScale:
         self.good_steps = 0
 
     def update(self, norm: float) -> bool:
-        """Take note of a step's gradient norm; whether the step counts.
-
-        Args:
-            norm: Of all gradients of all ranks.
-        """
+        """Take note of the gradient norm of all ranks; return whether the step counts."""
         if not math.isfinite(norm):
             self.scale = max(1.0, self.scale * BACKOFF)
             self.good_steps = 0

@@ -50,8 +50,7 @@ _OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 class Pretrained:
     """Where each tensor of a model lies in a folder's files.
 
-    Attributes:
-        problem: Why this rank could not read; `agree` says it on every rank.
+    `problem` says why this rank could not read; `agree` reports it on every rank.
     """
 
     def __init__(self, tensors: Mapping[str, Sequence[StoredTensor]]) -> None:
@@ -69,12 +68,7 @@ class Pretrained:
         return name in self._tensors
 
     def read_into(self, name: str, box: Held) -> None:
-        """Fill this rank's part of a tensor. Not collective: see `agree`.
-
-        Args:
-            name: Of the tensor in the model.
-            box: The part.
-        """
+        """Fill this rank's part of the model's tensor of this name. Not collective: see `agree`."""
         begin, extent = box.piece.begin, box.piece.extent
         try:
             for first, part in self._rows(name, begin[:1], extent[:1]):
@@ -146,10 +140,8 @@ class Pretrained:
 def open_folder(folder: str | Path, model: nn.Module, world: World) -> Pretrained:
     """Find a model's weights in a folder, by the headers of its files. Collective.
 
-    Args:
-        folder: With `model.safetensors`, or several and their index.
-        model: As it was built, on the meta device.
-        world: The ranks.
+    The folder has `model.safetensors`, or several and their index. The model is as built, on the
+    meta device.
 
     Raises:
         CheckpointError: files are cut or none, or hold what does not fit the model.
@@ -198,10 +190,9 @@ def _plain(name: str) -> str:
 def _named(
     contents: Contents, model: nn.Module, wanted: AbstractSet[str]
 ) -> dict[str, StoredTensor]:
-    """The folder's tensors by the model's names: as they are, or with or without its prefix.
+    """Return the folder's tensors by the model's names: as they are, or with or without its prefix.
 
-    A folder of the model without its head has names that begin in another way than those of one
-    with a head; transformers takes either for either.
+    Names of a model without its head begin in another way; transformers accepts either.
     """
     base = getattr(model, "base_model_prefix", "") or "model"
     names = [

@@ -162,11 +162,9 @@ class HollowModel:
         self._module = _keep(model, layers.keys(), layers)
 
     def check(self, x: Tensor, begun: Sequence[Call] = ()) -> None:
-        """Whether a stage's input comes out unchanged, and the layers are called as they must be.
+        """Check that a stage's input comes out unchanged and the layers are called as they must be.
 
-        Args:
-            x: The stage's input.
-            begun: The calls of later stages' layers that the first stage has noted.
+        `begun` are the calls of later stages' layers that the first stage has noted.
 
         Raises:
             UsageError: the model is not such a chain.
@@ -218,16 +216,11 @@ def cut(
     """Keep one pipeline rank's layers of a model; the others are taken out of it, and freed.
 
     Stages have about equally many parameters, the embedding and the head counted, and at least one
-    block each. What only makes tables is on all of them. A rank may have
-    several: rank, rank + pp, ...
+    block each. What only makes tables is on all of them. A rank may have several stages, `pp`
+    apart.
 
-    Args:
-        model: Of one process, not wrapped; only the kept layers are left in it.
-        pp_rank: Which rank of the pipeline.
-        pp: How many there are.
-        settings: The schedule.
-        stage_order: Names of the modules that the tensor passes through, in order; None for the
-            model's children, with its blocks in the place of their list.
+    The model is not wrapped yet. `stage_order` names the modules that the tensor passes through, in
+    order. None means the model's children, with its blocks in the place of their list.
 
     Raises:
         UsageError: the model cannot be cut into so many stages.
@@ -299,7 +292,7 @@ def _children(prefix: str, module: nn.Module, blocks: Collection[int]) -> Iterat
 
 
 def _makes_tables(module: nn.Module) -> bool:
-    """Whether all that a module has is worked out when it is made: such as rotary frequencies.
+    """Return whether all that a module has is computed when it is made, as rotary frequencies.
 
     What it returns goes to the blocks beside their tensor.
     """
@@ -344,9 +337,9 @@ def _stand_ins(
 
 
 def _lend(absent: Mapping[str, nn.Module], name: str, parameter: nn.Parameter) -> None:
-    """Have the stand-in of a layer hold a parameter that is tied to one that is kept.
+    """Have a layer's stand-in hold a parameter that is tied to a kept one.
 
-    So it has all the names that it has in the whole model, for the optimizer and for checkpoints.
+    So it has all its names of the whole model, for the optimizer and for checkpoints.
     """
     link = next((link for link in absent if name.startswith(link + ".")), None)
     if link is None:
@@ -394,10 +387,9 @@ def _refuse_loose(model: nn.Module, links: Sequence[ChainModule]) -> None:
 
 
 def _tied(links: Sequence[ChainModule], runs: Sequence[range], pp: int) -> list[Tied]:
-    """Parameters that two stages have.
+    """Return the parameters that two stages have.
 
-    Raises:
-        UsageError: blocks have one, or more than two stages, or two of one rank.
+    Refuse those of a block, of more than two stages, or of two stages of one rank.
     """
     places: dict[int, list[tuple[int, str, bool]]] = {}
     for number, run in enumerate(runs):

@@ -96,12 +96,8 @@ def wanted(
 
     New are the optimizer's state, buffers that the program has not made yet or has in another
     shape, and what only `state_dict` knows. The program gets them by `apply`. A tensor that the
-    checkpoint does not have is in here too, if the model has it.
-
-    Args:
-        model: The program's; lazy parameters get their shape from the checkpoint.
-        optimizer: The program's; None where its state is not to be loaded.
-        entries: The checkpoint's tensors by name.
+    checkpoint does not have is in here too, if the model has it. Lazy parameters get their shape
+    from the checkpoint. Without `optimizer`, its state is not loaded.
     """
     _reshard(model)
     tensors: dict[str, torch.Tensor] = {}
@@ -141,12 +137,8 @@ def _wanted_state(
 def apply(model: nn.Module, optimizer: Optimizer | None, tensors: Mapping[str, Any]) -> None:
     """Give a program the tensors of `wanted` that were filled since.
 
-    What the model holds itself is filled in place and needs nothing.
-
-    Args:
-        model: The program's.
-        optimizer: The program's; None where its state was not loaded.
-        tensors: By full names; others' names are passed over.
+    What the model holds itself is filled in place and needs nothing. Without `optimizer`, its state
+    was not loaded. Other names in `tensors` are passed over.
     """
     names_seen = set()
     for place, buffer in list(names.buffers(model)):
@@ -377,7 +369,7 @@ def _empty(entry: TensorEntry, device: torch.device) -> torch.Tensor:
 
 
 def _is_other(buffer: torch.Tensor | None, entry: TensorEntry | None) -> bool:
-    """Whether a checkpoint has a buffer that cannot be loaded into the model's own memory.
+    """Return whether a checkpoint has a buffer that cannot be loaded into the model's own memory.
 
     The model lacks it, has it in another shape or type, or as an expanded view of fewer elements.
     """

@@ -64,13 +64,7 @@ class StepGuard:
     """Stands between a step's gradients and its update; can be tracked."""
 
     def __init__(self, engine: Engine, settings: GuardSettings, listener: GuardListener) -> None:
-        """Nothing has happened so far.
-
-        Args:
-            engine: Whose steps are guarded.
-            settings: The run's.
-            listener: Of the run.
-        """
+        """Guard the steps of an engine."""
         self._engine = engine
         self._listener = listener
         self._leaves_out = settings.nonfinite in {"skip", "stop", "rewind"}

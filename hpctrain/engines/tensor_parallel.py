@@ -49,12 +49,11 @@ class Placed(ParallelStyle):
     """
 
     def __init__(self, activations: Placement, parameters: Placement) -> None:
-        """How tensors lie on the ranks.
+        """Set how tensors lie on the ranks.
 
-        Args:
-            activations: What goes in, and what comes out. `Replicate` if equal on all ranks: each
-                has the whole gradient of a copied parameter then, else a share, and all are added.
-            parameters: All of the module's own.
+        `activations` go in and come out. If they are `Replicate`, equal on all ranks, each rank has
+        the whole gradient of a copied parameter. Else it has a share, and all are added.
+        `parameters` are all of the module's own.
         """
         super().__init__()
         self._activations, self.parameters = [activations], parameters
@@ -126,11 +125,9 @@ class Parted(_Moved):
     """A block among those that have a part of the sequence on each rank, where others have all."""
 
     def __init__(self, *, cuts: bool, joins: bool) -> None:
-        """Which end of these blocks it is; it may be both.
+        """Set which end of these blocks it is; it may be both.
 
-        Args:
-            cuts: It is the first and gets all of the sequence.
-            joins: It is the last, and all of the sequence is to come out.
+        If it `cuts`, it gets all of the sequence; if it `joins`, all of the sequence comes out.
         """
         super().__init__()
         self._cuts, self._joins = cuts, joins
@@ -171,12 +168,9 @@ def _dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placem
 def default_plan(
     model: nn.Module, *, sequence_parallel: bool, loss_parallel: bool = False
 ) -> dict[str, ParallelStyle]:
-    """Names of a decoder's modules to how each is cut.
+    """Map names of a decoder's modules to how each is cut; the model may be a pipeline's part.
 
-    Args:
-        model: The whole model or a pipeline's part of it.
-        sequence_parallel: See `EngineSettings.sequence_parallel`.
-        loss_parallel: See `ModelPlan.loss_parallel`.
+    See `EngineSettings.sequence_parallel` and `ModelPlan.loss_parallel`.
 
     Raises:
         UsageError: the layout is not a common one, or has no place for what was asked.
@@ -239,14 +233,11 @@ def tensor_parallelize(
 ) -> None:
     """Cut a model in place. Collective over the mesh: its ranks call it with equal models.
 
-    Args:
-        model: On the CPU, not wrapped yet; the whole model or a pipeline's part of it.
-        mesh: The `tp` axis of the run's mesh.
-        settings: `sequence_parallel` and `compile` matter.
-        plan: Module names to styles, with * as in torch's own plans; None for a decoder's default.
-            Parameters that it leaves out become copies: their modules must work on activations
-            that are equal on all ranks.
-        loss_parallel: With the default plan, leave logits cut over the vocabulary.
+    The model is on the CPU, not wrapped yet, whole or a pipeline's part. `mesh` is the `tp` axis.
+    `plan` maps module names (with * as in torch's plans) to styles; None is a decoder's default.
+    Parameters that it leaves out become copies. Their modules must work on activations that are
+    equal on all ranks. With `loss_parallel`, the default plan leaves logits cut over the
+    vocabulary.
 
     Raises:
         UsageError: the model cannot be cut that way; nothing has been changed then.
@@ -378,12 +369,9 @@ def refuse_plain(model: nn.Module) -> None:
 def expand(
     model: nn.Module, plan: Mapping[str, ParallelStyle], *, whole: bool
 ) -> dict[str, ParallelStyle]:
-    """A plan with each * replaced by the names that it stands for; one * for one name.
+    """Return a plan with each * replaced by the names that it stands for; one * for one name.
 
-    Args:
-        model: What the plan is for.
-        plan: Names to styles.
-        whole: Whether every name must be there: a pipeline's part has some of them only.
+    With `whole`, every name must be there: a pipeline's part has some of them only.
 
     Raises:
         UsageError: a name is not there.

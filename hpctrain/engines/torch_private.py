@@ -38,11 +38,7 @@ _COLLECTIVES = "torch.distributed._functional_collectives"
 
 
 def _get(module: str, name: str, what_for: str) -> Any:
-    """One of torch's own names.
-
-    Raises:
-        UsageError: this torch has it not.
-    """
+    """Return one of torch's own names; refuse a torch that lacks it."""
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError):
@@ -60,12 +56,10 @@ def _lacks(name: str, what_for: str) -> UsageError:
 
 
 def cuts_over(mesh: DeviceMesh) -> Callable[[Any], Any]:
-    """What `shard_placement_fn` returns for parameters with a mesh of their own, of their `Shard`.
+    """Return a function from a `Shard` to what `shard_placement_fn` returns, for this mesh.
 
-    Made once for all of them: torch takes two descriptions of one mesh for two meshes.
-
-    Args:
-        mesh: Over which; copies come first where it has two axes.
+    Made once for all of them: torch takes two descriptions of one mesh for two meshes. If `mesh`
+    has two axes, copies come first.
     """
     result = _get(_FSDP, "ShardPlacementResult", "engine.ep")
     if mesh.ndim == 1:
@@ -212,12 +206,10 @@ def sync_buffers(model: DistributedDataParallel) -> None:
 def intercepting(
     operator: Callable[[Any, Any, Any], Any], function: Callable[[Any, Any, Any], Any]
 ) -> Iterator[None]:
-    """Around code whose calls of torch go through functions of ours, which call what they are for.
+    """Route a block's calls of torch through functions of ours, which call what they are for.
 
-    Args:
-        operator: Called instead of each operator with it, its args and its kwargs. What it calls
-            itself is torch's own.
-        function: The same for each function, method and property that Python code uses.
+    `operator` gets each operator, its args and its kwargs; what it calls itself is torch's own.
+    `function` gets the same of each function, method and property that Python code uses.
     """
     what_for = "a function that makes the model"
     modes: Any = _get("torch.utils._python_dispatch", "TorchDispatchMode", what_for)

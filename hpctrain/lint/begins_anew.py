@@ -88,14 +88,9 @@ class BeginsAnew:
 
 
 def begins_anew(text: str, args: Sequence[str]) -> BeginsAnew | None:
-    """Look at a program.
+    """Look at a program's source and command-line arguments.
 
-    Args:
-        text: Its source.
-        args: What it is given on the command line.
-
-    Returns:
-        What was found; None where it seems to go on by itself, saves nothing, or cannot be read.
+    Return None if it seems to resume by itself, saves nothing, or cannot be read.
     """
     if "hpctrain" in text.lower() or not _TRAINS.search(text):  # its module, or its variables
         return None

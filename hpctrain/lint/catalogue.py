@@ -25,12 +25,9 @@ PRELUDE = "import os\nimport torch\nimport torch.distributed as dist\n"
 
 @dataclass(frozen=True)
 class RuleRow:
-    """One row of a file of rules.
+    """One row of a file of rules: the rule, its patterns, and its programs by kind.
 
-    Attributes:
-        rule: What is told of it.
-        finds: Its patterns, in the words of the file.
-        programs: By kind; empty for a rule without patterns, whose programs are in the tests.
+    A rule without patterns has no programs here; its programs are in the tests.
     """
 
     rule: LintRule

@@ -85,14 +85,8 @@ def check_text(
 ) -> list[LintFinding]:
     """Return all findings in a file's text, in its order.
 
-    A finding has edits only where `fixed_text` applies them.
-
-    Args:
-        text: The file's text.
-        path: The file's name, which also says what kind of file it is.
-        choice: The rules that count.
-        cpus: CPUs of each rank, if known.
-        folder: The other files of the checked folder: imports are followed into them.
+    A finding has edits only where `fixed_text` applies them. `path` also says what kind of file it
+    is. `cpus` are those of each rank, if known. Imports are followed into the files of `folder`.
     """
     findings = _found(text, path, choice, cpus=cpus, folder=folder)
     if not any(one.edits for one in findings):

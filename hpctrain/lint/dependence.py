@@ -171,9 +171,10 @@ class Dependence:
         return any(last(self.syntax.dotted(call.func)) in _SEEDS for call in self.syntax.calls)
 
     def _agreed_in(self, scope: LintScope) -> set[str]:
-        """Names whose values a collective of this function makes the same everywhere, in place.
+        """Return names whose values a collective of this function makes equal in place.
 
-        What is used of such a call is its result; then its arguments are as they were.
+        If a call's result is used, its arguments stay as they were; not so torch.distributed's own
+        calls.
         """
         names: set[str] = set()
         for call in scope.of(ast.Call):
@@ -521,10 +522,10 @@ def _unsure(marks: frozenset[str], of: frozenset[str] | None = None) -> frozense
 
 
 def _joined(ways: list[tuple[frozenset[str], bool]]) -> frozenset[str]:
-    """What a value depends on that comes one of several ways; each with whether it is a constant.
+    """Return what a value depends on that comes one of several ways; a flag marks constants.
 
-    A mark is certain where each way has it. A rank stays one beside constants, which are what a
-    program takes that runs on one rank.
+    A mark is certain if each way has it. A rank stays one beside constants: a program that runs on
+    one rank takes those.
     """
     if not ways:
         return NOTHING
@@ -540,13 +541,9 @@ def _joined(ways: list[tuple[frozenset[str], bool]]) -> frozenset[str]:
 def on_rank(
     dependence: Dependence, node: ast.expr, rank: int, under_way: frozenset[ast.AST] = frozenset()
 ) -> bool | None:
-    """Return what a test comes out as on a rank (0 or 1); None where nobody can tell.
+    """Return what a test comes out as on a rank (0 or 1); None if nobody can tell.
 
-    Args:
-        dependence: What the program's values depend on.
-        node: The test.
-        rank: 0 or 1.
-        under_way: Values that are being looked at already; a loop may lead back to them.
+    `under_way` are values that are being looked at already; a loop may lead back to them.
     """
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         inner = on_rank(dependence, node.operand, rank, under_way)

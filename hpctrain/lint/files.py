@@ -25,11 +25,8 @@ def files_to_check(
 ) -> Iterator[tuple[Path, LintFolder]]:
     """Yield each file that was named, and of each folder its programs and configurations, once.
 
-    Each comes with the folder whose files are looked at for its imports.
-
-    Args:
-        paths: Files and folders.
-        say: Is told of a folder that cannot be looked into.
+    Each comes with the folder whose files are looked at for its imports. `say` is called with each
+    folder that cannot be looked into.
 
     Raises:
         NotFound: there is no such file or folder.

@@ -56,9 +56,7 @@ class LintFolder:
     def __init__(self, root: str | Path, *, is_whole: bool = True) -> None:
         """Begin with a folder of which nothing is read yet.
 
-        Args:
-            root: The folder.
-            is_whole: Whether all files below it belong together; else only those directly in it.
+        Unless `is_whole`, only files directly in it belong together.
         """
         self.root = Path(root).absolute()
         self.is_whole = is_whole
@@ -68,10 +66,8 @@ class LintFolder:
     def collective_of(self, path: str | Path, dotted: str, depth: int = 0) -> MadeCollective | None:
         """Return the collective that a function of the folder makes.
 
-        Args:
-            path: The file in which it is called.
-            dotted: The function, by the names under which the file imports it.
-            depth: The number of functions followed so far.
+        `dotted` is its name as the file `path`, which calls it, imports it. `depth` functions were
+        followed so far.
         """
         module, names = self._module_of(Path(path).absolute(), dotted)
         if module is None or len(names) != 1 or depth > _MOST_CALLS:

@@ -71,13 +71,9 @@ def ignore_comments(text: str) -> list[IgnoreComment]:
 def without_ignored(
     text: str, path: str, findings: Iterable[LintFinding], *, every_rule: bool
 ) -> Iterator[LintFinding]:
-    """The findings that no comment hides, and the comments that hide none.
+    """Yield the findings that no comment hides, and the comments that hide none.
 
-    Args:
-        text: The program.
-        path: Its name.
-        findings: What was found in it.
-        every_rule: All rules have looked; else a comment for another rule would seem idle.
+    Unless `every_rule` has looked, a comment for another rule would seem idle.
     """
     comments = ignore_comments(text)
     if not comments:

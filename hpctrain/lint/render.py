@@ -27,11 +27,9 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def finding_lines(finding: LintFinding, *, explained: bool) -> Iterator[tuple[str, str]]:
-    """(text, style) for each line that tells of a finding.
+    """Yield (text, style) for each line that reports a finding.
 
-    Args:
-        finding: What was found.
-        explained: Why and what instead was told of its rule already.
+    With `explained`, its rule's reason and remedy have been shown already.
     """
     rule = finding.rule
     mends = "  [--fix]" if finding.edits else ""

@@ -175,11 +175,7 @@ class LeasedAgreement:
     """
 
     def __init__(self, lease: RankLease) -> None:
-        """Go on with the numbers that this rank has come to.
-
-        Args:
-            lease: This rank's.
-        """
+        """Resume with the numbers that this rank has come to."""
         self._lease = lease
         self._warned, self._copies = lease.wished.warned, lease.wished.memory
         self._is_warning = False

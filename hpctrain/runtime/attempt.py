@@ -49,16 +49,11 @@ def join_attempt(run: RunDir | None, world: World) -> Attempt | None:
 def write_outcome(
     run: RunDir, attempt: Attempt, outcome: str, *, step: int | None, cause: StopCause | None
 ) -> None:
-    """Leave word for the agent. Rank 0 calls it.
+    """Leave the outcome for the agent. Rank 0 calls it.
 
-    Args:
-        run: The run.
-        attempt: The attempt.
-        outcome: "done"; "stopped" because of something; "failed" for good: no other start would go
-            better; or "left": the program left its loop, or has one of its own, which need not say
-            when it ends.
-        step: The step it came to; None where that is for the ledger to tell.
-        cause: Of a stop.
+    `outcome` is "done", "stopped", "failed" or "left". "failed" means that no other start would do
+    better. "left" means that the program left its loop, or has one of its own, which need not
+    report its end. `step` is None if the ledger knows it. `cause` is that of a stop.
     """
     path = run.outcome(attempt.number)
     text = {"outcome": outcome, "step": step, "cause": cause.value if cause else None}

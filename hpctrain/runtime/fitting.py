@@ -43,13 +43,10 @@ def fit(
     saved: Mapping[str, Shape],
     allow: Iterable[str],
 ) -> Fit:
-    """Compare a model's tensors with those of a checkpoint.
+    """Compare a model's tensors (names and shapes) with those of a checkpoint.
 
-    Args:
-        ours: Name and shape of each tensor that this rank holds.
-        elsewhere: Names that only other ranks hold.
-        saved: Name and shape of each of the checkpoint's.
-        allow: Of CHANGES.
+    `ours` are this rank's, `elsewhere` names that only other ranks hold. `allow` are some of
+    CHANGES.
 
     Raises:
         CheckpointError: they differ in a way that is not allowed.

@@ -143,10 +143,7 @@ class Generators:
 def seed_anew(number: int, seed: int, step: int) -> None:
     """Start torch's and Python's generators from (seed, step, number).
 
-    Args:
-        number: Of the rank; ranks that must draw the same numbers have the same.
-        seed: The run's.
-        step: Updates applied.
+    `number` is the rank's; ranks that must draw the same numbers have the same.
     """
     value = _mixed(number, seed, step)
     torch.manual_seed(value)  # CUDA's too

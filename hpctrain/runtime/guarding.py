@@ -58,15 +58,11 @@ class Guarding:
         log_skipped: Callable[[], None],
         stop: Callable[[str], None],
     ) -> None:
-        """Nothing is guarded so far.
+        """Prepare to guard a program; nothing is guarded so far.
 
-        Args:
-            settings: The run's.
-            program: What trains.
-            tell: Writes a fact into the ledger, on rank 0.
-            log_skipped: Counts the step in hand among those whose update was left out.
-            stop: Lands what is being saved, and leaves an outcome (`attempt.write_outcome`), "" for
-                none; an error is raised after it.
+        `tell` writes a fact into the ledger, on rank 0. `log_skipped` counts the step in hand as
+        skipped. `stop` lands what is being saved and leaves an outcome (`attempt.write_outcome`),
+        "" for none; an error is raised after it.
         """
         self._settings = settings
         self._program = program
@@ -107,11 +103,9 @@ class Guarding:
             self._program.tracked[STATE] = self._own
 
     def begin(self, world: World, place: SavePlace | None) -> None:
-        """Training begins: weights that are copies are compared from here on. Collective.
+        """Begin training: weights that are copies are compared from here on. Collective.
 
-        Args:
-            world: The ranks.
-            place: Where checkpoints are; None outside of a run.
+        `place` is None outside of a run.
 
         Raises:
             UsageError: samples are to be left out, and the program's data cannot do that.
@@ -270,11 +264,10 @@ class Guarding:
         self._rewind(said, step, clean)
 
     def _rewind(self, said: str, seen: int, clean: int) -> None:
-        """End the round; the next one goes on from before the flip.
+        """End the round by an error; the next one resumes from before the flip.
 
-        Raises:
-            ReplicasDiverged: always, but where there is nothing to go back to.
-            GuardStopped: every checkpoint is from after it.
+        GuardStopped: every checkpoint is from after the flip. Else ReplicasDiverged, also without a
+        run.
         """
         place = self._place
         if place is None:

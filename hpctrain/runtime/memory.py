@@ -56,11 +56,7 @@ def memory_copies(
 
 
 class MemoryCopies:
-    """One rank's side.
-
-    Attributes:
-        held: What there is to go on from.
-    """
+    """One rank's side of the copies; `held` is what there is to resume from."""
 
     def __init__(
         self,
@@ -69,13 +65,10 @@ class MemoryCopies:
         steps: int,
         tell: Callable[[LedgerFact], None],
     ) -> None:
-        """Nothing is copied.
+        """Prepare; nothing is copied yet.
 
-        Args:
-            world: The ranks.
-            line: To this node's replica server; None where it is lost.
-            steps: `alive.memory_steps`.
-            tell: Writes to the ledger, on rank 0.
+        `line` goes to this node's replica server, None if it is lost. `steps` is
+        `alive.memory_steps`. `tell` writes to the ledger, on rank 0.
         """
         self.held = NodesCopies(world, line)
         self._world, self._line = world, line
@@ -115,11 +108,9 @@ class MemoryCopies:
             self._copies.take_room(state, manifest)
 
     def wishes(self, step: int, steps_ahead: int) -> bool:
-        """Rank 0: whether a copy should be made soon. Also tells the ledger how they do.
+        """Return, on rank 0, whether a copy should be made soon; record in the ledger how they do.
 
-        Args:
-            step: Updates applied.
-            steps_ahead: What is wished now is done at most so many steps later.
+        What is wished now is done at most `steps_ahead` steps later.
         """
         line = self._line
         if line is None or self._copies is None or self._world.rank != 0:
@@ -142,11 +133,10 @@ class MemoryCopies:
         return True
 
     def _is_time(self, step: int, steps_ahead: int) -> bool:
-        """Whether to wish for the next copy at this step.
+        """Return whether to wish for the next copy at this step.
 
-        A number that was set is what is lost at most; one that was chosen is what copies cost. A
-        wish is agreed on for a later step: with all copies as much later, as many steps lie between
-        two of them as between two wishes.
+        A number that was set limits the loss; a chosen one is what copies cost. All copies come
+        equally late after their wishes, so their distances are equal.
         """
         if self._setting and self._pace.is_quick(self._clock.step_s):
             return step >= self._wished + self._pace.steps

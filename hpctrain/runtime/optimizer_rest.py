@@ -95,11 +95,9 @@ class OptimizerRest:
 
 
 def require_order(state: Mapping[str, Any], order: Sequence[int | None] | None) -> None:
-    """Refuse groups in another order, where a state that names no parameters goes by it.
+    """Refuse groups in another order, if a state that names no parameters depends on it.
 
-    Args:
-        state: As `OptimizerRest.state_dict` gave it.
-        order: As `ParamGroups.order`.
+    `state` is as `OptimizerRest.state_dict` returned it, `order` as `ParamGroups.order`.
 
     Raises:
         CheckpointError: what the optimizer's own `state_dict` gives would go to other parameters.
@@ -197,10 +195,10 @@ class Gradients:
         self._is_applied = not self._is_heard
 
     def _note_update(self) -> None:
-        """Note it, and whether the gradients were added to those of the update before.
+        """Note an update, and whether its gradients were added to those of the update before.
 
-        Torch counts the changes of a tensor: one where a pass has added to it, two where the
-        program has set it to zero first. It takes two updates to see that.
+        Torch counts a tensor's changes: one if a pass added to it, two if the program zeroed it
+        first. It takes two updates to see that.
         """
         self._is_applied = True
         grads = (one.grad for _, one in parameters(self._model) if one.grad is not None)

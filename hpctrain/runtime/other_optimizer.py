@@ -29,13 +29,9 @@ if TYPE_CHECKING:
 def other_optimizer(
     optimizer: Any, model: nn.Module, saved: Mapping[str, TensorEntry], saved_class: str | None
 ) -> str:
-    """Say in which way a checkpoint's state is another optimizer's; "" where it is not.
+    """Return how a checkpoint's state is another optimizer's; "" if it is not.
 
-    Args:
-        optimizer: The program's.
-        model: Which has its parameters.
-        saved: The checkpoint's tensors by name.
-        saved_class: The name of the class of the checkpoint's optimizer, where it has one.
+    `saved_class` is the class name of the checkpoint's optimizer, if it has one.
     """
     ours = class_name(optimizer)
     if saved_class is not None and saved_class != ours:
@@ -55,12 +51,7 @@ def other_optimizer(
 
 
 def other_inner(saved: AbstractSet[str], ours: AbstractSet[str]) -> str:
-    """Say which optimizers inside the tracked one only one side has; "" where both have the same.
-
-    Args:
-        saved: Their names in the checkpoint.
-        ours: Their names in the program.
-    """
+    """Say which inner optimizer only one side has, by their names; "" if both have the same."""
     if not (differ := sorted(saved ^ ours)):
         return ""
     where = "checkpoint" if differ[0] in saved else "program"

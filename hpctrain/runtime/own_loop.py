@@ -28,11 +28,7 @@ if TYPE_CHECKING:
 
 
 class OwnLoop:
-    """Counts updates by what the program says.
-
-    Attributes:
-        step: Updates applied; None before the program said so first.
-    """
+    """Counts updates by the program's reports; `step` is None before the first."""
 
     def __init__(
         self,
@@ -43,14 +39,11 @@ class OwnLoop:
         counted: Callable[[], None],
         consumed: Callable[[], int | None],
     ) -> None:
-        """Nothing is counted before the first `at`.
+        """Count nothing before the first `at`.
 
-        Args:
-            telemetry: What the steps are told to.
-            clock: The job's, which learns what a step takes.
-            begin: Training begins with so many updates applied.
-            counted: A step was done and counted.
-            consumed: How many samples all ranks have consumed so far, where the data tells.
+        `begin` gets the updates applied at the first `at`, and again if the program goes back.
+        `counted` is called after each step. `consumed` returns how many samples all ranks have
+        consumed, if the data tells. `clock` learns what a step takes.
         """
         self.step: int | None = None
         self._told_at = 0.0
@@ -109,11 +102,7 @@ def memory_in_use(device: torch.device) -> int:
 
 
 def step_number(step: object, name: str = "") -> int:
-    """A number of updates.
-
-    Args:
-        step: The number.
-        name: Of the argument of `Run.at`; "" for its step.
+    """Check a number of updates; `name` is the argument of `Run.at`, "" for its step.
 
     Raises:
         UsageError: it is none.

@@ -85,13 +85,10 @@ class ParamGroups:
         driven: Callable[[], frozenset[str]] = frozenset,
         allow: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
-        """Nothing is noted yet.
+        """Take the tracked optimizer and model; nothing is noted yet.
 
-        Args:
-            optimizer: The tracked one.
-            model: The tracked one.
-            driven: Gives the keys that tracked schedulers set.
-            allow: Gives the changes that may pass; of `fitting.CHANGES`.
+        `driven` returns the keys that tracked schedulers set. `allow` returns the changes that may
+        pass, of `fitting.CHANGES`.
         """
         self.optimizer, self.model = optimizer, model
         self.notes: list[str] = []
@@ -106,8 +103,7 @@ class ParamGroups:
     def begin(self, gathered: Callable[[Any], list[Any]] | None = None) -> None:
         """Note how the program has made its groups, before anything is loaded or trained.
 
-        Args:
-            gathered: Gives what all ranks give, where ranks hold different parameters. Collective.
+        `gathered` returns what all ranks give, if ranks hold different parameters. Collective then.
         """
         self._note_new()
         # A group that the loop adds is noted, and given its values, before its first step.
@@ -280,11 +276,7 @@ def shown(value: Any) -> str:
 
 
 def _row(group: Mapping[str, Any], begun: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's values, and what those that changed were at the start.
-
-    Raises:
-        CheckpointError: the optimizer has put something there that cannot be saved.
-    """
+    """Return a group's values, and start values of changed ones; refuse what cannot be saved."""
     values = {key: value for key, value in group.items() if key not in FOLLOWS}
     odd = [key for key, value in values.items() if not _is_plain(value)]
     for key in odd:

@@ -93,12 +93,8 @@ class Profiler:
     ) -> None:
         """Plan what the settings ask for.
 
-        Args:
-            world: This rank's place.
-            settings: [profile].
-            folder: The attempt's folder of profiles; None where there is no run directory.
-            tell: Writes a fact into the ledger, on rank 0.
-            watches: What is timed by hpctrain, by the name that it has in a trace.
+        `folder` is the attempt's folder of profiles, None without a run directory. `tell` writes a
+        fact into the ledger, on rank 0. `watches` are what hpctrain times, by the names in a trace.
         """
         self.due = NEVER
         self._recording = False
@@ -132,13 +128,10 @@ class Profiler:
             self._give_up(error)
 
     def asked(self, step: int, request: ProfileRequest | None) -> None:
-        """All ranks have agreed to hear a request; it begins in two steps.
+        """Take a request that all ranks have agreed to hear; it begins in two steps.
 
-        Collective: every rank calls it after the same exchange, at the same step.
-
-        Args:
-            step: Updates applied.
-            request: Rank 0's; None on the others, and where it was heard already.
+        Collective: every rank calls it after the same exchange, at the same step. `request` is rank
+        0's; None on the others, and if it was heard already.
         """
         plain = broadcast(self._world, None if request is None else asdict(request))
         if plain is None or self._folder is None:
@@ -160,11 +153,7 @@ class Profiler:
             self._plan_next(step)
 
     def close(self, left_s: float | None = None) -> None:
-        """The loop ends: write what was traced, where there is time.
-
-        Args:
-            left_s: Seconds until the processes are killed; None where nobody says.
-        """
+        """End the loop: write what was traced, if the `left_s` seconds until the kill allow it."""
         self.due = NEVER
         try:
             if self._recording and (left_s is None or left_s >= ENOUGH_S):

@@ -245,12 +245,12 @@ class Program:
     def _of_the_first(
         self, state: State, tracked: Mapping[str, torch.Tensor]
     ) -> dict[str, tuple[int, int]]:
-        """Copies of which only those of the first rank are saved, as `State.copies` says it.
+        """Return copies of which only the first rank's are saved, as `State.copies` has them.
 
-        Ranks may hold them differently, and a part from each would be a state that nobody had:
-        running means are of a rank's own batches until the next pass (torch's DDP goes on with
-        rank 0's then), and what is tracked may count on each rank by itself. Large tensors that
-        are tracked are taken for averages of the weights, which are alike.
+        A part from each rank would be a state that nobody had. Running means are of a rank's own
+        batches until the next pass (torch's DDP continues with rank 0's), and tracked objects may
+        count per rank. Large tracked tensors are taken for averages of the weights, which are
+        alike.
         """
         rank = self._world.rank
         first = {n: (rank, 1) for n, each in tracked.items() if each.nbytes <= MOST_OF_RANK_0_BYTES}
@@ -272,11 +272,11 @@ class Program:
             self._tells_updates = True
 
     def _steady(self, state: State) -> frozenset[str]:
-        """See `State`. Buffers are not: batch norm changes its own in the forward pass.
+        """Return what changes in the optimizer's step alone; see `State`.
 
-        DeepSpeed gives masters of its own to the program's optimizer, and changes them there alone.
-        A program's own loop may have a second optimizer, of which nobody hears: there it is what
-        the one that is tracked updates.
+        Buffers are not in it: batch norm changes its own in the forward pass. DeepSpeed changes
+        masters of its own there. A program's own loop may have a second optimizer that nobody knows
+        of: there, only what the tracked one updates is steady.
         """
         # Nobody waits for an update otherwise, and walking through the names holds up training.
         if not self._tells_updates or self.model is None or self.optimizer is None:
@@ -350,11 +350,7 @@ class Program:
         return frozenset(SCHEDULED if cycled else SCHEDULED[:1])
 
     def _optimizer_fits(self, manifest: Manifest, saved: Mapping[str, TensorEntry]) -> bool:
-        """Whether the optimizer's state is to be loaded.
-
-        Raises:
-            CheckpointError: it is another optimizer's, and that is not allowed.
-        """
+        """Return whether to load the optimizer's state; refuse another's, unless allowed."""
         self._takes_groups = False
         if not _has_optimizer(manifest) or self.model is None or self.optimizer is None:
             return False
@@ -414,11 +410,7 @@ class Program:
         return targets
 
     def _common(self, state: State, saved: Mapping[str, TensorEntry]) -> Fit:
-        """What the model and a checkpoint have in common; notes of the rest are kept.
-
-        Raises:
-            CheckpointError: they differ in a way that is not allowed.
-        """
+        """Return what the model and a checkpoint have in common; keep notes of the rest."""
         if self.model is None:
             return Fit(frozenset(), frozenset(), ())
         ours, theirs = (
@@ -571,13 +563,10 @@ def state_of(thing: Stateful) -> dict[str, Any]:
 def restore(
     thing: Stateful, state: dict[str, Any], order: Sequence[int | None] | None = None
 ) -> None:
-    """Go on from what `state_of` gave.
+    """Resume from what `state_of` gave.
 
-    Args:
-        thing: What is tracked.
-        state: As the checkpoint has it.
-        order: Of a scheduler whose optimizer's groups have their values already: for each group
-            the number of the checkpoint's; None in it for a new one.
+    `order` is that of a scheduler whose optimizer's groups have their values already. It has for
+    each group the number of the checkpoint's, None for a new one.
 
     Raises:
         CheckpointError: a scheduler's optimizer has more or fewer groups than it had.

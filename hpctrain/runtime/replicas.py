@@ -60,14 +60,10 @@ class ReplicaWatch:
         count: int,
         differ: Callable[[Comparison], None],
     ) -> None:
-        """Collective.
+        """Prepare the comparison. Collective.
 
-        Args:
-            weights: This rank's; of ranks in one group the same.
-            groups: Ranks that hold the same.
-            world: The ranks.
-            count: Slices.
-            differ: Hears of what differs; on rank 0.
+        Ranks in one of `groups` hold the same `weights`; `count` is the number of slices. On rank 0
+        `differ` is called with what differs.
         """
         self._groups = groups
         self._differ = differ

@@ -44,13 +44,9 @@ STOOD_S = 5.0
 def start_requests(
     run: RunDir | None, attempt: Attempt | None, world: World, clock: JobClock
 ) -> Rank0Requests | None:
-    """Begin to watch on rank 0; None on the others, and where there is no run.
+    """Begin to watch on rank 0; None on the others, and without a run.
 
-    Args:
-        run: The run.
-        attempt: Whose job the scheduler is asked about.
-        world: The ranks.
-        clock: Learns when the job ends.
+    The scheduler is asked about the attempt's job; `clock` learns when the job ends.
     """
     if world.rank != 0 or run is None or attempt is None:
         return None
@@ -123,10 +119,9 @@ class Rank0Requests:
         return ends[0] if ends else None
 
     def renew_end(self, patience_s: float) -> None:
-        """Ask for the job's end once more, before ranks leave by it: a suspension moves it.
+        """Query the job's end once more, before ranks exit by it: a suspension moves it.
 
-        Args:
-            patience_s: How long the scheduler may take; after that the known end stays.
+        The scheduler may take `patience_s`; after that the known end stays.
         """
         self._within(patience_s, "the job's end", self._hear_new_end)
 
@@ -182,9 +177,9 @@ class Rank0Requests:
             self.stop = STOP_USER
 
     def _hear_what_was_missed(self) -> None:
-        """A preemption announced before `RankSignals` stood; SLURM does not say it twice.
+        """Query a preemption announced before `RankSignals` stood; SLURM does not repeat it.
 
-        Where nobody can tell, the agent ends the ranks in time, if it has heard of one.
+        If nobody can tell, the agent ends the ranks in time, if it knows of one.
         """
         with contextlib.suppress(ClusterError):
             facts = self._ask()

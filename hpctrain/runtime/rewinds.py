@@ -44,13 +44,7 @@ class Rewinds:
         tell: Callable[[LedgerFact], None],
         stop: Callable[[str], None],
     ) -> None:
-        """Nothing has happened so far.
-
-        Args:
-            program: What trains.
-            tell: Writes a fact into the ledger, on rank 0.
-            stop: See `Guarding`.
-        """
+        """Prepare; `tell` writes to the ledger on rank 0, and `stop` is as in `Guarding`."""
         self._program = program
         self._tell = tell
         self._stop = stop
@@ -65,12 +59,9 @@ class Rewinds:
         return self._world is not None
 
     def begin(self, world: World, place: SavePlace | None, *, wanted: bool) -> None:
-        """Training begins; what earlier starts left out is left out here too. Collective.
+        """Begin training: what earlier starts left out is left out here too. Collective.
 
-        Args:
-            world: The ranks.
-            place: Where checkpoints are; None outside of a run.
-            wanted: The settings say that a guard may go back.
+        `place` is None outside of a run. With `wanted`, the settings say that a guard may go back.
 
         Raises:
             UsageError: the program's data cannot leave anything out.
@@ -98,14 +89,10 @@ class Rewinds:
         self._begins.append(consumed)
 
     def go_back(self, step: int, why: str, said: str) -> None:
-        """End the round, where there is something to go back to; returns where there is not.
+        """End the round, if there is something to go back to; return otherwise. Collective.
 
-        Collective.
-
-        Args:
-            step: The one that is bad; its update is not applied yet, or matters no more.
-            why: As `TrainingRewound.why`.
-            said: What was seen, in words.
+        The update of the bad `step` is not applied yet, or matters no more. `why` is as
+        `TrainingRewound.why`, `said` describes what was seen.
 
         Raises:
             RewindNeeded: on every rank.

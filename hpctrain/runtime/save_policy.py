@@ -214,14 +214,10 @@ def patience_s(left_s: float, fresh_s: float) -> float:
 
 
 def last_save(left_s: float | None, *, flight_left_s: float, fresh_s: float) -> LastSave:
-    """What loses the fewest steps.
+    """Choose what loses the fewest steps: the save in flight, or a new one.
 
-    Args:
-        left_s: Until the processes are killed; None where nobody says.
-        flight_left_s: What the save in flight is likely to take yet.
-        fresh_s: What a save of the present step is likely to take.
-
-    With too little time for either, the one in flight is finished: it is the further on.
+    `left_s` is the time until the kill, None if unknown; the others are how long each save probably
+    takes. With too little time for either, finish the one in flight: it is the further on.
     """
     if left_s is None or LAST_SAVE_SAFETY * (flight_left_s + fresh_s) <= left_s:
         return LastSave.BOTH

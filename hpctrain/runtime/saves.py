@@ -69,14 +69,11 @@ class Saves:
         evaluate: EvaluateSettings,
         near_stop_left_s: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """Collective in the asynchronous mode: every rank calls it.
+        """Prepare saves; in the asynchronous mode collective: every rank calls it.
 
-        Args:
-            place: Where, and by which right.
-            world: The ranks.
-            job_clock: Which also says how long a save takes.
-            evaluate: Which checkpoints must stay for evaluations.
-            near_stop_left_s: Seconds for a save at the stop that this rank knows of; else None.
+        `job_clock` also knows how long a save takes. `evaluate` says which checkpoints must stay.
+        `near_stop_left_s` returns the seconds for a save at the stop that this rank knows of; else
+        None.
         """
         self.step = 0
         """The newest step that is committed, or on its way."""
@@ -179,14 +176,10 @@ class Saves:
             self._failed(step, error)
 
     def patiently(self, step: int, snapshot: Snapshot, left_s: float | None = None) -> None:
-        """Like `now`, tried again while the file system refuses and there is time. Collective.
+        """Save like `now`, but retry while the file system refuses and there is time. Collective.
 
-        A periodic save may fail; after the last one before leaving there is no other.
-
-        Args:
-            step: The step.
-            snapshot: Its state.
-            left_s: Until the processes are killed; None where nobody says. Rank 0's counts.
+        A periodic save may fail; after the last one before leaving there is no other. Rank 0's
+        `left_s`, seconds until the kill, counts; None if unknown.
 
         Raises:
             CheckpointError: see `now`.
@@ -264,10 +257,9 @@ class Saves:
         self.step = step
 
     def _take_memory(self, saver: Saver, state: State) -> bool:
-        """Before the first background save: whether every rank has the memory for its copy.
+        """Return, before the first background save, whether every rank has the memory for its copy.
 
-        Where one has not, training waits for its saves from here on: a run without any would lose
-        more.
+        If not, training waits for its saves from here on: a run without any would lose more.
         """
         missing = next((why for why in gather(self._world, saver.prepare(state)) if why), "")
         self._has_memory = not missing
@@ -302,12 +294,9 @@ class Saves:
     def _land(self) -> int | None:
         """Wait for the save in flight, and take note of how it ended, the same on every rank.
 
-        It may hang, and a stop come nearer: so that there is time for another one, a rank whose own
-        part is not written gives that up, which fails the save on all ranks. For others it is the
-        answer of that rank that they wait for.
-
-        Returns:
-            The step that could not be saved; None if it was saved, or none was in flight.
+        It may hang while a stop comes near. A rank whose own part is not written then gives up,
+        which fails the save on all ranks; the others wait for its answer. Return the step that
+        could not be saved; None if it was saved, or none was in flight.
         """
         saver = self._saver
         if saver is None:

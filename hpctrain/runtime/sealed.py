@@ -41,16 +41,9 @@ def seal(
     path: Path,
     own_s: float | None = None,
 ) -> None:
-    """Prove what the ranks have written, and make it the newest sealed checkpoint. Collective.
+    """Prove what the ranks have written, and make it the newest registered checkpoint. Collective.
 
-    Args:
-        run: The run.
-        attempt: The attempt.
-        world: The ranks.
-        settings: How many copies are kept.
-        step: Updates applied.
-        path: The file or folder; rank 0's counts.
-        own_s: What the program's own save took; None where nobody knows. Rank 0's counts.
+    Rank 0's `path` and `own_s` count. `own_s` is what the program's own save took; None if unknown.
 
     Raises:
         CheckpointError: it was not sealed; the older ones stand.

@@ -80,14 +80,7 @@ class StepLog:
         *,
         clock: Callable[[], float] = clock.monotonic,
     ) -> None:
-        """Start with an empty mark.
-
-        Args:
-            run: The run.
-            attempt: The attempt in hand.
-            every_s: Seconds between marks, now.
-            clock: Monotonic seconds.
-        """
+        """Start with an empty mark; `every_s` returns the seconds between marks now."""
         self._run = run
         self._attempt = attempt
         self._every_s = every_s
@@ -123,14 +116,11 @@ class StepLog:
         *,
         steps: int = 1,
     ) -> None:
-        """Step `step` is done (that many updates are applied).
+        """Record that step `step` is done (that many updates are applied).
 
-        Args:
-            step: Its number.
-            samples: Those consumed before the steps of this mark, and those consumed now.
-            seconds: It took, without what a save stopped it; None where nobody knows.
-            values: What the program said of it by `run.log`.
-            steps: How many were done, where the program tells of several at once.
+        `samples` are those consumed before the steps of this mark, and those consumed now.
+        `seconds` leave out saves; None if unknown. `values` come from `run.log`. `steps` were done
+        since the last call.
         """
         if self._first is None:
             self._first = step - steps + 1

@@ -52,15 +52,7 @@ class Stops:
         clock: JobClock,
         agreement: Agreement | None = None,
     ) -> None:
-        """Hear nothing so far.
-
-        Args:
-            world: The ranks.
-            signals: What this process was sent.
-            requests: Of users and the scheduler; rank 0's alone.
-            clock: When the job ends, and how long a save takes.
-            agreement: Through which the ranks speak; None for what `world` has.
-        """
+        """Prepare; `requests` is rank 0's alone, and `agreement` is None for what `world` has."""
         self._world = world
         self._signals = signals
         self._requests = requests
@@ -73,12 +65,11 @@ class Stops:
             requests.on_stop = self._say_at_once
 
     def exchange(self, *, save: bool, tell: bool, memory: bool = False) -> StopRequest:
-        """Say what this rank has heard, and learn what all agreed on. Collective.
+        """Report what this rank has heard, and return what all agreed on. Collective.
 
-        Args:
-            save: This rank's clock says that a periodic save is due; rank 0's.
-            tell: This rank wants to know what all ranks' time went to.
-            memory: This rank wants a copy into the nodes' memory; rank 0's.
+        With `save`, rank 0's clock says that a periodic save is due. With `memory`, rank 0 wants a
+        copy into the nodes' memory. With `tell`, this rank wants to know what all ranks' time went
+        to.
         """
         request = self._request(save=save, tell=tell)
         agreed = self._agreement.tick(replace(request, memory=memory) if memory else request)

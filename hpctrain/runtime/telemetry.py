@@ -98,13 +98,10 @@ class Telemetry:
         log_every_s: float,
         model: nn.Module | None,
     ) -> None:
-        """Training is about to begin; rank 0 writes from here on where there is a run.
+        """Prepare for training; from here on rank 0 writes, if there is a run.
 
-        Args:
-            run: The run, if there is one.
-            attempt: The attempt in hand.
-            log_every_s: Seconds between step marks of a young run.
-            model: What trains, for what can be told from its gradients.
+        `log_every_s` are the seconds between step marks of a young run. `model` is for what its
+        gradients can tell.
         """
         if run is None or attempt is None:
             return
@@ -143,11 +140,7 @@ class Telemetry:
     # ---- the loop
 
     def step_began(self, consumed: Callable[[], int | None]) -> None:
-        """A step begins.
-
-        Args:
-            consumed: How many samples all ranks have consumed so far, where the data tells.
-        """
+        """Begin a step; `consumed` returns the samples of all ranks so far, if the data tells."""
         if not self._has_begun:
             self._has_begun = True
             self.saving.seconds = self._data.seconds = 0.0
@@ -164,13 +157,10 @@ class Telemetry:
     def step_done(
         self, step: int, consumed: Callable[[], int | None], *, steps: int = 1, timed: bool = True
     ) -> float:
-        """Step `step` is done; returns its seconds, without what a save stopped it.
+        """End step `step`; return its seconds, without the time that a save stopped it.
 
-        Args:
-            step: Its number.
-            consumed: See `step_began`.
-            steps: How many were done since `step_began`.
-            timed: Whether they were done since then; else their seconds are not known.
+        `steps` are how many were done. Unless `timed`, they were not done since `step_began`, and
+        their seconds are not known.
         """
         stopped = self.saving.seconds - self._saving_before
         seconds = max(0.0, self._clock() - self._step_at - stopped)
@@ -206,8 +196,7 @@ class Telemetry:
     def tell(self, *, at_end: bool = False) -> None:
         """Gather what this rank's time went to since the last call. Collective.
 
-        Args:
-            at_end: Wait for the others' rows; otherwise they land behind the next steps.
+        With `at_end`, wait for the others' rows; otherwise they land behind the next steps.
         """
         values = {"wall_s": self._wall_s, "data_s": self._data.seconds - self._data_before}
         own = self._own.take(self._steps)
@@ -359,12 +348,9 @@ class ComputeTime:
         elsewhere_s: Callable[[], float],
         clock: Callable[[], float] = clock.monotonic,
     ) -> None:
-        """Put hooks on a model that is wrapped in DDP; any other is left alone.
+        """Put hooks on a model that is wrapped in DDP; leave any other alone.
 
-        Args:
-            model: What the program trains.
-            elsewhere_s: Seconds so far that count as no work: waiting for data, saving.
-            clock: Monotonic seconds.
+        `elsewhere_s` returns the seconds so far that count as no work: waiting for data, saving.
         """
         self._clock = clock
         self._elsewhere_s = elsewhere_s

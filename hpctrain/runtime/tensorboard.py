@@ -48,12 +48,8 @@ class TensorBoardTracker:
     def __init__(self, run: RunDir, *, attempt: int, resumed_step: int, world_size: int) -> None:
         """Begin the attempt's file.
 
-        Args:
-            run: The run.
-            attempt: This attempt.
-            resumed_step: Updates that the restored checkpoint has; what earlier attempts told of
-                later steps is not shown any more.
-            world_size: Ranks.
+        The restored checkpoint has `resumed_step` updates; what earlier attempts reported of later
+        steps is not shown any more.
         """
         self._file = EventFile(
             run.tensorboard / file_name(attempt),
@@ -79,7 +75,7 @@ class TensorBoardTracker:
         self._file.close()
 
     def _write_hparams(self, spec: Spec, world_size: int) -> None:
-        """As one session for the whole run; TensorBoard shows what its first attempt wrote.
+        """Write one session for the whole run; TensorBoard shows what its first attempt wrote.
 
         torch's add_hparams would begin another "run" beside it, one for each attempt.
         """
@@ -112,11 +108,9 @@ class EventFile:
     """
 
     def __init__(self, path: Path, *, purge_step: int) -> None:
-        """Begin the file.
+        """Begin the file and make its folder.
 
-        Args:
-            path: Where; its folder is made.
-            purge_step: Steps from here on, as earlier files have them, count no longer.
+        Steps of earlier files from `purge_step` on no longer count.
         """
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
@@ -130,13 +124,7 @@ class EventFile:
         self._add(Event(wall_time=clock.now(), step=purge_step, session_log=start))
 
     def scalars(self, step: int, t: float, values: Mapping[str, float]) -> None:
-        """Scalars of one step, as one record.
-
-        Args:
-            step: The step.
-            t: When they were told, seconds since the epoch.
-            values: Name to value; NaN is one.
-        """
+        """Write scalars of one step (may be NaN) as one record; `t` is seconds since the epoch."""
         event = self._new_event(wall_time=t, step=step)
         for name, value in values.items():
             event.summary.value.add(tag=name, simple_value=value)

@@ -114,14 +114,10 @@ class Trackers(NoTrackers):
         resumed_step: int,
         world_size: int,
     ) -> None:
-        """Start them; returns before they are ready.
+        """Start them; return before they are ready.
 
-        Args:
-            run: The run.
-            spec: Its spec; None for a program that runs without one, which has TensorBoard only.
-            attempt: This attempt.
-            resumed_step: Updates that the restored checkpoint has; 0 for a fresh start.
-            world_size: Ranks.
+        `spec` is None for a program that runs without one, which has TensorBoard only.
+        `resumed_step` is 0 for a fresh start.
         """
         for name in BOARD_IMPORTS:  # in this thread: see `find`
             import_module(name)
@@ -176,10 +172,9 @@ class Trackers(NoTrackers):
             self._values = {}
 
     def close(self, left_s: float | None = None) -> None:
-        """End all trackers. Called by itself where the process ends.
+        """End all trackers. Called by itself when the process ends.
 
-        Args:
-            left_s: Seconds until the process is killed, if it will be: half of them may be used.
+        At most half of `left_s`, the seconds until the process is killed, is used.
         """
         self._hand_over()
         limit_s = CLOSE_S if left_s is None else min(CLOSE_S, max(CLOSE_LEAST_S, left_s / 2))
@@ -238,13 +233,10 @@ class TrackerThread:
     def __init__(
         self, name: str, start: Callable[[], Tracker], *, most: int = MOST, every_s: float = EVERY_S
     ) -> None:
-        """Begin.
+        """Begin; call `start` in the thread, since it may wait for a network.
 
-        Args:
-            name: What the user calls the tracker, for messages.
-            start: Makes the tracker; called in the thread, since it may wait for a network.
-            most: Items that may wait.
-            every_s: Longest time that an item waits for a tracker that is ready.
+        At most `most` items wait. `every_s` is the longest time that an item waits for a tracker
+        that is ready.
         """
         self.name = name
         self._start = start
@@ -369,12 +361,7 @@ class WandbTracker:
     """Implements `trackers.Tracker`."""
 
     def __init__(self, run: TrackedRun, mode: str) -> None:
-        """Begin, or go on with, the wandb run of this id.
-
-        Args:
-            run: The run.
-            mode: wandb's own word: online, offline, disabled, shared.
-        """
+        """Begin or resume the wandb run of this id; `mode` is online, offline, disabled, shared."""
         import wandb
 
         # wandb makes its folder below the run's, and falls back to /tmp where that is missing.

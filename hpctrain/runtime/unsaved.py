@@ -185,10 +185,7 @@ def _alive() -> list[Any]:
 
 
 def _progress(thing: Any) -> int:
-    """Return how far an object has come, roughly; 0 if it takes no part in training.
-
-    1 after a first step, more later.
-    """
+    """Return how far an object has come, roughly: 0 if it takes no part, 1 after a first step."""
     if isinstance(thing, Optimizer):
         states = [state for state in thing.state.values() if isinstance(state, dict)]
         return max((_number(state.get("step")) for state in states), default=0)

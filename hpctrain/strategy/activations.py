@@ -71,16 +71,12 @@ def widths(
     ep: int = 1,
     fused: bool = False,
 ) -> Widths:
-    """Of a token, whatever of a block is computed again.
+    """Return the widths of a token, whatever of a block is computed again.
 
-    Args:
-        model: Its sizes.
-        low: Bytes of a number that matrices are multiplied in: 2, or 4 for fp32.
-        autocast: Weights and the residual stream stay in fp32, products are in `low`.
-        tp: Ranks that share each matrix, and the positions between matrices.
-        lora: Rank of adapters, which alone are trained; 0 where all weights are.
-        ep: Ranks that share experts.
-        fused: Norms and activation functions are one kernel each.
+    `low` is 2 bytes for products in 16 bits, 4 for fp32. With `autocast`, weights and the residual
+    stream stay in fp32. `tp` ranks share each matrix, and the positions between matrices; `ep`
+    ranks share experts. `lora` is the rank of adapters, which alone are trained; 0 means all
+    weights. With `fused`, norms and activation functions are one kernel each.
     """
     if lora:
         whole = widths(model, low=low, autocast=autocast, fused=fused)
@@ -97,10 +93,10 @@ def widths(
 
 
 def _kept_products(model: ModelFacts, low: int) -> tuple[float, float]:
-    """Results of attention and matrix products in a block: of all, and of every second product.
+    """Return bytes of a block's attention and matrix products: of all, and of every second one.
 
-    The order is that of the forward pass: query, key, value, output, then the MLP's. torchtitan
-    keeps the first, the third and so on (`torchtitan/distributed/activation_checkpoint.py`).
+    In the forward pass's order (query, key, value, output, MLP), torchtitan keeps the first, the
+    third and so on (`torchtitan/distributed/activation_checkpoint.py`).
     """
     sizes = [size for size, _ in products_of(model)]
     attention = low * model.query + FP32 * model.heads
@@ -189,10 +185,9 @@ def _shared(model: ModelFacts, low: int, tp: int, *, fused: bool) -> Widths:
 
 
 def _adapted(whole: Widths, model: ModelFacts, low: int, rank: int, *, autocast: bool) -> Widths:
-    """With frozen weights: norms keep their input alone, and adapters what is between their two.
+    """Return widths for frozen weights: norms keep their input alone, adapters what is between.
 
-    Under autocast each adapter has a copy of its input in 16 bits: five of the norms', one of the
-    attention's.
+    Under autocast each adapter copies its input to 16 bits: five of the norms', one of attention's.
     """
     hidden = float(model.hidden)
     norms = 8 * hidden if autocast else 2 * low * hidden

@@ -70,15 +70,10 @@ def saving(
     keep_last: int,
     limit_s: float | None,
 ) -> CheckpointPlan:
-    """How often to save, and what that takes.
+    """Return how often to save, and what that takes.
 
-    Args:
-        params: In a checkpoint.
-        cluster: The nodes, which fail.
-        save_gbs: GB/s that the job writes to the file system; None where nobody has measured it.
-        max_loss_s: What a hard kill may cost.
-        keep_last: Newest checkpoints kept.
-        limit_s: Time limit of a job.
+    `save_gbs` is the job's GB/s to the file system, None if nobody measured it. `max_loss_s` is
+    what a hard kill may cost. `limit_s` is the time limit of a job.
     """
     nbytes = params * STATE_BYTES
     save_s = nbytes / (save_gbs * 1e9) if save_gbs else None

@@ -75,10 +75,9 @@ GPUS: dict[str, Accelerator] = _read()
 
 
 def find_gpu(name: str) -> list[str]:
-    """Keys of the GPUs that a name fits: one, several ("A100"), or none.
+    """Return keys of the GPUs that a name fits: one, several ("A100"), or none.
 
-    Args:
-        name: As a preset or a person writes it: "A100 PCIe 40 GB", "h100".
+    A preset or a person writes the name: "A100 PCIe 40 GB", "h100".
     """
     if name.lower() in GPUS:
         return [name.lower()]
@@ -106,12 +105,9 @@ def _agreed(name: str, memory: int, gpus: list[Accelerator]) -> Accelerator:
 
 
 def gpu_of(name: str | None, memory_gb: float | None, where: str) -> Accelerator:
-    """The GPU that is meant.
+    """Return the GPU that is meant; `memory_gb` of `--gpu-mem` wins over a data sheet.
 
-    Args:
-        name: As given, or a preset's; None where nothing says.
-        memory_gb: Of `--gpu-mem`, which wins over a data sheet.
-        where: What said the name, for a refusal.
+    `where` is what gave the name, for an error.
 
     Raises:
         UsageError: its memory is not known.

@@ -221,13 +221,7 @@ def step(build: Callable[[], nn.Module], what: Step, tracker: PeakTracker) -> di
 
 @dataclass(frozen=True)
 class _Ready:
-    """A model that is spread.
-
-    Attributes:
-        optimizer: Of its parameters.
-        passes: Runs the passes of a step.
-        kept: What lives as long as the model.
-    """
+    """A model that is spread: its optimizer, the passes of a step, and what lives as long as it."""
 
     optimizer: torch.optim.Optimizer
     passes: Callable[[PeakTracker], None]
@@ -423,8 +417,8 @@ def _spread(model: nn.Module, what: Step, meshes: Any) -> list[torch.Tensor]:
 def _buckets(model: nn.Module) -> list[torch.Tensor]:
     """Stand in for DDP's buckets: gradients are copied into them, and are views of them then.
 
-    DDP's own look at their values, which are not there. tests/engines/test_strategy_measured.py
-    holds this against a real DDP.
+    DDP's own would look at gradients' values, which are not there.
+    tests/engines/test_strategy_measured.py holds this against a real DDP.
     """
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     whole = [torch.zeros_like(weight) for weight in weights]

@@ -78,16 +78,9 @@ def stage_of(
     low: torch.dtype,
     optimizer_of: Callable[[nn.Module], torch.optim.Optimizer],
 ) -> _Alone:
-    """Keep a stage's layers of a model, shard them, and make its engine.
+    """Keep a stage's layers of a model (cut in place), shard them, and make its engine.
 
-    Args:
-        model: Whole; it is cut in place.
-        mesh: The ranks' axes.
-        meshes: Their groups.
-        stage: Which.
-        recompute: Blocks in full.
-        low: What is computed in.
-        optimizer_of: Makes the optimizer of what is left.
+    `recompute` recomputes blocks in full; `low` is the dtype computed in.
     """
     words = {torch.bfloat16: "bf16", torch.float32: "fp32"}
     settings = EngineSettings(kind="fsdp2", precision=words[low], pp=str(mesh.pp))
@@ -105,14 +98,10 @@ def stage_of(
 
 
 def passes(engine: _Alone, model: Any, ids: torch.Tensor, count: int, loss: Any) -> None:
-    """The forward and backward passes of a step's microbatches.
+    """Run the forward and backward passes of a step's `count` microbatches.
 
-    Args:
-        engine: Of the stage.
-        model: What has the model's sizes, by its config.
-        ids: Tokens of one microbatch.
-        count: Microbatches.
-        loss: Of logits and tokens.
+    `model.config` has the model's sizes; `ids` are the tokens of one microbatch; `loss` takes
+    logits and tokens.
     """
     config = model.config
     engine.between(ids, config.hidden_size, engine.precision, config.vocab_size)

@@ -40,13 +40,7 @@ LIVE_ELEMENTS = 1_000_000_000
 
 @dataclass(frozen=True)
 class Batch:
-    """What a rank is given.
-
-    Attributes:
-        micro: Samples in a pass.
-        seq: Positions of a sample.
-        passes: Of a step.
-    """
+    """What a rank is given: `micro` samples of `seq` positions in each of a step's `passes`."""
 
     micro: int
     seq: int
@@ -119,12 +113,7 @@ Parts = dict[str, float]
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest moment.
-
-    Attributes:
-        moment: Which.
-        parts: Bytes by part.
-    """
+    """The fullest moment: its name, and its bytes by part."""
 
     moment: str
     parts: Parts

@@ -28,13 +28,7 @@ MOST_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model as the child builds it.
-
-    Attributes:
-        where: As the user wrote it.
-        question: What the child is told of it.
-        facts: Its sizes.
-    """
+    """A model as the child builds it: as the user wrote it, the child's question, its sizes."""
 
     where: str
     question: dict[str, Any]
@@ -42,11 +36,7 @@ class ModelSource:
 
 
 def read_model(text: str, timeout_s: float) -> ModelSource:
-    """What MODEL means.
-
-    Args:
-        text: As given.
-        timeout_s: For a child that builds a model.
+    """Return what MODEL means; a child that builds a model may take `timeout_s`.
 
     Raises:
         NotFound: there is no such file.

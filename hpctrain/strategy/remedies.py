@@ -82,9 +82,9 @@ def ways_of(asked: PlanRequest) -> list[Strategy]:
 
 
 def _taken(asked: PlanRequest) -> str:
-    """Title of the simplest way that fits on the GPUs; empty where there is none.
+    """Return the title of the simplest way that fits on the GPUs; empty if none does.
 
-    The smallest micro-batch decides on that, where none was asked for.
+    If no micro-batch was asked for, the smallest decides.
     """
     asked = replace(asked, micro=asked.micro or 1)
     for way in ways_of(asked):

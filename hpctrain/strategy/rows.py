@@ -134,10 +134,9 @@ def _reducing(way: Strategy, batch: Batch) -> list[Strategy]:
 
 
 def _tried(asked: PlanRequest, way: Strategy) -> list[Batch]:
-    """What a rank may be given, the largest micro-batch first.
+    """Return what a rank may be given, the largest micro-batch first.
 
-    Raises:
-        UsageError: no batch can be shared so, or not in passes enough for a pipeline.
+    Refuse a batch that cannot be shared so, or not in passes enough for a pipeline.
     """
     share = samples_per_rank(asked.global_batch, way.data_ranks)
     if asked.micro:

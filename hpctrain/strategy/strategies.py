@@ -102,11 +102,8 @@ def of_other_engines(
 ) -> list[Strategy]:
     """Return what other engines hold, for comparison: rows of memory and time, never taken.
 
-    Args:
-        model: To be trained.
-        cluster: Nodes and their GPUs.
-        low: Bytes of a number in products; in fp32 there are no such rows.
-        lora: Rank of adapters that are asked for; 0 for all weights.
+    `low` is the bytes of a number in products; in fp32 there are no such rows. `lora` is the rank
+    of adapters; 0 means all weights.
     """
     if low == FP32:
         return []
@@ -147,14 +144,9 @@ def _elsewhere(way: Strategy, name: str, what: str, **layout: Any) -> Strategy:
 def adapted(
     model: ModelFacts, cluster: Machines, rank: int, *, asked: bool, low: int = 2
 ) -> list[Strategy]:
-    """The ways to train adapters alone: those of hpctrain, and QLoRA's memory.
+    """Return the ways to train adapters of this rank alone: hpctrain's, and QLoRA's memory.
 
-    Args:
-        model: To be adapted.
-        cluster: Nodes and their GPUs.
-        rank: Of the adapters.
-        asked: Adapters are what is wanted; else they are shown for comparison.
-        low: Bytes of a number in products.
+    Unless `asked`, they are shown for comparison. `low` is the bytes of a number in products.
     """
     kinds = ("single", "ddp", "fsdp2")
     plain = [way for way in (*_copied(cluster, low), *_sharded(cluster, low)) if way.key in kinds]

@@ -174,14 +174,10 @@ def step_time(
     links: Links,
     layout: Spread | None = None,
 ) -> StepTime:
-    """By arithmetic; not known where the GPU's peak or a link that is used is not.
+    """Compute a step's time; not known if the GPU's peak or the rate of a used link is not.
 
-    Args:
-        flops: Of one GPU in a step.
-        traffic: What it sends.
-        gpu: Which.
-        links: Its rates.
-        layout: How the model is spread: what is computed again decides on the share of the peak.
+    `flops` and `traffic` are of one GPU. `layout` says what is computed again, which decides on the
+    share of the peak.
     """
     sides = (
         (traffic.inside, links.inside, "in a node"),

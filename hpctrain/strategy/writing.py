@@ -33,14 +33,10 @@ PROGRAM = "train.py"
 def files_of(
     plan: StrategyPlan, row: Row, *, time: str, partition: str, precision: str
 ) -> dict[str, str]:
-    """Name to text.
+    """Return the files, name to text, that write `row` of the plan down.
 
-    Args:
-        plan: With its rows.
-        row: The one that is written down.
-        time: Limit of a job, as sbatch takes it.
-        partition: Of SLURM; empty for its default.
-        precision: "bf16", "fp16" or "fp32".
+    `time` is the job's limit, as sbatch takes it. An empty `partition` is SLURM's default.
+    `precision` is "bf16", "fp16" or "fp32".
     """
     texts = {
         "plan.json": json.dumps(as_plain(plan), indent=2) + "\n",

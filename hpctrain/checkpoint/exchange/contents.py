@@ -160,13 +160,9 @@ def scalar(name: str, value: float) -> Tensor:
 
 
 def to_dtype(tensor: Tensor, target: str) -> Tensor:
-    """The same with its values rounded to another floating type; what is no float stays.
+    """Round a tensor's values to one of `TARGETS`' dtypes.
 
-    Whole numbers, truth values, complex numbers and 8-bit floats stay as they are.
-
-    Args:
-        tensor: Any.
-        target: One of TARGETS' values.
+    Integers, booleans, complex numbers and 8-bit floats stay as they are.
     """
     if tensor.dtype not in CONVERTED or tensor.dtype == target:
         return tensor

@@ -102,13 +102,10 @@ def compare(
     values: bool = True,
     on_bytes: OnBytes = lambda _: None,
 ) -> Difference:
-    """Compare two checkpoints.
+    """Compare two checkpoints, each given by its directory and manifest.
 
-    Args:
-        first: Where it lies, and its manifest.
-        other: The same of the second.
-        values: Read what has changed, to say by how much.
-        on_bytes: Told of the bytes that were compared of both, read or not.
+    With `values`, read what changed, to report by how much. `on_bytes` gets the number of bytes
+    compared, read or not.
 
     Raises:
         TornCheckpoint: bytes that had to be read are damaged.

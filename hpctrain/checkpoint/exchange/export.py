@@ -24,14 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Written:
-    """What an export has written.
-
-    Attributes:
-        files: Each with its size.
-        tensors: How many.
-        nbytes: Of the tensors.
-        verified: Tensors that were read back and compared with the checkpoint.
-    """
+    """What an export wrote; `verified` counts tensors that were read back and compared."""
 
     files: list[tuple[Path, int]]
     tensors: int
@@ -42,16 +35,10 @@ class Written:
 def chosen(
     path: Path, manifest: Manifest, *, everything: bool, dtype: str | None, strip: str
 ) -> list[Tensor]:
-    """The tensors to export, under the names that they will have.
+    """Return the tensors to export, under the names that they will have.
 
-    Weights go without ``model.``; with `everything` all names are whole.
-
-    Args:
-        path: The checkpoint.
-        manifest: Its manifest.
-        everything: Also the optimizer's state and all else.
-        dtype: What floating weights become; None leaves them. Only weights are converted.
-        strip: Taken off the beginnings of the weights' names.
+    Weights lose ``model.`` and the beginning `strip`; `dtype` converts floating weights only. With
+    `everything`, the optimizer's state and all else come too, under full names.
 
     Raises:
         CheckpointError: there are no weights, or a name is not free after the stripping.

@@ -56,14 +56,11 @@ ALLOWED: list[tuple[type, str]] = [
 
 @dataclass
 class _Rows:
-    """The long rows of all ranks.
+    """The long rows of all ranks, as `groups`: what ("fp32", "exp_avg", ...) to each rank's part.
 
-    Attributes:
-        where: The directory.
-        groups: For each group: what ("fp32", "exp_avg", ...) to the part of each rank.
-        numbers: For each group: what to a number that all ranks share, such as the step.
-        part: Elements that each rank's part of a group stands for, padding included.
-        starts: Where each group starts in one rank's part of all; ZeRO-3.
+    `numbers` are shared by all ranks, such as the step. A rank's part of a group stands for `part`
+    elements, padding included. With ZeRO-3, `starts` is where each group starts in one rank's part
+    of all.
     """
 
     where: Path
@@ -114,11 +111,7 @@ def _tagged(source: Path) -> Path:
 
 
 def _files(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """One kind of file of all ranks, in their order.
-
-    Raises:
-        CheckpointError: some rank's is missing, or tensors are split over ranks as well.
-    """
+    """Return one kind of file of all ranks, in order; refuse a missing rank and split tensors."""
     by_rank: dict[int, Path] = {}
     for path in directory.iterdir():
         match = pattern.fullmatch(path.name)
@@ -352,10 +345,9 @@ def _frozen(directory: Path, states: list[Any]) -> list[NestedValue]:
 def _others(
     directory: Path, state: dict[str, Any], leaves: Sequence[NestedValue]
 ) -> list[NestedValue]:
-    """What the model has besides: tied weights, buffers and, before ZeRO-3, what is not trained.
+    """Return the model's other values: tied weights, buffers and, before ZeRO-3, frozen weights.
 
-    Every name of the model is found, or the whole is refused: a weight that was left out would
-    start from random numbers.
+    Refuse a missing name: a weight that was left out would start from random numbers.
     """
     weights = {str(leaf.path[1]): leaf.tensor for leaf in leaves if leaf.path[0] == "model"}
     others = []

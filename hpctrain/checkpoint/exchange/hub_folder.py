@@ -72,15 +72,10 @@ def require_weights(folder: Path) -> None:
 
 
 def beside(folder: Path, tensors: Sequence[Tensor]) -> dict[str, bytes]:
-    """What an export has beside its weights, from the folder that they once came from.
+    """Return the files beside an export's weights by name, from the weights' original folder.
 
-    Args:
-        folder: With a config.json, which is written with the dtype that the weights have now: else
-            `from_pretrained` would round them to what they were loaded in.
-        tensors: The weights.
-
-    Returns:
-        Names of files, and their contents.
+    config.json gets the dtype that the weights have now. Otherwise `from_pretrained` would round
+    them to the dtype that they were loaded in.
 
     Raises:
         UsageError: it is no such folder, or a file of it cannot be read.
@@ -118,11 +113,9 @@ def untied(folder: Path, tensors: Sequence[Tensor]) -> list[Tensor]:
 def adapters(
     extra: Mapping[str, Any], tensors: Sequence[Tensor]
 ) -> tuple[list[Tensor], dict[str, bytes]]:
-    """The tensors of a checkpoint of adapters as peft names them, and the config beside them.
+    """Return a checkpoint's adapters under peft's names, and the config file beside them.
 
-    Args:
-        extra: Of its manifest, with BASE.
-        tensors: Under their names in the wrapped model.
+    `extra` is the manifest's, with BASE. `tensors` have their names in the wrapped model.
     """
     base = extra[BASE]
     config = base["adapter_config"] | {

@@ -41,14 +41,7 @@ NO_RANKS = 0
 
 @dataclass(frozen=True)
 class Imported:
-    """A committed checkpoint.
-
-    Attributes:
-        path: Where it lies.
-        tensors: How many.
-        nbytes: Of the tensors.
-        verified: Tensors that were read back and compared with the source.
-    """
+    """A committed checkpoint; `verified` counts tensors read back and compared with the source."""
 
     path: Path
     tensors: int
@@ -80,13 +73,8 @@ def write(
 ) -> Imported:
     """Make a committed checkpoint; on an error nothing of it is left.
 
-    Args:
-        run: Whose; no job of it is alive.
-        run_id: Its id.
-        step: Where no checkpoint is.
-        contents: Where the tensors come from.
-        tensors: Under our names.
-        on_bytes: Told of bytes written and of bytes compared.
+    No job of `run` may be alive. `tensors` have our names. `on_bytes` gets the bytes written and
+    the bytes compared.
 
     Raises:
         CheckpointError: there is no room, the disk refused, the step is taken, or what was read

@@ -28,11 +28,7 @@ KINDS = ("dcp", "torch", "safetensors", "deepspeed", "hpctrain")
 
 
 def read(source: Path, kind: str | None = None) -> Contents:
-    """What a source holds.
-
-    Args:
-        source: A file or a directory.
-        kind: One of KINDS; None finds out.
+    """Open a file or directory as a source. `kind` is one of KINDS; None detects it.
 
     Raises:
         NotFound: there is nothing.
@@ -54,12 +50,9 @@ def read(source: Path, kind: str | None = None) -> Contents:
 
 
 def risk(source: Path, kind: str | None = None, *, version: str | None = None) -> str:
-    """What reading this source risks with the torch that is installed; "" where nothing is known.
+    """Return what reading a source risks with the installed torch; "" if nothing is known.
 
-    Args:
-        source: A file or a directory.
-        kind: One of KINDS; None finds out.
-        version: Of torch; None asks what is installed, without importing it.
+    Without `version`, look it up without importing torch. `kind` is as in `read`.
 
     Raises:
         CheckpointError: see `detect`.

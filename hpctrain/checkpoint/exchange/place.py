@@ -61,12 +61,9 @@ class Placing:
 
 @contextlib.contextmanager
 def placing(directory: Path, names: Sequence[str], need_bytes: int) -> Iterator[Placing]:
-    """A directory that takes these files; nothing half stays in it, whatever happens.
+    """Give a directory that takes these new files; after an error none of them is there.
 
-    Args:
-        directory: Made where it is missing.
-        names: Of the files, none of which may be there.
-        need_bytes: What they take together.
+    The directory is made if it is missing; the files take `need_bytes` together.
 
     Raises:
         UsageError: one of them is there.

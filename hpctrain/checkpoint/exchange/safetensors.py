@@ -199,16 +199,12 @@ def write(
     stem: str = STEM,
     on_bytes: OnBytes = lambda _: None,
 ) -> Written:
-    """Write, flush, read back and compare; only then do the files get their names.
+    """Write, flush, read back and compare; only then give the files their names.
 
-    Args:
-        directory: Where to; made where it is missing.
-        tensors: Under the names that they shall have.
-        max_shard_bytes: A file has no more of tensors, unless it has just one.
-        state: The rest of a checkpoint that is exported as a whole.
-        beside: Other files of the folder, and their contents.
-        stem: What the files' names begin with.
-        on_bytes: Told of bytes written and of bytes compared.
+    `tensors` have their final names. A file holds at most `max_shard_bytes` of tensors, unless it
+    has just one. `state` is the rest of a checkpoint that is exported whole. `beside` are other
+    files of the folder, by name. `stem` begins the files' names. `on_bytes` gets the bytes written
+    and the bytes compared.
 
     Raises:
         UsageError: one of the files is there already.

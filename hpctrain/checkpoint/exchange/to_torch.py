@@ -60,14 +60,10 @@ def write(
     state: dict[str, object] | None = None,
     on_bytes: OnBytes = lambda _: None,
 ) -> Written:
-    """Write, flush, read back with torch and compare; only then does the file get its name.
+    """Write, flush, read back with torch and compare; only then give the file its name.
 
-    Args:
-        path: Of the file.
-        tensors: Under our names where `state` is given, else weights without ``model.``.
-        step: Of the checkpoint.
-        state: The rest of a checkpoint that is exported as a whole.
-        on_bytes: Told of bytes written and of bytes compared.
+    With `state`, the rest of a checkpoint that is exported whole, `tensors` have our names; else
+    they are weights without ``model.``. `on_bytes` gets the bytes written and the bytes compared.
 
     Raises:
         UsageError: the file is there already.
@@ -145,9 +141,9 @@ def _as_python(tensor: Tensor, kind: str, others: Mapping[str, _Slot]) -> Any:
 
 
 def _plain(form: Any, others: Mapping[str, _Slot]) -> Any:
-    """A form of docs/development/checkpoint-format.md as far as plain data can say it.
+    """Turn a form of docs/development/checkpoint-format.md into plain data, as far as possible.
 
-    Forms of other types stay as they are: a file that names classes is opened by few.
+    Other types keep their form: few programs open a file that names classes.
     """
     if isinstance(form, list):
         return [_plain(each, others) for each in form]

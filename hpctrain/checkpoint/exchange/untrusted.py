@@ -114,12 +114,10 @@ def load(
     where: object = None,
     allowed: Sequence[tuple[type, str]] = (),
 ) -> Any:
-    """What a torch.save file holds: tensors and plain data. A file's tensors stay on disk (mmap).
+    """Load the tensors and plain data of a torch.save file; its tensors stay on disk (mmap).
 
-    Args:
-        file: A path, or a part of a file.
-        where: What to call it in an error.
-        allowed: Inert classes, each with the full name that it stands for.
+    `where` names the file in errors. `allowed` are inert classes, each with the full name that it
+    stands for.
 
     Raises:
         CheckpointError: it wants to run something, is cut, damaged, or no such file.

@@ -84,13 +84,9 @@ class Grid:
         return math.prod(self.counts)
 
     def before(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many of its bytes lie before each of these positions of the chunk.
+        """Return how many of its bytes lie before each of these positions of the chunk.
 
-        Args:
-            positions: Bytes from the chunk's start, int64 of shape [positions].
-
-        Returns:
-            Numbers of bytes, int64 of the same shape.
+        `positions` and the result are in bytes, int64 of shape [positions].
         """
         left = np.maximum(positions - self.source, 0)
         passed = np.zeros(len(positions), np.int64)
@@ -127,14 +123,10 @@ def grid_of(
     at: tuple[int, int],
     itemsize: int,
 ) -> Grid:
-    """Loops over elements as loops over bytes, those joined that go on where the inner one ends.
+    """Turn loops over elements into loops over bytes; join those that continue the inner one.
 
-    Args:
-        counts: Elements of the box in each dimension.
-        source_strides: Bytes from one index to the next in the chunk, in each dimension.
-        target_strides: The same in the destination.
-        at: Where the box begins in the chunk and in the destination, in bytes.
-        itemsize: Bytes of an element.
+    `counts` are elements, the strides bytes from one index to the next, in each dimension. `at` is
+    where the box begins in the chunk and in the destination, in bytes.
     """
     loops = [(itemsize, 1, 1)]
     for count, source, target in zip(
@@ -228,12 +220,7 @@ class Overlap:
 class _Pairs:
     """Chunks and the regions of the same tensor, all at once: numpy takes its time per call.
 
-    Attributes:
-        table: The chunk table.
-        regions: All that is wanted.
-        row: Of each pair, the chunk's row in the table. [pairs]
-        region: Of each pair, the region's number. [pairs]
-        item: Of each pair, bytes of an element. [pairs]
+    `row` (in the table), `region` (its number) and `item` (bytes of an element) are [pairs].
     """
 
     table: ChunkTable
@@ -255,12 +242,10 @@ class _Pairs:
 
 
 def overlap(table: ChunkTable, regions: Sequence[Region], tensors: NDArray[np.int64]) -> Overlap:
-    """What of the chunks fills each region, each of its bytes exactly once.
+    """Find what of the chunks fills each region, each of its bytes exactly once.
 
-    Args:
-        table: The chunk table.
-        regions: What is wanted; none is empty, each lies within its tensor.
-        tensors: The number of each region's tensor: int64 of shape [regions].
+    No region may be empty or reach beyond its tensor. `tensors` has the number of each region's
+    tensor: int64 of shape [regions].
     """
     row, region = table.rows_of_all(tensors)
     linear = np.array([wanted.flat for wanted in regions], bool)
@@ -288,9 +273,9 @@ def _near(
     regions: Sequence[Region],
     linear: NDArray[np.bool_],
 ) -> NDArray[np.bool_]:
-    """Which chunks may share something with their region: all but few of many are ruled out here.
+    """Return which chunks may share something with their region; rule out most of many.
 
-    By the first dimension alone, and of boxes for boxes only.
+    The first dimension decides, and only where both are boxes.
     """
     ends = [
         (wanted.begin[0], wanted.begin[0] + wanted.extent[0])
@@ -446,10 +431,9 @@ def _joined(first: Overlap, other: Overlap) -> Overlap:
 
 
 def _require_once(shared: Overlap, regions: Sequence[Region]) -> None:
-    """Note the regions of which some bytes come from no chunk, or from two.
+    """Note the regions of which some bytes come from two chunks, or from none.
 
-    What no chunk covers would stay as it was, silently. Where no two meet, the right number of
-    bytes is all of them.
+    What no chunk covers would silently stay as it was.
     """
     order = np.lexsort((shared.runs[3], shared.runs[0]))
     region, _, _, target, nbytes = shared.runs[:, order]
@@ -469,10 +453,10 @@ def _require_once(shared: Overlap, regions: Sequence[Region]) -> None:
 def _place(
     at: NDArray[np.int64], count: NDArray[np.int64], size: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Boxes within larger ones, by row: their first element's number, and whether they are runs.
+    """Return the first element's number of boxes within larger ones, and whether they are runs.
 
-    A box is a run if all dimensions behind the first cut one are whole, and those before are of 1.
-    All three arguments have the shape [boxes, dimensions], both results [boxes].
+    A box is a run if all dimensions behind the first cut one are complete, and those before have
+    size 1. Arguments are [boxes, dimensions], results [boxes].
     """
     first, stride = np.zeros(len(at), np.int64), np.ones(len(at), np.int64)
     run, whole = np.ones(len(at), bool), np.ones(len(at), bool)
@@ -506,15 +490,10 @@ def _meet(low: NDArray[np.int64], high: NDArray[np.int64]) -> bool:
 def my_part(
     pieces: Sequence[ShardPiece], replica: int, replicas: int
 ) -> list[tuple[int, ShardPiece]]:
-    """The part of the pieces that one replica writes; those of all replicas make up the pieces.
+    """Return the part of the pieces that one replica writes, each with its number in `pieces`.
 
-    Args:
-        pieces: Boxes, the same on every replica and in the same order.
-        replica: Which replica, from 0.
-        replicas: How many hold these boxes.
-
-    Returns:
-        Number of the piece in `pieces`, and the part of it.
+    `pieces` are the same boxes on every replica, in the same order. The parts of all replicas make
+    up the pieces.
     """
     if replicas == 1:
         return list(enumerate(pieces))

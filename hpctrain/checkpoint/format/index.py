@@ -171,11 +171,10 @@ class ChunkIndex:
     # ---- rows
 
     def rows(self, slot: NDArray[np.int64], piece: NDArray[np.int64]) -> SelectedTable:
-        """The rows of some chunks, without their digests; sorted by file and offset.
+        """Return the rows of some chunks, without their digests, sorted by file and offset.
 
-        Args:
-            slot: Which entries of `file`, int64 of shape [rows].
-            piece: Which piece of each, of that file's layout. [rows]
+        `slot` are entries of `file`, `piece` pieces of that file's layout; both int64 of shape
+        [rows].
         """
         order = np.lexsort((piece, self.file[slot]))
         slot, piece = slot[order], piece[order]
@@ -225,11 +224,9 @@ class ChunkIndex:
     # ---- what is wanted
 
     def select(self, regions: Sequence[Region], tensors: NDArray[np.int64]) -> SelectedTable:
-        """The rows of all chunks that share something with the regions, and perhaps some more.
+        """Return the rows of all chunks that share something with the regions, and maybe some more.
 
-        Args:
-            regions: What is wanted.
-            tensors: The number of each region's tensor: int64 of shape [regions].
+        `tensors` has the number of each region's tensor: int64 of shape [regions].
         """
         order, keys = self._by_tensor
         low, high = np.searchsorted(keys, [tensors, tensors + 1])
@@ -515,7 +512,7 @@ def _lengths(columns: dict[str, NDArray[np.int64]]) -> Iterator[str]:
 
 
 def _problems(index: ChunkIndex, manifest: Manifest) -> Iterator[str]:
-    """What is at odds in an index; its bytes are as written, so this finds a writer's mistake.
+    """Yield what is at odds in an index; its bytes are proved, so these are a writer's mistakes.
 
     Each check relies on those before it: take the first only.
     """

@@ -165,14 +165,10 @@ def part_of(
     with_layout: bool = True,
     block_bytes: int | None = None,
 ) -> RankPart:
-    """What one rank has to say of its file; `report` is None where it wrote none.
+    """Return what one rank reports of its file; `report` is None if it wrote none.
 
-    Args:
-        pieces: What it wrote.
-        report: What was written.
-        where: `placed` of the pieces, where that is known already.
-        with_layout: Whether this rank is the one that sends it.
-        block_bytes: For the state's digest; without it there is none.
+    `where` is `placed` of the pieces, if known already. `with_layout` is set on the rank that sends
+    the layout. Without `block_bytes` there is no digest of the state.
     """
     if report is None:
         return RankPart(None)
@@ -251,7 +247,7 @@ def _joined(columns: Sequence[NDArray[np.int64] | NDArray[np.uint8]]) -> NDArray
 def _number(
     layouts: Sequence[FileLayout], members: Sequence[Sequence[str]]
 ) -> tuple[list[TensorEntry], NDArray[np.int64], NDArray[np.int64]]:
-    """Every tensor once; of each piece its tensor, and by how much that grows from file to file.
+    """Number the tensors; return of each piece its tensor, and how that grows from file to file.
 
     Shared tensors come first, then those that each rank has for itself, file after file.
     """

@@ -273,11 +273,7 @@ def bytes_digest(content: bytes) -> str:
 
 
 def file_digest(path: Path, *, on_bytes: Callable[[int], object] | None = None) -> str:
-    """The digest of a file's bytes, read in parts: memory stays small whatever its size.
-
-    Args:
-        path: The file.
-        on_bytes: Told after each part how many bytes were read in it.
+    """Return the digest of a file's bytes, read in parts; memory stays small whatever its size.
 
     Raises:
         OSError: the file cannot be read.

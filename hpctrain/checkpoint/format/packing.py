@@ -34,11 +34,9 @@ _DIGITS = re.compile(r"[0-9a-f]*")
 
 
 def pack_files(files: Sequence[File], blocks_prefix: str) -> dict[str, Any] | None:
-    """The files of a checkpoint as an object; None where their list stays as it is.
+    """Return the files of a checkpoint as an object; None if their list stays as it is.
 
-    Args:
-        files: Name, bytes and digest of each; shards first.
-        blocks_prefix: How a shard's digest begins.
+    `files` are name, bytes and digest, shards first. A shard's digest begins with `blocks_prefix`.
     """
     ranks = []
     for name, _, digest in files:
@@ -89,10 +87,9 @@ def unpack_files(packed: Mapping[str, Any], blocks_prefix: str) -> tuple[list[Fi
 def pack_tensors(
     tensors: Sequence[tuple[str, str]],
 ) -> tuple[Sequence[tuple[str, str]], list[dict[str, Any]]]:
-    """Tensors that are written out, and rules for those behind them that each rank has for itself.
+    """Return tensors that are written out, and rules for those that each rank has for itself.
 
-    Args:
-        tensors: Name and text of each, in the order in which the chunk table counts them.
+    `tensors` are name and text, in the order of the chunk table. Those with rules come last.
     """
     own: list[tuple[str, str, str]] = []
     for name, text in reversed(tensors):
@@ -142,10 +139,7 @@ def _rank(name: str) -> int | None:
 
 
 def _progressions(ranks: Sequence[int]) -> list[int]:
-    """First, step and count of each run of ranks that are equally far apart, one behind the other.
-
-    So 0, 1, 3, 5 is 0 and 1, then 3 and 5.
-    """
+    """Return first, step and count of each equally spaced run: 0, 1, 3, 5 is 0, 1 and 3, 5."""
     runs: list[int] = []
     at = 0
     while at < len(ranks):

@@ -71,12 +71,7 @@ class ChunkFiles:
         self.scratch: memoryview = np.empty(nbytes, np.uint8).data
 
     def read(self, number: int, buffers: list[memoryview], position: int) -> int:
-        """Fill buffers from one file, one behind the other; returns their bytes.
-
-        Args:
-            number: Of the file, as the manifest counts them.
-            buffers: 1,024 at most.
-            position: Where in the file.
+        """Fill at most 1,024 buffers from one file, one behind the other; return their bytes.
 
         Raises:
             IncompleteCheckpoint: the file is missing or ends too early.
@@ -251,11 +246,7 @@ class ReadWindow(NamedTuple):
 
 
 def open_chunks(path: Path, manifest: Manifest) -> ChunkIndex:
-    """Where the chunks of a checkpoint lie.
-
-    Args:
-        path: The checkpoint's directory.
-        manifest: Its manifest.
+    """Read where the chunks of a checkpoint lie.
 
     Raises:
         TornCheckpoint: missing, damaged, or at odds with the manifest; the message is the reason.
@@ -322,14 +313,9 @@ class CheckpointSource:
         patience: Patience | None = None,
         descriptor: Callable[[Path], int] = plain_descriptor,
     ) -> None:
-        """Its chunk table is known already; see `open` for one on disk.
+        """Take a chunk table that is known already; see `open` for one on disk.
 
-        Args:
-            path: Its directory.
-            manifest: Its manifest.
-            chunks: Its chunk table.
-            patience: For what the file system refuses; none by default.
-            descriptor: Opens one of its files, which need not lie on disk.
+        `descriptor` opens one of the checkpoint's files, which need not lie on disk.
         """
         self._descriptor = descriptor
         self._patience = patience or Patience()
@@ -341,12 +327,7 @@ class CheckpointSource:
     def open(
         cls, path: Path, manifest: Manifest, patience: Patience | None = None
     ) -> CheckpointSource:
-        """A checkpoint whose manifest is known already; its chunk table is read.
-
-        Args:
-            path: Its directory.
-            manifest: Its manifest.
-            patience: For what the file system refuses; none by default.
+        """Read the chunk table of a checkpoint whose manifest is known already.
 
         Raises:
             TornCheckpoint: the table is missing or damaged.
@@ -396,15 +377,10 @@ class CheckpointSource:
         threads: int = 1,
         on_bytes: Callable[[int], object] | None = None,
     ) -> int:
-        """Fill all targets; returns how many bytes were read from files.
+        """Fill all targets; return how many bytes were read from files.
 
         Whether everything fits is known before the first byte is read. After an error the targets
-        hold anything.
-
-        Args:
-            targets: What to fill.
-            threads: How many read at a time.
-            on_bytes: Told how many bytes were read, from those threads.
+        hold anything. `threads` read at a time, and each calls `on_bytes` with the bytes it read.
 
         Raises:
             CheckpointError: a target is not in the checkpoint as it is: name, dtype, shape, region.
@@ -491,13 +467,7 @@ class CheckpointSource:
 
 @dataclass(frozen=True)
 class _WindowReader:
-    """Windows of a checkpoint, made and read.
-
-    Attributes:
-        manifest: The checkpoint's.
-        table: At least the chunks that are wanted.
-        proofs: Of that table.
-    """
+    """Windows of a checkpoint, made and read; `table` has at least the chunks that are wanted."""
 
     manifest: Manifest
     table: ChunkTable

@@ -127,13 +127,10 @@ def blocks_of(nbytes: int, block_bytes: int = BLOCK_BYTES) -> int:
 
 
 def proof(header: bytes, digests: NDArray[np.uint64]) -> bytes:
-    """What a shard ends with: its header's digest and those of all its blocks, in file order.
+    """Return what a shard ends with: the digests of its header and of all blocks, in file order.
 
-    So a reader of one block reads these few bytes of the file, and needs nothing of other files.
-
-    Args:
-        header: The file's header, its length included.
-        digests: Of all blocks, uint64 of shape [blocks].
+    So a reader of one block reads these few bytes and needs no other file. `header` includes its
+    length; `digests` is uint64 of shape [blocks].
     """
     numbers = np.concatenate([np.array([block_digest(header)], np.uint64), digests])
     return numbers.astype("<u8").tobytes()
@@ -145,10 +142,9 @@ def proof_bytes(blocks: Number) -> Number:
 
 
 def proof_digest(proof: bytes | bytearray) -> str:
-    """The digest of a shard, which the manifest has: that of its proof.
+    """Return the digest of a shard, which the manifest has: that of its proof.
 
-    So the digest of a file of many gigabytes is known when its blocks' are, and two files are the
-    same if their digests are.
+    It is known when the blocks' digests are, and two files are the same if their digests are.
     """
     return BLOCKS_PREFIX + xxhash.xxh3_64_hexdigest(proof)
 
@@ -204,17 +200,11 @@ def write(
     threads: int = 1,
     step: int | None = None,
 ) -> ShardReport:
-    """Write a shard and flush it to disk.
+    """Write a shard where no file is yet, and flush it to disk.
 
-    Args:
-        path: Where nothing is yet.
-        pieces: What goes into it, in this order.
-        sources: The bytes of each piece; asked for one after the other where `threads` is 1, so a
-            sequence that makes each one when it is asked keeps memory small.
-        block_bytes: Bytes that get a digest of their own.
-        write_bytes: Bytes given to the file system at a time.
-        threads: How many write at a time.
-        step: For the fault points only.
+    With one thread, `sources` is indexed in order; a sequence that makes each piece when it is
+    indexed keeps memory small. `block_bytes` get one digest, `write_bytes` go to the file system at
+    a time. `step` is for the fault points only.
 
     Raises:
         OSError: the file system refused, or has another length; a part of the file may lie there.
@@ -246,10 +236,10 @@ def write(
 
 
 def _flush(file: int, size: int) -> int:
-    """To disk; the file is then as long as it was written, and that is returned.
+    """Flush to disk; return the size, or refuse a file of another length.
 
-    Its writer asks, so that rank 0 need not ask for all ranks. Of the open file, after the flush:
-    there a file system says what it has dropped or cut.
+    The writer checks, so that rank 0 need not. It checks the open file after the flush, where a
+    file system reports what it has dropped or cut.
     """
     os.fsync(file)
     there = os.fstat(file).st_size
@@ -301,9 +291,9 @@ class _Job:
 
 
 def _windows(sizes: Sequence[int], window_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Runs of bytes that are written in one call: (piece, from, to), next to each other.
+    """Yield the pieces (piece, from, to) of each write call, next to each other in the file.
 
-    `window_bytes` is a multiple of the block, and no window cuts a block in two.
+    `window_bytes` is a multiple of the block, so no window cuts a block.
     """
     window: list[tuple[int, int, int]] = []
     room = window_bytes

@@ -109,15 +109,11 @@ class ChunkTable:
     def rows_of_all(
         self, tensors: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The rows of many tensors' chunks, tensor after tensor, and which of `tensors` each is of.
+        """Return the rows of many tensors' chunks, tensor after tensor, and the tensor of each row.
 
-        One call for all: at a load, hundreds of calls of a few microseconds each add up.
-
-        Args:
-            tensors: Numbers of tensors, int64 of shape [tensors].
-
-        Returns:
-            Rows of the table, and indices into `tensors`: both int64 of shape [chunks of these].
+        One call for all: at a load, hundreds of calls of a few microseconds each add up. `tensors`
+        is int64 of shape [tensors]. Both results, rows and indices into `tensors`, are int64 of
+        shape [chunks of these].
         """
         order, keys = self._by_tensor
         low, high = np.searchsorted(keys, [tensors, tensors + 1])
@@ -131,13 +127,9 @@ class ChunkTable:
         return int(low), int(high)
 
     def boxes(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Begin and extent of rows that all have the same number of dimensions.
+        """Return begin and extent of rows that all have the same number of dimensions.
 
-        Args:
-            rows: Rows of the table, int64 of shape [rows].
-
-        Returns:
-            Both int64 of shape [rows, dimensions].
+        `rows` is int64 of shape [rows], both results [rows, dimensions].
         """
         dims = int(self.dims[rows[0]]) if len(rows) else 0
         index = self.first_dim[rows][:, None] + np.arange(dims)
@@ -145,11 +137,7 @@ class ChunkTable:
 
 
 def read_file(path: Path, manifest: Manifest) -> bytes:
-    """The bytes of a checkpoint's chunk table, proved by the manifest's digest of it.
-
-    Args:
-        path: The checkpoint's directory.
-        manifest: Its manifest.
+    """Read the bytes of a checkpoint's chunk table, proved by the manifest's digest of it.
 
     Raises:
         TornCheckpoint: missing, or damaged; the message is the reason.
@@ -233,14 +221,9 @@ def decode_columns(content: bytes, names: Sequence[str]) -> dict[str, NDArray[An
 
 
 def elements(dims: NDArray[np.int64], extent: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The product of each row's extents; 1 for a row without dimensions (a scalar).
+    """Return the product of each row's extents, int64 of shape [rows]; 1 for a scalar.
 
-    Args:
-        dims: Number of extents of each row, int64 of shape [rows].
-        extent: The rows' extents one behind the other, int64 of shape [sum of dims].
-
-    Returns:
-        int64 of shape [rows].
+    `dims` is the number of extents of each row, `extent` all of them one behind the other.
     """
     product = np.ones(len(dims), np.int64)
     filled = dims > 0
@@ -256,13 +239,9 @@ def numels(tensors: Sequence[TensorEntry]) -> NDArray[np.int64]:
 
 
 def starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each of so many begins if they lie one behind the other, and the end of the last.
+    """Return where each begins if they lie one behind the other, and the end of the last.
 
-    Args:
-        counts: Lengths, int64 of shape [n].
-
-    Returns:
-        int64 of shape [n + 1], beginning with 0.
+    `counts` are lengths, int64 of shape [n]; the result is [n + 1] and begins with 0.
     """
     begins = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=begins[1:])
@@ -299,11 +278,10 @@ def _line_up(begin: NDArray[np.int64], extent: NDArray[np.int64]) -> bool:
 
 
 def _no_two_meet(begin: NDArray[np.int64], extent: NDArray[np.int64]) -> bool:
-    """Paint all boxes into a grid of their edges: where two meet, a cell is painted twice.
+    """Paint all boxes ([boxes, dimensions], int64) into a grid: where two meet, a cell has 2.
 
-    A box adds and takes away 1 at its corners, and sums along each dimension fill it. Comparing
-    each two boxes took 20 s for 500 tensors in 1,024 boxes each. Both arguments are int64 of shape
-    [boxes, dimensions].
+    A box adds and takes away 1 at its corners; sums along each dimension fill it. Comparing all
+    pairs took 20 s for 500 tensors of 1,024 boxes each.
     """
     ends = begin + extent
     sides, sizes = [], []
@@ -339,11 +317,7 @@ def _no_pair_meets(begin: NDArray[np.int64], ends: NDArray[np.int64]) -> bool:
 def _flat_ranges(
     entry: TensorEntry, table: ChunkTable, rows: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Chunks of a tensor as ranges of its row-major elements: first, number.
-
-    Raises:
-        CheckpointError: a box is no range, and so cannot stand beside flat ranges.
-    """
+    """Return chunks as ranges of row-major elements: first, number. Refuse a box that is none."""
     flat = table.flat[rows] == 1
     at = table.first_dim[rows[flat]]
     firsts, counts = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)

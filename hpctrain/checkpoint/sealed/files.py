@@ -50,11 +50,9 @@ def root_of(path: Path, *, is_folder: bool) -> Path:
 
 
 def unit_files(path: Path, *, anybodys: bool = False) -> list[UnitFile]:
-    """Every file of a checkpoint, by name; nothing is opened.
+    """List every file of a checkpoint (a file or a folder) by name; open none.
 
-    Args:
-        path: A file, or a folder with files below it.
-        anybodys: Files of other users will do.
+    With `anybodys`, files of other users are accepted.
 
     Raises:
         CheckpointError: there is nothing, or something that is not sealed: a link, a FIFO, another
@@ -98,13 +96,9 @@ def _unit_file(path: Path, name: str, status: os.stat_result, *, anybodys: bool)
 def sealed_file(
     path: Path, file: UnitFile, copy: Path | None, on_bytes: Callable[[int], object] | None = None
 ) -> SealedFile:
-    """The digest of a file and, where it is asked for, a copy; what was read is flushed to disk.
+    """Return the digest of a listed file; flush what was read to disk.
 
-    Args:
-        path: Where the file lies.
-        file: As it was listed.
-        copy: Where its copy goes; the digest is of the copy's bytes then.
-        on_bytes: Told how many bytes were read.
+    With `copy`, copy the file there; the digest is then of the copy's bytes.
 
     Raises:
         CheckpointError: it was changed since it was listed.
@@ -163,9 +157,9 @@ def _copied(source: int, copy: Path, on_bytes: Callable[[int], object] | None = 
 
 
 def _copy_bytes(source: int, target: int, on_bytes: Callable[[int], object]) -> None:
-    """Told of each part as of none read: whoever listens may want the copy to end.
+    """Copy by the file system if it can (it may share the blocks); call `on_bytes` with 0 per part.
 
-    By the file system itself where it can: it may share the blocks, and no byte is moved.
+    `on_bytes` may raise to end the copy.
     """
     try:
         while os.copy_file_range(source, target, COPY_BYTES):

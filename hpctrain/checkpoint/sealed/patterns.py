@@ -49,13 +49,7 @@ class NamedPath:
 
 @dataclass(frozen=True)
 class Pattern:
-    """One pattern.
-
-    Attributes:
-        text: As it was set.
-        parts: Its components.
-        is_absolute: Whether they begin at the root of all, whatever folder is asked about.
-    """
+    """One pattern; `is_absolute` patterns begin at the root of the file system."""
 
     text: str
     parts: tuple[str, ...]
@@ -101,12 +95,9 @@ def parse(patterns: Sequence[str]) -> list[Pattern]:
 
 
 def refuse_wrong(patterns: Sequence[str], cwd: Path | None, run: Path) -> None:
-    """Refuse what would seal nothing, or the run's own files; asked at submit.
+    """Refuse what would seal nothing, or the run's own files; called at submit.
 
-    Args:
-        patterns: As they are set.
-        cwd: The program's working directory; None where it has none of its own.
-        run: The run's directory.
+    `cwd` is the program's working directory, None if it has none of its own.
 
     Raises:
         UsageError: one of them is wrong.

@@ -54,11 +54,7 @@ def proves_itself(path: Path, on_bytes: Callable[[int], object] | None = None) -
 
 
 def cut(path: Path, on_bytes: Callable[[int], object] | None = None) -> str | None:
-    """Why a file cannot be whole, by its own format; None where that says nothing against it.
-
-    Args:
-        path: The file.
-        on_bytes: Told how many bytes of an archive were read.
+    """Return why a file cannot be complete, by its own format; None if nothing shows that.
 
     Raises:
         OSError: it cannot be read.

@@ -127,16 +127,9 @@ def verify(
     threads: int = THREADS,
     on_bytes: Callable[[int], object] | None = None,
 ) -> Verdict:
-    """Whether a checkpoint's files are as they were sealed. Files beside them do not matter.
+    """Check whether a checkpoint's files are as they were sealed; ignore files beside them.
 
-    Args:
-        path: The file or folder.
-        files: As they were sealed.
-        is_folder: Which of the two was sealed.
-        deep: Read every byte; else sizes alone.
-        patience: For a file system that gives errors.
-        threads: How many read at a time.
-        on_bytes: Told what was read.
+    Without `deep`, compare sizes alone. The reading threads call `on_bytes` with the bytes read.
 
     Raises:
         FileSystemFault: the file system gave an error that is no damage.
@@ -218,13 +211,9 @@ def look(
     threads: int = THREADS,
     on_bytes: Callable[[int], object] | None = None,
 ) -> Looked:
-    """What became of a seal's files, of its copy where it has one. Nothing is changed.
+    """Check a seal's files, or its copy if it has one; change nothing.
 
-    Args:
-        stored: The seal.
-        deep: Read every byte; else sizes alone.
-        threads: How many read at a time.
-        on_bytes: Told how many bytes were read, from those threads.
+    Without `deep`, compare sizes alone. The reading threads call `on_bytes` with the bytes read.
     """
     seal = stored.seal
     if seal is None:
@@ -380,10 +369,9 @@ class Choice:
         return taken | {"put_back": True}
 
     def _seal_newer(self, stored: StoredSeal, path: Path) -> dict[str, Any] | None:
-        """Seal a file that was saved after the newest seal, where its own checksums prove it.
+        """Seal a file that was saved after the newest seal (a kill came between) and proves itself.
 
-        The kill came between the save and its seal. Of a folder nobody could say that no file of it
-        is missing.
+        Not a folder: nobody could say that no file of it is missing.
         """
         if path in self._looked_at or stored.seal is None or stored.seal.is_folder:
             return None

@@ -172,12 +172,8 @@ def begin(
 ) -> SealPlan:
     """List what is to be sealed, and make the folder in which the seal is put together.
 
-    Args:
-        run: The run.
-        attempt: Who seals.
-        path: The file or folder; links in it are resolved.
-        step: Its step, by which is told whether each save has a new name.
-        copy: Whether the seal has the bytes too; None decides by the name.
+    Links in `path` are resolved. `copy` says whether the seal has the bytes too; None decides by
+    the name, which may have the step in it.
 
     Raises:
         CheckpointError: it cannot be sealed; see `files.unit_files`.
@@ -226,11 +222,10 @@ def refuse_own(run: RunDir, path: Path) -> None:
 
 
 def _is_written_over(seals: Sequence[StoredSeal], path: Path, step: int | None) -> bool:
-    """Whether the next save may write over this one, which then needs a copy.
+    """Return whether the next save may write over this one, which then needs a copy.
 
-    Not where the step is part of the name, nor where the run has sealed before and never this path.
-    The first one without a number is copied: a kill in the middle of the second save would leave
-    nothing.
+    It may not if the step is part of the name, or the run has sealed before but never this path.
+    The first without a number is copied: a kill during the second save would leave nothing.
     """
     if step is not None and step in numbers_in(path.name):
         return False
@@ -323,10 +318,7 @@ def sweep(run: RunDir) -> None:
 def remove(run: RunDir, attempt: Attempt | None, stored: StoredSeal) -> None:
     """Remove a seal and its copy; what it names elsewhere stays.
 
-    Args:
-        run: The run.
-        attempt: Who does it; None for a person, while no attempt lives.
-        stored: Which.
+    `attempt` is None for a person, while no attempt lives.
 
     Raises:
         CheckpointError: it cannot be removed.
@@ -382,14 +374,9 @@ def forget(run: RunDir, attempt: Attempt, stored: StoredSeal) -> None:
 
 
 def superfluous(seals: Sequence[StoredSeal], keep: int) -> list[StoredSeal]:
-    """Seals that need not be kept: older copies, and words about files that are no more.
+    """Return seals that may go: older copies, and records of files that no longer exist.
 
-    Args:
-        seals: All, newest first.
-        keep: How many copies stay.
-
-    Returns:
-        Those that may go. One that could not be read stays.
+    `seals` are newest first; `keep` copies stay, and so does one that could not be read.
     """
     going: list[StoredSeal] = []
     copies, gone, paths = 0, 0, set[str]()
@@ -430,17 +417,10 @@ def sealed_now(
     *,
     own_s: float | None = None,
 ) -> None:
-    """Write a new seal down, and remove what need not be kept any more.
+    """Record a new seal, and remove what need not be kept any more.
 
-    The second is housekeeping: where the disk refuses, room is lost and nothing else.
-
-    Args:
-        run: The run.
-        attempt: The attempt.
-        plan: What was sealed.
-        stored: Its seal.
-        keep: How many seals stay.
-        own_s: What the program's own save took; None where nobody knows.
+    The removal is housekeeping: if the disk refuses, only space is lost. `own_s` is what the
+    program's own save took; None if unknown.
     """
     if stored.seal is None:
         return

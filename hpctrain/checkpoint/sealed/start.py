@@ -39,14 +39,10 @@ def resume_at_start(
     cwd: str = "",
     on_bytes: Callable[[int], object] | None = None,
 ) -> str | None:
-    """The path of the newest complete registered checkpoint; None in a run that has sealed nothing.
+    """Return the path of the newest complete registered checkpoint; None if nothing was registered.
 
-    Args:
-        run: The run.
-        attempt: The attempt that begins; nothing of the run writes but the caller.
-        settings: How long a file system is waited for; the patterns of the program's checkpoints.
-        cwd: The program's working directory, "" for none.
-        on_bytes: Called for each part that is read, from several threads; what it raises ends all.
+    Nothing of the run may write but the caller. Several threads call `on_bytes` for each part that
+    is read; what it raises ends all. `cwd` is the program's working directory, "" for none.
 
     Raises:
         CheckpointError: see `Choice.choose`; or the run's seals are gone.
@@ -108,10 +104,10 @@ def _take_in(
     aside: list[Skipped],
     on_bytes: Callable[[int], object] | None,
 ) -> None:
-    """Seal what the attempt before has saved and nobody has sealed; `aside` takes what is torn.
+    """Seal what the last attempt saved and nobody sealed; `aside` takes what is torn.
 
-    All of it where its ranks had returned. Else the newest single file that its own checksums prove
-    whole: a kill may have left anything else half written.
+    If its ranks had not returned, take only the newest file that its own checksums prove: a kill
+    may have left anything else half written.
     """
     unsealed.remember_before(attempt, anew=False)
     units = unsealed.due()

@@ -211,11 +211,7 @@ def is_sealed(save: UnsealedSave, stored: Sequence[StoredSeal]) -> bool:
 
 
 def cut(save: UnsealedSave, on_bytes: Callable[[int], object] | None = None) -> str | None:
-    """Why it cannot be whole, by the formats of its files; None where none says so.
-
-    Args:
-        save: The checkpoint.
-        on_bytes: Told how many bytes were read.
+    """Return why a checkpoint cannot be complete, by its files' formats; None if none shows it.
 
     Raises:
         FileSystemFault: a file cannot be read.

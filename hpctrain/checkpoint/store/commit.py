@@ -146,10 +146,7 @@ def discard(staged: Path) -> None:
 def rename_away(path: Path, step: int, name: Callable[[int, int], str]) -> Path:
     """Give a directory the first free name of its new kind, durably; the caller has the lock.
 
-    Args:
-        path: The directory.
-        step: Its step.
-        name: `manifest.set_aside_name` or `manifest.deleting_name`.
+    `name` is `manifest.set_aside_name` or `manifest.deleting_name`.
     """
     number = 1
     while os.path.lexists(target := path.with_name(name(step, number))):
@@ -215,10 +212,10 @@ def _clear_way(run: RunDir, step: int) -> None:
 
 
 def _require_complete(staged: Path, manifest: Manifest) -> None:
-    """All names are there and no others; each size its writer has asked its own file for.
+    """Refuse missing or other names in the directory; of the sizes check a sample.
 
-    One listing shows that all nodes have written into this very directory, and not into one of
-    their own under the same name. A look at each of 16,384 files would take seconds.
+    Each writer has checked the size of its own file; all of 16,384 would take seconds. The listing
+    shows that all nodes wrote into this very directory.
     """
     problem = manifests.files_problem(manifest.files)
     problems = (
@@ -245,14 +242,10 @@ def _errors_named(what: str) -> Iterator[None]:
 
 
 def forecast(path: Path, need_bytes: int, need_files: int = 1) -> str | None:
-    """Why a save of this size would not fit; None where it fits or nobody can say.
+    """Return why a save of this size would not fit; None if it fits or nobody can say.
 
-    What counts is what a user may take (f_bavail), not the reserve of root's (f_bfree).
-
-    Args:
-        path: Where it is to be written; need not be there yet.
-        need_bytes: Bytes that the save adds.
-        need_files: Files and directories that it adds.
+    What counts is what a user may take (f_bavail), not the reserve of root's (f_bfree). `path` need
+    not exist yet. The save adds `need_files` files and directories.
     """
     stat = _stat(path)
     if stat is None:
@@ -293,9 +286,9 @@ def describe(error: OSError, path: Path) -> str:
 
 
 def _stat(path: Path) -> os.statvfs_result | None:
-    """Of the nearest directory that is there; None where the file system does not tell.
+    """Return the statistics of the nearest existing directory; None if the file system gives none.
 
-    Not an error: a forecast must not fail a save, which meets whatever is wrong and names it.
+    It must not fail a save, which meets whatever is wrong and names it.
     """
     for place in (path, *path.parents):
         try:

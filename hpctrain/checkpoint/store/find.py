@@ -144,12 +144,9 @@ def set_aside(run: RunDir) -> list[SetAside]:
 
 
 def look(run: RunDir, step: int, *, looks: int | None = None) -> FoundCheckpoint:
-    """The cheap checks: the manifest proves itself, every file is there with its size.
+    """Make the cheap checks: the manifest proves itself, every file is there with its size.
 
-    Args:
-        run: Whose checkpoint.
-        step: Its step.
-        looks: How many sizes at most; None for all. That every file is there is always seen.
+    At most `looks` sizes are compared, None for all. Missing files are always found.
 
     Raises:
         FileSystemFault: the file system gave an error; nobody knows whether it is whole.
@@ -226,13 +223,10 @@ def size_problems(
     looks: int | None = None,
     no_others: bool = False,
 ) -> list[str]:
-    """Which files of a directory are missing or of another size; none is read.
+    """Return which files of a directory are missing or of another size; read none.
 
-    Args:
-        path: The directory, which is listed once.
-        files: What should be there.
-        looks: How many sizes are looked at, spread over the files; None for all.
-        no_others: Also which files are there that should not.
+    The directory is listed once. At most `looks` sizes are compared, spread over the files; None
+    for all. With `no_others`, also report files that should not be there.
 
     Raises:
         FileSystemFault: it cannot be listed, or a file in it not be asked.
@@ -347,11 +341,9 @@ def _reason(path: Path) -> str:
 
 
 def refuse_to_forget(run: RunDir, passed_over: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse to begin at step 0 where the run has saved; asked where nothing can be loaded.
+    """Refuse to begin at step 0 if the run has saved; called if nothing can be loaded.
 
-    Args:
-        run: Which.
-        passed_over: Checkpoints that are damaged or were never committed: step, name, reason.
+    `passed_over` are checkpoints that are damaged or were never committed: step, name, reason.
 
     Raises:
         NoCheckpoint: with what became of the checkpoints, and how to begin anew.

@@ -278,17 +278,12 @@ def why_kept(
     protect: Collection[int] = (),
     awaited: Collection[int] = (),
 ) -> dict[int, tuple[Why, ...]]:
-    """Step to all reasons for which it stays.
+    """Map each step that stays to all reasons for it.
 
     Everything from the `keep_last`-th newest valid one upwards stays, torn ones too, so that a
     person can look at them; they never count. While there are fewer valid ones than that, nothing
-    goes. Without `keep_best`, whether an older one is valid makes no difference.
-
-    Args:
-        rows: All checkpoints.
-        rules: What is to be kept.
-        protect: Steps that stay whatever else holds, such as the one being loaded.
-        awaited: Steps that stay for their evaluation.
+    goes. Without `keep_best`, whether an older one is valid makes no difference. Steps in `protect`
+    and `awaited` (for an evaluation) stay whatever else holds.
     """
     by_step = {row.step: row for row in rows}
     valid = sorted((step for step, row in by_step.items() if row.valid), reverse=True)
@@ -346,26 +341,15 @@ def prune(
     committed: int | None = None,
     evaluations: Evaluations = NO_EVALUATIONS,
 ) -> list[int]:
-    """Delete what need not be kept, and return its steps.
+    """Delete what need not be kept, and return its steps. The rules are those of `Rules`.
 
     Rank 0 calls it after a commit, when every rank has long loaded; then nothing is in use. For a
-    person, what a live attempt may be using is protected: see `in_use`.
+    person (`attempt` is None), what a live attempt may be using is protected: see `in_use`.
 
-    Args:
-        run: Whose checkpoints.
-        keep_last: See `Rules`, as the four that follow.
-        keep_every: Of those steps.
-        keep_best: Of those by metric.
-        best_metric: Its name.
-        best_is: Which of its values.
-        protect: See `why_kept`.
-        attempt: Who does it; None for a person at the login node.
-        idle: See `in_use`.
-        rows_by_step: What this process has found valid before, and need not look at again; what it
-            finds now is put into it. Looking costs as many calls as there are ranks.
-        committed: The step that this process has just committed: all its files must be there, and
-            of many a sample has its sizes looked at, which its writers have seen a moment ago.
-        evaluations: What must stay for them, and their metrics.
+    `rows_by_step` holds what this process has found valid before; new findings are added. Looking
+    costs as many calls as there are ranks. The step `committed` just now is only checked for all
+    file names and a sample of sizes, which its writers have just seen. `protect` is as in
+    `why_kept`.
 
     Raises:
         Fenced: a newer attempt has taken the run over; nothing was deleted.
@@ -420,14 +404,9 @@ def remove(
     idle: LedgerState | None = None,
     evaluations: Evaluations = NO_EVALUATIONS,
 ) -> list[int]:
-    """Delete these checkpoints, for a person: all of them or, where one is refused, none.
+    """Delete these checkpoints, for a person: all of them or, if one is refused, none.
 
-    Args:
-        run: Whose checkpoints.
-        steps: Which; torn ones too.
-        force: Also pinned ones, those whose evaluation is awaited, and the last valid one.
-        idle: See `in_use`.
-        evaluations: Which of them are awaited.
+    With `force`, also pinned ones, those whose evaluation is awaited, and the last valid one.
 
     Raises:
         NotFound: one is not there.
@@ -560,9 +539,9 @@ def _looked_at(
     rows_by_step: dict[int, CheckpointRow],
     committed: int | None = None,
 ) -> list[CheckpointRow]:
-    """All checkpoints, newest first; behind `enough` valid ones no more is read but the pin.
+    """Return all checkpoints, newest first; behind `enough` valid ones read nothing but the pin.
 
-    What is known to be valid is not looked at again, and what is found valid is put there.
+    Valid ones in `rows_by_step` are not checked again; new valid ones are added.
     """
     rows: list[CheckpointRow] = []
     valid = 0
@@ -594,10 +573,10 @@ def _unpinned(run: RunDir, steps: Iterable[int]) -> list[int]:
 
 
 def _given_back(run: RunDir, renamed: Mapping[int, Path]) -> list[int]:
-    """The steps that stay renamed; those that were pinned until then get their names back.
+    """Return the steps that stay renamed; give names back to those pinned until then.
 
-    Where locks do not hold between nodes a pin may come between the look and the rename. After the
-    rename none can: it would be written below a name that is gone.
+    If locks do not hold between nodes, a pin may come between check and rename. After the rename
+    none can: its directory's name is gone.
     """
     look_anew(*renamed.values())
     pinned = [step for step, path in renamed.items() if carries(path)]

@@ -28,11 +28,8 @@ TIMEOUT_S = 30.0
 def lay_out(folder: Path, settings: CheckpointSettings) -> str:
     """Have the files of later checkpoints in a folder striped as the settings say.
 
-    Not collective: rank 0 calls it. The folder is made where it is not there yet.
-
-    Args:
-        folder: The run's folder of checkpoints.
-        settings: `stripe_count` and `stripe_mib`; where both are 0 nothing is asked.
+    Not collective: rank 0 calls it. The folder is made if it is missing. If `stripe_count` and
+    `stripe_mib` are both 0, nothing is asked.
 
     Returns:
         Why files are not striped so, in one line; empty where they are, or where nothing was asked.

@@ -53,16 +53,12 @@ def verify(
     deep: bool = True,
     unreadable: list[str] | None = None,
 ) -> list[str]:
-    """What is wrong with a checkpoint: one line for each damage, with file, tensor and place.
+    """Return what is wrong with a checkpoint: one line per damage, with file, tensor and place.
 
-    Args:
-        checkpoint: The checkpoint.
-        files: Names of the files to look at; None for all. The chunk table is always read.
-        threads: How many read at a time; a large file is read by all of them.
-        on_bytes: Told how many bytes of `files` were read, from those threads, for a progress bar.
-        deep: Read every byte. Otherwise only what is small: the manifest proves itself and the
-            chunk table, the table covers every tensor, all files are there with their sizes.
-        unreadable: Takes a line for each place that the file system refused, which is no damage.
+    `files` limits the files to look at; the chunk table is always read. Without `deep`, check what
+    is small: manifest, chunk table, cover of every tensor, sizes of all files. `threads` read at a
+    time, a large file together, and call `on_bytes`. `unreadable` takes a line for each place that
+    the file system refused, which is no damage.
 
     Raises:
         FileSystemFault: such a place, where no list takes it.
@@ -94,11 +90,7 @@ def verify(
 def _small(
     checkpoint: FoundCheckpoint, files: Sequence[str] | None, *, deep: bool
 ) -> tuple[list[str], ChunkIndex | None]:
-    """What is wrong with all that is small; and the chunk table, if it is right.
-
-    Raises:
-        FileSystemFault: something of it cannot be read.
-    """
+    """Return what is wrong with all that is small; and the chunk table, if it is right."""
     if checkpoint.doubt is not None:
         raise FileSystemFault(checkpoint.problem)
     manifest = checkpoint.manifest
@@ -127,13 +119,10 @@ def _small(
 def set_aside(
     run: RunDir, checkpoint: FoundCheckpoint, reason: str, attempt: Attempt | None
 ) -> Path:
-    """Move a damaged checkpoint away, with the reason inside; returns where it lies then.
+    """Move a damaged checkpoint away; return where it lies then.
 
-    Args:
-        run: Whose checkpoint.
-        checkpoint: Which one.
-        reason: One line, kept in its `SET-ASIDE.txt`.
-        attempt: Who does it; None for a person at the login node.
+    `reason` is one line, kept in its `SET-ASIDE.txt`. `attempt` is None for a person at the login
+    node.
 
     Raises:
         Fenced: a newer attempt has taken the run over.
@@ -184,9 +173,9 @@ class _Scrub:
                     yield from self._block_tasks(number, table)
 
     def _rows(self, files: ChunkFiles, number: int) -> ChunkTable | None:
-        """The chunks of a file with their digests; None where what proves them is damaged.
+        """Return one file's chunks with digests; None if what proves them is damaged.
 
-        Of one file at a time: a checkpoint of thousands of ranks has millions of chunks.
+        One file at a time: a checkpoint of thousands of ranks has millions of chunks.
         """
         table = self.chunks.of_file(number)
         try:

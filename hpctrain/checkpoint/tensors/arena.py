@@ -135,11 +135,11 @@ def room() -> Room:
 
 
 def _claim(fd: int, begin: int, end: int) -> None:
-    """Take the memory, bit by bit, as long as there is room for more.
+    """Take the memory in steps, as long as there is room for more, by writing to it.
 
-    Beyond a cgroup's limit the kernel does not refuse: it kills (seen on a memfd, Linux 6.18). So
-    the room is measured first. Written, not only reserved: fallocate leaves it to the first touch
-    to clear a page, which is as slow and would then be done by mmap, with Python's lock held.
+    Beyond a cgroup's limit the kernel kills (seen on a memfd, Linux 6.18), so measure the room
+    first. fallocate alone would leave clearing a page to its first touch, through mmap with
+    Python's lock held.
     """
     zeros = memoryview(bytes(WRITE_BYTES))
     for low in range(begin, end, CLAIM_BYTES):

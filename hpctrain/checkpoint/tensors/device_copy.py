@@ -51,14 +51,11 @@ class HostCopies:
         thread: CopyThread | None = None,
         steady: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Of one device and of the host.
+        """Collect copies of one device and of the host.
 
-        Args:
-            done: When the device's are made; None for none.
-            sources: Kept until then: the memory of a temporary would be handed out again and
-                overwritten, since the allocator knows nothing of the side stream.
-            thread: Makes the host's; None for copies that are made.
-            steady: What must not change before `hold`.
+        `done` comes when the device's are made. `sources` are kept until then: the allocator knows
+        nothing of the side stream and would hand out a temporary's memory again. `thread` makes the
+        host's copies. `steady` must not change before `hold`.
         """
         self._done = done
         self._arrived: torch.Event | None = None
@@ -227,11 +224,9 @@ class PageLocked:
         self._is_refused = False
 
     def lock(self, memory: memoryview, device: torch.device) -> None:
-        """Lock this memory, and let go of what was locked before. Nothing on other devices.
+        """Lock this memory, and release what was locked before. Do nothing on other devices.
 
-        Args:
-            memory: Mapped until `unlock`.
-            device: Of this rank; the calling thread works with it from here on.
+        `memory` must stay mapped until `unlock`. The calling thread uses `device` from here on.
         """
         if device.type != "cuda" or not memory.nbytes or self._is_refused:
             return

@@ -77,12 +77,10 @@ class CopyThread:
     def __init__(
         self, rows: Sequence[tuple[torch.Tensor, torch.Tensor]], *, step: int | None
     ) -> None:
-        """Begin.
+        """Begin to copy.
 
-        Args:
-            rows: Target and source of each copy: of one dimension, contiguous, in host memory, and
-                of no graph.
-            step: The checkpoint's, for faults that a test puts in.
+        `rows` are targets and sources: of one dimension, contiguous, in host memory, without a
+        graph. `step` is for faults that a test puts in.
         """
         self.held_s = 0.0
         self.is_torn = False

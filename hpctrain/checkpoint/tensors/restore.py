@@ -252,10 +252,9 @@ def _from_memory(
     *,
     most: int | None,
 ) -> Restored:
-    """The newest checkpoint in memory that is whole and no older than those on disk. Collective.
+    """Load the newest complete checkpoint in memory, if none on disk is newer. Collective.
 
-    Returns:
-        Without a manifest where there is none.
+    The result has no manifest if there is none.
     """
     steps = functools.partial(find.steps, place.run)
     least_step = on_rank_0(world, lambda: max(_or_nothing(steps), default=0))
@@ -298,15 +297,10 @@ def _or_nothing(look: Callable[[], list[T]]) -> list[T]:
 def load_weights(
     checkpoint: FoundCheckpoint, world: World, state: State, settings: CheckpointSettings
 ) -> Manifest:
-    """The weights of a checkpoint, which need not be this run's, into a program's. Collective.
+    """Load a checkpoint's weights, maybe another run's, into the model's `state`. Collective.
 
-    Its run is not touched, and nothing is set aside. After an error the tensors hold anything.
-
-    Args:
-        checkpoint: What `find.look_at` has found, the same on every rank.
-        world: The ranks.
-        state: What to fill: all of the model.
-        settings: How it is read: `patience_s`.
+    Its run is not touched, and nothing is quarantined. After an error the tensors hold anything.
+    `checkpoint` is what `find.look_at` found, the same on every rank.
 
     Raises:
         CheckpointError: it is damaged, or does not fit the program; on every rank.
@@ -328,14 +322,10 @@ def _try(
     wanted: Callable[[Manifest], Wanted],
     reading: _Reading,
 ) -> tuple[int, str]:
-    """Read one checkpoint. Collective.
+    """Read one checkpoint; return this rank's bytes and the first damage of any rank, or "".
 
-    Returns:
-        Bytes that this rank read, and the first damage that any rank found, or "".
-
-    Raises:
-        CheckpointError: it is whole but does not fit, on every rank.
-        FileSystemFault: some rank could not read it, on every rank.
+    Collective. On every rank, a CheckpointError means that it does not fit, a FileSystemFault that
+    some rank could not read it.
     """
     filling, torn, misfit, fault, count = None, "", "", "", 0
     try:
@@ -382,7 +372,7 @@ def _read(
 
 
 def _require_all_weights(source: CheckpointSource, want: Wanted) -> None:
-    """A weight that nobody asks for belongs to another model, and would be lost with the next save.
+    """Refuse a weight that nobody asks for: another model's, it would be lost with the next save.
 
     Generators of other ranks, and moments of what is no longer trained, may be left out.
     """
@@ -397,10 +387,8 @@ def _require_all_weights(source: CheckpointSource, want: Wanted) -> None:
 class _Shared:
     """Boxes that the same ranks hold, each of which reads a part of them.
 
-    Attributes:
-        ranks: Who, by number among all ranks.
-        group: By which they speak to each other; None for all ranks.
-        boxes: Which; the same on each of these ranks, in the same order.
+    `ranks` are numbers among all ranks, `group` is None for all. `boxes` have the same order on
+    each.
     """
 
     ranks: tuple[int, ...]
@@ -415,10 +403,9 @@ class _Shared:
 
 
 def _shared(boxes: Sequence[Held], state: State, world: World) -> list[_Shared]:
-    """What this rank holds together with others that it can speak to, by who they are.
+    """Return what this rank holds together with others that it can speak to, by who they are.
 
-    In the order of the ranks' numbers: two ranks that share two groups take them in the same order,
-    else each would wait for the other in another one.
+    The order is that of the ranks' numbers. Else two ranks in two groups would wait for each other.
     """
     everyone = tuple(range(world.world_size))
     shared: dict[tuple[int, ...], _Shared] = {}
@@ -437,9 +424,8 @@ def _shared(boxes: Sequence[Held], state: State, world: World) -> list[_Shared]:
 class _Filling:
     """Reads boxes from a checkpoint into a program's tensors, in two steps.
 
-    `read` proves everything that this rank reads and touches nothing of value; `finish`, once all
-    ranks have proved theirs, puts it into place and hands out what was read once. `finish` is
-    collective.
+    `read` proves all that this rank reads and touches nothing of value. `finish` (collective, once
+    all ranks have read) puts it into place and hands out what was read once.
     """
 
     def __init__(self, world: World, wanted: Wanted, *, arena: Arena | None) -> None:
@@ -457,7 +443,7 @@ class _Filling:
         self._alone = [box for box in boxes if id(box) not in shared]
 
     def read(self, source: CheckpointSource) -> int:
-        """Read and prove this rank's boxes; returns the bytes read.
+        """Read and prove this rank's boxes; return the bytes read.
 
         Raises:
             TornCheckpoint: some bytes are not what the manifest says.
@@ -486,9 +472,9 @@ class _Filling:
         return count
 
     def _compare(self, source: CheckpointSource, name: str, pieces: Sequence[ShardPiece]) -> int:
-        """Read another name of a memory beside the first one; returns the bytes read.
+        """Read another name of a memory beside the first one; return the bytes read.
 
-        Part by part: both whole would be a second copy of what may be the largest weight.
+        It goes part by part: both as a whole would be a second copy of maybe the largest weight.
         """
         count = 0
         for piece in (part for one in pieces for part in _slices(one)):
@@ -531,11 +517,7 @@ class _Filling:
 
 
 def _untied(state: State) -> tuple[State, dict[str, str]]:
-    """Leave out further names of a weight's memory.
-
-    Returns:
-        The state, and by each name that was left out the first one.
-    """
+    """Leave out further names of a weight's memory; return the state, and each one's first name."""
     ties: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.shared.items():

@@ -71,13 +71,8 @@ def save(place: SavePlace, world: World, state: State, manifest: Manifest) -> Sa
     """Write and commit one checkpoint while training waits. Collective.
 
     Either it is committed on return, or an error is raised on every rank and nothing is left that
-    could be loaded. Tensors in host memory are written from where they lie.
-
-    Args:
-        place: Where, and by which right.
-        world: The ranks.
-        state: This rank's tensors.
-        manifest: Everything but files and tensors, which are filled in here.
+    could be loaded. Tensors in host memory are written from where they lie. `manifest` has
+    everything but files and tensors.
 
     Raises:
         CheckpointError: some rank could not write; the message is the first one's. It is
@@ -114,13 +109,7 @@ def commit_together(
 ) -> Saved:
     """Stage, write on every rank, gather, publish. Collective on `world.control`.
 
-    Args:
-        place: Where, and by which right.
-        world: The ranks, with the group to speak on.
-        manifest: See `save`.
-        pieces: What this rank writes.
-        write: Writes them to a path.
-        started: `time.monotonic()` when the save began.
+    `write` writes this rank's `pieces` to a path. The save began at `started` (`time.monotonic()`).
 
     Raises:
         CheckpointError: see `save`.
@@ -168,9 +157,9 @@ def _write(
     step: int,
     report: Callable[[Path], RankPart],
 ) -> tuple[RankPart, str, bool]:
-    """This rank's part; an error is returned, not raised, so that all ranks abort together.
+    """Write this rank's part; return an error, and whether it is the file system's.
 
-    The last says whether it is the file system's.
+    It is not raised, so that all ranks abort together.
     """
     path = staged / shard.file_name(world.rank)
     try:

@@ -84,15 +84,11 @@ class Saver:
     def __init__(
         self, place: SavePlace, world: World, *, after: Callable[[Saved], None] | None = None
     ) -> None:
-        """Make a group for the saves' own exchanges.
+        """Make a group for the saves' own exchanges. Collective.
 
-        The writer process is started with `prepare_behind`, or the first save: it takes 0.1 s of
-        CPU for each rank, for which a restart would wait.
-
-        Args:
-            place: Where checkpoints go, and by which right.
-            world: The ranks.
-            after: Rank 0, in the thread, when a save has been committed: to prune.
+        The writer process is started with `prepare_behind`, or the first save. It takes 0.1 s of
+        CPU for each rank, for which a restart would wait. On rank 0 the save's thread calls `after`
+        once a save is committed, to prune.
         """
         self._place = place
         self._world = apart(world, place.settings.timeout_s + GRACE_S)

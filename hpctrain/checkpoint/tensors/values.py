@@ -77,11 +77,7 @@ def encode(value: Any, name: str, *, inline: bool = False) -> tuple[Any, dict[st
 
 
 class _Encoder:
-    """Writes one tree.
-
-    Attributes:
-        tensors: Those of the tree so far, by name.
-    """
+    """Writes one tree; `tensors` are those of the tree so far, by name."""
 
     def __init__(self, name: str, *, inline: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -363,11 +359,7 @@ class _Encoder:
         self._spans.append((device, low, low + nbytes, self.where))
 
     def refuse_overlaps(self) -> None:
-        """Refuse two tensors that share a part of their memory: they would come back apart.
-
-        Raises:
-            CheckpointError: which two.
-        """
+        """Refuse two tensors that share a part of their memory: they would come back apart."""
         spans = sorted(self._spans)
         for (device, _, end, first), (other_device, low, _, second) in pairwise(spans):
             if device == other_device and low < end:

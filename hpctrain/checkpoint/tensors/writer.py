@@ -79,11 +79,9 @@ class ShardWriter:
     """
 
     def __init__(self, *, nice: int = 10, at_once: bool = True) -> None:
-        """Start the process; it is ready about 0.2 s later, `begin` does not wait for that.
+        """Start the process; it is ready about 0.2 s later, and `begin` does not wait for that.
 
-        Args:
-            nice: How much it steps back behind training.
-            at_once: Start it now, and not with `ready`.
+        Without `at_once`, `ready` starts it. `nice` is its niceness.
 
         Raises:
             CheckpointError: it cannot be started.
@@ -323,7 +321,7 @@ class _Process:
             socket.send_fds(self._socket, [frame(number, body)], [arena.fd, handle])
 
     def answer(self, number: int, deadline: float, abandoned: Callable[[], bool]) -> object:
-        """The answer to a request.
+        """Return the answer to a request.
 
         Raises:
             TimeoutError: not before the deadline.
@@ -395,9 +393,9 @@ class _Process:
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """SLURM's signals wait meanwhile; a process started within begins with them held.
+    """Hold SLURM's signals; a process that is started meanwhile begins with them held.
 
-    A rank with handlers of its own would start a process that has none until it is set up.
+    Without that, a signal would find it without handlers until it is set up.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
     try:

@@ -83,12 +83,7 @@ class WriteFailure:
 
 
 def main(handle: int, rank_pid: int) -> None:
-    """Write what the rank asks for until it closes its end, or dies.
-
-    Args:
-        handle: This process's end of the socket.
-        rank_pid: The rank that started it.
-    """
+    """Write what the rank requests over socket `handle`, until the rank closes its end or dies."""
     _shield()
     die_with_parent(rank_pid)
     show_as("hpctrain-writer")

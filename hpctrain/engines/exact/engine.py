@@ -43,10 +43,8 @@ CUT_HINT = "cut steps with hpctrain.data.batches and passes=engine.passes"
 class Round:
     """One pass of every rank.
 
-    Attributes:
-        leaves: How many of the ranks' passes count, counted from rank 0.
-        before: Leaves of the rounds before.
-        last: Whether it is the step's last.
+    In it, the passes of the first `leaves` ranks count; `before` leaves came in earlier rounds.
+    `last` marks the step's last round.
     """
 
     leaves: int
@@ -158,10 +156,9 @@ class Exact(Native):
     # ---- leaves
 
     def _agree(self, microbatches: Sequence[Microbatch]) -> int:
-        """How many leaves the step has, of all ranks together. Collective.
+        """Return how many leaves the step has, of all ranks together. Collective.
 
-        Raises:
-            UsageError: they are not one for each rank, round by round; on every rank.
+        Refuse, on every rank, leaves that are not one for each rank, round by round.
         """
         ranks, rank = self.data_ranks, self.data_rank
         leaves = [microbatch.leaf for microbatch in microbatches]
@@ -223,11 +220,7 @@ def fix_kernels(device: torch.device) -> None:
 
 
 def refuse(settings: EngineSettings, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> None:
-    """Say so where the promise cannot be kept.
-
-    Raises:
-        UsageError: see above.
-    """
+    """Refuse settings, a model or an optimizer that cannot keep the promise, with a UsageError."""
     for axis in ("pp", "ep", "cp", *(("dp_replicate",) if settings.kind == "fsdp2" else ())):
         if getattr(mesh, axis) > 1:
             raise UsageError(

@@ -33,16 +33,10 @@ CHUNK = 1 << 22
 
 
 def exact_norm(parts: Sequence[torch.Tensor], count: int, world: World, *, spread: bool) -> float:
-    """The 2-norm of all parts of all ranks. Collective where they are spread.
+    """Return the 2-norm of all parts of all ranks; infinite if any element is not finite.
 
-    Args:
-        parts: This rank's, each element on one rank only.
-        count: Elements on all ranks together, at least; the same number at any world size.
-        world: The ranks.
-        spread: Whether the elements are spread over the world; otherwise this rank has them all.
-
-    Returns:
-        The norm; infinite where any element is not finite.
+    Collective if `spread`: then each element is on one rank only; otherwise this rank has them all.
+    `count` is at least the elements on all ranks together, and the same at any world size.
     """
     largest = torch.zeros((), dtype=torch.float64, device=world.device)
     for part in parts:
@@ -67,15 +61,10 @@ def exact_norm(parts: Sequence[torch.Tensor], count: int, world: World, *, sprea
 
 
 def limbs_of(values: torch.Tensor, shift: int, bits: int) -> torch.Tensor:
-    """Squares times 2 ** shift as integers, in digits of so many bits, each digit added up.
+    """Return squares times 2 ** shift as integers, in digits of so many bits, each digit added up.
 
-    Args:
-        values: Of any shape; their squares times 2 ** shift are below 2 ** bits.
-        shift: See above.
-        bits: Of a digit.
-
-    Returns:
-        `LIMBS` integers, the highest digit's first. What is below the last one is cut off.
+    The scaled squares of `values` are below 2 ** bits. The result is `LIMBS` integers, the highest
+    digit's first; what is below the last one is cut off.
     """
     rest = values.to(torch.float64).square().mul_(2.0**shift)
     digits = []
@@ -95,11 +84,7 @@ def root_of(limbs: Sequence[int], bits: int, exponent: int) -> float:
 
 
 class PairwiseSum:
-    """Adds up lists of tensors, element by element, as they come: leaf 0, leaf 1 and so on.
-
-    Attributes:
-        count: Leaves so far.
-    """
+    """Adds up lists of tensors by element, as they come (leaf 0, leaf 1, ...); `count` so far."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -63,17 +63,9 @@ def spread(
 ) -> dict[int, Before]:
     """Cut every parameter over the ranks, as stage 3 has them. In place; collective.
 
-    Beside this rank's ranges one whole parameter is held at a time.
-
-    Args:
-        named: All parameters, by their names in the model as it was built.
-        made: Makes their values; None where the parameters have them.
-        config: DeepSpeed's.
-        precision: That the model works in.
-        device: Of this rank.
-
-    Returns:
-        For this rank's range of each parameter that was rounded, by identity.
+    Beside this rank's ranges one whole parameter is held at a time. `named` has the names in the
+    model as built. `made` makes the values; None if the parameters have them. Return this rank's
+    range of each parameter that was rounded to `precision`, by identity.
     """
     # All memory first: what comes and goes between the ranges would leave holes that nothing fits.
     sizes = [p.numel() for _, p in _each(named) if p.dtype in ROUNDED - {precision}]

@@ -86,14 +86,11 @@ class Zero(Engine):
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, inputs: EngineInputs, made: Made | None = None
     ) -> None:
-        """Hand a model over to DeepSpeed. Collective.
+        """Hand a model that is not wrapped over to DeepSpeed. Collective.
 
-        Args:
-            model: Of one process, not wrapped.
-            optimizer: Of its parameters, without state; DeepSpeed puts its own tensors into the
-                optimizer's groups, and reads rates from there.
-            inputs: See there; all axes of the mesh are data-parallel.
-            made: Makes the values of parameters that have none; None where all have theirs.
+        `optimizer` has no state; DeepSpeed puts its own tensors into its groups, and reads rates
+        from there. All axes of the mesh are data-parallel. `made` makes the values of parameters
+        that have none; None if all have theirs.
 
         Raises:
             UsageError: DeepSpeed is not there, or cannot do right what the settings ask for.
@@ -207,11 +204,7 @@ class Zero(Engine):
 def _config(
     settings: EngineSettings, stage: int, precision: torch.dtype, data_ranks: int
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration.
-
-    Raises:
-        UsageError: it would train wrongly, or could not be saved.
-    """
+    """Return DeepSpeed's configuration; refuse what would train wrongly or could not be saved."""
     if stage == 0 and precision is not torch.float32:
         raise UsageError(
             f"engine.precision {settings.precision} with engine.kind zero0: DeepSpeed begins Adam "
@@ -229,11 +222,7 @@ def _config(
 
 
 def _import_deepspeed() -> ModuleType:
-    """DeepSpeed, without the log lines that nobody could act on.
-
-    Raises:
-        UsageError: it is not installed.
-    """
+    """Import DeepSpeed without log lines that nobody could act on; refuse if it is missing."""
     try:
         deepspeed = importlib.import_module("deepspeed")
     except ImportError as error:
@@ -260,11 +249,7 @@ def _initialize(
 
 
 def _prepare(model: nn.Module, settings: EngineSettings, device: torch.device) -> None:
-    """Recomputation and compilation, in place; and buffers to the device, which DeepSpeed leaves.
-
-    Raises:
-        UsageError: see `compile_blocks`.
-    """
+    """Set recomputation and compilation, in place; move buffers, which DeepSpeed leaves."""
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     if settings.activation_checkpointing != "no":
@@ -284,9 +269,8 @@ def _prepare(model: nn.Module, settings: EngineSettings, device: torch.device) -
 def _drop_untrained(optimizer: Optimizer) -> None:
     """Take parameters that are not trained out of the optimizer's groups.
 
-    Raises:
-        UsageError: a group has no others; DeepSpeed would drop it, and the program's next rate
-            would go to another group.
+    Refuse a group without others: DeepSpeed would drop it, and the program's next rate would go to
+    another group.
     """
     for number, group in enumerate(optimizer.param_groups):
         group["params"] = [p for p in group["params"] if p.requires_grad]

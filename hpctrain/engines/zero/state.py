@@ -35,11 +35,9 @@ SPREADS_PARAMETERS = 3
 
 @dataclass(frozen=True)
 class FlatBuffer:
-    """A tensor that the optimizer updates: a parameter, or a row of several parameters' ranges.
+    """An fp32 tensor that the optimizer updates: a parameter, or a row of parameters' ranges.
 
-    Attributes:
-        tensor: In fp32.
-        group: Number of the optimizer's parameter group that it is updated by.
+    `group` is the number of the optimizer's parameter group that it is updated by.
     """
 
     tensor: torch.Tensor
@@ -76,13 +74,9 @@ class Fragment:
 def fragments_of(
     parameters: Iterable[nn.Parameter], optimizer: Optimizer, zero: Any, stage: int
 ) -> dict[int, Fragment]:
-    """Where this rank's range of each trained parameter lies, by the parameter's identity.
+    """Return where this rank's range of each trained parameter lies, by the parameter's identity.
 
-    Args:
-        parameters: Of the whole model.
-        optimizer: The program's, which updates the flat buffers.
-        zero: DeepSpeed's optimizer around it.
-        stage: ZeRO's.
+    `optimizer` is the program's, which updates the flat buffers; `zero` is DeepSpeed's around it.
     """
     if stage == 0:
         return _copied(optimizer)
@@ -142,13 +136,10 @@ def _each_spread(parameters: Iterable[Any], zero: Any) -> dict[int, Fragment]:
 
 @dataclass(frozen=True)
 class FrozenRange:
-    """This rank's range of a parameter that is not trained, as it was before it became 16 bits.
+    """This rank's range of an untrained parameter, as it was before it became 16 bits.
 
-    Attributes:
-        parameter: The working copy.
-        local: The range, in host memory.
-        first: Its first element in the whole.
-        shape: Of the whole.
+    `parameter` is the working copy, `local` the range in host memory. `first` and `shape` are of
+    the whole.
     """
 
     parameter: nn.Parameter
@@ -170,16 +161,12 @@ class ZeroState:
         stage: int,
         before: Mapping[int, Before],
     ) -> None:
-        """Look where DeepSpeed has put everything. Collective where `before` is not empty.
+        """Look where DeepSpeed has put everything. Collective if `before` is not empty.
 
-        Args:
-            named: Every name of the original model's parameters; one parameter can have several.
-            buffers: As `persistent_buffers` gives them.
-            optimizer: The program's, in DeepSpeed's hands already.
-            zero: DeepSpeed's optimizer; at stage 0 not needed.
-            stage: ZeRO's.
-            before: Where the model works in 16 bits: its parameters as they were, by identity.
-                Masters begin with these values; asked once for each range.
+        `named` has every name of the original model's parameters; one parameter can have several.
+        `zero` is DeepSpeed's optimizer around `optimizer`; stage 0 needs none. If the model works
+        in 16 bits, `before` has its parameters as they were, by identity. Masters begin with these
+        values, asked once for each range.
         """
         self._named, self._buffers, self._optimizer = dict(named), dict(buffers), optimizer
         # As torch does it: weights are told under all their names, moments under the first one.
@@ -208,11 +195,9 @@ class ZeroState:
     # ---- state
 
     def collect(self, *, with_optimizer: bool, state_names: Iterable[str]) -> State:
-        """Every tensor that this rank holds; memory is shared, but for the optimizer's counts.
+        """Return every tensor that this rank holds; only the optimizer's counts are copies.
 
-        Args:
-            with_optimizer: With the moments; state of step 0 is made where there is none yet.
-            state_names: Names of the model's parameters and buffers.
+        With `with_optimizer`, the moments are in it; state of step 0 is made if there is none yet.
         """
         shared: dict[str, torch.Tensor | Flat] = {}
         names = {MODEL + name for name in state_names}
