@@ -113,10 +113,7 @@ def finish(
 def _without_ledger(
     start: JobStartFacts, control: JobControl, sleep: Callable[[float], None]
 ) -> int:
-    """Requeue where the scheduler's word calls for it.
-
-    If the run was over, the next start sees so in the ledger and ends.
-    """
+    """Requeue if the scheduler's state calls for it; a run that was over ends at its next start."""
     if start.rc == EXIT_STOPPED and not start.ended_early:
         return EXIT_STOPPED
     cause = StopCause.TERM if start.term else None
@@ -194,10 +191,7 @@ class BatchScriptSide:
         return self._exit_code(attempt, end.reason, end.next)
 
     def _forbid_requeue(self) -> None:
-        """Where the run is over, or not ours, the scheduler is not to run the job again either.
-
-        Where that cannot be said, a start that comes all the same ends itself (`AttemptEnding`).
-        """
+        """Keep the scheduler from running the job again; a start that comes anyway ends itself."""
         end = self._end.last(kinds.AttemptEnded, self._attempt())
         over = end is not None and end.next is Next.STOP
         if not (over or self._has_left() or self._has_stopped()):
@@ -314,10 +308,7 @@ class BatchScriptSide:
         return cause, outcome
 
     def _take_attempt(self) -> int | None:
-        """A number for a start in which no agent came so far, so that it counts and can be seen.
-
-        None where there is no room for it.
-        """
+        """Number a start without agents so that it counts and is seen; None if there is no room."""
         start = self._start
         try:
             taken = take_attempt(self._run, job_id=start.job_id, restarts=start.restarts)

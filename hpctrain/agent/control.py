@@ -47,14 +47,10 @@ class NodeControl:
         copies_to_buddy: bool = False,
         replica_server: str = "",
     ) -> None:
-        """Fork it. To be made while this process has one thread.
+        """Fork the process; call this while the calling process has one thread.
 
-        Args:
-            master_addr: An address of node 0 that all nodes can connect to.
-            secret: Of this start of the job; the same on all nodes.
-            keeps_copies: Fork the process that keeps copies of the ranks' state, too.
-            copies_to_buddy: Have these copies on another node as well.
-            replica_server: The latter process, as the agent before this one has handed it over.
+        All nodes can connect to `master_addr`, node 0's, and get the same `secret` of this start.
+        `replica_server` is what the former agent of this node handed over.
         """
         self._master_addr = master_addr
         self._secret = code(secret, "control")
@@ -91,11 +87,8 @@ class NodeControl:
     ) -> None:
         """Serve a round of this node's ranks, which find their way by the environment.
 
-        Args:
-            place: This node's.
-            store: The agents'.
-            key: Makes names in it this round's.
-            buddies: On node 0: by place, the node that has each one's copies; () for the next one.
+        On node 0, `buddies` gives by place the node that has each one's copies; () for the next
+        one.
 
         Raises:
             ControlLost: there is no room or no port for it.
@@ -124,16 +117,11 @@ class NodeControl:
         self._process = NodeProcess()
 
     def join(self, store: SignedStore, key: Callable[[str], str], timeout_s: float) -> None:
-        """Go to the node above, before the ranks start.
-
-        Args:
-            store: The agents'.
-            key: As in `begin`.
-            timeout_s: So long may that node's agent take to say where it is.
+        """Connect to the node above before the ranks start.
 
         Raises:
             ControlLost: it cannot be reached.
-            TimeoutError: it has not said so.
+            TimeoutError: its agent has not published its address within `timeout_s`.
         """
         parent = parent_of(self._place.node) if self._place is not None else None
         if parent is not None:
@@ -143,11 +131,7 @@ class NodeControl:
             self._memory.join(store, key, timeout_s)
 
     def memory_line(self, attempt: int) -> ReplicaClient | None:
-        """To the process with copies of the state, after the ranks; None where there is none.
-
-        Args:
-            attempt: The round's number.
-        """
+        """Connect to this node's replica server after the ranks; None if there is none."""
         if self._memory is None or self._place is None:
             return None
         try:
@@ -180,12 +164,7 @@ class NodeControl:
 
 
 def addresses(master_addr: str, node: int) -> tuple[str, str]:
-    """Where this node's process listens, and under what the nodes below it can reach that.
-
-    Args:
-        master_addr: An address of node 0 that all nodes can connect to.
-        node: This node's number.
-    """
+    """Return where this node's process listens, and how the nodes below it reach that."""
     if is_loopback(master_addr):
         local = "::1" if ":" in master_addr else "127.0.0.1"
         return local, local

@@ -57,11 +57,9 @@ class Convictions:
         return not bad or self.leave_out(bad)
 
     def keep_out(self, history: RunHistory) -> dict[str, str]:
-        """Write such nodes into the run's list of bad ones.
+        """Write such nodes into the run's list; return those that are new, each with why.
 
-        Returns:
-            Those that no start has left out yet, each with why. None where that would leave no node
-            of the job, nor where all nodes are this machine.
+        Return none if that would leave no node of the job, or if all nodes are this machine.
         """
         least, context = self._settings.guard.convict, self._context
         if not least or context.on_this_machine:

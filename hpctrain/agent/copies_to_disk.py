@@ -45,17 +45,14 @@ PIECE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class CopySaver:
-    """One node's part in it.
+    """One node's part in writing copies to disk.
 
     Attributes:
-        run: The run.
         attempt: Whose copies they are; only the newest one's are committed.
         place: This node's place in the round.
         living: The places of the nodes that are left.
-        line: To this node's replica server; None where it is lost.
-        store: The agents'.
-        key: Makes names in it this round's.
-        why_not: Node 0: why it is to be given up, or ""; asked again and again.
+        line: To this node's replica server; None if it is lost.
+        why_not: Node 0: why to give up, or ""; called repeatedly.
     """
 
     run: RunDir
@@ -68,11 +65,7 @@ class CopySaver:
     why_not: Callable[[], str] = lambda: ""
 
     def save(self) -> CheckpointSaved | None:
-        """Take part; on all agents that are left.
-
-        Returns:
-            On node 0, what was committed; None for nothing.
-        """
+        """Take part, on all agents left; on node 0, return what was committed, if anything."""
         try:
             return self._save()
         except (HpctrainError, OSError, TimeoutError) as error:
@@ -140,11 +133,7 @@ class CopySaver:
         )
 
     def _written(self, order: dict[str, Any]) -> dict[int, list[Any]]:
-        """What all replica servers say of the parts that were written, by rank.
-
-        Raises:
-            HpctrainError: one of them could not be.
-        """
+        """Return all replica servers' reports of written parts, by rank; raise if one failed."""
         written = self._heard("written", float("inf"), places=list(map(int, order["shares"])))
         if bad := [
             f"node {place} of the round: {s['why']}" for place, s in written.items() if s["why"]
@@ -153,11 +142,7 @@ class CopySaver:
         return {int(rank): fact for s in written.values() for rank, fact in s["facts"].items()}
 
     def _heard(self, what: str, wait_s: float, places: Sequence[int] = ()) -> dict[int, Any]:
-        """What the agents have said, by place; without those that say nothing.
-
-        Raises:
-            HpctrainError: it is to be given up.
-        """
+        """Return agents' reports by place, without silent ones; raise HpctrainError to give up."""
         deadline = clock.monotonic() + wait_s
         awaited = set(places or self.living)
         heard: dict[int, Any] = {}
@@ -203,13 +188,7 @@ class CopySaver:
 
 
 def writers(inventories: Sequence[Inventory], mark: Mark, world_size: int) -> dict[str, list[int]]:
-    """Which place writes the parts of which ranks: those who made them, else who keeps them.
-
-    Args:
-        inventories: By place.
-        mark: The step, of which all parts are there.
-        world_size: Ranks that have made it.
-    """
+    """Return which place writes which ranks' parts: whoever made them, else who has a copy."""
     places: dict[int, int] = {}
     for of in ("guests", "own"):  # the latter count
         for place, node in enumerate(inventories):

@@ -54,14 +54,10 @@ def cpus_of_ranks(
     *,
     shared: bool = False,
 ) -> list[str]:
-    """Lists of CPUs for this node's ranks, such as "49-55"; empty where they stay unbound.
+    """Return lists of CPUs for this node's ranks, such as "49-55"; empty if they stay unbound.
 
-    Args:
-        spec: The run's.
-        environ: Of the job.
-        allowed: What the job was given; by default what this process may use.
-        root: Where /sys and /proc are, for tests.
-        shared: All nodes are processes of this machine.
+    `allowed` is what the job was given; the default is what this process may use. `shared`: all
+    nodes are processes of this machine.
     """
     slurm, asked = spec.settings.slurm, spec.settings.run.cpu_bind
     if asked == "no" or shared or (asked == "auto" and not slurm.gpus_per_node):
@@ -89,17 +85,11 @@ def bind(cpus: list[str]) -> None:
 
 
 def plan(ranks: int, allowed: Collection[int], machine: Machine, *, own: bool) -> list[Cpus]:
-    """The CPUs of each rank of a node; empty where ranks are better left alone.
+    """Return the CPUs of each rank of a node; empty if ranks are better left alone.
 
     Rank i uses GPU i, and gets its share of what is near that GPU. Ranks whose GPUs share CPUs
-    divide them by cores.
-
-    Args:
-        ranks: Of this node.
-        allowed: CPUs that the job was given: the agent's own affinity.
-        machine: See there.
-        own: The job has all of `allowed` for itself. Else ranks get the whole neighbourhood: a
-            share of it might be what another job's ranks have taken too.
+    divide them by cores. If the job does not `own` all of `allowed`, ranks get the whole
+    neighbourhood: another job's ranks may have taken a share of it.
     """
     given = frozenset(allowed)
     if machine.near:
@@ -118,12 +108,7 @@ def plan(ranks: int, allowed: Collection[int], machine: Machine, *, own: bool) -
 
 
 def machine(environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
-    """The node that this process is on, with the GPUs that its ranks will use.
-
-    Args:
-        environ: Of the job: which GPUs it was given.
-        root: Where /sys and /proc are.
-    """
+    """Return the node that this process is on, with the GPUs that its ranks will use."""
     system = root / "sys/devices/system"
     cores = {
         _cpus(path)
@@ -146,11 +131,7 @@ def numbers_of_gpus(environ: Mapping[str, str]) -> list[int] | None:
 
 
 def cpus_of(text: str) -> Cpus:
-    """CPUs of a list as Linux and SLURM write it: `0-3,8`.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return the CPUs of a list as Linux and SLURM write it, `0-3,8`; else raise ValueError."""
     numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

@@ -120,14 +120,10 @@ class EndWriter:
         exclude: Sequence[str] = (),
         pause: Callable[[], None] | None = None,
     ) -> tuple[bool, bool]:
-        """Write an attempt's end down, then do what follows from it.
+        """Write an attempt's end down, then do what follows; keep `exclude` from the next start.
 
-        Args:
-            facts: What is known of the end.
-            decision: What was decided of it.
-            exclude: Nodes that the job's next start is to do without.
-            pause: Waits before a requeue that could not be written down, and so is not counted;
-                None leaves such a requeue to the batch side, but for those at the scheduler's pace.
+        A requeue that could not be written down is not counted, so `pause` waits before it. None
+        leaves such a requeue to the batch side, except those at the scheduler's pace.
 
         Returns:
             Whether the end was written down, and whether the job was asked to run again and will.

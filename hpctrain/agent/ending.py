@@ -216,26 +216,20 @@ class AttemptEnding:
         return code or int(bool(end.silent_nodes))
 
     def end_for_bad_nodes(self, attempt: int, bad: Mapping[str, str]) -> int:
-        """End an attempt whose nodes are not fit, and run the job again without the bad ones.
-
-        Returns the exit code of the task.
-        """
+        """End an attempt with unfit nodes, run the job again without them; return the exit code."""
         why = UNFIT + "; ".join(f"{node}: {text}" for node, text in bad.items())
         facts = self._facts(attempt, "crashed", why=why, nodes_failed=True)
         return self._decide(facts, exclude=list(bad))
 
     def end_without_shared_folder(self, attempt: int, why: str) -> int:
-        """End an attempt whose nodes share no directory; nothing follows until that is mended.
+        """End an attempt whose nodes share no directory; none follows until that is repaired.
 
-        Returns the exit code of the task.
+        Return the exit code of the task.
         """
         return self._decide(self._facts(attempt, "storage_failed", why=why, needs_mending=True))
 
     def end_without_resume(self, attempt: int, error: CheckpointError) -> int:
-        """End an attempt that has no checkpoint to go on from, though its run has sealed some.
-
-        Returns the exit code of the task.
-        """
+        """End an attempt that cannot resume, though its run has saved; return the exit code."""
         is_storage = isinstance(error, FileSystemFault | NotWritten)
         outcome: Outcome = "storage_failed" if is_storage else "user_error"
         return self._decide(self._facts(attempt, outcome, why=str(error)))

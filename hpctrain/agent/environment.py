@@ -71,11 +71,7 @@ class RankEnvironment:
     """Puts into this process's environment what its ranks will inherit."""
 
     def __init__(self, run: RunDir, spec: Spec, context: JobContext) -> None:
-        """Remember the job's own environment; nothing is set yet.
-
-        Raises:
-            UsageError: the preset in spec.json is of another version of hpctrain.
-        """
+        """Remember the job's environment; UsageError for another version's preset in spec.json."""
         self._run = run
         self._spec = spec
         self._context = context
@@ -242,15 +238,12 @@ def compile_cache(run: RunDir) -> Path:
 
 
 def as_task(environ: Mapping[str, str]) -> dict[str, str]:
-    """SLURM's variables of a task, set to what a rank is; none where SLURM has not started it.
+    """Return SLURM's task variables set to what a rank is; none if SLURM has not started it.
 
-    SLURM starts one task on each node, the agent. A program that reads SLURM_PROCID, as Lightning's
-    SLURMEnvironment and many scripts do, would take itself for that task: of one rank per node.
-    Variables of the job and of the node (SLURM_JOB_ID, SLURM_NNODES, GPUs, CPUs) are true as they
-    are.
-
-    Args:
-        environ: The rank's, with torchrun's variables.
+    SLURM starts one task on each node, the agent. A program that reads SLURM_PROCID, such as
+    Lightning's SLURMEnvironment, would take itself for that task: of one rank per node. Variables
+    of the job and the node (SLURM_JOB_ID, SLURM_NNODES, GPUs, CPUs) are true as they are. `environ`
+    is the rank's, with torchrun's variables.
     """
     if "SLURM_PROCID" not in environ:
         return {}

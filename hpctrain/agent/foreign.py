@@ -116,12 +116,9 @@ def last_lines(path: Path) -> str:
 
 
 def _wait(child: subprocess.Popen[bytes], stop: Path, *, is_late: bool) -> int:
-    """The program's exit code; meanwhile it is told of a stop that the scheduler does not tell.
+    """Return the program's exit code; pass on a stop that the scheduler does not send.
 
-    Args:
-        child: The program.
-        stop: Where the agent tells of a stop.
-        is_late: The scheduler has told of it, before there was a program.
+    `is_late`: the scheduler sent the stop before there was a program.
     """
     waiting = threading.Thread(target=child.wait, name="hpctrain-program", daemon=True)
     waiting.start()

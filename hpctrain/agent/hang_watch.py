@@ -91,16 +91,7 @@ class NodeHangs:
         *,
         nodes: int = 1,
     ) -> None:
-        """Watch this round's ranks.
-
-        Args:
-            limits: The run's; None for not to watch, but to look when asked.
-            folder: Of the round, where the ranks' witnesses and the board are.
-            node: This node's number and name.
-            store: The agents'.
-            key: Makes names in it this round's.
-            nodes: How many the round has.
-        """
+        """Watch this round's ranks; without `limits`, look only when asked."""
         self._folder, self._store, self._key = folder, store, key
         self._number, self._name = node
         self._node_count = nodes
@@ -148,12 +139,7 @@ class NodeHangs:
             self._store.set(self._key(f"counts/{self._number}"), counts.plain())
 
     def look(self, number: int, ranks: Sequence[NodeRank]) -> None:
-        """Look at the ranks, and tell node 0 what was found.
-
-        Args:
-            number: Of the look.
-            ranks: Of this node.
-        """
+        """Look at the ranks, and report to node 0 what was found."""
         pulses = self._pulses()
         where = {seen.rank: seen for seen in pulses}
         processes = self._processes()
@@ -261,15 +247,7 @@ class JobHangs:
         nodes: Mapping[int, Sequence[int]],
         hooks: JobHangHooks,
     ) -> None:
-        """Watch this round.
-
-        Args:
-            limits: The run's; None for not to watch, but to look when asked.
-            store: The agents'.
-            key: Makes names in it this round's.
-            nodes: The ranks of each node, by its number.
-            hooks: What is done.
-        """
+        """Watch this round; without `limits`, look only when asked. `nodes`: ranks by node."""
         self._limits, self._store, self._key = limits, store, key
         self._nodes, self._hooks = nodes, hooks
         self._suspicion = Suspicion()
@@ -285,11 +263,7 @@ class JobHangs:
         self._answered = ""
 
     def watch(self, done: set[int]) -> FailureReport | None:
-        """Whether the ranks hang: then the failure that ends the round. To be called all the time.
-
-        Args:
-            done: Nodes whose ranks have all ended.
-        """
+        """Return the failure of a hung round, else None; poll it. `done`: nodes that have ended."""
         now_s = clock.monotonic()
         if now_s >= self._asked_s + ASKED_S:
             self._asked_s = now_s

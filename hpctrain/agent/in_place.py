@@ -64,17 +64,10 @@ class InPlaceRendezvous(Rendezvous):
     ) -> None:
         """Make this node's side; on node 0 this forks, so call it before any thread starts.
 
-        Args:
-            lifeline: This node's.
-            nodes: The names of all nodes of the job.
-            port: The first of the job's ports.
-            run_id: Of this start of the job.
-            timeout_s: So long may the nodes take to meet at first.
-            size: How many nodes a round may have.
-            fits: Whether the ranks of so many nodes have a mesh.
-            gather_s: So long is waited for nodes that may be dead, then the others are enough; None
-                where each has to come.
-            switch: What this node hangs on with others; "" for not known.
+        The nodes have `timeout_s` to meet at first. After `gather_s` the round starts without nodes
+        that may be dead; with None each has to come. `port` is the first of the job's ports. `fits`
+        says whether the ranks of so many nodes have a mesh. `switch` is what this node hangs on
+        with others; "" for not known.
         """
         place = lifeline.place
         super().__init__(place.address, port, place.node, nodes, run_id=run_id, timeout_s=timeout_s)
@@ -139,12 +132,7 @@ class InPlaceRendezvous(Rendezvous):
         return losses
 
     def drop(self, places: Sequence[int], why: str) -> list[Loss]:
-        """Node 0: leave members out of all further rounds; their agents end their ranks.
-
-        Args:
-            places: Theirs in the round.
-            why: In words.
-        """
+        """Node 0: leave members, by place, out of further rounds; their agents end their ranks."""
         nodes = [self.members[place] for place in places if self.members[place] != 0]
         return self._drop(nodes, why)
 
@@ -155,13 +143,9 @@ class InPlaceRendezvous(Rendezvous):
         return [Loss(node, name, why, was_member=node in self.members) for node, name in named]
 
     def leave_out(self, bad: Mapping[str, str]) -> list[Loss] | None:
-        """Node 0: leave nodes out of all further rounds, spares too, where others can go on.
+        """Node 0: leave nodes, spares too, out of all further rounds; `bad` says why, by name.
 
-        Args:
-            bad: Why, by their names; some may be out already.
-
-        Returns:
-            Those that were not; None where nothing was done, since no round can do without them.
+        Return those that were not out yet; None and nothing done if no round can do without them.
         """
         out = [node for node in sorted(self._living) if self.nodes[node] in bad]
         if 0 in out or not self._can_do_without(out):
@@ -173,12 +157,9 @@ class InPlaceRendezvous(Rendezvous):
         return choose_members(self.members, others, self._size, self._fits) is not None
 
     def note_death(self, node: str) -> bool:
-        """Node 0: a rank of a node has died; whether that was once too often for it.
+        """Node 0: a rank of a node has died; return whether that was once too often for the node.
 
-        A node is kept where no round could do without it, and so is the first one.
-
-        Args:
-            node: Its name.
+        The first node is kept, and so is one that no round could do without.
         """
         if node not in self.names():
             return False

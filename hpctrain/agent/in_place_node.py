@@ -188,11 +188,7 @@ class InPlaceAgent(NodeAgent):
         return RoundEnd("failed", restart=may and hooks.may_go_on(why), why=why, silent_nodes=nodes)
 
     def leave_out(self, bad: Mapping[str, str]) -> bool:
-        """Node 0: end without nodes that guards have named; see `Convictions.leave_out`.
-
-        Args:
-            bad: Why, by their names.
-        """
+        """Node 0: end without nodes that guards have named; see `Convictions.leave_out`."""
         losses = cast("InPlaceRendezvous", self._meeting_place).leave_out(bad)
         for loss in losses or []:
             assert self._hooks is not None  # noqa: S101 - node 0 has them

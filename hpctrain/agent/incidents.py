@@ -60,14 +60,10 @@ class Incidents:
 def incident_of(
     run: RunDir, history: RunHistory, number: int, reason: str, node: str
 ) -> Notification | None:
-    """The news of an attempt's last incident of a kind; None where it is over already.
+    """Return the news of an attempt's last incident of a kind; None if it is over already.
 
-    Args:
-        run: The run.
-        history: Its ledger.
-        number: The attempt.
-        reason: Which kind, one of `REASONS`.
-        node: The one that was lost: several may be, before the first is told.
+    `reason` is one of `REASONS`. `node` is the lost one: several may be, before the first is
+    reported.
     """
     attempt = history.attempt(number)
     why, is_ended = ("", True) if attempt is None else _seen(attempt, reason, node)

@@ -68,12 +68,7 @@ MOST_GUARDED = 8
 class LifelinePlace:
     """Where a node's process stands.
 
-    Attributes:
-        node: This node's number in the job.
-        nodes: How many the job has.
-        address: Of the first node, as the others reach it.
-        port: At which it listens.
-        lease_s: So long silence is taken for life.
+    `address` and `port` are the first node's; silence for up to `lease_s` seconds counts as life.
     """
 
     node: int
@@ -87,12 +82,7 @@ class Lifeline(ForkedProcess):
     """The agent's side."""
 
     def __init__(self, place: LifelinePlace, secret: str) -> None:
-        """Fork the process. To be made while this one has one thread.
-
-        Args:
-            place: This node's.
-            secret: Of this start of the job; the same on all nodes.
-        """
+        """Fork the process while this one has one thread; `secret` is the same on all nodes."""
         self.place = place
         self._heard = b""
         self._is_gone = False
@@ -114,21 +104,15 @@ class Lifeline(ForkedProcess):
     def guard(self, connections: Sequence[socket.socket]) -> None:
         """Have the process close what this agent waits on, as soon as it is to leave.
 
-        A node without power closes nothing: who reads from its store would wait for minutes.
-
-        Args:
-            connections: To the first node; those of the last two calls are guarded.
+        A node without power closes nothing: who reads from its store would wait for minutes. The
+        connections go to the first node; those of the last two calls are guarded.
         """
         with suppress(OSError):  # the process is gone, which `news` says
             fds = [one.fileno() for one in connections]
             socket.send_fds(self._guarded, [b"guard"], fds)
 
     def news(self, wait_s: float = 0.0) -> list[dict[str, Any]]:
-        """What the process has said since the last call.
-
-        Args:
-            wait_s: So long at most is waited for the first word.
-        """
+        """Return the process's reports since the last call; wait up to `wait_s` for the first."""
         deadline = clock.monotonic() + wait_s
         while not self._is_gone and self.pid:
             said = self._new()
@@ -177,12 +161,7 @@ class Lifeline(ForkedProcess):
         return [said for line in lines if (said := json.loads(line)) != RUNS]
 
     def end(self, why: str, patience_s: float) -> None:
-        """First node: tell all others that the job's part of the run is over.
-
-        Args:
-            why: In words.
-            patience_s: So long those are waited for that have yet to come.
-        """
+        """First node: tell all others that the run is over; wait `patience_s` for late ones."""
         self.say({"over": why})
         deadline = clock.monotonic() + patience_s
         while not self._is_gone and (left := deadline - clock.monotonic()) > 0:

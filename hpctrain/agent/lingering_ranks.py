@@ -107,22 +107,14 @@ class FirstAgent:
     """
 
     def __init__(self, wait_s: float) -> None:
-        """Hear nothing so far.
-
-        Args:
-            wait_s: How long it may say nothing; 0 for any time.
-        """
+        """Start without a report; the agent may be silent for `wait_s` seconds, 0 for any time."""
         self._wait_s = wait_s
         self._said: object = self
         self._quiet_s = 0.0
         self._looked_s = clock.monotonic()
 
     def is_silent(self, said: object) -> bool:
-        """Whether it has said nothing for too long.
-
-        Args:
-            said: Its last word; it says another one again and again.
-        """
+        """Return whether the newest report, `said`, has not changed for too long."""
         now = clock.monotonic()
         gap_s, self._looked_s = min(now - self._looked_s, LONGEST_GAP_S), now
         self._quiet_s = self._quiet_s + gap_s if said == self._said else 0.0
@@ -140,13 +132,7 @@ class LifeWatch:
         clock: Callable[[], float] = clock.monotonic,
         look_at: Callable[[Collection[int]], Mapping[int, Use]] = uses,
     ) -> None:
-        """Watch from now on.
-
-        Args:
-            limit_s: Ranks that have shown no sign of life for so long are still.
-            clock: Seconds on a clock that never jumps.
-            look_at: What processes have used.
-        """
+        """Watch from now on; ranks without a sign of life for `limit_s` are still."""
         self._limit_s = limit_s
         self._clock = clock
         self._look_at = look_at
@@ -156,12 +142,7 @@ class LifeWatch:
         self._written: dict[Path, int] = {}
 
     def look(self, pids: Collection[int], logs: Sequence[Path]) -> Life:
-        """Whether one of these shows life; looks no more often than it has to.
-
-        Args:
-            pids: The ranks that are left.
-            logs: What they print into.
-        """
+        """Return whether a rank or its log shows life; look no more often than necessary."""
         now = self._clock()
         if set(pids) != set(self._used):
             self._life_at = now  # another has returned
@@ -192,13 +173,7 @@ class LifeWatch:
 
 
 def in_words(returned: int, left: Sequence[int], seconds: float) -> str:
-    """Who has returned and who has not, in a line.
-
-    Args:
-        returned: How many ranks.
-        left: The others; none where processes outlive programs that have come to their end.
-        seconds: For how long they have shown no sign of life.
-    """
+    """Say who has returned; `left` is empty if processes outlive programs that have ended."""
     if not left:
         why = "all ranks returned, and processes of theirs do not end"
         return f"{why}: nothing printed and nothing done for {duration(seconds)}"

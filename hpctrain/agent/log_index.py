@@ -47,14 +47,7 @@ class LogIndexer:
         in_all: int = 1,
         pids: Sequence[int | None] = (),
     ) -> None:
-        """Look at these.
-
-        Args:
-            logs: One for each rank of this node.
-            now: Seconds since the epoch.
-            in_all: Of so many logs in the whole run.
-            pids: The ranks, in the same order, as far as they are known.
-        """
+        """Index these logs, one for each rank; the run has `in_all`, and `pids` their order."""
         self.every_s = max(LOOK_S, in_all / LOOKS_PER_S)
         ranks = [*pids, *[None] * (len(logs) - len(pids))]
         self._indexes = [_LogIndex(log, pid) for log, pid in zip(logs, ranks, strict=True)]
@@ -99,11 +92,7 @@ class _LogIndex:
         self._seen = LogMark(0.0, 0)
 
     def look(self, now: float, *, last: bool) -> None:
-        """Write a mark where one is due.
-
-        Raises:
-            OSError: the log is not there yet, or the mark could not be written.
-        """
+        """Write a mark if one is due; OSError if there is no log or the mark was not written."""
         size = _written(self._log, self._pid)
         before, self._seen = self._seen, LogMark(now, size)
         new, passed = size - self._marked.size, now - self._marked.t
@@ -128,13 +117,10 @@ class _LogIndex:
 
 
 def _written(log: Path, pid: int | None) -> int:
-    """How long a log is.
+    """Return how long a log is; raise OSError if it is not there, or cannot be seen.
 
-    A rank appends, so that its own output stands at the end; thousands of ranks whose logs are
-    looked at are thousands of questions to the one server of a file system.
-
-    Raises:
-        OSError: it is not there yet, or not to be seen.
+    A rank appends, so its own output stands at the end. Looking at thousands of logs would ask one
+    file server thousands of questions.
     """
     if pid is not None:
         with contextlib.suppress(OSError):

@@ -61,12 +61,9 @@ class LossEnding(AttemptEnding):
         return True
 
     def record_loss(self, attempt: int | None, loss: Loss, members: Sequence[str]) -> None:
-        """Write down which node was lost, and who goes on.
+        """Record which node was lost, and the members of the next round; none if there is none.
 
-        Args:
-            attempt: The attempt; None before the first.
-            loss: The node.
-            members: Names of the next round's nodes; none where there can be none.
+        `attempt` is None before the first.
         """
         fact = kinds.NodeLost(
             node=loss.name, why=loss.why, was_spare=not loss.was_member, members=tuple(members)
@@ -85,17 +82,11 @@ class LossEnding(AttemptEnding):
         turn: int,
         sleep: Callable[[float], None] = clock.sleep,
     ) -> Generation | None:
-        """See to the job after node 0 was lost.
+        """Requeue or continue the job after node 0 was lost.
 
-        It is this node that was lost, and not the first one, where others go on without it: a node
-        that thaws, or whose network was cut, hears of the first one as little as after its death.
-
-        Args:
-            why: What was heard of it.
-            node: This node.
-            attempt: The last one that this node has taken part in; 0 for none.
-            turn: How many of the agents that are left come before this one.
-            sleep: Lets seconds go by.
+        If others continue without this node, it is this node that was lost. A node that thaws, or
+        whose network was cut, hears of the first one as little as after its death. `attempt` is the
+        last one of this node, 0 for none; `turn` is how many of the agents left come first.
 
         Returns:
             The generation of agents that this one goes on with; None to leave.
@@ -145,9 +136,7 @@ class LossEnding(AttemptEnding):
     def _end_unbegun(self, fence: Attempt | None, why: str) -> None:
         """Requeue a job whose first node was lost before its first attempt: nobody else would.
 
-        Args:
-            fence: The newest attempt, of another start.
-            why: What was heard of the first node.
+        `fence` is the newest attempt, of another start.
         """
         context, scheduler = self._context, self._ask()
         own = context.job_id, context.restarts
@@ -200,10 +189,7 @@ class LossEnding(AttemptEnding):
         return super()._is_current(attempt) and _claimed(self.succession) is None
 
     def end_without_nodes(self, why: str) -> int:
-        """End what a new generation of agents was to go on with, where too few of them came.
-
-        Returns the exit code of the task.
-        """
+        """End a new generation of agents for which too few nodes came; return the exit code."""
         fence = read_fence(self._run)
         number = None if fence is None else fence.number
         self._look(number)

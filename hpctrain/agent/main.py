@@ -146,14 +146,9 @@ def _see_through(
     *,
     leads_others: bool,
 ) -> int:
-    """Run the rounds and leave no process behind, but copies to those that go on.
+    """Run the rounds and leave no process behind, but copies to those that continue.
 
-    Args:
-        rounds: Runs them; the exit code of the task.
-        ending: Of this node.
-        node_control: This node's.
-        lifeline: This node's.
-        leads_others: In the place of a first node that was lost with the batch script.
+    `leads_others`: this node stands in for a first node that was lost with the batch script.
     """
     try:
         return rounds()

@@ -33,14 +33,10 @@ class RoundSize:
 
 
 def round_size(least: int, most: int, *, allocated: int, spares: int, shrinks: bool) -> RoundSize:
-    """The sizes that the settings allow in a job.
+    """Return the sizes that the settings allow in a job.
 
-    Args:
-        least: Of `slurm.nodes`.
-        most: Of `slurm.nodes`.
-        allocated: Nodes that this start of the job was given, spares included.
-        spares: Nodes that are to wait: `alive.spares`.
-        shrinks: Whether a round may have fewer nodes than the one before it.
+    `least` and `most` are of `slurm.nodes`, `spares` is `alive.spares`; `allocated` includes
+    spares. A run that `shrinks` may have fewer nodes than in the round before.
     """
     # A job that SLURM has run again after a loss may have fewer than were asked for.
     wanted = min(max(allocated - spares, least), most, allocated)
@@ -53,13 +49,10 @@ def choose_members(
     size: RoundSize,
     fits: Callable[[int], bool] = lambda _count: True,
 ) -> tuple[int, ...] | None:
-    """The nodes of the next round by their place in it; None where there can be none.
+    """Return the nodes of the next round by their place in it; None if there can be none.
 
-    Args:
-        before: Members of the round before, by place; empty for the first.
-        living: Nodes that can take part.
-        size: How many the round may have.
-        fits: Whether the ranks of so many nodes have a mesh.
+    `before` is by place, empty for the first round; `fits`: whether so many nodes' ranks have a
+    mesh.
     """
     order = [node for node in before if node in living]
     order += sorted(set(living) - set(order))
@@ -77,12 +70,7 @@ class RankDeaths:
         self._at: defaultdict[int, list[float]] = defaultdict(list)
 
     def note(self, node: int, now: float) -> bool:
-        """A rank of the node has died; returns whether that is too often.
-
-        Args:
-            node: Its number.
-            now: Seconds on a clock that never jumps.
-        """
+        """Record a rank's death, `now` in monotonic seconds; return whether that is too often."""
         recent = [at for at in self._at[node] if now - at < OFTEN_S]
         self._at[node] = [*recent, now]
         return bool(recent)

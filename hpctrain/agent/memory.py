@@ -32,12 +32,10 @@ class NodeMemory:
     """
 
     def __init__(self, secret: str, *, to_buddy: bool = False, handed_over: str = "") -> None:
-        """Fork it. To be made while this process has one thread.
+        """Fork the process while this one has one thread; `secret` is the same on all nodes.
 
-        Args:
-            secret: Of this start of the job; the same on all nodes.
-            to_buddy: Have each copy on another node, too.
-            handed_over: By the agent whose place this one takes, with its copies; "" for nothing.
+        `handed_over` comes from the agent whose place this one takes, with its copies; "" for
+        nothing.
         """
         self.to_buddy = to_buddy
         self._secret = secret
@@ -61,13 +59,8 @@ class NodeMemory:
     ) -> None:
         """Serve a round of this node's ranks, which find the replica server in the folder.
 
-        Args:
-            place: This node's.
-            folder: Of the round.
-            store: The agents'.
-            key: Makes names in it this round's.
-            addresses: Where the process listens, and under what other nodes can reach that.
-            buddies: See `NodeControl.begin`.
+        `addresses`: where the process listens, and how other nodes reach that. `buddies`: see
+        `NodeControl.begin`.
         """
         self._place, port = place, 0
         begin = partial(
@@ -101,15 +94,10 @@ class NodeMemory:
         self._process = ReplicaServerProcess()
 
     def join(self, store: SignedStore, key: Callable[[str], str], timeout_s: float) -> None:
-        """Go to the replica server of node 0, before the ranks start.
-
-        Args:
-            store: The agents'.
-            key: As in `begin`.
-            timeout_s: So long may that node's agent take to say where it is.
+        """Connect to the replica server of node 0 before the ranks start.
 
         Raises:
-            TimeoutError: it has not said so.
+            TimeoutError: node 0's agent has not published its address within `timeout_s`.
         """
         if self._place is None or self._place.node == 0:
             return

@@ -44,14 +44,9 @@ def tell_crashes() -> None:
 
 
 def crash_traceback(log: Path, launcher: str) -> str:
-    """What a rank's log says of its crash, in the form and the order of any other traceback.
+    """Return a rank's crash from its log, in the form and order of any other traceback, or "".
 
-    Args:
-        log: The rank's.
-        launcher: The file that started the program. Its frames are left out, and those around.
-
-    Returns:
-        "" where the log says nothing of it.
+    The frames of `launcher`, the file that started the program, are left out, and those around.
     """
     try:
         text = read_end(log, CRASH_BYTES)

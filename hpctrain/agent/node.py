@@ -171,19 +171,11 @@ class NodeAgent(LocalElasticAgent):
     ) -> None:
         """Make the agent of this node; `run()` starts it.
 
-        Args:
-            spec: torch's worker specification; its rendezvous must be ours.
-            node: This node's name.
-            attempt_dir: Directory of an attempt by number.
-            hooks: Node 0 only.
-            start_method: "fork" or "spawn".
-            before_ranks: Called with an attempt's number on every node before its ranks start; it
-                must not take part in anything collective, since nodes come there at their own pace.
-            secret: Of this start of the job; the same on all nodes.
-            end_wait_s: Where some ranks have returned, others that do nothing for so long are
-                ended; 0 for never.
-            control: By what the ranks agree; None where they have nothing from their agents.
-            hang_limits: After what time ranks that stand still are looked at; None for never.
+        The rendezvous of `spec` must be ours; `hooks` are node 0's only. `before_ranks` gets an
+        attempt's number on every node before its ranks start. It must not be collective: nodes come
+        there at their own pace. If some ranks have returned, idle others are ended after
+        `end_wait_s`; 0 for never. `control` is None if ranks have nothing from their agents,
+        `hang_limits` None for no looks.
         """
         super().__init__(spec, NoRedirect(attempt_dir(0)), start_method=start_method)
         self.attempt_number = 0
@@ -399,11 +391,9 @@ class NodeAgent(LocalElasticAgent):
             return {"stopped": str(stop)}
 
     def _set_resume(self) -> None:
-        """Node 0 may read terabytes first; if it dies, the store dies, and this raises.
+        """Set what to resume from, on every node; raise NothingToResume or StopHeard.
 
-        Raises:
-            NothingToResume: on every node.
-            StopHeard: on every node.
+        Node 0 may read terabytes first; if it dies, the store dies, and this raises.
         """
         said = self._news_store.wait(f"resume/{self._round}", RESUME_S)
         if said.get("refused"):
@@ -605,11 +595,9 @@ class NodeAgent(LocalElasticAgent):
         return came_back or process.exitcode == 0
 
     def _failures(self, result: RunResult, ended: Sequence[int | None]) -> list[FailureReport]:
-        """What failed: torch names one rank of those that have ended, and has ended the others.
+        """Return what failed: torch names one rank of those that ended, and has ended the others.
 
-        Args:
-            result: Torch's.
-            ended: Of each rank the exit code that it had before.
+        `ended` has the exit code that each rank had before.
         """
         directory = self._attempt_dir(self.attempt_number)
         codes = {rank: failure.exitcode for rank, failure in result.failures.items()}

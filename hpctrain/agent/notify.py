@@ -76,15 +76,10 @@ class Notification:
 def notify(
     run: RunDir, settings: NotifySettings, attempt: int, *, incident: Sequence[str] = ()
 ) -> subprocess.Popen[bytes] | None:
-    """Start to tell of an attempt's end, which is in the ledger; None where nobody asked for it.
+    """Start to report an attempt's end from the ledger; None if nobody asked for it.
 
-    Costs the start of a process, never more; what comes of it is in the ledger as `notified`.
-
-    Args:
-        run: The run.
-        settings: Who is told, and of what.
-        attempt: The attempt.
-        incident: Tell of this (as `incidents.incident_of` takes it) and not of the end.
+    This costs the start of a process, never more; the result is in the ledger as `notified`.
+    `incident` (see `incidents.incident_of`) is reported instead of the end.
     """
     if not settings.on or not (settings.command or settings.webhook_file):
         return None
@@ -148,14 +143,7 @@ def notification_of(run: RunDir, history: RunHistory, number: int) -> Notificati
 def news_of(
     run: RunDir, history: RunHistory, attempt: AttemptRecord, **occasion: Any
 ) -> Notification:
-    """What the ledger says of a run and an attempt, and what is to be said of the occasion.
-
-    Args:
-        run: The run.
-        history: Its ledger.
-        attempt: The attempt.
-        occasion: All other fields of `Notification`.
-    """
+    """Return what the ledger says of an attempt; `occasion` has `Notification`'s other fields."""
     return Notification(
         run=run.name,
         run_dir=str(run.root),

@@ -32,13 +32,9 @@ log = logging.getLogger("hpctrain.agent")
 
 
 def command(nsys: str, output: Path, program: Sequence[str], *, in_range: bool) -> list[str]:
-    """What to run.
+    """Return the command line; `in_range` records from cudaProfilerStart to cudaProfilerStop only.
 
-    Args:
-        nsys: The executable.
-        output: The report, without its suffix.
-        program: What runs below nsys.
-        in_range: Record from cudaProfilerStart to cudaProfilerStop only (`runtime/profiler.py`).
+    `output` is the report, without its suffix. For the range see `runtime/profiler.py`.
     """
     window = ["--capture-range=cudaProfilerApi", "--capture-range-end=stop"] if in_range else []
     return [
@@ -56,11 +52,7 @@ def command(nsys: str, output: Path, program: Sequence[str], *, in_range: bool) 
 
 
 def run_below(task: RankTask, rank: int, attempt_dir: Path) -> bool:
-    """Run this rank below nsys and wait for it; False where it is to run here.
-
-    Raises:
-        SystemExit: it ended with another code than 0.
-    """
+    """Run this rank below nsys and wait; False if it is to run here, SystemExit if it failed."""
     if rank != task.nsys_rank or HPCTRAIN_NSYS in os.environ:
         return False
     nsys = shutil.which("nsys")

@@ -27,14 +27,10 @@ log = logging.getLogger("hpctrain.agent")
 
 
 def held_back(run: RunDir, after: Sequence[str], job_id: str) -> str:
-    """Why a job of the run must not begin, which is written down; "" where it may.
+    """Return why a job of the run must not begin, and write that down; "" if it may.
 
-    A run whose ranks were started once goes on, whatever became of its predecessors since.
-
-    Args:
-        run: The run.
-        after: Directories of its predecessors.
-        job_id: The job.
+    A run whose ranks were started once continues, whatever became of its predecessors since.
+    `after` has their directories.
 
     Raises:
         OSError: a ledger cannot be read.

@@ -151,12 +151,9 @@ def _with_args(task: RankTask, rank: int) -> RankTask:
 
 
 def collect(attempt_dir: Path, exit_codes: Mapping[int, int], node: str) -> list[FailureReport]:
-    """Failures of this node's ranks: each rank's own report, or what its exit code says.
+    """Return failures of this node's ranks: each rank's own report, or what its exit code says.
 
-    Args:
-        attempt_dir: Where the ranks leave their reports.
-        exit_codes: Global rank to exit code, of the ranks that failed.
-        node: This node's name.
+    `exit_codes` are those of the failed ranks, by global rank.
     """
     reports = []
     for rank, code in exit_codes.items():
@@ -253,11 +250,7 @@ def _be_seen(rank: int) -> None:
 
 
 def _run_foreign(task: RankTask, rank: int, attempt_dir: Path) -> None:
-    """Run a program that is no Python of ours, and tell of its failure as of a rank's.
-
-    Raises:
-        SystemExit: it failed.
-    """
+    """Run a program that is no Python of ours; if it failed, report that and raise SystemExit."""
     ended = foreign.run(task)
     if ended.code == 0:
         return

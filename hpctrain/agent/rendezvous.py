@@ -51,9 +51,7 @@ class Loss:
 
     Attributes:
         node: Its number in the job.
-        name: Its name.
-        why: In words.
-        was_member: Of the round that went on then, and no spare.
+        was_member: Of the round that ran then; else it was a spare.
     """
 
     node: int
@@ -112,15 +110,10 @@ class Rendezvous(StaticTCPRendezvous):
         run_id: str,
         timeout_s: int,
     ) -> None:
-        """Make node `rank`'s side of it; on node 0 this forks, so call it before any thread starts.
+        """Make node `rank`'s side; on node 0 this forks, so call it before any thread starts.
 
-        Args:
-            address: Of node 0, for all nodes.
-            port: The first of the job's ports; each round takes the next.
-            rank: This node's.
-            nodes: The names of all.
-            run_id: Of this start of the job.
-            timeout_s: So long may the nodes take to meet.
+        `address` is node 0's, for all nodes. `port` is the first of the job's; each round takes the
+        next. The nodes have `timeout_s` to meet.
         """
         super().__init__(address, port, rank, len(nodes), run_id, timeout_s)
         self.nodes, self.node = nodes, rank
@@ -257,13 +250,7 @@ class SignedStore:
     """
 
     def __init__(self, store: Any, secret: str, look: Callable[[], None] = lambda: None) -> None:
-        """Speak through that store.
-
-        Args:
-            store: torch's.
-            secret: Of this start of the job.
-            look: Called again and again while something is waited for; may raise.
-        """
+        """Use this store of torch's; `look` is called repeatedly during waits, and may raise."""
         self.of = store
         self.is_gone = False
         self._look = look
@@ -277,11 +264,7 @@ class SignedStore:
         self._ask(self.of.set, key, sign(self._secret, key, json.dumps(value)))
 
     def say_again(self) -> bool:
-        """Say anew what somebody has written over or taken away since: others still wait for it.
-
-        Returns:
-            Whether there was anything to say.
-        """
+        """Repeat what was overwritten while others await it; return whether there was any."""
         lost = [key for key in self._said if self.get(key) is None]
         for key in lost:
             self.set(key, self._said[key])

@@ -42,15 +42,11 @@ class ResumeArgs:
 def resume_args(
     run: RunSettings, *, start: int, resume: str | None, cwd: str, sealed: Sequence[str] = ()
 ) -> ResumeArgs:
-    """Whether run.resume_args are added at a start.
+    """Return whether run.resume_args are added at a start; `start` is 1 for the run's first.
 
-    Args:
-        run: The settings.
-        start: 1 for the run's first start of ranks.
-        resume: The program's newest whole sealed checkpoint; None without one.
-        cwd: Where the ranks start; run.resume_if is relative to it.
-        sealed: checkpoint.sealed. A start that was stopped before its first save leaves nothing
-            to go on from, and the program would fail where it is told to.
+    `resume` is the newest complete sealed checkpoint, None without one. run.resume_if is relative
+    to `cwd`, where the ranks start. With `sealed` (checkpoint.sealed), a start that was stopped
+    before its first save leaves nothing to resume from: the program would fail.
     """
     if not run.resume_args:
         return ResumeArgs()

@@ -32,16 +32,14 @@ class _NotAwaited(Exception):
 
 
 def choose(look: Callable[[Callable[[int], None]], T], why_not: Callable[[], str]) -> T:
-    """What a look returns, unless a stop comes first.
+    """Return what `look` returns, unless a stop comes first.
 
-    No thread of it is left where it returns: ranks can be forked then.
-
-    Args:
-        look: Looks; calls what it is given for every part that it reads, and lets that raise.
-        why_not: Why to leave, in words; "" for no reason. Called from this thread.
+    `look` calls what it is given for every part that it reads, and lets that raise. `why_not` gives
+    a reason to leave, or ""; it is called from this thread. No thread is left at return: ranks can
+    be forked then.
 
     Raises:
-        StopHeard: there came a reason. What was begun is as after a kill.
+        StopHeard: there was a reason. What was begun is as after a kill.
         Exception: whatever the look raises.
     """
     future: Future[T] = Future()

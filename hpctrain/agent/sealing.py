@@ -66,15 +66,9 @@ class SealWatch:
         is_stopping: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = clock.monotonic,
     ) -> None:
-        """Nothing is looked at before it is entered.
+        """Look at nothing before it is entered; `cwd` is the program's.
 
-        Args:
-            run: The run.
-            attempt: The attempt whose ranks run.
-            settings: The patterns, and how long a save must have settled.
-            cwd: The program's working directory.
-            is_stopping: Whether the scheduler wants the job's end, and time is short.
-            clock: Seconds on a clock that never jumps.
+        `is_stopping`: whether the scheduler wants the job's end, and time is short.
         """
         self.returned = False
         self.rest_s = LOOK_S

@@ -128,11 +128,7 @@ class Orphans:
         self._ours = _descendants()
 
     def end(self, spare: Collection[int] = ()) -> None:
-        """Kill them all and wait until they are gone. Call it when the ranks have ended.
-
-        Args:
-            spare: Processes of the agent's own that began since; they and what is below them stay.
-        """
+        """Kill all and wait until they are gone, after the ranks; keep `spare` and those below."""
         deadline = clock.monotonic() + PATIENCE_S
         while left := _descendants(spare) - self._ours:
             for pid in left:

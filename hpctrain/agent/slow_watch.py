@@ -1,9 +1,9 @@
 """The agent's watch for slow ranks: when each came to the collectives that all ranks call.
 
 All agents read their ranks' flight recorders at the same moments of one clock, without the ranks'
-help and without a word to each other, and leave what they read in the agents' store. Node 0 puts it
-together: `hangs/outliers.py` makes each rank's own work of it, `hangs/outliers.py` judges that.
-The loop pays nothing; a native thread of each rank writes down what torch has recorded anyway.
+help and without a word to each other. They leave what they read in the agents' store. Node 0 puts
+it together: `hangs/outliers.py` makes each rank's own work of it, and judges that. The loop pays
+nothing; a native thread of each rank writes down what torch has recorded anyway.
 tests/engines/test_slow_watch.py holds the promises.
 """
 
@@ -70,15 +70,7 @@ class NodeMoments:
         store: SignedStore,
         key: Callable[[str], str],
     ) -> None:
-        """Watch this round's ranks.
-
-        Args:
-            folder: Of the round, where the ranks' recorders answer.
-            node: This node's number and name.
-            nodes: How many the round has.
-            store: The agents'.
-            key: Makes names in it this round's.
-        """
+        """Watch this round's ranks, whose recorders answer in `folder`; `nodes` is a count."""
         self._folder, self._store, self._key = folder, store, key
         self._number, self._name = node
         self._every_s = every_s(nodes)
@@ -86,11 +78,7 @@ class NodeMoments:
         self._in_data: deque[tuple[float, list[float]]] = deque(maxlen=DATA_LOOKS + 1)
 
     def look(self, board: Board) -> None:
-        """Read the recorders, where it is time to. To be called some times a second.
-
-        Args:
-            board: Of this node.
-        """
+        """Read the recorders if it is time; call this some times a second."""
         ahead_ns = shown(board)
         if ahead_ns is None:
             return
@@ -164,14 +152,7 @@ class JobStragglers:
         nodes: Mapping[int, Sequence[int]],
         record: Callable[[LedgerFact], None],
     ) -> None:
-        """Watch this round.
-
-        Args:
-            store: The agents'.
-            key: Makes names in it this round's.
-            nodes: The ranks of each node, by its number.
-            record: Writes an event into the ledger.
-        """
+        """Watch this round; `nodes` has the ranks by node, `record` writes into the ledger."""
         self._store, self._key, self._nodes, self._record = store, key, nodes, record
         self.judge = StragglerJudge(nodes)
         self.names: dict[int, str] = {}

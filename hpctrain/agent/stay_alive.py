@@ -30,14 +30,9 @@ EARLY_END_S = 30.0
 
 
 def lifeline_of(spec: Spec, context: JobContext, secret: str) -> Lifeline | None:
-    """This node's process that shows that it lives; None where the run does not outlive a node.
+    """Return this node's liveness process; None if the run does not outlive a node.
 
-    To be made while this process has one thread.
-
-    Args:
-        spec: The run.
-        context: This node's place in the job.
-        secret: Of this start of the job.
+    Call it while this process has one thread.
     """
     alive = spec.settings.alive
     if not (alive.is_on() and os.environ.get(HPCTRAIN_ALIVE) and len(context.nodes) > 1):
@@ -60,14 +55,9 @@ def rendezvous_of(
     run_id: str,
     generation: Generation | None = None,
 ) -> InPlaceRendezvous:
-    """Where this node's agent meets the others.
+    """Return where this node's agent meets the others.
 
-    Args:
-        lifeline: This node's.
-        spec: The run.
-        context: This node's place in the job.
-        run_id: Of this start of the job.
-        generation: Of these agents, where they go on after others: some nodes may be lost.
+    Agents that continue after others pass their `generation`: some nodes may be lost.
     """
     from hpctrain.agent.in_place import InPlaceRendezvous  # with torch
 

@@ -59,14 +59,11 @@ class StopDeadline:
         stop_margin_s: float = 10.0,
         on_suspended: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """Watch the signals of this process.
+        """Watch the signals of this process; the job's end time is the first deadline.
 
-        Args:
-            context: The job; its end time is the first deadline.
-            arrivals: Signals noted so far.
-            ask: Asks the scheduler; None on every node but the first, which is told by the first.
-            stop_margin_s: Seconds kept free at the job's end.
-            on_suspended: Told for how long the scheduler had suspended the job.
+        `ask` queries the scheduler; it is None on all nodes but the first, which reports to them.
+        `stop_margin_s` is kept free at the job's end. `on_suspended` gets the length of a
+        suspension.
         """
         self.cause: StopCause | None = None
         self.facts: JobFacts | None = None
@@ -105,11 +102,7 @@ class StopDeadline:
             clock.sleep(min(POLL_S, max(0.0, until - clock.monotonic())))
 
     def patiently(self, act: Callable[[], Result], patience_s: float) -> Result:
-        """Do something on a disk that may be full for a while.
-
-        Args:
-            act: It; done again where the disk has refused it.
-            patience_s: How long a refusing disk is waited for, if no stop is asked for.
+        """Retry `act` while a full disk refuses it, for `patience_s` or until a stop is asked for.
 
         Raises:
             OSError: the disk has refused it to the end.

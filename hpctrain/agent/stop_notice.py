@@ -84,11 +84,7 @@ class StopNotice:
     ) -> None:
         """Watch for requests, and the clock.
 
-        Args:
-            run: The run.
-            context: The job.
-            deadline: What knows the signals and the scheduler's word, and is told of the cause.
-            lead_s: So long before the job's end a program is told that does not know hpctrain.
+        A program that does not know hpctrain is notified `lead_s` seconds before the job's end.
         """
         self._request = run.stop_request
         self._job_id = context.job_id

@@ -39,13 +39,9 @@ class StoreProcess(ForkedProcess):
     def serve(self, address: str, port: int) -> None:
         """Serve an empty store on a port; the store before the last one ends.
 
-        Args:
-            address: Under which its clients reach this node. Where that is the loopback, nobody
-                else can connect.
-            port: To listen on.
-
-        Where the process was killed or stopped another one is forked, which is between two rounds
-        as safe as forking their ranks.
+        Clients reach this node under `address`; with the loopback nobody else can connect. If the
+        process was killed or stopped, another is forked: between rounds that is as safe as forking
+        ranks.
 
         Raises:
             ClusterError: the port is taken, or the process is gone at once.

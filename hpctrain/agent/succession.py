@@ -58,11 +58,7 @@ class Generation:
     nodes: tuple[str, ...]
 
     def context(self, of_start: JobContext) -> JobContext:
-        """A node's place in this generation.
-
-        Args:
-            of_start: Its place as srun has started it.
-        """
+        """Return a node's place in this generation, from its place as srun has started it."""
         own, nodes = of_start.nodes[of_start.node_rank], list(self.nodes)
         return replace(
             of_start,
@@ -73,11 +69,7 @@ class Generation:
         )
 
     def secret(self, of_start: str) -> str:
-        """What its agents share: words of those before it count no more.
-
-        Args:
-            of_start: Of this start of the job.
-        """
+        """Return its agents' secret, made of the start's: older generations count no more."""
         return code(of_start, "generation", self.number)
 
 
@@ -106,13 +98,7 @@ class Succession:
     """The next generation, as an agent of this one looks for it or begins it."""
 
     def __init__(self, run: RunDir, secret: str, context: JobContext) -> None:
-        """Nothing is looked at.
-
-        Args:
-            run: The run.
-            secret: Of this start of the job.
-            context: This node's place in this generation.
-        """
+        """Look at nothing yet; `context` is this node's place in this generation."""
         self._run, self._secret, self._context = run, secret, context
         self._now = generation_of(os.environ)
         self._number = 1 if self._now is None else self._now.number + 1
@@ -133,11 +119,9 @@ class Succession:
         return said if said.number >= self._number else None
 
     def claim(self, follows: int, lost: Collection[str] = ()) -> Generation:
-        """Begin it, or take part in what another agent has begun meanwhile.
+        """Begin a generation after attempt `follows`, or join what another agent has begun.
 
-        Args:
-            follows: The attempt after which it goes on.
-            lost: Nodes that nobody is to wait for, beside the first one.
+        Nobody is to wait for the nodes in `lost`, beside the first one.
 
         Raises:
             OSError: it cannot be written down.
@@ -170,11 +154,7 @@ def take_over(
 ) -> NoReturn:
     """Become an agent of that generation, in this process; srun is gone, so it prints elsewhere.
 
-    Args:
-        generation: Which.
-        run: The run.
-        environ: As this process was started with it.
-        replica_server: See `Succeeds`.
+    This process was started with `environ`; for `replica_server` see `Succeeds`.
     """
     log.warning("goes on, led by %s", generation.leader)
     print_to(run.jobs / f"generation-{generation.number}.out")

@@ -31,14 +31,7 @@ def silence() -> None:
 
 
 def cause_behind(error: BaseException) -> BaseException:
-    """The death of a worker in torch's words, where a loader's connection broke by it.
-
-    Args:
-        error: What the program has raised.
-
-    Returns:
-        The error itself where no worker has died.
-    """
+    """Return a worker's death in torch's words if it broke a loader's connection, else `error`."""
     if not isinstance(error, OSError | EOFError):
         return error
     workers = _workers_of(error.__traceback__)

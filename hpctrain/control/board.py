@@ -86,16 +86,12 @@ class Board:
 
     @classmethod
     def create(cls, path: Path, first_rank: int, ranks: int, ranks_in_all: int = 0) -> Board:
-        """Make a board that nobody but this user can open.
+        """Make a board that only this user can open: a new file in /dev/shm or on the node's disk.
 
-        Args:
-            path: Of a file that is not there yet, in /dev/shm or on the node's own disk.
-            first_rank: The number of this node's first rank.
-            ranks: How many this node has.
-            ranks_in_all: How many all nodes have; 0 where this node has all.
+        `ranks_in_all` is 0 if this node has all ranks.
 
         Raises:
-            OSError: there is something, or no room: said here, where it would else be a SIGBUS.
+            OSError: there is something, or no room: reported here, where it would else be a SIGBUS.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
@@ -148,11 +144,7 @@ class Board:
         return _HEAD + local_rank * _ROW
 
     def report(self, version: int) -> Report:
-        """What this node's ranks have written, as one report. The node's process alone.
-
-        Args:
-            version: To be counted up by whoever sends it.
-        """
+        """Return this node's ranks as one report; count `version` up. The node's process alone."""
         now_ns, wishes = clock.monotonic_ns(), Wishes()
         pace, behind, ranks = (-1, 0.0, 0.0), MOST, 0
         for local_rank in range(self.ranks):
@@ -189,11 +181,7 @@ class Board:
         return [rank for rank in range(self.ranks) if self.words[self.at(rank) + WAITS]]
 
     def put_lease(self, lease: Lease) -> bool:
-        """Let the ranks read a lease. The node's process alone.
-
-        Returns:
-            Whether it is newer than the last one; else nothing was done.
-        """
+        """Let the ranks read a lease; False if it is not newer. Node's process only."""
         if lease.number <= self._put[0]:
             return False
         self._lease.write(json.dumps(lease.to_plain()).encode())
@@ -271,23 +259,14 @@ def _size(ranks: int) -> int:
 
 
 def ticks_apart(step_ns: int) -> int:
-    """Ticks that are multiples of two to the power of this are counted.
-
-    Args:
-        step_ns: What a tick takes; 0 for not known.
-    """
+    """Return the exponent: multiples of 2**exponent are counted. `step_ns` is 0 for not known."""
     return min(_MOST_APART, max(1, APART_NS // max(1, step_ns)).bit_length() - 1) if step_ns else 0
 
 
 def put_count(words: memoryview[int], at: int, tick: int, count: int, power: int = 0) -> None:
-    """Show a count. The rank alone.
+    """Show how much this rank has called at a tick, from 0 on; -1 if nobody says. The rank alone.
 
-    Args:
-        words: Of the board.
-        at: Where this rank's row begins.
-        tick: From 0 on.
-        count: What it has called so far; -1 where nobody says.
-        power: How far apart ticks are counted, as `ticks_apart` says it.
+    `at` is where the rank's row begins in `words`; `power` comes from `ticks_apart`.
     """
     if count < 0 or tick >= _MOST_TICKS:
         return

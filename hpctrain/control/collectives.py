@@ -125,13 +125,7 @@ class Collectives:
     """What one node has heard of calls that are not whole yet."""
 
     def __init__(self, ranks: range, children: Iterable[int], *, is_root: bool) -> None:
-        """Nothing was called.
-
-        Args:
-            ranks: This node's.
-            children: Nodes that hand theirs to this one.
-            is_root: This is node 0.
-        """
+        """Start without calls; `ranks` are this node's, and `children` hand theirs to it."""
         self._ranks = ranks
         self._is_root = is_root
         self._awaited: frozenset[str | int] = frozenset([*ranks, *map(_of_node, children)])

@@ -54,10 +54,7 @@ class Endpoint(asyncio.Protocol):
     ) -> None:
         """Wait to be connected.
 
-        Args:
-            on_message: Called with each message.
-            on_end: Called once, with why, unless `close` came first.
-            on_made: Called as soon as there is a connection.
+        `on_end` is called once, with why, unless `close` came first.
         """
         self.on_message, self.on_end, self._on_made = on_message, on_end, on_made
         self.splitter = Splitter(GREETING_BYTES)
@@ -124,13 +121,10 @@ class ChildrenDoor:
         greeting: Callable[[], Greeting],
         on_child: Callable[[int, Endpoint], None],
     ) -> None:
-        """Nobody can connect before `open`.
+        """Accept nobody before `open`.
 
-        Args:
-            children: Their numbers.
-            greeting: Makes one for a connection.
-            on_child: Called with a child's number and its connection, which it is to listen to.
-                It must not say anything before the child does, which has yet to hear that it is in.
+        `on_child` gets a child's number and its connection, and must listen to it. It must send
+        nothing before the child does, which has yet to hear that it is accepted.
         """
         self._children, self._greeting, self._on_child = children, greeting, on_child
         self._admitted: set[int] = set()
@@ -218,13 +212,7 @@ def _unended(_: Endpoint, why: str) -> None:
 
 
 async def meet_parent(address: str, port: int, greeting: Greeting, node: int) -> Endpoint:
-    """A connection to this node's parent, on which both have proved that they know the secret.
-
-    Args:
-        address: The parent's.
-        port: The parent's.
-        greeting: For this connection.
-        node: This node's number.
+    """Connect to this node's parent; both prove that they know the secret.
 
     Raises:
         OSError: it cannot be reached.

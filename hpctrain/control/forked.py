@@ -40,13 +40,10 @@ class ForkedServer(ForkedProcess):
     """The agent's side."""
 
     def __init__(self, make: Callable[[], Do], what: str, handed_over: str = "") -> None:
-        """Fork it, or take over one that is there. To be forked while this process has one thread.
+        """Fork it, or take over one that is there; to fork, this process must have one thread.
 
-        Args:
-            make: Called in the forked process, with its event loop running; returns what does an
-                order and answers with a number.
-            what: The process, for people.
-            handed_over: What `hand_over` gave; "" to fork it.
+        `make` is called in the forked process, with its event loop running. It returns what does an
+        order and answers with a number. `handed_over` is what `hand_over` gave; "" to fork.
         """
         self._what = what
         self._ended = ""
@@ -59,8 +56,7 @@ class ForkedServer(ForkedProcess):
     def hand_over(self) -> str:
         """Leave the process to the program that takes this one's place (exec), as its child.
 
-        Returns:
-            What that program makes its own `ForkedServer` of; "" where the process has ended.
+        Return what that makes its own `ForkedServer` of; "" if the process has ended.
         """
         if self.end():
             return ""
@@ -70,12 +66,9 @@ class ForkedServer(ForkedProcess):
         return f"{pid}:{line}"
 
     def ask(self, order: dict[str, Any], answer_s: float | None = None) -> int:
-        """Have it do an order; returns its answer.
+        """Have it do an order within `answer_s` (None: `ANSWER_S`); return its answer.
 
-        Args:
-            order: What to do.
-            answer_s: How long it may take; None for `ANSWER_S`. What it answers later would be
-                taken for the answer to the next order: stop it then.
+        A late answer would be taken for the answer to the next order: stop it then.
 
         Raises:
             ServerSilent: it did not answer, or is gone.

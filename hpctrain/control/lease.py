@@ -175,12 +175,9 @@ class Subtree:
         self._version = 0
 
     def hear(self, sender: object, report: Report, now_s: float) -> bool:
-        """Take in what a sender says. False where something newer of it was heard before.
+        """Take in a sender's report, at this node's time; False if a newer one was heard before.
 
-        Args:
-            sender: The same for all reports whose versions count on.
-            report: Its own.
-            now_s: Of this node's clock.
+        `sender` is the same for all reports whose versions count on.
         """
         held = self._heard.get(sender)
         if held is not None and held[0].version >= report.version:
@@ -273,11 +270,7 @@ class Root:
     """Grants ticks and decides. There is one, on node 0, for each round of ranks."""
 
     def __init__(self, ranks: int) -> None:
-        """Grant nothing yet.
-
-        Args:
-            ranks: How many there are in all; one that was never heard stands before its first tick.
-        """
+        """Grant nothing yet; a rank that was never heard stands before its first tick."""
         self._ranks = ranks
         self._report = NOTHING
         self._heard_s = 0.0
@@ -292,12 +285,7 @@ class Root:
         return min(MOST_LEAD_S, max(LEAST_LEAD_S, TRIPS * self._trip_s))
 
     def hear(self, report: Report, now_s: float) -> None:
-        """Take in what all ranks say, as one report.
-
-        Args:
-            report: Merged; an older one than the last changes nothing.
-            now_s: Of this node's clock.
-        """
+        """Take in the merged report of all ranks; one older than the last changes nothing."""
         if report.version <= self._report.version:
             return
         # A rank waits at the first tick that it was not granted: a higher one is a broken row.

@@ -47,12 +47,7 @@ class NodeLeases:
     """
 
     def __init__(self, board: Board, ranks_in_all: int | None) -> None:
-        """Nobody has said anything yet.
-
-        Args:
-            board: Of this node.
-            ranks_in_all: On node 0, which grants; None elsewhere.
-        """
+        """Start without reports; `ranks_in_all` is for node 0, which grants, and None elsewhere."""
         self._board = board
         self._root = Root(ranks_in_all) if ranks_in_all is not None else None
         self._subtree = Subtree()
@@ -69,14 +64,7 @@ class NodeLeases:
         self._is_urgent, self._look_at_s = True, 0.0
 
     def hear_child(self, child: int, report: Report, now_s: float, *, is_urgent: bool) -> None:
-        """What a child's subtree says.
-
-        Args:
-            child: The node.
-            report: Its.
-            now_s: Of this node's clock.
-            is_urgent: Somebody below waits.
-        """
+        """Take in the report of a child's subtree; `is_urgent` if somebody below waits."""
         if not self._subtree.hear(child, report, now_s):
             return
         self._look_at_s = min(self._look_at_s, now_s + FORWARD_S)
@@ -100,11 +88,7 @@ class NodeLeases:
         return self._look_at_s if due_s is None else min(due_s, self._look_at_s)
 
     def look(self, now_s: float) -> ToSend:
-        """Read the board, and decide what is to be sent.
-
-        Args:
-            now_s: Of this node's clock.
-        """
+        """Read the board, and decide what is to be sent."""
         is_urgent, self._is_urgent = self._is_urgent, False
         self._look_at_s = now_s + LOOK_S
         self._version += 1

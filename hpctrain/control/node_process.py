@@ -41,16 +41,10 @@ class NodeProcess(ForkedServer):
         self._own: NodeFolder | None = None
 
     def begin(self, place: TreePlace, *, secret: str, about: str, address: str) -> int:
-        """Serve a new round of ranks; the one before it ends.
+        """Serve a new round of ranks, end the one before; return the port for children, 0 for none.
 
-        Args:
-            place: This node's.
-            secret: Of the attempt; the same on all nodes.
-            about: Which round it is; the same words on all nodes.
-            address: Of this node, under which its children reach it.
-
-        Returns:
-            The port for the node's children; 0 where it has none.
+        All nodes give the same `secret`, the attempt's, and the same `about`, which names the
+        round. The children reach this node at `address`.
 
         Raises:
             ServerSilent: the process does not answer, or is gone.
@@ -67,11 +61,7 @@ class NodeProcess(ForkedServer):
         return self.ask({"begin": {**order, "about": about, "address": address}}, BEGIN_S)
 
     def join(self, address: str, port: int) -> None:
-        """Have it go to the node's parent; not on node 0.
-
-        Args:
-            address: The parent's.
-            port: What the parent's `begin` returned.
+        """Connect it to the parent, at the port that the parent's `begin` returned; not on node 0.
 
         Raises:
             ControlLost: the parent cannot be reached, is another, or the process is gone.

@@ -103,14 +103,7 @@ class NodeServer:
     """
 
     def __init__(self, folder: Path, place: TreePlace, *, secret: str, about: str) -> None:
-        """Make the board; nothing is served yet.
-
-        Args:
-            folder: Of this round, which only the user can enter.
-            place: This node's.
-            secret: Of the attempt; the same on all nodes.
-            about: Which round it is; the same words on all nodes.
-        """
+        """Make the board in `folder`, which only the user can enter; nothing is served yet."""
         self.lost = ""
         self._folder, self._place = folder, place
         self._secret, self._about = secret, about
@@ -139,13 +132,7 @@ class NodeServer:
         self._looked_s = clock.monotonic()
 
     async def start(self, address: str) -> int:
-        """Begin to serve the ranks, and the children if this node has any.
-
-        Args:
-            address: Of this node, under which its children reach it.
-
-        Returns:
-            The port for the children; 0 where there are none.
+        """Serve the ranks, and any children at `address`; return the port for those, 0 without any.
 
         Raises:
             OSError: there is no such address, or no port.
@@ -159,11 +146,7 @@ class NodeServer:
         return port
 
     async def join(self, address: str, port: int) -> None:
-        """Go to the parent.
-
-        Args:
-            address: The parent's.
-            port: The parent's.
+        """Connect to the parent.
 
         Raises:
             OSError: it cannot be reached, or says nothing.

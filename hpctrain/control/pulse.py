@@ -88,11 +88,9 @@ class Pulse:
     """This rank's. From one thread: that of the program's loop."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """Begin in no phase: a program that says nothing is not taken for one that stands still.
+        """Begin in no phase: a program that reports nothing must not count as standing still.
 
-        Args:
-            folder: Of the round (`HPCTRAIN_CONTROL`).
-            rank: This process's.
+        `folder` is the round's (`HPCTRAIN_CONTROL`).
 
         Raises:
             OSError: there is no board.
@@ -283,11 +281,7 @@ def read(board: Board) -> list[PulseSeen]:
 
 
 def highest_step(folder: Path) -> int | None:
-    """How many steps ranks of this node have done; None where none has done one, or nobody tells.
-
-    Args:
-        folder: Of the round.
-    """
+    """Return how many steps ranks of this node have done; None if none has, or none reports."""
     try:
         board = Board.open(folder / BOARD)
     except (OSError, HpctrainError):
@@ -300,13 +294,7 @@ def highest_step(folder: Path) -> int | None:
 
 
 def phase_name(folder: Path, rank: int, phase: int) -> str:
-    """What a phase is called; "" for not known.
-
-    Args:
-        folder: Of the round.
-        rank: Whose phase it is.
-        phase: Its number.
-    """
+    """Return what a rank's phase is called; "" for not known."""
     if phase < len(PHASES):
         return PHASES[phase]
     try:

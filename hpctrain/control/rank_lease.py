@@ -52,10 +52,7 @@ class Waker(Protocol):
         """
 
     def wait(self, timeout_s: float) -> bool:
-        """Until the process says that the lease changed; at once if it said so since the last time.
-
-        Returns:
-            Whether it said so; False where the time was over.
+        """Wait until the process reports a changed lease, or has since the last wait; else False.
 
         Raises:
             ControlLost: it is gone.
@@ -73,13 +70,7 @@ class RankLease:
     """
 
     def __init__(self, board: Board, local_rank: int, waker: Waker) -> None:
-        """Stand before the first tick.
-
-        Args:
-            board: Of this node.
-            local_rank: This rank's number on it.
-            waker: Of this rank.
-        """
+        """Stand before the first tick, as rank `local_rank` of this node's board."""
         self._board, self._local_rank, self._waker = board, local_rank, waker
         # Where a program comes twice in one round (a script that starts it again), it goes on: with
         # numbers that its first time has used up, nothing that it wishes would be decided.
@@ -97,13 +88,10 @@ class RankLease:
         self._wishing = threading.RLock()
 
     def wish(self, **wishes: int) -> None:
-        """Ask for something; what does not exceed what was asked for before changes nothing.
+        """Ask for something, by fields of `Wishes`; a value not above the last changes nothing.
 
         From any thread, but not from a handler of signals. The node's process hears of it at once,
         also while another thread of this rank is in the middle of a long step.
-
-        Args:
-            wishes: Fields of `Wishes`, with their new values.
 
         Raises:
             ControlLost: the node's process is gone.

@@ -33,23 +33,14 @@ class RootClock:
     """
 
     def __init__(self, *, is_root: bool, clock: Callable[[], int] = clock.now_ns) -> None:
-        """Nothing was heard.
-
-        Args:
-            is_root: This node is the root itself.
-            clock: This node's, in nanoseconds since the epoch.
-        """
+        """Hear nothing yet; `clock` is this node's, in nanoseconds since the epoch."""
         self._clock = clock
         self._trips: deque[tuple[int, int]] = deque()
         self._is_root = is_root
         self.ahead_ns: int | None = 0 if is_root else None
 
     def hear(self, said_ns: int) -> None:
-        """Something has come from the node above.
-
-        Args:
-            said_ns: When it was said, by the root's clock.
-        """
+        """Take in a message from the node above, sent at `said_ns` by the root's clock."""
         if self._is_root:
             return
         now_ns = self._clock()

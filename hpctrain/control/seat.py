@@ -46,14 +46,10 @@ _UNREADABLE = (
 
 
 def why_none(folder: Path, rank: int, world_size: int) -> str:
-    """Why this process has no place at its node's process; "" where it has.
+    """Return why this process has no place at its node's process; "" if it has one.
 
-    The same on all ranks of a program: what makes the difference is how they were started.
-
-    Args:
-        folder: Of the round.
-        rank: What this process is among the program's ranks.
-        world_size: How many those are.
+    The same on all ranks of a program: how they were started makes the difference. `rank` and
+    `world_size` are the program's.
 
     Raises:
         ControlLost: all ranks but this one may have one.
@@ -108,11 +104,7 @@ class Seat:
 
     @classmethod
     def take(cls, folder: Path, rank: int) -> Seat:
-        """The one of this process, made with the first call.
-
-        Args:
-            folder: Of the round.
-            rank: This process's.
+        """Return this process's seat as `rank`, made with the first call.
 
         Raises:
             ControlLost: the node's process cannot be reached.
@@ -271,13 +263,7 @@ class TreeExchange:
     """
 
     def __init__(self, seat: Seat, channel: str, timeout_s: float) -> None:
-        """Not for others: see `Seat.exchange`.
-
-        Args:
-            seat: This rank's.
-            channel: The same on all ranks, and no other exchange's.
-            timeout_s: Of each call.
-        """
+        """Not for others: see `Seat.exchange`. No other exchange has this `channel`."""
         self.seat = seat
         self._channel, self._timeout_s = channel, timeout_s
         self._line = seat.connect(channel)

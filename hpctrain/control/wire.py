@@ -72,11 +72,7 @@ class Splitter:
     """Messages from what a connection brings, in pieces of any size."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        """Nothing has come yet.
-
-        Args:
-            most_bytes: A longer message is refused as soon as its length is known.
-        """
+        """Start empty; refuse a message above `most_bytes` as soon as its length is known."""
         self.most_bytes = most_bytes
         self._held = bytearray()
 
@@ -103,12 +99,7 @@ class Codes:
     """The codes of one connection between two nodes, at one of its ends."""
 
     def __init__(self, key: bytes, side: Side) -> None:
-        """Nothing was sent yet in either direction.
-
-        Args:
-            key: Of this connection alone.
-            side: This end.
-        """
+        """Start both directions at zero; `key` is of this connection alone."""
         self._keys = {
             name: hmac.digest(key, name.encode(), "sha256") for name in ("child", "parent")
         }
@@ -157,12 +148,7 @@ class Greeting:
     """
 
     def __init__(self, secret: str, about: str) -> None:
-        """Nothing is said yet.
-
-        Args:
-            secret: Of all nodes of the job.
-            about: Which round of which attempt: who was let into another one is a stranger here.
-        """
+        """Start with the job's `secret`; `about` names the round: peers of others are refused."""
         self._secret, self._about = secret, about
         self._own = secrets.token_hex(NONCE_BYTES)
 
@@ -203,28 +189,18 @@ class Greeting:
         return packed({"code": self._said("refused", head["node"], self._own, _nonce(head))})
 
     def is_refusal(self, challenge: bytes, node: int, proof: bytes) -> bool:
-        """Whether the parent, and no stranger, has said that it does not await this child.
-
-        Args:
-            challenge: The parent's first message.
-            node: This child's number.
-            proof: The parent's second message.
-        """
+        """Return whether the real parent's two messages say that it does not await this child."""
         of_parent = _nonce(unpacked(challenge)[0])
         refused = packed({"code": self._said("refused", node, of_parent, self._own)})
         return hmac.compare_digest(proof, refused)
 
     def trusted(self, challenge: bytes, node: int, proof: bytes, awaited: bytes) -> Codes:
-        """The child's codes, where the parent has proved that it knows the secret.
+        """Return the child's codes, if the parent has proved that it knows the secret.
 
-        Args:
-            challenge: The parent's first message.
-            node: This child's number.
-            proof: The parent's second message.
-            awaited: What `answer` said that it would be.
+        `challenge` and `proof` are the parent's two messages; `awaited` came from `answer`.
 
         Raises:
-            Garbled: it has not.
+            Garbled: the parent has not proved it.
         """
         if not hmac.compare_digest(proof, awaited):
             raise Garbled("a stranger")

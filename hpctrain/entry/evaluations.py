@@ -124,13 +124,10 @@ def say(run: RunDir, done: Advanced) -> None:
 
 
 def at_the_end_of(run: RunDir, env: Mapping[str, str]) -> None:
-    """The last job of a run ends: have a process look after the evaluations.
+    """Have a process look after the evaluations when the last job of a run ends.
 
-    Not where the job comes back: it would have to wait.
-
-    Args:
-        run: A run whose checkpoints are evaluated, or an evaluation.
-        env: What the process, and so what it submits, gets as its environment.
+    Not if the job comes back: it would have to wait. `run` has checkpoints to evaluate, or is an
+    evaluation. That process and its jobs get `env`.
     """
     try:
         from hpctrain.settings.spec import load_spec

@@ -69,20 +69,10 @@ class Node(Protocol):
 
 
 class ForkedNode:
-    """A node that is a copy of this process.
-
-    Attributes:
-        pid: See `Node`.
-        returncode: See `Node`.
-    """
+    """A node that is a copy of this process; for the attributes see `Node`."""
 
     def __init__(self, run: Path, context: JobContext) -> None:
-        """Fork it; it leads its own process group when this returns.
-
-        Args:
-            run: The run's directory.
-            context: The node's place in the job.
-        """
+        """Fork it; it leads its own process group when this returns."""
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
@@ -129,11 +119,7 @@ class NodeStarter:
     """Starts the nodes of one local job."""
 
     def __init__(self, run: RunDir) -> None:
-        """Nothing is imported yet.
-
-        Args:
-            run: The job's run.
-        """
+        """Import nothing yet."""
         self._run = run
         self._files = LoadedFiles()
         self._imported_under: dict[str, str] = {}
@@ -144,9 +130,7 @@ class NodeStarter:
     def prepare(self, spec: Spec, context: JobContext) -> None:
         """Decide how the nodes of the next start begin; before the first, import what they use.
 
-        Args:
-            spec: The run as it is to start.
-            context: The first node's place in the job; its port may still be open.
+        `context` is the first node's; its port may still be open.
         """
         self._spec = spec
         self._why_own = self._why_not_forked(spec, context)
@@ -154,11 +138,7 @@ class NodeStarter:
             log.info("each node starts as a process of its own: %s", self._why_own)
 
     def start(self, context: JobContext) -> Node:
-        """Start a node.
-
-        Args:
-            context: The node's place in the job.
-        """
+        """Start a node at its place in the job."""
         if self._spec is None:
             raise RuntimeError("prepare() comes before start()")
         root = self._run.root
@@ -226,11 +206,7 @@ def _fork_in_vain() -> None:
 
 @contextmanager
 def _as_at_import(run: RunDir, spec: Spec, context: JobContext) -> Iterator[dict[str, str]]:
-    """Have the environment, for the time, in which a node's agent imports torch.
-
-    Raises:
-        HpctrainError: the agent would end with it.
-    """
+    """Set the environment in which a node's agent imports torch; HpctrainError if it would fail."""
     from hpctrain.agent.environment import RankEnvironment
 
     before = dict(os.environ)
@@ -270,11 +246,8 @@ def _live(
 ) -> NoReturn:
     """Be a node, in the process that was forked for it.
 
-    Args:
-        run: See `ForkedNode`.
-        context: See `ForkedNode`.
-        begins: To close when this process can be signalled as a group.
-        unblocked: The signal mask of a process of its own.
+    Close `begins` when this process can be signalled as a group. `unblocked` is the signal mask of
+    a process of its own.
     """
     code = 1
     try:

@@ -48,15 +48,10 @@ _BESIDE = re.compile(r"(slurmstepd|srun): error: (\*\*\* STEP|\S+: tasks? \d)|us
 def after(
     root: str, token: str, *, rc: int, term: bool, env: Mapping[str, str], why: str = ""
 ) -> int:
-    """Finish what the agents began; returns the job's exit code.
+    """Finish what the agents began; return the job's exit code.
 
-    Args:
-        root: The run's directory.
-        token: Of the submission.
-        rc: srun's exit code, or the script's where it ended before its srun.
-        term: Whether SIGTERM came to the batch shell.
-        env: Of the batch script.
-        why: What ended the script before its srun; "" where nothing did.
+    `rc` is srun's exit code, or the script's if it ended before its srun; then `why` says what
+    ended it. `term`: SIGTERM came to the batch shell.
     """
     start = JobStartFacts(
         job_id=own_job_id(env),
@@ -86,15 +81,10 @@ def after(
 
 
 def reshape_next(run: RunDir, job_id: str, restarts: int, give: Callable[[JobShape], None]) -> None:
-    """Choose the shape of the job's next start, where the run's settings leave it to hpctrain.
+    """Choose the shape of the job's next start, if the run's settings leave it to hpctrain.
 
-    What goes wrong here leaves the job as it is, and never changes its exit code.
-
-    Args:
-        run: The run's directory.
-        job_id: The job.
-        restarts: Of the start that ends.
-        give: Changes the requeued job.
+    Errors leave the job as it is, and never change its exit code. `restarts` is that of the start
+    that ends; `give` changes the requeued job.
     """
     try:
         spec = job_spec(run)
@@ -116,13 +106,10 @@ def _last_words(env: Mapping[str, str]) -> Callable[[], str] | None:
 
 
 def last_words(logs: Path, *, since: float | None) -> str:
-    """The last line that the tasks of a start have left, but for what SLURM says of their end.
+    """Return the last line of a start's tasks, except for SLURM's lines on their end.
 
-    Where none came so far, what srun or a plugin of it has said into the batch script's output.
-
-    Args:
-        logs: What the names of their logs begin with.
-        since: When the start began; older logs are of others.
+    If there is none, return what srun or its plugin wrote into the batch script's output. Names of
+    logs begin with `logs`; those older than `since`, the start's beginning, are of others.
     """
     tasks = sorted(logs.parent.glob(f"{glob.escape(logs.name)}-*.out"))
     said = [lines[-1] for path in tasks if (lines := _lines(path, since))]

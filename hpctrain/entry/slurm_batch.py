@@ -138,11 +138,7 @@ class MeetingPoint(NamedTuple):
 
 
 def exports(env: Mapping[str, str], meeting: MeetingPoint | None = None) -> dict[str, str]:
-    """What every agent of this start of the job is to know, as environment variables.
-
-    Args:
-        env: Of the batch script.
-        meeting: The site's, where its preset says one.
+    """Return environment variables with what every agent of this start is to know.
 
     Raises:
         ClusterError: no port is free on this node.

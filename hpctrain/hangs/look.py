@@ -55,14 +55,10 @@ class RankProcess:
 
 
 def look(folder: Path, node: str, ranks: Sequence[RankProcess]) -> list[RankEvidence]:
-    """What can be known of each rank, in at most about `ANSWER_S`. Nothing of it disturbs a rank.
+    """Return what can be known of each rank in about `ANSWER_S`, without disturbing it.
 
-    But a program's own `time.sleep` in C or `poll` may end early by the signal.
-
-    Args:
-        folder: Where the ranks have set up their witnesses.
-        node: This node's name.
-        ranks: Its ranks.
+    But a program's own `time.sleep` in C or `poll` may end early by the signal. The ranks have set
+    up their witnesses in `folder`.
     """
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(lambda rank: _look_at(folder, node, rank), ranks))
@@ -71,13 +67,7 @@ def look(folder: Path, node: str, ranks: Sequence[RankProcess]) -> list[RankEvid
 def calls_of_all(
     folder: Path, ranks: Sequence[int], ranks_in_all: int
 ) -> list[list[Collective]] | None:
-    """Of each rank, what it has called in a group of all ranks; None where one does not say.
-
-    Args:
-        folder: Where the ranks have set up their witnesses.
-        ranks: Of this node.
-        ranks_in_all: How many all nodes have.
-    """
+    """Return each rank's calls in a group of all ranks; None if one rank does not say."""
 
     def read(rank: int) -> list[Collective]:
         recorded = _recorded(recorder_path(folder, rank))

@@ -98,11 +98,7 @@ class Cleared:
 
 
 def window_of(steps: Sequence[OwnWork]) -> Window:
-    """Sum up steps.
-
-    Args:
-        steps: At least one; each with the own work of the same ranks.
-    """
+    """Sum up one or more steps, each with the own work of the same ranks."""
     step_s = statistics.median(step.step_s for step in steps)
     late = [_above_median(step.seconds) for step in steps]
     by_rank = list(zip(*late, strict=True))
@@ -145,11 +141,7 @@ class StragglerJudge:
     """
 
     def __init__(self, nodes: Mapping[int, Sequence[int]]) -> None:
-        """Nothing was seen.
-
-        Args:
-            nodes: The ranks of each node, by its number.
-        """
+        """Start without windows; `nodes` has the ranks of each node by its number."""
         self._nodes = nodes
         self._node_of = {rank: node for node, ranks in nodes.items() for rank in ranks}
         self._out: dict[int, int] = {}
@@ -164,12 +156,7 @@ class StragglerJudge:
     def hear(
         self, window: Window, data_share: Mapping[int, float] | None = None
     ) -> list[Straggling | Cleared]:
-        """What a window says that was not said before.
-
-        Args:
-            window: Of all ranks.
-            data_share: How much of the time each rank waited for data, where that is known.
-        """
+        """Return what a window newly says; `data_share`: part of the time spent on data."""
         self._windows.append(window)
         steady, out = self._stand_out(window.median), self._stand_out(window.mean)
         out |= steady
@@ -252,12 +239,7 @@ class StragglerJudge:
 
 
 def straggling_in_words(straggling: Straggling, nodes: Sequence[str]) -> str:
-    """Who is slow, in one line.
-
-    Args:
-        straggling: Who.
-        nodes: The names of its nodes.
-    """
+    """Say in one line who is slow."""
     by, where = f"{straggling.by:.0%}", " and ".join(nodes)
     if straggling.kind == "network":
         why = "the network, the storage, or all of them"
@@ -292,11 +274,7 @@ class CountsByTick:
         self._counts: dict[int, tuple[int, ...]] = {}
 
     def look(self, ranks: Sequence[Mapping[int, int]]) -> None:
-        """Take in what the ranks show.
-
-        Args:
-            ranks: Of each rank, its counts by tick; one that does not count shows none.
-        """
+        """Take in each rank's counts by tick; one that does not count shows none."""
         common = set.intersection(*(set(counts) for counts in ranks)) if ranks else set()
         for tick in common:
             self._counts[tick] = tuple(counts[tick] for counts in ranks)
@@ -336,11 +314,7 @@ class JobCounts:
         self._offsets: tuple[int, ...] = ()
 
     def hear(self, nodes: Sequence[tuple[int, Iterable[Sequence[int]]]]) -> OutOfStep | None:
-        """What newly known ticks say: who is out of step, said once.
-
-        Args:
-            nodes: Of each node, how many ranks it has, and what `CountsByTick.plain` gave.
-        """
+        """Return, once, who is out of step; `nodes`: number of ranks and `CountsByTick.plain`."""
         by_tick = [
             {tick: tuple(counts) * (ranks if len(counts) == 1 else 1) for tick, *counts in said}
             for ranks, said in nodes
@@ -409,13 +383,9 @@ class OwnWork(NamedTuple):
 
 
 def calls_of(calls: Sequence[Collective], groups: Collection[str]) -> list[Collective]:
-    """What a rank has called last in one of these groups, without a gap.
+    """Return a rank's last calls without a gap, in that of `groups` in which most was called.
 
-    Of several groups it is the one in which most was called: on all ranks the same.
-
-    Args:
-        calls: In all groups, in the order of their calls.
-        groups: Those that may be meant.
+    That group is the same on all ranks. `calls` has all groups, in the order of their calls.
     """
     counts = Counter(call.group for call in calls if call.group in groups)
     most = max(counts.values(), default=0)
@@ -430,11 +400,7 @@ def calls_of(calls: Sequence[Collective], groups: Collection[str]) -> list[Colle
 
 
 def period_of(signatures: Sequence[Hashable]) -> int:
-    """After how many collectives they come again as they were: those of a step; 0 for never.
-
-    Args:
-        signatures: What tells one collective from another, in the order of their calls.
-    """
+    """Return after how many collectives, those of a step, `signatures` repeat; 0 for never."""
     count = len(signatures)
     for period in range(1, min(MOST_PERIOD, count // 2) + 1):
         same = sum(map(_equal, signatures, signatures[period:]))
@@ -444,11 +410,10 @@ def period_of(signatures: Sequence[Hashable]) -> int:
 
 
 def own_work(arrivals: Sequence[Sequence[float]], period: int) -> list[OwnWork]:
-    """Each step's own work, as far as ranks waited for each other in it.
+    """Return each step's own work, as far as ranks waited for each other in it.
 
-    Args:
-        arrivals: By rank, when it came to each of the same collectives, in seconds of one clock.
-        period: So many collectives make a step.
+    `arrivals`: by rank, at the same collectives, in seconds of one clock. `period` of them make a
+    step.
     """
     columns = list(zip(*arrivals, strict=False))
     last = [max(column) for column in columns]

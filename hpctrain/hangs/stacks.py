@@ -30,12 +30,7 @@ MOST_BYTES = 256 << 20
 
 
 def ask(path: Path, job_id: str, token: str) -> None:
-    """Leave a request.
-
-    Args:
-        path: `RunDir.stacks_request`.
-        job_id: Of the job that is meant.
-        token: Of this request; the answer has it too.
+    """Leave a request for stacks of this job; the answer has the same token.
 
     Raises:
         OSError: it could not be written.
@@ -57,13 +52,9 @@ def asked(path: Path, job_id: str) -> str:
 def document_of(
     job_look: JobLook, *, token: str, t: float, hang: HangVerdict | None
 ) -> dict[str, Any]:
-    """What a look has found, for a file.
+    """Return what a look has found, for a file; `token` is of the request, "" for none.
 
-    Args:
-        job_look: It.
-        token: Of the request that it answers; "" for none.
-        t: When, in seconds since the epoch.
-        hang: The verdict where the ranks are suspected to hang.
+    `t` is in seconds since the epoch; `hang` is given if the ranks are suspected to hang.
     """
     ruling = hang or verdict(job_look.evidence)
     stands = {stand.rank: stand for stand in job_look.stands}
@@ -103,12 +94,7 @@ def document_of(
 
 
 def answer(path: Path, token: str) -> dict[str, Any] | None:
-    """What was found for that request; None where it has not come.
-
-    Args:
-        path: Of the answer.
-        token: Of the request.
-    """
+    """Return what was found for the request with this token; None if that has not come."""
     try:
         plain: dict[str, Any] = json.loads(read_plain(path, MOST_BYTES))
         return plain if plain["token"] == token else None

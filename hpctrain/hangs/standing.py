@@ -99,12 +99,7 @@ class Standing:
     """Watches the pulses of one node's ranks, and learns what their phases take."""
 
     def __init__(self, limits: HangLimits, clock: Callable[[], float]) -> None:
-        """Nothing was seen so far.
-
-        Args:
-            limits: The run's.
-            clock: Seconds on a clock that never jumps.
-        """
+        """Start without pulses; `clock` gives seconds and never jumps."""
         self._limits, self._clock = limits, clock
         self._looked_s = clock()
         self._stood: dict[int, tuple[RankPulse, float]] = {}
@@ -112,11 +107,7 @@ class Standing:
         """The longest stay in each phase that has ended: what still lasts proves nothing."""
 
     def look(self, pulses: Sequence[RankPulse]) -> list[Stand]:
-        """For how long each rank has not moved.
-
-        Args:
-            pulses: As they are now.
-        """
+        """Return for how long each rank has not moved, by its pulse as it is now."""
         now_s = self._clock()
         gap_s = min(LONGEST_GAP_S, now_s - self._looked_s)
         self._looked_s = now_s
@@ -148,12 +139,7 @@ class Standing:
 
 
 def unmoved(stands: Sequence[Stand], returned: Collection[int]) -> tuple[Unmoved, list[Stand]]:
-    """Whether what all ranks of a job do is suspicious, and who stands.
-
-    Args:
-        stands: Of all ranks whose node has answered.
-        returned: Ranks whose programs have ended.
-    """
+    """Return whether a job's ranks are suspicious, and who stands, of nodes that answered."""
     left = [stand for stand in stands if stand.rank not in returned]
     over = [stand for stand in left if stand.is_over]
     if over and len(over) == len(left):

@@ -123,13 +123,7 @@ class Suspicion:
 
 
 def judged(how: Unmoved, stands: Sequence[Stand], look: JobLook) -> HangVerdict:
-    """The verdict on a look.
-
-    Args:
-        how: In which way the ranks do not move.
-        stands: Those that do not.
-        look: What was found of all.
-    """
+    """Return the verdict on a look, in which the ranks of `stands` do not move."""
     silent = [_silent(rank) for rank in look.silent]
     ruling = verdict([*look.evidence, *silent])
     if how == "behind" and ruling.kind == "unknown":

@@ -130,11 +130,7 @@ class _Calls:
 
 
 def verdict(looked_at: Sequence[RankEvidence]) -> HangVerdict:
-    """Who is to blame.
-
-    Args:
-        looked_at: What a look has found of each rank of the job.
-    """
+    """Return who is to blame, by what a look has found of each rank of the job."""
     stopped = [evidence for evidence in looked_at if _does_not_run(evidence)]
     if stopped:
         return _of_stopped(stopped)

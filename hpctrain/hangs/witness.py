@@ -50,12 +50,7 @@ class Witness:
     """This rank's, for the rest of its life."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """Be ready to be looked at.
-
-        Args:
-            folder: Of the node and the round, which only the user can enter.
-            rank: This rank's number.
-        """
+        """Be ready to be inspected, in a `folder` that only the user can enter."""
         self._groups_path = groups_path(folder, rank)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._stacks = os.open(stacks_path(folder, rank), flags, 0o600)
@@ -69,14 +64,7 @@ class Witness:
 
 
 def serve_recorder(path: Path) -> bool:
-    """Have a native thread of torch answer for its flight recorder, for this process's life.
-
-    Args:
-        path: Of its socket.
-
-    Returns:
-        Whether this torch can.
-    """
+    """Have a native thread of torch serve its flight recorder for good; False if torch cannot."""
     try:
         from torch._C._distributed_c10d import _WorkerServer  # public: through an environment alone
     except ImportError:
@@ -89,14 +77,7 @@ def serve_recorder(path: Path) -> bool:
 
 
 def watch_groups(note: Note) -> bool:
-    """Tell of the members of all process groups, by name, whenever there is a new one.
-
-    Args:
-        note: What is told.
-
-    Returns:
-        Whether this torch lets it be seen.
-    """
+    """Note all process groups' members, by name, at each new one; False if torch hides them."""
     from torch.distributed import distributed_c10d as c10d
 
     names, ranks = _groups_of(c10d)

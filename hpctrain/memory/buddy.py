@@ -53,12 +53,7 @@ class BuddyLines:
     """A node's connections to its buddy, one for each of its ranks."""
 
     def __init__(self, node: int, greeting: Callable[[], Greeting]) -> None:
-        """The buddy is not known yet.
-
-        Args:
-            node: This node's number.
-            greeting: Makes one for each connection.
-        """
+        """Know no replica peer yet; `greeting` makes a greeting for each connection."""
         self._node, self._greeting = node, greeting
         self._address: Address | None = None
         self._is_known = threading.Event()
@@ -73,32 +68,28 @@ class BuddyLines:
         self._is_known.set()
 
     def room(self, local: int, nbytes: int) -> str:
-        """Have the buddy take memory for a rank's copies; why it does not, or "".
+        """Have the peer take memory, slots of `nbytes`, for a rank's copies; return why not, or "".
 
-        Args:
-            local: The rank's number on this node.
-            nbytes: Of a slot.
+        `local` is the rank's number on this node.
 
         Raises:
             OSError: the connection is lost.
-            Garbled: it says what cannot be understood.
-            ControlLost: it cannot be met.
+            Garbled: the peer's answer cannot be understood.
+            ControlLost: the peer cannot be met.
         """
         with self._turns[local]:
             said, _ = self._line(local).ask({"is": "room", "local": local, "bytes": nbytes})
         return str(said["why"])
 
     def send(self, local: int, there: CopyInMemory) -> str:
-        """Send a copy on; "" once the buddy has it whole, else why not.
+        """Send a copy on; return "" once the peer has all of it, else why not.
 
-        Args:
-            local: The rank's number on this node.
-            there: The copy.
+        `local` is the rank's number on this node.
 
         Raises:
             OSError: the connection is lost.
-            Garbled: it says what cannot be understood.
-            ControlLost: it cannot be met.
+            Garbled: the peer's answer cannot be understood.
+            ControlLost: the peer cannot be met.
         """
         copy, view = there.copy, there.view
         head = {"is": "copy", "local": local, "mark": copy.mark, "digest": copy.digest}
@@ -140,24 +131,15 @@ class CopyServer:
     """What a node's replica server does for others: keeps their copies, and gives what it has."""
 
     def __init__(self, stock: NodeStock, needs: RoundNeeds) -> None:
-        """Serve nobody yet.
-
-        Args:
-            stock: The node's memory.
-            needs: The round's.
-        """
+        """Serve nobody yet."""
         self._stock, self._needs = stock, needs
 
     def serve(self, node: int, line: CopyLine) -> None:
-        """Do what another node asks for, until it leaves.
-
-        Args:
-            node: Its number.
-            line: Its connection.
+        """Do what another node asks for on its connection, until it leaves.
 
         Raises:
             OSError: it has left.
-            Garbled: it says what cannot be understood.
+            Garbled: its message cannot be understood.
         """
         del node
         acts: dict[str, Callable[[CopyLine, dict[str, Any], bytes], None]] = {
@@ -226,25 +208,15 @@ class CopyFetcher:
     """Brings what other nodes have to this one, and mends with it what is bad here."""
 
     def __init__(self, stock: NodeStock, node: int, greeting: Callable[[], Greeting]) -> None:
-        """Nothing is brought yet.
-
-        Args:
-            stock: The node's memory.
-            node: Its number.
-            greeting: Makes one for each connection.
-        """
+        """Fetch nothing yet; `greeting` makes a greeting for each connection."""
         self._stock, self._node, self._greeting = stock, node, greeting
 
     def fetch(
         self, mark: Mark, rank: int, local: int | None, where: Sequence[Address]
     ) -> CopyInMemory | None:
-        """Return a rank's copy from the replica server that has it; None where none has it whole.
+        """Return a rank's copy from the replica server that has it; None if none has it complete.
 
-        Args:
-            mark: The step.
-            rank: The rank.
-            local: As for `NodeStock.fetch`.
-            where: Replica servers that have it.
+        `where` lists those that have it; `local` is as for `NodeStock.fetch`.
 
         Raises:
             CheckpointError: there is no memory for it.

@@ -50,12 +50,10 @@ class CopyChoice:
 
 
 def choose(inventories: Sequence[Inventory], least_step: int) -> list[CopyChoice]:
-    """The steps all of whose parts can be had from living nodes, newest first.
+    """Return the steps all of whose parts living nodes have, newest first.
 
-    Args:
-        inventories: Of all nodes.
-        least_step: Of the newest checkpoint on disk: an older copy is of no use; where both are of
-            one step, memory is taken.
+    `least_step` is of the newest checkpoint on disk: an older copy is of no use. If both are of one
+    step, memory is taken.
     """
     plain = [
         Inventory(

@@ -44,12 +44,7 @@ class RankCopies:
     """One rank's copies. Its calls are the training thread's."""
 
     def __init__(self, world: World, line: ReplicaClient) -> None:
-        """Nothing is copied, and no memory taken.
-
-        Args:
-            world: The ranks.
-            line: To this node's replica server.
-        """
+        """Copy nothing, and take no memory."""
         self._world, self._line = world, line
         self._layout: _Layout | None = None
         self._taking: threading.Thread | None = None

@@ -80,14 +80,11 @@ class CopyLine:
         self.send(packed(head, body))
 
     def hear(self, *, wait_s: float | None = SILENT_S) -> Message:
-        """The next message.
-
-        Args:
-            wait_s: So long may it take to come; None for ever.
+        """Return the next message; wait `wait_s` for it, None for ever.
 
         Raises:
             OSError: the connection is lost.
-            Garbled: it is none of the other end's.
+            Garbled: the other end did not send it.
         """
         self._peer.settimeout(wait_s)
         try:
@@ -126,14 +123,9 @@ class CopyLine:
 
 
 def meet(address: tuple[str, int], greeting: Callable[[], Greeting], node: int) -> CopyLine:
-    """A connection between two replica servers that have both proved that they know the secret.
+    """Connect to another replica server; both prove that they know the secret.
 
-    Strangers may have filled its door, so this one knocks again for a while.
-
-    Args:
-        address: Its door's.
-        greeting: Makes one for each connection.
-        node: This node's number.
+    This retries for a while, since unauthenticated peers may have filled its listener.
 
     Raises:
         ControlLost: it cannot be reached, or something else is there.
@@ -173,13 +165,10 @@ class CopyDoor:
         greeting: Callable[[], Greeting],
         serve: Callable[[int, CopyLine], None],
     ) -> None:
-        """Nobody is awaited yet.
+        """Await nobody yet; only `nodes` may come.
 
-        Args:
-            nodes: Who may come.
-            greeting: Makes one for each connection.
-            serve: Called on a thread with a node's number and its connection; the connection ends
-                when it returns or raises.
+        `serve` is called on a thread with a node's number and its connection. The connection ends
+        when it returns or raises.
         """
         self._nodes, self._greeting, self._serve_node = nodes, greeting, serve
         self._lock = threading.Lock()

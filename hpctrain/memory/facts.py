@@ -45,14 +45,12 @@ def part_facts(pieces: Sequence[ShardPiece], rank: int) -> dict[str, Any]:
 
 
 def part_of(rank: int, answer: Sequence[Any]) -> RankPart:
-    """A rank's part of a checkpoint.
+    """Return a rank's part of a checkpoint.
 
-    Args:
-        rank: Whose.
-        answer: Size, digest and bytes of the header of its copy, and its facts.
+    `answer` has size, digest and header bytes of its copy, and its facts.
 
     Raises:
-        TornCheckpoint: they are none.
+        TornCheckpoint: it is something else.
     """
     try:
         size, digest, head, facts = answer

@@ -37,12 +37,9 @@ def blocks(plan: CopyPlan) -> Iterator[Range]:
 
 
 def bad_ranges(view: memoryview, plan: CopyPlan, digest: str) -> list[Range]:
-    """What of a copy is not what it should be; the proof alone, where that is bad.
+    """Return the ranges of a copy that are bad; the proof alone, if that is bad.
 
-    Args:
-        view: The copy, of `plan.size` bytes.
-        plan: How it lies there.
-        digest: Of the whole copy, as a manifest has it.
+    `view` has `plan.size` bytes; `digest` is of the whole copy, as in a manifest.
     """
     ranges = list(blocks(plan))
     low = plan.size - shard.proof_bytes(len(ranges) - 1)
@@ -74,13 +71,9 @@ def mend(
     digest: str,
     others: Iterable[Callable[[list[Range]], Iterator[tuple[int, bytes]]]],
 ) -> bool:
-    """Have what is bad in a copy read from other copies; whether all of it is whole then.
+    """Repair a copy in `view` from other copies; return whether all of it is complete then.
 
-    Args:
-        view: The copy, of `plan.size` bytes, which is written.
-        plan: How it lies there.
-        digest: Of the whole copy.
-        others: Each reads ranges of another copy: bytes, and where they go.
+    Each of `others` reads ranges of another copy: bytes, and where they go.
     """
     bad = bad_ranges(view, plan, digest)
     for read in others:

@@ -18,13 +18,10 @@ if TYPE_CHECKING:
 def memory_notes(
     alive: AliveSettings, state_bytes: int | None, *, fewest_nodes: int, outlives: bool
 ) -> list[str]:
-    """A line on what copies take of each node's memory; none where none are made.
+    """Return a line on what copies take of each node's memory; none if none are made.
 
-    Args:
-        alive: The run's settings.
-        state_bytes: Size of the whole state, of all ranks together; None where it is not known.
-        fewest_nodes: That may train: each has the largest part of the state then.
-        outlives: Whether the scheduler lets the job outlive a node; copies lie on two nodes then.
+    `state_bytes` is of all ranks together, None if not known. If only `fewest_nodes` train, each
+    has the largest part. If the job `outlives` a node, copies lie on two nodes.
     """
     if alive.memory == "no":
         return []

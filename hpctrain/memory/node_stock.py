@@ -103,13 +103,10 @@ class NodeStock:
         local: int | None,
         fill: Callable[[memoryview, ProvedCopy], bool],
     ) -> CopyInMemory | None:
-        """Have a copy that lies elsewhere brought here, once; None where it cannot be made whole.
+        """Have a copy that lies elsewhere brought here, once; None if it cannot be made complete.
 
-        Args:
-            copy: What it is, as its replica server has told.
-            local: The rank's number on this node, in whose slots it then counts; None where it is
-                another node's.
-            fill: Writes the bytes into memory; whether they are whole.
+        `local` is the rank's number on this node, in whose slots it then counts; None for another
+        node's rank. `fill` writes the bytes, and returns whether they are complete.
 
         Raises:
             CheckpointError: there is no memory for it.
@@ -141,14 +138,9 @@ class NodeStock:
         settled: Mark,
         fill: Callable[[memoryview], None],
     ) -> str:
-        """Take in a copy of another node's rank; why it was not, or "".
+        """Take in a copy of another node's rank, number `local` there; return why not, or "".
 
-        Args:
-            local: The rank's number on its node.
-            copy: What it is, as its replica server has told.
-            kept: As for `RankSlots.give`.
-            settled: As for `RankSlots.give`.
-            fill: Writes the bytes into memory.
+        `kept` and `settled` are as for `RankSlots.give`; `fill` writes the bytes into memory.
         """
         stock = self.guests.get(local)
         if stock is None or copy.size > min(arena.size for arena in stock.arenas):

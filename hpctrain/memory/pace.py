@@ -31,11 +31,7 @@ class Pace:
     """
 
     def __init__(self, setting: int) -> None:
-        """Nothing is measured.
-
-        Args:
-            setting: `alive.memory_steps`; 0 to choose.
-        """
+        """Measure nothing yet; `setting` is `alive.memory_steps`, 0 to choose."""
         self._setting = setting
         self.steps = 1
         self._stalls: deque[float] = deque(maxlen=COUNTED)
@@ -56,23 +52,13 @@ class Pace:
         self.steps = self._setting or self.steps
 
     def is_quick(self, step_s: float) -> bool:
-        """Whether each copy is surely whole on all nodes before the next one is made.
-
-        Args:
-            step_s: What a step takes.
-        """
+        """Return whether each copy is surely complete on all nodes before the next one is made."""
         return 0 < max(self._covers, default=0.0) <= MOST_AHEAD * self.steps * step_s
 
     def learn(self, stall_s: float, covered_s: float, step_s: float) -> bool:
-        """Take in what a copy cost.
+        """Take in what a copy cost; return whether `steps` changed, or this was the first copy.
 
-        Args:
-            stall_s: Training waited so long.
-            covered_s: So long after it began all nodes had it whole.
-            step_s: What a step takes.
-
-        Returns:
-            Whether the number of steps is another now, or this was the first copy.
+        Training waited `stall_s`; all nodes had the copy complete `covered_s` after it began.
         """
         is_first = not self._stalls
         self._stalls.append(stall_s)

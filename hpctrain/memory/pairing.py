@@ -51,13 +51,7 @@ def beside(buddies: Sequence[int], switches: Sequence[str]) -> list[int]:
 
 
 def warning(names: Sequence[str], buddies: Sequence[int], switches: Sequence[str]) -> str:
-    """That a switch which dies takes a state and its copy; "" where none does, or none is known.
-
-    Args:
-        names: Of the nodes, by place.
-        buddies: As `buddies_of` gave them.
-        switches: Theirs.
-    """
+    """Warn of a switch whose death takes a state and its copy; "" if none does or none is known."""
     together = beside(buddies, switches)
     if not together:
         return ""

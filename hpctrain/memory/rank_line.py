@@ -61,15 +61,13 @@ class NodeHeld(NamedTuple):
 
 
 class ReplicaClient:
-    """One rank's; one thread asks at a time, and another may tell meanwhile."""
+    """One rank's; one thread asks at a time, and another may report meanwhile.
+
+    Each method that asks or reports raises ReplicaServerLost if the replica server is gone.
+    """
 
     def __init__(self, folder: Path, rank: int, attempt: int) -> None:
-        """Meet the replica server.
-
-        Args:
-            folder: Of the round.
-            rank: This process's number among all ranks.
-            attempt: This round's number.
+        """Connect to the replica server in the round's folder, as one of all ranks.
 
         Raises:
             ReplicaServerLost: it is not there, or does not know this rank.
@@ -115,11 +113,7 @@ class ReplicaClient:
         return bool(self._words[OFF])
 
     def take_room(self, nbytes: int) -> str:
-        """Have memory for copies of so many bytes; why there is none, or "". Takes its time.
-
-        Raises:
-            ReplicaServerLost: the replica server is gone.
-        """
+        """Take memory for copies of `nbytes` (slow); return why there is none, or ""."""
         said, fds = self._ask({"is": "room", "bytes": nbytes})
         if "sizes" not in said:
             return str(said.get("why"))
@@ -151,11 +145,7 @@ class ReplicaClient:
         return free - 1
 
     def copied(self, slot: int, step: int, plan: CopyPlan) -> None:
-        """A copy is written; the replica server proves it from here on.
-
-        Raises:
-            ReplicaServerLost: the replica server is gone.
-        """
+        """Report that a copy is written; the replica server proves it from here on."""
         handle = text_fd(plan.dump())
         try:
             self._tell({"is": "copied", "slot": slot, "step": step}, (handle,))
@@ -163,47 +153,28 @@ class ReplicaClient:
             os.close(handle)
 
     def left_out(self, step: int, slot: int | None = None) -> None:
-        """This rank has no copy of a step; a slot that was taken for it is free again.
-
-        Raises:
-            ReplicaServerLost: the replica server is gone.
-        """
+        """Report that this rank has no copy of a step; free the slot that was taken for it."""
         self._tell({"is": "left", "step": step, "slot": slot})
 
     def chosen(self, mark: Mark | None) -> None:
-        """What training goes on from: a copy, or none of them.
-
-        Raises:
-            ReplicaServerLost: the replica server is gone.
-        """
+        """Report what training resumes from: a copy, or none of them."""
         self._tell({"is": "chosen", "mark": mark})
 
     def held(self) -> NodeHeld:
-        """What this node has.
-
-        Raises:
-            ReplicaServerLost: the replica server is gone.
-        """
+        """Return what this node has."""
         said = self._ask_text({"is": "held"})
         own, guests = ([HeldCopy(*copy) for copy in said[of]] for of in ("held", "guests"))
         return NodeHeld(own, int(said["bytes"]), guests, said["at"])
 
     def facts(self, mark: Mark, ranks: Sequence[int]) -> dict[int, list[Any]]:
-        """Of copies on this node, by their rank: size, digest, bytes of the header, facts.
-
-        Raises:
-            ReplicaServerLost: the replica server is gone.
-        """
+        """Return by rank, of copies on this node: size, digest, bytes of the header, facts."""
         said = self._ask_text({"is": "facts", "mark": mark, "ranks": list(ranks)})
         return {int(rank): facts for rank, facts in said["facts"].items()}
 
     def open(self, mark: Mark, rank: int, doors: Sequence[Sequence[Any]] = ()) -> int | None:
-        """A descriptor of the memory with a rank's copy, which the caller closes; None for none.
+        """Return a descriptor of a rank's copy, which the caller closes; None for none.
 
-        Args:
-            mark: The step.
-            rank: The rank.
-            doors: Of replica servers that have it; it is brought here where this node's has it not.
+        If this node has no such copy, it is fetched from the replica servers at `doors`.
 
         Raises:
             ReplicaServerLost: the replica server is gone, or has no memory to bring it into.
@@ -215,25 +186,12 @@ class ReplicaClient:
         return fds[0] if fds else None
 
     def mend(self, mark: Mark, rank: int, doors: Sequence[Sequence[Any]]) -> bool:
-        """Have what is bad in a rank's copy read from other nodes; whether it is whole then.
-
-        Args:
-            mark: The step.
-            rank: The rank.
-            doors: Of replica servers that have it.
-
-        Raises:
-            ReplicaServerLost: the replica server is gone.
-        """
+        """Repair a rank's copy from replica servers at `doors`; return whether it is complete."""
         head = {"is": "mend", "mark": mark, "rank": rank, "at": list(doors)}
         return bool(self._ask(head, FETCH_S)[0]["whole"])
 
     def why_off(self) -> str:
-        """Why no copies are made any more.
-
-        Raises:
-            ReplicaServerLost: the replica server is gone.
-        """
+        """Return why no copies are made any more."""
         return str(self._ask({"is": "why"})[0]["why"])
 
     def close(self) -> None:

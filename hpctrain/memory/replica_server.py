@@ -124,14 +124,7 @@ class ReplicaRound:
         stock: NodeStock,
         greeting: Callable[[], Greeting],
     ) -> None:
-        """Serve nobody yet.
-
-        Args:
-            folder: Of the round, which only the user can enter.
-            place: This node's.
-            stock: The node's memory.
-            greeting: Makes one for each connection to another replica server.
-        """
+        """Serve nobody yet; only the user can enter the round's `folder`."""
         self._folder, self._place, self._stock = folder, place, stock
         self._greeting = greeting
         self._lock = stock.lock
@@ -162,11 +155,8 @@ class ReplicaRound:
     ) -> None:
         """Have copies on another node, too. Before `start`.
 
-        Args:
-            address: Where this replica server listens for the others.
-            shown: Under which they reach that.
-            greeting: Makes one for each connection for copies.
-            buddies: By place, the node that has each one's copies; node 0's counts.
+        This one listens at `address`, which others reach as `shown`. `buddies` gives by place the
+        node that has each one's copies; node 0's counts.
 
         Raises:
             OSError: there is no such address, or no port.
@@ -186,10 +176,7 @@ class ReplicaRound:
             return kept, Mark(self._attempt, settled)
 
     async def start(self, address: str) -> int:
-        """Begin to serve the ranks, and on node 0 the other replica servers.
-
-        Returns:
-            The port for those; 0 where there are none.
+        """Serve the ranks, and on node 0 other replica servers; return the port for those, or 0.
 
         Raises:
             OSError: there is no such address, or no port.

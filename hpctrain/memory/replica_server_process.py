@@ -43,20 +43,12 @@ class ReplicaServerProcess(ForkedServer):
         shown: str = "",
         buddies: Sequence[int] = (),
     ) -> int:
-        """Serve a new round of ranks; the one before it ends.
+        """Serve a new round of ranks, end the one before; return node 0's port for others, else 0.
 
-        Args:
-            place: This node's.
-            folder: Of the round, which only the user can enter.
-            secret: Of the attempt; the same on all nodes.
-            about: Which round it is; the same words on all nodes.
-            address: Where other nodes' replica servers are awaited.
-            shown: Under what they can reach that, where copies go on to another node; "" where
-                they do not.
-            buddies: On node 0: by place, the node that has each one's copies; () for the next one.
-
-        Returns:
-            The port for the other nodes; 0 on all but node 0.
+        All nodes give the same `secret`, the attempt's, and the same `about`, which names the
+        round. Only the user can enter `folder`. Other nodes' replica servers are awaited at
+        `address`; they reach it as `shown`, "" if no copies go on to another node. On node 0,
+        `buddies` gives by place the node that has each one's copies; () for the next one.
 
         Raises:
             ServerSilent: the process does not answer, or is gone.

@@ -51,12 +51,7 @@ class NodesCopies:
     """
 
     def __init__(self, world: World, line: ReplicaClient | None) -> None:
-        """Nothing is looked at.
-
-        Args:
-            world: The ranks.
-            line: To this node's replica server; None where it is lost.
-        """
+        """Look at nothing yet; `line` is None if this node's replica server is lost."""
         self.mark: Mark | None = None
         self.kept_by = ""
         self._world, self._line = world, line
@@ -164,13 +159,7 @@ class MendedSource(CheckpointSource):
     """A copy in memory to read from; what is damaged is mended once, where that can be."""
 
     def __init__(self, copies: NodesCopies, path: Path, manifest: Manifest) -> None:
-        """Nothing is read.
-
-        Args:
-            copies: Of all nodes.
-            path: In messages.
-            manifest: The copy's.
-        """
+        """Read nothing yet; `path` is for messages."""
         super().__init__(path, manifest, copies.chunks(manifest), descriptor=copies.open_file)
         self._copies = copies
 

@@ -43,15 +43,7 @@ class BuddyRing:
         greeting: Callable[[], Greeting],
         buddies: Sequence[int],
     ) -> None:
-        """Nobody is let in yet.
-
-        Args:
-            place: This node's.
-            stock: Its memory.
-            needs: The round's.
-            greeting: Makes one for each connection.
-            buddies: By place, the node that has each one's copies; node 0 tells the others.
-        """
+        """Accept nobody yet; `buddies`: by place, the node with its copies, as node 0 says."""
         self.at: Door = []
         self.doors: dict[int, Door] = {}
         self._place, self._buddies = place, buddies
@@ -60,11 +52,7 @@ class BuddyRing:
         self._fetcher = CopyFetcher(stock, place.node, greeting)
 
     def open(self, address: str, shown: str) -> None:
-        """Let others in.
-
-        Args:
-            address: Where to listen.
-            shown: Under which they reach that.
+        """Listen at `address`, which others reach as `shown`.
 
         Raises:
             OSError: there is no such address, or no port.
@@ -90,11 +78,7 @@ class BuddyRing:
         return f"the node for copies of {self._place.name}: {why}; {HINT}" if why else ""
 
     def send(self, local: int, there: CopyInMemory) -> tuple[str, bool]:
-        """Send a copy to the buddy.
-
-        Returns:
-            Why the buddy has it not, or ""; and whether it cannot be reached any more.
-        """
+        """Send a copy to the peer; return why it has none, or "", and whether it is unreachable."""
         try:
             return self._lines.send(local, there), False
         except LOST as error:

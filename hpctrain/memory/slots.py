@@ -42,11 +42,7 @@ class Coverage:
     """
 
     def __init__(self, members: Iterable[int]) -> None:
-        """Nobody has spoken.
-
-        Args:
-            members: Their numbers; at least one.
-        """
+        """Start without reports; there is at least one member."""
         self.settled = self.covered = NEVER
         self._last = dict.fromkeys(members, NEVER)
         self._whole: dict[int, set[int]] = {}
@@ -90,11 +86,9 @@ class RankSlots:
     slots: list[Slot] = field(default_factory=lambda: [Slot() for _ in range(SLOTS)])
 
     def give(self, kept: Mark | None, settled: Mark) -> int | None:
-        """A slot that the rank may write into from now on; None where there is none.
+        """Return a slot that the rank may write into from now on; None if there is none.
 
-        Args:
-            kept: The newest step that is covered, as far as is known here.
-            settled: The newest step that is settled, as far as is known here.
+        `kept` is the newest covered step that is known here, `settled` the newest settled one.
         """
         if any(slot.state in {"given", "copied"} for slot in self.slots):
             return None
@@ -170,12 +164,7 @@ class HeldCopy(NamedTuple):
 
 
 def candidates(held: Iterable[Sequence[HeldCopy]], least_step: int) -> list[Mark]:
-    """The steps of which all ranks' copies are there, newest first.
-
-    Args:
-        held: Of each node.
-        least_step: Of the newest checkpoint on disk: an older copy is of no use.
-    """
+    """Return the steps of which all ranks' copies exist, newest first, from `least_step` on."""
     there: dict[tuple[Mark, int], set[int]] = {}
     for copies in held:
         for copy in copies:

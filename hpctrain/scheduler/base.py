@@ -73,12 +73,9 @@ def get_cluster(name: str) -> Cluster:
 
 
 def get_control(name: str, job_id: str, restarts: int) -> JobControl:
-    """A job's own view of its scheduler, from inside the job.
+    """Return a job's own view of its scheduler, from inside the job.
 
-    Args:
-        name: Which scheduler.
-        job_id: Our own job.
-        restarts: The restart count with which this process was started.
+    `restarts` is the restart count with which this process was started.
 
     Raises:
         UsageError: no such scheduler.

@@ -424,14 +424,7 @@ class LocalNodes:
     def __init__(
         self, run: RunDir, token: str, count: int, python: str, environ: Mapping[str, str]
     ) -> None:
-        """Start them.
-
-        Args:
-            run: The preflight's folder.
-            token: Its name.
-            count: How many nodes.
-            python: The interpreter.
-            environ: Their environment.
+        """Start `count` nodes with the interpreter `python`.
 
         Raises:
             ClusterError: no port is free.

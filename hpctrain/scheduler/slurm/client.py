@@ -391,12 +391,7 @@ class BulkQuery(SlurmCluster):
     """Answers about this user's jobs from what it has asked once; safe for several threads."""
 
     def __init__(self, job_ids: Sequence[str], *, query_timeout_s: float) -> None:
-        """Ask nothing yet.
-
-        Args:
-            job_ids: All that accounting may be asked about.
-            query_timeout_s: Of each of the two questions.
-        """
+        """Query nothing yet; each of the two queries may take `query_timeout_s`."""
         super().__init__(query_timeout_s=query_timeout_s)
         self._job_ids = job_ids
         self._lock = threading.Lock()
@@ -464,12 +459,7 @@ def check_options(extra: Sequence[str]) -> list[Result]:
 
 
 def check_accepted(script: Path, ask: Callable[[Sequence[str]], str]) -> list[Result]:
-    """What `sbatch --test-only` says of the script: partition, account, QOS, limits.
-
-    Args:
-        script: The batch script.
-        ask: Runs a command of SLURM's; see `scheduler.slurm.command.run`.
-    """
+    """Return what `sbatch --test-only` says of the script: partition, account, QOS, limits."""
     try:
         ask(["sbatch", "--test-only", str(script)])
     except ClusterUnreachable as error:

@@ -91,12 +91,7 @@ class ContainerStart:
 def runtime_of(
     container: ContainerSettings, site: Site | None, origins: Mapping[str, str] | None = None
 ) -> str:
-    """What starts the run's container; "" where it has none.
-
-    Args:
-        container: The settings.
-        site: The preset, which knows what its cluster has.
-        origins: Where each setting came from, for messages.
+    """Return what starts the run's container; "" if it has none.
 
     Raises:
         UsageError: an image is asked for, and nobody says what is to start it.

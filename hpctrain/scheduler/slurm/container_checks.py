@@ -73,13 +73,9 @@ _MOST_MANIFESTS = 64
 
 
 def machines(image: Path) -> frozenset[str]:
-    """The machines whose programs the image has, in the words of `uname -m`.
+    """Return the machines whose programs an image has, as `uname -m` says it; none if not known.
 
-    Args:
-        image: A file, or a folder with a root file system or an OCI layout.
-
-    Returns:
-        Several of an image for several; none where that is not known.
+    `image` is a file, or a folder with a root file system or an OCI layout.
 
     Raises:
         OSError: it is not there, cannot be read, or is neither file nor folder.
@@ -113,11 +109,7 @@ def _of_folder(root: Path) -> frozenset[str]:
 
 
 def inside(root: Path, name: str) -> Path:
-    """Where a path of a root file system lies outside of it: no link leads out of the root.
-
-    Args:
-        root: The file system's folder.
-        name: The path within it.
+    """Return where a path of a root file system lies outside of it; no link leads out of the root.
 
     Raises:
         OSError: too many links.
@@ -169,12 +161,9 @@ def _of_layout(read: Read) -> frozenset[str]:
 
 
 def _of_index(read: Read, index: Any, seen: set[str]) -> list[str]:
-    """The architectures of an index; "" for one that is not understood.
+    """Return the architectures of an index; "" for one that is not understood.
 
-    Args:
-        read: Reads the layout.
-        index: Its JSON.
-        seen: Blobs that were read; none is read twice, or a ring would be followed for ever.
+    No blob in `seen` is read again, or a ring would be followed for ever.
     """
     entries = index.get("manifests") if isinstance(index, dict) else None
     if not isinstance(entries, list):
@@ -297,18 +286,7 @@ def check_container(
     environ: Mapping[str, str],
     accounting: Accounting | None,
 ) -> tuple[Settings, list[str]]:
-    """Refuse a container that can start on no node.
-
-    Args:
-        settings: The run's.
-        origins: Where each was set.
-        site: The preset.
-        folder: What paths are relative to.
-        environ: Of the shell on the login node.
-        accounting: Who knows the nodes; None asks nobody.
-
-    Returns:
-        The settings with the image's whole path, and what the user should know.
+    """Refuse a container that can start on no node; see `Cluster.check_container`.
 
     Raises:
         NotFound: there is no such image.

@@ -230,12 +230,7 @@ def of_agent(
 
 
 def comes_back(job: Mapping[str, str], ask: Callable[[list[str]], str] | None = None) -> bool:
-    """Whether SLURM runs the job again once it has left; False where that is not certain.
-
-    Args:
-        job: Its record, as `scontrol show job` printed it.
-        ask: Runs a command of SLURM's and returns what it printed.
-    """
+    """Return whether SLURM runs a job again (`scontrol show job`); False if that is not certain."""
     if job.get("PreemptTime", "") in NOTHING or job.get("Requeue") != "1":
         return False
     ask = ask or _ask
@@ -303,11 +298,8 @@ DOES = frozenset({"requeue", "exclude", "forbid_requeue", "end"})
 def serve(path: Path, secret: str, control: JobControl, *, is_over: Callable[[], bool]) -> None:
     """Answer the agent's questions until the batch script is gone.
 
-    Args:
-        path: Where the agent finds the port.
-        secret: Of this start of the job.
-        control: SLURM's, for our own job.
-        is_over: Whether nobody will ask any more; looked at once a second.
+    The agent finds the port at `path`. `is_over`, whether nobody will ask any more, is called once
+    a second.
     """
     with ThreadPoolExecutor(1) as in_order:  # so that nobody waits for SLURM to be accepted
 
@@ -373,23 +365,13 @@ def _receive(connection: socket.socket, patience_s: float) -> bytes:
 
 
 def control_here(job_id: str, *, restarts: int) -> JobControl:
-    """What a rank asks: SLURM, or outside of its container, for whom SLURM is there.
-
-    Args:
-        job_id: Our own job.
-        restarts: The restart count with which this process was started.
-    """
+    """Return what a rank asks: SLURM's control, or in a container the relay to it."""
     run = RunDir(Path(os.environ.get(HPCTRAIN_RUN_DIR, "")))
     return outside(run, SlurmControl(job_id, restarts=restarts))
 
 
 def outside(run: RunDir, control: SlurmControl) -> JobControl:
-    """The same control, or who asks in its place where this process is in a container.
-
-    Args:
-        run: The run, which holds the start's secret.
-        control: With the restart count of this start.
-    """
+    """Return the control with this start's restart count, or in a container the relay to it."""
     port = os.environ.get(HPCTRAIN_RELAY)
     if not port or control.restarts is None:
         return control
@@ -401,13 +383,7 @@ class RelayedControl:
     """Implements `JobControl` by asking the process beside the batch script."""
 
     def __init__(self, path: Path, secret: str, *, timeout_s: float) -> None:
-        """Nothing is asked yet.
-
-        Args:
-            path: Where that process has left its port.
-            secret: Of this start of the job.
-            timeout_s: How long it asks SLURM at most.
-        """
+        """Ask nothing yet; `path` has the port of the relay, which may query for `timeout_s`."""
         self._path = path
         self._secret = secret
         self._timeout_s = timeout_s

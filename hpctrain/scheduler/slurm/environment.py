@@ -179,13 +179,10 @@ OF_DEVICES = frozenset(
 
 
 def script_environment(pid: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for what a job submits: as its batch script got it, before its setup.
+    """Return the environment for what a job submits: the batch script's, before its setup.
 
-    So another job gets what the user's shell had, as the first one did, and nothing of this job.
-
-    Args:
-        pid: The batch script's.
-        environ: This process's, where that cannot be read.
+    So another job gets what the user's shell had, and nothing of this job. `environ` counts if that
+    of `pid`, the batch script, cannot be read.
     """
     try:
         pairs = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
@@ -211,11 +208,9 @@ class CleanedEnvironment(NamedTuple):
 def clean(environ: Mapping[str, str], kept: Collection[str] = ()) -> CleanedEnvironment:
     """Leave out everything by which a shell could change a submission or an answer.
 
-    Args:
-        environ: The shell's.
-        kept: SBATCH_* variables that count all the same (`slurm.sbatch_env` of a site). They do so
-            as settings (`kept_settings`), and not by reaching sbatch, where they would win over
-            the script's header and so over the user's own flags.
+    SBATCH_* variables that are `kept` (`slurm.sbatch_env` of a site) count as settings
+    (`kept_settings`). They do not reach sbatch, where they would win over the script's header and
+    the user's flags.
     """
     dropped = sorted(name for name in environ if _leaks(name) and name not in kept)
     return CleanedEnvironment(

@@ -89,10 +89,9 @@ def wait_reasons() -> tuple[dict[str, WaitReason], dict[str, WaitReason]]:
 
 
 def wait_reason(reason: str) -> WaitReason | None:
-    """What a reason means; None for one that no version had whose source was read.
+    """Return what a reason means; None for one that no version had whose source was read.
 
-    Args:
-        reason: As SLURM prints it, e.g. "ReqNodeNotAvail, UnavailableNodes:n[1-3]".
+    It is as SLURM prints it, e.g. "ReqNodeNotAvail, UnavailableNodes:n[1-3]".
     """
     words, texts = wait_reasons()
     name = reason.strip().strip("()").replace(" ", "_")

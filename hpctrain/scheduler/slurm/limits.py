@@ -62,18 +62,10 @@ def check_site(
     is_script: bool,
     accounting: Accounting | None = None,
 ) -> Chosen:
-    """Hold the settings against the site, for a job of SLURM's.
-
-    Args:
-        settings: Checked by themselves already.
-        origins: Setting to its place.
-        site: The preset.
-        is_script: The ranks run a script of the user's, not hpctrain's own loop.
-        accounting: Whom to ask for accounts and qualities of service; None asks nobody.
+    """Hold the settings against the site, for a job of SLURM's; see `Cluster.check`.
 
     Returns:
-        Partition, quality of service, CPUs and time limit where nobody has given them, and what
-        the user should know.
+        Partition, quality of service, CPUs and time limit if nobody has given them, and notes.
 
     Raises:
         UsageError: SLURM would refuse the job here, or no partition takes it.
@@ -431,15 +423,10 @@ def misfits(partition: Partition, need: Need, *, time: bool = True) -> list[str]
 def choose_partition(
     partitions: Mapping[str, Partition], need: Need, where: str
 ) -> tuple[str, str]:
-    """The partition that a job goes to where the user named none, and why in a line.
+    """Return the partition for a job whose user named none, and why in a line.
 
     One that is not known to preempt comes before one that does; then the one whose nodes have the
     fewest GPUs to spare; then the preset's own order. Those with `auto = false` are left out.
-
-    Args:
-        partitions: The site's, in the order of its preset.
-        need: What the job asks for.
-        where: The preset, for messages.
 
     Raises:
         UsageError: none fits, with what each would take.
@@ -474,13 +461,10 @@ def _rank(partition: Partition, need: Need) -> tuple[bool, int]:
 def preemption_notes(
     settings: Settings, site: Site, partition: Partition | None, *, is_script: bool
 ) -> list[str]:
-    """What the user should know before a job may be preempted; empty where nothing is lost.
+    """Return what the user should know before a job may be preempted; empty if nothing is lost.
 
-    Args:
-        settings: With the partition that was chosen.
-        site: The preset.
-        partition: That partition's facts; None where the preset has none.
-        is_script: The ranks run a script of the user's, which hears signals for itself.
+    `partition` has the facts of the partition in `settings`; None if the preset has none. A script
+    (`is_script`) hears signals for itself.
     """
     notes = []
     if site.slurm.requeue is False:

@@ -59,12 +59,9 @@ _SETTINGS = {
 
 
 def render_script(spec: Spec, run: RunDir, token: str) -> str:
-    """The batch script of one submission.
+    """Return the batch script of one submission, to be saved as ``run.script(token)``.
 
-    Args:
-        spec: The resolved run.
-        run: Where it lies; an absolute path that every node sees.
-        token: Unique for this submission; the script is to be saved as ``run.script(token)``.
+    `run` is an absolute path that every node sees; `token` is unique for this submission.
 
     Raises:
         UsageError: a setting that a batch script cannot hold.
@@ -166,12 +163,7 @@ def asked_options(settings: SlurmSettings, site: Site | None) -> list[tuple[str,
 
 
 def check_options(settings: SlurmSettings, site: Site | None, origins: Mapping[str, str]) -> None:
-    """Refuse what the site does not let through, before a job is made.
-
-    Args:
-        settings: What is asked for.
-        site: The preset; without one nothing is refused here.
-        origins: Setting to its place, for messages.
+    """Refuse what the site does not let through, before a job is made; nothing without a preset.
 
     Raises:
         UsageError: a forbidden option, one that contradicts a required one, or another launcher.
@@ -397,12 +389,7 @@ def network(settings: SlurmSettings, site: Site | None) -> str:
 
 
 def more_options(settings: SlurmSettings, site: Site | None, header: Iterable[str]) -> list[str]:
-    """The site's own options that the header does not have yet; the user's win over its extras.
-
-    Args:
-        settings: With the user's extras.
-        site: The preset.
-        header: Options that hpctrain writes, `--nodes=2`.
+    """Return the site's options that `header` lacks; the user's win over the site's extras.
 
     Raises:
         UsageError: the user's extras change an option that the site requires.
@@ -462,10 +449,7 @@ def refuse_forbidden(
 ) -> None:
     """Refuse options that sbatch rejects here, before it does.
 
-    Args:
-        options: Option and the setting that it comes from, `("--mem=4G", "slurm.mem")`.
-        site: The preset.
-        origins: Setting to its place.
+    Each option comes with its setting, `("--mem=4G", "slurm.mem")`.
 
     Raises:
         UsageError: one of them is forbidden, with who asked and who forbids.
@@ -588,15 +572,10 @@ def outcome(
     seconds: float,
     why: str,
 ) -> EnvironmentStaged:
-    """One event of what all nodes have said.
+    """Return one event of what all nodes have said.
 
-    Args:
-        lines: `hpctrain-stage NODE WORD ...`, as stage_node.sh prints them.
-        nodes: All nodes of the job.
-        job: Its id, and how often it was restarted.
-        way: "sbcast" or "read".
-        seconds: That all of it took.
-        why: Why no node was asked; "" where they were.
+    `lines` are `hpctrain-stage NODE WORD ...` of stage_node.sh. `job` is its id and restarts; `way`
+    is "sbcast" or "read". `seconds` is for all of it; `why` says why no node was asked, or "".
     """
     outcomes: dict[str, tuple[str, str]] = {}
     for line in lines:
