@@ -39,9 +39,9 @@ class Convictions:
     """What is done about such nodes in a job.
 
     Attributes:
-        leave_out: Leaves nodes, each with why, out of all further rounds of this allocation, and
-            says whether the next round is without them. Here every node has to come, so that it is
-            where they are other jobs' nodes.
+        leave_out: Leaves nodes, each with why, out of all further rounds of this job. Returns
+            whether the next round is without them. By itself a round takes all nodes of the job, so
+            this is True only for nodes of other jobs.
     """
 
     def __init__(self, run: RunDir, settings: Settings, context: JobContext) -> None:

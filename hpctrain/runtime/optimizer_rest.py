@@ -183,6 +183,7 @@ class Gradients:
     def __init__(self, optimizer: Optimizer, model: nn.Module, rank: int) -> None:
         """Hear of the optimizer's steps; where it has no hooks, nothing is ever pending."""
         self._model, self._rank = model, rank
+        self._groups = lambda: optimizer.param_groups
         self._is_applied, self._is_heard, self._is_never_cleared = True, False, False
         self._last: tuple[Any, int] | None = None
         for each in (optimizer, *inner_optimizers(optimizer).values()):
@@ -201,10 +202,11 @@ class Gradients:
         first. It takes two updates to see that.
         """
         self._is_applied = True
-        grads = (one.grad for _, one in parameters(self._model) if one.grad is not None)
-        if (grad := next(grads, None)) is not None:
+        # Of the optimizer's own parameters: it clears no others, and may be given them later.
+        mine = (one.grad for group in self._groups() for one in group["params"])
+        if (grad := next((one for one in mine if one is not None), None)) is not None:
             last, self._last = self._last, (weakref.ref(grad), grad._version)  # noqa: SLF001 - torch's own count
-            self._is_never_cleared |= (
+            self._is_never_cleared = (
                 last is not None and last[0]() is grad and grad._version == last[1] + 1  # noqa: SLF001 - the same
             )
 
