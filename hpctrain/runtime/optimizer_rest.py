@@ -183,7 +183,7 @@ class Gradients:
     def __init__(self, optimizer: Optimizer, model: nn.Module, rank: int) -> None:
         """Hear of the optimizer's steps; where it has no hooks, nothing is ever pending."""
         self._model, self._rank = model, rank
-        self._groups = lambda: optimizer.param_groups
+        self._optimizer = optimizer
         self._is_applied, self._is_heard, self._is_never_cleared = True, False, False
         self._last: tuple[Any, int] | None = None
         for each in (optimizer, *inner_optimizers(optimizer).values()):
@@ -203,7 +203,7 @@ class Gradients:
         """
         self._is_applied = True
         # Of the optimizer's own parameters: it clears no others, and may be given them later.
-        mine = (one.grad for group in self._groups() for one in group["params"])
+        mine = (one.grad for group in self._optimizer.param_groups for one in group["params"])
         if (grad := next((one for one in mine if one is not None), None)) is not None:
             last, self._last = self._last, (weakref.ref(grad), grad._version)  # noqa: SLF001 - torch's own count
             self._is_never_cleared = (
