@@ -1,7 +1,7 @@
 """What a run keeps of its state, on disk and in the nodes' memory, and how it gets it back.
 
-`KeptState` is there from the restore on, where the program runs under hpctrain. Before, and outside
-hpctrain, `NothingKept` stands in its place. tests/engines/test_resume.py, test_save_behind.py and
+`TrainingState` is there from the restore on, where the program runs under hpctrain. Before, and
+outside hpctrain, `NothingKept` stands in its place. tests/engines/test_resume.py, test_save_behind.py and
 test_memory.py hold the promises.
 """
 
@@ -69,7 +69,7 @@ class NothingKept:
         """Let a save in flight end. Not collective."""
 
 
-class KeptState(NothingKept):
+class TrainingState(NothingKept):
     """One rank's side of saves, copies in memory, and the restore. Collective but for `settle`."""
 
     def __init__(

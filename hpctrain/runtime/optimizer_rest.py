@@ -203,8 +203,8 @@ class Gradients:
         """
         self._is_applied = True
         # Of the optimizer's own parameters: it clears no others, and may be given them later.
-        mine = (one.grad for group in self._optimizer.param_groups for one in group["params"])
-        if (grad := next((one for one in mine if one is not None), None)) is not None:
+        grads = (one.grad for group in self._optimizer.param_groups for one in group["params"])
+        if (grad := next((one for one in grads if one is not None), None)) is not None:
             last, self._last = self._last, (weakref.ref(grad), grad._version)  # noqa: SLF001 - torch's own count
             self._is_never_cleared = (
                 last is not None and last[0]() is grad and grad._version == last[1] + 1  # noqa: SLF001 - the same

@@ -39,7 +39,7 @@ from hpctrain.runtime import program as program_state
 from hpctrain.runtime import sealed
 from hpctrain.runtime.fitting import NEW, require_known
 from hpctrain.runtime.guarding import Guarding
-from hpctrain.runtime.kept_state import KeptState, NothingKept
+from hpctrain.runtime.kept_state import NothingKept, TrainingState
 from hpctrain.runtime.own_loop import OwnLoop, earlier_save_s, memory_in_use, step_number
 from hpctrain.runtime.profiler import Profiler
 from hpctrain.runtime.program import Program
@@ -666,7 +666,7 @@ class Run:
         self._profiler.begin(step)
 
     def _load(self, place: SavePlace) -> Restored:
-        self._kept = kept = KeptState(
+        self._kept = kept = TrainingState(
             place,
             self.settings,
             self._program,
