@@ -118,4 +118,5 @@ def test_the_reports_style_and_script_come_with_the_wheel(installed):
 
 def test_the_pages_of_the_manual_come_with_the_wheel(installed):
     assert installed("hpctrain", "help", "watching").stdout.startswith("# Watch a run")
-    assert "exit-codes" in installed("hpctrain", "help", "topics").stdout
+    assert "staying-alive" in installed("hpctrain", "help", "topics").stdout
+    assert "wrong usage" in installed("hpctrain", "help", "exit-codes").stdout
