@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ALIGNMENT = 64
 """Of the parts in it: a cache line, and more than any dtype asks for."""
@@ -45,7 +46,8 @@ class Room(NamedTuple):
 class Arena:
     """Memory that can be given to another process; every page of it is there when it is made.
 
-    One thread at a time. After a fork, parent and child share the memory: the child must let it be.
+    One thread at a time; but `close` may come while another thread is in `ensure`. After a fork,
+    parent and child share the memory: the child must let it be.
     """
 
     def __init__(self, nbytes: int = 0) -> None:
@@ -56,6 +58,7 @@ class Arena:
         """
         self._size = 0
         self._map: mmap.mmap | None = None
+        self._closing = threading.Lock()
         try:
             self._fd: int | None = os.memfd_create("hpctrain-checkpoint", os.MFD_CLOEXEC)
         except OSError as error:
@@ -85,24 +88,38 @@ class Arena:
         (address space, no memory) until they are gone.
 
         Raises:
-            CheckpointError: there is not so much memory; the arena is as it was.
+            CheckpointError: there is not so much memory, and the arena is as it was; or it was
+                closed meanwhile.
         """
-        fd = self.fd
-        if nbytes <= self._size:
-            return
-        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._closing:
+            # A descriptor of its own: once `close` has been here, the number is another file's.
+            fd = os.dup(self.fd)
         try:
-            _claim(fd, self._size, size)
+            if nbytes > self._size:
+                self._grow(fd, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        finally:
+            os.close(fd)
+
+    def _grow(self, fd: int, size: int) -> None:
+        before = self._size
+        try:
+            _claim(fd, before, size, self._require_open)
             # populated: the first save must not pay for a page fault every 4 KiB
             grown = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
-            os.ftruncate(fd, self._size)  # what was claimed of it is free again
+            os.ftruncate(fd, before)  # what was claimed of it is free again
             raise _refused(size, f"{error}") from error
         except CheckpointError:
-            os.ftruncate(fd, self._size)
+            os.ftruncate(fd, before)
             raise
-        # The old mapping is dropped, not closed: it goes with its last view.
-        self._map, self._size = grown, size
+        with self._closing:
+            self._require_open()
+            # The old mapping is dropped, not closed: it goes with its last view.
+            self._map, self._size = grown, size
+
+    def _require_open(self) -> None:
+        if self._fd is None:
+            raise CheckpointError("the memory for copies was given back while it was taken")
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Writable bytes of it; `numpy.frombuffer` and `torch.frombuffer` take them.
@@ -118,9 +135,10 @@ class Arena:
 
     def close(self) -> None:
         """Give the memory back, which happens when the last view and the last receiver are gone."""
-        fd, self._fd, self._map, self._size = self._fd, None, None, 0
-        if fd is not None:
-            os.close(fd)
+        with self._closing:
+            fd, self._fd, self._map, self._size = self._fd, None, None, 0
+            if fd is not None:
+                os.close(fd)
 
     def __enter__(self) -> Self:
         return self
@@ -134,7 +152,7 @@ def room() -> Room:
     return min([_host_room(), *_cgroup_rooms()])
 
 
-def _claim(fd: int, begin: int, end: int) -> None:
+def _claim(fd: int, begin: int, end: int, require_open: Callable[[], None]) -> None:
     """Take the memory in steps, as long as there is room for more, by writing to it.
 
     Beyond a cgroup's limit the kernel kills (seen on a memfd, Linux 6.18), so measure the room
@@ -144,6 +162,7 @@ def _claim(fd: int, begin: int, end: int) -> None:
     zeros = memoryview(bytes(WRITE_BYTES))
     for low in range(begin, end, CLAIM_BYTES):
         left = room()
+        require_open()
         if end - low > left.nbytes:
             raise _refused(end, f"{_giga(max(left.nbytes, 0))} can be had ({left.said_by})")
         high = min(low + CLAIM_BYTES, end)

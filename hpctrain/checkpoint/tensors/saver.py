@@ -141,7 +141,7 @@ class Saver:
     def _take(self, size: int) -> str:
         try:
             self._reserve(size)
-        except CheckpointError as error:
+        except (CheckpointError, ValueError) as error:  # the latter where it was closed before
             return str(error)
         return ""
 

@@ -251,3 +251,32 @@ def test_a_container_that_sees_its_own_group_as_the_root_meets_its_limit(machine
     group_v1(machine, "", limit=4 * GIB, used=GIB)
     put(machine / "proc" / "self" / "cgroup", "3:memory:/docker/0123abcd\n")
     assert room().nbytes == 3 * GIB - 4 * GIB // 20
+
+
+@pytest.mark.parametrize("closes_at", [1, 2])
+def test_an_arena_that_is_closed_while_it_grows_writes_into_no_other_file(
+    monkeypatch, tmp_path, closes_at
+):
+    """Its thread went on with the number of the closed file, which is the next file's."""
+    arena, seen = Arena(), []
+    other = tmp_path / "checkpoint"
+    other.write_bytes(b"weights")
+    files = contextlib.ExitStack()
+
+    def room_while_another_thread_closes():
+        seen.append(arena.size)
+        if len(seen) == closes_at:
+            number = arena.fd
+            arena.close()
+            opened = [files.enter_context(other.open("r+b")) for _ in range(3)]
+            assert number in [each.fileno() for each in opened]
+        return arenas.Room(100 * GIB, "the test")
+
+    monkeypatch.setattr(arenas, "room", room_while_another_thread_closes)
+
+    with files, pytest.raises(CheckpointError, match="was given back"):
+        arena.ensure(3 * CLAIM_BYTES)
+
+    assert other.read_bytes() == b"weights"
+    assert len(seen) == closes_at
+    assert arena.size == 0
