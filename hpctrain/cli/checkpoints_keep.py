@@ -525,4 +525,4 @@ def prune_sealed(run: RunDir, keep: int, *, is_idle: bool, dry_run: bool, as_jso
         path = stored.name if stored.seal is None else stored.seal.path
         click.echo(f"{path}  {'would go' if dry_run else 'deleted'}")
     tail = "; nothing was deleted (--dry-run)" if dry_run else ""
-    click.echo(f"{len(going)} sealed of {run.name}, {size(freed)}{tail}")
+    click.echo(f"{len(going)} registered of {run.name}, {size(freed)}{tail}")

@@ -80,7 +80,7 @@ class BeginsAnew:
             )
         words = self.option.name if self.option.is_flag else f"{self.option.name} {{checkpoint}}"
         return (
-            f"{saves} and goes on from one only with {self.option.name}, which is not given: after "
+            f"{saves} and resumes from one only with {self.option.name}, which is not given: after "
             "a preemption it begins at its first step again. Add: "
             f"--checkpoint {shlex.quote(self.pattern)} --resume-args={shlex.quote(words)}"
             f"{' (PATH: where it saves)' if self.pattern == PLACE else ''}"

@@ -132,7 +132,7 @@ def as_text(plan: ResumePlan, *, width: int = 80) -> str:
         for row in plan.looked_at
     )
     if not plan.looked_at:
-        none = f"not known ({plan.not_known}): it goes on as it does by itself"
+        none = f"not known ({plan.not_known}): the program decides where it resumes"
         lines.append(f"checkpoint   {none if plan.not_known else NONE_YET}")
     if plan.saved_world_size is not None:
         lines.append(f"saved by     {count(plan.saved_world_size, 'rank')}, {plan.saved_engine}")

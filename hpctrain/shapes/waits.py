@@ -153,8 +153,8 @@ def _corrected(
     usual = ESTIMATE_SIGMA**2 + middle**2
     variance = (ESTIMATE_RECORDS * usual + sum((one - middle) ** 2 for one in ratios)) / weight
     middle += _short(shape, longest_s)
-    shown = f", as {count(len(ratios), 'wait')} showed" if ratios else ""
-    source = f"SLURM's estimate x {math.exp(middle):.2g}{shown}"
+    seen = count(len(ratios), "wait") if ratios else "simulated queues"
+    source = f"SLURM's estimate x {math.exp(middle):.2g} (from {seen})"
     wait_s = _wait(_log(estimate_s) + middle)
     return QueueWait(wait_s, max(LEAST_SIGMA, math.sqrt(variance)), source)
 

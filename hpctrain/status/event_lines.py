@@ -227,7 +227,7 @@ def _sealed(fact: kinds.CheckpointSealed) -> str:
         "with a copy" if fact.is_copy else "",
     ]
     step = "" if fact.step is None else f"step {fact.step:,}: "
-    return f"sealed {step}{fact.path}{_in_brackets(facts)}"
+    return f"registered {step}{fact.path}{_in_brackets(facts)}"
 
 
 def _resumed(fact: kinds.ResumeChosen) -> str:
@@ -238,9 +238,9 @@ def _resumed(fact: kinds.ResumeChosen) -> str:
         f"{count(len(fact.skipped), 'checkpoint')} skipped" if fact.skipped else "",
     ]
     if not fact.path:
-        return f"no sealed checkpoint to go on from{_in_brackets(facts[3:])}"
+        return f"no registered checkpoint to resume from{_in_brackets(facts[3:])}"
     step = "" if fact.step is None else f"step {fact.step:,}: "
-    return f"the program may go on from {step}{fact.path}{_in_brackets(facts)}"
+    return f"the program may resume from {step}{fact.path}{_in_brackets(facts)}"
 
 
 def _missed(what: str) -> Callable[[Any], str]:

@@ -575,9 +575,9 @@ def _resume_note(run: RunSettings, entry: Entry) -> list[str]:
     if entry.kind == "recipe":
         return ["run.resume_args are for a program behind --; the shipped recipe resumes by itself"]
     when = f"where {run.resume_if} matches" if run.resume_if else "from the second start on"
-    sealed = ", or where it has a sealed checkpoint"
+    sealed = ", or where it has a registered checkpoint"
     if "{checkpoint}" in run.resume_args or "{step}" in run.resume_args:
-        when, sealed = "where it has a sealed checkpoint", ""
+        when, sealed = "where it has a registered checkpoint", ""
     return [f"added to the program's arguments {when}{sealed}: {run.resume_args}"]
 
 

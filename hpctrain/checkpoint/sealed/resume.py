@@ -427,7 +427,7 @@ def _nothing_whole(
     shown = [f"{row.name}: {row.reason}" for row in skipped[:SHOWN]]
     more = f"; and {len(everything) - SHOWN} more" if len(everything) > SHOWN else ""
     return NoCheckpoint(
-        f"{run.name} has sealed {len(everything)} checkpoints, and none is whole: "
+        f"{run.name} has registered {len(everything)} checkpoints, and none is complete: "
         f"{'; '.join(shown)}{more}. It does not start over by itself: bring one back, or "
         f"`hpctrain resume {run.name} --from 0`"
     )
@@ -441,9 +441,9 @@ def refuse_lost_seals(run: RunDir, history: RunHistory) -> None:
     """
     if history.sealed_path:
         raise NoCheckpoint(
-            f"{run.name} has sealed checkpoints, the newest of {history.sealed_path}, and no seal "
-            f"is left in {run.sealed}. It does not start over by itself: bring them back, or "
-            f"`hpctrain resume {run.name} --from 0`"
+            f"{run.name} has registered checkpoints, the newest of {history.sealed_path}, and no "
+            f"record of them is left in {run.sealed}. It does not start over by itself: bring them "
+            f"back, or `hpctrain resume {run.name} --from 0`"
         )
 
 

@@ -563,7 +563,7 @@ def test_nodes_that_share_no_directory_end_the_run_until_that_is_mended(story):
 
 def test_a_run_whose_sealed_checkpoints_are_all_damaged_ends_and_says_what_to_do(story):
     """Another start would find the same; the program would begin at step 0 and write over them."""
-    error = NoCheckpoint("gpt has sealed 2 checkpoints, and none is whole")
+    error = NoCheckpoint("gpt has registered 2 checkpoints, and none is complete")
 
     assert ending(story, Scheduler()).end_without_resume(1, error) == 1
 

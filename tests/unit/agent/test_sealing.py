@@ -354,7 +354,9 @@ def test_a_run_whose_seals_are_gone_does_not_begin_anew_unasked(run):
     assert watched.look(SETTLE_S) == [50]
     shutil.rmtree(run.sealed)
 
-    with pytest.raises(CheckpointError, match=r"sealed .*out/checkpoint-50, .*resume gpt --from 0"):
+    with pytest.raises(
+        CheckpointError, match=r"registered .*out/checkpoint-50, .*resume gpt --from 0"
+    ):
         watched.next_start()
 
     ledger.append(run, Submitted(token="t", job_id="8", from_step=0))
@@ -489,7 +491,7 @@ def test_a_run_whose_seals_are_gone_is_refused_unless_it_has_changed_over_to_che
     sealed = CheckpointSealed(path=str(watched.cwd / "out/ckpt-50.pt"), step=50, by="program")
     ledger.append(run, sealed, attempt=1)
 
-    with pytest.raises(NoCheckpoint, match=r"no seal is left .*--from 0"):
+    with pytest.raises(NoCheckpoint, match=r"no record of them is left .*--from 0"):
         watched.next_start()
     save_checkpoint(run, attempt := watched.start(), 60)
     assert watched.choose(attempt) is None

@@ -146,7 +146,9 @@ def test_resume_does_not_begin_anew_where_somebody_has_removed_the_seals(run, tm
     path = tmp_path / "out-50"
     ledger.append(run, CheckpointSealed(path=str(path), step=50, by="program"), attempt=1)
 
-    with pytest.raises(NoCheckpoint, match=r"newest of .*out-50, and no seal is left .*--from 0"):
+    with pytest.raises(
+        NoCheckpoint, match=r"newest of .*out-50, and no record of them is left .*--from 0"
+    ):
         plan_resume(run, spec_of(tmp_path), None)
 
     assert plan_resume(run, spec_of(tmp_path), 0).checkpoint is None

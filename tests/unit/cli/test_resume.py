@@ -46,7 +46,7 @@ def test_where_a_program_that_tells_nothing_goes_on_and_how_it_spreads_is_not_kn
 
     out = dry_run(capsys)
 
-    assert "checkpoint   not known (the program has reported no step): it goes on as it does" in out
+    assert "checkpoint   not known (the program has reported no step): the program decides" in out
     assert "ranks        2 nodes x 1 rank" in out
     assert "mesh" not in out
     assert "beginning" not in out

@@ -67,7 +67,7 @@ def test_the_advice_names_a_page_that_there_is():
 def test_one_that_has_to_be_told_gets_the_words_for_it(load, words):
     told = note(load + SAVES)
 
-    assert "goes on from one only with --resume, which is not given" in told
+    assert "resumes from one only with --resume, which is not given" in told
     line = shlex.split(told.partition("Add: ")[2])
     assert line == ["--checkpoint", "checkpoints/last.pt", f"--resume-args={words}"]
 

@@ -35,7 +35,7 @@ def test_the_shape_that_finishes_first_is_chosen_and_the_reason_given_in_two_lin
     first, second = choice.why
     assert first == "8 nodes x 4h00m: finishes first of 3 candidates"
     assert second.startswith(
-        "starts in about 45 s (SLURM's estimate x 0.16); step time: attempt 1 of"
+        "starts in about 45 s (SLURM's estimate x 0.16 (from simulated queues)); step time: "
     )
 
 

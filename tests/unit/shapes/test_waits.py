@@ -27,7 +27,7 @@ def test_a_job_of_the_longest_limit_waits_longer_than_its_estimate():
     assert wait is not None
     assert wait.median_s == pytest.approx(1.6 * 10_000 - 60)
     assert wait.sigma == pytest.approx(ESTIMATE_SIGMA)
-    assert wait.source == "SLURM's estimate x 1.6"
+    assert wait.source == "SLURM's estimate x 1.6 (from simulated queues)"
 
 
 @pytest.mark.parametrize(("hours", "part"), [(48, 0.21), (24, 0.177), (1, 0.08)])
@@ -58,7 +58,7 @@ def test_an_estimate_is_corrected_by_what_own_waits_have_been_of_theirs():
     assert wait is not None
     assert wait.median_s == pytest.approx(3 * 1.6 * 10_000, rel=0.04)
     assert wait.sigma < 0.35
-    assert wait.source == "SLURM's estimate x 4.6, as 97 waits showed"
+    assert wait.source == "SLURM's estimate x 4.6 (from 97 waits)"
 
 
 def test_few_own_waits_move_the_correction_a_little():
@@ -105,7 +105,7 @@ def test_two_sources_meet_in_the_middle_and_the_more_certain_one_counts_more():
 
     assert wait is not None
     assert 100 < wait.median_s < 150
-    assert wait.source == "SLURM's estimate x 0.11 and 3 waits of own jobs"
+    assert wait.source == "SLURM's estimate x 0.11 (from simulated queues) and 3 waits of own jobs"
 
 
 def test_a_wait_of_nothing_and_a_clock_that_went_back_are_no_trouble():

@@ -207,17 +207,17 @@ def test_what_cannot_run_is_refused_in_one_line(work, command, error, message):
     [
         (
             {"resume_args": "-r x"},
-            "from the second start on, or where it has a sealed checkpoint: -r x",
+            "from the second start on, or where it has a registered checkpoint: -r x",
         ),
         (
             {"resume_args": "-r", "resume_if": "o/*"},
-            "where o/\\* matches, or where it has a sealed",
+            "where o/\\* matches, or where it has a registered",
         ),
         (
             {"resume_args": "-r {checkpoint}"},
-            "arguments where it has a sealed checkpoint: -r {check",
+            "arguments where it has a registered checkpoint: -r {check",
         ),
-        ({"resume_args": "-r {step}"}, "arguments where it has a sealed checkpoint: -r {step}"),
+        ({"resume_args": "-r {step}"}, "arguments where it has a registered checkpoint: -r {step}"),
     ],
 )
 def test_what_later_starts_get_is_said(work, asked, note):

@@ -264,7 +264,7 @@ def test_a_run_that_has_sealed_does_not_begin_anew_unasked(run, attempt, out):
     seal(run, attempt, path, 50)
     (path / "model.bin").write_bytes(b"")
 
-    with pytest.raises(NoCheckpoint, match=r"none is whole.*--from 0") as caught:
+    with pytest.raises(NoCheckpoint, match=r"none is complete.*--from 0") as caught:
         choose(run, attempt)
     assert "\n" not in str(caught.value)
     assert choose(run, attempt, at_step=0).path is None
