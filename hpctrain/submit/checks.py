@@ -39,6 +39,7 @@ from hpctrain.settings.check import missing_tracker
 from hpctrain.settings.schema import replaced
 from hpctrain.settings.spec import load_spec
 from hpctrain.submit.live_job import live_job
+from hpctrain.submit.program import seen_saves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -352,8 +353,8 @@ def refuse_shared(settings: Settings, cwd: str, run: Path, after: Sequence[str] 
     for other, spec in _others(run):
         if str(other.root) in after:
             continue
+        theirs = _places(_saved_by(other, spec), spec.entry.cwd, other.root)
         for text, parts in own:
-            theirs = _places(spec.settings.checkpoint.sealed, spec.entry.cwd, other.root)
             if any(may_meet(parts, there) for _, there in theirs) and _may_write(other, spec):
                 name = Path(text).name
                 raise UsageError(
@@ -375,7 +376,7 @@ def _places(patterns: list[str], cwd: str, run: Path) -> list[tuple[str, tuple[s
 
 
 def _others(run: Path) -> Iterator[tuple[RunDir, Spec]]:
-    """Other runs that seal files. One that cannot be read is nobody's rival here."""
+    """Other runs of programs. One that cannot be read is nobody's rival here."""
     try:
         folders = sorted(run.parent.iterdir())
     except OSError:  # none so far
@@ -389,13 +390,27 @@ def _others(run: Path) -> Iterator[tuple[RunDir, Spec]]:
             spec = load_spec(other.spec)
         except (OSError, HpctrainError):
             continue
-        if spec.settings.checkpoint.sealed:
+        if spec.entry.kind != "recipe":
             yield other, spec
+
+
+def _saved_by(run: RunDir, spec: Spec) -> list[str]:
+    """What a run registers; of one that registers nothing, where its program is seen to save.
+
+    A user who adds `--checkpoint` at the second submit has a first run that lacks it.
+    """
+    if spec.settings.checkpoint.sealed or _is_over(run):
+        return spec.settings.checkpoint.sealed
+    return seen_saves(spec.entry)
+
+
+def _is_over(run: RunDir) -> bool:
+    return RunHistory.read(run, marks="few").state.phase in OVER
 
 
 def _may_write(run: RunDir, spec: Spec) -> bool:
     """Whether a job of the run may still save. Asked only of a run that shares files."""
-    if RunHistory.read(run, marks="few").state.phase in OVER:
+    if _is_over(run):
         return False
     try:
         return live_job(run, get_cluster(spec.cluster)) is not None

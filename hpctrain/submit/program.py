@@ -366,6 +366,21 @@ def lint_notes(entry: Entry, settings: Settings, cwd: Path) -> list[str]:
     return notes
 
 
+def seen_saves(entry: Entry) -> list[str]:
+    """Return the pattern of what a program is seen to save, if it does not load by itself."""
+    if entry.kind not in _PYTHON_KINDS or not entry.path:
+        return []
+    from hpctrain.lint.begins_anew import PLACE, begins_anew
+    from hpctrain.lint.source import NotText, read_source
+
+    try:
+        text = read_source(Path(entry.path))
+    except NotText:
+        return []
+    anew = begins_anew(text, entry.args) if len(text) <= MOST_BYTES else None
+    return [] if anew is None or anew.pattern == PLACE else [anew.pattern]
+
+
 def hears_requests(entry: Entry) -> bool:
     """Whether the program is known to use hpctrain, so that `hpctrain cancel --save` reaches it."""
     if entry.kind not in _PYTHON_KINDS or not entry.path:

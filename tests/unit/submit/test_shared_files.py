@@ -231,3 +231,40 @@ def test_forms_are_compared_by_their_parts():
     assert one == ("w", "a", "*.pt")
     assert may_meet(one, two)
     assert not may_meet(("w", "a[0-3]*"), ("w", "b*"))
+
+
+SAVES = """
+import torch
+for epoch in range(9):
+    model(batch).backward()
+    torch.save(model.state_dict(), "out/last.pt")
+"""
+
+
+@pytest.fixture
+def plain(submit, alive, work):
+    """A live run that registers nothing, and whose program is seen to save."""
+    (work / "train.py").write_text(SAVES)
+    run, _ = submit("plain")
+    alive.add("plain")
+    return run
+
+
+@pytest.mark.parametrize("pattern", ["out/last.pt", "out/*.pt"])
+def test_a_live_run_that_registers_nothing_is_a_rival_where_its_program_is_seen_to_save(
+    submit, plain, pattern
+):
+    """The second run resumed from the end of the first one's training, and was done at once."""
+    with pytest.raises(UsageError, match=f"takes in files that {plain.name} saves too"):
+        submit("with-checkpoint", pattern)
+
+
+def test_where_its_program_saves_elsewhere_or_nothing_or_it_is_over_it_is_none(submit, plain, work):
+    submit("of-its-own", "own/last.pt")
+
+    (work / "train.py").write_text("print('saves nothing')\n")
+    submit("beside-one-that-saves-nothing", "out/last.pt")
+
+    (work / "train.py").write_text(SAVES)
+    write_event(plain, "done", attempt=1, step=9)
+    submit("later", "out/*.pt")
