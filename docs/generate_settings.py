@@ -43,8 +43,8 @@ steps = 2000
 `spec.json` in the run's directory and `hpctrain submit --dry-run --json` show every value with its
 origin. The ranks' environment comes from `[env.*]` of the preset, the `[env]` table of
 `hpctrain.toml`, `--env NAME=VALUE`, and the job's own shell; later ones win, and
-`attempts/N/environment.json` has the origins. Put no secrets into the first three: whoever can read
-the run can read them.
+`attempts/N/environment.json` has the origins. Put no secrets into the first three: anyone who can
+read the run can read them.
 """
 
 

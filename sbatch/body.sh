@@ -25,7 +25,7 @@ HPCTRAIN_BATCH_STARTED=$(date +%s.%N)
 : "${HPCTRAIN_PYTHON:?is not set: it names the python in which hpctrain is installed}"
 HPCTRAIN_TOKEN=${HPCTRAIN_TOKEN:-}
 export HPCTRAIN_RUN_DIR HPCTRAIN_PYTHON HPCTRAIN_TOKEN HPCTRAIN_BATCH_STARTED
-readonly HPCTRAIN_RUN_DIR HPCTRAIN_TOKEN # setup that unsets variables by a pattern is told so
+readonly HPCTRAIN_RUN_DIR HPCTRAIN_TOKEN # setup that unsets them by a pattern fails, with its line
 
 # However this script ends, its last act says why, and decides whether the job comes back.
 hpctrain_why="" hpctrain_is_over="" hpctrain_path=$PATH hpctrain_python=$HPCTRAIN_PYTHON

@@ -188,7 +188,7 @@ class CopySaver:
 
 
 def writers(inventories: Sequence[Inventory], mark: Mark, world_size: int) -> dict[str, list[int]]:
-    """Return which place writes which ranks' parts: whoever made them, else who has a copy."""
+    """Return which place writes which ranks' parts: their maker, else one with a copy."""
     places: dict[int, int] = {}
     for of in ("guests", "own"):  # the latter count
         for place, node in enumerate(inventories):

@@ -245,7 +245,7 @@ def past_saves(spec: Spec, runs: Path, ranks: int) -> PastSaves | None:
     try:
         folder = look_into(runs, own=True)
     except HpctrainError:
-        return None  # a folder that cannot be read is told by submit's own checks
+        return None  # submit's own checks report a folder that cannot be read
     for run in folder.runs[:MOST_RUNS]:
         try:
             if not _is_same(spec, load_spec(run.spec)):

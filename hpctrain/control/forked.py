@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Do = Callable[[dict[str, Any]], Awaitable[int]]
 
 ANSWER_S = 60.0
-"""How long the process may take to do what it is told."""
+"""Time the process may take for an order."""
 BEGIN_S = 20.0
 """How long it may take to begin a round. After that the agent replaces it: it may be stopped."""
 _LINE_BYTES = 1 << 20

@@ -1,4 +1,4 @@
-"""Set up what a rank leaves for whoever inspects it when it stands still; free while it trains.
+"""Set up what a rank leaves for an inspection when it stands still; free while it trains.
 
 torch's flight recorder answers from a native thread, and faulthandler writes from a C signal
 handler: both work while the GIL is held. Members of process groups are written at each change.

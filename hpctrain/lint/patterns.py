@@ -162,7 +162,7 @@ class CallPattern:
         imports_not: Nothing of these packages is imported.
         names_not: A regex that no identifier in small letters has.
         texts_not: A regex that no text in small letters has.
-        first: Only the first place of a program is told.
+        first: Report only the first place of a program.
         at: The argument that is shown instead of the call.
         insert: `--fix` puts this before the first argument.
         rename: `--fix` gives the call this last name.

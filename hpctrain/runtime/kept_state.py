@@ -99,7 +99,8 @@ class TrainingState(NothingKept):
             record: Takes the events.
             run_id: For the manifests; "" where the run has no spec.
             extra: What else a manifest of a step says.
-            flush: Called before each save, lest the ledger or the curves be behind a checkpoint.
+            flush: Called before each save, so that a checkpoint is never ahead of the ledger or
+                the curves.
             saving: Measures the time that training waits for saves.
         """
         self._place, self._program, self._world = place, program, world

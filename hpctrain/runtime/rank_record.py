@@ -78,7 +78,7 @@ class RankRecord:
             write_outcome(*self._place, outcome, step=step, cause=cause)
 
     def flush(self) -> None:
-        """Hand the scalars over, lest a kill after the next save leaves a hole before its step."""
+        """Hand the scalars over, so that a kill after the next save leaves no hole before it."""
         self._trackers.flush()
 
     def close(self, left_s: float | None = None) -> None:

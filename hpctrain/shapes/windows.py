@@ -1,7 +1,7 @@
 """When nodes are free for how long: the holes that SLURM's backfill would fill with a short job.
 
 `sbatch --test-only` does not see them: with jobs pending, SLURM 22.05 gives the same start for
-every time limit (measured). Whoever sees the queue can calculate them: from when running jobs end,
+every time limit (measured). They follow from the queue that a user sees: when running jobs end,
 and where and when the pending ones are planned to start.
 
 A node with a job on it counts as taken. Pure. tests/unit/shapes/test_windows.py holds the promises.

@@ -444,7 +444,7 @@ def check_disk(folder: Path) -> None:
 
     Args:
         folder: An existing folder, which can be written. What is tried in it is taken away again.
-            On a full disk nothing is said: whoever needs the room names what it is for.
+            On a full disk nothing is said: the caller that needs the room names its purpose.
 
     Raises:
         ChecksFailed: names the file system, what it lacks, and what to do.

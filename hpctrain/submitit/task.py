@@ -368,7 +368,7 @@ INTERRUPT = signal.SIGRTMIN + 5
 STOP_POLL_S, IDLE_POLL_S = 0.25, 1.0
 """Between two looks for a stop: of rank 0 and of who has heard a signal; of the others."""
 AGAIN_S = 3.0
-"""A main thread that swallowed what it was told is told again."""
+"""A main thread that swallowed the exception gets it again."""
 TIME_CAUSES = frozenset({StopCause.WARNING, StopCause.CLOCK})
 
 

@@ -1,6 +1,6 @@
 """What SLURM says of starts: the queue with its planned starts, and `sbatch --test-only`.
 
-All questions together take `VIEW_S + STARTS_S` at most, whoever is silent.
+All queries together take `VIEW_S + STARTS_S` at most, also if SLURM does not answer.
 tests/unit/scheduler/test_slurm_queue_view.py holds the promises, tests/slurm/test_shapes.py those
 against the real thing.
 """
