@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from hpctrain.agent.hang_watch import RoundHangs
     from hpctrain.agent.in_place import InPlaceRendezvous
-    from hpctrain.agent.node import _Reports
+    from hpctrain.agent.node_reports import NodeReports
     from hpctrain.agent.rendezvous import Loss
     from hpctrain.agent.rounds import RoundHooks
     from hpctrain.run.layout import RunDir
@@ -149,7 +149,7 @@ class InPlaceAgent(NodeAgent):
 
     # ---- node 0
 
-    def _coordinate(self, hooks: RoundHooks, reports: _Reports) -> RoundEnd | None:
+    def _coordinate(self, hooks: RoundHooks, reports: NodeReports) -> RoundEnd | None:
         if losses := self._meeting_place.losses():
             end = self._after_losses(hooks, losses)
             if end is not None:
@@ -157,7 +157,7 @@ class InPlaceAgent(NodeAgent):
         return super()._coordinate(hooks, reports)
 
     def _after_failure(
-        self, hooks: RoundHooks, reports: _Reports, first_failure_at: float
+        self, hooks: RoundHooks, reports: NodeReports, first_failure_at: float
     ) -> RoundEnd | None:
         end = super()._after_failure(hooks, reports, first_failure_at)
         failure = end.failure if end is not None and end.restart else None

@@ -14,7 +14,7 @@ import multiprocessing.connection
 import os
 import signal
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
@@ -29,8 +29,17 @@ from hpctrain.agent.hang_watch import (
     NodeRank,
     RoundHangs,
 )
-from hpctrain.agent.lingering_ranks import SAY_S, FirstAgent, LifeWatch, NodeEnds, in_words
+from hpctrain.agent.lingering_ranks import FirstAgent, LifeWatch, NodeEnds
 from hpctrain.agent.log_index import LogIndexer
+from hpctrain.agent.node_reports import (
+    AWAIT_ENDS,
+    AWAKE,
+    LOOK_ANYWAY_S,
+    LOOK_EACH_S,
+    ROLL_CALL,
+    ROLL_CALL_S,
+    NodeReports,
+)
 from hpctrain.agent.notify import telling
 from hpctrain.agent.ranks import collect, first_causal, settle_s
 from hpctrain.agent.rendezvous import SignedStore
@@ -47,12 +56,11 @@ from hpctrain.base.env import (
     HPCTRAIN_STARTS,
     HPCTRAIN_STOP_FILE,
 )
-from hpctrain.base.records import HANG, FailureReport, StopCause
-from hpctrain.base.text import duration, fold_nodes
+from hpctrain.base.records import FailureReport, StopCause
+from hpctrain.base.text import duration
 from hpctrain.control.node_server import TreePlace
 from hpctrain.errors import CheckpointError, ClusterError, Fenced
 from hpctrain.memory.pairing import buddies_of
-from hpctrain.run.event_types import RanksAwaited
 from hpctrain.run.layout import failure_path, rank_log_path, torch_error_path
 
 if TYPE_CHECKING:
@@ -73,23 +81,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("hpctrain.agent")
 
 POLL_S = 0.1
-ROLL_CALL_S = 10.0
-"""So long may another node's agent take to answer that it is alive: who is held for dead while its
-cores are busy costs the run a requeue."""
-ROLL_CALL: dict[str, Any] = {"roll_call": True}
-AWAKE = "awake"
-"""News that asks each agent to answer with this number, where some ranks have returned."""
 STORE_GONE = "the process that serves the agents' store has ended, or does not answer"
 STOP = "stop"
 """News that the ranks should leave, with the cause."""
-LOOK_ANYWAY_S = 5.0
-"""So often node 0 looks for reports whatever their count is, and each agent whether what it has
-said still stands there: anybody can change both."""
 LEAST_FIRST_S = 30.0
 """How long node 0's agent may say nothing at least, however short `run.end_wait_s` is."""
-LOOK_EACH_S = 0.001
-"""For each node so long between two looks: a thousand that report one by one are not a million
-questions. The last one's report is looked for at once."""
 LONGEST_LOOK_S = 2.0
 """Between two looks of another node's agent for news: a roll call waits longer."""
 GOODBYE_S = 5.0
@@ -97,32 +93,6 @@ GOODBYE_S = 5.0
 MANY = 1_000_000
 RESUME_S = 6 * 3600.0
 """So long may node 0 take to prove what the ranks go on from."""
-
-AWAIT_ENDS: dict[str, Any] = {"await_ends": True}
-"""Some ranks have returned: every agent watches whether its own others live."""
-
-LOOK_ENDS_S = 1.0
-
-
-@dataclass
-class _Reports:
-    """What the nodes have said in this round; node 0 only."""
-
-    count: int = 0
-    failures: list[FailureReport] = field(default_factory=list)
-    nodes: set[int] = field(default_factory=set)
-    first_failure_at: float | None = None
-    looked_at: float = 0.0
-    ends_looked_at: float = 0.0
-    returned: int = 0
-    """Ranks, of all nodes."""
-    returned_at: float = 0.0
-    """When their number last grew."""
-    is_awaited: bool = False
-    asked: int = 0
-    """How often the agents that are left were asked whether they live."""
-    asked_at: float = float("-inf")
-    is_said: bool = False
 
 
 class NoRedirect(LogsSpecs):
@@ -409,7 +379,7 @@ class NodeAgent(LocalElasticAgent):
             os.environ.pop(HPCTRAIN_RESUME, None)
 
     def _watch_round(self, *, reported: bool = False) -> RoundEnd:
-        reports = _Reports()
+        reports = self._node_reports()
         said_at, first = clock.monotonic(), FirstAgent(self._first_wait_s)
         self._hangs = self._round_hangs()
         while True:
@@ -606,9 +576,20 @@ class NodeAgent(LocalElasticAgent):
                 codes.setdefault(worker.global_rank, code or 1)
         return collect(directory, codes, self._node)
 
-    def _coordinate(self, hooks: RoundHooks, reports: _Reports) -> RoundEnd | None:
+    def _node_reports(self) -> NodeReports:
+        return NodeReports(
+            self._news_store,
+            self._key,
+            nodes=self._node_count,
+            ranks_per_node=self._worker_group.spec.local_world_size,
+            end_wait_s=self._end_wait_s,
+            publish=self._publish,
+            place=self._meeting_place,
+        )
+
+    def _coordinate(self, hooks: RoundHooks, reports: NodeReports) -> RoundEnd | None:
         """Node 0: is the round over, and how? None while it goes on."""
-        self._gather(reports)
+        reports.gather()
         verdict = hooks.deadline.look()  # before a failure is judged: a signal may be its cause
         if hooks.notice is not None:
             self._look_for_stop(hooks.notice)
@@ -620,23 +601,22 @@ class NodeAgent(LocalElasticAgent):
             if end is not None:
                 return end
         elif self._end_wait_s and hooks.deadline.cause is None:
-            end = self._after_silence(hooks, reports)
+            end = reports.judge_silence(hooks)
             if end is not None:
                 return end
         return RoundEnd("killed", why=verdict.why) if verdict.kill else None
 
-    def _watch_hangs(self, hooks: RoundHooks, reports: _Reports) -> None:
+    def _watch_hangs(self, hooks: RoundHooks, reports: NodeReports) -> None:
         """Ranks that hang have failed. A stop that was asked for has a clock of its own."""
         if self._hangs is None or reports.failures or hooks.deadline.cause is not None:
             return
         failure = self._hangs.failure(reports.nodes)
         if failure is not None:
             reports.failures.append(failure)
-            reports.first_failure_at = clock.monotonic()
-            self._publish(ROLL_CALL)
+            reports.fail_now()
 
     def _after_failure(
-        self, hooks: RoundHooks, reports: _Reports, first_failure_at: float
+        self, hooks: RoundHooks, reports: NodeReports, first_failure_at: float
     ) -> RoundEnd | None:
         """A rank has failed: wait for the other nodes' word, then restart or end; None meanwhile.
 
@@ -646,11 +626,7 @@ class NodeAgent(LocalElasticAgent):
         waited = clock.monotonic() - first_failure_at
         if len(reports.nodes) < self._node_count and waited < settle_s(reports.failures):
             return None
-        silent = [
-            node
-            for node in sorted(set(range(self._node_count)) - reports.nodes)
-            if self._news_store.get(self._key(f"present/{node}")) is None
-        ]
+        silent = reports.without_sign()
         if silent and waited < ROLL_CALL_S:
             return None
         failure = first_causal(reports.failures)
@@ -666,105 +642,6 @@ class NodeAgent(LocalElasticAgent):
         """A rank has failed, and these nodes are dead, by their places in the round."""
         del hooks
         return RoundEnd("failed", why=why, failure=failure, silent_nodes=silent)
-
-    def _after_silence(self, hooks: RoundHooks, reports: _Reports) -> RoundEnd | None:
-        """Some ranks have returned: end the round where nothing is to be expected of the others."""
-        now, each_s = clock.monotonic(), max(LOOK_ENDS_S, self._node_count * LOOK_EACH_S)
-        if now < reports.ends_looked_at + min(each_s, self._end_wait_s / 4):
-            return None
-        reports.ends_looked_at = now
-        if not (reports.nodes or reports.is_awaited or self._news_store.count(self._key("ends"))):
-            return None
-        said = self._said_ends(reports)
-        of_others = len(reports.nodes) * self._worker_group.spec.local_world_size
-        returned = of_others + sum(len(ends.returned) for ends in said)
-        if returned > reports.returned:
-            reports.returned, reports.returned_at = returned, now
-        if returned and not reports.is_awaited:
-            reports.is_awaited = True
-            self._publish(AWAIT_ENDS)
-        if returned and (silent := self._silent_agents(reports, now)):
-            return self._after_silent_agents(silent)
-        waited_for = self._node_count - len(reports.nodes)
-        if not returned or len(said) < waited_for or any(ends.life == "alive" for ends in said):
-            return None
-        is_still = all(ends.life == "still" for ends in said)
-        is_over = is_still and now - reports.returned_at >= self._end_wait_s
-        return self._say_awaited(hooks, reports, said, is_over=is_over)
-
-    def _said_ends(self, reports: _Reports) -> list[NodeEnds]:
-        """What the nodes that have not reported say of their ranks."""
-        waited_for = sorted(set(range(self._node_count)) - reports.nodes)
-        said = [self._news_store.get(self._key(f"ends/{node}")) for node in waited_for]
-        return [NodeEnds.of(raw) for raw in said if raw is not None]
-
-    def _silent_agents(self, reports: _Reports, now: float) -> list[int]:
-        """Nodes whose agents have not answered the last question; asks the next one in time.
-
-        What such an agent has said of its ranks before it was stopped stays, and holds for ever.
-        """
-        if now < reports.asked_at + self._end_wait_s:
-            return []
-        left = sorted(set(range(self._node_count)) - reports.nodes)
-        said = {node: self._news_store.get(self._key(f"awake/{node}")) for node in left}
-        silent = [node for node in left if reports.asked and said[node] != reports.asked]
-        reports.asked, reports.asked_at = reports.asked + 1, now
-        self._publish({AWAKE: reports.asked})
-        return silent
-
-    def _after_silent_agents(self, silent: list[int]) -> RoundEnd:
-        each = self._worker_group.spec.local_world_size
-        ranks = [rank for node in silent for rank in range(node * each, (node + 1) * each)]
-        names = self._meeting_place.names()
-        silent_names = fold_nodes([names[node] for node in silent])
-        for_s = duration(self._end_wait_s)
-        why = f"ranks returned, and the agents of {silent_names} said nothing for {for_s}"
-        log.warning("%s", why)
-        node, now = names[silent[0]], clock.now()
-        failure = FailureReport(ranks[0], node, HANG, why, time=now, others=ranks[1:])
-        nodes = [self._meeting_place.members[place] for place in silent]
-        return RoundEnd("hung", why=why, failure=failure, silent_nodes=nodes)
-
-    def _say_awaited(
-        self, hooks: RoundHooks, reports: _Reports, said: list[NodeEnds], *, is_over: bool
-    ) -> RoundEnd | None:
-        if reports.is_said and not is_over:
-            return None
-        reports.is_said = True
-        left = sorted((rank, ends.node) for ends in said for rank in ends.left)
-        ranks = tuple(rank for rank, _ in left)
-        quiet_s = self._end_wait_s if is_over else min(SAY_S, self._end_wait_s / 2)
-        why = in_words(reports.returned, ranks, quiet_s)
-        limit_s = self._end_wait_s
-        log.warning("%s; %s", why, "ended" if is_over else f"ended after {limit_s:g} s of that")
-        fact = RanksAwaited(
-            returned=reports.returned, left=ranks, quiet_s=quiet_s, limit_s=limit_s, ended=is_over
-        )
-        hooks.awaited(fact)
-        if not is_over:
-            return None
-        if not left:
-            return RoundEnd("left", why=why)
-        (first, node), *_ = left
-        failure = FailureReport(first, node, HANG, why, time=clock.now(), others=list(ranks[1:]))
-        restart = hooks.may_restart(failure)
-        return RoundEnd("hung", restart=restart, why=why, failure=failure)
-
-    def _gather(self, reports: _Reports) -> None:
-        count, now = self._news_store.count(self._key("reports")), clock.monotonic()
-        if count == reports.count and now < reports.looked_at + LOOK_ANYWAY_S:
-            return
-        if count < self._node_count and now < reports.looked_at + self._node_count * LOOK_EACH_S:
-            return
-        reports.count, reports.looked_at = count, now
-        for node in set(range(self._node_count)) - reports.nodes:
-            said = self._news_store.get(self._key(f"report/{node}"))
-            if said is not None:
-                reports.nodes.add(node)
-                reports.failures += [FailureReport(**one) for one in said]
-        if reports.failures and reports.first_failure_at is None:
-            reports.first_failure_at = clock.monotonic()
-            self._publish(ROLL_CALL)
 
     def _publish(self, news: dict[str, Any]) -> None:
         """Node 0: tell all agents; they read the news in order, one look each time round."""

@@ -19,6 +19,7 @@ from hpctrain.agent import ranks as ranks_module
 from hpctrain.agent import signals
 from hpctrain.agent.control import NodeControl
 from hpctrain.agent.node import NodeAgent
+from hpctrain.agent.node_reports import NodeReports
 from hpctrain.agent.ranks import run_rank
 from hpctrain.agent.rounds import NothingToResume, RoundHooks
 from hpctrain.agent.stop_deadline import StopDeadline
@@ -278,13 +279,19 @@ def test_nodes_that_report_one_by_one_are_not_asked_for_all_at_each(hands, nodes
             asked.append(key)
             return [] if int(key) < self.said else None
 
-    store, reports = Store(), module._Reports()
-    agent = SimpleNamespace(
-        _news_store=store, _node_count=nodes, _key=lambda name: name.removeprefix("report/")
+    store = Store()
+    reports = NodeReports(
+        store,
+        lambda name: name.removeprefix("report/"),
+        nodes=nodes,
+        ranks_per_node=1,
+        end_wait_s=0.0,
+        publish=lambda _: None,
+        place=None,
     )
     for store.said in range(nodes + 1):
         hands.advance(module.POLL_S)
-        NodeAgent._gather(agent, reports)
+        reports.gather()
 
     assert reports.nodes == set(range(nodes))  # also the last one's, at once
     assert len(asked) <= nodes * 60

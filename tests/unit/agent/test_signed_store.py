@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent.node import NodeAgent, _Reports
+from hpctrain.agent.node import NodeAgent
+from hpctrain.agent.node_reports import NodeReports
 from hpctrain.agent.rendezvous import SAY_AGAIN_S, SignedStore
 from hpctrain.base.secret import sign
 
@@ -131,12 +132,20 @@ def test_a_report_that_was_written_over_is_looked_at_as_soon_as_it_is_said_again
         agent._news_store.set(f"round/0/report/{agent._worker_group.group_rank}", [])
         agent._news_store.count("round/0/reports", 1)
     store.set("round/0/report/1", b"forged")
-    reports = _Reports()
-    first._gather(reports)
+    reports = NodeReports(
+        first._news_store,
+        first._key,
+        nodes=2,
+        ranks_per_node=1,
+        end_wait_s=0.0,
+        publish=lambda _: None,
+        place=None,
+    )
+    reports.gather()
     assert reports.nodes == {0}
 
     other._say_again()
-    first._gather(reports)  # long before it would look by itself
+    reports.gather()  # long before it would look by itself
 
     assert reports.nodes == {0, 1}
     before = store.add("round/0/reports", 0)
