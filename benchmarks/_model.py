@@ -14,7 +14,7 @@ from torch import nn
 from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.tensors.boxes import State, bytes_of, held
 from hpctrain.checkpoint.tensors.save import SavePlace
-from hpctrain.engines import state as engine_state
+from hpctrain.train.engines import state as engine_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hpctrain.checkpoint.tensors.boxes import Held
-    from hpctrain.world import World
+    from hpctrain.core.world import World
 
 IO_BYTES = 8 << 20
 FILL = 1 << 22
@@ -166,8 +166,8 @@ def manifest(place: SavePlace, world: World, step: int) -> Manifest:
 
 def new_place(folder: Path, **changes: Any) -> SavePlace:
     """A run of its own to save into."""
-    from hpctrain.run.fence import take_attempt
-    from hpctrain.settings.spec import load_spec
+    from hpctrain.core.settings.spec import load_spec
+    from hpctrain.ledger.run.fence import take_attempt
     from tests.support.recipe import make_run
 
     run = make_run(folder, **changes)

@@ -23,8 +23,8 @@ NOTICES = {STEP_S: 8, 1.0: 4}
 
 def cost() -> tuple[float, float, int]:
     """Microseconds of CPU a step: of the process, and of the loop's thread; open sockets."""
-    from hpctrain.runtime.agreement import NOTHING, agreement_of
-    from hpctrain.world import apart, join_world
+    from hpctrain.core.world import apart, join_world
+    from hpctrain.train.runtime.agreement import NOTHING, agreement_of
 
     world = join_world()
     beside = apart(world, 60)  # as saves have it
@@ -55,8 +55,8 @@ def notice(step_s: float, seed: int) -> tuple[float, float]:
     """When this rank heard, and when it stopped; one rank hears, in the middle of a step."""
     import threading
 
-    from hpctrain.runtime.agreement import STOP_TERM, StopRequest, agreement_of
-    from hpctrain.world import join_world
+    from hpctrain.core.world import join_world
+    from hpctrain.train.runtime.agreement import STOP_TERM, StopRequest, agreement_of
 
     world = join_world()
     agreement = agreement_of(world)

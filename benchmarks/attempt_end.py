@@ -23,10 +23,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.ledger_read import ATTEMPTS, many_attempts, one_attempt, parse_all
-from hpctrain.agent.ending import AttemptEnding
-from hpctrain.base.records import JobContext, JobFacts, JobState, StopCause
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.spec import Entry, Spec, load_spec
+from hpctrain.core.base.records import JobContext, JobFacts, JobState, StopCause
+from hpctrain.core.settings.spec import Entry, Spec, load_spec
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.node.agent.ending import AttemptEnding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from _measure import Line, Options
 
     from hpctrain.checkpoint.tensors.save import SavePlace
-    from hpctrain.world import World
+    from hpctrain.core.world import World
 
 IDLE_S = 1.5
 
@@ -81,7 +81,7 @@ def _beside_rank(
 
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.checkpoint.tensors.saver import Saver
-    from hpctrain.world import gather
+    from hpctrain.core.world import gather
 
     count = nbytes // 4 // 64
     tensors = {f"rank-{world.rank}.{i}": torch.rand(count) for i in range(64)}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import _measure as measure
 
-from hpctrain.device import synchronize
+from hpctrain.core.device import synchronize
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.checkpoint.tensors.save import SavePlace
-    from hpctrain.world import World
+    from hpctrain.core.world import World
 
 LONGER = 4
 """The products take so many times as long as the copy."""
@@ -55,7 +55,7 @@ def lines_of(asked: Options, folder: Path, device: torch.device) -> list[Line]:
     """Measure; tests/gpu does so too, and rehearses it on a CPU."""
     from _model import new_place
 
-    from hpctrain.world import World
+    from hpctrain.core.world import World
 
     world = World(0, 0, 1, device)
     trained = Trained(asked.params, device)
@@ -226,7 +226,7 @@ class _Saving:
         from hpctrain.checkpoint.format.reader import CheckpointSource, Target
         from hpctrain.checkpoint.store import find
         from hpctrain.checkpoint.tensors.boxes import State, bytes_of, held
-        from hpctrain.world import World
+        from hpctrain.core.world import World
 
         newest = find.candidates(self._place.run)[0]
         if newest.step != self._step or newest.manifest is None:

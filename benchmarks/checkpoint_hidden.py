@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.checkpoint.tensors.save import SavePlace
-    from hpctrain.world import World
+    from hpctrain.core.world import World
 
 LONGER = 4
 """The work takes so many times as long as the memcpy."""
@@ -117,8 +117,8 @@ class _Saving:
     def _state(self) -> State:
         """As `Program.snapshot` makes it."""
         from hpctrain.checkpoint.tensors.boxes import State
-        from hpctrain.engines import state as engine_state
-        from hpctrain.runtime.generators import Generators
+        from hpctrain.train.engines import state as engine_state
+        from hpctrain.train.runtime.generators import Generators
 
         tensors = engine_state.collect(self._trained.model, self._trained.optimizer)
         return State({**tensors}, Generators(self._world).capture(), steady=frozenset(tensors))
@@ -127,7 +127,7 @@ class _Saving:
         """Seconds that training stands still for a save, and those of the work beside it."""
         from _model import manifest
 
-        from hpctrain.world import gather
+        from hpctrain.core.world import gather
 
         self._step += 1
         gather(self._world, None)

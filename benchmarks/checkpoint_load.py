@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from _measure import Line, Options, Turns
 
     from hpctrain.checkpoint.tensors.save import SavePlace
-    from hpctrain.world import World
+    from hpctrain.core.world import World
 
 STEP = 1000
 
@@ -163,7 +163,7 @@ def _wanted(tensors: dict[str, torch.Tensor]) -> Callable[[object], Any]:
     """As a run wants them: a new optimizer's moments hold nothing of value."""
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.checkpoint.tensors.restore import Wanted
-    from hpctrain.engines.state import OPTIM
+    from hpctrain.train.engines.state import OPTIM
 
     fresh = frozenset(name for name in tensors if name.startswith(OPTIM))
     return lambda _: Wanted(State(dict(tensors)), fresh)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.checkpoint.tensors.save import SavePlace
-    from hpctrain.world import World
+    from hpctrain.core.world import World
 
 MB = 1e6
 
@@ -246,8 +246,8 @@ class _Ours:
 
     def _state(self) -> State:
         from hpctrain.checkpoint.tensors.boxes import State
-        from hpctrain.engines import state as engine_state
-        from hpctrain.runtime.generators import Generators
+        from hpctrain.train.engines import state as engine_state
+        from hpctrain.train.runtime.generators import Generators
 
         tensors = engine_state.collect(self._trained.model, self._trained.optimizer)
         return State({**tensors}, Generators(self._world).capture())

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from _measure import Line
 
     from hpctrain.checkpoint.format.layout import RankPart
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
 CHECKPOINTS = 20
 RANKS = 1024
@@ -43,7 +43,7 @@ def main() -> None:
 
 def _choose(root: Path) -> list[Line]:
     from hpctrain.checkpoint.store import find
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
     run = RunDir(root)
     _checkpoints(run)

@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 
 import hpctrain
-from hpctrain.base.env import HPCTRAIN_LOCAL_DIR
-from hpctrain.run import events as ledger
-from hpctrain.run.event_types import CheckpointSaved
-from hpctrain.run.layout import RunDir
+from hpctrain.core.base.env import HPCTRAIN_LOCAL_DIR
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.event_types import CheckpointSaved
+from hpctrain.ledger.run.layout import RunDir
 
 ROUNDS = 3
 STEPS = 120

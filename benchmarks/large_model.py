@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.tensors.save import SavePlace
-    from hpctrain.world import World
+    from hpctrain.core.world import World
 
 VOCABULARY = 32_000
 TOKENS = 32
@@ -67,7 +67,7 @@ class Phases:
     @contextmanager
     def phase(self, name: str, world: World | None) -> Iterator[dict[str, float]]:
         """Measure what is done inside; ranks begin and end it together."""
-        from hpctrain.world import gather
+        from hpctrain.core.world import gather
 
         row = self.rows.setdefault(name, {})
         done, seen = threading.Event(), [_own_memory()]
@@ -160,9 +160,9 @@ def _ours(world: World, job: Job) -> Phases:
     from transformers import AutoConfig, LlamaForCausalLM
 
     from hpctrain.checkpoint.tensors.save import save
-    from hpctrain.engines.engine import Microbatch
-    from hpctrain.engines.parallelize import parallelize
-    from hpctrain.settings.schema import EngineSettings
+    from hpctrain.core.settings.schema import EngineSettings
+    from hpctrain.train.engines.engine import Microbatch
+    from hpctrain.train.engines.parallelize import parallelize
 
     config = AutoConfig.from_pretrained(job.hub)
     settings = EngineSettings(kind="fsdp2", precision="fp32", clip_norm=1.0)
@@ -197,8 +197,8 @@ def _resume(world: World, job: Job) -> Phases:
     from transformers import AutoConfig, LlamaForCausalLM
 
     from hpctrain.checkpoint.tensors.restore import Wanted, restore
-    from hpctrain.engines.parallelize import parallelize
-    from hpctrain.settings.schema import EngineSettings
+    from hpctrain.core.settings.schema import EngineSettings
+    from hpctrain.train.engines.parallelize import parallelize
 
     config = AutoConfig.from_pretrained(job.hub)
     settings = EngineSettings(kind="fsdp2", precision="fp32", clip_norm=1.0)

@@ -85,8 +85,8 @@ def _case(size: str, ranks: int, tp: int) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from hpctrain.checkpoint.tensors.boxes import held
-    from hpctrain.engines.parallelize import parallelize
-    from hpctrain.settings.schema import EngineSettings
+    from hpctrain.core.settings.schema import EngineSettings
+    from hpctrain.train.engines.parallelize import parallelize
     from tests.support.fake_ranks import rank_of
 
     config = LlamaConfig(**SIZES[size], use_cache=False)

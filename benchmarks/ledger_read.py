@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.history.attempts import attempts
-from hpctrain.history.goodput import goodput
-from hpctrain.history.progress import progress, saving, speed
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.history.attempts import attempts
+from hpctrain.ledger.history.goodput import goodput
+from hpctrain.ledger.history.progress import progress, saving, speed
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,9 +10,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from hpctrain.lint.check import check_text
-from hpctrain.lint.files import files_to_check
-from hpctrain.lint.source import NotText, read_source
+from hpctrain.advise.lint.check import check_text
+from hpctrain.advise.lint.files import files_to_check
+from hpctrain.advise.lint.source import NotText, read_source
 
 TOP = Path(__file__).parents[1]
 LINES = 2_000

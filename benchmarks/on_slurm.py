@@ -71,7 +71,7 @@ def _submit(slurm: SlurmCluster, folder: Path) -> None:
 
 
 def _restart(slurm: SlurmCluster, folder: Path) -> None:
-    from hpctrain.run.event_types import AttemptStarted, PhaseReached
+    from hpctrain.ledger.run.event_types import AttemptStarted, PhaseReached
     from tests.support.scenario import submit
 
     sets = {"train.steps": 400, "train.step_delay_s": 0.1}
@@ -160,7 +160,7 @@ def _killed(run: RunHandle, attempt: int) -> tuple[dict[str, float], int]:
     Returns:
         Seconds by part, and the steps done that are done again.
     """
-    from hpctrain.run.event_types import CheckpointRestored, PhaseReached
+    from hpctrain.ledger.run.event_types import CheckpointRestored, PhaseReached
     from tests.support import processes
 
     run.wait_event("memory_copies", attempt)

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from hpctrain.strategy.facts import of_config
+from hpctrain.advise.strategy.facts import of_config
 from tests.support import plan_cases
 
 if TYPE_CHECKING:
-    from hpctrain.strategy.facts import ModelFacts
+    from hpctrain.advise.strategy.facts import ModelFacts
     from tests.support.plan_cases import Case
 
 CLOSE, NEAR = 0.05, 0.10

@@ -74,7 +74,7 @@ def compile_all(folder: Path) -> None:
 
 def started(slurm: SlurmCluster, folder: Path, name: str, stage: str) -> dict[str, Asked]:
     """Of one run: what each node's ranks, and all else on it, have asked."""
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
     from tests.support.scenario import RunHandle
 
     traces, told = folder / name / "traces", folder / name / "told"

@@ -48,12 +48,12 @@ def timed(command: list[str], done: Path, env: dict[str, str]) -> float:
 
 def ours(folder: Path, script: Path, method: str) -> tuple[float, float]:
     """A job of one local node with 8 ranks: seconds from its start on, and from its imports on."""
-    from hpctrain.run import events
-    from hpctrain.run.event_types import AttemptStarted
-    from hpctrain.run.layout import RunDir
-    from hpctrain.scheduler.local import client
-    from hpctrain.settings.schema import RunSettings, Settings, SlurmSettings
-    from hpctrain.settings.spec import Entry, Spec
+    from hpctrain.cluster.scheduler.local import client
+    from hpctrain.core.settings.schema import RunSettings, Settings, SlurmSettings
+    from hpctrain.core.settings.spec import Entry, Spec
+    from hpctrain.ledger.run import events
+    from hpctrain.ledger.run.event_types import AttemptStarted
+    from hpctrain.ledger.run.layout import RunDir
 
     root = Path(tempfile.mkdtemp(dir=folder))
     settings = Settings(

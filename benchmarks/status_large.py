@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
 RANKS, RANKS_PER_NODE = 8192, 8
 DAYS, ATTEMPTS = 30, 30

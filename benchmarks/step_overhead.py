@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -35,7 +35,7 @@ QUIET = {"run__log_every_s": 5.0, "checkpoint__interval_steps": 0}
 
 def bare() -> float:
     """Seconds per step without hpctrain."""
-    from hpctrain.world import join_world
+    from hpctrain.core.world import join_world
 
     join_world()
     started = time.perf_counter()
@@ -47,7 +47,7 @@ def bare() -> float:
 def ours() -> tuple[float, float]:
     """Seconds per step in `run.steps`, and this process's CPU seconds per step."""
     import hpctrain
-    from hpctrain.settings.schema import CheckpointSettings, Settings
+    from hpctrain.core.settings.schema import CheckpointSettings, Settings
 
     run = hpctrain.init(Settings(checkpoint=CheckpointSettings(interval_s=1e9)))
     first = None
@@ -66,7 +66,7 @@ def ours() -> tuple[float, float]:
 def alone() -> float:
     """CPU seconds of one step of no length: `run.steps`, `run.timed` and `run.log` alone."""
     import hpctrain
-    from hpctrain.settings.schema import CheckpointSettings, Settings
+    from hpctrain.core.settings.schema import CheckpointSettings, Settings
 
     run = hpctrain.init(Settings(checkpoint=CheckpointSettings(interval_s=1e9)))
     for step in run.steps(total=ALONE_STEPS + 20):
@@ -89,9 +89,9 @@ def looks() -> dict[str, float]:
     import torch
     from torch import nn
 
-    from hpctrain.runtime.program import Program
-    from hpctrain.runtime.unsaved import Unsaved
-    from hpctrain.world import World
+    from hpctrain.core.world import World
+    from hpctrain.train.runtime.program import Program
+    from hpctrain.train.runtime.unsaved import Unsaved
 
     program = Program(World(0, 0, 1, torch.device("cpu")))
     layers = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(LOOK_LAYERS)]
@@ -143,7 +143,7 @@ def _with_run(run: RunDir, loop: Callable[[], Any], ranks: int) -> list[Any]:
     import os
     from dataclasses import asdict
 
-    from hpctrain.run.fence import take_attempt
+    from hpctrain.ledger.run.fence import take_attempt
     from tests.support.gloo import launch
 
     attempt = take_attempt(run, job_id="bench", restarts=0)

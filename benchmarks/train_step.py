@@ -16,7 +16,7 @@ import _measure as measure
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpctrain.world import World
+    from hpctrain.core.world import World
 
 RANKS = 2
 BATCH = 8
@@ -115,9 +115,9 @@ def _trainer(world: World, kind: str, way: str, dim: int) -> Callable[[], object
 def _ours(world: World, kind: str, model: Any, tokens: Any) -> Callable[[], object]:
     import torch
 
-    from hpctrain.engines.engine import Microbatch
-    from hpctrain.engines.parallelize import parallelize
-    from hpctrain.settings.schema import EngineSettings
+    from hpctrain.core.settings.schema import EngineSettings
+    from hpctrain.train.engines.engine import Microbatch
+    from hpctrain.train.engines.parallelize import parallelize
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     settings = EngineSettings(kind=kind, precision="fp32", clip_norm=CLIP)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.tensors.boxes import Flat, State
     from hpctrain.checkpoint.tensors.save import SavePlace
-    from hpctrain.engines.engine import Engine
-    from hpctrain.world import World
+    from hpctrain.core.world import World
+    from hpctrain.train.engines.engine import Engine
 
 STEP = 1000
 LIMIT = 1.3
@@ -201,8 +201,8 @@ def _engine(kind: str, world: World, params: int, *, universal: bool = False) ->
     import torch
     from _model import Net
 
-    from hpctrain.engines.parallelize import parallelize
-    from hpctrain.settings.schema import EngineSettings
+    from hpctrain.core.settings.schema import EngineSettings
+    from hpctrain.train.engines.parallelize import parallelize
 
     model = Net(params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

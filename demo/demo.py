@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from hpctrain.run import events as ledger
-from hpctrain.run.event_types import (
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.event_types import (
     AttemptEnded,
     AttemptStarted,
     PhaseReached,
@@ -25,12 +25,12 @@ from hpctrain.run.event_types import (
     StepsDone,
     TrainingDone,
 )
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpctrain.run.event_fields import LedgerFact
+    from hpctrain.ledger.run.event_fields import LedgerFact
 
 F = TypeVar("F", bound="LedgerFact")
 TOP = Path(__file__).resolve().parents[1]

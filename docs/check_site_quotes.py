@@ -25,8 +25,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from hpctrain.agent.cpus import cpus_of
-from hpctrain.site.validate import seconds
+from hpctrain.cluster.site.validate import seconds
+from hpctrain.node.agent.cpus import cpus_of
 
 PRESETS = Path(__file__).parents[1] / "site-configs"
 SOURCES = PRESETS / "sources"

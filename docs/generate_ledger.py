@@ -10,10 +10,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hpctrain.base.records import EndReason, Next, StopCause
-from hpctrain.run import event_fields as check
-from hpctrain.run import event_types  # noqa: F401 - they enter KINDS
-from hpctrain.run.event_fields import KINDS, NEEDED, LedgerFact
+from hpctrain.core.base.records import EndReason, Next, StopCause
+from hpctrain.ledger.run import event_fields as check
+from hpctrain.ledger.run import event_types  # noqa: F401 - they enter KINDS
+from hpctrain.ledger.run.event_fields import KINDS, NEEDED, LedgerFact
 
 PAGE = Path(__file__).parent / "development" / "ledger.md"
 PART = re.compile(r"(<!-- events: [^\n]*\n).*?(<!-- end of events -->)", re.DOTALL)

@@ -1,4 +1,4 @@
-"""Writes the rules of docs/check.md from hpctrain/lint/rules; `make settings` calls it.
+"""Writes the rules of docs/check.md from hpctrain/advise/lint/rules; `make settings` calls it.
 
 tests/docs/test_lint_page.py fails where the page is not what this gives.
 """
@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.lint.catalogue import RULES
+from hpctrain.advise.lint.catalogue import RULES
 
 if TYPE_CHECKING:
-    from hpctrain.lint.rule import LintRule
+    from hpctrain.advise.lint.rule import LintRule
 
 PAGE = Path(__file__).with_name("check.md")
 PART = re.compile(r"(<!-- rules: [^\n]*\n).*?(<!-- end of rules -->)", re.DOTALL)

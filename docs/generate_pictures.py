@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from hpctrain.run.events import Event
-    from hpctrain.status.status import RunStatus
+    from hpctrain.ledger.run.events import Event
+    from hpctrain.observe.status.status import RunStatus
 
 HERE = Path(__file__).parent
 PICTURES = HERE / "pictures"
@@ -81,9 +81,9 @@ def svgs() -> dict[str, str]:
 
 def report_html() -> str:
     """The report of the frozen run, as `hpctrain report` writes it."""
-    from hpctrain.report.gather import gather
-    from hpctrain.report.page import page
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
+    from hpctrain.observe.report.gather import gather
+    from hpctrain.observe.report.page import page
 
     with _in_utc():
         return page(gather(RunDir(FROZEN), _done_status()))
@@ -157,16 +157,16 @@ def _fixed(value: Any, names: dict[str, str], began: float) -> Any:
 
 
 def _events() -> list[Event]:
-    from hpctrain.run import events
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run import events
+    from hpctrain.ledger.run.layout import RunDir
 
     return events.read(RunDir(FROZEN))
 
 
 def _running_status() -> RunStatus:
     """As it was while the second attempt ran."""
-    from hpctrain.base.records import JobInfo, JobState
-    from hpctrain.run.event_types import AttemptStarted
+    from hpctrain.core.base.records import JobInfo, JobState
+    from hpctrain.ledger.run.event_types import AttemptStarted
 
     events = _events()
     last = next(n for n, e in enumerate(events) if getattr(e.fact, "last", None) == RUNNING_AT_STEP)
@@ -181,9 +181,9 @@ def _done_status() -> RunStatus:
 
 
 def _status_of(events: list[Event], job: Any) -> RunStatus:
-    from hpctrain.history.run_history import RunHistory
-    from hpctrain.run.event_types import CheckpointSaved
-    from hpctrain.status.status import Answer, Checkpoint, status_of
+    from hpctrain.ledger.history.run_history import RunHistory
+    from hpctrain.ledger.run.event_types import CheckpointSaved
+    from hpctrain.observe.status.status import Answer, Checkpoint, status_of
 
     t, saved = [(e.t, e.fact) for e in events if isinstance(e.fact, CheckpointSaved)][-1]
     checkpoint = Checkpoint(saved.checkpoint or "", saved.step or 0, t, saved.bytes or 0)
@@ -224,13 +224,13 @@ def _screen(print_to: Callable[[Console], None]) -> str:
 
 
 def _print_status(console: Console) -> None:
-    from hpctrain.status.screen import render
+    from hpctrain.observe.status.screen import render
 
     render(_running_status(), console)
 
 
 def _print_attempts(console: Console) -> None:
-    from hpctrain.status.screen import attempts_table
+    from hpctrain.observe.status.screen import attempts_table
 
     console.print(*attempts_table(_done_status(), COLUMNS), sep="\n")
 

@@ -1,4 +1,4 @@
-"""Writes docs/settings.md from hpctrain/settings/schema.py; `make settings` calls it.
+"""Writes docs/settings.md from hpctrain/core/settings/schema.py; `make settings` calls it.
 
 tests/docs/test_pages.py fails where the page is not what this gives.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hpctrain.settings.fields import Key, keys_of, title_of
-from hpctrain.settings.schema import sections
+from hpctrain.core.settings.fields import Key, keys_of, title_of
+from hpctrain.core.settings.schema import sections
 
 PAGE = Path(__file__).with_name("settings.md")
 _TYPES = {
@@ -22,7 +22,7 @@ _TYPES = {
 HEAD = """\
 # Settings
 
-<!-- Written by `make settings` from hpctrain/settings/schema.py; change it there. -->
+<!-- Written by `make settings` from hpctrain/core/settings/schema.py; change it there. -->
 
 Later places win: the defaults below, `[settings.*]` of the site's preset, the SBATCH_* variables
 that the preset keeps (without a preset SBATCH_ACCOUNT, SBATCH_PARTITION and SBATCH_QOS),

@@ -1,4 +1,4 @@
-"""Writes docs/site-presets.md and docs/site.schema.json from hpctrain/site/schema.py.
+"""Writes docs/site-presets.md and docs/site.schema.json from hpctrain/cluster/site/schema.py.
 
 `make settings` calls it; tests/unit/site/test_schema.py fails where they are not what this gives.
 """
@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hpctrain.settings.fields import OPTION, VARIABLE, Key, in_words, keys_of, title_of
-from hpctrain.settings.schema import sections
-from hpctrain.site import schema
+from hpctrain.cluster.site import schema
+from hpctrain.core.settings.fields import OPTION, VARIABLE, Key, in_words, keys_of, title_of
+from hpctrain.core.settings.schema import sections
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "site-presets.md"
@@ -20,7 +20,7 @@ SCHEMA = DOCS / "site.schema.json"
 HEAD = """\
 # Site presets: every key
 
-<!-- Written by `make settings` from hpctrain/site/schema.py; change it there. -->
+<!-- Written by `make settings` from hpctrain/cluster/site/schema.py; change it there. -->
 
 [A preset for your cluster](sites.md) shows how to write one. Every table and key is optional; a
 missing value is unknown. An unknown key is refused, with the nearest known one and the line.
@@ -137,7 +137,7 @@ def json_schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "hpctrain site preset",
-        "description": "Written by docs/generate_site_reference.py from hpctrain/site/schema.py.",
+        "description": "Written by docs/generate_site_reference.py from hpctrain/cluster/site/schema.py.",
         **_object(top),
         "$defs": {
             "source": {"type": "string", "description": "a name of [sources]"},

@@ -10,17 +10,17 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.settings.fields import keys_of
-from hpctrain.settings.layers import read_toml
-from hpctrain.site import schema
-from hpctrain.site.environment import Versions, derive
-from hpctrain.site.sheet import build, take_apart
+from hpctrain.cluster.site import schema
+from hpctrain.cluster.site.environment import Versions, derive
+from hpctrain.cluster.site.sheet import build, take_apart
+from hpctrain.core.settings.fields import keys_of
+from hpctrain.core.settings.layers import read_toml
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from hpctrain.site.schema import Partition, PresetValue, Site
-    from hpctrain.site.sheet import SiteFileValues
+    from hpctrain.cluster.site.schema import Partition, PresetValue, Site
+    from hpctrain.cluster.site.sheet import SiteFileValues
 
 TOP = Path(__file__).resolve().parents[1]
 PRESETS = TOP / "site-configs"

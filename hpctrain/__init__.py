@@ -13,91 +13,91 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.base import VERSION
+from hpctrain.core.base import VERSION
 
 if TYPE_CHECKING:
     from hpctrain import errors, frameworks, submitit
-    from hpctrain.api import CancelledJob, StartedJob, Status, cancel, resume, status, submit
     from hpctrain.checkpoint.tensors import dcp
-    from hpctrain.data.batches import (
+    from hpctrain.cli.api import CancelledJob, StartedJob, Status, cancel, resume, status, submit
+    from hpctrain.core.settings.schema import Settings
+    from hpctrain.core.testing import faults
+    from hpctrain.core.world import World, broadcast
+    from hpctrain.errors import CheckpointError, HpctrainError, UsageError
+    from hpctrain.ledger.history.attempts import AttemptView
+    from hpctrain.ledger.plan.mesh import ModelShape
+    from hpctrain.observe.status.status import Checkpoint
+    from hpctrain.train.data.batches import (
         GlobalBatches,
         MicrobatchRules,
         MicrobatchSamples,
         StepBatch,
         cut_step,
     )
-    from hpctrain.data.loader import Loader, LoaderOptions
-    from hpctrain.data.mixture import Mixture
-    from hpctrain.data.order import SampleOrder
-    from hpctrain.data.packing import PackedDocuments, cu_seqlens
-    from hpctrain.data.stream_loader import StreamLoader
-    from hpctrain.data.streams import TokenSequences
-    from hpctrain.data.tokens import TokenFile, write_tokens
-    from hpctrain.engines.engine import Engine, Microbatch
-    from hpctrain.engines.loss import cross_entropy
-    from hpctrain.engines.parallelize import ModelPlan
-    from hpctrain.errors import CheckpointError, HpctrainError, UsageError
-    from hpctrain.history.attempts import AttemptView
-    from hpctrain.plan.mesh import ModelShape
-    from hpctrain.runtime.evaluations import Evaluation, evaluation
-    from hpctrain.runtime.joining import init
-    from hpctrain.runtime.run import Run, Stopped
-    from hpctrain.runtime.trackers import TrackedRun, Tracker
-    from hpctrain.settings.schema import Settings
-    from hpctrain.status.status import Checkpoint
-    from hpctrain.testing import faults
-    from hpctrain.world import World, broadcast
+    from hpctrain.train.data.loader import Loader, LoaderOptions
+    from hpctrain.train.data.mixture import Mixture
+    from hpctrain.train.data.order import SampleOrder
+    from hpctrain.train.data.packing import PackedDocuments, cu_seqlens
+    from hpctrain.train.data.stream_loader import StreamLoader
+    from hpctrain.train.data.streams import TokenSequences
+    from hpctrain.train.data.tokens import TokenFile, write_tokens
+    from hpctrain.train.engines.engine import Engine, Microbatch
+    from hpctrain.train.engines.loss import cross_entropy
+    from hpctrain.train.engines.parallelize import ModelPlan
+    from hpctrain.train.runtime.evaluations import Evaluation, evaluation
+    from hpctrain.train.runtime.joining import init
+    from hpctrain.train.runtime.run import Run, Stopped
+    from hpctrain.train.runtime.trackers import TrackedRun, Tracker
 
 __version__ = VERSION
 
 _HOMES = {
-    "AttemptView": "hpctrain.history.attempts",
-    "CancelledJob": "hpctrain.api",
-    "Checkpoint": "hpctrain.status.status",
+    "AttemptView": "hpctrain.ledger.history.attempts",
+    "CancelledJob": "hpctrain.cli.api",
+    "Checkpoint": "hpctrain.observe.status.status",
     "CheckpointError": "hpctrain.errors",
-    "Engine": "hpctrain.engines.engine",
-    "Evaluation": "hpctrain.runtime.evaluations",
-    "GlobalBatches": "hpctrain.data.batches",
+    "Engine": "hpctrain.train.engines.engine",
+    "Evaluation": "hpctrain.train.runtime.evaluations",
+    "GlobalBatches": "hpctrain.train.data.batches",
     "HpctrainError": "hpctrain.errors",
-    "Loader": "hpctrain.data.loader",
-    "LoaderOptions": "hpctrain.data.loader",
-    "Microbatch": "hpctrain.engines.engine",
-    "MicrobatchRules": "hpctrain.data.batches",
-    "MicrobatchSamples": "hpctrain.data.batches",
-    "Mixture": "hpctrain.data.mixture",
-    "ModelPlan": "hpctrain.engines.parallelize",
-    "ModelShape": "hpctrain.plan.mesh",
-    "PackedDocuments": "hpctrain.data.packing",
-    "Run": "hpctrain.runtime.run",
-    "SampleOrder": "hpctrain.data.order",
-    "Settings": "hpctrain.settings.schema",
-    "StartedJob": "hpctrain.api",
-    "Status": "hpctrain.api",
-    "StepBatch": "hpctrain.data.batches",
-    "Stopped": "hpctrain.runtime.run",
-    "StreamLoader": "hpctrain.data.stream_loader",
-    "TokenFile": "hpctrain.data.tokens",
-    "TokenSequences": "hpctrain.data.streams",
-    "TrackedRun": "hpctrain.runtime.trackers",
-    "Tracker": "hpctrain.runtime.trackers",
+    "Loader": "hpctrain.train.data.loader",
+    "LoaderOptions": "hpctrain.train.data.loader",
+    "Microbatch": "hpctrain.train.engines.engine",
+    "MicrobatchRules": "hpctrain.train.data.batches",
+    "MicrobatchSamples": "hpctrain.train.data.batches",
+    "Mixture": "hpctrain.train.data.mixture",
+    "ModelPlan": "hpctrain.train.engines.parallelize",
+    "ModelShape": "hpctrain.ledger.plan.mesh",
+    "PackedDocuments": "hpctrain.train.data.packing",
+    "Run": "hpctrain.train.runtime.run",
+    "SampleOrder": "hpctrain.train.data.order",
+    "Settings": "hpctrain.core.settings.schema",
+    "StartedJob": "hpctrain.cli.api",
+    "Status": "hpctrain.cli.api",
+    "StepBatch": "hpctrain.train.data.batches",
+    "Stopped": "hpctrain.train.runtime.run",
+    "StreamLoader": "hpctrain.train.data.stream_loader",
+    "TokenFile": "hpctrain.train.data.tokens",
+    "TokenSequences": "hpctrain.train.data.streams",
+    "TrackedRun": "hpctrain.train.runtime.trackers",
+    "Tracker": "hpctrain.train.runtime.trackers",
     "UsageError": "hpctrain.errors",
-    "World": "hpctrain.world",
-    "broadcast": "hpctrain.world",
-    "cancel": "hpctrain.api",
-    "cross_entropy": "hpctrain.engines.loss",
-    "cu_seqlens": "hpctrain.data.packing",
-    "cut_step": "hpctrain.data.batches",
+    "World": "hpctrain.core.world",
+    "broadcast": "hpctrain.core.world",
+    "cancel": "hpctrain.cli.api",
+    "cross_entropy": "hpctrain.train.engines.loss",
+    "cu_seqlens": "hpctrain.train.data.packing",
+    "cut_step": "hpctrain.train.data.batches",
     "dcp": "hpctrain.checkpoint.tensors.dcp",
     "errors": "hpctrain.errors",
-    "evaluation": "hpctrain.runtime.evaluations",
-    "faults": "hpctrain.testing.faults",
+    "evaluation": "hpctrain.train.runtime.evaluations",
+    "faults": "hpctrain.core.testing.faults",
     "frameworks": "hpctrain.frameworks",
-    "init": "hpctrain.runtime.joining",
-    "resume": "hpctrain.api",
-    "status": "hpctrain.api",
-    "submit": "hpctrain.api",
+    "init": "hpctrain.train.runtime.joining",
+    "resume": "hpctrain.cli.api",
+    "status": "hpctrain.cli.api",
+    "submit": "hpctrain.cli.api",
     "submitit": "hpctrain.submitit",
-    "write_tokens": "hpctrain.data.tokens",
+    "write_tokens": "hpctrain.train.data.tokens",
 }
 """Module of each name; a name that its module ends with is that module itself."""
 

@@ -25,5 +25,5 @@ if declare -F hpctrain_container >/dev/null; then hpctrain_container; fi
 exec "${hpctrain_outside[@]}" \
   srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none \
   --kill-on-bad-exit=0 --wait=0 --unbuffered --label "${hpctrain_srun_args[@]}" \
-  bash -c 'run=$1; shift; exec "$@" -P -u -m hpctrain.preflight.node "$run" "$SLURM_NODEID"' \
+  bash -c 'run=$1; shift; exec "$@" -P -u -m hpctrain.cluster.preflight.node "$run" "$SLURM_NODEID"' \
   hpctrain "$HPCTRAIN_RUN_DIR" "${hpctrain_task[@]}"

@@ -26,8 +26,8 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
-from hpctrain.agent.signals import STOP_SIGNALS
-from hpctrain.base import log
+from hpctrain.core.base import log
+from hpctrain.node.agent.signals import STOP_SIGNALS
 from tests.support import (
     browser,
     client_disk,

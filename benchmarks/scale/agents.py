@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from hpctrain.control import node_leases
-from hpctrain.control.seat import Seat
+from hpctrain.node.control import node_leases
+from hpctrain.node.control.seat import Seat
 from tests.support.control_tree import ControlTree
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpctrain.checkpoint.format.manifest import Manifest
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
 TENSORS = 512
 BYTES = 5_500_000_000_000
@@ -59,7 +59,7 @@ def large_checkpoint(ranks: int, folder: str | None = None) -> LargeCheckpoint:
     from hpctrain.checkpoint.format import manifest as manifests
     from hpctrain.checkpoint.format.reader import open_chunks
     from hpctrain.checkpoint.store import find
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
     with tempfile.TemporaryDirectory(prefix="hpctrain-scale-", dir=folder) as name:
         run = RunDir(Path(name) / "runs" / "large")
@@ -96,7 +96,7 @@ def _committed(run: RunDir, ranks: int) -> tuple[Manifest, int, float, float]:
     """The manifest; bytes of what ranks said; seconds of the table and of publishing."""
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.store import commit
-    from hpctrain.run.fence import take_attempt
+    from hpctrain.ledger.run.fence import take_attempt
 
     run.checkpoints.mkdir(parents=True)
     run.events.touch()

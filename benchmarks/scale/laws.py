@@ -25,14 +25,14 @@ BUSY_LOAD = 40.0
 
 def trip_s(levels: int, given: Constants) -> float:
     """A report up and the lease down: levels x (2 x hop + wait for other children)."""
-    from hpctrain.control.node_leases import FORWARD_S
+    from hpctrain.node.control.node_leases import FORWARD_S
 
     return levels * (2 * (given.control_hop_s + given.network_s) + FORWARD_S)
 
 
 def notice_s(levels: int, given: Constants) -> float:
     """A wish until the last rank does it: a step, and the lead of max(50 ms, 3 x trip)."""
-    from hpctrain.control.lease import LEAST_LEAD_S, MOST_LEAD_S, TRIPS
+    from hpctrain.node.control.lease import LEAST_LEAD_S, MOST_LEAD_S, TRIPS
 
     return STEP_S + min(MOST_LEAD_S, max(LEAST_LEAD_S, TRIPS * trip_s(levels, given)))
 
@@ -103,7 +103,7 @@ def ranks_s(agents: int, given: Constants) -> float:
 def store_cpu(agents: int, given: Constants) -> float:
     """CPU of the store's process in a second of training: agents' looks, each agents x 1 ms apart.
 
-    At least 0.1 s and at most 2 s: `hpctrain/agent/node.py`.
+    At least 0.1 s and at most 2 s: `hpctrain/node/agent/node.py`.
     """
     apart_s = max(0.1, min(agents * 0.001, 2.0))
     return agents / apart_s * given.ask_cpu_s

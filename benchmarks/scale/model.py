@@ -146,7 +146,7 @@ def ledger_bytes(days: float) -> float:
 
 def samples_bytes(ranks: int, days: float = 30.0) -> float:
     """`ranks.jsonl`: a line of all ranks, as often as the code's own budget allows."""
-    from hpctrain.runtime.telemetry import LINE_BYTES, RANK_BYTES, sample_every_s
+    from hpctrain.train.runtime.telemetry import LINE_BYTES, RANK_BYTES, sample_every_s
 
     size, age, total = LINE_BYTES + RANK_BYTES * ranks, 60.0, 0.0
     while age < days * 86400:

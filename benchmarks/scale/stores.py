@@ -42,7 +42,7 @@ class Meeting:
 
 def meeting(agents: int) -> Meeting:
     """So many agents meet, learn their ranks, and ask for news."""
-    import hpctrain.agent.rendezvous  # noqa: F401 - with torch, which all forks then share
+    import hpctrain.node.agent.rendezvous  # noqa: F401 - with torch, which all forks then share
 
     port = _free_port()
     with _Clients(agents, port) as clients:
@@ -71,7 +71,7 @@ def meeting(agents: int) -> Meeting:
 
 
 def _agent(number: int, agents: int, port: int) -> Any:
-    from hpctrain.agent.rendezvous import Rendezvous
+    from hpctrain.node.agent.rendezvous import Rendezvous
 
     names = [f"n{node}" for node in range(agents)]
     return Rendezvous(ADDRESS, port, number, names, run_id="scale", timeout_s=TIMEOUT_S)

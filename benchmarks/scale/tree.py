@@ -24,9 +24,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.control import collectives
-from hpctrain.control.endpoint import Endpoint
-from hpctrain.control.seat import Seat
+from hpctrain.node.control import collectives
+from hpctrain.node.control.endpoint import Endpoint
+from hpctrain.node.control.seat import Seat
 from tests.support.control_tree import ControlTree
 
 if TYPE_CHECKING:

@@ -31,11 +31,11 @@ from hpctrain.errors import (
     RunAlive,
     UsageError,
 )
-from hpctrain.run.layout import runs_flag
+from hpctrain.ledger.run.layout import runs_flag
 
 if TYPE_CHECKING:
-    from hpctrain.history.run_history import RunHistory
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.history.run_history import RunHistory
+    from hpctrain.ledger.run.layout import RunDir
 
 
 @click.command(
@@ -61,7 +61,7 @@ def command(
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest. Without
     RUN, shows the newest and asks.
     """
-    from hpctrain.terminal import echo_json
+    from hpctrain.core.terminal import echo_json
 
     if not names and not yes:
         newest = newest_to_act_on("cancel", runs)
@@ -84,9 +84,9 @@ def command(
 
 def _cancel(named: str, *, save: bool, foreign: bool, runs: Path, quiet: bool) -> dict[str, object]:
     """Cancel a run, and say so unless a program reads what is returned."""
-    from hpctrain.api import cancel, status
-    from hpctrain.history.run_history import RunHistory
-    from hpctrain.run.layout import RunDir
+    from hpctrain.cli.api import cancel, status
+    from hpctrain.ledger.history.run_history import RunHistory
+    from hpctrain.ledger.run.layout import RunDir
 
     ended = cancel(named, save=save, foreign=foreign, runs=runs)
     run_dir = RunDir(ended.dir)
@@ -106,9 +106,9 @@ def _cancel(named: str, *, save: bool, foreign: bool, runs: Path, quiet: bool) -
 
 
 def _report(name: str, job_id: str, history: RunHistory, *, asked: bool, saves: bool) -> str:
-    from hpctrain.base.env import HPCTRAIN_STOP_FILE
-    from hpctrain.history.progress import progress
-    from hpctrain.history.reported import listens, reported
+    from hpctrain.core.base.env import HPCTRAIN_STOP_FILE
+    from hpctrain.ledger.history.progress import progress
+    from hpctrain.ledger.history.reported import listens, reported
 
     step = progress(history).saved_step
     if not saves:
@@ -144,8 +144,8 @@ def remove(*, names: tuple[str, ...], yes: bool, runs: Path) -> None:
 
     Refuses a run that has a job, or for which another run waits.
     """
-    from hpctrain.base.text import count, size
-    from hpctrain.run.find_run import find_run
+    from hpctrain.core.base.text import count, size
+    from hpctrain.ledger.run.find_run import find_run
 
     chosen = list(dict.fromkeys(find_run(name, runs=runs) for name in names))
     for run in chosen:
@@ -163,10 +163,10 @@ def remove(*, names: tuple[str, ...], yes: bool, runs: Path) -> None:
 
 def _refuse_needed(run: RunDir) -> None:
     """Refuse to delete a run that something still needs."""
-    from hpctrain.history.run_state import OVER
-    from hpctrain.run.ownership import refuse_foreign
-    from hpctrain.status.reader import StatusReader
-    from hpctrain.status.status import UNDER_WAY_STATES
+    from hpctrain.ledger.history.run_state import OVER
+    from hpctrain.ledger.run.ownership import refuse_foreign
+    from hpctrain.observe.status.reader import StatusReader
+    from hpctrain.observe.status.status import UNDER_WAY_STATES
 
     refuse_foreign(run, group=False)
     if run.root.is_symlink():
@@ -203,7 +203,7 @@ def _size_of(run: RunDir) -> tuple[int, int]:
 
 def _delete(run: RunDir) -> None:
     """Delete a run's folder; where that is cut short, no half of a run is left under its name."""
-    from hpctrain.run.fence import run_lock
+    from hpctrain.ledger.run.fence import run_lock
 
     gone = run.root.with_name(f".removed-{run.name}-{secrets.token_hex(3)}")
     try:

@@ -25,8 +25,8 @@ from hpctrain.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from hpctrain.check.lines import CheckList
-    from hpctrain.submit.prepare import SubmitRequest
+    from hpctrain.advise.check.lines import CheckList
+    from hpctrain.launch.prepare import SubmitRequest
 
 EXAMPLES = """\b
 Examples:
@@ -99,7 +99,7 @@ def command(
 
     Exit code 3 if a check failed (with --strict: or a note); submit's code if it would refuse.
     """  # noqa: D301 - click wants the control character
-    from hpctrain.submit.prepare import SubmitRequest
+    from hpctrain.launch.prepare import SubmitRequest
 
     request = SubmitRequest(
         cwd=Path.cwd(),
@@ -122,7 +122,7 @@ def command(
 
 def _ask(request: SubmitRequest, *, rehearse_s: float | None) -> CheckList:
     """All checks, with what is being looked at shown on a terminal; None for no rehearsal."""
-    from hpctrain.check.gather import check_all
+    from hpctrain.advise.check.gather import check_all
     from hpctrain.cli.progress import line
 
     with line() as one_line:
@@ -133,7 +133,7 @@ def _ask(request: SubmitRequest, *, rehearse_s: float | None) -> CheckList:
 
         checks = check_all(request, say)[0]
         if rehearse_s is not None:
-            from hpctrain.check.rehearsal import add_rehearsal
+            from hpctrain.advise.check.rehearsal import add_rehearsal
 
             add_rehearsal(checks, request, say, patience_s=rehearse_s)
     return checks
@@ -141,24 +141,24 @@ def _ask(request: SubmitRequest, *, rehearse_s: float | None) -> CheckList:
 
 def _write(checks: CheckList, junit: str, sarif: str) -> None:
     """Write the files that pipelines read; "" for none."""
-    from hpctrain.base.files import replace_text
+    from hpctrain.core.base.files import replace_text
 
     if junit:
-        from hpctrain.check.lines import junit as as_junit
+        from hpctrain.advise.check.lines import junit as as_junit
 
         replace_text(Path(junit), as_junit(checks))
     if sarif:
         import json
 
-        from hpctrain.check.lines import sarif as as_sarif
+        from hpctrain.advise.check.lines import sarif as as_sarif
 
         replace_text(Path(sarif), json.dumps(as_sarif(checks), indent=1) + "\n")
 
 
 def _print_list(checks: CheckList, *, as_json: bool) -> None:
     """Print the list."""
-    from hpctrain.check.lines import summary, text_lines
-    from hpctrain.terminal import clean, echo_json
+    from hpctrain.advise.check.lines import summary, text_lines
+    from hpctrain.core.terminal import clean, echo_json
 
     if as_json:
         echo_json(checks.plain())

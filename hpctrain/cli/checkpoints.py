@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.base.text import size
 from hpctrain.cli.checkpoints_exchange import diff_command, export_command, import_command
 from hpctrain.cli.checkpoints_keep import (
     echo_sealed,
@@ -26,13 +25,14 @@ from hpctrain.cli.checkpoints_keep import (
 )
 from hpctrain.cli.options import complete_run, json_option, run_argument, runs_option
 from hpctrain.cli.progress import progress
+from hpctrain.core.base.text import size
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.checkpoint.sealed.seals import StoredSeal
     from hpctrain.checkpoint.store.find import FoundCheckpoint
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
 EXIT_DAMAGED = 7
 READERS = 4
@@ -69,7 +69,7 @@ def list_command(runs: Path, run: str, *, as_json: bool) -> None:
 
     Compares sizes with the manifests; `verify` reads bytes.
     """
-    from hpctrain.terminal import echo_json
+    from hpctrain.core.terminal import echo_json
 
     directory = _run(run, runs)
     rows, sealed = _rows(directory), sealed_rows(directory)
@@ -87,8 +87,8 @@ def list_command(runs: Path, run: str, *, as_json: bool) -> None:
 
 
 def _echo_rows(rows: list[dict[str, Any]]) -> None:
-    from hpctrain.drawing import echo_table
-    from hpctrain.status.run_lines import metrics_in_words
+    from hpctrain.core.drawing import echo_table
+    from hpctrain.observe.status.run_lines import metrics_in_words
 
     judged = any(row["evaluation"] for row in rows)
     cells = [
@@ -114,14 +114,14 @@ def _echo_rows(rows: list[dict[str, Any]]) -> None:
 @click.pass_obj
 def show_command(runs: Path, run: str, step: int, *, as_json: bool) -> None:
     """Show what the manifest of one checkpoint says."""
-    from hpctrain.terminal import echo_json
+    from hpctrain.core.terminal import echo_json
 
     checkpoint = _one(_run(run, runs), step)
     facts = _facts(checkpoint)
     if as_json:
         echo_json(facts)
         return
-    from hpctrain.drawing import echo_table
+    from hpctrain.core.drawing import echo_table
 
     files = facts.pop("files")
     if "tensors" in facts:
@@ -159,7 +159,7 @@ def verify_command(
     checkpoint: a run quarantines damaged ones. The ledger records what --deep verified.
     """
     from hpctrain.checkpoint.store import find
-    from hpctrain.terminal import echo_json
+    from hpctrain.core.terminal import echo_json
 
     directory = _run(run, ctx.obj)
     sealed = sealed_of_step(directory, step)
@@ -190,7 +190,7 @@ def verify_command(
 
 
 def _run(name: str, runs: Path) -> RunDir:
-    from hpctrain.run.find_run import find_run
+    from hpctrain.ledger.run.find_run import find_run
 
     return find_run(name, runs=runs)
 
@@ -246,8 +246,8 @@ def _sealed_verdicts(
 
 def _note_verified(run: RunDir, verdicts: list[dict[str, Any]]) -> None:
     """For `status`; whoever may only read the run has read it all the same."""
-    from hpctrain.run import events as ledger
-    from hpctrain.run.event_types import CheckpointVerified
+    from hpctrain.ledger.run import events as ledger
+    from hpctrain.ledger.run.event_types import CheckpointVerified
 
     try:
         for verdict in verdicts:
@@ -260,8 +260,8 @@ def _note_verified(run: RunDir, verdicts: list[dict[str, Any]]) -> None:
 
 def _rows(run: RunDir) -> list[dict[str, Any]]:
     from hpctrain.checkpoint.store import find
-    from hpctrain.history.evaluations import evaluated
-    from hpctrain.history.run_history import RunHistory
+    from hpctrain.ledger.history.evaluations import evaluated
+    from hpctrain.ledger.history.run_history import RunHistory
 
     facts = evaluated(RunHistory.read(run, marks="few"))
     metrics = {step: dict(fact.metrics) for step, fact in facts.items()}

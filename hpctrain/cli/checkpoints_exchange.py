@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.exchange.import_into import Imported
     from hpctrain.checkpoint.exchange.naming import NameRequest
     from hpctrain.checkpoint.format.manifest import Manifest
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
 GB = 10**9
 EXIT_DIFFERS = 1
@@ -108,7 +108,7 @@ def export_command(
     from hpctrain.checkpoint.exchange import contents as source_contents
     from hpctrain.checkpoint.exchange import export
     from hpctrain.checkpoint.exchange.contents import TARGETS
-    from hpctrain.run.find_run import find_run
+    from hpctrain.ledger.run.find_run import find_run
 
     directory = find_run(run, runs=runs)
     path, manifest = source_contents.committed(directory, step)
@@ -201,14 +201,14 @@ def import_command(
     Runs nothing in it: pickles are read for tensors and plain data only. The result is
     compared with the source, tensor by tensor, before it is committed.
     """
-    from hpctrain.base.files import follow_folder
     from hpctrain.checkpoint.exchange import import_into, naming, open_source
     from hpctrain.checkpoint.exchange.contents import TARGETS
-    from hpctrain.run.find_run import find_run
-    from hpctrain.run.ownership import refuse_foreign
-    from hpctrain.settings.spec import load_spec
-    from hpctrain.submit.live_job import refuse_alive
-    from hpctrain.terminal import echo_note
+    from hpctrain.core.base.files import follow_folder
+    from hpctrain.core.settings.spec import load_spec
+    from hpctrain.core.terminal import echo_note
+    from hpctrain.launch.live_job import refuse_alive
+    from hpctrain.ledger.run.find_run import find_run
+    from hpctrain.ledger.run.ownership import refuse_foreign
 
     directory = find_run(run, runs=runs)
     refuse_foreign(directory)
@@ -284,8 +284,8 @@ def _like(
 
 def _begun_with(run: RunDir) -> Path | None:
     """The folder that the run's settings name, where it is still there."""
+    from hpctrain.core.settings.spec import load_spec
     from hpctrain.errors import HpctrainError
-    from hpctrain.settings.spec import load_spec
 
     try:
         named = load_spec(run.spec).settings.engine.pretrained
@@ -342,8 +342,8 @@ def _notes(
 
 
 def _print_written(written: Written, name: str, *, as_json: bool) -> None:
-    from hpctrain.base.text import size
-    from hpctrain.terminal import echo_json
+    from hpctrain.core.base.text import size
+    from hpctrain.core.terminal import echo_json
 
     if as_json:
         files = [{"path": str(path), "size_bytes": count} for path, count in written.files]
@@ -357,7 +357,7 @@ def _print_written(written: Written, name: str, *, as_json: bool) -> None:
             }
         )
         return
-    from hpctrain.drawing import echo_table
+    from hpctrain.core.drawing import echo_table
 
     echo_table([(str(path), size(count)) for path, count in written.files], right=(1,))
     click.echo(f"{written.verified} tensors of {name}, each read back and the same")
@@ -366,8 +366,8 @@ def _print_written(written: Written, name: str, *, as_json: bool) -> None:
 def _print_imported(
     made: Imported, run: RunDir, contents: Contents, notes: Sequence[str], *, as_json: bool
 ) -> None:
-    from hpctrain.base.text import size
-    from hpctrain.terminal import echo_json, echo_warning
+    from hpctrain.core.base.text import size
+    from hpctrain.core.terminal import echo_json, echo_warning
 
     if as_json:
         echo_json(
@@ -408,8 +408,8 @@ def diff_command(ctx: click.Context, what: tuple[str, ...], *, quick: bool, as_j
     Tensors are compared by their blocks' digests where both were cut alike, else by reading them.
     """
     from hpctrain.checkpoint.exchange import contents, diff
-    from hpctrain.run.find_run import find_run
-    from hpctrain.terminal import echo_json
+    from hpctrain.core.terminal import echo_json
+    from hpctrain.ledger.run.find_run import find_run
 
     (left, before), (right, after) = _two(what)
     left_checkpoint = contents.committed(find_run(left, runs=ctx.obj), before)
@@ -445,8 +445,8 @@ def _two(what: Sequence[str]) -> tuple[tuple[str, int], tuple[str, int]]:
 
 
 def _print_difference(difference: Difference) -> None:
-    from hpctrain.base.text import size
-    from hpctrain.drawing import echo_table
+    from hpctrain.core.base.text import size
+    from hpctrain.core.drawing import echo_table
 
     for sign, names in (("-", difference.removed), ("+", difference.added)):
         for name in names[:SHOWN]:

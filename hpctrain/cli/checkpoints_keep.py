@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.sealed.resume import Looked
     from hpctrain.checkpoint.sealed.seals import StoredSeal
     from hpctrain.checkpoint.store.retention import KeepDecision, Rules
-    from hpctrain.history.evaluations import Evaluations
-    from hpctrain.history.run_state import LedgerState
-    from hpctrain.run.layout import RunDir
-    from hpctrain.settings.schema import CheckpointSettings
-    from hpctrain.settings.spec import Spec
+    from hpctrain.core.settings.schema import CheckpointSettings
+    from hpctrain.core.settings.spec import Spec
+    from hpctrain.ledger.history.evaluations import Evaluations
+    from hpctrain.ledger.history.run_state import LedgerState
+    from hpctrain.ledger.run.layout import RunDir
 
 
 STEP = click.IntRange(min=0)
@@ -47,11 +47,11 @@ def pin_command(runs: Path, run: str, step: int, *, reason: str, remove: bool) -
 
     A pin is a file PINNED in the checkpoint's directory.
     """
-    from hpctrain.base.files import follow_folder
     from hpctrain.checkpoint.store import retention
+    from hpctrain.core.base.files import follow_folder
     from hpctrain.errors import UsageError
-    from hpctrain.run.find_run import find_run
-    from hpctrain.run.ownership import refuse_foreign
+    from hpctrain.ledger.run.find_run import find_run
+    from hpctrain.ledger.run.ownership import refuse_foreign
 
     if remove and reason:
         raise UsageError("--reason does not go with --remove")
@@ -112,9 +112,9 @@ def prune_command(
     use and those that wait for an evaluation.
     """
     from hpctrain.checkpoint.store import retention
-    from hpctrain.run.find_run import find_run
-    from hpctrain.run.ownership import refuse_foreign
-    from hpctrain.settings.spec import load_spec
+    from hpctrain.core.settings.spec import load_spec
+    from hpctrain.ledger.run.find_run import find_run
+    from hpctrain.ledger.run.ownership import refuse_foreign
 
     directory = find_run(run, runs=runs)
     refuse_foreign(directory)
@@ -155,12 +155,12 @@ def rm_command(
     runs: Path, run: str, steps: tuple[int, ...], *, yes: bool, force: bool, as_json: bool
 ) -> None:
     """Delete these checkpoints: all of them or, where one is refused, none."""
-    from hpctrain.base.text import size
     from hpctrain.checkpoint.store import retention
-    from hpctrain.run.find_run import find_run
-    from hpctrain.run.ownership import refuse_foreign
-    from hpctrain.settings.spec import load_spec
-    from hpctrain.terminal import echo_json
+    from hpctrain.core.base.text import size
+    from hpctrain.core.settings.spec import load_spec
+    from hpctrain.core.terminal import echo_json
+    from hpctrain.ledger.run.find_run import find_run
+    from hpctrain.ledger.run.ownership import refuse_foreign
 
     directory = find_run(run, runs=runs)
     refuse_foreign(directory)
@@ -202,8 +202,8 @@ def _print_taken(run: RunDir, going: Sequence[int], evaluations: Evaluations) ->
 
 
 def _evaluations(run: RunDir, spec: Spec) -> Evaluations:
-    from hpctrain.history.evaluations import evaluations_of
-    from hpctrain.history.run_history import RunHistory
+    from hpctrain.ledger.history.evaluations import evaluations_of
+    from hpctrain.ledger.history.run_history import RunHistory
 
     return evaluations_of(RunHistory.read(run), spec.settings.evaluate)
 
@@ -214,9 +214,9 @@ def _idle(run: RunDir, cluster: str) -> LedgerState | None:
     An attempt that died with its node has left no end in the ledger: without this its checkpoints
     would count as in use until the run is resumed. None where the scheduler does not answer.
     """
-    from hpctrain.history.run_history import RunHistory
-    from hpctrain.history.run_state import OVER
-    from hpctrain.status.reader import ask
+    from hpctrain.ledger.history.run_history import RunHistory
+    from hpctrain.ledger.history.run_state import OVER
+    from hpctrain.observe.status.reader import ask
 
     history = RunHistory.read(run)
     now = history.state
@@ -285,7 +285,7 @@ def _refuse_if_all_in_use(
     """Say so where a live attempt is the only reason that nothing goes."""
     from hpctrain.checkpoint.store.retention import WAIT, Why, in_use
     from hpctrain.errors import RunAlive
-    from hpctrain.history.run_history import RunHistory
+    from hpctrain.ledger.history.run_history import RunHistory
 
     usage = in_use(RunHistory.read(run), idle)
     only = any(decision.why == (Why.IN_USE,) for decision in decisions)
@@ -305,9 +305,9 @@ def _settled(decision: KeepDecision, *, gone: bool) -> KeepDecision:
 def _print_pruned(
     run: RunDir, rules: Rules, decisions: Sequence[KeepDecision], *, dry_run: bool, as_json: bool
 ) -> None:
-    from hpctrain.base.text import size
     from hpctrain.checkpoint.store.retention import pinned
-    from hpctrain.terminal import echo_json
+    from hpctrain.core.base.text import size
+    from hpctrain.core.terminal import echo_json
 
     going = [decision for decision in decisions if not decision.why]
     freed = sum(decision.size_bytes for decision in going)
@@ -333,7 +333,7 @@ def _print_pruned(
         for decision in decisions
     ]
     if cells:
-        from hpctrain.drawing import echo_table
+        from hpctrain.core.drawing import echo_table
 
         echo_table(cells, header=("STEP", "SIZE", "WHAT", "WHY"), right=(0, 1))
         click.echo()
@@ -402,7 +402,7 @@ def echo_sealed(
     human: Callable[[int], str],
 ) -> None:
     """A table of them."""
-    from hpctrain.drawing import echo_table
+    from hpctrain.core.drawing import echo_table
 
     cells = [
         (
@@ -464,9 +464,9 @@ def path_command(runs: Path, run: str, step: int | None, *, as_json: bool) -> No
     the run's own copy.
     """
     from hpctrain.checkpoint.sealed import resume
+    from hpctrain.core.terminal import echo_json
     from hpctrain.errors import NotFound
-    from hpctrain.run.find_run import find_run
-    from hpctrain.terminal import echo_json
+    from hpctrain.ledger.run.find_run import find_run
 
     directory = find_run(run, runs=runs)
     looked, _ = resume.glance(directory, at_step=step)
@@ -495,10 +495,10 @@ def prune_sealed(run: RunDir, keep: int, *, is_idle: bool, dry_run: bool, as_jso
         RunAlive: its program may be loading or writing them.
         CheckpointError: one cannot be deleted.
     """
-    from hpctrain.base.text import size
     from hpctrain.checkpoint.sealed import resume, seals
+    from hpctrain.core.base.text import size
+    from hpctrain.core.terminal import echo_json
     from hpctrain.errors import RunAlive
-    from hpctrain.terminal import echo_json
 
     if not is_idle and not dry_run:
         raise RunAlive(

@@ -18,12 +18,12 @@ from hpctrain.errors import NotFound, UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpctrain.doctor.files import LogInput
-    from hpctrain.doctor.judge import Diagnosis
-    from hpctrain.doctor.sighting import LogFacts
-    from hpctrain.history.attempts import AttemptView
-    from hpctrain.history.run_history import RunHistory
-    from hpctrain.run.layout import RunDir
+    from hpctrain.advise.doctor.files import LogInput
+    from hpctrain.advise.doctor.judge import Diagnosis
+    from hpctrain.advise.doctor.sighting import LogFacts
+    from hpctrain.ledger.history.attempts import AttemptView
+    from hpctrain.ledger.history.run_history import RunHistory
+    from hpctrain.ledger.run.layout import RunDir
 
 TAIL_BYTES = 64 << 20
 """So much of each rank's log of a run is read: what killed it stands near its end."""
@@ -88,8 +88,8 @@ def command(
     if log_names and (run is not None or attempt is not None):
         raise UsageError("give a RUN (with --attempt), or logs with --log, not both")
     if log_names:
-        from hpctrain.doctor.files import inputs
-        from hpctrain.doctor.judge import judge
+        from hpctrain.advise.doctor.files import inputs
+        from hpctrain.advise.doctor.judge import judge
 
         logs, notes = _read(inputs(log_names))
         diagnosis = judge(logs)
@@ -103,11 +103,11 @@ def command(
 def _show(
     diagnosis: Diagnosis, notes: Sequence[str], named: str, *, why: bool, as_json: bool
 ) -> None:
-    from hpctrain.doctor.text import as_json as document
-    from hpctrain.doctor.text import as_text, in_short
+    from hpctrain.advise.doctor.text import as_json as document
+    from hpctrain.advise.doctor.text import as_text, in_short
 
     if as_json:
-        from hpctrain.terminal import echo_json
+        from hpctrain.core.terminal import echo_json
 
         echo_json({"run": named or None, **document(diagnosis, notes)})
         return
@@ -120,9 +120,9 @@ def _show(
 
 def _read(logs: Sequence[LogInput]) -> tuple[list[LogFacts], list[str]]:
     """Read logs, with a bar for long ones."""
+    from hpctrain.advise.doctor.files import scan
+    from hpctrain.advise.doctor.own_signatures import with_own
     from hpctrain.cli.progress import progress
-    from hpctrain.doctor.files import scan
-    from hpctrain.doctor.own_signatures import with_own
 
     signatures, left_out = with_own(os.environ)
     with progress("reading logs", sum(log.size for log in logs)) as advance:
@@ -132,10 +132,10 @@ def _read(logs: Sequence[LogInput]) -> tuple[list[LogFacts], list[str]]:
 
 def _check(name: str) -> int:
     """Say of each file of signatures whether it does what its examples say."""
-    from hpctrain.base.text import count
-    from hpctrain.doctor.own_signatures import faults_of, files_in, paths_here
-    from hpctrain.doctor.signature import read
-    from hpctrain.terminal import echo_note
+    from hpctrain.advise.doctor.own_signatures import faults_of, files_in, paths_here
+    from hpctrain.advise.doctor.signature import read
+    from hpctrain.core.base.text import count
+    from hpctrain.core.terminal import echo_note
 
     paths, notes = (files_in(Path(name)), []) if name else paths_here(os.environ)
     for note in notes:
@@ -161,11 +161,11 @@ def _check(name: str) -> int:
 
 def _of_run(name: str, attempt: int | None, runs: Path) -> tuple[Diagnosis, list[str], str]:
     """The diagnosis of one attempt of a run."""
-    from hpctrain.doctor.of_run import diagnose
-    from hpctrain.history.run_history import RunHistory
-    from hpctrain.run import events as ledger
-    from hpctrain.run.find_run import find_run
-    from hpctrain.status.reader import StatusReader
+    from hpctrain.advise.doctor.of_run import diagnose
+    from hpctrain.ledger.history.run_history import RunHistory
+    from hpctrain.ledger.run import events as ledger
+    from hpctrain.ledger.run.find_run import find_run
+    from hpctrain.observe.status.reader import StatusReader
 
     run = find_run(name, runs=runs)
     status = StatusReader(runs).look(run)
@@ -196,8 +196,8 @@ def _logs(
 
     What the batch side prints has no attempt; what an earlier attempt died of is not this one's.
     """
-    from hpctrain.doctor.files import LogInput
-    from hpctrain.doctor.lines import rank_of_file
+    from hpctrain.advise.doctor.files import LogInput
+    from hpctrain.advise.doctor.lines import rank_of_file
 
     folder, job_id = run.attempt(number), views[number].job_id
     paths = sorted(folder.glob("rank-*.log")) if folder.is_dir() else []

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.base.files import make_runs_folder
 from hpctrain.cli.options import cluster_option, json_option, runs_option
+from hpctrain.core.base.files import make_runs_folder
 from hpctrain.errors import ChecksFailed, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hpctrain.drill.promises import DrillFault
-    from hpctrain.drill.schedule import Course
+    from hpctrain.advise.drill.promises import DrillFault
+    from hpctrain.advise.drill.schedule import Course
 
 _RECIPE = {
     "train.steps": 1_000_000,
@@ -89,7 +89,7 @@ def command(
     Without RUN it starts its own run and cancels it at the end. On a live RUN it skips faults
     that could lose data.
     """
-    from hpctrain.drill.promises import chosen
+    from hpctrain.advise.drill.promises import chosen
 
     named = bool(words) and not click.get_current_context().meta[_DASHES]
     if named and len(words) > 1:
@@ -121,7 +121,7 @@ def _stop_as_interrupt() -> Iterator[None]:
 
 
 def _list(faults: Sequence[DrillFault], *, live: bool, as_json: bool) -> None:
-    from hpctrain.terminal import echo_json
+    from hpctrain.core.terminal import echo_json
 
     if as_json:
         echo_json([{"name": f.name, "does": f.does, "promise": f.promise} for f in faults])
@@ -132,9 +132,9 @@ def _list(faults: Sequence[DrillFault], *, live: bool, as_json: bool) -> None:
 
 
 def _live(name: str, faults: list[DrillFault], runs: Path, *, as_json: bool, **flags: Any) -> int:
-    from hpctrain.drill.schedule import Course
-    from hpctrain.run.find_run import find_run
-    from hpctrain.run.ownership import own_spec
+    from hpctrain.advise.drill.schedule import Course
+    from hpctrain.ledger.run.find_run import find_run
+    from hpctrain.ledger.run.ownership import own_spec
 
     run = find_run(name, runs=runs)
     spec = own_spec(run, named=name)
@@ -149,10 +149,10 @@ def _live(name: str, faults: list[DrillFault], runs: Path, *, as_json: bool, **f
 def _own(
     words: list[str], faults: list[DrillFault], runs: Path, *, as_json: bool, **flags: Any
 ) -> int:
-    from hpctrain import api
-    from hpctrain.drill.schedule import Course
-    from hpctrain.run.layout import RunDir
-    from hpctrain.settings.spec import load_spec
+    from hpctrain.advise.drill.schedule import Course
+    from hpctrain.cli import api
+    from hpctrain.core.settings.spec import load_spec
+    from hpctrain.ledger.run.layout import RunDir
 
     name = f"drill-{secrets.token_hex(3)}"
     settings = _ANY | (_SCRIPT if words else _RECIPE)
@@ -198,8 +198,8 @@ def _armed(folder: Path) -> Iterator[None]:
 
     A fault whose marker is there does not fire; the drill takes it away when its turn has come.
     """
-    from hpctrain.base.env import HPCTRAIN_FAULTS
-    from hpctrain.drill.promises import FAULTS
+    from hpctrain.advise.drill.promises import FAULTS
+    from hpctrain.core.base.env import HPCTRAIN_FAULTS
 
     before = os.environ.get(HPCTRAIN_FAULTS)
     texts = [before] if before else []
@@ -227,9 +227,9 @@ def _value(text: str) -> Any:
 
 def _end(run: Any, runs: Path) -> None:
     """Cancel the drill's own run, whatever it is at."""
-    from hpctrain import api
+    from hpctrain.cli import api
+    from hpctrain.core.terminal import echo_note
     from hpctrain.errors import HpctrainError
-    from hpctrain.terminal import echo_note
 
     try:
         api.cancel(run.name, runs=runs)
@@ -238,11 +238,11 @@ def _end(run: Any, runs: Path) -> None:
 
 
 def _inject(course: Course, faults: list[DrillFault], page: str | None, *, as_json: bool) -> int:
-    from hpctrain.base.files import replace_text
-    from hpctrain.drill.schedule import as_json as results_json
-    from hpctrain.drill.schedule import page as results_page
-    from hpctrain.drill.schedule import row, summary
-    from hpctrain.terminal import echo_json
+    from hpctrain.advise.drill.schedule import as_json as results_json
+    from hpctrain.advise.drill.schedule import page as results_page
+    from hpctrain.advise.drill.schedule import row, summary
+    from hpctrain.core.base.files import replace_text
+    from hpctrain.core.terminal import echo_json
 
     width = shutil.get_terminal_size((100, 24)).columns
     results = []

@@ -22,9 +22,9 @@ from hpctrain.cli.options import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpctrain.run.layout import RunDir
-    from hpctrain.settings.spec import Spec
-    from hpctrain.submit.evaluations import Advanced
+    from hpctrain.core.settings.spec import Spec
+    from hpctrain.launch.evaluations import Advanced
+    from hpctrain.ledger.run.layout import RunDir
 
 
 @click.command(
@@ -60,11 +60,11 @@ def command(
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
+    from hpctrain.core.terminal import echo_json
     from hpctrain.errors import ClusterError, UsageError
-    from hpctrain.run.find_run import LATEST, find_run
-    from hpctrain.run.ownership import own_spec
-    from hpctrain.submit.evaluations import advance
-    from hpctrain.terminal import echo_json
+    from hpctrain.launch.evaluations import advance
+    from hpctrain.ledger.run.find_run import LATEST, find_run
+    from hpctrain.ledger.run.ownership import own_spec
 
     if run is None and not yes and not dry_run:
         ask_to_act("evaluate", newest_to_act_on("evaluate", runs))
@@ -90,10 +90,10 @@ def _ask(run: RunDir, spec: Spec, step: int) -> None:
     """Write down that this step is to be evaluated, unless it was due anyway."""
     from hpctrain.checkpoint.store.find import step_path
     from hpctrain.errors import NotFound, UsageError
-    from hpctrain.history.evaluations import due
-    from hpctrain.history.run_history import RunHistory
-    from hpctrain.run import events as ledger
-    from hpctrain.run.event_types import EvaluationAsked
+    from hpctrain.ledger.history.evaluations import due
+    from hpctrain.ledger.history.run_history import RunHistory
+    from hpctrain.ledger.run import events as ledger
+    from hpctrain.ledger.run.event_types import EvaluationAsked
 
     history, settings = RunHistory.read(run, marks="few"), spec.settings.evaluate
     said = history.evaluations.get(step)

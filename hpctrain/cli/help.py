@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.base.files import data_dir
+from hpctrain.core.base.files import data_dir
 from hpctrain.errors import EXIT_CODES, NotFound
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _help_of(top: click.Context, words: tuple[str, ...]) -> str | None:
 
 def _unknown(text: str) -> str:
     from hpctrain.cli.main import COMMANDS
-    from hpctrain.settings.layers import nearest
+    from hpctrain.core.settings.layers import nearest
 
     near = nearest(text, [*COMMANDS, *pages()])
     hint = f"did you mean {near[0]}? " if near else ""

@@ -20,7 +20,7 @@ from hpctrain.errors import HpctrainError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpctrain.scheduler.base import Accounting
+    from hpctrain.cluster.scheduler.base import Accounting
 
     Facts = Mapping[str, Any]
 
@@ -78,8 +78,8 @@ def command(*, yes: bool, force: bool, **given: str | int | None) -> None:
     Detects your program, its checkpoints, partitions, GPUs and account, and asks about each.
     Without a terminal it uses flags and detected values.
     """
-    from hpctrain.scheduler.base import default_cluster
-    from hpctrain.submit.prepare import CONFIG_NAME, SubmitRequest, prepare
+    from hpctrain.cluster.scheduler.base import default_cluster
+    from hpctrain.launch.prepare import CONFIG_NAME, SubmitRequest, prepare
 
     path = Path.cwd() / CONFIG_NAME
     if path.exists() and not force:
@@ -107,7 +107,7 @@ def command(*, yes: bool, force: bool, **given: str | int | None) -> None:
 
 def _gather(cluster: str, given: Facts, *, asks: bool) -> Facts:
     """What was given, else asked, else found."""
-    from hpctrain.scheduler.base import get_cluster
+    from hpctrain.cluster.scheduler.base import get_cluster
 
     facts: dict[str, Any] = dict(given)
 
@@ -136,7 +136,7 @@ def _gather(cluster: str, given: Facts, *, asks: bool) -> Facts:
 
 def _time(most: str) -> str:
     """Half a day, or a partition's limit where that is less."""
-    from hpctrain.site.validate import seconds
+    from hpctrain.cluster.site.validate import seconds
 
     limit = seconds(most) if most else None
     return most if limit is not None and limit < HALF_A_DAY_S else "12:00:00"
@@ -158,7 +158,7 @@ def _account(accounting: Accounting) -> str:
 
 def _saves(program: str) -> tuple[str, str]:
     """Where a program saves and what it needs to resume, as far as its source says it."""
-    from hpctrain.lint.begins_anew import PLACE, begins_anew
+    from hpctrain.advise.lint.begins_anew import PLACE, begins_anew
 
     words = shlex.split(program)
     try:

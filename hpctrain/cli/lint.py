@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from click.shell_completion import CompletionItem
 
-    from hpctrain.lint.check import RuleChoice
-    from hpctrain.lint.folder import LintFolder
-    from hpctrain.lint.rule import LintFinding
+    from hpctrain.advise.lint.check import RuleChoice
+    from hpctrain.advise.lint.folder import LintFolder
+    from hpctrain.advise.lint.rule import LintFinding
 
 EXAMPLES = """\b
 Examples:
@@ -48,7 +48,7 @@ def _complete_code(
     """Codes of rules that begin so."""
     from click.shell_completion import CompletionItem
 
-    from hpctrain.lint.catalogue import RULES
+    from hpctrain.advise.lint.catalogue import RULES
 
     return [
         CompletionItem(code, help=rule.name)
@@ -59,7 +59,7 @@ def _complete_code(
 
 def _codes(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
     """Beginnings of codes, from several options with commas, refused where no rule has them."""
-    from hpctrain.lint.catalogue import RULES
+    from hpctrain.advise.lint.catalogue import RULES
 
     given = [part.strip() for value in values for part in value.split(",") if part.strip()]
     for code in given:
@@ -128,7 +128,7 @@ def command(
     `# hpctrain: ignore HT101` in a program hides a finding on its line.
     Exit code 3 for an error; with --strict, for a warning.
     """  # noqa: D301 - click wants the control character
-    from hpctrain.lint.check import RuleChoice
+    from hpctrain.advise.lint.check import RuleChoice
 
     if explain is not None:
         _explain(explain)
@@ -156,7 +156,7 @@ def command(
 
 
 def _explain(code: str) -> None:
-    from hpctrain.lint.catalogue import RULES
+    from hpctrain.advise.lint.catalogue import RULES
 
     rule = RULES.get(code)
     if rule is None:
@@ -184,10 +184,10 @@ class _Lint:
 
     def take_files(self, paths: Sequence[str]) -> None:
         """Check, and mend where asked, each file."""
-        from hpctrain.lint.check import unreadable
-        from hpctrain.lint.files import files_to_check
-        from hpctrain.lint.source import NotText, read_source
-        from hpctrain.terminal import echo_warning
+        from hpctrain.advise.lint.check import unreadable
+        from hpctrain.advise.lint.files import files_to_check
+        from hpctrain.advise.lint.source import NotText, read_source
+        from hpctrain.core.terminal import echo_warning
 
         for path, folder in files_to_check(paths, echo_warning):
             self.files += 1
@@ -204,9 +204,9 @@ class _Lint:
 
     def take_stdin(self, name: str) -> None:
         """Check what comes in; with --fix print it as it should be."""
-        from hpctrain.lint.check import fixed_text, unreadable
-        from hpctrain.lint.source import NotText, decoded
-        from hpctrain.lint.syntax import MOST_BYTES
+        from hpctrain.advise.lint.check import fixed_text, unreadable
+        from hpctrain.advise.lint.source import NotText, decoded
+        from hpctrain.advise.lint.syntax import MOST_BYTES
 
         self.files = 1
         try:
@@ -222,8 +222,8 @@ class _Lint:
         self.printed = self.diff
 
     def _take(self, text: str, name: str, path: Path | None) -> None:
-        from hpctrain.lint.check import check_text, fixed_text, unreadable
-        from hpctrain.lint.source import NotText, as_diff, write_source
+        from hpctrain.advise.lint.check import check_text, fixed_text, unreadable
+        from hpctrain.advise.lint.source import NotText, as_diff, write_source
 
         findings = check_text(text, name, self.choice, cpus=self.cpus, folder=self.folder)
         if (self.fix or self.diff) and any(one.edits for one in findings):
@@ -242,7 +242,7 @@ class _Lint:
 
     def _relative(self, beside: Path) -> list[LintFinding]:
         """The findings with paths as seen from a baseline's folder."""
-        from hpctrain.lint.check import renamed
+        from hpctrain.advise.lint.check import renamed
 
         folder = beside.resolve().parent
         return [
@@ -252,9 +252,9 @@ class _Lint:
 
     def write_baseline(self, path: Path) -> None:
         """Write what was found."""
-        from hpctrain.base.files import replace_text
-        from hpctrain.base.text import count
-        from hpctrain.lint.ignores import baseline_text
+        from hpctrain.advise.lint.ignores import baseline_text
+        from hpctrain.core.base.files import replace_text
+        from hpctrain.core.base.text import count
 
         replace_text(path, baseline_text(self._relative(path)))
         number = len(self.findings)
@@ -264,7 +264,7 @@ class _Lint:
 
     def forget_known(self, path: Path) -> None:
         """Leave out what a baseline knows."""
-        from hpctrain.lint.ignores import beyond_baseline
+        from hpctrain.advise.lint.ignores import beyond_baseline
 
         baseline = _known(path)
         relative = self._relative(path)
@@ -273,8 +273,8 @@ class _Lint:
 
     def show(self, level: str, form: str) -> None:
         """Print what was found, from a level on."""
-        from hpctrain.lint.render import findings_plain, sarif, summary
-        from hpctrain.terminal import echo_json
+        from hpctrain.advise.lint.render import findings_plain, sarif, summary
+        from hpctrain.core.terminal import echo_json
 
         shown_levels = _LEVELS[: _LEVELS.index(level) + 1]
         shown = [one for one in self.findings if one.rule.level in shown_levels]
@@ -286,7 +286,7 @@ class _Lint:
         click.echo(summary(shown, self.files, hidden))
 
     def _print(self, shown: Sequence[LintFinding]) -> None:
-        from hpctrain.lint.render import finding_lines
+        from hpctrain.advise.lint.render import finding_lines
 
         explained: set[str] = set()
         for finding in shown:
@@ -300,7 +300,7 @@ class _Lint:
         Raises:
             ChecksFailed: there is one; with `strict`, a warning.
         """
-        from hpctrain.lint.render import summary
+        from hpctrain.advise.lint.render import summary
 
         failing = [
             one
@@ -313,8 +313,8 @@ class _Lint:
 
 
 def _known(path: Path) -> Counter[tuple[str, str, str]]:
-    from hpctrain.base.files import read_text
-    from hpctrain.lint.ignores import read_baseline
+    from hpctrain.advise.lint.ignores import read_baseline
+    from hpctrain.core.base.files import read_text
 
     try:
         return read_baseline(read_text(path), str(path))

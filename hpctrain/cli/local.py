@@ -29,10 +29,10 @@ def command() -> None:
 
 def _job_id(run: str, runs: Path) -> str:
     from hpctrain.errors import UsageError
-    from hpctrain.history.run_history import RunHistory
-    from hpctrain.run.find_run import find_run
-    from hpctrain.run.ownership import refuse_foreign
-    from hpctrain.submit.live_job import newest_submission
+    from hpctrain.launch.live_job import newest_submission
+    from hpctrain.ledger.history.run_history import RunHistory
+    from hpctrain.ledger.run.find_run import find_run
+    from hpctrain.ledger.run.ownership import refuse_foreign
 
     run_dir = find_run(run, runs=runs)
     refuse_foreign(run_dir, group=False, hint="; name a run of your own")  # it may name our job
@@ -48,8 +48,8 @@ def list_jobs(as_json: bool) -> None:
     """List local jobs of this machine."""
     from dataclasses import asdict
 
-    from hpctrain.scheduler.local import client
-    from hpctrain.terminal import echo_json
+    from hpctrain.cluster.scheduler.local import client
+    from hpctrain.core.terminal import echo_json
 
     jobs = client.all_jobs()
     if as_json:
@@ -74,9 +74,9 @@ def list_jobs(as_json: bool) -> None:
 @runs_option
 def preempt(run: str, leave: int | None, grace_s: float, runs: Path) -> None:
     """Preempt RUN: another job takes its nodes."""
-    from hpctrain.base.text import count
+    from hpctrain.cluster.scheduler.local import client
+    from hpctrain.core.base.text import count
     from hpctrain.errors import UsageError
-    from hpctrain.scheduler.local import client
 
     job_id = _job_id(run, runs)
     record = client.read(job_id)
@@ -96,7 +96,7 @@ def preempt(run: str, leave: int | None, grace_s: float, runs: Path) -> None:
 @runs_option
 def free_nodes(run: str, runs: Path) -> None:
     """Free the nodes for the next start."""
-    from hpctrain.scheduler.local import client
+    from hpctrain.cluster.scheduler.local import client
 
     client.request(_job_id(run, runs), "free")
 
@@ -107,7 +107,7 @@ def free_nodes(run: str, runs: Path) -> None:
 @runs_option
 def fail_node(run: str, node: int, runs: Path) -> None:
     """Let a node fail silently."""
-    from hpctrain.scheduler.local import client
+    from hpctrain.cluster.scheduler.local import client
 
     job_id = _job_id(run, runs)
     client.request(job_id, "fail_node", node=node)

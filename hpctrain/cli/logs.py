@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.base import clock
-from hpctrain.base.text import count
 from hpctrain.cli.options import run_argument, runs_option, since_option
+from hpctrain.core.base import clock
+from hpctrain.core.base.text import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from hpctrain.history.run_history import RunHistory
-    from hpctrain.logs.sections import LogSelection
-    from hpctrain.run.events import Event
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.history.run_history import RunHistory
+    from hpctrain.ledger.run.events import Event
+    from hpctrain.ledger.run.layout import RunDir
+    from hpctrain.observe.logs.sections import LogSelection
 
 
 _MANY = 5
@@ -84,8 +84,8 @@ def command(
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
     from hpctrain.errors import UsageError
-    from hpctrain.logs.sections import LogSelection, both
-    from hpctrain.run.find_run import find_run
+    from hpctrain.ledger.run.find_run import find_run
+    from hpctrain.observe.logs.sections import LogSelection, both
 
     if context and not err and grep is None:
         raise UsageError("-C shows lines around those of --grep or --err; neither is given")
@@ -107,7 +107,7 @@ def command(
 def _evaluation(run: RunDir, step: int) -> RunDir:
     """The run that evaluates a checkpoint."""
     from hpctrain.errors import NotFound
-    from hpctrain.submit.evaluations import children
+    from hpctrain.launch.evaluations import children
 
     there = children(run)
     if step not in there:
@@ -119,8 +119,8 @@ def _evaluation(run: RunDir, step: int) -> RunDir:
 def _print(
     run: RunDir, choice: LogSelection, *, follow: bool, tail: int | None, ranks: str
 ) -> None:
-    from hpctrain.logs.follow import EndWatch, Follower, LedgerTail, notes_to
-    from hpctrain.logs.sections import Printer
+    from hpctrain.observe.logs.follow import EndWatch, Follower, LedgerTail, notes_to
+    from hpctrain.observe.logs.sections import Printer
 
     ledger = LedgerTail(run)
     printer = Printer(run, sys.stdout.buffer, choice, live=follow)
@@ -187,7 +187,7 @@ def check_attempt(run: RunDir, history: RunHistory, attempt: int) -> None:
 def _wanted(text: str | None, *, err: bool) -> frozenset[int] | str:
     """The ranks that were asked for, or ALL, BATCH, TROUBLE."""
     from hpctrain.errors import UsageError
-    from hpctrain.logs.sections import ALL, BATCH, TROUBLE
+    from hpctrain.observe.logs.sections import ALL, BATCH, TROUBLE
 
     if text is None:
         return TROUBLE if err else frozenset({0})
@@ -263,8 +263,8 @@ def events(
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
     from hpctrain.errors import NotFound
-    from hpctrain.history.run_history import RunHistory
-    from hpctrain.run.find_run import find_run
+    from hpctrain.ledger.history.run_history import RunHistory
+    from hpctrain.ledger.run.find_run import find_run
 
     run_dir = find_run(run, runs=runs)
     if not run_dir.events.is_file():
@@ -284,8 +284,8 @@ def events(
 
 
 def _follow(run: RunDir, reading: Reading, attempt: int | None) -> None:
-    from hpctrain.logs import follow as log_follow
-    from hpctrain.terminal import echo_note
+    from hpctrain.core.terminal import echo_note
+    from hpctrain.observe.logs import follow as log_follow
 
     watch = log_follow.EndWatch(run, attempt, echo_note)
     watch.add(reading.turns)
@@ -316,8 +316,8 @@ class Reading:
     """
 
     def __init__(self, run: RunDir, lines: EventLines) -> None:
-        from hpctrain.run.attempt_files import LogFile
-        from hpctrain.run.events import LONGEST_BYTES
+        from hpctrain.ledger.run.attempt_files import LogFile
+        from hpctrain.ledger.run.events import LONGEST_BYTES
 
         self.turns: list[Event] = []
         self.printed = 0
@@ -366,7 +366,7 @@ class Reading:
         return ["no event that is wanted is on record"]
 
     def _one(self, raw: bytes) -> Iterator[str]:
-        from hpctrain.run.events import parse
+        from hpctrain.ledger.run.events import parse
 
         if _MARK.match(raw) and raw.endswith(b"}"):
             yield from self._lines.mark(raw)
@@ -450,15 +450,15 @@ class EventLines:
         return self._since is not None and _time(self._row[-1]) < self._since <= _time(raw)
 
     def _parsed(self, raw: bytes) -> Iterator[str]:
-        from hpctrain.run.events import parse
+        from hpctrain.ledger.run.events import parse
 
         event = parse(raw)
         if event is not None and self._is_wanted(event):
             yield from self._as_text(raw, event)
 
     def _folded(self, first: bytes, last: bytes, marks: int) -> Iterator[str]:
-        from hpctrain.run.events import parse
-        from hpctrain.status.event_lines import folded
+        from hpctrain.ledger.run.events import parse
+        from hpctrain.observe.status.event_lines import folded
 
         begin, end = parse(first), parse(last)
         if begin is not None and end is not None and self._is_wanted(end):
@@ -471,12 +471,12 @@ class EventLines:
         )
 
     def _as_text(self, raw: bytes, event: Event) -> Iterable[str]:
-        from hpctrain.status.event_lines import line
+        from hpctrain.observe.status.event_lines import line
 
         return [raw.strip(b"\0\r\n\t ").decode() if self._as_json else line(event)]
 
 
 def _time(raw: bytes) -> float:
-    from hpctrain.run.event_fields import as_number
+    from hpctrain.ledger.run.event_fields import as_number
 
     return as_number(raw[6 : raw.index(b",")].decode()) or 0.0

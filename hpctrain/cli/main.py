@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import click
 
-from hpctrain.base import VERSION
+from hpctrain.core.base import VERSION
+from hpctrain.core.terminal import border
 from hpctrain.errors import HpctrainError
-from hpctrain.terminal import border
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -162,7 +162,7 @@ class LazyGroup(click.Group):
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Let what the command's code logs reach its user, and leave the rest to the command."""
-    from hpctrain.base.log import for_user
+    from hpctrain.core.base.log import for_user
 
     ctx.with_resource(for_user())
 

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from hpctrain.base import clock
-from hpctrain.base.env import HPCTRAIN_RUNS
-from hpctrain.run.layout import runs_flag
-from hpctrain.scheduler.base import SCHEDULERS
-from hpctrain.settings.fields import keys_of
-from hpctrain.settings.layers import nearest
-from hpctrain.settings.schema import EngineSettings, ShapeSettings
+from hpctrain.cluster.scheduler.base import SCHEDULERS
+from hpctrain.core.base import clock
+from hpctrain.core.base.env import HPCTRAIN_RUNS
+from hpctrain.core.settings.fields import keys_of
+from hpctrain.core.settings.layers import nearest
+from hpctrain.core.settings.schema import EngineSettings, ShapeSettings
+from hpctrain.ledger.run.layout import runs_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from click.shell_completion import CompletionItem
 
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
     _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -107,7 +107,7 @@ def newest_to_act_on(verb: str, runs: Path) -> RunDir:
     import sys
 
     from hpctrain.errors import UsageError
-    from hpctrain.run.find_run import LATEST, find_run
+    from hpctrain.ledger.run.find_run import LATEST, find_run
 
     run = find_run(LATEST, runs=runs)
     if not sys.stdin or not sys.stdin.isatty():
@@ -129,8 +129,8 @@ def ask_to_act(verb: str, run: RunDir) -> None:
 
 def _with_state(run: RunDir) -> str:
     """A run's name with what its ledger says of its state, and for how long."""
-    from hpctrain.base.text import duration
-    from hpctrain.history.run_history import RunHistory
+    from hpctrain.core.base.text import duration
+    from hpctrain.ledger.history.run_history import RunHistory
 
     state = RunHistory.read(run, marks="few").state
     since = f" for {duration(clock.now() - state.t)}" if state.t else ""
@@ -202,13 +202,13 @@ def profile_options(function: _Function) -> _Function:
 def _profile(
     _ctx: click.Context, _param: click.Parameter, value: str | None
 ) -> dict[str, object] | None:
-    from hpctrain.settings.check import parse_profile
+    from hpctrain.core.settings.check import parse_profile
 
     return None if value is None else parse_profile(value)
 
 
 def _mesh(_ctx: click.Context, _param: click.Parameter, value: str | None) -> dict[str, str] | None:
-    from hpctrain.settings.check import parse_mesh
+    from hpctrain.core.settings.check import parse_mesh
 
     return None if value is None else parse_mesh(value)
 
@@ -255,8 +255,8 @@ def complete_run(
 
     from click.shell_completion import CompletionItem
 
-    from hpctrain.run.find_run import indexed
-    from hpctrain.run.layout import RunDir, runs_root
+    from hpctrain.ledger.run.find_run import indexed
+    from hpctrain.ledger.run.layout import RunDir, runs_root
 
     if "/" in incomplete or incomplete.startswith("."):
         return [CompletionItem(incomplete, type="dir")]
@@ -276,7 +276,7 @@ def complete_setting(
     """Settings that begin so, as `--set` takes them."""
     from click.shell_completion import CompletionItem
 
-    from hpctrain.settings.layers import setting_names
+    from hpctrain.core.settings.layers import setting_names
 
     return [CompletionItem(f"{n}=") for n in setting_names() if n.startswith(incomplete)]
 
@@ -311,8 +311,8 @@ def complete_site(
     """Sites whose names begin so; files where it looks like a path."""
     from click.shell_completion import CompletionItem
 
+    from hpctrain.cluster.site.load import site_names
     from hpctrain.errors import HpctrainError
-    from hpctrain.site.load import site_names
 
     path = [CompletionItem(incomplete, type="file")]
     if "/" in incomplete or incomplete.startswith("."):
@@ -441,7 +441,7 @@ def job_flags(values: dict[str, Any]) -> Flags:
         click.UsageError: GPUs are asked for twice, or a `--sbatch` is no option.
         UsageError: of `--nodes`, the number of spares is none.
     """
-    from hpctrain.settings.check import split_spares  # others do without: 5 ms
+    from hpctrain.core.settings.check import split_spares  # others do without: 5 ms
 
     training, spares = split_spares(values.pop("nodes"))
     kind, count = values.pop("gpus_per_node") or (None, None)
@@ -530,8 +530,8 @@ class JobCommand(click.Command):
 
 def _of_sbatch(name: str, args: list[str]) -> str:
     """What to type in the place of an option that hpctrain lacks and sbatch has; "" for others."""
+    from hpctrain.core.settings.sbatch_options import OURS, PASSED, REFUSED, name_of
     from hpctrain.errors import UsageError
-    from hpctrain.settings.sbatch_options import OURS, PASSED, REFUSED, name_of
 
     try:
         option = name_of(name)[2:]

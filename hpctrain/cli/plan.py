@@ -14,10 +14,10 @@ import click
 from hpctrain.cli.options import complete_site, json_option
 
 if TYPE_CHECKING:
-    from hpctrain.site.schema import Partition, Site
-    from hpctrain.strategy.choice import StrategyPlan
-    from hpctrain.strategy.reading import ModelSource
-    from hpctrain.strategy.rows import PlanRequest, Row
+    from hpctrain.advise.strategy.choice import StrategyPlan
+    from hpctrain.advise.strategy.reading import ModelSource
+    from hpctrain.advise.strategy.rows import PlanRequest, Row
+    from hpctrain.cluster.site.schema import Partition, Site
 
 EXAMPLES = """\b
 Examples:
@@ -124,14 +124,14 @@ def command(*, model: str | None, as_json: bool, **flags: Any) -> None:
     nn.Module; or leave it out and give numbers. Nothing is submitted, nothing is trained.
     Exit code 3 where nothing fits.
     """
-    from hpctrain.strategy import choice
+    from hpctrain.advise.strategy import choice
 
     plan = _plan(model, flags)
     row = plan.chosen
     written = _write(plan, row, flags) if flags["output"] and row is not None else []
     if as_json:
-        from hpctrain.strategy.screen import as_plain
-        from hpctrain.terminal import echo_json
+        from hpctrain.advise.strategy.screen import as_plain
+        from hpctrain.core.terminal import echo_json
 
         echo_json(as_plain(plan) | {"written": written})
     else:
@@ -140,16 +140,16 @@ def command(*, model: str | None, as_json: bool, **flags: Any) -> None:
 
 
 def _plan(model: str | None, flags: dict[str, Any]) -> StrategyPlan:
-    from hpctrain.strategy import choice
-    from hpctrain.strategy.budget import cost, saving
-    from hpctrain.strategy.remedies import elsewhere_notes
+    from hpctrain.advise.strategy import choice
+    from hpctrain.advise.strategy.budget import cost, saving
+    from hpctrain.advise.strategy.remedies import elsewhere_notes
 
     source = _model(model, flags)
     asked, limit_s = _asked(source, flags)
     rows = choice.rows_of(asked)
     if flags["measure"]:
+        from hpctrain.advise.strategy.measure import measured
         from hpctrain.errors import UsageError
-        from hpctrain.strategy.measure import measured
 
         if not source.question:
             raise UsageError("--measure builds a model, and numbers are none: give MODEL")
@@ -181,7 +181,7 @@ def _plan(model: str | None, flags: dict[str, Any]) -> StrategyPlan:
 
 def _left_out(plan: StrategyPlan, row: Row, flags: dict[str, Any]) -> list[str]:
     """Files that -o does not write, since those who would read them have no such thing."""
-    from hpctrain.strategy.writing import without_equivalent
+    from hpctrain.advise.strategy.writing import without_equivalent
 
     if not flags["output"]:
         return []
@@ -195,9 +195,9 @@ def _assumed(flags: dict[str, Any]) -> list[str]:
 
 
 def _model(model: str | None, flags: dict[str, Any]) -> ModelSource:
+    from hpctrain.advise.strategy.facts import count_of, of_numbers
+    from hpctrain.advise.strategy.reading import ModelSource, read_model
     from hpctrain.errors import UsageError
-    from hpctrain.strategy.facts import count_of, of_numbers
-    from hpctrain.strategy.reading import ModelSource, read_model
 
     given = [name for name in NUMBERS if flags[name] is not None]
     if model is not None:
@@ -224,11 +224,11 @@ def _model(model: str | None, flags: dict[str, Any]) -> ModelSource:
 
 
 def _asked(source: ModelSource, flags: dict[str, Any]) -> tuple[PlanRequest, float | None]:
-    from hpctrain.site.validate import seconds
-    from hpctrain.strategy.activations import FP32
-    from hpctrain.strategy.hardware import gpu_of
-    from hpctrain.strategy.rows import PlanRequest
-    from hpctrain.strategy.strategies import Machines
+    from hpctrain.advise.strategy.activations import FP32
+    from hpctrain.advise.strategy.hardware import gpu_of
+    from hpctrain.advise.strategy.rows import PlanRequest
+    from hpctrain.advise.strategy.strategies import Machines
+    from hpctrain.cluster.site.validate import seconds
 
     site, partition = _partition(flags)
     where = f"partition {flags['partition']} of {flags['site']}"
@@ -274,7 +274,7 @@ def _require_time(given: str | None, limit_s: int | None) -> None:
 
 def _links(flags: dict[str, Any], inside: float | None, site: Site | None, gpus: int) -> Any:
     """Rates as given, else of the GPU's data sheet and the preset's network."""
-    from hpctrain.strategy.timing import Links
+    from hpctrain.advise.strategy.timing import Links
 
     between = None
     if site is not None and site.network.rate_gbps and site.network.nics_per_node:
@@ -289,8 +289,8 @@ def _links(flags: dict[str, Any], inside: float | None, site: Site | None, gpus:
 
 def _partition(flags: dict[str, Any]) -> tuple[Site | None, Partition | None]:
     """The preset and its partition: as named, or the only one with GPUs."""
+    from hpctrain.cluster.site.load import load_site
     from hpctrain.errors import UsageError
-    from hpctrain.site.load import load_site
 
     if flags["site"] is None:
         return None, None
@@ -312,9 +312,9 @@ def _partition(flags: dict[str, Any]) -> tuple[Site | None, Partition | None]:
 
 
 def _show(plan: StrategyPlan, flags: dict[str, Any], written: list[str]) -> None:
-    from hpctrain.drawing import echo_table
-    from hpctrain.strategy import screen
-    from hpctrain.terminal import echo_note
+    from hpctrain.advise.strategy import screen
+    from hpctrain.core.drawing import echo_table
+    from hpctrain.core.terminal import echo_note
 
     row = plan.chosen
     click.echo(screen.heading(plan))
@@ -327,7 +327,7 @@ def _show(plan: StrategyPlan, flags: dict[str, Any], written: list[str]) -> None
         for line in screen.closing(plan, row):
             click.echo(line)
         if flags["explain"]:
-            from hpctrain.strategy.explain import explained
+            from hpctrain.advise.strategy.explain import explained
 
             click.echo()
             for line in explained(plan.asked, row):
@@ -340,7 +340,7 @@ def _show(plan: StrategyPlan, flags: dict[str, Any], written: list[str]) -> None
 
 def _write(plan: StrategyPlan, row: Row, flags: dict[str, Any]) -> list[str]:
     """The plan's files; those of the same names are replaced."""
-    from hpctrain.strategy.writing import files_of
+    from hpctrain.advise.strategy.writing import files_of
 
     texts = files_of(
         plan,

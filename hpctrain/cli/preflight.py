@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.base import clock
 from hpctrain.cli.options import (
     JobCommand,
     cluster_option,
@@ -23,12 +22,13 @@ from hpctrain.cli.options import (
     set_option,
     site_option,
 )
+from hpctrain.core.base import clock
 
 if TYPE_CHECKING:
-    from hpctrain.preflight.report import PreflightReport, Result
-    from hpctrain.settings.spec import Spec
-    from hpctrain.site.schema import Site
-    from hpctrain.submit.preflight import Preflight
+    from hpctrain.cluster.preflight.report import PreflightReport, Result
+    from hpctrain.cluster.site.schema import Site
+    from hpctrain.core.settings.spec import Spec
+    from hpctrain.launch.preflight import Preflight
 
 EXAMPLES = """\b
 Examples:
@@ -100,7 +100,7 @@ def command(
     clocks and an all-reduce. If the all-reduce is slow, finds the node. Lists bad nodes. Exit
     code 3 if a check failed.
     """
-    from hpctrain.submit.preflight import discard, make
+    from hpctrain.launch.preflight import discard, make
 
     spec, site, runs, results = _login(flags)
     report = _report([], results)
@@ -123,18 +123,18 @@ def command(
 
 
 def _report(nodes: list[str], results: list[Result]) -> PreflightReport:
-    from hpctrain.preflight.report import PreflightReport
+    from hpctrain.cluster.preflight.report import PreflightReport
 
     return PreflightReport(nodes, results)
 
 
 def _login(flags: dict[str, Any]) -> tuple[Spec | None, Site | None, Path, list[Result]]:
     """T0: what would be submitted, and what is to be said of it."""
+    from hpctrain.cluster.preflight.report import OK, WARN, Result
+    from hpctrain.cluster.site.schema import Site
     from hpctrain.errors import ChecksFailed, ClusterError
-    from hpctrain.preflight.report import OK, WARN, Result
-    from hpctrain.site.schema import Site
-    from hpctrain.submit.preflight import check_login, refused
-    from hpctrain.submit.prepare import SubmitRequest, prepare
+    from hpctrain.launch.preflight import check_login, refused
+    from hpctrain.launch.prepare import SubmitRequest, prepare
 
     began = clock.monotonic()
     config = flags.pop("config")
@@ -163,14 +163,14 @@ def _accepted(preflight: Preflight, cluster: str) -> list[Result]:
     """What the scheduler says of the job before it is submitted."""
     if preflight.script is None:
         return []
-    from hpctrain.scheduler.base import get_cluster
+    from hpctrain.cluster.scheduler.base import get_cluster
 
     return get_cluster(cluster).check_script(preflight.script)
 
 
 def _job(preflight: Preflight, spec: Spec, *, timeout_s: float, quiet: bool) -> PreflightReport:
-    from hpctrain.submit.preflight import start, wait
-    from hpctrain.terminal import echo_note
+    from hpctrain.core.terminal import echo_note
+    from hpctrain.launch.preflight import start, wait
 
     job = start(preflight, spec, os.environ)
     say = (lambda _: None) if quiet else echo_note
@@ -180,9 +180,9 @@ def _job(preflight: Preflight, spec: Spec, *, timeout_s: float, quiet: bool) -> 
 
 def _note_bad(report: PreflightReport, spec: Spec, hours: float) -> None:
     """Keep bad nodes out of later jobs, and let those back in that are well."""
-    from hpctrain.preflight.node_lists import bad_nodes_of_user, record_bad
-    from hpctrain.scheduler.base import get_cluster
-    from hpctrain.submit.launch import name_here
+    from hpctrain.cluster.preflight.node_lists import bad_nodes_of_user, record_bad
+    from hpctrain.cluster.scheduler.base import get_cluster
+    from hpctrain.launch.launch import name_here
 
     if get_cluster(spec.cluster).on_this_machine:
         return
@@ -192,8 +192,8 @@ def _note_bad(report: PreflightReport, spec: Spec, hours: float) -> None:
 
 def _print_report(report: PreflightReport, *, as_json: bool, strict: bool) -> int:
     """Print the report; the exit code."""
-    from hpctrain.preflight.report import lines, names
-    from hpctrain.terminal import echo_json
+    from hpctrain.cluster.preflight.report import lines, names
+    from hpctrain.core.terminal import echo_json
 
     if as_json:
         echo_json(report.plain())

@@ -10,30 +10,37 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.base import clock
 from hpctrain.cli.options import foreign_option, json_option, run_argument, runs_option
 from hpctrain.cli.progress import line
+from hpctrain.core.base import clock
+from hpctrain.core.settings.check import MOST_STEPS, rank_set
+from hpctrain.core.settings.spec import load_spec
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.history.reported import listens
-from hpctrain.history.run_history import RunHistory
-from hpctrain.history.run_state import OVER, RunState, run_state
-from hpctrain.profile.files import PROBLEM, TRACE, ProfileRequest, StepWindow, find, read_request
-from hpctrain.profile.verdict import examine
-from hpctrain.run import events as ledger
-from hpctrain.run.event_types import AttemptStarted, ProfileRequested, ProfileWritten
-from hpctrain.run.layout import runs_flag
-from hpctrain.settings.check import MOST_STEPS, rank_set
-from hpctrain.settings.spec import load_spec
-from hpctrain.status.reader import ask, running_attempt
+from hpctrain.ledger.history.reported import listens
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.history.run_state import OVER, RunState, run_state
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.event_types import AttemptStarted, ProfileRequested, ProfileWritten
+from hpctrain.ledger.run.layout import runs_flag
+from hpctrain.observe.profile.files import (
+    PROBLEM,
+    TRACE,
+    ProfileRequest,
+    StepWindow,
+    find,
+    read_request,
+)
+from hpctrain.observe.profile.verdict import examine
+from hpctrain.observe.status.reader import ask, running_attempt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from hpctrain.profile.files import FoundProfile
-    from hpctrain.profile.verdict import Profile
-    from hpctrain.run.events import Event
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.events import Event
+    from hpctrain.ledger.run.layout import RunDir
+    from hpctrain.observe.profile.files import FoundProfile
+    from hpctrain.observe.profile.verdict import Profile
 
 STEPS = 3
 POLL_S = 0.3
@@ -81,8 +88,8 @@ def command(
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest. The traces
     themselves open in ui.perfetto.dev and in TensorBoard.
     """
-    from hpctrain.base.files import follow_folder
-    from hpctrain.run.find_run import find_run
+    from hpctrain.core.base.files import follow_folder
+    from hpctrain.ledger.run.find_run import find_run
 
     run_dir = find_run(run, runs=runs)
     follow_folder(run_dir.root)
@@ -93,7 +100,7 @@ def command(
             raise UsageError(f"{idle[0]} needs --now; without it old profiles are shown")
         _show(run_dir, name, as_json=as_json)
         return
-    from hpctrain.run.ownership import own_spec
+    from hpctrain.ledger.run.ownership import own_spec
 
     own_spec(run_dir, named=run, foreign=foreign)
     request, expected = ask_for(
@@ -131,8 +138,8 @@ def _show(run: RunDir, name: str, *, as_json: bool) -> None:
 
 
 def _print(run: RunDir, profiles: list[Profile], *, as_json: bool) -> None:
-    from hpctrain.profile.files import nsys_reports
-    from hpctrain.profile.verdict import as_text
+    from hpctrain.observe.profile.files import nsys_reports
+    from hpctrain.observe.profile.verdict import as_text
 
     reports = nsys_reports(run.profile)
     if as_json:
@@ -155,7 +162,7 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 def _echo(value: Any) -> None:
-    from hpctrain.terminal import echo_json
+    from hpctrain.core.terminal import echo_json
 
     echo_json(value)
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.base import clock
-from hpctrain.base.text import SPARSE_S, Meter
-from hpctrain.run.layout import runs_flag
-from hpctrain.terminal import can_redraw, clean
+from hpctrain.core.base import clock
+from hpctrain.core.base.text import SPARSE_S, Meter
+from hpctrain.core.terminal import can_redraw, clean
+from hpctrain.ledger.run.layout import runs_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress
 
-    from hpctrain.history.run_history import RunHistory
-    from hpctrain.history.run_records import AttemptRecord
-    from hpctrain.run.events import Tail
-    from hpctrain.run.layout import RunDir
-    from hpctrain.status.status import RunStatus
+    from hpctrain.ledger.history.run_history import RunHistory
+    from hpctrain.ledger.history.run_records import AttemptRecord
+    from hpctrain.ledger.run.events import Tail
+    from hpctrain.ledger.run.layout import RunDir
+    from hpctrain.observe.status.status import RunStatus
 
 
 DRAW_S = 0.2
@@ -110,7 +110,7 @@ class ProgressLine:
         self.out.flush()
 
     def _draw(self, text: str, share: float | None) -> None:
-        from hpctrain.drawing import live_line
+        from hpctrain.core.drawing import live_line
 
         if self._live is None:
             self._live = live_line(self.out, bar=share is not None)
@@ -180,9 +180,9 @@ def wait_for_first_step(run: RunDir, runs: Path) -> Waited:
         run: The run, with its submission on record.
         runs: The folder of all runs.
     """
-    from hpctrain.history.run_history import RunHistory
-    from hpctrain.run.events import Tail
-    from hpctrain.terminal import echo_note
+    from hpctrain.core.terminal import echo_note
+    from hpctrain.ledger.history.run_history import RunHistory
+    from hpctrain.ledger.run.events import Tail
 
     tail, history = Tail(run.events), RunHistory()
     try:
@@ -205,7 +205,7 @@ def conclude(run: RunDir, runs: Path, facts: dict[str, Any] | None, *, wait: boo
             text, to which a line is added.
         wait: Look on until the first step.
     """
-    from hpctrain.terminal import echo_json
+    from hpctrain.core.terminal import echo_json
 
     waited = wait_for_first_step(run, runs) if wait else None
     if facts is not None:
@@ -216,7 +216,7 @@ def conclude(run: RunDir, runs: Path, facts: dict[str, Any] | None, *, wait: boo
 
 
 def _result_text(waited: Waited, name: str) -> str:
-    from hpctrain.base.text import duration
+    from hpctrain.core.base.text import duration
 
     if not waited.first_step:
         return f"no step      the run is {waited.state}; `hpctrain status {name}` shows why"
@@ -230,9 +230,9 @@ def _result_text(waited: Waited, name: str) -> str:
 def _look_on(
     run: RunDir, runs: Path, tail: Tail, history: RunHistory, one_line: ProgressLine
 ) -> Waited:
-    from hpctrain.history.run_state import OVER, RunState
-    from hpctrain.status.reader import StatusReader
-    from hpctrain.status.status import exit_status
+    from hpctrain.ledger.history.run_state import OVER, RunState
+    from hpctrain.observe.status.reader import StatusReader
+    from hpctrain.observe.status.status import exit_status
 
     reader = StatusReader(runs)
     began, ask_at, lost = clock.monotonic(), 0.0, 0
@@ -255,8 +255,8 @@ def _look_on(
 
 def _words(status: RunStatus, seconds: float | None) -> str:
     """Why it waits; how long so far only where the line is drawn anew, else each would be news."""
-    from hpctrain.base.text import duration
-    from hpctrain.status.text import in_words
+    from hpctrain.core.base.text import duration
+    from hpctrain.observe.status.text import in_words
 
     silent = (
         f"; no answer from the cluster: {status.answer.problem}" if status.answer.problem else ""

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.base.text import count, duration, in_nodes
 from hpctrain.cli.options import cluster_option, complete_partition, json_option
+from hpctrain.core.base.text import count, duration, in_nodes
 
 if TYPE_CHECKING:
-    from hpctrain.shapes.windows import QueueView
+    from hpctrain.ledger.shapes.windows import QueueView
 
 SIZES = 6
 """Rows of nodes."""
@@ -41,9 +41,9 @@ def command(partition: str, cluster: str | None, *, as_json: bool) -> None:
     """
     import os
 
+    from hpctrain.cluster.scheduler.base import default_cluster, get_cluster
+    from hpctrain.core.terminal import echo_json
     from hpctrain.errors import ClusterUnreachable, UsageError
-    from hpctrain.scheduler.base import default_cluster, get_cluster
-    from hpctrain.terminal import echo_json
 
     scheduler = get_cluster(cluster or default_cluster(os.environ))
     if scheduler.on_this_machine:
@@ -59,7 +59,7 @@ def command(partition: str, cluster: str | None, *, as_json: bool) -> None:
     if as_json:
         echo_json(as_value(view, partition, limits))
         return
-    from hpctrain.drawing import echo_table
+    from hpctrain.core.drawing import echo_table
 
     echo_table(facts(view, partition, limits))
     click.echo()
@@ -84,7 +84,7 @@ def limits_of(view: QueueView) -> list[int]:
 
 def starts(view: QueueView) -> list[dict[str, Any]]:
     """Return when each shape would start; None where it never would as things are."""
-    from hpctrain.shapes.candidates import JobShape
+    from hpctrain.ledger.shapes.candidates import JobShape
 
     return [
         {"nodes": n, "limit_s": limit, "start": view.start_of(JobShape(n, limit))}
@@ -108,14 +108,14 @@ def facts(view: QueueView, partition: str, limits: list[str]) -> list[tuple[str,
 
 
 def _until(end: float, now: float) -> str:
-    from hpctrain.status.finish import moment
+    from hpctrain.observe.status.finish import moment
 
     return "with no end planned" if end == math.inf else f"until {moment(end, now)}"
 
 
 def table(view: QueueView) -> tuple[list[str], list[list[str]]]:
     """Return header and rows: nodes down, time limits across, when each would start."""
-    from hpctrain.status.finish import moment
+    from hpctrain.observe.status.finish import moment
 
     by_shape = {(row["nodes"], row["limit_s"]): row["start"] for row in starts(view)}
 

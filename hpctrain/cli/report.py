@@ -19,9 +19,9 @@ from hpctrain.cli.options import complete_run, json_option, runs_option
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.history.incidents import NodePast
-    from hpctrain.report.gather import ReportData
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.history.incidents import NodePast
+    from hpctrain.ledger.run.layout import RunDir
+    from hpctrain.observe.report.gather import ReportData
 
 TOGETHER = "hpctrain-compare-{}.html"
 MOST_NAMED, LONGEST_NAME = 3, 100
@@ -73,9 +73,9 @@ def command(
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
-    from hpctrain.report.gather import gather
-    from hpctrain.run.find_run import find_run
-    from hpctrain.status.reader import StatusReader
+    from hpctrain.ledger.run.find_run import find_run
+    from hpctrain.observe.report.gather import gather
+    from hpctrain.observe.status.reader import StatusReader
 
     if of_nodes:
         _check_nodes({"-o": output is not None, "--compare": compare, "--open": show})
@@ -107,7 +107,7 @@ def command(
 
 
 def _refuse_foreign(runs: Sequence[RunDir]) -> None:
-    from hpctrain.run.ownership import refuse_foreign
+    from hpctrain.ledger.run.ownership import refuse_foreign
 
     for run in runs:
         refuse_foreign(run, hint="; name a file of your own for the page: -o FILE")
@@ -139,10 +139,10 @@ def _report_nodes(named: Sequence[str], runs: Path, *, as_json: bool) -> None:
     """Which nodes were found slow: by the ledgers alone, no scheduler is asked."""
     from dataclasses import asdict
 
-    from hpctrain.history.incidents import MARKERS, node_pasts
-    from hpctrain.run.events import read_marked
-    from hpctrain.run.find_run import find_run, look_into
-    from hpctrain.terminal import echo_json, echo_note
+    from hpctrain.core.terminal import echo_json, echo_note
+    from hpctrain.ledger.history.incidents import MARKERS, node_pasts
+    from hpctrain.ledger.run.events import read_marked
+    from hpctrain.ledger.run.find_run import find_run, look_into
 
     folder = None if named else look_into(runs, own=True)
     looked_at = folder.runs if folder else dict.fromkeys(find_run(one, runs=runs) for one in named)
@@ -168,8 +168,8 @@ def _report_nodes(named: Sequence[str], runs: Path, *, as_json: bool) -> None:
 def _print_nodes(pasts: Sequence[NodePast], runs: int) -> None:
     from datetime import datetime
 
-    from hpctrain.base.text import count, percent
-    from hpctrain.drawing import echo_table
+    from hpctrain.core.base.text import count, percent
+    from hpctrain.core.drawing import echo_table
 
     if not pasts:
         click.echo(f"{count(runs, 'run')}; no node of a cluster has served in them")
@@ -195,15 +195,15 @@ def _print_nodes(pasts: Sequence[NodePast], runs: int) -> None:
 
 
 def _write(data: ReportData, output: str | None) -> Path:
-    from hpctrain.report.page import page
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
+    from hpctrain.observe.report.page import page
 
     target = Path(output) if output else RunDir(Path(data.status.root)).report
     return _put(target, page(data))
 
 
 def _write_together(gathered: Sequence[ReportData], output: str | None) -> Path:
-    from hpctrain.report.page import comparison_page
+    from hpctrain.observe.report.page import comparison_page
 
     names = [data.status.name for data in gathered]
     more = [f"and-{len(names) - MOST_NAMED}"] if len(names) > MOST_NAMED else []
@@ -234,9 +234,9 @@ def _print_json(gathered: Sequence[ReportData], pages: Sequence[Path]) -> None:
     """What `status --json` tells of each run, its advice, and where the pages are."""
     from dataclasses import asdict
 
-    from hpctrain.report.advice import advice
-    from hpctrain.status.as_json import as_json as status_json
-    from hpctrain.terminal import echo_json
+    from hpctrain.core.terminal import echo_json
+    from hpctrain.observe.report.advice import advice
+    from hpctrain.observe.status.as_json import as_json as status_json
 
     reports: list[dict[str, Any]] = []
     for data in gathered:
@@ -246,7 +246,7 @@ def _print_json(gathered: Sequence[ReportData], pages: Sequence[Path]) -> None:
 
 
 def _print(gathered: Sequence[ReportData], *, compare: bool) -> None:
-    from hpctrain.report.text import as_text, comparison
+    from hpctrain.observe.report.text import as_text, comparison
 
     width = shutil.get_terminal_size((80, 24)).columns
     if compare:
@@ -256,7 +256,7 @@ def _print(gathered: Sequence[ReportData], *, compare: bool) -> None:
 
 
 def _size(page: Path) -> str:
-    from hpctrain.base.text import size
+    from hpctrain.core.base.text import size
 
     return size(page.stat().st_size)
 
@@ -265,7 +265,7 @@ def _open(page: Path) -> None:
     """Show a page in the browser of the user's screen, or say how to bring it there."""
     import webbrowser
 
-    from hpctrain.terminal import echo_note
+    from hpctrain.core.terminal import echo_note
 
     screen = sys.platform == "darwin" or any(
         os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")

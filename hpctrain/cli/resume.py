@@ -31,7 +31,7 @@ from hpctrain.cli.progress import conclude, wait_option
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpctrain.submit.resume import PreparedResume
+    from hpctrain.launch.resume import PreparedResume
 
 
 PROGRAM = "hpctrain.program"
@@ -132,12 +132,12 @@ def command(
     from dataclasses import asdict
 
     from hpctrain.cli.progress import progress
+    from hpctrain.core.settings.secrets import hide, secrets_in
     from hpctrain.errors import UsageError
-    from hpctrain.run.find_run import LATEST, find_run
-    from hpctrain.run.ownership import own_spec
-    from hpctrain.settings.secrets import hide, secrets_in
-    from hpctrain.submit.change import resume_request
-    from hpctrain.submit.resume import prepare_resume, resume_run
+    from hpctrain.launch.change import resume_request
+    from hpctrain.launch.resume import prepare_resume, resume_run
+    from hpctrain.ledger.run.find_run import LATEST, find_run
+    from hpctrain.ledger.run.ownership import own_spec
 
     if wait and dry_run:
         raise UsageError("--wait waits for a job, and --dry-run starts none")
@@ -181,7 +181,7 @@ def command(
 
 def _text(prepared: PreparedResume) -> str:
     """What a resume will do, as people read it."""
-    from hpctrain.plan.resume import as_text
+    from hpctrain.ledger.plan.resume import as_text
 
     lines = [as_text(prepared.plan), f"code         {prepared.code.line}"]
     lines += [f"note         {note}" for note in prepared.notes]

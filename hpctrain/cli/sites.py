@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.base import clock
 from hpctrain.cli.options import complete_site, json_option, site_argument
+from hpctrain.core.base import clock
 from hpctrain.errors import ChecksFailed, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from hpctrain.preflight.facts import NodeFacts
-    from hpctrain.site.detect import Detected, Match
-    from hpctrain.site.environment import Environment
-    from hpctrain.site.schema import PresetFinding, Site
-    from hpctrain.submit.preflight import SbatchTrial
+    from hpctrain.cluster.preflight.facts import NodeFacts
+    from hpctrain.cluster.site.detect import Detected, Match
+    from hpctrain.cluster.site.environment import Environment
+    from hpctrain.cluster.site.schema import PresetFinding, Site
+    from hpctrain.launch.preflight import SbatchTrial
 
 
 BROKEN = "broken"
@@ -67,8 +67,8 @@ def list_command(*, with_bases: bool, as_json: bool) -> None:
     base        only for other presets to extend (--all)
     broken      its file cannot be read; stderr has the reason
     """  # noqa: D301 - click wants the control character
-    from hpctrain.site.load import site_files
-    from hpctrain.terminal import echo_json, echo_warning
+    from hpctrain.cluster.site.load import site_files
+    from hpctrain.core.terminal import echo_json, echo_warning
 
     rows = [_listed(name, files) for name, files in site_files().items()]
     rows = sorted(
@@ -85,15 +85,15 @@ def list_command(*, with_bases: bool, as_json: bool) -> None:
         (row["name"], row["stability"], row["reviewed"] or None, row["description"], _files(row))
         for row in rows
     ]
-    from hpctrain.drawing import echo_table
+    from hpctrain.core.drawing import echo_table
 
     echo_table(cells, header=("SITE", "STABILITY", "REVIEWED", "", "FILES"))
 
 
 def _listed(name: str, files: list[tuple[str, Path]]) -> dict[str, Any]:
     """What is told of a site; one that cannot be read hides none of the others."""
+    from hpctrain.cluster.site.load import load_site
     from hpctrain.errors import HpctrainError
-    from hpctrain.site.load import load_site
 
     row: dict[str, Any] = {
         "name": name,
@@ -114,7 +114,7 @@ def _listed(name: str, files: list[tuple[str, Path]]) -> dict[str, Any]:
 
 def _files(row: dict[str, Any]) -> str:
     """The packaged file by its name, others by their path: they are what an admin looks for."""
-    from hpctrain.site.schema import PACKAGED
+    from hpctrain.cluster.site.schema import PACKAGED
 
     return ", ".join(
         PACKAGED if one["layer"] == PACKAGED else str(one["path"]) for one in row["files"]
@@ -165,8 +165,8 @@ def show_command(
     hpctrain sites show frontier --env --nodes 2 --assume nccl=2.27
     hpctrain sites show ./mine.toml --json
     """  # noqa: D301 - click wants the control character
-    from hpctrain.site.load import load_site
-    from hpctrain.terminal import echo_json
+    from hpctrain.cluster.site.load import load_site
+    from hpctrain.core.terminal import echo_json
 
     if not with_env and (nodes is not None or assume):
         raise click.UsageError(f"{'--nodes' if nodes else '--assume'} is for --env; add it.")
@@ -183,7 +183,7 @@ def show_command(
 
 
 def _derived(site: Site, nodes: int, assume: dict[str, str]) -> Environment:
-    from hpctrain.site.environment import Versions, derive
+    from hpctrain.cluster.site.environment import Versions, derive
 
     return derive(site, nodes=nodes, versions=Versions(**assume), run_dir=_RUN_DIR)
 
@@ -191,7 +191,7 @@ def _derived(site: Site, nodes: int, assume: dict[str, str]) -> Environment:
 def _site_plain(site: Site, derived: Environment | None) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from hpctrain.site.schema import dotted
+    from hpctrain.cluster.site.schema import dotted
 
     plain: dict[str, Any] = {"name": site.name}
     plain |= {key: getattr(site.about, key) for key in _ABOUT}
@@ -211,7 +211,7 @@ def _site_plain(site: Site, derived: Environment | None) -> dict[str, Any]:
 
 def _echo_head(site: Site) -> None:
     """Who the site is: one line, and one for each fact that it has of itself."""
-    from hpctrain.drawing import echo_table
+    from hpctrain.core.drawing import echo_table
 
     click.echo(f"{site.name}: {site.about.description or 'no description'}")
     rows = [(key, value) for key in _ABOUT[1:] if (value := getattr(site.about, key))]
@@ -220,9 +220,9 @@ def _echo_head(site: Site) -> None:
 
 
 def _echo_values(site: Site, *, origin: bool) -> None:
-    from hpctrain.drawing import echo_table
-    from hpctrain.settings.fields import shown
-    from hpctrain.site.schema import dotted
+    from hpctrain.cluster.site.schema import dotted
+    from hpctrain.core.drawing import echo_table
+    from hpctrain.core.settings.fields import shown
 
     rows: list[tuple[object, ...]] = []
     for path, leaf in site.leaves.items():
@@ -240,8 +240,8 @@ def _echo_values(site: Site, *, origin: bool) -> None:
 
 
 def _echo_environment(derived: Environment, *, origin: bool) -> None:
-    from hpctrain.drawing import echo_table
-    from hpctrain.terminal import echo_note
+    from hpctrain.core.drawing import echo_table
+    from hpctrain.core.terminal import echo_note
 
     click.echo()
     rows = [
@@ -268,10 +268,10 @@ def detect_command(*, as_json: bool) -> None:
     hpctrain sites detect
     hpctrain sites detect --json | jq -r .site
     """  # noqa: D301 - click wants the control character
-    from hpctrain.scheduler.base import name_here
-    from hpctrain.site.detect import detect, look_around
-    from hpctrain.site.load import identities
-    from hpctrain.terminal import echo_json
+    from hpctrain.cluster.scheduler.base import name_here
+    from hpctrain.cluster.site.detect import detect, look_around
+    from hpctrain.cluster.site.load import identities
+    from hpctrain.core.terminal import echo_json
 
     here = look_around(os.environ, lambda: name_here(os.environ))
     detected = detect(identities(os.environ, project=Path.cwd()), here)
@@ -283,7 +283,7 @@ def detect_command(*, as_json: bool) -> None:
         cells = [
             (_mark(match, detected), match.name, _reasons(match)) for match in detected.matches
         ]
-        from hpctrain.drawing import echo_table
+        from hpctrain.core.drawing import echo_table
 
         echo_table(cells)
     if detected is not None:
@@ -343,11 +343,11 @@ def validate_command(*, sites: Sequence[str], strict: bool, as_json: bool) -> No
 
     Exit code 3 for an error; with --strict, for anything. Exit code 2 if a file is no preset.
     """  # noqa: D301 - click wants the control character
-    from hpctrain.base.text import count
-    from hpctrain.site.load import load_site
-    from hpctrain.site.sheet import WrongPreset
-    from hpctrain.site.validate import validate
-    from hpctrain.terminal import echo_json
+    from hpctrain.cluster.site.load import load_site
+    from hpctrain.cluster.site.sheet import WrongPreset
+    from hpctrain.cluster.site.validate import validate
+    from hpctrain.core.base.text import count
+    from hpctrain.core.terminal import echo_json
 
     try:
         read = [load_site(one) for one in sites]
@@ -383,7 +383,7 @@ def _echo_findings(findings: Sequence[PresetFinding]) -> None:
     """The findings as a table."""
     from rich.text import Text
 
-    from hpctrain.drawing import echo_table
+    from hpctrain.core.drawing import echo_table
 
     rows = [
         (_short(one.where), Text(one.level, _COLORS[one.level]), one.path, one.message)
@@ -437,9 +437,9 @@ def init_command(*, source: str | None, name: str | None, output: Path | None) -
     """  # noqa: D301 - click wants the control character
     from datetime import date
 
+    from hpctrain.cluster.scheduler.base import get_cluster
+    from hpctrain.cluster.site.detect import draft, site_name
     from hpctrain.errors import UsageError
-    from hpctrain.scheduler.base import get_cluster
-    from hpctrain.site.detect import draft, site_name
 
     if source is None:
         raise click.UsageError("nothing to draft from; say --from-slurm.")
@@ -468,10 +468,10 @@ def probe_command(*, as_toml: bool, as_json: bool) -> None:
 
     Run it on a compute node, as in `srun -N1 hpctrain sites probe`. Changes nothing.
     """
+    from hpctrain.cluster.preflight.facts import draft
+    from hpctrain.cluster.preflight.probe import probe
+    from hpctrain.core.terminal import echo_json
     from hpctrain.errors import UsageError
-    from hpctrain.preflight.facts import draft
-    from hpctrain.preflight.probe import probe
-    from hpctrain.terminal import echo_json
 
     if as_toml and as_json:
         raise UsageError("--toml and --json: choose one")
@@ -486,7 +486,7 @@ def probe_command(*, as_toml: bool, as_json: bool) -> None:
 
 def _echo_facts(facts: NodeFacts) -> None:
     """One line for each fact; what could not be read says why."""
-    from hpctrain.drawing import echo_table
+    from hpctrain.core.drawing import echo_table
 
     rows: list[tuple[str, str]] = [("node", facts.node), ("host", facts.host)]
     interfaces = facts.interfaces or []
@@ -549,10 +549,10 @@ def test_command(
     """  # noqa: D301 - click wants the control character
     from dataclasses import asdict
 
+    from hpctrain.cluster.scheduler.base import get_cluster
+    from hpctrain.core.terminal import echo_json
     from hpctrain.errors import ChecksFailed
-    from hpctrain.scheduler.base import get_cluster
-    from hpctrain.submit.preflight import Asked, try_site
-    from hpctrain.terminal import echo_json
+    from hpctrain.launch.preflight import Asked, try_site
 
     asked = Asked(name, partition, nodes, account)
     trials = try_site(asked, cwd=Path.cwd(), environ=os.environ, cluster=get_cluster(OF_PRESETS))
@@ -562,7 +562,7 @@ def test_command(
         if scripts:
             for trial in trials:
                 click.echo(trial.script)
-        from hpctrain.drawing import echo_table
+        from hpctrain.core.drawing import echo_table
 
         echo_table([_row(trial) for trial in trials], header=("PARTITION", "NODES", "", ""))
     refused = [trial for trial in trials if not trial.accepted]

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.base import clock
-from hpctrain.base.text import count, duration, fold_ranks
 from hpctrain.cli.options import foreign_option, json_option, run_argument, runs_option
 from hpctrain.cli.progress import line
+from hpctrain.core.base import clock
+from hpctrain.core.base.text import count, duration, fold_ranks
 from hpctrain.errors import HpctrainError, UsageError, WrongState
-from hpctrain.hangs import stacks
-from hpctrain.run import events as ledger
-from hpctrain.status.reader import running_attempt
+from hpctrain.ledger.run import events as ledger
+from hpctrain.node.hangs import stacks
+from hpctrain.observe.status.reader import running_attempt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
 ANSWER_S = 30.0
 """So long may the agents take, and the shared disk to show what they have written."""
@@ -60,9 +60,9 @@ def command(*, run: str, rank: int | None, foreign: bool, as_json: bool, runs: P
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest. Ranks
     at one place share a line. If ranks hang, shows which rank blocks the others.
     """
-    from hpctrain.base.files import follow_folder
-    from hpctrain.run.find_run import find_run
-    from hpctrain.run.ownership import own_spec
+    from hpctrain.core.base.files import follow_folder
+    from hpctrain.ledger.run.find_run import find_run
+    from hpctrain.ledger.run.ownership import own_spec
 
     run_dir = find_run(run, runs=runs)
     follow_folder(run_dir.root)
@@ -74,7 +74,7 @@ def command(*, run: str, rank: int | None, foreign: bool, as_json: bool, runs: P
     if rank is not None:
         document = {**document, "ranks": [row for row in document["ranks"] if row["rank"] == rank]}
     if as_json:
-        from hpctrain.terminal import echo_json
+        from hpctrain.core.terminal import echo_json
 
         echo_json({"run": run_dir.name, "attempt": attempt, **document})
     elif rank is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.options import complete_run, json_option, runs_option
-from hpctrain.run.layout import runs_flag
+from hpctrain.ledger.run.layout import runs_flag
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,12 +70,12 @@ def command(
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
-    from hpctrain.base.text import count
+    from hpctrain.core.base.text import count
+    from hpctrain.core.terminal import echo_note
     from hpctrain.errors import UsageError
-    from hpctrain.run.find_run import find_run
-    from hpctrain.status.reader import StatusReader
-    from hpctrain.status.watch import keep_looking, look_at, look_at_all
-    from hpctrain.terminal import echo_note
+    from hpctrain.ledger.run.find_run import find_run
+    from hpctrain.observe.status.reader import StatusReader
+    from hpctrain.observe.status.watch import keep_looking, look_at, look_at_all
 
     if interval is not None and not watch:
         raise UsageError(f"--interval {interval:g} is for --watch: give both, or neither")

@@ -26,16 +26,16 @@ from hpctrain.cli.options import (
     site_option,
 )
 from hpctrain.cli.progress import conclude, wait_option
-from hpctrain.run.layout import runs_flag
+from hpctrain.ledger.run.layout import runs_flag
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpctrain.base.mesh import Mesh
-    from hpctrain.settings.spec import Spec
-    from hpctrain.submit.launch import SubmittedRun
-    from hpctrain.submit.prepare import Prepared, SubmitRequest
-    from hpctrain.submit.shape import ShapedJob
+    from hpctrain.core.base.mesh import Mesh
+    from hpctrain.core.settings.spec import Spec
+    from hpctrain.launch.launch import SubmittedRun
+    from hpctrain.launch.prepare import Prepared, SubmitRequest
+    from hpctrain.launch.shape import ShapedJob
 
 SETUP_SHOWN = 4
 """Lines of setup in a dry run."""
@@ -148,7 +148,7 @@ def command(
     comes from --site, HPCTRAIN_SITE or hpctrain.toml; otherwise it is detected.
     """
     from hpctrain.errors import ClusterError, UsageError
-    from hpctrain.submit.prepare import SubmitRequest
+    from hpctrain.launch.prepare import SubmitRequest
 
     if whole and not dry_run:
         raise UsageError("--script shows the batch script of a --dry-run: give both")
@@ -169,7 +169,7 @@ def command(
         _dry_run(request, whole=whole, as_json=as_json)
         return 0
     from hpctrain.cli.progress import progress
-    from hpctrain.submit.launch import submit_run
+    from hpctrain.launch.launch import submit_run
 
     submitted = submit_run(request, start=not no_submit, progress=progress)
     code = _report(submitted, wait=wait, as_json=as_json)
@@ -179,17 +179,17 @@ def command(
 
 def _dry_run(request: SubmitRequest, *, whole: bool, as_json: bool) -> None:
     """Make ready what would be submitted, and print it."""
-    from hpctrain.submit.prepare import prepare
+    from hpctrain.launch.prepare import prepare
 
     prepared = prepare(request)
     if request.begin or request.without:
-        from hpctrain.submit.launch import begin_of
+        from hpctrain.launch.launch import begin_of
 
         begin = begin_of(request)
         if begin is not None:
             prepared.notes.append(f"begins with {begin.line}")
     if prepared.spec.settings.shape.choose != "no":
-        from hpctrain.submit.launch import choose_shape_of
+        from hpctrain.launch.launch import choose_shape_of
 
         shaped = choose_shape_of(prepared)
         if shaped is not None:
@@ -204,12 +204,12 @@ def _show_shaped(
     """Print the candidates, and what would be submitted in the chosen shape."""
     from dataclasses import replace
 
-    from hpctrain.submit.shape import in_shape, table
+    from hpctrain.launch.shape import in_shape, table
 
     prepared.notes.extend(shaped.notes)
     chosen = replace(prepared, spec=in_shape(prepared.spec, shaped.shape))
     if not as_json:
-        from hpctrain.drawing import echo_table
+        from hpctrain.core.drawing import echo_table
 
         if shaped.choice:
             header, rows = table(shaped.choice)
@@ -228,14 +228,14 @@ def _show(
     more: Mapping[str, Any] | None = None,
 ) -> None:
     """Print what would be submitted."""
-    from hpctrain.run.layout import RunDir
-    from hpctrain.scheduler.base import get_cluster
-    from hpctrain.settings.secrets import hide
-    from hpctrain.terminal import echo_json, echo_warning
+    from hpctrain.cluster.scheduler.base import get_cluster
+    from hpctrain.core.settings.secrets import hide
+    from hpctrain.core.terminal import echo_json, echo_warning
+    from hpctrain.ledger.run.layout import RunDir
 
     spec = prepared.spec
     if request.snapshot:
-        from hpctrain.submit.snapshot import plan_snapshot
+        from hpctrain.launch.snapshot import plan_snapshot
 
         plan_snapshot(spec.entry, spec.settings.run.snapshot)
     run = RunDir(prepared.runs / spec.name)
@@ -244,7 +244,7 @@ def _show(
     if as_json:
         from dataclasses import asdict
 
-        from hpctrain.site.environment import expected_environment
+        from hpctrain.cluster.site.environment import expected_environment
 
         value: dict[str, Any] = {"run_dir": str(run.root), "script": text, "notes": prepared.notes}
         environment = asdict(expected_environment(spec))
@@ -280,15 +280,15 @@ def _in_short(text: str, spec: Spec) -> str:
 
 
 def _environment(spec: Spec) -> dict[str, str]:
-    from hpctrain.site.environment import expected_environment
+    from hpctrain.cluster.site.environment import expected_environment
 
     return {name: value.value for name, value in expected_environment(spec).values.items()}
 
 
 def _report(submitted: SubmittedRun, *, wait: bool, as_json: bool) -> int:
     """Print what was made; with `wait` look on until its first step. Returns the exit code."""
-    from hpctrain.submit.program import hears_requests
-    from hpctrain.terminal import echo_warning
+    from hpctrain.core.terminal import echo_warning
+    from hpctrain.launch.program import hears_requests
 
     prepared, run, job_id = submitted.prepared, submitted.run, submitted.job_id
     spec = prepared.spec
@@ -311,14 +311,14 @@ def _report(submitted: SubmittedRun, *, wait: bool, as_json: bool) -> int:
     if spec.settings.engine.kind == "fsdp2":
         rows.append(("mesh", meshes_text(prepared.meshes)))
     if spec.snapshot:
-        from hpctrain.base.text import count
+        from hpctrain.core.base.text import count
 
         edits = " with uncommitted edits" if spec.snapshot.dirty else ""
         commit = spec.snapshot.commit[:10] or "no commit yet"
         rows.append(("code", f"a copy of {count(spec.snapshot.files, 'file')}, {commit}{edits}"))
     if spec.dropped_env:
         rows.append(("dropped", f"from the environment: {', '.join(spec.dropped_env)}"))
-    from hpctrain.drawing import echo_table
+    from hpctrain.core.drawing import echo_table
 
     echo_table(rows)
     click.echo()
@@ -339,8 +339,8 @@ def _shape(spec: Spec) -> str:
 
 def _spares_text(spec: Spec) -> str:
     """The nodes that are asked for besides, where the scheduler gives any."""
-    from hpctrain.base.text import count
-    from hpctrain.scheduler.base import get_cluster
+    from hpctrain.cluster.scheduler.base import get_cluster
+    from hpctrain.core.base.text import count
 
     spares = spec.settings.alive.spares
     if not spares or get_cluster(spec.cluster).on_this_machine:

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.base.process import own_program
 from hpctrain.cli.options import complete_run, json_option, runs_option
+from hpctrain.core.base.process import own_program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
 PORT = 6006
 PORTS_TRIED = 50
@@ -85,7 +85,7 @@ def command(
     RUN is a name, a job id, a unique prefix, or - for the newest. It runs here, on the login node,
     until Ctrl-C; the printed ssh line, run on your own machine, brings it to your browser.
     """  # noqa: D301 - click wants the control character
-    from hpctrain.run.find_run import find_run
+    from hpctrain.ledger.run.find_run import find_run
 
     run_dirs = [find_run(name, runs=runs) for name in names or ("-",)]
     shown = [_look(run, label) for run, label in zip(run_dirs, _labels(run_dirs), strict=True)]
@@ -126,7 +126,7 @@ def _has_scalars(path: Path) -> bool:
     """Whether one of the file's first records is of a scalar."""
     from tensorboard.compat.proto.event_pb2 import Event
 
-    from hpctrain.base.files import open_plain
+    from hpctrain.core.base.files import open_plain
 
     try:
         with open_plain(path) as file:
@@ -207,7 +207,7 @@ def _own_name() -> str:
 
 
 def _print(facts: dict[str, Any], shown: Sequence[_Shown], *, as_json: bool) -> None:
-    from hpctrain.terminal import echo_json, echo_note
+    from hpctrain.core.terminal import echo_json, echo_note
 
     if as_json:
         echo_json(facts)

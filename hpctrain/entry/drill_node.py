@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.drill import injectors
-from hpctrain.drill.injectors import unflushed_files
-from hpctrain.run.layout import RunDir
+from hpctrain.advise.drill import injectors
+from hpctrain.advise.drill.injectors import unflushed_files
+from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

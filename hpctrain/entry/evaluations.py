@@ -21,17 +21,17 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.base import clock
-from hpctrain.base.log import configure
-from hpctrain.base.process import own_program
+from hpctrain.core.base import clock
+from hpctrain.core.base.log import configure
+from hpctrain.core.base.process import own_program
 from hpctrain.errors import HpctrainError
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpctrain.settings.spec import Spec
-    from hpctrain.submit.evaluations import Advanced
+    from hpctrain.core.settings.spec import Spec
+    from hpctrain.launch.evaluations import Advanced
 
 log = logging.getLogger("hpctrain.entry")
 
@@ -72,8 +72,8 @@ class _Ledger:
     """A run's ledger as it grows, as far as its evaluations go."""
 
     def __init__(self, run: RunDir) -> None:
-        from hpctrain.history.run_history import RunHistory
-        from hpctrain.run.events import Tail
+        from hpctrain.ledger.history.run_history import RunHistory
+        from hpctrain.ledger.run.events import Tail
 
         self._run = run
         self._tail, self._history = Tail(run.events, marks="few"), RunHistory()
@@ -82,9 +82,9 @@ class _Ledger:
 
     def has_news(self) -> bool:
         """Whether something else is due than before, or the last look is a while ago."""
-        from hpctrain.history.evaluations import due
-        from hpctrain.run.event_types import StepsDone
-        from hpctrain.run.ownership import job_spec
+        from hpctrain.ledger.history.evaluations import due
+        from hpctrain.ledger.run.event_types import StepsDone
+        from hpctrain.ledger.run.ownership import job_spec
 
         before, now = self._due, clock.monotonic()
         events = [event for event in self._tail.new() if not isinstance(event.fact, StepsDone)]
@@ -100,8 +100,8 @@ class _Ledger:
 
 def look(run: RunDir, of: int | None = None) -> None:
     """Do what is to be done, and say what was done."""
-    from hpctrain.run.ownership import job_spec
-    from hpctrain.submit.evaluations import advance
+    from hpctrain.launch.evaluations import advance
+    from hpctrain.ledger.run.ownership import job_spec
 
     say(run, advance(run, job_spec(run), of=of))
 
@@ -130,7 +130,7 @@ def at_the_end_of(run: RunDir, env: Mapping[str, str]) -> None:
     evaluation. That process and its jobs get `env`.
     """
     try:
-        from hpctrain.settings.spec import load_spec
+        from hpctrain.core.settings.spec import load_spec
 
         words = _words(run, load_spec(run.spec))
         if words:
@@ -149,8 +149,8 @@ def at_the_end_of(run: RunDir, env: Mapping[str, str]) -> None:
 def _words(run: RunDir, spec: Spec) -> list[str]:
     if spec.evaluates is None and "evaluate" not in spec.beside:
         return []
-    from hpctrain.history.run_history import RunHistory
-    from hpctrain.history.run_state import OVER
+    from hpctrain.ledger.history.run_history import RunHistory
+    from hpctrain.ledger.history.run_state import OVER
 
     if RunHistory.read(run, marks="few").state.phase not in OVER:
         return []
@@ -169,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
         match list(argv):
             case [root, "watch"]:
                 signal.signal(signal.SIGINT, lambda *_: stop.set())
-                from hpctrain.scheduler.slurm.environment import script_environment
+                from hpctrain.cluster.scheduler.slurm.environment import script_environment
 
                 env = script_environment(os.getppid(), os.environ)
                 os.environ.clear()

@@ -16,21 +16,21 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
-from hpctrain.agent.predecessors import held_back
-from hpctrain.base import clock
-from hpctrain.base.locks import remove_left_over
-from hpctrain.base.log import configure
-from hpctrain.base.process import free_port, own_program
-from hpctrain.base.records import NODE_DOWN, JobContext, JobState
+from hpctrain.cluster.scheduler.local import client
+from hpctrain.cluster.scheduler.local.client import LocalControl
+from hpctrain.core.base import clock
+from hpctrain.core.base.locks import remove_left_over
+from hpctrain.core.base.log import configure
+from hpctrain.core.base.process import free_port, own_program
+from hpctrain.core.base.records import NODE_DOWN, JobContext, JobState
 from hpctrain.entry.evaluations import at_the_end_of
 from hpctrain.entry.local_nodes import NodeStarter
 from hpctrain.errors import HpctrainError
-from hpctrain.plan.decide import EXIT_STOPPED
-from hpctrain.run.layout import RunDir
-from hpctrain.run.ownership import job_spec
-from hpctrain.scheduler.local import client
-from hpctrain.scheduler.local.client import LocalControl
+from hpctrain.ledger.plan.decide import EXIT_STOPPED
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.ledger.run.ownership import job_spec
+from hpctrain.node.agent.batch_side import BatchScriptSide, JobStartFacts
+from hpctrain.node.agent.predecessors import held_back
 
 if TYPE_CHECKING:
     from hpctrain.entry.local_nodes import Node

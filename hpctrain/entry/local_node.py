@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.agent import signals
-from hpctrain.base.env import HPCTRAIN_LOCAL_CONTEXT
+from hpctrain.core.base.env import HPCTRAIN_LOCAL_CONTEXT
+from hpctrain.node.agent import signals
 
 signals.install()  # before anything heavy is imported
 
@@ -13,12 +13,12 @@ import os  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from hpctrain.agent.main import run_agent  # noqa: E402
-from hpctrain.base.log import configure  # noqa: E402
-from hpctrain.base.records import JobContext  # noqa: E402
+from hpctrain.cluster.scheduler.local.client import LocalControl  # noqa: E402
+from hpctrain.core.base.log import configure  # noqa: E402
+from hpctrain.core.base.records import JobContext  # noqa: E402
 from hpctrain.errors import OF_A_DISK, HpctrainError  # noqa: E402
-from hpctrain.run.layout import RunDir  # noqa: E402
-from hpctrain.scheduler.local.client import LocalControl  # noqa: E402
+from hpctrain.ledger.run.layout import RunDir  # noqa: E402
+from hpctrain.node.agent.main import run_agent  # noqa: E402
 
 log = logging.getLogger("hpctrain.entry")
 

@@ -33,18 +33,18 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from hpctrain.agent import signals
-from hpctrain.base.env import HPCTRAIN_JOB_END, HPCTRAIN_LOCAL_CONTEXT, HPCTRAIN_RESTARTS
-from hpctrain.base.process import own_program, show_as
+from hpctrain.core.base.env import HPCTRAIN_JOB_END, HPCTRAIN_LOCAL_CONTEXT, HPCTRAIN_RESTARTS
+from hpctrain.core.base.process import own_program, show_as
+from hpctrain.node.agent import signals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
     from typing import NoReturn
 
-    from hpctrain.base.records import JobContext
-    from hpctrain.run.layout import RunDir
-    from hpctrain.settings.spec import Spec
+    from hpctrain.core.base.records import JobContext
+    from hpctrain.core.settings.spec import Spec
+    from hpctrain.ledger.run.layout import RunDir
 
 log = logging.getLogger("hpctrain.entry")
 
@@ -165,7 +165,7 @@ class NodeStarter:
         return _in_the_way()
 
     def _import(self, spec: Spec, environment: dict[str, str]) -> None:
-        from hpctrain.agent.preload import preload
+        from hpctrain.node.agent.preload import preload
 
         preload(spec)
         self._set_by_imports = differing(environment, os.environ)
@@ -207,7 +207,7 @@ def _fork_in_vain() -> None:
 @contextmanager
 def _as_at_import(run: RunDir, spec: Spec, context: JobContext) -> Iterator[dict[str, str]]:
     """Set the environment in which a node's agent imports torch; HpctrainError if it would fail."""
-    from hpctrain.agent.environment import RankEnvironment
+    from hpctrain.node.agent.environment import RankEnvironment
 
     before = dict(os.environ)
     _set_environment(_environment(context))

@@ -11,16 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.agent.batch_side import JobStartFacts, finish
-from hpctrain.base.env import HPCTRAIN_KILL_WAIT_S, HPCTRAIN_RELAY
-from hpctrain.base.files import read_end
-from hpctrain.base.locks import remove_left_over
-from hpctrain.entry.evaluations import at_the_end_of
-from hpctrain.errors import HpctrainError
-from hpctrain.run.layout import RunDir
-from hpctrain.run.ownership import job_spec
-from hpctrain.scheduler.slurm.control import SlurmControl
-from hpctrain.scheduler.slurm.environment import (
+from hpctrain.cluster.scheduler.slurm.control import SlurmControl
+from hpctrain.cluster.scheduler.slurm.environment import (
     KILL_WAIT_S,
     own_end,
     own_job_id,
@@ -28,12 +20,20 @@ from hpctrain.scheduler.slurm.environment import (
     own_start,
     script_environment,
 )
-from hpctrain.scheduler.slurm.parse import read_nodes
+from hpctrain.cluster.scheduler.slurm.parse import read_nodes
+from hpctrain.core.base.env import HPCTRAIN_KILL_WAIT_S, HPCTRAIN_RELAY
+from hpctrain.core.base.files import read_end
+from hpctrain.core.base.locks import remove_left_over
+from hpctrain.entry.evaluations import at_the_end_of
+from hpctrain.errors import HpctrainError
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.ledger.run.ownership import job_spec
+from hpctrain.node.agent.batch_side import JobStartFacts, finish
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from hpctrain.shapes.candidates import JobShape
+    from hpctrain.ledger.shapes.candidates import JobShape
 
 log = logging.getLogger("hpctrain.entry")
 
@@ -90,7 +90,7 @@ def reshape_next(run: RunDir, job_id: str, restarts: int, give: Callable[[JobSha
         spec = job_spec(run)
         if spec.settings.shape.choose == "no":
             return
-        from hpctrain.submit.shape import choose_again
+        from hpctrain.launch.shape import choose_again
 
         choose_again(run, spec, job_id, restarts, give)
     except (HpctrainError, OSError) as error:

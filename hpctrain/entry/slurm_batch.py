@@ -25,8 +25,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpctrain.base import VERSION
-from hpctrain.base.env import (
+from hpctrain.cluster.scheduler.slurm.command import run as run_command
+from hpctrain.cluster.scheduler.slurm.environment import (
+    KILL_WAIT_S,
+    own_job_id,
+    own_restarts,
+    resolves,
+)
+from hpctrain.cluster.scheduler.slurm.parse import (
+    parse_config_seconds,
+    parse_jobs,
+    parse_records,
+    read_nodes,
+)
+from hpctrain.core.base import VERSION
+from hpctrain.core.base.env import (
     HPCTRAIN_BATCH_VERSION,
     HPCTRAIN_JOB_END,
     HPCTRAIN_JOB_START,
@@ -37,17 +50,9 @@ from hpctrain.base.env import (
     HPCTRAIN_RELAY,
     HPCTRAIN_RESTARTS,
 )
-from hpctrain.base.log import configure
-from hpctrain.base.process import free_port
+from hpctrain.core.base.log import configure
+from hpctrain.core.base.process import free_port
 from hpctrain.errors import ClusterError, ClusterUnreachable, HpctrainError, UsageError
-from hpctrain.scheduler.slurm.command import run as run_command
-from hpctrain.scheduler.slurm.environment import KILL_WAIT_S, own_job_id, own_restarts, resolves
-from hpctrain.scheduler.slurm.parse import (
-    parse_config_seconds,
-    parse_jobs,
-    parse_records,
-    read_nodes,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -73,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
             case ["relay", root]:
                 _relay(Path(root), os.environ)
             case ["body"]:
-                from hpctrain.scheduler.slurm.script import body_path
+                from hpctrain.cluster.scheduler.slurm.script import body_path
 
                 print(body_path())
             case _:
@@ -99,7 +104,7 @@ def _before(root: str) -> int:
     if many := one_of_many(os.environ):
         raise UsageError(many)
     if _is_held_back(root):
-        from hpctrain.plan.decide import EXIT_STOPPED
+        from hpctrain.ledger.plan.decide import EXIT_STOPPED
 
         return EXIT_STOPPED
     spec = _raw_spec(root)
@@ -159,9 +164,9 @@ def exports(env: Mapping[str, str], meeting: MeetingPoint | None = None) -> dict
 
 def _relay(root: Path, env: Mapping[str, str]) -> None:
     """Serve until the batch script has gone."""
-    from hpctrain.run.layout import RunDir
-    from hpctrain.run.ownership import start_secret
-    from hpctrain.scheduler.slurm.control import of_agent, parent_is_gone, serve
+    from hpctrain.cluster.scheduler.slurm.control import of_agent, parent_is_gone, serve
+    from hpctrain.ledger.run.layout import RunDir
+    from hpctrain.ledger.run.ownership import start_secret
 
     is_over = parent_is_gone(os.getppid())
     job_id, restarts = own_job_id(env), own_restarts(env)
@@ -214,8 +219,8 @@ def _is_held_back(root: str) -> bool:
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         if after := json.loads((Path(root) / "spec.json").read_text())["after"]:
-            from hpctrain.agent.predecessors import held_back
-            from hpctrain.run.layout import RunDir
+            from hpctrain.ledger.run.layout import RunDir
+            from hpctrain.node.agent.predecessors import held_back
 
             try:
                 return bool(held_back(RunDir(Path(root)), after, own_job_id(os.environ)))
@@ -243,13 +248,13 @@ def _meeting_point(spec: dict[str, Any]) -> MeetingPoint | None:
 
 def _staging(root: str) -> list[str]:
     """What of staging.json stage.sh needs; none where nothing is to be staged."""
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
     run = RunDir(Path(root))
     if not run.staging.exists():
         return []
-    from hpctrain.run.staging import Staging, read_staging
-    from hpctrain.scheduler.slurm.script import shell_variables
+    from hpctrain.cluster.scheduler.slurm.script import shell_variables
+    from hpctrain.ledger.run.staging import Staging, read_staging
 
     try:
         staging = read_staging(run)
@@ -260,10 +265,10 @@ def _staging(root: str) -> list[str]:
 
 def _staged(root: Path, lines: Iterable[str], *, way: str, seconds: float, why: str) -> None:
     """Write down what became of it, in the ledger and in the job's log."""
-    from hpctrain.run import events as ledger
-    from hpctrain.run.layout import RunDir
-    from hpctrain.scheduler.slurm.script import outcome
-    from hpctrain.status.event_lines import staged
+    from hpctrain.cluster.scheduler.slurm.script import outcome
+    from hpctrain.ledger.run import events as ledger
+    from hpctrain.ledger.run.layout import RunDir
+    from hpctrain.observe.status.event_lines import staged
 
     nodes = read_nodes(os.environ.get("SLURM_JOB_NODELIST", ""))
     job = own_job_id(os.environ), own_restarts(os.environ)

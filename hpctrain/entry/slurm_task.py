@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import sys
 
-from hpctrain.agent import signals
-from hpctrain.base import VERSION
-from hpctrain.base.env import HPCTRAIN_BATCH_VERSION, HPCTRAIN_RUN_DIR
+from hpctrain.core.base import VERSION
+from hpctrain.core.base.env import HPCTRAIN_BATCH_VERSION, HPCTRAIN_RUN_DIR
+from hpctrain.node.agent import signals
 
 
 def main(argv: list[str]) -> int:
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     import logging
     from pathlib import Path
 
-    from hpctrain.base.log import configure
+    from hpctrain.core.base.log import configure
     from hpctrain.errors import OF_A_DISK, HpctrainError, UsageError
 
     configure("agent")
@@ -33,8 +33,8 @@ def main(argv: list[str]) -> int:
                 f"{sys.executable} here has hpctrain {VERSION}, and the batch script's python has "
                 f"{outside}: a container's image needs the version that submits"
             )
-        from hpctrain.run.layout import RunDir
-        from hpctrain.scheduler.slurm.executor import AgentTask
+        from hpctrain.cluster.scheduler.slurm.executor import AgentTask
+        from hpctrain.ledger.run.layout import RunDir
 
         if RunDir(folder).spec.exists():
             return AgentTask(folder)()

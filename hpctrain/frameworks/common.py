@@ -12,7 +12,7 @@ from hpctrain.errors import CheckpointError, Fenced, UsageError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpctrain.runtime.run import Run
+    from hpctrain.train.runtime.run import Run
 
 log = logging.getLogger("hpctrain.frameworks")
 

@@ -14,7 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from hpctrain.runtime.run import Run
+    from hpctrain.train.runtime.run import Run
 
 NO_METRICS = ("epoch", "num_input_tokens_seen", "total_flos")
 

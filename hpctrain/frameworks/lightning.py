@@ -15,7 +15,7 @@ import lightning.pytorch as pl  # noqa: E402 - refused in a line before its own 
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment  # noqa: E402
 
 if TYPE_CHECKING:
-    from hpctrain.runtime.run import Run
+    from hpctrain.train.runtime.run import Run
 
 
 class LightningCallback(pl.Callback):  # type: ignore[misc] # lightning is skipped by mypy

@@ -22,12 +22,12 @@ from submitit.auto.auto import flexible_init
 from submitit.core import core, utils
 from submitit.slurm import slurm
 
-from hpctrain.base import clock
-from hpctrain.base.files import make_runs_folder
-from hpctrain.base.text import hms
+from hpctrain.cluster.scheduler.base import default_cluster, get_cluster
+from hpctrain.core.base import clock
+from hpctrain.core.base.files import make_runs_folder
+from hpctrain.core.base.text import hms
 from hpctrain.errors import RunExists, UsageError
-from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.base import default_cluster, get_cluster
+from hpctrain.ledger.run.layout import RunDir
 from hpctrain.submitit.folder import JobFiles, dump
 from hpctrain.submitit.job import Job, cancel_all
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from submitit.core.core import EquivalenceDict
     from submitit.core.utils import DelayedSubmission
 
-    from hpctrain.api import StartedJob
+    from hpctrain.cli.api import StartedJob
 
 log = logging.getLogger("hpctrain.submitit")
 
@@ -191,8 +191,8 @@ class _RunExecutor(core.PicklingExecutor):
         return job
 
     def _submit_run(self, flags: Mapping[str, Any]) -> StartedJob:
-        from hpctrain.api import submit
-        from hpctrain.submit.prepare import free_name
+        from hpctrain.cli.api import submit
+        from hpctrain.launch.prepare import free_name
 
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", str(self.parameters.get("job_name", "submitit")))
         for _ in range(NAME_TRIES):

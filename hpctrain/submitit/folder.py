@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from submitit.core import utils
 
-from hpctrain.base.files import read_plain, replace_text
+from hpctrain.core.base.files import read_plain, replace_text
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from submitit.core.utils import DelayedSubmission, JobPaths
 
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
 FOLDER = "submitit"
 

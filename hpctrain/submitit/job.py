@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from submitit.core import core, utils
 
-from hpctrain.base import clock
-from hpctrain.base.records import JobState
+from hpctrain.core.base import clock
+from hpctrain.core.base.records import JobState
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.history.run_state import OVER, RunState
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.history.run_state import OVER, RunState
+from hpctrain.ledger.run.layout import RunDir
 from hpctrain.submitit.folder import run_link
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from hpctrain.history.run_history import RunHistory
+    from hpctrain.ledger.history.run_history import RunHistory
 
 R = TypeVar("R", covariant=True)  # noqa: PLC0105 - submitit's own name of it
 
@@ -58,7 +58,7 @@ class RunWatcher(core.InfoWatcher):
 
     def update(self) -> None:
         """Look at every job that is not over."""
-        from hpctrain.history.run_history import RunHistory
+        from hpctrain.ledger.history.run_history import RunHistory
 
         self._num_calls += 1
         waiting: dict[str, dict[str, tuple[RunDir, RunHistory]]] = {}
@@ -77,9 +77,9 @@ class RunWatcher(core.InfoWatcher):
         self._finished |= {one for one in self._registered if self.is_done(one, mode="cache")}
 
     def _ask(self, cluster: str, jobs: dict[str, tuple[RunDir, RunHistory]]) -> None:
-        from hpctrain.history.run_state import run_state
-        from hpctrain.scheduler.base import get_cluster
-        from hpctrain.status.reader import ask
+        from hpctrain.cluster.scheduler.base import get_cluster
+        from hpctrain.ledger.history.run_state import run_state
+        from hpctrain.observe.status.reader import ask
 
         ids = [history.state.job_id or job_id for job_id, (_, history) in jobs.items()]
         scheduler = get_cluster(cluster).bulk_query(ids)
@@ -132,7 +132,7 @@ class Job(core.Job[R]):
         Args:
             check: Whether an error is raised where it cannot be cancelled.
         """
-        from hpctrain.api import cancel
+        from hpctrain.cli.api import cancel
 
         with contextlib.nullcontext() if check else contextlib.suppress(HpctrainError):
             run = self.run
@@ -141,7 +141,7 @@ class Job(core.Job[R]):
 
     def _interrupt(self, timeout: bool = False) -> None:
         """Send the signal of a preemption, or of a time limit that is near, to rehearse it."""
-        from hpctrain.scheduler.base import get_cluster
+        from hpctrain.cluster.scheduler.base import get_cluster
 
         get_cluster(_cluster_of(RunDir(self.run))).rehearse(self.job_id, time_limit=timeout)
 
@@ -156,7 +156,7 @@ def run_of(folder: Path, job_id: str) -> RunDir | None:
 
 
 def _cluster_of(run: RunDir) -> str:
-    from hpctrain.settings.spec import load_spec
+    from hpctrain.core.settings.spec import load_spec
 
     return load_spec(run.spec).cluster
 

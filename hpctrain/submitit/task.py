@@ -27,25 +27,25 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from submitit import helpers
 from submitit.core import utils
 
-from hpctrain.base import clock
-from hpctrain.base.env import (
+from hpctrain.cluster.scheduler.base import get_control
+from hpctrain.core.base import clock
+from hpctrain.core.base.env import (
     HPCTRAIN_ATTEMPT,
     HPCTRAIN_CLUSTER,
     HPCTRAIN_JOB_END,
     HPCTRAIN_JOB_ID,
     HPCTRAIN_RUN_DIR,
 )
-from hpctrain.base.files import replace_text
-from hpctrain.base.records import StopCause
-from hpctrain.run.fence import Attempt, left_text, look_anew
-from hpctrain.run.layout import RunDir
-from hpctrain.runtime.agreement import CODES
-from hpctrain.runtime.attempt import write_outcome
-from hpctrain.runtime.requests import Rank0Requests
-from hpctrain.runtime.save_policy import JobClock
-from hpctrain.runtime.signals import RankSignals
-from hpctrain.scheduler.base import get_control
+from hpctrain.core.base.files import replace_text
+from hpctrain.core.base.records import StopCause
+from hpctrain.ledger.run.fence import Attempt, left_text, look_anew
+from hpctrain.ledger.run.layout import RunDir
 from hpctrain.submitit.folder import JobFiles, dump
+from hpctrain.train.runtime.agreement import CODES
+from hpctrain.train.runtime.attempt import write_outcome
+from hpctrain.train.runtime.requests import Rank0Requests
+from hpctrain.train.runtime.save_policy import JobClock
+from hpctrain.train.runtime.signals import RankSignals
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,13 +6,13 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from hpctrain.agent.notify import Notification
-from hpctrain.base.records import EndReason
-from hpctrain.history import causes
-from hpctrain.plan import decide, interval
-from hpctrain.settings.check import NEWS
-from hpctrain.settings.fields import keys_of
-from hpctrain.settings.schema import EngineSettings
+from hpctrain.core.base.records import EndReason
+from hpctrain.core.settings.check import NEWS
+from hpctrain.core.settings.fields import keys_of
+from hpctrain.core.settings.schema import EngineSettings
+from hpctrain.ledger.history import causes
+from hpctrain.ledger.plan import decide, interval
+from hpctrain.node.agent.notify import Notification
 from tests.docs.test_pages import table
 
 TOP = Path(__file__).parents[2]

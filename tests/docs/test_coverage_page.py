@@ -12,14 +12,14 @@ from typing import NamedTuple
 import click
 import pytest
 
+from hpctrain.advise.doctor.faults import KNOWLEDGE
+from hpctrain.advise.lint.catalogue import RULES
 from hpctrain.cli.main import COMMANDS, cli
-from hpctrain.doctor.faults import KNOWLEDGE
-from hpctrain.lint.catalogue import RULES
-from hpctrain.settings.schema import sections
+from hpctrain.core.settings.schema import sections
 
 TOP = Path(__file__).parents[2]
 PAGE = TOP / "docs" / "development" / "coverage.md"
-RUN = TOP / "hpctrain" / "runtime" / "run.py"
+RUN = TOP / "hpctrain" / "train" / "runtime" / "run.py"
 PLAN_PAGE = TOP / "docs" / "plan.md"
 ROWS = {
     "Advice that has aged": 44,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.base import env
-from hpctrain.scheduler.slurm.environment import clean
+from hpctrain.cluster.scheduler.slurm.environment import clean
+from hpctrain.core.base import env
 
 pytestmark = pytest.mark.check  # reads all of hpctrain's syntax trees
 
@@ -76,7 +76,7 @@ def test_what_users_set_reaches_the_job_and_what_a_job_sets_does_not():
 
 def test_names_of_files_through_which_processes_speak_are_the_layouts_own():
     """But for the batch script's helper, which starts without what the layout imports."""
-    layout, helper = "hpctrain/run/layout.py", "hpctrain/entry/slurm_batch.py"
+    layout, helper = "hpctrain/ledger/run/layout.py", "hpctrain/entry/slurm_batch.py"
     shared = ("events.jsonl", "outcome.json", "environment.json", "heartbeat.json", "spec.json")
     names = re.compile("|".join([*(rf'"{re.escape(name)}"' for name in shared),
                                  r'f"(?:failure|torch-error)-\{', r'f"rank-.*\.log"']))  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.base import env
+from hpctrain.core.base import env
 from tests.docs.test_environment import WORDS, documented
 from tests.docs.test_pages import table
 from tests.support import patience

@@ -6,8 +6,8 @@ import re
 import runpy
 from pathlib import Path
 
-from hpctrain.lint.catalogue import RULES
-from hpctrain.lint.rule import DOCS
+from hpctrain.advise.lint.catalogue import RULES
+from hpctrain.advise.lint.rule import DOCS
 
 TOP = Path(__file__).parents[2]
 PAGE = TOP / "docs" / "check.md"

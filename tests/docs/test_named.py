@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.settings.schema import sections
+from hpctrain.core.settings.schema import sections
 
 TOP = Path(__file__).parents[2]
 PACKAGE = TOP / "hpctrain"

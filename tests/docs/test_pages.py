@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.base.records import JobFacts, StopCause
+from hpctrain.cluster.site.load import load_site
+from hpctrain.core.base.records import JobFacts, StopCause
+from hpctrain.core.settings.layers import resolve
 from hpctrain.errors import EXIT_CODES
-from hpctrain.plan.decide import decide
-from hpctrain.settings.layers import resolve
-from hpctrain.site.load import load_site
+from hpctrain.ledger.plan.decide import decide
 
 TOP = Path(__file__).parents[2]
 DOCS = TOP / "docs"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.base.records import JobState
-from hpctrain.scheduler.base import SCHEDULERS
-from hpctrain.scheduler.slurm.jobs import FINISHED, STATES
+from hpctrain.cluster.scheduler.base import SCHEDULERS
+from hpctrain.cluster.scheduler.slurm.jobs import FINISHED, STATES
+from hpctrain.core.base.records import JobState
 
 pytestmark = pytest.mark.check  # reads all of hpctrain's syntax trees
 

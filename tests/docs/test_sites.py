@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.layers import Layer, resolve
-from hpctrain.settings.spec import Entry, Spec
-from hpctrain.site.detect import Surroundings, detect
-from hpctrain.site.environment import Versions, derive
-from hpctrain.site.load import load_site
-from hpctrain.site.schema import About, Preemption
+from hpctrain.cluster.site.detect import Surroundings, detect
+from hpctrain.cluster.site.environment import Versions, derive
+from hpctrain.cluster.site.load import load_site
+from hpctrain.cluster.site.schema import About, Preemption
+from hpctrain.core.settings.layers import Layer, resolve
+from hpctrain.core.settings.spec import Entry, Spec
+from hpctrain.ledger.run.layout import RunDir
 
 TOP = Path(__file__).parents[2]
 PAGES = TOP / "docs" / "sites"
@@ -84,7 +84,7 @@ def environment(name, nodes):
 
 def script(name, nodes):
     """A batch script as a user of that site gets it, partition and GPUs taken from the preset."""
-    from hpctrain.scheduler.slurm.script import render_script
+    from hpctrain.cluster.scheduler.slurm.script import render_script
 
     site = SITES[name]
     asked = {"nodes": str(nodes), "time": "0:10:00"}
@@ -123,7 +123,7 @@ def test_preset_loads_as_users_load_it(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_preset_has_no_error_and_no_warning(name):
     """But for what a skeleton is warned of, and a variable that only old plugins need."""
-    from hpctrain.site.validate import validate
+    from hpctrain.cluster.site.validate import validate
 
     findings = validate(SITES[name], today=REVIEWED)
     told = {f"{f.level} {f.path}" for f in findings if f.level in {"error", "warning"}}
@@ -260,7 +260,7 @@ def guide_blocks(kind):
 
 
 def test_the_guides_preset_is_a_good_one(tmp_path):
-    from hpctrain.site.validate import validate
+    from hpctrain.cluster.site.validate import validate
 
     path = tmp_path / "juniper.toml"
     path.write_text(guide_blocks("toml")[0])

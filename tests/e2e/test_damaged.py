@@ -8,8 +8,8 @@ import pytest
 
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, staged_name
 from hpctrain.checkpoint.store import find
-from hpctrain.run import events as ledger
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.checkpoints import flip_bit
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state, make_run, train

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
-from hpctrain.run.fence import take_attempt
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import patience, processes
 from tests.support.local_runs import SCRIPTS, await_end, events, hpctrain, start
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpctrain.checkpoint.store import find
-from hpctrain.history.evaluations import due
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.history.evaluations import due
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import patience
 from tests.support.local_runs import await_end, events, start
 from tests.support.recipe import TINY

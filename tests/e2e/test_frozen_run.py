@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hpctrain.run.event_types import AttemptStarted, CheckpointRestored, TrainingDone
-from hpctrain.run.events import read
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run.event_types import AttemptStarted, CheckpointRestored, TrainingDone
+from hpctrain.ledger.run.events import read
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.frozen_run import copy_of_frozen_run
 from tests.support.ledger_runs import local_job
 from tests.support.local_runs import await_end, hpctrain

@@ -7,7 +7,7 @@ import runpy
 
 import pytest
 
-from hpctrain.data.order import SampleOrder
+from hpctrain.train.data.order import SampleOrder
 from tests.support import local_runs, patience
 
 SCRIPT = local_runs.SCRIPTS / "loader.py"

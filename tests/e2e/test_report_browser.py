@@ -9,11 +9,11 @@ import re
 
 import pytest
 
-from hpctrain.history.run_history import RunHistory
-from hpctrain.report.gather import gather
-from hpctrain.report.page import comparison_page, page
-from hpctrain.run import events as ledger
-from hpctrain.status.status import Answer, status_of
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events as ledger
+from hpctrain.observe.report.gather import gather
+from hpctrain.observe.report.page import comparison_page, page
+from hpctrain.observe.status.status import Answer, status_of
 from tests.support.browser import Browser
 from tests.support.report_runs import NASTY, Tale, eventful
 

@@ -18,7 +18,7 @@ import time
 import pytest
 from submitit.core import utils
 
-from hpctrain.run.find_run import find_run
+from hpctrain.ledger.run.find_run import find_run
 from hpctrain.submitit import AutoExecutor, JobEnvironment, helpers
 from tests.support import patience
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.run import events as ledger
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import patience
 from tests.support.ledger_runs import all_fields
 

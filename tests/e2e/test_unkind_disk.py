@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.run import events as ledger
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import patience
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import TINY

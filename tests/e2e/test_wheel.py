@@ -111,7 +111,7 @@ def test_the_reports_style_and_script_come_with_the_wheel(installed):
     installed("hpctrain", "submit", "--cluster", "local", "--no-submit", "--name", "two")
     told = json.loads(installed("hpctrain", "report", "two", "--json").stdout)
 
-    style = (TOP / "hpctrain" / "report" / "page.css").read_text()
+    style = (TOP / "hpctrain" / "observe" / "report" / "page.css").read_text()
     assert style in Path(told["pages"][0]).read_text()
     assert installed("python", "-c", script).stdout.strip() != ""
 

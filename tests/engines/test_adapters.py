@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hpctrain.checkpoint.format.manifest import load as load_manifest
-from hpctrain.engines.parallelize import parallelize
+from hpctrain.core.settings.schema import EngineSettings, replaced
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.core.world import World, join_world
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.run.fence import take_attempt
-from hpctrain.settings.schema import EngineSettings, replaced
-from hpctrain.settings.spec import load_spec
-from hpctrain.world import World, join_world
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.train.engines.parallelize import parallelize
 from tests.support import hub
 from tests.support.exchange import Commands
 from tests.support.gloo import launch

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.agent import control as module
-from hpctrain.agent.control import EVERYWHERE, NodeControl, addresses
-from hpctrain.agent.ranks import first_causal
-from hpctrain.base.env import HPCTRAIN_CONTROL
-from hpctrain.base.records import FailureReport
-from hpctrain.control.node_process import NodeProcess
-from hpctrain.control.node_server import TreePlace
+from hpctrain.core.base.env import HPCTRAIN_CONTROL
+from hpctrain.core.base.records import FailureReport
+from hpctrain.node.agent import control as module
+from hpctrain.node.agent.control import EVERYWHERE, NodeControl, addresses
+from hpctrain.node.agent.ranks import first_causal
+from hpctrain.node.control.node_process import NodeProcess
+from hpctrain.node.control.node_server import TreePlace
 from tests.support.rank_agents import Agents
 
 pytestmark = pytest.mark.usefixtures("preloaded")
@@ -39,7 +39,7 @@ JOIN = (
     FIND
     + """
 import signal
-from hpctrain.control.seat import Seat
+from hpctrain.node.control.seat import Seat
 rank = int(os.environ["RANK"])
 exchange = Seat.take(folder, rank).exchange(30)
 (attempt / f"said-{rank}").write_text(f"{exchange.gather(rank)} {folder}")

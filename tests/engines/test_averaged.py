@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.engines.engine import Microbatch
-from hpctrain.world import World, join_world
+from hpctrain.core.world import World, join_world
+from hpctrain.train.engines.engine import Microbatch
 from tests.support import lm_training as lmt
 from tests.support.gloo import launch
 

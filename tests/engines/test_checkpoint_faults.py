@@ -32,11 +32,11 @@ from hpctrain.checkpoint.format import shard, table
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME
 from hpctrain.checkpoint.format.reader import CheckpointSource, open_chunks
 from hpctrain.checkpoint.store import commit, find
+from hpctrain.core.testing import faults, points
 from hpctrain.errors import CheckpointError
-from hpctrain.run import events as ledger
-from hpctrain.run.fence import take_attempt
-from hpctrain.run.layout import RunDir
-from hpctrain.testing import faults, points
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import sharded
 from tests.support.checkpoints import flip_bit
 from tests.support.gates import Gate
@@ -65,7 +65,7 @@ def _save_rank(root, steps, mode="sync", engine="fsdp2", gates=None, **settings)
     """Save steps; what came of each: its step, or the error's text."""
     from hpctrain.checkpoint.tensors.save import save
     from hpctrain.checkpoint.tensors.saver import Saver
-    from hpctrain.world import join_world
+    from hpctrain.core.world import join_world
 
     world = join_world()
     mesh = sharded.mesh_of(world, engine)
@@ -94,7 +94,7 @@ def _save_rank(root, steps, mode="sync", engine="fsdp2", gates=None, **settings)
 
 def _load_rank(roots, engine="fsdp2", spoil=None):
     """Restore from each run; see `_load`."""
-    from hpctrain.world import join_world
+    from hpctrain.core.world import join_world
 
     world = join_world()
     mesh = sharded.mesh_of(world, engine)
@@ -319,7 +319,7 @@ def _save_watched(root):
     import time
 
     from hpctrain.checkpoint.tensors.save import save
-    from hpctrain.world import join_world
+    from hpctrain.core.world import join_world
 
     world = join_world()
     place = sharded.place(world, root)
@@ -486,7 +486,7 @@ def _save_columns(root):
 
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.checkpoint.tensors.save import save
-    from hpctrain.world import join_world
+    from hpctrain.core.world import join_world
 
     world = join_world()
     mesh = dist.init_device_mesh("cpu", (world.world_size,))
@@ -514,7 +514,7 @@ def test_an_optimizers_state_goes_by_name_and_each_group_keeps_its_own_settings(
 
     from hpctrain.checkpoint.format.manifest import TensorEntry
     from hpctrain.checkpoint.tensors.boxes import DTYPES
-    from hpctrain.engines import state as engine_state
+    from hpctrain.train.engines import state as engine_state
 
     def made(order, rate):
         torch.manual_seed(1)
@@ -569,7 +569,7 @@ def test_a_restore_leaves_every_setting_of_every_group_as_the_program_made_it(
     """Torch makes a fresh optimizer's state by a step of rate 0; none of it may stay."""
     import torch
 
-    from hpctrain.engines import state as engine_state
+    from hpctrain.train.engines import state as engine_state
 
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
@@ -613,8 +613,8 @@ def test_a_restore_leaves_every_setting_of_every_group_as_the_program_made_it(
 def _fenced_rank(root):
     """Save; a newer attempt begins while this rank writes."""
     from hpctrain.checkpoint.tensors.save import save
+    from hpctrain.core.world import join_world
     from hpctrain.errors import Fenced
-    from hpctrain.world import join_world
 
     world = join_world()
     place = sharded.place(world, root)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.engines.engine import Microbatch
 from hpctrain.errors import UsageError
-from hpctrain.plan.limits import FAMILIES as FAMILIES_OF
+from hpctrain.ledger.plan.limits import FAMILIES as FAMILIES_OF
+from hpctrain.train.engines.engine import Microbatch
 from tests.engines import test_decoders as decoders
 from tests.engines import test_pretrained as pretrained
 from tests.support import layouts
@@ -45,7 +45,7 @@ def _seen(engine: Any) -> Any:
 
 
 def _train(cases: Any) -> dict[str, Any]:
-    from hpctrain.world import join_world
+    from hpctrain.core.world import join_world
 
     warnings.simplefilter("ignore")  # an error inside torch's compiler breaks it
     world = join_world()
@@ -117,9 +117,9 @@ def test_the_recipe_trains_as_in_one_process():
 
 
 def _types() -> dict[str, tuple[float, float]]:
-    from hpctrain.engines.parallelize import parallelize
-    from hpctrain.settings.schema import EngineSettings
-    from hpctrain.world import join_world
+    from hpctrain.core.settings.schema import EngineSettings
+    from hpctrain.core.world import join_world
+    from hpctrain.train.engines.parallelize import parallelize
 
     world, losses = join_world(), {}
     for kind in sorted(FAMILIES_OF["cp"]):
@@ -171,9 +171,9 @@ def mean(output: Any, targets: Any) -> Any:
 
 
 def _refusals() -> dict[str, str]:
-    from hpctrain.engines.parallelize import parallelize
-    from hpctrain.settings.schema import EngineSettings
-    from hpctrain.world import join_world
+    from hpctrain.core.settings.schema import EngineSettings
+    from hpctrain.core.world import join_world
+    from hpctrain.train.engines.parallelize import parallelize
 
     world, said = join_world(), {}
 
@@ -217,7 +217,7 @@ def test_what_cannot_share_sequences_says_so_in_one_line():
 
 def _of_two_lengths(ranks: int) -> list[tuple[float, float]]:
     """Steps whose microbatches have other lengths."""
-    from hpctrain.world import join_world
+    from hpctrain.core.world import join_world
 
     world = join_world() if ranks > 1 else ALONE
     engine = decoders.engine_of(world, "Llama", **({"cp": "2"} if ranks > 1 else {}))

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpctrain.engines.deferred import DeferredModel, seed_of
-from hpctrain.engines.parallelize import parallelize
+from hpctrain.core.settings.schema import EngineSettings
+from hpctrain.core.world import World, join_world
 from hpctrain.errors import UsageError
-from hpctrain.settings.schema import EngineSettings
-from hpctrain.world import World, join_world
+from hpctrain.train.engines.deferred import DeferredModel, seed_of
+from hpctrain.train.engines.parallelize import parallelize
 from tests.support import layouts, zero
 from tests.support.gloo import launch
 
@@ -194,7 +194,7 @@ def test_every_layout_begins_with_the_same_values_and_trains_alike(layout):
 
 def peaks_of(layers, width):
     """How far this process's memory rose while models were made, in bytes."""
-    from hpctrain.engines.zero import engine as zero
+    from hpctrain.train.engines.zero import engine as zero
 
     warnings.simplefilter("ignore")  # DeepSpeed's imports
     world, peaks = join_world(), {}

@@ -12,10 +12,10 @@ import torch
 
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.store import find
-from hpctrain.run import events as ledger
-from hpctrain.run.layout import RunDir
-from hpctrain.run.results import read_results
-from hpctrain.settings.spec import Evaluates, load_spec
+from hpctrain.core.settings.spec import Evaluates, load_spec
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.ledger.run.results import read_results
 from tests.support.checkpoints import flip_bit
 from tests.support.gloo import launch
 from tests.support.recipe import assert_same_bits, full_state, make_run, train
@@ -127,9 +127,9 @@ def test_another_model_is_one_line_on_every_rank(checkpoint, changes, why):
 
 
 def load_rank(ways):
-    from hpctrain.engines.parallelize import parallelize
-    from hpctrain.settings.schema import EngineSettings
-    from hpctrain.world import join_world
+    from hpctrain.core.settings.schema import EngineSettings
+    from hpctrain.core.world import join_world
+    from hpctrain.train.engines.parallelize import parallelize
 
     world = join_world()
     loaded = {}
@@ -153,8 +153,8 @@ def load_rank(ways):
 def fail_rank(*, sharded=False, **changes):
     from torch.distributed.fsdp import fully_shard
 
+    from hpctrain.core.world import join_world
     from hpctrain.errors import CheckpointError
-    from hpctrain.world import join_world
 
     join_world()
     model = _lm(**changes)
@@ -188,7 +188,7 @@ def _lm(**changes):
 
 
 def _whole(model):
-    from hpctrain.engines import state
+    from hpctrain.train.engines import state
 
     held = state.collect(model, None)
     return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in held.items()}

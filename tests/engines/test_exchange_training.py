@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.run import events as ledger
+from hpctrain.ledger.run import events as ledger
 from tests.support.exchange import Commands
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state, losses, make_run, train

@@ -250,9 +250,9 @@ class Own(nn.Module):
 
 
 def meshes_of(**axes):
-    from hpctrain.base.mesh import Mesh
-    from hpctrain.engines.layouts import make_meshes
-    from hpctrain.world import join_world
+    from hpctrain.core.base.mesh import Mesh
+    from hpctrain.core.world import join_world
+    from hpctrain.train.engines.layouts import make_meshes
 
     world = join_world()
     return world, make_meshes(Mesh(**axes), world.device)
@@ -260,9 +260,9 @@ def meshes_of(**axes):
 
 def train_own():
     """Outputs and gradients of a user's model with ep, and without it on all ranks' tokens."""
-    from hpctrain.engines.experts import expert_parallelize
-    from hpctrain.engines.native import shard
-    from hpctrain.settings.schema import EngineSettings
+    from hpctrain.core.settings.schema import EngineSettings
+    from hpctrain.train.engines.experts import expert_parallelize
+    from hpctrain.train.engines.native import shard
 
     world, meshes = meshes_of(dp_shard=2, ep=2)
     inputs = [torch.randn(5 + 4 * rank, 6) for rank in range(2)]
@@ -294,9 +294,9 @@ def test_a_model_of_ones_own_needs_a_mark_and_nothing_else():
 
 
 def refusals():
-    from hpctrain.engines.experts import expert_parallelize
-    from hpctrain.engines.native import shard
-    from hpctrain.settings.schema import EngineSettings
+    from hpctrain.core.settings.schema import EngineSettings
+    from hpctrain.train.engines.experts import expert_parallelize
+    from hpctrain.train.engines.native import shard
 
     _, meshes = meshes_of(dp_shard=4, ep=2)
     router_inside = Own()
@@ -332,8 +332,8 @@ def test_what_cannot_be_shared_is_refused_with_what_to_do():
 
 
 def held_of_few_experts():
-    from hpctrain.engines.native import shard
-    from hpctrain.settings.schema import EngineSettings
+    from hpctrain.core.settings.schema import EngineSettings
+    from hpctrain.train.engines.native import shard
 
     _, meshes = meshes_of(dp_shard=3)
     model = Own()

@@ -8,7 +8,7 @@ from tests.support.local_runs import SCRIPTS, await_end, events, start
 from tests.support.recipe import TINY
 
 SHARED = ("hpctrain", "numpy", "tensorboard", "google")
-OWN = ("hpctrain.recipes", "hpctrain.data.tokens")
+OWN = ("hpctrain.recipes", "hpctrain.train.data.tokens")
 """The script's."""
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from hpctrain.history.attempts import attempts
-from hpctrain.history.progress import progress
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.history.attempts import attempts
+from hpctrain.ledger.history.progress import progress
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import local_runs
 from tests.support.scripts.titan_tiny import EVERY, SEQUENCES, STEPS, TOKENS
 

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hpctrain
-from hpctrain.history.attempts import attempts
-from hpctrain.history.progress import progress
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.history.attempts import attempts
+from hpctrain.ledger.history.progress import progress
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import local_runs
 from tests.support.sampling import some
 

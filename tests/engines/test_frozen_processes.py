@@ -7,10 +7,10 @@ import signal
 
 import pytest
 
-from hpctrain.agent import rendezvous, store_process
-from hpctrain.control import node_process
-from hpctrain.hangs.standing import HangLimits
-from hpctrain.memory import replica_server_process
+from hpctrain.node.agent import rendezvous, store_process
+from hpctrain.node.control import node_process
+from hpctrain.node.hangs.standing import HangLimits
+from hpctrain.node.memory import replica_server_process
 from tests.support import node_processes
 from tests.support.rank_agents import Agents
 from tests.support.scenario import copies_in_memory, submit

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.data.order import SampleOrder
+from hpctrain.core.settings.schema import GuardSettings
 from hpctrain.errors import GuardStopped, UsageError
-from hpctrain.history.lineage import lineage
-from hpctrain.history.run_history import RunHistory
+from hpctrain.ledger.history.lineage import lineage
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events as ledger
+from hpctrain.observe.status.event_lines import in_words
 from hpctrain.recipes.lm import train as recipe
-from hpctrain.run import events as ledger
-from hpctrain.runtime.guarding import Guarding
-from hpctrain.settings.schema import GuardSettings
-from hpctrain.status.event_lines import in_words
+from hpctrain.train.data.order import SampleOrder
+from hpctrain.train.runtime.guarding import Guarding
 from tests.support.gloo import launch
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state, make_run, samples_of_step, train
@@ -125,7 +125,7 @@ def _remembered(run):
 
 
 def test_a_spike_is_told_or_left_out(tmp_path, spoil, monkeypatch):
-    monkeypatch.setattr("hpctrain.guards.spikes.LEAST", 8)
+    monkeypatch.setattr("hpctrain.train.guards.spikes.LEAST", 8)
     spoil({8 * BATCH + 3: 200.0})
     told = make_run(tmp_path / "told")
     skipped = make_run(tmp_path / "skipped", guard__spike="skip")

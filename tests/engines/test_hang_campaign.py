@@ -18,7 +18,7 @@ from collections import Counter
 
 import pytest
 
-from hpctrain.hangs.standing import HangLimits
+from hpctrain.node.hangs.standing import HangLimits
 from tests.support.rank_agents import Agents
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("preloaded"), pytest.mark.timeout(0)]

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from hpctrain.agent import hang_watch
-from hpctrain.control import board
-from hpctrain.hangs import stacks
-from hpctrain.hangs.standing import HangLimits
+from hpctrain.node.agent import hang_watch
+from hpctrain.node.control import board
+from hpctrain.node.hangs import stacks
+from hpctrain.node.hangs.standing import HangLimits
 from tests.support import patience
 from tests.support.rank_agents import Agents
 

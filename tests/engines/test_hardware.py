@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.engines import hardware
+from hpctrain.core.settings.schema import EngineSettings
 from hpctrain.errors import UsageError
-from hpctrain.settings.schema import EngineSettings
+from hpctrain.train.engines import hardware
 from tests.engines import test_decoders as decoders
 from tests.support import lm_training as lmt
 from tests.support.gloo import launch
@@ -103,7 +103,7 @@ def test_matrices_of_blocks_are_converted_and_no_others():
 
 
 def _train(cases: Any) -> dict[str, Any]:
-    from hpctrain.world import join_world
+    from hpctrain.core.world import join_world
 
     warnings.simplefilter("ignore")
     hardware.nvidia_capability = lambda _: HOPPER

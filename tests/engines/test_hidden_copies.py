@@ -16,9 +16,9 @@ import pytest
 
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.tensors import device_copy, host_copy
-from hpctrain.run import events as ledger
-from hpctrain.runtime import saves
-from hpctrain.testing import faults
+from hpctrain.core.testing import faults
+from hpctrain.ledger.run import events as ledger
+from hpctrain.train.runtime import saves
 from tests.support import gates, patience, zero
 from tests.support.gates import Gate
 from tests.support.gloo import launch

@@ -13,21 +13,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent import signals
-from hpctrain.agent.control import NodeControl
-from hpctrain.agent.in_place import InPlaceRendezvous
-from hpctrain.agent.in_place_node import InPlaceAgent
-from hpctrain.agent.lifeline import Lifeline, LifelinePlace
-from hpctrain.agent.members import RoundSize
-from hpctrain.agent.node import NodeAgent
-from hpctrain.agent.ranks import run_rank
-from hpctrain.agent.rendezvous import LeftOut
-from hpctrain.agent.rounds import RoundHooks
-from hpctrain.agent.stop_deadline import StopDeadline
-from hpctrain.base.process import PORTS
-from hpctrain.base.records import JobContext, RankTask
+from hpctrain.core.base.process import PORTS
+from hpctrain.core.base.records import JobContext, RankTask
 from hpctrain.errors import ClusterError
-from hpctrain.run.fence import Attempt
+from hpctrain.ledger.run.fence import Attempt
+from hpctrain.node.agent import signals
+from hpctrain.node.agent.control import NodeControl
+from hpctrain.node.agent.in_place import InPlaceRendezvous
+from hpctrain.node.agent.in_place_node import InPlaceAgent
+from hpctrain.node.agent.lifeline import Lifeline, LifelinePlace
+from hpctrain.node.agent.members import RoundSize
+from hpctrain.node.agent.node import NodeAgent
+from hpctrain.node.agent.ranks import run_rank
+from hpctrain.node.agent.rendezvous import LeftOut
+from hpctrain.node.agent.rounds import RoundHooks
+from hpctrain.node.agent.stop_deadline import StopDeadline
 from tests.support import node_processes, patience
 from tests.support.slurm_config import free_range
 

@@ -11,7 +11,7 @@ import itertools
 import pytest
 
 from hpctrain.checkpoint.store import find
-from hpctrain.run import events as ledger
+from hpctrain.ledger.run import events as ledger
 from tests.support.campaign import KINDS, Lane, run_lanes, summary
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state, make_run, train

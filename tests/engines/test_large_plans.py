@@ -12,9 +12,9 @@ from tests.support.gloo import launch
 
 
 def engine_of(world, *, layers, dim, heads, **settings):
-    from hpctrain.engines.parallelize import parallelize
+    from hpctrain.core.settings.schema import EngineSettings
     from hpctrain.recipes.lm.model import LM, LMConfig
-    from hpctrain.settings.schema import EngineSettings
+    from hpctrain.train.engines.parallelize import parallelize
 
     config = LMConfig(layers=layers, dim=dim, heads=heads, seq_len=16)
     return parallelize(

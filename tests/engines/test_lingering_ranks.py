@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.agent import ranks
+from hpctrain.node.agent import ranks
 from tests.support.rank_agents import Agents
 
 pytestmark = [

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from hpctrain.hangs.look import RankProcess, look
-from hpctrain.hangs.verdict import verdict
+from hpctrain.node.hangs.look import RankProcess, look
+from hpctrain.node.hangs.verdict import verdict
 from tests.support.hang_scenes import BAD, RANKS, SCENES, Scene
 from tests.support.ports import free_port
 

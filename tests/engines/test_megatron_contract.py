@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import local_runs
 
 RANKS, STEPS = 2, 100

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.local_runs import SCRIPTS, await_end, events, start
 from tests.support.recipe import TINY, assert_same_bits, full_state, make_run, train
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.agent import ranks
+from hpctrain.node.agent import ranks
 from tests.support.rank_agents import Agents
 
 pytestmark = pytest.mark.usefixtures("preloaded")

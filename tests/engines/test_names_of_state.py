@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.checkpoint.tensors import restore
-from hpctrain.engines import names, state
 from hpctrain.errors import CheckpointError
+from hpctrain.train.engines import names, state
 from tests.support.gloo import launch
 from tests.support.resumed import start, values
 

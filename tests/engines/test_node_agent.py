@@ -14,18 +14,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent import node as module
-from hpctrain.agent import ranks as ranks_module
-from hpctrain.agent import signals
-from hpctrain.agent.control import NodeControl
-from hpctrain.agent.node import NodeAgent
-from hpctrain.agent.node_reports import NodeReports
-from hpctrain.agent.ranks import run_rank
-from hpctrain.agent.rounds import NothingToResume, RoundHooks
-from hpctrain.agent.stop_deadline import StopDeadline
-from hpctrain.base.records import JobContext, RankTask, StopCause
+from hpctrain.core.base.records import JobContext, RankTask, StopCause
 from hpctrain.errors import NoCheckpoint
-from hpctrain.run.fence import Attempt
+from hpctrain.ledger.run.fence import Attempt
+from hpctrain.node.agent import node as module
+from hpctrain.node.agent import ranks as ranks_module
+from hpctrain.node.agent import signals
+from hpctrain.node.agent.control import NodeControl
+from hpctrain.node.agent.node import NodeAgent
+from hpctrain.node.agent.node_reports import NodeReports
+from hpctrain.node.agent.ranks import run_rank
+from hpctrain.node.agent.rounds import NothingToResume, RoundHooks
+from hpctrain.node.agent.stop_deadline import StopDeadline
 from tests.support import patience
 from tests.support.ports import free_port
 from tests.support.processes import listening
@@ -84,7 +84,7 @@ def _agent(node, port, folder, changes=None):
         setattr(module, name, value)
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from hpctrain.agent.rendezvous import Rendezvous
+    from hpctrain.node.agent.rendezvous import Rendezvous
 
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     os.setpgid(0, 0)

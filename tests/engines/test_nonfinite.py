@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hpctrain.data.batches import cut_step
-from hpctrain.engines.step_guard import LARGE, KeptState, StepGuard
-from hpctrain.guards.nonfinite import Ruling
-from hpctrain.settings.schema import GuardSettings
+from hpctrain.core.settings.schema import GuardSettings
+from hpctrain.train.data.batches import cut_step
+from hpctrain.train.engines.step_guard import LARGE, KeptState, StepGuard
+from hpctrain.train.guards.nonfinite import Ruling
 from tests.support import layouts, zero
 
 pytestmark = pytest.mark.quick

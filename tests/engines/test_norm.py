@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpctrain.base.mesh import Mesh
-from hpctrain.engines.norm import CPU_CHUNK, global_norm
-from hpctrain.engines.precision import LossScale
+from hpctrain.core.base.mesh import Mesh
+from hpctrain.core.world import World
 from hpctrain.errors import CheckpointError
-from hpctrain.world import World
+from hpctrain.train.engines.norm import CPU_CHUNK, global_norm
+from hpctrain.train.engines.precision import LossScale
 from tests.support.gloo import launch
 
 pytestmark = pytest.mark.quick
@@ -29,9 +29,9 @@ def _norms():
     import torch.distributed as dist
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from hpctrain.base.mesh import Mesh
-    from hpctrain.engines.norm import clip_factor, global_norm, local, scale_
-    from hpctrain.world import join_world
+    from hpctrain.core.base.mesh import Mesh
+    from hpctrain.core.world import join_world
+    from hpctrain.train.engines.norm import clip_factor, global_norm, local, scale_
 
     world = join_world()
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))

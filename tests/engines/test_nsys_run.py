@@ -12,12 +12,12 @@ import signal
 
 import pytest
 
-from hpctrain.agent.node import NodeAgent
-from hpctrain.agent.ranks import run_rank
-from hpctrain.agent.rounds import RoundHooks
-from hpctrain.agent.stop_deadline import StopDeadline
-from hpctrain.base.records import JobContext, RankTask
-from hpctrain.run.fence import Attempt
+from hpctrain.core.base.records import JobContext, RankTask
+from hpctrain.ledger.run.fence import Attempt
+from hpctrain.node.agent.node import NodeAgent
+from hpctrain.node.agent.ranks import run_rank
+from hpctrain.node.agent.rounds import RoundHooks
+from hpctrain.node.agent.stop_deadline import StopDeadline
 from tests.support import patience
 from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
@@ -48,7 +48,7 @@ def agent_of(folder, port, what):
     """The agent of one node with two ranks, the second of them under nsys."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from hpctrain.agent.rendezvous import Rendezvous
+    from hpctrain.node.agent.rendezvous import Rendezvous
 
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"

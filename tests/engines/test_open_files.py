@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.base.process import BASE, MOST, PER_RANK, needed, warning
+from hpctrain.core.base.process import BASE, MOST, PER_RANK, needed, warning
 from tests.support.gloo import launch
 
 LIMITED = """
 import json, resource, socket, sys
-from hpctrain.base.process import needed, raise_limit
+from hpctrain.core.base.process import needed, raise_limit
 soft, hard, world_size = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 limit = raise_limit()
@@ -87,7 +87,7 @@ def _open_files():
     import torch
     import torch.distributed as dist
 
-    from hpctrain.world import apart, broadcast, join_world
+    from hpctrain.core.world import apart, broadcast, join_world
 
     before = len(list(Path("/proc/self/fd").iterdir()))
     world = join_world()

@@ -292,7 +292,7 @@ def test_gradients_that_nobody_clears_go_on(tmp_path):
 @pytest.mark.parametrize("to_none", [False, True])
 def test_gradients_that_an_update_has_used_are_not_saved(tmp_path, to_none):
     from hpctrain.checkpoint.store import find
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
     class Clears(torch.optim.SGD):
         def zero_grad(self, set_to_none=True):

@@ -10,9 +10,9 @@ import signal
 from pathlib import Path
 
 from hpctrain.checkpoint.store import find
-from hpctrain.run import events as ledger
-from hpctrain.run.layout import RunDir
-from hpctrain.run.results import read_results
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.ledger.run.results import read_results
 from tests.support.gloo import launch, preload
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state

@@ -380,7 +380,7 @@ def test_a_second_optimizer_of_other_parameters_is_refused(tmp_path):
 
 def as_before(monkeypatch):
     """Checkpoints have no groups, as those of earlier versions."""
-    monkeypatch.setattr("hpctrain.runtime.program.Program.begin", lambda _: None)
+    monkeypatch.setattr("hpctrain.train.runtime.program.Program.begin", lambda _: None)
 
 
 def scheduled_adamw(run, total):
@@ -433,7 +433,7 @@ def test_another_optimizer_is_seen_without_the_name_of_its_class(tmp_path):
 
 
 def test_asking_what_an_optimizer_keeps_changes_nothing_of_it():
-    from hpctrain.runtime.other_optimizer import keys_made
+    from hpctrain.train.runtime.other_optimizer import keys_made
 
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), amsgrad=True)

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from hpctrain.engines.native import Native
-from hpctrain.settings.layers import flag_layer, resolve
+from hpctrain.core.settings.layers import flag_layer, resolve
+from hpctrain.train.engines.native import Native
 from tests.support import parity
 from tests.support.parity import GradientSums, StepRecord, compare, summary
 

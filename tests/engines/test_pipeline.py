@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.engines.engine import Microbatch
-from hpctrain.engines.stages import chain, cut
+from hpctrain.core.settings.schema import EngineSettings
 from hpctrain.errors import UsageError
 from hpctrain.recipes.lm.model import LM, LMConfig, token_loss
-from hpctrain.settings.schema import EngineSettings
+from hpctrain.train.engines.engine import Microbatch
+from hpctrain.train.engines.stages import chain, cut
 from tests.support import layouts
 from tests.support.gloo import launch
 
@@ -301,8 +301,8 @@ def _build(*, dropout=0.0, model=None, **chosen):
     """A pipeline; or, without `pp`, what one process trains with."""
     from dataclasses import replace
 
-    from hpctrain.engines.parallelize import parallelize
-    from hpctrain.world import World, join_world
+    from hpctrain.core.world import World, join_world
+    from hpctrain.train.engines.parallelize import parallelize
 
     model = model or LM(replace(CONFIG, dropout=dropout), seed=1)
     named = dict(model.named_parameters())
@@ -315,7 +315,7 @@ def _build(*, dropout=0.0, model=None, **chosen):
 
 
 def _batch(engine, step, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH):
-    from hpctrain.data.batches import cut_step
+    from hpctrain.train.data.batches import cut_step
 
     positions = range(step * global_batch, (step + 1) * global_batch)
     ranks = (engine.data_rank, engine.data_ranks)
@@ -490,7 +490,7 @@ def test_a_pipeline_trains_as_one_process_does(alone, ranks, chosen):
 
 def _halves(**chosen):
     """A step's gradients, and the order of its passes, under schedules of both kinds."""
-    from hpctrain.engines import pipeline
+    from hpctrain.train.engines import pipeline
 
     noted = []
 

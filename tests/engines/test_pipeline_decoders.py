@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.engines.engine import Microbatch
-from hpctrain.engines.parallelize import parallelize
-from hpctrain.settings.schema import EngineSettings
-from hpctrain.world import World, join_world
+from hpctrain.core.settings.schema import EngineSettings
+from hpctrain.core.world import World, join_world
+from hpctrain.train.engines.engine import Microbatch
+from hpctrain.train.engines.parallelize import parallelize
 from tests.support import layouts
 from tests.support.gloo import launch
 

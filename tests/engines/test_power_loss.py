@@ -12,7 +12,7 @@ import hashlib
 import pytest
 
 from hpctrain.checkpoint.store import find, retention, verify
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import sharded
 from tests.support.loading import loaded
 from tests.support.memory import folder_in_memory
@@ -29,7 +29,7 @@ def recorded(tmp_path_factory):
 
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.checkpoint.tensors.save import save
-    from hpctrain.world import World
+    from hpctrain.core.world import World
 
     world = World(0, 0, 1, torch.device("cpu"))
     root = tmp_path_factory.mktemp("recorded") / "run"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.base.process import own_program
-from hpctrain.preflight.bounded import MODULE
+from hpctrain.cluster.preflight.bounded import MODULE
+from hpctrain.core.base.process import own_program
 from tests.support import patience
 from tests.support.ports import free_port
 from tests.support.processes import alive, descendants

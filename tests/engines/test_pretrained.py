@@ -19,13 +19,13 @@ from torch import nn
 
 from hpctrain.checkpoint.exchange import export, hub_folder, safetensors
 from hpctrain.checkpoint.format.manifest import load as load_manifest
-from hpctrain.engines import pretrained
-from hpctrain.engines.engine import Microbatch
-from hpctrain.engines.parallelize import _mesh_of, parallelize
+from hpctrain.core.settings.schema import EngineSettings
+from hpctrain.core.world import World, join_world
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.plan.limits import FAMILIES
-from hpctrain.settings.schema import EngineSettings
-from hpctrain.world import World, join_world
+from hpctrain.ledger.plan.limits import FAMILIES
+from hpctrain.train.engines import pretrained
+from hpctrain.train.engines.engine import Microbatch
+from hpctrain.train.engines.parallelize import _mesh_of, parallelize
 from tests.support import fuzzing, hub, layouts
 from tests.support.gloo import launch
 
@@ -270,7 +270,7 @@ def test_names_may_have_the_models_prefix_or_lack_it(tmp_path):
 def test_what_the_folder_lacks_is_the_models_own_init_and_said(tmp_path, caplog):
     full = Headed()
     stored(tmp_path, full, **{"head.weight": None})
-    caplog.set_level("INFO", "hpctrain.engines")
+    caplog.set_level("INFO", "hpctrain.train.engines")
 
     engine = begun(tmp_path, Headed)
 

@@ -10,12 +10,12 @@ from dataclasses import asdict
 
 import pytest
 
-from hpctrain.profile.files import ProfileRequest, StepWindow, find
-from hpctrain.profile.trace import Kind
-from hpctrain.profile.verdict import Bound, examine
-from hpctrain.run import events as ledger
-from hpctrain.run.fence import take_attempt
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.observe.profile.files import ProfileRequest, StepWindow, find
+from hpctrain.observe.profile.trace import Kind
+from hpctrain.observe.profile.verdict import Bound, examine
 from tests.support.gloo import launch
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import make_run, train
@@ -33,8 +33,8 @@ def _rank(folder, switch):
     import torch.distributed as dist
 
     import hpctrain
-    from hpctrain.runtime.profiler import NEVER
-    from hpctrain.settings.schema import ProfileSettings, Settings
+    from hpctrain.core.settings.schema import ProfileSettings, Settings
+    from hpctrain.train.runtime.profiler import NEVER
 
     settings = Settings(profile=ProfileSettings(steps="3:4", ranks="all", memory=True))
     run = hpctrain.init(settings)
@@ -151,7 +151,7 @@ def test_a_profiler_that_fails_costs_the_profile_and_nothing_else(tmp_path, capf
 
 def _short():
     import hpctrain
-    from hpctrain.settings.schema import ProfileSettings, Settings
+    from hpctrain.core.settings.schema import ProfileSettings, Settings
 
     os.environ.pop("RANK")
     settings = Settings(profile=ProfileSettings(steps="2:3"))

@@ -10,12 +10,12 @@ import weakref
 
 import pytest
 
-from hpctrain.agent.node import NodeAgent
-from hpctrain.agent.ranks import run_rank
-from hpctrain.agent.rounds import RoundHooks
-from hpctrain.agent.stop_deadline import StopDeadline
-from hpctrain.base.records import JobContext, RankTask
-from hpctrain.run.fence import Attempt
+from hpctrain.core.base.records import JobContext, RankTask
+from hpctrain.ledger.run.fence import Attempt
+from hpctrain.node.agent.node import NodeAgent
+from hpctrain.node.agent.ranks import run_rank
+from hpctrain.node.agent.rounds import RoundHooks
+from hpctrain.node.agent.stop_deadline import StopDeadline
 from tests.support import local_runs
 from tests.support.gloo import launch, preload
 from tests.support.patience import PATIENCE_S
@@ -36,7 +36,7 @@ def _agent(folder, port):
     """The agent of one node."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from hpctrain.agent.rendezvous import Rendezvous
+    from hpctrain.node.agent.rendezvous import Rendezvous
 
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     context = JobContext("1", 0, 0, ["n0"], "127.0.0.1", port, "")
@@ -90,7 +90,7 @@ def _order_of_ends():
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from hpctrain.engines.torch_private import let_groups_go_last
+    from hpctrain.core.torch_private import let_groups_go_last
 
     let_groups_go_last()
     let_groups_go_last()

@@ -9,9 +9,9 @@ import signal
 
 import pytest
 
-from hpctrain.agent import ranks
-from hpctrain.agent.ranks import run_rank
-from hpctrain.base.records import RankTask
+from hpctrain.core.base.records import RankTask
+from hpctrain.node.agent import ranks
+from hpctrain.node.agent.ranks import run_rank
 from tests.support import patience
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import alive, descendants, kill_all

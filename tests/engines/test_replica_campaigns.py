@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpctrain.engines.step_guard import StepGuard
-from hpctrain.runtime.replicas import ReplicaWatch
-from hpctrain.settings.schema import GuardSettings
+from hpctrain.core.settings.schema import GuardSettings
+from hpctrain.train.engines.step_guard import StepGuard
+from hpctrain.train.runtime.replicas import ReplicaWatch
 from tests.support import layouts
 
 SLICES = 4

@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
+from hpctrain.core.world import World
+from hpctrain.ledger.run import events as ledger
+from hpctrain.observe.status.event_lines import in_words
 from hpctrain.recipes.lm import train as recipe
-from hpctrain.run import events as ledger
-from hpctrain.runtime.replicas import groups_of
-from hpctrain.status.event_lines import in_words
-from hpctrain.world import World
+from hpctrain.train.runtime.replicas import groups_of
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state, make_run, train
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hpctrain.data.order import SampleOrder
-from hpctrain.run import events as ledger
-from hpctrain.run.event_types import Submitted
-from hpctrain.run.fence import take_attempt
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.event_types import Submitted
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.train.data.order import SampleOrder
 from tests.support.gloo import launch
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, consumed, full_state, make_run, train
@@ -160,8 +160,8 @@ def test_a_signal_to_one_rank_between_two_exchanges_is_not_lost(tmp_path, signum
 
 
 def _change(run, **changes):
-    from hpctrain.settings.schema import replaced
-    from hpctrain.settings.spec import load_spec
+    from hpctrain.core.settings.schema import replaced
+    from hpctrain.core.settings.spec import load_spec
 
     spec = load_spec(run.spec)
     named = {name.replace("__", "."): value for name, value in changes.items()}
@@ -197,8 +197,8 @@ def _lm():
 
 def _restore_rank(*, deferred=False, step=2, pretrained=None):
     import hpctrain
-    from hpctrain.engines import state
-    from hpctrain.engines.deferred import DeferredModel
+    from hpctrain.train.engines import state
+    from hpctrain.train.engines.deferred import DeferredModel
 
     run = hpctrain.init()
     if deferred:

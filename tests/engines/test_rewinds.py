@@ -11,18 +11,18 @@ import torch
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.tensors import restore
 from hpctrain.checkpoint.tensors.save import SavePlace
-from hpctrain.data.order import SampleOrder
+from hpctrain.core.settings.schema import CheckpointSettings, GuardSettings
+from hpctrain.core.world import World
 from hpctrain.errors import RewindNeeded, UsageError
-from hpctrain.history.lineage import lineage
-from hpctrain.history.run_history import RunHistory
+from hpctrain.ledger.history.lineage import lineage
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.observe.status.event_lines import in_words
 from hpctrain.recipes.lm import train as recipe
-from hpctrain.run import events as ledger
-from hpctrain.run.fence import take_attempt
-from hpctrain.runtime import rewinds
-from hpctrain.runtime.guarding import Guarding
-from hpctrain.settings.schema import CheckpointSettings, GuardSettings
-from hpctrain.status.event_lines import in_words
-from hpctrain.world import World
+from hpctrain.train.data.order import SampleOrder
+from hpctrain.train.runtime import rewinds
+from hpctrain.train.runtime.guarding import Guarding
 from tests.support.ledger_runs import all_fields, coverage, write_event
 from tests.support.recipe import (
     assert_same_bits,
@@ -40,7 +40,7 @@ BAD = 11
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr("hpctrain.guards.spikes.LEAST", 8)
+    monkeypatch.setattr("hpctrain.train.guards.spikes.LEAST", 8)
     monkeypatch.setattr(rewinds, "STEPS_BEFORE", BACK)
 
 

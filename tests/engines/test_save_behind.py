@@ -17,9 +17,9 @@ import pytest
 
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.tensors import saver
-from hpctrain.run import events as ledger
-from hpctrain.runtime import saves
-from hpctrain.testing import faults
+from hpctrain.core.testing import faults
+from hpctrain.ledger.run import events as ledger
+from hpctrain.train.runtime import saves
 from tests.support import small_disk as disks
 from tests.support.gates import Gate, before
 from tests.support.gloo import launch

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from hpctrain.checkpoint.sealed import seals
-from hpctrain.run import events as ledger
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import local_runs, patience
 from tests.support.gloo import launch
 from tests.support.ledger_runs import all_fields

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
-from hpctrain.agent import slow_watch
-from hpctrain.hangs.outliers import RUNNING, WINDOW, StragglerJudge
-from hpctrain.hangs.standing import HangLimits
+from hpctrain.node.agent import slow_watch
+from hpctrain.node.hangs.outliers import RUNNING, WINDOW, StragglerJudge
+from hpctrain.node.hangs.standing import HangLimits
 from tests.support.rank_agents import Agents
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from hpctrain.agent import slow_watch
-from hpctrain.hangs.standing import HangLimits
+from hpctrain.node.agent import slow_watch
+from hpctrain.node.hangs.standing import HangLimits
 from tests.support import patience
 from tests.support.rank_agents import Agents
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import threading
 
+from hpctrain.core.testing import faults
+from hpctrain.ledger.run import events as ledger
 from hpctrain.recipes.lm import train as recipe
-from hpctrain.run import events as ledger
-from hpctrain.testing import faults
 from tests.support.gates import before, steps_held
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import make_run, train

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent.store_process import StoreProcess
 from hpctrain.errors import ClusterError
+from hpctrain.node.agent.store_process import StoreProcess
 from tests.support import patience
 from tests.support.ports import free_port
 from tests.support.processes import alive, descendants, kill_all, listening
@@ -148,7 +148,7 @@ def test_stopping_waits_for_the_end():
 
 
 def test_agents_that_do_not_come_are_named(capsys):
-    from hpctrain.agent.rendezvous import Rendezvous
+    from hpctrain.node.agent.rendezvous import Rendezvous
 
     nodes = ["n0", "n1", "n2"]
     port = free_port()
@@ -164,7 +164,7 @@ def test_agents_that_do_not_come_are_named(capsys):
 
 
 def test_a_store_that_cannot_be_reached_is_told_in_a_line():
-    from hpctrain.agent.rendezvous import Rendezvous
+    from hpctrain.node.agent.rendezvous import Rendezvous
 
     port = free_port()
     rendezvous = Rendezvous("127.0.0.1", port, 1, ["n0", "n1"], run_id="1", timeout_s=1)
@@ -178,7 +178,7 @@ def test_a_store_that_cannot_be_reached_is_told_in_a_line():
 
 
 def test_what_torch_leaves_in_the_temporary_folder_for_a_rank_that_raised_is_removed(tmp_path):
-    from hpctrain.agent.node import NodeAgent
+    from hpctrain.node.agent.node import NodeAgent
 
     files = [tmp_path / name for name in ("raised.pickle", "ended.pickle")]
     files[0].touch()

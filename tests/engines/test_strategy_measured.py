@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from hpctrain.advise.strategy.facts import of_config
+from hpctrain.advise.strategy.reading import ask
 from hpctrain.errors import UsageError
-from hpctrain.strategy.facts import of_config
-from hpctrain.strategy.reading import ask
 from tests.support import plan_cases
 
 MOST_S = 500.0
@@ -75,7 +75,7 @@ def test_parameters_are_counted_as_the_models_own_code_makes_them():
 def test_the_tracker_counts_what_lives_and_forgets_what_is_gone():
     import torch
 
-    from hpctrain.strategy.peak_tracker import PeakTracker
+    from hpctrain.advise.strategy.peak_tracker import PeakTracker
 
     with PeakTracker() as tracker:
         kept = torch.zeros(1000)
@@ -112,8 +112,8 @@ def test_what_stands_in_for_ddp_takes_what_ddp_takes():
     from torch.nn.parallel import DistributedDataParallel
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from hpctrain.strategy import measure_child
-    from hpctrain.strategy.peak_tracker import PeakTracker
+    from hpctrain.advise.strategy import measure_child
+    from hpctrain.advise.strategy.peak_tracker import PeakTracker
 
     config = plan_cases.MODELS["gpt2-124M"] | {"n_layer": 2, "n_embd": 128, "n_head": 4}
     config |= {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0}
@@ -174,7 +174,7 @@ def test_a_strangers_module_is_built_on_no_device(tmp_path, monkeypatch):
     ],
 )
 def test_a_module_that_does_not_build_is_one_line(tmp_path, monkeypatch, text, message):
-    from hpctrain.strategy import measure_child
+    from hpctrain.advise.strategy import measure_child
 
     (tmp_path / "bad_one.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.base.process import own_program
-from hpctrain.run import events as ledger
-from hpctrain.run.layout import RunDir
+from hpctrain.core.base.process import own_program
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import patience
 from tests.support.users import OWNER, STRANGER, run_as
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from hpctrain.history.progress import rank_sample
-from hpctrain.run import events as ledger
-from hpctrain.run.attempt_files import read_heartbeat
-from hpctrain.run.fence import take_attempt
+from hpctrain.ledger.history.progress import rank_sample
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.attempt_files import read_heartbeat
+from hpctrain.ledger.run.fence import take_attempt
 from tests.support.gloo import launch
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import make_run, train
@@ -28,9 +28,9 @@ READING_S = 0.001
 
 def _slow(kind: str, victim: int) -> None:
     """The recipe, with one rank that loses time in each step's own work, or over its data."""
-    from hpctrain.data.batches import GlobalBatches
     from hpctrain.recipes.lm import train as recipe
-    from hpctrain.runtime import run
+    from hpctrain.train.data.batches import GlobalBatches
+    from hpctrain.train.runtime import run
 
     now = 0.0
 

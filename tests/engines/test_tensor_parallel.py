@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from torch import nn
 
-from hpctrain.engines import layouts
 from hpctrain.errors import UsageError
+from hpctrain.train.engines import layouts
 from tests.support import lm_training as lmt
 from tests.support import sharded
 from tests.support.gloo import launch
@@ -31,7 +31,7 @@ CASES = {
 
 
 def _train_all(cases, steps):
-    from hpctrain.world import join_world
+    from hpctrain.core.world import join_world
 
     world = join_world()
     return {
@@ -49,7 +49,7 @@ def alone():
 def _alone():
     import os
 
-    from hpctrain.world import join_world
+    from hpctrain.core.world import join_world
 
     del os.environ["RANK"]
     world = join_world()
@@ -107,7 +107,7 @@ def test_half_precision_stays_near_that_of_one_process(alone):
 
 
 def _equal_parts():
-    from hpctrain.world import join_world
+    from hpctrain.core.world import join_world
 
     world = join_world()
     return {sequence: _digests(world, sequence_parallel=sequence) for sequence in (True, False)}
@@ -150,7 +150,7 @@ def test_copies_along_tp_stay_equal_under_dropout():
 
 
 def _logits_changed_in_place():
-    from hpctrain.world import join_world
+    from hpctrain.core.world import join_world
 
     engine = lmt.engine_of(join_world(), lmt.lm(), tp="2")
     with pytest.raises(RuntimeError, match=r"view .* modified inplace"):
@@ -168,7 +168,7 @@ def _carry(root, first, meshes):
     """From one mesh to the next; digests of the whole state on each."""
     import os
 
-    from hpctrain.world import join_world
+    from hpctrain.core.world import join_world
 
     if meshes == [None]:
         del os.environ["RANK"]
@@ -335,7 +335,7 @@ def build(names):
 def _foreign():
     import torch
 
-    from hpctrain.world import World, join_world
+    from hpctrain.core.world import World, join_world
 
     world = join_world()
     by_itself = World(0, 0, 1, torch.device("cpu"))
@@ -355,7 +355,7 @@ def _foreign():
 def _plan(names):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    from hpctrain.engines.parallelize import ModelPlan
+    from hpctrain.train.engines.parallelize import ModelPlan
 
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     return ModelPlan(tensor_parallel={name: styles[how]() for name, how in names.items()})
@@ -488,8 +488,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_model_that_cannot_be_cut_is_refused_in_one_line_and_left_alone(case):
-    from hpctrain.engines.tensor_parallel import tensor_parallelize
-    from hpctrain.settings.schema import EngineSettings
+    from hpctrain.core.settings.schema import EngineSettings
+    from hpctrain.train.engines.tensor_parallel import tensor_parallelize
 
     make, given, said = REFUSED[case]
     model = make()

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.history.attempts import attempts
-from hpctrain.history.progress import progress
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run import events as ledger
-from hpctrain.run.attempt_files import read_heartbeat
-from hpctrain.run.event_types import StepsDone
-from hpctrain.run.fence import take_attempt
-from hpctrain.run.layout import RunDir
-from hpctrain.runtime.own_loop import earlier_save_s
+from hpctrain.ledger.history.attempts import attempts
+from hpctrain.ledger.history.progress import progress
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.attempt_files import read_heartbeat
+from hpctrain.ledger.run.event_types import StepsDone
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.train.runtime.own_loop import earlier_save_s
 from tests.support import local_runs
 from tests.support.gloo import launch
 
@@ -59,7 +59,7 @@ def test_a_preempted_program_with_its_own_loop_loses_no_step(tmp_path, words):
 def _program(tell, root, *, log_every_s=0.0):
     """A single rank of a run in a folder, without an agent that looks after it."""
     import hpctrain
-    from hpctrain.settings.schema import RunSettings, Settings
+    from hpctrain.core.settings.schema import RunSettings, Settings
 
     run_dir = RunDir(root)
     run_dir.root.mkdir(parents=True, exist_ok=True)

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import hpctrain.engines
-from hpctrain.engines import parallelize as spread
-from hpctrain.engines import torch_private
+import hpctrain.train.engines
+from hpctrain.core.settings.schema import EngineSettings
+from hpctrain.core.world import World
 from hpctrain.errors import UsageError
-from hpctrain.settings.schema import EngineSettings
-from hpctrain.world import World
+from hpctrain.train.engines import parallelize as spread
+from hpctrain.train.engines import torch_private
 
 ENGINES = Path(hpctrain.engines.__file__).parent
 PRIVATE = re.compile(r"torch\.(?:\w+\.)*_[a-z]")
@@ -46,12 +46,12 @@ for module, names in {names}.items():
     held = importlib.import_module(module)
     for name in names:
         vars(held).pop(name, None)  # older releases have some of them not
-import hpctrain.engines.parallelize, hpctrain.engines.pipeline, hpctrain.engines.exact.shards
-from hpctrain.engines import torch_private
+import hpctrain.train.engines.parallelize, hpctrain.train.engines.pipeline, hpctrain.train.engines.exact.shards
+from hpctrain.train.engines import torch_private
 import torch
-from hpctrain.engines.parallelize import parallelize
-from hpctrain.settings.schema import EngineSettings
-from hpctrain.world import World
+from hpctrain.train.engines.parallelize import parallelize
+from hpctrain.core.settings.schema import EngineSettings
+from hpctrain.core.world import World
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.AdamW(model.parameters())
 parallelize(model, optimizer, EngineSettings(), World(0, 0, 1, torch.device("cpu")))

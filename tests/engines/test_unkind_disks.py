@@ -1,6 +1,6 @@
 """What a file system's errors do to a restore of real ranks: tried again, then told; nothing lost.
 
-An error that one rank alone meets is put in at the real call by `hpctrain.testing.faults`.
+An error that one rank alone meets is put in at the real call by `hpctrain.core.testing.faults`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import pytest
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME
 from hpctrain.checkpoint.format.shard import file_name
 from hpctrain.checkpoint.store import find
-from hpctrain.run import events as ledger
-from hpctrain.run.layout import RunDir
-from hpctrain.testing import faults
+from hpctrain.core.testing import faults
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import sharded
 from tests.support.gloo import launch
 from tests.support.ledger_runs import write_event
@@ -33,7 +33,7 @@ ERRORS = ["ESTALE", "ETIMEDOUT", "EIO", "EACCES", "EMFILE", "ENOTCONN"]
 def save_rank(root):
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.checkpoint.tensors.save import save
-    from hpctrain.world import join_world
+    from hpctrain.core.world import join_world
 
     world = join_world()
     place = sharded.place(world, root)
@@ -59,7 +59,7 @@ def root(saved, tmp_path):
 
 def load_rank(root, cases, spoil=None):
     """Restore under each list of faults; see `_load`."""
-    from hpctrain.world import join_world
+    from hpctrain.core.world import join_world
 
     world = join_world()
     return [_load(world, root, text, spoil) for text in cases]

@@ -17,8 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
 from hpctrain.checkpoint.store import find
-from hpctrain.run.layout import RunDir
-from hpctrain.runtime import unsaved
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.train.runtime import unsaved
 from tests.support.gloo import launch
 from tests.support.resumed import start, values
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hpctrain.checkpoint.store import find
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.gloo import launch
 from tests.support.resumed import resumed, start, undisturbed, values
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.base.env import HPCTRAIN_CONTROL
+from hpctrain.core.base.env import HPCTRAIN_CONTROL
 from tests.support.control_tree import ControlTree
 from tests.support.gloo import launch
 
@@ -32,8 +32,8 @@ RAISED = [
 
 
 def rank(errors):
+    from hpctrain.core.world import join_world, on_rank_0
     from hpctrain.errors import HpctrainError
-    from hpctrain.world import join_world, on_rank_0
 
     world = join_world(timeout_s=30)
     said = []
@@ -67,7 +67,7 @@ def test_any_error_of_rank_0_is_raised_on_every_rank(tree):
 
 @pytest.mark.parametrize("fence", ['{"number": 1}', "{", "[]", "\x00"])
 def test_an_odd_attempt_json_ends_all_ranks_and_hangs_none(tmp_path, fence):
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
     run = RunDir(tmp_path / "run")
     run.root.mkdir()
@@ -80,10 +80,10 @@ def test_an_odd_attempt_json_ends_all_ranks_and_hangs_none(tmp_path, fence):
 
 
 def stage_rank(root):
+    from hpctrain.core.world import join_world, on_rank_0
     from hpctrain.errors import HpctrainError
-    from hpctrain.run.fence import read_fence
-    from hpctrain.run.layout import RunDir
-    from hpctrain.world import join_world, on_rank_0
+    from hpctrain.ledger.run.fence import read_fence
+    from hpctrain.ledger.run.layout import RunDir
 
     world = join_world(timeout_s=30)
     try:
@@ -95,8 +95,8 @@ def stage_rank(root):
 
 def exchanging(folder="", before=None):
     """What carries this rank's values, what its agreement is, and a value of all ranks."""
-    from hpctrain.runtime.agreement import agreement_of
-    from hpctrain.world import apart, gather, join_world
+    from hpctrain.core.world import apart, gather, join_world
+    from hpctrain.train.runtime.agreement import agreement_of
 
     if folder:
         os.environ[HPCTRAIN_CONTROL] = folder
@@ -116,7 +116,7 @@ def test_ranks_of_agents_have_their_control_plane():
 
 
 def _another_process_first():
-    from hpctrain.control.seat import Seat
+    from hpctrain.node.control.seat import Seat
 
     child = os.fork()
     if child == 0:
@@ -146,7 +146,7 @@ def _sockets(lazy_above):
     import torch
     import torch.distributed as dist
 
-    from hpctrain import world as module
+    from hpctrain.core import world as module
 
     module.LAZY_ABOVE = lazy_above
     world = module.join_world(timeout_s=60)

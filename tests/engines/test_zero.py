@@ -197,7 +197,7 @@ def test_sixteen_bits_keep_fp32_masters_of_every_weight_and_go_on_bit_equal(plai
 
 
 def _overflow():
-    from hpctrain.engines.precision import LossScale
+    from hpctrain.train.engines.precision import LossScale
 
     zero.allow_fp16()
     engine = zero.build("zero2", precision="fp16")
@@ -234,7 +234,7 @@ def test_an_fp16_step_that_overflows_is_left_out_and_its_scale_is_every_engines(
 
 
 def _selective(*, efficient):
-    import hpctrain.engines.zero.engine as module
+    import hpctrain.train.engines.zero.engine as module
 
     real = module.engine_config
 
@@ -313,12 +313,12 @@ def test_a_parameter_that_gets_no_gradient_is_not_given_the_last_steps_again(tmp
 def _refused(model=None, groups=None, **settings):
     import torch
 
-    from hpctrain.base.mesh import Mesh
-    from hpctrain.engines.engine import EngineInputs
-    from hpctrain.engines.zero.engine import Zero
+    from hpctrain.core.base.mesh import Mesh
+    from hpctrain.core.settings.schema import EngineSettings
+    from hpctrain.core.world import World
     from hpctrain.errors import UsageError
-    from hpctrain.settings.schema import EngineSettings
-    from hpctrain.world import World
+    from hpctrain.train.engines.engine import EngineInputs
+    from hpctrain.train.engines.zero.engine import Zero
 
     model = model or torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(groups or model.parameters())

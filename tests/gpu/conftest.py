@@ -26,7 +26,7 @@ from tests.support.resumed import end_threads
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpctrain.world import World
+    from hpctrain.core.world import World
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -132,7 +132,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
 def _threads_end() -> Iterator[None]:
     """End the threads of runs that a test had in this process; a rank's end with its process."""
     yield
-    from hpctrain.runtime.run import Run
+    from hpctrain.train.runtime.run import Run
 
     for run in [thing for thing in gc.get_objects() if type(thing) is Run]:
         end_threads(run)
@@ -141,7 +141,7 @@ def _threads_end() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     """This process as the one rank of a group: NCCL with gloo beside it, or gloo."""
-    from hpctrain.world import join_world
+    from hpctrain.core.world import join_world
 
     gc.freeze()  # else each run looks through all that torch has made for what it cannot save
     with torchrun_environment():

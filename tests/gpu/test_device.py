@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain import device as devices
-from hpctrain.agent import cpus
-from hpctrain.agent.environment import gpu_name, versions_here
-from hpctrain.engines.precision import precision_of
-from hpctrain.history.progress import peak_flops
-from hpctrain.preflight import probe
-from hpctrain.runtime import telemetry
-from hpctrain.runtime.own_loop import memory_in_use
+from hpctrain.cluster.preflight import probe
+from hpctrain.core import device as devices
+from hpctrain.ledger.history.progress import peak_flops
+from hpctrain.node.agent import cpus
+from hpctrain.node.agent.environment import gpu_name, versions_here
+from hpctrain.train.engines.precision import precision_of
+from hpctrain.train.runtime import telemetry
+from hpctrain.train.runtime.own_loop import memory_in_use
 from tests.support.ports import free_port
 
 MIB = 1 << 20
@@ -120,7 +120,7 @@ def test_preflights_collective_runs_on_the_gpu_in_a_forked_rank(device, note):
     port = free_port()
     orders = [{**ORDER, "store": port}, {**ORDER, "port": port, "size_mib": 8}]
     done = subprocess.run(
-        [sys.executable, "-m", "hpctrain.preflight.collective"],
+        [sys.executable, "-m", "hpctrain.cluster.preflight.collective"],
         input="".join(json.dumps(order) + "\n" for order in orders),
         capture_output=True,
         text=True,
@@ -139,7 +139,7 @@ def test_preflights_collective_runs_on_the_gpu_in_a_forked_rank(device, note):
 
 SEES = """
 import json, torch
-from hpctrain.device import device_of_rank
+from hpctrain.core.device import device_of_rank
 print(json.dumps([str(device_of_rank(0)), torch.cuda.device_count()]))
 """
 

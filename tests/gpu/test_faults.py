@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.agent.ending import ASSERTED
-from hpctrain.doctor.faults import FaultKind
-from hpctrain.doctor.files import inputs, scan
-from hpctrain.doctor.judge import judge
-from hpctrain.history.causes import EndCause, cause_in
+from hpctrain.advise.doctor.faults import FaultKind
+from hpctrain.advise.doctor.files import inputs, scan
+from hpctrain.advise.doctor.judge import judge
+from hpctrain.ledger.history.causes import EndCause, cause_in
+from hpctrain.node.agent.ending import ASSERTED
 from tests.support import patience
 from tests.support.ports import free_port
 

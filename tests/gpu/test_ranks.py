@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpctrain.world import World
+from hpctrain.core.world import World
 from tests.gpu import ranks
 from tests.gpu.training import Training, bits, different
 

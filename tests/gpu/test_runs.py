@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpctrain.scheduler.local import client
+from hpctrain.cluster.scheduler.local import client
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state
 from tests.support.scenario import submit
@@ -26,7 +26,7 @@ LOOP = "examples/own_loop.py"
 STEPS = {"recipe": 24, LOOP: 200}
 LARGE = {"train.layers": 4, "train.dim": 512, "train.heads": 8, "train.seq_len": 256}
 SMALL = {"train.layers": 2, "train.dim": 32, "train.heads": 2, "train.seq_len": 16}
-DATA = {"train.data": str(TOP / "hpctrain" / "agent"), "train.data_limit_mb": 0.2}
+DATA = {"train.data": str(TOP / "hpctrain" / "node" / "agent"), "train.data_limit_mb": 0.2}
 RECIPE = {**DATA, "train.steps": STEPS["recipe"]}
 EVERY = {"checkpoint.interval_steps": 5, "run.log_every_s": 0.0, "run.restart_pause_s": 0.0}
 GRACE_S = 600.0

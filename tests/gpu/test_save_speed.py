@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 from hpctrain.checkpoint.tensors.boxes import State
 from hpctrain.checkpoint.tensors.restore import Wanted, restore
 from hpctrain.checkpoint.tensors.save import save
-from hpctrain.device import synchronize
-from hpctrain.world import World
+from hpctrain.core.device import synchronize
+from hpctrain.core.world import World
 from tests.support import sharded
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -17,9 +17,9 @@ from hpctrain.checkpoint.tensors.device_copy import PageLocked, copy_to_host
 from hpctrain.checkpoint.tensors.restore import Wanted, restore
 from hpctrain.checkpoint.tensors.save import save
 from hpctrain.checkpoint.tensors.saver import Saver
+from hpctrain.core.world import World
 from hpctrain.errors import CheckpointError
-from hpctrain.run.layout import RunDir
-from hpctrain.world import World
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import sharded
 
 ROUNDS = 200

@@ -13,19 +13,19 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.device import synchronize
-from hpctrain.engines.engine import Microbatch
-from hpctrain.engines.parallelize import parallelize
-from hpctrain.history.progress import peak_flops
+from hpctrain.advise.strategy.facts import of_config
+from hpctrain.advise.strategy.hardware import Accelerator
+from hpctrain.advise.strategy.measure_child import builder
+from hpctrain.advise.strategy.memory import Batch, Spread
+from hpctrain.advise.strategy.strategies import Strategy
+from hpctrain.advise.strategy.timing import Links, Traffic, flops_of_step, step_time
+from hpctrain.core.device import synchronize
+from hpctrain.core.settings.schema import EngineSettings
+from hpctrain.core.world import World
+from hpctrain.ledger.history.progress import peak_flops
 from hpctrain.recipes.lm.model import LM, LMConfig, flops_per_token, token_loss
-from hpctrain.settings.schema import EngineSettings
-from hpctrain.strategy.facts import of_config
-from hpctrain.strategy.hardware import Accelerator
-from hpctrain.strategy.measure_child import builder
-from hpctrain.strategy.memory import Batch, Spread
-from hpctrain.strategy.strategies import Strategy
-from hpctrain.strategy.timing import Links, Traffic, flops_of_step, step_time
-from hpctrain.world import World
+from hpctrain.train.engines.engine import Microbatch
+from hpctrain.train.engines.parallelize import parallelize
 from tests.gpu.training import SMALL, attempt, settings_of
 from tests.support import plan_cases
 

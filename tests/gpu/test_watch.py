@@ -12,13 +12,13 @@ import re
 import pytest
 import torch
 
-from hpctrain.engines.precision import LossScale
-from hpctrain.history.progress import rank_sample
-from hpctrain.profile.files import MEMORY, PROBLEM, SNAPSHOT, TRACE, find
-from hpctrain.profile.trace import Kind
-from hpctrain.profile.verdict import Bound, examine
-from hpctrain.run import events as ledger
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.history.progress import rank_sample
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.observe.profile.files import MEMORY, PROBLEM, SNAPSHOT, TRACE, find
+from hpctrain.observe.profile.trace import Kind
+from hpctrain.observe.profile.verdict import Bound, examine
+from hpctrain.train.engines.precision import LossScale
 from tests.gpu.training import adamw, attempt, run_until, settings_of, share
 from tests.support.ledger_runs import all_fields
 

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from hpctrain.engines.engine import Microbatch
-from hpctrain.engines.parallelize import parallelize
+from hpctrain.core.settings.schema import EngineSettings, Settings, replaced
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.ledger.run.layout import RunDir
 from hpctrain.recipes.lm.model import LM, LMConfig, token_loss
-from hpctrain.run.fence import take_attempt
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.schema import EngineSettings, Settings, replaced
+from hpctrain.train.engines.engine import Microbatch
+from hpctrain.train.engines.parallelize import parallelize
 from tests.support.sharded import manifest, place, restore_into
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from hpctrain.world import World
+    from hpctrain.core.world import World
 
 LARGE = {"layers": 4, "dim": 512, "heads": 8, "seq_len": 512}
 """On a GPU: 13 M parameters, and heads that flash attention takes."""

@@ -9,7 +9,7 @@ import pytest
 from tests.support.recipe import make_run, train
 
 if TYPE_CHECKING:
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
 
 @pytest.fixture(scope="session")

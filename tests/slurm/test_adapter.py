@@ -15,17 +15,17 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from hpctrain.base.records import NODE_DOWN, EndReason, JobRequest
+from hpctrain.cluster.scheduler.slurm.client import SlurmCluster
+from hpctrain.cluster.scheduler.slurm.control import SlurmControl
+from hpctrain.cluster.scheduler.slurm.environment import clean
+from hpctrain.cluster.scheduler.slurm.executor import HpctrainExecutor
+from hpctrain.cluster.scheduler.slurm.script import render_script
+from hpctrain.core.base.records import NODE_DOWN, EndReason, JobRequest
+from hpctrain.core.settings.schema import Settings, SlurmSettings
+from hpctrain.core.settings.spec import Entry, Spec
 from hpctrain.errors import ClusterError, ClusterUnreachable
-from hpctrain.run import events as ledger
-from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.slurm.client import SlurmCluster
-from hpctrain.scheduler.slurm.control import SlurmControl
-from hpctrain.scheduler.slurm.environment import clean
-from hpctrain.scheduler.slurm.executor import HpctrainExecutor
-from hpctrain.scheduler.slurm.script import render_script
-from hpctrain.settings.schema import Settings, SlurmSettings
-from hpctrain.settings.spec import Entry, Spec
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import patience
 from tests.support.ledger_runs import all_fields, write_event
 from tests.support.slurm_boot import tail
@@ -35,7 +35,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ENDS_AT_TERM = f"""
 import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-from hpctrain.scheduler.slurm.control import SlurmControl
+from hpctrain.cluster.scheduler.slurm.control import SlurmControl
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 print("ready", flush=True)
 signal.sigwait([signal.SIGTERM])
@@ -308,8 +308,8 @@ def test_requeue_lives_through_the_storm(slurm, tmp_path):
     scontrol.chmod(0o755)
     agent = tmp_path / "agent.py"
     agent.write_text(
-        "import os\nfrom hpctrain.agent import signals\n"
-        "from hpctrain.scheduler.slurm.control import *\n"
+        "import os\nfrom hpctrain.node.agent import signals\n"
+        "from hpctrain.cluster.scheduler.slurm.control import *\n"
         "signals.install()\nSlurmControl(os.environ['SLURM_JOB_ID']).requeue()\n"
     )
     step = f"REAL=$PATH PATH={tmp_path}:$PATH exec {sys.executable} {agent}"
@@ -345,7 +345,7 @@ def _hit(slurm, job_id):
 
 
 LOAD_STAND_IN = """
-from hpctrain.agent import signals
+from hpctrain.node.agent import signals
 signals.install()
 import pathlib, pickle, sys
 sys.exit(pickle.loads(pathlib.Path(__file__).with_suffix(".pkl").read_bytes())())
@@ -360,9 +360,9 @@ class StandIn:
         self.script = script
 
     def __call__(self):
-        from hpctrain.agent import signals
-        from hpctrain.run.fence import take_attempt
-        from hpctrain.scheduler.slurm.environment import job_context
+        from hpctrain.cluster.scheduler.slurm.environment import job_context
+        from hpctrain.ledger.run.fence import take_attempt
+        from hpctrain.node.agent import signals
 
         context = job_context()
         told = self.script[min(context.restarts, len(self.script) - 1)]

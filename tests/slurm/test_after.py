@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.scenario import RunHandle, cli, submit
 
 pytestmark = pytest.mark.slurm

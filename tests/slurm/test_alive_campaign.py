@@ -17,8 +17,8 @@ import time
 
 import pytest
 
-from hpctrain.history.lineage import lineage
-from hpctrain.history.run_history import RunHistory
+from hpctrain.ledger.history.lineage import lineage
+from hpctrain.ledger.history.run_history import RunHistory
 from tests.support import node_processes, processes
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import (

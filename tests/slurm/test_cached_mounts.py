@@ -11,8 +11,8 @@ import contextlib
 
 import pytest
 
-from hpctrain.preflight.node import REPORT
-from hpctrain.preflight.report import PreflightReport
+from hpctrain.cluster.preflight.node import REPORT
+from hpctrain.cluster.preflight.report import PreflightReport
 from tests.support import client_disk
 from tests.support.ledger_runs import all_fields
 from tests.support.scenario import submit

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.history.attempts import attempts
-from hpctrain.history.run_history import RunHistory
-from hpctrain.preflight.node_lists import bad_nodes_path, read_bad
+from hpctrain.cluster.preflight.node_lists import bad_nodes_path, read_bad
+from hpctrain.ledger.history.attempts import attempts
+from hpctrain.ledger.history.run_history import RunHistory
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import TINY, assert_same_bits, full_state, make_run, train
 from tests.support.scenario import submit

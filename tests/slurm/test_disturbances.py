@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-from hpctrain.run.events import Tail
+from hpctrain.ledger.run.events import Tail
 from tests.support import client_disk, processes
 from tests.support.ledger_runs import all_fields
 from tests.support.scenario import RunHandle, submit

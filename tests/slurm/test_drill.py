@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.history.attempts import attempts
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run import events as ledger
-from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.slurm.client import BESIDE
+from hpctrain.cluster.scheduler.slurm.client import BESIDE
+from hpctrain.ledger.history.attempts import attempts
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.layout import RunDir
 
 pytestmark = pytest.mark.slurm
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.checkpoint.store import find
-from hpctrain.history.attempts import attempts
-from hpctrain.history.lineage import lineage
-from hpctrain.history.run_history import RunHistory
+from hpctrain.ledger.history.attempts import attempts
+from hpctrain.ledger.history.lineage import lineage
+from hpctrain.ledger.history.run_history import RunHistory
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import consumed_by_step, losses, make_run, samples_of_step, train
 from tests.support.scenario import submit

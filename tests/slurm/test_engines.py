@@ -7,9 +7,9 @@ import hashlib
 import pytest
 
 from hpctrain.checkpoint.store import find
-from hpctrain.history.attempts import attempts
-from hpctrain.history.lineage import lineage
-from hpctrain.history.run_history import RunHistory
+from hpctrain.ledger.history.attempts import attempts
+from hpctrain.ledger.history.lineage import lineage
+from hpctrain.ledger.history.run_history import RunHistory
 from tests.support.recipe import (
     consumed_by_step,
     full_state,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.base.host_list import expand_nodes
-from hpctrain.history.evaluations import due
-from hpctrain.history.run_history import RunHistory
+from hpctrain.core.base.host_list import expand_nodes
+from hpctrain.ledger.history.evaluations import due
+from hpctrain.ledger.history.run_history import RunHistory
 from tests.support.scenario import RunHandle, submit
 
 pytestmark = pytest.mark.slurm

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpctrain.run import events as ledger
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.patience import until
 from tests.support.scenario import cli
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.base.env import HPCTRAIN_FAULTS
-from hpctrain.run.layout import RunDir
+from hpctrain.core.base.env import HPCTRAIN_FAULTS
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.gates import steps_held
 from tests.support.recipe import TINY
 from tests.support.scenario import RunHandle, cli

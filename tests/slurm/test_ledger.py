@@ -8,9 +8,9 @@ import signal
 
 import pytest
 
-from hpctrain.history.goodput import TimeClass, goodput
-from hpctrain.history.run_history import RunHistory
-from hpctrain.scheduler.slurm.parse import SACCT_COMMAND, parse_sacct
+from hpctrain.cluster.scheduler.slurm.parse import SACCT_COMMAND, parse_sacct
+from hpctrain.ledger.history.goodput import TimeClass, goodput
+from hpctrain.ledger.history.run_history import RunHistory
 from tests.support import processes
 from tests.support.ledger_runs import all_fields
 from tests.support.scenario import submit

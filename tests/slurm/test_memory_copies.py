@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from hpctrain.history.attempts import attempts
-from hpctrain.history.lineage import lineage
-from hpctrain.history.run_history import RunHistory
+from hpctrain.ledger.history.attempts import attempts
+from hpctrain.ledger.history.lineage import lineage
+from hpctrain.ledger.history.run_history import RunHistory
 from tests.support import processes
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state, make_run, train

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.base.env import HPCTRAIN_NODE_FAULTS
-from hpctrain.preflight import node_lists
-from hpctrain.preflight.node_lists import bad_nodes_of_user, record_bad
+from hpctrain.cluster.preflight import node_lists
+from hpctrain.cluster.preflight.node_lists import bad_nodes_of_user, record_bad
+from hpctrain.core.base.env import HPCTRAIN_NODE_FAULTS
 from tests.support.ledger_runs import all_fields
 from tests.support.scenario import cli, submit
 from tests.support.slurm_config import CLUSTER

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.checkpoint.store import find, verify
-from hpctrain.history.attempts import attempts
-from hpctrain.history.lineage import lineage
-from hpctrain.history.run_history import RunHistory
+from hpctrain.ledger.history.attempts import attempts
+from hpctrain.ledger.history.lineage import lineage
+from hpctrain.ledger.history.run_history import RunHistory
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import consumed_by_step, losses, samples_of_step
 from tests.support.scenario import submit

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hpctrain.settings.spec import load_spec
+from hpctrain.core.settings.spec import load_spec
 from tests.support.scenario import cli, submit
 from tests.support.slurm_config import CLUSTER, GRACE_S, KILL_WAIT_S
 

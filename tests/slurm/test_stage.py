@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.ledger_runs import all_fields
 from tests.support.scenario import RunHandle
 from tests.support.small_disk import mounted

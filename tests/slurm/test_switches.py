@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.history.attempts import attempts
-from hpctrain.history.lineage import lineage
-from hpctrain.history.run_history import RunHistory
+from hpctrain.ledger.history.attempts import attempts
+from hpctrain.ledger.history.lineage import lineage
+from hpctrain.ledger.history.run_history import RunHistory
 from tests.support.ledger_runs import all_fields
 from tests.support.scenario import copies_in_memory, submit
 from tests.support.slurm_cluster import SlurmCluster

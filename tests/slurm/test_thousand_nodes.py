@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.run.layout import RunDir, rank_log_path
+from hpctrain.ledger.run.layout import RunDir, rank_log_path
 from tests.support.agent_stand_in import FINISH
 from tests.support.scenario import RunHandle
 from tests.support.slurm_config import FEW

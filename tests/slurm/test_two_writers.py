@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.run import events as ledger
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import TINY
 from tests.support.scenario import RunHandle, cli, submit

@@ -23,20 +23,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from hpctrain.agent import signals
-from hpctrain.agent.ending import AttemptEnding
-from hpctrain.agent.stop_deadline import StopDeadline
-from hpctrain.base.process import raise_limit
-from hpctrain.run import events as ledger
-from hpctrain.run import fence
-from hpctrain.run.event_types import AttemptStarted
-from hpctrain.run.layout import RunDir, rank_log_path
-from hpctrain.run.ownership import job_spec, start_secret
-from hpctrain.scheduler.slurm.control import of_agent
-from hpctrain.scheduler.slurm.environment import job_context
+from hpctrain.cluster.scheduler.slurm.control import of_agent
+from hpctrain.cluster.scheduler.slurm.environment import job_context
+from hpctrain.core.base.process import raise_limit
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run import fence
+from hpctrain.ledger.run.event_types import AttemptStarted
+from hpctrain.ledger.run.layout import RunDir, rank_log_path
+from hpctrain.ledger.run.ownership import job_spec, start_secret
+from hpctrain.node.agent import signals
+from hpctrain.node.agent.ending import AttemptEnding
+from hpctrain.node.agent.stop_deadline import StopDeadline
 
 if TYPE_CHECKING:
-    from hpctrain.base.records import JobContext
+    from hpctrain.core.base.records import JobContext
 
 MEET_S = 900.0
 LOOK_S = 0.1

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from hpctrain.base.process import die_with_parent
+from hpctrain.core.base.process import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

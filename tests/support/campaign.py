@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.store import find
-from hpctrain.run.fence import take_attempt
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import patience
 from tests.support.campaign_rank import (
     KEEP_LAST,

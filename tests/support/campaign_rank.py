@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.base.process import die_with_parent, print_to
 from hpctrain.checkpoint.format import manifest as manifest_format
-from hpctrain.testing import points
+from hpctrain.core.base.process import die_with_parent, print_to
+from hpctrain.core.testing import points
 from tests.support import gloo, sharded
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpctrain.run.fence import Attempt
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.fence import Attempt
+    from hpctrain.ledger.run.layout import RunDir
 
 RANKS = 2
 KEEP_LAST = 2
@@ -134,8 +134,8 @@ class _Rank:
 
         from hpctrain.checkpoint.tensors.save import SavePlace
         from hpctrain.checkpoint.tensors.saver import Saver
-        from hpctrain.settings.schema import CheckpointSettings
-        from hpctrain.world import World
+        from hpctrain.core.settings.schema import CheckpointSettings
+        from hpctrain.core.world import World
 
         torch.set_num_threads(1)
         _add_bulk()
@@ -149,7 +149,7 @@ class _Rank:
 
     def train(self) -> None:
         from hpctrain.checkpoint.store.retention import sweep
-        from hpctrain.world import gather, on_rank_0
+        from hpctrain.core.world import gather, on_rank_0
 
         step = self._restore()
         run, attempt = self.part.run, self.part.attempt
@@ -238,7 +238,7 @@ def preload() -> None:
     import hpctrain.checkpoint.store.retention
     import hpctrain.checkpoint.tensors.restore
     import hpctrain.checkpoint.tensors.saver
-    import hpctrain.settings.schema  # noqa: F401
+    import hpctrain.core.settings.schema  # noqa: F401
 
     gloo.preload()
 
@@ -258,7 +258,7 @@ def _add_bulk() -> None:
 def _join(part: Part) -> Any:
     import torch.distributed as dist
 
-    from hpctrain.world import GlooExchange
+    from hpctrain.core.world import GlooExchange
 
     limit = timedelta(seconds=PATIENCE_S)
     # A file, no server: one in the parent has a thread, which a forked rank's garbage collector

@@ -20,8 +20,8 @@ from hpctrain.checkpoint.format.manifest import (
 from hpctrain.checkpoint.format.reader import open_chunks
 from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.checkpoint.store import commit, find
-from hpctrain.run.fence import Attempt, take_attempt
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run.fence import Attempt, take_attempt
+from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

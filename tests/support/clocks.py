@@ -1,4 +1,4 @@
-"""A clock that a test moves, for `hpctrain.base.clock.use`.
+"""A clock that a test moves, for `hpctrain.core.base.clock.use`.
 
     with jumping() as hands: ...   # whoever sleeps moves the time
 
@@ -21,12 +21,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.base import clock
+from hpctrain.core.base import clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hpctrain.base.clock import Waitable
+    from hpctrain.core.base.clock import Waitable
 
 WALL_S = 1_800_000_000
 """What a new clock shows: a moment in 2027."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from hpctrain.base import clock
-from hpctrain.control.lease import Root
+from hpctrain.core.base import clock
+from hpctrain.node.control.lease import Root
 
 if TYPE_CHECKING:
-    from hpctrain.control.board import Board
+    from hpctrain.node.control.board import Board
 
 
 class NodeOnCall:

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
-from hpctrain.base.process import die_with_parent
-from hpctrain.control.board import BOARD, Board
-from hpctrain.control.collectives import parent_of
-from hpctrain.control.node_process import NodeProcess
-from hpctrain.control.node_server import TreePlace
-from hpctrain.control.seat import Seat
+from hpctrain.core.base.process import die_with_parent
 from hpctrain.errors import ControlLost
+from hpctrain.node.control.board import BOARD, Board
+from hpctrain.node.control.collectives import parent_of
+from hpctrain.node.control.node_process import NodeProcess
+from hpctrain.node.control.node_server import TreePlace
+from hpctrain.node.control.seat import Seat
 from tests.support.bad_network import BadNetwork, Disturbance
 
 if TYPE_CHECKING:
@@ -262,14 +262,14 @@ def run_round(plan: Plan, folder: Path) -> Outcome:
         folder: For the files of the ranks; it is there and empty.
     """
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setattr("hpctrain.control.collectives.FANOUT", plan.fanout)
-        patch.setattr("hpctrain.control.node_server.PATIENCE_S", plan.patience_s)
-        patch.setattr("hpctrain.control.rank_lease.PATIENCE_S", plan.patience_s)
-        patch.setattr("hpctrain.control.node_server.JOIN_S", 0.6)
+        patch.setattr("hpctrain.node.control.collectives.FANOUT", plan.fanout)
+        patch.setattr("hpctrain.node.control.node_server.PATIENCE_S", plan.patience_s)
+        patch.setattr("hpctrain.node.control.rank_lease.PATIENCE_S", plan.patience_s)
+        patch.setattr("hpctrain.node.control.node_server.JOIN_S", 0.6)
         greet_s = 10.0 if plan.fault in HARMLESS else 1.0
-        patch.setattr("hpctrain.control.endpoint.GREET_S", greet_s)
-        patch.setattr("hpctrain.control.node_leases.SAY_S", 0.2)
-        patch.setattr("hpctrain.control.rank_lease.LOOK_S", 0.1)
+        patch.setattr("hpctrain.node.control.endpoint.GREET_S", greet_s)
+        patch.setattr("hpctrain.node.control.node_leases.SAY_S", 0.2)
+        patch.setattr("hpctrain.node.control.rank_lease.LOOK_S", 0.1)
         return _Round(plan, folder, stack).lived()
 
 

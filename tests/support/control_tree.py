@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from hpctrain.control.collectives import parent_of
-from hpctrain.control.node_process import NodeProcess
-from hpctrain.control.node_server import TreePlace
+from hpctrain.node.control.collectives import parent_of
+from hpctrain.node.control.node_process import NodeProcess
+from hpctrain.node.control.node_server import TreePlace
 
 if TYPE_CHECKING:
     from pathlib import Path

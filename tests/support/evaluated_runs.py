@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hpctrain.base.records import JobInfo, JobState
+from hpctrain.cluster.scheduler.base import SCHEDULERS, Cluster, Scheduler
+from hpctrain.core.base.records import JobInfo, JobState
 from hpctrain.errors import ClusterError, ClusterUnreachable
-from hpctrain.history.run_history import RunHistory
-from hpctrain.scheduler.base import SCHEDULERS, Cluster, Scheduler
-from hpctrain.submit import launch
-from hpctrain.submit.prepare import SubmitRequest, make_run, prepare
+from hpctrain.launch import launch
+from hpctrain.launch.prepare import SubmitRequest, make_run, prepare
+from hpctrain.ledger.history.run_history import RunHistory
 from tests.support.checkpoints import next_attempt, save
 from tests.support.ledger_runs import write_event
 

@@ -15,9 +15,9 @@ from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.checkpoint.store import commit, find
 from hpctrain.checkpoint.tensors.boxes import DTYPES
 from hpctrain.cli.main import main
-from hpctrain.run.fence import take_attempt
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.spec import Entry, Spec
+from hpctrain.core.settings.spec import Entry, Spec
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

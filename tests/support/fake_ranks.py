@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpctrain.world import World
+    from hpctrain.core.world import World
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def rank_of(rank: int, world_size: int, *, ranks_per_node: int = 8) -> Iterator[
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from hpctrain.world import World
+    from hpctrain.core.world import World
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:

@@ -1,4 +1,4 @@
-"""A gate: processes stop at a point of `hpctrain.testing.points` until the test has acted.
+"""A gate: processes stop at a point of `hpctrain.core.testing.points` until the test has acted.
 
 with Gate(tmp_path / "gate") as gate, faults.armed(f"hold:publish.rename,step=2,{gate.until}"):
     start(...)

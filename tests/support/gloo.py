@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.base.env import HPCTRAIN_CONTROL
+from hpctrain.core.base.env import HPCTRAIN_CONTROL
 from tests.support import cpus
 from tests.support.control_tree import ControlTree
 from tests.support.ports import free_port
@@ -41,11 +41,11 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "torch.utils.tensorboard",
     "hpctrain.checkpoint.tensors.saver",
-    "hpctrain.engines.native",
-    "hpctrain.engines.parallelize",
+    "hpctrain.train.engines.native",
+    "hpctrain.train.engines.parallelize",
     "hpctrain.recipes.lm.train",
-    "hpctrain.runtime.tensorboard",
-    "hpctrain.runtime.joining",
+    "hpctrain.train.runtime.tensorboard",
+    "hpctrain.train.runtime.joining",
 )
 """What every rank would import for itself, 0.7 s in each that trains the recipe."""
 

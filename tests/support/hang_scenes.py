@@ -19,14 +19,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.hangs.look import RankProcess, look
+from hpctrain.node.hangs.look import RankProcess, look
 from tests.support import patience
 from tests.support.gloo import preload
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from hpctrain.hangs.evidence import RankEvidence
+    from hpctrain.node.hangs.evidence import RankEvidence
 
 RANKS, BAD, STEP = 8, 5, 3
 PTRACE_ATTACH = 16
@@ -81,7 +81,7 @@ def _train(scene: str, rank: int, folder: Path, port: int, said: Any) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from hpctrain.hangs.witness import Witness
+    from hpctrain.node.hangs.witness import Witness
 
     steps, returned = said
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what it says as it is killed

@@ -14,7 +14,7 @@ import asyncio
 import selectors
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpctrain.base import clock
+from hpctrain.core.base import clock
 from tests.support.clocks import ManualClock
 
 if TYPE_CHECKING:

@@ -38,8 +38,8 @@ def runs_here(layout: str) -> bool:
     """Whether the installed torch can run a layout: `make torch-versions` comes with older ones."""
     from importlib import metadata
 
-    from hpctrain.plan.limits import refusal
-    from hpctrain.settings.schema import EngineSettings
+    from hpctrain.core.settings.schema import EngineSettings
+    from hpctrain.ledger.plan.limits import refusal
 
     options = EngineSettings(**LAYOUTS[layout][1])
     return refusal({"torch": metadata.version("torch")}, options) is None
@@ -49,10 +49,10 @@ def build(layout: str, *, experts: int = 0, layers: int = 4, **settings: Any) ->
     """The tiny model under a layout. In a rank; collective, once for each engine."""
     import torch
 
-    from hpctrain.engines.parallelize import parallelize
+    from hpctrain.core.settings.schema import EngineSettings
+    from hpctrain.core.world import World, join_world
     from hpctrain.recipes.lm.model import LM, LMConfig
-    from hpctrain.settings.schema import EngineSettings
-    from hpctrain.world import World, join_world
+    from hpctrain.train.engines.parallelize import parallelize
 
     config = LMConfig(layers=layers, dim=16, heads=4, seq_len=SEQ_LEN, **_of_experts(experts))
     model = LM(config, seed=SEED)
@@ -82,8 +82,8 @@ def microbatches(engine: Any, step: int) -> list[Any]:
     """A step's samples, which are a function of the step, cut for this rank."""
     import torch
 
-    from hpctrain.data.batches import cut_step
-    from hpctrain.engines.engine import Microbatch
+    from hpctrain.train.data.batches import cut_step
+    from hpctrain.train.engines.engine import Microbatch
 
     positions = range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)
     batch = cut_step(

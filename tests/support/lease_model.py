@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpctrain.control.lease import (
+from hpctrain.node.control.lease import (
     AHEAD,
     KINDS,
     MOST,

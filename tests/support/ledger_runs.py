@@ -7,18 +7,18 @@ import json
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.history.lineage import lineage
-from hpctrain.run.event_fields import KINDS, UnknownFact
-from hpctrain.run.event_types import typed
-from hpctrain.run.events import Event, append
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.schema import Settings, TrainSettings
-from hpctrain.settings.spec import Entry, Spec
+from hpctrain.core.settings.schema import Settings, TrainSettings
+from hpctrain.core.settings.spec import Entry, Spec
+from hpctrain.ledger.history.lineage import lineage
+from hpctrain.ledger.run.event_fields import KINDS, UnknownFact
+from hpctrain.ledger.run.event_types import typed
+from hpctrain.ledger.run.events import Event, append
+from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpctrain.history.run_history import RunHistory
+    from hpctrain.ledger.history.run_history import RunHistory
 
 
 BATCH = 8
@@ -95,7 +95,7 @@ class Story:
 
 def local_job(folder: Path, job_id: str, **fields: Any) -> None:
     """A job of the embedded cluster as its controller would leave it on disk."""
-    from hpctrain.scheduler.local import client
+    from hpctrain.cluster.scheduler.local import client
 
     record = client.LocalJobRecord(
         job_id=job_id,

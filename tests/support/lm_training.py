@@ -37,8 +37,8 @@ def engine_of(world: Any, model: Any, *, plan: Any = None, **settings: Any) -> A
     """An engine with AdamW. Collective."""
     import torch
 
-    from hpctrain.engines.parallelize import parallelize
-    from hpctrain.settings.schema import EngineSettings
+    from hpctrain.core.settings.schema import EngineSettings
+    from hpctrain.train.engines.parallelize import parallelize
 
     # full_tensor() of a test is nothing that training does
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -53,7 +53,7 @@ def microbatches(engine: Any, step: int, *, per_rank: int = 2) -> list[Any]:
     """This rank's part of a step's global batch, in so many passes."""
     import torch
 
-    from hpctrain.engines.engine import Microbatch
+    from hpctrain.train.engines.engine import Microbatch
 
     text = torch.randint(
         0, 257, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(100 + step)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from hpctrain.advise.strategy.measure_child import builder
 from hpctrain.recipes.lm.model import MoE
-from hpctrain.strategy.measure_child import builder
 from tests.support.plan_cases import MODELS
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpctrain.base.locks import MEMORY
+from hpctrain.core.base.locks import MEMORY
 from tests.support import node_processes, processes
 from tests.support.ledger_runs import all_fields
 

@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.scheduler.local import client
+from hpctrain.cluster.scheduler.local import client
 from tests.support import processes
 
 NAMES = {

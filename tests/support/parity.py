@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpctrain.checkpoint.tensors.boxes import State, held
-from hpctrain.data.tokens import TokenFile
-from hpctrain.engines.norm import clip_factor
-from hpctrain.engines.parallelize import parallelize
-from hpctrain.engines.precision import DTYPES, precision_of
+from hpctrain.core.settings.schema import EngineSettings
+from hpctrain.core.world import gather, join_world
 from hpctrain.recipes.lm import corpus
 from hpctrain.recipes.lm.train import (
     BETAS,
@@ -26,8 +24,10 @@ from hpctrain.recipes.lm.train import (
     microbatches,
     share_of_loss,
 )
-from hpctrain.settings.schema import EngineSettings
-from hpctrain.world import gather, join_world
+from hpctrain.train.data.tokens import TokenFile
+from hpctrain.train.engines.norm import clip_factor
+from hpctrain.train.engines.parallelize import parallelize
+from hpctrain.train.engines.precision import DTYPES, precision_of
 from tests.support.gloo import launch
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.checkpoint.tensors.boxes import Held
-    from hpctrain.engines.engine import Engine
-    from hpctrain.settings.schema import Settings
-    from hpctrain.world import World
+    from hpctrain.core.settings.schema import Settings
+    from hpctrain.core.world import World
+    from hpctrain.train.engines.engine import Engine
 
 FIRST_MOMENT = ".exp_avg"
 

@@ -1,4 +1,4 @@
-"""`hpctrain.preflight.node` with longer time-outs: a thousand nodes share this machine's few CPUs.
+"""`hpctrain.cluster.preflight.node` with longer time-outs: a thousand nodes share this machine's few CPUs.
 
 python -m tests.support.patient_preflight FOLDER RANK
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from hpctrain.preflight import checks, exchanges, node, rendezvous
+from hpctrain.cluster.preflight import checks, exchanges, node, rendezvous
 
 PATIENCE_S = 900.0
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.strategy.facts import of_config
-from hpctrain.strategy.hardware import Accelerator
-from hpctrain.strategy.memory import Batch, Spread
-from hpctrain.strategy.peaks import peak, stage_peaks
-from hpctrain.strategy.reading import ask as child
-from hpctrain.strategy.rows import PlanRequest
-from hpctrain.strategy.strategies import Machines
-from hpctrain.strategy.timing import Links
+from hpctrain.advise.strategy.facts import of_config
+from hpctrain.advise.strategy.hardware import Accelerator
+from hpctrain.advise.strategy.memory import Batch, Spread
+from hpctrain.advise.strategy.peaks import peak, stage_peaks
+from hpctrain.advise.strategy.reading import ask as child
+from hpctrain.advise.strategy.rows import PlanRequest
+from hpctrain.advise.strategy.strategies import Machines
+from hpctrain.advise.strategy.timing import Links
 
 if TYPE_CHECKING:
-    from hpctrain.strategy.memory import Peak
+    from hpctrain.advise.strategy.memory import Peak
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama-156M": {

@@ -10,16 +10,16 @@ from math import sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.strategy import choice
-from hpctrain.strategy.facts import of_config
-from hpctrain.strategy.hardware import gpu_of
-from hpctrain.strategy.rows import PlanRequest
-from hpctrain.strategy.strategies import Machines
-from hpctrain.strategy.timing import Links, flops_of_step
-from hpctrain.strategy.utilization import ALIKE, ANY, kind_of
+from hpctrain.advise.strategy import choice
+from hpctrain.advise.strategy.facts import of_config
+from hpctrain.advise.strategy.hardware import gpu_of
+from hpctrain.advise.strategy.rows import PlanRequest
+from hpctrain.advise.strategy.strategies import Machines
+from hpctrain.advise.strategy.timing import Links, flops_of_step
+from hpctrain.advise.strategy.utilization import ALIKE, ANY, kind_of
 
 if TYPE_CHECKING:
-    from hpctrain.strategy.rows import Row
+    from hpctrain.advise.strategy.rows import Row
 
 DATA = Path(__file__).parents[1] / "data" / "published-runs.toml"
 GB = 1e9
@@ -155,7 +155,7 @@ def fitted() -> dict[str, dict[str, dict[str, float]]]:
 
 
 def utilization_toml() -> str:
-    """Return the text of hpctrain/strategy/utilization.toml."""
+    """Return the text of hpctrain/advise/strategy/utilization.toml."""
     lines = [
         "# Shares of a GPU's peak that published training runs reached, with the operations of a",
         "# recomputation counted. Written by `python -m tests.support.published utilization` from",

@@ -34,8 +34,8 @@ def quoted(name):
 
 def diagnose(text):
     """What the doctor says of one log."""
-    from hpctrain.doctor.judge import judge
-    from hpctrain.doctor.scan import LogScanner
+    from hpctrain.advise.doctor.judge import judge
+    from hpctrain.advise.doctor.scan import LogScanner
 
     scanner = LogScanner("train.log")
     scanner.feed(text.encode())

@@ -9,24 +9,24 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.agent import signals
-from hpctrain.agent.control import NodeControl
-from hpctrain.agent.node import NodeAgent
-from hpctrain.agent.ranks import run_rank
-from hpctrain.agent.rounds import RoundHooks
-from hpctrain.agent.stop_deadline import StopDeadline
-from hpctrain.base.records import JobContext, RankTask
-from hpctrain.hangs.stacks import asked
-from hpctrain.run.fence import Attempt
+from hpctrain.core.base.records import JobContext, RankTask
+from hpctrain.ledger.run.fence import Attempt
+from hpctrain.node.agent import signals
+from hpctrain.node.agent.control import NodeControl
+from hpctrain.node.agent.node import NodeAgent
+from hpctrain.node.agent.ranks import run_rank
+from hpctrain.node.agent.rounds import RoundHooks
+from hpctrain.node.agent.stop_deadline import StopDeadline
+from hpctrain.node.hangs.stacks import asked
 from tests.support import cpus
 from tests.support.ports import free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpctrain.base.records import FailureReport
-    from hpctrain.hangs.standing import HangLimits
-    from hpctrain.run.event_fields import LedgerFact
+    from hpctrain.core.base.records import FailureReport
+    from hpctrain.ledger.run.event_fields import LedgerFact
+    from hpctrain.node.hangs.standing import HangLimits
 
 
 class Agents:
@@ -102,7 +102,7 @@ def _agent(  # noqa: PLR0917 - a process gets them by place
     """The agent of a node; writes how its round ended, and what was said meanwhile."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from hpctrain.agent.rendezvous import Rendezvous
+    from hpctrain.node.agent.rendezvous import Rendezvous
 
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     os.setpgid(0, 0)

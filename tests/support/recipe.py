@@ -12,13 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hpctrain.data.order import SampleOrder
-from hpctrain.history.run_history import RunHistory
-from hpctrain.history.run_records import StepMark
-from hpctrain.run.fence import take_attempt
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.schema import Settings, replaced
-from hpctrain.settings.spec import Entry, Spec
+from hpctrain.core.settings.schema import Settings, replaced
+from hpctrain.core.settings.spec import Entry, Spec
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.history.run_records import StepMark
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.train.data.order import SampleOrder
 from tests.support.gloo import launch
 from tests.support.ledger_runs import write_event
 
@@ -191,9 +191,9 @@ def consumed_by_step(run: RunDir) -> dict[int, list[int]]:
 
 def samples_of_step(run: RunDir, step: int) -> list[int]:
     """What the sample order says that a step consumes, whoever does it."""
-    from hpctrain.data.tokens import TokenFile
+    from hpctrain.core.settings.spec import load_spec
     from hpctrain.recipes.lm import corpus
-    from hpctrain.settings.spec import load_spec
+    from hpctrain.train.data.tokens import TokenFile
 
     train = load_spec(run.spec).settings.train
     sequences = TokenFile(run.data / "tokens.bin").len_sequences(train.seq_len)

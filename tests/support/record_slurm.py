@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.scheduler.slurm.parse import QUEUE_FORMAT, SACCT_COMMAND
+from hpctrain.cluster.scheduler.slurm.parse import QUEUE_FORMAT, SACCT_COMMAND
 from tests.support import signal_watch
 from tests.support.slurm_cluster import SlurmCluster
 

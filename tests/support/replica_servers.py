@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpctrain.checkpoint.format.shard import ShardPiece, file_name, header
-from hpctrain.control.node_server import TreePlace
-from hpctrain.memory.copy_plan import CopyPlan
-from hpctrain.memory.facts import part_facts
-from hpctrain.memory.rank_line import ReplicaClient
-from hpctrain.memory.replica_server import ReplicaServer
-from hpctrain.memory.replica_server_process import ReplicaServerProcess
+from hpctrain.node.control.node_server import TreePlace
+from hpctrain.node.memory.copy_plan import CopyPlan
+from hpctrain.node.memory.facts import part_facts
+from hpctrain.node.memory.rank_line import ReplicaClient
+from hpctrain.node.memory.replica_server import ReplicaServer
+from hpctrain.node.memory.replica_server_process import ReplicaServerProcess
 from tests.support import patience
 from tests.support.patience import PATIENCE_S
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from hpctrain.memory.slots import Mark
+    from hpctrain.node.memory.slots import Mark
 
 BLOCK_BYTES = 1024
 ROOM = 8000

@@ -7,9 +7,9 @@ import math
 import random
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.schema import Settings
-from hpctrain.settings.spec import Entry, Spec
+from hpctrain.core.settings.schema import Settings
+from hpctrain.core.settings.spec import Entry, Spec
+from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
     from pathlib import Path

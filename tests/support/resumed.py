@@ -22,8 +22,8 @@ from unittest import mock
 import torch
 
 import hpctrain
-from hpctrain.base.env import HPCTRAIN_RUN_DIR
-from hpctrain.settings.schema import Settings, replaced
+from hpctrain.core.base.env import HPCTRAIN_RUN_DIR
+from hpctrain.core.settings.schema import Settings, replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hpctrain.run.fence import take_attempt
-from hpctrain.run.layout import RunDir
-from hpctrain.runtime.run import Run
-from hpctrain.runtime.signals import RankSignals
-from hpctrain.settings.schema import Settings, replaced
-from hpctrain.world import World, on_rank_0
+from hpctrain.core.settings.schema import Settings, replaced
+from hpctrain.core.world import World, on_rank_0
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.train.runtime.run import Run
+from hpctrain.train.runtime.signals import RankSignals
 from tests.support.resumed import end_threads, forget_imports
 from tests.support.value_trees import facts
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from hpctrain.run.fence import Attempt
+    from hpctrain.ledger.run.fence import Attempt
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 

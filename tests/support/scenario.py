@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.base.env import HPCTRAIN_FAULTS
-from hpctrain.run import events as ledger
-from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.local import client as local_client
+from hpctrain.cluster.scheduler.local import client as local_client
+from hpctrain.core.base.env import HPCTRAIN_FAULTS
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import cpus, patience
 from tests.support.gates import steps_held
 from tests.support.ledger_runs import all_fields
@@ -31,7 +31,7 @@ from tests.support.recipe import TINY
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpctrain.run.events import Event
+    from hpctrain.ledger.run.events import Event
     from tests.support.gates import Gate
     from tests.support.slurm_cluster import SlurmCluster
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.sealed.resume import Resume
     from hpctrain.checkpoint.sealed.seals import StoredSeal
-    from hpctrain.run.fence import Attempt
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.fence import Attempt
+    from hpctrain.ledger.run.layout import RunDir
 
 
 def seal(

@@ -104,10 +104,10 @@ def wrong(state: dict[str, Any], step: int) -> list[str]:
 def place(world: Any, root: Path, **settings: Any) -> Any:
     """Where a run under `root` saves to, with the next attempt's right. Collective."""
     from hpctrain.checkpoint.tensors.save import SavePlace
-    from hpctrain.run.fence import take_attempt
-    from hpctrain.run.layout import RunDir
-    from hpctrain.settings.schema import CheckpointSettings
-    from hpctrain.world import on_rank_0
+    from hpctrain.core.settings.schema import CheckpointSettings
+    from hpctrain.core.world import on_rank_0
+    from hpctrain.ledger.run.fence import take_attempt
+    from hpctrain.ledger.run.layout import RunDir
 
     run = RunDir(root)
     run.root.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpctrain.base.process import PORT_BASE
+from hpctrain.core.base.process import PORT_BASE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from hpctrain.base.records import JobState
-from hpctrain.scheduler.slurm.jobs import job_facts
+from hpctrain.cluster.scheduler.slurm.jobs import job_facts
+from hpctrain.core.base.records import JobState
 from tests.support.slurm_cluster import parse_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpctrain.base.records import JobFacts
+    from hpctrain.core.base.records import JobFacts
 
 FOLDER = Path(__file__).parents[1] / "data" / "slurm_diaries"
 RECORD = "HPCTRAIN_RECORD_DIARIES"

@@ -116,7 +116,7 @@ run=${{!#}}
 [ "$SLURM_NODEID" != 0 ] || exec {python} -P -u -m tests.support.agent_stand_in "$run"
 {OF_OTHER_NODES}
 ;;
-*" -m hpctrain.preflight.node "*)
+*" -m hpctrain.cluster.preflight.node "*)
 exec {python} -P -u -m tests.support.patient_preflight "${{@: -2}}"
 ;;
 *) exec {python} "$@" ;;

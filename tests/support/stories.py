@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
-from hpctrain.base.records import JobState
 from hpctrain.checkpoint.store import find
-from hpctrain.scheduler.local import client
+from hpctrain.cluster.scheduler.local import client
+from hpctrain.core.base.records import JobState
 from tests.support import local_runs
 from tests.support.ledger_runs import all_fields
 from tests.support.scenario import RunHandle, submit

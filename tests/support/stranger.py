@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from hpctrain.base.process import PORTS, first_port
+from hpctrain.core.base.process import PORTS, first_port
 
 STARTS, TURNS = 4, 3
 SILENT = 50

@@ -14,11 +14,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hpctrain.agent import signals
-from hpctrain.base.process import free_port
-from hpctrain.base.records import EndReason, JobContext, JobFacts, JobInfo, JobState
+from hpctrain.cluster.scheduler.base import SCHEDULERS, Cluster, JobControl, Scheduler
+from hpctrain.core.base.process import free_port
+from hpctrain.core.base.records import EndReason, JobContext, JobFacts, JobInfo, JobState
 from hpctrain.errors import ClusterError, ClusterUnreachable
-from hpctrain.scheduler.base import SCHEDULERS, Cluster, JobControl, Scheduler
+from hpctrain.node.agent import signals
 
 TOP = Path(__file__).parents[2]
 ROOT = Path(os.environ.get("THIRD_DIR", "/nowhere"))
@@ -118,9 +118,9 @@ class ThirdControl(JobControl):
 def job(run_dir, job_id, token):
     """One job: its agent, and then what a batch script's last act would be."""
     signals.install()
-    from hpctrain.agent.batch_side import JobStartFacts, finish
-    from hpctrain.agent.main import run_agent
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
+    from hpctrain.node.agent.batch_side import JobStartFacts, finish
+    from hpctrain.node.agent.main import run_agent
 
     run, control, nodes = RunDir(Path(run_dir)), ThirdControl(job_id, restarts=0), ["here"]
     port = free_port(job_id, 0)

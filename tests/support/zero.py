@@ -97,9 +97,9 @@ def build(kind: str, *, frozen: float = 1.0, **settings: Any) -> Any:
     """
     import torch
 
-    from hpctrain.engines.parallelize import parallelize
-    from hpctrain.settings.schema import EngineSettings
-    from hpctrain.world import World, join_world
+    from hpctrain.core.settings.schema import EngineSettings
+    from hpctrain.core.world import World, join_world
+    from hpctrain.train.engines.parallelize import parallelize
 
     model = net()
     model.frozen.weight.data.mul_(frozen)
@@ -136,8 +136,8 @@ def microbatches(engine: Any, step: int) -> list[Any]:
     """A step's samples, which are a function of the step, cut for this rank."""
     import torch
 
-    from hpctrain.data.batches import cut_step
-    from hpctrain.engines.engine import Microbatch
+    from hpctrain.train.data.batches import cut_step
+    from hpctrain.train.engines.engine import Microbatch
 
     positions = range(step * BATCH, (step + 1) * BATCH)
     batch = cut_step(positions, engine.data_rank, engine.data_ranks, 2, index=lambda i: i)

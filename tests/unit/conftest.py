@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import checkpoints
 from tests.support.ledger_runs import Story
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpctrain.run.fence import Attempt
+    from hpctrain.ledger.run.fence import Attempt
 
 
 @pytest.fixture

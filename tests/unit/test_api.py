@@ -13,8 +13,8 @@ import pytest
 import hpctrain
 from hpctrain import errors
 from hpctrain.cli.main import main
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.spec import load_spec
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.ledger_runs import Story, local_job
 from tests.support.memory import entries
 
@@ -181,8 +181,8 @@ def test_the_functions_stay_functions_whatever_was_imported_before():
     """Two rooms of the package have their names, and Python sets a room over the function."""
     code = (
         "import sys, hpctrain\n"
-        "import hpctrain.submit.launch, hpctrain.status.reader\n"
-        "from hpctrain.submit import prepare\n"
+        "import hpctrain.launch.launch, hpctrain.observe.status.reader\n"
+        "from hpctrain.launch import prepare\n"
         "from hpctrain import submit, status\n"
         "import types\n"
         "print(*[type(f).__name__ for f in (submit, status, hpctrain.submit, hpctrain.resume)])\n"

@@ -23,17 +23,23 @@ OPEN: dict[tuple[str, str], tuple[str, ...]] = {
         # the user's own wildcards, on names of files, which have 255 characters at most
     ),
     ("hpctrain.cli.logs", "re.compile(text)"): (),  # the user's own, on the user's own terminal
-    ("hpctrain.doctor.signature", "re.compile(self.pattern)"): (),  # the TOML files' patterns
-    ("hpctrain.engines.pretrained", "re.search(one, name)"): (  # and those of a model's class
+    (
+        "hpctrain.advise.doctor.signature",
+        "re.compile(self.pattern)",
+    ): (),  # the TOML files' patterns
+    ("hpctrain.train.engines.pretrained", "re.search(one, name)"): (  # and those of a model's class
         r"rotary_emb\.inv_freq$",
         r"(^|\.)position_ids$",
     ),
-    ("hpctrain.history.progress", "re.fullmatch(pattern, name)"): (),  # see the test of _PEAKS
-    ("hpctrain.lint.check", "re.match(re.escape(path) + ':(\\\\d+): ', str(error))"): (
+    (
+        "hpctrain.ledger.history.progress",
+        "re.fullmatch(pattern, name)",
+    ): (),  # see the test of _PEAKS
+    ("hpctrain.advise.lint.check", "re.match(re.escape(path) + ':(\\\\d+): ', str(error))"): (
         r"/a/config\.toml:(\d+): ",
     ),
     **{  # the rules' own, in rules/*.toml: see the test of the rules
-        ("hpctrain.lint.patterns", call): ()
+        ("hpctrain.advise.lint.patterns", call): ()
         for call in (
             "re.search(self.names_not, facts.all_names)",
             "re.search(self.texts_not, facts.all_texts)",
@@ -43,18 +49,26 @@ OPEN: dict[tuple[str, str], tuple[str, ...]] = {
         )
     },
     (
-        "hpctrain.scheduler.slurm.facts",
+        "hpctrain.cluster.scheduler.slurm.facts",
         "re.split(f'^(?={head}=)', text, flags=re.MULTILINE)",
     ): (r"(?m)^(?=PartitionName=)", r"(?m)^(?=NodeName=)"),
-    ("hpctrain.settings.fields", "re.compile(text)"): (),  # only compiled, not held against a text
-    ("hpctrain.settings.fields", "re.fullmatch(key.pattern, text)"): (),  # the rules of keys
-    ("hpctrain.settings.secrets", "re.sub(whole, HIDDEN, value)"): (r"(?<!\w)s3cret(?!\w)",),
-    ("hpctrain.site.detect", "re.fullmatch(pattern, value)"): (),  # the TOML files' patterns
-    ("hpctrain.site.detect", "re.fullmatch(pattern, line)"): (),
-    ("hpctrain.site.detect", "re.fullmatch(pattern, text)"): (),
-    ("hpctrain.site.environment", "re.fullmatch(when.gpu, versions.gpu)"): (),
-    ("hpctrain.site.sheet", "re.fullmatch(key.keys or '.+', name)"): (".+",),  # and rules of keys
-    ("hpctrain.submit.prepare", "re.compile(re.escape(stem) + '-(\\\\d+)')"): (r"a\-run-(\d+)",),
+    (
+        "hpctrain.core.settings.fields",
+        "re.compile(text)",
+    ): (),  # only compiled, not held against a text
+    ("hpctrain.core.settings.fields", "re.fullmatch(key.pattern, text)"): (),  # the rules of keys
+    ("hpctrain.core.settings.secrets", "re.sub(whole, HIDDEN, value)"): (r"(?<!\w)s3cret(?!\w)",),
+    (
+        "hpctrain.cluster.site.detect",
+        "re.fullmatch(pattern, value)",
+    ): (),  # the TOML files' patterns
+    ("hpctrain.cluster.site.detect", "re.fullmatch(pattern, line)"): (),
+    ("hpctrain.cluster.site.detect", "re.fullmatch(pattern, text)"): (),
+    ("hpctrain.cluster.site.environment", "re.fullmatch(when.gpu, versions.gpu)"): (),
+    ("hpctrain.cluster.site.sheet", "re.fullmatch(key.keys or '.+', name)"): (
+        ".+",
+    ),  # and rules of keys
+    ("hpctrain.launch.prepare", "re.compile(re.escape(stem) + '-(\\\\d+)')"): (r"a\-run-(\d+)",),
 }
 """Calls whose pattern is made as the program runs, each with such patterns as it makes."""
 
@@ -89,7 +103,7 @@ def test_no_text_keeps_a_pattern_busy(module):
 
 
 def test_no_text_keeps_a_pattern_of_the_presets_busy():
-    from hpctrain.site import schema
+    from hpctrain.cluster.site import schema
 
     names = {
         field.name
@@ -106,7 +120,7 @@ def test_no_text_keeps_a_pattern_of_the_presets_busy():
 
 
 def test_no_text_keeps_a_pattern_of_the_signatures_busy():
-    from hpctrain.doctor.signature import Where, packaged
+    from hpctrain.advise.doctor.signature import Where, packaged
 
     table = packaged()
     found = [
@@ -121,7 +135,7 @@ def test_no_text_keeps_a_pattern_of_the_signatures_busy():
 
 
 def test_no_text_keeps_a_pattern_of_the_rules_of_lint_busy():
-    from hpctrain.lint.patterns import packaged_patterns
+    from hpctrain.advise.lint.patterns import packaged_patterns
 
     rules = packaged_patterns()
     texts = [(one.code, text) for one in rules for text in (one.names_not, one.texts_not) if text]
@@ -143,7 +157,7 @@ def test_no_text_keeps_a_pattern_of_the_rules_of_lint_busy():
 
 
 def test_no_name_of_a_gpu_keeps_the_table_of_peaks_busy():
-    from hpctrain.history import progress
+    from hpctrain.ledger.history import progress
 
     table = [Found(name, 0, frozenset({"fullmatch"}), name) for name, _ in progress._PEAKS]
 

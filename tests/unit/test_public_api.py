@@ -24,7 +24,7 @@ SHOWN = [
 ]
 """Where users see what to import."""
 MODULES = {"dcp": "hpctrain.checkpoint.tensors.dcp", "errors": "hpctrain.errors"}
-MODULES["faults"] = "hpctrain.testing.faults"
+MODULES["faults"] = "hpctrain.core.testing.faults"
 MODULES["frameworks"] = "hpctrain.frameworks"
 MODULES["submitit"] = "hpctrain.submitit"
 MADE_BY_US = {"AttemptView", "CancelledJob", "Checkpoint", "StartedJob", "Status"}

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hpctrain.checkpoint.format.manifest import Manifest, TensorEntry
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
     Bytes = NDArray[np.uint8]
 

@@ -13,7 +13,6 @@ import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.base import VERSION
 from hpctrain.checkpoint.exchange import contents as source_contents
 from hpctrain.checkpoint.exchange.export import compare
 from hpctrain.checkpoint.format import shard
@@ -21,10 +20,11 @@ from hpctrain.checkpoint.format.layout import part_of
 from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.checkpoint.store import commit, find
+from hpctrain.core.base import VERSION
 from hpctrain.errors import CheckpointError
-from hpctrain.run import events as ledger
-from hpctrain.run.event_types import CheckpointImported
-from hpctrain.run.fence import IMPORT, take_attempt
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.event_types import CheckpointImported
+from hpctrain.ledger.run.fence import IMPORT, take_attempt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.exchange.contents import Bytes, Contents, Tensor
     from hpctrain.checkpoint.exchange.export import OnBytes
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
 ENGINE = "import"
 NO_RANKS = 0

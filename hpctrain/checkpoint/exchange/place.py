@@ -12,8 +12,8 @@ import errno
 import os
 from typing import TYPE_CHECKING
 
-from hpctrain.base.text import size
 from hpctrain.checkpoint.store.commit import flush_directory
+from hpctrain.core.base.text import size
 from hpctrain.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:

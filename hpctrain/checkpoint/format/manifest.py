@@ -37,12 +37,12 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from hpctrain.base import clock
-from hpctrain.base.files import open_plain, read_plain
 from hpctrain.checkpoint.format import packing
 from hpctrain.checkpoint.format.patience import proves_absence
+from hpctrain.core.base import clock
+from hpctrain.core.base.files import open_plain, read_plain
+from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError, FileSystemFault, OtherFormat, TornCheckpoint
-from hpctrain.testing import points
 
 if TYPE_CHECKING:
     from collections.abc import Callable

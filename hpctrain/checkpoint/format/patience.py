@@ -12,7 +12,7 @@ import errno
 import logging
 from typing import TYPE_CHECKING, TypeVar
 
-from hpctrain.base import clock
+from hpctrain.core.base import clock
 from hpctrain.errors import FileSystemFault, IncompleteCheckpoint
 
 if TYPE_CHECKING:

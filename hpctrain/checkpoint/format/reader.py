@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from hpctrain.base.files import plain_descriptor
 from hpctrain.checkpoint.format import index as indices
 from hpctrain.checkpoint.format import table as tables
 from hpctrain.checkpoint.format.geometry import Region, overlap
 from hpctrain.checkpoint.format.manifest import PREFIX, block_digest
 from hpctrain.checkpoint.format.patience import Patience, proves_absence
 from hpctrain.checkpoint.format.shard import DIGEST_BYTES, DTYPES, proof_bytes, proof_digest
+from hpctrain.core.base.files import plain_descriptor
+from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError, FileSystemFault, IncompleteCheckpoint, TornCheckpoint
-from hpctrain.testing import points
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

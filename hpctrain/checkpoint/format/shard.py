@@ -24,8 +24,8 @@ import numpy as np
 import xxhash
 
 from hpctrain.checkpoint.format.manifest import BLOCK_BYTES, BLOCKS_PREFIX, block_digest
+from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError
-from hpctrain.testing import points
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from hpctrain.base.files import ROOT, plain_descriptor
 from hpctrain.checkpoint.format.manifest import PREFIX, READ_BYTES
 from hpctrain.checkpoint.sealed.manifest import MOST_FILES, SealedFile
 from hpctrain.checkpoint.store.commit import flush_directory, remove_tree
+from hpctrain.core.base.files import ROOT, plain_descriptor
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:

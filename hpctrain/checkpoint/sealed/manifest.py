@@ -21,7 +21,6 @@ import re
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from hpctrain.base.files import read_plain
 from hpctrain.checkpoint.format.manifest import (
     LAST_TIME,
     MAX_STEP,
@@ -32,6 +31,7 @@ from hpctrain.checkpoint.format.manifest import (
     shown,
 )
 from hpctrain.checkpoint.format.patience import proves_absence
+from hpctrain.core.base.files import read_plain
 from hpctrain.errors import FileSystemFault, OtherFormat, TornCheckpoint
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import zipfile
 import zlib
 from typing import TYPE_CHECKING
 
-from hpctrain.base.files import plain_descriptor
+from hpctrain.core.base.files import plain_descriptor
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpctrain.base import clock
-from hpctrain.base.files import NOT_PLAIN
-from hpctrain.base.records import Skipped
-from hpctrain.base.text import size
 from hpctrain.checkpoint.format.patience import Patience, proves_absence
 from hpctrain.checkpoint.format.reader import in_threads
 from hpctrain.checkpoint.sealed import files as unit
 from hpctrain.checkpoint.sealed import seals
 from hpctrain.checkpoint.sealed.proof import proves_itself
 from hpctrain.checkpoint.store.commit import flush_directory
+from hpctrain.core.base import clock
+from hpctrain.core.base.files import NOT_PLAIN
+from hpctrain.core.base.records import Skipped
+from hpctrain.core.base.text import size
 from hpctrain.errors import CheckpointError, FileSystemFault, NoCheckpoint, NotWritten
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.sealed.manifest import SealedFile
     from hpctrain.checkpoint.sealed.seals import StoredSeal
-    from hpctrain.history.run_history import RunHistory
-    from hpctrain.run.fence import Attempt
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.history.run_history import RunHistory
+    from hpctrain.ledger.run.fence import Attempt
+    from hpctrain.ledger.run.layout import RunDir
 
 log = logging.getLogger("hpctrain.checkpoint")
 

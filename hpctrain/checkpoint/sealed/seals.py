@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.base import clock
-from hpctrain.base.files import ROOT
 from hpctrain.checkpoint.format.manifest import MAX_STEP
 from hpctrain.checkpoint.format.patience import proves_absence
 from hpctrain.checkpoint.sealed import files as unit
 from hpctrain.checkpoint.sealed import manifest
 from hpctrain.checkpoint.sealed.manifest import FILES_NAME, SEAL_NAME, Seal
 from hpctrain.checkpoint.store.commit import describe, flush_directory, remove_tree
+from hpctrain.core.base import clock
+from hpctrain.core.base.files import ROOT
 from hpctrain.errors import (
     CheckpointError,
     FileSystemFault,
@@ -30,17 +30,17 @@ from hpctrain.errors import (
     OtherFormat,
     TornCheckpoint,
 )
-from hpctrain.run import events as ledger
-from hpctrain.run.event_types import CheckpointSealed, PruneFailed
-from hpctrain.run.fence import publishing, run_lock
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.event_types import CheckpointSealed, PruneFailed
+from hpctrain.ledger.run.fence import publishing, run_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpctrain.checkpoint.sealed.files import UnitFile
     from hpctrain.checkpoint.sealed.manifest import SealedFile, Writer
-    from hpctrain.run.fence import Attempt
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.fence import Attempt
+    from hpctrain.ledger.run.layout import RunDir
 
 STAGED, DELETING, FORGOTTEN = "staged-", "deleting-", ".forgotten"
 KEEP_GONE = 10

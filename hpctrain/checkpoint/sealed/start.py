@@ -15,18 +15,18 @@ from hpctrain.checkpoint.sealed.resume import Choice, Resume, refuse_lost_seals,
 from hpctrain.checkpoint.sealed.unsealed import RETURNED, Unsealed, cut, roots_of, seal
 from hpctrain.checkpoint.store import find
 from hpctrain.errors import FileSystemFault
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run import events as ledger
-from hpctrain.run.event_types import CheckpointSetAside, ResumeChosen
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.event_types import CheckpointSetAside, ResumeChosen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpctrain.base.records import Skipped
     from hpctrain.checkpoint.sealed.unsealed import UnsealedSave
-    from hpctrain.run.fence import Attempt
-    from hpctrain.run.layout import RunDir
-    from hpctrain.settings.schema import CheckpointSettings
+    from hpctrain.core.base.records import Skipped
+    from hpctrain.core.settings.schema import CheckpointSettings
+    from hpctrain.ledger.run.fence import Attempt
+    from hpctrain.ledger.run.layout import RunDir
 
 log = logging.getLogger("hpctrain.checkpoint")
 

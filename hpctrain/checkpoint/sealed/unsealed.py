@@ -15,12 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.base.files import read_plain, replace_text
 from hpctrain.checkpoint.sealed import files as unit
 from hpctrain.checkpoint.sealed import proof, seals
 from hpctrain.checkpoint.sealed.patterns import parse
+from hpctrain.core.base.files import read_plain, replace_text
 from hpctrain.errors import CheckpointError, FileSystemFault
-from hpctrain.history.run_history import RunHistory
+from hpctrain.ledger.history.run_history import RunHistory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.sealed.files import UnitFile
     from hpctrain.checkpoint.sealed.patterns import NamedPath, Pattern
     from hpctrain.checkpoint.sealed.seals import StoredSeal
-    from hpctrain.run.fence import Attempt
-    from hpctrain.run.layout import RunDir
-    from hpctrain.settings.schema import CheckpointSettings
+    from hpctrain.core.settings.schema import CheckpointSettings
+    from hpctrain.ledger.run.fence import Attempt
+    from hpctrain.ledger.run.layout import RunDir
 
 log = logging.getLogger("hpctrain.checkpoint")
 

@@ -23,12 +23,12 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
-from hpctrain.base.text import size
 from hpctrain.checkpoint.format import manifest as manifests
 from hpctrain.checkpoint.store import find
+from hpctrain.core.base.text import size
+from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError, NotWritten
-from hpctrain.run.fence import publishing
-from hpctrain.testing import points
+from hpctrain.ledger.run.fence import publishing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.format.layout import RankPart
     from hpctrain.checkpoint.format.manifest import Manifest
-    from hpctrain.run.fence import Attempt
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.fence import Attempt
+    from hpctrain.ledger.run.layout import RunDir
 
 REMOVE_TRIES = 100
 """Of a directory from which others remove files at the same time."""

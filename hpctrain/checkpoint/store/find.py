@@ -20,21 +20,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.base.files import read_plain
-from hpctrain.base.records import Skipped
 from hpctrain.checkpoint.format import manifest as manifests
 from hpctrain.checkpoint.format.manifest import parse_step
 from hpctrain.checkpoint.format.patience import proves_absence
+from hpctrain.core.base.files import read_plain
+from hpctrain.core.base.records import Skipped
+from hpctrain.core.testing import points
 from hpctrain.errors import FileSystemFault, NoCheckpoint, OtherFormat, TornCheckpoint
-from hpctrain.history.run_history import RunHistory
-from hpctrain.testing import points
+from hpctrain.ledger.history.run_history import RunHistory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from hpctrain.checkpoint.format.manifest import FileEntry, Manifest
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
 REASON_NAME = "SET-ASIDE.txt"
 SHOWN = 3

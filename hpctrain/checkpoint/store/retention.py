@@ -28,25 +28,25 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from hpctrain.base.files import read_plain
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, PINNED_NAME
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.store.commit import flush_directory, remove_tree, rename_away
+from hpctrain.core.base.files import read_plain
+from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError, ChecksFailed, NotFound, RunAlive
-from hpctrain.history.evaluations import Evaluations
-from hpctrain.history.run_history import RunHistory
-from hpctrain.history.run_state import OVER, RunState
-from hpctrain.run.fence import look_anew, publishing, run_lock
-from hpctrain.testing import points
+from hpctrain.ledger.history.evaluations import Evaluations
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.history.run_state import OVER, RunState
+from hpctrain.ledger.run.fence import look_anew, publishing, run_lock
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
-    from hpctrain.history.run_state import LedgerState
-    from hpctrain.run.fence import Attempt
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.history.run_state import LedgerState
+    from hpctrain.ledger.run.fence import Attempt
+    from hpctrain.ledger.run.layout import RunDir
 
 WAIT = "wait until the run has ended, or end it with `hpctrain cancel`"
 NO_EVALUATIONS = Evaluations()

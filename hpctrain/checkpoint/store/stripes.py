@@ -19,7 +19,7 @@ from hpctrain.checkpoint.store.retention import one_line
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpctrain.settings.schema import CheckpointSettings
+    from hpctrain.core.settings.schema import CheckpointSettings
 
 TIMEOUT_S = 30.0
 """All ranks wait for rank 0."""

@@ -26,7 +26,7 @@ from hpctrain.checkpoint.format.shard import proof, proof_bytes, proof_digest
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.store.commit import set_aside_locked
 from hpctrain.errors import CheckpointError, FileSystemFault, TornCheckpoint
-from hpctrain.run.fence import publishing, run_lock
+from hpctrain.ledger.run.fence import publishing, run_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.format.table import ChunkTable
     from hpctrain.checkpoint.store.find import FoundCheckpoint
-    from hpctrain.run.fence import Attempt
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.fence import Attempt
+    from hpctrain.ledger.run.layout import RunDir
 
 SHOWN = 3
 

@@ -22,7 +22,7 @@ from hpctrain.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from hpctrain.world import World
+    from hpctrain.core.world import World
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

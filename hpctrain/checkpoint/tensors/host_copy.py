@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hpctrain.base import clock
-from hpctrain.testing import points
+from hpctrain.core.base import clock
+from hpctrain.core.testing import points
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -22,15 +22,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hpctrain.base import clock
-from hpctrain.base.text import Meter
 from hpctrain.checkpoint.format.geometry import my_part
 from hpctrain.checkpoint.format.patience import Patience
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.store import find, retention, verify
 from hpctrain.checkpoint.store.find import refuse_to_forget
 from hpctrain.checkpoint.tensors.boxes import Flat, bytes_of, held, sharers
-from hpctrain.device import has_host_backend
+from hpctrain.core.base import clock
+from hpctrain.core.base.text import Meter
+from hpctrain.core.device import has_host_backend
+from hpctrain.core.world import gather, on_rank_0, one_line
 from hpctrain.errors import (
     CheckpointError,
     Fenced,
@@ -39,10 +40,9 @@ from hpctrain.errors import (
     IncompleteCheckpoint,
     TornCheckpoint,
 )
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run import events as ledger
-from hpctrain.run.event_types import CheckpointSetAside
-from hpctrain.world import gather, on_rank_0, one_line
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.event_types import CheckpointSetAside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -54,10 +54,10 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.tensors.arena import Arena
     from hpctrain.checkpoint.tensors.boxes import Held, State
     from hpctrain.checkpoint.tensors.save import SavePlace
-    from hpctrain.run.fence import Attempt
-    from hpctrain.run.layout import RunDir
-    from hpctrain.settings.schema import CheckpointSettings
-    from hpctrain.world import World
+    from hpctrain.core.settings.schema import CheckpointSettings
+    from hpctrain.core.world import World
+    from hpctrain.ledger.run.fence import Attempt
+    from hpctrain.ledger.run.layout import RunDir
 
 T = TypeVar("T")
 Tensor = torch.Tensor | Flat

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from hpctrain.base import clock
 from hpctrain.checkpoint.format import shard
 from hpctrain.checkpoint.format.layout import NO_KEY, RankPart, part_of, placed
 from hpctrain.checkpoint.format.manifest import step_name
 from hpctrain.checkpoint.store import commit
 from hpctrain.checkpoint.tensors.boxes import bytes_of, held, parts_to_write
+from hpctrain.core.base import clock
+from hpctrain.core.testing import points
+from hpctrain.core.world import gather_on_0, on_rank_0, one_line
 from hpctrain.errors import CheckpointError, HpctrainError, NotWritten
-from hpctrain.testing import points
-from hpctrain.world import gather_on_0, on_rank_0, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.format.shard import ShardPiece, ShardReport
     from hpctrain.checkpoint.tensors.boxes import Part, State
-    from hpctrain.run.fence import Attempt
-    from hpctrain.run.layout import RunDir
-    from hpctrain.settings.schema import CheckpointSettings
-    from hpctrain.world import World
+    from hpctrain.core.settings.schema import CheckpointSettings
+    from hpctrain.core.world import World
+    from hpctrain.ledger.run.fence import Attempt
+    from hpctrain.ledger.run.layout import RunDir
 
 
 @dataclass(frozen=True)

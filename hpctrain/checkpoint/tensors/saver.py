@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpctrain.base import clock
 from hpctrain.checkpoint.tensors.arena import Arena, aligned
 from hpctrain.checkpoint.tensors.boxes import Flat, held, parts_to_write
 from hpctrain.checkpoint.tensors.device_copy import (
@@ -36,9 +35,10 @@ from hpctrain.checkpoint.tensors.device_copy import (
 from hpctrain.checkpoint.tensors.save import commit_together, write_options
 from hpctrain.checkpoint.tensors.writer import ShardWriter
 from hpctrain.checkpoint.tensors.writer_process import WriteRequest
+from hpctrain.core.base import clock
+from hpctrain.core.testing import points
+from hpctrain.core.world import apart, one_line
 from hpctrain.errors import CheckpointError, ControlLost, HpctrainError
-from hpctrain.testing import points
-from hpctrain.world import apart, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.shard import ShardPiece, ShardReport
     from hpctrain.checkpoint.tensors.boxes import Part, State
     from hpctrain.checkpoint.tensors.save import Saved, SavePlace
-    from hpctrain.world import World
+    from hpctrain.core.world import World
 
 GRACE_S = 120.0
 """Beyond `checkpoint.timeout_s`, by which every rank's writer has answered or is given up."""

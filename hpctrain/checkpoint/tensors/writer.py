@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import xxhash
 
-from hpctrain.base import clock
 from hpctrain.checkpoint.format.shard import ShardReport
 from hpctrain.checkpoint.tensors.writer_process import (
     FRAME,
@@ -34,6 +33,7 @@ from hpctrain.checkpoint.tensors.writer_process import (
     WriteRequest,
     frame,
 )
+from hpctrain.core.base import clock
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:

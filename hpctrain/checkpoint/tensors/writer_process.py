@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from hpctrain.base.process import die_with_parent, show_as
 from hpctrain.checkpoint.format import shard
+from hpctrain.core.base.process import die_with_parent, show_as
+from hpctrain.core.testing import points
 from hpctrain.errors import HpctrainError
-from hpctrain.testing import points
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,9 +14,9 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.base import locks
-from hpctrain.data.tokens import TokenFile, sidecar, write_tokens
+from hpctrain.core.base import locks
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.train.data.tokens import TokenFile, sidecar, write_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hpctrain
 from hpctrain import ModelPlan, TokenFile
-from hpctrain.plan.mesh import shape_of
+from hpctrain.ledger.plan.mesh import shape_of
 from hpctrain.recipes.lm.train import make_model, split, validate
 
 

@@ -25,16 +25,16 @@ from hpctrain import (
     broadcast,
     cut_step,
 )
-from hpctrain.base import clock
-from hpctrain.base.env import HPCTRAIN_ATTEMPT_DIR
-from hpctrain.plan.mesh import shape_of
+from hpctrain.core.base import clock
+from hpctrain.core.base.env import HPCTRAIN_ATTEMPT_DIR
+from hpctrain.ledger.plan.mesh import shape_of
 from hpctrain.recipes.lm import corpus
 from hpctrain.recipes.lm.model import LM, LMConfig, flops_per_token, token_loss
 
 if TYPE_CHECKING:
     from hpctrain import Engine, Run, StepBatch
-    from hpctrain.engines.engine import Loss
-    from hpctrain.settings.schema import TrainSettings
+    from hpctrain.core.settings.schema import TrainSettings
+    from hpctrain.train.engines.engine import Loss
 
 BETAS = (0.9, 0.95)
 """Of AdamW."""

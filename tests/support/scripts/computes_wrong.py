@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.base.env import HPCTRAIN_NODE
+from hpctrain.core.base.env import HPCTRAIN_NODE
 from hpctrain.recipes.lm import train
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 HAD = set(sys.modules)
 
-from hpctrain.engines.native import Native  # noqa: E402 - the agent's modules are noted first
 from hpctrain.recipes.lm import train  # noqa: E402
+from hpctrain.train.engines.native import Native  # noqa: E402 - the agent's modules are noted first
 
 
 def main() -> None:

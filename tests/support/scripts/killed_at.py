@@ -14,8 +14,8 @@ import signal
 import threading
 from typing import Any
 
-from hpctrain.engines.native import Native
 from hpctrain.recipes.lm import train
+from hpctrain.train.engines.native import Native
 
 
 def _places() -> dict[int, str]:

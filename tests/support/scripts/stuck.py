@@ -21,7 +21,7 @@ import hpctrain
 from hpctrain.checkpoint.store import find
 
 if TYPE_CHECKING:
-    from hpctrain.runtime.run import Run
+    from hpctrain.train.runtime.run import Run
 
 
 def main() -> None:

@@ -18,7 +18,16 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
-from hpctrain.agent import (
+from hpctrain.core.base import clock
+from hpctrain.core.base.env import (
+    HPCTRAIN_ATTEMPT,
+    HPCTRAIN_ATTEMPT_DIR,
+    HPCTRAIN_STARTS,
+    HPCTRAIN_STOP_FILE,
+)
+from hpctrain.core.base.records import FailureReport
+from hpctrain.errors import ControlLost
+from hpctrain.node.agent import (
     hang_watch,
     in_place,
     in_place_node,
@@ -28,26 +37,17 @@ from hpctrain.agent import (
     rendezvous,
     stop_notice,
 )
-from hpctrain.agent.resume_choice import StopHeard
-from hpctrain.base import clock
-from hpctrain.base.env import (
-    HPCTRAIN_ATTEMPT,
-    HPCTRAIN_ATTEMPT_DIR,
-    HPCTRAIN_STARTS,
-    HPCTRAIN_STOP_FILE,
-)
-from hpctrain.base.records import FailureReport
-from hpctrain.control.pulse import PulseSeen
-from hpctrain.errors import ControlLost
+from hpctrain.node.agent.resume_choice import StopHeard
+from hpctrain.node.control.pulse import PulseSeen
 from tests.support.simulation.kernel import EPOCH_S, MachineClock
 from tests.support.simulation.stores import PrefixStore, Store, StoreProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from hpctrain.agent.rounds import RoundEnd
-    from hpctrain.hangs.evidence import RankEvidence
-    from hpctrain.hangs.look import RankProcess
+    from hpctrain.node.agent.rounds import RoundEnd
+    from hpctrain.node.hangs.evidence import RankEvidence
+    from hpctrain.node.hangs.look import RankProcess
     from tests.support.simulation.job import Job, Node
     from tests.support.simulation.ranks import Rank
 
@@ -148,7 +148,7 @@ class StayingAgent(_Told, in_place_node.InPlaceAgent, Torch):
 
 
 class Control:
-    """As `hpctrain.agent.control.NodeControl`: nothing is agreed on here."""
+    """As `hpctrain.node.agent.control.NodeControl`: nothing is agreed on here."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._node = job, job.here()
@@ -202,7 +202,7 @@ class _Line:
 
 
 class CopySaver:
-    """As `hpctrain.agent.copies_to_disk.CopySaver`: says what it would do."""
+    """As `hpctrain.node.agent.copies_to_disk.CopySaver`: says what it would do."""
 
     def __init__(self, job: Job, *_: Any, **told: Any) -> None:
         self._job, self._told = job, told
@@ -217,7 +217,7 @@ class CopySaver:
 
 
 class StopFile:
-    """As `hpctrain.agent.stop_notice.StopFile`."""
+    """As `hpctrain.node.agent.stop_notice.StopFile`."""
 
     path = "/stop"
 

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.agent.members import RoundSize
-from hpctrain.hangs.standing import HangLimits
+from hpctrain.node.agent.members import RoundSize
+from hpctrain.node.hangs.standing import HangLimits
 from tests.support.memory import folder_in_memory
 from tests.support.simulation.checks import Overlap
 from tests.support.simulation.contract import wrong_with

@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from hpctrain.agent.lifeline import LEAVE_S
-from hpctrain.agent.node import GOODBYE_S
-from hpctrain.agent.ranks import is_echo
-from hpctrain.agent.stop_deadline import ASK_AGAIN_S
-from hpctrain.agent.stop_deadline import LEAVE_S as LEAVE_DEADLINE_S
+from hpctrain.node.agent.lifeline import LEAVE_S
+from hpctrain.node.agent.node import GOODBYE_S
+from hpctrain.node.agent.ranks import is_echo
+from hpctrain.node.agent.stop_deadline import ASK_AGAIN_S
+from hpctrain.node.agent.stop_deadline import LEAVE_S as LEAVE_DEADLINE_S
 from tests.support.simulation import agents
 from tests.support.simulation.job import KILL_WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpctrain.base.records import FailureReport
+    from hpctrain.core.base.records import FailureReport
     from tests.support.simulation.job import Job
 
 LOSING = frozenset({"power", "dies", "agent", "agent_stops", "freezes", "cut", "lifeline"})

@@ -1,6 +1,6 @@
 """Jobs whose agents write real records: the whole life of an agent, and of those that go on after.
 
-`hpctrain.agent.main` itself runs here, with the real fence, ledger and claims of a run on a disk in
+`hpctrain.node.agent.main` itself runs here, with the real fence, ledger and claims of a run on a disk in
 memory; what it would import, fork or measure is stood in. Where the first node is lost the others
 see to the job: one leads the next generation, or has the job requeued.
 """
@@ -14,8 +14,17 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.agent import ending as ending_module
-from hpctrain.agent import (
+from hpctrain.checkpoint.sealed import start as sealed_start
+from hpctrain.core.base.env import HPCTRAIN_GENERATION
+from hpctrain.core.base.records import JobContext, JobFacts
+from hpctrain.core.settings.schema import AliveSettings, RunSettings, Settings, SlurmSettings
+from hpctrain.core.settings.spec import Entry, Spec
+from hpctrain.errors import HpctrainError
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run import fence
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.node.agent import ending as ending_module
+from hpctrain.node.agent import (
     in_place_node,
     incidents,
     loss_ending,
@@ -25,17 +34,8 @@ from hpctrain.agent import (
     signals,
     succession,
 )
-from hpctrain.agent.lifeline import LIFELINE_PORT, LifelinePlace
-from hpctrain.agent.succession import Succeeds
-from hpctrain.base.env import HPCTRAIN_GENERATION
-from hpctrain.base.records import JobContext, JobFacts
-from hpctrain.checkpoint.sealed import start as sealed_start
-from hpctrain.errors import HpctrainError
-from hpctrain.run import events as ledger
-from hpctrain.run import fence
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.schema import AliveSettings, RunSettings, Settings, SlurmSettings
-from hpctrain.settings.spec import Entry, Spec
+from hpctrain.node.agent.lifeline import LIFELINE_PORT, LifelinePlace
+from hpctrain.node.agent.succession import Succeeds
 from tests.support.simulation import agents
 from tests.support.simulation.job import KILL_WAIT_S, PORT, SECRET, Job, Node, Setup
 from tests.support.simulation.lifelines import Lifeline
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from hpctrain.agent.succession import Generation
-    from hpctrain.base.records import EndReason
-    from hpctrain.run.events import Event
+    from hpctrain.core.base.records import EndReason
+    from hpctrain.ledger.run.events import Event
+    from hpctrain.node.agent.succession import Generation
     from tests.support.simulation.ranks import Program
 
 JOB_ID = "7"
@@ -59,7 +59,7 @@ PORTS_EACH = 1000
 
 
 class Scheduler:
-    """A job's own view of its scheduler: `hpctrain.scheduler.base.JobControl`."""
+    """A job's own view of its scheduler: `hpctrain.cluster.scheduler.base.JobControl`."""
 
     def __init__(self, job: RecordedJob) -> None:
         self._job = job
@@ -167,7 +167,7 @@ class RecordedJob(Job):
         self.simulation.sleep(self.simulation.random.uniform(0.2, EXEC_S))
 
     def lifeline_of(self, _spec: Any, context: JobContext, _secret: str) -> Lifeline:
-        """See `hpctrain.agent.stay_alive.lifeline_of`."""
+        """See `hpctrain.node.agent.stay_alive.lifeline_of`."""
         place = LifelinePlace(
             context.node_rank,
             len(context.nodes),

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpctrain.hangs.suspicion import DOUBTFUL
-from hpctrain.run.event_types import (
+from hpctrain.ledger.run.event_types import (
     HangCleared,
     HangFound,
     HangSuspected,
     RanksAwaited,
     RanksOutOfStep,
 )
+from hpctrain.node.hangs.suspicion import DOUBTFUL
 from tests.support.simulation.checks import HANGING, LOSING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from hpctrain.agent.rounds import RoundEnd
+    from hpctrain.node.agent.rounds import RoundEnd
     from tests.support.simulation.job import Job
 
 

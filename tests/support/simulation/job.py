@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.agent.in_place import InPlaceRendezvous
-from hpctrain.agent.lifeline import LifelinePlace
-from hpctrain.agent.rendezvous import Rendezvous
-from hpctrain.agent.rounds import NothingToResume, RoundHooks
-from hpctrain.agent.signals import Arrival
-from hpctrain.agent.stay_alive import EARLY_END_S
-from hpctrain.agent.stop_deadline import StopDeadline
-from hpctrain.agent.stop_notice import StopNotice
-from hpctrain.base.process import PORTS
-from hpctrain.base.records import JobContext, JobFacts
-from hpctrain.control.pulse import PHASES
+from hpctrain.core.base.process import PORTS
+from hpctrain.core.base.records import JobContext, JobFacts
 from hpctrain.errors import ClusterError, ClusterUnreachable
-from hpctrain.hangs.suspicion import Used
-from hpctrain.run.fence import Attempt as Fence
+from hpctrain.ledger.run.fence import Attempt as Fence
+from hpctrain.node.agent.in_place import InPlaceRendezvous
+from hpctrain.node.agent.lifeline import LifelinePlace
+from hpctrain.node.agent.rendezvous import Rendezvous
+from hpctrain.node.agent.rounds import NothingToResume, RoundHooks
+from hpctrain.node.agent.signals import Arrival
+from hpctrain.node.agent.stay_alive import EARLY_END_S
+from hpctrain.node.agent.stop_deadline import StopDeadline
+from hpctrain.node.agent.stop_notice import StopNotice
+from hpctrain.node.control.pulse import PHASES
+from hpctrain.node.hangs.suspicion import Used
 from tests.support.simulation import agents
 from tests.support.simulation.kernel import EPOCH_S, Bell, Machine, MachineClock, Simulation, Task
 from tests.support.simulation.network import Network
@@ -31,9 +31,9 @@ from tests.support.simulation.ranks import Attempt, Program, Rank
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from hpctrain.agent.members import RoundSize
-    from hpctrain.agent.rounds import RoundEnd
-    from hpctrain.hangs.standing import HangLimits
+    from hpctrain.node.agent.members import RoundSize
+    from hpctrain.node.agent.rounds import RoundEnd
+    from hpctrain.node.hangs.standing import HangLimits
     from tests.support.simulation.lifelines import First, Lifeline
     from tests.support.simulation.stores import Store, StoreServer
 

@@ -18,7 +18,7 @@ from tests.support.clocks import THE_MACHINES, strangers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from hpctrain.base.clock import Waitable
+    from hpctrain.core.base.clock import Waitable
 
 EPOCH_S = 1_790_000_000.0
 """What the clocks on the wall show as a simulation begins."""
@@ -329,7 +329,7 @@ class Simulation:
 
 
 class MachineClock:
-    """A clock as `hpctrain.base.clock` takes it: that of the machine whose code runs.
+    """A clock as `hpctrain.core.base.clock` takes it: that of the machine whose code runs.
 
     A thread that ran before the simulation, of an earlier test, has the real machine's.
     """

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.agent import lifeline as module
+from hpctrain.node.agent import lifeline as module
 from tests.support.simulation.kernel import Bell
 from tests.support.simulation.network import connected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpctrain.agent.lifeline import LifelinePlace
+    from hpctrain.node.agent.lifeline import LifelinePlace
     from tests.support.simulation.job import Job, Node
     from tests.support.simulation.network import End
     from tests.support.simulation.stores import Store

@@ -77,7 +77,7 @@ class Channel:
 
 
 class End:
-    """An end of a connection, as `hpctrain.control.endpoint.Endpoint` is one."""
+    """An end of a connection, as `hpctrain.node.control.endpoint.Endpoint` is one."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel

@@ -6,10 +6,10 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpctrain.base.records import FailureReport
-from hpctrain.control.pulse import PHASES, STEP
-from hpctrain.hangs.evidence import Collective, Frame, Front, RankEvidence, Recorded
-from hpctrain.hangs.suspicion import Used
+from hpctrain.core.base.records import FailureReport
+from hpctrain.node.control.pulse import PHASES, STEP
+from hpctrain.node.hangs.evidence import Collective, Frame, Front, RankEvidence, Recorded
+from hpctrain.node.hangs.suspicion import Used
 from tests.support.simulation.kernel import EPOCH_S, Bell
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from hpctrain.base.records import EndReason, Next
-from hpctrain.run.event_types import AttemptEnded, AttemptStarted, NodeLost, Requeued
+from hpctrain.core.base.records import EndReason, Next
+from hpctrain.ledger.run.event_types import AttemptEnded, AttemptStarted, NodeLost, Requeued
 from tests.support.simulation.checks import LOSING
 
 if TYPE_CHECKING:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.agent.rendezvous import ANSWER_S
 from hpctrain.errors import ClusterError
+from hpctrain.node.agent.rendezvous import ANSWER_S
 from tests.support.simulation.kernel import Bell
 
 if TYPE_CHECKING:
     from tests.support.simulation.job import Job, Node
 
 KEPT = 2
-"""As `hpctrain.agent.store_process.KEPT`."""
+"""As `hpctrain.node.agent.store_process.KEPT`."""
 
 
 class StoreServer:
@@ -39,7 +39,7 @@ class StoreServer:
 
 
 class StoreProcess:
-    """As `hpctrain.agent.store_process.StoreProcess`: ends with the agent that made it."""
+    """As `hpctrain.node.agent.store_process.StoreProcess`: ends with the agent that made it."""
 
     def __init__(self, job: Job) -> None:
         self.pid = 1

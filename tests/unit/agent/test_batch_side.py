@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
-from hpctrain.base.records import JobFacts
+from hpctrain.core.base.records import JobFacts
+from hpctrain.core.settings.schema import replaced
+from hpctrain.core.settings.spec import Entry, Spec, load_spec
 from hpctrain.errors import ClusterUnreachable
-from hpctrain.run import events as ledger
-from hpctrain.run.fence import read_fence, take_attempt
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.schema import replaced
-from hpctrain.settings.spec import Entry, Spec, load_spec
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.fence import read_fence, take_attempt
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.node.agent.batch_side import BatchScriptSide, JobStartFacts
 from tests.support.ledger_runs import all_fields, write_event
 
 SUBMISSION = "run-12ab"

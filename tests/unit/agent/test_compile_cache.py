@@ -7,8 +7,8 @@ import tempfile
 
 import pytest
 
-from hpctrain.agent.environment import COMPILE_CACHE_NAME, compile_cache
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.node.agent.environment import COMPILE_CACHE_NAME, compile_cache
 from tests.support.users import OWNER
 
 

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent.convictions import Convictions, convicted
-from hpctrain.agent.loss_ending import LossEnding
-from hpctrain.agent.rounds import RoundEnd
-from hpctrain.base.records import FailureReport, JobContext, JobFacts
-from hpctrain.history.run_history import RunHistory
-from hpctrain.preflight.node_lists import bad_nodes_path, read_bad
-from hpctrain.run import events as ledger
-from hpctrain.run.fence import take_attempt
-from hpctrain.settings.schema import Settings, replaced
-from hpctrain.settings.spec import load_spec
+from hpctrain.cluster.preflight.node_lists import bad_nodes_path, read_bad
+from hpctrain.core.base.records import FailureReport, JobContext, JobFacts
+from hpctrain.core.settings.schema import Settings, replaced
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.node.agent.convictions import Convictions, convicted
+from hpctrain.node.agent.loss_ending import LossEnding
+from hpctrain.node.agent.rounds import RoundEnd
 from tests.support.ledger_runs import all_fields
 
 CONTEXT = JobContext("7", 1, 0, ["n1", "n2"], "n1", 20000, "")

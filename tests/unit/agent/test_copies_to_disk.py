@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent import copies_to_disk
-from hpctrain.agent.copies_to_disk import CopySaver
-from hpctrain.agent.rendezvous import SignedStore
 from hpctrain.checkpoint.format.shard import file_name
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.store.verify import verify
+from hpctrain.node.agent import copies_to_disk
+from hpctrain.node.agent.copies_to_disk import CopySaver
+from hpctrain.node.agent.rendezvous import SignedStore
 from tests.support import checkpoints
 from tests.support.replica_servers import (
     BLOCK_BYTES,

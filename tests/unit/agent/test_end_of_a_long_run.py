@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
-from hpctrain.agent.ending import AttemptEnding
-from hpctrain.agent.rounds import RoundEnd
-from hpctrain.base.records import FailureReport, JobContext, JobFacts, StopCause
-from hpctrain.run import events as ledger
-from hpctrain.run.fence import take_attempt
-from hpctrain.settings.schema import replaced
-from hpctrain.settings.spec import load_spec
+from hpctrain.core.base.records import FailureReport, JobContext, JobFacts, StopCause
+from hpctrain.core.settings.schema import replaced
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.node.agent.batch_side import BatchScriptSide, JobStartFacts
+from hpctrain.node.agent.ending import AttemptEnding
+from hpctrain.node.agent.rounds import RoundEnd
 from tests.support.ledger_runs import Story, all_fields, write_event
 
 MARKS = 4_000

@@ -7,21 +7,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
-from hpctrain.agent.end_writer import read_outcome
-from hpctrain.agent.ending import AttemptEnding
-from hpctrain.agent.rounds import RoundEnd
-from hpctrain.base.records import EndReason, FailureReport, JobContext, JobFacts, StopCause
-from hpctrain.control.board import BOARD, Board
-from hpctrain.control.pulse import STEP, Pulse
+from hpctrain.core.base.records import EndReason, FailureReport, JobContext, JobFacts, StopCause
+from hpctrain.core.settings.schema import replaced
+from hpctrain.core.settings.spec import load_spec
 from hpctrain.errors import ClusterUnreachable, FileSystemFault, NoCheckpoint
-from hpctrain.history.run_history import RunHistory
-from hpctrain.history.run_state import RunState
-from hpctrain.run import events as ledger
-from hpctrain.run.attempt_files import Heartbeat, write_heartbeat
-from hpctrain.run.fence import take_attempt
-from hpctrain.settings.schema import replaced
-from hpctrain.settings.spec import load_spec
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.history.run_state import RunState
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.attempt_files import Heartbeat, write_heartbeat
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.node.agent.batch_side import BatchScriptSide, JobStartFacts
+from hpctrain.node.agent.end_writer import read_outcome
+from hpctrain.node.agent.ending import AttemptEnding
+from hpctrain.node.agent.rounds import RoundEnd
+from hpctrain.node.control.board import BOARD, Board
+from hpctrain.node.control.pulse import STEP, Pulse
 from tests.support.ledger_runs import Story, all_fields
 
 ENDED_AT = 1_763_700_500.0
@@ -92,7 +92,7 @@ def test_a_job_of_a_submission_that_no_longer_counts_does_not_start(
     story, monkeypatch, events, why
 ):
     """Before anything of it can write: the newest submission's job may be running."""
-    from hpctrain.agent import main
+    from hpctrain.node.agent import main
 
     for kind, fields in events:
         story.add(kind, **fields)
@@ -111,7 +111,7 @@ def test_a_job_of_a_submission_that_no_longer_counts_does_not_start(
 
 def test_a_job_that_may_not_start_writes_no_end_for_the_one_that_runs(story, monkeypatch):
     """It was late: the run's newer job has begun an attempt, of which it knows no end."""
-    from hpctrain.agent import main
+    from hpctrain.node.agent import main
 
     story.submitted("8", "tok-2")
     number = take_attempt(story.run, job_id="8", restarts=0).number
@@ -455,7 +455,7 @@ def test_an_end_says_the_step_at_which_the_ranks_were_seen(story, seen, step):
 
 
 def test_an_agent_sees_the_step_of_its_own_nodes_ranks(story, tmp_path, monkeypatch):
-    from hpctrain.agent import main
+    from hpctrain.node.agent import main
 
     Board.create(tmp_path / BOARD, first_rank=0, ranks=1).close()
     rank = Pulse(tmp_path, 0)

@@ -8,14 +8,14 @@ import tempfile
 
 import pytest
 
-from hpctrain.agent import environment as agent
-from hpctrain.agent.environment import compile_cache
-from hpctrain.base.records import JobContext
-from hpctrain.run import events as ledger
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.spec import Entry, Spec
-from hpctrain.site.environment import Versions
-from hpctrain.site.load import load_site
+from hpctrain.cluster.site.environment import Versions
+from hpctrain.cluster.site.load import load_site
+from hpctrain.core.base.records import JobContext
+from hpctrain.core.settings.spec import Entry, Spec
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.node.agent import environment as agent
+from hpctrain.node.agent.environment import compile_cache
 from tests.support.ledger_runs import all_fields
 
 PRESET = """

@@ -8,10 +8,10 @@ import os
 
 import pytest
 
-from hpctrain.agent import ranks
-from hpctrain.agent.node import NoRedirect
-from hpctrain.agent.ranks import collect
-from hpctrain.run.layout import failure_path, rank_log_path, torch_error_path
+from hpctrain.ledger.run.layout import failure_path, rank_log_path, torch_error_path
+from hpctrain.node.agent import ranks
+from hpctrain.node.agent.node import NoRedirect
+from hpctrain.node.agent.ranks import collect
 
 RAISED = {
     "message": {

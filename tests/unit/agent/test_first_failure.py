@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from hpctrain.agent.ranks import ECHOES, SETTLE_S, first_causal, is_echo, settle_s
-from hpctrain.base.records import FailureReport
+from hpctrain.core.base.records import FailureReport
+from hpctrain.node.agent.ranks import ECHOES, SETTLE_S, first_causal, is_echo, settle_s
 
 
 def failed(rank, summary="ValueError: x", *, t=100.0, kind="exception"):

@@ -6,15 +6,15 @@ import json
 
 import pytest
 
-from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts, finish
-from hpctrain.agent.ending import AttemptEnding
-from hpctrain.agent.rounds import RoundEnd
-from hpctrain.base.records import FailureReport, JobContext, JobFacts, StopCause
 from hpctrain.cli.main import main
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run import events as ledger
-from hpctrain.run.fence import take_attempt
-from hpctrain.settings.spec import load_spec
+from hpctrain.core.base.records import FailureReport, JobContext, JobFacts, StopCause
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.node.agent.batch_side import BatchScriptSide, JobStartFacts, finish
+from hpctrain.node.agent.ending import AttemptEnding
+from hpctrain.node.agent.rounds import RoundEnd
 from tests.support import small_disk as disks
 from tests.support.ledger_runs import Story, local_job, write_event
 
@@ -98,9 +98,9 @@ def test_what_needs_room_ends_in_one_line_that_names_the_file(running, runs, arg
 
 def test_a_job_whose_submission_could_not_be_written_down_is_found_again(runs, monkeypatch, capsys):
     """The intent was written, sbatch has answered, and then the disk was full."""
-    from hpctrain.scheduler.base import Cluster
-    from hpctrain.settings.spec import load_spec
-    from hpctrain.submit import launch, live_job
+    from hpctrain.cluster.scheduler.base import Cluster
+    from hpctrain.core.settings.spec import load_spec
+    from hpctrain.launch import launch, live_job
 
     run = Story(runs / "lm").run
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from hpctrain.agent import ranks
-from hpctrain.base.records import RankTask
+from hpctrain.core.base.records import RankTask
+from hpctrain.node.agent import ranks
 
 
 def test_a_folder_that_the_run_names_is_searched_before_the_agents_own(monkeypatch):

@@ -8,17 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.agent import incidents, notify_child
-from hpctrain.agent.incidents import REASONS, Incidents, incident_of
-from hpctrain.agent.notify import wait_for
-from hpctrain.agent.rendezvous import Loss
-from hpctrain.base.records import INCIDENT
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run import event_types as kinds
-from hpctrain.run.events import read
-from hpctrain.run.fence import take_attempt
-from hpctrain.settings.schema import NotifySettings
-from hpctrain.settings.spec import load_spec
+from hpctrain.core.base.records import INCIDENT
+from hpctrain.core.settings.schema import NotifySettings
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import event_types as kinds
+from hpctrain.ledger.run.events import read
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.node.agent import incidents, notify_child
+from hpctrain.node.agent.incidents import REASONS, Incidents, incident_of
+from hpctrain.node.agent.notify import wait_for
+from hpctrain.node.agent.rendezvous import Loss
 from tests.support.ledger_runs import Story, all_fields
 from tests.unit.agent.test_loss_ending import Scheduler, ending
 
@@ -36,7 +36,7 @@ def story(tmp_path):
 @pytest.fixture
 def asked(story, tmp_path, monkeypatch):
     """A function that has a command told what it is to hear; it writes `heard`."""
-    monkeypatch.setattr("hpctrain.agent.signals.ignore_all", lambda: None)
+    monkeypatch.setattr("hpctrain.node.agent.signals.ignore_all", lambda: None)
 
     def ask(*on):
         path = tmp_path / "hear.py"

@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from hpctrain.agent.lifeline import Lifeline, LifelinePlace
-from hpctrain.base import clock
+from hpctrain.core.base import clock
+from hpctrain.node.agent.lifeline import Lifeline, LifelinePlace
 from tests.support.ports import free_port
 
 SECRET = "the same on all nodes"  # noqa: S105 - of a test

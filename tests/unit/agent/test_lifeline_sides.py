@@ -13,8 +13,9 @@ import socket
 
 import pytest
 
-from hpctrain.agent import lifeline
-from hpctrain.agent.lifeline import (
+from hpctrain.core.base.secret import code
+from hpctrain.node.agent import lifeline
+from hpctrain.node.agent.lifeline import (
     BEATS,
     FIRST_S,
     LEAVE_S,
@@ -23,9 +24,8 @@ from hpctrain.agent.lifeline import (
     _First,
     _Other,
 )
-from hpctrain.base.secret import code
-from hpctrain.control.endpoint import ChildrenDoor, meet_parent
-from hpctrain.control.wire import Greeting, packed
+from hpctrain.node.control.endpoint import ChildrenDoor, meet_parent
+from hpctrain.node.control.wire import Greeting, packed
 from tests.support.clocks import ManualClock
 from tests.support.jumping_loop import run_jumping
 

@@ -9,10 +9,10 @@ import threading
 
 import pytest
 
-from hpctrain.agent import log_index
-from hpctrain.agent.log_index import LogIndexer
-from hpctrain.base import clock
-from hpctrain.run.attempt_files import Guess, LogMark, LogTimes, first_offset, times_path
+from hpctrain.core.base import clock
+from hpctrain.ledger.run.attempt_files import Guess, LogMark, LogTimes, first_offset, times_path
+from hpctrain.node.agent import log_index
+from hpctrain.node.agent.log_index import LogIndexer
 from tests.support.clocks import ManualClock
 
 

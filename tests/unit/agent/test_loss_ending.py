@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent import main
-from hpctrain.agent.loss_ending import LOOK_S, PROOF_S, TURN_S, LossEnding
-from hpctrain.agent.rendezvous import LeftOut, Loss
-from hpctrain.agent.rounds import RoundEnd
-from hpctrain.base import clock
-from hpctrain.base.records import JobContext, JobFacts
-from hpctrain.run import events as ledger
-from hpctrain.run.fence import read_fence, take_attempt
-from hpctrain.settings.spec import load_spec
+from hpctrain.core.base import clock
+from hpctrain.core.base.records import JobContext, JobFacts
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.fence import read_fence, take_attempt
+from hpctrain.node.agent import main
+from hpctrain.node.agent.loss_ending import LOOK_S, PROOF_S, TURN_S, LossEnding
+from hpctrain.node.agent.rendezvous import LeftOut, Loss
+from hpctrain.node.agent.rounds import RoundEnd
 from tests.support.clocks import ManualClock
 from tests.support.ledger_runs import Story, all_fields
 

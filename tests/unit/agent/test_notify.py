@@ -12,16 +12,16 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from hpctrain.agent import notify_child
-from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
-from hpctrain.agent.notify import notification_of, notify
-from hpctrain.base.records import JobFacts
+from hpctrain.core.base.records import JobFacts
+from hpctrain.core.settings.schema import NotifySettings, Settings
+from hpctrain.core.settings.spec import load_spec
 from hpctrain.errors import UsageError
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run.events import read
-from hpctrain.settings.schema import NotifySettings, Settings
-from hpctrain.settings.spec import load_spec
-from hpctrain.submit.checks import check_hooks_here
+from hpctrain.launch.checks import check_hooks_here
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run.events import read
+from hpctrain.node.agent import notify_child
+from hpctrain.node.agent.batch_side import BatchScriptSide, JobStartFacts
+from hpctrain.node.agent.notify import notification_of, notify
 from tests.support.ledger_runs import Story, all_fields
 
 LONG_S = 60.0
@@ -57,7 +57,7 @@ def tell(story, attempt=1):
 
 @pytest.fixture(autouse=True)
 def _own_signals(monkeypatch):
-    monkeypatch.setattr("hpctrain.agent.signals.ignore_all", lambda: None)
+    monkeypatch.setattr("hpctrain.node.agent.signals.ignore_all", lambda: None)
 
 
 @pytest.fixture

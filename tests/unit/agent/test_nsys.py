@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hpctrain.agent.nsys import command, environment, run_below
-from hpctrain.base.env import HPCTRAIN_NSYS
-from hpctrain.base.records import RankTask
+from hpctrain.core.base.env import HPCTRAIN_NSYS
+from hpctrain.core.base.records import RankTask
+from hpctrain.node.agent.nsys import command, environment, run_below
 
 TASK = RankTask("module", nsys_rank=1)
 

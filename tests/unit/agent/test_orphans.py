@@ -11,7 +11,7 @@ from tests.support import processes
 
 AGENT = """
 import json, os, subprocess, sys
-from hpctrain.agent.signals import Orphans
+from hpctrain.node.agent.signals import Orphans
 
 own = subprocess.Popen(["sleep", "600"])
 orphans = Orphans()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
-from hpctrain.agent.predecessors import held_back
-from hpctrain.base.records import JobInfo, JobState
+from hpctrain.core.base.records import JobInfo, JobState
+from hpctrain.core.settings.spec import load_spec
 from hpctrain.entry import slurm_batch
-from hpctrain.history.run_history import RunHistory
-from hpctrain.history.run_state import RunState, run_state
-from hpctrain.run import events as ledger
-from hpctrain.settings.spec import load_spec
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.history.run_state import RunState, run_state
+from hpctrain.ledger.run import events as ledger
+from hpctrain.node.agent.batch_side import BatchScriptSide, JobStartFacts
+from hpctrain.node.agent.predecessors import held_back
 from tests.support.ledger_runs import Story, write_event
 
 

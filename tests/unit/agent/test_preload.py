@@ -8,9 +8,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from hpctrain.agent import preload
-from hpctrain.settings.schema import replaced
-from hpctrain.settings.spec import Entry, Spec
+from hpctrain.core.settings.schema import replaced
+from hpctrain.core.settings.spec import Entry, Spec
+from hpctrain.node.agent import preload
 
 
 def spec_of(kind, start_method="fork"):

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 import hpctrain
-from hpctrain.agent import ranks
-from hpctrain.run.layout import failure_path
+from hpctrain.ledger.run.layout import failure_path
+from hpctrain.node.agent import ranks
 
 REFUSED = """
 import hpctrain
-from hpctrain.data.streams import TokenSequences
+from hpctrain.train.data.streams import TokenSequences
 
 def open_data():
     return TokenSequences("missing.bin", 8)

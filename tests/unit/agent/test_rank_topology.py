@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.agent.cpus import machine, numbers_of_gpus
+from hpctrain.node.agent.cpus import machine, numbers_of_gpus
 
 
 def put(root, path, text):

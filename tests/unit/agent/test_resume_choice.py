@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from hpctrain.agent import resume_choice
-from hpctrain.agent.resume_choice import StopHeard, choose
+from hpctrain.node.agent import resume_choice
+from hpctrain.node.agent.resume_choice import StopHeard, choose
 
 
 def test_what_was_chosen_is_returned_and_no_thread_is_left():

@@ -8,15 +8,15 @@ import time
 
 import pytest
 
-from hpctrain.agent.sealing import LOOK_S, REST, SealWatch, is_open_for_writing
 from hpctrain.checkpoint.sealed import seals, unsealed
 from hpctrain.checkpoint.sealed.start import resume_at_start
+from hpctrain.core.settings.schema import CheckpointSettings
 from hpctrain.errors import CheckpointError, Fenced, NoCheckpoint
-from hpctrain.run import events as ledger
-from hpctrain.run.event_types import AttemptStarted, CheckpointSealed, Submitted
-from hpctrain.run.fence import identity
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.schema import CheckpointSettings
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.event_types import AttemptStarted, CheckpointSealed, Submitted
+from hpctrain.ledger.run.fence import identity
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.node.agent.sealing import LOOK_S, REST, SealWatch, is_open_for_writing
 from tests.support import patience
 from tests.support.checkpoints import next_attempt
 from tests.support.checkpoints import save as save_checkpoint
@@ -451,7 +451,7 @@ def test_it_rests_for_what_a_look_took_and_not_for_what_reading_a_checkpoint_too
 
 
 def test_the_thread_looks_by_itself_and_is_gone_with_the_ranks(run, monkeypatch):
-    monkeypatch.setattr("hpctrain.agent.sealing.LOOK_S", 0.01)
+    monkeypatch.setattr("hpctrain.node.agent.sealing.LOOK_S", 0.01)
     watched = Watched(run, "out/ckpt-*.pt")
     watched.settings = CheckpointSettings(sealed=["out/ckpt-*.pt"], seal_settle_s=0.0)
     watch = SealWatch(run, watched.attempt, watched.settings, str(watched.cwd))

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent.node import NodeAgent
-from hpctrain.agent.node_reports import NodeReports
-from hpctrain.agent.rendezvous import SAY_AGAIN_S, SignedStore
-from hpctrain.base.secret import sign
+from hpctrain.core.base.secret import sign
+from hpctrain.node.agent.node import NodeAgent
+from hpctrain.node.agent.node_reports import NodeReports
+from hpctrain.node.agent.rendezvous import SAY_AGAIN_S, SignedStore
 
 
 class Store(dict):

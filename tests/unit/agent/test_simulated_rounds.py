@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hpctrain.base import clock
+from hpctrain.core.base import clock
 from tests.support.simulation.campaign import CAMPAIGNS, RECORDED, play, seeds
 
 FEW, MANY = 40, 1000

@@ -12,17 +12,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from hpctrain.agent.members import RoundSize
-from hpctrain.agent.node import STORE_GONE
-from hpctrain.agent.rendezvous import ANSWER_S
-from hpctrain.agent.rounds import NothingToResume
-from hpctrain.agent.succession import Succession
-from hpctrain.base.records import EndReason, JobContext, Next
+from hpctrain.core.base.records import EndReason, JobContext, Next
 from hpctrain.errors import Fenced
-from hpctrain.hangs.standing import HangLimits
-from hpctrain.run import events as ledger
-from hpctrain.run import fence
-from hpctrain.run.event_types import (
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run import fence
+from hpctrain.ledger.run.event_types import (
     AttemptEnded,
     AttemptFenced,
     HangFound,
@@ -30,6 +24,12 @@ from hpctrain.run.event_types import (
     NodeLost,
     RanksOutOfStep,
 )
+from hpctrain.node.agent.members import RoundSize
+from hpctrain.node.agent.node import STORE_GONE
+from hpctrain.node.agent.rendezvous import ANSWER_S
+from hpctrain.node.agent.rounds import NothingToResume
+from hpctrain.node.agent.succession import Succession
+from hpctrain.node.hangs.standing import HangLimits
 from tests.support.simulation import campaign, contract
 from tests.support.simulation.checks import Overlap
 from tests.support.simulation.generations import RecordedJob

@@ -7,11 +7,11 @@ import signal
 
 import pytest
 
-from hpctrain.agent.signals import Arrival
-from hpctrain.agent.stop_deadline import DISK_LOOK_S, LEAVE_S, StopDeadline
-from hpctrain.base import clock
-from hpctrain.base.records import JobContext, JobFacts, StopCause
+from hpctrain.core.base import clock
+from hpctrain.core.base.records import JobContext, JobFacts, StopCause
 from hpctrain.errors import ClusterUnreachable
+from hpctrain.node.agent.signals import Arrival
+from hpctrain.node.agent.stop_deadline import DISK_LOOK_S, LEAVE_S, StopDeadline
 from tests.support.clocks import jumping
 
 

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent.stop_deadline import StopDeadline
-from hpctrain.agent.stop_notice import StopFile, StopNotice, catches_term, listens, send_term
-from hpctrain.base.records import JobContext, JobFacts, JobState, StopCause
-from hpctrain.run.layout import RunDir
+from hpctrain.core.base.records import JobContext, JobFacts, JobState, StopCause
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.node.agent.stop_deadline import StopDeadline
+from hpctrain.node.agent.stop_notice import StopFile, StopNotice, catches_term, listens, send_term
 from tests.support import patience
 from tests.support.clocks import jumping
 from tests.support.patience import PATIENCE_S
@@ -199,7 +199,7 @@ def test_an_agent_hears_signals_that_whoever_started_it_had_blocked():
     code = (
         "import os, signal;"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR2]);"
-        "from hpctrain.agent import signals; signals.install();"
+        "from hpctrain.node.agent import signals; signals.install();"
         "os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGUSR2);"
         "print(*sorted(one.signum for one in signals.arrivals()))"
     )

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from dataclasses import asdict
 
-from hpctrain.agent.succession import Succession, generation_of
-from hpctrain.base.env import HPCTRAIN_GENERATION
-from hpctrain.base.records import JobContext
+from hpctrain.core.base.env import HPCTRAIN_GENERATION
+from hpctrain.core.base.records import JobContext
+from hpctrain.node.agent.succession import Succession, generation_of
 
 SECRET = "of this start"  # noqa: S105 - of a test
 
@@ -92,8 +92,8 @@ def test_srun_has_started_an_agent_that_is_told_of_no_generation():
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
-from hpctrain.agent.succession import Generation, generation_of, take_over
-from hpctrain.run.layout import RunDir
+from hpctrain.node.agent.succession import Generation, generation_of, take_over
+from hpctrain.ledger.run.layout import RunDir
 
 if (now := generation_of(os.environ)) is not None:
     print(now.number, sys.argv[1:], os.getpid(), "LATER" in os.environ, flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.agent.environment import as_task
+from hpctrain.node.agent.environment import as_task
 
 SLURMS = {
     "SLURM_JOB_ID": "7",

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hpctrain.base import clock
+from hpctrain.core.base import clock
 from tests.support.clocks import WALL_S, ManualClock, NothingIsDueError, jumping
 
 HOUR_S = 3600.0

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.terminal import CleanedStream, border, clean, clean_log
+from hpctrain.core.terminal import CleanedStream, border, clean, clean_log
 from tests.support.ledger_runs import Story, write_event
 
 EVIL = "\x1b]52;c;SGFjaw==\x07\x1b[1A\x1b[2K\x9b2J\x1b[8mhidden\u202e\r"
@@ -101,7 +101,7 @@ def test_what_the_terminal_has_no_character_for_is_a_question_mark(run):
 
 
 def test_a_bugs_traceback_is_cleaned_too():
-    code = "from hpctrain.terminal import border\nwith border(): raise ValueError('\\x1b[2J')"
+    code = "from hpctrain.core.terminal import border\nwith border(): raise ValueError('\\x1b[2J')"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert told.returncode == 1
     assert told.stderr.endswith("ValueError: ?[2J\n")

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.agent.lifeline import LifelinePlace, _First, _Other
-from hpctrain.base import clock, listener
-from hpctrain.base.listener import ACCEPTS_A_TURN, HEARD_A_TURN, Listener, listen_at
-from hpctrain.base.records import JobFacts, JobState
-from hpctrain.control.node_server import NodeServer, TreePlace
-from hpctrain.preflight.rendezvous import Coordinator, Peer
-from hpctrain.scheduler.slurm.control import RelayedControl, serve
+from hpctrain.cluster.preflight.rendezvous import Coordinator, Peer
+from hpctrain.cluster.scheduler.slurm.control import RelayedControl, serve
+from hpctrain.core.base import clock, listener
+from hpctrain.core.base.listener import ACCEPTS_A_TURN, HEARD_A_TURN, Listener, listen_at
+from hpctrain.core.base.records import JobFacts, JobState
+from hpctrain.node.agent.lifeline import LifelinePlace, _First, _Other
+from hpctrain.node.control.node_server import NodeServer, TreePlace
 from tests.support.patience import PATIENCE_S, until
 from tests.support.ports import free_port
 from tests.support.replica_servers import ReplicaServers, copy_by_all, covered_by_all, ready
@@ -413,9 +413,9 @@ def test_a_hammered_relay_answers_the_agent(hammered, tmp_path):
 
 LISTENS = re.compile(r"create_server\(|create_unix_server\(|start_server\(|\.listen\(|\.accept\(\)")
 OTHERS = {
-    "hpctrain/base/process.py": "asks whether this machine's loopback connects, and closes it",
-    "hpctrain/control/node_server.py": "a Unix socket in a folder of this user's alone",
-    "hpctrain/memory/replica_server.py": "a Unix socket in a folder of this user's alone",
+    "hpctrain/core/base/process.py": "asks whether this machine's loopback connects, and closes it",
+    "hpctrain/node/control/node_server.py": "a Unix socket in a folder of this user's alone",
+    "hpctrain/node/memory/replica_server.py": "a Unix socket in a folder of this user's alone",
 }
 
 
@@ -425,4 +425,4 @@ def test_no_other_module_accepts_connections_from_anybody():
         for path in (TOP / "hpctrain").rglob("*.py")
         if LISTENS.search(path.read_text())
     }
-    assert listening == {"hpctrain/base/listener.py", *OTHERS}
+    assert listening == {"hpctrain/core/base/listener.py", *OTHERS}

@@ -15,12 +15,12 @@ import tempfile
 
 import pytest
 
-from hpctrain.base import locks
+from hpctrain.core.base import locks
 from hpctrain.errors import CheckpointError
-from hpctrain.run import fence
-from hpctrain.run.events import read
-from hpctrain.run.fence import run_lock, take_attempt
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run import fence
+from hpctrain.ledger.run.events import read
+from hpctrain.ledger.run.fence import run_lock, take_attempt
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.ledger_runs import write_event
 from tests.support.users import COLLEAGUE, OWNER, STRANGER, run_as, start_as
 
@@ -35,10 +35,10 @@ TAKE = """
 import sys
 import tempfile
 from pathlib import Path
-from hpctrain.run.event_types import TrainingDone
-from hpctrain.run.events import append
-from hpctrain.run.fence import take_attempt
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run.event_types import TrainingDone
+from hpctrain.ledger.run.events import append
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.ledger.run.layout import RunDir
 run = RunDir(Path(sys.argv[1]))
 print(take_attempt(run, job_id="7", restarts=0).number)
 append(run, TrainingDone())

@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from hpctrain.base import log
+from hpctrain.core.base import log
 
 PLACE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d node7 rank 12 attempt 3 "
 ENVIRONMENT = {"HPCTRAIN_NODE": "node7", "HPCTRAIN_ATTEMPT": '{"number": 3, "token": "x"}'}
-HEAD = "import logging, os\nfrom hpctrain.base.log import configure, hear_elastic\n"
+HEAD = "import logging, os\nfrom hpctrain.core.base.log import configure, hear_elastic\n"
 OWN = "logging.basicConfig(format='mine %(levelname)s %(message)s')\n"
 SAY = """
 log = logging.getLogger("hpctrain.runtime")

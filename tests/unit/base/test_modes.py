@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from hpctrain.base.files import (
+from hpctrain.core.base.files import (
     can_be_replaced,
     follow_folder,
     make_private_folder,
@@ -18,11 +18,11 @@ from hpctrain.base.files import (
     remove_runs_folder,
     write_private,
 )
-from hpctrain.base.process import own_program
+from hpctrain.core.base.process import own_program
 from hpctrain.errors import ChecksFailed
-from hpctrain.run.layout import RunDir
-from hpctrain.run.ownership import job_spec
-from hpctrain.runtime.tensorboard import EventFile
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.ledger.run.ownership import job_spec
+from hpctrain.train.runtime.tensorboard import EventFile
 from tests.support.ledger_runs import Story, local_job
 from tests.support.users import COLLEAGUE, OWNER, STRANGER, run_as
 
@@ -148,7 +148,7 @@ def test_a_preflights_node_starts_nothing_that_others_can_have_written(tmp_path)
     (folder / "order.json").chmod(0o666)
 
     done = subprocess.run(
-        own_program("hpctrain.preflight.node", str(folder), "0"),
+        own_program("hpctrain.cluster.preflight.node", str(folder), "0"),
         capture_output=True,
         text=True,
         check=False,
@@ -272,9 +272,9 @@ def test_others_who_may_look_at_a_run_still_can(common_path):
     hand = 'umask 022; exec "$@"'
     run_as(OWNER, ["sh", "-c", hand, "sh", *SUBMIT], cwd=project, HPCTRAIN_RUNS=f"{project}/runs")
     told = (
-        "from pathlib import Path; from hpctrain.run import events;"
-        "from hpctrain.run.event_types import SubmitIntent;"
-        "from hpctrain.run.layout import RunDir;"
+        "from pathlib import Path; from hpctrain.ledger.run import events;"
+        "from hpctrain.ledger.run.event_types import SubmitIntent;"
+        "from hpctrain.ledger.run.layout import RunDir;"
         f"events.append(RunDir(Path({str(project / 'runs' / 'r')!r})), SubmitIntent(token='t'))"
     )
     run_as(OWNER, ["sh", "-c", hand, "sh", sys.executable, "-c", told])

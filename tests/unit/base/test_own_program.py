@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import hpctrain
-from hpctrain.base.process import own_program
-from hpctrain.scheduler.slurm.script import body_path
+from hpctrain.cluster.scheduler.slurm.script import body_path
+from hpctrain.core.base.process import own_program
 
 TOP = Path(hpctrain.__file__).parent
 LURES = ("json", "secrets", "signal", "hpctrain", "selectors", "shlex", "sitecustomize")
@@ -35,9 +35,9 @@ def lures(tmp_path):
     [
         "hpctrain.entry.local_controller",
         "hpctrain.entry.local_node",
-        "hpctrain.preflight.node",
-        "hpctrain.agent.notify_child",
-        "hpctrain.agent.rank_exec",
+        "hpctrain.cluster.preflight.node",
+        "hpctrain.node.agent.notify_child",
+        "hpctrain.node.agent.rank_exec",
         "hpctrain.entry.slurm_batch",
     ],
 )

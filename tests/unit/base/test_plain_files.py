@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from hpctrain.base.files import is_plain, open_plain, read_plain, replace_text
-from hpctrain.run.attempt_files import tail_offset
-from hpctrain.run.fence import left_text, read_fence
-from hpctrain.run.layout import RunDir
+from hpctrain.core.base.files import is_plain, open_plain, read_plain, replace_text
+from hpctrain.ledger.run.attempt_files import tail_offset
+from hpctrain.ledger.run.fence import left_text, read_fence
+from hpctrain.ledger.run.layout import RunDir
 
 
 def test_an_ordinary_file_is_read(tmp_path):

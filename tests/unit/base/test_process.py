@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hpctrain.base.process import connections_to
+from hpctrain.core.base.process import connections_to
 
 
 def open_files():
@@ -37,7 +37,7 @@ def test_what_can_be_read_is_seen_behind_a_thousand_open_files():
     """`select.select` ends there with "filedescriptor out of range"."""
     program = """
 import os, resource
-from hpctrain.base.process import is_readable
+from hpctrain.core.base.process import is_readable
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
 reading, writing = os.pipe()

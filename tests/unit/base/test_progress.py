@@ -10,8 +10,8 @@ import threading
 import pyte
 import pytest
 
-from hpctrain.base.text import Meter
 from hpctrain.cli import progress as shown
+from hpctrain.core.base.text import Meter
 
 GIB = 1 << 30
 

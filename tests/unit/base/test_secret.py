@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hpctrain.base.secret import CODE_LENGTH, Forged, code, is_code, new_secret, sign, verify
+from hpctrain.core.base.secret import CODE_LENGTH, Forged, code, is_code, new_secret, sign, verify
 from hpctrain.errors import ChecksFailed
-from hpctrain.run import ownership
-from hpctrain.run.layout import RunDir
-from hpctrain.run.ownership import renew_secret, start_secret
+from hpctrain.ledger.run import ownership
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.ledger.run.ownership import renew_secret, start_secret
 from tests.support.users import OWNER, STRANGER, run_as
 
 SECRET = new_secret()
@@ -103,8 +103,8 @@ def test_a_stranger_neither_reads_a_runs_secret_nor_sets_it(common_path):
     runs.mkdir(mode=0o777)
     runs.chmod(0o1777)
     code_text = (
-        "import pathlib, sys; from hpctrain.run.layout import RunDir;"
-        "from hpctrain.run.ownership import start_secret;"
+        "import pathlib, sys; from hpctrain.ledger.run.layout import RunDir;"
+        "from hpctrain.ledger.run.ownership import start_secret;"
         "print(start_secret(RunDir(pathlib.Path(sys.argv[1])), '7', 0))"
     )
     ask = [sys.executable, "-c", code_text, str(runs / "r")]
@@ -122,7 +122,7 @@ def test_a_stranger_neither_reads_a_runs_secret_nor_sets_it(common_path):
 
 def test_it_is_read_without_torch():
     loaded = subprocess.run(
-        [sys.executable, "-c", "import hpctrain.base.secret, sys; print(*sys.modules)"],
+        [sys.executable, "-c", "import hpctrain.core.base.secret, sys; print(*sys.modules)"],
         capture_output=True,
         text=True,
         check=True,

@@ -8,9 +8,16 @@ import threading
 
 import pytest
 
-from hpctrain.agent.rendezvous import SignedStore
-from hpctrain.base.secret import code, sign
-from hpctrain.preflight.rendezvous import COORDINATOR, PEER, Connection, Coordinator, Peer, Stranger
+from hpctrain.cluster.preflight.rendezvous import (
+    COORDINATOR,
+    PEER,
+    Connection,
+    Coordinator,
+    Peer,
+    Stranger,
+)
+from hpctrain.core.base.secret import code, sign
+from hpctrain.node.agent.rendezvous import SignedStore
 from tests.support.fuzzing import VALUES, Faults, cases, chances, odd
 from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from hpctrain.base.records import EndReason
-from hpctrain.check.comparison import (
+from hpctrain.advise.check.comparison import (
     LossComparison,
     RehearsedAttempt,
     began_again,
@@ -16,7 +15,7 @@ from hpctrain.check.comparison import (
     printed_losses,
     printed_places,
 )
-from hpctrain.check.rehearsal import (
+from hpctrain.advise.check.rehearsal import (
     left_line,
     loss_line,
     printed_line,
@@ -24,6 +23,7 @@ from hpctrain.check.rehearsal import (
     resume_line,
     stop_line,
 )
+from hpctrain.core.base.records import EndReason
 
 NAN = math.nan
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.check.forecast import (
+from hpctrain.advise.check.forecast import (
     ForecastFacts,
     PastSaves,
     check_interval,
     check_lead,
     check_room_for,
 )
-from hpctrain.plan.interval import Costs
-from hpctrain.settings.schema import CheckpointSettings
+from hpctrain.core.settings.schema import CheckpointSettings
+from hpctrain.ledger.plan.interval import Costs
 
 JOB = ForecastFacts(limit_s=3600, nodes=2, margin_s=10, lead_s=90, tells=True)
 PAST = PastSaves("lm-1", save_s=74.0, costs=Costs(1.0, 74.0), size_bytes=1 << 30, step_s=3.0)

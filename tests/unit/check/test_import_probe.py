@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from hpctrain.check.gather import try_imports
-from hpctrain.submit.program import WantedImport
+from hpctrain.advise.check.gather import try_imports
+from hpctrain.launch.program import WantedImport
 
 
 @pytest.fixture

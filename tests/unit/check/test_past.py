@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.check.forecast import past_saves
-from hpctrain.run import events as ledger
-from hpctrain.run.event_types import CheckpointSaved, StepsDone, SubmitIntent
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.schema import Settings, TrainSettings
-from hpctrain.settings.spec import Entry, Spec
+from hpctrain.advise.check.forecast import past_saves
+from hpctrain.core.settings.schema import Settings, TrainSettings
+from hpctrain.core.settings.spec import Entry, Spec
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.event_types import CheckpointSaved, StepsDone, SubmitIntent
+from hpctrain.ledger.run.layout import RunDir
 
 SCRIPT = Entry(kind="script", path="/p/train.py", cwd="/p")
 

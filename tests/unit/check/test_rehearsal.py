@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.check.lines import CheckLine, CheckList
-from hpctrain.check.rehearsal import add_rehearsal, rehearse
-from hpctrain.submit.prepare import SubmitRequest
+from hpctrain.advise.check.lines import CheckLine, CheckList
+from hpctrain.advise.check.rehearsal import add_rehearsal, rehearse
+from hpctrain.launch.prepare import SubmitRequest
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_loop.py"
 FORGETS = """\

@@ -11,8 +11,8 @@ from xml.etree import ElementTree as ET
 import jsonschema
 import pytest
 
-from hpctrain.check.lines import CheckLine, CheckList, junit, sarif
-from hpctrain.lint.check import check_text
+from hpctrain.advise.check.lines import CheckLine, CheckList, junit, sarif
+from hpctrain.advise.lint.check import check_text
 from tests.support.fuzzing import Faults, cases, chances, odd_text
 
 SCHEMA = json.loads(

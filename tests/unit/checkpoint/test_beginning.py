@@ -9,9 +9,9 @@ import pytest
 from hpctrain.checkpoint.format.patience import Patience
 from hpctrain.checkpoint.store import find
 from hpctrain.cli.main import main
+from hpctrain.core.settings.spec import Entry, Spec
 from hpctrain.errors import FileSystemFault, TornCheckpoint
-from hpctrain.history.run_history import RunHistory
-from hpctrain.settings.spec import Entry, Spec
+from hpctrain.ledger.history.run_history import RunHistory
 from tests.support import checkpoints as support
 from tests.support.ledger_runs import event_of, write_event
 

@@ -11,7 +11,7 @@ import pytest
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, FileEntry
 from hpctrain.checkpoint.store import commit, find, retention, verify
 from hpctrain.errors import CheckpointError, Fenced
-from hpctrain.run.fence import run_lock
+from hpctrain.ledger.run.fence import run_lock
 from tests.support import checkpoints as support
 
 KILLED = 9

@@ -15,9 +15,9 @@ from hpctrain.checkpoint.tensors.device_copy import PageLocked, copy_to_host
 from hpctrain.checkpoint.tensors.restore import Wanted, restore
 from hpctrain.checkpoint.tensors.save import save
 from hpctrain.checkpoint.tensors.saver import Saver
+from hpctrain.core.world import World
 from hpctrain.errors import CheckpointError
-from hpctrain.memory.copies import RankCopies
-from hpctrain.world import World
+from hpctrain.node.memory.copies import RankCopies
 from tests.support import sharded
 from tests.support.stand_in_device import StandInDevice
 

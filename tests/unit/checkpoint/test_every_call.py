@@ -16,10 +16,10 @@ import torch
 from hpctrain.checkpoint.format import shard
 from hpctrain.checkpoint.store import find, retention
 from hpctrain.checkpoint.tensors.save import SavePlace, commit_together
+from hpctrain.core.settings.schema import CheckpointSettings
+from hpctrain.core.world import World
 from hpctrain.errors import CheckpointError, HpctrainError
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.schema import CheckpointSettings
-from hpctrain.world import World
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import checkpoints as support
 from tests.support.every_call import BROKEN, DEAD, KINDS, Fault, in_child
 from tests.support.loading import loaded

@@ -8,8 +8,8 @@ import pytest
 
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, set_aside_name
 from hpctrain.checkpoint.store import commit, find, retention, verify
+from hpctrain.core.testing import faults
 from hpctrain.errors import FileSystemFault, NoCheckpoint, OtherFormat
-from hpctrain.testing import faults
 from tests.support import checkpoints as support
 
 

@@ -18,7 +18,7 @@ from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.checkpoint.store import find, verify
 from hpctrain.errors import TornCheckpoint
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import checkpoints as support
 from tests.support import format_3_reader
 

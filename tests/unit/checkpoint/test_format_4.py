@@ -18,9 +18,9 @@ from hpctrain.checkpoint.store import find, verify
 from hpctrain.checkpoint.tensors.boxes import State
 from hpctrain.checkpoint.tensors.restore import load_weights
 from hpctrain.checkpoint.tensors.value_reading import decode, placeholders
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.schema import Settings
-from hpctrain.world import World
+from hpctrain.core.settings.schema import Settings
+from hpctrain.core.world import World
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.value_trees import facts
 
 SAMPLE = RunDir(Path(__file__).parents[2] / "data" / "checkpoint-format-4")

@@ -14,9 +14,9 @@ from hpctrain.checkpoint.tensors import device_copy, host_copy
 from hpctrain.checkpoint.tensors.boxes import AS_STORED, DTYPES, State
 from hpctrain.checkpoint.tensors.device_copy import CopyTorn, copy_to_host
 from hpctrain.checkpoint.tensors.saver import Saver
+from hpctrain.core.testing import points
+from hpctrain.core.world import World
 from hpctrain.errors import CheckpointError
-from hpctrain.testing import points
-from hpctrain.world import World
 from tests.support import sharded
 
 ALONE = World(0, 0, 1, torch.device("cpu"))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format import manifest as manifests
 from hpctrain.checkpoint.format.manifest import FileEntry, bytes_digest, file_digest
+from hpctrain.core.testing import faults
 from hpctrain.errors import CheckpointError, FileSystemFault, OtherFormat, TornCheckpoint
-from hpctrain.testing import faults
 from tests.support import checkpoints as support
 
 ENTRY = FileEntry("shard-00000.safetensors", 2097152, "xxh3_64:2d06800538d394c2")

@@ -8,7 +8,7 @@ import pytest
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
 from hpctrain.checkpoint.store import find, retention
 from hpctrain.errors import CheckpointError, NotFound
-from hpctrain.run.fence import run_lock
+from hpctrain.ledger.run.fence import run_lock
 from tests.support import checkpoints as support
 from tests.support import small_disk as disks
 

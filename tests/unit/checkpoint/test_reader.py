@@ -20,8 +20,8 @@ from hpctrain.checkpoint.format.manifest import BLOCK_BYTES, TABLE_NAME, TensorE
 from hpctrain.checkpoint.format.patience import Patience
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.format.shard import ShardPiece
+from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError, FileSystemFault, TornCheckpoint
-from hpctrain.testing import points
 from tests.support import checkpoints as support
 from tests.support import tilings
 from tests.support.checkpoints import SHARD_0, SHARD_1

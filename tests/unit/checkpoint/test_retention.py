@@ -13,8 +13,8 @@ from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, deleting_name
 from hpctrain.checkpoint.store import commit, find, retention
 from hpctrain.checkpoint.store.retention import CheckpointRow, Rules, Why, why_kept
 from hpctrain.errors import CheckpointError, ChecksFailed, Fenced, NotFound, RunAlive
-from hpctrain.history.evaluations import Evaluations
-from hpctrain.history.run_history import RunHistory
+from hpctrain.ledger.history.evaluations import Evaluations
+from hpctrain.ledger.history.run_history import RunHistory
 from tests.support import checkpoints as support
 from tests.support import small_disk as disks
 from tests.support.ledger_runs import Story

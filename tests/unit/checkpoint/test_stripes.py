@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.checkpoint.store import stripes
-from hpctrain.runtime import saves
-from hpctrain.settings.schema import CheckpointSettings, EvaluateSettings
+from hpctrain.core.settings.schema import CheckpointSettings, EvaluateSettings
+from hpctrain.train.runtime import saves
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from hpctrain.checkpoint.format import index, table
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, TABLE_NAME, bytes_digest
 from hpctrain.checkpoint.store import find
 from hpctrain.cli.main import main
+from hpctrain.core.settings.spec import Entry, Spec
 from hpctrain.errors import EXIT_CODES, HpctrainError
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.spec import Entry, Spec
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import checkpoints as support
 from tests.support.fuzzing import Faults, cases, chances, odd
 from tests.support.memory import folder_in_memory

@@ -31,8 +31,8 @@ from hpctrain.checkpoint.tensors.writer_process import (
     WriteRequest,
     frame,
 )
+from hpctrain.core.testing.faults import armed
 from hpctrain.errors import CheckpointError
-from hpctrain.testing.faults import armed
 from tests.support import patience
 from tests.support import small_disk as disks
 

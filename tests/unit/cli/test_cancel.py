@@ -13,11 +13,11 @@ import pytest
 
 from hpctrain.cli import cancel as cancelling
 from hpctrain.cli.main import main
-from hpctrain.run.event_types import Followed
-from hpctrain.run.events import append, read
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.spec import load_spec
-from hpctrain.submit import live_job
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.launch import live_job
+from hpctrain.ledger.run.event_types import Followed
+from hpctrain.ledger.run.events import append, read
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.ledger_runs import Story, all_fields, local_job, write_event
 from tests.support.terminal import Keyboard
 from tests.support.users import OWNER

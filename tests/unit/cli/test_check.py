@@ -7,10 +7,10 @@ import json
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.scheduler.base import get_cluster
-from hpctrain.settings.schema import Settings, SlurmSettings
-from hpctrain.site.load import load_site
-from hpctrain.submit import preflight
+from hpctrain.cluster.scheduler.base import get_cluster
+from hpctrain.cluster.site.load import load_site
+from hpctrain.core.settings.schema import Settings, SlurmSettings
+from hpctrain.launch import preflight
 
 GOOD = "import json\nprint('never run')\n"
 HANGS = "import torch.distributed as dist\nif dist.get_rank() == 0:\n    dist.barrier()\n"

@@ -8,13 +8,13 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from hpctrain.base import text
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
 from hpctrain.checkpoint.store import commit, find, verify
 from hpctrain.cli import checkpoints
 from hpctrain.cli.main import main
-from hpctrain.run import events as ledger
-from hpctrain.testing import faults
+from hpctrain.core.base import text
+from hpctrain.core.testing import faults
+from hpctrain.ledger.run import events as ledger
 from tests.support import checkpoints as support
 
 

@@ -12,13 +12,13 @@ import sys
 import click
 import pytest
 
-from hpctrain.base.text import size
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME
 from hpctrain.checkpoint.store import commit, find, retention
 from hpctrain.cli import checkpoints_keep
 from hpctrain.cli.main import main
-from hpctrain.settings.schema import replaced
-from hpctrain.settings.spec import load_spec
+from hpctrain.core.base.text import size
+from hpctrain.core.settings.schema import replaced
+from hpctrain.core.settings.spec import load_spec
 from tests.support import checkpoints as support
 from tests.support.ledger_runs import Story, local_job
 

@@ -12,14 +12,14 @@ from hpctrain.checkpoint.sealed import manifest, seals
 from hpctrain.cli import checkpoints
 from hpctrain.cli.cancel import _report
 from hpctrain.cli.checkpoints_keep import prune_sealed
+from hpctrain.core.settings.schema import CheckpointSettings, Settings
+from hpctrain.core.settings.spec import Entry, Spec
 from hpctrain.errors import FileSystemFault, HpctrainError, NoCheckpoint, UsageError
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run import events as ledger
-from hpctrain.run.event_types import CheckpointSealed
-from hpctrain.settings.schema import CheckpointSettings, Settings
-from hpctrain.settings.spec import Entry, Spec
-from hpctrain.status.reader import StatusReader, _checkpoints
-from hpctrain.submit.resume import plan_resume
+from hpctrain.launch.resume import plan_resume
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.event_types import CheckpointSealed
+from hpctrain.observe.status.reader import StatusReader, _checkpoints
 from tests.support import checkpoints as support
 from tests.support.fuzzing import cases, chances, odd
 from tests.support.ledger_runs import Story, event_of

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from hpctrain.drawing import Column, Framed, drawn, echo_table, facts, fitted
-from hpctrain.history.run_history import RunHistory
-from hpctrain.status.screen import render
-from hpctrain.status.status import Answer, status_of
+from hpctrain.core.drawing import Column, Framed, drawn, echo_table, facts, fitted
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.observe.status.screen import render
+from hpctrain.observe.status.status import Answer, status_of
 from tests.support.ledger_runs import Story
 
 MARKUP = "[red]lm[/red] :warning: [link=file:///etc/passwd]x[/link]"

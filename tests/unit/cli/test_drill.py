@@ -8,12 +8,12 @@ import signal
 
 import pytest
 
-from hpctrain.base.env import HPCTRAIN_FAULTS
+from hpctrain.advise.drill import schedule
+from hpctrain.advise.drill.promises import FAULTS, DrillVerdict
+from hpctrain.advise.drill.schedule import DrillResult
 from hpctrain.cli import drill
 from hpctrain.cli.main import main
-from hpctrain.drill import schedule
-from hpctrain.drill.promises import FAULTS, DrillVerdict
-from hpctrain.drill.schedule import DrillResult
+from hpctrain.core.base.env import HPCTRAIN_FAULTS
 
 RESULTS = [
     DrillResult(FAULTS["kill_rank"], DrillVerdict("kept", "attempt 2 went on"), 3.21),

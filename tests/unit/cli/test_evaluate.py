@@ -8,11 +8,11 @@ import shutil
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.run import events as ledger
-from hpctrain.run.ownership import own_spec
-from hpctrain.settings.spec import load_spec
-from hpctrain.submit.change import resume_request
-from hpctrain.submit.resume import prepare_resume, resume_run
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.launch.change import resume_request
+from hpctrain.launch.resume import prepare_resume, resume_run
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.ownership import own_spec
 from tests.support.evaluated_runs import FakeCluster, finish, made, use_fake_cluster
 from tests.support.ledger_runs import write_event
 

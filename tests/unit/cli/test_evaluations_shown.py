@@ -6,17 +6,17 @@ import json
 
 import pytest
 
-from hpctrain.base.text import LABEL
 from hpctrain.checkpoint.store import commit
 from hpctrain.cli.main import main
-from hpctrain.drawing import drawn
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.schema import replaced
-from hpctrain.settings.spec import load_spec
-from hpctrain.status.reader import StatusReader
-from hpctrain.status.run_lines import LAST
-from hpctrain.status.screen import StatusScreen
-from hpctrain.submit import evaluations
+from hpctrain.core.base.text import LABEL
+from hpctrain.core.drawing import drawn
+from hpctrain.core.settings.schema import replaced
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.launch import evaluations
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.observe.status.reader import StatusReader
+from hpctrain.observe.status.run_lines import LAST
+from hpctrain.observe.status.screen import StatusScreen
 from tests.support import checkpoints
 from tests.support.ledger_runs import Story
 

@@ -14,9 +14,9 @@ import pytest
 from hpctrain.cli import logs as events_cli
 from hpctrain.cli.logs import EventLines, Reading
 from hpctrain.cli.main import main
-from hpctrain.logs import follow as log_follow
-from hpctrain.run.events import read
-from hpctrain.status.event_lines import _WORDS, in_words, line
+from hpctrain.ledger.run.events import read
+from hpctrain.observe.logs import follow as log_follow
+from hpctrain.observe.status.event_lines import _WORDS, in_words, line
 from tests.support.ledger_runs import Story, event_of, local_job, write_event
 
 
@@ -224,7 +224,7 @@ def test_following_a_finished_run_shows_it_and_ends(story, capsys):
 def test_following_ends_with_the_run(story, tmp_path):
     local_job(tmp_path / "local", "local-17", state="RUNNING")
     code = (
-        "import sys; from hpctrain.logs import follow as f; f.POLL_S, f.ASK_S = 0.02, 0.2;"
+        "import sys; from hpctrain.observe.logs import follow as f; f.POLL_S, f.ASK_S = 0.02, 0.2;"
         "from hpctrain.cli.main import main; sys.exit(main(['events', 'lm', '-f']))"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "PYTHONUNBUFFERED": "1"}
@@ -268,14 +268,14 @@ def test_a_ledger_of_many_marks_is_read_without_parsing_them(story, monkeypatch)
     with story.run.events.open("a") as file:
         file.write(marks)
     parsed = []
-    monkeypatch.setattr("hpctrain.run.events.parse", _counting(parsed))
+    monkeypatch.setattr("hpctrain.ledger.run.events.parse", _counting(parsed))
     reading = Reading(story.run, EventLines(None, None, None, fold=True, as_json=False))
     assert "1001 marks" in list(reading.new(last=True))[-1]
     assert len(parsed) < 20
 
 
 def _counting(parsed):
-    from hpctrain.run.events import parse
+    from hpctrain.ledger.run.events import parse
 
     def count(raw):
         parsed.append(raw)

@@ -12,10 +12,10 @@ import pytest
 from hpctrain.cli import preflight
 from hpctrain.cli.main import main
 from hpctrain.cli.submit import command
-from hpctrain.settings.spec import load_spec
-from hpctrain.submit import prepare as prepare_module
-from hpctrain.submit.change import change_spec, resume_request
-from hpctrain.submit.prepare import flags_of
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.launch import prepare as prepare_module
+from hpctrain.launch.change import change_spec, resume_request
+from hpctrain.launch.prepare import flags_of
 
 ANSWERS = Path(__file__).parents[2] / "data" / "slurm-answers"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from hpctrain.advise.lint.catalogue import RULES
 from hpctrain.cli.main import main
-from hpctrain.lint.catalogue import RULES
 
 HANGS = "import torch.distributed as dist\nif dist.get_rank() == 0:\n    dist.barrier()\n"
 WARNS = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.cli.main import main
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.ledger_runs import local_job, write_event
 
 

@@ -15,17 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.base.records import JobInfo
 from hpctrain.cli.main import main
 from hpctrain.cli.options import parse_since
-from hpctrain.history.run_history import RunHistory
-from hpctrain.history.run_state import RunState
-from hpctrain.logs import follow as log_follow
-from hpctrain.logs.sections import LogSelection, Printer, Trouble, is_trouble
-from hpctrain.run.attempt_files import LogFile, LogMark, mark_line, tail_offset, times_path
-from hpctrain.run.events import read
-from hpctrain.status import reader
-from hpctrain.status.status import Answer
+from hpctrain.core.base.records import JobInfo
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.history.run_state import RunState
+from hpctrain.ledger.run.attempt_files import LogFile, LogMark, mark_line, tail_offset, times_path
+from hpctrain.ledger.run.events import read
+from hpctrain.observe.logs import follow as log_follow
+from hpctrain.observe.logs.sections import LogSelection, Printer, Trouble, is_trouble
+from hpctrain.observe.status import reader
+from hpctrain.observe.status.status import Answer
 from tests.support.fuzzing import Faults, cases, chances
 from tests.support.ledger_runs import Story, local_job
 
@@ -536,7 +536,7 @@ class Following:
 
     def __init__(self, *argv: str) -> None:
         script = (
-            "import sys; from hpctrain.logs import follow as f; f.POLL_S, f.ASK_S = 0.02, 0.2;"
+            "import sys; from hpctrain.observe.logs import follow as f; f.POLL_S, f.ASK_S = 0.02, 0.2;"
             "import signal as s; s.signal(s.SIGINT, s.default_int_handler);"
             "from hpctrain.cli.main import main; sys.exit(main(sys.argv[1:]))"
         )

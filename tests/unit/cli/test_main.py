@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain import __version__, errors
 from hpctrain.cli import main as cli_main
-from hpctrain.drawing import echo_table
+from hpctrain.core.drawing import echo_table
 
 
 def run_main(*argv):
@@ -47,11 +47,11 @@ def test_help_lists_every_command_by_task_without_importing_one():
     assert done.stdout.splitlines()[-1] == str(
         [
             "hpctrain",
-            "hpctrain.base",
+            "hpctrain.core.base",
             "hpctrain.cli",
             "hpctrain.cli.main",
             "hpctrain.errors",
-            "hpctrain.terminal",
+            "hpctrain.core.terminal",
         ]
     )
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.run import events as ledger
+from hpctrain.ledger.run import events as ledger
 from tests.support.ledger_runs import Story, all_fields
 
 SLURM = """#!/bin/sh

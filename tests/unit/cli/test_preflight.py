@@ -6,10 +6,10 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli.main import cli, main
+from hpctrain.cluster.preflight.checks_between import ALL_UP_TO
+from hpctrain.cluster.scheduler.slurm.client import check_accepted, check_options
 from hpctrain.errors import ClusterError, ClusterUnreachable
-from hpctrain.preflight.checks_between import ALL_UP_TO
-from hpctrain.scheduler.slurm.client import check_accepted, check_options
-from hpctrain.submit.preflight import check_mount, check_room
+from hpctrain.launch.preflight import check_mount, check_room
 
 MOUNTS = """\
 21 1 8:1 / / rw - ext4 /dev/sda1 rw

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.run.layout import RunDir
-from hpctrain.submit import resume as resuming
+from hpctrain.launch import resume as resuming
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.checkpoints import next_attempt, save
 from tests.support.ledger_runs import write_event
 from tests.support.terminal import Keyboard

@@ -10,8 +10,8 @@ from hpctrain.cli.main import main
 from hpctrain.cli.options import complete_site
 from hpctrain.cli.sites import command as sites
 from hpctrain.cli.sites import detect_command, show_command
-from hpctrain.scheduler.slurm import command as slurm_command
-from hpctrain.site import load
+from hpctrain.cluster.scheduler.slurm import command as slurm_command
+from hpctrain.cluster.site import load
 
 JUNIPER = """\
 description = "a machine"

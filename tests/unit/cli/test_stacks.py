@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.cli import stacks as module
 from hpctrain.cli.main import main
-from hpctrain.hangs import stacks
+from hpctrain.node.hangs import stacks
 from tests.support import patience
 from tests.support.ledger_runs import Story, local_job
 

@@ -14,23 +14,24 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.base.records import JobInfo, JobState, Skipped
-from hpctrain.base.text import duration, fold_nodes
 from hpctrain.cli.main import main
-from hpctrain.drawing import drawn
-from hpctrain.history.goodput import TimeClass
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run.events import read
-from hpctrain.scheduler import base
-from hpctrain.scheduler.base import Cluster
-from hpctrain.scheduler.slurm.jobs import job_info
-from hpctrain.settings.schema import Settings, replaced
-from hpctrain.settings.spec import Entry, Spec
-from hpctrain.status import reader as reader_module
-from hpctrain.status.as_json import as_json
-from hpctrain.status.reader import StatusReader
-from hpctrain.status.screen import RunsScreen, StatusScreen, apportioned
-from hpctrain.status.status import (
+from hpctrain.cluster.scheduler import base
+from hpctrain.cluster.scheduler.base import Cluster
+from hpctrain.cluster.scheduler.slurm.jobs import job_info
+from hpctrain.core.base.records import JobInfo, JobState, Skipped
+from hpctrain.core.base.text import duration, fold_nodes
+from hpctrain.core.drawing import drawn
+from hpctrain.core.settings.schema import Settings, replaced
+from hpctrain.core.settings.spec import Entry, Spec
+from hpctrain.launch import change, launch, live_job
+from hpctrain.ledger.history.goodput import TimeClass
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run.events import read
+from hpctrain.observe.status import reader as reader_module
+from hpctrain.observe.status.as_json import as_json
+from hpctrain.observe.status.reader import StatusReader
+from hpctrain.observe.status.screen import RunsScreen, StatusScreen, apportioned
+from hpctrain.observe.status.status import (
     UNDER_WAY,
     Answer,
     Checkpoint,
@@ -38,7 +39,6 @@ from hpctrain.status.status import (
     status_of,
     with_heartbeat,
 )
-from hpctrain.submit import change, launch, live_job
 from tests.support.ledger_runs import Story, local_job
 
 TRACEBACK = "Traceback (most recent call last):\n" + "".join(

@@ -9,8 +9,8 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.cli.progress import progress
-from hpctrain.settings.spec import load_spec
-from hpctrain.submit import environment_archive, launch
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.launch import environment_archive, launch
 from tests.support.memory import entries
 
 

@@ -14,7 +14,7 @@ import urllib.request
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.runtime.tensorboard import EventFile, file_name
+from hpctrain.train.runtime.tensorboard import EventFile, file_name
 from tests.support import patience
 from tests.support.ledger_runs import Story
 from tests.support.patience import PATIENCE_S

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.base.records import JobInfo
 from hpctrain.cli import progress
 from hpctrain.cli.main import main
+from hpctrain.core.base.records import JobInfo
 from hpctrain.errors import EXIT_CODES
-from hpctrain.status import reader
-from hpctrain.status.status import Answer
+from hpctrain.observe.status import reader
+from hpctrain.observe.status.status import Answer
 from tests.support.ledger_runs import Story
 
 

@@ -9,10 +9,10 @@ import threading
 
 import pytest
 
-from hpctrain.control import board as boards
-from hpctrain.control.board import Board
-from hpctrain.control.lease import MOST, Decision, Lease, Wishes
 from hpctrain.errors import HpctrainError
+from hpctrain.node.control import board as boards
+from hpctrain.node.control.board import Board
+from hpctrain.node.control.lease import MOST, Decision, Lease, Wishes
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_another_process_reads_what_was_written(board, tmp_path):
     lease = Lease(3, 7, (Decision(7, "save", 1),))
     board.put_lease(lease)
     program = (
-        "import sys, pathlib; from hpctrain.control.board import *\n"
+        "import sys, pathlib; from hpctrain.node.control.board import *\n"
         "board = Board.open(pathlib.Path(sys.argv[1]))\n"
         "print(board.first_rank, board.ranks, board.newer_lease(0)[1])\n"
         "board.words[board.at(1) + FIRST_WISH] = 4\n"

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.control import collectives
-from hpctrain.control.collectives import (
+from hpctrain.errors import ControlLost
+from hpctrain.node.control import collectives
+from hpctrain.node.control.collectives import (
     DOWN,
     UP,
     Call,
@@ -17,7 +18,6 @@ from hpctrain.control.collectives import (
     entry,
     parent_of,
 )
-from hpctrain.errors import ControlLost
 
 GATHER, GATHER_0, BROADCAST = (
     Call("0", 1, kind) for kind in ("gather", "gather_on_0", "broadcast")

@@ -7,11 +7,11 @@ import socket
 
 import pytest
 
-from hpctrain.base import listener
-from hpctrain.control import endpoint
-from hpctrain.control.endpoint import ChildrenDoor, NotAwaited, meet_parent
-from hpctrain.control.wire import GREETING_BYTES, Greeting, Splitter, framed, packed
+from hpctrain.core.base import listener
 from hpctrain.errors import ControlLost
+from hpctrain.node.control import endpoint
+from hpctrain.node.control.endpoint import ChildrenDoor, NotAwaited, meet_parent
+from hpctrain.node.control.wire import GREETING_BYTES, Greeting, Splitter, framed, packed
 from tests.support.clocks import ManualClock
 from tests.support.jumping_loop import run_jumping
 

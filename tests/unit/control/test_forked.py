@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import os, sys
-from hpctrain.control.forked import ForkedServer
+from hpctrain.node.control.forked import ForkedServer
 
 orders = []
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.control import lease as leases
-from hpctrain.control.lease import (
+from hpctrain.node.control import lease as leases
+from hpctrain.node.control.lease import (
     AHEAD,
     MOST_DECISIONS,
     NOTHING,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.control.lease import Wishes
+from hpctrain.node.control.lease import Wishes
 from tests.support.lease_model import Model, Setup
 
 ONE_NODE = {"parents": (-1,), "nodes_of": (0, 0)}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.control.board import TICK, Board
-from hpctrain.control.lease import Decision, Lease, Report, Wishes
-from hpctrain.control.node_leases import FORWARD_S, LOOK_S, SAY_S, NodeLeases
+from hpctrain.node.control.board import TICK, Board
+from hpctrain.node.control.lease import Decision, Lease, Report, Wishes
+from hpctrain.node.control.node_leases import FORWARD_S, LOOK_S, SAY_S, NodeLeases
 
 NOW_S = 100.0
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.base.locks import _here
-from hpctrain.control import forked, node_process
-from hpctrain.control.node_process import NodeProcess
+from hpctrain.core.base.locks import _here
 from hpctrain.errors import ControlLost
+from hpctrain.node.control import forked, node_process
+from hpctrain.node.control.node_process import NodeProcess
 from tests.support.control_tree import ControlTree
 
 PREFIX = f"hpctrain-control-{_here()}"

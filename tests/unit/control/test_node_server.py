@@ -18,15 +18,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.base import clock
-from hpctrain.control import node_server
-from hpctrain.control.board import FIRST_WISH, SOCKET, TICK, WAITS, Board
-from hpctrain.control.collectives import CALL_KINDS, Call
-from hpctrain.control.endpoint import Endpoint, meet_parent
-from hpctrain.control.lease import Decision, Lease, Report, Wishes
-from hpctrain.control.node_server import NodeServer, TreePlace
-from hpctrain.control.wire import MOST_BYTES, Greeting, Splitter, framed, packed, unpacked
+from hpctrain.core.base import clock
 from hpctrain.errors import ControlLost
+from hpctrain.node.control import node_server
+from hpctrain.node.control.board import FIRST_WISH, SOCKET, TICK, WAITS, Board
+from hpctrain.node.control.collectives import CALL_KINDS, Call
+from hpctrain.node.control.endpoint import Endpoint, meet_parent
+from hpctrain.node.control.lease import Decision, Lease, Report, Wishes
+from hpctrain.node.control.node_server import NodeServer, TreePlace
+from hpctrain.node.control.wire import MOST_BYTES, Greeting, Splitter, framed, packed, unpacked
 from tests.support.clocks import ManualClock
 from tests.support.jumping_loop import run_jumping
 
@@ -187,7 +187,7 @@ async def node(folder, number=0):
 @pytest.fixture
 def run(tmp_path, monkeypatch, caplog):
     """Runs `act(node)`; what asyncio would have printed as a traceback is a failure."""
-    monkeypatch.setattr("hpctrain.control.collectives.FANOUT", 1)
+    monkeypatch.setattr("hpctrain.node.control.collectives.FANOUT", 1)
     count = iter(range(1000))
 
     def within(act, number=0):

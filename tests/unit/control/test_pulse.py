@@ -7,11 +7,12 @@ import os
 
 import pytest
 
-from hpctrain.base import clock
-from hpctrain.control import pulse
-from hpctrain.control.board import BOARD, COUNTS, FIRST_WISH, Board
-from hpctrain.control.lease import KINDS
-from hpctrain.control.pulse import (
+from hpctrain.core.base import clock
+from hpctrain.errors import UsageError
+from hpctrain.node.control import pulse
+from hpctrain.node.control.board import BOARD, COUNTS, FIRST_WISH, Board
+from hpctrain.node.control.lease import KINDS
+from hpctrain.node.control.pulse import (
     DATA,
     FORWARD_BACKWARD,
     PHASES,
@@ -25,7 +26,6 @@ from hpctrain.control.pulse import (
     phase_name,
     read,
 )
-from hpctrain.errors import UsageError
 from tests.support.clocks import ManualClock
 
 RANK = 9

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hpctrain.control import rank_lease
-from hpctrain.control.board import WAITS, Board
-from hpctrain.control.lease import Decision, Lease, Wishes
-from hpctrain.control.rank_lease import RankLease
 from hpctrain.errors import ControlLost
+from hpctrain.node.control import rank_lease
+from hpctrain.node.control.board import WAITS, Board
+from hpctrain.node.control.lease import Decision, Lease, Wishes
+from hpctrain.node.control.rank_lease import RankLease
 from tests.support.control import NodeOnCall
 
 

@@ -17,12 +17,12 @@ from contextlib import closing
 
 import pytest
 
-from hpctrain.control import rank_lease
-from hpctrain.control.board import BOARD, SOCKET, Board
-from hpctrain.control.collectives import entry
-from hpctrain.control.seat import Seat, why_none
-from hpctrain.control.wire import framed, packed
 from hpctrain.errors import ControlLost, HpctrainError
+from hpctrain.node.control import rank_lease
+from hpctrain.node.control.board import BOARD, SOCKET, Board
+from hpctrain.node.control.collectives import entry
+from hpctrain.node.control.seat import Seat, why_none
+from hpctrain.node.control.wire import framed, packed
 from tests.support import patience
 from tests.support.control_tree import ControlTree
 
@@ -268,7 +268,7 @@ def test_a_new_round_begins_without_the_old_ones_ranks(tree):
 
 
 def test_a_node_of_another_round_is_not_let_in(tree, monkeypatch):
-    monkeypatch.setattr("hpctrain.control.node_server.JOIN_S", 0.0)
+    monkeypatch.setattr("hpctrain.node.control.node_server.JOIN_S", 0.0)
     with ControlTree(2, 1) as strangers:
         port = strangers.nodes[0].begin(
             strangers.place(0), secret="ours", about="round 0", address="127.0.0.1"
@@ -299,8 +299,8 @@ def test_a_stopped_tree_leaves_nothing_behind():
 
 
 def test_a_silent_node_is_given_up(monkeypatch):
-    monkeypatch.setattr("hpctrain.control.node_server.PATIENCE_S", 0.5)
-    monkeypatch.setattr("hpctrain.control.node_leases.SAY_S", 0.1)
+    monkeypatch.setattr("hpctrain.node.control.node_server.PATIENCE_S", 0.5)
+    monkeypatch.setattr("hpctrain.node.control.node_leases.SAY_S", 0.1)
     with ControlTree(NODES, PER_NODE) as tree:
 
         def act(seat):
@@ -319,8 +319,8 @@ def test_a_silent_node_is_given_up(monkeypatch):
 
 def test_a_quiet_tree_is_not_taken_for_dead(monkeypatch):
     """No rank says anything for longer than a node may be silent: the nodes speak by themselves."""
-    monkeypatch.setattr("hpctrain.control.node_server.PATIENCE_S", 0.5)
-    monkeypatch.setattr("hpctrain.control.node_leases.SAY_S", 0.1)
+    monkeypatch.setattr("hpctrain.node.control.node_server.PATIENCE_S", 0.5)
+    monkeypatch.setattr("hpctrain.node.control.node_leases.SAY_S", 0.1)
     monkeypatch.setattr(rank_lease, "PATIENCE_S", 0.5)
     with ControlTree(NODES, PER_NODE) as tree:
 

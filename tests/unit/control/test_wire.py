@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.control.wire import Codes, Garbled, Greeting, Splitter, framed, packed, unpacked
+from hpctrain.node.control.wire import Codes, Garbled, Greeting, Splitter, framed, packed, unpacked
 
 KEY = b"k" * 32
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data.batches import (
+from hpctrain.errors import CheckpointError
+from hpctrain.train.data.batches import (
     GlobalBatches,
     MicrobatchRules,
     cut_step,
@@ -15,8 +16,7 @@ from hpctrain.data.batches import (
     rank_positions,
     shares,
 )
-from hpctrain.data.order import SampleOrder
-from hpctrain.errors import CheckpointError
+from hpctrain.train.data.order import SampleOrder
 
 WORLDS = range(1, 18)
 BATCHES = st.integers(1, 67)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.data.batches import GlobalBatches
-from hpctrain.data.holes import Holes, holes_of
-from hpctrain.data.loader import BatchRules, DataPlace, make_loader
-from hpctrain.data.order import SampleOrder
 from hpctrain.errors import CheckpointError
+from hpctrain.train.data.batches import GlobalBatches
+from hpctrain.train.data.holes import Holes, holes_of
+from hpctrain.train.data.loader import BatchRules, DataPlace, make_loader
+from hpctrain.train.data.order import SampleOrder
 
 SIZE, BATCH = 44, 8
 RANGES = st.lists(

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hpctrain.data.batches import MicrobatchRules, rank_positions
-from hpctrain.data.loader import (
+from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.train.data.batches import MicrobatchRules, rank_positions
+from hpctrain.train.data.loader import (
     OURS,
     BatchRules,
     DataPlace,
@@ -20,8 +21,7 @@ from hpctrain.data.loader import (
     length_of,
     make_loader,
 )
-from hpctrain.data.order import FileOrder, SampleOrder
-from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.train.data.order import FileOrder, SampleOrder
 
 SEED = 7
 
@@ -395,7 +395,7 @@ def test_a_state_of_another_order_is_refused(change, why):
 
 
 def test_a_state_of_global_batches_is_taken_over():
-    from hpctrain.data.batches import GlobalBatches
+    from hpctrain.train.data.batches import GlobalBatches
 
     before = GlobalBatches(SampleOrder(23, SEED), 5, 0, 1, 0)
     drawn = [i for _ in range(6) for i in before.next_step().consumed]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data.order import FileOrder, SampleOrder
+from hpctrain.train.data.order import FileOrder, SampleOrder
 
 SEEDS = st.integers(0, 2**64 - 1)
 GOLDEN_10 = [2, 7, 5, 0, 8, 3, 4, 1, 6, 9, 9, 2, 5, 0, 3, 7, 8, 4, 6, 1]
@@ -170,7 +170,7 @@ def test_a_position_before_the_first_is_refused():
 def test_orders_and_batches_need_neither_torch_nor_numpy():
     code = (
         "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
-        "import hpctrain.data.batches, hpctrain.data.order, hpctrain.data.tokens\n"
+        "import hpctrain.train.data.batches, hpctrain.train.data.order, hpctrain.train.data.tokens\n"
         "import hpctrain.recipes.lm.corpus"
     )
 

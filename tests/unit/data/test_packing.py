@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
-from hpctrain.data import packing
-from hpctrain.data.packing import IGNORED, PackedDocuments, cu_seqlens
 from hpctrain.errors import UsageError
+from hpctrain.train.data import packing
+from hpctrain.train.data.packing import IGNORED, PackedDocuments, cu_seqlens
 
 END = 99
 

@@ -9,7 +9,8 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.data.readers import (
+from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.train.data.readers import (
     TAG,
     OpenReader,
     ReaderPlace,
@@ -19,7 +20,6 @@ from hpctrain.data.readers import (
     source_of,
     to_plain,
 )
-from hpctrain.errors import CheckpointError, UsageError
 
 
 class Count:

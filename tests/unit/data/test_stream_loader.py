@@ -7,11 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data.batches import ANY_PASSES, MicrobatchRules
-from hpctrain.data.loader import DataPlace
-from hpctrain.data.readers import Source
-from hpctrain.data.stream_loader import Ranks, StreamRules, default_readers, make_stream_loader
 from hpctrain.errors import CheckpointError, HpctrainError, UsageError
+from hpctrain.train.data.batches import ANY_PASSES, MicrobatchRules
+from hpctrain.train.data.loader import DataPlace
+from hpctrain.train.data.readers import Source
+from hpctrain.train.data.stream_loader import (
+    Ranks,
+    StreamRules,
+    default_readers,
+    make_stream_loader,
+)
 from tests.unit.data.test_readers import Count, Stateless, stream
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from hpctrain.data.streams import TokenSequences, open_stream
-from hpctrain.data.tokens import write_tokens
 from hpctrain.errors import NotFound, UsageError
+from hpctrain.train.data.streams import TokenSequences, open_stream
+from hpctrain.train.data.tokens import write_tokens
 from tests.support.fuzzing import cases, chances
 from tests.support.tokens import DOCUMENTS, MEGATRON_CODES, megatron
 

@@ -9,8 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from hpctrain.data.tokens import TokenFile, sidecar, write_tokens
 from hpctrain.errors import NotFound, UsageError
+from hpctrain.train.data.tokens import TokenFile, sidecar, write_tokens
 from tests.support.fuzzing import cases, chances, damaged, odd
 
 
@@ -151,7 +151,7 @@ def test_a_writer_killed_midway_leaves_nothing_that_looks_finished(tmp_path, bef
         write(path, range(41))
     code = f"""
 import os, pathlib, signal
-from hpctrain.data.tokens import write_tokens
+from hpctrain.train.data.tokens import write_tokens
 def chunks():
     yield b"ab" * 41
     os.kill(os.getpid(), signal.SIGKILL)

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from hpctrain.doctor.faults import Certainty, FaultKind
-from hpctrain.doctor.lines import plain
-from hpctrain.doctor.scan import LogScanner
-from hpctrain.doctor.signature import Role, SignatureTable, packaged
+from hpctrain.advise.doctor.faults import Certainty, FaultKind
+from hpctrain.advise.doctor.lines import plain
+from hpctrain.advise.doctor.scan import LogScanner
+from hpctrain.advise.doctor.signature import Role, SignatureTable, packaged
 from tests.support.quoted_logs import diagnose, quoted
 
 FILES = (
@@ -134,8 +134,8 @@ def test_whatever_comes_nothing_raises(seed):
         cut = content.find(b"\n", chance.randrange(4000)) + 1 or len(content)
         scanner.feed(content[:cut])
         content = content[cut:]
-    from hpctrain.doctor.judge import judge
-    from hpctrain.doctor.text import as_json, as_text
+    from hpctrain.advise.doctor.judge import judge
+    from hpctrain.advise.doctor.text import as_json, as_text
 
     diagnosis = judge([scanner.finish()])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.doctor.faults import KNOWLEDGE
+from hpctrain.advise.doctor.faults import KNOWLEDGE
 
 PAGE = Path(__file__).parents[3] / "docs" / "doctor.md"
 

@@ -16,10 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.doctor import files
-from hpctrain.doctor.faults import FaultKind
-from hpctrain.doctor.files import inputs, scan
-from hpctrain.doctor.judge import judge
+from hpctrain.advise.doctor import files
+from hpctrain.advise.doctor.faults import FaultKind
+from hpctrain.advise.doctor.files import inputs, scan
+from hpctrain.advise.doctor.judge import judge
 from hpctrain.errors import NotFound, UsageError
 
 FULL = "loss: 1.0\nOSError: [Errno 28] No space left on device\n"
@@ -252,8 +252,8 @@ def test_no_more_than_a_piece_of_an_endless_line_is_held(tmp_path, monkeypatch):
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (400 << 20, 400 << 20))
-from hpctrain.doctor.files import inputs, scan
-from hpctrain.doctor.judge import judge
+from hpctrain.advise.doctor.files import inputs, scan
+from hpctrain.advise.doctor.judge import judge
 logs, notes = scan(inputs(sys.argv[1:]))
 print(judge(logs).kind.value, logs[0].lines)
 """

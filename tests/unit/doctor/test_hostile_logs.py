@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.doctor.judge import judge
-from hpctrain.doctor.lines import plain, rank_of_file
-from hpctrain.doctor.scan import LogScanner
-from hpctrain.doctor.signature import packaged
-from hpctrain.doctor.text import as_json, as_text
-from hpctrain.doctor.words import GpuMemory
+from hpctrain.advise.doctor.judge import judge
+from hpctrain.advise.doctor.lines import plain, rank_of_file
+from hpctrain.advise.doctor.scan import LogScanner
+from hpctrain.advise.doctor.signature import packaged
+from hpctrain.advise.doctor.text import as_json, as_text
+from hpctrain.advise.doctor.words import GpuMemory
 from tests.support.fuzzing import Faults, cases, chances
 from tests.support.hostile_patterns import Found, probes
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hpctrain.doctor import judge as judging
-from hpctrain.doctor.faults import Certainty, FaultKind
-from hpctrain.doctor.judge import judge
-from hpctrain.doctor.scan import LogScanner
-from hpctrain.doctor.signature import FATAL, packaged
+from hpctrain.advise.doctor import judge as judging
+from hpctrain.advise.doctor.faults import Certainty, FaultKind
+from hpctrain.advise.doctor.judge import judge
+from hpctrain.advise.doctor.scan import LogScanner
+from hpctrain.advise.doctor.signature import FATAL, packaged
 
 OOM = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total "

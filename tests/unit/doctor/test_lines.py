@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.doctor.faults import FaultKind
-from hpctrain.doctor.lines import clock, plain, rank_of_file
-from hpctrain.doctor.scan import LogScanner
+from hpctrain.advise.doctor.faults import FaultKind
+from hpctrain.advise.doctor.lines import clock, plain, rank_of_file
+from hpctrain.advise.doctor.scan import LogScanner
 
 
 @pytest.mark.parametrize(

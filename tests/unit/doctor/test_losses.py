@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.doctor.faults import Certainty, FaultKind
-from hpctrain.doctor.losses import LossWatch
+from hpctrain.advise.doctor.faults import Certainty, FaultKind
+from hpctrain.advise.doctor.losses import LossWatch
 
 
 def seen(*lines):

@@ -7,10 +7,10 @@ import os
 
 import pytest
 
+from hpctrain.advise.doctor.faults import KNOWLEDGE, OF_CAUSE, FaultKind
 from hpctrain.cli.main import main
-from hpctrain.doctor.faults import KNOWLEDGE, OF_CAUSE, FaultKind
-from hpctrain.history.causes import EndCause
-from hpctrain.scheduler.local import client
+from hpctrain.cluster.scheduler.local import client
+from hpctrain.ledger.history.causes import EndCause
 from tests.support.ledger_runs import Story, local_job
 
 TRACED = (

@@ -7,9 +7,9 @@ import os
 
 import pytest
 
+from hpctrain.advise.doctor.own_signatures import faults_of
+from hpctrain.advise.doctor.signature import packaged, read
 from hpctrain.cli.main import main
-from hpctrain.doctor.own_signatures import faults_of
-from hpctrain.doctor.signature import packaged, read
 from hpctrain.errors import UsageError
 
 OST = """\
@@ -82,7 +82,7 @@ def test_where_no_preset_has_signatures_slurm_is_not_asked_which_site_this_is(lo
     def asked(*_):
         raise AssertionError
 
-    monkeypatch.setattr("hpctrain.doctor.own_signatures.look_around", asked)
+    monkeypatch.setattr("hpctrain.advise.doctor.own_signatures.look_around", asked)
 
     assert main(["doctor", "--log", str(log)]) == 1
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.doctor.faults import Certainty, FaultKind
-from hpctrain.doctor.files import inputs, scan
-from hpctrain.doctor.judge import judge
+from hpctrain.advise.doctor.faults import Certainty, FaultKind
+from hpctrain.advise.doctor.files import inputs, scan
+from hpctrain.advise.doctor.judge import judge
 from tests.support.quoted_logs import FOLDER
 
 FAULTS = FOLDER / "faults"

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.doctor.faults import KNOWLEDGE, Certainty, FaultKind
-from hpctrain.doctor.sighting import Sighting
-from hpctrain.doctor.signature import Role
-from hpctrain.doctor.words import GpuMemory, headline
+from hpctrain.advise.doctor.faults import KNOWLEDGE, Certainty, FaultKind
+from hpctrain.advise.doctor.sighting import Sighting
+from hpctrain.advise.doctor.signature import Role
+from hpctrain.advise.doctor.words import GpuMemory, headline
 
 NEW = (
     "CUDA out of memory. Tried to allocate {} GiB. GPU 0 has a total capacity of 40.00 GiB of "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.drill.promises import _JUDGES, FAULTS, chosen
+from hpctrain.advise.drill.promises import _JUDGES, FAULTS, chosen
 from hpctrain.errors import UsageError
 
 

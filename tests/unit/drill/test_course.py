@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from hpctrain.drill import schedule
-from hpctrain.drill.promises import FAULTS, WRITTEN_ELSEWHERE, Planted
-from hpctrain.drill.schedule import Course
-from hpctrain.history.run_history import RunHistory
-from hpctrain.scheduler.base import Cluster
+from hpctrain.advise.drill import schedule
+from hpctrain.advise.drill.promises import FAULTS, WRITTEN_ELSEWHERE, Planted
+from hpctrain.advise.drill.schedule import Course
+from hpctrain.cluster.scheduler.base import Cluster
+from hpctrain.ledger.history.run_history import RunHistory
 from tests.support.ledger_runs import Story
 
 DONE = json.dumps({"why": "", "step": None, "name": ""})

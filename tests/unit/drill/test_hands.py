@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from hpctrain.drill import injectors
-from hpctrain.drill.injectors import unflushed_files
-from hpctrain.run.layout import RunDir
+from hpctrain.advise.drill import injectors
+from hpctrain.advise.drill.injectors import unflushed_files
+from hpctrain.ledger.run.layout import RunDir
 
 WAITS = "import sys; print('here', flush=True); sys.stdin.read()"
 FORKS = "import os; pid = os.fork(); " + WAITS.replace("'here'", "'here', pid")

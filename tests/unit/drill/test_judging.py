@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.drill.promises import FAULTS, Planted, is_settled, judge
-from hpctrain.history.run_history import RunHistory
+from hpctrain.advise.drill.promises import FAULTS, Planted, is_settled, judge
+from hpctrain.ledger.history.run_history import RunHistory
 from tests.support.ledger_runs import Story
 
 NONE = frozenset()

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.base.process import own_program
+from hpctrain.core.base.process import own_program
 from hpctrain.entry import drill_node
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import patience
 
 STANDS = "T"

@@ -10,14 +10,14 @@ import threading
 
 import pytest
 
+from hpctrain.cluster.scheduler.slurm.environment import script_environment
+from hpctrain.core.settings.spec import Entry, Evaluates, load_spec
 from hpctrain.entry import evaluations
 from hpctrain.entry.evaluations import LOOK_AGAIN_S, LOOK_S, at_the_end_of, watch
 from hpctrain.errors import ClusterError
-from hpctrain.run.event_types import Evaluated
-from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.slurm.environment import script_environment
-from hpctrain.settings.spec import Entry, Evaluates, load_spec
-from hpctrain.submit.evaluations import Advanced
+from hpctrain.launch.evaluations import Advanced
+from hpctrain.ledger.run.event_types import Evaluated
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.ledger_runs import Story
 from tests.support.patience import PATIENCE_S
 

@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
-from hpctrain.base import clock
+from hpctrain.cluster.scheduler.local import client
+from hpctrain.cluster.scheduler.local.client import LocalControl
+from hpctrain.core.base import clock
+from hpctrain.core.settings.schema import Settings
+from hpctrain.core.settings.spec import Entry, Spec
 from hpctrain.entry import local_controller
-from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.local import client
-from hpctrain.scheduler.local.client import LocalControl
-from hpctrain.settings.schema import Settings
-from hpctrain.settings.spec import Entry, Spec
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.clocks import ManualClock
 from tests.support.slurm_diaries import FOLDER, seen_facts, shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from hpctrain.base.records import JobContext
+    from hpctrain.core.base.records import JobContext
 
 KILL_WAIT_S = local_controller.KILL_WAIT_S
 GRACE_S = 20.0

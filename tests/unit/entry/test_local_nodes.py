@@ -15,11 +15,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hpctrain.base.env import HPCTRAIN_LOCAL_CONTEXT
-from hpctrain.base.records import JobContext
+from hpctrain.core.base.env import HPCTRAIN_LOCAL_CONTEXT
+from hpctrain.core.base.records import JobContext
+from hpctrain.core.settings.spec import Entry, Spec
 from hpctrain.entry import local_nodes
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.spec import Entry, Spec
+from hpctrain.ledger.run.layout import RunDir
 
 CONTEXT = JobContext("local-1", 0, 0, ["local0", "local1"], "127.0.0.1", 20000, "tok")
 LATE = (
@@ -53,7 +53,7 @@ class Cluster:
 
     def __init__(self, run, patch):
         self.begun, self.imported, self.at_import = [], [], lambda: None
-        patch.setattr("hpctrain.agent.preload.preload", self._preload)
+        patch.setattr("hpctrain.node.agent.preload.preload", self._preload)
         patch.setattr(local_nodes, "ForkedNode", lambda *_: self.begun.append("forked"))
         patch.setattr(subprocess, "Popen", lambda *given, **how: self.begun.append((given, how)))
         self.in_the_way = ""
@@ -354,7 +354,7 @@ def test_a_stop_signal_right_after_its_start_is_noted(forked, signum):
     node = forked(
         """
 import time
-from hpctrain.agent import signals
+from hpctrain.node.agent import signals
 while not signals.arrivals():
     time.sleep(0.01)
 with open(FACTS, "w") as file:
@@ -377,7 +377,7 @@ def test_a_stop_signal_before_the_node_can_note_it_waits(forked, job):
     job.setattr(os, "setsid", setsid)
     node = forked(
         """
-from hpctrain.agent import signals
+from hpctrain.node.agent import signals
 sys.exit(len(signals.arrivals()))
 """
     )

@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from hpctrain.guards.nonfinite import Ruling
-from hpctrain.guards.own_steps import OwnSteps, RankNumbers
-from hpctrain.settings.schema import GuardSettings
+from hpctrain.core.settings.schema import GuardSettings
+from hpctrain.train.guards.nonfinite import Ruling
+from hpctrain.train.guards.own_steps import OwnSteps, RankNumbers
 
 NAN = float("nan")
 

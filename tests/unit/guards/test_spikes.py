@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from hpctrain.guards.spikes import LEAST, MOST_IN_A_ROW, WINDOW, SpikeRule
+from hpctrain.train.guards.spikes import LEAST, MOST_IN_A_ROW, WINDOW, SpikeRule
 
 SPIKES = range(2000, 29_500, 997)
 

@@ -7,8 +7,8 @@ import statistics
 
 import pytest
 
-from hpctrain.hangs.evidence import Collective
-from hpctrain.hangs.outliers import calls_of, own_work, period_of
+from hpctrain.node.hangs.evidence import Collective
+from hpctrain.node.hangs.outliers import calls_of, own_work, period_of
 
 TRIP_S = 0.001
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from hpctrain.hangs.outliers import EQUAL, KEPT, ODD, CountsByTick, JobCounts
+from hpctrain.node.hangs.outliers import EQUAL, KEPT, ODD, CountsByTick, JobCounts
 
 RANKS = 4
 

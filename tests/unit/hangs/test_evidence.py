@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.hangs.evidence import Collective, Frame, Front, frames_of, process_state, recorded_of
+from hpctrain.node.hangs.evidence import (
+    Collective,
+    Frame,
+    Front,
+    frames_of,
+    process_state,
+    recorded_of,
+)
 
 ENTRY = {
     "collective_seq_id": 3,

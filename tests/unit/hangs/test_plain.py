@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from hpctrain.hangs.evidence import (
+from hpctrain.node.hangs.evidence import (
     MOST_CALLS,
     MOST_FRAMES,
     Collective,
@@ -20,7 +20,7 @@ from hpctrain.hangs.evidence import (
     plain_stand,
     stand_of,
 )
-from hpctrain.hangs.standing import Stand
+from hpctrain.node.hangs.standing import Stand
 
 CALLS = tuple(Collective("0", number, "all_reduce", ((4,),), ("Float",), 9) for number in (1, 2))
 WHOLE = RankEvidence(

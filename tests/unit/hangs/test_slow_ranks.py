@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hpctrain.hangs.outliers import (
+from hpctrain.node.hangs.outliers import (
     RUNNING,
     SLOPE_WINDOWS,
     WINDOW,

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from hpctrain.hangs import stacks
-from hpctrain.hangs.evidence import Frame, Front, RankEvidence, Recorded
-from hpctrain.hangs.standing import Stand
-from hpctrain.hangs.suspicion import JobLook
-from hpctrain.hangs.verdict import HangVerdict
+from hpctrain.node.hangs import stacks
+from hpctrain.node.hangs.evidence import Frame, Front, RankEvidence, Recorded
+from hpctrain.node.hangs.standing import Stand
+from hpctrain.node.hangs.suspicion import JobLook
+from hpctrain.node.hangs.verdict import HangVerdict
 
 FRAMES = (Frame("/env/lib/python3.11/threading.py", 3, "wait"), Frame("/home/me/train.py", 7, "f"))
 

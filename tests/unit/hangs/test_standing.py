@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hpctrain.hangs.standing import HangLimits, RankPulse, Stand, Standing, in_words, unmoved
+from hpctrain.node.hangs.standing import HangLimits, RankPulse, Stand, Standing, in_words, unmoved
 
 LIMITS = HangLimits(60.0, first_step_s=1800.0, save_s=600.0)
 

@@ -8,7 +8,7 @@ import sys
 SERVES = """
 import signal, sys
 from pathlib import Path
-from hpctrain.hangs.witness import serve_recorder
+from hpctrain.node.hangs.witness import serve_recorder
 
 def threads():
     return set(Path("/proc/self/task").iterdir())

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.hangs.evidence import Collective, Frame, Front, RankEvidence, Recorded
-from hpctrain.hangs.verdict import own_frame, ranks_in_words, verdict
+from hpctrain.node.hangs.evidence import Collective, Frame, Front, RankEvidence, Recorded
+from hpctrain.node.hangs.verdict import own_frame, ranks_in_words, verdict
 
 LIBRARY = "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 IN_TORCH = (Frame(LIBRARY, 3252, "all_reduce"), Frame("/home/u/train.py", 40, "main"))

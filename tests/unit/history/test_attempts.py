@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from hpctrain.base.records import EndReason, JobInfo, Next
-from hpctrain.history.attempts import attempts
-from hpctrain.history.progress import progress
-from hpctrain.history.run_history import RunHistory
-from hpctrain.history.run_state import RunState, run_state
-from hpctrain.run.events import read
-from hpctrain.scheduler.slurm.jobs import job_state
-from hpctrain.scheduler.slurm.parse import parse_state
+from hpctrain.cluster.scheduler.slurm.jobs import job_state
+from hpctrain.cluster.scheduler.slurm.parse import parse_state
+from hpctrain.core.base.records import EndReason, JobInfo, Next
+from hpctrain.ledger.history.attempts import attempts
+from hpctrain.ledger.history.progress import progress
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.history.run_state import RunState, run_state
+from hpctrain.ledger.run.events import read
 from tests.support.ledger_runs import Story
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.base.records import EndReason
-from hpctrain.history.attempts import attempts
-from hpctrain.history.causes import EndCause, cause_of, cause_of_failure
-from hpctrain.history.run_history import RunHistory
-from hpctrain.history.run_records import AttemptRecord, Failure
-from hpctrain.scheduler.slurm.jobs import job_state
+from hpctrain.cluster.scheduler.slurm.jobs import job_state
+from hpctrain.core.base.records import EndReason
+from hpctrain.ledger.history.attempts import attempts
+from hpctrain.ledger.history.causes import EndCause, cause_of, cause_of_failure
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.history.run_records import AttemptRecord, Failure
 from tests.support.ledger_runs import Story
 
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from hpctrain.history.evaluations import due, evaluated, waiting
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run import events as ledger
+from hpctrain.ledger.history.evaluations import due, evaluated, waiting
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events as ledger
 from tests.support.ledger_runs import Story
 
 

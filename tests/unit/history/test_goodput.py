@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.base.records import JobStart
-from hpctrain.history.attempts import attempts
-from hpctrain.history.goodput import Goodput, TimeClass, goodput, window
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run import event_fields
-from hpctrain.scheduler.local.client import LocalCluster
+from hpctrain.cluster.scheduler.local.client import LocalCluster
+from hpctrain.core.base.records import JobStart
+from hpctrain.ledger.history.attempts import attempts
+from hpctrain.ledger.history.goodput import Goodput, TimeClass, goodput, window
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import event_fields
 from tests.support.ledger_runs import event_of, local_job
 
 if TYPE_CHECKING:
-    from hpctrain.run.events import Event
+    from hpctrain.ledger.run.events import Event
 
 HOUR = 3600.0
 

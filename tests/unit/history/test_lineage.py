@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.history.lineage import lineage
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run.events import Event, read
+from hpctrain.ledger.history.lineage import lineage
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run.events import Event, read
 from tests.support.ledger_runs import BATCH, Story, coverage, event_of
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hpctrain.history.attempts import attempts
-from hpctrain.history.incidents import Survived, survived
-from hpctrain.history.run_history import RunHistory
+from hpctrain.ledger.history.attempts import attempts
+from hpctrain.ledger.history.incidents import Survived, survived
+from hpctrain.ledger.history.run_history import RunHistory
 from tests.unit.history.test_goodput import Log
 
 

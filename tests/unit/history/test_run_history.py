@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.base.records import EndReason
-from hpctrain.history.attempts import attempts
-from hpctrain.history.goodput import goodput
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run import event_fields
-from hpctrain.run.events import read
-from hpctrain.submit.live_job import newest_submission
+from hpctrain.core.base.records import EndReason
+from hpctrain.launch.live_job import newest_submission
+from hpctrain.ledger.history.attempts import attempts
+from hpctrain.ledger.history.goodput import goodput
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import event_fields
+from hpctrain.ledger.run.events import read
 from tests.support.ledger_runs import Story, event_of
 
 KINDS = [*event_fields.KINDS, "meteor"]

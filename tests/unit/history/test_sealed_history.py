@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.history.attempts import attempts
-from hpctrain.history.reported import reported, steps_lost
-from hpctrain.history.run_history import RunHistory
-from hpctrain.plan.decide import LONG_S, attempts_without_progress, is_users
-from hpctrain.plan.interval import costs
-from hpctrain.run import events as ledger
+from hpctrain.ledger.history.attempts import attempts
+from hpctrain.ledger.history.reported import reported, steps_lost
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.plan.decide import LONG_S, attempts_without_progress, is_users
+from hpctrain.ledger.plan.interval import costs
+from hpctrain.ledger.run import events as ledger
 from tests.support.ledger_runs import Story
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.history.incidents import MARKERS, NodePast, node_pasts
-from hpctrain.run.events import read, read_marked
+from hpctrain.ledger.history.incidents import MARKERS, NodePast, node_pasts
+from hpctrain.ledger.run.events import read, read_marked
 from tests.support.ledger_runs import Story
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpctrain.history.progress import newest_sample, peak_flops, rank_sample, speed
-from hpctrain.history.run_history import RunHistory
+from hpctrain.ledger.history.progress import newest_sample, peak_flops, rank_sample, speed
+from hpctrain.ledger.history.run_history import RunHistory
 from tests.support.ledger_runs import event_of
 
 if TYPE_CHECKING:
-    from hpctrain.run.events import Event
+    from hpctrain.ledger.run.events import Event
 
 
 def speed_of(events):

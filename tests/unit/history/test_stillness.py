@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.history.goodput import TimeClass, goodput
-from hpctrain.history.run_history import RunHistory
-from hpctrain.history.run_records import moved_by, spread
+from hpctrain.ledger.history.goodput import TimeClass, goodput
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.history.run_records import moved_by, spread
 from tests.unit.history.test_goodput import Log
 
 

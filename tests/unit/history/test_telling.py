@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpctrain.history.attempts import attempts
-from hpctrain.history.reported import NO_STEP, StepsLost, reported, steps_lost
-from hpctrain.history.run_history import RunHistory
+from hpctrain.ledger.history.attempts import attempts
+from hpctrain.ledger.history.reported import NO_STEP, StepsLost, reported, steps_lost
+from hpctrain.ledger.history.run_history import RunHistory
 
 if TYPE_CHECKING:
     from tests.support.ledger_runs import Story

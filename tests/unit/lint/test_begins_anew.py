@@ -7,8 +7,8 @@ import shlex
 
 import pytest
 
+from hpctrain.advise.lint.begins_anew import begins_anew
 from hpctrain.cli.help import pages
-from hpctrain.lint.begins_anew import begins_anew
 
 HEAD = """
 import argparse, os, torch, utils

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.lint.check import check_text
-from hpctrain.lint.deepspeed_config import is_deepspeed
-from hpctrain.settings.deepspeed_keys import REMOVED_ZERO_KEYS
+from hpctrain.advise.lint.check import check_text
+from hpctrain.advise.lint.deepspeed_config import is_deepspeed
+from hpctrain.core.settings.deepspeed_keys import REMOVED_ZERO_KEYS
 
 
 def test_what_earlier_versions_read_of_zero_is_what_deepspeed_refuses():

@@ -6,8 +6,8 @@ import ast
 
 import pytest
 
-from hpctrain.lint.definitions import NameDefinitions, definitions_in
-from hpctrain.lint.syntax import ProgramSyntax
+from hpctrain.advise.lint.definitions import NameDefinitions, definitions_in
+from hpctrain.advise.lint.syntax import ProgramSyntax
 
 PROGRAMS = [
     ("x = 1\nx = 2\nuse(x)\n", {2}, False),

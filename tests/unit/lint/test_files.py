@@ -8,10 +8,10 @@ from encodings.aliases import aliases
 
 import pytest
 
+from hpctrain.advise.lint.files import files_to_check
+from hpctrain.advise.lint.source import NotText, decoded, read_source, write_source
+from hpctrain.advise.lint.syntax import MOST_BYTES
 from hpctrain.errors import NotFound
-from hpctrain.lint.files import files_to_check
-from hpctrain.lint.source import NotText, decoded, read_source, write_source
-from hpctrain.lint.syntax import MOST_BYTES
 
 
 def names(*paths):

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from hpctrain.lint.check import EVERY_RULE, RuleChoice, check_text, fixed_text
+from hpctrain.advise.lint.check import EVERY_RULE, RuleChoice, check_text, fixed_text
 
 HEAD = "import os\nimport torch\nimport torch.distributed as dist\n"
 FIXES = [

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from hpctrain.lint.check import check_text
-from hpctrain.lint.files import files_to_check
-from hpctrain.lint.source import read_source
+from hpctrain.advise.lint.check import check_text
+from hpctrain.advise.lint.files import files_to_check
+from hpctrain.advise.lint.source import read_source
 
 ALONE = (
     "from {module} import {name}\nimport torch.distributed as dist\n"

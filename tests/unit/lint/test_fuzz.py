@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.lint.check import check_text, fixed_text
+from hpctrain.advise.lint.check import check_text, fixed_text
 
 HERE = Path(__file__).parent
 TEXTS = [(HERE / name).read_text() for name in ("planted.txt", "cases.txt")]

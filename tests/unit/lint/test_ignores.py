@@ -7,9 +7,14 @@ from collections import Counter
 
 import pytest
 
+from hpctrain.advise.lint.check import RuleChoice, check_text
+from hpctrain.advise.lint.ignores import (
+    baseline_text,
+    beyond_baseline,
+    ignore_comments,
+    read_baseline,
+)
 from hpctrain.errors import UsageError
-from hpctrain.lint.check import RuleChoice, check_text
-from hpctrain.lint.ignores import baseline_text, beyond_baseline, ignore_comments, read_baseline
 
 PROGRAM = """\
 import torch.distributed as dist

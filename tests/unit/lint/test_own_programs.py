@@ -6,14 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.lint.check import check_text
-from hpctrain.lint.files import files_to_check
-from hpctrain.lint.source import read_source
+from hpctrain.advise.lint.check import check_text
+from hpctrain.advise.lint.files import files_to_check
+from hpctrain.advise.lint.source import read_source
 
 TOP = Path(__file__).parents[3]
 AT_FAULT = "stalls.py"
 """An example of what lint finds (docs/staying-alive.md)."""
-FOLDERS = ("examples", "demo", "hpctrain/recipes", "hpctrain/engines", "hpctrain/runtime")
+FOLDERS = (
+    "examples",
+    "demo",
+    "hpctrain/recipes",
+    "hpctrain/train/engines",
+    "hpctrain/train/runtime",
+)
 
 
 def test_our_own_programs_have_neither_errors_nor_warnings():

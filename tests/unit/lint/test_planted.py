@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hpctrain.lint.check import check_text
-from hpctrain.lint.source import apply_edits
+from hpctrain.advise.lint.check import check_text
+from hpctrain.advise.lint.source import apply_edits
 
 TEXT = Path(__file__).with_name("planted.txt").read_text()
 PLANTED = {

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.lint.catalogue import PRELUDE, ROWS, RULES, read_rules
-from hpctrain.lint.check import EVERY_RULE, RuleChoice, check_text
-from hpctrain.lint.patterns import PatternTable, check_patterns, packaged_patterns
-from hpctrain.lint.reporting import ProgramFacts
-from hpctrain.lint.syntax import ProgramSyntax
+from hpctrain.advise.lint.catalogue import PRELUDE, ROWS, RULES, read_rules
+from hpctrain.advise.lint.check import EVERY_RULE, RuleChoice, check_text
+from hpctrain.advise.lint.patterns import PatternTable, check_patterns, packaged_patterns
+from hpctrain.advise.lint.reporting import ProgramFacts
+from hpctrain.advise.lint.syntax import ProgramSyntax
 
 _spec = importlib.util.spec_from_file_location("lint_cases", Path(__file__).with_name("cases.py"))
 _cases = importlib.util.module_from_spec(_spec)

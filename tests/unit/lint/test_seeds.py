@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.lint.check import check_text
+from hpctrain.advise.lint.check import check_text
 
 HEAD = "import os\nimport torch\nimport torch.distributed as dist\n"
 SNIPPETS = [

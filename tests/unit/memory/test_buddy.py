@@ -9,14 +9,14 @@ import threading
 
 import pytest
 
-from hpctrain.control.wire import Codes, Garbled, Greeting
+from hpctrain.core.testing.faults import armed
 from hpctrain.errors import ControlLost
-from hpctrain.memory import copy_line
-from hpctrain.memory.choice import Inventory, choose
-from hpctrain.memory.copy_line import CopyDoor, CopyLine, meet
-from hpctrain.memory.pairing import buddies_of
-from hpctrain.memory.slots import HeldCopy, Mark
-from hpctrain.testing.faults import armed
+from hpctrain.node.control.wire import Codes, Garbled, Greeting
+from hpctrain.node.memory import copy_line
+from hpctrain.node.memory.choice import Inventory, choose
+from hpctrain.node.memory.copy_line import CopyDoor, CopyLine, meet
+from hpctrain.node.memory.pairing import buddies_of
+from hpctrain.node.memory.slots import HeldCopy, Mark
 from tests.support.replica_servers import (
     ROOM,
     ReplicaServers,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.memory.need import memory_notes
-from hpctrain.settings.schema import AliveSettings
+from hpctrain.core.settings.schema import AliveSettings
+from hpctrain.node.memory.need import memory_notes
 
 GIB = 2**30
 

@@ -6,9 +6,9 @@ import pytest
 
 from hpctrain.checkpoint.format import shard
 from hpctrain.errors import CheckpointError
-from hpctrain.memory.node_stock import NodeStock
-from hpctrain.memory.slots import Mark, RankSlots
-from hpctrain.memory.stock import ProvedCopy, digests_of
+from hpctrain.node.memory.node_stock import NodeStock
+from hpctrain.node.memory.slots import Mark, RankSlots
+from hpctrain.node.memory.stock import ProvedCopy, digests_of
 from tests.support.replica_servers import plan_of, values_of
 
 BEFORE = Mark(1, -1)

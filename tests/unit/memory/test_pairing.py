@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.memory.pairing import beside, buddies_of, next_nodes, warning
+from hpctrain.node.memory.pairing import beside, buddies_of, next_nodes, warning
 
 KNOWN = st.lists(st.sampled_from(["s1", "s2", "s3", "s4"]), min_size=2, max_size=40)
 SOME_KNOWN = st.lists(st.sampled_from(["", "s1", "s2", "s3"]), min_size=2, max_size=40)

@@ -8,10 +8,10 @@ import socket
 import pytest
 
 from hpctrain.checkpoint.format.shard import proof_bytes
-from hpctrain.memory import replica_server as replica_servers_module
-from hpctrain.memory.protocol import SOCKET, ReplicaServerLost
-from hpctrain.memory.rank_line import ReplicaClient
-from hpctrain.memory.slots import HeldCopy, Mark
+from hpctrain.node.memory import replica_server as replica_servers_module
+from hpctrain.node.memory.protocol import SOCKET, ReplicaServerLost
+from hpctrain.node.memory.rank_line import ReplicaClient
+from hpctrain.node.memory.slots import HeldCopy, Mark
 from tests.support.replica_servers import (
     ROOM,
     ReplicaServers,

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from hpctrain.memory.choice import Inventory, choose
-from hpctrain.memory.protocol import ReplicaServerLost
-from hpctrain.testing.faults import armed
+from hpctrain.core.testing.faults import armed
+from hpctrain.node.memory.choice import Inventory, choose
+from hpctrain.node.memory.protocol import ReplicaServerLost
 from tests.support.replica_servers import (
     ReplicaServerProcesses,
     plan_of,

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hpctrain.memory.slots import (
+from hpctrain.node.memory.slots import (
     NEVER,
     Coverage,
     HeldCopy,

@@ -11,11 +11,11 @@ from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.format.shard import ShardPiece, rank_of
 from hpctrain.errors import CheckpointError, TornCheckpoint
-from hpctrain.memory.copy_plan import CopyPlan
-from hpctrain.memory.facts import index_of, joined, part_of
-from hpctrain.memory.node_stock import NodeStock
-from hpctrain.memory.slots import Mark
-from hpctrain.memory.stock import RankStock
+from hpctrain.node.memory.copy_plan import CopyPlan
+from hpctrain.node.memory.facts import index_of, joined, part_of
+from hpctrain.node.memory.node_stock import NodeStock
+from hpctrain.node.memory.slots import Mark
+from hpctrain.node.memory.stock import RankStock
 from tests.support.replica_servers import BLOCK_BYTES, plan_of, values_of
 
 WORLD, STEP, OWN = 3, 7, 16

@@ -11,9 +11,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.nccl import names, numbers, rules
-from hpctrain.nccl.numbers import RANGES, TEXTS, c_number
-from hpctrain.nccl.rules import DEBUG, ERROR, WARNING, Context, check_environment, check_variable
+from hpctrain.cluster.nccl import names, numbers, rules
+from hpctrain.cluster.nccl.numbers import RANGES, TEXTS, c_number
+from hpctrain.cluster.nccl.rules import (
+    DEBUG,
+    ERROR,
+    WARNING,
+    Context,
+    check_environment,
+    check_variable,
+)
 
 ANYWHERE = Context()
 SLINGSHOT = Context(kind="slingshot", required=("--network=disable_rdzv_get",))

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.base.records import EndReason
-from hpctrain.history.run_history import RunHistory
-from hpctrain.plan import decide
-from hpctrain.plan.decide import EXIT_STOPPED
-from hpctrain.settings.schema import BudgetSettings
+from hpctrain.core.base.records import EndReason
+from hpctrain.core.settings.schema import BudgetSettings
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.plan import decide
+from hpctrain.ledger.plan.decide import EXIT_STOPPED
 from tests.support.ledger_runs import event_of
 
 BUDGET_OF = {

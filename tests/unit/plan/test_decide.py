@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.base.records import EndReason, JobFacts, Next, StopCause
-from hpctrain.history.run_history import RunHistory
-from hpctrain.plan.decide import EndFacts, decide, decide_end
+from hpctrain.core.base.records import EndReason, JobFacts, Next, StopCause
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.plan.decide import EndFacts, decide, decide_end
 from tests.support.ledger_runs import event_of
 
 RUNNING = JobFacts("RUNNING", restarts=1)

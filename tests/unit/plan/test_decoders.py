@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.core.settings.schema import EngineSettings
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.plan.limits import FAMILIES, shape_of_config
-from hpctrain.plan.mesh import plan_mesh
-from hpctrain.settings.schema import EngineSettings
-from hpctrain.submit.change import change_spec, resume_request
-from hpctrain.submit.checks import plan_meshes
-from hpctrain.submit.prepare import SubmitRequest, prepare
+from hpctrain.launch.change import change_spec, resume_request
+from hpctrain.launch.checks import plan_meshes
+from hpctrain.launch.prepare import SubmitRequest, prepare
+from hpctrain.ledger.plan.limits import FAMILIES, shape_of_config
+from hpctrain.ledger.plan.mesh import plan_mesh
 from tests.support import fuzzing
 
 CONFIG = {
@@ -30,10 +30,10 @@ TP, PP = "engine.tp 3 (flag --mesh)", "engine.pp 8 (flag --mesh)"
 def table(monkeypatch):
     """One family that everything takes: what the engines take today is another test's."""
     monkeypatch.setattr(
-        "hpctrain.plan.limits.FAMILIES",
+        "hpctrain.ledger.plan.limits.FAMILIES",
         {"tp": frozenset({"llama"}), "pp": frozenset({"llama"}), "ep": frozenset()},
     )
-    monkeypatch.setattr("hpctrain.plan.limits.TIES", frozenset())
+    monkeypatch.setattr("hpctrain.ledger.plan.limits.TIES", frozenset())
 
 
 @pytest.fixture

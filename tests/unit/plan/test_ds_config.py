@@ -15,8 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.core.settings.deepspeed_keys import REMOVED_KEYS, SECTIONS, TOP_KEYS, ZERO
+from hpctrain.core.settings.schema import EngineSettings, Settings, TrainSettings
 from hpctrain.errors import NotFound, UsageError
-from hpctrain.plan.deepspeed import (
+from hpctrain.launch.checks import take_ds_config
+from hpctrain.ledger.plan.deepspeed import (
     MUST_BE,
     NO_EFFECT,
     REFUSED,
@@ -25,9 +28,6 @@ from hpctrain.plan.deepspeed import (
     read_user_config,
     resolve_ds_config,
 )
-from hpctrain.settings.deepspeed_keys import REMOVED_KEYS, SECTIONS, TOP_KEYS, ZERO
-from hpctrain.settings.schema import EngineSettings, Settings, TrainSettings
-from hpctrain.submit.checks import take_ds_config
 
 CASES = [
     {"kind": f"zero{stage}", "offload": offload, "precision": precision, "selective": selective}

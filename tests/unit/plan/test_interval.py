@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.history.run_history import RunHistory
-from hpctrain.plan.interval import (
+from hpctrain.core.settings.schema import CheckpointSettings
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.plan.interval import (
     FIRST_GUESS_S,
     SHORTEST_S,
     Costs,
@@ -23,7 +24,6 @@ from hpctrain.plan.interval import (
     first_guess,
     mtbf_s,
 )
-from hpctrain.settings.schema import CheckpointSettings
 from tests.support.ledger_runs import Story, event_of
 
 DAY = 86400.0

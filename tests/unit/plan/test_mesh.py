@@ -11,23 +11,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain import drawing
-from hpctrain.base.mesh import AXES, Mesh
-from hpctrain.base.text import placed
 from hpctrain.cli.main import main
-from hpctrain.data.batches import MicrobatchRules
+from hpctrain.core import drawing
+from hpctrain.core.base.mesh import AXES, Mesh
+from hpctrain.core.base.text import placed
+from hpctrain.core.settings.check import check, engine_flags, parse_mesh
+from hpctrain.core.settings.layers import flag_layer, resolve
+from hpctrain.core.settings.schema import EngineSettings, Settings, SlurmSettings, TrainSettings
+from hpctrain.core.settings.spec import Entry, Spec, load_spec
 from hpctrain.errors import UsageError
-from hpctrain.history.run_history import RunHistory
-from hpctrain.plan import resume
-from hpctrain.plan.mesh import ModelShape, Planner, divisors, meshes, passes_of, plan_mesh, shape_of
-from hpctrain.settings.check import check, engine_flags, parse_mesh
-from hpctrain.settings.layers import flag_layer, resolve
-from hpctrain.settings.schema import EngineSettings, Settings, SlurmSettings, TrainSettings
-from hpctrain.settings.spec import Entry, Spec, load_spec
-from hpctrain.status.as_json import as_json
-from hpctrain.status.screen import StatusScreen
-from hpctrain.status.status import Answer, status_of
-from hpctrain.submit.change import SAME_RUN, ResumeRequest, change_spec
+from hpctrain.launch.change import SAME_RUN, ResumeRequest, change_spec
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.plan import resume
+from hpctrain.ledger.plan.mesh import (
+    ModelShape,
+    Planner,
+    divisors,
+    meshes,
+    passes_of,
+    plan_mesh,
+    shape_of,
+)
+from hpctrain.observe.status.as_json import as_json
+from hpctrain.observe.status.screen import StatusScreen
+from hpctrain.observe.status.status import Answer, status_of
+from hpctrain.train.data.batches import MicrobatchRules
 from tests.support.ledger_runs import Story
 
 SHAPE = ModelShape(layers=4, dim=128, heads=4, hidden=352, seq_len=128, experts=8)

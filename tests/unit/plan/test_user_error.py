@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.history.run_history import RunHistory
-from hpctrain.plan.decide import LONG_S, SOON_S, is_users, restart_pause_s
-from hpctrain.run import events as ledger
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.plan.decide import LONG_S, SOON_S, is_users, restart_pause_s
+from hpctrain.ledger.run import events as ledger
 from tests.support.ledger_runs import Story
 
 ERROR = "OSError: [Errno 116] Stale file handle"

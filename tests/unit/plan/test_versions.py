@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpctrain.cluster.scheduler.slurm.script import module_lines
+from hpctrain.cluster.site.schema import Modules
+from hpctrain.core.settings.schema import EngineSettings, Settings, replaced
 from hpctrain.errors import UsageError
-from hpctrain.plan.limits import DEEPSPEED, TORCH, refusal, untried
-from hpctrain.scheduler.slurm.script import module_lines
-from hpctrain.settings.schema import EngineSettings, Settings, replaced
-from hpctrain.site.schema import Modules
-from hpctrain.submit import checks
-from hpctrain.submit.checks import check_versions
+from hpctrain.launch import checks
+from hpctrain.launch.checks import check_versions
+from hpctrain.ledger.plan.limits import DEEPSPEED, TORCH, refusal, untried
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_the_place_that_python_looks_at_first_counts(tmp_path, monkeypatch):
 
 
 def test_asking_brings_no_parsers_of_email():
-    code = "import sys, hpctrain.submit.checks; print(*sys.modules)"
+    code = "import sys, hpctrain.launch.checks; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert {"importlib.metadata", "email"} & {*done.stdout.split()} == set()

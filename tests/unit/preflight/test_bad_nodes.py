@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from hpctrain.preflight.node_lists import (
+from hpctrain.cluster.preflight.node_lists import (
     bad_nodes_of_user,
     bad_nodes_path,
     excluded,
     read_bad,
     record_bad,
 )
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run.layout import RunDir
 
 
 def test_a_bad_node_is_kept_out_until_its_time_is_over(tmp_path):

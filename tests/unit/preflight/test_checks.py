@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.preflight.checks import Expected, Order, check_facts
-from hpctrain.preflight.checks_between import (
+from hpctrain.cluster.preflight.checks import Expected, Order, check_facts
+from hpctrain.cluster.preflight.checks_between import (
     LOGIN,
     apart,
     check_clocks,
@@ -16,10 +16,10 @@ from hpctrain.preflight.checks_between import (
     check_present,
     check_shared,
 )
-from hpctrain.preflight.exchanges import Skew
-from hpctrain.preflight.facts import Gpu, Interface, NodeFacts, Port
-from hpctrain.preflight.report import PreflightReport, Result, lines
-from hpctrain.preflight.slow_nodes import SearchResult, check_bandwidth, check_products
+from hpctrain.cluster.preflight.exchanges import Skew
+from hpctrain.cluster.preflight.facts import Gpu, Interface, NodeFacts, Port
+from hpctrain.cluster.preflight.report import PreflightReport, Result, lines
+from hpctrain.cluster.preflight.slow_nodes import SearchResult, check_bandwidth, check_products
 
 NODES = ["n1", "n2", "n3", "n4"]
 WELL = NodeFacts(

@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hpctrain.base import listener
-from hpctrain.preflight import exchanges
-from hpctrain.preflight.checks import Expected, Order
-from hpctrain.preflight.facts import NodeFacts
-from hpctrain.preflight.node import NodePlace, _Judge
-from hpctrain.preflight.rendezvous import Acceptor, Coordinator, Peer
+from hpctrain.cluster.preflight import exchanges
+from hpctrain.cluster.preflight.checks import Expected, Order
+from hpctrain.cluster.preflight.facts import NodeFacts
+from hpctrain.cluster.preflight.node import NodePlace, _Judge
+from hpctrain.cluster.preflight.rendezvous import Acceptor, Coordinator, Peer
+from hpctrain.core.base import listener
 from tests.support import gates
 from tests.support.ports import free_port
 

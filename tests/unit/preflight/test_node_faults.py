@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cluster.preflight.facts import Interface, NodeFacts, changed, seconds
+from hpctrain.core.testing.node_faults import ACTIONS, of_node, parse
 from hpctrain.errors import UsageError
-from hpctrain.preflight.facts import Interface, NodeFacts, changed, seconds
-from hpctrain.testing.node_faults import ACTIONS, of_node, parse
 
 PAGE = Path(__file__).parents[3] / "docs/preflight.md"
 

@@ -12,10 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.preflight import exchanges
-from hpctrain.preflight.bounded import Unanswered, bounded
-from hpctrain.preflight.facts import Gpu, Interface, Port, draft
-from hpctrain.preflight.probe import FactSources, parse_nvlinks, probe, read_gpus, run_command
+from hpctrain.cluster.preflight import exchanges
+from hpctrain.cluster.preflight.bounded import Unanswered, bounded
+from hpctrain.cluster.preflight.facts import Gpu, Interface, Port, draft
+from hpctrain.cluster.preflight.probe import (
+    FactSources,
+    parse_nvlinks,
+    probe,
+    read_gpus,
+    run_command,
+)
 
 NVIDIA = "0, NVIDIA H100 80GB HBM3, 550.54.15, 0\n1, NVIDIA H100 80GB HBM3, 550.54.15, [N/A]\n"
 NVLINK = "GPU 0: NVIDIA H100 (UUID: x)\n\t Link 0: 26.562 GB/s\n\t Link 1: <inactive>\nGPU 1: x\n"

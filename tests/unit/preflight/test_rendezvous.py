@@ -10,14 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hpctrain.base import listener
-from hpctrain.base.secret import code
-from hpctrain.errors import ChecksFailed
-from hpctrain.preflight import node as preflight_run
-from hpctrain.preflight import rendezvous
-from hpctrain.preflight.checks import Expected, Order
-from hpctrain.preflight.node import NodePlace
-from hpctrain.preflight.rendezvous import (
+from hpctrain.cluster.preflight import node as preflight_run
+from hpctrain.cluster.preflight import rendezvous
+from hpctrain.cluster.preflight.checks import Expected, Order
+from hpctrain.cluster.preflight.node import NodePlace
+from hpctrain.cluster.preflight.rendezvous import (
     COORDINATOR,
     PEER,
     Alone,
@@ -26,6 +23,9 @@ from hpctrain.preflight.rendezvous import (
     Peer,
     Stranger,
 )
+from hpctrain.core.base import listener
+from hpctrain.core.base.secret import code
+from hpctrain.errors import ChecksFailed
 from tests.support.ports import free_port
 from tests.support.users import OWNER, STRANGER, run_as, start_as
 
@@ -390,9 +390,9 @@ def test_another_user_who_has_the_port_first_gets_nothing_and_gives_nothing(comm
         "print(said.decode(), flush=True)\n"
     )
     member_of = (
-        "import sys; from pathlib import Path; from hpctrain.preflight.rendezvous import Peer\n"
-        "from hpctrain.run.layout import RunDir\n"
-        "from hpctrain.run.ownership import start_secret\n"
+        "import sys; from pathlib import Path; from hpctrain.cluster.preflight.rendezvous import Peer\n"
+        "from hpctrain.ledger.run.layout import RunDir\n"
+        "from hpctrain.ledger.run.ownership import start_secret\n"
         f"secret = start_secret(RunDir(Path({str(run)!r})), '7', 0)\n"
         f"Peer(1, '127.0.0.1', {port}, secret, 0.0)\n"
     )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.preflight.checks_between import (
+from hpctrain.cluster.preflight.checks_between import (
     ALL_UP_TO,
     apart,
     check_names,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.agent.node_check import NodeCheck
-from hpctrain.preflight.checks import Expected
-from hpctrain.preflight.slow_nodes import Limits, search
-from hpctrain.settings.schema import Settings
+from hpctrain.cluster.preflight.checks import Expected
+from hpctrain.cluster.preflight.slow_nodes import Limits, search
+from hpctrain.core.settings.schema import Settings
+from hpctrain.node.agent.node_check import NodeCheck
 
 FAST, SLOW = 40.0, 10.0
 BASELINE = Limits({1: 60.0, 2: 40.0, 8: 38.0})

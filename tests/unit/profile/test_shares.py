@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.profile.trace import both, divide, length, minus, union
+from hpctrain.observe.profile.trace import both, divide, length, minus, union
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).map(tuple))
 

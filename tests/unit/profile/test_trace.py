@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from hpctrain.profile.trace import Kind, TraceUnreadable, read_trace
+from hpctrain.observe.profile.trace import Kind, TraceUnreadable, read_trace
 from tests.support.traces import CPU, GPU
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.profile.trace import Kind, RankShares
-from hpctrain.profile.verdict import (
+from hpctrain.observe.profile.trace import Kind, RankShares
+from hpctrain.observe.profile.verdict import (
     EXPANDABLE,
     Bound,
     RankMemory,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.data.tokens import TokenFile, sidecar
 from hpctrain.errors import UsageError
 from hpctrain.recipes.lm import corpus
+from hpctrain.train.data.tokens import TokenFile, sidecar
 
 
 def fill(folder, **texts):

@@ -15,16 +15,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.history.causes import EndCause
-from hpctrain.history.evaluations import EvaluationView
-from hpctrain.history.goodput import Goodput, TimeClass, TimeSlice, window
-from hpctrain.history.run_history import RunHistory
-from hpctrain.report import gather as curves
-from hpctrain.report.advice import advice
-from hpctrain.report.charts import MOST_LINES, charts, timeline
-from hpctrain.report.gather import gather
-from hpctrain.report.page import comparison_page, in_script, page
-from hpctrain.report.summary import (
+from hpctrain.core.settings.schema import replaced
+from hpctrain.ledger.history.causes import EndCause
+from hpctrain.ledger.history.evaluations import EvaluationView
+from hpctrain.ledger.history.goodput import Goodput, TimeClass, TimeSlice, window
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events as ledger
+from hpctrain.observe.report import gather as curves
+from hpctrain.observe.report.advice import advice
+from hpctrain.observe.report.charts import MOST_LINES, charts, timeline
+from hpctrain.observe.report.gather import gather
+from hpctrain.observe.report.page import comparison_page, in_script, page
+from hpctrain.observe.report.summary import (
     ATTEMPT_TITLES,
     attempt_rows,
     comparison_charts,
@@ -32,16 +34,14 @@ from hpctrain.report.summary import (
     facts,
     failure_groups,
 )
-from hpctrain.report.text import as_text, comparison
-from hpctrain.report.wording import COLOURS
-from hpctrain.run import events as ledger
-from hpctrain.settings.schema import replaced
-from hpctrain.status.status import Answer, status_of
+from hpctrain.observe.report.text import as_text, comparison
+from hpctrain.observe.report.wording import COLOURS
+from hpctrain.observe.status.status import Answer, status_of
 from tests.support.ledger_runs import Story
 from tests.support.report_runs import BEGIN, NASTY, Tale, eventful
 
 if TYPE_CHECKING:
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
 ALL_CHARTS = [
     *("timeline", "goodput", "loss", "throughput", "steps", "heat", "memory", "saves", "waits")
@@ -551,7 +551,7 @@ def with_attempts(quiet, *attempts, goodput=None):
 
 
 def failure(view, node, summary="killed by SIGKILL"):
-    from hpctrain.history.run_records import Failure
+    from hpctrain.ledger.history.run_records import Failure
 
     return {"failure": Failure(view, 0, node, "signal", summary), "cause": EndCause.CRASHED}
 
@@ -759,7 +759,7 @@ def test_without_a_screen_open_says_how_to_bring_the_page_home(runs, capsys):
 
 
 def test_a_figure_is_short_and_never_nan():
-    from hpctrain.report.wording import figure, percent
+    from hpctrain.observe.report.wording import figure, percent
 
     assert figure(43_712.0, "tokens/s") == "43.7k tokens/s"
     assert percent(0.0004) == "0.04 %"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.history.attempts import AttemptView
-from hpctrain.report.wording import NOTHING, steps
+from hpctrain.ledger.history.attempts import AttemptView
+from hpctrain.observe.report.wording import NOTHING, steps
 
 
 @pytest.mark.parametrize(

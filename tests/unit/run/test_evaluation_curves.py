@@ -9,8 +9,8 @@ import struct
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hpctrain.run import results
-from hpctrain.run.results import write_curves
+from hpctrain.ledger.run import results
+from hpctrain.ledger.run.results import write_curves
 from tests.support.ledger_runs import Story
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hpctrain.run.events import parse
+from hpctrain.ledger.run.events import parse
 from tests.support import ledger_runs
 
 

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.base.records import EndReason, Skipped
-from hpctrain.history.progress import progress
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run import events
-from hpctrain.run.events import Tail, parse, read
-from hpctrain.run.layout import RunDir
+from hpctrain.core.base.records import EndReason, Skipped
+from hpctrain.ledger.history.progress import progress
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events
+from hpctrain.ledger.run.events import Tail, parse, read
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.ledger_runs import event_of, fields_of, write_event
 
 
@@ -196,9 +196,9 @@ def test_a_child_forked_during_a_write_does_not_keep_the_lock(run):
     script = f"""
 import fcntl, os, sys, time
 from pathlib import Path
-from hpctrain.run import events
-from hpctrain.run.event_types import TrainingDone, TrainingStopped
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run import events
+from hpctrain.ledger.run.event_types import TrainingDone, TrainingStopped
+from hpctrain.ledger.run.layout import RunDir
 real = events._ends_whole
 ours, theirs = os.pipe()
 def fork_then(descriptor):
@@ -232,7 +232,7 @@ def test_a_full_disk_is_an_error_and_not_a_lost_fact(run, monkeypatch):
 
 
 def test_importing_the_ledger_imports_nothing_heavy():
-    script = "import sys, hpctrain.run.events; print(*sorted(sys.modules))"
+    script = "import sys, hpctrain.ledger.run.events; print(*sorted(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,

@@ -14,10 +14,10 @@ import pytest
 from hpctrain.checkpoint.store import find, retention, verify
 from hpctrain.cli.main import main
 from hpctrain.errors import HpctrainError
-from hpctrain.run import fence
-from hpctrain.run.events import read
-from hpctrain.run.fence import read_fence, take_attempt
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run import fence
+from hpctrain.ledger.run.events import read
+from hpctrain.ledger.run.fence import read_fence, take_attempt
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import checkpoints as support
 from tests.support import client_disk
 from tests.support.ledger_runs import Story, fields_of, write_event

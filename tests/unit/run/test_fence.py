@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import Fenced
-from hpctrain.run.fence import publishing, read_fence, take_attempt
+from hpctrain.ledger.run.fence import publishing, read_fence, take_attempt
 
 
 def test_attempts_are_counted_from_one_and_each_has_a_token_of_its_own(run):

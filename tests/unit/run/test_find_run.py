@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import NotFound
-from hpctrain.run.find_run import find_run, look_into
-from hpctrain.run.layout import runs_root
+from hpctrain.ledger.run.find_run import find_run, look_into
+from hpctrain.ledger.run.layout import runs_root
 from tests.support.ledger_runs import Story, write_event
 
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.checkpoint.store import find, retention
+from hpctrain.cluster.preflight import exchanges
 from hpctrain.errors import Fenced
-from hpctrain.preflight import exchanges
-from hpctrain.run.events import read
-from hpctrain.run.fence import left_text, look_anew, publishing, read_fence, run_lock, take_attempt
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run.events import read
+from hpctrain.ledger.run.fence import (
+    left_text,
+    look_anew,
+    publishing,
+    read_fence,
+    run_lock,
+    take_attempt,
+)
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import checkpoints as support
 from tests.support import client_disk
 from tests.support.ledger_runs import fields_of, write_event

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.run.events import parse
+from hpctrain.ledger.run.events import parse
 from tests.support.frozen_run import copy_of_frozen_run
 from tests.support.ledger_runs import fields_of, says_something
 

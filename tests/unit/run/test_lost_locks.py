@@ -12,12 +12,12 @@ import threading
 import pytest
 
 from hpctrain.checkpoint.store import commit, find, retention, verify
+from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError, Fenced
-from hpctrain.run.events import read
-from hpctrain.run.fence import publishing, read_fence, run_lock, take_attempt
-from hpctrain.run.layout import RunDir
-from hpctrain.submit.checks import check_disk
-from hpctrain.testing import points
+from hpctrain.launch.checks import check_disk
+from hpctrain.ledger.run.events import read
+from hpctrain.ledger.run.fence import publishing, read_fence, run_lock, take_attempt
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import checkpoints as support
 from tests.support import client_disk
 from tests.support.ledger_runs import fields_of, write_event

@@ -10,8 +10,14 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.errors import ChecksFailed, UsageError
-from hpctrain.run.find_run import find_run
-from hpctrain.run.ownership import distrust, job_spec, own_spec, refuse_foreign, refuse_planted
+from hpctrain.ledger.run.find_run import find_run
+from hpctrain.ledger.run.ownership import (
+    distrust,
+    job_spec,
+    own_spec,
+    refuse_foreign,
+    refuse_planted,
+)
 from tests.support.ledger_runs import Story
 from tests.support.users import OWNER, STRANGER, run_as
 

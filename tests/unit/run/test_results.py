@@ -9,8 +9,8 @@ import random
 
 import pytest
 
-from hpctrain.run import results
-from hpctrain.run.results import read_results, write_results
+from hpctrain.ledger.run import results
+from hpctrain.ledger.run.results import read_results, write_results
 from tests.support import fuzzing
 
 

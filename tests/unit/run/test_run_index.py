@@ -12,9 +12,9 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.errors import NotFound
-from hpctrain.run import find_run as run_index
-from hpctrain.run.find_run import IndexedRun, find_run, index_path, indexed, record
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run import find_run as run_index
+from hpctrain.ledger.run.find_run import IndexedRun, find_run, index_path, indexed, record
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.ledger_runs import Story, local_job
 from tests.support.users import OWNER, STRANGER, run_as
 
@@ -183,7 +183,9 @@ def test_submit_and_resume_write_it(elsewhere, monkeypatch):
     submitted = ["submit", "--cluster", "local", "--name", "mine", "--no-submit", "--", "train.py"]
     assert main(submitted) == 0
     assert indexed() == []
-    monkeypatch.setattr("hpctrain.scheduler.local.client.LocalCluster.submit", lambda *_: "local-5")
+    monkeypatch.setattr(
+        "hpctrain.cluster.scheduler.local.client.LocalCluster.submit", lambda *_: "local-5"
+    )
     assert main(["resume", "mine"]) == 0
     [line] = [json.loads(line) for line in index_path().read_text().split("\n") if line]
     assert (line["dir"], line["jobs"]) == (str(elsewhere / "runs" / "mine"), ["local-5"])
@@ -192,8 +194,8 @@ def test_submit_and_resume_write_it(elsewhere, monkeypatch):
 
 WRITES = """
 from pathlib import Path
-from hpctrain.run.layout import RunDir
-from hpctrain.run.find_run import IndexedRun, indexed, record
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.ledger.run.find_run import IndexedRun, indexed, record
 record([IndexedRun(RunDir(Path("/gone")))])
 print(len(indexed()))
 """

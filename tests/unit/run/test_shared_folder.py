@@ -9,11 +9,11 @@ import tracemalloc
 
 import pytest
 
-from hpctrain.run import events as ledger
-from hpctrain.run.attempt_files import LogFile
-from hpctrain.run.events import BLOCK_BYTES, Tail, parse
-from hpctrain.run.find_run import find_run, look_into
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.attempt_files import LogFile
+from hpctrain.ledger.run.events import BLOCK_BYTES, Tail, parse
+from hpctrain.ledger.run.find_run import find_run, look_into
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.ledger_runs import Story, write_event
 from tests.support.users import OWNER, STRANGER, run_as
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpctrain.agent.log_index import times_path
 from hpctrain.cli.main import main
-from hpctrain.preflight import node_lists
-from hpctrain.profile.files import MEMORY, PROBLEM, TRACE, StepWindow, file_name
-from hpctrain.run.attempt_files import Heartbeat, write_heartbeat
+from hpctrain.cluster.preflight import node_lists
+from hpctrain.ledger.run.attempt_files import Heartbeat, write_heartbeat
+from hpctrain.node.agent.log_index import times_path
+from hpctrain.observe.profile.files import MEMORY, PROBLEM, TRACE, StepWindow, file_name
 from tests.support import checkpoints as support
 from tests.support.ledger_runs import Story
 from tests.support.traces import GPU

@@ -8,25 +8,25 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.agent.batch_side import BatchScriptSide, JobStartFacts
-from hpctrain.agent.end_writer import read_outcome
-from hpctrain.agent.ending import AttemptEnding
-from hpctrain.agent.notify import notification_of
-from hpctrain.base.records import EndReason, FailureReport, JobContext, JobFacts
 from hpctrain.checkpoint.store.retention import in_use
 from hpctrain.cli.main import main
+from hpctrain.core.base.records import EndReason, FailureReport, JobContext, JobFacts
+from hpctrain.core.settings.spec import load_spec
 from hpctrain.errors import NotFound
-from hpctrain.history.run_history import RunHistory
-from hpctrain.logs.follow import EndWatch, LedgerTail
-from hpctrain.plan import interval
-from hpctrain.plan.decide import allow, attempts_without_progress
-from hpctrain.run.fence import take_attempt
-from hpctrain.run.find_run import find_run, look_into
-from hpctrain.runtime import tensorboard
-from hpctrain.runtime.step_log import run_age_s
-from hpctrain.runtime.tensorboard import attempts_page
-from hpctrain.settings.spec import load_spec
-from hpctrain.submit.live_job import live_job
+from hpctrain.launch.live_job import live_job
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.plan import interval
+from hpctrain.ledger.plan.decide import allow, attempts_without_progress
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.ledger.run.find_run import find_run, look_into
+from hpctrain.node.agent.batch_side import BatchScriptSide, JobStartFacts
+from hpctrain.node.agent.end_writer import read_outcome
+from hpctrain.node.agent.ending import AttemptEnding
+from hpctrain.node.agent.notify import notification_of
+from hpctrain.observe.logs.follow import EndWatch, LedgerTail
+from hpctrain.train.runtime import tensorboard
+from hpctrain.train.runtime.step_log import run_age_s
+from hpctrain.train.runtime.tensorboard import attempts_page
 from tests.support.fuzzing import Faults, cases, chances, mutated
 from tests.support.ledger_runs import Story
 
@@ -203,7 +203,7 @@ class Round:
 def test_no_reader_fails(tale, begin, end, tmp_path, monkeypatch, capfd):  # noqa: PLR0917
     run, lines = tale
     monkeypatch.setenv("HPCTRAIN_LOCAL_DIR", str(tmp_path / "local"))
-    monkeypatch.setattr("hpctrain.report.page._plotly", lambda: "")
+    monkeypatch.setattr("hpctrain.observe.report.page._plotly", lambda: "")
     for side in ("ending", "batch_side"):
         monkeypatch.setattr(f"hpctrain.agent.{side}.notify", lambda *_: None)
     readers = Round(run, str(tmp_path / "page.html"))

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.base.records import StopCause
-from hpctrain.history.run_history import RunHistory
-from hpctrain.plan import interval
-from hpctrain.run import events as ledger
-from hpctrain.runtime.agreement import STOP_CLOCK, STOP_TERM, STOP_USER, WARNED, StopRequest
-from hpctrain.runtime.program import Program
-from hpctrain.runtime.save_policy import LEAVE_S, JobClock
-from hpctrain.runtime.signals import RankSignals
-from hpctrain.runtime.stops import Stops
+from hpctrain.core.base.records import StopCause
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.plan import interval
+from hpctrain.ledger.run import events as ledger
+from hpctrain.train.runtime.agreement import STOP_CLOCK, STOP_TERM, STOP_USER, WARNED, StopRequest
+from hpctrain.train.runtime.program import Program
+from hpctrain.train.runtime.save_policy import LEAVE_S, JobClock
+from hpctrain.train.runtime.signals import RankSignals
+from hpctrain.train.runtime.stops import Stops
 from tests.support.gloo import launch
 from tests.support.ledger_runs import Story
 
@@ -219,9 +219,9 @@ def _share(kind):
     import torch
     from torch import nn
 
-    from hpctrain.engines.parallelize import parallelize
-    from hpctrain.settings.schema import EngineSettings
-    from hpctrain.world import join_world
+    from hpctrain.core.settings.schema import EngineSettings
+    from hpctrain.core.world import join_world
+    from hpctrain.train.engines.parallelize import parallelize
 
     world = join_world()
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import hpctrain
-from hpctrain import device as devices
-from hpctrain.runtime import own_loop, profiler, telemetry
-from hpctrain.runtime.generators import Generators
-from hpctrain.world import World
+from hpctrain.core import device as devices
+from hpctrain.core.world import World
+from hpctrain.train.runtime import own_loop, profiler, telemetry
+from hpctrain.train.runtime.generators import Generators
 
 CPU = torch.device("cpu")
 NVIDIAS_OWN = {"cudart", "nccl", "profiler", "memory", "is_available", "get_device_name"}

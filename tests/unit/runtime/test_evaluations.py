@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import hpctrain
+from hpctrain.core.settings.spec import Entry, Evaluates, Spec
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.spec import Entry, Evaluates, Spec
+from hpctrain.ledger.run.layout import RunDir
 
 NAME = "step-0000000300"
 
@@ -20,7 +20,7 @@ NAME = "step-0000000300"
 @pytest.fixture(autouse=True)
 def outside(monkeypatch):
     """No job: neither an evaluation's nor any other."""
-    monkeypatch.setattr("hpctrain.runtime.evaluations.configure", lambda _: None)
+    monkeypatch.setattr("hpctrain.train.runtime.evaluations.configure", lambda _: None)
     for name in ("HPCTRAIN_CHECKPOINT", "HPCTRAIN_RESULTS", "HPCTRAIN_RUN_DIR", "RANK"):
         monkeypatch.delenv(name, raising=False)
 

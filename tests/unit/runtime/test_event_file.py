@@ -14,8 +14,8 @@ from tensorboard.context import RequestContext
 from tensorboard.data.grpc_provider import GrpcDataProvider, make_stub
 from tensorboard.data.server_ingester import get_server_binary
 
-from hpctrain.run.results import masked_crc, write_curves
-from hpctrain.runtime.tensorboard import EventFile, file_name
+from hpctrain.ledger.run.results import masked_crc, write_curves
+from hpctrain.train.runtime.tensorboard import EventFile, file_name
 from tests.support import patience
 from tests.support.ledger_runs import Story
 

@@ -11,10 +11,10 @@ import torch
 from numpy import random as numpy_random
 
 from hpctrain.checkpoint.format.manifest import Manifest, TensorEntry
+from hpctrain.core.world import World
 from hpctrain.errors import CheckpointError
-from hpctrain.runtime import generators as under_test
-from hpctrain.runtime.generators import Generators
-from hpctrain.world import World
+from hpctrain.train.runtime import generators as under_test
+from hpctrain.train.runtime.generators import Generators
 
 WORDS = {torch.uint8: "U8", torch.int64: "I64", torch.float64: "F64"}
 KINDS = {

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.checkpoint.tensors.restore import Restored
-from hpctrain.runtime import kept_state
-from hpctrain.runtime.kept_state import NothingKept, TrainingState
-from hpctrain.settings.schema import Settings
+from hpctrain.core.settings.schema import Settings
+from hpctrain.train.runtime import kept_state
+from hpctrain.train.runtime.kept_state import NothingKept, TrainingState
 
 AGREED = SimpleNamespace(save=True, memory=False)
 

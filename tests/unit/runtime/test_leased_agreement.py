@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.base.records import StopCause
-from hpctrain.control.board import Board
-from hpctrain.control.lease import Decision, Lease
-from hpctrain.control.rank_lease import RankLease
+from hpctrain.core.base.records import StopCause
 from hpctrain.errors import ControlLost
-from hpctrain.runtime.agreement import (
+from hpctrain.node.control.board import Board
+from hpctrain.node.control.lease import Decision, Lease
+from hpctrain.node.control.rank_lease import RankLease
+from hpctrain.train.runtime.agreement import (
     CODES,
     NOTHING,
     STOP_CLOCK,

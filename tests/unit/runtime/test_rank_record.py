@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.base.records import StopCause
-from hpctrain.run.event_types import TrainingDone
-from hpctrain.run.fence import Attempt
-from hpctrain.run.layout import RunDir
-from hpctrain.runtime.rank_record import RankRecord
+from hpctrain.core.base.records import StopCause
+from hpctrain.ledger.run.event_types import TrainingDone
+from hpctrain.ledger.run.fence import Attempt
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.train.runtime.rank_record import RankRecord
 
 
 def world(rank):

@@ -10,16 +10,16 @@ import time
 
 import pytest
 
-from hpctrain.base.records import JobFacts
+from hpctrain.core.base.records import JobFacts
 from hpctrain.errors import ClusterUnreachable
-from hpctrain.profile import files
-from hpctrain.profile.files import ProfileRequest
-from hpctrain.run import fence
-from hpctrain.run.fence import left_text
-from hpctrain.runtime import requests as module
-from hpctrain.runtime.agreement import STOP_TERM, STOP_USER, STOP_WARNED
-from hpctrain.runtime.requests import Rank0Requests
-from hpctrain.runtime.save_policy import JobClock
+from hpctrain.ledger.run import fence
+from hpctrain.ledger.run.fence import left_text
+from hpctrain.observe.profile import files
+from hpctrain.observe.profile.files import ProfileRequest
+from hpctrain.train.runtime import requests as module
+from hpctrain.train.runtime.agreement import STOP_TERM, STOP_USER, STOP_WARNED
+from hpctrain.train.runtime.requests import Rank0Requests
+from hpctrain.train.runtime.save_policy import JobClock
 from tests.support import patience
 from tests.support.patience import PATIENCE_S
 

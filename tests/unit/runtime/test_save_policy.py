@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.tensors.save import Saved, SavePlace
-from hpctrain.plan import interval
-from hpctrain.run.event_types import IntervalSet
-from hpctrain.run.fence import take_attempt
-from hpctrain.runtime.save_policy import JobClock, SavePolicy
-from hpctrain.settings.schema import CheckpointSettings
-from hpctrain.world import World
+from hpctrain.core.settings.schema import CheckpointSettings
+from hpctrain.core.world import World
+from hpctrain.ledger.plan import interval
+from hpctrain.ledger.run.event_types import IntervalSet
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.train.runtime.save_policy import JobClock, SavePolicy
 from tests.support.ledger_runs import Story
 
 DAY = 86400.0

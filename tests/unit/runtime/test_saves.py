@@ -8,8 +8,8 @@ import pytest
 
 from hpctrain.checkpoint.tensors.saver import Outcome
 from hpctrain.errors import CheckpointError, Fenced
-from hpctrain.runtime.save_policy import LastSave
-from hpctrain.runtime.saves import Saves
+from hpctrain.train.runtime.save_policy import LastSave
+from hpctrain.train.runtime.saves import Saves
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.checkpoint.store import find
-from hpctrain.run import events as ledger
-from hpctrain.run.events import LineReader
-from hpctrain.runtime.saves import EvaluationsTail, Saves
-from hpctrain.settings.schema import CheckpointSettings, EvaluateSettings
+from hpctrain.core.settings.schema import CheckpointSettings, EvaluateSettings
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.events import LineReader
+from hpctrain.train.runtime.saves import EvaluationsTail, Saves
 from tests.support import checkpoints
 from tests.support.ledger_runs import Story
 

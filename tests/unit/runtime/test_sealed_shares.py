@@ -7,10 +7,10 @@ import torch
 
 from hpctrain.checkpoint.sealed import seals
 from hpctrain.checkpoint.sealed.files import UnitFile
+from hpctrain.core.settings.schema import CheckpointSettings
+from hpctrain.core.world import World
 from hpctrain.errors import CheckpointError
-from hpctrain.runtime import sealed
-from hpctrain.settings.schema import CheckpointSettings
-from hpctrain.world import World
+from hpctrain.train.runtime import sealed
 from tests.support.checkpoints import new_run, next_attempt
 
 ALONE = World(0, 0, 1, torch.device("cpu"))

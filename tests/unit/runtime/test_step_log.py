@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from hpctrain.core.world import World
 from hpctrain.errors import UsageError
-from hpctrain.history.progress import rank_sample
-from hpctrain.run import events as ledger
-from hpctrain.run.attempt_files import Heartbeat, read_heartbeat, write_heartbeat
-from hpctrain.run.fence import take_attempt
-from hpctrain.runtime import telemetry as module
-from hpctrain.runtime.step_log import KEPT, StepLog, StepTimes, mark_every_s, run_age_s
-from hpctrain.runtime.telemetry import Telemetry, sample_every_s, sample_of, slowest
-from hpctrain.world import World
+from hpctrain.ledger.history.progress import rank_sample
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.attempt_files import Heartbeat, read_heartbeat, write_heartbeat
+from hpctrain.ledger.run.fence import take_attempt
+from hpctrain.train.runtime import telemetry as module
+from hpctrain.train.runtime.step_log import KEPT, StepLog, StepTimes, mark_every_s, run_age_s
+from hpctrain.train.runtime.telemetry import Telemetry, sample_every_s, sample_of, slowest
 from tests.support.ledger_runs import fields_of, write_event
 
 DAY = 86400.0

@@ -12,8 +12,8 @@ from torch.optim import lr_scheduler as lr
 from hpctrain.checkpoint.tensors.boxes import State
 from hpctrain.checkpoint.tensors.value_reading import decode, placeholders
 from hpctrain.checkpoint.tensors.values import encode
-from hpctrain.runtime import program
-from hpctrain.world import World
+from hpctrain.core.world import World
+from hpctrain.train.runtime import program
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 

@@ -13,19 +13,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from hpctrain.errors import UsageError
-from hpctrain.history.run_history import RunHistory
-from hpctrain.runtime import trackers as run_trackers
-from hpctrain.runtime.tensorboard import attempts_page, hparams, settings_page
-from hpctrain.runtime.trackers import (
-    BEFORE_SAVE_S,
-    ONCE_SLOW_S,
-    TrackedRun,
-    Trackers,
-    TrackerThread,
-)
-from hpctrain.settings.check import check_hooks
-from hpctrain.settings.schema import (
+from hpctrain.core.settings.check import check_hooks
+from hpctrain.core.settings.schema import (
     NotifySettings,
     Settings,
     SlurmSettings,
@@ -33,8 +22,19 @@ from hpctrain.settings.schema import (
     TrainSettings,
     replaced,
 )
-from hpctrain.settings.spec import Entry, Spec
-from hpctrain.submit.checks import check_hooks_here
+from hpctrain.core.settings.spec import Entry, Spec
+from hpctrain.errors import UsageError
+from hpctrain.launch.checks import check_hooks_here
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.train.runtime import trackers as run_trackers
+from hpctrain.train.runtime.tensorboard import attempts_page, hparams, settings_page
+from hpctrain.train.runtime.trackers import (
+    BEFORE_SAVE_S,
+    ONCE_SLOW_S,
+    TrackedRun,
+    Trackers,
+    TrackerThread,
+)
 from tests.support.ledger_runs import Story
 
 LONG_S = 60.0
@@ -255,7 +255,7 @@ def test_tensorboard_shows_settings_attempts_and_hparams_in_one_run(tmp_path):
     assert newest[2].startswith("| 1 |")
     assert newest[2].endswith("| 0 | 4 | preempted |")
     assert newest[3].endswith("| 4 |  | goes on |")
-    settings = events.Tensors("hpctrain/settings/text_summary")[-1].tensor_proto.string_val[0]
+    settings = events.Tensors("hpctrain/core/settings/text_summary")[-1].tensor_proto.string_val[0]
     assert "| train.steps | 40 | hpctrain.toml:3 |" in settings.decode()
     metadata = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     session = HParamsPluginData.FromString(metadata).session_start_info

@@ -16,20 +16,20 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import UsageError
-from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.slurm.client import render_preflight
-from hpctrain.scheduler.slurm.container import (
+from hpctrain.cluster.scheduler.slurm.client import render_preflight
+from hpctrain.cluster.scheduler.slurm.container import (
     container_lines,
     container_start,
     parse_mount,
     runtime_of,
 )
-from hpctrain.scheduler.slurm.script import render_script
-from hpctrain.settings.fields import keys_of
-from hpctrain.settings.schema import ContainerSettings, Settings, SlurmSettings
-from hpctrain.settings.spec import Entry, Evaluates, Spec
-from hpctrain.site.schema import About, Container, Partition, Site
+from hpctrain.cluster.scheduler.slurm.script import render_script
+from hpctrain.cluster.site.schema import About, Container, Partition, Site
+from hpctrain.core.settings.fields import keys_of
+from hpctrain.core.settings.schema import ContainerSettings, Settings, SlurmSettings
+from hpctrain.core.settings.spec import Entry, Evaluates, Spec
+from hpctrain.errors import UsageError
+from hpctrain.ledger.run.layout import RunDir
 
 RUN = RunDir(Path("/scratch/me/runs/llm-1"))
 OWN = "/home/me/llm:/home/me/llm,/scratch/me/runs:/scratch/me/runs"

@@ -13,21 +13,21 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.errors import ChecksFailed, NotFound, UsageError
-from hpctrain.scheduler.base import Accounting
-from hpctrain.scheduler.slurm import facts
-from hpctrain.scheduler.slurm.client import SlurmCluster
-from hpctrain.scheduler.slurm.container import runtime_of
-from hpctrain.scheduler.slurm.container_checks import (
+from hpctrain.cluster.scheduler.base import Accounting
+from hpctrain.cluster.scheduler.slurm import facts
+from hpctrain.cluster.scheduler.slurm.client import SlurmCluster
+from hpctrain.cluster.scheduler.slurm.container import runtime_of
+from hpctrain.cluster.scheduler.slurm.container_checks import (
     COMMANDS,
     SRUN_OPTIONS,
     check_container,
     check_mount_points,
     image_path,
 )
-from hpctrain.settings.fields import keys_of
-from hpctrain.settings.schema import ContainerSettings, Settings, SlurmSettings
-from hpctrain.site.schema import About, Container, Site
+from hpctrain.cluster.site.schema import About, Container, Site
+from hpctrain.core.settings.fields import keys_of
+from hpctrain.core.settings.schema import ContainerSettings, Settings, SlurmSettings
+from hpctrain.errors import ChecksFailed, NotFound, UsageError
 from tests.support import users
 from tests.unit.scheduler.test_container import RUN, make_spec
 from tests.unit.scheduler.test_image_file import archive, oci, sif
@@ -130,7 +130,7 @@ def test_an_image_of_another_user_that_is_closed_is_refused(common_path):
     image.chmod(0o600)
     code = (
         "from pathlib import Path\n"
-        "from hpctrain.scheduler.slurm.container_checks import _check_image\n"
+        "from hpctrain.cluster.scheduler.slurm.container_checks import _check_image\n"
         "from hpctrain.errors import ChecksFailed\n"
         "import sys\n"
         "try:\n    _check_image(Path(sys.argv[1]), 'image', '', [], None)\n"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.scheduler.slurm import container_checks
-from hpctrain.scheduler.slurm.container_checks import elf_machine, inside, machines
+from hpctrain.cluster.scheduler.slurm import container_checks
+from hpctrain.cluster.scheduler.slurm.container_checks import elf_machine, inside, machines
 from tests.support.fuzzing import RAW, VALUES, cases
 
 AMD = bytes.fromhex("7f454c460201010000000000000000000200 3e00".replace(" ", ""))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import hpctrain
-from hpctrain.scheduler.local import client
+from hpctrain.cluster.scheduler.local import client
 from tests.support import patience
 
 

@@ -11,15 +11,15 @@ import threading
 
 import pytest
 
-from hpctrain.base.host_list import expand_nodes
-from hpctrain.base.records import NODE_DOWN
+from hpctrain.cluster.preflight.node import main as preflight_node
+from hpctrain.cluster.preflight.node import place_of
+from hpctrain.cluster.scheduler.slurm import command
+from hpctrain.cluster.scheduler.slurm.control import SlurmControl
+from hpctrain.cluster.scheduler.slurm.environment import job_context
+from hpctrain.core.base.host_list import expand_nodes
+from hpctrain.core.base.records import NODE_DOWN
 from hpctrain.entry.slurm_batch import exports
 from hpctrain.errors import ClusterError
-from hpctrain.preflight.node import main as preflight_node
-from hpctrain.preflight.node import place_of
-from hpctrain.scheduler.slurm import command
-from hpctrain.scheduler.slurm.control import SlurmControl
-from hpctrain.scheduler.slurm.environment import job_context
 
 NODES = 16_384
 NODELIST = f"accelerated-node[{1:06d}-{NODES:06d}]"

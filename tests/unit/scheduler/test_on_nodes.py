@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
+from hpctrain.cluster.scheduler.base import Cluster
+from hpctrain.cluster.scheduler.local.client import LocalCluster
+from hpctrain.cluster.scheduler.slurm.client import SlurmCluster
 from hpctrain.errors import ClusterError, UsageError
-from hpctrain.scheduler.base import Cluster
-from hpctrain.scheduler.local.client import LocalCluster
-from hpctrain.scheduler.slurm.client import SlurmCluster
 
 
 @pytest.fixture

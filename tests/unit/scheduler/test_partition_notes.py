@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.cluster.scheduler.base import Accounting
+from hpctrain.cluster.scheduler.slurm.facts import read_partitions
+from hpctrain.cluster.scheduler.slurm.limits import check_site, partition_notes
+from hpctrain.cluster.site.schema import Partition, Site
+from hpctrain.core.settings.schema import AliveSettings, Settings, SlurmSettings
 from hpctrain.errors import UsageError
-from hpctrain.scheduler.base import Accounting
-from hpctrain.scheduler.slurm.facts import read_partitions
-from hpctrain.scheduler.slurm.limits import check_site, partition_notes
-from hpctrain.settings.schema import AliveSettings, Settings, SlurmSettings
-from hpctrain.site.schema import Partition, Site
 
 SINFO = """\
 cpu*|40|64|2-00:00:00|(null)

@@ -9,15 +9,15 @@ import threading
 
 import pytest
 
-from hpctrain.base.env import HPCTRAIN_RELAY, HPCTRAIN_RUN_DIR
-from hpctrain.base.records import EndReason, JobFacts, JobState
-from hpctrain.base.secret import sign
+from hpctrain.cluster.scheduler.base import get_control
+from hpctrain.cluster.scheduler.slurm import control as relay
+from hpctrain.cluster.scheduler.slurm import executor
+from hpctrain.cluster.scheduler.slurm.control import RelayedControl, serve
+from hpctrain.core.base.env import HPCTRAIN_RELAY, HPCTRAIN_RUN_DIR
+from hpctrain.core.base.records import EndReason, JobFacts, JobState
+from hpctrain.core.base.secret import sign
 from hpctrain.errors import ClusterError, ClusterUnreachable
-from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.base import get_control
-from hpctrain.scheduler.slurm import control as relay
-from hpctrain.scheduler.slurm import executor
-from hpctrain.scheduler.slurm.control import RelayedControl, serve
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.clocks import jumping
 
 FACTS = JobFacts(JobState.RUNNING, restarts=2, preempt_time=5.0, end_time=9.5, comes_back=True)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cluster.scheduler.slurm.environment import clean, kept_settings
+from hpctrain.cluster.scheduler.slurm.script import check_options, export_arguments, render_script
+from hpctrain.cluster.site.load import load_site
+from hpctrain.core.settings.schema import AliveSettings, Settings, SlurmSettings
+from hpctrain.core.settings.spec import Entry, Spec
 from hpctrain.entry import slurm_batch
 from hpctrain.errors import ClusterUnreachable, UsageError
-from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.slurm.environment import clean, kept_settings
-from hpctrain.scheduler.slurm.script import check_options, export_arguments, render_script
-from hpctrain.settings.schema import AliveSettings, Settings, SlurmSettings
-from hpctrain.settings.spec import Entry, Spec
-from hpctrain.site.load import load_site
+from hpctrain.ledger.run.layout import RunDir
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cluster.scheduler.slurm.command import CommandMissing, run, run_until
+from hpctrain.cluster.scheduler.slurm.environment import clean
 from hpctrain.errors import ClusterError, ClusterUnreachable
-from hpctrain.scheduler.slurm.command import CommandMissing, run, run_until
-from hpctrain.scheduler.slurm.environment import clean
 from tests.support import patience
 
 

@@ -12,13 +12,13 @@ from uuid import uuid4
 
 import pytest
 
-from hpctrain.base.process import PORTS, _is_free, first_port, free_port
-from hpctrain.base.records import EndReason
+from hpctrain.cluster.scheduler.slurm.control import SlurmControl
+from hpctrain.cluster.scheduler.slurm.environment import job_context, master_addr, own_switch
+from hpctrain.core.base.process import PORTS, _is_free, first_port, free_port
+from hpctrain.core.base.records import EndReason
 from hpctrain.entry import slurm_batch
 from hpctrain.entry.slurm_batch import exports
 from hpctrain.errors import ClusterError
-from hpctrain.scheduler.slurm.control import SlurmControl
-from hpctrain.scheduler.slurm.environment import job_context, master_addr, own_switch
 
 KNOWN = ["HPCTRAIN_BATCH_VERSION", "HPCTRAIN_NODES", "HPCTRAIN_PORT", "HPCTRAIN_RESTARTS"]
 JOB = {

@@ -10,16 +10,16 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from hpctrain.base.env import HPCTRAIN_LOCAL_CONTEXT
-from hpctrain.base.records import JobContext
+from hpctrain.cluster.scheduler.slurm import executor
+from hpctrain.cluster.scheduler.slurm.command import submitted_here as read_id
+from hpctrain.cluster.scheduler.slurm.executor import AgentTask, HpctrainExecutor
+from hpctrain.core.base.env import HPCTRAIN_LOCAL_CONTEXT
+from hpctrain.core.base.records import JobContext
+from hpctrain.core.settings.schema import replaced
+from hpctrain.core.settings.spec import Entry, Spec
 from hpctrain.entry import slurm_task
 from hpctrain.errors import ClusterError
-from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.slurm import executor
-from hpctrain.scheduler.slurm.command import submitted_here as read_id
-from hpctrain.scheduler.slurm.executor import AgentTask, HpctrainExecutor
-from hpctrain.settings.schema import replaced
-from hpctrain.settings.spec import Entry, Spec
+from hpctrain.ledger.run.layout import RunDir
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +113,7 @@ def full(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "attempt.json")
 
 from hpctrain.entry import {entry}
-from hpctrain.scheduler.slurm.executor import AgentTask
+from hpctrain.cluster.scheduler.slurm.executor import AgentTask
 AgentTask.__call__ = {entry}.run_agent = full
 sys.exit({entry}.main(sys.argv[1:]))
 """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.cluster.scheduler.slurm.control import comes_back
 from hpctrain.errors import ClusterUnreachable
-from hpctrain.scheduler.slurm.control import comes_back
 
 IN_GRACE = {
     "JobId": "26",

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.base.records import JobStart, JobState
-from hpctrain.scheduler.slurm.jobs import (
+from hpctrain.cluster.scheduler.slurm.jobs import (
     accounted_job,
     is_alive,
     job_facts,
@@ -16,7 +15,7 @@ from hpctrain.scheduler.slurm.jobs import (
     job_info,
     job_starts,
 )
-from hpctrain.scheduler.slurm.parse import (
+from hpctrain.cluster.scheduler.slurm.parse import (
     parse_config,
     parse_config_seconds,
     parse_count,
@@ -26,6 +25,7 @@ from hpctrain.scheduler.slurm.parse import (
     parse_state,
     parse_time,
 )
+from hpctrain.core.base.records import JobStart, JobState
 
 DATA = Path(__file__).parents[2] / "data" / "slurm-answers"
 

@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cluster.scheduler.slurm.control import SlurmControl
+from hpctrain.cluster.scheduler.slurm.queue_view import (
+    ask_starts,
+    read_queue,
+    read_start,
+    read_waits,
+)
 from hpctrain.errors import ClusterError, ClusterUnreachable
-from hpctrain.scheduler.slurm.control import SlurmControl
-from hpctrain.scheduler.slurm.queue_view import ask_starts, read_queue, read_start, read_waits
-from hpctrain.shapes.candidates import JobShape
-from hpctrain.shapes.waits import WaitRecord
+from hpctrain.ledger.shapes.candidates import JobShape
+from hpctrain.ledger.shapes.waits import WaitRecord
 
 NOW = 1_795_860_000.0
 SINFO = """\

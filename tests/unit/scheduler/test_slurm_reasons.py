@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.base.records import JobState
-from hpctrain.scheduler.slurm.jobs import (
+from hpctrain.cluster.scheduler.slurm.jobs import (
     FINISHED,
     STATES,
     job_facts,
@@ -18,7 +17,8 @@ from hpctrain.scheduler.slurm.jobs import (
     wait_reason,
     wait_reasons,
 )
-from hpctrain.scheduler.slurm.parse import parse_bulk
+from hpctrain.cluster.scheduler.slurm.parse import parse_bulk
+from hpctrain.core.base.records import JobState
 
 WORDS = Path(__file__).parents[2] / "data" / "slurm-words"
 VERSIONS = {

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cluster.scheduler.slurm.script import body_path, quote, render_script
+from hpctrain.core.settings.schema import AliveSettings, Settings, SlurmSettings
+from hpctrain.core.settings.spec import Entry, Spec
 from hpctrain.errors import UsageError
-from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.slurm.script import body_path, quote, render_script
-from hpctrain.settings.schema import AliveSettings, Settings, SlurmSettings
-from hpctrain.settings.spec import Entry, Spec
+from hpctrain.ledger.run.layout import RunDir
 
 ODD_NAME = "a b'c\"d$(touch pwned)`touch pwned`;f&g*#h%j"
 GOLDEN = Path(__file__).parents[2] / "data" / "slurm-answers" / "full_script.sh"

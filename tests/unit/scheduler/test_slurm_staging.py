@@ -8,14 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cluster.scheduler.slurm.script import (
+    notes_of,
+    outcome,
+    render_script,
+    shell_variables,
+)
+from hpctrain.core.settings.schema import EnvironmentSettings, Settings, SlurmSettings
+from hpctrain.core.settings.spec import Entry, Spec
 from hpctrain.entry import slurm_batch
-from hpctrain.run import events as ledger
-from hpctrain.run.layout import RunDir
-from hpctrain.run.staging import EnvironmentArchive, Staging
-from hpctrain.scheduler.slurm.script import notes_of, outcome, render_script, shell_variables
-from hpctrain.settings.schema import EnvironmentSettings, Settings, SlurmSettings
-from hpctrain.settings.spec import Entry, Spec
-from hpctrain.status.event_lines import staged
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.ledger.run.staging import EnvironmentArchive, Staging
+from hpctrain.observe.status.event_lines import staged
 from tests.support.ledger_runs import all_fields
 
 SBATCH = Path(__file__).parents[3] / "sbatch"

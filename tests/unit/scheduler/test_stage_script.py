@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.run.staging import EnvironmentArchive, Staging
-from hpctrain.scheduler.slurm.script import shell_variables
+from hpctrain.cluster.scheduler.slurm.script import shell_variables
+from hpctrain.ledger.run.staging import EnvironmentArchive, Staging
 
 BODY = Path(__file__).parents[3] / "sbatch" / "body.sh"
 SRUN = """#!/bin/bash

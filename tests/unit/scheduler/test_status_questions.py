@@ -109,7 +109,7 @@ def test_what_is_not_known_is_said_in_time(slurm, tmp_path, monkeypatch, capsys)
     for number in range(12):
         live(tmp_path / "runs" / f"run-{number}", str(100 + number))
     slurm.answer(squeue="sleep 100000")
-    monkeypatch.setattr("hpctrain.scheduler.base.get_cluster", _hasty)
+    monkeypatch.setattr("hpctrain.cluster.scheduler.base.get_cluster", _hasty)
 
     shown = status(capsys)
 
@@ -162,7 +162,7 @@ def test_a_site_without_accounting_is_told_nothing(slurm, tmp_path, capsys):
 
 
 def _hasty(name):
-    from hpctrain.scheduler.slurm.client import SlurmCluster
+    from hpctrain.cluster.scheduler.slurm.client import SlurmCluster
 
     assert name == "slurm"
     return SlurmCluster(query_timeout_s=1.0)

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cluster.scheduler.slurm import client, control
+from hpctrain.cluster.scheduler.slurm.environment import job_context
+from hpctrain.cluster.scheduler.slurm.facts import read_facts, read_qos
+from hpctrain.cluster.scheduler.slurm.jobs import is_alive, job_info
+from hpctrain.cluster.scheduler.slurm.parse import parse_records
+from hpctrain.cluster.scheduler.slurm.script import render_script
+from hpctrain.cluster.site.detect import draft
+from hpctrain.cluster.site.load import load_site
+from hpctrain.cluster.site.validate import validate
+from hpctrain.core.settings.schema import sections
 from hpctrain.entry.slurm_batch import exports
 from hpctrain.errors import ClusterError, HpctrainError
-from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.slurm import client, control
-from hpctrain.scheduler.slurm.environment import job_context
-from hpctrain.scheduler.slurm.facts import read_facts, read_qos
-from hpctrain.scheduler.slurm.jobs import is_alive, job_info
-from hpctrain.scheduler.slurm.parse import parse_records
-from hpctrain.scheduler.slurm.script import render_script
-from hpctrain.settings.schema import sections
-from hpctrain.site.detect import draft
-from hpctrain.site.load import load_site
-from hpctrain.site.validate import validate
-from hpctrain.submit.prepare import SubmitRequest, prepare
+from hpctrain.launch.prepare import SubmitRequest, prepare
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.fuzzing import Faults, cases, chances, damaged, odd_text
 
 LEGAL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cluster.scheduler.slurm.script import render_script
+from hpctrain.core.settings.fields import keys_of
+from hpctrain.core.settings.schema import ContainerSettings
+from hpctrain.core.settings.spec import load_spec
 from hpctrain.errors import HpctrainError
-from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.slurm.script import render_script
-from hpctrain.settings.fields import keys_of
-from hpctrain.settings.schema import ContainerSettings
-from hpctrain.settings.spec import load_spec
-from hpctrain.submit.prepare import SubmitRequest, prepare
+from hpctrain.launch.prepare import SubmitRequest, prepare
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.fuzzing import Faults, cases, chances, odd_text
 
 SETTINGS = (

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.core.settings.check import check, node_range, time_s
+from hpctrain.core.settings.fields import keys_of
+from hpctrain.core.settings.layers import Layer, flag_layer, from_flag, from_table, resolve
+from hpctrain.core.settings.schema import sections
 from hpctrain.errors import UsageError
-from hpctrain.settings.check import check, node_range, time_s
-from hpctrain.settings.fields import keys_of
-from hpctrain.settings.layers import Layer, flag_layer, from_flag, from_table, resolve
-from hpctrain.settings.schema import sections
 
 
 def checked(*sets):

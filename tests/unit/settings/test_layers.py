@@ -7,12 +7,12 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
+from hpctrain.core.settings import layers
+from hpctrain.core.settings.fields import keys_of
+from hpctrain.core.settings.layers import read_toml
+from hpctrain.core.settings.schema import REMOVED, Settings, sections
+from hpctrain.core.settings.spec import Entry, Spec, load_spec
 from hpctrain.errors import UsageError
-from hpctrain.settings import layers
-from hpctrain.settings.fields import keys_of
-from hpctrain.settings.layers import read_toml
-from hpctrain.settings.schema import REMOVED, Settings, sections
-from hpctrain.settings.spec import Entry, Spec, load_spec
 
 
 def layer(values, name="hpctrain.toml"):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.errors import UsageError
-from hpctrain.scheduler.base import get_cluster
-from hpctrain.settings.check import (
+from hpctrain.cluster.scheduler.base import get_cluster
+from hpctrain.core.settings.check import (
     check_profile,
     parse_profile,
     profile_flags,
     rank_set,
     step_range,
 )
-from hpctrain.settings.schema import ProfileSettings, Settings
-from hpctrain.submit.checks import nsys_notes
+from hpctrain.core.settings.schema import ProfileSettings, Settings
+from hpctrain.errors import UsageError
+from hpctrain.launch.checks import nsys_notes
 
 
 def settings(**profile):

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import UsageError
-from hpctrain.settings.check import check
-from hpctrain.settings.sbatch_options import (
+from hpctrain.core.settings.check import check
+from hpctrain.core.settings.sbatch_options import (
     LONG,
     OURS,
     PASSED,
@@ -19,7 +18,8 @@ from hpctrain.settings.sbatch_options import (
     name_of,
     names_of,
 )
-from hpctrain.settings.schema import Settings, SlurmSettings
+from hpctrain.core.settings.schema import Settings, SlurmSettings
+from hpctrain.errors import UsageError
 
 ANSWERS = Path(__file__).parents[2] / "data" / "slurm-answers"
 MANUAL = Path("/usr/share/man/man1/sbatch.1.gz")

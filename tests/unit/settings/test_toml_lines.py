@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.core.settings.layers import key_lines, read_toml
 from hpctrain.errors import NotFound, UsageError
-from hpctrain.settings.layers import key_lines, read_toml
 
 TRICKY = '''# a comment with [brackets] and key = 1
 site = "juniper" # nodes = 3

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.shapes.candidates import JobShape
-from hpctrain.shapes.choose import Wish, choose_shape, decide
-from hpctrain.shapes.forecast import RunFacts, StepPoint
+from hpctrain.ledger.shapes.candidates import JobShape
+from hpctrain.ledger.shapes.choose import Wish, choose_shape, decide
+from hpctrain.ledger.shapes.forecast import RunFacts, StepPoint
 
 HOUR = 3600
 SMALL, LARGE = JobShape(2, 4 * HOUR), JobShape(8, 4 * HOUR)

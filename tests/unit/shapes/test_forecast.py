@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from hpctrain.shapes.candidates import JobShape
-from hpctrain.shapes.forecast import REQUEUE_S, RunFacts, StepPoint, forecast, step_at
-from hpctrain.shapes.waits import QueueWait
+from hpctrain.ledger.shapes.candidates import JobShape
+from hpctrain.ledger.shapes.forecast import REQUEUE_S, RunFacts, StepPoint, forecast, step_at
+from hpctrain.ledger.shapes.waits import QueueWait
 
 HOUR = 3600
 NOW = QueueWait(0.0, 0.3, "SLURM's estimate")

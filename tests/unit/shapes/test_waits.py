@@ -2,8 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.shapes.candidates import JobShape
-from hpctrain.shapes.waits import AT_ONCE_S, ESTIMATE_SIGMA, HOLE_SIGMA, WaitRecord, expected_wait
+from hpctrain.ledger.shapes.candidates import JobShape
+from hpctrain.ledger.shapes.waits import (
+    AT_ONCE_S,
+    ESTIMATE_SIGMA,
+    HOLE_SIGMA,
+    WaitRecord,
+    expected_wait,
+)
 
 SHAPE = JobShape(4, 3600)
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import math
 
-from hpctrain.shapes.candidates import JobShape
-from hpctrain.shapes.windows import NodeClaim, QueueView
+from hpctrain.ledger.shapes.candidates import JobShape
+from hpctrain.ledger.shapes.windows import NodeClaim, QueueView
 
 NOW = 1000.0
 MINUTE = 60

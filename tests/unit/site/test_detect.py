@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.cluster.site import load
+from hpctrain.cluster.site.detect import Surroundings, choose, detect, look_around
+from hpctrain.cluster.site.schema import About, Detect, Site
 from hpctrain.errors import UsageError
-from hpctrain.site import load
-from hpctrain.site.detect import Surroundings, choose, detect, look_around
-from hpctrain.site.schema import About, Detect, Site
 
 
 def preset(name, *, stability="reference", **rules):

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.scheduler.slurm.facts import read_facts, read_qos
-from hpctrain.site.detect import ClusterFacts, PartitionFacts, draft, site_name
-from hpctrain.site.load import load_site
-from hpctrain.site.validate import validate
+from hpctrain.cluster.scheduler.slurm.facts import read_facts, read_qos
+from hpctrain.cluster.site.detect import ClusterFacts, PartitionFacts, draft, site_name
+from hpctrain.cluster.site.load import load_site
+from hpctrain.cluster.site.validate import validate
 
 DATA = Path(__file__).parents[2] / "data" / "slurm-answers"
 CONFIG, PARTITIONS, NODES = (

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
+from hpctrain.cluster.site import load as load_module
+from hpctrain.cluster.site.load import identities, load_site, project_name, site_files, site_names
+from hpctrain.cluster.site.sheet import check_locked
 from hpctrain.errors import NotFound, UsageError
-from hpctrain.site import load as load_module
-from hpctrain.site.load import identities, load_site, project_name, site_files, site_names
-from hpctrain.site.sheet import check_locked
 
 
 class Layers:

@@ -11,13 +11,13 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from hpctrain.base.files import data_dir
+from hpctrain.cluster.site import schema
+from hpctrain.cluster.site.load import load_site
+from hpctrain.cluster.site.sheet import take_apart
+from hpctrain.core.base.files import data_dir
+from hpctrain.core.settings.fields import keys_of
+from hpctrain.core.settings.layers import read_toml
 from hpctrain.errors import UsageError
-from hpctrain.settings.fields import keys_of
-from hpctrain.settings.layers import read_toml
-from hpctrain.site import schema
-from hpctrain.site.load import load_site
-from hpctrain.site.sheet import take_apart
 
 DOCS = Path(__file__).parents[3] / "docs"
 PRESETS = sorted(data_dir("site-configs").glob("*.toml"))

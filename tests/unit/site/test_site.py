@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.base.files import data_dir
+from hpctrain.cluster.site.load import layers, load_site, require_usable
+from hpctrain.cluster.site.schema import About, Site
+from hpctrain.core.base.files import data_dir
+from hpctrain.core.settings.layers import resolve
 from hpctrain.errors import UsageError
-from hpctrain.settings.layers import resolve
-from hpctrain.site.load import layers, load_site, require_usable
-from hpctrain.site.schema import About, Site
 
 TEXT = """\
 description = "a machine"

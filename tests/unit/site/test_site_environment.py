@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.site.environment import (
+from hpctrain.cluster.site.environment import (
     FLIGHT_RECORDER,
     Environment,
     Value,
@@ -17,7 +17,7 @@ from hpctrain.site.environment import (
     paths_of,
     with_settings,
 )
-from hpctrain.site.load import load_site
+from hpctrain.cluster.site.load import load_site
 
 NEW_TORCH = Versions(torch="2.13.0+cu130")
 

@@ -7,8 +7,8 @@ from datetime import date
 
 import pytest
 
-from hpctrain.site.load import load_site
-from hpctrain.site.validate import validate
+from hpctrain.cluster.site.load import load_site
+from hpctrain.cluster.site.validate import validate
 
 TODAY = date(2026, 11, 21)
 GOOD = """\

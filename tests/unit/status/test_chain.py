@@ -9,12 +9,12 @@ import shutil
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run import events as ledger
-from hpctrain.run.event_types import Followed
-from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.local import client
-from hpctrain.settings.spec import load_spec
+from hpctrain.cluster.scheduler.local import client
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.event_types import Followed
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.ledger_runs import Story, local_job, write_event
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.status.reader import StatusReader
-from hpctrain.status.text import next_commands
+from hpctrain.observe.status.reader import StatusReader
+from hpctrain.observe.status.text import next_commands
 from tests.support.ledger_runs import Story
 
 

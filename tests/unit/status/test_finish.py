@@ -6,16 +6,16 @@ import time
 
 import pytest
 
-from hpctrain.base.records import JobInfo, JobState
-from hpctrain.drawing import drawn
-from hpctrain.history.run_history import RunHistory
-from hpctrain.shapes.candidates import JobShape
-from hpctrain.shapes.forecast import RunFacts, StepPoint, done_in
-from hpctrain.shapes.waits import QueueWait, own_wait
-from hpctrain.status.as_json import as_json
-from hpctrain.status.finish import Finish, finish, moment
-from hpctrain.status.screen import StatusScreen
-from hpctrain.status.status import Answer, status_of
+from hpctrain.core.base.records import JobInfo, JobState
+from hpctrain.core.drawing import drawn
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.shapes.candidates import JobShape
+from hpctrain.ledger.shapes.forecast import RunFacts, StepPoint, done_in
+from hpctrain.ledger.shapes.waits import QueueWait, own_wait
+from hpctrain.observe.status.as_json import as_json
+from hpctrain.observe.status.finish import Finish, finish, moment
+from hpctrain.observe.status.screen import StatusScreen
+from hpctrain.observe.status.status import Answer, status_of
 from tests.support.ledger_runs import event_of
 
 NOW = 100_000.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.base.text import LABEL
-from hpctrain.history.incidents import Guarded, JobMembers, Survived
-from hpctrain.run import event_types as facts
-from hpctrain.status.run_lines import incident_lines
+from hpctrain.core.base.text import LABEL
+from hpctrain.ledger.history.incidents import Guarded, JobMembers, Survived
+from hpctrain.ledger.run import event_types as facts
+from hpctrain.observe.status.run_lines import incident_lines
 
 HOLE = facts.BatchSkipped(step=1200, first=8, last=16, why="nonfinite")
 BACK = facts.TrainingRewound(step=300, to=250, why="spike")

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.advise.strategy.rows import passes_per_step
 from hpctrain.errors import UsageError
-from hpctrain.strategy.rows import passes_per_step
 
 
 def test_the_product_of_the_three_is_the_global_batch():

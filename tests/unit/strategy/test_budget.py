@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.strategy.budget import cost, saving
-from hpctrain.strategy.facts import of_config
-from hpctrain.strategy.strategies import Machines
+from hpctrain.advise.strategy.budget import cost, saving
+from hpctrain.advise.strategy.facts import of_config
+from hpctrain.advise.strategy.strategies import Machines
 from tests.support.plan_cases import MODELS
 
 LLAMA = of_config(MODELS["llama-7B"], "llama")

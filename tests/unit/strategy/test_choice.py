@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from hpctrain.advise.strategy import choice
+from hpctrain.advise.strategy.rows import gigabytes
 from hpctrain.errors import ChecksFailed, UsageError
-from hpctrain.strategy import choice
-from hpctrain.strategy.rows import gigabytes
 from tests.support.plan_cases import ask
 
 

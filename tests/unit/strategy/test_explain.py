@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.strategy import choice
-from hpctrain.strategy.explain import SOURCES, explained, formulas
-from hpctrain.strategy.memory import PARTS
+from hpctrain.advise.strategy import choice
+from hpctrain.advise.strategy.explain import SOURCES, explained, formulas
+from hpctrain.advise.strategy.memory import PARTS
 from tests.support.plan_cases import ask, for_key
 
 

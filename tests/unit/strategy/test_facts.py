@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.advise.strategy.facts import count_of, of_config, of_description, of_numbers
 from hpctrain.errors import UsageError
-from hpctrain.strategy.facts import count_of, of_config, of_description, of_numbers
 
 LLAMA_7B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11_008,

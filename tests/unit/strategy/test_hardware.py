@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.advise.strategy.hardware import GPUS, find_gpu, gpu_of
 from hpctrain.errors import UsageError
-from hpctrain.history.progress import peak_flops
-from hpctrain.strategy.hardware import GPUS, find_gpu, gpu_of
+from hpctrain.ledger.history.progress import peak_flops
 
 
 @pytest.mark.parametrize(

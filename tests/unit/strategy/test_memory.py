@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.strategy.activations import widths
-from hpctrain.strategy.facts import of_config
-from hpctrain.strategy.memory import CONTEXT_BYTES, PARTS, Batch, Spread
-from hpctrain.strategy.peaks import host_bytes, peak
+from hpctrain.advise.strategy.activations import widths
+from hpctrain.advise.strategy.facts import of_config
+from hpctrain.advise.strategy.memory import CONTEXT_BYTES, PARTS, Batch, Spread
+from hpctrain.advise.strategy.peaks import host_bytes, peak
 from tests.support.plan_cases import MODELS
 
 LLAMA = of_config(MODELS["llama-7B"], "llama")

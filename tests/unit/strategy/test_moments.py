@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.strategy.facts import LLAMA, MOE, ModelFacts
-from hpctrain.strategy.memory import Batch, Spread
-from hpctrain.strategy.peaks import ZeroStep, peak, stage_peaks
-from hpctrain.strategy.stages import PipelineStage, StageFacts, stages_of
-from hpctrain.strategy.steps import Sharded, Whole
+from hpctrain.advise.strategy.facts import LLAMA, MOE, ModelFacts
+from hpctrain.advise.strategy.memory import Batch, Spread
+from hpctrain.advise.strategy.peaks import ZeroStep, peak, stage_peaks
+from hpctrain.advise.strategy.stages import PipelineStage, StageFacts, stages_of
+from hpctrain.advise.strategy.steps import Sharded, Whole
 
 MODEL = ModelFacts(
     "round", LLAMA, layers=2, hidden=4, heads=1, kv_heads=1, head_dim=4, inner=8, vocab=10,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.strategy import utilization
-from hpctrain.strategy.memory import Spread
-from hpctrain.strategy.utilization import share_of
+from hpctrain.advise.strategy import utilization
+from hpctrain.advise.strategy.memory import Spread
+from hpctrain.advise.strategy.utilization import share_of
 from tests.support import published
 
 TOLERANCE = 0.25
@@ -82,5 +82,5 @@ def test_the_constants_are_those_that_the_calibration_runs_give():
     path = Path(utilization.__file__).with_name("utilization.toml")
 
     assert tomllib.loads(path.read_text()) == published.fitted(), (
-        "run: python -m tests.support.published utilization > hpctrain/strategy/utilization.toml"
+        "run: python -m tests.support.published utilization > hpctrain/advise/strategy/utilization.toml"
     )

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from hpctrain.advise.strategy.reading import read_model
 from hpctrain.errors import NotFound, UsageError
-from hpctrain.strategy.reading import read_model
 from tests.support.plan_cases import MODELS
 
 CONFIG = json.dumps(MODELS["llama-7B"])

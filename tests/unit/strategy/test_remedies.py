@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from hpctrain.advise.strategy import choice
+from hpctrain.advise.strategy.remedies import elsewhere_notes, remedies
 from hpctrain.errors import ChecksFailed
-from hpctrain.strategy import choice
-from hpctrain.strategy.remedies import elsewhere_notes, remedies
 from tests.support.plan_cases import ask
 
 ONE = {"nodes": 1, "gpus": 1, "seq": 2048, "global_batch": 1}

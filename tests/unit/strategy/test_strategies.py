@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.strategy.facts import of_config
-from hpctrain.strategy.strategies import Machines, adapted, candidates, pp_misfit, tp_misfit
+from hpctrain.advise.strategy.facts import of_config
+from hpctrain.advise.strategy.strategies import Machines, adapted, candidates, pp_misfit, tp_misfit
 from tests.support.plan_cases import MODELS
 
 LLAMA = of_config(MODELS["llama-7B"], "llama")

@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.strategy.facts import of_config
-from hpctrain.strategy.hardware import Accelerator
-from hpctrain.strategy.memory import Batch, Spread
-from hpctrain.strategy.strategies import Machines, Strategy
-from hpctrain.strategy.timing import (
+from hpctrain.advise.strategy.facts import of_config
+from hpctrain.advise.strategy.hardware import Accelerator
+from hpctrain.advise.strategy.memory import Batch, Spread
+from hpctrain.advise.strategy.strategies import Machines, Strategy
+from hpctrain.advise.strategy.timing import (
     Links,
     bubble,
     flops_of_step,
     step_time,
     traffic_of_step,
 )
-from hpctrain.strategy.utilization import share_of
+from hpctrain.advise.strategy.utilization import share_of
 from tests.support.plan_cases import MODELS
 
 LLAMA = of_config(MODELS["llama-7B"], "llama")

@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
+from hpctrain.advise.strategy import choice
+from hpctrain.advise.strategy.writing import files_of, without_equivalent
 from hpctrain.cli.main import main
-from hpctrain.strategy import choice
-from hpctrain.strategy.writing import files_of, without_equivalent
 from tests.support.plan_cases import for_key
 
 KEYS = ["ddp", "fsdp2", "fsdp2-no-reshard", "hsdp", "fsdp2+recompute", "tp2", "tp4+recompute"]

@@ -7,17 +7,17 @@ import os
 
 import pytest
 
-from hpctrain import api
+from hpctrain.cli import api
 from hpctrain.cli.main import main
+from hpctrain.cluster.scheduler.slurm.client import SlurmCluster
+from hpctrain.core.settings.spec import load_spec
 from hpctrain.errors import UsageError
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run import events as ledger
-from hpctrain.run.event_types import Followed
-from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.slurm.client import SlurmCluster
-from hpctrain.settings.spec import load_spec
-from hpctrain.submit import after
-from hpctrain.submit.prepare import SubmitRequest, prepare
+from hpctrain.launch import after
+from hpctrain.launch.prepare import SubmitRequest, prepare
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.event_types import Followed
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.ledger_runs import Story, write_event
 
 SBATCH = """#!/bin/sh

@@ -9,11 +9,11 @@ from hpctrain.checkpoint.exchange.contents import committed
 from hpctrain.checkpoint.sealed import resume
 from hpctrain.checkpoint.store import find
 from hpctrain.cli.main import main
+from hpctrain.core.settings.spec import load_spec
 from hpctrain.errors import CheckpointError
-from hpctrain.run import events as ledger
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.spec import load_spec
-from hpctrain.submit.launch import begin_from, copy_into
+from hpctrain.launch.launch import begin_from, copy_into
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.exchange import bits, loaded, made_run, save, some
 
 DATA = {"tracked.data.cursor": torch.arange(3)}

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.core.settings.schema import Settings
+from hpctrain.core.settings.spec import load_spec
 from hpctrain.errors import NotFound
-from hpctrain.settings.schema import Settings
-from hpctrain.settings.spec import load_spec
-from hpctrain.submit.change import ResumeRequest, change_spec
+from hpctrain.launch.change import ResumeRequest, change_spec
 
 OLD = Path(__file__).parents[2] / "data" / "specs"
 """Of an earlier month: settings that came since are not in them."""

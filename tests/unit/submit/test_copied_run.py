@@ -7,18 +7,18 @@ import shutil
 
 import pytest
 
-from hpctrain.base.records import JobInfo
 from hpctrain.cli.main import main
+from hpctrain.cluster.scheduler import base
+from hpctrain.cluster.scheduler.base import Cluster
+from hpctrain.cluster.scheduler.local.client import LocalCluster
+from hpctrain.cluster.scheduler.slurm.client import SlurmCluster
+from hpctrain.core.base.records import JobInfo
+from hpctrain.core.settings.spec import load_spec
 from hpctrain.errors import ClusterError
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run import events as ledger
-from hpctrain.scheduler import base
-from hpctrain.scheduler.base import Cluster
-from hpctrain.scheduler.local.client import LocalCluster
-from hpctrain.scheduler.slurm.client import SlurmCluster
-from hpctrain.settings.spec import load_spec
-from hpctrain.submit import launch, live_job
-from hpctrain.submit.live_job import copied_from, not_own
+from hpctrain.launch import launch, live_job
+from hpctrain.launch.live_job import copied_from, not_own
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events as ledger
 from tests.support.ledger_runs import Story
 
 SLURM = """#!/bin/sh

@@ -9,13 +9,13 @@ import time
 
 import pytest
 
+from hpctrain.core.settings.schema import Settings
+from hpctrain.core.settings.spec import Entry, Spec
 from hpctrain.errors import ChecksFailed
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.schema import Settings
-from hpctrain.settings.spec import Entry, Spec
-from hpctrain.submit import checks
-from hpctrain.submit.checks import check_disk, file_system
-from hpctrain.submit.launch import launch
+from hpctrain.launch import checks
+from hpctrain.launch.checks import check_disk, file_system
+from hpctrain.launch.launch import launch
+from hpctrain.ledger.run.layout import RunDir
 from tests.support import client_disk
 
 

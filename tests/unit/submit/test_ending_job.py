@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.base.records import JobInfo, JobState
+from hpctrain.core.base.records import JobInfo, JobState
 from hpctrain.errors import RunAlive
-from hpctrain.run.layout import RunDir
-from hpctrain.submit import live_job
+from hpctrain.launch import live_job
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.ledger_runs import Story
 
 pytestmark = pytest.mark.usefixtures("hands")

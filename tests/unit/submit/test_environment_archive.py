@@ -14,18 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.errors import HpctrainError
-from hpctrain.run.layout import RunDir
-from hpctrain.run.staging import Staging, places_of, read_staging
-from hpctrain.settings.schema import (
+from hpctrain.core.settings.schema import (
     ContainerSettings,
     EnvironmentSettings,
     Settings,
     SlurmSettings,
 )
-from hpctrain.settings.spec import Entry, Spec
-from hpctrain.submit import environment_archive as archives
-from hpctrain.submit.environment_archive import Interpreter, files_of
+from hpctrain.core.settings.spec import Entry, Spec
+from hpctrain.errors import HpctrainError
+from hpctrain.launch import environment_archive as archives
+from hpctrain.launch.environment_archive import Interpreter, files_of
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.ledger.run.staging import Staging, places_of, read_staging
 
 
 @pytest.fixture

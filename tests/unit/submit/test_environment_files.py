@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import HpctrainError
-from hpctrain.submit.environment_archive import (
+from hpctrain.launch.environment_archive import (
     Interpreter,
     files_of,
     interpreter,

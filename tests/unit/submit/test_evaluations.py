@@ -13,17 +13,17 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpctrain.checkpoint.store import find
+from hpctrain.core.settings.spec import Evaluates, load_spec
 from hpctrain.errors import ClusterUnreachable, NotFound, RunLocked
-from hpctrain.history.evaluations import evaluations_of
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run import events as ledger
-from hpctrain.run.event_types import Evaluated
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.spec import Evaluates, load_spec
-from hpctrain.submit import evaluations, resume
-from hpctrain.submit.change import ResumeRequest
-from hpctrain.submit.evaluations import advance
-from hpctrain.submit.resume import prepare_resume, resume_run
+from hpctrain.launch import evaluations, resume
+from hpctrain.launch.change import ResumeRequest
+from hpctrain.launch.evaluations import advance
+from hpctrain.launch.resume import prepare_resume, resume_run
+from hpctrain.ledger.history.evaluations import evaluations_of
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.event_types import Evaluated
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.evaluated_runs import FakeCluster, commit, finish, made, use_fake_cluster
 from tests.support.ledger_runs import write_event
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.submit.program import imports_of
+from hpctrain.launch.program import imports_of
 
 
 @pytest.fixture

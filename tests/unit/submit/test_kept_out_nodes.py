@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.preflight.node_lists import bad_nodes_of_user, bad_nodes_path, record_bad
-from hpctrain.settings.spec import load_spec
-from hpctrain.submit.launch import kept_out
+from hpctrain.cluster.preflight.node_lists import bad_nodes_of_user, bad_nodes_path, record_bad
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.launch.launch import kept_out
 from tests.support.recipe import make_run
 
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.core.settings.schema import SlurmSettings
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.settings.schema import SlurmSettings
-from hpctrain.submit.launchers import LAUNCHERS, disagreements, inside, unwrap
-from hpctrain.submit.prepare import SubmitRequest, prepare
+from hpctrain.launch.launchers import LAUNCHERS, disagreements, inside, unwrap
+from hpctrain.launch.prepare import SubmitRequest, prepare
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.core.settings.schema import Settings
+from hpctrain.core.settings.spec import Entry, Spec, load_spec
 from hpctrain.errors import ChecksFailed, ClusterError, NotFound, RunExists, UsageError
-from hpctrain.settings.schema import Settings
-from hpctrain.settings.spec import Entry, Spec, load_spec
-from hpctrain.submit import checks
-from hpctrain.submit.prepare import (
+from hpctrain.launch import checks
+from hpctrain.launch.prepare import (
     SubmitRequest,
     create_run,
     default_cluster,
@@ -25,7 +25,7 @@ from hpctrain.submit.prepare import (
     make_run,
     prepare,
 )
-from hpctrain.submit.snapshot import Checkout
+from hpctrain.launch.snapshot import Checkout
 from tests.support import small_disk
 from tests.support.memory import entries
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import HpctrainError, NotFound, UsageError
-from hpctrain.submit.prepare import SubmitRequest, prepare
-from hpctrain.submit.program import read_program
+from hpctrain.launch.prepare import SubmitRequest, prepare
+from hpctrain.launch.program import read_program
 
 SHELL = shutil.which("bash")
 

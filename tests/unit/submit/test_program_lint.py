@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from hpctrain.settings.schema import RunSettings, Settings, SlurmSettings
-from hpctrain.settings.spec import Entry
-from hpctrain.submit.prepare import SubmitRequest, prepare
-from hpctrain.submit.program import MOST_BYTES, lint_notes
+from hpctrain.core.settings.schema import RunSettings, Settings, SlurmSettings
+from hpctrain.core.settings.spec import Entry
+from hpctrain.launch.prepare import SubmitRequest, prepare
+from hpctrain.launch.program import MOST_BYTES, lint_notes
 
 HANGS = "import torch.distributed as dist\nif dist.get_rank() == 0:\n    dist.barrier()\n"
 OLD = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"

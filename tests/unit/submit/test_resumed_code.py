@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.core.settings.spec import load_spec
 from hpctrain.errors import NotFound, UsageError
-from hpctrain.history.run_history import RunHistory
-from hpctrain.settings.spec import load_spec
-from hpctrain.submit import resume
-from hpctrain.submit.prepare import SubmitRequest, make_run, prepare
-from hpctrain.submit.resume import choose_code, take_code
-from hpctrain.submit.snapshot import plan_snapshot
+from hpctrain.launch import resume
+from hpctrain.launch.prepare import SubmitRequest, make_run, prepare
+from hpctrain.launch.resume import choose_code, take_code
+from hpctrain.launch.snapshot import plan_snapshot
+from hpctrain.ledger.history.run_history import RunHistory
 from tests.support.ledger_runs import write_event
 
 ENVIRON = {"PATH": "/nowhere"}

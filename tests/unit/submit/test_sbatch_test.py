@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cluster.scheduler.slurm.client import SlurmCluster, check_accepted
 from hpctrain.errors import ChecksFailed, ClusterError, ClusterUnreachable, UsageError
-from hpctrain.scheduler.slurm.client import SlurmCluster, check_accepted
-from hpctrain.submit.preflight import Asked, try_site
+from hpctrain.launch.preflight import Asked, try_site
 
 PRESET = """\
 schema = 1

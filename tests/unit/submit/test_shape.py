@@ -7,17 +7,17 @@ import json
 import pytest
 
 from hpctrain.cli.main import main
+from hpctrain.cluster.scheduler.slurm import queue_view
+from hpctrain.core.settings.spec import load_spec
 from hpctrain.entry import slurm_after
 from hpctrain.errors import ClusterError
-from hpctrain.run import events as ledger
-from hpctrain.run.event_types import ShapeChosen
-from hpctrain.run.find_run import index_path
-from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.slurm import queue_view
-from hpctrain.settings.spec import load_spec
-from hpctrain.shapes.candidates import JobShape
-from hpctrain.submit import shape
-from hpctrain.submit.shape import choose_again
+from hpctrain.launch import shape
+from hpctrain.launch.shape import choose_again
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.event_types import ShapeChosen
+from hpctrain.ledger.run.find_run import index_path
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.ledger.shapes.candidates import JobShape
 from tests.support.ledger_runs import write_event
 
 SINFO = "echo 'work*|n1|alloc|LIMIT'; echo 'work*|n2|idle|LIMIT'"

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from hpctrain.checkpoint.sealed.patterns import may_meet, parse, places
+from hpctrain.core.settings.spec import load_spec
 from hpctrain.errors import ClusterUnreachable, RunExists, UsageError
-from hpctrain.run.find_run import IndexedRun, record
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.spec import load_spec
-from hpctrain.submit import checks
-from hpctrain.submit.change import ResumeRequest
-from hpctrain.submit.prepare import SubmitRequest, create_run, prepare
-from hpctrain.submit.resume import prepare_resume
+from hpctrain.launch import checks
+from hpctrain.launch.change import ResumeRequest
+from hpctrain.launch.prepare import SubmitRequest, create_run, prepare
+from hpctrain.launch.resume import prepare_resume
+from hpctrain.ledger.run.find_run import IndexedRun, record
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.ledger_runs import write_event
 
 

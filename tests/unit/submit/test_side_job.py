@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.core.settings.spec import Entry, load_spec
 from hpctrain.errors import NotFound, UsageError
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.spec import Entry, load_spec
-from hpctrain.submit.change import change_spec, resume_request
-from hpctrain.submit.live_job import as_own_run
-from hpctrain.submit.prepare import SubmitRequest, make_run, prepare
-from hpctrain.submit.resume import prepare_resume
-from hpctrain.submit.side_job import NOT_SEALED, live_notes, side_spec
-from hpctrain.submit.snapshot import plan_snapshot
+from hpctrain.launch.change import change_spec, resume_request
+from hpctrain.launch.live_job import as_own_run
+from hpctrain.launch.prepare import SubmitRequest, make_run, prepare
+from hpctrain.launch.resume import prepare_resume
+from hpctrain.launch.side_job import NOT_SEALED, live_notes, side_spec
+from hpctrain.launch.snapshot import plan_snapshot
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.memory import entries
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hpctrain.cluster.site.schema import About, Lock, PresetValue, Site
+from hpctrain.cluster.site.sheet import check_locked
 from hpctrain.errors import UsageError
-from hpctrain.site.schema import About, Lock, PresetValue, Site
-from hpctrain.site.sheet import check_locked
 
 
 def site(*locks, overridden=None, contact=""):

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.errors import UsageError
-from hpctrain.run.layout import RunDir
-from hpctrain.scheduler.base import Accounting
-from hpctrain.scheduler.slurm.limits import (
+from hpctrain.cluster.scheduler.base import Accounting
+from hpctrain.cluster.scheduler.slurm.limits import (
     Need,
     check_site,
     choose_partition,
@@ -21,15 +19,17 @@ from hpctrain.scheduler.slurm.limits import (
     misfits,
     time_limit,
 )
-from hpctrain.settings.layers import flag_layer, resolve
-from hpctrain.settings.schema import Settings
-from hpctrain.settings.spec import load_spec
-from hpctrain.site import load
-from hpctrain.site.load import load_site
-from hpctrain.site.schema import Partition, Preemption
-from hpctrain.submit.change import ResumeRequest, change_spec
-from hpctrain.submit.launch import without_nodes
-from hpctrain.submit.prepare import SubmitRequest, make_run, prepare
+from hpctrain.cluster.site import load
+from hpctrain.cluster.site.load import load_site
+from hpctrain.cluster.site.schema import Partition, Preemption
+from hpctrain.core.settings.layers import flag_layer, resolve
+from hpctrain.core.settings.schema import Settings
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.errors import UsageError
+from hpctrain.launch.change import ResumeRequest, change_spec
+from hpctrain.launch.launch import without_nodes
+from hpctrain.launch.prepare import SubmitRequest, make_run, prepare
+from hpctrain.ledger.run.layout import RunDir
 from tests.support.users import STRANGER
 
 FRONTIER = Partition(

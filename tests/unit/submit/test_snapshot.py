@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
+from hpctrain.core.settings.schema import Settings
+from hpctrain.core.settings.spec import Entry, Spec, load_spec
 from hpctrain.errors import ChecksFailed, UsageError
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.schema import Settings
-from hpctrain.settings.spec import Entry, Spec, load_spec
-from hpctrain.submit import snapshot
+from hpctrain.launch import snapshot
+from hpctrain.ledger.run.layout import RunDir
 
 
 def git(folder, *arguments):
@@ -176,7 +176,7 @@ def test_import_path_entries_of_the_checkout_move_into_the_copy(tmp_path, checko
 
 
 def test_the_programs_own_folder_is_no_import_path_of_the_users(tmp_path):
-    code = "from hpctrain.submit.snapshot import import_path; print(*import_path(), sep='\\n')"
+    code = "from hpctrain.launch.snapshot import import_path; print(*import_path(), sep='\\n')"
     env = {**os.environ, "PYTHONPATH": "/from/pythonpath"}
 
     done = subprocess.run(

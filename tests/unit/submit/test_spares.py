@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.core.settings.check import split_spares, with_spares
+from hpctrain.core.settings.schema import AliveSettings, Settings, SlurmSettings
 from hpctrain.errors import UsageError
-from hpctrain.settings.check import split_spares, with_spares
-from hpctrain.settings.schema import AliveSettings, Settings, SlurmSettings
-from hpctrain.submit.prepare import SubmitRequest, flags_of
+from hpctrain.launch.prepare import SubmitRequest, flags_of
 
 
 @pytest.mark.parametrize(

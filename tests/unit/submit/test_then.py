@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from hpctrain import api
+from hpctrain.cli import api
 from hpctrain.cli.main import main
-from hpctrain.history.run_history import RunHistory
-from hpctrain.run.layout import RunDir
-from hpctrain.settings.spec import load_spec
-from hpctrain.submit import change, prepare
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.launch import change, prepare
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run.layout import RunDir
 
 SBATCH = """#!/bin/sh
 cd {folder}; echo "sbatch $*" >> asked; for script; do :; done

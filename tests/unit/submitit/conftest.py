@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-import hpctrain.api
-from hpctrain.run.layout import RunDir
+import hpctrain.cli.api
+from hpctrain.ledger.run.layout import RunDir
 from hpctrain.submitit import AutoExecutor
 from hpctrain.submitit.folder import JobFiles, dump
 from tests.support.ledger_runs import Story
@@ -40,8 +40,8 @@ class FakeCluster:
 def cluster(monkeypatch, tmp_path):
     monkeypatch.setenv("HPCTRAIN_SITE", "none")
     monkeypatch.chdir(tmp_path)
-    fake = FakeCluster(hpctrain.api.submit)
-    monkeypatch.setattr(hpctrain.api, "submit", fake)
+    fake = FakeCluster(hpctrain.cli.api.submit)
+    monkeypatch.setattr(hpctrain.cli.api, "submit", fake)
     return fake
 
 

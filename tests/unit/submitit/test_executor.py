@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import hpctrain
-from hpctrain.settings.spec import load_spec
+from hpctrain.core.settings.spec import load_spec
 from hpctrain.submitit import AutoExecutor, LocalExecutor, SlurmExecutor
 from hpctrain.submitit.executor import RUNS
 

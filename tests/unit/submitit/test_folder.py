@@ -8,7 +8,7 @@ import stat
 import pytest
 from submitit.core.utils import DelayedSubmission
 
-from hpctrain.run.layout import RunDir
+from hpctrain.ledger.run.layout import RunDir
 from hpctrain.submitit.folder import JobFiles, SavedState, dump
 from tests.unit.submitit.conftest import make_call
 

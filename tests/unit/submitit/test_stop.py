@@ -9,15 +9,15 @@ import sys
 
 import pytest
 
-from hpctrain.base.records import StopCause
-from hpctrain.hangs.witness import LOOK_SIGNAL
+from hpctrain.core.base.records import StopCause
+from hpctrain.node.hangs.witness import LOOK_SIGNAL
 from hpctrain.submitit.task import INTERRUPT, read_stop
 
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
 from hpctrain.submitit.task import StopWatch
-from hpctrain.runtime.signals import RankSignals
+from hpctrain.train.runtime.signals import RankSignals
 
 class Requests:
     def __init__(self, meaning): self.stop, self.meaning = 0, meaning

@@ -7,10 +7,10 @@ import os
 import pytest
 from submitit.core import utils
 
-from hpctrain.agent.end_writer import read_outcome
-from hpctrain.base.records import StopCause
-from hpctrain.run.fence import Attempt
-from hpctrain.run.layout import RunDir
+from hpctrain.core.base.records import StopCause
+from hpctrain.ledger.run.fence import Attempt
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.node.agent.end_writer import read_outcome
 from hpctrain.submitit import helpers
 from hpctrain.submitit import task as task_module
 from hpctrain.submitit.folder import JobFiles, dump

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from hpctrain.base import clock
+from hpctrain.core.base import clock
 from tests.support.clocks import ManualClock
 from tests.support.jumping_loop import run_jumping
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from benchmarks.scale import laws, model, points
-from hpctrain.runtime.telemetry import sample_every_s
+from hpctrain.train.runtime.telemetry import sample_every_s
 
 RANKS = (64, 256, 1024, 4096, 16384)
 GIVEN = model.constants()

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from hpctrain.agent.signals import STOP_SIGNALS
-from hpctrain.runtime.signals import RankSignals
+from hpctrain.node.agent.signals import STOP_SIGNALS
+from hpctrain.train.runtime.signals import RankSignals
 
 
 def _blocked() -> set[int]:

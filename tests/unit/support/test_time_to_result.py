@@ -14,7 +14,7 @@ from tests.support.queue_sim.training import HOUR_S, Shape, Training, train
 from tests.support.queue_sim.workload import lublin
 
 if TYPE_CHECKING:
-    from hpctrain.shapes.choose import Prefer
+    from hpctrain.ledger.shapes.choose import Prefer
 
 
 @pytest.mark.check

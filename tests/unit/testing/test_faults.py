@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.core.testing import faults, points
 from hpctrain.errors import UsageError
-from hpctrain.testing import faults, points
 from tests.support.gates import Gate
 
 TOP = Path(__file__).parents[3]
@@ -24,7 +24,7 @@ HALF = len(BYTES) // 2
 SAVE = """
 import sys
 from pathlib import Path
-from hpctrain.testing import points
+from hpctrain.core.testing import points
 
 path, content = Path(sys.argv[1]), bytes(range(256)) * 4
 for step in (1, 2, 3):
@@ -100,8 +100,8 @@ def in_child(work):
 
 def test_without_the_variable_the_vocabulary_is_not_even_imported():
     code = (
-        "import sys; from hpctrain.testing import points;"
-        "points.reach('shard.write'); sys.exit('hpctrain.testing.faults' in sys.modules)"
+        "import sys; from hpctrain.core.testing import points;"
+        "points.reach('shard.write'); sys.exit('hpctrain.core.testing.faults' in sys.modules)"
     )
     env = {name: value for name, value in os.environ.items() if name != "HPCTRAIN_FAULTS"}
 
@@ -507,9 +507,9 @@ def test_a_process_with_a_misspelt_fault_does_not_start(shard):
     assert sizes(shard) == [None] * 3
 
 
-@pytest.mark.parametrize("first", ["hpctrain.testing.faults", "hpctrain.testing.points"])
+@pytest.mark.parametrize("first", ["hpctrain.core.testing.faults", "hpctrain.core.testing.points"])
 def test_the_environment_arms_whatever_is_imported_first(shard, first):
-    code = f"import {first}; from hpctrain.testing import points; points.reach('shard.open')"
+    code = f"import {first}; from hpctrain.core.testing import points; points.reach('shard.open')"
 
     assert ended(start(shard, "exit:shard.open,code=5", code=code))[0] == 5
 

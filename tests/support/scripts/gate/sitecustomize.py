@@ -22,7 +22,7 @@ class Gate:
         if name != "torch":
             return
         sys.meta_path.remove(self)
-        from hpctrain.agent.signals import arrivals
+        from hpctrain.node.agent.signals import arrivals
 
         Path(os.environ["HPCTRAIN_TEST_GATE"]).touch()
         while not {arrival.signum for arrival in arrivals()} >= AWAITED:

@@ -11,7 +11,7 @@ from tests.support.exchange import Commands, made_run
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.layout import RunDir
 
 
 @pytest.fixture

@@ -22,9 +22,9 @@ from hpctrain.checkpoint.exchange import export as exports
 from hpctrain.checkpoint.exchange import place as places
 from hpctrain.checkpoint.exchange.contents import Tensor, committed, to_dtype, widened
 from hpctrain.checkpoint.tensors.values import encode
+from hpctrain.core.settings.schema import replaced
+from hpctrain.core.settings.spec import load_spec
 from hpctrain.errors import HpctrainError
-from hpctrain.settings.schema import replaced
-from hpctrain.settings.spec import load_spec
 from tests.support.exchange import bits, loaded, made_run, model_of, save, some
 from tests.support.refused_imports import refuse_imports
 

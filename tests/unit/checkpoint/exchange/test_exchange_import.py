@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 
-from hpctrain.base.records import JobInfo, JobState
 from hpctrain.checkpoint.exchange import (
     contents as source_contents,
 )
@@ -37,9 +36,10 @@ from hpctrain.checkpoint.format import shard
 from hpctrain.checkpoint.format.manifest import file_digest
 from hpctrain.checkpoint.store import commit, find, verify
 from hpctrain.cli.main import main
-from hpctrain.run import events as ledger
-from hpctrain.run.fence import take_attempt
-from hpctrain.submit import live_job
+from hpctrain.core.base.records import JobInfo, JobState
+from hpctrain.launch import live_job
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.fence import take_attempt
 from tests.support.exchange import (
     bits,
     loaded,

@@ -9,8 +9,8 @@ import pytest
 from tests.support.checkpoints import next_attempt
 
 if TYPE_CHECKING:
-    from hpctrain.run.fence import Attempt
-    from hpctrain.run.layout import RunDir
+    from hpctrain.ledger.run.fence import Attempt
+    from hpctrain.ledger.run.layout import RunDir
 
 
 @pytest.fixture

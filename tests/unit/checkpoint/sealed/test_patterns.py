@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.checkpoint.sealed.patterns import parse, refuse_wrong
 from hpctrain.errors import UsageError
-from hpctrain.submit.prepare import SubmitRequest, prepare
+from hpctrain.launch.prepare import SubmitRequest, prepare
 
 CWD = Path("/work/here")
 RUN = CWD / "runs" / "gpt"

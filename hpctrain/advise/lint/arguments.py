@@ -1,0 +1,184 @@
+"""Rules HT103 and HT506: what collectives and calls for a device are given.
+
+tests/unit/lint/test_rules.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import TYPE_CHECKING
+
+from hpctrain.advise.lint.collectives import always_comes_to
+from hpctrain.advise.lint.dependence import LOCAL_VARIABLES, RANK_VARIABLES, environment_name
+from hpctrain.advise.lint.syntax import argument, constant, keyword, last
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hpctrain.advise.lint.reporting import ProgramFacts
+    from hpctrain.advise.lint.rule import LintFinding
+
+_OF_TENSORS = frozenset({"all_reduce", "reduce", "broadcast", "all_gather_into_tensor"})
+_HOME = "torch.distributed."
+_PLAIN_CALLS = frozenset({"int", "float", "bool", "len", "str", "sum", "round"})
+_READERS = frozenset({"item", "tolist"})
+_WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"})
+_DEVICE_CALLS = frozenset(
+    {"torch.cuda.set_device", "torch.device", "torch.accelerator.set_device_index"}
+)
+_TEMPLATE = re.compile(r"cuda:")
+
+
+def check_arguments(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """HT103 and HT506."""
+    for call in facts.syntax.calls:
+        yield from _device(facts, call)
+        dotted = facts.syntax.dotted(call.func)
+        name = last(dotted)
+        if dotted != _HOME + name:
+            continue
+        if name in _OF_TENSORS:
+            yield from _no_tensor(facts, call, name)
+            yield from _passed_in(facts, call, name)
+
+
+def _no_tensor(facts: ProgramFacts, call: ast.Call, name: str) -> Iterator[LintFinding]:
+    value = call.args[0] if call.args else keyword(call, "tensor")
+    if value is None:
+        return
+    kind = _plain_kind(facts, value)
+    if kind:
+        text = facts.syntax.code(value, 40)
+        yield facts.finding("HT103", call, f"{name}() takes a tensor, and {text} is {kind}")
+
+
+def _passed_in(facts: ProgramFacts, call: ast.Call, name: str) -> Iterator[LintFinding]:
+    """A parameter that some caller in this file gives what is no tensor."""
+    value = call.args[0] if call.args else keyword(call, "tensor")
+    scope = facts.syntax.scope_of[call]
+    if not isinstance(value, ast.Name) or value.id not in scope.parameters or scope.owner:
+        return
+    stored = any(
+        one.id == value.id and isinstance(one.ctx, ast.Store) for one in scope.of(ast.Name)
+    )
+    if stored or not always_comes_to(facts.syntax, call, facts.collectives.direct):
+        return
+    for other in facts.syntax.calls:
+        outer = facts.syntax.scope_of[other]
+        if facts.syntax.resolve(other, outer) is not scope:
+            continue
+        passed = argument(other, value.id, scope.parameters.index(value.id))
+        kind = _plain_kind(facts, passed) if passed is not None else ""
+        if passed is not None and kind:
+            given = f"{facts.syntax.code(passed, 40)}, which {scope.name}() hands it, is {kind}"
+            yield facts.finding("HT103", other, f"{name}() takes a tensor, and {given}")
+
+
+def _plain_kind(  # noqa: PLR0911 - a line per kind
+    facts: ProgramFacts, node: ast.expr
+) -> str:
+    """What a value is, where it is certainly no tensor."""
+    if isinstance(node, ast.Constant):
+        return f"a {type(node.value).__name__}"
+    if isinstance(node, ast.JoinedStr | ast.Dict):
+        return "no tensor"
+    if isinstance(node, ast.Call):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if name in _READERS and not node.args:
+            return "a Python number"
+        builtin = isinstance(node.func, ast.Name) and node.func.id in _PLAIN_CALLS - {
+            "sum",
+            "round",
+        }
+        return "a Python value" if builtin else ""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return "a bool"
+    if isinstance(node, ast.Compare):
+        return "a bool" if _compares_plain(node) else ""
+    return _kind_of_name(facts, node) if isinstance(node, ast.Name) else ""
+
+
+def _compares_plain(node: ast.Compare) -> bool:
+    """Whether a comparison gives a bool: of numbers in hand, not of tensors."""
+    if all(isinstance(one, ast.In | ast.NotIn | ast.Is | ast.IsNot) for one in node.ops):
+        return True
+    left = node.left
+    return isinstance(left, ast.Call) and last_name(left) in _PLAIN_CALLS | _READERS
+
+
+def last_name(call: ast.Call) -> str:
+    """The last name of what is called."""
+    func = call.func
+    return func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
+
+
+def _kind_of_name(facts: ProgramFacts, node: ast.Name) -> str:
+    """What all assignments of a name in its function agree on."""
+    scope = facts.syntax.scope_of[node]
+    if node.id in scope.parameters:
+        return ""
+    values: list[ast.expr] = []
+    for node_inside in scope.nodes:
+        if isinstance(node_inside, ast.Assign) and any(
+            isinstance(target, ast.Name) and target.id == node.id for target in node_inside.targets
+        ):
+            values.append(node_inside.value)
+        elif (
+            isinstance(node_inside, ast.Name)
+            and node_inside.id == node.id
+            and isinstance(node_inside.ctx, ast.Store)
+        ):
+            parent = facts.syntax.parents[node_inside]
+            if not isinstance(parent, ast.Assign):
+                return ""
+    kinds = {"" if isinstance(value, ast.Name) else _plain_kind(facts, value) for value in values}
+    return kinds.pop() if len(kinds) == 1 else ""
+
+
+def rank_origin(facts: ProgramFacts, node: ast.expr, depth: int = 0) -> str:
+    """The rank that a value is for certain, unchanged: "global", "local", or nothing."""
+    variable = environment_name(facts.syntax, node)
+    if variable in RANK_VARIABLES:
+        return "global"
+    if variable in LOCAL_VARIABLES:
+        return "local"
+    if isinstance(node, ast.Call):
+        dotted = facts.syntax.dotted(node.func)
+        if dotted == "int" and len(node.args) == 1:
+            return rank_origin(facts, node.args[0], depth)
+        return "global" if dotted == "torch.distributed.get_rank" and not node.args else ""
+    if not isinstance(node, ast.Name) or depth > 1:
+        return ""
+    origins = {rank_origin(facts, value, depth + 1) for value in facts.dependence.values_at(node)}
+    return origins.pop() if len(origins) == 1 else ""
+
+
+def _device(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
+    """HT506: set_device(rank), .to(rank), .cuda(rank), device_ids=[rank], f"cuda:{rank}"."""
+    dotted = facts.syntax.dotted(call.func)
+    values: list[ast.expr] = []
+    ids = keyword(call, "device_ids") or (
+        call.args[1] if last(dotted) in _WRAPPERS and call.args[1:] else None
+    )
+    if isinstance(ids, ast.List):
+        values += ids.elts
+    if dotted in _DEVICE_CALLS:
+        values += call.args
+    elif isinstance(call.func, ast.Attribute) and call.func.attr in ("to", "cuda"):
+        values += call.args[:1]
+    if last(dotted) == "init_process_group":
+        device = keyword(call, "device_id")
+        values += [device] if device is not None else []
+    for value in values:
+        parts = [value]
+        if isinstance(value, ast.JoinedStr):
+            if not any(_TEMPLATE.match(str(constant(one))) for one in value.values[:1]):
+                continue
+            parts = [one.value for one in value.values if isinstance(one, ast.FormattedValue)]
+        if any(rank_origin(facts, part) == "global" for part in parts):
+            text = facts.syntax.code(call.func)
+            yield facts.finding(
+                "HT506", value, f"{text}() takes the rank among all nodes for a device"
+            )
+            return

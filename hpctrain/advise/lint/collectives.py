@@ -1,0 +1,382 @@
+"""Which calls all ranks must make together, and which functions of the program make them.
+
+Calls on a group of their own are left out: only the members meet there, and who they are is seldom
+written where one can read it. tests/unit/lint/test_rules.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+from hpctrain.advise.lint.definitions import blocks_of
+from hpctrain.advise.lint.syntax import argument, given, last
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+    from hpctrain.advise.lint.syntax import LintScope, ProgramSyntax
+
+GROUP_PLACES = {
+    "all_reduce": 2,
+    "all_gather": 2,
+    "all_gather_into_tensor": 2,
+    "all_gather_object": 2,
+    "all_to_all": 2,
+    "all_to_all_single": 4,
+    "barrier": 0,
+    "broadcast": 2,
+    "broadcast_object_list": 2,
+    "gather": 3,
+    "gather_object": 3,
+    "monitored_barrier": 0,
+    "reduce": 3,
+    "reduce_scatter": 3,
+    "reduce_scatter_tensor": 3,
+    "scatter": 3,
+    "scatter_object_list": 3,
+}
+"""torch.distributed's collectives, with the place of their argument `group`."""
+_MAKERS = frozenset({"new_group", "new_subgroups", "init_device_mesh", "split_group"})
+"""What every rank must call, also those that are in none of the groups that it makes."""
+_CHECKPOINTS = frozenset({"save", "load", "async_save", "save_state_dict", "load_state_dict"})
+_STATE_CALLS = frozenset(
+    {"get_state_dict", "get_model_state_dict", "get_optimizer_state_dict", "set_state_dict"}
+    | {"set_model_state_dict", "set_optimizer_state_dict"}
+)
+_HOMES = ("torch.distributed", "deepspeed.comm", "deepspeed", "torch.distributed.distributed_c10d")
+_ACCELERATE = frozenset({"gather_for_metrics", "pad_across_processes", "wait_for_everyone"})
+_ACCELERATOR = frozenset({"gather", "reduce"})
+_ENGINE = frozenset(
+    {"backward", "step", "save_checkpoint", "load_checkpoint", "save_16bit_model", "train_batch"}
+)
+_WRAPPED = frozenset({"state_dict", "load_state_dict", "clip_grad_norm_", "summon_full_params"})
+_MPI_WORLD = "mpi4py.MPI.COMM_WORLD"
+_MPI = frozenset(
+    f(name)
+    for name in ("barrier", "bcast", "reduce", "allreduce", "gather", "allgather", "scatter")
+    for f in (str, str.capitalize)
+) | frozenset({"alltoall", "Alltoall", "Gatherv", "Allgatherv", "Scatterv", "scan", "Scan"})
+"""mpi4py's, of objects in small letters and of buffers with a capital."""
+_HOROVOD = frozenset(
+    {"allreduce", "allreduce_", "allgather", "broadcast", "broadcast_", "alltoall", "barrier"}
+    | {"broadcast_parameters", "broadcast_optimizer_state", "broadcast_object"}
+    | {"allgather_object", "grouped_allreduce", "reducescatter"}
+)
+_XLA = frozenset(
+    {"rendezvous", "all_reduce", "all_gather", "all_to_all", "reduce_scatter", "mesh_reduce"}
+    | {"optimizer_step", "reduce_gradients", "broadcast_master_param", "collective_permute"}
+)
+_OTHER_HOMES = {
+    "horovod.torch": _HOROVOD,
+    "horovod.tensorflow": _HOROVOD,
+    "torch_xla.core.xla_model": _XLA,
+}
+"""Collectives of other libraries than torch."""
+_PASSING = frozenset(
+    {"no_grad", "inference_mode", "enable_grad", "autocast", "record", "staticmethod"}
+    | {"classmethod", "override", "typechecked", "jaxtyped", "profile", "nvtx_range"}
+)
+"""Decorators that call the function each time."""
+_GROUP_WORDS = frozenset({"groups", "process_set", "replicas"})
+SEVERAL = ("dist", "world", "ddp", "num_proc", "multi_gpu", "n_gpu")
+"""Words of a test whether there are several ranks at all."""
+FSDP_NAMES = frozenset({"FullyShardedDataParallel", "fully_shard", "FSDP"})
+
+
+@dataclass(frozen=True)
+class MadeCollective:
+    """The collective that a function of another module makes."""
+
+    name: str
+    line: int
+    certain: bool
+    """Whether each call of the function comes to it."""
+
+
+class ImportedFunctions(Protocol):
+    """What is known of functions that a program imports: `folder.LintFolder`."""
+
+    def collective_of(self, path: str | Path, dotted: str, depth: int = 0) -> MadeCollective | None:
+        """Return the collective that an imported function makes."""
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """A call that all ranks must make."""
+
+    node: ast.Call
+    name: str
+    via: str = ""
+    """The program's own function that makes it; the call is that function's then."""
+    line: int = 0
+    """Where it is made, if through a function."""
+    is_certain: bool = True
+    """Whether each call of that function comes to it."""
+    is_elsewhere: bool = False
+    """Whether the function is in another module."""
+
+    @property
+    def text(self) -> str:
+        """How a message speaks of it."""
+        if not self.via:
+            return f"{self.name}()" if self.is_certain else f"{self.name}(), of a sharded model,"
+        verb = "calls" if self.is_certain else "may call"
+        where = f"line {self.line}{' of its module' if self.is_elsewhere else ''}"
+        return f"{self.via}(), which {verb} {self.name}() at {where},"
+
+
+class CollectiveCalls:
+    """The collectives of a program."""
+
+    def __init__(self, syntax: ProgramSyntax, folder: ImportedFunctions | None = None) -> None:
+        """Find out which functions make any, through three levels of calls."""
+        self.syntax = syntax
+        self.folder = folder
+        self.worlds = _mpi_worlds(syntax)
+        self.joins = any(True for _ in syntax.calls_to("join", root="horovod"))
+        """Whether ranks may stay away from Horovod's collectives, as join() allows."""
+        self.sharded = self._targets_of(*FSDP_NAMES)
+        self.engines = self._targets_of("initialize", root="deepspeed")
+        self.direct: dict[ast.Call, CollectiveCall] = {}
+        for call in syntax.calls:
+            name = self._name(call)
+            if name:
+                self.direct[call] = CollectiveCall(
+                    call, name, is_certain=name not in _STATE_CALLS or self._is_sharded(call)
+                )
+
+    @cached_property
+    def made_by(self) -> dict[LintScope, CollectiveCall]:
+        """The collective that each function of the program makes, through three levels of calls."""
+        made_by: dict[LintScope, CollectiveCall] = {}
+        for _ in range(3):
+            made_by |= self._through_calls(made_by)
+        return made_by
+
+    def _targets_of(self, *names: str, root: str = "") -> set[str]:
+        """Variables that hold what such a call returns, or that it changes in place."""
+        targets: set[str] = set()
+        for call in self.syntax.calls_to(*names):
+            dotted = self.syntax.dotted(call.func)
+            if root and not dotted.startswith(root):
+                continue
+            parent = self.syntax.parents[call]
+            if isinstance(parent, ast.Assign):
+                target = parent.targets[0]
+                first = target.elts[0] if isinstance(target, ast.Tuple) and target.elts else target
+                targets.add(ast.unparse(first))
+            elif last(dotted) == "fully_shard" and call.args:
+                targets.add(ast.unparse(call.args[0]))
+        return targets
+
+    def _name(self, call: ast.Call) -> str:
+        """The collective that a call is; "" for any other call, and for one on a group."""
+        dotted = self.syntax.dotted(call.func)
+        home, _, name = dotted.rpartition(".")
+        if home in _HOMES and (name in GROUP_PLACES or name in _MAKERS):
+            return "" if self._has_group(call, name) else name
+        if name in _OTHER_HOMES.get(home, ()):
+            grouped = any(one.arg in _GROUP_WORDS for one in call.keywords)
+            return "" if grouped or (name in _HOROVOD and self.joins) else name
+        if "distributed.checkpoint" in home and name in _CHECKPOINTS | _STATE_CALLS:
+            return "" if given(_keyword_group(call)) or _alone(call) else name
+        if not isinstance(call.func, ast.Attribute):
+            return ""
+        if name == "full_tensor" and not call.args and self.syntax.imports_any("torch.distributed"):
+            return name
+        return name if self._is_of_library(call.func, name) else ""
+
+    def _is_sharded(self, call: ast.Call) -> bool:
+        """Whether a state is that of a sharded model: of any other model it is taken alone."""
+        return bool(call.args) and ast.unparse(call.args[0]) in self.sharded
+
+    def _has_group(self, call: ast.Call, name: str) -> bool:
+        """Whether it is for the members of a group; a mesh is made by all."""
+        if name in _MAKERS:
+            return False
+        group = argument(call, "group", GROUP_PLACES[name])
+        if group is None:
+            return any(one.arg is None for one in call.keywords) or any(
+                isinstance(one, ast.Starred) for one in call.args
+            )
+        return given(group) and not self.syntax.dotted(group).endswith("group.WORLD")
+
+    def _is_of_library(self, func: ast.Attribute, name: str) -> bool:
+        owner = ast.unparse(func.value) if isinstance(func.value, ast.Name | ast.Attribute) else ""
+        if name in _MPI:
+            return owner in self.worlds or self.syntax.dotted(func.value) == _MPI_WORLD
+        if name in _ACCELERATE:
+            return self.syntax.imports_any("accelerate")
+        if name in _ACCELERATOR and "accelerator" in owner.lower():
+            return self.syntax.imports_any("accelerate")
+        if owner in self.engines and name in _ENGINE:
+            return True
+        return bool(owner) and owner in self.sharded and name in _WRAPPED
+
+    def _through_calls(
+        self, calls_of: dict[LintScope, CollectiveCall]
+    ) -> dict[LintScope, CollectiveCall]:
+        makers: dict[LintScope, CollectiveCall] = {}
+        for scope in self.syntax.scopes[1:]:
+            if scope in calls_of and calls_of[scope].is_certain:
+                continue
+            for call in scope.of(ast.Call):
+                made = self._made(call, scope, calls_of)
+                if made is None or (scope in makers and not made.is_certain):
+                    continue
+                certain = made.is_certain and always_comes_to(self.syntax, call, self.direct)
+                line = made.line or call.lineno
+                if scope not in makers or certain:
+                    makers[scope] = CollectiveCall(
+                        made.node, made.name, scope.name, line, certain, made.is_elsewhere
+                    )
+                if certain:
+                    break
+        return makers
+
+    def of(self, call: ast.Call, scope: LintScope) -> CollectiveCall | None:
+        """Return the collective that a call makes, itself or in the function that it calls."""
+        return self.direct.get(call) or self._made(call, scope, self.made_by)
+
+    def _made(
+        self, call: ast.Call, scope: LintScope, calls_of: dict[LintScope, CollectiveCall]
+    ) -> CollectiveCall | None:
+        direct = self.direct.get(call)
+        if direct is not None:
+            return direct
+        inner = self.syntax.resolve(call, scope)
+        if inner is not None:
+            made = calls_of.get(inner) if inner is not scope else None
+            return None if made is None else replace(made, node=call)
+        if self.folder is None or not self.syntax.is_imported(call.func):
+            return None
+        dotted = self.syntax.dotted(call.func)
+        other = self.folder.collective_of(self.syntax.path, dotted)
+        if other is None:
+            return None
+        return CollectiveCall(
+            call, other.name, last(dotted), other.line, other.certain, is_elsewhere=True
+        )
+
+
+def always_comes_to(
+    syntax: ProgramSyntax, call: ast.Call, collectives: Collection[ast.AST]
+) -> bool:
+    """Return whether a function on several ranks comes to a collective whenever it is called.
+
+    A test whether there are several ranks does not count, nor one of whose branches each makes a
+    collective; a loop counts as entered. A decorator may keep the function from being called.
+    """
+    scope = syntax.scope_of[call]
+    if not _runs_when_called(syntax, scope):
+        return False
+    child: ast.AST = call
+    for around in syntax.outer(call):
+        if _is_one_of_several(child, around):
+            return False
+        if isinstance(around, ast.If) and child is not around.test:
+            other = around.orelse if child in around.body else around.body
+            if not _makes_one(other, collectives) and not asks_for_several(around.test, scope):
+                return False
+        for block in blocks_of(around):
+            if child in block and any(
+                _may_return(one, scope) for one in block[: block.index(child)]
+            ):
+                return False
+        child = around
+    return True
+
+
+def _is_one_of_several(child: ast.AST, around: ast.AST) -> bool:
+    """Whether a handler, a case or a part of an expression may not be come to."""
+    if isinstance(around, ast.BoolOp):
+        return child is not around.values[0]
+    if isinstance(around, ast.IfExp):
+        return child is not around.test
+    return isinstance(around, ast.ExceptHandler | ast.Match)
+
+
+def _runs_when_called(syntax: ProgramSyntax, scope: LintScope) -> bool:
+    """Whether a call of a function runs it: no generator, no decorator of unknown effect."""
+    if isinstance(scope.node, ast.Module):
+        return True
+    if any(isinstance(node, ast.Yield | ast.YieldFrom) for node in scope.nodes):
+        return False
+    names = [
+        last(syntax.dotted(one.func if isinstance(one, ast.Call) else one))
+        for one in scope.node.decorator_list
+    ]
+    return isinstance(scope.node, ast.FunctionDef) and _PASSING.issuperset(names)
+
+
+def _makes_one(block: list[ast.stmt], collectives: Collection[ast.AST]) -> bool:
+    """Whether a block comes to a collective by no test of its own."""
+    return any(
+        node in collectives
+        for statement in block
+        if not isinstance(statement, ast.If | ast.Try | ast.Match | ast.While)
+        for node in ast.walk(statement)
+    )
+
+
+def _may_return(node: ast.stmt, scope: LintScope) -> bool:
+    """Whether a test other than for several ranks ends the function before its end."""
+    return (
+        isinstance(node, ast.If)
+        and not asks_for_several(node.test, scope)
+        and any(isinstance(one, ast.Return) for part in node.body for one in ast.walk(part))
+    )
+
+
+def asks_for_several(test: ast.AST, scope: LintScope) -> bool:
+    """Return whether a test asks if there are several ranks; a caller's choice is no such test."""
+    text = ast.unparse(test).lower()
+    names = {one.id for one in ast.walk(test) if isinstance(one, ast.Name)}
+    attributes = {
+        one.value.id
+        for one in ast.walk(test)
+        if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name)
+    }
+    if not (names - attributes).isdisjoint(scope.parameters):
+        return False
+    return "rank" not in text and any(word in text for word in SEVERAL)
+
+
+def _mpi_worlds(syntax: ProgramSyntax) -> set[str]:
+    """Names that are given mpi4py's communicator of all ranks."""
+    return {
+        ast.unparse(target)
+        for scope in syntax.scopes
+        for node in scope.of(ast.Assign)
+        if syntax.dotted(node.value) == _MPI_WORLD
+        for target in node.targets
+    }
+
+
+def _keyword_group(call: ast.Call) -> ast.expr | None:
+    return next((one.value for one in call.keywords if one.arg == "process_group"), None)
+
+
+def _alone(call: ast.Call) -> bool:
+    """Whether `no_dist=True` has it done by one process."""
+    return any(
+        one.arg == "no_dist" and isinstance(one.value, ast.Constant) and one.value.value is True
+        for one in call.keywords
+    )
+
+
+def is_distributed(syntax: ProgramSyntax) -> bool:
+    """Whether the program itself starts, wraps for or asks about several ranks."""
+    telling = {"init_process_group", "DistributedDataParallel", "DistributedSampler", "Accelerator"}
+    telling |= FSDP_NAMES | {"init_distributed", "init_device_mesh"}
+    telling |= {"is_main_process", "get_world_size", "is_dist_avail_and_initialized"}
+    if any(last(syntax.dotted(call.func)) in telling for call in syntax.calls):
+        return True
+    return any(
+        syntax.dotted(call.func) in ("deepspeed.initialize", "torch.distributed.get_rank")
+        for call in syntax.calls
+    )

@@ -1,0 +1,198 @@
+"""The files of a checked folder: which functions of them make collectives, and what they name.
+
+Of each module a summary is kept and its syntax tree forgotten, so that a large folder takes little
+memory. tests/unit/lint/test_folder.py tests it.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.advise.lint.collectives import CollectiveCalls, MadeCollective, always_comes_to
+from hpctrain.advise.lint.source import NotText, read_source
+from hpctrain.advise.lint.syntax import NotPython, ProgramSyntax
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PASSED_OVER = frozenset(
+    {"__pycache__", "build", "dist", "env", "node_modules", "site-packages", "venv", "virtualenv"}
+)
+_LAUNCHERS = (".py", ".sh", ".sbatch", ".slurm", ".bash", ".yml", ".yaml")
+_NAMING = re.compile(r"deepspeed|ds_config|\bconfig(?:_params)?\s*=", re.IGNORECASE)
+_JSON = re.compile(r"(?<![\w.-])([\w.-]{1,255}\.json)\b")
+_LOADS = re.compile(r"_?(?:load|restore|resume)\w{0,40}?(?:checkpoint|ckpt|snapshot)")
+_MOST_LAUNCHERS = 5_000
+"""Files that are searched for names of configurations: a limit for folders such as a home."""
+_MOST_CALLS = 5
+"""Functions through which a collective is followed."""
+
+
+@dataclass
+class ModuleSummary:
+    """What other modules need to know of one."""
+
+    path: Path
+    imports: dict[str, str] = field(default_factory=dict)
+    starred: list[str] = field(default_factory=list)
+    direct: dict[str, MadeCollective | None] = field(default_factory=dict)
+    """The collective of each function, as far as it was looked for."""
+    calls: dict[str, list[tuple[str, int, bool]]] = field(default_factory=dict)
+    """Of each function the functions that it calls, their lines, and whether it always does."""
+    mentions_set_epoch: bool = False
+    loads_checkpoints: bool = False
+    """Whether a function of it says by its name that it loads one."""
+
+
+class LintFolder:
+    """A folder, or the folder of one file, whose files are checked together."""
+
+    def __init__(self, root: str | Path, *, is_whole: bool = True) -> None:
+        """Begin with a folder of which nothing is read yet.
+
+        Unless `is_whole`, only files directly in it belong together.
+        """
+        self.root = Path(root).absolute()
+        self.is_whole = is_whole
+        self._modules: dict[Path, ModuleSummary | None] = {}
+        self._places: dict[Path, Path | None] = {}
+
+    def collective_of(self, path: str | Path, dotted: str, depth: int = 0) -> MadeCollective | None:
+        """Return the collective that a function of the folder makes.
+
+        `dotted` is its name as the file `path`, which calls it, imports it. `depth` functions were
+        followed so far.
+        """
+        module, names = self._module_of(Path(path).absolute(), dotted)
+        if module is None or len(names) != 1 or depth > _MOST_CALLS:
+            return None
+        return self._made_in(module, names[0], depth)
+
+    def module_of(self, path: str | Path, dotted: str) -> ModuleSummary | None:
+        """Return the module of the folder from which a file imports a name."""
+        return self._module_of(Path(path).absolute(), dotted)[0]
+
+    def learn(self, syntax: ProgramSyntax) -> None:
+        """Keep the summary of a program that was read anyway."""
+        path = Path(syntax.path).absolute()
+        if path not in self._modules:
+            self._modules[path] = _summary(path, syntax)
+
+    def _made_in(self, module: ModuleSummary, name: str, depth: int) -> MadeCollective | None:
+        if name in module.direct:
+            return module.direct[name]
+        result: MadeCollective | None = None
+        module.direct[name] = None  # under way: a function may call itself through others
+        origins = [(module.imports[name], 0, True)] if name in module.imports else []
+        origins += [(f"{origin}.{name}", 0, True) for origin in module.starred]
+        for dotted, line, certain in module.calls.get(name, origins):
+            if "." in dotted:
+                inner = self.collective_of(module.path, dotted, depth + 1)
+            else:
+                inner = self._made_in(module, dotted, depth + 1)
+            if inner is not None and (result is None or not result.certain):
+                result = MadeCollective(inner.name, line or inner.line, certain and inner.certain)
+        module.direct[name] = result
+        return result
+
+    def _module_of(self, path: Path, dotted: str) -> tuple[ModuleSummary | None, list[str]]:
+        """Return the module that a name begins with, and the names behind it."""
+        if not dotted or dotted.endswith("."):
+            return None, []
+        level = len(dotted) - len(dotted.lstrip("."))
+        parts = dotted.lstrip(".").split(".")
+        bases = [path.parents[level - 1]] if 0 < level <= len(path.parents) else []
+        for base in bases if level else self._above(path.parent):
+            for number in range(len(parts), 0, -1):
+                place = self._place(base.joinpath(*parts[:number]))
+                if place is not None:
+                    return self._module(place), parts[number:]
+        return None, []
+
+    def _above(self, folder: Path) -> list[Path]:
+        """Return the folders in which an import may begin: the file's own, and those around it."""
+        around = [one for one in folder.parents if one.is_relative_to(self.root)]
+        return [folder, *around, self.root / "src"]
+
+    def _place(self, stem: Path) -> Path | None:
+        """Return the file of a module inside the folder."""
+        if stem not in self._places:
+            candidates = (stem.with_name(f"{stem.name}.py"), stem / "__init__.py")
+            inside = stem.is_relative_to(self.root)
+            result = (one for one in candidates if inside and one.is_file())
+            self._places[stem] = next(result, None)
+        return self._places[stem]
+
+    def _module(self, path: Path) -> ModuleSummary | None:
+        if path not in self._modules:
+            self._modules[path] = _read_summary(path)
+        return self._modules[path]
+
+    def names(self, path: str | Path) -> bool:
+        """Return whether a program or launcher of the folder gives this JSON file to DeepSpeed."""
+        return Path(path).name in self._named
+
+    @cached_property
+    def _named(self) -> frozenset[str]:
+        return frozenset(name for path in self._launchers() for name in _named_in(path))
+
+    def _launchers(self) -> Iterator[Path]:
+        number = 0
+        for root, folders, files in os.walk(self.root):
+            folders[:] = sorted(
+                one for one in folders if not one.startswith(".") and one not in PASSED_OVER
+            )
+            if not self.is_whole:
+                folders.clear()
+            for name in sorted(files):
+                if name.endswith(_LAUNCHERS) and number < _MOST_LAUNCHERS:
+                    number += 1
+                    yield Path(root, name)
+
+
+def _read_summary(path: Path) -> ModuleSummary | None:
+    try:
+        return _summary(path, ProgramSyntax(read_source(path), str(path)))
+    except (NotPython, NotText, RecursionError):
+        return None
+
+
+def _summary(path: Path, syntax: ProgramSyntax) -> ModuleSummary:
+    """Summarize a module: its functions, and what each calls."""
+    module = ModuleSummary(path, syntax.imports, syntax.starred)
+    module.mentions_set_epoch = "set_epoch" in syntax.text
+    module.loads_checkpoints = any(_LOADS.match(name) for name in syntax.functions)
+    direct = CollectiveCalls(syntax).direct
+    for name, scopes in syntax.functions.items():
+        plain = [one for one in scopes if not one.owner and one.outer is syntax.scopes[0]]
+        if len(plain) != 1:
+            continue
+        calls = module.calls.setdefault(name, [])
+        for call in plain[0].of(ast.Call):
+            made = direct.get(call)
+            certain = always_comes_to(syntax, call, direct) and (made is None or made.is_certain)
+            earlier = module.direct.get(name)
+            if made is not None and (earlier is None or not earlier.certain):
+                module.direct[name] = MadeCollective(made.name, call.lineno, certain)
+            dotted = syntax.dotted(call.func)
+            if dotted and (dotted in syntax.functions or syntax.is_imported(call.func)):
+                calls.append((dotted, call.lineno, certain))
+    return module
+
+
+def _named_in(path: Path) -> set[str]:
+    """Return names of JSON files on lines that speak of DeepSpeed."""
+    try:
+        text = read_source(path)
+    except NotText:
+        return set()
+    if "deepspeed" not in text.lower() or ".json" not in text:
+        return set()
+    lines = text.replace("\\\n", " ").split("\n")
+    return {name for line in lines if _NAMING.search(line) for name in _JSON.findall(line)}

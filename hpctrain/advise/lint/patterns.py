@@ -1,0 +1,351 @@
+"""Rules that are one call's or one variable's pattern: what their `find` tables say is looked for.
+
+Each row of rules/*.toml with `find` tables becomes `CallPattern`s. A row needs no knowledge of the
+analysis; docs/development/contributing.md has its fields. tests/unit/lint/test_rules.py runs every
+row's programs, and switches every table off once.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.advise.lint.arguments import rank_origin
+from hpctrain.advise.lint.catalogue import ROWS
+from hpctrain.advise.lint.reporting import for_main_only
+from hpctrain.advise.lint.rule import SourceEdit
+from hpctrain.advise.lint.source import insert_argument, span
+from hpctrain.advise.lint.syntax import constant, is_vendors, keyword, last
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from hpctrain.advise.lint.reporting import ProgramFacts
+    from hpctrain.advise.lint.rule import LintFinding
+
+_NOT = "not "
+
+
+@dataclass(frozen=True)
+class ArgumentTest:
+    """What one argument must be. Nothing holds of an argument that may hide behind a star.
+
+    Attributes:
+        name: As a keyword.
+        place: Among the arguments without a keyword; None where it has none.
+        any_of: One of these holds: `absent`; a literal as Python writes it; `name X`, the last name
+            of what is given; `call X`, a call of X; `like REGEX`, a text in which it is found;
+            `over N`, a whole number above N; `rank local` or `rank global`, certainly that rank.
+        none_of: None of these holds.
+    """
+
+    name: str
+    place: int | None = None
+    any_of: tuple[str, ...] = ()
+    none_of: tuple[str, ...] = ()
+
+    def value(self, call: ast.Call) -> ast.expr | None:
+        """What is given."""
+        named = keyword(call, self.name)
+        if named is None and self.place is not None and self.place < len(call.args):
+            return call.args[self.place]
+        return named
+
+    def holds(self, facts: ProgramFacts, call: ast.Call) -> bool:
+        """Whether it holds of a call's argument."""
+        value = self.value(call)
+        hides = any(one.arg is None for one in call.keywords) or (
+            self.place is not None and any(isinstance(one, ast.Starred) for one in call.args)
+        )
+        if hides and (value is None or keyword(call, self.name) is None):
+            return False
+        if self.any_of and not any(_is(facts, value, word) for word in self.any_of):
+            return False
+        return not any(_is(facts, value, word) for word in self.none_of)
+
+
+def _is(  # noqa: PLR0911 - a line per word
+    facts: ProgramFacts, value: ast.expr | None, word: str
+) -> bool:
+    """Whether an argument is what one word of a test says."""
+    if value is None or word == "absent":
+        return value is None and word == "absent"
+    literal = constant(value)
+    kind, _, rest = word.partition(" ")
+    match kind:
+        case "name":
+            return last(facts.syntax.dotted(value)) == rest
+        case "call":
+            return isinstance(value, ast.Call) and facts.syntax.dotted(value.func) == rest
+        case "rank":
+            return rank_origin(facts, value) == rest
+        case "like":
+            return isinstance(literal, str) and re.search(rest, literal) is not None
+        case "over":
+            return isinstance(literal, int) and literal > int(rest)
+        case _:
+            is_literal = literal is not None or isinstance(value, ast.Constant)
+            return is_literal and repr(literal) == word
+
+
+_FILE_FACTS: dict[str, Callable[[ProgramFacts], bool]] = {
+    "distributed": lambda facts: facts.distributed,
+    "trains": lambda facts: facts.trains,
+    "spawns": lambda facts: facts.spawns,
+    "on one machine": lambda facts: (
+        facts.spawns or facts.mentions("spawn", "mp", "multiprocessing")
+    ),
+    "on GPUs": lambda facts: facts.on_gpus,
+}
+_USES = (
+    *(ast.Assign, ast.NamedExpr, ast.AugAssign, ast.If, ast.While, ast.BinOp, ast.Compare),
+    *(ast.UnaryOp, ast.Attribute, ast.Call),
+)
+
+
+def _is_used(facts: ProgramFacts, node: ast.AST) -> bool:
+    """Whether a value goes anywhere but on to a caller, who may know, or into `_`."""
+    parent = facts.syntax.parents[node]
+    if isinstance(parent, ast.Assign | ast.NamedExpr | ast.AugAssign):
+        target = parent.targets[0] if isinstance(parent, ast.Assign) else parent.target
+        return not (isinstance(target, ast.Name) and target.id.startswith("_"))
+    return isinstance(parent, _USES)
+
+
+def _for_determinism(facts: ProgramFacts, node: ast.AST) -> bool:
+    """Whether it is set so that sums have one order: what it is there for."""
+    scope = facts.syntax.scope_of[node]
+    first, end = getattr(scope.node, "lineno", 1), getattr(scope.node, "end_lineno", None)
+    lines = facts.syntax.lines[first - 1 : end]
+    return "determin" in scope.name or any("determin" in line.lower() for line in lines)
+
+
+def _is_under(facts: ProgramFacts, node: ast.AST, *kinds: type[ast.AST]) -> bool:
+    return any(isinstance(one, kinds) for one in facts.syntax.outer(node))
+
+
+_PLACE_FACTS: dict[str, Callable[[ProgramFacts, ast.AST], bool]] = {
+    "used result": _is_used,
+    "unused result": lambda facts, node: isinstance(facts.syntax.parents[node], ast.Expr),
+    "main only": for_main_only,
+    "under a test": lambda facts, node: _is_under(facts, node, ast.If),
+    "guarded": lambda facts, node: _is_under(facts, node, ast.If, ast.ExceptHandler),
+    "for determinism": _for_determinism,
+}
+
+
+def _frozen(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+
+
+@dataclass(frozen=True)
+class CallPattern:
+    """One `find` table of a rule.
+
+    Attributes:
+        code: The rule.
+        message: {name} is the call's last name or the variable; {value} is the variable's, or the
+            first tested argument.
+        call: Dotted names; `*` stands for anything.
+        sets: Variables of the environment that the program sets.
+        by_default: It counts for `os.environ.setdefault`, too.
+        value: What the variable's value begins with, as a regex; without it any value counts.
+        args: What arguments must be.
+        file: What must hold of the program (`_FILE_FACTS`), or with "not" before it must not.
+        place: What must hold of the call or the assignment (`_PLACE_FACTS`), likewise.
+        mentions: One of these identifiers is in the program.
+        mentions_not: None of these is.
+        says_not: None of these texts is in the program.
+        imports_not: Nothing of these packages is imported.
+        names_not: A regex that no identifier in small letters has.
+        texts_not: A regex that no text in small letters has.
+        first: Report only the first place of a program.
+        at: The argument that is shown instead of the call.
+        insert: `--fix` puts this before the first argument.
+        rename: `--fix` gives the call this last name.
+        plain: It does so only with these keywords and at most one argument without one.
+    """
+
+    code: str
+    message: str
+    call: tuple[str, ...] = ()
+    sets: tuple[str, ...] = ()
+    by_default: bool = False
+    value: str | None = None
+    args: tuple[ArgumentTest, ...] = ()
+    file: tuple[str, ...] = ()
+    place: tuple[str, ...] = ()
+    mentions: tuple[str, ...] = ()
+    mentions_not: tuple[str, ...] = ()
+    says_not: tuple[str, ...] = ()
+    imports_not: tuple[str, ...] = ()
+    names_not: str = ""
+    texts_not: str = ""
+    first: bool = False
+    at: str = ""
+    insert: str = ""
+    rename: str = ""
+    plain: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, code: str, row: dict[str, Any]) -> CallPattern:
+        """The pattern of a `find` table.
+
+        Raises:
+            TypeError: it has a field that no pattern has, or lacks its message.
+        """
+        tests = tuple(ArgumentTest(**_frozen(one)) for one in row.get("args", ()))
+        return cls(code, **{**_frozen(row), "args": tests})
+
+    @property
+    def finds_calls(self) -> re.Pattern[str]:
+        """What a call's dotted name must be."""
+        return re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name in self.call))
+
+    def fits_file(self, facts: ProgramFacts) -> bool:
+        """Whether the program is one of which it may be told."""
+        return (
+            all(_holds(word, lambda fact: _FILE_FACTS[fact](facts)) for word in self.file)
+            and (not self.mentions or facts.mentions(*self.mentions))
+            and not (self.mentions_not and facts.mentions(*self.mentions_not))
+            and not any(facts.says(text) for text in self.says_not)
+            and not (self.imports_not and facts.syntax.imports_any(*self.imports_not))
+            and not (self.names_not and re.search(self.names_not, facts.all_names))
+            and not (self.texts_not and re.search(self.texts_not, facts.all_texts))
+        )
+
+    def fits_place(self, facts: ProgramFacts, node: ast.AST) -> bool:
+        """Whether a node stands where it counts."""
+        return all(
+            _holds(word, lambda fact: _PLACE_FACTS[fact](facts, node)) for word in self.place
+        )
+
+    def edits(self, facts: ProgramFacts, call: ast.Call) -> tuple[SourceEdit, ...]:
+        """What `--fix` changes."""
+        if self.insert:
+            return insert_argument(facts.syntax, call, self.insert)
+        if not self.rename or not isinstance(call.func, ast.Attribute):
+            return ()
+        if self.plain is not None and (
+            len(call.args) > 1
+            or any(isinstance(one, ast.Starred) for one in call.args)
+            or not {one.arg for one in call.keywords} <= {*self.plain}
+        ):
+            return ()
+        _, end = span(facts.syntax, call.func)
+        return (SourceEdit(end - len(call.func.attr.encode()), end, self.rename),)
+
+
+def _holds(word: str, fact: Callable[[str], bool]) -> bool:
+    return not fact(word.removeprefix(_NOT)) if word.startswith(_NOT) else fact(word)
+
+
+@dataclass(frozen=True)
+class PatternTable:
+    """Patterns by what they look for, so that each call meets few of them."""
+
+    of_calls: dict[str, tuple[tuple[CallPattern, re.Pattern[str]], ...]]
+    """By the last name; under "" those whose last name is not plain."""
+    of_variables: dict[str, tuple[CallPattern, ...]]
+
+    @classmethod
+    def of(cls, patterns: Sequence[CallPattern]) -> PatternTable:
+        """Sort them."""
+        calls: dict[str, list[tuple[CallPattern, re.Pattern[str]]]] = {}
+        variables: dict[str, list[CallPattern]] = {}
+        for pattern in patterns:
+            names = {"" if "*" in last(name) else last(name) for name in pattern.call}
+            for name in names:
+                calls.setdefault(name, []).append((pattern, pattern.finds_calls))
+            for name in pattern.sets:
+                variables.setdefault(name, []).append(pattern)
+        return cls(
+            {name: tuple(rows) for name, rows in calls.items()},
+            {name: tuple(rows) for name, rows in variables.items()},
+        )
+
+
+@cache
+def packaged_patterns() -> tuple[CallPattern, ...]:
+    """Those of rules/*.toml."""
+    return tuple(CallPattern.of(row.rule.code, find) for row in ROWS for find in row.finds)
+
+
+@cache
+def _packaged_table() -> PatternTable:
+    return PatternTable.of(packaged_patterns())
+
+
+def check_patterns(facts: ProgramFacts, table: PatternTable | None = None) -> Iterator[LintFinding]:
+    """Every finding of a table of patterns; of ours where none is given."""
+    table = table or _packaged_table()
+    fits: dict[int, bool] = {}
+    for pattern, node, name, literal in _places(facts, table):
+        key = id(pattern)
+        if key not in fits:
+            fits[key] = pattern.fits_file(facts)
+        if not fits[key] or not pattern.fits_place(facts, node):
+            continue
+        fits[key] = not pattern.first
+        where: ast.AST = node
+        edits: tuple[SourceEdit, ...] = ()
+        shown = literal
+        if isinstance(node, ast.Call) and pattern.call:
+            edits = pattern.edits(facts, node)
+            tested = pattern.args[0].value(node) if pattern.args else None
+            text = constant(tested)
+            shown = text if isinstance(text, str) else facts.syntax.code(tested) if tested else ""
+            where = (keyword(node, pattern.at) or node) if pattern.at else node
+        message = pattern.message.replace("{name}", name).replace("{value}", shown)
+        yield facts.finding(pattern.code, where, message, edits)
+
+
+def _places(
+    facts: ProgramFacts, table: PatternTable
+) -> Iterator[tuple[CallPattern, ast.AST, str, str]]:
+    """Each (pattern, node, name, value) of which all but the file and the place holds."""
+    for call in facts.syntax.calls:
+        dotted = facts.syntax.dotted(call.func)
+        name = last(dotted)
+        rows = table.of_calls.get(name, ()) if name else ()
+        for pattern, names in (*rows, *table.of_calls.get("", ())):
+            if not names.fullmatch(dotted) or is_vendors(dotted):
+                continue
+            if all(test.holds(facts, call) for test in pattern.args):
+                yield pattern, call, name, ""
+    for name, value, node, is_default in _environment(facts):
+        literal = constant(value)
+        for pattern in table.of_variables.get(name, ()):
+            fits = pattern.value is None or (
+                literal is not None and re.match(pattern.value, str(literal)) is not None
+            )
+            if fits and (pattern.by_default or not is_default):
+                yield pattern, node, name, str(literal)
+
+
+def _environment(facts: ProgramFacts) -> Iterator[tuple[str, ast.expr, ast.AST, bool]]:
+    """Each (variable, value, where, whether by `setdefault`) that a program sets."""
+    for scope in facts.syntax.scopes:
+        for node in scope.of(ast.Assign):
+            for target in node.targets:
+                if not isinstance(target, ast.Subscript):
+                    continue
+                name = constant(target.slice)
+                if facts.syntax.dotted(target.value) == "os.environ" and isinstance(name, str):
+                    yield name, node.value, node, False
+    for call in facts.syntax.calls:
+        dotted = facts.syntax.dotted(call.func)
+        if dotted == "os.environ.update":
+            for arg in call.args:
+                pairs = zip(arg.keys, arg.values, strict=True) if isinstance(arg, ast.Dict) else ()
+                yield from (
+                    (str(constant(key)), value, key, False)
+                    for key, value in pairs
+                    if key is not None
+                )
+        elif dotted in ("os.putenv", "os.environ.setdefault") and len(call.args) > 1:
+            by_default = dotted != "os.putenv"
+            yield str(constant(call.args[0])), call.args[1], call, by_default

@@ -1,0 +1,277 @@
+"""Rules HT203 to HT205, HT208 to HT211, HT213, HT515 and HT518: the order of a training step.
+
+tests/unit/lint/test_rules.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING
+
+from hpctrain.advise.lint.reporting import exclusive, inside_loop, is_backward
+from hpctrain.advise.lint.syntax import constant, given, keyword, last
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hpctrain.advise.lint.reporting import ProgramFacts
+    from hpctrain.advise.lint.rule import LintFinding
+    from hpctrain.advise.lint.syntax import LintScope
+
+_CLIPS = frozenset({"clip_grad_norm_", "clip_grad_value_"})
+
+
+def check_precision(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """HT203 to HT205, HT208 to HT211, HT213, HT515 and HT518."""
+    yield from _scalers(facts)
+    yield from _steps(facts)
+    yield from _items(facts)
+    yield from _sharded_later(facts)
+    yield from _clipped_shards(facts)
+    yield from _no_sync(facts)
+    yield from _profilers(facts)
+
+
+def _clipped_shards(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """HT213: what FSDP1 wraps, clipped by what knows no shards."""
+    wrapped = {
+        ast.unparse(parent.targets[0])
+        for call in facts.syntax.calls_to("FullyShardedDataParallel", root="torch")
+        if isinstance(parent := facts.syntax.parents[call], ast.Assign)
+    }
+    for call in facts.syntax.calls_to("clip_grad_norm_", root="torch.nn.utils"):
+        first = call.args[0] if call.args else None
+        if isinstance(first, ast.Call) and last_attribute(first) == "parameters":
+            model = ast.unparse(first.func).removesuffix(".parameters")
+            if model in wrapped:
+                yield facts.finding("HT213", call, f"{model} is FSDP1's: its own clip_grad_norm_()")
+
+
+def _scalers(facts: ProgramFacts) -> Iterator[LintFinding]:
+    names: dict[str, ast.Call] = {}
+    for call in facts.syntax.calls_to("GradScaler", root="torch"):
+        parent = facts.syntax.parents[call]
+        if isinstance(parent, ast.Assign) and constant(keyword(call, "enabled")) is not False:
+            names[ast.unparse(parent.targets[0])] = call
+    methods: dict[str, set[str]] = {name: set() for name in names}
+    for call in facts.syntax.calls:
+        if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) in methods:
+            methods[ast.unparse(call.func.value)].add(call.func.attr)
+    for name, used in methods.items():
+        if "step" in used and "update" not in used:
+            yield facts.finding(
+                "HT209", names[name], f"{name}.step() is called, {name}.update() never"
+            )
+    dtypes = {last(facts.syntax.dotted(call_dtype)) for call_dtype in _dtypes(facts)}
+    if dtypes == {"bfloat16"}:
+        for name, call in names.items():
+            if keyword(call, "enabled") is None and "scale" in methods[name]:
+                yield facts.finding("HT208", call, "every autocast of this file is bfloat16")
+
+
+def _dtypes(facts: ProgramFacts) -> Iterator[ast.expr]:
+    for call in facts.syntax.calls_to("autocast", root="torch"):
+        dtype = keyword(call, "dtype")
+        yield dtype if dtype is not None else call
+
+
+def _steps(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """The order of backward, unscale, clip and step in each function."""
+    for scope in facts.syntax.scopes:
+        moves = _moves(scope)
+        if not any(kind == "backward" for kind, _, _ in moves):
+            continue
+        yield from _clip_order(facts, moves)
+        yield from _no_zero_grad(facts, moves)
+
+
+def _moves(scope: LintScope) -> list[tuple[str, ast.Call, str]]:
+    """(what, call, of whom) for each move of a training step, in the order of the text."""
+    moves: list[tuple[str, ast.Call, str]] = []
+    for call in scope.of(ast.Call):
+        name = (
+            call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        )
+        owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        if is_backward(call):
+            inner = call.func.value if isinstance(call.func, ast.Attribute) else call
+            scaled = isinstance(inner, ast.Call) and last_attribute(inner) == "scale"
+            moves.append(("backward", call, owner if scaled else ""))
+        elif name in _CLIPS:
+            moves.append(("clip", call, owner))
+        elif name in ("unscale_", "step", "zero_grad", "unscale_gradients"):
+            moves.append((name, call, owner))
+    return sorted(moves, key=lambda one: (one[1].lineno, one[1].col_offset))
+
+
+def last_attribute(call: ast.Call) -> str:
+    """The attribute that is called, if it is one."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+
+
+def _clip_order(
+    facts: ProgramFacts, moves: list[tuple[str, ast.Call, str]]
+) -> Iterator[LintFinding]:
+    for index, (kind, call, owner) in enumerate(moves):
+        if kind != "clip" or "accelerator" in owner:
+            continue
+        before = [one[0] for one in moves[:index] if not exclusive(facts.syntax, one[1], call)]
+        by_scaler = any(
+            one[0] == "backward" and one[2] and not exclusive(facts.syntax, one[1], call)
+            for one in moves[:index]
+        )
+        if by_scaler and not {"unscale_", "unscale_gradients"} & set(before):
+            yield facts.finding("HT203", call, "gradients are clipped before scaler.unscale_()")
+        block = _siblings(facts, call)
+        since = [one for one in moves[:index] if _within(facts, one[1], block)]
+        later = [one for one in moves[index + 1 :] if _within(facts, one[1], block)]
+        stepped = [one for one in since if one[0] == "step" and _is_optimizer(one)]
+        again = any(one[0] in ("step", "backward") for one in later)
+        if stepped and any(one[0] == "backward" for one in since) and not again:
+            yield facts.finding(
+                "HT210", call, f"gradients are clipped after {stepped[-1][2]}.step()"
+            )
+
+
+def _siblings(facts: ProgramFacts, node: ast.AST) -> ast.AST:
+    """The loop or function that a statement is in."""
+    return inside_loop(facts.syntax, node) or facts.syntax.scope_of[node].node
+
+
+def _within(facts: ProgramFacts, node: ast.AST, block: ast.AST) -> bool:
+    return _siblings(facts, node) is block
+
+
+def _is_optimizer(move: tuple[str, ast.Call, str]) -> bool:
+    owner = last(move[2]).lower()
+    return "opt" in owner or (bool(move[1].args) and "scaler" in owner)
+
+
+def _no_zero_grad(
+    facts: ProgramFacts, moves: list[tuple[str, ast.Call, str]]
+) -> Iterator[LintFinding]:
+    steps = [move for move in moves if move[0] == "step" and _is_optimizer(move)]
+    steps = [move for move in steps if not move[1].args or "scaler" in move[2].lower()]
+    if not steps or facts.mentions("zero_grad", "zero_grad_buffer") or facts.mentions("grad"):
+        return
+    backward = next(call for kind, call, _ in moves if kind == "backward")
+    loop = inside_loop(facts.syntax, backward)
+    if loop is None or facts.syntax.imports_any("deepspeed"):
+        return
+    yield facts.finding(
+        "HT204", steps[0][1], f"{steps[0][2]}.step() in a loop that never calls zero_grad()"
+    )
+
+
+def _items(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """One `.item()` of a loss for each loop, where nothing keeps it from every step."""
+    loops: set[ast.AST] = set()
+    for call in facts.syntax.calls:
+        if last_attribute(call) != "item" or call.args:
+            continue
+        loop = inside_loop(facts.syntax, call)
+        if loop is None or loop in loops or _is_conditional(facts, call, loop):
+            continue
+        if any(is_backward(one) for one in ast.walk(loop) if isinstance(one, ast.Call)):
+            loops.add(loop)
+            yield facts.finding(
+                "HT205", call, f"{facts.syntax.code(call)} at every step of the loop"
+            )
+
+
+def _is_conditional(facts: ProgramFacts, node: ast.AST, loop: ast.AST) -> bool:
+    for around in facts.syntax.outer(node):
+        if around is loop:
+            return False
+        if isinstance(around, ast.If | ast.IfExp | ast.ExceptHandler):
+            return True
+    return False
+
+
+def _sharded_later(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """HT211: `Adam(model.parameters())`, and below it `fully_shard(model)` in the same block."""
+    shards = [call for call in facts.syntax.calls_to("fully_shard", root="torch") if call.args]
+    if not shards:
+        return
+    for call in facts.syntax.calls:
+        made = facts.syntax.parents[call]
+        if not (
+            isinstance(made, ast.Assign)
+            and call.args
+            and "opt" in ast.unparse(made.targets[0]).lower()
+        ):
+            continue
+        first = call.args[0]
+        if not (isinstance(first, ast.Call) and last_attribute(first) == "parameters"):
+            continue
+        model = ast.unparse(first.func.value) if isinstance(first.func, ast.Attribute) else ""
+        scope = facts.syntax.scope_of[call]
+        if facts.mentions("param_groups"):
+            continue  # it is given the new parameters by hand
+        later = [
+            shard
+            for shard in shards
+            if ast.unparse(shard.args[0]) == model
+            and facts.syntax.scope_of[shard] is scope
+            and shard.lineno > call.lineno
+        ]
+        if later:
+            message = f"it holds what {model} was before fully_shard() at line {later[0].lineno}"
+            yield facts.finding("HT211", call, message)
+
+
+def _profilers(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """HT518: a profiler with a schedule whose name is neither stepped nor given away."""
+    for call in facts.syntax.calls_to("profile", root="torch.profiler"):
+        holder = facts.syntax.parents[call]
+        name = holder.optional_vars if isinstance(holder, ast.withitem) else None
+        if not isinstance(name, ast.Name) or not given(keyword(call, "schedule")):
+            continue
+        uses = [
+            one
+            for one in facts.syntax.scope_of[call].of(ast.Name)
+            if one.id == name.id and isinstance(one.ctx, ast.Load)
+        ]
+        elsewhere = [
+            one for one in uses if not isinstance(facts.syntax.parents[one], ast.Attribute)
+        ]
+        stepped = [
+            one for one in uses if facts.syntax.dotted(facts.syntax.parents[one]).endswith(".step")
+        ]
+        if not stepped and not elsewhere:
+            yield facts.finding("HT518", call, f"{name.id}.step() is never called")
+
+
+def _no_sync(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """HT515: `optimizer.step()` under `% accumulation`, DDP, and no no_sync in the file."""
+    if not facts.mentions("DistributedDataParallel"):
+        return
+    if facts.mentions("no_sync", "require_backward_grad_sync", "set_requires_gradient_sync"):
+        return
+    for call in facts.syntax.calls:
+        if not is_backward(call):
+            continue
+        loop = inside_loop(facts.syntax, call)
+        for node in ast.walk(loop) if loop is not None else ():
+            if isinstance(node, ast.If) and _is_each_nth(node.test) and _steps_in(node):
+                yield facts.finding(
+                    "HT515",
+                    call,
+                    f"every backward() reduces, and line {node.lineno} steps now and then",
+                )
+                return
+
+
+def _is_each_nth(test: ast.expr) -> bool:
+    return any(isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod) for one in ast.walk(test))
+
+
+def _steps_in(node: ast.If) -> bool:
+    return any(
+        isinstance(one, ast.Call)
+        and isinstance(one.func, ast.Attribute)
+        and one.func.attr == "step"
+        and "opt" in ast.unparse(one.func.value).lower()
+        for part in node.body
+        for one in ast.walk(part)
+    )

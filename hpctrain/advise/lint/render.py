@@ -1,0 +1,125 @@
+"""Findings as people read them, and as SARIF, which code hosts and editors read.
+
+tests/unit/cli/test_lint.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from hpctrain.advise.lint.catalogue import RULES
+from hpctrain.advise.lint.rule import LEVELS, finding_plain
+from hpctrain.core.base import VERSION
+from hpctrain.core.base.text import count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from hpctrain.advise.lint.rule import LintFinding, LintRule
+
+SARIF_VERSION = "2.1.0"
+_SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+_SARIF_LEVELS = {"error": "error", "warning": "warning", "info": "note"}
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def finding_lines(finding: LintFinding, *, explained: bool) -> Iterator[tuple[str, str]]:
+    """Yield (text, style) for each line that reports a finding.
+
+    With `explained`, its rule's reason and remedy have been shown already.
+    """
+    rule = finding.rule
+    mends = "  [--fix]" if finding.edits else ""
+    place = f"{finding.path}:{finding.line}:{finding.column}" if finding.line else finding.path
+    yield f"{place}  {rule.code} {rule.level}  {finding.message}{mends}", rule.level
+    if finding.evidence:
+        source = _CONTROL.sub(" ", finding.evidence)
+        yield f"  {finding.line:>5} | {source}", ""
+    if not explained:
+        yield f"   why: {rule.why}", ""
+        yield f"   fix: {rule.remedy}", ""
+
+
+def summary(findings: Sequence[LintFinding], files: int, hidden: int) -> str:
+    """How much was found: the last line."""
+    numbers = {level: sum(one.rule.level == level for one in findings) for level in LEVELS}
+    parts = [
+        count(number, level) for level, number in numbers.items() if number and level != "info"
+    ]
+    if numbers["info"]:
+        parts.append(count(numbers["info"], "hint"))
+    words = ", ".join(parts) or "nothing found"
+    more = f"; {count(hidden, 'hint')} not shown (--level info)" if hidden else ""
+    return f"{words} in {count(files, 'file')}{more}"
+
+
+def findings_plain(findings: Sequence[LintFinding], files: int) -> dict[str, Any]:
+    """All findings as one JSON value."""
+    return {
+        "files": files,
+        **{f"{level}s": sum(one.rule.level == level for one in findings) for level in LEVELS},
+        "findings": [finding_plain(one) for one in findings],
+    }
+
+
+def sarif(findings: Sequence[LintFinding]) -> dict[str, Any]:
+    """The findings as one SARIF log."""
+    rules = list(RULES.values())
+    places = {rule.code: number for number, rule in enumerate(rules)}
+    return {
+        "$schema": _SARIF_SCHEMA,
+        "version": SARIF_VERSION,
+        "runs": [
+            {
+                "tool": {
+                    "driver": {
+                        "name": "hpctrain lint",
+                        "version": VERSION,
+                        "rules": [_sarif_rule(rule) for rule in rules],
+                    }
+                },
+                "columnKind": "unicodeCodePoints",
+                "results": [_sarif_result(one, places) for one in findings],
+            }
+        ],
+    }
+
+
+def uri_of(path: str) -> str:
+    """A path as SARIF names it, also one whose bytes are no text."""
+    plain = PurePath(path).as_posix()
+    try:
+        return quote(plain.encode("utf-8", "surrogateescape"))
+    except UnicodeEncodeError:  # no name of a file's
+        return quote(plain.encode("utf-8", "replace"))
+
+
+def _sarif_rule(rule: LintRule) -> dict[str, Any]:
+    return {
+        "id": rule.code,
+        "shortDescription": {"text": rule.name},
+        "fullDescription": {"text": rule.why},
+        "help": {"text": f"{rule.remedy} See {rule.anchor}."},
+        "defaultConfiguration": {"level": _SARIF_LEVELS[rule.level]},
+    }
+
+
+def _sarif_result(finding: LintFinding, places: dict[str, int]) -> dict[str, Any]:
+    location: dict[str, Any] = {"artifactLocation": {"uri": uri_of(finding.path)}}
+    if finding.line:
+        location["region"] = {
+            "startLine": finding.line,
+            "startColumn": max(finding.column, 1),
+        }
+        if finding.evidence:
+            location["region"]["snippet"] = {"text": finding.evidence}
+    return {
+        "ruleId": finding.rule.code,
+        "ruleIndex": places[finding.rule.code],
+        "level": _SARIF_LEVELS[finding.rule.level],
+        "message": {"text": f"{finding.message}. {finding.rule.why} {finding.rule.remedy}"},
+        "locations": [{"physicalLocation": location}],
+    }

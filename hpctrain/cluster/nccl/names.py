@@ -1,0 +1,184 @@
+"""The variables that NCCL, its plugins, libfabric and torch read, and the rule for their names.
+
+`check_name` warns of misspelt and dead names, of NVIDIA's debugging class, and of what no preset
+sets. A name that is missing in these tables is not wrong for certain: it is warned of, with the
+nearest one that is known.
+
+variables.toml has them, and the releases whose source was read.
+tests/unit/nccl/test_nccl_rules.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.cluster.nccl.rule import ERROR, Context, Problem, error, reason, warning
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+TABLE = tomllib.loads(Path(__file__).with_name("variables.toml").read_text("utf-8"))
+"""variables.toml, whose comments say what each part is."""
+LISTS: dict[str, tuple[str, ...]] = {
+    key: tuple(text.split()) for key, text in TABLE["lists"].items()
+}
+
+
+def names_of(*keys: str) -> frozenset[str]:
+    """The variables of tables in `names`, with their prefix."""
+    tables = [TABLE["names"][key] for key in keys]
+    return frozenset(table["prefix"] + word for table in tables for word in table["names"].split())
+
+
+NCCL = names_of("nccl")
+NCCL_DEBUGGING = names_of("nccl_debugging")
+TORCH = names_of("torch")
+FI_CORE = names_of("fi_core")
+_GLOO = names_of("gloo")
+_FAMILIES = tuple(TABLE["families"])
+_READERS: dict[str, tuple[str, frozenset[str]]] = {
+    prefix: (row["reader"], names_of(*row["names"])) for prefix, row in TABLE["readers"].items()
+}
+"""Prefix to who reads the variables of that prefix, and their names."""
+_DEAD: dict[str, tuple[str, str]] = {
+    row["name"]: (row["what"], row.get("instead", "")) for row in TABLE["dead"]
+}
+_REPLACES: dict[str, str] = TABLE["replaces"]
+_SLOW: dict[str, str] = TABLE["slow"]
+PREFIXES = ("NCCL_", "RCCL_", "OFI_NCCL_", "TORCH_NCCL_", "TORCH_FR_", "FI_", "GLOO_")
+"""Of the variables that are judged: an empty value, quotes and blanks around it never help them."""
+
+_SECRET = re.compile(r"(?:.*_)?(?:TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|ACCESS_KEY)")
+_BLANKS = frozenset({"NCCL_DEBUG_TIMESTAMP_FORMAT"})
+_EXPANSION = re.compile(r"\$\{?[A-Za-z_]\w*\}?|\$\(|`")
+_FABRIC_POLICY = frozenset({"NCCL_IB_FIFO_TC", "NCCL_IB_SL", "NCCL_IB_TC"})
+
+
+def check_name(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """What is to be said of the name, and of any value that this name may have."""
+    del context
+    if name in _DEAD:
+        yield from _dead(name, value)
+    else:
+        yield from _unknown(name, value)
+    if _SECRET.fullmatch(name) and value:
+        yield Problem(
+            ERROR,
+            f"{name} looks like a secret: presets can be read by everybody, and spec.json and the "
+            "logs record the environment; let each user set it in the job's own shell",
+        )
+    if name in _REPLACES and "$" not in value:
+        yield warning(
+            name,
+            value,
+            f"takes the place of the {_REPLACES[name]} that modules and the virtual environment "
+            "have put there; use [modules] instead",
+        )
+    if name.startswith("SLURM_"):
+        yield warning(
+            name,
+            value,
+            "reaches the ranks only, after srun has read its own; use slurm.extra or "
+            "slurm.srun_args",
+        )
+    yield from _text(name, value)
+    yield from _class(name, value)
+
+
+def _text(name: str, value: str) -> Iterator[Problem]:
+    """What a shell would have done to the value, and nobody does here."""
+    expansion = _EXPANSION.search(value)
+    if expansion:
+        yield error(
+            name,
+            value,
+            f"nobody expands {expansion.group()} here: ranks see this very text; write the value "
+            "itself, or set the variable in slurm.setup",
+        )
+    if not name.startswith(PREFIXES):
+        return
+    if not value:
+        yield error(
+            name,
+            value,
+            "is empty, which is no value: most readers take it for not set, and NCCL no longer "
+            "looks into /etc/nccl.conf; leave it out, or name the variable in env.unset",
+        )
+    elif value[0] in "\"'" and value[-1] == value[0]:
+        yield error(
+            name,
+            value,
+            "the quotes are part of the value, as a shell would not have it, and then it fits "
+            f"nothing; write {value.strip(value[0])}",
+        )
+    elif value != value.strip() and name not in _BLANKS:
+        yield error(
+            name, value, f'the blank around it is part of the value; write "{value.strip()}"'
+        )
+
+
+def _class(name: str, value: str) -> Iterator[Problem]:
+    if name in NCCL_DEBUGGING:
+        yield reason(
+            name,
+            value,
+            "is one of NVIDIA's debugging variables, not to be kept in scripts: a newer NCCL may "
+            'choose better; leave it out, or say why it stays: { value = "...", why = "..." }',
+        )
+    elif name in _FABRIC_POLICY:
+        yield reason(
+            name,
+            value,
+            "is a policy of this one fabric's switches, wrong on any other; say why: "
+            '{ value = "...", why = "..." }',
+        )
+    elif name in _SLOW and value.lower() not in {"0", "false", "f", "no", "n"}:
+        yield reason(
+            name,
+            value,
+            f"slows training: {_SLOW[name]}; leave it out, or say why it stays: "
+            '{ value = "...", why = "..." }',
+        )
+
+
+def _dead(name: str, value: str) -> Iterator[Problem]:
+    what, instead = _DEAD[name]
+    write = f"use {instead}" if instead else "leave it out"
+    yield warning(name, value, f"{what}; {write}")
+
+
+def _unknown(name: str, value: str) -> Iterator[Problem]:
+    for prefix, (reader, variables) in _READERS.items():
+        if not name.startswith(prefix):
+            continue
+        if name not in variables and not name.startswith(_FAMILIES):
+            yield warning(name, value, f"{reader} has no variable of this name; {_hint(name)}")
+        return
+    yield from _nearly_known(name, value)
+
+
+def _hint(name: str) -> str:
+    """The name that was meant, if one is near: its last part is compared, the prefix is common."""
+    if f"TORCH_{name}" in TORCH:
+        return f"did you mean TORCH_{name}?"
+    if name.startswith("NCCL_OFI_"):
+        return f"did you mean OFI_NCCL_{name.removeprefix('NCCL_OFI_')}?"
+    prefix = next(prefix for prefix in _READERS if name.startswith(prefix))
+    ends = [known.removeprefix(prefix) for known in _READERS[prefix][1]]
+    near = get_close_matches(name.removeprefix(prefix), ends, 1, 0.7)
+    return f"did you mean {prefix}{near[0]}?" if near else "leave it out if nothing else reads it"
+
+
+def _nearly_known(name: str, value: str) -> Iterator[Problem]:
+    """A name that only just misses: nccl_debug, NCCLDEBUG, NNCL_DEBUG, FI_MR_CACHE_MONITR."""
+    every = NCCL | TORCH | FI_CORE | _GLOO
+    if name in every:
+        return
+    near = [name.upper()] if name.upper() in every else get_close_matches(name, every, 1, 0.9)
+    if near:
+        yield warning(name, value, f"nothing reads this name; did you mean {near[0]}?")

@@ -1,0 +1,438 @@
+"""The meeting of a job's nodes over TCP: each tells what it has, the first decides, all hear it.
+
+Not through the shared directory, which may be what is broken, and not through torch, whose version
+may be. Every call is bounded in time: a node that says nothing is left out from then on and named.
+The first node listens to all who have connected at once, so whoever else connects keeps nobody
+waiting.
+
+Nobody but the job's own nodes is heard (`Connection`). Both ends prove that they know the job's
+secret, without sending it, and each line carries a code of that secret, of the connection, and of
+its place in it. So whoever answers on the port, listens in between or repeats what was said cannot
+say anything. Nothing that is received is run. tests/unit/preflight/test_rendezvous.py holds the
+promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+from hpctrain.cluster.preflight.exchanges import PINGS, ask_clocks
+from hpctrain.core.base import clock
+from hpctrain.core.base.listener import Listener, listen
+from hpctrain.core.base.process import raise_limit
+from hpctrain.core.base.secret import Forged, code, is_code, sign, verify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from io import BufferedReader
+
+    from hpctrain.cluster.preflight.exchanges import Skew
+    from hpctrain.core.base.listener import Hear
+
+    Decide = Callable[[dict[int, Any]], Any]
+    DecideEach = Callable[[dict[int, Any]], Mapping[int, Any]]
+
+HELLO_BYTES = 4096
+"""More than any line before both ends know each other."""
+LINE_BYTES = 64 << 20
+TELL_S = 10.0
+COORDINATOR, PEER = "host", "member"
+HELLO_S = 5.0
+"""Who connects and says nothing is sent away after so long."""
+RETRY_S = 0.05
+LONGEST_RETRY_S = 0.5
+"""Thousands that wait for a first node which is late are no storm of look-ups of its name."""
+TURN_S = 600.0
+"""So long may it take until the first node asks this one for the time."""
+MARGIN_S = 5.0
+"""How much longer than the first node the others wait for its word."""
+
+
+class Stranger(ConnectionError):
+    """The other end does not know the secret."""
+
+
+class Alone(Exception):
+    """The first node cannot be reached, or has gone."""
+
+
+class Coordinator:
+    """The first node's end.
+
+    Attributes:
+        missing: Ranks that never came, or were not heard in time, to why.
+    """
+
+    def __init__(
+        self, size: int, port: int, key: str, timeout_s: float, *, address: str = ""
+    ) -> None:
+        """Wait until every other node is there, at most so long.
+
+        Args:
+            size: Number of nodes.
+            port: Where they meet.
+            key: The job's secret, which every node proves to know.
+            timeout_s: So long.
+            address: Of this node, as the others reach it.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        self.missing: dict[int, str] = {}
+        raise_limit()  # each node is an open file here
+        server = listen(address, port)
+        self._peers = Acceptor(server, size, key).admit(clock.monotonic() + timeout_s)
+        for rank in range(1, size):
+            if rank not in self._peers:
+                self.missing[rank] = f"did not connect in {timeout_s:g} s"
+
+    def __enter__(self) -> Self:
+        """Nothing more: the others are there."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let all go."""
+        self.close()
+
+    def skews(self, clock: Callable[[], float] = clock.now) -> dict[int, Skew]:
+        """Each other node's clock against this one's, by the midpoint of the quickest exchange.
+
+        Some are asked at a time: see `ask_clocks`.
+        """
+        return ask_clocks(dict(self._peers), clock, self._leave_out)
+
+    def agree(self, own: Any, decide: Decide, timeout_s: float) -> Any:
+        """What `decide` makes of all nodes' values, which every node gets.
+
+        Args:
+            own: This node's value.
+            decide: Rank to value, without those who were silent, to the answer.
+            timeout_s: How long the others have for theirs.
+        """
+        values = self._heard(own, timeout_s)
+        answer = decide(values)
+        self._tell_each(dict.fromkeys(self._peers, answer))
+        return answer
+
+    def agree_each(self, own: Any, decide: DecideEach, timeout_s: float) -> Any:
+        """The same with an answer for each node, as large as what that node needs.
+
+        One answer with something about every node, to every node, grows with their square.
+
+        Args:
+            own: This node's value.
+            decide: Rank to value to rank to answer, for each rank that it was given.
+            timeout_s: How long the others have for theirs.
+        """
+        answers = decide(self._heard(own, timeout_s))
+        self._tell_each({rank: answers.get(rank) for rank in self._peers})
+        return answers.get(0)
+
+    def _heard(self, own: Any, timeout_s: float) -> dict[int, Any]:
+        deadline = clock.monotonic() + timeout_s
+        values = {0: own}
+        for rank, line in list(self._peers.items()):
+            heard = self._with(rank, partial(_value, line, deadline - clock.monotonic()))
+            if heard is not None:
+                values[rank] = heard["value"]
+        return values
+
+    def _tell_each(self, answers: Mapping[int, Any]) -> None:
+        for rank, answer in answers.items():
+            self._with(rank, partial(self._peers[rank].tell, {"answer": answer}))
+
+    def _with(self, rank: int, act: Callable[[], Any]) -> Any:
+        """What `act` returns; a node with which it fails is left out from here on."""
+        try:
+            return act()
+        except (OSError, ValueError, TypeError) as error:
+            self._leave_out(rank, error)
+            return None
+
+    def _leave_out(self, rank: int, error: Exception) -> None:
+        self._peers.pop(rank).close()
+        silent = isinstance(error, TimeoutError)
+        self.missing[rank] = "gave no answer in time" if silent else f"has gone: {error}"
+
+    def close(self) -> None:
+        """Let all go."""
+        for line in self._peers.values():
+            line.close()
+
+
+class Peer:
+    """Any other node's end."""
+
+    def __init__(self, rank: int, address: str, port: int, key: str, timeout_s: float) -> None:
+        """Connect to the first node, which may start later.
+
+        Raises:
+            Alone: it could not be reached in time; the text says why.
+        """
+        deadline, pause_s = clock.monotonic() + timeout_s, RETRY_S
+        while True:
+            line_or_why = _meet(rank, address, port, key)
+            if isinstance(line_or_why, Connection):
+                self._line = line_or_why
+                return
+            if clock.monotonic() > deadline:
+                raise Alone(f"{address} port {port} {line_or_why}")
+            clock.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, LONGEST_RETRY_S)
+
+    def __enter__(self) -> Self:
+        """Nothing more: the first node is there."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave."""
+        self.close()
+
+    def agree(self, own: Any, decide: Decide, timeout_s: float) -> Any:
+        """The first node's answer to everybody's values; see `Coordinator.agree`.
+
+        Raises:
+            Alone: the first node has gone, or has done without this one.
+        """
+        del decide
+        try:
+            self._line.tell({"value": own})
+            while True:
+                heard = self._line.hear(timeout_s + MARGIN_S)
+                if isinstance(heard, dict) and "answer" in heard:
+                    return heard["answer"]
+        except OSError as error:
+            raise Alone(f"the first node is not heard any more: {error}") from None
+
+    def tell_time(self, clock: Callable[[], float] = clock.now, *, count: int = PINGS) -> None:
+        """Answer the first node's questions for the time.
+
+        Raises:
+            Alone: the first node has gone.
+        """
+        try:
+            for _ in range(count):
+                self._line.hear(TURN_S)  # it asks a few at a time
+                self._line.tell(clock())
+        except OSError as error:
+            raise Alone(f"the first node is not heard any more: {error}") from None
+
+    def close(self) -> None:
+        """Leave."""
+        self._line.close()
+
+
+class Connection:
+    """Signed lines of JSON, in the order in which they were said."""
+
+    def __init__(self, connection: socket.socket, session: str = "", *, side: str = "") -> None:
+        """Speak through a socket, which is closed with this.
+
+        Args:
+            connection: The socket.
+            session: The secret of this connection; "" until `begin`.
+            side: COORDINATOR or PEER, whichever this end is.
+        """
+        connection.settimeout(TELL_S)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        self._reader: BufferedReader = connection.makefile("rb")
+        self._session = session
+        self._side = side
+        self._said = self._heard = 0
+
+    def begin(self, key: str, rank: int, timeout_s: float) -> None:
+        """A peer's first words; the coordinator's are in `Acceptor` and `proved`.
+
+        Raises:
+            Stranger: who answers does not know the secret.
+            OSError: nobody answers.
+        """
+        hello = self._plain(timeout_s)
+        theirs, own = hello.get("challenge"), challenge()
+        if not isinstance(theirs, str):
+            raise Stranger("it does not speak as hpctrain's nodes do")
+        words = (theirs, own, rank)
+        proof = code(key, PEER, *words)
+        self._send(json.dumps({"rank": rank, "challenge": own, "proof": proof}))
+        if not is_code(self._plain(timeout_s).get("proof"), key, COORDINATOR, *words):
+            raise Stranger("it does not know the secret of this job")
+        self._session, self._side = code(key, "session", *words), PEER
+
+    def tell(self, value: Any) -> None:
+        """Say something that JSON holds.
+
+        Raises:
+            OSError: the other end has gone.
+        """
+        about = f"{self._side} {self._said}"
+        self._send(sign(self._session, about, json.dumps(value)))
+        self._said += 1
+
+    def hear(self, timeout_s: float) -> Any:
+        """What the other end says next.
+
+        Raises:
+            OSError: nothing came in time, the other end has gone, or somebody else said it.
+        """
+        line = self._line(timeout_s, LINE_BYTES)
+        about = f"{PEER if self._side == COORDINATOR else COORDINATOR} {self._heard}"
+        try:
+            value = json.loads(verify(self._session, about, line))
+        except (Forged, ValueError, RecursionError):
+            raise Stranger("somebody else has spoken in its place") from None
+        self._heard += 1
+        return value
+
+    def fileno(self) -> int:
+        """For a selector. What the other end says next has not been read: it speaks when asked."""
+        return self._connection.fileno()
+
+    def close(self) -> None:
+        """Leave."""
+        with contextlib.suppress(OSError):
+            self._reader.close()
+            self._connection.close()
+
+    def _plain(self, timeout_s: float) -> dict[str, Any]:
+        return plain(self._line(timeout_s, HELLO_BYTES))
+
+    def _line(self, timeout_s: float, limit: int) -> bytes:
+        self._connection.settimeout(max(timeout_s, 0.001))
+        line = self._reader.readline(limit)
+        if not line.endswith(b"\n"):
+            raise ConnectionError("the other end has gone")
+        return line[:-1]
+
+    def _send(self, text: str) -> None:
+        self._connection.settimeout(TELL_S)
+        self._connection.sendall(text.encode() + b"\n")
+
+
+def challenge() -> str:
+    """What nobody can have an answer ready for."""
+    return secrets.token_hex(16)
+
+
+def plain(line: bytes) -> dict[str, Any]:
+    """A line that anybody may have sent.
+
+    Raises:
+        Stranger: it is no JSON object.
+    """
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise Stranger("it does not speak as hpctrain's nodes do")
+    return value
+
+
+def proved(key: str, own: str, line: bytes, size: int) -> tuple[int, bytes, str]:
+    """Of a peer's first line: its rank, what to answer, and the secret of the connection.
+
+    Args:
+        key: The job's secret.
+        own: The challenge that the peer got.
+        line: What it answered.
+        size: Number of nodes.
+
+    Raises:
+        Stranger: it does not know the secret, or is no node of ours.
+    """
+    hello = plain(line)
+    rank, theirs = hello.get("rank"), hello.get("challenge")
+    if type(rank) is not int or not 0 < rank < size or not isinstance(theirs, str):
+        raise Stranger("it is none of our nodes")
+    words = (own, theirs, rank)
+    if not is_code(hello.get("proof"), key, PEER, *words):
+        raise Stranger("it does not know the secret of this job")
+    proof = json.dumps({"proof": code(key, COORDINATOR, *words)}).encode() + b"\n"
+    return rank, proof, code(key, "session", *words)
+
+
+class Acceptor:
+    """Admits each node of a job once."""
+
+    def __init__(self, server: socket.socket, size: int, key: str) -> None:
+        """Wait at a listening socket, which is closed with the end of `admit`.
+
+        Args:
+            server: The socket.
+            size: Number of nodes, this one included.
+            key: The job's secret.
+        """
+        self._size, self._key = size, key
+        self._listener = Listener(
+            server, self._begin, expected=size, proof_s=HELLO_S, most_bytes=HELLO_BYTES
+        )
+        self._peers: dict[int, Connection] = {}
+
+    def admit(self, deadline: float) -> dict[int, Connection]:
+        """Rank to connection of those who have come before the deadline, of the monotonic clock."""
+        try:
+            while len(self._peers) < self._size - 1 and clock.monotonic() < deadline:
+                self._listener.turn(deadline)
+        finally:
+            self._listener.close()
+        return self._peers
+
+    def _begin(self) -> tuple[bytes, Hear]:
+        own = challenge()
+        return json.dumps({"challenge": own}).encode() + b"\n", partial(self._hear, own)
+
+    def _hear(self, own: str, said: bytes) -> Callable[[socket.socket], None] | None:
+        line, newline, rest = said.partition(b"\n")
+        if rest:
+            raise Stranger("it says more than it is asked")
+        return partial(self._let_in, *proved(self._key, own, line, self._size)) if newline else None
+
+    def _let_in(self, rank: int, proof: bytes, session: str, connection: socket.socket) -> None:
+        """The first who proves to be a rank is it."""
+        peer = Connection(connection, session, side=COORDINATOR)
+        connection.sendall(proof)
+        if rank in self._peers:
+            peer.close()
+        else:
+            self._peers[rank] = peer
+
+
+def _value(line: Connection, timeout_s: float) -> dict[str, Any]:
+    """What a node says for its value."""
+    heard = line.hear(timeout_s)
+    if not isinstance(heard, dict) or "value" not in heard:
+        raise ConnectionError("it said nothing that a node of this version says")
+    return heard
+
+
+def _meet(rank: int, address: str, port: int, key: str) -> Connection | str:
+    """The connection to the first node, or why there is none yet.
+
+    Each of its addresses is tried: at one of them another may have taken the port.
+    """
+    why = ""
+    try:
+        places = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return f"cannot be reached: {error}"
+    for host in dict.fromkeys(str(place[0]) for *_, place in places):
+        line = None
+        try:
+            line = Connection(socket.create_connection((host, port), timeout=HELLO_S))
+            line.begin(key, rank, HELLO_S)
+        except OSError as error:
+            if line is not None:
+                line.close()
+            strange = isinstance(error, Stranger)
+            said = f"is answered by another: {error}" if strange else f"cannot be reached: {error}"
+            why = said if strange or not why else why
+        else:
+            return line
+    return why

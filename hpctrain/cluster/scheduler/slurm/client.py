@@ -1,0 +1,527 @@
+"""SLURM from the login node: submit, find again, query, cancel, query many jobs, preflight jobs.
+
+`hpctrain status` shows every run. Two queries for each would overload slurmctld, and sites block
+users for it; a `BulkQuery` queries slurmctld and accounting once each.
+tests/unit/scheduler/test_status_questions.py, tests/unit/cli/test_preflight.py and
+tests/slurm/test_preflight.py hold the promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from hpctrain.cluster.preflight.report import FAIL, OK, UNKNOWN, WARN, Result
+from hpctrain.cluster.scheduler.base import Accounting, Cluster
+from hpctrain.cluster.scheduler.slurm.command import (
+    QUERY_TIMEOUT_S,
+    CommandMissing,
+    run,
+    submitted_here,
+)
+from hpctrain.cluster.scheduler.slurm.command import run as run_command
+from hpctrain.cluster.scheduler.slurm.environment import SHELL_DEFAULTS, clean, kept_settings
+from hpctrain.cluster.scheduler.slurm.jobs import (
+    accounted_job,
+    is_alive,
+    job_info,
+    job_starts,
+    queued_job,
+)
+from hpctrain.cluster.scheduler.slurm.parse import (
+    BULK_FORMAT,
+    QUEUE_FORMAT,
+    SACCT_COMMAND,
+    parse_bulk,
+    parse_jobs,
+    parse_queue,
+    parse_sacct,
+)
+from hpctrain.cluster.scheduler.slurm.script import body_path, export_arguments, render_script
+from hpctrain.core.base.files import data_dir
+from hpctrain.core.base.records import JobState
+from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable
+from hpctrain.ledger.run.event_fields import is_job_id
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from hpctrain.cluster.scheduler.base import PreflightJob, StartEstimate
+    from hpctrain.cluster.scheduler.slurm.parse import AccountRow
+    from hpctrain.cluster.site.detect import ClusterFacts
+    from hpctrain.cluster.site.schema import Site
+    from hpctrain.core.base.records import JobInfo, JobRequest, JobStart
+    from hpctrain.core.settings.layers import Chosen, Layer
+    from hpctrain.core.settings.schema import Settings
+    from hpctrain.core.settings.spec import Spec
+    from hpctrain.ledger.run.layout import RunDir
+    from hpctrain.ledger.shapes.candidates import JobShape
+    from hpctrain.ledger.shapes.waits import WaitRecord
+    from hpctrain.ledger.shapes.windows import QueueView
+
+
+SUBMIT_TIMEOUT_S = 60.0
+STEP_TIMEOUT_S = 120.0
+"""A step waits for slurmctld, for each node's slurmd and for a program that starts from a shared
+disk."""
+BESIDE = "hpctrain-beside"
+"""What accounting calls such a step."""
+FORGOTTEN = "invalid job id"
+NO_ACCOUNTING = "accounting storage is disabled"
+
+
+class SlurmCluster(Cluster):
+    """Implements `Cluster` with sbatch, squeue, scontrol, sacct and scancel.
+
+    Attributes:
+        name: "slurm".
+        submit_timeout_s: After this long sbatch counts as unanswered.
+        query_timeout_s: The same for every question.
+    """
+
+    name = "slurm"
+    has_dependencies = True
+
+    def __init__(
+        self,
+        *,
+        submit_timeout_s: float = SUBMIT_TIMEOUT_S,
+        query_timeout_s: float = QUERY_TIMEOUT_S,
+    ) -> None:
+        self.submit_timeout_s = submit_timeout_s
+        self.query_timeout_s = query_timeout_s
+
+    def missing(self, environ: Mapping[str, str]) -> str:
+        """Where there is an sbatch, there is SLURM."""
+        there = shutil.which("sbatch", path=environ.get("PATH", ""))
+        return "" if there else "there is no sbatch on PATH; go to a login node of the cluster"
+
+    def here(self, environ: Mapping[str, str] | None = None) -> str:
+        """ClusterName; of this process's own environment it is asked once."""
+        from hpctrain.cluster.scheduler.slurm.command import cluster_name, name_here
+
+        if environ is None:
+            return name_here()
+        there = shutil.which("scontrol", path=environ.get("PATH", ""))
+        return (cluster_name() or "") if there else ""
+
+    def submit(self, request: JobRequest) -> str:
+        """Submit the script that is written already, and return the job's id."""
+        if shutil.which("sbatch") is None:
+            raise CommandMissing(
+                "sbatch is not on PATH here: submit from a login node, or use --cluster local"
+            )
+        # submitit: 0.1 s that only a submit pays
+        from hpctrain.cluster.scheduler.slurm.executor import AgentTask, HpctrainExecutor
+
+        path = request.script_path
+        folder = path.with_suffix("")
+        executor = HpctrainExecutor(folder, path, self.submit_timeout_s, request.after)
+        try:
+            return str(executor.submit(AgentTask(request.run_dir)).job_id)
+        except ClusterUnreachable:
+            raise
+        except ClusterError as error:
+            raise self._with_choices(error) from None
+
+    def find_job(self, token: str) -> JobInfo | None:
+        """The job whose script has this token's name; one that is alive before one that is not."""
+        text = self._run(
+            "squeue",
+            "--noheader",
+            "--states=all",
+            f"--user={os.getuid()}",
+            f"--format={QUEUE_FORMAT}",
+        )
+        rows = [r for r in parse_queue(text) if PurePath(r.command).name == f"{token}.sh"]
+        rows.sort(key=lambda row: is_alive(row.state))
+        return self.job(rows[-1].job_id) if rows else None
+
+    def job(self, job_id: str) -> JobInfo | None:
+        """What slurmctld knows of the job, or accounting where slurmctld has forgotten it."""
+        _refuse_no_id(job_id)
+        try:
+            records = parse_jobs(self._run("scontrol", "show", "job", job_id))
+        except ClusterUnreachable:
+            raise
+        except ClusterError as error:
+            if FORGOTTEN not in str(error).lower():
+                raise
+            records = []
+        return job_info(records[0]) if records else self._accounted(job_id)
+
+    def starts(self, job_ids: Sequence[str]) -> list[JobStart]:
+        """Every start of these jobs that accounting knows, by one question for all of them."""
+        ids = [job_id for job_id in job_ids if is_job_id(job_id)]
+        if not ids:
+            return []
+        return job_starts(self._rows_of(ids))
+
+    def bulk_query(self, job_ids: Sequence[str]) -> SlurmCluster:
+        """Answers from two questions in all, for a look at many jobs of this user."""
+        ids = [job_id for job_id in job_ids if is_job_id(job_id)]
+        return BulkQuery(ids, query_timeout_s=self.query_timeout_s)
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel the job; one that has ended already is left as it is."""
+        _refuse_no_id(job_id)
+        self._run("scancel", "--", job_id)
+
+    def follow(self, job_id: str, after: Sequence[str]) -> None:
+        """Give the job another --dependency."""
+        from hpctrain.cluster.scheduler.slurm.script import dependency
+
+        _refuse_no_id(job_id)
+        self._run("scontrol", "update", f"JobId={job_id}", f"Dependency={dependency(after)}")
+
+    def rehearse(self, job_id: str, *, time_limit: bool) -> None:
+        """Send the signal to the job's steps, as SLURM does."""
+        _refuse_no_id(job_id)
+        self._run("scancel", f"--signal={'USR2' if time_limit else 'TERM'}", "--", job_id)
+
+    def on_nodes(self, job_id: str, nodes: Sequence[str], command: Sequence[str]) -> str:
+        """A step of its own beside the agents', with one task on each node."""
+        _refuse_no_id(job_id)
+        return run([*step_words(job_id, nodes), *command], timeout_s=STEP_TIMEOUT_S, query=False)
+
+    def render(self, spec: Spec, run: RunDir, token: str) -> str:
+        """The batch script."""
+        from hpctrain.cluster.scheduler.slurm.script import render_script
+
+        if spec.settings.container.image:
+            from hpctrain.cluster.scheduler.slurm.container_checks import check_mount_points
+            from hpctrain.cluster.site.schema import site_of
+
+            check_mount_points(spec, run, site_of(spec))
+        return render_script(spec, run, token)
+
+    def facts(self) -> ClusterFacts:
+        """By scontrol, and sacctmgr where it answers."""
+        from hpctrain.cluster.scheduler.slurm.facts import ask_cluster
+
+        return ask_cluster()
+
+    def dropped(self, environ: Mapping[str, str], site: Site | None) -> list[str]:
+        """What neither SLURM's commands nor the settings take."""
+        keep = SHELL_DEFAULTS if site is None else site.slurm.sbatch_env
+        return clean(environ, kept_settings(environ, keep).values()).dropped
+
+    def shell_layer(self, environ: Mapping[str, str], site: Site | None) -> Layer | None:
+        """SBATCH_* variables, and the account that the preset looks for."""
+        from hpctrain.cluster.scheduler.slurm.limits import shell_layer
+
+        return shell_layer(site, environ)
+
+    def setup_lines(self, site: Site | None) -> list[str]:
+        """The modules that the preset loads."""
+        from hpctrain.cluster.scheduler.slurm.script import module_lines
+
+        return module_lines(site)
+
+    def notice(self, settings: Settings, site: Site | None) -> tuple[int, str] | None:
+        """As the preset has it of the partition."""
+        from hpctrain.cluster.scheduler.slurm.limits import notice
+
+        return None if site is None else notice(settings, site)
+
+    def accounting(self) -> Accounting:
+        """By sacctmgr and scontrol, each question when it is needed."""
+        from hpctrain.cluster.scheduler.slurm import facts
+
+        return Accounting(
+            *(facts.accounts, facts.qos, facts.cpus_per_gpu, facts.machines, facts.srun_help),
+            partitions=facts.partitions,
+        )
+
+    def check(
+        self,
+        settings: Settings,
+        origins: Mapping[str, str],
+        site: Site,
+        *,
+        is_script: bool,
+        accounting: Accounting | None,
+    ) -> Chosen:
+        """Partition, quality of service, CPUs and time limit are chosen."""
+        from hpctrain.cluster.scheduler.slurm.limits import check_site
+
+        return check_site(settings, origins, site, is_script=is_script, accounting=accounting)
+
+    def notes(
+        self,
+        settings: Settings,
+        origins: Mapping[str, str],
+        site: Site | None,
+        accounting: Accounting | None,
+    ) -> list[str]:
+        """What SLURM gives a job that asks for no GPUs or CPUs, and what its nodes start from."""
+        from hpctrain.cluster.scheduler.slurm.limits import cpu_notes, partition_notes
+
+        notes = partition_notes(settings, origins, site, accounting)
+        notes += cpu_notes(settings, site, accounting)
+        if settings.environment.stage != "no":
+            from hpctrain.cluster.scheduler.slurm.script import notes_of
+
+            notes += notes_of(settings, site)
+        return notes
+
+    def check_container(
+        self,
+        settings: Settings,
+        origins: Mapping[str, str],
+        site: Site | None,
+        *,
+        folder: Path,
+        environ: Mapping[str, str],
+        accounting: Accounting | None,
+    ) -> tuple[Settings, list[str]]:
+        """Refused are images for other machines, and runtimes that are not here.
+
+        Elsewhere than on a login node nothing is known of the cluster's images and runtimes.
+        """
+        if not settings.container.image or self.missing(environ):
+            return settings, []
+        from hpctrain.cluster.scheduler.slurm.container_checks import check_container
+
+        return check_container(
+            settings, origins, site, folder=folder, environ=environ, accounting=accounting
+        )
+
+    def check_settings(self, spec: Spec) -> list[Result]:
+        """Options of the user's own that go badly with a run that is started again."""
+        return check_options(spec.settings.slurm.extra)
+
+    def preflight_script(self, spec: Spec, run: RunDir, token: str) -> str:
+        """The batch script."""
+        return render_preflight(spec, run, token)
+
+    def check_script(self, script: Path) -> list[Result]:
+        """What `sbatch --test-only` says of it."""
+        return check_accepted(script, lambda words: run(words, query=False))
+
+    def queue_view(self, partition: str) -> QueueView | None:
+        """By sinfo and squeue, at once."""
+        from hpctrain.cluster.scheduler.slurm.queue_view import ask_queue
+
+        return ask_queue(partition)
+
+    def own_waits(self) -> list[WaitRecord]:
+        """By sacct."""
+        import getpass
+
+        from hpctrain.cluster.scheduler.slurm.queue_view import ask_waits
+
+        return ask_waits(getpass.getuser())
+
+    def own_limits(self) -> list[str]:
+        """By sshare and sacctmgr, at once."""
+        import getpass
+
+        from hpctrain.cluster.scheduler.slurm.queue_view import ask_own_limits
+
+        return ask_own_limits(getpass.getuser())
+
+    def longest_s(self, settings: Settings, site: Site) -> int | None:
+        """By the limits of its partitions; of several the one that allows most."""
+        from hpctrain.cluster.scheduler.slurm.limits import longest_s
+
+        return longest_s(settings, site)
+
+    def start_estimates(self, scripts: Mapping[JobShape, str]) -> dict[JobShape, StartEstimate]:
+        """By `sbatch --test-only`, all at once."""
+        from hpctrain.cluster.scheduler.slurm.queue_view import ask_starts
+
+        return ask_starts(scripts)
+
+    def start_preflight(
+        self, spec: Spec, run: RunDir, token: str, environ: Mapping[str, str]
+    ) -> PreflightJob:
+        """Submit its script."""
+        del spec, environ
+        return SlurmPreflight(self, run.script(token))
+
+    def _accounted(self, job_id: str) -> JobInfo | None:
+        """The job's last state in accounting; None without an entry, and without accounting."""
+        return accounted_job(self._accounts([job_id]))
+
+    def _accounts(self, job_ids: Sequence[str]) -> list[AccountRow]:
+        """Accounting's rows of jobs that slurmctld has forgotten."""
+        try:
+            return self._rows_of(job_ids)
+        except ClusterError as error:
+            raise AccountingSilent(str(error)) from error
+
+    def _rows_of(self, job_ids: Sequence[str]) -> list[AccountRow]:
+        """Accounting's rows; none on the many sites that have no accounting."""
+        try:
+            return parse_sacct(self._run(*SACCT_COMMAND, "--jobs", ",".join(job_ids)))
+        except CommandMissing:
+            return []
+        except ClusterError as error:
+            if NO_ACCOUNTING in str(error).lower():
+                return []
+            raise
+
+    def _with_choices(self, error: ClusterError) -> ClusterError:
+        """The refusal of a partition, with those that there are."""
+        if "partition" not in str(error).lower():
+            return error
+        try:
+            names = sorted(set(self._run("sinfo", "--noheader", "--format=%R").split()))
+        except ClusterError:  # the refusal itself is what the user needs to see
+            return error
+        return ClusterError(f"{error}; partitions here: {', '.join(names)}")
+
+    def _run(self, *args: str) -> str:
+        return run(args, timeout_s=self.query_timeout_s)
+
+
+def step_words(job_id: str, nodes: Sequence[str]) -> list[str]:
+    """The srun that starts a step beside those that run, with one task on each of these nodes."""
+    count = len(nodes)
+    return [
+        *("srun", f"--jobid={job_id}", "--overlap", f"--nodes={count}", f"--ntasks={count}"),
+        *("--ntasks-per-node=1", f"--nodelist={','.join(nodes)}"),
+        *("--cpu-bind=none", "--mpi=none", "--quiet", f"--job-name={BESIDE}"),
+    ]
+
+
+def _refuse_no_id(job_id: str) -> None:
+    """A ledger may be of anybody's making: `--user=ME` must not reach scancel."""
+    if not is_job_id(job_id):
+        raise ClusterError(f"the run's ledger names the job {job_id!r}, which is no job's id")
+
+
+class BulkQuery(SlurmCluster):
+    """Answers about this user's jobs from what it has asked once; safe for several threads."""
+
+    def __init__(self, job_ids: Sequence[str], *, query_timeout_s: float) -> None:
+        """Query nothing yet; each of the two queries may take `query_timeout_s`."""
+        super().__init__(query_timeout_s=query_timeout_s)
+        self._job_ids = job_ids
+        self._lock = threading.Lock()
+        self._queue: list[JobInfo] | ClusterError | None = None
+        self._rows: list[AccountRow] | ClusterError | None = None
+
+    def job(self, job_id: str) -> JobInfo | None:
+        """As `SlurmCluster.job`."""
+        queued = next((one for one in self._queued() if one.job_id == job_id), None)
+        if queued is not None:
+            return queued
+        try:
+            return accounted_job([row for row in self._accounted_rows() if row.job_id == job_id])
+        except ClusterError as error:
+            raise AccountingSilent(str(error)) from error
+
+    def find_job(self, token: str) -> JobInfo | None:
+        """As `SlurmCluster.find_job`."""
+        jobs = [one for one in self._queued() if PurePath(one.script).name == f"{token}.sh"]
+        return max(jobs, key=lambda job: job.alive, default=None)
+
+    def starts(self, job_ids: Sequence[str]) -> list[JobStart]:
+        """As `SlurmCluster.starts`."""
+        return job_starts([row for row in self._accounted_rows() if row.job_id in set(job_ids)])
+
+    def _queued(self) -> list[JobInfo]:
+        with self._lock:
+            if self._queue is None:
+                squeue = ("squeue", "--noheader", "--states=all", f"--user={os.getuid()}")
+                try:
+                    rows = parse_bulk(self._run(*squeue, f"--format={BULK_FORMAT}"))
+                    self._queue = [queued_job(row) for row in rows]
+                except ClusterError as error:
+                    self._queue = error
+            if isinstance(self._queue, ClusterError):
+                raise self._queue
+            return self._queue
+
+    def _accounted_rows(self) -> list[AccountRow]:
+        with self._lock:
+            if self._rows is None:
+                try:
+                    self._rows = self._rows_of(self._job_ids) if self._job_ids else []
+                except ClusterError as error:
+                    self._rows = error
+            if isinstance(self._rows, ClusterError):
+                raise self._rows
+            return self._rows
+
+
+BODY = "preflight.sh"
+
+
+def check_options(extra: Sequence[str]) -> list[Result]:
+    """Options of the user's own that a run which is started again gets along with badly."""
+    results = []
+    for option in extra:
+        if option.replace(" ", "=") == "--open-mode=truncate":
+            text = "slurm.extra: --open-mode=truncate throws a job's output away at each requeue"
+            results.append(Result("options", WARN, text, [], "take it out"))
+        if option == "--no-requeue":
+            text = "slurm.extra: --no-requeue: a run that is preempted does not come back"
+            results.append(Result("options", WARN, text, [], "take it out"))
+    return results
+
+
+def check_accepted(script: Path, ask: Callable[[Sequence[str]], str]) -> list[Result]:
+    """Return what `sbatch --test-only` says of the script: partition, account, QOS, limits."""
+    try:
+        ask(["sbatch", "--test-only", str(script)])
+    except ClusterUnreachable as error:
+        return [Result("sbatch", UNKNOWN, str(error))]
+    except ClusterError as error:
+        return [Result("sbatch", FAIL, str(error), [], "change what is asked for")]
+    return [Result("sbatch", OK, "accepts the job")]
+
+
+def render_preflight(spec: Spec, run: RunDir, token: str) -> str:
+    """A run's batch script with another body; the job is started once."""
+    once = replace(spec.settings.slurm, signal_lead_s=0)
+    once = replace(once, extra=[*once.extra, "--no-requeue"])
+    own = replace(spec, settings=replace(spec.settings, slurm=once))
+    of_run, body = (
+        path.read_text().rstrip("\n") for path in (body_path(), data_dir("sbatch") / BODY)
+    )
+    return render_script(own, run, token).replace(of_run, body, 1)
+
+
+class SlurmPreflight:
+    """The job of a preflight."""
+
+    def __init__(self, cluster: Cluster, script: Path) -> None:
+        arguments = export_arguments(script.read_text())
+        command = ["sbatch", "--parsable", *arguments, str(script)]
+        self._job_id = submitted_here(run_command(command, timeout_s=SUBMIT_TIMEOUT_S, query=False))
+        self._cluster = cluster
+        self.name = f"job {self._job_id}"
+
+    def waits_for(self) -> str:
+        """SLURM's reason while it pends."""
+        with contextlib.suppress(ClusterUnreachable):  # asked again soon
+            job = self._cluster.job(self._job_id)
+            if job is not None and job.state in {JobState.PENDING, JobState.CONFIGURING}:
+                return job.reason or job.shown.lower()
+        return ""
+
+    def is_over(self) -> bool:
+        """Whether SLURM says so."""
+        try:
+            job = self._cluster.job(self._job_id)
+        except AccountingSilent:  # slurmctld itself has forgotten it
+            return True
+        except ClusterUnreachable:
+            return False
+        return job is None or not job.alive
+
+    def cancel(self) -> None:
+        """Cancel it."""
+        self._cluster.cancel(self._job_id)
+
+    def release(self) -> None:
+        """Nothing: a job whose report is there ends by itself."""

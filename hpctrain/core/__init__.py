@@ -1,0 +1,1 @@
+"""What every room uses: settings, errors, the terminal, files, clocks and this rank's place."""

@@ -1,0 +1,292 @@
+"""Runs that wait for other runs (`--after`, `--then`): which they are, and who follows a run.
+
+The scheduler waits (`JobRequest.after`), and the job reads the ledgers once more before it starts
+(`agent/predecessors.py`). A run's ledger names its followers, so that a resume can point their jobs
+to its new one. tests/unit/submit/test_after.py, test_then.py and tests/slurm/test_after.py hold the
+promises.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.cluster.scheduler.base import get_cluster
+from hpctrain.core.base.records import TERMINAL_JOB, JobState
+from hpctrain.core.settings.sbatch_options import names_of
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.errors import ClusterError, HpctrainError, RunExists, UsageError
+from hpctrain.launch.live_job import live_job
+from hpctrain.launch.side_job import read_script, side_spec
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.history.run_state import OVER, RunState
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.event_types import Followed
+from hpctrain.ledger.run.find_run import find_run
+from hpctrain.ledger.run.layout import RunDir, runs_flag
+from hpctrain.ledger.run.ownership import own_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpctrain.cluster.scheduler.base import Accounting
+    from hpctrain.core.settings.spec import Spec
+
+
+_WORDS = {
+    RunState.CREATED: "was never submitted",
+    RunState.FAILED: "has failed",
+    RunState.STOPPED: "was stopped before it was done",
+    RunState.CANCELLED: "was cancelled",
+}
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """A predecessor that is not done.
+
+    Attributes:
+        run: Its name.
+        run_dir: Its directory.
+        job_id: Of its job, which is pending or running.
+    """
+
+    run: str
+    run_dir: str
+    job_id: str
+
+
+def find_predecessors(texts: Sequence[str], name: str | None, runs: Path) -> list[str]:
+    """The directories of the runs that are meant, each once.
+
+    Args:
+        texts: What the user gave for each.
+        name: The new run's name, where the user has chosen one.
+        runs: The folder of all runs.
+
+    Raises:
+        NotFound: there is no such run.
+        ChecksFailed: it is another user's, or others can write it.
+        UsageError: the run itself is meant.
+    """
+    if name is not None and name in texts:
+        raise UsageError(f"--after {name} is the run itself: name another run")
+    found_runs = [find_run(text, runs=runs) for text in texts]
+    for text, run in zip(texts, found_runs, strict=True):
+        own_spec(run, named=text)
+    return list(dict.fromkeys(str(run.root) for run in found_runs))
+
+
+def check_after(root: Path, spec: Spec) -> list[Awaited]:
+    """The predecessors that a job of the run would have to wait for now.
+
+    Args:
+        root: The run's directory, which need not be there yet.
+        spec: Its own.
+
+    Raises:
+        UsageError: a predecessor will not be done by itself, or cannot be waited for; or the run
+            would come after itself.
+        ClusterUnreachable: nobody can say whether one is alive.
+    """
+    if not spec.after:
+        return []
+    refuse_circle(root, spec.after)
+    if RunHistory.read(RunDir(root), marks="few").has_begun:
+        return []
+    waits = [waits for path in spec.after if (waits := _awaited(RunDir(Path(path)), spec.cluster))]
+    for option in spec.settings.slurm.extra if waits else ():
+        if "--dependency" in names_of(option):
+            raise UsageError(
+                f"slurm.extra: {option!r} does not go with --after, which says what the job waits "
+                "for: leave one of them out"
+            )
+    return waits
+
+
+def note_follower(run: RunDir, after: Sequence[str]) -> None:
+    """Write into the predecessors' ledgers who follows them."""
+    for path in after:
+        predecessor = RunDir(Path(path))
+        if str(run.root) not in RunHistory.read(predecessor, marks="few").followers:
+            ledger.record(predecessor, Followed(run=str(run.root)))
+
+
+def redirect_followers(run: RunDir) -> list[str]:
+    """Point the jobs that wait for this run to the job that it has now.
+
+    Returns:
+        A line for each run that was to follow and has not begun, also where it cannot.
+    """
+    lines = (_redirect(RunDir(Path(path)), run) for path in RunHistory.read(run).followers)
+    return [line for line in lines if line]
+
+
+def resume_command(run: RunDir) -> str:
+    """What resumes the run, as one would type it."""
+    return f"`hpctrain resume {shlex.quote(run.name)}{runs_flag(run.root.parent)}`"
+
+
+def _awaited(run: RunDir, cluster: str) -> Awaited | None:
+    """The predecessor with its job; None where it is done."""
+    history = RunHistory.read(run, marks="few")
+    now = history.state
+    if now.phase is RunState.DONE:
+        return None
+    after, first = f"--after {run.name}: it", f"{resume_command(run)} first"
+    if (now.job_id or "").startswith(TERMINAL_JOB) and now.phase not in OVER:
+        raise UsageError(f"{after} runs in a terminal, not in a job: try again when it is done")
+    spec = load_spec(run.spec)
+    scheduler = get_cluster(spec.cluster)
+    job = live_job(run, scheduler)
+    if job is None:
+        words = _WORDS.get(now.phase, "has no job any more, and is not done")
+        raise UsageError(f"{after} {words}; {first}")
+    if now.cancel and now.job_id in {None, job.job_id}:
+        raise UsageError(
+            f"{after} was asked to end (job {job.job_id}), so it will not be done; when it has "
+            f"ended, {first}"
+        )
+    if spec.cluster != cluster or not scheduler.has_dependencies:
+        raise UsageError(
+            f"{after} has job {job.job_id} on {spec.cluster}, for which a job on {cluster} cannot "
+            "wait: try again when it is done"
+        )
+    return Awaited(run.name, str(run.root), job.job_id)
+
+
+def _redirect(follower: RunDir, run: RunDir) -> str:
+    """Have the follower's job wait for its predecessors' jobs of now; what became of it."""
+    try:
+        spec = own_spec(follower, named=str(follower.root))
+        history = RunHistory.read(follower, marks="few")
+        if str(run.root) not in spec.after or history.has_begun:
+            return ""  # a copy's ledger names the original's followers
+        cluster = get_cluster(spec.cluster)
+        job = live_job(follower, cluster)
+        if job is None:
+            again = f"{follower.name} is to follow and has no job"
+            return f"{again}: {resume_command(follower)} submits it"
+        if job.state != JobState.PENDING:
+            return ""
+        jobs = [_job_of(RunDir(Path(path))) for path in spec.after]
+        cluster.follow(job.job_id, list(filter(None, jobs)))
+        return f"{follower.name} (job {job.job_id}) now waits for job {_job_of(run)}"
+    except ClusterError as error:
+        name = shlex.quote(follower.name)
+        return (
+            f"{follower.name} is to follow, and its job could not be notified: {error}; "
+            f"`hpctrain cancel {name}`, then {resume_command(follower)}"
+        )
+    except (HpctrainError, OSError):
+        return ""  # removed, or not ours any more
+
+
+def _job_of(run: RunDir) -> str:
+    """The newest job of a predecessor; "" where it is done."""
+    now = RunHistory.read(run, marks="few").state
+    return "" if now.phase is RunState.DONE else now.job_id or ""
+
+
+def refuse_circle(root: Path, after: Sequence[str]) -> None:
+    """Refuse runs of which each waits for another, so that none could begin.
+
+    Raises:
+        UsageError: with their names in order.
+    """
+    way = _circle(root, after, [], set())
+    if way:
+        raise UsageError(
+            f"--after makes a circle, in which no run could begin: {' after '.join(way)}; choose "
+            "another --name or another --after (of a run that is there: `after` in its spec.json)"
+        )
+
+
+def _circle(root: Path, after: Sequence[str], above: list[Path], seen: set[Path]) -> list[str]:
+    """The names of the runs on a way that leads back to itself; none where no way does."""
+    seen.add(root)
+    way = [*above, root]
+    for path in map(Path, after):
+        if path in way:
+            return [one.name for one in [*way[way.index(path) :], path]]
+        if path not in seen and (circle := _circle(path, _after_of(path), way, seen)):
+            return circle
+    return []
+
+
+def _after_of(root: Path) -> list[str]:
+    """The predecessors of a run that is there."""
+    try:
+        return load_spec(RunDir(root).spec).after
+    except (HpctrainError, OSError):
+        return []
+
+
+THEN = "then"
+_NAME_LENGTH = 100
+
+
+def take_then(
+    spec: Spec,
+    scripts: Sequence[str],
+    runs: Path,
+    environ: Mapping[str, str],
+    *,
+    accounting: Accounting | None = None,
+) -> tuple[list[Spec], list[str]]:
+    """Put the programs into the run's spec, once each is known to work.
+
+    Args:
+        spec: The run's; changed.
+        scripts: Command lines, each of which runs after the one before it.
+        runs: The folder of all runs.
+        environ: The user's shell's, for its PATH.
+        accounting: Whom to ask for the user's accounts.
+
+    Returns:
+        The specs of the runs that are to follow, as they would be, and what the user should know.
+
+    Raises:
+        NotFound: there is no such program.
+        RunExists: there is a run of such a name.
+        UsageError: a program cannot run, or its job cannot be.
+    """
+    for at, script in enumerate(scripts):
+        where = f"--then {script!r}"
+        spec.beside[_key(at)] = read_script(spec, THEN, script, environ, where=where)
+    following, notes = then_specs(spec, runs / spec.name, accounting=accounting)
+    for name in (job.name for job in following):
+        if len(name) > _NAME_LENGTH:
+            raise UsageError(f"--then makes a run {name}, a name of more than {_NAME_LENGTH}")
+        if (runs / name).exists():
+            raise RunExists(f"{runs / name} exists, and --then makes a run of that name")
+    return following, notes
+
+
+def then_specs(
+    spec: Spec, root: Path, *, accounting: Accounting | None = None
+) -> tuple[list[Spec], list[str]]:
+    """The runs that are to follow a run, one behind the other. Writes nothing.
+
+    Args:
+        spec: The run's, with their programs.
+        root: The run's directory.
+        accounting: Whom to ask for the user's accounts.
+    """
+    following: list[Spec] = []
+    notes, before = list[str](), root
+    while (key := _key(len(following))) in spec.beside:
+        own = replace(spec, beside={THEN: spec.beside[key]})
+        name = f"{root.name}-{key}"
+        job, more = side_spec(own, THEN, name=name, accounting=accounting)
+        following.append(replace(job, after=[str(before)]))
+        notes += more
+        before = root.parent / name
+    return following, notes
+
+
+def _key(at: int) -> str:
+    """What the program is called in the spec, and its run behind the run's name."""
+    return THEN if at == 0 else f"{THEN}-{at + 1}"

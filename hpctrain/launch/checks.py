@@ -1,0 +1,585 @@
+"""Check what the login node can see of a job: files, programs, accounts, releases, disk and meshes.
+
+`refuse_shared` keeps two live runs from one set of checkpoint files (`checkpoint.sealed`): each
+would resume from the other's weights. The disk must have flock(2), rename(2), fsync(2), O_APPEND;
+locks between nodes are `hpctrain preflight`'s. Releases of torch and DeepSpeed are read from the
+interpreter's packages without an import. tests/unit/submit/test_shared_files.py, test_disk.py,
+tests/unit/runtime/test_trackers.py, tests/unit/agent/test_notify.py,
+tests/unit/plan/test_ds_config.py, test_decoders.py and test_versions.py hold the promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import shlex
+import shutil
+import stat
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.checkpoint.sealed.patterns import may_meet, parse, places
+from hpctrain.cluster.scheduler.base import get_cluster
+from hpctrain.core.base.env import HPCTRAIN_OUTPUT_DIR
+from hpctrain.core.settings.check import missing_tracker
+from hpctrain.core.settings.schema import replaced
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.errors import ChecksFailed, ClusterError, HpctrainError, NotFound, UsageError
+from hpctrain.launch.live_job import live_job
+from hpctrain.launch.program import seen_saves
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.history.run_state import OVER
+from hpctrain.ledger.plan.deepspeed import (
+    check_user_config,
+    is_text,
+    read_user_config,
+    resolve_ds_config,
+)
+from hpctrain.ledger.plan.limits import refusal, untried
+from hpctrain.ledger.plan.mesh import meshes
+from hpctrain.ledger.run.find_run import indexed
+from hpctrain.ledger.run.layout import RunDir
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from hpctrain.cluster.scheduler.base import Cluster
+    from hpctrain.core.base.mesh import Mesh
+    from hpctrain.core.settings.schema import Settings
+    from hpctrain.core.settings.spec import Entry, Spec
+    from hpctrain.ledger.plan.mesh import ModelShape
+
+
+_INFO = (".dist-info", ".egg-info")
+
+
+def runs_inside(settings: Settings, cluster: Cluster) -> bool:
+    """Whether the ranks run in an image, of which nothing is known here."""
+    return bool(settings.container.image) and not cluster.on_this_machine
+
+
+def ranks_python(settings: Settings, cluster: Cluster, python: str) -> str:
+    """What imports the ranks' packages: the image, or a python.
+
+    Args:
+        settings: The run's.
+        cluster: Where it runs.
+        python: The run's interpreter outside of containers.
+    """
+    return settings.container.image if runs_inside(settings, cluster) else python
+
+
+def check_hooks_here(
+    settings: Settings, origins: Mapping[str, str], folder: Path, *, python: str = sys.executable
+) -> list[str]:
+    """Refuse a tracker that the run's python lacks and a webhook that is none; what may be wrong.
+
+    Args:
+        settings: The run's.
+        origins: Where each was set.
+        folder: The ranks' working directory, to which paths are relative.
+        python: The run's interpreter; another one than ours cannot be asked, and is not.
+
+    Raises:
+        UsageError: with what to do.
+    """
+    missing = missing_tracker(settings.track.loggers) if python == sys.executable else ""
+    if missing:
+        raise UsageError(
+            f"{origins.get('track.loggers', 'default')}: track.loggers has {missing}, which "
+            f"{python} cannot import; pip install {missing} there, or leave it out"
+        )
+    return _check_webhook(settings, origins, folder) + _check_command(settings, origins, folder)
+
+
+def _check_webhook(settings: Settings, origins: Mapping[str, str], folder: Path) -> list[str]:
+    if not settings.notify.webhook_file:
+        return []
+    setting = f"{origins.get('notify.webhook_file', 'default')}: notify.webhook_file"
+    path = folder / Path(settings.notify.webhook_file).expanduser()
+    try:
+        url = path.read_text().strip()
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise UsageError(f"{setting} {path} cannot be read: {error.strerror}") from None
+    if not url.startswith(("http://", "https://")) or len(url.split()) != 1:
+        raise UsageError(f"{setting} {path} holds no URL; it takes one line, https://...")
+    if url.startswith("http://") and not settings.notify.plain_http:
+        raise UsageError(
+            f"{setting} {path} holds an http:// URL, which is a secret that everybody on the way "
+            "can read; use https://, or set notify.plain_http"
+        )
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        return [f"others can read {path}, which holds a secret; chmod 600 it"]
+    return []
+
+
+def _check_command(settings: Settings, origins: Mapping[str, str], folder: Path) -> list[str]:
+    words = shlex.split(settings.notify.command)
+    if not words:
+        return []
+    program = words[0]
+    there = os.access(folder / program, os.X_OK) if "/" in program else shutil.which(program)
+    if there:
+        return []
+    place = f"{origins.get('notify.command', 'default')}: notify.command"
+    return [f"{place} names {program}, which is not here; it must be on the job's first node"]
+
+
+OUTPUT, RUN = "{output}", "{run}"
+"""In a program's arguments, in [env] and in patterns: the run's output folder, and its name."""
+
+
+def with_own_places(
+    entry: Entry, settings: Settings, env: dict[str, str], run: Path
+) -> tuple[Entry, Settings, dict[str, str]]:
+    """Put a run's own folder and name in where arguments, patterns and variables ask for them."""
+
+    def own(text: str) -> str:
+        return text.replace(OUTPUT, str(RunDir(run).output)).replace(RUN, run.name)
+
+    patterns = settings.checkpoint.sealed
+    if (placed := [own(pattern) for pattern in patterns]) != patterns:
+        settings = replaced(settings, {"checkpoint.sealed": placed})
+    entry = replace(entry, args=[own(word) for word in entry.args])
+    return entry, settings, {name: own(value) for name, value in env.items()}
+
+
+def check_sealed(settings: Settings, cwd: str, run: Path, after: Sequence[str] = ()) -> None:
+    """Look at the patterns of the program's own checkpoints.
+
+    Args:
+        settings: The run's.
+        cwd: The program's working directory, "" where it has none of its own.
+        run: The run's directory.
+        after: Directories of runs that are done before this one begins.
+
+    Raises:
+        UsageError: one of them would seal nothing, the run's own files, or another run's.
+    """
+    if settings.checkpoint.sealed:
+        from hpctrain.checkpoint.sealed.patterns import refuse_wrong
+
+        refuse_wrong(settings.checkpoint.sealed, Path(cwd) if cwd else None, run)
+
+        refuse_shared(settings, cwd, run, after)
+
+
+def plan_meshes(
+    settings: Settings,
+    origins: Mapping[str, str],
+    cwd: Path | None,
+    *,
+    is_recipe: bool,
+) -> tuple[Settings, dict[int, Mesh], list[str]]:
+    """The meshes at the fewest and at the most nodes, within what is known of the model.
+
+    Args:
+        settings: Checked otherwise.
+        origins: Where each came from.
+        cwd: What `engine.pretrained` is relative to; None for a run that goes on, which may do so
+            without that folder.
+        is_recipe: The shipped recipe runs, which makes its own model.
+
+    Returns:
+        The settings with the folder's whole path, the meshes, and what the user should know.
+
+    Raises:
+        NotFound: there is no such folder.
+        UsageError: it is no model's, or some number of nodes has no mesh.
+    """
+    settings, shape, notes = _pretrained(settings, origins, cwd, is_recipe=is_recipe)
+    planned = meshes(settings, origins, is_recipe=is_recipe, shape=shape)
+    return settings, planned, notes
+
+
+def _pretrained(
+    settings: Settings, origins: Mapping[str, str], cwd: Path | None, *, is_recipe: bool
+) -> tuple[Settings, ModelShape | None, list[str]]:
+    """The settings with the folder's whole path, its model's shape if it is there, and notes."""
+    if not settings.engine.pretrained:
+        return settings, None, []
+    setting = f"{origins.get('engine.pretrained', 'default')}: engine.pretrained"
+    if is_recipe:
+        raise UsageError(f"{setting} has no effect in the recipe, which makes a model of its own")
+    named = Path(settings.engine.pretrained).expanduser()
+    folder = Path(os.path.normpath((cwd or Path.cwd()) / named))
+    settings = replaced(settings, {"engine.pretrained": str(folder)})
+    if not folder.is_dir():
+        if cwd is None:
+            return settings, None, [f"{folder} is gone: the ranks will see whether the mesh fits"]
+        raise NotFound(f"{setting} is {folder}, and no such folder is here; download it first")
+    from hpctrain.checkpoint.exchange.hub_folder import read_config, require_weights
+    from hpctrain.ledger.plan.limits import shape_of_config
+
+    config, where = read_config(folder), str(folder / "config.json")
+    require_weights(folder)
+    return settings, shape_of_config(config, where), []
+
+
+def take_ds_config(
+    settings: Settings, cwd: Path, *, is_recipe: bool, data_ranks: Sequence[int]
+) -> tuple[Settings, list[str]]:
+    """The settings with the file's text in the place of its path in `engine.ds_config`, checked.
+
+    Args:
+        settings: Checked otherwise.
+        cwd: What the path is relative to.
+        is_recipe: The shipped recipe runs, so that its batch sizes are known.
+        data_ranks: At the fewest and at the most nodes.
+
+    Returns:
+        Them, and what has no effect, for the user to read.
+
+    Raises:
+        NotFound: there is no such file.
+        UsageError: it cannot be read, is not one, or contradicts the settings.
+    """
+    value = settings.engine.ds_config
+    if not value:
+        return settings, []
+
+    def read(path: str) -> str:
+        try:
+            return (cwd / path).expanduser().read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise NotFound(f"{path} (engine.ds_config) is not there; check the path") from None
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "not UTF-8 text"
+            raise UsageError(f"{path} (engine.ds_config) cannot be read: {why}") from None
+
+    text = resolve_ds_config(value, read)
+    where = "engine.ds_config" if is_text(value) else value
+    train = settings.train if is_recipe else None
+    notes = check_user_config(
+        read_user_config(text, where),
+        settings.engine,
+        train=train,
+        data_ranks=data_ranks,
+        where=where,
+    )
+    return replaced(settings, {"engine.ds_config": text}), notes
+
+
+def other_environment(environ: Mapping[str, str], entry: Entry) -> list[str]:
+    """A note where the shell's environment is another than that of this Python, as with pipx.
+
+    Args:
+        environ: The submitting shell's.
+        entry: What the ranks run; only Python of ours is meant.
+    """
+    active = environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX") or ""
+    here = {os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix)}
+    if entry.kind == "program" or not active or os.path.realpath(active) in here:
+        return []
+    own = f"the ranks run with {sys.executable}, where hpctrain is installed"
+    use = f"install hpctrain there too, and submit with {active}/bin/hpctrain"
+    return [f"{own}, and not with the active environment {active}: to use that, {use}"]
+
+
+def nsys_notes(rank: int, cluster: Cluster, environ: Mapping[str, str]) -> list[str]:
+    """A note where the rank will start without nsys.
+
+    Of another machine nothing is known here: login nodes often lack what a module gives the others.
+    """
+    if (
+        rank < 0
+        or not cluster.on_this_machine
+        or shutil.which("nsys", path=environ.get("PATH", ""))
+    ):
+        return []
+    return [f"there is no nsys on PATH: rank {rank} will train without it"]
+
+
+def check_versions(settings: Settings, setup: Sequence[str] = (), *, python: str = "") -> list[str]:
+    """Refuse an engine that cannot train with what is installed; returns what to know.
+
+    Where the job loads modules or runs lines of its own first, these may bring another torch: then
+    a refusal is only a note, and the ranks decide.
+
+    Args:
+        settings: The run's.
+        setup: Lines that a job of its site runs first.
+        python: The interpreter that the ranks will run; where it is another than this one nothing
+            is known of its packages.
+
+    Raises:
+        UsageError: they are too old.
+    """
+    if python and python != sys.executable:
+        return []
+    versions = {name: installed_version(name) for name in ("torch", "deepspeed")}
+    why = refusal(versions, settings.engine)
+    if why is None:
+        return untried(versions, settings.engine)
+    if settings.slurm.setup or setup:
+        return [f"{why} (unless the job's modules or slurm.setup bring another)"]
+    raise UsageError(why)
+
+
+def installed_version(package: str) -> str:
+    """Its version; "" where it is not installed here, which a job's module may make up for.
+
+    Told by the name of its folder in the first place that Python would import it from.
+    `importlib.metadata` says the same, and brings the parsers of e-mail: 30 ms at each submit.
+    """
+    for place in sys.path:
+        try:
+            entries = list(Path(place).iterdir())
+        except OSError:
+            continue  # Python passes over it as well
+        for path in entries:
+            if path.suffix in _INFO and path.stem.lower().startswith(f"{package}-"):
+                return path.stem[len(package) + 1 :].partition("-")[0]
+    return ""
+
+
+def refuse_shared(settings: Settings, cwd: str, run: Path, after: Sequence[str] = ()) -> None:
+    """Refuse a run whose checkpoints would be another live run's too.
+
+    Args:
+        settings: The run's.
+        cwd: The program's working directory, "" where it has none of its own.
+        run: The run's directory; it need not exist.
+        after: Directories of runs that are done before this one begins.
+
+    Raises:
+        UsageError: one does; with its name and how to separate them.
+    """
+    if not settings.checkpoint.sealed:
+        return
+    own = _places(settings.checkpoint.sealed, cwd, run)
+    for other, spec in _others(run):
+        if str(other.root) in after:
+            continue
+        theirs = _places(_saved_by(other, spec), spec.entry.cwd, other.root)
+        for text, parts in own:
+            if any(may_meet(parts, there) for _, there in theirs) and _may_write(other, spec):
+                name = Path(text).name
+                raise UsageError(
+                    f"checkpoint.sealed {text!r} takes in files that {other.name} saves too, and "
+                    "each would resume from the other's weights: have each run save into a folder "
+                    f"of its own, e.g. --set 'checkpoint.sealed={{output}}/{name}' with {{output}} "
+                    f"in the program's arguments (or {HPCTRAIN_OUTPUT_DIR} in its code); wait for "
+                    f"{other.name}; or `hpctrain cancel {other.name}`"
+                )
+
+
+def _places(patterns: list[str], cwd: str, run: Path) -> list[tuple[str, tuple[str, ...]]]:
+    folders = [Path(cwd)] if cwd else []
+    return [
+        (pattern.text, parts)
+        for pattern in parse(patterns)
+        for parts in places(pattern, [*folders, RunDir(run).output])
+    ]
+
+
+def _others(run: Path) -> Iterator[tuple[RunDir, Spec]]:
+    """Other runs of programs. One that cannot be read is nobody's rival here."""
+    try:
+        folders = sorted(run.parent.iterdir())
+    except OSError:  # none so far
+        folders = []
+    folders += [one.run.root for one in indexed() if not one.is_over]
+    for folder in dict.fromkeys(folder for folder in folders if folder != run):
+        other = RunDir(folder)
+        if not other.spec.is_file():
+            continue
+        try:
+            spec = load_spec(other.spec)
+        except (OSError, HpctrainError):
+            continue
+        if spec.entry.kind != "recipe":
+            yield other, spec
+
+
+def _saved_by(run: RunDir, spec: Spec) -> list[str]:
+    """What a run registers; of one that registers nothing, where its program is seen to save.
+
+    A user who adds `--checkpoint` at the second submit has a first run that lacks it.
+    """
+    if spec.settings.checkpoint.sealed or _is_over(run):
+        return spec.settings.checkpoint.sealed
+    return seen_saves(spec.entry)
+
+
+def _is_over(run: RunDir) -> bool:
+    return RunHistory.read(run, marks="few").state.phase in OVER
+
+
+def _may_write(run: RunDir, spec: Spec) -> bool:
+    """Whether a job of the run may still save. Asked only of a run that shares files."""
+    if _is_over(run):
+        return False
+    try:
+        return live_job(run, get_cluster(spec.cluster)) is not None
+    except ClusterError:  # nobody can say that it may not
+        return True
+
+
+NAME_BYTES = 128
+"""Longer than any name that a run gives a file."""
+COPIES = frozenset(
+    {
+        *("fuse.s3fs", "fuse.goofys", "fuse.mountpoint-s3", "fuse.gcsfuse", "fuse.geesefs"),
+        *("fuse.rclone", "fuse.blobfuse", "fuse.blobfuse2", "fuse.davfs", "davfs"),
+    }
+)
+"""Object stores: renaming a folder there is copying it, file by file."""
+_TRY_LOCK = """
+import fcntl, sys
+with open(sys.argv[1], "rb+") as file:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(3)
+"""
+_HELD = 3
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+def check_disk(folder: Path) -> None:
+    """Refuse a folder whose disk does not do what a run's promises stand on.
+
+    Args:
+        folder: An existing folder, which can be written. What is tried in it is taken away again.
+            On a full disk nothing is said: the caller that needs the room names its purpose.
+
+    Raises:
+        ChecksFailed: names the file system, what it lacks, and what to do.
+    """
+    kind = file_system(folder)
+    if kind in COPIES:
+        raise _unfit(folder, kind, "renaming a folder there is not one change")
+    with _trial(folder, kind) as trial:
+        if trial is None:
+            return
+        for what, tried in _TRIALS.items():
+            try:
+                holds = tried(trial)
+            except OSError as error:
+                if error.errno in _FULL:
+                    return
+                raise _unfit(folder, kind, f"{what} ({error.strerror})") from None
+            if not holds:
+                raise _unfit(folder, kind, what)
+
+
+def file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """The name of the file system that a folder lies on, "" where nobody can tell."""
+    path, mount_type, length = str(folder.resolve()), "", -1
+    with contextlib.suppress(OSError):
+        for line in mounts.read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            mount = before.split()[4].encode().decode("unicode_escape").rstrip("/")
+            if (path + "/").startswith(mount + "/") and len(mount) >= length:
+                mount_type, length = after.split()[0], len(mount)
+    return mount_type
+
+
+def _unfit(folder: Path, kind: str, what: str) -> ChecksFailed:
+    on = f" ({kind})" if kind else ""
+    return ChecksFailed(
+        f"{folder}{on} cannot hold a run: {what}; have it mounted otherwise (Lustre: -o flock), or "
+        "choose another disk with --runs"
+    )
+
+
+@contextlib.contextmanager
+def _trial(folder: Path, kind: str) -> Iterator[Path | None]:
+    """A folder to try things in, gone afterwards; None where there is no room for one."""
+    try:
+        trial = Path(tempfile.mkdtemp(prefix=".hpctrain-disk-", dir=folder))
+    except OSError as error:
+        if error.errno in _FULL:
+            yield None
+            return
+        raise _unfit(folder, kind, f"no folder can be made there ({error.strerror})") from None
+    try:
+        yield trial
+    finally:
+        shutil.rmtree(trial, ignore_errors=True)
+
+
+def _locks(trial: Path) -> bool:
+    path = trial / "lock"
+    path.touch()
+    with path.open("rb+") as holder, path.open("rb+") as other:
+        fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        # Where flock is made of locks that belong to a process: another process must be kept out.
+        import subprocess  # slow to import, and rarely needed
+
+        fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        words = [sys.executable, "-I", "-S", "-c", _TRY_LOCK, str(path)]
+        return subprocess.run(words, capture_output=True, check=False).returncode == _HELD
+
+
+def _renames(trial: Path) -> bool:
+    old, new = trial / "old", trial / "new"
+    old.write_text("old")
+    new.write_text("new")
+    new.replace(old)
+    staged, committed = trial / "staged", trial / "committed"
+    staged.mkdir()
+    (staged / "shard").write_text("1")
+    staged.rename(committed)
+    there = sorted(path.name for path in trial.iterdir() if path.name != "lock")
+    whole = old.read_text() == "new" and (committed / "shard").read_text() == "1"
+    return whole and there == ["committed", "old"]
+
+
+def _flushes(trial: Path) -> bool:
+    for path in (trial / "old", trial):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return True
+
+
+def _appends(trial: Path) -> bool:
+    path = trial / "facts"
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    first, second = os.open(path, flags), os.open(path, flags)
+    try:
+        for descriptor in (first, second, first):
+            os.write(descriptor, b"fact\n")
+    finally:
+        os.close(first)
+        os.close(second)
+    return path.read_bytes() == b"fact\n" * 3
+
+
+def _names(trial: Path) -> bool:
+    (trial / ("n" * NAME_BYTES)).touch()
+    return True
+
+
+def _maps(trial: Path) -> bool:
+    with (
+        (trial / "old").open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+    ):
+        return mapped[:] == b"new"
+
+
+_TRIALS: dict[str, Callable[[Path], bool]] = {
+    "flock does not keep a second process out": _locks,
+    "a rename is not one change": _renames,
+    "fsync does not work on files and folders": _flushes,
+    "appends of two writers overwrite each other": _appends,
+    f"names of {NAME_BYTES} bytes are too long for it": _names,
+    "files cannot be mapped into memory": _maps,
+}
+"""What is wrong where it does not hold, in the order in which it is tried."""

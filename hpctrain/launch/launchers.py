@@ -1,0 +1,419 @@
+"""Commands that start ranks themselves, torchrun or srun, taken off the program that they start.
+
+hpctrain starts the ranks, so of such a command only what it starts is left, and what its options
+mean to that: how many ranks it counts on, variables that it would set. Each option that a launcher
+has stands in its table. One that is not there is refused, never guessed: whether it takes a value
+decides what the program is.
+
+The tables are those of torch 2.13, accelerate 1.15 and DeepSpeed 0.19, which have all options of
+earlier ones. Pure. tests/unit/submit/test_launchers.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.core.settings.layers import nearest
+from hpctrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hpctrain.core.settings.schema import SlurmSettings
+
+_NUMBER = re.compile(r"[1-9][0-9]{0,6}")
+_BY_DEVICES = frozenset({"auto", "gpu", "cpu", "xpu"})
+"""What torchrun takes for --nproc-per-node beside a number."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a launcher.
+
+    Attributes:
+        takes: Whether a value follows; None where one may, behind "=".
+        meaning: "ignored"; "nodes", "ranks" (per node) or "world": so many it counts on; "module"
+            or "program": what it starts is one; "variable": it sets one; "refused".
+        detail: What to use in its place, the variable's name, or why it is refused.
+        choices: The values of a variable that are taken; empty for any.
+    """
+
+    takes: bool | None
+    meaning: str = "ignored"
+    detail: str = ""
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A command that starts ranks.
+
+    Attributes:
+        options: By name, with dashes for underscores; short ones have one letter.
+        local_rank: The option with which it gives each rank its number on the node; "" for none.
+        any_command: What it starts is any command, and may be another launcher.
+        unknown: What to say of an option that is not in the table.
+    """
+
+    options: Mapping[str, Option]
+    local_rank: str = ""
+    any_command: bool = False
+    unknown: str = (
+        "is not an option that hpctrain knows of it; leave it out, or name the script itself"
+    )
+
+
+@dataclass(frozen=True)
+class AskedCount:
+    """A number that a launcher was given, with the words that said so."""
+
+    what: str
+    value: str
+    said: str
+
+
+@dataclass(frozen=True)
+class Unwrapped:
+    """What is left of a launcher's command.
+
+    Attributes:
+        command: As it would stand behind `--`.
+        is_final: It is a script, module or program, and no launcher once more.
+        env: Variables that the launcher would set, with the words that said so.
+        asked: The numbers that it was given.
+        local_rank: Option that each rank gets in front of the program's arguments.
+        notes: For the user to read.
+    """
+
+    command: list[str]
+    is_final: bool = True
+    env: dict[str, tuple[str, str]] = field(default_factory=dict)
+    asked: list[AskedCount] = field(default_factory=list)
+    local_rank: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+def _values(names: str, meaning: str = "ignored", detail: str = "") -> dict[str, Option]:
+    """Options that take a value."""
+    return {name: Option(takes=True, meaning=meaning, detail=detail) for name in names.split()}
+
+
+def _flags(names: str, meaning: str = "ignored", detail: str = "") -> dict[str, Option]:
+    """Options that take none."""
+    return {name: Option(takes=False, meaning=meaning, detail=detail) for name in names.split()}
+
+
+def _variables(prefix: str, values: str = "", flags: str = "") -> dict[str, Option]:
+    """Options of which each sets the variable that is named like it."""
+    options = {**_values(values, "variable"), **_flags(flags, "variable")}
+    return {
+        name: replace(option, detail=prefix + name.upper().replace("-", "_"))
+        for name, option in options.items()
+    }
+
+
+_LOGS = "`hpctrain logs`"
+_ELASTIC = {
+    **_values("rdzv-backend rdzv-endpoint rdzv-id rdzv-conf monitor-interval role"),
+    **_values("node-rank master-addr master-port local-addr event-log-handler"),
+    **_values("signals-to-handle shutdown-timeout"),
+    **_flags("standalone run-path"),
+    **_values("nnodes", meaning="nodes"),
+    **_values("nproc-per-node", meaning="ranks"),
+    **_flags("m module", meaning="module"),
+    **_flags("no-python", meaning="program"),
+    **_values("max-restarts", detail="run.restarts_in_job"),
+    **_values("start-method", detail="run.start_method"),
+    **_values("numa-binding", detail="run.cpu_bind"),
+    **_values("log-dir r redirects t tee local-ranks-filter", detail=_LOGS),
+    **_values("duplicate-stdout-filters duplicate-stderr-filters", detail=_LOGS),
+    **_values("logs-specs", meaning="refused", detail="hpctrain writes the ranks' logs"),
+    **_flags(
+        "virtual-local-rank",
+        meaning="refused",
+        detail="each rank has its own LOCAL_RANK here, and sees all GPUs of its node",
+    ),
+}
+_DS = "ACCELERATE_DEEPSPEED_"
+_BY_ENV = "give what it sets with --env ({})"
+_ACCELERATE = {
+    **_flags("quiet q multi-gpu same-network"),
+    **_values("machine-rank main-process-ip main-process-port role rdzv-backend rdzv-conf"),
+    **_values("monitor-interval main-training-function"),
+    **_values("deepspeed-hostfile deepspeed-exclusion-filter deepspeed-inclusion-filter"),
+    **_values("deepspeed-multinode-launcher"),
+    **_values("max-restarts", detail="run.restarts_in_job"),
+    **_values("t tee log-dir", detail=_LOGS),
+    **_values("num-processes", meaning="world"),
+    **_values("num-machines", meaning="nodes"),
+    **_flags("m module", meaning="module"),
+    **_flags("no-python", meaning="program"),
+    "mixed-precision": Option(
+        takes=True,
+        meaning="variable",
+        detail="ACCELERATE_MIXED_PRECISION",
+        choices=("no", "fp16", "bf16"),
+    ),
+    "cpu": Option(takes=False, meaning="variable", detail="ACCELERATE_USE_CPU"),
+    "debug": Option(takes=False, meaning="variable", detail="ACCELERATE_DEBUG_MODE"),
+    "enable-cpu-affinity": Option(
+        takes=False, meaning="variable", detail="ACCELERATE_CPU_AFFINITY"
+    ),
+    "num-cpu-threads-per-process": Option(takes=True, meaning="variable", detail="OMP_NUM_THREADS"),
+    **_variables("ACCELERATE_", "dynamo-backend dynamo-mode"),
+    **_variables("ACCELERATE_", flags="dynamo-use-fullgraph dynamo-use-dynamic"),
+    **_variables("ACCELERATE_", flags="dynamo-use-regional-compilation use-deepspeed"),
+    **_variables("ACCELERATE_", "gradient-accumulation-steps gradient-clipping"),
+    **_variables(_DS, "zero-stage offload-optimizer-device offload-param-device"),
+    **_variables(_DS, "offload-optimizer-nvme-path offload-param-nvme-path"),
+    "zero3-init-flag": Option(takes=True, meaning="variable", detail=f"{_DS}ZERO3_INIT"),
+    "zero3-save-16bit-model": Option(
+        takes=True, meaning="variable", detail=f"{_DS}ZERO3_SAVE_16BIT_MODEL"
+    ),
+    "deepspeed-config-file": Option(takes=True, meaning="variable", detail=f"{_DS}CONFIG_FILE"),
+    "deepspeed-moe-layer-cls-names": Option(
+        takes=True, meaning="variable", detail=f"{_DS}MOE_LAYER_CLS_NAMES"
+    ),
+    **_values(
+        "config-file",
+        meaning="refused",
+        detail="hpctrain reads no config file of accelerate's; give what stands there as options "
+        "before the script (--mixed_precision bf16), or with --env ACCELERATE_MIXED_PRECISION=bf16",
+    ),
+    **_flags(
+        "use-fsdp",
+        meaning="refused",
+        detail=_BY_ENV.format("ACCELERATE_USE_FSDP=true, FSDP_SHARDING_STRATEGY=FULL_SHARD, ..."),
+    ),
+    **_flags(
+        "use-parallelism-config use-megatron-lm",
+        meaning="refused",
+        detail=_BY_ENV.format("ACCELERATE_USE_..., as accelerate's documents say"),
+    ),
+    **_flags(
+        "tpu tpu-cluster no-tpu-cluster tpu-use-sudo downcast-bf16",
+        meaning="refused",
+        detail="hpctrain knows no TPUs",
+    ),
+    **_values(
+        "gpu-ids",
+        meaning="refused",
+        detail="ranks have the GPUs of their job: --gpus-per-node",
+    ),
+    **_values("mpirun-hostfile", meaning="refused", detail="the scheduler chooses the nodes"),
+}
+_DEEPSPEED = {
+    **_values("master-port master-addr node-rank launcher launcher-args ssh-port"),
+    **_values("log-level bind-core-list"),
+    **_flags("no-ssh no-ssh-check force-multi save-pid q quiet"),
+    **_values("num-nodes", meaning="nodes"),
+    **_values("num-gpus num-accelerators", meaning="ranks"),
+    **_flags("module", meaning="module"),
+    **_flags("no-python", meaning="program"),
+    **_flags("no-local-rank", meaning="no local rank"),
+    **_values("enable-each-rank-log", detail=_LOGS),
+    **_flags("bind-cores-to-rank", detail="run.cpu_bind"),
+    **_values("H hostfile i include e exclude",
+        meaning="refused",
+        detail="the scheduler chooses the nodes; --set slurm.exclude=... keeps some out",
+    ),
+    **_values("autotuning", meaning="refused", detail="the tuner starts jobs of its own; run it"
+        " without hpctrain",
+    ),
+    **_values("venv-script", meaning="refused", detail="such lines belong into slurm.setup"
+    ),
+}  # fmt: skip
+_SRUN = {
+    **_flags("l label u unbuffered"),
+    "K": Option(takes=None),
+    "kill-on-bad-exit": Option(takes=None),
+    **_values("N nodes", meaning="nodes"),
+    **_values("n ntasks", meaning="world"),
+    **_values("ntasks-per-node", meaning="ranks"),
+}
+LAUNCHERS = {
+    "torchrun": Launcher(_ELASTIC),
+    "torch.distributed.launch": Launcher(
+        {**_ELASTIC, **_flags("use-env", meaning="no local rank")},
+        local_rank="--local-rank",
+    ),
+    "accelerate launch": Launcher(_ACCELERATE),
+    "deepspeed": Launcher(_DEEPSPEED, local_rank="--local_rank"),
+    "srun": Launcher(
+        _SRUN,
+        any_command=True,
+        unknown="is not passed on; say --set 'slurm.srun_args=[\"{}\"]' and leave srun out",
+    ),
+}
+MODULES = {
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torch.distributed.launch",
+    "accelerate.commands.launch": "accelerate launch",
+    "deepspeed.launcher.runner": "deepspeed",
+}
+_REFUSED = {
+    **dict.fromkeys(
+        ("mpirun", "mpiexec", "orterun"),
+        "hpctrain starts the ranks; name the program itself, without it and its options",
+    ),
+    **dict.fromkeys(
+        ("sbatch", "salloc"),
+        "hpctrain asks for the job itself; name the program that its ranks run",
+    ),
+}
+_INSIDE = re.compile(
+    r"^[ \t]*(?:exec[ \t]+)?(?:\S*/)?(torchrun|srun|mpirun|mpiexec|deepspeed|accelerate[ \t]+launch"
+    r"|python\S*[ \t]+(?:-u[ \t]+)?-m[ \t]+torch\.distributed\.(?:run|launch))(?=[ \t]|$)",
+    re.MULTILINE,
+)
+
+
+def unwrap(command: Sequence[str]) -> Unwrapped | None:
+    """What a launcher is asked to start; None where the command is no launcher's.
+
+    Args:
+        command: What stands behind `--`, without an interpreter in front; not empty.
+
+    Raises:
+        UsageError: it has an option that cannot be honoured or is not known, or starts nothing.
+    """
+    head, rest = Path(command[0]).name, list(command[1:])
+    if head in _REFUSED:
+        raise UsageError(f"-- {head}: {_REFUSED[head]}")
+    if head == "-m":
+        name = MODULES.get(rest[0], "") if rest else ""
+        rest = rest[1:]
+    elif head == "accelerate-launch":
+        name = "accelerate launch"
+    elif head == "accelerate":
+        if rest[:1] != ["launch"]:
+            raise UsageError(f"-- accelerate {' '.join(rest[:1])}: only `accelerate launch` trains")
+        name, rest = "accelerate launch", rest[1:]
+    else:
+        name = head
+    launcher = LAUNCHERS.get(name)
+    return None if launcher is None else _read(name, launcher, rest)
+
+
+def disagreements(asked: Sequence[AskedCount], slurm: SlurmSettings) -> list[str]:
+    """Where a launcher was given other numbers than the job will have, in words."""
+    from hpctrain.core.settings.check import node_range
+
+    fewest, most = node_range(slurm.nodes)
+    ranks, notes = slurm.ranks(), []
+    for count in asked:
+        if count.what == "nodes":
+            wanted = count.value.replace(":", "-")
+            low, _, high = wanted.partition("-")
+            if (int(low), int(high or low)) != (fewest, most):
+                notes.append(f"{count.said}, and the job has {slurm.nodes}: say --nodes {wanted}")
+        elif count.value in _BY_DEVICES:
+            continue
+        elif count.what == "ranks" and int(count.value) != ranks:
+            way = f"say --ranks-per-node {count.value}"
+            notes.append(f"{count.said}, and each node has {ranks} rank(s): {way}")
+        elif count.what == "world" and not fewest * ranks <= int(count.value) <= most * ranks:
+            notes.append(
+                f"{count.said}, and the job has {slurm.nodes} node(s) of {ranks} rank(s): "
+                "say --nodes and --ranks-per-node"
+            )
+    return notes
+
+
+def inside(text: str) -> tuple[str, int] | None:
+    """The first launcher that a shell script calls, with its line; None where it calls none."""
+    match = _INSIDE.search(text)
+    return (match[1], text.count("\n", 0, match.start(1)) + 1) if match else None
+
+
+def _read(name: str, launcher: Launcher, words: list[str]) -> Unwrapped:
+    left, ignored = list(words), list[str]()
+    result = Unwrapped([], is_final=not launcher.any_command, local_rank=launcher.local_rank)
+    form = ""
+    while left and left[0].startswith("-") and left[0] != "-":
+        word = left.pop(0)
+        if word == "--":
+            break
+        shown, option, value = _next(name, launcher, word, left)
+        said = f"{name} {shown}" + ("" if value is None else f" {value}")
+        match option.meaning:
+            case "refused":
+                raise UsageError(f"-- {name} {shown}: {option.detail}")
+            case "nodes" | "ranks" | "world":
+                _check_number(said, option.meaning, value or "")
+                result.asked.append(AskedCount(option.meaning, value or "", said))
+            case "variable":
+                result.env[option.detail] = (_variable(said, option, value), f"{name} {shown}")
+            case "module" | "program":
+                form = _one_form(name, form, option.meaning)
+            case "no local rank":
+                result = replace(result, local_rank="")
+            case _:
+                ignored.append(f"{shown} ({option.detail})" if option.detail else shown)
+    if not left:
+        raise UsageError(f"-- {name}: names no program; e.g. -- {name} train.py, or -- train.py")
+    result.command.extend(["-m", *left] if form == "module" else left)
+    result.notes.append(_note(name, result, ignored))
+    return result
+
+
+def _next(
+    name: str, launcher: Launcher, word: str, left: list[str]
+) -> tuple[str, Option, str | None]:
+    """An option as it was written, what it means, and its value, which is taken from the rest."""
+    is_long = word.startswith("--")
+    shown, _, behind = word.partition("=") if is_long else (word[:2], "", word[2:])
+    key = shown.lstrip("-").replace("_", "-")
+    option = launcher.options.get(key)
+    if option is None or is_long == (len(key) == 1):
+        names = [known for known in launcher.options if len(known) > 1]
+        near = nearest(key, names) if is_long and not launcher.any_command else []
+        hint = f"; did you mean --{near[0]}?" if near else ""
+        raise UsageError(f"-- {name} {shown}: {launcher.unknown.format(word)}{hint}")
+    given = word != shown
+    if option.takes is False and given:
+        raise UsageError(f"-- {name} {word}: {shown} takes no value")
+    if not option.takes:
+        return shown, option, None
+    if given:
+        return shown, option, behind
+    if not left:
+        raise UsageError(f"-- {name} {shown}: its value is missing")
+    return shown, option, left.pop(0)
+
+
+def _check_number(said: str, what: str, value: str) -> None:
+    parts = re.split("[:-]", value) if what == "nodes" else [value]
+    by_devices = what == "ranks" and value in _BY_DEVICES
+    if not by_devices and (
+        value.count(":") + value.count("-") > 1 or not all(map(_NUMBER.fullmatch, parts))
+    ):
+        raise UsageError(f"-- {said}: {value!r} is no number of {what.replace('world', 'ranks')}")
+
+
+def _variable(said: str, option: Option, value: str | None) -> str:
+    if value is None:
+        return "true"
+    if option.choices and value.lower() not in option.choices:
+        raise UsageError(f"-- {said}: it takes {', '.join(option.choices)} here")
+    return value.lower() if option.choices else value
+
+
+def _one_form(name: str, form: str, meaning: str) -> str:
+    if form not in {"", meaning}:
+        raise UsageError(f"-- {name}: its program cannot be a module and no Python at once")
+    return meaning
+
+
+def _note(name: str, result: Unwrapped, ignored: list[str]) -> str:
+    command = result.command
+    what = " ".join(command[:2]) if command[0] == "-m" else command[0]
+    text = f"{name} is left out: hpctrain starts the ranks, and they run {what}"
+    if result.env:
+        text += f"; set: {', '.join(f'{n}={v}' for n, (v, _) in result.env.items())}"
+    if result.local_rank:
+        text += f"; each gets {result.local_rank}=N"
+    return text + (f"; without effect: {', '.join(ignored)}" if ignored else "")

@@ -1,0 +1,421 @@
+"""Preflight from the login node: checks before a job, the preflight job, and a test of a preset.
+
+`check_login` takes under two seconds and writes nothing; `prepare` raises errors, this adds
+warnings. `make`, `start` and `wait` are for the job that probes its nodes; its folder lies beside
+the runs, so that their file system is tried, and goes when all is well. The test of a preset
+renders its scripts and asks the scheduler; nothing is submitted.
+tests/unit/cli/test_preflight.py, tests/slurm/test_preflight.py and
+tests/unit/submit/test_sbatch_test.py hold the promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.cluster.preflight.bounded import Unanswered, bounded
+from hpctrain.cluster.preflight.checks import Order, expected_of
+from hpctrain.cluster.preflight.checks_between import LOGIN
+from hpctrain.cluster.preflight.node import ORDER, PROGRESS, REPORT
+from hpctrain.cluster.preflight.report import FAIL, OK, UNKNOWN, WARN, PreflightReport, Result
+from hpctrain.cluster.scheduler.base import get_cluster
+from hpctrain.cluster.site.environment import Versions, derive
+from hpctrain.cluster.site.load import load_site
+from hpctrain.core.base import clock
+from hpctrain.core.base.files import (
+    follow_folder,
+    make_runs_folder,
+    read_text,
+    remove_runs_folder,
+)
+from hpctrain.core.settings.check import node_range
+from hpctrain.core.settings.layers import nearest
+from hpctrain.errors import ChecksFailed, ClusterError, ClusterUnreachable, UsageError
+from hpctrain.launch.prepare import SubmitRequest, prepare
+from hpctrain.ledger.run.layout import RunDir
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from hpctrain.cluster.scheduler.base import Cluster, PreflightJob
+    from hpctrain.cluster.site.schema import Site
+    from hpctrain.core.settings.spec import Spec
+    from hpctrain.errors import HpctrainError
+
+    Say = Callable[[str], None]
+
+
+MOUNTS = Path("/proc/self/mountinfo")
+TIMEOUT_S = 1.0
+GIB = 1024**3
+ROOM_WARN_GIB, ROOM_FAIL_GIB = 20.0, 1.0
+SHARED_FS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "panfs", "cifs", "smb", "9p",
+             "pvfs", "orangefs", "glusterfs", "fuse", "afs", "cvmfs", "daos", "vast")  # fmt: skip
+LOCAL_FS = ("ext", "xfs", "btrfs", "tmpfs", "overlay", "zfs", "ramfs", "f2fs", "vfat")
+FOLDER = ".preflight"
+POLL_S = 0.1
+ASK_EVERY_S = 2.0
+LAST_WORDS_S = 3.0
+"""A job that is over may have written its report a moment ago: NFS shows it late."""
+
+
+def check_login(
+    spec: Spec, site: Site | None, runs: Path, *, mounts: Path = MOUNTS
+) -> list[Result]:
+    """Everything but what a script is needed for.
+
+    Args:
+        spec: A run as `prepare` has checked it.
+        site: Its preset.
+        runs: The folder of all runs, absolute.
+        mounts: The kernel's table of mounts.
+    """
+    cluster = get_cluster(spec.cluster)
+    return [
+        *check_preset(site),
+        *([] if cluster.on_this_machine else check_mount(runs, mounts)),
+        *check_room(runs),
+        *cluster.check_settings(spec),
+    ]
+
+
+def check_preset(site: Site | None) -> list[Result]:
+    """The preset, by the rules of `hpctrain sites validate`."""
+    if site is None:
+        hint = "interfaces and limits are then only held against each other: hpctrain sites list"
+        return [Result("preset", WARN, "no site is known", [], hint)]
+    from hpctrain.cluster.site.validate import validate
+
+    findings = validate(site)
+    levels = {"error": FAIL, "warning": WARN}
+    results = [Result("preset", levels[f.level], str(f)) for f in findings if f.level in levels]
+    return results or [Result("preset", OK, f"site {site.name}")]
+
+
+def check_mount(folder: Path, mounts: Path = MOUNTS) -> list[Result]:
+    """Whether nodes can see the folder, as far as its file system's type tells."""
+    try:
+        kind, at = mount_of(folder, mounts.read_text())
+    except OSError as error:
+        return [Result("shared directory", UNKNOWN, f"{mounts} cannot be read: {error.strerror}")]
+    if kind.startswith(SHARED_FS):
+        return [Result("shared directory", OK, f"{folder} is on {kind} ({at})")]
+    if kind.startswith(LOCAL_FS):
+        text = f"{folder} is on {kind} ({at}), which other nodes may not see"
+        return [Result("shared directory", WARN, text, [], "put runs on a shared disk with --runs")]
+    return [Result("shared directory", UNKNOWN, f"{folder} is on {kind}, which may be shared")]
+
+
+def mount_of(folder: Path, mountinfo: str) -> tuple[str, str]:
+    """Type and mount point of the file system that a folder is on or will be on."""
+    best = ("unknown", "")
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        at = before.split()[4].encode().decode("unicode_escape")
+        inside = str(folder) == at or str(folder).startswith(at.rstrip("/") + "/")
+        if inside and len(at) >= len(best[1]):
+            best = (after.split()[0], at)
+    return best
+
+
+def check_room(folder: Path) -> list[Result]:
+    """Free space where the runs go. A mount that does not answer is unknown."""
+    place = folder
+    while not os.path.exists(place) and place != place.parent:  # noqa: PTH110 - as in prepare
+        place = place.parent
+    try:
+        free = bounded(lambda: shutil.disk_usage(place).free / GIB, TIMEOUT_S)
+    except Unanswered as error:
+        return [Result("space", UNKNOWN, f"{place}: {error}")]
+    status = FAIL if free < ROOM_FAIL_GIB else WARN if free < ROOM_WARN_GIB else OK
+    hint = "two checkpoints must fit beside each other"
+    return [Result("space", status, f"{free:.1f} GiB free in {place}", [], hint)]
+
+
+def refused(error: HpctrainError) -> Result:
+    """What `prepare` found, as a result."""
+    return Result("settings", FAIL, str(error))
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A folder that a job can be started on.
+
+    Attributes:
+        run: The folder, laid out as a run's.
+        token: The job's name.
+        script: The batch script; None where none is needed.
+    """
+
+    run: RunDir
+    token: str
+    script: Path | None
+
+
+def make(spec: Spec, site: Site | None, runs: Path, *, bandwidth: bool, try_s: float) -> Preflight:
+    """Write the folder.
+
+    Args:
+        spec: What a run here would be.
+        site: Its preset.
+        runs: The folder of all runs.
+        bandwidth: Whether the collective is tried.
+        try_s: So long may one all-reduce of a group take.
+
+    Raises:
+        OSError: it cannot be written.
+        UsageError: a setting that a batch script cannot hold.
+    """
+    token = f"preflight-{secrets.token_hex(4)}"
+    run = RunDir(runs / FOLDER / token)
+    make_runs_folder(runs)
+    make_runs_folder(run.root.parent)
+    run.root.mkdir(mode=0o700)
+    follow_folder(run.root)
+    run.jobs.mkdir()
+    nonce = secrets.token_hex(8)
+    order = _order(spec, site, run, nonce, bandwidth=bandwidth, try_s=try_s)
+    (run.root / ORDER).write_text(json.dumps(order.plain()))
+    (run.root / LOGIN).write_text(nonce)
+    (run.root / "@key").write_text(secrets.token_hex(16))
+    (run.root / "@key").chmod(0o600)
+    own = replace(spec, name="preflight")
+    own.dump(run.spec)
+    text = get_cluster(spec.cluster).preflight_script(own, run, token)
+    if not text:
+        return Preflight(run, token, None)
+    script = run.script(token)
+    script.write_text(text)
+    script.chmod(0o700)
+    return Preflight(run, token, script)
+
+
+def _order(
+    spec: Spec, site: Site | None, run: RunDir, nonce: str, *, bandwidth: bool, try_s: float
+) -> Order:
+    nodes = node_range(spec.settings.slurm.nodes)[1]
+    derived = derive(site, nodes=nodes, versions=Versions(), run_dir=str(run.root))
+    env = {name: value.value for name, value in derived.values.items()} | spec.env
+    slurm = spec.settings.slurm
+    expected = expected_of(site, gpus=slurm.gpus_per_node, env=env)
+    return Order(expected, nonce, bandwidth=bandwidth, ranks=slurm.ranks(), timeout_s=try_s)
+
+
+def start(preflight: Preflight, spec: Spec, environ: Mapping[str, str]) -> PreflightJob:
+    """Start its job.
+
+    Raises:
+        ClusterError: refused.
+        ClusterUnreachable: no answer.
+    """
+    cluster = get_cluster(spec.cluster)
+    return cluster.start_preflight(spec, preflight.run, preflight.token, environ)
+
+
+def wait(preflight: Preflight, job: PreflightJob, *, timeout_s: float, say: Say) -> PreflightReport:
+    """The report, once it is there; a job that leaves none is a failed check. Cancels on Ctrl-C.
+
+    Args:
+        preflight: The folder.
+        job: Its job.
+        timeout_s: So long may it run; the time in the queue does not count.
+        say: Told how far it is, each news once.
+    """
+    try:
+        return _wait(preflight, job, timeout_s=timeout_s, say=say)
+    except BaseException:
+        job.cancel()
+        raise
+    finally:
+        job.release()
+
+
+def _wait(
+    preflight: Preflight, job: PreflightJob, *, timeout_s: float, say: Say
+) -> PreflightReport:
+    root = preflight.run.root
+    lines_told, ask_at, over_at = 0, 0.0, None
+    began: float | None = None
+    while True:
+        with contextlib.suppress(OSError):
+            return PreflightReport.load(root / REPORT)
+        lines_told = _show_progress(root / PROGRESS, lines_told, say)
+        now = clock.monotonic()
+        began = now if lines_told and began is None else began
+        if over_at is not None and now > over_at + LAST_WORDS_S:
+            return _without_report(preflight, f"{job.name} ended without a report")
+        if began is not None and now > began + timeout_s:
+            job.cancel()
+            return _without_report(preflight, f"no report after {timeout_s:g} s")
+        if now > ask_at:
+            ask_at = now + ASK_EVERY_S
+            over_at = (over_at or now) if job.is_over() else None
+            if not lines_told and over_at is None and (why := job.waits_for()):
+                say(f"{job.name} waits: {why}")
+        clock.sleep(POLL_S)
+
+
+def _show_progress(path: Path, shown_lines: int, say: Say) -> int:
+    """Tell the lines that are new; how many there are."""
+    try:
+        lines = read_text(path).splitlines()
+    except OSError:
+        return shown_lines
+    for line in lines[shown_lines:]:
+        say(line)
+    return len(lines)
+
+
+def _without_report(preflight: Preflight, why: str) -> PreflightReport:
+    output = preflight.run.jobs / f"{preflight.token}.out"
+    said = ""
+    with contextlib.suppress(OSError):
+        lines = [line for line in read_text(output).splitlines() if line.strip()]
+        said = f"; it said last: {lines[-1]}" if lines else ""
+    hint = f"see {output}; where that is not there, the first node does not see {output.parent}"
+    return PreflightReport([], [Result("job", FAIL, f"{why}{said}", [], hint)])
+
+
+def discard(preflight: Preflight) -> None:
+    """Remove the folder."""
+    shutil.rmtree(preflight.run.root, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        remove_runs_folder(preflight.run.root.parent)
+
+
+TOKEN = "site-test"  # noqa: S105 - stands where a submission's own token stands
+TIME = "0:10:00"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be tried."""
+
+    site: str
+    """Name or file."""
+    partitions: Sequence[str] = ()
+    """Empty for all that submit may choose."""
+    nodes: Sequence[int] = (1, 2)
+    account: str | None = None
+
+
+@dataclass(frozen=True)
+class SbatchTrial:
+    """One script, and what became of it."""
+
+    partition: str
+    """"" for SLURM's default."""
+    nodes: int
+    gpus_per_node: int
+    accepted: bool
+    why: str
+    """What refused it, in one line."""
+    script: str
+    """"" where hpctrain itself refuses the job."""
+
+
+def try_site(
+    asked: Asked, *, cwd: Path, environ: Mapping[str, str], cluster: Cluster
+) -> list[SbatchTrial]:
+    """Every partition at every number of nodes that it is meant for.
+
+    Args:
+        asked: What to try.
+        cwd: Where the user stands; an hpctrain.toml there is left out of it.
+        environ: The user's.
+        cluster: Renders the scripts and says whether it would take them.
+
+    Raises:
+        NotFound: there is no such site.
+        UsageError: its preset is wrong, or has no such partition.
+        ChecksFailed: there is nothing to try.
+        ClusterUnreachable: nobody answers.
+    """
+    site = load_site(asked.site, environ=environ, project=cwd)
+    cases = [
+        (name, nodes)
+        for name in _partitions(site, asked.partitions)
+        for nodes in dict.fromkeys(asked.nodes)
+        if not name or asked.partitions or _fits(site, name, nodes)
+    ]
+    if not cases:
+        raise ChecksFailed(
+            f"{site.where('partitions')} has no partition that submit may choose for "
+            f"{' or '.join(map(str, asked.nodes))} nodes; name one with --partition"
+        )
+    with tempfile.TemporaryDirectory(prefix="hpctrain-site-test-") as folder:
+        requests = [_request(site, asked, case, Path(folder), environ) for case in cases]
+        return [_try(replace(request, cluster=cluster.name), cluster) for request in requests]
+
+
+def _partitions(site: Site, named: Sequence[str]) -> list[str]:
+    for name in named:
+        if name not in site.partitions:
+            near = nearest(name, site.partitions)
+            listed = ", ".join(site.partitions) or "none"
+            hint = f"did you mean {near[0]}?" if near else f"there are: {listed}"
+            raise UsageError(
+                f"--partition {name}: {site.where('partitions')} has none such; {hint}"
+            )
+    if named:
+        return list(named)
+    return [name for name, partition in site.partitions.items() if partition.auto] or [""]
+
+
+def _fits(site: Site, name: str, nodes: int) -> bool:
+    partition = site.partitions[name]
+    return (partition.min_nodes or 0) <= nodes <= (partition.max_nodes or nodes)
+
+
+def _request(
+    site: Site, asked: Asked, case: tuple[str, int], folder: Path, environ: Mapping[str, str]
+) -> SubmitRequest:
+    name, nodes = case
+    partition = site.partitions.get(name)
+    return SubmitRequest(
+        cwd=folder,
+        environ=environ,
+        runs=folder,
+        site=str(Path(asked.site).absolute()) if asked.site.endswith(".toml") else asked.site,
+        nodes=str(nodes),
+        gpus_per_node=(partition.gpus_per_node or 0) if partition else 0,
+        time=TIME,
+        partition=name or None,
+        account=asked.account,
+        name=f"{TOKEN}-{nodes}",
+        allow_locked=True,
+    )
+
+
+def _try(request: SubmitRequest, cluster: Cluster) -> SbatchTrial:
+    text, why = "", ""
+    results: Sequence[Result] = ()
+    try:
+        spec = prepare(request).spec
+        text = cluster.render(spec, RunDir(request.runs / spec.name), TOKEN)
+        script = request.runs / f"{spec.name}.sh"
+        script.write_text(text)
+        results = cluster.check_script(script)
+    except ClusterUnreachable:
+        raise
+    except (UsageError, ClusterError) as error:
+        why = str(error)
+    for result in results:
+        if result.status == UNKNOWN:
+            raise ClusterUnreachable(result.message)
+        why = result.message if result.status == FAIL else why
+    return SbatchTrial(
+        partition=request.partition or "",
+        nodes=int(request.nodes or 0),
+        gpus_per_node=request.gpus_per_node or 0,
+        accepted=not why,
+        why=why,
+        script=text,
+    )

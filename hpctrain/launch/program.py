@@ -1,0 +1,649 @@
+"""Find out what stands behind `--`, and read its source; nothing of the user's is imported or run.
+
+A Python script or module runs in the rank itself, forked with torch imported; other programs are
+started by their rank (`agent/foreign.py`); a launcher's command gives its program (`launchers.py`).
+A file's first bytes decide, not its name. A leading `python` is removed.
+
+`lint_notes` reports what `hpctrain lint` finds. `refuse_absent` refuses imports that the ranks'
+Python lacks, read through the program's own files by `imports_of`.
+tests/unit/submit/test_program.py, test_program_lint.py and test_imports.py hold the promises.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import stat
+import sys
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.core.settings.layers import nearest
+from hpctrain.core.settings.spec import Entry
+from hpctrain.errors import ChecksFailed, NotFound, UsageError
+from hpctrain.launch.launchers import LAUNCHERS, MODULES, inside, unwrap
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from hpctrain.advise.lint.rule import LintFinding
+    from hpctrain.core.settings.schema import Settings
+    from hpctrain.launch.launchers import AskedCount
+
+
+_PYTHON = re.compile(r"python[0-9.]*")
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_WITHOUT_EFFECT = frozenset({"-u", "-q"})
+"""Options of Python that change nothing for a rank: its output is written line by line anyway."""
+_HEAD_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class NamedProgram:
+    """What the ranks are to run.
+
+    Attributes:
+        entry: As spec.json has it.
+        env: Variables that a launcher would have set, with the words that said so.
+        asked: The numbers of nodes and ranks that a launcher was given.
+        notes: What was taken off the command, for the user to read.
+    """
+
+    entry: Entry
+    env: dict[str, tuple[str, str]] = field(default_factory=dict)
+    asked: list[AskedCount] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_program(
+    command: Sequence[str], cwd: Path, environ: Mapping[str, str], *, inside: bool = False
+) -> NamedProgram:
+    """Find out what is to run.
+
+    Args:
+        command: What stands behind `--`; not empty.
+        cwd: Where `submit` was called; the ranks start there.
+        environ: The submitting shell's, for its PATH.
+        inside: The ranks run in an image, whose commands and installed modules are not known here.
+
+    Raises:
+        NotFound: there is no such file, module or command.
+        UsageError: it is there, and cannot run.
+    """
+    named = NamedProgram(Entry(kind="recipe"))
+    words, local_rank, is_final = list(command), "", False
+    while not is_final:
+        launched = unwrap(words)
+        if launched is not None:
+            words, is_final, local_rank = launched.command, launched.is_final, launched.local_rank
+            named.env.update(launched.env)
+            named.asked.extend(launched.asked)
+            named.notes.extend(launched.notes)
+        elif (rest := _without_python(words, cwd, environ, inside=inside)) is not None:
+            is_final = unwrap(rest) is None
+            if is_final:
+                what = " ".join(rest[:2]) if rest[0] == "-m" else rest[0]
+                named.notes.append(
+                    f"{words[0]} is left out: the ranks are Python already, and run {what}"
+                )
+            words = rest
+        else:
+            is_final = True
+    if words[0] == "-m":
+        entry = _module(words[1:], cwd, inside=inside)
+    elif inside and "/" not in words[0] and not (cwd / words[0]).exists():
+        entry = Entry(kind="program", path=words[0], args=words[1:])
+    else:
+        entry = _file(words, cwd, environ)
+    entry = replace(entry, cwd=str(cwd), local_rank=local_rank)
+    named.notes.extend(_inner_launcher(entry))
+    return replace(named, entry=entry)
+
+
+def is_python(word: str) -> bool:
+    """Whether a command is a Python interpreter, by its name."""
+    return _PYTHON.fullmatch(Path(word).name) is not None
+
+
+def _without_python(
+    words: list[str], cwd: Path, environ: Mapping[str, str], *, inside: bool
+) -> list[str] | None:
+    """The script or `-m MODULE` that this run's own interpreter is asked to run, with arguments.
+
+    None where it is another interpreter, or is asked for something that a rank that runs already
+    cannot be (`-O`, `-X dev`): then it is started like any other program.
+    """
+    if not is_python(words[0]):
+        return None
+    if not (inside and "/" not in words[0]) and not _is_ours(words[0], cwd, environ):
+        return None
+    rest = words[1:]
+    while rest and rest[0] in _WITHOUT_EFFECT:
+        rest = rest[1:]
+    if not rest or rest[0] == "-":
+        raise UsageError(f"-- {' '.join(words)}: name the script behind it, e.g. -- train.py")
+    if rest[0] == "-m" or not rest[0].startswith("-"):
+        return rest
+    return None
+
+
+def _is_ours(word: str, cwd: Path, environ: Mapping[str, str]) -> bool:
+    """Whether a command means the interpreter of this environment, under any of its names."""
+    path = str(cwd / word) if "/" in word else shutil.which(word, path=environ.get("PATH", ""))
+    if path is None:
+        return True  # as in a shell that has not activated what hpctrain runs in
+    theirs, ours = Path(path), Path(sys.executable)
+    same_folder = os.path.realpath(theirs.parent) == os.path.realpath(ours.parent)
+    return same_folder and os.path.realpath(theirs) == os.path.realpath(ours)
+
+
+# ---- modules
+
+
+def _module(words: Sequence[str], cwd: Path, *, inside: bool) -> Entry:
+    if not words:
+        raise UsageError("-- -m: name the module, e.g. -- -m package.train")
+    from hpctrain.launch.snapshot import import_path
+
+    name, args = words[0], list(words[1:])
+    try:
+        path = str(find_module(name, [str(cwd), *import_path()]))
+    except NotFound:
+        if not inside:
+            raise
+        path = ""  # the image's
+    return Entry(kind="module", module=name, path=path, args=args, python_path=[str(cwd)])
+
+
+def find_module(name: str, folders: Sequence[str]) -> Path:
+    """The file that `python -m NAME` would run, without importing the packages above it.
+
+    Raises:
+        NotFound: there is none.
+        UsageError: it is no name of a module, or a package that cannot be run.
+    """
+    if _MODULE.fullmatch(name) is None:
+        hint = f"; a file is named without -m: -- {name}" if name.endswith(".py") else ""
+        raise UsageError(f"-- -m {name}: {name!r} is not the name of a module{hint}")
+    spec, places, walked = None, list(folders), []
+    for part in name.split("."):
+        walked.append(part)
+        spec = _find(part, places, top=len(walked) == 1)
+        if spec is None:
+            shown = ".".join(walked)
+            raise NotFound(f"-- -m {name}: no module {shown} in {_shown(places)}")
+        places = list(spec.submodule_search_locations or [])
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _find("__main__", places, top=False)
+        if spec is None:
+            raise UsageError(
+                f"-- -m {name}: {name} is a package without a __main__.py, and cannot be run; "
+                f"name a module in it, e.g. -- -m {name}.train"
+            )
+    if spec is None or not spec.has_location or spec.origin is None:
+        raise UsageError(f"-- -m {name}: {name} is part of Python itself, and no file")
+    return Path(spec.origin).absolute()
+
+
+def _find(part: str, places: Sequence[str], *, top: bool) -> ModuleSpec | None:
+    """A part of a module's name. Finders of editable installs know top-level names only."""
+    from importlib.util import find_spec
+
+    spec = PathFinder.find_spec(part, places)
+    if spec is None and top:
+        with suppress(ImportError, ValueError, AttributeError):
+            spec = find_spec(part)
+    return spec
+
+
+def _shown(places: Sequence[str]) -> str:
+    return f"{places[0]} and what can be imported" if len(places) > 1 else ", ".join(places)
+
+
+# ---- files
+
+
+def _file(words: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> Entry:
+    word, *args = words
+    path = _locate(word, cwd, environ)
+    kind = "program" if _is_program(word, path) else "script"
+    return Entry(kind=kind, path=str(path), args=args)
+
+
+def _locate(word: str, cwd: Path, environ: Mapping[str, str]) -> Path:
+    """The file that a word means: one of this folder, else a command on PATH."""
+    path = Path(os.path.normpath(cwd / word))
+    try:
+        is_folder, is_there = path.is_dir(), path.exists()
+    except OSError as error:  # a name that no file can have
+        raise NotFound(f"script {word} cannot be there: {error.strerror}") from None
+    if is_folder:
+        raise UsageError(f"{word} is a folder; name the script behind --, e.g. -- {word}/train.py")
+    if not is_there:
+        on_path = None if "/" in word else shutil.which(word, path=environ.get("PATH", ""))
+        if on_path is not None:
+            return Path(on_path).absolute()
+        raise NotFound(f"script {word} is not there; {_hint(path)}")
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise UsageError(f"{word} is neither a script nor a program: it is no regular file")
+    if not os.access(path, os.R_OK) and not os.access(path, os.X_OK):
+        raise UsageError(f"script {word} cannot be read; check its permissions")
+    return path
+
+
+def _inner_launcher(entry: Entry) -> list[str]:
+    """Whether a program is, or calls, a launcher: each rank would start ranks of its own."""
+    if entry.kind != "program":
+        return []
+    name = Path(entry.path).name
+    words = [word for word in entry.args if not word.startswith("-")]
+    files = [Path(entry.path), *(Path(entry.cwd, word) for word in words[:1])]
+    for path in files:
+        with suppress(OSError, ValueError):
+            if not path.is_file() or not path.read_bytes()[:2].startswith(b"#!"):
+                continue
+            if (call := inside(path.read_text(errors="replace"))) is not None:
+                return [_nested(f"{path.name} line {call[1]}", call[0])]
+    nested = next((word for word in words[:3] if word in LAUNCHERS or word in MODULES), "")
+    return [_nested(name, nested)] if nested else []
+
+
+def _nested(where: str, launcher: str) -> str:
+    return (
+        f"{where} calls {launcher}, which would start ranks of its own in each rank: call the "
+        "program itself there, or start one rank per node for it"
+    )
+
+
+def _hint(path: Path) -> str:
+    folder = path.parent
+    near = nearest(path.name, [p.name for p in folder.iterdir()]) if folder.is_dir() else []
+    return f"did you mean {near[0]}?" if near else f"looked in {folder}"
+
+
+def _is_program(word: str, path: Path) -> bool:
+    """Whether a file is to be executed; False for Python that a rank runs itself."""
+    can_run = os.access(path, os.X_OK)
+    if not os.access(path, os.R_OK):
+        return can_run
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    what = _by_first_bytes(head)
+    if what in {"", "Python"}:
+        if why := _not_python(path):
+            way = "; a script of another language begins with #!" if not what else ""
+            raise UsageError(f"{word} is no Python: {why}{way}")
+        return False
+    if not can_run:
+        by_hand = "" if what == "a program" else f", or name what runs it: -- bash {word}"
+        raise UsageError(f"{word} is {what}, and not executable: chmod +x {word}{by_hand}")
+    return True
+
+
+def _by_first_bytes(head: bytes) -> str:
+    """What a file is: "Python", "a program" or "a script for NAME"; "" where they do not tell."""
+    if head.startswith(b"\x7fELF"):
+        return "a program"
+    if not head.startswith(b"#!"):
+        return ""
+    words = [Path(word).name for word in os.fsdecode(head.splitlines()[0][2:]).split()]
+    names = [word for word in words if word != "env" and not word.startswith("-")]
+    name = next((word for word in names if "=" not in word), "sh")
+    return "Python" if is_python(name) else f"a script for {name}"
+
+
+def _not_python(path: Path) -> str:
+    """What Python finds wrong with a file; "" for nothing."""
+    import zipfile
+
+    if zipfile.is_zipfile(path):
+        return ""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(path.read_bytes(), path.name, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return f"line {error.lineno}: {error.msg}" if error.lineno else str(error.msg)
+    except (ValueError, RecursionError, MemoryError, OverflowError) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+MOST_BYTES = 256 << 10
+"""Of a program that is looked at: about 6,000 lines, which take a third of a second at most."""
+MOST_SHOWN = 2
+"""Errors that are shown whole."""
+GOES_ON = "HT608"
+"""Lint's rule on programs that begin anew; where the command line is known it is asked with it."""
+_PYTHON_KINDS = frozenset({"script", "module"})
+AT_SUBMIT = 40
+"""Of a program's own files, so many are read before it is queued."""
+MOST_FILES = 300
+"""Of a program's own that are read: one that generates code may have thousands."""
+_GUARDS = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
+_ENDINGS = (".py", ".pyc")
+
+
+def lint_notes(entry: Entry, settings: Settings, cwd: Path) -> list[str]:
+    """A few lines on what would hang or go wrong; none where nothing does, or nobody wants any.
+
+    Args:
+        entry: What the ranks run; looked at where it is a file of Python.
+        settings: With `run.lint`, and the CPUs of a rank.
+        cwd: Where `submit` was called: paths are shown as seen from there.
+    """
+    if not settings.run.lint or entry.kind not in _PYTHON_KINDS or not entry.path:
+        return []
+    from hpctrain.advise.lint.check import RuleChoice, check_text
+    from hpctrain.advise.lint.folder import LintFolder
+    from hpctrain.advise.lint.source import NotText, read_source
+
+    path = Path(entry.path)
+    name = os.path.relpath(path, cwd) if path.is_relative_to(cwd) else str(path)
+    try:
+        text = read_source(path)
+    except NotText as error:
+        return [f"lint has passed over {name}: it {error}"]
+    if len(text) > MOST_BYTES:
+        return [f"lint has passed over {name}, which is long: hpctrain lint {shlex.quote(name)}"]
+    without = RuleChoice(ignore=(GOES_ON,))
+    folder = LintFolder(path.parent, is_whole=False)
+    cpus = settings.slurm.cpus_per_rank or None
+    notes = _finding_lines(check_text(text, name, without, cpus=cpus, folder=folder), name)
+    if not settings.run.resume_args and not settings.checkpoint.sealed:
+        from hpctrain.advise.lint.begins_anew import begins_anew
+
+        anew = begins_anew(text, entry.args)
+        notes += [anew.note(name)] if anew else []
+    return notes
+
+
+def seen_saves(entry: Entry) -> list[str]:
+    """Return the pattern of what a program is seen to save, if it does not load by itself."""
+    if entry.kind not in _PYTHON_KINDS or not entry.path:
+        return []
+    from hpctrain.advise.lint.begins_anew import PLACE, begins_anew
+    from hpctrain.advise.lint.source import NotText, read_source
+
+    try:
+        text = read_source(Path(entry.path))
+    except NotText:
+        return []
+    anew = begins_anew(text, entry.args) if len(text) <= MOST_BYTES else None
+    return [] if anew is None or anew.pattern == PLACE else [anew.pattern]
+
+
+def hears_requests(entry: Entry) -> bool:
+    """Whether the program is known to use hpctrain, so that `hpctrain cancel --save` reaches it."""
+    if entry.kind not in _PYTHON_KINDS or not entry.path:
+        return entry.kind == "recipe"
+    from hpctrain.advise.lint.source import NotText, read_source
+
+    try:
+        return "hpctrain" in read_source(Path(entry.path))
+    except NotText:
+        return False
+
+
+def _finding_lines(findings: list[LintFinding], name: str) -> list[str]:
+    """The first errors whole, the others as numbers."""
+    from hpctrain.core.base.text import count
+
+    errors = [one for one in findings if one.rule.level == "error"]
+    warnings = sum(one.rule.level == "warning" for one in findings)
+    if not errors and not warnings:
+        return []
+    notes = [
+        f"lint: {name}:{one.line} {one.rule.code} {one.message}" for one in errors[:MOST_SHOWN]
+    ]
+    more = len(errors) - len(notes)
+    parts = [count(more, "more error")] if more else []
+    parts += [count(warnings, "warning")] if warnings else []
+    said = f"{' and '.join(parts)} in {name}: " if parts else ""
+    return [*notes, f"lint: {said}hpctrain lint {shlex.quote(name)} tells why and what instead"]
+
+
+# ---- what it imports
+
+
+@dataclass(frozen=True)
+class WantedImport:
+    """A module that is imported.
+
+    Attributes:
+        module: Its whole name.
+        names: What is taken from it.
+        path: The file that wants it.
+        line: There.
+        is_sure: It is imported as soon as the program starts; else inside a function, or under a
+            condition.
+    """
+
+    module: str
+    names: tuple[str, ...]
+    path: str
+    line: int
+    is_sure: bool
+
+
+@dataclass
+class ProgramImports:
+    """What a program imports.
+
+    Attributes:
+        others: Modules that do not lie beside the program.
+        missing: Modules of the program's own folder that are not there.
+        files: How many files were read.
+        is_whole: Whether all of its own files were.
+    """
+
+    others: list[WantedImport] = field(default_factory=list)
+    missing: list[WantedImport] = field(default_factory=list)
+    files: int = 0
+    is_whole: bool = True
+
+    @property
+    def knows_hpctrain(self) -> bool:
+        """Whether it is one that calls hpctrain itself."""
+        return any(one.module.partition(".")[0] == "hpctrain" for one in self.others)
+
+
+def own_folders(entry: Entry) -> list[Path]:
+    """Where a program's own modules lie."""
+    beside = [] if entry.kind == "module" else [str(Path(entry.path).parent)]
+    return [Path(one) for one in dict.fromkeys([*beside, *entry.python_path])]
+
+
+def refuse_absent(entry: Entry, more: Sequence[str], *, brought: bool) -> list[str]:
+    """Refuse a program that imports, as soon as it starts, what this Python has nowhere.
+
+    A program that changes its `sys.path` is not judged.
+
+    Args:
+        entry: What the ranks run, with this Python.
+        more: Folders that their PYTHONPATH has besides.
+        brought: The job loads modules or runs lines of its own first, which may bring it: then it
+            is a note.
+
+    Raises:
+        ChecksFailed: it would end at once, with what to do.
+    """
+    if entry.kind not in _PYTHON_KINDS or not entry.path:
+        return []
+    folders = own_folders(entry)
+    places = [str(folder) for folder in (*folders, *more)]
+    wanted = imports_of(Path(entry.path), folders, most=AT_SUBMIT).others
+    judged = [one for one in wanted if one.is_sure and not _is_there(one.module, places)]
+    absent = [one for one in judged if not _finds_its_own(entry.path, one.path)]
+    if not absent:
+        return []
+    first, top = absent[0], absent[0].module.partition(".")[0]
+    others = sorted({one.module.partition(".")[0] for one in absent} - {top})
+    also = f" (nor {', '.join(others)})" if others else ""
+    message = f"{first.path}:{first.line} imports {top}, which {sys.executable} does not have{also}"
+    if brought:
+        return [f"{message}: every rank ends there unless the job's modules or setup bring it"]
+    raise ChecksFailed(
+        f"{message}: every rank would end there. Install it: {sys.executable} -m pip install "
+        f"{' '.join([top, *others])}; or name its folder: --env PYTHONPATH=FOLDER"
+    )
+
+
+def _is_there(module: str, places: Sequence[str]) -> bool:
+    """Whether a module's first part can be found; finders may know what no folder has."""
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names or PathFinder.find_spec(top, places) is not None:
+        return True
+    try:
+        return find_spec(top) is not None
+    except (ImportError, ValueError, AttributeError):
+        return True  # a finder that is broken: nobody can say
+
+
+def _finds_its_own(*paths: str) -> bool:
+    """Whether one of these files says itself where modules lie."""
+    return any(
+        b"sys.path" in (text := Path(p).read_bytes()) or b"addsitedir" in text for p in paths
+    )
+
+
+def imports_of(path: Path, folders: Sequence[Path], most: int = MOST_FILES) -> ProgramImports:
+    """Follow a program's imports through its own files.
+
+    Args:
+        path: The program.
+        folders: Where its own modules lie, the first first.
+        most: So many files are read.
+    """
+    imports = ProgramImports()
+    waiting, seen = [path], {path}
+    while waiting:
+        if imports.files == most:
+            imports.is_whole = False
+            break
+        file = waiting.pop()
+        imports.files += 1
+        for wanted in _read(file, folders):
+            parts = _own(wanted.module, folders)
+            if parts is None:
+                imports.others.append(wanted)
+                continue
+            own = [one for one in parts if one is not None]
+            if len(own) < len(parts):
+                imports.missing.append(wanted)
+            beneath = [_inside(own[-1], name) for name in wanted.names] if own else []
+            for place in [*own, *(sub for sub in beneath if sub is not None)]:
+                source = place / "__init__.py" if place.is_dir() else place
+                if source.suffix == ".py" and source.is_file() and source not in seen:
+                    seen.add(source)
+                    waiting.append(source)
+    return imports
+
+
+def _read(path: Path, folders: Sequence[Path]) -> Iterator[WantedImport]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return  # the program's own text is checked by submit, and a module's by who imports it
+    yield from _in(tree.body, path, _package(path, folders), sure=True)
+
+
+def _in(body: list[ast.stmt], path: Path, package: str, *, sure: bool) -> Iterator[WantedImport]:
+    for node in body:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield WantedImport(alias.name, (), str(path), node.lineno, sure)
+        elif isinstance(node, ast.ImportFrom):
+            module = _absolute(node, package)
+            if module and module != "__future__":
+                names = tuple(alias.name for alias in node.names if alias.name != "*")
+                yield WantedImport(module, names, str(path), node.lineno, sure)
+        elif isinstance(node, ast.Try) and any(_is_guard(one) for one in node.handlers):
+            yield from _in(node.finalbody, path, package, sure=sure)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from _in(node.orelse, path, package, sure=sure)
+        else:
+            inner = sure and isinstance(node, ast.With | ast.Try | ast.ClassDef)
+            for block in _blocks(node):
+                yield from _in(block, path, package, sure=inner)
+
+
+def _blocks(node: ast.stmt) -> Iterator[list[ast.stmt]]:
+    """The statements inside one."""
+    for name in ("body", "orelse", "finalbody"):
+        block = getattr(node, name, None)
+        if isinstance(block, list):
+            yield block
+    for handler in [*getattr(node, "handlers", []), *getattr(node, "cases", [])]:
+        yield handler.body
+
+
+def _is_guard(handler: ast.ExceptHandler) -> bool:
+    """Whether the program can do without what cannot be imported."""
+    if handler.type is None:
+        return True
+    return any(isinstance(node, ast.Name) and node.id in _GUARDS for node in ast.walk(handler.type))
+
+
+def _absolute(node: ast.ImportFrom, package: str) -> str:
+    """The module's whole name, "" where it has none here."""
+    if not node.level:
+        return node.module or ""
+    parts = package.split(".") if package else []
+    if node.level > len(parts):
+        return ""
+    above = parts[: len(parts) - node.level + 1]
+    return ".".join([*above, *([node.module] if node.module else [])])
+
+
+def _package(path: Path, folders: Sequence[Path]) -> str:
+    """The package that a file is part of, "" for none."""
+    for folder in folders:
+        if path.is_relative_to(folder):
+            return ".".join(path.relative_to(folder).parent.parts)
+    return ""
+
+
+def _own(module: str, folders: Sequence[Path]) -> list[Path | None] | None:
+    """Files of each part of a module's name, None for a missing one; None where it is others'."""
+    first, *rest = module.split(".")
+    for folder in folders:
+        top = _inside(folder, first)
+        if top is None:
+            continue
+        if top.is_dir() and not (top / "__init__.py").exists() and not any(top.glob("*.py")):
+            continue  # a folder of data that has a module's name
+        parts: list[Path | None] = [top]
+        for name in rest:
+            above = parts[-1]
+            if above is None or not above.is_dir():
+                return parts if above is not None and above.suffix != ".py" else [*parts, None]
+            parts.append(_inside(above, name))
+        if None in parts and not (top / "__init__.py").exists():
+            return None  # an installed package comes before a folder that only has its name
+        return parts
+    return None
+
+
+def _inside(folder: Path, name: str) -> Path | None:
+    """The file or folder of a module in a folder."""
+    if not folder.is_dir():
+        return None
+    for ending in _ENDINGS:
+        if (folder / f"{name}{ending}").is_file():
+            return folder / f"{name}{ending}"
+    if (folder / name).is_dir():
+        return folder / name
+    return next(iter(folder.glob(f"{name}.*.so")), None) or next(
+        iter(folder.glob(f"{name}.so")), None
+    )

@@ -1,0 +1,1 @@
+"""A run's directory and events, what follows from them, and what is decided next. No torch."""

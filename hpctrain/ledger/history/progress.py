@@ -1,0 +1,407 @@
+"""The progress of a run: how far it is, how its saves go, how fast it trains. Pure.
+
+`rank_sample` reads lines of ranks.jsonl. The GPUs' peaks are for model FLOPs utilisation: dense
+bf16, fp16 where a GPU has no bf16. Only names that `torch.cuda.get_device_name` gives and whose
+makers' data sheets say a number are known; for any other, a slice of a GPU (MIG) among them, no MFU
+is better than a wrong one. tests/unit/history/test_attempts.py, test_speed.py and
+tests/unit/cli/test_status.py hold the promises.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from hpctrain.ledger.history.run_records import AttemptRecord, Restore, StepMark
+from hpctrain.ledger.run.event_fields import finite, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from hpctrain.ledger.history.run_history import RunHistory
+    from hpctrain.ledger.history.run_records import SaveRecord
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the run is.
+
+    Attributes:
+        step: Updates that the newest state has.
+        total: How many there will be, where that is known.
+        loss: Of the last step mark.
+        step_s: Seconds per step, by the last step mark.
+        seen: When a step, a save (also one that failed or was skipped) or a restore was last heard
+            of.
+        saved_step: The newest checkpoint that was committed and not gone back behind.
+        saved_bytes: Its size.
+    """
+
+    step: int | None = None
+    total: int | None = None
+    loss: float | None = None
+    step_s: float | None = None
+    seen: float | None = None
+    saved_step: int | None = None
+    saved_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class SaveInterval:
+    """How often the run saves, as its newest attempt said.
+
+    Attributes:
+        seconds: Between two saves; None where steps count.
+        steps: The same in steps; None where seconds count.
+        why: What decided.
+        cost_s: What training loses to one save, as it was measured.
+        mtbf_s: Seconds between failures, as they were expected.
+    """
+
+    seconds: float | None = None
+    steps: int | None = None
+    why: str = ""
+    cost_s: float | None = None
+    mtbf_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Missed:
+    """A save that was due and did not come."""
+
+    step: int | None
+    why: str
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How saving goes in the newest attempt that came to train.
+
+    Attributes:
+        interval: How often; None where the ledger does not say.
+        since: From when on the interval counts: the last save or the restore.
+        committed: Saves that were committed.
+        skipped: Saves that were left out while the one before was still being written.
+        last_skipped: The newest of them.
+        failed: Saves that failed since the last one that was committed.
+        last_failed: The newest of them.
+        mode: How the newest was written: "async" or "sync".
+        seconds: How long it took until it was committed.
+        stall_s: How long training waited for it.
+    """
+
+    interval: SaveInterval | None = None
+    since: float | None = None
+    committed: int = 0
+    skipped: int = 0
+    last_skipped: Missed | None = None
+    failed: int = 0
+    last_failed: Missed | None = None
+    mode: str = ""
+    seconds: float | None = None
+    stall_s: float | None = None
+
+
+def progress(history: RunHistory) -> Progress:
+    """How far the run is; a restore of an older step takes it back."""
+    newest = history.training[-1] if history.training else None
+    step = newest.step if isinstance(newest, Restore) else None
+    timed = (mark for mark in _marks(history) if mark.fact.seconds and mark.steps)
+    saved = history.kept_save or (None, None, None)
+    return Progress(
+        step=newest.fact.last if isinstance(newest, StepMark) else step,
+        total=history.total_steps,
+        loss=next((mark.fact.loss for mark in _marks(history)), None),
+        step_s=next(((mark.fact.seconds or 0.0) / mark.steps for mark in timed), None),
+        seen=history.seen,
+        saved_step=saved[0],
+        saved_bytes=saved[2],
+    )
+
+
+def _marks(history: RunHistory) -> Iterator[StepMark]:
+    """The newest first."""
+    return (told for told in reversed(history.training) if isinstance(told, StepMark))
+
+
+def saving(history: RunHistory) -> Saving:
+    """How saving goes; what an earlier attempt missed is in the steps that it lost."""
+    saves = [save for save in history.saves if save.restores == history.restores]
+    committed = [save for save in saves if save.committed]
+    skipped = [save for save in saves if save.kind == "save_skipped"]
+    since = list(takewhile(lambda save: not save.committed, reversed(saves)))
+    failed = [save for save in reversed(since) if save.kind == "save_failed"]
+    newest = committed[-1] if committed else None
+    return Saving(
+        interval=_interval(history),
+        since=_since(saves[-1]) if saves else history.restored_t,
+        committed=len(committed),
+        skipped=len(skipped),
+        last_skipped=_missed(skipped),
+        failed=len(failed),
+        last_failed=_missed(failed),
+        mode=newest.mode if newest is not None else "",
+        seconds=newest.seconds if newest is not None else None,
+        stall_s=newest.stall_s if newest is not None else None,
+    )
+
+
+def _interval(history: RunHistory) -> SaveInterval | None:
+    fact = history.interval
+    if fact is None:
+        return None
+    each = fact.seconds or None, fact.steps or None
+    return SaveInterval(*each, fact.why, fact.cost_s, fact.mtbf_s)
+
+
+def _since(save: SaveRecord) -> float:
+    """Training had gone on long before a save in the background was committed."""
+    if not save.committed or save.seconds is None or save.stall_s is None:
+        return save.t
+    return save.t - max(0.0, save.seconds - save.stall_s)
+
+
+def _missed(saves: Sequence[SaveRecord]) -> Missed | None:
+    return Missed(saves[-1].step, saves[-1].why) if saves else None
+
+
+@dataclass(frozen=True)
+class RankSample:
+    """Where the ranks' time went in a window of steps; seconds are sums over the window.
+
+    Attributes:
+        t: End of the window.
+        attempt: Whose.
+        step: Last step.
+        steps: How many.
+        wall_s: Per rank: all of the window.
+        data_s: Per rank: waiting for data.
+        own_s: Per rank: its work before it first waits for others; None where nobody can tell.
+        peak_bytes: Per rank: memory in use at most.
+        reserved_bytes: Per rank: memory taken from the device.
+        retries: Per rank: allocations that needed the cache to be emptied first.
+    """
+
+    t: float
+    attempt: int
+    step: int
+    steps: int
+    wall_s: tuple[float, ...]
+    data_s: tuple[float, ...] | None = None
+    own_s: tuple[float, ...] | None = None
+    peak_bytes: tuple[float, ...] | None = None
+    reserved_bytes: tuple[float, ...] | None = None
+    retries: tuple[float, ...] | None = None
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """What tells the slow rank from those that wait for it; the whole time where unknown."""
+        return self.wall_s if self.own_s is None else self.own_s
+
+
+def rank_sample(line: bytes, attempt: int) -> RankSample | None:
+    """One line of an attempt's ranks.jsonl; None for what is no whole sample."""
+    try:
+        raw = json.loads(line)
+    except ValueError:  # torn, or not UTF-8
+        return None
+    if not isinstance(raw, dict):
+        return None
+    t, steps, wall_s = finite(raw.get("t")), whole(raw.get("steps")), _each(raw.get("wall_s"))
+    if t is None or not steps or steps < 0 or not wall_s:
+        return None
+    names = ("data_s", "own_s", "mem_peak_bytes", "mem_reserved_bytes", "mem_retries")
+    optional = [_each(raw.get(name), len(wall_s)) for name in names]
+    return RankSample(t, attempt, whole(raw.get("step")) or 0, steps, wall_s, *optional)
+
+
+def newest_sample(content: bytes, attempt: int) -> RankSample | None:
+    """The last whole sample at the end of a ranks.jsonl; None where there is none."""
+    lines = reversed(content.split(b"\n"))
+    return next((found for line in lines if (found := rank_sample(line, attempt))), None)
+
+
+def _each(value: object, ranks: int = 0) -> tuple[float, ...] | None:
+    """A number per rank, else None."""
+    if not isinstance(value, list) or (ranks and len(value) != ranks):
+        return None
+    numbers = [finite(one) for one in value]
+    return None if None in numbers else tuple(one for one in numbers if one is not None)
+
+
+_PEAKS: tuple[tuple[str, float], ...] = (
+    # NVIDIA Tesla V100 data sheet (2020): tensor performance, fp16; it has no bf16.
+    (r"Tesla V100-SXM2-(16|32)GB(-LS)?", 125e12),
+    (r"Tesla V100-PCIE-(16|32)GB", 112e12),
+    # NVIDIA A100 data sheet (2021): the same for SXM and PCIe.
+    (r"(NVIDIA )?A100-SXM4-(40|80)GB", 312e12),
+    (r"(NVIDIA )?A100-PCIE-40GB", 312e12),
+    (r"NVIDIA A100 80GB PCIe", 312e12),
+    # NVIDIA H100 data sheet (2023): half of the numbers with sparsity.
+    (r"NVIDIA H100 80GB HBM3", 989.4e12),
+    (r"NVIDIA H100 PCIe", 756e12),
+    (r"NVIDIA H100 NVL", 835e12),
+    # NVIDIA H200 and GH200 data sheets (2024): the compute of an H100 SXM.
+    (r"NVIDIA H200", 989.4e12),
+    (r"NVIDIA GH200 (480GB|120GB|144G HBM3e)", 989.4e12),
+    # NVIDIA DGX B200 data sheet (2024): 72 PFLOPS of fp8 in 8 GPUs, bf16 dense a quarter each.
+    (r"NVIDIA B200", 2250e12),
+    # NVIDIA A40, A10, L40S and L4 data sheets (2021 to 2023): without sparsity.
+    (r"(NVIDIA )?A40", 149.7e12),
+    (r"(NVIDIA )?A10", 125e12),
+    (r"NVIDIA L40S", 362e12),
+    (r"NVIDIA L4", 121e12),
+    # AMD Instinct MI250X data sheet (2021): 383 TFLOPS, torch sees each of its two dies as a GPU.
+    (r"AMD Instinct MI250X", 191.5e12),
+    # AMD Instinct MI300X data sheet (2023).
+    (r"AMD Instinct MI300X", 1307.4e12),
+)
+
+
+def peak_flops(device: str) -> float | None:
+    """FLOP/s of one device at best; None for one whose peak is not known.
+
+    Args:
+        device: As `torch.cuda.get_device_name` says it.
+    """
+    name = device.strip()
+    return next((peak for pattern, peak in _PEAKS if re.fullmatch(pattern, name)), None)
+
+
+WINDOW_S = 600.0
+MARKS = 20
+LOOKED_AT = 2 * MARKS
+"""Marks that nothing can be counted with leave enough others."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speed over the newest marks, ten minutes or 20 of them; None where the marks do not say.
+
+    Attributes:
+        step_p50_s: Median of the marks' medians, each weighted by its steps.
+        step_p95_s: The same of the marks' 95th percentiles: that of a typical stretch. One stretch
+            with a hiccup does not move it.
+        steps_per_s: Over wall time, so saves and waits count.
+        samples_per_s: The same, of all ranks.
+        tokens_per_s: The same, where the program tells tokens.
+        flops_per_s: The same, where it tells model flops.
+        mfu: Share of what the devices could do at best, where that is known.
+        data_share: Share of wall time in which rank 0 waited for data.
+        slow_rank: The slowest rank by its own work.
+        slow_by: By how much it is above the ranks' median, e.g. 0.04.
+        loss: Last told.
+        grad_norm: Last told.
+        skipped: Steps within the window whose update was skipped.
+        window_s: Seconds that the marks tell about.
+    """
+
+    step_p50_s: float | None = None
+    step_p95_s: float | None = None
+    steps_per_s: float | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    flops_per_s: float | None = None
+    mfu: float | None = None
+    data_share: float | None = None
+    slow_rank: int | None = None
+    slow_by: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    skipped: int = 0
+    window_s: float = 0.0
+
+
+def speed(history: RunHistory) -> Speed | None:
+    """How fast the newest attempt is; None until its first mark after the newest restore."""
+    resumed = [attempt for attempt in history.attempts if attempt.resume >= 0]
+    if not resumed:
+        return None
+    since = max(resumed[-1].marks_before, len(resumed[-1].marks) - LOOKED_AT)
+    marks = [mark for mark in resumed[-1].marks[since:] if mark.steps and mark.fact.seconds]
+    if not marks:
+        return None
+    # A stretch in which the job was suspended says nothing of its speed.
+    marks = [mark for mark in marks if not _was_suspended(resumed[-1], mark)] or marks
+    window = _window(marks)
+    before = marks[len(marks) - len(window) - 1] if len(marks) > len(window) else None
+    flops_per_s = _rate(window, lambda mark: finite(mark.fact.flops))
+    device, ranks = resumed[-1].device, resumed[-1].world_size
+    peak = peak_flops(device)
+    mfu = flops_per_s / (peak * ranks) if flops_per_s and peak and ranks else None
+    norms = (finite(mark.fact.grad_norm) for mark in reversed(window))
+    slow = next((mark.fact for mark in reversed(window) if mark.fact.slow_rank is not None), None)
+    return Speed(
+        step_p50_s=_typical(window, lambda mark: mark.fact.p50_s or _seconds(mark) / mark.steps),
+        step_p95_s=_typical(window, lambda mark: mark.fact.p95_s),
+        steps_per_s=_rate(window, lambda mark: float(mark.steps)),
+        samples_per_s=_rate(window, _samples),
+        tokens_per_s=_rate(window, lambda mark: finite(mark.fact.tokens)),
+        flops_per_s=flops_per_s,
+        mfu=mfu,
+        data_share=_data_share(window, before),
+        slow_rank=slow.slow_rank if slow else None,
+        slow_by=slow.slow_by if slow else None,
+        loss=finite(window[-1].fact.loss),
+        grad_norm=next((norm for norm in norms if norm is not None), None),
+        skipped=sum(mark.fact.skipped or 0 for mark in window),
+        window_s=sum(_seconds(mark) for mark in window),
+    )
+
+
+def _was_suspended(attempt: AttemptRecord, mark: StepMark) -> bool:
+    return any(
+        stretch.start < mark.t and (stretch.end or mark.t) > mark.t - _seconds(mark)
+        for stretch in attempt.suspended
+    )
+
+
+def _seconds(mark: StepMark) -> float:
+    return mark.fact.seconds or 0.0
+
+
+def _window(marks: Sequence[StepMark]) -> Sequence[StepMark]:
+    """The newest marks: those of the last ten minutes, 20 at most, one at least."""
+    newest = marks[-1].t
+    return [m for m in marks[-MARKS:] if newest - m.t < WINDOW_S or m is marks[-1]]
+
+
+def _typical(window: Sequence[StepMark], value: Callable[[StepMark], float | None]) -> float | None:
+    """Median of the marks' values, each weighted by its steps."""
+    weighted = sorted((v, mark.steps) for mark in window if (v := value(mark)) is not None)
+    half, seen = sum(steps for _, steps in weighted) / 2, 0
+    for middle, steps in weighted:
+        seen += steps
+        if seen >= half:
+            return middle
+    return None
+
+
+def _rate(window: Sequence[StepMark], value: Callable[[StepMark], float | None]) -> float | None:
+    """Sum over seconds, of the marks that tell the value."""
+    rates = [(found, _seconds(mark)) for mark in window if (found := value(mark)) is not None]
+    return sum(v for v, _ in rates) / sum(s for _, s in rates) if rates else None
+
+
+def _samples(mark: StepMark) -> float | None:
+    first, last = mark.fact.sample_first, mark.fact.sample_last
+    return None if first is None or last is None or last < first else last - first
+
+
+def _data_share(window: Sequence[StepMark], before: StepMark | None) -> float | None:
+    """`data_s` counts from the attempt's first step, so it takes two marks, or the first one."""
+    base = before or (window[0] if len(window) > 1 else None)
+    last = window[-1].fact.data_s
+    if last is None:
+        return None
+    if base is None:
+        return _share(last, _seconds(window[-1]))
+    first = base.fact.data_s
+    return None if first is None else _share(last - first, window[-1].t - base.t)
+
+
+def _share(part: float, of: float) -> float | None:
+    return min(1.0, max(0.0, part / of)) if of > 0 else None

@@ -1,0 +1,208 @@
+"""The layout of a run's directory: the path of each file in it. Nothing here reads or writes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.core.base.env import HPCTRAIN_RUNS
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The directory of one run.
+
+    Attributes:
+        root: ``runs/<name>``; an absolute path, the same on every node.
+    """
+
+    root: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name is its directory's name."""
+        return self.root.name
+
+    @property
+    def spec(self) -> Path:
+        """Resolved settings with their origins; written once by submit, and anew by resume."""
+        return self.root / "spec.json"
+
+    @property
+    def events(self) -> Path:
+        """The ledger: append-only, one JSON object a line."""
+        return self.root / "events.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        """Held for moments only: to take an attempt number, to publish a checkpoint, to submit."""
+        return self.root / "run.lock"
+
+    @property
+    def events_lock(self) -> Path:
+        """Held for the moment in which a fact is written; not the ledger, which others may read."""
+        return self.root / "events.lock"
+
+    @property
+    def fence(self) -> Path:
+        """Which attempt may write: see `run/fence.py`."""
+        return self.root / "attempt.json"
+
+    @property
+    def successor(self) -> Path:
+        """Who leads a job's agents after its first node was lost: see `agent/succession.py`."""
+        return self.root / "successor.json"
+
+    @property
+    def secret(self) -> Path:
+        """By which processes of its jobs know each other: see `run/ownership.py`."""
+        return self.root / "secret"
+
+    @property
+    def stop_request(self) -> Path:
+        """Written by `hpctrain cancel --save`; rank 0 looks for it."""
+        return self.root / "stop-request.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """``step-<10 digits>`` directories, staged ones beside them."""
+        return self.root / "checkpoints"
+
+    @property
+    def sealed(self) -> Path:
+        """What proves the program's own checkpoints whole: see `checkpoint/sealed`."""
+        return self.root / "sealed"
+
+    @property
+    def output(self) -> Path:
+        """Where the program may write what is its own."""
+        return self.root / "output"
+
+    @property
+    def jobs(self) -> Path:
+        """Batch scripts as submitted, one per submission token, and the batch side's output."""
+        return self.root / "jobs"
+
+    @property
+    def staging(self) -> Path:
+        """The packed environment that nodes start from: see `run/staging.py`."""
+        return self.root / "staging.json"
+
+    @property
+    def snapshot(self) -> Path:
+        """The code that was submitted."""
+        return self.root / "snapshot"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.root / "tensorboard"
+
+    @property
+    def evaluation_curves(self) -> Path:
+        """The same of its evaluations: another curve in TensorBoard, beside the attempts' own."""
+        return self.tensorboard / "eval"
+
+    @property
+    def data(self) -> Path:
+        """Token files that the recipe made from a folder of text."""
+        return self.root / "data"
+
+    def attempt(self, number: int) -> Path:
+        """Logs, tracebacks, environment of one attempt."""
+        return self.root / "attempts" / f"{number:04d}"
+
+    def rank_log(self, attempt: int, rank: int) -> Path:
+        """Output of one rank in one attempt, stdout and stderr together."""
+        return rank_log_path(self.attempt(attempt), rank)
+
+    def outcome(self, attempt: int) -> Path:
+        """How the program left, by rank 0: {"outcome", "step", "cause"}."""
+        return self.attempt(attempt) / "outcome.json"
+
+    def environment(self, attempt: int) -> Path:
+        """What the ranks' environment was and where each variable came from, by node 0's agent."""
+        return self.attempt(attempt) / "environment.json"
+
+    def heartbeat(self, attempt: int) -> Path:
+        """How far an attempt is, rewritten every few seconds by rank 0."""
+        return self.attempt(attempt) / "heartbeat.json"
+
+    def rank_times(self, attempt: int) -> Path:
+        """What each rank's time and memory went to: one JSON object a line, by rank 0."""
+        return self.attempt(attempt) / "ranks.jsonl"
+
+    @property
+    def profile(self) -> Path:
+        """Traces and verdicts, a folder for each attempt."""
+        return self.root / "profile"
+
+    @property
+    def profile_request(self) -> Path:
+        """Written by `hpctrain profile --now`; rank 0 looks for it."""
+        return self.root / "profile-request.json"
+
+    @property
+    def stacks_request(self) -> Path:
+        """Written by `hpctrain stacks`; the agent of node 0 looks for it."""
+        return self.root / "stacks-request.json"
+
+    @property
+    def evaluations(self) -> Path:
+        """Runs of their own, one for each checkpoint that is evaluated."""
+        return self.root / "evaluations"
+
+    def evaluation(self, step: int) -> RunDir:
+        """The run that evaluates the checkpoint of a step."""
+        return RunDir(self.evaluations / f"{self.name}-eval-{step}")
+
+    @property
+    def results(self) -> Path:
+        """Metrics by name, as JSON: what an evaluation's program writes."""
+        return self.root / "results.json"
+
+    @property
+    def report(self) -> Path:
+        """What `hpctrain report` writes."""
+        return self.root / "report.html"
+
+    def script(self, token: str) -> Path:
+        """The batch script of one submission; its name is how the job is found again."""
+        return self.jobs / f"{token}.sh"
+
+
+def rank_log_path(attempt_dir: Path, rank: int) -> Path:
+    """Output of one rank; ranks know the attempt's folder alone."""
+    return attempt_dir / f"rank-{rank:05d}.log"
+
+
+def failure_path(attempt_dir: Path, rank: int) -> Path:
+    """Where a rank leaves the report of its own failure."""
+    return attempt_dir / f"failure-{rank:05d}.json"
+
+
+def hang_path(attempt_dir: Path) -> Path:
+    """Where the newest verdict on ranks that stand still is written, with all that it rests on."""
+    return attempt_dir / "hang.json"
+
+
+def torch_error_path(attempt_dir: Path, rank: int) -> Path:
+    """Where torch's `@record` leaves what a rank has raised.
+
+    torch's agent must not read it: it dies of one that is not whole.
+    """
+    return attempt_dir / f"torch-error-{rank}.json"
+
+
+def runs_root(explicit: Path | str | None = None) -> Path:
+    """The folder of all runs, absolute: what was given, else HPCTRAIN_RUNS, else ./runs."""
+    return Path.cwd() / Path(explicit or os.environ.get(HPCTRAIN_RUNS) or "runs").expanduser()
+
+
+def runs_flag(runs: Path) -> str:
+    """` --runs DIR` where a later command would need it to find the run, else nothing."""
+    import shlex
+
+    default = Path.cwd() / (os.environ.get(HPCTRAIN_RUNS) or "runs")
+    return "" if runs == default else f" --runs {shlex.quote(str(runs))}"

@@ -1,0 +1,400 @@
+"""The agent's watch for hangs: reads its ranks' pulses, looks at them when all agents do, judges.
+
+Each agent reads the pulses of its own ranks from the board, without their help, and says so in the
+agents' store where some stand for too long. Then node 0 has all agents look at their ranks at once,
+puts together what they found (`hangs/suspicion.py`), writes it down, and in the end has the round
+fail. `hpctrain stacks` asks for a look in the same way. tests/engines/test_hang_watch.py holds the
+promises.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.core.base import clock
+from hpctrain.core.base.files import replace_text
+from hpctrain.core.base.records import DESYNC, HANG, FailureReport
+from hpctrain.core.base.text import duration
+from hpctrain.errors import HpctrainError
+from hpctrain.ledger.run.event_types import HangCleared, HangFound, HangSuspected, RanksOutOfStep
+from hpctrain.ledger.run.layout import hang_path
+from hpctrain.node.agent.lingering_ranks import uses
+from hpctrain.node.agent.slow_watch import JobStragglers, NodeMoments
+from hpctrain.node.control import pulse
+from hpctrain.node.control.board import BOARD, Board, read_counts
+from hpctrain.node.hangs import stacks
+from hpctrain.node.hangs.evidence import evidence_of, plain_of, plain_stand, stand_of
+from hpctrain.node.hangs.look import RankProcess, look
+from hpctrain.node.hangs.outliers import CountsByTick, JobCounts
+from hpctrain.node.hangs.standing import RankPulse, Standing, in_words
+from hpctrain.node.hangs.suspicion import JobLook, Suspicion, Used
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from hpctrain.ledger.run.event_fields import LedgerFact
+    from hpctrain.node.agent.rendezvous import SignedStore
+    from hpctrain.node.hangs.standing import HangLimits
+
+log = logging.getLogger("hpctrain.agent")
+
+LOOK_S = 0.25
+"""So often pulses are read, which costs microseconds."""
+ASKED_S = 1.0
+"""So often node 0 looks whether a user wants to know where the ranks are."""
+ANSWERS_S, ANSWER_EACH_S = 4.0, 0.005
+"""So long node 0 waits for what all agents' looks have found, and for each node a little."""
+COUNTS_S, COUNTS_EACH_S = 1.0, 0.05
+"""So often nodes say how many collectives their ranks have called, and node 0 compares; with many
+nodes as often as makes twenty words a second."""
+LOOK_NOW = "hang_look"
+"""News that all agents look at their ranks, with the number of the look."""
+
+
+@dataclass(frozen=True)
+class NodeRank:
+    """A rank of this node.
+
+    Attributes:
+        rank: Its number.
+        pid: Of the process that the agent has started.
+        has_returned: Its program has ended with success.
+    """
+
+    rank: int
+    pid: int
+    has_returned: bool
+
+
+def _counts_s(nodes: int) -> float:
+    return max(COUNTS_S, COUNTS_EACH_S * nodes)
+
+
+class NodeHangs:
+    """One node's side of a round: its pulses and looks.
+
+    Attributes:
+        moments: What is read for slow ranks; None where nobody minds.
+    """
+
+    def __init__(
+        self,
+        limits: HangLimits | None,
+        folder: Path,
+        node: tuple[int, str],
+        store: SignedStore,
+        key: Callable[[str], str],
+        *,
+        nodes: int = 1,
+    ) -> None:
+        """Watch this round's ranks; without `limits`, look only when asked."""
+        self._folder, self._store, self._key = folder, store, key
+        self._number, self._name = node
+        self._node_count = nodes
+        watches = limits is not None and limits.watches
+        self._standing = Standing(limits, clock.monotonic) if limits and watches else None
+        counts = limits is not None and limits.desync != "off"
+        self._counts, self._counted_s = (CountsByTick() if counts else None), 0.0
+        self._looked_s = 0.0
+        self._stands_over = False
+        tells_slow = limits is not None and limits.stragglers != "off"
+        self.moments = NodeMoments(folder, node, nodes, store, key) if tells_slow else None
+        try:
+            self._board: Board | None = Board.open(folder / BOARD)
+        except (OSError, HpctrainError) as error:
+            self._board = None
+            log.warning("the ranks' pulses cannot be read: %s", error)
+
+    def close(self) -> None:
+        """Let go of the board."""
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+    def look_at_pulses(self) -> None:
+        """Tell node 0 where a rank has begun or ceased to stand for too long."""
+        now_s = clock.monotonic()
+        if self._board is None or now_s < self._looked_s + LOOK_S:
+            return
+        self._looked_s = now_s
+        if self._counts is not None:
+            self._look_at_counts(self._counts, self._board, now_s)
+        if self.moments is not None:
+            self.moments.look(self._board)
+        if self._standing is None:
+            return
+        stands_over = any(stand.is_over for stand in self._standing.look(self._pulses()))
+        if stands_over != self._stands_over:
+            self._stands_over = stands_over
+            self._store.count(self._key("hangs"), 1)
+
+    def _look_at_counts(self, counts: CountsByTick, board: Board, now_s: float) -> None:
+        counts.look(read_counts(board))
+        if now_s >= self._counted_s + _counts_s(self._node_count):
+            self._counted_s = now_s
+            self._store.set(self._key(f"counts/{self._number}"), counts.plain())
+
+    def look(self, number: int, ranks: Sequence[NodeRank]) -> None:
+        """Look at the ranks, and report to node 0 what was found."""
+        pulses = self._pulses()
+        where = {seen.rank: seen for seen in pulses}
+        processes = self._processes()
+        seen_ranks = [
+            RankProcess(
+                one.rank,
+                processes.get(one.rank) or one.pid,
+                where[one.rank].step if where[one.rank].phase else None,
+                where[one.rank].phase,
+                one.has_returned,
+            )
+            for one in ranks
+            if one.rank in where
+        ]
+        stands = self._standing.look(pulses) if self._standing is not None else []
+        used = uses([one.pid for one in seen_ranks if not one.has_returned])
+        said = {
+            "number": number,
+            "stands": [plain_stand(stand) for stand in stands],
+            "evidence": [plain_of(one) for one in look(self._folder, self._name, seen_ranks)],
+            "used": {one.rank: used[one.pid] for one in seen_ranks if one.pid in used},
+        }
+        self._store.set(_place(self._key, number, self._number), said)
+
+    def _pulses(self) -> list[RankPulse]:
+        if self._board is None:
+            return []
+        return [
+            RankPulse(
+                seen.rank,
+                seen.step,
+                pulse.phase_name(self._folder, seen.rank, seen.phase),
+                seen.is_first,
+                seen.limit_s,
+                seen.since_ns,
+            )
+            for seen in pulse.read(self._board)
+        ]
+
+    def _processes(self) -> dict[int, int]:
+        """The process that runs the program, which may be below the one that was started."""
+        if self._board is None:
+            return {}
+        return {seen.rank: seen.process for seen in pulse.read(self._board)}
+
+
+class RoundHangs:
+    """An agent's watch over one round: its own ranks, and on node 0 the job."""
+
+    def __init__(self, node: NodeHangs, job: JobHangs | None) -> None:
+        """Put both together; `job` is node 0's alone."""
+        self._node, self._job = node, job
+
+    def look_at_pulses(self) -> None:
+        """See `NodeHangs.look_at_pulses`."""
+        self._node.look_at_pulses()
+
+    def hear(self, number: int, ranks: Sequence[NodeRank]) -> None:
+        """See `NodeHangs.look`."""
+        self._node.look(number, ranks)
+
+    def failure(self, done: set[int]) -> FailureReport | None:
+        """See `JobHangs.watch`."""
+        return None if self._job is None else self._job.watch(done)
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._node.close()
+
+
+def _place(key: Callable[[str], str], number: int, node: int) -> str:
+    """Where a node says what a look has found: over what it said of the one before the last."""
+    return key(f"hangs/{number % 2}/{node}")
+
+
+@dataclass
+class JobHangHooks:
+    """What node 0 does about hangs.
+
+    Attributes:
+        publish: Tells all agents something.
+        record: Writes an event into the ledger.
+        attempt_dir: Where the attempt's files lie.
+        asked: The token of a user's request to know where the ranks are; "" for none.
+    """
+
+    publish: Callable[[dict[str, Any]], None]
+    record: Callable[[LedgerFact], None]
+    attempt_dir: Path
+    asked: Callable[[], str] = lambda: ""
+
+
+class JobHangs:
+    """Node 0's side of a round: what all nodes' looks come to.
+
+    Attributes:
+        slow: Who is slow; None where nobody minds.
+    """
+
+    def __init__(
+        self,
+        limits: HangLimits | None,
+        store: SignedStore,
+        key: Callable[[str], str],
+        nodes: Mapping[int, Sequence[int]],
+        hooks: JobHangHooks,
+    ) -> None:
+        """Watch this round; without `limits`, look only when asked. `nodes`: ranks by node."""
+        self._limits, self._store, self._key = limits, store, key
+        self._nodes, self._hooks = nodes, hooks
+        self._suspicion = Suspicion()
+        self._counts, self._compared_s = JobCounts(), 0.0
+        tells_slow = limits is not None and limits.stragglers != "off"
+        self.slow = JobStragglers(store, key, nodes, hooks.record) if tells_slow else None
+        self._said = 0
+        self._looked_s = self._asked_s = 0.0
+        self._number, self._asked_at_s = 0, 0.0
+        self._heard: dict[int, dict[str, Any]] = {}
+        self._is_due = False
+        self._token = ""
+        self._answered = ""
+
+    def watch(self, done: set[int]) -> FailureReport | None:
+        """Return the failure of a hung round, else None; poll it. `done`: nodes that have ended."""
+        now_s = clock.monotonic()
+        if now_s >= self._asked_s + ASKED_S:
+            self._asked_s = now_s
+            self._hear_user()
+        if self._asked_at_s:
+            return self._gather(now_s, done)
+        if (failure := self._compare(now_s)) is not None:
+            return failure
+        if self._limits is not None and now_s >= self._looked_s + LOOK_S:
+            self._looked_s = now_s
+            if self.slow is not None:
+                self.slow.watch()
+            said = self._store.count(self._key("hangs"))
+            self._is_due |= said != self._said
+            self._said = said
+        if self._is_due or self._token or now_s >= self._suspicion.look_again_s:
+            self._is_due = False
+            self._number += 1
+            self._asked_at_s, self._heard = now_s, {}
+            self._hooks.publish({LOOK_NOW: self._number})
+        return None
+
+    def _compare(self, now_s: float) -> FailureReport | None:
+        """Whether ranks are out of step, and the round ends by that."""
+        limits, each_s = self._limits, _counts_s(len(self._nodes))
+        if limits is None or limits.desync == "off" or now_s < self._compared_s + each_s:
+            return None
+        self._compared_s = now_s
+        said = [
+            (len(ranks), self._store.get(self._key(f"counts/{node}")))
+            for node, ranks in self._nodes.items()
+        ]
+        if any(counts is None for _, counts in said):
+            return None
+        odd = self._counts.hear(said)
+        if odd is None:
+            return None
+        ends = limits.desync == "restart"
+        log.warning("%s%s", odd.summary, "; the round ends" if ends else "")
+        self._hooks.record(RanksOutOfStep(ranks=odd.ranks, summary=odd.summary, ended=ends))
+        others = list(odd.ranks[1:])
+        report = FailureReport(
+            odd.ranks[0], "", DESYNC, odd.summary, time=clock.now(), others=others
+        )
+        return report if ends else None
+
+    def _hear_user(self) -> None:
+        if not self._token and (token := self._hooks.asked()) != self._answered:
+            self._token = token
+
+    def _gather(self, now_s: float, done: set[int]) -> FailureReport | None:
+        for node in set(self._nodes) - set(self._heard) - done:
+            said = self._store.get(_place(self._key, self._number, node))
+            if said is not None and said["number"] == self._number:
+                self._heard[node] = said
+        silent = set(self._nodes) - set(self._heard) - done
+        wait_s = ANSWERS_S + ANSWER_EACH_S * len(self._nodes)
+        if silent and now_s < self._asked_at_s + wait_s:
+            return None
+        self._asked_at_s = 0.0
+        heard = self._heard.values()
+        job_look = JobLook(
+            now_s,
+            [stand_of(stand) for said in heard for stand in said["stands"]],
+            [evidence_of(plain) for said in heard for plain in said["evidence"]],
+            {int(rank): Used(*used) for said in heard for rank, used in said["used"].items()},
+            [rank for node in sorted(silent) for rank in self._nodes[node]],
+        )
+        if self._token:
+            self._answer(job_look)
+        return self._judge(job_look) if self._limits and self._limits.watches else None
+
+    def _answer(self, job_look: JobLook) -> None:
+        """Tell the user who has asked."""
+        self._answered, self._token = self._token, ""
+        self._write(stacks.path_of(self._hooks.attempt_dir), self._told(job_look, self._answered))
+
+    def _judge(self, job_look: JobLook) -> FailureReport | None:
+        stood_s = self._suspicion.stood_s
+        finding = self._suspicion.hear(job_look)
+        ruling, stands = self._suspicion.verdict, self._suspicion.stands
+        if finding == "cleared":
+            log.warning("the ranks go on, after they had stood for %s", duration(stood_s))
+            self._hooks.record(HangCleared(seconds=round(stood_s, 1)))
+        if ruling is None or finding not in {"suspected", "hang"}:
+            return None
+        ends = finding == "hang" and self._ends_round
+        words = f"{ruling.summary} (stood at {in_words(stands)})"
+        fields: dict[str, Any] = {
+            "kind_of": ruling.kind,
+            "ranks": ruling.ranks,
+            "summary": ruling.summary,
+            "stood_s": round(self._suspicion.stood_s, 1),
+            "limit_s": round(self._suspicion.limit_s, 1),
+        }
+        self._write(hang_path(self._hooks.attempt_dir), self._told(job_look, ""))
+        if finding == "suspected":
+            log.warning("the ranks may hang: %s", words)
+            self._hooks.record(HangSuspected(**fields))
+            return None
+        log.warning("the ranks hang%s: %s", "; the round ends" if ends else "", words)
+        self._hooks.record(HangFound(**fields, ended=ends))
+        return self._failure(job_look, words) if ends else None
+
+    @property
+    def _ends_round(self) -> bool:
+        return self._limits is not None and self._limits.ends_round
+
+    def _failure(self, job_look: JobLook, words: str) -> FailureReport:
+        ruling = self._suspicion.verdict
+        named = ruling.ranks if ruling is not None else ()
+        ranks = named or tuple(stand.rank for stand in self._suspicion.stands)
+        nodes = {one.rank: one.node for one in job_look.evidence}
+        text = "\n".join(ruling.details) if ruling is not None else ""
+        return FailureReport(
+            ranks[0],
+            nodes.get(ranks[0], ""),
+            HANG,
+            words,
+            text,
+            time=clock.now(),
+            others=list(ranks[1:]),
+        )
+
+    def _told(self, job_look: JobLook, token: str) -> dict[str, Any]:
+        return stacks.document_of(
+            job_look, token=token, t=clock.now(), hang=self._suspicion.verdict
+        )
+
+    def _write(self, path: Path, document: dict[str, Any]) -> None:
+        try:
+            replace_text(path, json.dumps(document))
+        except OSError as error:  # a full disk costs the file, never the verdict
+            log.warning("cannot write what the ranks do: %s", error)

@@ -1,0 +1,315 @@
+"""The rendezvous of rounds whose nodes change: lost ones are replaced, or left out.
+
+Node 0's agent hears from its `lifeline.Lifeline` who lives, chooses the members of each round
+(`members.py`), and announces them with the round's number, which is part of the store's prefix and
+of every signed key: ranks and agents meet those of their own round alone. A spare waits here until
+a round has it.
+tests/engines/test_in_place.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
+
+from hpctrain.core.base import clock
+from hpctrain.core.base.process import connections_to
+from hpctrain.errors import ClusterError
+from hpctrain.node.agent.lifeline import LIFELINE_PORT
+from hpctrain.node.agent.members import RankDeaths, choose_members
+from hpctrain.node.agent.rendezvous import (
+    SAY_S,
+    LeftOut,
+    Loss,
+    Rendezvous,
+    RoundBroken,
+    limit_answers,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from hpctrain.node.agent.lifeline import Lifeline
+    from hpctrain.node.agent.members import RoundSize
+
+log = logging.getLogger("hpctrain.agent")
+
+MEET_S = 60.0
+"""So long may a member of a later round take to come; then it is left out."""
+LOOK_S = 0.05
+
+
+class NoMembers(ClusterError):
+    """No round can be made of the nodes that are left."""
+
+
+class InPlaceRendezvous(Rendezvous):
+    """One side of it."""
+
+    def __init__(
+        self,
+        lifeline: Lifeline,
+        nodes: list[str],
+        *,
+        port: int,
+        run_id: str,
+        timeout_s: int,
+        size: RoundSize,
+        fits: Callable[[int], bool],
+        gather_s: float | None = None,
+        switch: str = "",
+    ) -> None:
+        """Make this node's side; on node 0 this forks, so call it before any thread starts.
+
+        The nodes have `timeout_s` to meet at first. After `gather_s` the round starts without nodes
+        that may be dead; with None each has to come. `port` is the first of the job's ports. `fits`
+        says whether the ranks of so many nodes have a mesh. `switch` is what this node hangs on
+        with others; "" for not known.
+        """
+        place = lifeline.place
+        super().__init__(place.address, port, place.node, nodes, run_id=run_id, timeout_s=timeout_s)
+        self._lifeline = lifeline
+        self._job = run_id
+        self._size, self._fits, self._gather_s = size, fits, gather_s
+        self.round = -1
+        self.members = ()
+        self._announced: dict[str, Any] = {}
+        self._living = {0}
+        self._switches = {place.node: switch}
+        self._losses: list[Loss] = []
+        self._deaths = RankDeaths()
+        self._out: LeftOut | None = None
+
+    @property
+    def spares(self) -> tuple[str, ...]:
+        """Nodes that live and wait, by name."""
+        return tuple(self.nodes[node] for node in sorted(self._living - set(self.members)))
+
+    def switches(self) -> tuple[str, ...]:
+        """Node 0: of the round's nodes what each hangs on; "" for not known."""
+        return tuple(self._switches.get(node, "") for node in self.members)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other members of the next round that has this node; a spare waits for one.
+
+        Raises:
+            NoMembers: node 0: no round can be made.
+            LeftOut: another node: there will be none for it.
+        """
+        store = self._lead() if self.node == 0 else self._follow()
+        self._store = store
+        return RendezvousInfo(
+            PrefixStore(self.run_id, store),
+            self.rank,
+            self.world_size,
+            RendezvousStoreInfo(self.master_addr, self.master_port),
+        )
+
+    def next_round(self) -> None:
+        """Meet in a new store the next time; the old one is kept for another round."""
+        self._last, self._store = self._store, None
+
+    def look(self) -> None:
+        """Whether this node still takes part in the round.
+
+        Raises:
+            LeftOut: it takes part in none any more.
+            RoundBroken: the next one was announced.
+        """
+        self._hear()
+        if self._out is not None and not self._out.is_over:
+            raise self._out
+        if self.node != 0 and self.is_behind:
+            raise RoundBroken(f"round {self.round} is over")
+
+    def losses(self) -> list[Loss]:
+        """Node 0: nodes that were lost since the last call."""
+        self._hear()
+        losses, self._losses = self._losses, []
+        return losses
+
+    def drop(self, places: Sequence[int], why: str) -> list[Loss]:
+        """Node 0: leave members, by place, out of further rounds; their agents end their ranks."""
+        nodes = [self.members[place] for place in places if self.members[place] != 0]
+        return self._drop(nodes, why)
+
+    def _drop(self, nodes: list[int], why: str) -> list[Loss]:
+        self._lifeline.say({"drop": nodes, "why": why})
+        self._living -= set(nodes)
+        named = [(node, self.nodes[node]) for node in nodes]
+        return [Loss(node, name, why, was_member=node in self.members) for node, name in named]
+
+    def leave_out(self, bad: Mapping[str, str]) -> list[Loss] | None:
+        """Node 0: leave nodes, spares too, out of all further rounds; `bad` says why, by name.
+
+        Return those that were not out yet; None and nothing done if no round can do without them.
+        """
+        out = [node for node in sorted(self._living) if self.nodes[node] in bad]
+        if 0 in out or not self._can_do_without(out):
+            return None
+        return [loss for node in out for loss in self._drop([node], bad[self.nodes[node]])]
+
+    def _can_do_without(self, nodes: Sequence[int]) -> bool:
+        others = self._living - set(nodes)
+        return choose_members(self.members, others, self._size, self._fits) is not None
+
+    def note_death(self, node: str) -> bool:
+        """Node 0: a rank of a node has died; return whether that was once too often for the node.
+
+        The first node is kept, and so is one that no round could do without.
+        """
+        if node not in self.names():
+            return False
+        number = self.members[self.names().index(node)]
+        again = self._deaths.note(number, clock.monotonic())
+        # One that is out already, since guards have named it, is not lost twice.
+        return again and number in self._living - {0} and self._can_do_without([number])
+
+    def next_members(self) -> tuple[int, ...] | None:
+        """Node 0: the nodes of the next round; None where there can be none."""
+        return choose_members(self.members, self._living, self._size, self._fits)
+
+    def can_do_without_first(self) -> bool:
+        """Whether a round can be made of the other nodes, if they live."""
+        return choose_members((), range(1, len(self.nodes)), self._size, self._fits) is not None
+
+    def left_out(self) -> LeftOut | None:
+        """How this node came to take no part, as far as that is known within a lease."""
+        deadline = clock.monotonic() + 1.5 * self._lifeline.place.lease_s
+        while self._out is None and not self.is_behind and clock.monotonic() < deadline:
+            self._hear(LOOK_S)
+        return self._out
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a later round was announced, as far as this node has heard."""
+        return bool(self._announced.get("round", -1) > self.round)
+
+    # ---- node 0
+
+    def _lead(self) -> Any:
+        if self.round < 0:
+            self._await_all()
+        while True:
+            members = self.next_members()
+            if members is None:
+                names = ", ".join(self.nodes[node] for node in sorted(self._living))
+                raise NoMembers(f"no round can be made of {names}")
+            announced = {"round": self.round + 1, "members": members}
+            self._take(announced)
+            assert self._server is not None  # noqa: S101 - node 0 has one
+            self._server.serve(self.master_addr, self.master_port)
+            self._lifeline.say({"round": announced})
+            store = self._connected()
+            if self._have_met(store):
+                return store
+
+    def _await_all(self) -> None:
+        """Before the first round: wait for all nodes, and at last for as many as a round needs."""
+        limit_s, said = self.timeout.total_seconds(), False
+        begun = clock.monotonic()
+        while len(self._living) + len({loss.node for loss in self._losses}) < len(self.nodes):
+            self._hear(LOOK_S)
+            self._check_lifeline()
+            waited = clock.monotonic() - begun
+            away = [node for node in range(len(self.nodes)) if node not in self._living]
+            absent = ", ".join(self.nodes[node] for node in away)
+            if self._gather_s is not None and waited > self._gather_s:
+                log.warning("goes on without %s, which did not come", absent)
+                self._lifeline.say({"absent": away})  # else the job's end waits for them
+                return
+            if not said and waited > SAY_S:
+                said = True
+                log.warning("still waits for the agents of %s", absent)
+            if waited > limit_s:
+                raise ClusterError(f"the agents of {absent} did not come within {limit_s:g} s")
+
+    def _have_met(self, store: Any) -> bool:
+        """Whether all members came; not where one of them was lost meanwhile."""
+        here = PrefixStore(f"{self.run_id}/here", store)
+        here.set("0", "")
+        deadline = clock.monotonic() + MEET_S
+        while not here.check([str(place) for place in range(self.world_size)]):
+            self._hear(LOOK_S)
+            self._check_lifeline()
+            if not set(self.members) <= self._living:
+                return False
+            if clock.monotonic() > deadline:
+                absent = [n for n in range(self.world_size) if not here.check([str(n)])]
+                self._losses += self.drop(absent, f"its agent did not come within {MEET_S:g} s")
+                return False
+        return True
+
+    def _check_lifeline(self) -> None:
+        """Where its own lifeline has ended nothing is heard of the others: it would ask in vain."""
+        if self._out is not None:
+            raise ClusterError(str(self._out))
+
+    # ---- the others
+
+    def _follow(self) -> Any:
+        if self.round < 0:
+            self._lifeline.say({"ready": True, "switch": self._switches[self.node]})
+        while True:
+            while not self.is_behind:
+                self._hear(1.0)
+                if self._out is not None:
+                    raise self._out
+            self._take(self._announced)
+            if self.node not in self.members:
+                continue  # a spare
+            try:
+                store = self._connected()
+                PrefixStore(f"{self.run_id}/here", store).set(str(self.rank), "")
+            except RuntimeError:  # torch's: node 0 is gone, or at a round further on
+                self._hear(LOOK_S)
+                # `left_out` waits for news, by which this node may learn that it is behind.
+                if not self.is_behind and self.left_out() is None and not self.is_behind:
+                    raise
+                continue
+            return store
+
+    # ---- both
+
+    def _connected(self) -> Any:
+        store = TCPStore(
+            self.master_addr, self.master_port, None, is_master=False, timeout=self.timeout
+        )
+        limit_answers(self.master_port)
+        if self.node != 0:
+            connections = connections_to(self.master_port)
+            self._lifeline.guard(connections)
+            for connection in connections:
+                connection.close()
+        return store
+
+    def _take(self, announced: dict[str, Any]) -> None:
+        self.round, self.members = int(announced["round"]), tuple(announced["members"])
+        self.master_port = self._first_port + self.round % LIFELINE_PORT
+        self.run_id = f"{self._job}.{self.round}"
+        self.world_size = len(self.members)
+        self.rank = self.members.index(self.node) if self.node in self.members else -1
+
+    def _hear(self, wait_s: float = 0.0) -> None:
+        for said in self._lifeline.news(wait_s):
+            if "ready" in said:
+                self._living.add(said["ready"])
+                self._switches[said["ready"]] = said["switch"]
+            if "lost" in said:
+                self._lose(said["lost"], said["why"])
+            if "round" in said:
+                self._announced = said["round"]
+            if "over" in said:
+                self._out = LeftOut(said["over"], is_over=True)
+            if "gone" in said:
+                self._out = LeftOut(said["gone"], first_is_gone=True)
+            if "dropped" in said:
+                self._out = LeftOut(said["dropped"])
+
+    def _lose(self, node: int, why: str) -> None:
+        self._living.discard(node)
+        name, was_member = self.nodes[node], node in self.members
+        self._losses.append(Loss(node, name, why, was_member=was_member))

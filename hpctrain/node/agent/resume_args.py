@@ -1,0 +1,83 @@
+"""Arguments that a program gets only where it has something to go on from.
+
+Most programs resume when they are told to and fail when they are told so at the first start
+(`--init_from=resume`). Node 0's agent decides before each start, for all ranks alike.
+tests/unit/agent/test_resume_args.py and tests/engines/test_resume_args.py hold the promises.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpctrain.core.settings.schema import RunSettings
+
+CHECKPOINT = "{checkpoint}"
+"""In run.resume_args: the path that HPCTRAIN_RESUME has."""
+STEP = "{step}"
+"""In run.resume_args: the number that the name of that path ends with, without leading zeros."""
+_NUMBER = re.compile(r"(?<!\d)(\d+)(?:\.[A-Za-z]\w*)?$")
+
+
+@dataclass(frozen=True)
+class ResumeArgs:
+    """What is added to a program's arguments at one start.
+
+    Attributes:
+        words: The arguments; empty for none.
+        why: Why they are added, or not; "" where run.resume_args is empty.
+    """
+
+    words: tuple[str, ...] = ()
+    why: str = ""
+
+
+def resume_args(
+    run: RunSettings, *, start: int, resume: str | None, cwd: str, sealed: Sequence[str] = ()
+) -> ResumeArgs:
+    """Return whether run.resume_args are added at a start; `start` is 1 for the run's first.
+
+    `resume` is the newest complete sealed checkpoint, None without one. run.resume_if is relative
+    to `cwd`, where the ranks start. With `sealed` (checkpoint.sealed), a start that was stopped
+    before its first save leaves nothing to resume from: the program would fail.
+    """
+    if not run.resume_args:
+        return ResumeArgs()
+    words = shlex.split(run.resume_args)
+    named = any(CHECKPOINT in word or STEP in word for word in words)
+    missing = resume is None and named
+    missing = missing or bool(sealed and not run.resume_if)
+    pattern = os.path.expanduser(os.path.expandvars(run.resume_if))  # noqa: PTH111 - a pattern
+    number = _NUMBER.search(resume or "")
+    if resume is not None and number is None and any(STEP in word for word in words):
+        return ResumeArgs(why=f"the name of {resume} ends with no number, which {STEP} is for")
+    if resume is not None:
+        why = f"there is {resume}"
+    elif missing:
+        return ResumeArgs(why="there is no registered checkpoint so far")
+    elif pattern:
+        if not (matches := sorted(glob.glob(pattern, root_dir=cwd, recursive=True))):  # noqa: PTH207
+            return ResumeArgs(why=f"nothing matches {pattern}")
+        why = f"there is {matches[-1]}"
+    elif start == 1:
+        return ResumeArgs(why="this is the run's first start")
+    else:
+        why = f"this is start {start} of the run"
+    step = (number[1].lstrip("0") or "0") if number else ""
+    return ResumeArgs(
+        tuple(word.replace(STEP, step).replace(CHECKPOINT, resume or "") for word in words), why
+    )
+
+
+def line(more: ResumeArgs) -> str:
+    """What is said of it at each start."""
+    if more.words:
+        return f"arguments added, since {more.why}: {shlex.join(more.words)}"
+    return f"no arguments added: {more.why}"

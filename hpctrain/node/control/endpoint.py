@@ -1,0 +1,259 @@
+"""Connections of a node's process: messages on a socket, and how nodes are accepted.
+
+tests/unit/control/test_endpoint.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, cast
+
+from hpctrain.core.base import clock
+from hpctrain.core.base.listener import Listener, listen_at
+from hpctrain.errors import ControlLost
+from hpctrain.node.control.wire import (
+    GREETING_BYTES,
+    MOST_BYTES,
+    Codes,
+    Garbled,
+    Greeting,
+    Splitter,
+    framed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sized
+
+    from hpctrain.core.base.listener import Hear
+
+    class Children(Sized, Protocol):
+        """A set of numbers, or a range of them."""
+
+        def __contains__(self, node: object, /) -> bool:
+            """Whether it is one of them."""
+
+
+GREET_S = 10.0
+"""So long may it take to say who one is."""
+
+
+class NotAwaited(ControlLost):
+    """The parent itself does not let this node in: to knock again would not help."""
+
+
+class Endpoint(asyncio.Protocol):
+    """An end of a connection to another process, which speaks in messages."""
+
+    def __init__(
+        self,
+        on_message: Callable[[Endpoint, bytes], None],
+        on_end: Callable[[Endpoint, str], None],
+        on_made: Callable[[Endpoint], None] | None = None,
+    ) -> None:
+        """Wait to be connected.
+
+        `on_end` is called once, with why, unless `close` came first.
+        """
+        self.on_message, self.on_end, self._on_made = on_message, on_end, on_made
+        self.splitter = Splitter(GREETING_BYTES)
+        self.codes: Codes | None = None
+        self.silent_s = 0.0
+        self._transport: asyncio.Transport | None = None
+
+    def trust(self, codes: Codes | None) -> None:
+        """The other end has proved who it is: it may say more, from here on with codes."""
+        self.codes = codes
+        self.splitter.most_bytes = MOST_BYTES
+
+    def say(self, message: bytes) -> None:
+        """Send a message, as soon as the other end takes it."""
+        if self._transport is not None:
+            self._transport.write(framed(self.codes.seal(message) if self.codes else message))
+
+    def close(self) -> None:
+        """Send what was said, and end it; `on_end` will not be called."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
+
+    def option(self, name: int, size: int) -> bytes:
+        """What `socket.getsockopt` says of the connection; nothing once it ended."""
+        if self._transport is None:
+            return b""
+        own = cast("socket.socket", self._transport.get_extra_info("socket"))
+        return own.getsockopt(socket.SOL_SOCKET, name, size)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by asyncio; so below."""
+        self._transport = cast("asyncio.Transport", transport)
+        if self._on_made is not None:
+            self._on_made(self)
+
+    def data_received(self, data: bytes) -> None:  # noqa: D102
+        try:
+            for message in self.splitter.feed(data):
+                opened = self.codes.opened(message) if self.codes else message
+                if opened is not None:
+                    self.silent_s = 0.0  # bytes alone are no sign of life: nothing may come of them
+                    self.on_message(self, opened)
+                if self._transport is None:
+                    return
+        except (Garbled, ValueError) as error:
+            self._end(str(error))
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: D102
+        self._end(str(exc) if exc else "it has closed the connection")
+
+    def _end(self, why: str) -> None:
+        if self._transport is not None:
+            self.close()
+            self.on_end(self, why)
+
+
+class ChildrenDoor:
+    """Accepts this node's children, each once, and nobody else."""
+
+    def __init__(
+        self,
+        children: Children,
+        greeting: Callable[[], Greeting],
+        on_child: Callable[[int, Endpoint], None],
+    ) -> None:
+        """Accept nobody before `open`.
+
+        `on_child` gets a child's number and its connection, and must listen to it. It must send
+        nothing before the child does, which has yet to hear that it is accepted.
+        """
+        self._children, self._greeting, self._on_child = children, greeting, on_child
+        self._admitted: set[int] = set()
+        self._listener: Listener | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._coming: set[asyncio.Task[object]] = set()
+
+    def open(self, address: str, port: int = 0) -> int:
+        """Accept connections on the running event loop; returns the port.
+
+        Raises:
+            OSError: there is no such address, or the port is taken.
+        """
+        self._listener = Listener(
+            listen_at(address, port), self._begin, expected=len(self._children), proof_s=GREET_S
+        )
+        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._turn)
+        return self._listener.port
+
+    def close(self) -> None:
+        """Accept nobody any more, and close what was not accepted. Harmless when repeated."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            asyncio.get_running_loop().remove_reader(listener.fileno())
+            listener.close()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _turn(self) -> None:
+        if self._listener is None:
+            return
+        self._listener.turn()
+        if self._timer is None and (due_s := self._listener.due_s) is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(due_s - clock.monotonic(), self._turn_late)
+
+    def _turn_late(self) -> None:
+        self._timer = None
+        self._turn()
+
+    def _begin(self) -> tuple[bytes, Hear]:
+        greeting = self._greeting()
+        return framed(greeting.challenge()), partial(self._hear, greeting)
+
+    def _hear(self, greeting: Greeting, said: bytes) -> Callable[[socket.socket], None] | None:
+        messages = list(Splitter(GREETING_BYTES).feed(said))
+        if not messages:
+            return None
+        if len(said) > len(framed(messages[0])):
+            raise Garbled("it says more than it may")
+        node, proof, codes = greeting.admit(messages[0])
+        if node not in self._children or node in self._admitted:
+            return partial(_refuse, framed(greeting.refusal(messages[0])))
+        self._admitted.add(node)
+        return partial(self._accept, node, proof, codes)
+
+    def _accept(self, node: int, proof: bytes, codes: Codes, connection: socket.socket) -> None:
+        child = Endpoint(_unheard, _unended, partial(self._greet, node, proof, codes))
+        loop = asyncio.get_running_loop()
+        coming = loop.create_task(loop.connect_accepted_socket(lambda: child, connection))
+        self._coming.add(coming)
+        coming.add_done_callback(self._coming.discard)
+
+    def _greet(self, node: int, proof: bytes, codes: Codes, child: Endpoint) -> None:
+        if self._listener is None:  # closed meanwhile
+            child.close()
+            return
+        child.say(proof)
+        child.trust(codes)
+        self._on_child(node, child)
+
+
+def _refuse(refusal: bytes, connection: socket.socket) -> None:
+    with connection:
+        connection.send(refusal)
+
+
+def _unheard(_: Endpoint, message: bytes) -> None:
+    """Before `on_child` listens nothing can come: it does so as soon as there is a connection."""
+    del message
+
+
+def _unended(_: Endpoint, why: str) -> None:
+    del why
+
+
+async def meet_parent(address: str, port: int, greeting: Greeting, node: int) -> Endpoint:
+    """Connect to this node's parent; both prove that they know the secret.
+
+    Raises:
+        OSError: it cannot be reached.
+        TimeoutError: it says nothing.
+        NotAwaited: it does not await this node, or not any more.
+        ControlLost: something else is there.
+    """
+    heard: asyncio.Queue[bytes | str] = asyncio.Queue()
+    parent = Endpoint(
+        lambda _, message: heard.put_nowait(message), lambda _, why: heard.put_nowait(why)
+    )
+    try:
+        async with asyncio.timeout(GREET_S):
+            await asyncio.get_running_loop().create_connection(lambda: parent, address, port)
+            challenge = _message(await heard.get())
+            said, awaited = greeting.answer(challenge, node)
+            parent.say(said)
+            proof = _message(await heard.get())
+            if not (refused := greeting.is_refusal(challenge, node, proof)):
+                parent.trust(greeting.trusted(challenge, node, proof, awaited))
+                _no_more(heard)
+    except BaseException as error:
+        parent.close()
+        if isinstance(error, Garbled):
+            why = f"{address}:{port} is not the parent of node {node}: {error}"
+            raise ControlLost(why) from None
+        raise
+    if refused:
+        parent.close()
+        raise NotAwaited(f"{address}:{port} has let node {node} in before, or never awaited it")
+    return parent
+
+
+def _message(heard: bytes | str) -> bytes:
+    if isinstance(heard, str):
+        raise Garbled(heard)
+    return heard
+
+
+def _no_more(heard: asyncio.Queue[bytes | str]) -> None:
+    """Nothing came behind the greeting: not even an end, of which nobody would hear later."""
+    if not heard.empty():
+        _message(heard.get_nowait())
+        raise Garbled("it says more than it may")

@@ -1,0 +1,196 @@
+"""The follower of a run: prints its logs as they grow, across attempts, until it is over.
+
+It polls: inotify is blind to what other nodes write over NFS. tests/unit/cli/test_logs.py holds the
+promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hpctrain.core.base import clock
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.history.run_state import OVER, RunState, run_state
+from hpctrain.ledger.run.attempt_files import LogFile
+from hpctrain.ledger.run.events import LONGEST_BYTES, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from hpctrain.ledger.run.events import Event
+    from hpctrain.ledger.run.layout import RunDir
+    from hpctrain.observe.logs.sections import Printer
+    from hpctrain.observe.status.status import Answer
+
+POLL_S = 0.5
+ASK_S = 5.0
+"""How often a scheduler is asked whether a run that has no end on record is still alive."""
+OPENS_PER_S = 200
+"""A file server must not suffer from somebody who follows a thousand ranks."""
+_WAITING = frozenset({RunState.PENDING, RunState.REQUEUED})
+
+
+class LedgerTail:
+    """A ledger without its step marks, which are most of it, read as it grows."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._file = LogFile(run.events, longest_bytes=LONGEST_BYTES)
+
+    def new(self) -> list[Event]:
+        """The events since the last call."""
+        lines = (line for line in self._file.lines() if b'"kind": "steps"' not in line[:64])
+        return [event for line in lines if (event := parse(line))]
+
+
+@dataclass
+class EndWatch:
+    """Knows when a run, or one attempt of it, is over, so that following it can end.
+
+    Args:
+        run: The run.
+        only: The attempt that is followed; None for the run.
+        tell: Told once that the scheduler gives no answer, and why.
+
+    Attributes:
+        waiting: What it waits for in the queue, in words; "" while it does not.
+    """
+
+    run: RunDir
+    only: int | None
+    tell: Callable[[str], None]
+    history: RunHistory = field(default_factory=RunHistory)
+    waiting: str = ""
+    _cluster: str | None = None
+    _asked: float = -1e9
+    _answer: Answer | None = None
+    _lost: int = 0
+    _why: str | None = None
+
+    def add(self, events: Iterable[Event]) -> None:
+        """New facts."""
+        self.history.extend(events)
+
+    def is_over(self, *, heard: bool = False) -> bool:
+        """Whether nobody will write any more; without an end on record, asks the scheduler.
+
+        Args:
+            heard: Somebody wrote just now: no scheduler is to be asked whether the job lives.
+        """
+        now, only = self.history.state, self.only
+        if self._has_ended(only or now.attempt) and (only or now.phase in OVER):
+            return True
+        if only is not None and now.attempt is not None and now.attempt > only:
+            return True
+        if clock.monotonic() - self._asked < ASK_S or (heard and now.phase is RunState.RUNNING):
+            return False
+        answer = self._ask()
+        if now.phase in OVER:  # done, and its last words are still to come
+            return answer.job is None or not answer.job.alive
+        state = run_state(self.history.state, answer.job, asked=answer.asked)
+        self._note_waiting(state, answer)
+        self._lost = self._lost + 1 if state is RunState.LOST else 0
+        # Between two starts of a job a scheduler may not know it for a moment: lost is asked twice.
+        return state in OVER or state is RunState.CREATED or self._lost > 1
+
+    @property
+    def state(self) -> RunState:
+        """Where the run stands, as far as was asked."""
+        answer = self._answer
+        job, asked = (answer.job, answer.asked) if answer else (None, False)
+        return run_state(self.history.state, job, asked=asked)
+
+    def _has_ended(self, attempt: int | None) -> bool:
+        record = self.history.attempt(attempt)
+        return attempt is None or (record is not None and record.is_over)
+
+    def _ask(self) -> Answer:
+        from hpctrain.core.settings.spec import load_spec
+        from hpctrain.errors import HpctrainError
+        from hpctrain.observe.status.reader import ask
+
+        if self._cluster is None:
+            self._cluster = ""
+            with contextlib.suppress(HpctrainError):  # then the ledger alone must do
+                self._cluster = load_spec(self.run.spec).cluster
+        before, self._answer = self._answer, ask(self.run, self._cluster, self.history)
+        self._asked = clock.monotonic()
+        if self._answer.problem and (before is None or before.problem != self._answer.problem):
+            self.tell(f"no answer from the cluster: {self._answer.problem}")
+        return self._answer
+
+    def _note_waiting(self, state: RunState, answer: Answer) -> None:
+        """New words for each new reason: an expected start that moves is no news."""
+        from hpctrain.core.base.text import time_of_day
+
+        job = answer.job
+        if state is RunState.SUSPENDED and job is not None:
+            if self._why != job.shown:
+                self.tell(f"job {job.job_id} is suspended, and stands still")
+            self.waiting, self._why = "", job.shown
+            return
+        if state not in _WAITING or job is None:
+            self.waiting, self._why = "", None
+            return
+        if self._why == (job.reason or ""):
+            return
+        self._why = job.reason or ""
+        reason = f" ({job.reason})" if job.reason else ""
+        now, start = clock.now(), job.start_time
+        expected = f", expected start {time_of_day(start, now)}" if start and start > now else ""
+        words = f": {job.explained}" if job.explained else ""
+        self.waiting = f"job {job.job_id} waits in the queue{reason}{expected}{words}"
+
+
+@dataclass
+class Follower:
+    """Prints a run's logs until it is over."""
+
+    printer: Printer
+    ledger: LedgerTail
+    watch: EndWatch
+    _told: str = ""
+
+    def follow(self) -> None:
+        """Return when the run, or the one attempt that is wanted, is over."""
+        seen = self.printer.lines
+        while not self.watch.is_over(heard=self.printer.lines > seen):
+            seen = self.printer.lines
+            self._show_and_wait()
+        self._show_and_wait()
+        self.printer.show(self.watch.history, over=True)
+        if self.watch.only is None:
+            self.printer.note(f"{self.watch.run.name}: {self.watch.state.value}")
+        self.printer.out.flush()
+
+    def _show_and_wait(self) -> None:
+        self.printer.show(self.watch.history, over=False)
+        self._note_what_is_awaited()
+        clock.sleep(pause(self.printer.open_logs))
+        self.watch.add(self.ledger.new())
+
+    def _note_what_is_awaited(self) -> None:
+        """Below the end of the attempt before, not above it."""
+        waiting = self.watch.waiting
+        if waiting and not self.printer.is_between:
+            return
+        if waiting and waiting != self._told:
+            self.printer.note(waiting)
+            self.printer.out.flush()
+        self._told = waiting
+
+
+def pause(logs: int) -> float:
+    """Seconds between two looks at so many files."""
+    return max(POLL_S, logs / OPENS_PER_S)
+
+
+def notes_to(printer: Printer) -> Callable[[str], None]:
+    """What an `EndWatch` tells, as a marker in the stream, at once."""
+
+    def tell(text: str) -> None:
+        printer.note(text)
+        printer.out.flush()
+
+    return tell

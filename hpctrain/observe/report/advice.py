@@ -1,0 +1,480 @@
+"""What could go better, each with its evidence and what to do. Pure; no advice without numbers.
+
+A rule looks at what was gathered and gives an advice or nothing. Its thresholds stand here, beside
+their reasons. tests/unit/report/test_report.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpctrain.core.base.text import count, duration, size
+from hpctrain.ledger.history.causes import EndCause
+from hpctrain.ledger.history.goodput import TimeClass
+from hpctrain.ledger.history.reported import HOW_TO_REPORT
+from hpctrain.ledger.plan.interval import as_set, daly_s, mtbf_s
+from hpctrain.observe.report import gather
+from hpctrain.observe.report.wording import ended, percent, step_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from hpctrain.ledger.history.attempts import AttemptView
+    from hpctrain.observe.report.gather import ReportData
+
+SAVE_SHARE = 0.01
+"""Goal of blocking saves: at most 1 % of the time."""
+DATA_SHARE = 0.05
+STARTUP_SHARE = 0.05
+WARM_UP_SHARE = 0.05
+REDONE_SHARE = 0.02
+STALL_SHARE = 0.02
+QUEUE_SHARE = 0.3
+"""Of the time since the first submission."""
+LEAST_ALLOCATED_S = 600.0
+"""Shares of a shorter run say little: its start is most of it."""
+NODE_ENDS = 2
+"""Ends on one node: one may be chance."""
+SLOW_BY = 0.05
+SLOW_IN = 0.7
+"""Of the samples; a rank that is slow now and then is not the rank's fault."""
+LEAST_SAMPLES = 5
+MEMORY_SHARE = 0.95
+INTERVAL_FACTOR = 3.0
+"""Within a factor of three of the best interval little is lost."""
+INTERVAL_SHARE = 0.005
+"""Of the time that is at stake; a save that costs a moment may come as often as one likes."""
+SAME_FAILURE = 3
+NAMED = 8
+"""Attempts that an evidence lists."""
+
+_OF_NODES = frozenset(
+    {
+        EndCause.NODE_FAIL,
+        EndCause.GPU_ERROR,
+        EndCause.HANG,
+        EndCause.NCCL_ERROR,
+        EndCause.UNFIT_NODE,
+        EndCause.CRASHED,
+    }
+)
+"""Causes that may lie in a node; others lie in the program or in the cluster's rules."""
+_WARNED = frozenset({EndCause.PREEMPTED, EndCause.WALLTIME, EndCause.REQUEUED, EndCause.STOPPED})
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something that could go better.
+
+    Attributes:
+        key: Names the rule.
+        title: What is wrong, in a line.
+        evidence: The numbers that say so.
+        do: What to do about it.
+        weight: Share of the run's time that is at stake; puts the advice in order.
+    """
+
+    key: str
+    title: str
+    evidence: str
+    do: str
+    weight: float = 0.0
+
+
+def advice(data: ReportData) -> list[Advice]:
+    """Everything that the numbers call for, what costs most first; often nothing."""
+    entries = [one for rule in RULES for one in rule(data)]
+    return sorted(entries, key=lambda one: -one.weight)
+
+
+def _share(data: ReportData, *kinds: TimeClass) -> float:
+    """Share of the allocated time; 0 where too little was allocated to tell."""
+    spent = data.status.goodput
+    allocated = spent.submitted_s - spent.seconds[TimeClass.QUEUE]
+    if allocated < LEAST_ALLOCATED_S or spent.allocated_s <= 0:
+        return 0.0
+    return sum(spent.node_seconds[kind] for kind in kinds) / spent.allocated_s
+
+
+def _of_allocated(share: float) -> str:
+    return f"{percent(share)} of the allocated time"
+
+
+def blocking_saves(data: ReportData) -> Iterator[Advice]:
+    """Training stands still for its saves."""
+    share, saves = _share(data, TimeClass.SAVE), data.history.saves
+    if share <= SAVE_SHARE or not saves:
+        return
+    stall = gather.median([save.cost_s for save in saves])
+    waited = sum(save.waited_s for save in saves)
+    stopped = sum((save.cost_s or 0.0) + save.waited_s for save in saves)
+    evidence = (
+        f"{_of_allocated(share)}; {count(len(saves), 'save')}, "
+        f"each stopping training for {step_seconds(stall)} in the middle"
+    )
+    if saves[-1].mode == "sync":
+        do = "write behind training: `--set checkpoint.mode=async` (the default)"
+    elif stopped and waited > stopped / 2:
+        evidence += f"; {duration(waited)} of it waiting for the save before"
+        do = "saves come faster than the file system takes them: save less often"
+    else:
+        do = "save less often: `--set checkpoint.interval_s=0` lets hpctrain choose"
+    yield Advice("blocking-saves", "Training stands still for saves", evidence, do, share)
+
+
+def data_wait(data: ReportData) -> Iterator[Advice]:
+    """Training waits for its data."""
+    share, waits = _share(data, TimeClass.DATA), gather.waits(data.ranks)
+    if share <= DATA_SHARE:
+        return
+    evidence = f"{_of_allocated(share)} on rank 0"
+    if waits is not None:
+        parts = [d / w if w else 0.0 for d, w in zip(waits.data_s, waits.wall_s, strict=True)]
+        worst = max(range(len(parts)), key=parts.__getitem__)
+        evidence += f"; rank {worst} waited most, {percent(parts[worst])} of its time"
+    do = "more workers for the data loader, with the cores for them (`--set "
+    do += "slurm.cpus_per_rank=N`), or the data nearer: on the node's own disk, in larger files"
+    yield Advice("data-wait", "Training waits for data", evidence, do, share)
+
+
+def bad_node(data: ReportData) -> Iterator[Advice]:
+    """One node ended several attempts."""
+    ends: dict[str, list[AttemptView]] = defaultdict(list)
+    by_number = {one.number: one for one in data.status.attempts}
+    excluded = {(number, node) for number, node in data.history.excluded}
+    for number, node in sorted(excluded, key=lambda attempt: (attempt[0] or 0, attempt[1])):
+        if number in by_number:
+            ends[node].append(by_number[number])
+    for attempt in data.status.attempts:
+        node = attempt.failure.node if attempt.failure is not None else ""
+        if node and attempt.cause in _OF_NODES and (attempt.number, node) not in excluded:
+            ends[node].append(attempt)
+    elsewhere = {node for one in data.status.attempts for node in one.nodes}
+    for node, attempts in ends.items():
+        if len(attempts) < NODE_ENDS or len(elsewhere) < NODE_ENDS or _one_error(data, attempts):
+            continue
+        lost = sum(one.steps_lost or 0 for one in attempts)
+        listed = _some([f"{one.number} ({ended(one)})" for one in attempts])
+        yield Advice(
+            "bad-node",
+            f"{node} ended {count(len(attempts), 'attempt')}",
+            f"attempts {listed}; {count(lost, 'step')} lost by them",
+            f"keep it out, `--set slurm.exclude={node}`, and look at it with `hpctrain preflight`",
+            _share(data, TimeClass.REDONE, TimeClass.STALL, TimeClass.STARTUP) + 0.01,
+        )
+
+
+def _some(texts: list[str]) -> str:
+    """The first of them, and whether there are more."""
+    return ", ".join(texts[:NAMED]) + (", ..." if len(texts) > NAMED else "")
+
+
+def _one_error(data: ReportData, attempts: list[AttemptView]) -> bool:
+    """Whether the same error also came on other nodes: then it is the program's."""
+    nodes: dict[str, set[str]] = defaultdict(set)
+    for attempt in data.status.attempts:
+        if attempt.failure is not None:
+            nodes[attempt.failure.summary].add(attempt.failure.node)
+    said = {one.failure.summary for one in attempts if one.failure is not None}
+    return bool(said) and all(len(nodes[summary]) > 1 for summary in said)
+
+
+def same_failure(data: ReportData) -> Iterator[Advice]:
+    """The same error again and again: starting anew does not help."""
+    seen: dict[str, list[int]] = defaultdict(list)
+    for attempt in data.status.attempts:
+        if attempt.failure is not None and attempt.cause not in _WARNED:
+            seen[attempt.failure.summary].append(attempt.number)
+    for summary, numbers in seen.items():
+        if len(numbers) >= SAME_FAILURE:
+            yield Advice(
+                "same-failure",
+                f"{len(numbers)} attempts ended with the same error",
+                f"attempts {_some(list(map(str, numbers)))}: {summary}",
+                "starting again does not help; the traceback is below",
+                0.5,
+            )
+
+
+def start_up(data: ReportData) -> Iterator[Advice]:
+    """It takes long until the ranks read a checkpoint."""
+    share = _share(data, TimeClass.STARTUP, TimeClass.RESTORE)
+    if share <= STARTUP_SHARE:
+        return
+    spent, attempts = data.status.goodput, data.status.attempts
+    each = (spent.seconds[TimeClass.STARTUP] + spent.seconds[TimeClass.RESTORE]) / max(
+        1, len(attempts)
+    )
+    restore = _share(data, TimeClass.RESTORE)
+    evidence = f"{_of_allocated(share)}, {duration(each)} for each of "
+    evidence += count(len(attempts), "attempt")
+    if restore > share / 2:
+        do = (
+            f"most of it ({percent(restore)}) reads checkpoints: see `hpctrain help checkpoints.md`"
+        )
+    else:
+        do = "imports over a shared file system are the usual reason: an environment on the node's "
+        do += "own disk or in one image file; longer jobs start less often"
+    yield Advice("start-up", "Starting takes a large share", evidence, do, share)
+
+
+def warm_up(data: ReportData) -> Iterator[Advice]:
+    """The first step of each attempt takes long."""
+    share = _share(data, TimeClass.WARM_UP)
+    if share <= WARM_UP_SHARE:
+        return
+    each = data.status.goodput.seconds[TimeClass.WARM_UP] / max(1, len(data.status.attempts))
+    yield Advice(
+        "warm-up",
+        "The first step of each attempt takes long",
+        f"{_of_allocated(share)}, {duration(each)} for each of "
+        f"{count(len(data.status.attempts), 'attempt')}",
+        "compiling is the usual reason: keep its cache between attempts (TORCHINDUCTOR_CACHE_DIR "
+        "on a shared disk), or `--set engine.compile=no` where jobs are short",
+        share,
+    )
+
+
+def slow_rank(data: ReportData) -> Iterator[Advice]:
+    """One rank is slower than the others most of the time, and they wait for it."""
+    waits = gather.waits(data.ranks)
+    if waits is None or waits.own_s is None or waits.samples < LEAST_SAMPLES:
+        return
+    rank, times = waits.slowest.most_common(1)[0]
+    if waits.behind[rank] <= SLOW_BY or times < SLOW_IN * waits.samples:
+        return
+    node = _node_of(data, rank, len(waits.wall_s))
+    on = f" on {node}" if node else ""
+    yield Advice(
+        "slow-rank",
+        f"Rank {rank}{on} is slower than the others",
+        f"slowest in {times} of {count(waits.samples, 'sample')}, its own work "
+        f"{percent(waits.behind[rank])} above the median of the ranks",
+        "look at its node with `hpctrain preflight`"
+        + (f"; keep it out with `--set slurm.exclude={node}`" if node else "")
+        + ". If it is slow on every node, its share of the work is larger",
+        waits.behind[rank],
+    )
+
+
+def _node_of(data: ReportData, rank: int, ranks: int) -> str:
+    """The node of a rank in the newest attempt that has samples."""
+    number = data.ranks[-1].attempt
+    nodes = next((one.nodes for one in data.status.attempts if one.number == number), ())
+    if not nodes or ranks % len(nodes):
+        return ""
+    return nodes[rank // (ranks // len(nodes))]
+
+
+def queue_wait(data: ReportData) -> Iterator[Advice]:
+    """More time goes by in the queue than a run can wish for."""
+    spent = data.status.goodput
+    queued = spent.seconds[TimeClass.QUEUE]
+    share = queued / spent.submitted_s if spent.submitted_s > 0 else 0.0
+    waits = [attempt.queued_s for attempt in data.status.attempts if attempt.queued_s is not None]
+    if share <= QUEUE_SHARE or queued < LEAST_ALLOCATED_S or not waits:
+        return
+    asked = data.spec.settings.slurm.time if data.spec is not None else ""
+    nodes = data.spec.settings.slurm.nodes if data.spec is not None else ""
+    wanted = f"; {asked} on {nodes} node(s) are asked for" if asked else ""
+    ranged = "" if "-" in nodes else ", or a range of nodes (`--nodes MIN-MAX`)"
+    yield Advice(
+        "queue-wait",
+        "Much of the time goes by in the queue",
+        f"{percent(share)} of the time since the first submission: {duration(queued)} in "
+        f"{count(len(waits), 'wait')}, the longest {duration(max(waits))}{wanted}",
+        f"shorter jobs fit into gaps of the schedule: a shorter `--time`{ranged}. A guess: how "
+        "this partition schedules cannot be seen from here",
+        share / 2,
+    )
+
+
+def memory_limit(data: ReportData) -> Iterator[Advice]:
+    """A device's memory is nearly used up; only where the device's name tells its size."""
+    held = gather.memory(data.ranks)
+    match = re.search(r"\b(\d{2,3})\s?GB\b", data.history.device)
+    if held is None or match is None:
+        return
+    whole = int(match[1]) * 2**30
+    values = held.reserved or held.peak
+    top = max(range(len(values)), key=values.__getitem__)
+    if values[top] < MEMORY_SHARE * whole:
+        return
+    yield Advice(
+        "memory",
+        "Device memory is nearly used up",
+        f"rank {top} held {size(round(values[top]))} of {data.history.device}",
+        "a smaller train.micro_batch, `--set engine.activation_checkpointing=selective`, or more "
+        "ranks for a sharded engine",
+        0.02,
+    )
+
+
+def allocation_retries(data: ReportData) -> Iterator[Advice]:
+    """Allocations that failed at first: each stops the device to empty its cache."""
+    held = gather.memory(data.ranks)
+    if held is None or held.retries < 1:
+        return
+    yield Advice(
+        "allocation-retries",
+        "Allocations of device memory were tried again",
+        f"{held.retries:.0f} times in attempt {held.attempt}; each stops the device",
+        "`--env PYTORCH_ALLOC_CONF=expandable_segments:True` at submit, or a smaller "
+        "train.micro_batch",
+        0.02,
+    )
+
+
+def interval(data: ReportData) -> Iterator[Advice]:
+    """The interval between saves was set by hand, and far from what would cost least."""
+    cost = data.costs
+    chosen = as_set(data.spec.settings.checkpoint) if data.spec is not None else None
+    if cost is None or chosen is None or cost.cost_s <= 0 or data.spec is None:
+        return
+    step_s = gather.median([gather.step_p50(mark) for mark in data.history.marks])
+    seconds = chosen.steps * step_s if chosen.steps and step_s is not None else chosen.seconds
+    nodes = max((len(attempt.nodes) for attempt in data.status.attempts), default=1)
+    between = mtbf_s(data.failures, nodes)
+    best = max(daly_s(cost.cost_s, between), 10.0)
+    limit = data.spec.settings.checkpoint.max_loss_s
+    best = min(best, limit) if limit > 0 else best
+    if seconds <= 0 or 1 / INTERVAL_FACTOR <= seconds / best <= INTERVAL_FACTOR:
+        return
+    how = "rarely" if seconds > best else "often"
+    stake = (seconds - best) / (2 * between) if seconds > best else cost.cost_s / seconds
+    if stake < INTERVAL_SHARE:
+        return
+    yield Advice(
+        "interval",
+        f"Saves come too {how}",
+        f"every {duration(seconds)} ({chosen.why}); a save costs {step_seconds(cost.cost_s)} and "
+        f"one failure in {duration(between)} is to be expected, for which "
+        f"{duration(best)} is the best",
+        "let hpctrain choose: `--set checkpoint.interval_steps=0 --set checkpoint.interval_s=0`",
+        stake,
+    )
+
+
+def lost_steps(data: ReportData) -> Iterator[Advice]:
+    """Attempts ended without a save, and what they had done was done again."""
+    share = _share(data, TimeClass.REDONE)
+    losers = [one for one in data.status.attempts if one.steps_lost]
+    if share <= REDONE_SHARE or not losers:
+        return
+    warned = [one for one in losers if one.cause in _WARNED]
+    worst = max(losers, key=lambda one: one.steps_lost or 0)
+    evidence = (
+        f"{_of_allocated(share)}: {count(data.steps_lost or 0, 'step')} in "
+        f"{count(len(losers), 'attempt')}, the most in attempt {worst.number} "
+        f"({ended(worst)}, {count(worst.steps_lost or 0, 'step')})"
+    )
+    if len(warned) > len(losers) / 2:
+        do = "most were warned and had no time for a save: a longer warning, "
+        do += "`--set slurm.signal_lead_s=N`, or smaller checkpoints"
+    else:
+        do = "they were killed without a warning: allow less to be lost, "
+        do += "`--set checkpoint.max_loss_s=N`"
+    yield Advice("lost-steps", "Steps were done again", evidence, do, share)
+
+
+def stall(data: ReportData) -> Iterator[Advice]:
+    """Nodes were held by attempts that no longer said a word."""
+    share = _share(data, TimeClass.STALL)
+    if share <= STALL_SHARE:
+        return
+    silent: dict[int, float] = defaultdict(float)
+    for slice_ in data.status.goodput.slices:
+        if slice_.kind is TimeClass.STALL and slice_.attempt is not None:
+            silent[slice_.attempt] += slice_.end - slice_.start
+    worst = max(silent, key=lambda number: silent[number], default=0)
+    yield Advice(
+        "stall",
+        "Nodes were held by attempts that no longer said a word",
+        f"{_of_allocated(share)}; attempt {worst} was silent for "
+        f"{duration(silent.get(worst, 0.0))}",
+        "see the end of its log: `hpctrain logs RUN --attempt N`",
+        share,
+    )
+
+
+def stood_still(data: ReportData) -> Iterator[Advice]:
+    """Ranks hung until somebody saw it."""
+    share = _share(data, TimeClass.NO_PROGRESS)
+    if share <= STALL_SHARE:
+        return
+    numbers = {
+        slice_.attempt
+        for slice_ in data.status.goodput.slices
+        if slice_.kind is TimeClass.NO_PROGRESS
+    }
+    stood = [one for one in data.status.attempts if one.number in numbers]
+    evidence = f"{_of_allocated(share)}, in {count(len(numbers), 'attempt')}"
+    for attempt in reversed(stood):
+        if attempt.hang is not None and attempt.hang.summary:
+            evidence += f"; attempt {attempt.number}: {attempt.hang.summary}"
+            break
+    do = "the stacks of a hang lie in the run's attempts/N/hang.json"
+    settings = data.spec.settings if data.spec is not None else None
+    if settings is not None and settings.alive.hang != "restart":
+        do += "; `--set alive.hang=restart` starts the ranks again once a hang is found"
+    elif settings is not None and any(one.awaited is not None for one in stood):
+        do += "; ranks that do not return at the end are waited for: `--set run.end_wait_s=N`"
+    else:
+        do += "; it is found sooner with a section for what takes long (`run.section`)"
+    yield Advice("no-progress", "Ranks stood still", evidence, do, share)
+
+
+def failed_saves(data: ReportData) -> Iterator[Advice]:
+    """Saves failed: what they would have kept is at stake."""
+    failed = data.history.missed.get("save_failed", 0)
+    last = data.status.saving.last_failed
+    if not failed:
+        return
+    yield Advice(
+        "failed-saves",
+        f"{count(failed, 'save')} failed",
+        f"of {failed + len(data.history.saves)}"
+        + (f"; the last at step {last.step}: {last.why}" if last is not None else ""),
+        "look at the disk's room and quota; `hpctrain checkpoints list` shows what is there",
+        0.1,
+    )
+
+
+def reports_nothing(data: ReportData) -> Iterator[Advice]:
+    """Nobody knows what was lost, nor what else could be advised."""
+    words = data.status.reported
+    if not words.is_silent:
+        return
+    ends = [one for one in data.status.attempts if one.ended is not None]
+    back = len(data.status.attempts) - 1
+    lost = f", and what was lost {count(back, 'time')}," if back else ""
+    evidence = f"{count(len(words.silent), 'attempt')} ran and reported none: how far it came"
+    evidence += f"{lost} is not known"
+    do = f"have the program tell: {HOW_TO_REPORT}; one that saves and leaves when "
+    do += "`run.should_stop()` says so loses nothing at a preemption or a time limit"
+    yield Advice(
+        "tells-nothing", "The program reports no steps", evidence, do, 0.5 if ends else 0.0
+    )
+
+
+RULES: tuple[Callable[[ReportData], Iterator[Advice]], ...] = (
+    reports_nothing,
+    same_failure,
+    bad_node,
+    failed_saves,
+    blocking_saves,
+    data_wait,
+    lost_steps,
+    stall,
+    stood_still,
+    start_up,
+    warm_up,
+    slow_rank,
+    queue_wait,
+    memory_limit,
+    allocation_retries,
+    interval,
+)

@@ -1,0 +1,669 @@
+"""Charts as plotly reads them: {"data": [...], "layout": {...}}, each with a sentence. Pure.
+
+Charts are plain dictionaries, so only the page needs plotly. Names that users chose are escaped:
+plotly reads HTML in its texts. A chart without data has a line that says why. In the time line,
+data waits and saves inside a stretch of steps are known as sums only, so a stretch is one bar;
+bars below a pixel are merged. tests/unit/report/test_report.py holds the promises.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.core.base.text import count, duration, size
+from hpctrain.ledger.history.goodput import TimeClass
+from hpctrain.observe.report import gather
+from hpctrain.observe.report.gather import groups
+from hpctrain.observe.report.wording import (
+    COLOURS,
+    NAMES,
+    SERIES,
+    Chart,
+    axis,
+    ended,
+    figure,
+    layout,
+    line,
+    local,
+    node_hours,
+    percent,
+    step_seconds,
+    time_axis,
+    when,
+    where,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from hpctrain.ledger.history.attempts import AttemptView
+    from hpctrain.ledger.history.goodput import TimeSlice
+    from hpctrain.observe.report.gather import ReportData
+
+
+MOST_RESUMES = 400
+LINE_PX, LEAST_PX, ALL_PX = 26, 12, 600
+"""Height of a line of the timeline: as wished, at least, and of all of them if there is room."""
+
+
+def charts(data: ReportData) -> list[Chart]:
+    """All charts of one run, in the order of the page."""
+    makers = (
+        attempts_chart,
+        waterfall,
+        loss,
+        throughput,
+        step_times,
+        heat,
+        memory_chart,
+        saves_chart,
+        waits_chart,
+    )
+    return [make(data) for make in makers]
+
+
+# ---- attempts and goodput
+
+
+def attempts_chart(data: ReportData) -> Chart:
+    """A line per attempt over wall time."""
+    key, title = "timeline", "Attempts over time"
+    drawn = timeline(data.status.goodput.slices)
+    if not drawn.bars:
+        return Chart(key, title, "No time to show: no attempt is on record.")
+    views = {one.number: one for one in data.status.attempts}
+    labels = [_line_label(pair) for pair in drawn.lines]
+    traces = []
+    for kind in NAMES:
+        bars = [bar for bar in drawn.bars if bar.kind is kind]
+        if bars:
+            traces.append(_bar_trace(kind, bars, views, labels))
+    shared = f", {MOST_LINES} lines at most" if len(drawn.lines) < len(views) else ""
+    words = (
+        f"{count(len(views), 'attempt')}{shared}; the colour says what the time went to. "
+        "Waits for data and saves lie within the green."
+    )
+    height = 80 + round(len(drawn.lines) * max(LEAST_PX, min(LINE_PX, ALL_PX / len(drawn.lines))))
+    axes = {
+        "xaxis": time_axis(),
+        "yaxis": axis("attempt", type="category", categoryarray=labels, autorange="reversed"),
+    }
+    shape = layout(height, barmode="overlay", bargap=0.25, **axes)
+    return Chart(key, title, words, {"data": traces, "layout": shape}, has_legend=True)
+
+
+def _line_label(pair: tuple[int, int]) -> str:
+    first, last = pair
+    return f"{first} " if first == last else f"{first}-{last} "
+
+
+def _bar_trace(
+    kind: TimeClass, bars: Sequence[Bar], views: dict[int, AttemptView], labels: Sequence[str]
+) -> dict[str, Any]:
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": "training" if kind is TimeClass.STEP else NAMES[kind],
+        "marker": {"color": COLOURS[kind], "line": {"width": 0}},
+        "y": [labels[bar.line] for bar in bars],
+        "base": [local(bar.start) for bar in bars],
+        "x": [round(1000 * (bar.end - bar.start)) for bar in bars],
+        "hovertext": [_bar_words(bar, views) for bar in bars],
+        "hoverinfo": "text",
+    }
+
+
+def _bar_words(bar: Bar, views: dict[int, AttemptView]) -> str:
+    whole = bar.end - bar.start
+    first, last = bar.attempts or (0, 0)
+    lines = [f"<b>{'training' if bar.kind is TimeClass.STEP else NAMES[bar.kind]}</b>"]
+    lines.append(f"{duration(whole)} from {when(bar.start)}")
+    if bar.shares.keys() - {bar.kind}:
+        most = sorted(bar.shares.items(), key=lambda one: -one[1])
+        total = sum(bar.shares.values())
+        lines += [f"{NAMES[kind]} {percent(part / total)}" for kind, part in most[:4] if total]
+    view = views.get(first)
+    if first != last:
+        lines.append(f"attempts {first} to {last}")
+    elif view is not None:
+        lines.append(f"attempt {first} on {escape(where(view))}: {escape(ended(view))}")
+    return "<br>".join(lines)
+
+
+def waterfall(data: ReportData) -> Chart:
+    """From all allocated time down to useful steps."""
+    key, title = "goodput", "Where the allocated time went"
+    spent = data.status.goodput
+    if spent.allocated_s <= 0:
+        return Chart(key, title, "Nothing was allocated so far.")
+    kept, lost = _kept(data), _lost(data)
+    parts = [100 * seconds / spent.allocated_s for _, seconds in lost]
+    useful = 100 * spent.node_seconds[kept] / spent.allocated_s
+    names = ["allocated", *(NAMES[kind] for kind, _ in lost), _name(kept)]
+    trace = {
+        "type": "waterfall",
+        "orientation": "h",
+        "measure": [*["relative"] * (len(lost) + 1), "total"],
+        "y": names,
+        "x": [100.0, *(-part for part in parts), 0],
+        "text": [
+            "100 %",
+            *(f"\u2212{percent(part / 100)}" for part in parts),
+            percent(useful / 100),
+        ],
+        "textposition": ["inside", *["outside"] * (len(lost) + 1)],
+        "cliponaxis": False,
+        "hovertext": _waterfall_words(data),
+        "hoverinfo": "text",
+        "connector": {"line": {"color": "#9aa3ae", "width": 1}},
+        "increasing": {"marker": {"color": COLOURS[TimeClass.STARTUP]}},
+        "decreasing": {"marker": {"color": COLOURS[TimeClass.REDONE]}},
+        "totals": {"marker": {"color": COLOURS[kept]}},
+    }
+    shape = layout(
+        90 + 30 * len(names),
+        xaxis=axis("% of allocated time", range=[-14, 118], tickvals=[0, 25, 50, 75, 100]),
+        yaxis=axis("", autorange="reversed"),
+    )
+    return Chart(key, title, _goodput_words(data), {"data": [trace], "layout": shape})
+
+
+def _kept(data: ReportData) -> TimeClass:
+    """What training itself is called; a program that reports no step has nothing but "other"."""
+    return TimeClass.OTHER if data.status.reported.is_silent else TimeClass.STEP
+
+
+def _name(kept: TimeClass) -> str:
+    return "running" if kept is TimeClass.OTHER else NAMES[kept]
+
+
+def _lost(data: ReportData) -> list[tuple[TimeClass, float]]:
+    """Node-seconds that did not go to training, the largest class first."""
+    spent, kept = data.status.goodput.node_seconds, _kept(data)
+    lost = [(kind, spent[kind]) for kind in NAMES if kind is not kept and spent.get(kind, 0) > 0]
+    return sorted(lost, key=lambda one: -one[1])
+
+
+def _goodput_words(data: ReportData) -> str:
+    spent = data.status.goodput
+    hours = f"{node_hours(spent.allocated_s)} node-hours"
+    if spent.useful_of_allocated is None:
+        return f"{hours} in all. The program reported no steps, so no share is called useful."
+    lost = {kind: s for kind, s in spent.node_seconds.items() if kind is not TimeClass.STEP}
+    worst = max(lost, key=lambda kind: lost[kind])
+    share = f"{percent(lost[worst] / spent.allocated_s)}: {NAMES[worst]}"
+    return (
+        f"{percent(spent.useful_of_allocated)} of {hours} went to useful steps. "
+        f"The largest loss is {share}."
+    )
+
+
+def _waterfall_words(data: ReportData) -> list[str]:
+    spent = data.status.goodput
+    kept = _kept(data)
+    rows = [("allocated", spent.allocated_s), *((NAMES[k], s) for k, s in _lost(data))]
+    rows.append((_name(kept), spent.node_seconds[kept]))
+    return [f"<b>{name}</b><br>{node_hours(s)} node-hours" for name, s in rows]
+
+
+# ---- curves
+
+
+def loss(data: ReportData) -> Chart:
+    """Each step once, with marks where an attempt went on."""
+    key, title = "loss", "Loss"
+    kept = data.history.kept
+    with_loss = [mark for mark in kept if mark.loss is not None]
+    if not with_loss:
+        return Chart(key, title, f"No loss to show: {_why_no_marks(data, 'loss')}.")
+    traces = [line(gather.by_step(kept, lambda mark: mark.loss), "loss", SERIES[0])]
+    resumes = _resume_marks(data)
+    traces += [resumes] if resumes["x"] else []
+    judged = _evaluated_loss(data)
+    traces += [judged] if judged["x"] else []
+    has_norm = any(mark.grad_norm is not None for mark in kept)
+    shape = layout(
+        460 if has_norm else 340,
+        xaxis=axis("step", anchor="y2" if has_norm else "y"),
+        yaxis=axis("loss", domain=[0.42, 1] if has_norm else [0, 1]),
+    )
+    if has_norm:
+        norm = gather.by_step(kept, lambda mark: mark.grad_norm)
+        traces.append(line(norm, "gradient norm", SERIES[1], yaxis="y2"))
+        shape["yaxis2"] = axis("gradient norm", domain=[0, 0.34])
+    went_on = sum(1 for one in data.history.resumes if one.step > 0)
+    again = f" {count(went_on, 'resume')} marked; steps that were done again count once."
+    odd = sum(1 for mark in kept if mark.loss is None)
+    words = (
+        f"Loss {with_loss[-1].loss:.4g} at step {with_loss[-1].last:,}, "
+        f"lowest {min(mark.loss or 0 for mark in with_loss):.4g}."
+        + (again if went_on else "")
+        + (f" {count(odd, 'mark')} without a number for it." if odd else "")
+    )
+    return Chart(key, title, words, {"data": traces, "layout": shape}, has_legend=True)
+
+
+def _resume_marks(data: ReportData) -> dict[str, Any]:
+    """A triangle on the loss where an attempt went on from a checkpoint."""
+    views = {resume.number: resume for resume in data.status.attempts}
+    at = {mark.last: mark.loss for mark in data.history.kept if mark.loss is not None}
+    resumes = [resume for resume in data.history.resumes if resume.step in at]
+    stride = max(1, len(resumes) // MOST_RESUMES)
+    resumes = resumes[-1::-stride][::-1]
+    texts = []
+    for resume in resumes:
+        view, before = views.get(resume.attempt or 0), views.get((resume.attempt or 0) - 1)
+        why = f" after {ended(before)}" if before is not None else ""
+        on = f" on {escape(where(view))}" if view is not None else ""
+        texts.append(f"attempt {resume.attempt} resumed from step {resume.step:,}{on}{escape(why)}")
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "resumed",
+        "marker": {"symbol": "triangle-down", "size": 10, "color": COLOURS[TimeClass.REDONE]},
+        "x": [resume.step for resume in resumes],
+        "y": [at[resume.step] for resume in resumes],
+        "hovertext": texts,
+        "hoverinfo": "text",
+    }
+
+
+def _evaluated_loss(data: ReportData) -> dict[str, Any]:
+    """A diamond where an evaluation has found a loss; all its metrics beside it."""
+    rows = [row for row in data.status.evaluations if "loss" in row.metrics]
+    rows = rows[:: max(1, len(rows) // MOST_RESUMES)][::-1]
+    texts = [
+        escape(
+            f"step {row.step:,} evaluated{', best' if row.is_best else ''}: "
+            + ", ".join(f"{name} {value:.4g}" for name, value in row.metrics.items())
+        )
+        for row in rows
+    ]
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "evaluated loss",
+        "marker": {"symbol": "diamond", "size": 9, "color": SERIES[2]},
+        "x": [row.step for row in rows],
+        "y": [row.metrics["loss"] for row in rows],
+        "hovertext": texts,
+        "hoverinfo": "text",
+    }
+
+
+def throughput(data: ReportData) -> Chart:
+    """How much a second, over wall time, with what was done again."""
+    key, title = "throughput", "Throughput"
+    marks = data.history.marks
+    unit = gather.unit_of(marks)
+    rates = [unit.rate(mark) for mark in marks]
+    middle = gather.median(rates)
+    if middle is None:
+        return Chart(key, title, f"No throughput to show: {_why_no_marks(data, 'seconds')}.")
+    name = f"{unit.name}/s"
+    trace = line(gather.by_time(marks, unit.rate), name, SERIES[2], dates=True, unit=name)
+    shape = layout(
+        300,
+        xaxis=time_axis(),
+        yaxis=axis(name, rangemode="tozero"),
+    )
+    best = max(rate for rate in rates if rate is not None)
+    words = f"Median {figure(middle, name)}, best {figure(best, name)}."
+    return Chart(key, title, words, {"data": [trace], "layout": shape})
+
+
+def step_times(data: ReportData) -> Chart:
+    """Median and 95th percentile of step times, over wall time."""
+    key, title = "steps", "Step time"
+    marks = data.history.marks
+    middle = gather.median([gather.step_p50(mark) for mark in marks])
+    if middle is None:
+        return Chart(key, title, f"No step time to show: {_why_no_marks(data, 'seconds')}.")
+    points = gather.by_time(marks, gather.step_p50)
+    has_percentiles = any(mark.p50_s is not None for mark in marks)
+    name = "median" if has_percentiles else "mean"
+    traces = [line(points, name, SERIES[0], dates=True, unit="s")]
+    high = gather.median([mark.p95_s for mark in marks])
+    words = f"A step takes {step_seconds(middle)} ({name})."
+    if high is not None:
+        points = gather.by_time(marks, lambda mark: mark.p95_s)
+        traces.insert(0, line(points, "95 % below", SERIES[1], dates=True, unit="s"))
+        words = f"Half of the steps take below {step_seconds(middle)}, 95 % {step_seconds(high)}."
+    shape = layout(320, xaxis=time_axis(), yaxis=axis("seconds", rangemode="tozero"))
+    drawn = {"data": traces, "layout": shape}
+    return Chart(key, title, words, drawn, has_legend=len(traces) > 1)
+
+
+def _why_no_marks(data: ReportData, what: str) -> str:
+    if not data.history.marks:
+        return "no step is on record"
+    return f"the program tells no {what} with its steps"
+
+
+GIB = 2**30
+NO_RANKS = "no attempt wrote a ranks.jsonl, which rank 0 does as the run goes on"
+MOST_LINES = 60
+PIXELS = 900
+TRAINING = frozenset({TimeClass.STEP, TimeClass.DATA, TimeClass.SAVE})
+
+
+def heat(data: ReportData) -> Chart:
+    """Step time of each rank over wall time."""
+    key, title = "heat", "Step time by rank"
+    drawn = gather.heat_map(data.ranks)
+    if drawn is None:
+        return Chart(key, title, f"No times of ranks to show: {NO_RANKS}.")
+    values = sorted(cell for row in drawn.cells for cell in row if cell is not None)
+    top = values[min(len(values) - 1, int(0.99 * len(values)))]
+    what = "own work in a step" if drawn.is_own else "whole step"
+    labels = [str(row.start) if len(row) == 1 else f"{row.start}-{row[-1]}" for row in drawn.rows]
+    trace = {
+        "type": "heatmap",
+        "x": [local(t) for t in drawn.times],
+        "y": list(range(len(labels))),
+        "z": [[None if v is None else float(f"{v:.4g}") for v in row] for row in drawn.cells],
+        "zmin": values[0],
+        "zmax": max(top, values[0] * 1.02),
+        "colorscale": "YlOrRd",
+        "reversescale": True,
+        "colorbar": {"title": {"text": "s"}, "thickness": 12, "len": 0.9},
+        "customdata": [[label] * len(drawn.times[1:]) for label in labels],
+        "hovertemplate": "rank %{customdata}<br>%{x}<br>%{z:.4g} s<extra></extra>",
+        "hoverongaps": False,
+    }
+    every = max(1, len(labels) // 16)
+    ticks = list(range(0, len(labels), every))
+    height = max(240, min(620, 110 + 16 * len(labels)))
+    shape = layout(
+        height,
+        xaxis=time_axis(),
+        yaxis=axis(
+            "rank", tickvals=ticks, ticktext=[labels[at] for at in ticks], autorange="reversed"
+        ),
+    )
+    middle = step_seconds(gather.median(values))
+    words = f"Darker is slower. The {what} takes {middle} (median over ranks and time)."
+    shared = (
+        " Neighbouring ranks share a row, the slowest counts." if len(drawn.rows[0]) > 1 else ""
+    )
+    return Chart(key, title, f"{words}{shared}", {"data": [trace], "layout": shape})
+
+
+def memory_chart(data: ReportData) -> Chart:
+    """Memory of each rank's device."""
+    key, title = "memory", "Memory per rank"
+    held = gather.memory(data.ranks)
+    if held is None or not any(held.peak):
+        return Chart(key, title, "No memory to show: no rank reported its device's.")
+    groups = gather.groups(len(held.peak), gather.MOST_BARS)
+    names = [
+        str(group.start) if len(group) == 1 else f"{group.start}-{group[-1]}" for group in groups
+    ]
+    rows = [("in use at most", held.peak, SERIES[0])]
+    if held.reserved:
+        rows.insert(0, ("reserved", held.reserved, "#b7c3d3"))
+    traces = [
+        {
+            "type": "bar",
+            "name": name,
+            "x": names,
+            "y": [round(max(values[at] for at in group) / GIB, 3) for group in groups],
+            "marker": {"color": colour},
+            "hovertemplate": "rank %{x}<br>%{y:.2f} GiB<extra>" + name + "</extra>",
+        }
+        for name, values, colour in rows
+    ]
+    top = max(range(len(held.peak)), key=held.peak.__getitem__)
+    words = f"Rank {top} held the most: {size(round(held.peak[top]))} in use"
+    if held.reserved:
+        words += f", {size(round(held.reserved[top]))} reserved"
+    tries = f" {held.retries:.0f} allocations were tried again." if held.retries else ""
+    shape = layout(
+        300,
+        barmode="overlay",
+        xaxis=axis("rank", type="category"),
+        yaxis=axis("GiB", rangemode="tozero"),
+    )
+    return Chart(
+        key,
+        title,
+        f"{words} (attempt {held.attempt}).{tries}",
+        {"data": traces, "layout": shape},
+        has_legend=len(traces) > 1,
+    )
+
+
+def waits_chart(data: ReportData) -> Chart:
+    """Where each rank's time went."""
+    key, title = "waits", "Where ranks waited"
+    waits = gather.waits(data.ranks)
+    if waits is None:
+        return Chart(key, title, f"No waits to show: {NO_RANKS}.")
+    groups = gather.groups(len(waits.wall_s), gather.MOST_BARS)
+    names = [
+        str(group.start) if len(group) == 1 else f"{group.start}-{group[-1]}" for group in groups
+    ]
+    own = waits.own_s
+    rest = [
+        max(0.0, wall - data_s - (own[rank] if own is not None else 0.0))
+        for rank, (wall, data_s) in enumerate(zip(waits.wall_s, waits.data_s, strict=True))
+    ]
+    rows = [("waiting for data", waits.data_s, COLOURS[TimeClass.DATA])]
+    if own is not None:
+        rows.insert(0, ("own work", own, COLOURS[TimeClass.STEP]))
+        rows.append(("with and for other ranks", rest, "#8896ab"))
+    else:
+        rows.append(("work, and waiting for others", rest, "#8896ab"))
+    traces = [
+        {
+            "type": "bar",
+            "name": name,
+            "x": names,
+            "y": [_share(values, waits.wall_s, group) for group in groups],
+            "marker": {"color": colour},
+            "hovertemplate": "rank %{x}<br>%{y:.1f} %<extra>" + name + "</extra>",
+        }
+        for name, values, colour in rows
+    ]
+    shape = layout(
+        340,
+        barmode="stack",
+        xaxis=axis("rank", type="category"),
+        yaxis=axis("% of its time", range=[0, 100]),
+    )
+    drawn = {"data": traces, "layout": shape}
+    return Chart(key, title, _waits_words(waits), drawn, has_legend=True)
+
+
+def _share(values: Sequence[float], wall_s: Sequence[float], group: range) -> float:
+    whole = sum(wall_s[at] for at in group)
+    return round(100 * sum(values[at] for at in group) / whole, 2) if whole else 0.0
+
+
+def _waits_words(waits: gather.Waits) -> str:
+    share = [d / w if w else 0.0 for d, w in zip(waits.data_s, waits.wall_s, strict=True)]
+    most = max(range(len(share)), key=share.__getitem__)
+    words = f"Rank {most} waited longest for data: {percent(share[most])} of its time."
+    if waits.own_s is None or len(share) == 1:
+        return words
+    rank, times = waits.slowest.most_common(1)[0]
+    return (
+        f"{words} The others waited most often for rank {rank}: slowest in "
+        f"{percent(times / waits.samples)} of {count(waits.samples, 'sample')}, "
+        f"in the middle {percent(waits.behind[rank])} above the median."
+    )
+
+
+# ---- saves
+
+
+def saves_chart(data: ReportData) -> Chart:
+    """What each checkpoint cost."""
+    key, title = "saves", "What checkpoints cost"
+    saves = [save for save in data.history.saves if save.step is not None]
+    if not saves:
+        none = "No checkpoint of a known step was committed."
+        return Chart(key, title, none if data.history.saves else "No checkpoint was committed.")
+    shown = gather.thin_saves(saves)
+    x = [save.step for save in shown]
+    rows = (
+        ("until committed", [save.seconds for save in shown], "#b7c3d3", "y"),
+        ("training stopped", [save.cost_s for save in shown], COLOURS[TimeClass.SAVE], "y"),
+        (
+            "size",
+            [None if b is None else b / GIB for b in (s.size_bytes for s in shown)],
+            "#8896ab",
+            "y2",
+        ),
+    )
+    hover = [
+        f"step {save.step:,}, attempt {save.attempt}, {escape(save.mode or save.kind)}"
+        for save in shown
+    ]
+    traces = [
+        {
+            "type": "scatter",
+            "mode": "markers" if axis_name == "y" else "lines+markers",
+            "name": name,
+            "x": x,
+            "y": values,
+            "yaxis": axis_name,
+            "marker": {"color": colour, "size": 7 if axis_name == "y" else 4},
+            "line": {"color": colour, "width": 1, "shape": "hv"},
+            "text": hover,
+            "hovertemplate": "%{text}<br>%{y:.4g} "
+            + ("s" if axis_name == "y" else "GiB")
+            + f"<extra>{name}</extra>",
+        }
+        for name, values, colour, axis_name in rows
+    ]
+    shape = layout(
+        420,
+        xaxis=axis("step", anchor="y2"),
+        yaxis=axis("seconds", domain=[0.4, 1], rangemode="tozero"),
+        yaxis2=axis("GiB", domain=[0, 0.3], rangemode="tozero"),
+    )
+    drawn = {"data": traces, "layout": shape}
+    return Chart(key, title, _saves_words(data), drawn, has_legend=True)
+
+
+def _saves_words(data: ReportData) -> str:
+    saves = data.history.saves
+    stall, whole = (
+        gather.median([save.cost_s for save in saves]),
+        gather.median([save.seconds for save in saves]),
+    )
+    weight = next((save.size_bytes for save in reversed(saves) if save.size_bytes), None)
+    words = f"{count(len(saves), 'save')}: training stopped {step_seconds(stall)} for one"
+    words += f", committed after {step_seconds(whole)} (medians)"
+    words += f", {size(weight)} each" if weight else ""
+    missed = sum(data.history.missed.values())
+    return f"{words}.{f' {missed} more failed or were left out.' if missed else ''}"
+
+
+@dataclass
+class Bar:
+    """A stretch of one line.
+
+    Attributes:
+        line: Counted from 0.
+        start: Seconds since the epoch.
+        end: The same.
+        kind: What it was spent on; STEP also stands for the data waits and saves in it.
+        attempts: The first and the last attempt in it; None for the time before the first.
+        shares: Seconds of each kind in it.
+    """
+
+    line: int
+    start: float
+    end: float
+    kind: TimeClass
+    attempts: tuple[int, int] | None
+    shares: dict[TimeClass, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bars, and the attempts of each line: first and last."""
+
+    bars: list[Bar]
+    lines: list[tuple[int, int]]
+
+
+def timeline(slices: Sequence[TimeSlice]) -> Timeline:
+    """Lines of bars, the first attempt first; the queue before an attempt stands in its line."""
+    lasting = [slice_ for slice_ in slices if slice_.end > slice_.start]
+    numbers = sorted({slice_.attempt for slice_ in lasting if slice_.attempt is not None})
+    if not numbers:
+        numbers = [0] if lasting else []
+    lines = [(numbers[g.start], numbers[g.stop - 1]) for g in groups(len(numbers), MOST_LINES)]
+    where = {
+        number: line
+        for line, group in enumerate(groups(len(numbers), MOST_LINES))
+        for number in numbers[group.start : group.stop]
+    }
+    by_line: dict[int, list[Bar]] = defaultdict(list)
+    for slice_, number in zip(lasting, _owners(lasting, numbers), strict=True):
+        line = where[number]
+        kind = TimeClass.STEP if slice_.kind in TRAINING else slice_.kind
+        _add(
+            by_line[line], Bar(line, slice_.start, slice_.end, kind, (number, number)), slice_.kind
+        )
+    begin = min((b.start for b in lasting), default=0)
+    pixel = (max((b.end for b in lasting), default=0) - begin) / PIXELS
+    crowded = len(numbers) > MOST_LINES
+    drawn = [_coarse(bars, pixel) if crowded else bars for bars in by_line.values()]
+    return Timeline([bar for bars in drawn for bar in bars], lines)
+
+
+def _owners(slices: Sequence[TimeSlice], numbers: Sequence[int]) -> Iterable[int]:
+    """The attempt of each slice; time without one leads to the next attempt."""
+    following = numbers[-1] if numbers else 0
+    owners: list[int] = []
+    for time_slice in reversed(slices):
+        following = time_slice.attempt if time_slice.attempt is not None else following
+        owners.append(following)
+    return reversed(owners)
+
+
+def _add(bars: list[Bar], bar: Bar, kind: TimeClass) -> None:
+    """Put a bar behind the others, or lengthen the last where both show the same."""
+    last = bars[-1] if bars else None
+    joins = (
+        last is not None
+        and (last.kind, last.attempts) == (bar.kind, bar.attempts)
+        and (bar.start - last.end) <= 1.0
+    )
+    target = last if last is not None and joins else bar
+    if target is bar:
+        bars.append(bar)
+    target.end = max(target.end, bar.end)
+    target.shares[kind] = target.shares.get(kind, 0.0) + bar.end - bar.start
+
+
+def _coarse(bars: Sequence[Bar], pixel: float) -> list[Bar]:
+    """The bars with those shorter than a pixel put together, under what fills most of them."""
+    bars_drawn: list[Bar] = []
+    for bar in bars:
+        last = bars_drawn[-1] if bars_drawn else None
+        if last is None or (last.end - last.start >= pixel and bar.end - bar.start >= pixel):
+            bars_drawn.append(bar)
+            continue
+        if last.end - last.start >= pixel and last.kind is not bar.kind:
+            bars_drawn.append(bar)
+            continue
+        for kind, seconds in bar.shares.items():
+            last.shares[kind] = last.shares.get(kind, 0.0) + seconds
+        last.end = max(last.end, bar.end)
+        last.attempts = _both(last.attempts, bar.attempts)
+        most = max(last.shares, key=lambda kind: last.shares[kind])
+        last.kind = TimeClass.STEP if most in TRAINING else most
+    return bars_drawn
+
+
+def _both(first: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
+    pairs = [pair for pair in (first, other) if pair is not None]
+    return (min(p[0] for p in pairs), max(p[1] for p in pairs)) if pairs else None

@@ -1,0 +1,368 @@
+"""The numbers of a report, of one run or several side by side, for page and text. Pure.
+
+tests/unit/report/test_report.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from html import escape
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.core.base.text import count, duration
+from hpctrain.ledger.history.goodput import TimeClass
+from hpctrain.ledger.history.reported import NO_STEP
+from hpctrain.ledger.history.run_state import OVER
+from hpctrain.observe.report import gather
+from hpctrain.observe.report.wording import (
+    COLOURS,
+    NAMES,
+    NOT_KNOWN,
+    NOTHING,
+    SERIES,
+    Chart,
+    axis,
+    ended,
+    figure,
+    layout,
+    line,
+    node_hours,
+    percent,
+    recovered,
+    step_seconds,
+    steps,
+    when,
+    where,
+)
+from hpctrain.observe.status.run_lines import incident_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpctrain.ledger.history.attempts import AttemptView
+    from hpctrain.ledger.history.goodput import Goodput
+    from hpctrain.observe.report.gather import Point, ReportData
+
+
+ATTEMPT_TITLES = ("#", "job", "where", "started", "ran", "ended", "steps", "lost", "recovered in")
+NUMBERS = frozenset({"#", "ran", "lost"})
+"""Columns that stand to the right."""
+EVALUATION_TITLES = ("step", "state", "metrics", "why")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One number of the summary: what it is, how much, and a word more."""
+
+    label: str
+    value: str
+    more: str = ""
+
+
+@dataclass(frozen=True)
+class FailureGroup:
+    """Attempts that failed alike: the newest tells for all."""
+
+    summary: str
+    attempts: tuple[int, ...]
+    where: str
+    cause: str
+    traceback: str
+
+
+def facts(data: ReportData) -> list[Fact]:
+    """The first look at a run."""
+    status, spent = data.status, data.status.goodput
+    progress = status.progress
+    total = "" if progress.total is None else f"of {progress.total:,}"
+    rows = [
+        Fact("state", status.state.value, _since(data)),
+        Fact("step", _step(data), total),
+        Fact("useful of allocated", percent(spent.useful_of_allocated), _why_no_rate(spent)),
+        Fact("useful since submit", percent(spent.useful_since_submit), _waited(spent)),
+        Fact("last 24 hours", percent(status.day.useful_of_allocated), "useful of allocated"),
+        _lost(data),
+        Fact("attempts", f"{len(status.attempts):,}", _ends(data)),
+        Fact("node-hours", node_hours(spent.allocated_s), "allocated"),
+    ]
+    return [*rows, *_incidents(data), *_speed(data)]
+
+
+def _incidents(data: ReportData) -> list[Fact]:
+    """What the run has survived, and what guards it; nothing where nothing happened."""
+    rows = []
+    for label, words in incident_lines(data.status.incidents):
+        value, _, more = words.partition("; ")
+        rows.append(Fact(label, value, more))
+    return rows
+
+
+def _step(data: ReportData) -> str:
+    step = data.status.progress.step
+    if step is None:
+        return NOT_KNOWN if data.status.reported.is_silent else NOTHING
+    return f"{step:,}"
+
+
+def _lost(data: ReportData) -> Fact:
+    lost = data.status.steps_lost
+    if lost.steps is None:
+        return Fact("steps lost", NOT_KNOWN, lost.why)
+    more = f"done again, or in vain; {lost.why}" if lost.why else "done again, or in vain"
+    return Fact("steps lost", f"{lost.steps:,}", more)
+
+
+def _why_no_rate(spent: Goodput) -> str:
+    if spent.useful_of_allocated is not None:
+        return ""
+    return NO_STEP if spent.allocated_s else "nothing was allocated"
+
+
+def _waited(spent: Goodput) -> str:
+    queued = spent.seconds.get(TimeClass.QUEUE, 0.0)
+    return f"{duration(queued)} in the queue" if queued >= 1 else ""
+
+
+def _since(data: ReportData) -> str:
+    attempts = data.status.attempts
+    if not attempts:
+        return ""
+    last = attempts[-1].ended
+    until = "" if last is None else f" to {when(last)}"
+    return f"{when(attempts[0].started)}{until}"
+
+
+def _ends(data: ReportData) -> str:
+    seen: dict[str, int] = {}
+    for attempt in data.status.attempts:
+        if attempt.ended is not None:
+            seen[ended(attempt)] = seen.get(ended(attempt), 0) + 1
+    most = sorted(seen.items(), key=lambda attempt: -attempt[1])
+    return ", ".join(f"{times} {why}" for why, times in most[:4])
+
+
+def _speed(data: ReportData) -> list[Fact]:
+    marks = data.history.marks
+    unit = gather.unit_of(marks)
+    rate = gather.median([unit.rate(mark) for mark in marks])
+    facts_of_speed = []
+    if rate is not None:
+        step = step_seconds(gather.median([gather.step_p50(mark) for mark in marks]))
+        facts_of_speed.append(Fact(f"{unit.name}/s", figure(rate), f"median; a step {step}"))
+    if data.status.progress.loss is not None:
+        facts_of_speed.append(
+            Fact("loss", f"{data.status.progress.loss:.4g}", "of the last reported step")
+        )
+    return facts_of_speed
+
+
+def classes(spent: Goodput) -> list[tuple[str, float, float]]:
+    """Name, seconds and share of allocated time of each class; the queue has no share."""
+    return [
+        (
+            NAMES[kind],
+            spent.seconds[kind],
+            spent.node_seconds.get(kind, 0.0) / spent.allocated_s if spent.allocated_s else 0.0,
+        )
+        for kind in NAMES
+    ]
+
+
+def attempt_rows(data: ReportData) -> list[tuple[str, ...]]:
+    """A row per attempt under `ATTEMPT_TITLES`; times to the minute, in this machine's zone."""
+    attempts = list(data.status.attempts)
+    rows: list[tuple[str, ...]] = []
+    for attempt, following in zip_longest(attempts, attempts[1:]):
+        rows.append(
+            (
+                str(attempt.number),
+                attempt.job_id or NOTHING,
+                where(attempt),
+                when(attempt.started),
+                duration(_until(data, attempt) - attempt.started),
+                _end(data, attempt),
+                steps(attempt),
+                NOTHING if attempt.steps_lost is None else f"{attempt.steps_lost:,}",
+                recovered(following),
+            )
+        )
+    return rows
+
+
+def evaluation_rows(data: ReportData) -> list[tuple[str, ...]]:
+    """A row per checkpoint that was or is to be evaluated, the newest first."""
+    return [
+        (
+            f"{row.step:,}",
+            f"{row.state}, best" if row.is_best else row.state,
+            ", ".join(f"{name} {value:.4g}" for name, value in row.metrics.items()) or NOTHING,
+            row.why or NOTHING,
+        )
+        for row in data.status.evaluations
+    ]
+
+
+def _is_done(data: ReportData, attempt: AttemptView) -> bool:
+    """Whether it is over though no end of it is on record: a run in a terminal has no agent."""
+    return attempt.ended is None and data.status.state in OVER
+
+
+def _until(data: ReportData, attempt: AttemptView) -> float:
+    seen = data.status.progress.seen
+    if _is_done(data, attempt) and seen is not None:
+        return seen
+    return data.status.now if attempt.ended is None else attempt.ended
+
+
+def _end(data: ReportData, attempt: AttemptView) -> str:
+    return data.status.state.value if _is_done(data, attempt) else ended(attempt)
+
+
+def failure_groups(data: ReportData) -> list[FailureGroup]:
+    """What attempts failed of, the newest kind first; the same failure counts once."""
+    groups: dict[str, FailureGroup] = {}
+    for attempt in reversed(data.status.attempts):
+        failure = attempt.failure
+        if failure is None:
+            continue
+        group = groups.get(failure.summary)
+        if group is not None:
+            numbers = (attempt.number, *group.attempts)
+            groups[failure.summary] = FailureGroup(
+                group.summary, numbers, group.where, group.cause, group.traceback
+            )
+            continue
+        rank = "" if failure.rank is None else f"rank {failure.rank}"
+        on = f"{rank} on {failure.node}" if failure.node else rank
+        text = textwrap.dedent(failure.traceback).strip("\n")
+        groups[failure.summary] = FailureGroup(
+            failure.summary, (attempt.number,), on, ended(attempt), text
+        )
+    return list(groups.values())
+
+
+def failure_line(group: FailureGroup) -> str:
+    """Which attempts failed, and where the newest did."""
+    numbers = ", ".join(map(str, group.attempts[-8:]))
+    times = count(len(group.attempts), "attempt")
+    which = f"attempt {numbers}" if len(group.attempts) == 1 else f"{times} ({numbers})"
+    return f"{which}: {group.where or 'somewhere'}, {group.cause}"
+
+
+POINTS_TOGETHER = 8000
+"""Of all curves of a chart."""
+
+
+def comparison_rows(runs: Sequence[ReportData]) -> list[list[str]]:
+    """A header with the runs' names, then a row per number."""
+    labels = unique_names(runs)
+    tables = [{one.label: one.value for one in facts(data)} for data in runs]
+    titles = list(dict.fromkeys(label for table in tables for label in table))
+    rows = [[title, *(table.get(title, NOTHING) for table in tables)] for title in titles]
+    return [["", *labels], *rows]
+
+
+def unique_names(runs: Sequence[ReportData]) -> list[str]:
+    """The runs' names; where two are alike, with the folder they lie in."""
+    names = [data.status.name for data in runs]
+    return [
+        name if names.count(name) == 1 else data.status.root
+        for name, data in zip(names, runs, strict=True)
+    ]
+
+
+def comparison_charts(runs: Sequence[ReportData]) -> list[Chart]:
+    """Loss, throughput and goodput of all runs."""
+    return [_goodput(runs), _loss(runs), _throughput(runs)]
+
+
+def _goodput(runs: Sequence[ReportData]) -> Chart:
+    key, title = "compare-goodput", "Where the allocated time went"
+    names = unique_names(runs)
+    with_rate = [
+        (name, data.status.goodput)
+        for name, data in zip(names, runs, strict=True)
+        if data.status.goodput.allocated_s > 0
+    ]
+    if not with_rate:
+        return Chart(key, title, "Nothing was allocated to any of them.")
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": NAMES[kind],
+            "y": [escape(name) for name, _ in with_rate],
+            "x": [round(100 * g.node_seconds[kind] / g.allocated_s, 3) for _, g in with_rate],
+            "marker": {"color": COLOURS[kind]},
+            "hovertemplate": "%{y}<br>%{x:.2f} %<extra>" + NAMES[kind] + "</extra>",
+        }
+        for kind in NAMES
+        if kind is not TimeClass.QUEUE and any(g.node_seconds[kind] for _, g in with_rate)
+    ]
+    shape = layout(
+        110 + 40 * len(with_rate),
+        barmode="stack",
+        xaxis=axis("% of allocated time", range=[0, 100]),
+        yaxis=axis("", type="category", autorange="reversed"),
+    )
+    drawn = {"data": traces, "layout": shape}
+    shares = ", ".join(f"{name} {percent(g.useful_of_allocated)}" for name, g in with_rate)
+    return Chart(key, title, f"Useful of allocated: {shares}.", drawn, has_legend=True)
+
+
+def _loss(runs: Sequence[ReportData]) -> Chart:
+    key, title = "compare-loss", "Loss"
+    sets = [gather.by_step(data.history.kept, lambda mark: mark.loss) for data in runs]
+    lines = _overlaid(runs, sets, "step", "loss")
+    if lines is None:
+        return Chart(key, title, "None of them has a loss on record.")
+    last = ", ".join(
+        f"{name} {data.status.progress.loss:.4g} at step {data.status.progress.step:,}"
+        for name, data in zip(unique_names(runs), runs, strict=True)
+        if data.status.progress.loss is not None and data.status.progress.step is not None
+    )
+    return Chart(key, title, f"Each step once. {last}.", lines, has_legend=True)
+
+
+def _throughput(runs: Sequence[ReportData]) -> Chart:
+    key, title = "compare-throughput", "Throughput"
+    units = {gather.unit_of(data.history.marks).name for data in runs if data.history.marks}
+    # Runs that count in different things can be laid over each other in steps only.
+    unit = next((u for u in (gather.TOKENS, gather.SAMPLES) if units == {u.name}), gather.STEPS)
+    sets: list[list[Point]] = []
+    for data in runs:
+        begin = data.history.marks[0].t if data.history.marks else 0.0
+        points = gather.by_time(data.history.marks, unit.rate)
+        sets.append([((t - begin) / 3600, rate) for t, rate in points])
+    name = f"{unit.name}/s"
+    lines = _overlaid(runs, sets, "hours since the first step", name)
+    if lines is None:
+        return Chart(key, title, "None of them has a step on record.")
+    middles = ", ".join(
+        f"{label} {figure(gather.median([unit.rate(m) for m in data.history.marks]), name)}"
+        for label, data in zip(unique_names(runs), runs, strict=True)
+        if data.history.marks
+    )
+    return Chart(key, title, f"Medians: {middles}.", lines, has_legend=True)
+
+
+def _overlaid(
+    runs: Sequence[ReportData], sets: Sequence[Sequence[Point]], x: str, y: str
+) -> dict[str, Any] | None:
+    """A curve for each run; None where no run has a point."""
+    if not any(value is not None for points in sets for _, value in points):
+        return None
+    most = max(100, min(gather.MOST_POINTS, POINTS_TOGETHER // max(1, len(sets))))
+    names = unique_names(runs)
+    traces = [
+        line(gather.thin(points, most), name, SERIES[at % len(SERIES)], unit=y)
+        | {"hovertemplate": f"{x} %{{x:.6g}}<br>%{{y:.5g}}<extra>{escape(name)}</extra>"}
+        for at, (name, points) in enumerate(zip(names, sets, strict=True))
+        if points
+    ]
+    # A rate from zero on: a difference of a percent must not look like half.
+    more = {"rangemode": "tozero"} if y.endswith("/s") else {}
+    shape = layout(360, xaxis=axis(x), yaxis=axis(y, **more))
+    return {"data": traces, "layout": shape}

@@ -1,0 +1,1 @@
+"""What a training program uses: the step loop, engines, data and callbacks of other libraries."""

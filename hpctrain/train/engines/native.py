@@ -1,0 +1,297 @@
+"""The engines that torch has itself: one process, DDP, and FSDP2 with what builds on it.
+
+They differ in how a model is wrapped and when gradients travel; the rest is the same code. Under
+FSDP2 (`shard`) every parameter is spread over the ranks, and gathered when it is used: block by
+block, with embedding and head by themselves. tests/engines/test_every_engine.py, test_parity.py and
+test_what_steps_do.py hold the promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from hpctrain.checkpoint.tensors.boxes import State
+from hpctrain.core.torch_private import cuts_over
+from hpctrain.errors import UsageError
+from hpctrain.node.control.pulse import VALIDATE, in_phase
+from hpctrain.train.engines import state as names
+from hpctrain.train.engines.averaged import Averaged
+from hpctrain.train.engines.blocks import every_block, find_ends
+from hpctrain.train.engines.engine import Engine, global_sum
+from hpctrain.train.engines.experts import find_experts
+from hpctrain.train.engines.norm import clip_factor, global_norm, outer_copies, scale_, square_sum
+from hpctrain.train.engines.precision import LossScale
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch.optim import Optimizer
+
+    from hpctrain.checkpoint.format.manifest import TensorEntry
+    from hpctrain.core.settings.schema import EngineSettings
+    from hpctrain.train.engines.context import ContextParallel
+    from hpctrain.train.engines.engine import EngineInputs, Loss, Microbatch
+    from hpctrain.train.engines.layouts import DeviceMeshes
+
+
+class Native(Engine):
+    """See `Engine`.
+
+    Attributes:
+        context: Where ranks share sequences, how; else None.
+    """
+
+    context: ContextParallel | None = None
+
+    def __init__(
+        self, kind: str, model: nn.Module, optimizer: Optimizer, inputs: EngineInputs
+    ) -> None:
+        """Take a model that is wrapped already; `parallelize.py` does that."""
+        super().__init__(kind, model, optimizer, inputs)
+        self.loss_scale = LossScale() if self.precision is torch.float16 else None
+        self._names = frozenset(names.MODEL + name for name in inputs.state_names)
+        self._sharded = kind == "fsdp2"
+        self._reduces_each_pass = inputs.settings.reduce_each_pass
+
+    # ---- a step
+
+    def accumulate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
+        """See `Engine`."""
+        with self._own_parts(microbatches, loss) as given:
+            return super().accumulate(*given)
+
+    @in_phase(VALIDATE)
+    def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
+        """See `Engine`."""
+        with self._own_parts(microbatches, loss) as given:
+            return super().evaluate(*given)
+
+    @contextlib.contextmanager
+    def _own_parts(
+        self, microbatches: Sequence[Microbatch], loss: Loss
+    ) -> Iterator[tuple[Sequence[Microbatch], Loss]]:
+        """What this rank has of the samples: its positions, where ranks share sequences."""
+        if self.context is None:
+            yield microbatches, loss
+            return
+        with self.context.running():
+            yield [self.context.part(each) for each in microbatches], self.context.checked(loss)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """See `Engine`."""
+        with super().evaluating(), self.autocast():
+            yield
+        self._reshard()
+
+    def autocast(self) -> Any:
+        """Around forward passes; a sharded model casts its parameters itself."""
+        enabled = self.precision is not torch.float32 and not self._sharded
+        return torch.autocast(self.world.device.type, dtype=self.precision, enabled=enabled)
+
+    @contextlib.contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        """See `Engine`."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(last or self._reduces_each_pass)
+        averaged = self.model if isinstance(self.model, Averaged) else None
+        waiting = averaged.no_sync() if averaged and not last else contextlib.nullcontext()
+        if averaged:
+            averaged.begin()
+        with waiting, self.autocast():
+            yield
+        if averaged and last:
+            averaged.finish()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """See `Engine`."""
+        factor = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        if isinstance(self.model, Averaged):
+            factor *= self.data_ranks  # it averages
+        (loss * factor).backward()  # type: ignore[no-untyped-call]
+
+    def update(self) -> float:
+        """See `Engine`."""
+        gradients = self.gradients()
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        norm = self.norm(gradients) / scale
+        counts = self.loss_scale is None or self.loss_scale.update(norm)
+        if counts and self.guard is not None:
+            counts = self.guard.accepts(norm)
+        self.left_out = not counts
+        if counts:
+            scale_(gradients, clip_factor(norm, self.clip_norm) / scale)
+            self._reshard()
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _reshard(self) -> None:
+        """Free what a forward pass without a backward pass has left gathered.
+
+        It would outlive an update or a restore of the shards, and hide them from a save.
+        """
+        for module in self._sharded_modules():
+            module.reshard()
+
+    def _sharded_modules(self) -> Iterator[FSDPModule]:
+        yield from (module for module in self.model.modules() if isinstance(module, FSDPModule))
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Of all parameters that the optimizer updates."""
+        return [
+            parameter.grad
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+
+    def norm(self, gradients: Sequence[torch.Tensor]) -> float:
+        """Over all ranks. Collective."""
+        if not isinstance(self.model, Averaged):
+            return global_norm(gradients, self.mesh, self.world)
+        own = square_sum(gradients, self.mesh, self.world)
+        squares, idle = global_sum(
+            self.world, torch.stack((own, own.new_tensor(self.model.idle)))
+        ).tolist()
+        if idle:
+            self.model.drop_unused()
+        return math.sqrt(squares)
+
+    # ---- state
+
+    def state(
+        self, *, with_optimizer: bool = True, saved: Mapping[str, TensorEntry] | None = None
+    ) -> State:
+        """See `Engine`."""
+        optimizer = self.optimizer if with_optimizer else None
+        if saved is None:
+            tensors = names.collect(self.model, optimizer)
+        else:
+            tensors = names.wanted(self.model, optimizer, saved)
+        if self.base is not None:
+            left_out = {names.MODEL + name for name in self.base.names}
+            tensors = {name: one for name, one in tensors.items() if name not in left_out}
+        copies = {}
+        if self.mesh.pp > 1 or self._sharded:
+            copies = {name: self._copies(tensor) for name, tensor in tensors.items()}
+        return State(dict(tensors), copies=copies, elsewhere=self._names - tensors.keys())
+
+    def apply(self, tensors: Mapping[str, Any], *, with_optimizer: bool = True) -> None:
+        """See `Engine`."""
+        names.apply(self.model, self.optimizer if with_optimizer else None, tensors)
+
+    def _copies(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Which copy of its part of a tensor this rank has, beyond what the tensor knows itself."""
+        place = self.world.rank % self.mesh.stage_ranks
+        if not isinstance(tensor, DTensor):
+            return place, self.mesh.stage_ranks
+        count = outer_copies(tensor, self.mesh)
+        # A tensor's mesh that leaves an axis out leaves the fastest one out: `tp`.
+        return place % count, count
+
+
+def shard(
+    model: nn.Module, meshes: DeviceMeshes, precision: torch.dtype, settings: EngineSettings
+) -> None:
+    """Shard a model in place: its embedding, each block, what follows them, the rest. Collective.
+
+    What is needed last, and the rest, stays gathered until its backward pass, which comes next.
+    Gradients are added over ranks, not averaged: the loss carries its share. Experts that lie on
+    several ranks are cut further over the ranks that have the same ones; their gradients are added
+    over these alone, since the tokens of the others have come to them.
+
+    Raises:
+        UsageError: experts cannot be cut so.
+    """
+    options: dict[str, Any] = {
+        "mesh": meshes.dense,
+        "reshard_after_forward": settings.reshard_after_forward,
+        # Experts are gathered with their block: a unit of their own inside it would count other
+        # operators when the block is computed again, which selective recomputation refuses.
+        "shard_placement_fn": _cuts(model, meshes),
+    }
+    if precision is not torch.float32:
+        # Gradients are added in fp32 unless measured to be safe in less.
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=precision, reduce_dtype=torch.float32
+        )
+    if settings.offload == "cpu":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
+    embedding, last = find_ends(model)
+    for block in every_block(model):
+        fully_shard(block, **options)
+    if embedding is not None:
+        only_looked_up = type(embedding) is nn.Embedding
+        fully_shard(embedding, **options).set_unshard_in_backward(not only_looked_up)
+    options["reshard_after_forward"] = False
+    if last:
+        fully_shard(last, **options)
+    fully_shard(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            add_gradients(module)
+
+
+def _cuts(model: nn.Module, meshes: DeviceMeshes) -> Callable[[nn.Parameter], Any]:
+    """Where each parameter is cut, and over which ranks."""
+    names = {
+        id(weight): f"{prefix}.{name}"
+        for prefix, module in find_experts(model).items()
+        for name, weight in module.named_parameters()
+    }
+    mesh = meshes.expert_shard
+    over = None if mesh is None else cuts_over(mesh)
+
+    def cut(weight: nn.Parameter) -> Any:
+        name = names.get(id(weight))
+        if name is None:
+            return None
+        if mesh is None or over is None:
+            return _whole_experts(weight, meshes.dense.size(-1))
+        return over(_within_experts(name, weight, mesh.size(-1)))
+
+    return cut
+
+
+def _whole_experts(weight: nn.Parameter, ranks: int) -> Shard | None:
+    """Cut experts between experts, as all parameters along their first dimension.
+
+    Fewer experts than ranks would lie on some ranks only, and fill these: then within each.
+    """
+    dimension = None if weight.shape[0] % ranks == 0 else _even_dimension(weight, ranks)
+    return None if dimension is None else Shard(dimension)
+
+
+def _within_experts(name: str, weight: nn.Parameter, ranks: int) -> Shard:
+    """Cut experts that lie on several ranks already: along another dimension than the experts'.
+
+    Along the same one a rank's part would be no single box, and could not be saved as one.
+    """
+    dimension = _even_dimension(weight, ranks)
+    if dimension is None:
+        raise UsageError(
+            f"{name} of shape {list(weight.shape)} has no dimension after the experts' that can "
+            f"be cut into {ranks} equal parts (engine.ep goes {ranks} times into the ranks of a "
+            "copy); change the model's width, engine.ep, or the number of ranks"
+        )
+    return Shard(dimension)
+
+
+def _even_dimension(weight: nn.Parameter, ranks: int) -> int | None:
+    """The first dimension after the experts' that has so many equal parts; None without one."""
+    fitting = (axis for axis in range(1, weight.ndim) if weight.shape[axis] % ranks == 0)
+    return next(fitting, None)
+
+
+def add_gradients(module: FSDPModule) -> None:
+    """Have a sharded module's gradients added over ranks."""
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)  # gloo has no other than the plain sum

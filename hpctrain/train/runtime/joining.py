@@ -1,0 +1,65 @@
+"""How a process becomes a rank of a run: ``run = hpctrain.init()``.
+
+It may have been started by hpctrain, by torchrun, or by hand; without a run directory it trains all
+the same. tests/engines/test_resume.py and test_own_loop.py hold the promises.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.core.base.env import HPCTRAIN_ATTEMPT, HPCTRAIN_RUN_DIR
+from hpctrain.core.base.files import read_text
+from hpctrain.core.base.log import configure
+from hpctrain.core.settings.schema import Settings
+from hpctrain.core.settings.spec import parse_spec
+from hpctrain.core.world import join_world, on_rank_0
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.train.runtime import sealed
+from hpctrain.train.runtime.attempt import join_attempt
+from hpctrain.train.runtime.run import Run
+from hpctrain.train.runtime.signals import RankSignals
+
+if TYPE_CHECKING:
+    from hpctrain.core.settings.spec import Spec
+    from hpctrain.core.world import World
+
+
+def init(settings: Settings | None = None) -> Run:
+    """Join the run that hpctrain started this process for.
+
+    Collective: every rank calls it once, early.
+
+    Outside hpctrain (plain ``python train.py``, or torchrun) the same program trains, without a run
+    directory: nothing is saved, and a stop signal ends it after the step in hand.
+
+    What we log goes to stderr, or through the program's own handlers where it has configured
+    logging.
+
+    Args:
+        settings: For programs that bring their own; otherwise the run's spec.json counts.
+    """
+    configure(f"rank {os.environ.get('RANK', '0')}")
+    root = os.environ.get(HPCTRAIN_RUN_DIR)
+    run_dir = RunDir(Path(root)) if root else None
+    signals = RankSignals()
+    signals.start(interrupt=HPCTRAIN_ATTEMPT not in os.environ)
+    world = join_world()
+    spec = _spec_of(run_dir, world)
+    attempt = join_attempt(run_dir, world)
+    if settings is None:
+        settings = spec.settings if spec is not None else Settings()
+    run = Run(world, settings, run_dir=run_dir, attempt=attempt, signals=signals, spec=spec)
+    run.resume_path = sealed.resume_path(run_dir, attempt, world, settings.checkpoint)
+    return run
+
+
+def _spec_of(run_dir: RunDir | None, world: World) -> Spec | None:
+    """The run's spec, which rank 0 reads for all; None where there is none. Collective."""
+    if run_dir is None:
+        return None
+    path = run_dir.spec
+    text = on_rank_0(world, lambda: read_text(path) if path.exists() else None)
+    return None if text is None else parse_spec(text, path)

@@ -1,0 +1,389 @@
+"""A look at some steps of some ranks by torch.profiler, without touching the program.
+
+Which steps are known to all ranks: by the settings, or by a request that rank 0 broadcast when all
+had agreed to hear it. So every rank begins and ends at the same step, and nothing more needs to be
+exchanged. Outside of its steps a profile costs one comparison a step.
+
+One step before the first is traced and thrown away: the first traced step carries the start of the
+tracing itself. With the trace come the rank's numbers of memory, and on CUDA what held it. A
+profile must never break training: what fails is told once, and profiling ends.
+tests/engines/test_profile_run.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from hpctrain.core.base import clock
+from hpctrain.core.base.env import HPCTRAIN_NSYS
+from hpctrain.core.device import is_accelerator, memory_stats, synchronize
+from hpctrain.core.settings.check import rank_set, step_range
+from hpctrain.core.world import broadcast
+from hpctrain.ledger.run.event_types import ProfileRequested, ProfileWritten
+from hpctrain.observe.profile.files import (
+    MEMORY,
+    OURS,
+    PROBLEM,
+    SNAPSHOT,
+    STEP_MARK,
+    TRACE,
+    ProfileRequest,
+    StepWindow,
+    file_name,
+)
+from hpctrain.observe.profile.verdict import RankMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from hpctrain.core.settings.schema import ProfileSettings
+    from hpctrain.core.world import World
+    from hpctrain.ledger.run.event_fields import LedgerFact
+    from hpctrain.train.runtime.telemetry import Stopwatch
+
+log = logging.getLogger("hpctrain.runtime")
+
+MOST_ENTRIES = 200_000
+"""Allocations that are remembered with their stacks; more would cost the host gigabytes."""
+NEVER = sys.maxsize
+WRITE_S = 60.0
+"""So long a rank that ends waits for its trace to be written."""
+ENOUGH_S = 20.0
+"""With less left before the kill a trace is given up."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is profiled next: which steps, of which ranks (None for all), with memory or not."""
+
+    window: StepWindow
+    ranks: tuple[int, ...] | None
+    memory: bool
+
+    def has(self, rank: int) -> bool:
+        """Whether this rank is looked at."""
+        return self.ranks is None or rank in self.ranks
+
+
+class Profiler:
+    """One rank's profiles.
+
+    Attributes:
+        due: Call `at` once so many updates are applied; `NEVER` where nothing is planned.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        settings: ProfileSettings,
+        folder: Path | None,
+        tell: Callable[[LedgerFact], None],
+        watches: Mapping[str, Stopwatch] | None = None,
+    ) -> None:
+        """Plan what the settings ask for.
+
+        `folder` is the attempt's folder of profiles, None without a run directory. `tell` writes a
+        fact into the ledger, on rank 0. `watches` are what hpctrain times, by the names in a trace.
+        """
+        self.due = NEVER
+        self._recording = False
+        self._watches = watches or {}
+        self._world = world
+        self._folder = folder
+        self._tell = tell
+        self._plans: list[Plan] = []
+        self._active = False
+        self._tracer: Any = None
+        self._mark: record_function | None = None
+        self._traced: StepWindow | None = None
+        self._writers: list[threading.Thread] = []
+        self._history = MemoryHistory(world)
+        steps = step_range(settings.steps) if folder is not None else None
+        if steps is not None:
+            ranks = rank_set(settings.ranks)
+            self._plans.append(Plan(StepWindow(*steps), ranks, settings.memory))
+
+    # ---- what the step loop calls
+
+    def begin(self, step: int) -> None:
+        """The loop begins, with `step` updates applied."""
+        self._plan_next(step)
+
+    def at(self, step: int) -> None:
+        """Step `step + 1` begins and `due` has come: prepare, start, mark or end."""
+        try:
+            self._advance(step)
+        except Exception as error:  # noqa: BLE001 - it costs the profile, never the training
+            self._give_up(error)
+
+    def asked(self, step: int, request: ProfileRequest | None) -> None:
+        """Take a request that all ranks have agreed to hear; it begins in two steps.
+
+        Collective: every rank calls it after the same exchange, at the same step. `request` is rank
+        0's; None on the others, and if it was heard already.
+        """
+        plain = broadcast(self._world, None if request is None else asdict(request))
+        if plain is None or self._folder is None:
+            return
+        request = ProfileRequest(**plain)
+        first = max(step + 2, self._plans[0].window.last + 2 if self._active else 0)
+        plan = Plan(StepWindow(first, first + request.steps - 1), request.ranks, request.memory)
+        window = plan.window
+        fact = ProfileRequested(
+            first=window.first,
+            last=window.last,
+            ranks=request.ranks,
+            token=request.token,
+        )
+        self._tell(fact)
+        self._plans.append(plan)
+        self._plans.sort(key=lambda one: one.window)
+        if not self._active:
+            self._plan_next(step)
+
+    def close(self, left_s: float | None = None) -> None:
+        """End the loop: write what was traced, if the `left_s` seconds until the kill allow it."""
+        self.due = NEVER
+        try:
+            if self._recording and (left_s is None or left_s >= ENOUGH_S):
+                self._end()
+            elif self._recording:
+                log.warning("the profile is given up: there is no time to write it")
+        except Exception as error:  # noqa: BLE001 - the same
+            self._give_up(error)
+        self._set_recording(on=False)
+        deadline = clock.monotonic() + min(WRITE_S, WRITE_S if left_s is None else left_s / 2)
+        for writer in self._writers:
+            writer.join(max(0.0, deadline - clock.monotonic()))
+
+    # ---- one profile
+
+    def _plan_next(self, step: int) -> None:
+        self._plans = [plan for plan in self._plans if plan.window.last > step]
+        self.due = max(step, self._plans[0].window.first - 2) if self._plans else NEVER
+
+    def _advance(self, step: int) -> None:
+        plan = self._plans[0]
+        coming = step + 1
+        self.due, self._active = coming, True
+        if coming > plan.window.last:
+            self._end()
+            self._active = False
+            self._plan_next(step)
+            if self.due <= step:
+                self._advance(step)
+            return
+        is_profiled = plan.has(self._world.rank)
+        if is_profiled and self._tracer is None:
+            self._prepare(plan)
+        if coming >= plan.window.first:
+            self._traced = StepWindow(self._traced.first if self._traced else coming, coming)
+            if is_profiled:
+                self._next_mark(coming)
+
+    def _prepare(self, plan: Plan) -> None:
+        if plan.memory and not self._history.start():
+            log.warning("profile.memory has nothing to record: this rank trains on a CPU")
+        cuda = self._world.device.type == "cuda"
+        self._tracer = _CudaRange() if HPCTRAIN_NSYS in os.environ else _Kineto(cuda=cuda)
+        self._tracer.prepare()
+
+    def _next_mark(self, step: int) -> None:
+        """End the span of the step before, if there is one, and begin the next one's."""
+        if self._mark is None:
+            self._synchronize()
+            self._tracer.start()
+            self._set_recording(on=True)
+        else:
+            self._mark.__exit__(None, None, None)
+        self._mark = record_function(f"{STEP_MARK}{step}")
+        self._mark.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end(self) -> None:
+        """The last step of the profile is over: write, behind training."""
+        window, plan, tracer = self._traced, self._plans[0], self._tracer
+        self._traced = self._tracer = None
+        self._set_recording(on=False)
+        if window is None or self._folder is None:
+            return
+        if plan.has(self._world.rank):
+            self._synchronize()
+            if self._mark is not None:
+                self._mark.__exit__(None, None, None)
+                self._mark = None
+            tracer.stop()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._history.stop(self._path(window, SNAPSHOT))
+            write(measure(self._world), self._path(window, MEMORY))
+            writer = threading.Thread(
+                target=self._write, args=(tracer, window), name="hpctrain-profile", daemon=True
+            )
+            writer.start()
+            self._writers.append(writer)
+        folder = str(self._folder)
+        self._tell(ProfileWritten(**asdict(window), ranks=plan.ranks, folder=folder))
+
+    def _write(self, tracer: Any, window: StepWindow) -> None:
+        try:
+            path = self._path(window, TRACE)
+            staged = path.with_name(f"{path.name}.new.gz")
+            if tracer.write(str(staged)):
+                staged.replace(path)
+            else:
+                self._path(window, PROBLEM).write_text("it runs under nsys; see its report\n")
+        except Exception as error:  # noqa: BLE001 - a full disk, mostly
+            self._explain(error, window)
+
+    def _set_recording(self, *, on: bool) -> None:
+        """While steps are traced, what is timed shows in the trace under its name."""
+        self._recording = on
+        for name, watch in self._watches.items():
+            watch.span = partial(record_function, f"{OURS}{name}") if on else None
+
+    def _synchronize(self) -> None:
+        """Wait for the GPU, so that the work of the steps lies between their marks."""
+        synchronize(self._world.device)
+
+    def _path(self, window: StepWindow, suffix: str) -> Path:
+        assert self._folder is not None  # noqa: S101 - without one nothing is planned
+        return self._folder / file_name(self._world.rank, window, suffix)
+
+    def _give_up(self, error: Exception) -> None:
+        """No more profiles on this rank; the others go on, since nothing is exchanged."""
+        window = self._traced or (self._plans[0].window if self._plans else None)
+        self.due = NEVER
+        self._set_recording(on=False)
+        self._plans, self._tracer, self._mark, self._traced = [], None, None, None
+        self._explain(error, window)
+
+    def _explain(self, error: Exception, window: StepWindow | None) -> None:
+        """Say what went wrong in the rank's log, and beside the traces."""
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        log.warning("profiling has ended: %s", why)
+        if window is None or self._folder is None:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._path(window, PROBLEM).write_text(f"{why}\n")
+        except OSError:  # the log has it
+            return
+
+
+class MemoryHistory:
+    """Remembers what allocates, from `start` to `stop`; nothing on a CPU."""
+
+    def __init__(self, world: World) -> None:
+        self._is_cuda = world.device.type == "cuda"
+        self._recording = False
+
+    def start(self) -> bool:
+        """Begin to remember; False where there is nothing that could be remembered."""
+        if self._is_cuda:
+            # torch documents these two for users, under their private names.
+            torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES)  # noqa: SLF001
+            self._recording = True
+        return self._is_cuda
+
+    def stop(self, path: Path) -> None:
+        """Write what was remembered, for pytorch.org/memory_viz, and forget it."""
+        if not self._recording:
+            return
+        self._recording = False
+        try:
+            dump: Callable[[str], None] = torch.cuda.memory._dump_snapshot  # noqa: SLF001
+            dump(str(path))
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
+
+
+def measure(world: World) -> RankMemory:
+    """This rank's memory now."""
+    if not is_accelerator(world.device):
+        return RankMemory("cpu", allocated_peak_bytes=_peak_of_process())
+    stats = memory_stats(world.device)
+
+    def stat(key: str) -> int:
+        return int(stats.get(key, 0))
+
+    return RankMemory(
+        device=world.device.type,
+        allocated_bytes=stat("allocated_bytes.all.current"),
+        allocated_peak_bytes=stat("allocated_bytes.all.peak"),
+        reserved_bytes=stat("reserved_bytes.all.current"),
+        inactive_split_bytes=stat("inactive_split_bytes.all.current"),
+        alloc_retries=stat("num_alloc_retries"),
+        ooms=stat("num_ooms"),
+    )
+
+
+def write(memory: RankMemory, path: Path) -> None:
+    """Leave the numbers, whole or not at all."""
+    staged = path.with_name(path.name + ".new")
+    staged.write_text(json.dumps(asdict(memory)) + "\n")
+    staged.replace(path)
+
+
+def _peak_of_process() -> int | None:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+class _Kineto:
+    """torch.profiler, phase by phase."""
+
+    def __init__(self, *, cuda: bool) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints where it starts and stops
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+        self._profile = profile(activities=activities)
+
+    def prepare(self) -> None:
+        """Get ready: what follows is traced and thrown away."""
+        self._profile.prepare_trace()
+
+    def start(self) -> None:
+        """Keep what follows."""
+        self._profile.start_trace()
+
+    def stop(self) -> None:
+        """Keep no more."""
+        self._profile.stop_trace()
+
+    def write(self, path: str) -> bool:
+        """Write the Chrome trace; True."""
+        self._profile.export_chrome_trace(path)
+        return True
+
+
+class _CudaRange:
+    """Tells nsys, under which this rank runs, when to look; CUPTI serves only one at a time."""
+
+    def prepare(self) -> None:
+        """Nothing."""
+
+    def start(self) -> None:
+        """From here on nsys records."""
+        if torch.cuda.is_available():
+            torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """It stops, and writes a file of its own."""
+        if torch.cuda.is_available():
+            torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+
+    def write(self, path: str) -> bool:
+        """Nothing is ours to write; False."""
+        del path
+        return False

@@ -1,0 +1,410 @@
+"""Trackers of a program's scalars besides the ledger: TensorBoard, wandb, and the user's own.
+
+Rank 0 only, and never in the way of training: each tracker works behind a queue in a thread of its
+own (`TrackerThread`), so that nothing it does reaches the training loop. wandb has one run over all
+attempts and is imported only where `track.loggers` names it; where the node has no way to its
+server it writes offline, below the run's directory, and `wandb sync` sends that later.
+docs/watching.md shows how to write one; tests/unit/runtime/test_trackers.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from multiprocessing.util import Finalize
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+from hpctrain.core.base import clock
+from hpctrain.core.settings.check import BUILT_IN
+from hpctrain.train.runtime.tensorboard import TensorBoardTracker, public_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from hpctrain.core.settings.spec import Spec
+    from hpctrain.ledger.run.layout import RunDir
+
+log = logging.getLogger("hpctrain.runtime")
+
+MOST = 10_000
+"""Logged steps that may wait for a tracker; what comes then is dropped, counted and told."""
+EVERY_S = 1.0
+"""Between two looks at the queue: woken for each step, the thread would take the GIL as often."""
+BOARD_IMPORTS = (
+    "tensorboard.compat.proto.event_pb2",
+    "tensorboard.plugins.hparams.plugin_data_pb2",
+)
+BEFORE_SAVE_S, ONCE_SLOW_S = 2.0, 0.05
+"""Longest wait for curves before a save: a kill after it must not leave a hole before its step.
+It is over as soon as they are written, in milliseconds; a disk that took longer gets the second."""
+CLOSE_S, CLOSE_LEAST_S = 10.0, 1.0
+"""How long the end of an attempt waits for trackers: at most, and where a kill is near."""
+CONNECT_S = 2.0
+FINISH_S = 8.0
+"""After so long wandb gives up on sending the rest, which then lies in its folder."""
+LOGGED = "hpctrain-logged.json"
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told when it starts, once in each attempt."""
+
+    run_id: str
+    """Random; the same in all attempts of the run."""
+    name: str
+    dir: Path
+    """The run's directory, shared by all nodes."""
+    attempt: int
+    """Counts from 1 over requeues and resumes."""
+    resumed_step: int
+    """Updates that the restored checkpoint has; later steps may be told once more."""
+    project: str
+    config: dict[str, Any] = field(default_factory=dict)
+    """The run's settings, "section.key" to value, without those that may hold a secret."""
+
+
+class Tracker(Protocol):
+    """An experiment tracker. All calls come from one thread; one that raises ends it."""
+
+    def log(self, step: int, values: Mapping[str, float], t: float) -> None:
+        """Scalars of a step that were told at t (seconds since the epoch).
+
+        Steps rise. After a hard kill the next attempt tells steps after its `resumed_step` again.
+        """
+
+    def flush(self) -> None:
+        """Make what was logged outlive this process; called about once a second."""
+
+    def close(self) -> None:
+        """The attempt ends: the run is done, or goes on in another one."""
+
+
+class NoTrackers:
+    """Takes the place of `Trackers` where nothing is tracked."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take scalars of a step."""
+
+    def flush(self) -> None:
+        """Hand over what was logged."""
+
+    def close(self, left_s: float | None = None) -> None:
+        """End."""
+
+
+class Trackers(NoTrackers):
+    """All trackers of a run: TensorBoard, and what `track.loggers` names."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        spec: Spec | None,
+        *,
+        attempt: int,
+        resumed_step: int,
+        world_size: int,
+    ) -> None:
+        """Start them; return before they are ready.
+
+        `spec` is None for a program that runs without one, which has TensorBoard only.
+        `resumed_step` is 0 for a fresh start.
+        """
+        for name in BOARD_IMPORTS:  # in this thread: see `find`
+            import_module(name)
+        board = partial(
+            TensorBoardTracker,
+            run,
+            attempt=attempt,
+            resumed_step=resumed_step,
+            world_size=world_size,
+        )
+        self._step = 0
+        self._values: dict[str, float] = {}
+        self._patience_s = BEFORE_SAVE_S
+        self._board = TrackerThread("tensorboard", board)
+        self._threads = [self._board]
+        # Not atexit, which a forked rank does not come by.
+        self._at_exit = Finalize(None, self.close, exitpriority=0)
+        if spec is not None:
+            tracked_run = TrackedRun(
+                run_id=spec.run_id,
+                name=spec.name,
+                dir=run.root,
+                attempt=attempt,
+                resumed_step=resumed_step,
+                project=spec.settings.track.project,
+                config=public_settings(spec.settings),
+            )
+            self._threads += start_threads(spec.settings.track.loggers, tracked_run)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take scalars of a step; never waits.
+
+        They reach the trackers with the next step's, so that a name that a program tells several
+        times in a step counts once, with its last value.
+        """
+        if step != self._step:
+            self._hand_over()
+            self._step = step
+        self._values.update(values)
+
+    def flush(self) -> None:
+        """Before a save: what was logged outlives a kill, unless the disk is too slow for that."""
+        self._hand_over()
+        in_time = self._board.flush(self._patience_s)
+        self._patience_s = BEFORE_SAVE_S if in_time else ONCE_SLOW_S
+
+    def _hand_over(self) -> None:
+        if self._values:
+            t = clock.now()
+            for thread in self._threads:
+                thread.put(self._step, self._values, t)
+            self._values = {}
+
+    def close(self, left_s: float | None = None) -> None:
+        """End all trackers. Called by itself when the process ends.
+
+        At most half of `left_s`, the seconds until the process is killed, is used.
+        """
+        self._hand_over()
+        limit_s = CLOSE_S if left_s is None else min(CLOSE_S, max(CLOSE_LEAST_S, left_s / 2))
+        deadline = clock.monotonic() + limit_s
+        for thread in self._threads:
+            thread.begin_close()
+        for thread in self._threads:
+            thread.wait_closed(max(0.0, deadline - clock.monotonic()))
+        self._threads = []
+        self._at_exit.cancel()
+
+
+def start_threads(loggers: Sequence[str], run: TrackedRun) -> list[TrackerThread]:
+    """A thread for each logger that can be imported; the others are told on stderr."""
+    threads = []
+    for name in loggers:
+        try:
+            make = find(name)
+        except Exception as error:  # noqa: BLE001 - whatever its import does, the run goes on
+            log.warning(
+                "tracker %s cannot be imported (%s: %s); the run continues without it",
+                name,
+                type(error).__name__,
+                " ".join(str(error).split()),
+            )
+            continue
+        threads.append(TrackerThread(name, partial(make, run)))
+    return threads
+
+
+def find(name: str) -> Callable[[TrackedRun], Tracker]:
+    """The factory that `track.loggers` names: wandb, or module:name.
+
+    Imported here, in the main thread: a DataLoader worker that is forked while another thread
+    imports would hang at its own first import of the same module.
+
+    Raises:
+        ImportError: there is no such module.
+        AttributeError: it has no such name.
+    """
+    if name in BUILT_IN:
+        import_module(name)
+    module, _, attribute = BUILT_IN.get(name, name).partition(":")
+    make: Callable[[TrackedRun], Tracker] = getattr(import_module(module), attribute)
+    return make
+
+
+class TrackerThread:
+    """Feeds one tracker.
+
+    The tracker is made, called and closed in a thread of its own. One that raises is told once on
+    stderr and gets nothing more; one that hangs fills its queue, and keeps `flush` and `close` no
+    longer than they allow.
+    """
+
+    def __init__(
+        self, name: str, start: Callable[[], Tracker], *, most: int = MOST, every_s: float = EVERY_S
+    ) -> None:
+        """Begin; call `start` in the thread, since it may wait for a network.
+
+        At most `most` items wait. `every_s` is the longest time that an item waits for a tracker
+        that is ready.
+        """
+        self.name = name
+        self._start = start
+        self._most = most
+        self._every_s = every_s
+        self._waiting: deque[tuple[int, Mapping[str, float], float]] = deque()
+        self._dropped = 0
+        self._condition = threading.Condition()
+        self._asked = 0
+        self._flushed = 0
+        self._closing = False
+        self._over = False
+        self._thread = threading.Thread(
+            target=self._work, name=f"hpctrain-tracker-{name}", daemon=True
+        )
+        self._thread.start()
+
+    def put(self, step: int, values: Mapping[str, float], t: float) -> None:
+        """Hand over scalars of a step; never waits."""
+        if self._over:
+            return
+        if len(self._waiting) >= self._most:
+            if not self._dropped:
+                self._tell("it is too slow or hangs; steps are left out of it")
+            self._dropped += 1
+            return
+        self._waiting.append((step, values, t))
+
+    def flush(self, limit_s: float) -> bool:
+        """Wait until all that was put is with the tracker and flushed; whether that is so."""
+        with self._condition:
+            self._asked += 1
+            ticket = self._asked
+            self._condition.notify_all()
+            return self._condition.wait_for(
+                lambda: self._flushed >= ticket or self._over, timeout=limit_s
+            )
+
+    def begin_close(self) -> None:
+        """Let the tracker end; `wait_closed` waits for it."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+
+    def wait_closed(self, limit_s: float) -> bool:
+        """Whether the tracker has ended, after this time at most."""
+        with self._condition:
+            over = self._condition.wait_for(lambda: self._over, timeout=limit_s)
+        if not over:
+            self._tell(f"it was given up: {len(self._waiting)} steps and its end were under way")
+        if self._dropped:
+            self._tell(f"it was too slow for {self._dropped} steps, which it lacks")
+        return over
+
+    def _work(self) -> None:
+        try:
+            tracker = self._start()
+            is_over = False
+            while not is_over:
+                is_over = self._round(tracker)
+            tracker.close()
+        except Exception as error:  # noqa: BLE001 - a tracker's bug costs its curves, not the run
+            text = " ".join(str(error).split())
+            self._tell(f"{type(error).__name__}: {text}; the run continues without it")
+        finally:
+            with self._condition:
+                self._over = True
+                self._waiting.clear()
+                self._condition.notify_all()
+
+    def _round(self, tracker: Tracker) -> bool:
+        """Hand over what waits; whether that was the last time."""
+        with self._condition:
+            if self._asked == self._flushed and not self._closing:
+                clock.wait(self._condition, self._every_s)
+            ticket, last = self._asked, self._closing
+        moved = False
+        while self._waiting:
+            tracker.log(*self._waiting.popleft())
+            moved = True
+        if moved or ticket > self._flushed:
+            tracker.flush()
+        with self._condition:
+            self._flushed = ticket
+            self._condition.notify_all()
+        return last
+
+    def _tell(self, text: str) -> None:
+        log.warning("tracker %s: %s", self.name, text)
+
+
+def start(run: TrackedRun) -> WandbTracker:
+    """Begin or go on with the run's wandb run; offline where the server cannot be used.
+
+    Raises:
+        Exception: whatever wandb raises, where not even its offline mode works.
+    """
+    mode = os.environ.get("WANDB_MODE")
+    if mode:
+        return WandbTracker(run, mode)
+    if not is_reachable(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"):
+        return WandbTracker(run, "offline")
+    try:
+        return WandbTracker(run, "online")
+    except Exception as error:  # noqa: BLE001 - no key, no permission: the data is kept all the same
+        log.warning("wandb writes offline: %s", " ".join(str(error).split()))
+        return WandbTracker(run, "offline")
+
+
+def is_reachable(url: str) -> bool:
+    """Whether a TCP connection to the URL's host comes about in 2 s."""
+    parts = urlsplit(url)
+    try:
+        address = (parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443))
+        socket.create_connection(address, timeout=CONNECT_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+class WandbTracker:
+    """Implements `trackers.Tracker`."""
+
+    def __init__(self, run: TrackedRun, mode: str) -> None:
+        """Begin or resume the wandb run of this id; `mode` is online, offline, disabled, shared."""
+        import wandb
+
+        # wandb makes its folder below the run's, and falls back to /tmp where that is missing.
+        self._logged = run.dir / "wandb" / LOGGED
+        self._logged.parent.mkdir(exist_ok=True)
+        self._step = _read_logged(self._logged)
+        self._told = self._step
+        # Output is kept in the ranks' logs; wandb would put itself between them and the program.
+        wanted = {"console": "off", "finish_timeout": FINISH_S, "silent": True}
+        understood = getattr(wandb.Settings, "model_fields", wanted)
+        self._run: Any = wandb.init(
+            id=run.run_id,
+            name=run.name,
+            project=run.project,
+            dir=str(run.dir),
+            mode=mode,  # type: ignore[arg-type]
+            resume="allow",
+            config=run.config,
+            settings={k: v for k, v in wanted.items() if k in understood},
+        )
+
+    def log(self, step: int, values: Mapping[str, float], t: float) -> None:
+        """Tell wandb of a step, unless an earlier attempt has: it cannot take a step back."""
+        if step <= self._told:
+            return
+        self._step = max(self._step, step)
+        self._run.log({**values, "_timestamp": t}, step=step)
+
+    def flush(self) -> None:
+        """Note how far we are, for the next attempt."""
+        if self._step > self._told or not self._logged.exists():
+            staged = self._logged.with_suffix(".new")
+            staged.write_text(json.dumps({"step": self._step}))
+            staged.replace(self._logged)
+
+    def close(self) -> None:
+        """End this attempt's part; wandb marks the run as finished until the next one comes."""
+        self.flush()
+        self._run.finish()
+
+
+def _read_logged(path: Path) -> int:
+    """The last step that an earlier attempt has told wandb of."""
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        return int(json.loads(path.read_text())["step"])
+    return 0
