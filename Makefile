@@ -99,6 +99,13 @@ test: compiled ## ten minutes of tests, without root, SLURM, browser, FUSE or co
 landing-tests: compiled slurm browser fuse container strace
 	@PYTHONDONTWRITEBYTECODE= $(PYTEST) --tier check --second-run -n 4 $(BY_FILE) $(TESTS)
 
+.PHONY: slurm-systems
+slurm-systems: $(STAMP)
+	@for version in $(SLURM_VERSIONS); do \
+	  PYTHON=python tests/support/slurm_system.sh prepare $$version || \
+	    { [[ "$(HPCTRAIN_REQUIRE)" != *slurm* ]] || exit 3; echo "its tests are left out" >&2; }; \
+	done
+
 # The versions of SLURM beside this machine's own, and which tests each is held against.
 SLURM_VERSIONS := 24.11 26.05
 SYSTEM := tests/support/slurm_system.sh
@@ -141,8 +148,19 @@ docs: $(STAMP) ## the pages of docs/ and the API as a site, in build/docs
 	@python -m sphinx -q -E -W --keep-going -d build/doctrees docs build/docs
 	@echo "docs: build/docs/index.html"
 
+# What tests need beside Python's packages. One after the other: apt has one lock.
+.PHONY: surroundings
+surroundings: slurm browser fuse container strace slurm-systems
+
+.PHONY: lint-and-docs
+lint-and-docs: lint docs
+
+# Packages are fetched while lint and docs compute. The tests on other versions of SLURM come last:
+# beside the others they missed time limits (4 of 94 needed their second run).
 .PHONY: check
-check: lint docs landing-tests slurm-versions ## lint, docs, all tests but long campaigns: what continuous integration runs
+check: $(STAMP) ## lint, docs, all tests but long campaigns: what continuous integration runs
+	@$(MAKE) -j2 lint-and-docs surroundings
+	@$(MAKE) landing-tests slurm-versions
 
 .PHONY: soak
 soak: compiled slurm browser fuse container strace ## all tests, all of tests/slurm on every version of SLURM, long campaigns: for a night

@@ -143,7 +143,7 @@ def _rank(fn: Callable[..., Any], given: dict[str, Any]) -> Any:
     import logging
     import warnings
 
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the ranks, without tracebacks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

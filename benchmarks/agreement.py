@@ -23,7 +23,8 @@ NOTICES = {STEP_S: 8, 1.0: 4}
 
 def cost() -> tuple[float, float, int]:
     """Microseconds of CPU a step: of the process, and of the loop's thread; open sockets."""
-    from hpctrain.core.world import apart, join_world
+    from hpctrain.core.world import apart
+    from hpctrain.train.joining_ranks import join_world
     from hpctrain.train.runtime.agreement import NOTHING, agreement_of
 
     world = join_world()
@@ -55,7 +56,7 @@ def notice(step_s: float, seed: int) -> tuple[float, float]:
     """When this rank heard, and when it stopped; one rank hears, in the middle of a step."""
     import threading
 
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
     from hpctrain.train.runtime.agreement import STOP_TERM, StopRequest, agreement_of
 
     world = join_world()

@@ -80,7 +80,7 @@ def _beside_rank(
     from _model import manifest
 
     from hpctrain.checkpoint.tensors.boxes import State
-    from hpctrain.checkpoint.tensors.saver import Saver
+    from hpctrain.checkpoint.tensors.save import Saver
     from hpctrain.core.world import gather
 
     count = nbytes // 4 // 64

@@ -191,7 +191,7 @@ class _Saving:
     """Saves of one way, each proved against clones."""
 
     def __init__(self, world: World, place: SavePlace, trained: Trained) -> None:
-        from hpctrain.checkpoint.tensors.saver import Saver
+        from hpctrain.checkpoint.tensors.save import Saver
 
         self._world, self._place, self._trained = world, place, trained
         self._step = 0

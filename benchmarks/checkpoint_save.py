@@ -235,7 +235,7 @@ class _Ours:
     """As a run does it: from "a save is due" to "training goes on"."""
 
     def __init__(self, world: World, place: SavePlace, trained: Trained) -> None:
-        from hpctrain.checkpoint.tensors.saver import Saver
+        from hpctrain.checkpoint.tensors.save import Saver
 
         self._world, self._place, self._trained = world, place, trained
         self._step = 0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpctrain.advise.lint.check import check_text
 from hpctrain.advise.lint.files import files_to_check
-from hpctrain.advise.lint.source import NotText, read_source
+from hpctrain.core.base.files import NotText, read_source
 
 TOP = Path(__file__).parents[1]
 LINES = 2_000

@@ -48,7 +48,7 @@ def timed(command: list[str], done: Path, env: dict[str, str]) -> float:
 
 def ours(folder: Path, script: Path, method: str) -> tuple[float, float]:
     """A job of one local node with 8 ranks: seconds from its start on, and from its imports on."""
-    from hpctrain.cluster.scheduler.local import client
+    from hpctrain.cluster.scheduler import local as client
     from hpctrain.core.settings.schema import RunSettings, Settings, SlurmSettings
     from hpctrain.core.settings.spec import Entry, Spec
     from hpctrain.ledger.run import events

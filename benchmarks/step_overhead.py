@@ -35,7 +35,7 @@ QUIET = {"run__log_every_s": 5.0, "checkpoint__interval_steps": 0}
 
 def bare() -> float:
     """Seconds per step without hpctrain."""
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     join_world()
     started = time.perf_counter()

@@ -41,7 +41,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(np|npt|nn|os|pathlib|torch)\..*|AbstractContextManager|Optimizer|Path"),
     (
         r"py:.*",
-        r"Loss|LossScale|State|Auditing|UpdateGuard|program_state\.\w+|TensorEntry|hpctrain\.world\.Exchange",
+        r"Loss|LossScale|State|Auditing|UpdateGuard|program_state\.\w+|TensorEntry|Exchange",
     ),
     (
         r"py:.*",

@@ -23,7 +23,7 @@ LEFT, TOP = 20, 56
 FONT = "font-family='system-ui, Segoe UI, Helvetica, Arial, sans-serif'"
 CODE = "font-family='ui-monospace, SFMono-Regular, Menlo, Consolas, monospace'"
 LEGEND = ((0, "imports no torch"), (2, "imports torch, all of it or a part"))
-LAYER_WIDTH, LAYER_HEIGHT, LAYER_ROW, ROOM_GAP = 620, 26, 33, 8
+LAYER_LEFT, LAYER_WIDTH, LAYER_HEIGHT, LAYER_ROW, ROOM_GAP = 130, 880, 26, 33, 6
 
 
 @dataclass(frozen=True)
@@ -75,37 +75,47 @@ def layers_svg(importlinter: str) -> str:
     """The rooms in the order of imports; `importlinter` is the content of .importlinter."""
     contracts = configparser.ConfigParser()
     contracts.read_string(importlinter)
-    torch = contracts["importlinter:contract:torch"]
-    without = {_room(name) for name in torch["source_modules"].split() if name.count(".") == 1}
-    without -= {_room(line) for line in torch["ignore_imports"].splitlines() if " -> " in line}
-    layers = contracts["importlinter:contract:layers"]["layers"].strip().splitlines()
-    parts = []
-    for row, layer in enumerate(layers):
-        rooms = [room.strip() for room in layer.split("|")]
-        width = (LAYER_WIDTH - ROOM_GAP * (len(rooms) - 1)) / len(rooms)
-        for place, room in enumerate(rooms):
-            kind = 0 if room in without else 2
-            x, y = LEFT + place * (width + ROOM_GAP), 14 + row * LAYER_ROW
+    inner = {
+        section["containers"].partition(".")[2]: section["layers"].strip().splitlines()
+        for section in contracts.values()
+        if "containers" in section
+    }
+    without = _without_torch(contracts["importlinter:contract:torch"])
+    parts, y = [], 14
+    for room in inner.pop(""):
+        names = [name for layer in inner.get(room, [""]) for name in layer.split(" | ")]
+        width = (LAYER_WIDTH - ROOM_GAP * (len(names) - 1)) / len(names)
+        parts.append(
+            f"<text x='{LEFT}' y='{y + 18}' font-size='14' {CODE} font-weight='600'>{room}</text>"
+        )
+        for place, name in enumerate(names):
+            kind = 0 if f"{room}.{name}".rstrip(".") in without else 2
+            x = LAYER_LEFT + place * (width + ROOM_GAP)
             parts.append(
                 f"<rect x='{x:g}' y='{y}' width='{width:g}' height='{LAYER_HEIGHT}' rx='5' "
                 f"fill='{FILLS[kind]}' stroke='{EDGES[kind]}'/>"
-                f"<text x='{x + width / 2:g}' y='{y + 18}' font-size='14' {CODE} "
-                f"text-anchor='middle'>{room}</text>"
+                f"<text x='{x + width / 2:g}' y='{y + 17}' font-size='11.5' {CODE} "
+                f"text-anchor='middle'>{name}</text>"
             )
-    y = 14 + len(layers) * LAYER_ROW + 12
-    for place, (kind, words) in enumerate(
-        [(0, "imports no torch"), (2, "imports torch, all of it or a part")]
-    ):
+        y += LAYER_ROW
+    y += 12
+    for place, (kind, words) in enumerate(LEGEND):
         x = LEFT + 180 * place
         parts.append(
             f"<rect x='{x}' y='{y - 12}' width='16' height='16' rx='3' fill='{FILLS[kind]}' "
             f"stroke='{EDGES[kind]}'/><text x='{x + 24}' y='{y + 1}' font-size='13'>{words}</text>"
         )
-    return svg(LAYER_WIDTH + 2 * LEFT, y + 20, "Imports point downwards", parts)
+    return svg(LAYER_LEFT + LAYER_WIDTH + LEFT, y + 20, "Imports point downwards", parts)
 
 
-def _room(module: str) -> str:
-    return module.split(" ", 1)[0].split(".")[1]
+def _without_torch(contract: configparser.SectionProxy) -> set[str]:
+    """Rooms that import no torch, and no part of them does."""
+    parted = {line.split(" -> ")[0] for line in contract["ignore_imports"].splitlines()}
+    return {
+        name.removeprefix("hpctrain.")
+        for name in contract["source_modules"].split()
+        if not any(part.startswith(f"{name}.") for part in parted)
+    }
 
 
 def _box(raw: dict[str, Any]) -> Box:

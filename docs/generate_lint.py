@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.advise.lint.catalogue import RULES
+from hpctrain.advise.lint.rule import RULES
 
 if TYPE_CHECKING:
     from hpctrain.advise.lint.rule import LintRule

@@ -224,9 +224,9 @@ def _screen(print_to: Callable[[Console], None]) -> str:
 
 
 def _print_status(console: Console) -> None:
-    from hpctrain.observe.status.screen import render
+    from hpctrain.observe.status.screen import StatusScreen
 
-    render(_running_status(), console)
+    console.print(StatusScreen(_running_status()), crop=False)
 
 
 def _print_attempts(console: Console) -> None:

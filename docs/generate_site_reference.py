@@ -137,7 +137,7 @@ def json_schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "hpctrain site preset",
-        "description": "Written by docs/generate_site_reference.py from hpctrain/cluster/site/schema.py.",
+        "description": "Written by docs/generate_site_reference.py from cluster/site/schema.py.",
         **_object(top),
         "$defs": {
             "source": {"type": "string", "description": "a name of [sources]"},

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hpctrain import errors, frameworks, submitit
     from hpctrain.checkpoint.tensors import dcp
     from hpctrain.cli.api import CancelledJob, StartedJob, Status, cancel, resume, status, submit
+    from hpctrain.core.base.mesh import MicrobatchRules
     from hpctrain.core.settings.schema import Settings
     from hpctrain.core.testing import faults
     from hpctrain.core.world import World, broadcast
@@ -26,23 +27,15 @@ if TYPE_CHECKING:
     from hpctrain.ledger.history.attempts import AttemptView
     from hpctrain.ledger.plan.mesh import ModelShape
     from hpctrain.observe.status.status import Checkpoint
-    from hpctrain.train.data.batches import (
-        GlobalBatches,
-        MicrobatchRules,
-        MicrobatchSamples,
-        StepBatch,
-        cut_step,
-    )
+    from hpctrain.train.data.batches import GlobalBatches, MicrobatchSamples, StepBatch, cut_step
     from hpctrain.train.data.loader import Loader, LoaderOptions
-    from hpctrain.train.data.mixture import Mixture
-    from hpctrain.train.data.order import SampleOrder
-    from hpctrain.train.data.packing import PackedDocuments, cu_seqlens
+    from hpctrain.train.data.order import Mixture, SampleOrder
     from hpctrain.train.data.stream_loader import StreamLoader
-    from hpctrain.train.data.streams import TokenSequences
+    from hpctrain.train.data.streams import PackedDocuments, TokenSequences, cu_seqlens
     from hpctrain.train.data.tokens import TokenFile, write_tokens
     from hpctrain.train.engines.engine import Engine, Microbatch
-    from hpctrain.train.engines.loss import cross_entropy
     from hpctrain.train.engines.parallelize import ModelPlan
+    from hpctrain.train.engines.tensor_parallel import cross_entropy
     from hpctrain.train.runtime.evaluations import Evaluation, evaluation
     from hpctrain.train.runtime.joining import init
     from hpctrain.train.runtime.run import Run, Stopped
@@ -62,12 +55,12 @@ _HOMES = {
     "Loader": "hpctrain.train.data.loader",
     "LoaderOptions": "hpctrain.train.data.loader",
     "Microbatch": "hpctrain.train.engines.engine",
-    "MicrobatchRules": "hpctrain.train.data.batches",
+    "MicrobatchRules": "hpctrain.core.base.mesh",
     "MicrobatchSamples": "hpctrain.train.data.batches",
-    "Mixture": "hpctrain.train.data.mixture",
+    "Mixture": "hpctrain.train.data.order",
     "ModelPlan": "hpctrain.train.engines.parallelize",
     "ModelShape": "hpctrain.ledger.plan.mesh",
-    "PackedDocuments": "hpctrain.train.data.packing",
+    "PackedDocuments": "hpctrain.train.data.streams",
     "Run": "hpctrain.train.runtime.run",
     "SampleOrder": "hpctrain.train.data.order",
     "Settings": "hpctrain.core.settings.schema",
@@ -84,8 +77,8 @@ _HOMES = {
     "World": "hpctrain.core.world",
     "broadcast": "hpctrain.core.world",
     "cancel": "hpctrain.cli.api",
-    "cross_entropy": "hpctrain.train.engines.loss",
-    "cu_seqlens": "hpctrain.train.data.packing",
+    "cross_entropy": "hpctrain.train.engines.tensor_parallel",
+    "cu_seqlens": "hpctrain.train.data.streams",
     "cut_step": "hpctrain.train.data.batches",
     "dcp": "hpctrain.checkpoint.tensors.dcp",
     "errors": "hpctrain.errors",

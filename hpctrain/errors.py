@@ -1,22 +1,5 @@
 """Every error that a user can meet, and the exit code of each.
 
-The tree::
-
-    HpctrainError                 exit 1
-      UsageError                    2   a flag, a setting or a file of the user's is wrong
-      ChecksFailed                  3   something that can be checked beforehand does not hold
-      NotFound                      4   no such run, site, checkpoint, script
-      RunExists / RunAlive          5   would make two writers, or a second run of that name
-      WrongState                    5   the run is done, or does not run, so this cannot be done
-      ClusterError                  6   SLURM refused, or cannot be reached
-      CheckpointError               7   (TornCheckpoint, FileSystemFault, NoCheckpoint, Fenced...)
-        RunLocked                  75   another process holds the run's lock: try again later
-      GuardStopped                  1   loss or gradients are no numbers, again and again
-      RewindNeeded                  1   training goes on from before a bad step, in another start
-      ReplicasDiverged              1   ranks that hold copies of the same weights hold others
-      ControlLost                   1   the process that carries the agreement is gone or silent
-      NoProgress                   93   "do not requeue": attempts end without a new checkpoint
-
 A message is one line: what is wrong with its value, where it came from, what to do. Instances
 survive pickling, since ranks send them to each other. Standard library only: both halves import it.
 """
@@ -142,13 +125,6 @@ class ReplicasDiverged(HpctrainError):
     """Ranks that should hold the same weights do not: what they train is none's any more."""
 
 
-class NoProgress(HpctrainError):
-    """Attempt after attempt ended without a new checkpoint."""
-
-    exit_code = 93
-
-
-EXIT_OK = 0
 EXIT_CODES: dict[int, str] = {
     0: "done",
     1: "the run or the command failed",

@@ -1,7 +1,7 @@
 """Real points of many nodes: a thousand node processes of one machine, each with one rank.
 
 What carries a node's control plane is real, as are the sockets between them; agents beside it are
-not there (torch in each would need 200 GB), and the ranks are seats of this process, which sits
+not there (torch in each would need 200 GB), and the ranks are clients of this process, which sits
 down, speaks and listens for all of them, one after another. A board is looked at once a second and
 not twenty times: a thousand processes that look would take both cores.
 """
@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from hpctrain.node.control import node_leases
-from hpctrain.node.control.seat import Seat
+from hpctrain.node.control import node_server
+from hpctrain.node.control.client import ControlClient
 from tests.support.control_tree import ControlTree
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class Nodes:
 def many_nodes(nodes: int) -> Nodes:
     """A round of one rank on each of so many nodes: begin, join, gather, broadcast."""
     with _looks_seldom(), _tree(nodes) as (tree, begin_s):
-        seats = [Seat.take(tree.folder(rank), rank) for rank in range(nodes)]
-        exchanges = [seat.exchange(PATIENCE_S) for seat in seats]
+        clients = [ControlClient.take(tree.folder(rank), rank) for rank in range(nodes)]
+        exchanges = [client.exchange(PATIENCE_S) for client in clients]
         rows: list[tuple[float, float, float]] = []
         for number in range(ROUNDS):
             began = time.perf_counter()
@@ -61,8 +61,8 @@ def many_nodes(nodes: int) -> Nodes:
             assert all(exchange.broadcast(None) == number for exchange in exchanges[1:])
             rows.append((came - began, came - said, time.perf_counter() - came))
         pss, own = _memory([node.pid for node in tree.nodes])
-        for seat in seats:
-            seat.close()
+        for client in clients:
+            client.close()
         gather_s, last_s, broadcast_s = (median(column) for column in zip(*rows, strict=True))
         return Nodes(nodes, begin_s / nodes, pss, own, gather_s, last_s, broadcast_s)
 
@@ -90,8 +90,8 @@ def _memory(pids: list[int]) -> tuple[int, int]:
 
 @contextmanager
 def _looks_seldom() -> Iterator[None]:
-    before, node_leases.LOOK_S = node_leases.LOOK_S, 1.0
+    before, node_server.LOOK_S = node_server.LOOK_S, 1.0
     try:
         yield
     finally:
-        node_leases.LOOK_S = before
+        node_server.LOOK_S = before

@@ -25,7 +25,7 @@ BUSY_LOAD = 40.0
 
 def trip_s(levels: int, given: Constants) -> float:
     """A report up and the lease down: levels x (2 x hop + wait for other children)."""
-    from hpctrain.node.control.node_leases import FORWARD_S
+    from hpctrain.node.control.node_server import FORWARD_S
 
     return levels * (2 * (given.control_hop_s + given.network_s) + FORWARD_S)
 

@@ -25,8 +25,8 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.node.control import collectives
+from hpctrain.node.control.client import ControlClient
 from hpctrain.node.control.endpoint import Endpoint
-from hpctrain.node.control.seat import Seat
 from tests.support.control_tree import ControlTree
 
 if TYPE_CHECKING:
@@ -158,8 +158,8 @@ def _told(board: _Results, ranks: int, nodes: int, levels: int, used: _Used) -> 
 # ---- a rank
 
 
-def _train(seat: Seat, row: memoryview, rank: int, ranks: int, start_ns: int) -> None:
-    lease, clock_ns = seat.lease, _clock_ns()
+def _train(client: ControlClient, row: memoryview, rank: int, ranks: int, start_ns: int) -> None:
+    lease, clock_ns = client.lease, _clock_ns()
     step, wished = 0, 0
     while True:
         step += 1
@@ -197,12 +197,12 @@ def _clock_ns() -> int:
     return (times[-1] - times[0]) // 1000
 
 
-def _gather(seat: Seat, row: memoryview, rank: int) -> None:
+def _gather(client: ControlClient, row: memoryview, rank: int) -> None:
     """What a save gathers: of each rank its file's entry and its numbers, of one the layout."""
     import pickle
 
     value = said_at_a_save(rank)
-    exchange = seat.exchange(PATIENCE_S)
+    exchange = client.exchange(PATIENCE_S)
     best, nbytes = 2**62, 0
     for _ in range(GATHERS):
         exchange.gather(None)
@@ -306,10 +306,10 @@ def _be_rank(
 ) -> None:
     start, when = pipe
     os.close(when)
-    seat, row = Seat.take(tree.folder(rank), rank), board.row(rank)
+    client, row = ControlClient.take(tree.folder(rank), rank), board.row(rank)
     row[READY] = 1
-    _train(seat, row, rank, ranks, int(os.read(start, 32)))
-    _gather(seat, row, rank)
+    _train(client, row, rank, ranks, int(os.read(start, 32)))
+    _gather(client, row, rank)
     row[GATHERED] = 1
 
 
@@ -378,8 +378,8 @@ def hop_s() -> float:
 def _up_s(nodes: int) -> float:
     """From the last node's rank to rank 0, through all nodes between them: the median."""
     with _fan_out(1), ControlTree(nodes, 1) as tree:
-        seats = [Seat.take(tree.folder(rank), rank) for rank in range(nodes)]
-        exchanges = [seat.exchange(PATIENCE_S) for seat in seats]
+        clients = [ControlClient.take(tree.folder(rank), rank) for rank in range(nodes)]
+        exchanges = [client.exchange(PATIENCE_S) for client in clients]
         took = []
         for _ in range(HOP_ROUNDS):
             rows = exchanges[0].send_to_0([0.0])
@@ -390,6 +390,6 @@ def _up_s(nodes: int) -> float:
             exchanges[-1].send_to_0([0.0])
             assert len(rows.values()) == nodes
             took.append(time.perf_counter() - began)
-        for seat in seats:
-            seat.close()
+        for client in clients:
+            client.close()
         return median(took)

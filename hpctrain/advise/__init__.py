@@ -1,1 +1,1 @@
-"""Advice before and after a run: what a program and its logs are found to do wrong, and what a run will need."""
+"""Advice before and after a run: faults in programs and logs, and what a run will need."""

@@ -192,8 +192,9 @@ def submit(
         ClusterError: the scheduler refused; nothing was started and nothing is left.
         ClusterUnreachable: no answer; the job may run, so the run stays and `resume` finds it.
     """
+    from hpctrain.advise.lint.submit_notes import lint_notes
     from hpctrain.launch.launch import submit_run
-    from hpctrain.launch.prepare import SubmitRequest
+    from hpctrain.launch.prepare import SubmitRequest, flags_of
 
     request = SubmitRequest(
         cwd=Path.cwd(),
@@ -201,27 +202,29 @@ def submit(
         runs=runs_root(runs),
         command=[os.fspath(word) for word in _words(command)],
         name=name,
-        nodes=_text(nodes),
-        gpus_per_node=gpus_per_node,
-        ranks_per_node=ranks_per_node,
-        time=_text(time),
-        prefer=prefer,
-        max_node_hours=max_node_hours,
-        partition=partition,
-        account=account,
-        qos=qos,
-        engine=engine,
-        mesh=_mesh(mesh),
+        flags=flags_of(
+            nodes=_text(nodes),
+            gpus_per_node=gpus_per_node,
+            ranks_per_node=ranks_per_node,
+            time=_text(time),
+            prefer=prefer,
+            max_node_hours=max_node_hours,
+            partition=partition,
+            account=account,
+            qos=qos,
+            container=container,
+            engine=engine,
+            mesh=_mesh(mesh),
+            checkpoint=[checkpoint] if isinstance(checkpoint, str) else checkpoint,
+            resume_args=resume_args,
+            resume_if=resume_if,
+            snapshot=snapshot,
+        ),
         site=site,
         cluster=cluster,
-        container=container,
         config=None if config is None else Path(config),
         sets=_sets(settings),
         env=[f"{variable}={value}" for variable, value in (env or {}).items()],
-        snapshot=snapshot,
-        checkpoint=[checkpoint] if isinstance(checkpoint, str) else list(checkpoint),
-        resume_args=resume_args,
-        resume_if=resume_if,
         begin=begin,
         without=list(without),
         after=[after] if isinstance(after, str) else list(after),
@@ -230,6 +233,7 @@ def submit(
         cluster_needed=start,
         ask_accounting=True,
         ask_partitions=True,
+        lint=lint_notes,
     )
     made = submit_run(request, start=start)
     return StartedJob(
@@ -293,32 +297,30 @@ def resume(
         UsageError: the run is done, or an argument is wrong.
         ClusterError: the scheduler refused, or did not answer.
     """
-    from hpctrain.core.settings.check import split_spares
-    from hpctrain.launch.change import resume_request
+    from hpctrain.launch.change import ResumeRequest
+    from hpctrain.launch.prepare import flags_of
     from hpctrain.launch.resume import prepare_resume, resume_run
 
-    training, spares = split_spares(_text(nodes))
-    job = {
-        "nodes": training,
-        "gpus_per_node": gpus_per_node,
-        "ranks_per_node": ranks_per_node,
-        "time": _text(time),
-        "partition": partition,
-        "account": account,
-        "qos": qos,
-    }
     if from_step is not None and from_step < 0:
         raise UsageError(f"from_step {from_step} is no step; 0 begins anew")
-    flags = {f"slurm.{key}": (f"--{key.replace('_', '-')}", value) for key, value in job.items()}
-    request = resume_request(
-        flags
-        | {"alive.spares": ("--nodes", spares), "shape.prefer": ("--prefer", prefer)}
-        | {"shape.max_node_hours": ("--max-node-hours", max_node_hours)},
+    request = ResumeRequest(
+        flags_of(
+            nodes=_text(nodes),
+            gpus_per_node=gpus_per_node,
+            ranks_per_node=ranks_per_node,
+            time=_text(time),
+            prefer=prefer,
+            max_node_hours=max_node_hours,
+            partition=partition,
+            account=account,
+            qos=qos,
+            engine=engine,
+            mesh=_mesh(mesh),
+        ),
         _sets(settings),
         from_step,
-        engine=engine,
-        mesh=_mesh(mesh),
         allow_locked=allow_locked,
+        ask_accounting=True,
         program=list(program),
         new_code=new_code,
     )
@@ -381,7 +383,7 @@ def cancel(
 
 def _public(seen: RunStatus) -> Status:
     from hpctrain.ledger.history.run_state import OVER
-    from hpctrain.observe.status.as_json import as_json
+    from hpctrain.observe.status.text import as_json
 
     facts = as_json(seen)
     return Status(

@@ -201,7 +201,7 @@ def import_command(
     Runs nothing in it: pickles are read for tensors and plain data only. The result is
     compared with the source, tensor by tensor, before it is committed.
     """
-    from hpctrain.checkpoint.exchange import import_into, naming, open_source
+    from hpctrain.checkpoint.exchange import import_into, naming
     from hpctrain.checkpoint.exchange.contents import TARGETS
     from hpctrain.core.base.files import follow_folder
     from hpctrain.core.settings.spec import load_spec
@@ -220,9 +220,9 @@ def import_command(
         prefix, _pairs(renames), _table(table), weights, model_only=what == "model"
     )
     place = Path.cwd() / source.expanduser()
-    if risk := open_source.risk(place, kind):  # before anything of it is read
+    if risk := import_into.risk(place, kind):  # before anything of it is read
         echo_note(risk)
-    contents = open_source.read(place, kind)
+    contents = import_into.read(place, kind)
     tensors, notes = naming.name_all(contents, request)
     tensors = naming.in_dtype(tensors, TARGETS.get(dtype))
     with progress("writing and reading back", 2 * _bytes(tensors)) as on_bytes:
@@ -234,7 +234,7 @@ def import_command(
 def _to_torch(
     place: Path, tensors: Sequence[Tensor], step: int, state: Any, on_bytes: Callable[[int], None]
 ) -> Written:
-    from hpctrain.checkpoint.exchange.open_source import needs_torch
+    from hpctrain.checkpoint.exchange.import_into import needs_torch
     from hpctrain.errors import UsageError
 
     if place.is_dir():
@@ -266,20 +266,20 @@ def _like(
 
     Of adapters as peft has them: in one file, whatever its size.
     """
-    from hpctrain.checkpoint.exchange import hub_folder
+    from hpctrain.checkpoint.exchange import safetensors
     from hpctrain.errors import UsageError
 
     if like is not None and not is_folder:
         raise UsageError(f"--like {like} goes with --to safetensors and --what model")
     folder = Path.cwd() / like.expanduser() if like is not None else _begun_with(run)
-    if is_folder and hub_folder.BASE in manifest.extra:
-        tensors, beside = hub_folder.adapters(manifest.extra, tensors)
+    if is_folder and safetensors.BASE in manifest.extra:
+        tensors, beside = safetensors.adapters(manifest.extra, tensors)
         most = _bytes(tensors) + 1
-        return tensors, {"beside": beside, "stem": hub_folder.ADAPTER, "max_shard_bytes": most}
+        return tensors, {"beside": beside, "stem": safetensors.ADAPTER, "max_shard_bytes": most}
     if folder is None or not is_folder:
         return tensors, {}
-    tensors = hub_folder.untied(folder, tensors)
-    return tensors, {"beside": hub_folder.beside(folder, tensors)}
+    tensors = safetensors.untied(folder, tensors)
+    return tensors, {"beside": safetensors.beside(folder, tensors)}
 
 
 def _begun_with(run: RunDir) -> Path | None:

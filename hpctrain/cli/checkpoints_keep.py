@@ -5,6 +5,7 @@ tests/unit/cli/test_checkpoints_keep.py and test_checkpoints_sealed.py hold the 
 
 from __future__ import annotations
 
+import datetime as dt
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -396,25 +397,30 @@ def _sealed_row(looked: Looked) -> dict[str, Any]:
     }
 
 
-def echo_sealed(
-    sealed: Sequence[dict[str, Any]],
-    when: Callable[[float | None], str | None],
-    human: Callable[[int], str],
-) -> None:
+def when(created: float | None) -> str | None:
+    """Local time with its zone, to the second."""
+    if created is None:
+        return None
+    local = dt.datetime.fromtimestamp(created, tz=dt.UTC).astimezone()
+    return local.isoformat(sep=" ", timespec="seconds")
+
+
+def echo_sealed(sealed: Sequence[dict[str, Any]]) -> None:
     """A table of them."""
+    from hpctrain.core.base.text import size
     from hpctrain.core.drawing import echo_table
 
     cells = [
         (
             "?" if row["step"] is None else row["step"],
             when(row["created"]),
-            None if row["size_bytes"] is None else human(row["size_bytes"]),
+            None if row["size_bytes"] is None else size(row["size_bytes"]),
             row["path"] or row["name"],
             f"{_sealed_state(row)}",
         )
         for row in sealed
     ]
-    echo_table(cells, header=("STEP", "WHEN", "SIZE", "SEALED", "STATE"), right=(0, 2))
+    echo_table(cells, header=("STEP", "WHEN", "SIZE", "REGISTERED", "STATE"), right=(0, 2))
 
 
 def _sealed_state(row: dict[str, Any]) -> str:
@@ -449,7 +455,7 @@ def sealed_verdicts(
     "path",
     epilog="""\b
 Examples:
-  hpctrain checkpoints path lm-3            the program's newest whole checkpoint
+  hpctrain checkpoints path lm-3            the program's newest complete checkpoint
   hpctrain checkpoints path lm-3 4000       that of a step
 """,
 )
@@ -482,14 +488,7 @@ def path_command(runs: Path, run: str, step: int | None, *, as_json: bool) -> No
 
 
 def prune_sealed(run: RunDir, keep: int, *, is_idle: bool, dry_run: bool, as_json: bool) -> None:
-    """Delete all sealed checkpoints but the newest whole ones; files that were not sealed stay.
-
-    Args:
-        run: The run.
-        keep: How many whole ones stay.
-        is_idle: Whether no attempt of the run lives.
-        dry_run: Delete nothing.
-        as_json: Tell it as JSON.
+    """Delete all registered checkpoints but the `keep` newest complete ones; other files stay.
 
     Raises:
         RunAlive: its program may be loading or writing them.

@@ -18,9 +18,8 @@ from hpctrain.errors import NotFound, UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hpctrain.advise.doctor.faults import Diagnosis, LogFacts
     from hpctrain.advise.doctor.files import LogInput
-    from hpctrain.advise.doctor.judge import Diagnosis
-    from hpctrain.advise.doctor.sighting import LogFacts
     from hpctrain.ledger.history.attempts import AttemptView
     from hpctrain.ledger.history.run_history import RunHistory
     from hpctrain.ledger.run.layout import RunDir
@@ -103,8 +102,8 @@ def command(
 def _show(
     diagnosis: Diagnosis, notes: Sequence[str], named: str, *, why: bool, as_json: bool
 ) -> None:
-    from hpctrain.advise.doctor.text import as_json as document
-    from hpctrain.advise.doctor.text import as_text, in_short
+    from hpctrain.advise.doctor.words import as_json as document
+    from hpctrain.advise.doctor.words import as_text, in_short
 
     if as_json:
         from hpctrain.core.terminal import echo_json
@@ -121,7 +120,7 @@ def _show(
 def _read(logs: Sequence[LogInput]) -> tuple[list[LogFacts], list[str]]:
     """Read logs, with a bar for long ones."""
     from hpctrain.advise.doctor.files import scan
-    from hpctrain.advise.doctor.own_signatures import with_own
+    from hpctrain.advise.doctor.signature import with_own
     from hpctrain.cli.progress import progress
 
     signatures, left_out = with_own(os.environ)
@@ -132,8 +131,7 @@ def _read(logs: Sequence[LogInput]) -> tuple[list[LogFacts], list[str]]:
 
 def _check(name: str) -> int:
     """Say of each file of signatures whether it does what its examples say."""
-    from hpctrain.advise.doctor.own_signatures import faults_of, files_in, paths_here
-    from hpctrain.advise.doctor.signature import read
+    from hpctrain.advise.doctor.signature import faults_of, files_in, paths_here, read
     from hpctrain.core.base.text import count
     from hpctrain.core.terminal import echo_note
 

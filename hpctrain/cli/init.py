@@ -158,7 +158,7 @@ def _account(accounting: Accounting) -> str:
 
 def _saves(program: str) -> tuple[str, str]:
     """Where a program saves and what it needs to resume, as far as its source says it."""
-    from hpctrain.advise.lint.begins_anew import PLACE, begins_anew
+    from hpctrain.launch.begins_anew import PLACE, begins_anew
 
     words = shlex.split(program)
     try:

@@ -48,7 +48,7 @@ def _complete_code(
     """Codes of rules that begin so."""
     from click.shell_completion import CompletionItem
 
-    from hpctrain.advise.lint.catalogue import RULES
+    from hpctrain.advise.lint.rule import RULES
 
     return [
         CompletionItem(code, help=rule.name)
@@ -59,7 +59,7 @@ def _complete_code(
 
 def _codes(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
     """Beginnings of codes, from several options with commas, refused where no rule has them."""
-    from hpctrain.advise.lint.catalogue import RULES
+    from hpctrain.advise.lint.rule import RULES
 
     given = [part.strip() for value in values for part in value.split(",") if part.strip()]
     for code in given:
@@ -156,7 +156,7 @@ def command(
 
 
 def _explain(code: str) -> None:
-    from hpctrain.advise.lint.catalogue import RULES
+    from hpctrain.advise.lint.rule import RULES
 
     rule = RULES.get(code)
     if rule is None:
@@ -186,7 +186,7 @@ class _Lint:
         """Check, and mend where asked, each file."""
         from hpctrain.advise.lint.check import unreadable
         from hpctrain.advise.lint.files import files_to_check
-        from hpctrain.advise.lint.source import NotText, read_source
+        from hpctrain.core.base.files import NotText, read_source
         from hpctrain.core.terminal import echo_warning
 
         for path, folder in files_to_check(paths, echo_warning):
@@ -205,12 +205,11 @@ class _Lint:
     def take_stdin(self, name: str) -> None:
         """Check what comes in; with --fix print it as it should be."""
         from hpctrain.advise.lint.check import fixed_text, unreadable
-        from hpctrain.advise.lint.source import NotText, decoded
-        from hpctrain.advise.lint.syntax import MOST_BYTES
+        from hpctrain.core.base.files import MOST_SOURCE_BYTES, NotText, decoded
 
         self.files = 1
         try:
-            text = decoded(sys.stdin.buffer.read(MOST_BYTES + 1))
+            text = decoded(sys.stdin.buffer.read(MOST_SOURCE_BYTES + 1))
         except NotText as error:
             self.findings.append(unreadable(name, str(error)))
             return
@@ -223,7 +222,8 @@ class _Lint:
 
     def _take(self, text: str, name: str, path: Path | None) -> None:
         from hpctrain.advise.lint.check import check_text, fixed_text, unreadable
-        from hpctrain.advise.lint.source import NotText, as_diff, write_source
+        from hpctrain.advise.lint.syntax import as_diff, write_source
+        from hpctrain.core.base.files import NotText
 
         findings = check_text(text, name, self.choice, cpus=self.cpus, folder=self.folder)
         if (self.fix or self.diff) and any(one.edits for one in findings):
@@ -252,7 +252,7 @@ class _Lint:
 
     def write_baseline(self, path: Path) -> None:
         """Write what was found."""
-        from hpctrain.advise.lint.ignores import baseline_text
+        from hpctrain.advise.lint.check import baseline_text
         from hpctrain.core.base.files import replace_text
         from hpctrain.core.base.text import count
 
@@ -264,7 +264,7 @@ class _Lint:
 
     def forget_known(self, path: Path) -> None:
         """Leave out what a baseline knows."""
-        from hpctrain.advise.lint.ignores import beyond_baseline
+        from hpctrain.advise.lint.check import beyond_baseline
 
         baseline = _known(path)
         relative = self._relative(path)
@@ -313,7 +313,7 @@ class _Lint:
 
 
 def _known(path: Path) -> Counter[tuple[str, str, str]]:
-    from hpctrain.advise.lint.ignores import read_baseline
+    from hpctrain.advise.lint.check import read_baseline
     from hpctrain.core.base.files import read_text
 
     try:

@@ -1,12 +1,14 @@
-"""`hpctrain`: finds the command, runs it, and turns errors into one line and an exit code.
+"""`hpctrain`: finds the command, runs it, turns errors into a line and an exit code; `help`.
 
 Commands live in modules of their own, imported only when they are called: the table below is all
-that `--help` and completion of command names need. tests/unit/cli/test_main.py holds the promises.
+that `--help` and completion of command names need. The manual's pages are those of docs/, which the
+wheel carries. tests/unit/cli/test_main.py and test_help.py hold the promises.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from difflib import get_close_matches
 from importlib import import_module
@@ -16,50 +18,63 @@ import click
 
 from hpctrain.core.base import VERSION
 from hpctrain.core.terminal import border
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import EXIT_CODES, HpctrainError, NotFound
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from click.shell_completion import CompletionItem
 
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Every day": {
         "submit": ("submit", "Start a run: check it, make its folder, submit its job."),
-        "status": ("status", "Show where runs are: state, progress, attempts, checkpoints."),
+        "status": ("runs:status", "Show where runs are: state, progress, attempts, checkpoints."),
         "logs": ("logs", "Print what a run's ranks printed, across requeues."),
-        "cancel": ("cancel", "Stop a run for good; --save saves first."),
-        "resume": ("resume", "Continue a run from its newest checkpoint, on any number of nodes."),
+        "cancel": ("runs", "Stop a run for good; --save saves first."),
+        "resume": (
+            "submit:resume",
+            "Continue a run from its newest checkpoint, on any number of nodes.",
+        ),
     },
     "Why": {
         "doctor": ("doctor", "Say why a run, or any job by its logs, died; what to do next."),
         "report": ("report", "Write a run as one page: time lost and where, curves, advice."),
         "events": ("logs:events", "Print the events of a run, from its ledger."),
-        "stacks": ("stacks", "Show where in its program each rank is; names the stuck one."),
+        "stacks": (
+            "profile:stacks_command",
+            "Show where in its program each rank is; names the stuck one.",
+        ),
         "profile": ("profile", "Show what steps spend their time on."),
-        "tensorboard": ("tensorboard", "Show curves in the browser, all attempts as one."),
+        "tensorboard": ("report:tensorboard", "Show curves in the browser, all attempts as one."),
     },
     "Before a run": {
         "check": ("check", "Check everything that can be known before a run."),
         "lint": ("lint", "Check a training program for distributed-training bugs."),
         "plan": ("plan", "Choose a strategy for a model on these GPUs, with its cost."),
-        "preflight": ("preflight", "Test nodes before a run gets them; names the bad ones."),
-        "queue": ("queue", "Show which shapes of a job would start now or soon."),
+        "preflight": ("check:preflight", "Test nodes before a run gets them; names the bad ones."),
+        "queue": ("clusters", "Show which shapes of a job would start now or soon."),
     },
     "Checkpoints": {
         "checkpoints": ("checkpoints", "List, verify, keep, prune, import and export checkpoints."),
-        "evaluate": ("evaluate", "Submit the evaluations of checkpoints that are due."),
-        "rm": ("cancel:remove", "Delete a run's folder with its checkpoints; asks first."),
+        "evaluate": ("checkpoints:evaluate", "Submit the evaluations of checkpoints that are due."),
+        "rm": ("runs:remove", "Delete a run's folder with its checkpoints; asks first."),
     },
     "Clusters": {
         "init": ("init", "Write this project's hpctrain.toml, from a few questions."),
         "sites": ("sites", "Show the clusters that hpctrain has settings for."),
-        "local": ("local", "Show the embedded cluster; rehearse a preemption on it."),
+        "local": (
+            "clusters:local_command",
+            "Show the embedded cluster; rehearse a preemption on it.",
+        ),
         "drill": ("drill", "Plant faults in a run and see whether it survives them."),
     },
     "Help": {
-        "help": ("help", "Show a command's help, a page of the manual, or the exit codes."),
-        "completion": ("help:completion", "Print what makes Tab complete names in your shell."),
+        "help": (
+            "main:help_command",
+            "Show a command's help, a page of the manual, or the exit codes.",
+        ),
+        "completion": ("main:completion", "Print what makes Tab complete names in your shell."),
     },
 }
 """What one wants to do, to command, to (module of `cli` and its attribute, one line of help)."""
@@ -254,6 +269,113 @@ def _one_line(error: click.ClickException) -> str:
     message = " ".join(error.format_message().split())
     context = getattr(error, "ctx", None)
     return f"{message} See `{context.command_path} --help`." if context else message
+
+
+EXIT_CODES_TOPIC = "exit-codes"
+PROGRAM = "hpctrain"
+_PAGES = {
+    **dict.fromkeys(["drill", "lint"], "check"),
+    **dict.fromkeys(["events", "logs", "profile", "report", "status", "tensorboard"], "watching"),
+    **dict.fromkeys(["cancel", "resume", "stacks"], "staying-alive"),
+    **dict.fromkeys(["evaluate", "queue"], "how-do-i"),
+    "init": "getting-started",
+}
+"""Commands whose page has another name."""
+_COMPLETE = f"_{PROGRAM}_COMPLETE".upper()  # as click names it
+_SOURCES = {
+    "bash": 'eval "$(hpctrain completion bash)"      # in ~/.bashrc',
+    "zsh": 'eval "$(hpctrain completion zsh)"       # in ~/.zshrc, behind compinit',
+    "fish": "hpctrain completion fish | source       # in ~/.config/fish/config.fish",
+}
+
+
+@click.command(
+    name="help",
+    epilog="""\b
+Examples:
+  hpctrain help submit          the same as hpctrain submit --help
+  hpctrain help exit-codes      what each exit code means
+  hpctrain help topics          the pages of the manual
+  hpctrain help checkpoints.md  a page that has the name of a command
+""",
+)
+@click.argument("words", nargs=-1, metavar="[COMMAND|TOPIC]...")
+@click.pass_context
+def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
+    """Show a command's help, a page of the manual, or the exit codes."""
+    top = ctx.find_root()
+    if not words:
+        click.echo(top.get_help())
+        return
+    if words == (EXIT_CODES_TOPIC,):
+        click.echo("\n".join(f"{code:>4}  {text}" for code, text in EXIT_CODES.items()))
+        return
+    if words == ("topics",):
+        click.echo("\n".join(f"{name:20} {_title(page)}" for name, page in pages().items()))
+        return
+    shown = _help_of(top, words)
+    name = " ".join(words).lower().removesuffix(".md").removeprefix("docs/")
+    page = pages().get(_PAGES.get(name, name))
+    if shown is not None:
+        click.echo(shown)
+        if page is not None:
+            click.echo(f"\nMore: hpctrain help {page.name}")
+    elif page is not None:
+        click.echo_via_pager(page.read_text(encoding="utf-8"))
+    else:
+        raise NotFound(_unknown_topic(" ".join(words)))
+
+
+def pages() -> dict[str, Path]:
+    """Every page of the manual by its name."""
+    from hpctrain.core.base.files import data_dir
+
+    return {path.stem: path for path in sorted(data_dir("docs").glob("*.md"))}
+
+
+def _title(page: Path) -> str:
+    heading = re.search(r"^# (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return heading[1] if heading else ""
+
+
+def _help_of(top: click.Context, words: tuple[str, ...]) -> str | None:
+    """The help of a command, or of a command of a group; None where there is none."""
+    ctx, command = top, top.command
+    for word in words:
+        below = command.get_command(ctx, word) if isinstance(command, click.Group) else None
+        if below is None:
+            return None
+        ctx, command = click.Context(below, info_name=below.name or word, parent=ctx), below
+    return command.get_help(ctx)
+
+
+def _unknown_topic(text: str) -> str:
+    from hpctrain.core.settings.layers import nearest
+
+    near = nearest(text, [*COMMANDS, *pages()])
+    hint = f"did you mean {near[0]}? " if near else ""
+    return (
+        f"no command and no page is called {text!r}; {hint}`hpctrain help topics` lists the pages"
+    )
+
+
+@click.command(
+    name="completion",
+    epilog="\b\nHow to use it:\n" + "\n".join(f"  {line}" for line in _SOURCES.values()),
+)
+@click.argument("shell", type=click.Choice(list(_SOURCES)))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the script for Tab completion of commands, options, runs, settings and partitions.
+
+    Changes no file.
+    """
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    if kind is None:  # pragma: no cover - click has these three
+        raise NotFound(f"no completion for {shell}")
+    click.echo(kind(ctx.find_root().command, {}, PROGRAM, _COMPLETE).source())
 
 
 if __name__ == "__main__":

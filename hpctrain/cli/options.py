@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from click.shell_completion import CompletionItem
 
+    from hpctrain.launch.prepare import SubmitRequest
     from hpctrain.ledger.run.layout import RunDir
 
     _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -171,6 +172,71 @@ def engine_options(function: _Function) -> _Function:
     )(function)
     return click.option("--engine", type=_Engine(), help="How the model is spread over the ranks.")(
         with_mesh
+    )
+
+
+def config_option(function: _Function) -> _Function:
+    """`--config FILE`: the settings file; `submit_request` takes it."""
+    return click.option(
+        "--config",
+        metavar="FILE",
+        help="Settings file.  [default: hpctrain.toml if there is one]",
+    )(function)
+
+
+def submission_options(function: _Function) -> _Function:
+    """What describes a submission: the job, the site, the program and its settings."""
+    for option in reversed(
+        (
+            job_options,
+            engine_options,
+            site_option,
+            click.option(
+                "--name", "-J", help="Run name; by default the script's name and a number."
+            ),
+            click.option("--container", metavar="IMAGE", help="Container image for the ranks."),
+            config_option,
+            set_option("Any setting, e.g. train.steps=500."),
+            click.option(
+                "--env",
+                multiple=True,
+                metavar="NAME=VALUE",
+                help="Environment of the ranks; no secrets.",
+            ),
+            locked_option,
+            runs_option,
+            json_option,
+            click.argument(
+                "command", nargs=-1, type=click.UNPROCESSED, metavar="[-- PROGRAM ARGS...]"
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def submit_request(flags: dict[str, Any], *, time: str = "", **more: Any) -> SubmitRequest:
+    """Return the request that a command's keywords describe.
+
+    Args:
+        flags: The keywords; those of settings are taken out.
+        time: The time limit where none is given; the site's if "".
+        **more: More fields of the request.
+    """
+    from hpctrain.launch.prepare import SubmitRequest, flags_of
+
+    of_run, config = run_flags(flags), flags.pop("config")
+    if time:
+        given = {path: flag for path, flag in of_run.items() if flag[1] is not None}
+        of_run = {**flags_of(time=time), **given}
+    return SubmitRequest(
+        cwd=Path.cwd(),
+        environ=os.environ,
+        config=Path(config) if config else None,
+        ask_accounting=True,
+        flags=of_run,
+        **flags,
+        **more,
     )
 
 
@@ -426,6 +492,11 @@ _GROUPS = {
     "Look": ("dry_run", "whole", "wait", "no_submit", "profile", "nsys"),
 }
 """Names of options by what they are about; `--help` shows them so."""
+_OF_RUN = (
+    *("container", "engine", "mesh", "profile", "nsys", "checkpoint", "resume_args", "resume_if"),
+    "snapshot",
+)
+"""Options that are settings of a new run, beside those of its job."""
 _AS_TYPED = ("nodelist", "mail_type", "mail_user")
 """Options that go to sbatch as they are."""
 _OWN_SETTING = (
@@ -466,6 +537,18 @@ def job_flags(values: dict[str, Any]) -> Flags:
         more.append(option)
     flags["slurm.extra"] = ("--sbatch", more or None)
     return flags
+
+
+def run_flags(values: dict[str, Any]) -> Flags:
+    """Take the values of a new run's options out of a command's keywords, as flags of settings.
+
+    Raises:
+        click.UsageError, UsageError: see `job_flags`.
+    """
+    from hpctrain.launch.prepare import flags_of
+
+    own = {name: values.pop(name) for name in _OF_RUN if name in values}
+    return flags_of(**own) | job_flags(values)
 
 
 def _take_gres(flags: Flags, gres: str | None) -> str:
@@ -530,7 +613,7 @@ class JobCommand(click.Command):
 
 def _of_sbatch(name: str, args: list[str]) -> str:
     """What to type in the place of an option that hpctrain lacks and sbatch has; "" for others."""
-    from hpctrain.core.settings.sbatch_options import OURS, PASSED, REFUSED, name_of
+    from hpctrain.core.settings.external import INSTEAD, OURS, PASSED, REFUSED, name_of
     from hpctrain.errors import UsageError
 
     try:
@@ -542,8 +625,8 @@ def _of_sbatch(name: str, args: list[str]) -> str:
     following = args[at + 1] if at + 1 < len(args) else "-"
     if not value and not following.startswith("-"):
         value = following
-    if option in _INSTEAD:
-        return f"{name}: {_INSTEAD[option]}."
+    if option in INSTEAD:
+        return f"{name}: {INSTEAD[option]}."
     if option in OURS:
         return f"{name}: sbatch's --{option} is hpctrain's to set; use {OURS[option]}."
     if option in REFUSED:
@@ -552,28 +635,3 @@ def _of_sbatch(name: str, args: list[str]) -> str:
         text = f"--{option}={value}" if value else f"--{option}"
         return f"{name} is an option of sbatch's; pass it on with `--sbatch={shlex.quote(text)}`."
     return ""
-
-
-_PER_NODE = "GPUs are asked for by node: --nodes N --gpus-per-node [TYPE:]G"
-_RANKS = "ranks are asked for by node: --nodes N --ranks-per-node R"
-_INSTEAD = {
-    "gpus": _PER_NODE,
-    "gpus-per-task": f"{_PER_NODE}; each rank gets one",
-    "gpus-per-socket": _PER_NODE,
-    "ntasks": _RANKS,
-    "ntasks-per-node": _RANKS,
-    "ntasks-per-core": _RANKS,
-    "ntasks-per-socket": _RANKS,
-    "cpus-per-task": "CPUs are asked for by rank: --cpus-per-rank C",
-    "cpus-per-gpu": "CPUs are asked for by rank, and a rank has one GPU: --cpus-per-rank C",
-    "mem-per-cpu": "memory is asked for by node: --mem SIZE",
-    "mem-per-gpu": "memory is asked for by node: --mem SIZE",
-    "job-name": "the run's name is the job's: --name NAME",
-    "array": "a run is one job: submit each by itself, e.g. in a loop, with a --name of its own",
-    "dependency": "name the run that must be done before: --after RUN",
-    "output": "logs lie in the run's directory; hpctrain logs RUN shows them",
-    "error": "logs lie in the run's directory; hpctrain logs RUN shows them",
-    "wrap": "the program goes behind --, e.g. -- ./train.sh",
-    "parsable": "--json prints the job's id for programs",
-}
-"""Of options that many people type: what to type here."""

@@ -15,7 +15,7 @@ from hpctrain.cli.options import complete_site, json_option
 
 if TYPE_CHECKING:
     from hpctrain.advise.strategy.choice import StrategyPlan
-    from hpctrain.advise.strategy.reading import ModelSource
+    from hpctrain.advise.strategy.measure import ModelSource
     from hpctrain.advise.strategy.rows import PlanRequest, Row
     from hpctrain.cluster.site.schema import Partition, Site
 
@@ -141,8 +141,7 @@ def command(*, model: str | None, as_json: bool, **flags: Any) -> None:
 
 def _plan(model: str | None, flags: dict[str, Any]) -> StrategyPlan:
     from hpctrain.advise.strategy import choice
-    from hpctrain.advise.strategy.budget import cost, saving
-    from hpctrain.advise.strategy.remedies import elsewhere_notes
+    from hpctrain.advise.strategy.choice import cost, elsewhere_notes, saving
 
     source = _model(model, flags)
     asked, limit_s = _asked(source, flags)
@@ -196,7 +195,7 @@ def _assumed(flags: dict[str, Any]) -> list[str]:
 
 def _model(model: str | None, flags: dict[str, Any]) -> ModelSource:
     from hpctrain.advise.strategy.facts import count_of, of_numbers
-    from hpctrain.advise.strategy.reading import ModelSource, read_model
+    from hpctrain.advise.strategy.measure import ModelSource, read_model
     from hpctrain.errors import UsageError
 
     given = [name for name in NUMBERS if flags[name] is not None]
@@ -327,7 +326,7 @@ def _show(plan: StrategyPlan, flags: dict[str, Any], written: list[str]) -> None
         for line in screen.closing(plan, row):
             click.echo(line)
         if flags["explain"]:
-            from hpctrain.advise.strategy.explain import explained
+            from hpctrain.advise.strategy.screen import explained
 
             click.echo()
             for line in explained(plan.asked, row):

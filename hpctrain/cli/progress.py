@@ -41,9 +41,7 @@ DRAW_S = 0.2
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
     """Around work on `total` bytes; what it gives is told, from any thread, of bytes done.
 
-    Args:
-        label: What is done, e.g. "reading".
-        total: Bytes to come; nothing is shown for 0.
+    Nothing is shown for a total of 0.
     """
     meter = Meter(label, total, clock.monotonic())
     lock = threading.Lock()
@@ -64,8 +62,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
 def line(sparse_s: float = SPARSE_S) -> Iterator[ProgressLine]:
     """A line on stderr that is gone at the end, where stderr is a terminal that can erase.
 
-    Args:
-        sparse_s: The least time between two lines where it is not, and each news is a new line.
+    Where it is not, each news is a new line, at most one in `sparse_s`.
     """
     one_line = ProgressLine(sys.stderr, sparse_s)
     try:
@@ -92,9 +89,7 @@ class ProgressLine:
     def show(self, text: str, share: float | None = None) -> None:
         """Show this instead; in a log only what is new, and that seldom.
 
-        Args:
-            text: Of one line.
-            share: How much is done, for a bar beside it on a terminal.
+        `share` is for a bar beside it on a terminal.
         """
         if text == self._shown:
             return
@@ -146,14 +141,8 @@ def wait_option(function: Callable[..., Any]) -> Callable[..., Any]:
 class Waited:
     """What became of a job that was waited for.
 
-    Attributes:
-        first_step: Whether it did a step.
-        state: Of the run, where it did none: why the waiting is over.
-        attempt: Which attempt did the step.
-        queued_s: From the submission to the start of the job; None if it has not started.
-        seconds: From the submission to the end of the step, or to the end of the waiting.
-        interrupted: By Ctrl-C; the job was left alone.
-        exit_code: For the shell.
+    `queued_s` is from the submission to the start of the job, `seconds` to the end of the step or
+    of the waiting.
     """
 
     first_step: bool
@@ -175,10 +164,6 @@ def wait_for_first_step(run: RunDir, runs: Path) -> Waited:
     """Return when the job that was submitted last has done a step, or is over. Reads only.
 
     A program that tells hpctrain of no steps is waited for until its job ends.
-
-    Args:
-        run: The run, with its submission on record.
-        runs: The folder of all runs.
     """
     from hpctrain.core.terminal import echo_note
     from hpctrain.ledger.history.run_history import RunHistory
@@ -189,21 +174,15 @@ def wait_for_first_step(run: RunDir, runs: Path) -> Waited:
         with line(LOG_S) as one_line:
             return _look_on(run, runs, tail, history, one_line)
     except KeyboardInterrupt:
-        echo_note(
-            f"the job of {run.name} goes on; `hpctrain status {run.name}{runs_flag(runs)}` shows it"
-        )
+        shown = f"`hpctrain status {run.name}{runs_flag(runs)}` shows it"
+        echo_note(f"the job of {run.name} continues; {shown}")
         return _waited(history, "waiting", INTERRUPTED, interrupted=True)
 
 
 def conclude(run: RunDir, runs: Path, facts: dict[str, Any] | None, *, wait: bool) -> int:
     """End a command that has submitted a job; returns its exit code.
 
-    Args:
-        run: The run.
-        runs: The folder of all runs.
-        facts: What the command prints as JSON, with "waited" beside it; None where it has printed
-            text, to which a line is added.
-        wait: Look on until the first step.
+    `facts` are what it prints as JSON, None where it has printed text.
     """
     from hpctrain.core.terminal import echo_json
 

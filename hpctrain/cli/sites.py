@@ -468,8 +468,7 @@ def probe_command(*, as_toml: bool, as_json: bool) -> None:
 
     Run it on a compute node, as in `srun -N1 hpctrain sites probe`. Changes nothing.
     """
-    from hpctrain.cluster.preflight.facts import draft
-    from hpctrain.cluster.preflight.probe import probe
+    from hpctrain.cluster.preflight.facts import draft, probe
     from hpctrain.core.terminal import echo_json
     from hpctrain.errors import UsageError
 
@@ -552,10 +551,12 @@ def test_command(
     from hpctrain.cluster.scheduler.base import get_cluster
     from hpctrain.core.terminal import echo_json
     from hpctrain.errors import ChecksFailed
-    from hpctrain.launch.preflight import Asked, try_site
+    from hpctrain.launch.preflight import try_site
 
-    asked = Asked(name, partition, nodes, account)
-    trials = try_site(asked, cwd=Path.cwd(), environ=os.environ, cluster=get_cluster(OF_PRESETS))
+    cluster = get_cluster(OF_PRESETS)
+    trials = try_site(
+        name, partition, nodes, account, cwd=Path.cwd(), environ=os.environ, cluster=cluster
+    )
     if as_json:
         echo_json([asdict(trial) for trial in trials])
     else:

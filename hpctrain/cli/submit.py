@@ -1,40 +1,48 @@
-"""`hpctrain submit`: from a command line to a run directory and a job.
+"""`hpctrain submit` and `resume`: from a command line to a run and its next job.
 
-tests/unit/cli/test_submit.py holds the promises.
+tests/unit/cli/test_submit.py, tests/unit/submit/test_site_submit.py, tests/slurm/test_elastic.py
+and tests/e2e/test_damaged.py hold the promises.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpctrain.cli.options import (
     JobCommand,
+    ask_to_act,
     cluster_option,
+    complete_run,
     engine_options,
+    foreign_option,
     job_flags,
     job_options,
     json_option,
     locked_option,
+    newest_to_act_on,
     profile_options,
     runs_option,
     set_option,
-    site_option,
+    submission_options,
+    submit_request,
+    yes_option,
 )
 from hpctrain.cli.progress import conclude, wait_option
 from hpctrain.ledger.run.layout import runs_flag
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from hpctrain.core.base.mesh import Mesh
     from hpctrain.core.settings.spec import Spec
     from hpctrain.launch.launch import SubmittedRun
     from hpctrain.launch.prepare import Prepared, SubmitRequest
+    from hpctrain.launch.resume import PreparedResume
     from hpctrain.launch.shape import ShapedJob
 
 SETUP_SHOWN = 4
@@ -59,20 +67,9 @@ Examples:
 
 
 @click.command(name="submit", cls=JobCommand, epilog=EXAMPLES)
-@job_options
-@engine_options
+@submission_options
 @profile_options
-@site_option
 @cluster_option("Where to run; slurm if there is an sbatch, else local: processes on this machine.")
-@click.option("--name", "-J", help="Run name; by default the script's name and a number.")
-@click.option("--container", metavar="IMAGE", help="Container image for the ranks.")
-@click.option(
-    "--config", metavar="FILE", help="Settings file.  [default: hpctrain.toml if there is one]"
-)
-@set_option("Any setting, e.g. train.steps=500.")
-@click.option(
-    "--env", multiple=True, metavar="NAME=VALUE", help="Environment of the ranks; no secrets."
-)
 @click.option(
     "--checkpoint",
     multiple=True,
@@ -119,20 +116,14 @@ Examples:
     metavar="COMMAND",
     help="Run this in its own job when the run is done ([then]); repeatable.",
 )
-@locked_option
-@runs_option
 @wait_option
 @click.option("--no-submit", is_flag=True, help="Only make the run directory.")
 @click.option("--dry-run", is_flag=True, help="Show what would be submitted, and submit nothing.")
 @click.option(
     "--script", "whole", is_flag=True, help="With --dry-run: also print the batch script."
 )
-@json_option
-@click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="[-- PROGRAM ARGS...]")
 def command(
     *,
-    script: tuple[str, ...],
-    config: str | None,
     no_submit: bool,
     dry_run: bool,
     whole: bool,
@@ -147,23 +138,18 @@ def command(
     Settings come from the site, then ./hpctrain.toml, then flags; the later wins. The site
     comes from --site, HPCTRAIN_SITE or hpctrain.toml; otherwise it is detected.
     """
+    from hpctrain.advise.lint.submit_notes import lint_notes
     from hpctrain.errors import ClusterError, UsageError
-    from hpctrain.launch.prepare import SubmitRequest
 
     if whole and not dry_run:
         raise UsageError("--script shows the batch script of a --dry-run: give both")
     if wait and (no_submit or dry_run):
         raise UsageError("--wait waits for a job, and --no-submit and --dry-run start none")
-    request = SubmitRequest(
-        cwd=Path.cwd(),
-        environ=os.environ,
-        command=script,
-        config=Path(config) if config else None,
+    request = submit_request(
+        flags,
         cluster_needed=not dry_run and not no_submit,
-        ask_accounting=True,
         ask_partitions=not dry_run,
-        job=job_flags(flags),
-        **flags,
+        lint=lint_notes,
     )
     if dry_run:
         _dry_run(request, whole=whole, as_json=as_json)
@@ -193,14 +179,12 @@ def _dry_run(request: SubmitRequest, *, whole: bool, as_json: bool) -> None:
 
         shaped = choose_shape_of(prepared)
         if shaped is not None:
-            _show_shaped(prepared, request, shaped, whole=whole, as_json=as_json)
+            _show_shaped(prepared, shaped, whole=whole, as_json=as_json)
             return
-    _show(prepared, request, whole=whole, as_json=as_json)
+    _show(prepared, whole=whole, as_json=as_json)
 
 
-def _show_shaped(
-    prepared: Prepared, request: SubmitRequest, shaped: ShapedJob, *, whole: bool, as_json: bool
-) -> None:
+def _show_shaped(prepared: Prepared, shaped: ShapedJob, *, whole: bool, as_json: bool) -> None:
     """Print the candidates, and what would be submitted in the chosen shape."""
     from dataclasses import replace
 
@@ -216,12 +200,11 @@ def _show_shaped(
             echo_table(rows, header=header, right=range(1, len(header)))
             click.echo("\n".join([*shaped.lines(), ""]))
     more = {"shape": shaped.as_json()}
-    _show(chosen, request, whole=whole, as_json=as_json, more=more)
+    _show(chosen, whole=whole, as_json=as_json, more=more)
 
 
 def _show(
     prepared: Prepared,
-    request: SubmitRequest,
     *,
     whole: bool,
     as_json: bool,
@@ -229,12 +212,12 @@ def _show(
 ) -> None:
     """Print what would be submitted."""
     from hpctrain.cluster.scheduler.base import get_cluster
-    from hpctrain.core.settings.secrets import hide
+    from hpctrain.core.settings.spec import hide
     from hpctrain.core.terminal import echo_json, echo_warning
     from hpctrain.ledger.run.layout import RunDir
 
     spec = prepared.spec
-    if request.snapshot:
+    if spec.settings.run.snapshot == "yes":
         from hpctrain.launch.snapshot import plan_snapshot
 
         plan_snapshot(spec.entry, spec.settings.run.snapshot)
@@ -386,3 +369,158 @@ def _facts(submitted: SubmittedRun, following: list[str]) -> dict[str, Any]:
         "notes": submitted.notes,
         "next": following,
     }
+
+
+BEHIND_DASHES = "hpctrain.program"
+"""Of a command's context: what stands behind its `--`."""
+
+
+class _WithProgram(JobCommand):
+    """A command behind whose `--` a program stands, which is none of its own arguments."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put what stands behind `--` aside."""
+        own, program = _cut(args)
+        ctx.meta[BEHIND_DASHES] = program
+        return super().parse_args(ctx, own)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """Name it in the usage line."""
+        return [*super().collect_usage_pieces(ctx), "[-- BEHIND_DASHES ARGS...]"]
+
+
+def _cut(args: list[str]) -> tuple[list[str], list[str]]:
+    """Return what is in front of `--`, and what is behind it."""
+    if "--" not in args:
+        return args, []
+    at = args.index("--")
+    if not args[at + 1 :]:
+        raise click.UsageError("nothing stands behind --; name the program with its arguments.")
+    return args[:at], args[at + 1 :]
+
+
+@click.command(
+    cls=_WithProgram,
+    epilog="""\b
+Examples:
+  hpctrain resume                        the newest run; asks first
+  hpctrain resume lm-3 --nodes 2         on two nodes; the checkpoint is resharded
+  hpctrain resume lm-3 --engine fsdp2 --mesh tp=2
+                                         with another engine; the weights are the same
+  hpctrain resume lm-3 --from 4000       back to step 4000; newer ones are quarantined
+  hpctrain resume lm-3 --new-code        with your checkout as it is now
+  hpctrain resume lm-3 -- train.py --epochs 40
+                                         with other arguments, also after it is done
+  hpctrain resume lm-3 --dry-run         show the plan, and start nothing
+""",
+)
+@click.argument("run", required=False, metavar="[RUN]", shell_complete=complete_run)
+@job_options
+@engine_options
+@profile_options
+@set_option("Change a setting.")
+@click.option(
+    "--from",
+    "from_step",
+    type=click.IntRange(min=0),
+    metavar="STEP",
+    help="Resume from this checkpoint and quarantine newer ones. 0 starts over.",
+)
+@click.option(
+    "--new-code",
+    is_flag=True,
+    help="Run your checkout as it is now, not the run's copy.",
+)
+@wait_option
+@click.option("--dry-run", is_flag=True, help="Show the plan and start nothing.")
+@yes_option
+@json_option
+@locked_option
+@foreign_option
+@runs_option
+def resume(
+    run: str | None,
+    *,
+    sets: tuple[str, ...],
+    from_step: int | None,
+    new_code: bool,
+    engine: str | None,
+    mesh: dict[str, str] | None,
+    profile: dict[str, object] | None,
+    nsys: int | None,
+    dry_run: bool,
+    yes: bool,
+    wait: bool,
+    as_json: bool,
+    allow_locked: bool,
+    foreign: bool,
+    runs: Path,
+    **flags: Any,
+) -> int:
+    """Resume a run that is not running.
+
+    RUN is a name, a job id, a unique beginning of a name, or - for the newest. Loads the
+    newest complete checkpoint, at any number of nodes and with any engine. Shows which
+    checkpoints were considered, and which rank will be on which node.
+
+    Uses the run's copy of its code; the line `code` names what differs in your checkout. A
+    program behind -- runs in its current version, in the run's working directory.
+    """
+    from dataclasses import asdict
+
+    from hpctrain.cli.progress import progress
+    from hpctrain.core.settings.check import engine_flags, profile_flags
+    from hpctrain.core.settings.spec import hide, secrets_in
+    from hpctrain.errors import UsageError
+    from hpctrain.launch.change import ResumeRequest
+    from hpctrain.launch.resume import prepare_resume, resume_run
+    from hpctrain.ledger.run.find_run import LATEST, find_run
+    from hpctrain.ledger.run.ownership import own_spec
+
+    if wait and dry_run:
+        raise UsageError("--wait waits for a job, and --dry-run starts none")
+    asks = run is None and not yes and not dry_run
+    run_dir = newest_to_act_on("resume", runs) if asks else find_run(run or LATEST, runs=runs)
+    request = ResumeRequest(
+        {**job_flags(flags), **engine_flags(engine, mesh), **profile_flags(profile, nsys)},
+        sets,
+        from_step,
+        allow_locked=allow_locked,
+        program=click.get_current_context().meta[BEHIND_DASHES],
+        new_code=new_code,
+        ask_accounting=True,
+    )
+    spec = own_spec(run_dir, named=run or LATEST, foreign=foreign)
+    prepared = prepare_resume(run_dir, spec, request, os.environ)
+    secrets = secrets_in(prepared.spec)
+    if not as_json:
+        click.echo(hide(_plan_text(prepared), secrets))
+    if asks:
+        ask_to_act("resume", run_dir)
+    resumed = None if dry_run else resume_run(run_dir, prepared, from_step, progress)
+    job_id, followers = (resumed.job_id, resumed.notes) if resumed else (None, [])
+    facts = {
+        "plan": prepared.plan.as_json(),
+        "code": hide(prepared.code.line, secrets),
+        "notes": hide([*prepared.notes, *followers], secrets),
+        "job_id": job_id,
+        "awaited": [asdict(one) for one in prepared.awaited],
+        "shape": prepared.shaped.as_json() if prepared.shaped else None,
+        "run_dir": str(run_dir.root),
+    }
+    if not as_json and job_id is not None:
+        click.echo("".join(f"note         {line}\n" for line in followers), nl=False)
+        click.echo(f"job          {job_id}\nnext         hpctrain logs {run_dir.name} -f")
+    return conclude(run_dir, runs, facts if as_json else None, wait=wait)
+
+
+def _plan_text(prepared: PreparedResume) -> str:
+    """What a resume will do, as people read it."""
+    from hpctrain.launch.resume import as_text
+
+    lines = [as_text(prepared.plan), f"code         {prepared.code.line}"]
+    lines += [f"note         {note}" for note in prepared.notes]
+    if prepared.shaped and prepared.shaped.choice:
+        lines += [f"shape        {line}" for line in prepared.shaped.lines()]
+    lines += [f"after        {one.run} (job {one.job_id})" for one in prepared.awaited]
+    return "\n".join(lines)

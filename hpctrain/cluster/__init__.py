@@ -1,1 +1,1 @@
-"""What hpctrain knows of a cluster: its scheduler, presets, network settings and the fitness of its nodes."""
+"""What hpctrain knows of a cluster: scheduler, presets, network settings, fitness of nodes."""

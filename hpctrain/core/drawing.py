@@ -125,14 +125,7 @@ def uncut(text: str, style: str = "") -> Text:
 def rank_map(
     mesh: Mesh, nodes: Sequence[str], ranks_per_node: int, *, width: int = 80
 ) -> RenderableType:
-    """A table of the axes that are in use: a row for each node, or for several where they are many.
-
-    Args:
-        mesh: Of all ranks.
-        nodes: Host names in the order of their ranks.
-        ranks_per_node: Ranks on each.
-        width: Columns of the screen.
-    """
+    """A table of the axes that are in use: a row for each node, or for several of many."""
     titles, rows, left_out = rank_rows(mesh, nodes, ranks_per_node)
     cells = zip(titles, zip(*rows, strict=True), strict=True)
     table = fitted([Column(title, of, shrink=title == "node") for title, of in cells], width)
@@ -150,11 +143,7 @@ def echo_table(
 ) -> None:
     """Print rows as aligned columns that are never cut; nothing for no rows.
 
-    Args:
-        rows: Cells, as many in each row; None shows as "-".
-        header: Column titles.
-        right: Indices of columns of numbers, which are aligned to the right.
-        indent: Blanks in front of each line.
+    None shows as "-"; `right` has indices of columns of numbers, which are aligned to the right.
     """
     if not rows:
         return

@@ -161,17 +161,6 @@ def map_tensors(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
     return over(kind, change, value)
 
 
-# ---- the compiler
-
-
-def overlap_exchanges() -> None:
-    """Have torch's compiler cut products and their exchange over `tp` in pieces that overlap."""
-    config = import_module("torch._inductor.config")
-    if not hasattr(config, "_micro_pipeline_tp"):
-        raise _lacks("_inductor.config._micro_pipeline_tp", "engine.async_tp")
-    config._micro_pipeline_tp = True  # type: ignore[attr-defined]  # noqa: SLF001
-
-
 # ---- DDP
 
 

@@ -169,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
         match list(argv):
             case [root, "watch"]:
                 signal.signal(signal.SIGINT, lambda *_: stop.set())
-                from hpctrain.cluster.scheduler.slurm.environment import script_environment
+                from hpctrain.cluster.scheduler.slurm.command import script_environment
 
                 env = script_environment(os.getppid(), os.environ)
                 os.environ.clear()

@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.cluster.scheduler.local import client
-from hpctrain.cluster.scheduler.local.client import LocalControl
+from hpctrain.cluster.scheduler import local as client
+from hpctrain.cluster.scheduler.local import LocalControl
 from hpctrain.core.base import clock
 from hpctrain.core.base.locks import remove_left_over
 from hpctrain.core.base.log import configure
@@ -29,8 +29,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.ledger.plan.decide import EXIT_STOPPED
 from hpctrain.ledger.run.layout import RunDir
 from hpctrain.ledger.run.ownership import job_spec
-from hpctrain.node.agent.batch_side import BatchScriptSide, JobStartFacts
-from hpctrain.node.agent.predecessors import held_back
+from hpctrain.node.agent.batch_side import BatchScriptSide, JobStartFacts, held_back
 
 if TYPE_CHECKING:
     from hpctrain.entry.local_nodes import Node

@@ -13,7 +13,7 @@ import os  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from hpctrain.cluster.scheduler.local.client import LocalControl  # noqa: E402
+from hpctrain.cluster.scheduler.local import LocalControl  # noqa: E402
 from hpctrain.core.base.log import configure  # noqa: E402
 from hpctrain.core.base.records import JobContext  # noqa: E402
 from hpctrain.errors import OF_A_DISK, HpctrainError  # noqa: E402

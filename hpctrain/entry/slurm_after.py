@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.cluster.scheduler.slurm.control import SlurmControl
-from hpctrain.cluster.scheduler.slurm.environment import (
+from hpctrain.cluster.scheduler.slurm.command import (
     KILL_WAIT_S,
     own_end,
     own_job_id,
@@ -20,6 +19,7 @@ from hpctrain.cluster.scheduler.slurm.environment import (
     own_start,
     script_environment,
 )
+from hpctrain.cluster.scheduler.slurm.control import SlurmControl
 from hpctrain.cluster.scheduler.slurm.parse import read_nodes
 from hpctrain.core.base.env import HPCTRAIN_KILL_WAIT_S, HPCTRAIN_RELAY
 from hpctrain.core.base.files import read_end
@@ -33,7 +33,7 @@ from hpctrain.node.agent.batch_side import JobStartFacts, finish
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from hpctrain.ledger.shapes.candidates import JobShape
+    from hpctrain.ledger.shapes.queue import JobShape
 
 log = logging.getLogger("hpctrain.entry")
 

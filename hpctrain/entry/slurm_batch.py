@@ -25,13 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpctrain.cluster.scheduler.slurm.command import KILL_WAIT_S, own_job_id, own_restarts, resolves
 from hpctrain.cluster.scheduler.slurm.command import run as run_command
-from hpctrain.cluster.scheduler.slurm.environment import (
-    KILL_WAIT_S,
-    own_job_id,
-    own_restarts,
-    resolves,
-)
 from hpctrain.cluster.scheduler.slurm.parse import (
     parse_config_seconds,
     parse_jobs,
@@ -220,7 +215,7 @@ def _is_held_back(root: str) -> bool:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         if after := json.loads((Path(root) / "spec.json").read_text())["after"]:
             from hpctrain.ledger.run.layout import RunDir
-            from hpctrain.node.agent.predecessors import held_back
+            from hpctrain.node.agent.batch_side import held_back
 
             try:
                 return bool(held_back(RunDir(Path(root)), after, own_job_id(os.environ)))

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from hpctrain.core.base import VERSION
-from hpctrain.core.base.env import HPCTRAIN_BATCH_VERSION, HPCTRAIN_RUN_DIR
+from hpctrain.core.base.env import HPCTRAIN_BATCH_VERSION, HPCTRAIN_RELAY, HPCTRAIN_RUN_DIR
 from hpctrain.node.agent import signals
+
+if TYPE_CHECKING:
+    from hpctrain.ledger.run.layout import RunDir
 
 
 def main(argv: list[str]) -> int:
@@ -37,7 +41,7 @@ def main(argv: list[str]) -> int:
         from hpctrain.ledger.run.layout import RunDir
 
         if RunDir(folder).spec.exists():
-            return AgentTask(folder)()
+            return AgentTask(folder, run_node)()
         raise UsageError(
             f"{folder} holds no spec.json: {HPCTRAIN_RUN_DIR} must be a run's directory, seen "
             "under the same path on every node"
@@ -50,6 +54,33 @@ def main(argv: list[str]) -> int:
             raise
         log.error("%s: %s", folder, error)  # noqa: TRY400 - the same
         return HpctrainError.exit_code
+
+
+def run_node(run: RunDir) -> int:
+    """Run this node's agent; returns the exit code of the task."""
+    import logging
+
+    from hpctrain.cluster.scheduler.slurm.command import job_context
+    from hpctrain.cluster.scheduler.slurm.control import control_of_agent
+    from hpctrain.node.agent.main import run_agent
+
+    context = job_context()
+    if why := outside_of_image(run):
+        logging.getLogger("hpctrain.agent").warning("%s", why)
+    return run_agent(run, context, control_of_agent(run, context))
+
+
+def outside_of_image(run: RunDir) -> str:
+    """Return a warning if a script of the user's own started this task outside the run's image."""
+    from hpctrain.core.settings.spec import load_spec
+
+    image = load_spec(run.spec).settings.container.image
+    if not image or os.environ.get(HPCTRAIN_RELAY):
+        return ""
+    return (
+        f"container.image is {image}, and this task runs in no container: its batch script has no "
+        "function hpctrain_container, as `hpctrain submit --dry-run` prints it"
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.frameworks.common import meet, need, seal
+from hpctrain.frameworks import meet, need, seal
 
 need("transformers", since="5.23", below="6")
 from transformers import TrainerCallback  # noqa: E402 - refused in a line before its own errors

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.frameworks.common import meet, need, seal
+from hpctrain.frameworks import meet, need, seal
 
 need("lightning", since="2.6", below="2.7")
 import lightning.pytorch as pl  # noqa: E402 - refused in a line before its own errors

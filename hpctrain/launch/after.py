@@ -1,25 +1,39 @@
-"""Runs that wait for other runs (`--after`, `--then`): which they are, and who follows a run.
+"""Jobs beside a run and behind it: evaluations, and runs that wait for others (--after, --then).
 
 The scheduler waits (`JobRequest.after`), and the job reads the ledgers once more before it starts
-(`agent/predecessors.py`). A run's ledger names its followers, so that a resume can point their jobs
-to its new one. tests/unit/submit/test_after.py, test_then.py and tests/slurm/test_after.py hold the
-promises.
+(`agent/batch_side.py`). A run's ledger names its followers, so that a resume can point their jobs
+to its new one.
+
+A job beside a run has the run's settings and another program, which is found when the run is
+submitted and kept in its spec (`Spec.beside`). It runs on the keys of its section (`nodes`,
+`ranks_per_node`, `gpus_per_node`, `time`, `partition`, `qos`), or else on the run's own.
+tests/unit/submit/test_after.py, test_then.py, test_side_job.py and tests/slurm/test_after.py hold
+the promises.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.cluster.scheduler.base import get_cluster
+from hpctrain.core.base import clock
+from hpctrain.core.base.files import PACKAGE
 from hpctrain.core.base.records import TERMINAL_JOB, JobState
-from hpctrain.core.settings.sbatch_options import names_of
+from hpctrain.core.settings.check import BOUNDED
+from hpctrain.core.settings.external import names_of
+from hpctrain.core.settings.fields import keys_of
+from hpctrain.core.settings.layers import DEFAULT, Layer
+from hpctrain.core.settings.schema import EvaluateSettings, Settings, replaced, value_at
 from hpctrain.core.settings.spec import load_spec
 from hpctrain.errors import ClusterError, HpctrainError, RunExists, UsageError
+from hpctrain.launch.change import ResumeRequest, resettle
+from hpctrain.launch.checks import runs_inside
 from hpctrain.launch.live_job import live_job
-from hpctrain.launch.side_job import read_script, side_spec
+from hpctrain.launch.program import read_program
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_state import OVER, RunState
 from hpctrain.ledger.run import events as ledger
@@ -32,8 +46,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpctrain.cluster.scheduler.base import Accounting
-    from hpctrain.core.settings.spec import Spec
-
+    from hpctrain.core.settings.spec import Entry, Spec
+    from hpctrain.launch.snapshot import Checkout
 
 _WORDS = {
     RunState.CREATED: "was never submitted",
@@ -47,10 +61,7 @@ _WORDS = {
 class Awaited:
     """A predecessor that is not done.
 
-    Attributes:
-        run: Its name.
-        run_dir: Its directory.
-        job_id: Of its job, which is pending or running.
+    `job_id` is of its job, which is pending or running.
     """
 
     run: str
@@ -61,10 +72,7 @@ class Awaited:
 def find_predecessors(texts: Sequence[str], name: str | None, runs: Path) -> list[str]:
     """The directories of the runs that are meant, each once.
 
-    Args:
-        texts: What the user gave for each.
-        name: The new run's name, where the user has chosen one.
-        runs: The folder of all runs.
+    `texts` are what the user gave; `name` is the new run's, if the user has chosen one.
 
     Raises:
         NotFound: there is no such run.
@@ -82,9 +90,7 @@ def find_predecessors(texts: Sequence[str], name: str | None, runs: Path) -> lis
 def check_after(root: Path, spec: Spec) -> list[Awaited]:
     """The predecessors that a job of the run would have to wait for now.
 
-    Args:
-        root: The run's directory, which need not be there yet.
-        spec: Its own.
+    The run's directory `root` need not be there yet.
 
     Raises:
         UsageError: a predecessor will not be done by itself, or cannot be waited for; or the run
@@ -238,12 +244,7 @@ def take_then(
 ) -> tuple[list[Spec], list[str]]:
     """Put the programs into the run's spec, once each is known to work.
 
-    Args:
-        spec: The run's; changed.
-        scripts: Command lines, each of which runs after the one before it.
-        runs: The folder of all runs.
-        environ: The user's shell's, for its PATH.
-        accounting: Whom to ask for the user's accounts.
+    `scripts` are command lines, each of which runs after the one before it.
 
     Returns:
         The specs of the runs that are to follow, as they would be, and what the user should know.
@@ -270,10 +271,7 @@ def then_specs(
 ) -> tuple[list[Spec], list[str]]:
     """The runs that are to follow a run, one behind the other. Writes nothing.
 
-    Args:
-        spec: The run's, with their programs.
-        root: The run's directory.
-        accounting: Whom to ask for the user's accounts.
+    The run's `spec` has their programs.
     """
     following: list[Spec] = []
     notes, before = list[str](), root
@@ -290,3 +288,175 @@ def then_specs(
 def _key(at: int) -> str:
     """What the program is called in the spec, and its run behind the run's name."""
     return THEN if at == 0 else f"{THEN}-{at + 1}"
+
+
+EVALUATE = "evaluate"
+SECTIONS = (EVALUATE,)
+"""Sections of settings that name the program of a job beside the run as their `script`."""
+NOT_SEALED = (
+    "evaluate: only hpctrain's own checkpoints are evaluated, not those of checkpoint.sealed"
+)
+_ALLOCATION = ("nodes", "ranks_per_node", "gpus_per_node", "time", "partition", "qos")
+_RUNS_OWN = ("", -1)
+_OF_THE_RUN_ALONE = (
+    "alive.shrink",
+    "alive.spares",
+    "checkpoint.keep_best",
+    "checkpoint.sealed",
+    "environment.stage",
+    *(f"evaluate.{key}" for key in keys_of(EvaluateSettings)),
+    "profile.memory",
+    "profile.nsys_rank",
+    "profile.ranks",
+    "profile.steps",
+    "run.resume_args",
+    "run.resume_if",
+    "run.snapshot",
+)
+"""They are about the run's own program, or would make a job beside the job beside it."""
+_MESH = tuple(f"engine.{axis}" for axis in BOUNDED)
+
+
+def take_beside(
+    spec: Spec,
+    environ: Mapping[str, str],
+    *,
+    before: Spec | None = None,
+    accounting: Accounting | None = None,
+) -> list[str]:
+    """Put the programs of all jobs beside the run into its spec, once each is known to work.
+
+    `before` is the spec as it was, at a resume: what it names already is not looked for anew.
+
+    Returns:
+        What the user should know.
+
+    Raises:
+        NotFound: there is no such program.
+        UsageError: it cannot run, or its job cannot be.
+    """
+    notes: list[str] = []
+    kept, spec.beside = spec.beside, {}
+    for section in SECTIONS:
+        script = value_at(spec.settings, f"{section}.script")
+        if not script:
+            continue
+        same = before is not None and value_at(before.settings, f"{section}.script") == script
+        entry = kept.get(section) if same else None
+        spec.beside[section] = entry or read_command(spec, section, environ)
+        notes += side_spec(spec, section, name=spec.name, accounting=accounting)[1]
+        if section == EVALUATE and spec.settings.checkpoint.sealed:
+            notes.append(NOT_SEALED)
+    return notes
+
+
+def read_command(spec: Spec, section: str, environ: Mapping[str, str]) -> Entry:
+    """What a section's `script` is to run, found as `submit` finds what stands behind `--`.
+
+    Raises:
+        NotFound: there is no such program.
+        UsageError: it cannot run.
+    """
+    where = f"{spec.origins.get(f'{section}.script', DEFAULT)}: {section}.script"
+    script = value_at(spec.settings, f"{section}.script")
+    return read_script(spec, section, script, environ, where=where)
+
+
+def read_script(
+    spec: Spec, section: str, script: str, environ: Mapping[str, str], *, where: str
+) -> Entry:
+    """The same for a command line from elsewhere, which a message calls `where`."""
+    try:
+        words = shlex.split(script)
+    except ValueError as error:
+        raise UsageError(f"{where} cannot be taken apart into words: {error}") from None
+    if not words:
+        raise UsageError(f"{where} has nothing but blanks; name a program, or leave it empty")
+    inside = runs_inside(spec.settings, get_cluster(spec.cluster))
+    try:
+        program = read_program(words, Path(spec.entry.cwd), environ, inside=inside)
+    except HpctrainError as error:
+        raise type(error)(f"{where}: {error}") from None
+    if program.env or program.asked:
+        raise UsageError(
+            f"{where} is {words[0]}'s command: name what it starts; {section}.nodes and "
+            f"{section}.ranks_per_node say on how many ranks"
+        )
+    return program.entry
+
+
+def side_spec(
+    spec: Spec, section: str, *, name: str, accounting: Accounting | None = None
+) -> tuple[Spec, list[str]]:
+    """The spec of a job beside a run, checked as a submit checks its own. Writes nothing.
+
+    The job has the program and the allocation of `section`. `accounting` None asks nobody.
+
+    Returns:
+        It, and what the user should know.
+
+    Raises:
+        UsageError: the site or the scheduler would not take such a job.
+    """
+    own = replace(
+        spec,
+        name=name,
+        run_id=os.urandom(8).hex(),
+        created=clock.now(),
+        entry=spec.beside[section],
+        beside={},
+        after=[],
+    )
+    asked = _layer(spec, section)
+    request = ResumeRequest({}, accounting=accounting)
+    try:
+        job, notes = resettle(own, [asked], request)
+    except UsageError as error:
+        mesh = {path: value_at(Settings(), path) for path in _MESH}
+        if replaced(spec.settings, mesh) == spec.settings:
+            raise
+        # Its program may not spread the model at all, and then needs no mesh.
+        job, notes = resettle(own, [asked, _as_layer(mesh, "default")], request)
+        notes = [f"without the run's mesh: {error}", *notes]
+    return job, [f"{section}: {note}" for note in notes]
+
+
+def live_notes(spec: Spec, checkout: Checkout | None) -> list[str]:
+    """Which programs beside a run are not in the copy of its code, but for our own."""
+    from hpctrain.launch.snapshot import has_copy
+
+    why = "" if checkout is None else ": it is not in the run's copy of the code"
+    return [
+        f"{section}: later edits of {Path(entry.path).name} count{why}"
+        for section, entry in spec.beside.items()
+        if entry.kind != "program"
+        and not has_copy(entry.path, checkout)
+        and not Path(entry.path).is_relative_to(PACKAGE)
+    ]
+
+
+def _layer(spec: Spec, section: str) -> Layer:
+    """What the section says of the job's allocation, and what is not for a job beside the run."""
+    defaults = Settings()
+    values = {path: value_at(defaults, path) for path in _OF_THE_RUN_ALONE}
+    values |= {"run.snapshot": "no"}
+    for key in _ALLOCATION:
+        given = value_at(spec.settings, f"{section}.{key}")
+        if given not in _RUNS_OWN:
+            values[f"slurm.{key}"] = given
+    return _as_layer(values, section, spec.origins)
+
+
+def _as_layer(
+    values: Mapping[str, Any], section: str, origins: Mapping[str, str] | None = None
+) -> Layer:
+    tree: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        at, _, key = path.partition(".")
+        tree.setdefault(at, {})[key] = value
+
+    def where(at: str, key: str) -> str:
+        origin = (origins or {}).get(f"{section}.{key}", DEFAULT)
+        return f"{origin} ({section}.{key})" if at == "slurm" else DEFAULT
+
+    return Layer(section, tree, where)

@@ -22,10 +22,10 @@ from hpctrain.cluster.site.load import site_files
 from hpctrain.cluster.site.schema import SYSTEM, site_of
 from hpctrain.cluster.site.sheet import check_locked, locked_changes
 from hpctrain.core.base.env import HPCTRAIN_SITE
-from hpctrain.core.settings.check import check, engine_flags, profile_flags
+from hpctrain.core.settings.check import check
 from hpctrain.core.settings.layers import AUTO, DEFAULT, flag_layer, resolve
 from hpctrain.core.settings.schema import value_at
-from hpctrain.core.settings.secrets import secret_warnings, secrets_in
+from hpctrain.core.settings.spec import secret_warnings, secrets_in
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.launch.checks import (
     check_hooks_here,
@@ -64,7 +64,9 @@ class ResumeRequest:
     """What `hpctrain resume` was asked; None stands for "as before"."""
 
     flags: Mapping[str, tuple[str, object]]
+    """As `layers.flag_layer` takes them."""
     sets: Sequence[str] = ()
+    """What stood behind each `--set`."""
     from_step: int | None = None
     allow_locked: bool = False
     """The user may change what the site's admins have locked; it is recorded."""
@@ -76,44 +78,6 @@ class ResumeRequest:
     """A program with its arguments, in the place of the run's."""
     new_code: bool = False
     """Run the checkout as it is now, not the copy that the run has."""
-
-
-def resume_request(
-    job: Mapping[str, tuple[str, object]],
-    sets: Sequence[str] = (),
-    from_step: int | None = None,
-    *,
-    engine: str | None = None,
-    mesh: Mapping[str, str] | None = None,
-    profile: Mapping[str, object] | None = None,
-    nsys: int | None = None,
-    allow_locked: bool = False,
-    program: Sequence[str] = (),
-    new_code: bool = False,
-) -> ResumeRequest:
-    """What was asked, from the flags; None was not given.
-
-    Args:
-        job: Of [slurm] and [alive], as `layers.flag_layer` takes them.
-        sets: What stood behind each `--set`.
-        from_step: Go on from this checkpoint.
-        engine: As `--engine`.
-        mesh: What `parse_mesh` made of `--mesh`.
-        profile: What `parse_profile` made of `--profile`.
-        nsys: As `--nsys`.
-        allow_locked: See `ResumeRequest`.
-        program: See `ResumeRequest`.
-        new_code: See `ResumeRequest`.
-    """
-    return ResumeRequest(
-        {**job, **engine_flags(engine, mesh), **profile_flags(profile, nsys)},
-        sets,
-        from_step,
-        allow_locked=allow_locked,
-        ask_accounting=True,
-        program=program,
-        new_code=new_code,
-    )
 
 
 def change_spec(spec: Spec, request: ResumeRequest) -> tuple[Spec, list[str]]:
@@ -216,12 +180,8 @@ def find_site(
 ) -> SiteChoice:
     """The site of a new run.
 
-    Args:
-        given: What stood behind --site.
-        environ: The submitting shell's.
-        config: The settings file.
-        project: Its folder.
-        default: The site where none is named; "" where it is detected.
+    `given` stood behind --site; `project` is the folder of the settings file; `default` is the site
+    where none is named, "" where it is detected.
 
     Raises:
         NotFound: there is no site of that name.
@@ -286,12 +246,7 @@ def changed(
 ) -> dict[str, str]:
     """Settings and variables of the ranks to which the user gives another value, with the places.
 
-    Args:
-        site: The preset.
-        settings: As they were given.
-        origins: Setting to its place.
-        env: What hpctrain.toml and flags set for the ranks.
-        env_origins: Variable to its place.
+    `env` is what hpctrain.toml and flags set for the ranks.
     """
     changes: dict[str, str] = {}
     for path, origin in origins.items():

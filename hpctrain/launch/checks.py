@@ -4,7 +4,7 @@
 would resume from the other's weights. The disk must have flock(2), rename(2), fsync(2), O_APPEND;
 locks between nodes are `hpctrain preflight`'s. Releases of torch and DeepSpeed are read from the
 interpreter's packages without an import. tests/unit/submit/test_shared_files.py, test_disk.py,
-tests/unit/runtime/test_trackers.py, tests/unit/agent/test_notify.py,
+test_memory_notes.py, tests/unit/runtime/test_trackers.py, tests/unit/agent/test_notify.py,
 tests/unit/plan/test_ds_config.py, test_decoders.py and test_versions.py hold the promises.
 """
 
@@ -24,14 +24,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.checkpoint.sealed.patterns import may_meet, parse, places
+from hpctrain.checkpoint.sealed.patterns import may_meet, parse, places, refuse_wrong
 from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.core.base.env import HPCTRAIN_OUTPUT_DIR
-from hpctrain.core.settings.check import missing_tracker
+from hpctrain.core.base.records import COPIES_PER_RANK
+from hpctrain.core.base.text import size
+from hpctrain.core.settings.check import missing_tracker, node_range
 from hpctrain.core.settings.schema import replaced
 from hpctrain.core.settings.spec import load_spec
 from hpctrain.errors import ChecksFailed, ClusterError, HpctrainError, NotFound, UsageError
-from hpctrain.launch.live_job import live_job
+from hpctrain.launch.live_job import outlasting
 from hpctrain.launch.program import seen_saves
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_state import OVER
@@ -41,8 +43,7 @@ from hpctrain.ledger.plan.deepspeed import (
     read_user_config,
     resolve_ds_config,
 )
-from hpctrain.ledger.plan.limits import refusal, untried
-from hpctrain.ledger.plan.mesh import meshes
+from hpctrain.ledger.plan.mesh import meshes, refusal, shape_of_config, untried
 from hpctrain.ledger.run.find_run import indexed
 from hpctrain.ledger.run.layout import RunDir
 
@@ -67,10 +68,7 @@ def runs_inside(settings: Settings, cluster: Cluster) -> bool:
 def ranks_python(settings: Settings, cluster: Cluster, python: str) -> str:
     """What imports the ranks' packages: the image, or a python.
 
-    Args:
-        settings: The run's.
-        cluster: Where it runs.
-        python: The run's interpreter outside of containers.
+    `python` is the run's interpreter outside of containers.
     """
     return settings.container.image if runs_inside(settings, cluster) else python
 
@@ -80,11 +78,8 @@ def check_hooks_here(
 ) -> list[str]:
     """Refuse a tracker that the run's python lacks and a webhook that is none; what may be wrong.
 
-    Args:
-        settings: The run's.
-        origins: Where each was set.
-        folder: The ranks' working directory, to which paths are relative.
-        python: The run's interpreter; another one than ours cannot be asked, and is not.
+    Paths are relative to `folder`, the ranks' working directory. Another `python` than ours cannot
+    be asked, and is not.
 
     Raises:
         UsageError: with what to do.
@@ -154,20 +149,14 @@ def with_own_places(
 def check_sealed(settings: Settings, cwd: str, run: Path, after: Sequence[str] = ()) -> None:
     """Look at the patterns of the program's own checkpoints.
 
-    Args:
-        settings: The run's.
-        cwd: The program's working directory, "" where it has none of its own.
-        run: The run's directory.
-        after: Directories of runs that are done before this one begins.
+    `cwd` is the program's working directory, "" where it has none of its own. `after` has
+    directories of runs that are done before this one begins.
 
     Raises:
         UsageError: one of them would seal nothing, the run's own files, or another run's.
     """
     if settings.checkpoint.sealed:
-        from hpctrain.checkpoint.sealed.patterns import refuse_wrong
-
         refuse_wrong(settings.checkpoint.sealed, Path(cwd) if cwd else None, run)
-
         refuse_shared(settings, cwd, run, after)
 
 
@@ -180,12 +169,8 @@ def plan_meshes(
 ) -> tuple[Settings, dict[int, Mesh], list[str]]:
     """The meshes at the fewest and at the most nodes, within what is known of the model.
 
-    Args:
-        settings: Checked otherwise.
-        origins: Where each came from.
-        cwd: What `engine.pretrained` is relative to; None for a run that goes on, which may do so
-            without that folder.
-        is_recipe: The shipped recipe runs, which makes its own model.
+    `engine.pretrained` is relative to `cwd`; None stands for a run that continues, which may do so
+    without that folder. The recipe makes its own model.
 
     Returns:
         The settings with the folder's whole path, the meshes, and what the user should know.
@@ -215,8 +200,7 @@ def _pretrained(
         if cwd is None:
             return settings, None, [f"{folder} is gone: the ranks will see whether the mesh fits"]
         raise NotFound(f"{setting} is {folder}, and no such folder is here; download it first")
-    from hpctrain.checkpoint.exchange.hub_folder import read_config, require_weights
-    from hpctrain.ledger.plan.limits import shape_of_config
+    from hpctrain.checkpoint.exchange.safetensors import read_config, require_weights
 
     config, where = read_config(folder), str(folder / "config.json")
     require_weights(folder)
@@ -228,11 +212,8 @@ def take_ds_config(
 ) -> tuple[Settings, list[str]]:
     """The settings with the file's text in the place of its path in `engine.ds_config`, checked.
 
-    Args:
-        settings: Checked otherwise.
-        cwd: What the path is relative to.
-        is_recipe: The shipped recipe runs, so that its batch sizes are known.
-        data_ranks: At the fewest and at the most nodes.
+    The path is relative to `cwd`. Of the recipe the batch sizes are known. `data_ranks` is at the
+    fewest and at the most nodes.
 
     Returns:
         Them, and what has no effect, for the user to read.
@@ -270,9 +251,7 @@ def take_ds_config(
 def other_environment(environ: Mapping[str, str], entry: Entry) -> list[str]:
     """A note where the shell's environment is another than that of this Python, as with pipx.
 
-    Args:
-        environ: The submitting shell's.
-        entry: What the ranks run; only Python of ours is meant.
+    Only Python of ours is meant.
     """
     active = environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX") or ""
     here = {os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix)}
@@ -297,17 +276,37 @@ def nsys_notes(rank: int, cluster: Cluster, environ: Mapping[str, str]) -> list[
     return [f"there is no nsys on PATH: rank {rank} will train without it"]
 
 
+def memory_notes(settings: Settings, cluster: Cluster, state_bytes: int | None = None) -> list[str]:
+    """Return a line on what copies take of each node's memory; none if none are made.
+
+    `state_bytes` is of all ranks together, None if not known. On the fewest nodes each has the
+    largest part. If the job outlives a node, copies lie on two nodes.
+    """
+    alive = settings.alive
+    if alive.memory == "no":
+        return []
+    on_two = alive.memory_buddy == "auto" and alive.is_on() and not cluster.on_this_machine
+    copies = COPIES_PER_RANK * (2 if on_two else 1)
+    too = ", those for the next node included" if on_two else ""
+    part = f"{copies} times its part of the"
+    if state_bytes is None:
+        amount = "what copies take of a node's memory is not known before the first checkpoint: "
+        amount += f"{part} state"
+    else:
+        share = -(-state_bytes // node_range(settings.slurm.nodes)[0])
+        amount = f"copies take about {size(copies * share)} of each node's memory, "
+        amount += f"{part} newest checkpoint"
+    return [f"alive.memory: {amount}{too}; where that does not fit, none are made"]
+
+
 def check_versions(settings: Settings, setup: Sequence[str] = (), *, python: str = "") -> list[str]:
     """Refuse an engine that cannot train with what is installed; returns what to know.
 
     Where the job loads modules or runs lines of its own first, these may bring another torch: then
     a refusal is only a note, and the ranks decide.
 
-    Args:
-        settings: The run's.
-        setup: Lines that a job of its site runs first.
-        python: The interpreter that the ranks will run; where it is another than this one nothing
-            is known of its packages.
+    `setup` has lines that a job of its site runs first. Of another `python` than this one nothing
+    is known of its packages.
 
     Raises:
         UsageError: they are too old.
@@ -343,11 +342,7 @@ def installed_version(package: str) -> str:
 def refuse_shared(settings: Settings, cwd: str, run: Path, after: Sequence[str] = ()) -> None:
     """Refuse a run whose checkpoints would be another live run's too.
 
-    Args:
-        settings: The run's.
-        cwd: The program's working directory, "" where it has none of its own.
-        run: The run's directory; it need not exist.
-        after: Directories of runs that are done before this one begins.
+    See `check_sealed`. The directory `run` need not exist.
 
     Raises:
         UsageError: one does; with its name and how to separate them.
@@ -414,15 +409,19 @@ def _is_over(run: RunDir) -> bool:
 
 
 def _may_write(run: RunDir, spec: Spec) -> bool:
-    """Whether a job of the run may still save. Asked only of a run that shares files."""
+    """Whether a job of the run may still save; one that is ending is waited for a while.
+
+    Asked only of a run that shares files.
+    """
     if _is_over(run):
         return False
     try:
-        return live_job(run, get_cluster(spec.cluster)) is not None
+        return outlasting(run, get_cluster(spec.cluster)) is not None
     except ClusterError:  # nobody can say that it may not
         return True
 
 
+MOUNTS = Path("/proc/self/mountinfo")
 NAME_BYTES = 128
 """Longer than any name that a run gives a file."""
 COPIES = frozenset(
@@ -447,9 +446,8 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 def check_disk(folder: Path) -> None:
     """Refuse a folder whose disk does not do what a run's promises stand on.
 
-    Args:
-        folder: An existing folder, which can be written. What is tried in it is taken away again.
-            On a full disk nothing is said: the caller that needs the room names its purpose.
+    The folder exists and can be written; what is tried in it is taken away again. On a full disk
+    nothing is reported: the caller that needs the room names its purpose.
 
     Raises:
         ChecksFailed: names the file system, what it lacks, and what to do.
@@ -471,16 +469,29 @@ def check_disk(folder: Path) -> None:
                 raise _unfit(folder, kind, what)
 
 
-def file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+def file_system(folder: Path, mounts: Path = MOUNTS) -> str:
     """The name of the file system that a folder lies on, "" where nobody can tell."""
-    path, mount_type, length = str(folder.resolve()), "", -1
     with contextlib.suppress(OSError):
-        for line in mounts.read_text().splitlines():
-            before, _, after = line.partition(" - ")
-            mount = before.split()[4].encode().decode("unicode_escape").rstrip("/")
-            if (path + "/").startswith(mount + "/") and len(mount) >= length:
-                mount_type, length = after.split()[0], len(mount)
-    return mount_type
+        return mount_of(folder, mounts)[0]
+    return ""
+
+
+def mount_of(folder: Path, mounts: Path = MOUNTS) -> tuple[str, str]:
+    """Type and mount point of the file system that a folder is on or will be on.
+
+    Both are "" if the kernel's table `mounts` has no such file system.
+
+    Raises:
+        OSError: the table cannot be read.
+    """
+    path, best, length = str(folder.resolve()), ("", ""), -1
+    for line in mounts.read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        at = before.split()[4].encode().decode("unicode_escape")
+        mount = at.rstrip("/")
+        if f"{path}/".startswith(f"{mount}/") and len(mount) >= length:
+            best, length = (after.split()[0], at), len(mount)
+    return best
 
 
 def _unfit(folder: Path, kind: str, what: str) -> ChecksFailed:

@@ -61,10 +61,7 @@ def staging_for(
 ) -> tuple[Staging | None, list[str]]:
     """What the run's next job is to stage, packed; None where nothing is asked for.
 
-    Args:
-        spec: The run.
-        runs: Folder of all runs.
-        progress: Shows how far the packing is, which may take minutes.
+    `progress` shows how far the packing is, which may take minutes.
 
     Returns:
         It, and what the user should know.
@@ -329,12 +326,8 @@ _NOT_OF_CONDA = frozenset({"envs", "pkgs"})
 class Interpreter:
     """Where a Python has its files.
 
-    Attributes:
-        prefix: The environment's folder.
-        base_prefix: The same, but of a virtual environment that of the Python which made it.
-        version: "3.11".
-        purelib: Its folder of packages.
-        executable: As it is started.
+    `base_prefix` of a virtual environment is that of the Python which made it; `purelib` is the
+    folder of packages.
     """
 
     prefix: Path
@@ -353,14 +346,7 @@ class Interpreter:
 class EnvironmentFile:
     """One name in an archive.
 
-    Attributes:
-        name: In the archive.
-        path: Where it lies now.
-        kind: "file", "folder" or "link".
-        size_bytes: Of a file.
-        mtime_ns: Of a file.
-        mode: Permissions.
-        target: Of a link.
+    `name` is in the archive, `path` where it lies now; `kind` is "file", "folder" or "link".
     """
 
     name: str

@@ -34,9 +34,9 @@ from hpctrain.errors import (
     RunAlive,
     RunLocked,
 )
+from hpctrain.launch.after import EVALUATE, side_spec
 from hpctrain.launch.launch import kept_out, launch
 from hpctrain.launch.live_job import copied_from
-from hpctrain.launch.side_job import EVALUATE, side_spec
 from hpctrain.ledger.history.evaluations import evaluations_of, waiting
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_state import OVER, RunState

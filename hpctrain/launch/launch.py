@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint.store import find
-from hpctrain.cluster.preflight.node_lists import bad_nodes_of_user, bad_nodes_path, read_bad
+from hpctrain.cluster.preflight.report import bad_nodes_of_user, bad_nodes_path, read_bad
 from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import follow_folder, make_private_folder, write_private
@@ -32,6 +32,13 @@ from hpctrain.errors import (
     NotFound,
     TornCheckpoint,
     UsageError,
+)
+from hpctrain.launch.after import (
+    check_after,
+    live_notes,
+    note_follower,
+    resume_command,
+    then_specs,
 )
 from hpctrain.launch.checks import check_disk
 from hpctrain.launch.live_job import live_job, refusal
@@ -49,7 +56,6 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.cluster.scheduler.base import Cluster
     from hpctrain.core.settings.spec import Spec
-    from hpctrain.launch.after import Awaited
     from hpctrain.launch.environment_archive import ShowProgress
     from hpctrain.launch.prepare import Prepared, SubmitRequest
     from hpctrain.launch.shape import ShapedJob
@@ -66,14 +72,9 @@ LOOK_AGAIN_S = 0.5
 class SubmittedRun:
     """A run that was made.
 
-    Attributes:
-        prepared: What it was made from.
-        run: Its directory.
-        job_id: Of its job; None where none was to be started.
-        notes: What the user should know.
-        following: Name and job of each run that is to follow; None for a job that is not there.
-        begins_with: What it has of another run, in a line; "" for nothing.
-        shaped: The shape that was chosen for its job; None where the user has said it.
+    `job_id` is None where no job was to be started. `following` has the name and the job of each
+    run that is to follow, None for a job that is not there. `begins_with` is what it has of another
+    run, in a line. `shaped` is None where the user has given the shape.
     """
 
     prepared: Prepared
@@ -90,10 +91,7 @@ def submit_run(
 ) -> SubmittedRun:
     """Make a run with a copy of its code, and start its job; nothing stays of one that is refused.
 
-    Args:
-        request: What was asked.
-        start: False makes the directory only.
-        progress: Shows how far what takes long is.
+    `start` False makes the directory only. `progress` shows how far what takes long is.
 
     Raises:
         HpctrainError: see `prepare` and `launch`. After `ClusterUnreachable` the run stays: its
@@ -107,15 +105,12 @@ def submit_run(
     copy = plan_snapshot(spec.entry, spec.settings.run.snapshot)
     shaped = choose_shape_of(prepared) if start else None
     notes = [*prepared.notes, *copy.notes, *(shaped.notes if shaped else ())]
-    if spec.beside:
-        from hpctrain.launch.side_job import live_notes
-
-        notes += live_notes(spec, copy.checkout)
+    notes += live_notes(spec, copy.checkout)
     run = make_run(prepared, copy.checkout)
     begins_with = _copy_checkpoint(run, prepared, begin, progress) if begin else ""
     following = _make_following(prepared, run)
     if not start:
-        _note_follower(run, spec)
+        note_follower(run, spec.after)
         # for a batch script of the user's own
         _write_staging(run, _staging(run, spec, notes, progress))
         none = {one.name: None for one, _ in following}
@@ -149,14 +144,6 @@ def choose_shape_of(prepared: Prepared) -> ShapedJob | None:
     from hpctrain.ledger.run.layout import RunDir
 
     return choose_for(prepared.spec, RunDir(prepared.runs / prepared.spec.name))
-
-
-def _note_follower(run: RunDir, spec: Spec) -> None:
-    """Tell the runs that must be done before this one that it waits for them."""
-    if spec.after:
-        from hpctrain.launch.after import note_follower
-
-        note_follower(run, spec.after)
 
 
 def begin_of(request: SubmitRequest) -> BeginFrom | None:
@@ -201,8 +188,6 @@ def _launch_follower(
     try:
         return launch(run, spec, by="submit", exclude=exclude, notes=notes)
     except (ClusterError, UsageError) as error:
-        from hpctrain.launch.after import resume_command
-
         notes.append(f"{run.name} was not submitted: {error}; {resume_command(run)} submits it")
         return None
 
@@ -214,7 +199,6 @@ def _make_following(prepared: Prepared, run: RunDir) -> list[tuple[RunDir, Spec]
     """
     if not prepared.following:
         return []
-    from hpctrain.launch.after import note_follower, then_specs
     from hpctrain.launch.prepare import create_run, discard_run
 
     made: list[tuple[RunDir, Spec]] = []
@@ -270,7 +254,8 @@ def launch(
     follow_folder(run.root)
     if by == "resume":  # a submit has looked before it made anything
         check_disk(run.root)
-    waits = [one.job_id for one in _check_after(run, spec)]
+    waits = [one.job_id for one in check_after(run.root, spec)]
+    note_follower(run, spec.after)
     staging = _staging(run, spec, [] if notes is None else notes, progress)
     with run_lock(run):
         alive = live_job(run, cluster)
@@ -363,17 +348,6 @@ def _of_job(spec: Spec, shaped: ShapedJob | None) -> Spec:
     return in_shape(spec, shaped.shape)
 
 
-def _check_after(run: RunDir, spec: Spec) -> list[Awaited]:
-    """The predecessors whose jobs the new one is to wait for; they know of it from now on."""
-    if not spec.after:
-        return []
-    from hpctrain.launch.after import check_after, note_follower
-
-    waits = check_after(run.root, spec)
-    note_follower(run, spec.after)
-    return waits
-
-
 def new_token(run: RunDir) -> str:
     """A name for one submission that no other run or submission has."""
     return f"{run.name}-{secrets.token_hex(4)}"
@@ -443,9 +417,6 @@ def kept_out_notes(bad: Mapping[str, str]) -> list[str]:
     return [f"{node} is kept out of the job: {why}" for node, why in bad.items()]
 
 
-LEFT_OUT = ("optimizer", "data")
-"""What one may begin anew: the optimizer with all that is tracked beside the model, or the place in
-the data with the number of the step."""
 _OF_DATA = "tracked.data"
 
 
@@ -458,7 +429,8 @@ class BeginFrom:
         step: Of the checkpoint.
         path: Where it lies.
         manifest: Its own.
-        without: What of it is left out, among `LEFT_OUT`.
+        without: What of it is left out: "optimizer" with all that is tracked beside the model, or
+            "data" with the number of the step.
     """
 
     run: RunDir
@@ -508,10 +480,7 @@ def _is_data(name: str) -> bool:
 def begin_from(asked: str, without: Sequence[str], *, runs: Path) -> BeginFrom:
     """Find what `--from RUN[@STEP]` names.
 
-    Args:
-        asked: A run as users name runs, with or without a step; its newest checkpoint by default.
-        without: Of `LEFT_OUT`.
-        runs: The folder of all runs.
+    `asked` is a run as users name runs, with or without a step; its newest checkpoint by default.
 
     Raises:
         NotFound: there is no such run, or no checkpoint of that step.
@@ -555,11 +524,7 @@ def copy_into(
 ) -> None:
     """Give a new run its first checkpoint.
 
-    Args:
-        run: The new run; no job of it is there yet.
-        spec: Its own.
-        begin: What it begins with.
-        on_bytes: Told of bytes written and of bytes compared.
+    No job of the run is there yet. `on_bytes` gets the bytes written and the bytes compared.
 
     Raises:
         CheckpointError: there is no room, or what was written does not read back the same.

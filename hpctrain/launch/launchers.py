@@ -1,17 +1,16 @@
 """Commands that start ranks themselves, torchrun or srun, taken off the program that they start.
 
 hpctrain starts the ranks, so of such a command only what it starts is left, and what its options
-mean to that: how many ranks it counts on, variables that it would set. Each option that a launcher
-has stands in its table. One that is not there is refused, never guessed: whether it takes a value
-decides what the program is.
-
-The tables are those of torch 2.13, accelerate 1.15 and DeepSpeed 0.19, which have all options of
-earlier ones. Pure. tests/unit/submit/test_launchers.py holds the promises.
+mean to that: how many ranks it counts on, variables that it would set. launchers.toml has each
+option of each launcher. One that is not there is refused, never guessed: whether it takes a value
+decides what the program is. Pure. tests/unit/submit/test_launchers.py holds the promises.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from hpctrain.core.settings.layers import nearest
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from hpctrain.core.settings.schema import SlurmSettings
 
@@ -31,15 +30,7 @@ _BY_DEVICES = frozenset({"auto", "gpu", "cpu", "xpu"})
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a launcher.
-
-    Attributes:
-        takes: Whether a value follows; None where one may, behind "=".
-        meaning: "ignored"; "nodes", "ranks" (per node) or "world": so many it counts on; "module"
-            or "program": what it starts is one; "variable": it sets one; "refused".
-        detail: What to use in its place, the variable's name, or why it is refused.
-        choices: The values of a variable that are taken; empty for any.
-    """
+    """One option of a launcher; launchers.toml describes the fields."""
 
     takes: bool | None
     meaning: str = "ignored"
@@ -79,13 +70,8 @@ class AskedCount:
 class Unwrapped:
     """What is left of a launcher's command.
 
-    Attributes:
-        command: As it would stand behind `--`.
-        is_final: It is a script, module or program, and no launcher once more.
-        env: Variables that the launcher would set, with the words that said so.
-        asked: The numbers that it was given.
-        local_rank: Option that each rank gets in front of the program's arguments.
-        notes: For the user to read.
+    `command` is as it would stand behind `--`; with `is_final` it is no launcher once more.
+    `local_rank` is the option that each rank gets in front of the program's arguments.
     """
 
     command: list[str]
@@ -96,158 +82,33 @@ class Unwrapped:
     notes: list[str] = field(default_factory=list)
 
 
-def _values(names: str, meaning: str = "ignored", detail: str = "") -> dict[str, Option]:
-    """Options that take a value."""
-    return {name: Option(takes=True, meaning=meaning, detail=detail) for name in names.split()}
+@functools.cache
+def launchers() -> Mapping[str, Launcher]:
+    """Return every launcher that launchers.toml beside this file names."""
+    table = tomllib.loads(Path(__file__).with_name("launchers.toml").read_text())
+    by_name: dict[str, Launcher] = {}
+    for name, row in table.items():
+        like = by_name[row.pop("like")].options if "like" in row else {}
+        options = {key: option for one in row.pop("options") for key, option in _options(**one)}
+        by_name[name] = Launcher({**like, **options}, **row)
+    return by_name
 
 
-def _flags(names: str, meaning: str = "ignored", detail: str = "") -> dict[str, Option]:
-    """Options that take none."""
-    return {name: Option(takes=False, meaning=meaning, detail=detail) for name in names.split()}
+def _options(
+    names: str,
+    *,
+    value: bool | None = None,
+    meaning: str = "ignored",
+    detail: str = "",
+    prefix: str = "",
+    choices: Sequence[str] = (),
+) -> Iterator[tuple[str, Option]]:
+    """The options of one row of the table, by name."""
+    for name in names.split():
+        variable = prefix + name.upper().replace("-", "_") if prefix else detail
+        yield name, Option(value, meaning, variable, tuple(choices))
 
 
-def _variables(prefix: str, values: str = "", flags: str = "") -> dict[str, Option]:
-    """Options of which each sets the variable that is named like it."""
-    options = {**_values(values, "variable"), **_flags(flags, "variable")}
-    return {
-        name: replace(option, detail=prefix + name.upper().replace("-", "_"))
-        for name, option in options.items()
-    }
-
-
-_LOGS = "`hpctrain logs`"
-_ELASTIC = {
-    **_values("rdzv-backend rdzv-endpoint rdzv-id rdzv-conf monitor-interval role"),
-    **_values("node-rank master-addr master-port local-addr event-log-handler"),
-    **_values("signals-to-handle shutdown-timeout"),
-    **_flags("standalone run-path"),
-    **_values("nnodes", meaning="nodes"),
-    **_values("nproc-per-node", meaning="ranks"),
-    **_flags("m module", meaning="module"),
-    **_flags("no-python", meaning="program"),
-    **_values("max-restarts", detail="run.restarts_in_job"),
-    **_values("start-method", detail="run.start_method"),
-    **_values("numa-binding", detail="run.cpu_bind"),
-    **_values("log-dir r redirects t tee local-ranks-filter", detail=_LOGS),
-    **_values("duplicate-stdout-filters duplicate-stderr-filters", detail=_LOGS),
-    **_values("logs-specs", meaning="refused", detail="hpctrain writes the ranks' logs"),
-    **_flags(
-        "virtual-local-rank",
-        meaning="refused",
-        detail="each rank has its own LOCAL_RANK here, and sees all GPUs of its node",
-    ),
-}
-_DS = "ACCELERATE_DEEPSPEED_"
-_BY_ENV = "give what it sets with --env ({})"
-_ACCELERATE = {
-    **_flags("quiet q multi-gpu same-network"),
-    **_values("machine-rank main-process-ip main-process-port role rdzv-backend rdzv-conf"),
-    **_values("monitor-interval main-training-function"),
-    **_values("deepspeed-hostfile deepspeed-exclusion-filter deepspeed-inclusion-filter"),
-    **_values("deepspeed-multinode-launcher"),
-    **_values("max-restarts", detail="run.restarts_in_job"),
-    **_values("t tee log-dir", detail=_LOGS),
-    **_values("num-processes", meaning="world"),
-    **_values("num-machines", meaning="nodes"),
-    **_flags("m module", meaning="module"),
-    **_flags("no-python", meaning="program"),
-    "mixed-precision": Option(
-        takes=True,
-        meaning="variable",
-        detail="ACCELERATE_MIXED_PRECISION",
-        choices=("no", "fp16", "bf16"),
-    ),
-    "cpu": Option(takes=False, meaning="variable", detail="ACCELERATE_USE_CPU"),
-    "debug": Option(takes=False, meaning="variable", detail="ACCELERATE_DEBUG_MODE"),
-    "enable-cpu-affinity": Option(
-        takes=False, meaning="variable", detail="ACCELERATE_CPU_AFFINITY"
-    ),
-    "num-cpu-threads-per-process": Option(takes=True, meaning="variable", detail="OMP_NUM_THREADS"),
-    **_variables("ACCELERATE_", "dynamo-backend dynamo-mode"),
-    **_variables("ACCELERATE_", flags="dynamo-use-fullgraph dynamo-use-dynamic"),
-    **_variables("ACCELERATE_", flags="dynamo-use-regional-compilation use-deepspeed"),
-    **_variables("ACCELERATE_", "gradient-accumulation-steps gradient-clipping"),
-    **_variables(_DS, "zero-stage offload-optimizer-device offload-param-device"),
-    **_variables(_DS, "offload-optimizer-nvme-path offload-param-nvme-path"),
-    "zero3-init-flag": Option(takes=True, meaning="variable", detail=f"{_DS}ZERO3_INIT"),
-    "zero3-save-16bit-model": Option(
-        takes=True, meaning="variable", detail=f"{_DS}ZERO3_SAVE_16BIT_MODEL"
-    ),
-    "deepspeed-config-file": Option(takes=True, meaning="variable", detail=f"{_DS}CONFIG_FILE"),
-    "deepspeed-moe-layer-cls-names": Option(
-        takes=True, meaning="variable", detail=f"{_DS}MOE_LAYER_CLS_NAMES"
-    ),
-    **_values(
-        "config-file",
-        meaning="refused",
-        detail="hpctrain reads no config file of accelerate's; give what stands there as options "
-        "before the script (--mixed_precision bf16), or with --env ACCELERATE_MIXED_PRECISION=bf16",
-    ),
-    **_flags(
-        "use-fsdp",
-        meaning="refused",
-        detail=_BY_ENV.format("ACCELERATE_USE_FSDP=true, FSDP_SHARDING_STRATEGY=FULL_SHARD, ..."),
-    ),
-    **_flags(
-        "use-parallelism-config use-megatron-lm",
-        meaning="refused",
-        detail=_BY_ENV.format("ACCELERATE_USE_..., as accelerate's documents say"),
-    ),
-    **_flags(
-        "tpu tpu-cluster no-tpu-cluster tpu-use-sudo downcast-bf16",
-        meaning="refused",
-        detail="hpctrain knows no TPUs",
-    ),
-    **_values(
-        "gpu-ids",
-        meaning="refused",
-        detail="ranks have the GPUs of their job: --gpus-per-node",
-    ),
-    **_values("mpirun-hostfile", meaning="refused", detail="the scheduler chooses the nodes"),
-}
-_DEEPSPEED = {
-    **_values("master-port master-addr node-rank launcher launcher-args ssh-port"),
-    **_values("log-level bind-core-list"),
-    **_flags("no-ssh no-ssh-check force-multi save-pid q quiet"),
-    **_values("num-nodes", meaning="nodes"),
-    **_values("num-gpus num-accelerators", meaning="ranks"),
-    **_flags("module", meaning="module"),
-    **_flags("no-python", meaning="program"),
-    **_flags("no-local-rank", meaning="no local rank"),
-    **_values("enable-each-rank-log", detail=_LOGS),
-    **_flags("bind-cores-to-rank", detail="run.cpu_bind"),
-    **_values("H hostfile i include e exclude",
-        meaning="refused",
-        detail="the scheduler chooses the nodes; --set slurm.exclude=... keeps some out",
-    ),
-    **_values("autotuning", meaning="refused", detail="the tuner starts jobs of its own; run it"
-        " without hpctrain",
-    ),
-    **_values("venv-script", meaning="refused", detail="such lines belong into slurm.setup"
-    ),
-}  # fmt: skip
-_SRUN = {
-    **_flags("l label u unbuffered"),
-    "K": Option(takes=None),
-    "kill-on-bad-exit": Option(takes=None),
-    **_values("N nodes", meaning="nodes"),
-    **_values("n ntasks", meaning="world"),
-    **_values("ntasks-per-node", meaning="ranks"),
-}
-LAUNCHERS = {
-    "torchrun": Launcher(_ELASTIC),
-    "torch.distributed.launch": Launcher(
-        {**_ELASTIC, **_flags("use-env", meaning="no local rank")},
-        local_rank="--local-rank",
-    ),
-    "accelerate launch": Launcher(_ACCELERATE),
-    "deepspeed": Launcher(_DEEPSPEED, local_rank="--local_rank"),
-    "srun": Launcher(
-        _SRUN,
-        any_command=True,
-        unknown="is not passed on; say --set 'slurm.srun_args=[\"{}\"]' and leave srun out",
-    ),
-}
 MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torch.distributed.launch",
@@ -274,8 +135,7 @@ _INSIDE = re.compile(
 def unwrap(command: Sequence[str]) -> Unwrapped | None:
     """What a launcher is asked to start; None where the command is no launcher's.
 
-    Args:
-        command: What stands behind `--`, without an interpreter in front; not empty.
+    `command` stands behind `--`, without an interpreter in front; it is not empty.
 
     Raises:
         UsageError: it has an option that cannot be honoured or is not known, or starts nothing.
@@ -294,7 +154,7 @@ def unwrap(command: Sequence[str]) -> Unwrapped | None:
         name, rest = "accelerate launch", rest[1:]
     else:
         name = head
-    launcher = LAUNCHERS.get(name)
+    launcher = launchers().get(name)
     return None if launcher is None else _read(name, launcher, rest)
 
 

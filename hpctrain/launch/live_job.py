@@ -32,7 +32,7 @@ from hpctrain.errors import (
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_state import OVER, RunState, run_state
 from hpctrain.ledger.run import events as ledger
-from hpctrain.ledger.run.event_types import CancelRequested, SubmitAdopted
+from hpctrain.ledger.run.event_types import CancelRequested, SubmitAdopted, SubmitFailed
 
 if TYPE_CHECKING:
     from hpctrain.cluster.scheduler.base import Cluster
@@ -87,16 +87,25 @@ def refuse_alive(run: RunDir, spec: Spec) -> None:
     Raises:
         RunAlive: with the job and what to do.
     """
-    cluster = get_cluster(spec.cluster)
+    alive = outlasting(run, get_cluster(spec.cluster))
+    if alive is not None:
+        raise refusal(run, alive)
+
+
+def outlasting(run: RunDir, cluster: Cluster) -> JobInfo | None:
+    """The run's job that may still write; one that is ending is waited for a while.
+
+    Raises:
+        ClusterUnreachable: see `live_job`.
+    """
     deadline = clock.monotonic() + ENDING_S
     alive = live_job(run, cluster)
     if alive is not None and (leaving := _leaving(run, alive, f"job {alive.job_id}")):
         echo_note(f"{leaving}; waiting for that up to {ENDING_S:.0f} s")
-    while alive is not None:
-        if not _leaving(run, alive) or clock.monotonic() > deadline:
-            raise refusal(run, alive)
+    while alive is not None and _leaving(run, alive) and clock.monotonic() <= deadline:
         clock.sleep(LOOK_S)  # a scheduler tells nobody
         alive = live_job(run, cluster)
+    return alive
 
 
 def _leaving(run: RunDir, alive: JobInfo, name: str = "it") -> str:
@@ -108,7 +117,8 @@ def _leaving(run: RunDir, alive: JobInfo, name: str = "it") -> str:
         return ""
     if now.phase in OVER:
         return f"the run's end is on record, and {name} is about to be over"
-    return f"{name} was asked to save and leave" if now.cancel == "save" else ""
+    asked = {"save": "asked to save and leave", "cancel": "cancelled"}.get(now.cancel)
+    return f"{name} was {asked}" if asked else ""
 
 
 def refusal(run: RunDir, alive: JobInfo) -> RunAlive:
@@ -157,11 +167,8 @@ def _other_than(run: RunDir, written: Path | None) -> Path | None:
 def not_own(run: RunDir, history: RunHistory, token: str | None, job: JobInfo) -> str:
     """Why a job that the ledger names is not this run's, or "".
 
-    Args:
-        run: The run.
-        history: Its own.
-        token: Of its newest submission; None for a job of a hand-written batch script.
-        job: What the scheduler knows under the ledger's job id.
+    `token` is of its newest submission, None for a job of a hand-written batch script. `job` is
+    what the scheduler knows under the ledger's job id.
     """
     original = copied_from(run, history)
     if original is not None:
@@ -193,9 +200,7 @@ def elsewhere(history: RunHistory, cluster: Cluster) -> str:
 def jobs_here(history: RunHistory, cluster: Cluster) -> list[str]:
     """Every job that a run had, but those of which the ledger says that another cluster has them.
 
-    Args:
-        history: The run's.
-        cluster: This one, which is asked for its name where the ledger has names.
+    `cluster` is asked for its name where the ledger has names.
     """
     here = cluster.here() if any(history.jobs.values()) else ""
     return [job for job, named in history.jobs.items() if not here or not named or here in named]
@@ -251,12 +256,8 @@ def cancel_run(
 ) -> Cancelled:
     """End the run's job, which is not requeued.
 
-    Args:
-        run: The run.
-        cluster: Its scheduler.
-        history: Its own.
-        answer: What the scheduler says of its newest job.
-        save: Let it save and leave by itself; a job that only waits has nothing to save.
+    `answer` is what the scheduler says of its newest job. `save` lets it save and exit by itself; a
+    job that only waits has nothing to save.
 
     Raises:
         ClusterError: the scheduler refused.
@@ -279,7 +280,8 @@ def cancel_run(
 def _live_job(run: RunDir, answer: Answer, history: RunHistory) -> str | None:
     """Return the job that may still write; None where there is none.
 
-    Where the scheduler is silent, the job on record counts.
+    Where the scheduler is silent, the job on record counts. A submission without an answer is given
+    up then: if its job was accepted after all, it leaves as it starts.
     """
     if answer.job is not None and answer.job.alive:
         return answer.job.job_id
@@ -287,15 +289,23 @@ def _live_job(run: RunDir, answer: Answer, history: RunHistory) -> str | None:
     job_id = history.state.job_id
     if not answer.asked and state not in OVER:
         if job_id is None:
-            raise ClusterUnreachable(
-                f"{run.name}: nobody can say whether it has a job ({answer.problem})"
-            )
+            _give_up(run, history, answer)
         return job_id
     if answer.note:
         raise WrongState(
             f"{run.name} has no job that could be cancelled: it is {state.value}; {answer.note}"
         )
     return None
+
+
+def _give_up(run: RunDir, history: RunHistory, answer: Answer) -> None:
+    token = history.state.token
+    why = f"{run.name}: nobody can say whether it has a job ({answer.problem})"
+    if token is None:
+        raise ClusterUnreachable(why)
+    said = f"it was cancelled before the scheduler had answered ({answer.problem})"
+    if not ledger.record(run, SubmitFailed(token=token, why=said)):
+        raise ClusterUnreachable(f"{why}, and there is no room to record that it was given up")
 
 
 def _ask_to_save(run: RunDir, job_id: str, history: RunHistory) -> None:

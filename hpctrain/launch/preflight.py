@@ -38,7 +38,8 @@ from hpctrain.core.base.files import (
 from hpctrain.core.settings.check import node_range
 from hpctrain.core.settings.layers import nearest
 from hpctrain.errors import ChecksFailed, ClusterError, ClusterUnreachable, UsageError
-from hpctrain.launch.prepare import SubmitRequest, prepare
+from hpctrain.launch.checks import MOUNTS, mount_of
+from hpctrain.launch.prepare import SubmitRequest, flags_of, prepare
 from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     Say = Callable[[str], None]
 
 
-MOUNTS = Path("/proc/self/mountinfo")
 TIMEOUT_S = 1.0
 GIB = 1024**3
 ROOM_WARN_GIB, ROOM_FAIL_GIB = 20.0, 1.0
@@ -71,11 +71,7 @@ def check_login(
 ) -> list[Result]:
     """Everything but what a script is needed for.
 
-    Args:
-        spec: A run as `prepare` has checked it.
-        site: Its preset.
-        runs: The folder of all runs, absolute.
-        mounts: The kernel's table of mounts.
+    `spec` is as `prepare` has checked it; `runs` is absolute.
     """
     cluster = get_cluster(spec.cluster)
     return [
@@ -102,7 +98,7 @@ def check_preset(site: Site | None) -> list[Result]:
 def check_mount(folder: Path, mounts: Path = MOUNTS) -> list[Result]:
     """Whether nodes can see the folder, as far as its file system's type tells."""
     try:
-        kind, at = mount_of(folder, mounts.read_text())
+        kind, at = mount_of(folder, mounts)
     except OSError as error:
         return [Result("shared directory", UNKNOWN, f"{mounts} cannot be read: {error.strerror}")]
     if kind.startswith(SHARED_FS):
@@ -110,19 +106,11 @@ def check_mount(folder: Path, mounts: Path = MOUNTS) -> list[Result]:
     if kind.startswith(LOCAL_FS):
         text = f"{folder} is on {kind} ({at}), which other nodes may not see"
         return [Result("shared directory", WARN, text, [], "put runs on a shared disk with --runs")]
-    return [Result("shared directory", UNKNOWN, f"{folder} is on {kind}, which may be shared")]
-
-
-def mount_of(folder: Path, mountinfo: str) -> tuple[str, str]:
-    """Type and mount point of the file system that a folder is on or will be on."""
-    best = ("unknown", "")
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        at = before.split()[4].encode().decode("unicode_escape")
-        inside = str(folder) == at or str(folder).startswith(at.rstrip("/") + "/")
-        if inside and len(at) >= len(best[1]):
-            best = (after.split()[0], at)
-    return best
+    return [
+        Result(
+            "shared directory", UNKNOWN, f"{folder} is on {kind or 'unknown'}, which may be shared"
+        )
+    ]
 
 
 def check_room(folder: Path) -> list[Result]:
@@ -148,10 +136,7 @@ def refused(error: HpctrainError) -> Result:
 class Preflight:
     """A folder that a job can be started on.
 
-    Attributes:
-        run: The folder, laid out as a run's.
-        token: The job's name.
-        script: The batch script; None where none is needed.
+    It is laid out as a run's; `script` is None where none is needed.
     """
 
     run: RunDir
@@ -162,12 +147,7 @@ class Preflight:
 def make(spec: Spec, site: Site | None, runs: Path, *, bandwidth: bool, try_s: float) -> Preflight:
     """Write the folder.
 
-    Args:
-        spec: What a run here would be.
-        site: Its preset.
-        runs: The folder of all runs.
-        bandwidth: Whether the collective is tried.
-        try_s: So long may one all-reduce of a group take.
+    With `bandwidth` the collective is tried; one all-reduce of a group may take `try_s`.
 
     Raises:
         OSError: it cannot be written.
@@ -222,11 +202,7 @@ def start(preflight: Preflight, spec: Spec, environ: Mapping[str, str]) -> Prefl
 def wait(preflight: Preflight, job: PreflightJob, *, timeout_s: float, say: Say) -> PreflightReport:
     """The report, once it is there; a job that leaves none is a failed check. Cancels on Ctrl-C.
 
-    Args:
-        preflight: The folder.
-        job: Its job.
-        timeout_s: So long may it run; the time in the queue does not count.
-        say: Told how far it is, each news once.
+    The time in the queue does not count for `timeout_s`. `say` gets each news once.
     """
     try:
         return _wait(preflight, job, timeout_s=timeout_s, say=say)
@@ -295,18 +271,6 @@ TIME = "0:10:00"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is to be tried."""
-
-    site: str
-    """Name or file."""
-    partitions: Sequence[str] = ()
-    """Empty for all that submit may choose."""
-    nodes: Sequence[int] = (1, 2)
-    account: str | None = None
-
-
-@dataclass(frozen=True)
 class SbatchTrial:
     """One script, and what became of it."""
 
@@ -322,15 +286,20 @@ class SbatchTrial:
 
 
 def try_site(
-    asked: Asked, *, cwd: Path, environ: Mapping[str, str], cluster: Cluster
+    named: str,
+    partitions: Sequence[str] = (),
+    nodes: Sequence[int] = (1, 2),
+    account: str | None = None,
+    *,
+    cwd: Path,
+    environ: Mapping[str, str],
+    cluster: Cluster,
 ) -> list[SbatchTrial]:
-    """Every partition at every number of nodes that it is meant for.
+    """Try every partition at every number of nodes that it is meant for.
 
-    Args:
-        asked: What to try.
-        cwd: Where the user stands; an hpctrain.toml there is left out of it.
-        environ: The user's.
-        cluster: Renders the scripts and says whether it would take them.
+    `named` is the site's name or file; without `partitions` those that submit may choose are tried.
+    An hpctrain.toml in `cwd` is left out of it. `cluster` renders the scripts and says whether it
+    would take them.
 
     Raises:
         NotFound: there is no such site.
@@ -338,21 +307,28 @@ def try_site(
         ChecksFailed: there is nothing to try.
         ClusterUnreachable: nobody answers.
     """
-    site = load_site(asked.site, environ=environ, project=cwd)
+    site = load_site(named, environ=environ, project=cwd)
     cases = [
-        (name, nodes)
-        for name in _partitions(site, asked.partitions)
-        for nodes in dict.fromkeys(asked.nodes)
-        if not name or asked.partitions or _fits(site, name, nodes)
+        (name, count)
+        for name in _partitions(site, partitions)
+        for count in dict.fromkeys(nodes)
+        if not name or partitions or _fits(site, name, count)
     ]
     if not cases:
         raise ChecksFailed(
             f"{site.where('partitions')} has no partition that submit may choose for "
-            f"{' or '.join(map(str, asked.nodes))} nodes; name one with --partition"
+            f"{' or '.join(map(str, nodes))} nodes; name one with --partition"
         )
     with tempfile.TemporaryDirectory(prefix="hpctrain-site-test-") as folder:
-        requests = [_request(site, asked, case, Path(folder), environ) for case in cases]
-        return [_try(replace(request, cluster=cluster.name), cluster) for request in requests]
+        request = SubmitRequest(
+            cwd=Path(folder),
+            environ=environ,
+            runs=Path(folder),
+            site=str(Path(named).absolute()) if named.endswith(".toml") else named,
+            cluster=cluster.name,
+            allow_locked=True,
+        )
+        return [_try(site, request, *case, account, cluster) for case in cases]
 
 
 def _partitions(site: Site, named: Sequence[str]) -> list[str]:
@@ -374,27 +350,23 @@ def _fits(site: Site, name: str, nodes: int) -> bool:
     return (partition.min_nodes or 0) <= nodes <= (partition.max_nodes or nodes)
 
 
-def _request(
-    site: Site, asked: Asked, case: tuple[str, int], folder: Path, environ: Mapping[str, str]
-) -> SubmitRequest:
-    name, nodes = case
-    partition = site.partitions.get(name)
-    return SubmitRequest(
-        cwd=folder,
-        environ=environ,
-        runs=folder,
-        site=str(Path(asked.site).absolute()) if asked.site.endswith(".toml") else asked.site,
+def _try(  # noqa: PLR0917 - one caller
+    site: Site,
+    request: SubmitRequest,
+    partition: str,
+    nodes: int,
+    account: str | None,
+    cluster: Cluster,
+) -> SbatchTrial:
+    gpus = (site.partitions[partition].gpus_per_node or 0) if partition else 0
+    flags = flags_of(
         nodes=str(nodes),
-        gpus_per_node=(partition.gpus_per_node or 0) if partition else 0,
+        gpus_per_node=gpus,
         time=TIME,
-        partition=name or None,
-        account=asked.account,
-        name=f"{TOKEN}-{nodes}",
-        allow_locked=True,
+        partition=partition or None,
+        account=account,
     )
-
-
-def _try(request: SubmitRequest, cluster: Cluster) -> SbatchTrial:
+    request = replace(request, flags=flags, name=f"{TOKEN}-{nodes}")
     text, why = "", ""
     results: Sequence[Result] = ()
     try:
@@ -412,9 +384,9 @@ def _try(request: SubmitRequest, cluster: Cluster) -> SbatchTrial:
             raise ClusterUnreachable(result.message)
         why = result.message if result.status == FAIL else why
     return SbatchTrial(
-        partition=request.partition or "",
-        nodes=int(request.nodes or 0),
-        gpus_per_node=request.gpus_per_node or 0,
+        partition=partition,
+        nodes=nodes,
+        gpus_per_node=gpus,
         accepted=not why,
         why=why,
         script=text,

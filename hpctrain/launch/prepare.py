@@ -26,7 +26,6 @@ from hpctrain.core.base.files import (
 from hpctrain.core.settings.check import (
     check,
     engine_flags,
-    node_range,
     profile_flags,
     split_spares,
 )
@@ -41,9 +40,16 @@ from hpctrain.core.settings.layers import (
     read_toml,
     resolve,
 )
-from hpctrain.core.settings.secrets import secret_warnings, secrets_in, secrets_of
-from hpctrain.core.settings.spec import Entry, Spec
+from hpctrain.core.settings.spec import Entry, Spec, secret_warnings, secrets_in, secrets_of
 from hpctrain.errors import ChecksFailed, ClusterError, RunExists, UsageError
+from hpctrain.launch.after import (
+    Awaited,
+    check_after,
+    find_predecessors,
+    refuse_circle,
+    take_beside,
+    take_then,
+)
 from hpctrain.launch.change import (
     changed,
     changed_by_shell,
@@ -56,6 +62,7 @@ from hpctrain.launch.checks import (
     check_hooks_here,
     check_sealed,
     check_versions,
+    memory_notes,
     nsys_notes,
     other_environment,
     plan_meshes,
@@ -64,23 +71,22 @@ from hpctrain.launch.checks import (
     take_ds_config,
     with_own_places,
 )
-from hpctrain.launch.program import lint_notes, refuse_absent
+from hpctrain.launch.program import NamedProgram, read_program, refuse_absent
 from hpctrain.ledger.run.layout import RunDir
 from hpctrain.ledger.run.ownership import refuse_planted
-from hpctrain.node.memory.need import memory_notes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.cluster.scheduler.base import Accounting, Cluster
     from hpctrain.cluster.site.schema import Site
     from hpctrain.core.base.mesh import Mesh
     from hpctrain.core.settings.schema import RunSettings, Settings
-    from hpctrain.core.settings.secrets import SecretFinding
-    from hpctrain.launch.after import Awaited
+    from hpctrain.core.settings.spec import SecretFinding
     from hpctrain.launch.change import SiteChoice
-    from hpctrain.launch.program import NamedProgram
     from hpctrain.launch.snapshot import Checkout
+
+    LintProgram = Callable[[Entry, Settings, Path], list[str]]
 
 CONFIG_NAME = "hpctrain.toml"
 RECIPE_NAME = "lm"
@@ -102,38 +108,14 @@ class SubmitRequest:
     """Folder of all runs, relative to cwd."""
     command: Sequence[str] = ()
     """PROGRAM ARGS..., empty for the shipped recipe."""
-    nodes: str | None = None
-    gpus_per_node: int | None = None
-    job: Mapping[str, tuple[str, object]] = field(default_factory=dict)
-    """More of [slurm], as `layers.flag_layer` takes it; it wins over the fields beside it."""
-    ranks_per_node: int | None = None
-    time: str | None = None
-    prefer: str | None = None
-    max_node_hours: float | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    container: str | None = None
-    """The image in which the ranks run."""
+    flags: Mapping[str, tuple[str, object]] = field(default_factory=dict)
+    """Settings that were given by flags, as `layers.flag_layer` takes them; see `flags_of`."""
     site: str | None = None
     cluster: str | None = None
-    engine: str | None = None
-    mesh: Mapping[str, str] | None = None
-    """Axis to its bounds, "N" or "MIN-MAX"."""
-    profile: Mapping[str, object] | None = None
-    """Keys of [profile] with their values."""
-    nsys: int | None = None
-    """The rank to start under nsys."""
-    checkpoint: Sequence[str] = ()
-    resume_args: str | None = None
-    """Arguments of the program where it has something to go on from."""
-    resume_if: str | None = None
-    """Files by which that is known."""
     name: str | None = None
     config: Path | None = None
     sets: Sequence[str] = ()
     env: Sequence[str] = ()
-    snapshot: bool | None = None
     begin: str = ""
     """RUN[@STEP]: the checkpoint of another run that this one begins with."""
     without: Sequence[str] = ()
@@ -154,6 +136,8 @@ class SubmitRequest:
     """False where a program's imports are tried besides."""
     cluster_needed: bool = True
     """False for a dry run: a script can be shown where there is no scheduler."""
+    lint: LintProgram | None = None
+    """Gives lint's notes on the program; None where nobody reads them, or lint is run besides."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +180,7 @@ def prepare(request: SubmitRequest) -> Prepared:
     accounting = _accounting(request, cluster)
     shell = cluster.shell_layer(request.environ, site)
     lower = [site.layer if site else None, shell, *(one.layer for one in configs)]
-    flags = flag_layer(flags_of(request), request.sets)
+    flags = flag_layer(request.flags, request.sets)
     given, origins = _settled(*resolve([*filter(None, lower), flags]), site, accounting)
     program = _program(request, inside=runs_inside(given, cluster))
     entry = program.entry
@@ -236,13 +220,13 @@ def prepare(request: SubmitRequest) -> Prepared:
 
         notes += disagreements(program.asked, settings.slurm)
     notes += [
-        *lint_notes(entry, settings, request.cwd),
+        *(request.lint(entry, settings, request.cwd) if request.lint is not None else ()),
         *_resume_note(settings.run, entry),
         *_without_effect(origins, cluster, entry),
         *cluster.notes(settings, origins, site, accounting),
         *check_versions(settings, cluster.setup_lines(site), python=python),
         *nsys_notes(settings.profile.nsys_rank, cluster, request.environ),
-        *_memory_notes(settings, cluster),
+        *memory_notes(settings, cluster),
         *_python_notes(
             request,
             settings,
@@ -316,13 +300,9 @@ def _with_others(
     check_sealed(spec.settings, spec.entry.cwd, runs / spec.name, spec.after)
     of_others: list[str] = []
     if spec.settings.evaluate.script:
-        from hpctrain.launch.side_job import take_beside
-
         of_others += take_beside(spec, request.environ, accounting=accounting)
     following: list[Spec] = []
     if request.then:
-        from hpctrain.launch.after import take_then
-
         following, more = take_then(
             spec, request.then, runs, request.environ, accounting=accounting
         )
@@ -345,8 +325,6 @@ def _look_after(request: SubmitRequest, spec: Spec, runs: Path, notes: list[str]
 
     Where no job is to be started now, that none could be is a note.
     """
-    from hpctrain.launch.after import check_after, find_predecessors, refuse_circle
-
     spec.after = find_predecessors(request.after, request.name, runs)
     refuse_circle(runs / spec.name, spec.after)
     try:
@@ -361,10 +339,7 @@ def _look_after(request: SubmitRequest, spec: Spec, runs: Path, notes: list[str]
 def create_run(spec: Spec, runs: Path, *, auto_name: bool = False) -> RunDir:
     """Make the run's directory with its spec.json; of two at once exactly one does.
 
-    Args:
-        spec: The run.
-        runs: Folder of all runs; made where it is missing.
-        auto_name: Where the name is taken by now, count on and change `spec.name`.
+    Where the name is taken by now, `auto_name` counts on and changes `spec.name`.
 
     Raises:
         RunExists: there is a run of that name.
@@ -423,9 +398,7 @@ def make_run(prepared: Prepared, checkout: Checkout | None) -> RunDir:
 def discard_run(run: RunDir, new_parent: Path | None = None) -> None:
     """Take back a run that was never submitted, and the empty folders that were made for it.
 
-    Args:
-        run: A run that this process has made.
-        new_parent: The topmost folder above it that was made for it; it stays if it has other runs.
+    `new_parent` is the topmost folder above it that was made for it; it stays if it has other runs.
     """
     import shutil
 
@@ -504,29 +477,54 @@ def _find_site(
     return find_site(request.site, request.environ, config, project, cluster.site)
 
 
-def flags_of(request: SubmitRequest) -> dict[str, tuple[str, object]]:
-    """The flags as `layers.flag_layer` takes them."""
-    snapshot = None if request.snapshot is None else "yes" if request.snapshot else "no"
-    given = {
-        "slurm.nodes": ("--nodes", split_spares(request.nodes)[0]),
-        "alive.spares": ("--nodes", split_spares(request.nodes)[1]),
-        "slurm.gpus_per_node": ("--gpus-per-node", request.gpus_per_node),
-        "slurm.ranks_per_node": ("--ranks-per-node", request.ranks_per_node),
-        "slurm.time": ("--time", request.time),
-        "shape.prefer": ("--prefer", request.prefer),
-        "shape.max_node_hours": ("--max-node-hours", request.max_node_hours),
-        "slurm.partition": ("--partition", request.partition),
-        "slurm.account": ("--account", request.account),
-        "slurm.qos": ("--qos", request.qos),
-        "container.image": ("--container", request.container),
-        **engine_flags(request.engine, request.mesh),
-        **profile_flags(request.profile, request.nsys),
-        "checkpoint.sealed": ("--checkpoint", list(request.checkpoint) or None),
-        "run.resume_args": ("--resume-args", request.resume_args),
-        "run.resume_if": ("--resume-if", request.resume_if),
-        "run.snapshot": ("--no-snapshot" if snapshot == "no" else "--snapshot", snapshot),
+def flags_of(
+    *,
+    nodes: str | None = None,
+    gpus_per_node: int | None = None,
+    ranks_per_node: int | None = None,
+    time: str | None = None,
+    prefer: str | None = None,
+    max_node_hours: float | None = None,
+    partition: str | None = None,
+    account: str | None = None,
+    qos: str | None = None,
+    container: str | None = None,
+    engine: str | None = None,
+    mesh: Mapping[str, str] | None = None,
+    profile: Mapping[str, object] | None = None,
+    nsys: int | None = None,
+    checkpoint: Sequence[str] = (),
+    resume_args: str | None = None,
+    resume_if: str | None = None,
+    snapshot: bool | None = None,
+) -> dict[str, tuple[str, object]]:
+    """Return the flags that were given as `layers.flag_layer` takes them; None was not given.
+
+    `mesh` is what `parse_mesh` made of `--mesh`, and `profile` what `parse_profile` made of
+    `--profile`.
+    """
+    training, spares = split_spares(nodes)
+    copies = None if snapshot is None else "yes" if snapshot else "no"
+    flags = {
+        "slurm.nodes": ("--nodes", training),
+        "alive.spares": ("--nodes", spares),
+        "slurm.gpus_per_node": ("--gpus-per-node", gpus_per_node),
+        "slurm.ranks_per_node": ("--ranks-per-node", ranks_per_node),
+        "slurm.time": ("--time", time),
+        "shape.prefer": ("--prefer", prefer),
+        "shape.max_node_hours": ("--max-node-hours", max_node_hours),
+        "slurm.partition": ("--partition", partition),
+        "slurm.account": ("--account", account),
+        "slurm.qos": ("--qos", qos),
+        "container.image": ("--container", container),
+        **engine_flags(engine, mesh),
+        **profile_flags(profile, nsys),
+        "checkpoint.sealed": ("--checkpoint", list(checkpoint) or None),
+        "run.resume_args": ("--resume-args", resume_args),
+        "run.resume_if": ("--resume-if", resume_if),
+        "run.snapshot": ("--no-snapshot" if copies == "no" else "--snapshot", copies),
     }
-    return given | {path: flag for path, flag in request.job.items() if flag[1] is not None}
+    return {path: flag for path, flag in flags.items() if flag[1] is not None}
 
 
 def _without_effect(origins: Mapping[str, str], cluster: Cluster, entry: Entry) -> list[str]:
@@ -542,11 +540,6 @@ def _without_effect(origins: Mapping[str, str], cluster: Cluster, entry: Entry) 
             script = Path(entry.path).name
             notes.append(f"{origin[5:]} is the shipped recipe's; {script} has its own settings")
     return notes
-
-
-def _memory_notes(settings: Settings, cluster: Cluster) -> list[str]:
-    fewest, outlives = node_range(settings.slurm.nodes)[0], not cluster.on_this_machine
-    return memory_notes(settings.alive, None, fewest_nodes=fewest, outlives=outlives)
 
 
 def _python_notes(
@@ -583,8 +576,6 @@ def _resume_note(run: RunSettings, entry: Entry) -> list[str]:
 
 def _program(request: SubmitRequest, *, inside: bool) -> NamedProgram:
     """What the ranks run; see `read_program`."""
-    from hpctrain.launch.program import NamedProgram, read_program
-
     if not request.command:
         return NamedProgram(Entry(kind="recipe", cwd=str(request.cwd)))
     return read_program(request.command, request.cwd, request.environ, inside=inside)

@@ -4,9 +4,8 @@ A Python script or module runs in the rank itself, forked with torch imported; o
 started by their rank (`agent/foreign.py`); a launcher's command gives its program (`launchers.py`).
 A file's first bytes decide, not its name. A leading `python` is removed.
 
-`lint_notes` reports what `hpctrain lint` finds. `refuse_absent` refuses imports that the ranks'
-Python lacks, read through the program's own files by `imports_of`.
-tests/unit/submit/test_program.py, test_program_lint.py and test_imports.py hold the promises.
+`refuse_absent` refuses imports that the ranks' Python lacks, read through the program's own files
+by `imports_of`. tests/unit/submit/test_program.py and test_imports.py hold the promises.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import shlex
 import shutil
 import stat
 import sys
@@ -26,16 +24,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.core.base.files import NotText, read_source
 from hpctrain.core.settings.layers import nearest
 from hpctrain.core.settings.spec import Entry
 from hpctrain.errors import ChecksFailed, NotFound, UsageError
-from hpctrain.launch.launchers import LAUNCHERS, MODULES, inside, unwrap
+from hpctrain.launch.launchers import MODULES, inside, launchers, unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from hpctrain.advise.lint.rule import LintFinding
-    from hpctrain.core.settings.schema import Settings
     from hpctrain.launch.launchers import AskedCount
 
 
@@ -50,11 +47,8 @@ _HEAD_BYTES = 4096
 class NamedProgram:
     """What the ranks are to run.
 
-    Attributes:
-        entry: As spec.json has it.
-        env: Variables that a launcher would have set, with the words that said so.
-        asked: The numbers of nodes and ranks that a launcher was given.
-        notes: What was taken off the command, for the user to read.
+    `env` and `asked` are what launchers would have set and were given, with the words that said so;
+    `notes` are for the user.
     """
 
     entry: Entry
@@ -68,11 +62,8 @@ def read_program(
 ) -> NamedProgram:
     """Find out what is to run.
 
-    Args:
-        command: What stands behind `--`; not empty.
-        cwd: Where `submit` was called; the ranks start there.
-        environ: The submitting shell's, for its PATH.
-        inside: The ranks run in an image, whose commands and installed modules are not known here.
+    `command` stands behind `--` and is not empty. `inside`: the ranks run in an image, whose
+    commands and installed modules are not known here.
 
     Raises:
         NotFound: there is no such file, module or command.
@@ -252,7 +243,7 @@ def _inner_launcher(entry: Entry) -> list[str]:
                 continue
             if (call := inside(path.read_text(errors="replace"))) is not None:
                 return [_nested(f"{path.name} line {call[1]}", call[0])]
-    nested = next((word for word in words[:3] if word in LAUNCHERS or word in MODULES), "")
+    nested = next((word for word in words[:3] if word in launchers() or word in MODULES), "")
     return [_nested(name, nested)] if nested else []
 
 
@@ -319,11 +310,7 @@ def _not_python(path: Path) -> str:
 
 MOST_BYTES = 256 << 10
 """Of a program that is looked at: about 6,000 lines, which take a third of a second at most."""
-MOST_SHOWN = 2
-"""Errors that are shown whole."""
-GOES_ON = "HT608"
-"""Lint's rule on programs that begin anew; where the command line is known it is asked with it."""
-_PYTHON_KINDS = frozenset({"script", "module"})
+PYTHON_KINDS = frozenset({"script", "module"})
 AT_SUBMIT = 40
 """Of a program's own files, so many are read before it is queued."""
 MOST_FILES = 300
@@ -332,46 +319,11 @@ _GUARDS = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseExc
 _ENDINGS = (".py", ".pyc")
 
 
-def lint_notes(entry: Entry, settings: Settings, cwd: Path) -> list[str]:
-    """A few lines on what would hang or go wrong; none where nothing does, or nobody wants any.
-
-    Args:
-        entry: What the ranks run; looked at where it is a file of Python.
-        settings: With `run.lint`, and the CPUs of a rank.
-        cwd: Where `submit` was called: paths are shown as seen from there.
-    """
-    if not settings.run.lint or entry.kind not in _PYTHON_KINDS or not entry.path:
-        return []
-    from hpctrain.advise.lint.check import RuleChoice, check_text
-    from hpctrain.advise.lint.folder import LintFolder
-    from hpctrain.advise.lint.source import NotText, read_source
-
-    path = Path(entry.path)
-    name = os.path.relpath(path, cwd) if path.is_relative_to(cwd) else str(path)
-    try:
-        text = read_source(path)
-    except NotText as error:
-        return [f"lint has passed over {name}: it {error}"]
-    if len(text) > MOST_BYTES:
-        return [f"lint has passed over {name}, which is long: hpctrain lint {shlex.quote(name)}"]
-    without = RuleChoice(ignore=(GOES_ON,))
-    folder = LintFolder(path.parent, is_whole=False)
-    cpus = settings.slurm.cpus_per_rank or None
-    notes = _finding_lines(check_text(text, name, without, cpus=cpus, folder=folder), name)
-    if not settings.run.resume_args and not settings.checkpoint.sealed:
-        from hpctrain.advise.lint.begins_anew import begins_anew
-
-        anew = begins_anew(text, entry.args)
-        notes += [anew.note(name)] if anew else []
-    return notes
-
-
 def seen_saves(entry: Entry) -> list[str]:
     """Return the pattern of what a program is seen to save, if it does not load by itself."""
-    if entry.kind not in _PYTHON_KINDS or not entry.path:
+    if entry.kind not in PYTHON_KINDS or not entry.path:
         return []
-    from hpctrain.advise.lint.begins_anew import PLACE, begins_anew
-    from hpctrain.advise.lint.source import NotText, read_source
+    from hpctrain.launch.begins_anew import PLACE, begins_anew
 
     try:
         text = read_source(Path(entry.path))
@@ -383,32 +335,12 @@ def seen_saves(entry: Entry) -> list[str]:
 
 def hears_requests(entry: Entry) -> bool:
     """Whether the program is known to use hpctrain, so that `hpctrain cancel --save` reaches it."""
-    if entry.kind not in _PYTHON_KINDS or not entry.path:
+    if entry.kind not in PYTHON_KINDS or not entry.path:
         return entry.kind == "recipe"
-    from hpctrain.advise.lint.source import NotText, read_source
-
     try:
         return "hpctrain" in read_source(Path(entry.path))
     except NotText:
         return False
-
-
-def _finding_lines(findings: list[LintFinding], name: str) -> list[str]:
-    """The first errors whole, the others as numbers."""
-    from hpctrain.core.base.text import count
-
-    errors = [one for one in findings if one.rule.level == "error"]
-    warnings = sum(one.rule.level == "warning" for one in findings)
-    if not errors and not warnings:
-        return []
-    notes = [
-        f"lint: {name}:{one.line} {one.rule.code} {one.message}" for one in errors[:MOST_SHOWN]
-    ]
-    more = len(errors) - len(notes)
-    parts = [count(more, "more error")] if more else []
-    parts += [count(warnings, "warning")] if warnings else []
-    said = f"{' and '.join(parts)} in {name}: " if parts else ""
-    return [*notes, f"lint: {said}hpctrain lint {shlex.quote(name)} tells why and what instead"]
 
 
 # ---- what it imports
@@ -418,13 +350,8 @@ def _finding_lines(findings: list[LintFinding], name: str) -> list[str]:
 class WantedImport:
     """A module that is imported.
 
-    Attributes:
-        module: Its whole name.
-        names: What is taken from it.
-        path: The file that wants it.
-        line: There.
-        is_sure: It is imported as soon as the program starts; else inside a function, or under a
-            condition.
+    `is_sure`: it is imported as soon as the program starts; else inside a function, or under a
+    condition.
     """
 
     module: str
@@ -438,11 +365,8 @@ class WantedImport:
 class ProgramImports:
     """What a program imports.
 
-    Attributes:
-        others: Modules that do not lie beside the program.
-        missing: Modules of the program's own folder that are not there.
-        files: How many files were read.
-        is_whole: Whether all of its own files were.
+    `others` do not lie beside the program; `missing` are of its own folder and not there.
+    `is_whole`: all of its own files were read.
     """
 
     others: list[WantedImport] = field(default_factory=list)
@@ -467,16 +391,13 @@ def refuse_absent(entry: Entry, more: Sequence[str], *, brought: bool) -> list[s
 
     A program that changes its `sys.path` is not judged.
 
-    Args:
-        entry: What the ranks run, with this Python.
-        more: Folders that their PYTHONPATH has besides.
-        brought: The job loads modules or runs lines of its own first, which may bring it: then it
-            is a note.
+    `more` are folders that the ranks' PYTHONPATH has besides. If the job loads modules or runs
+    lines of its own first (`brought`), these may bring it: then it is a note.
 
     Raises:
         ChecksFailed: it would end at once, with what to do.
     """
-    if entry.kind not in _PYTHON_KINDS or not entry.path:
+    if entry.kind not in PYTHON_KINDS or not entry.path:
         return []
     folders = own_folders(entry)
     places = [str(folder) for folder in (*folders, *more)]
@@ -518,10 +439,7 @@ def _finds_its_own(*paths: str) -> bool:
 def imports_of(path: Path, folders: Sequence[Path], most: int = MOST_FILES) -> ProgramImports:
     """Follow a program's imports through its own files.
 
-    Args:
-        path: The program.
-        folders: Where its own modules lie, the first first.
-        most: So many files are read.
+    Its own modules lie in `folders`, the first first. At most `most` files are read.
     """
     imports = ProgramImports()
     waiting, seen = [path], {path}

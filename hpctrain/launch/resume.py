@@ -2,8 +2,9 @@
 
 The run's own copy of the code runs by default. The checkout runs where it is asked for, where a
 program stands behind `--`, and where an error of the program ended the run before any step.
-tests/unit/submit/test_site_submit.py, test_resumed_code.py and tests/slurm/test_elastic.py hold the
-promises.
+`ResumePlan` is what a resume would do, as data: which checkpoint, mesh and batch arithmetic.
+tests/unit/submit/test_site_submit.py, test_resumed_code.py, tests/unit/plan/test_mesh.py and
+tests/slurm/test_elastic.py hold the promises.
 """
 
 from __future__ import annotations
@@ -19,30 +20,39 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.store.find import CheckpointChoice, refuse_to_forget
 from hpctrain.cluster.scheduler.base import get_cluster
+from hpctrain.core.base.mesh import axes_text, plan_micro_batches
 from hpctrain.core.base.records import EndReason
-from hpctrain.core.settings.check import node_range
+from hpctrain.core.base.text import count, in_nodes, placed
 from hpctrain.core.settings.schema import EngineSettings
 from hpctrain.errors import UsageError, WrongState
-from hpctrain.launch.after import check_after, redirect_followers
+from hpctrain.launch.after import Awaited, check_after, redirect_followers, take_beside
 from hpctrain.launch.change import ResumeRequest, change_spec
-from hpctrain.launch.checks import check_sealed, plan_meshes, with_own_places
+from hpctrain.launch.checks import (
+    check_sealed,
+    memory_notes,
+    plan_meshes,
+    runs_inside,
+    with_own_places,
+)
 from hpctrain.launch.launch import kept_out, kept_out_notes, launch
 from hpctrain.launch.live_job import as_own_run, refuse_alive
+from hpctrain.launch.program import read_program
 from hpctrain.launch.snapshot import Checkout, find_checkout, plan_snapshot, take_snapshot
-from hpctrain.ledger.history.reported import NO_STEP, reported
+from hpctrain.ledger.history.progress import NO_STEP, reported
 from hpctrain.ledger.history.run_history import RunHistory
-from hpctrain.ledger.plan.resume import ResumePlan, batching, by_nodes, looked_at
+from hpctrain.ledger.plan.mesh import passes_of
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import TrainingDone
 from hpctrain.ledger.run.fence import look_anew
-from hpctrain.node.memory.need import memory_notes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from hpctrain.checkpoint.sealed.manifest import Seal
+    from hpctrain.checkpoint.sealed.files import Seal
+    from hpctrain.core.base.mesh import Mesh
+    from hpctrain.core.base.records import Skipped
+    from hpctrain.core.settings.schema import Settings
     from hpctrain.core.settings.spec import Entry, Snapshot, Spec
-    from hpctrain.launch.after import Awaited
     from hpctrain.launch.environment_archive import ShowProgress
     from hpctrain.launch.shape import ShapedJob
     from hpctrain.ledger.run.layout import RunDir
@@ -53,11 +63,7 @@ def plan_resume(
 ) -> ResumePlan:
     """What the next attempt will find, without reading the shards' bytes (the ranks do, at load).
 
-    Args:
-        run: The run.
-        spec: What it will run.
-        from_step: The step to go back to.
-        goes_further: It runs other code or arguments than before, and may do more than was done.
+    `goes_further`: it runs other code or arguments than before, and may do more than was done.
 
     Raises:
         NoCheckpoint: the step that was asked for has no whole checkpoint; or the run has saved and
@@ -169,11 +175,7 @@ def prepare_resume(
 ) -> PreparedResume:
     """Choose what the run goes on with. Writes nothing.
 
-    Args:
-        run: The run.
-        spec: As it was submitted.
-        request: What was asked.
-        environ: The user's.
+    `spec` is as it was submitted.
 
     Raises:
         RunAlive: a job of the run may still write; with the job and what to do.
@@ -182,8 +184,6 @@ def prepare_resume(
     changed_spec, notes = change_spec(spec, request)
     refuse_alive(run, changed_spec)
     if changed_spec.settings.evaluate.script or spec.beside:
-        from hpctrain.launch.side_job import take_beside
-
         notes += take_beside(changed_spec, environ, before=spec)
     own, more = as_own_run(run, changed_spec)
     history = RunHistory.read(run, marks="few")
@@ -199,7 +199,8 @@ def prepare_resume(
     check_sealed(own.settings, own.entry.cwd, run.root, own.after)
     plan = plan_resume(run, own, request.from_step, goes_further=bool(code.changed))
     bad = kept_out(run, own, environ)
-    notes += [*more, *code.notes, *kept_out_notes(bad), *_memory_notes(run, own)]
+    notes += [*more, *code.notes, *kept_out_notes(bad)]
+    notes += memory_notes(own.settings, get_cluster(own.cluster), _state_bytes(history))
     waits = check_after(run.root, own)
     if own.settings.shape.choose == "no":
         return PreparedResume(own, plan, notes, list(bad), code, waits)
@@ -210,18 +211,10 @@ def prepare_resume(
     return PreparedResume(own, plan, notes, list(bad), code, waits, shaped)
 
 
-def _memory_notes(run: RunDir, spec: Spec) -> list[str]:
-    """What copies in memory will take: a run's checkpoints are as large as its state."""
-    if spec.settings.alive.memory == "no":
-        return []
-    saves = RunHistory.read(run, marks="few").saves
-    sizes = (save.size_bytes for save in reversed(saves) if save.kind == "saved")
-    return memory_notes(
-        spec.settings.alive,
-        next((nbytes for nbytes in sizes if nbytes), None),
-        fewest_nodes=node_range(spec.settings.slurm.nodes)[0],
-        outlives=not get_cluster(spec.cluster).on_this_machine,
-    )
+def _state_bytes(history: RunHistory) -> int | None:
+    """The size of a run's newest checkpoint, which is that of its state; None before the first."""
+    sizes = (save.size_bytes for save in reversed(history.saves) if save.kind == "saved")
+    return next((nbytes for nbytes in sizes if nbytes), None)
 
 
 class ResumedJob(NamedTuple):
@@ -288,12 +281,8 @@ SHOWN = 3
 class CodeChoice:
     """What a resume runs.
 
-    Attributes:
-        spec: With the program that was named.
-        checkout: What is to be copied into the run before its job starts; None for nothing.
-        line: Which code it is, for the user.
-        changed: The same for the ledger; "" where nothing is other than before.
-        notes: What the user should know besides.
+    `checkout` is to be copied into the run before its job starts. `line` is for the user, `changed`
+    for the ledger, "" where nothing is other than before.
     """
 
     spec: Spec
@@ -314,13 +303,8 @@ def choose_code(
 ) -> CodeChoice:
     """Choose what the next attempt runs. Writes nothing.
 
-    Args:
-        run: The run.
-        spec: With the settings of the resume.
-        history: Of the run.
-        program: A program with its arguments, in the place of the run's; none leaves it.
-        new_code: The checkout as it is now.
-        environ: The user's.
+    `program` stands in the place of the run's; none leaves it. `new_code` is the checkout as it is
+    now.
 
     Raises:
         NotFound: there is no such program.
@@ -379,10 +363,6 @@ def _why_new(history: RunHistory, *, new_code: bool) -> str | None:
 
 
 def _of_program(spec: Spec, program: Sequence[str], environ: Mapping[str, str]) -> CodeChoice:
-    from hpctrain.cluster.scheduler.base import get_cluster
-    from hpctrain.launch.checks import runs_inside
-    from hpctrain.launch.program import read_program
-
     inside = runs_inside(spec.settings, get_cluster(spec.cluster))
     named = read_program(program, Path.cwd(), environ, inside=inside)
     # Its checkpoints' patterns and its data are relative to where it has always run.
@@ -477,3 +457,159 @@ def _edits(checkout: Checkout) -> str:
 
 def _more(names: Sequence[str]) -> str:
     return f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+
+
+NONE_YET = "none yet: starts from the beginning"
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How the fixed global batch is cut at one world size."""
+
+    nodes: int
+    world_size: int
+    data_ranks: int
+    """Ranks that take samples of their own; those of a tp or pp group take the same."""
+    global_batch: int
+    micro_batches: int
+    """Passes per step of each rank."""
+    largest_micro_batch: int
+    is_even: bool
+    """False where some ranks take one sample more than others; the loss is weighted by samples."""
+
+
+@dataclass(frozen=True)
+class NodeMesh:
+    """The mesh at one number of nodes."""
+
+    nodes: int
+    ranks_per_node: int
+    mesh: Mesh
+
+    @property
+    def names(self) -> list[str]:
+        """Names of nodes that are not known yet."""
+        return [f"node{number}" for number in range(1, self.nodes + 1)]
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """What `hpctrain resume` is about to do."""
+
+    run: str
+    step: int | None
+    """None where the program goes on by itself, and nobody knows from where."""
+    checkpoint: str | None
+    saved_world_size: int | None
+    saved_engine: str | None
+    saved_mesh: dict[str, Any] | None
+    """Axes and sizes; empty for what was imported."""
+    engine: str
+    looked_at: list[dict[str, Any]]
+    """Every checkpoint that was looked at: step, name, taken, why."""
+    meshes: list[NodeMesh]
+    """At the fewest and at the most nodes."""
+    batching: list[Batching]
+    """The same; empty for a script of the user's own."""
+    not_known: str = ""
+    """Why it is not known where the run goes on and how its ranks stand."""
+    has_mesh: bool = True
+    """Its program is known to use an engine of hpctrain's, so that its ranks form a mesh."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``; every rank of a mesh has its node and its place on each axis."""
+        value = asdict(self)
+        for row, mesh in zip(value["meshes"], self.meshes, strict=True):
+            row["ranks"] = placed(mesh.mesh, mesh.names, mesh.ranks_per_node)
+        return value
+
+
+def by_nodes(meshes: Mapping[int, Mesh], ranks_per_node: int) -> list[NodeMesh]:
+    """Meshes by their number of nodes, the fewest first."""
+    return [NodeMesh(nodes, ranks_per_node, meshes[nodes]) for nodes in sorted(meshes)]
+
+
+def batching(settings: Settings, meshes: Sequence[NodeMesh]) -> list[Batching]:
+    """The batch arithmetic on each mesh."""
+    cuts = []
+    batch = settings.train.global_batch
+    for node_mesh in meshes:
+        ranks = node_mesh.mesh.data_ranks
+        passes = passes_of(settings.engine, node_mesh.mesh)
+        plan = plan_micro_batches(batch, ranks, settings.train.micro_batch, passes)
+        cuts.append(
+            Batching(
+                nodes=node_mesh.nodes,
+                world_size=node_mesh.mesh.world_size,
+                data_ranks=ranks,
+                global_batch=batch,
+                micro_batches=plan.micro_batches,
+                largest_micro_batch=plan.largest_piece,
+                is_even=batch % (ranks * plan.micro_batches) == 0,
+            )
+        )
+    return cuts
+
+
+def looked_at(taken: tuple[int, str] | None, skipped: Sequence[Skipped]) -> list[dict[str, Any]]:
+    """Every checkpoint that was looked at, newest first, with what became of it."""
+    rows: list[dict[str, Any]] = [
+        {"step": s.step, "name": s.name, "taken": False, "why": s.reason} for s in skipped
+    ]
+    if taken is not None:
+        step, name = taken
+        rows.append({"step": step, "name": name, "taken": True, "why": "newest complete one"})
+    return sorted(rows, key=lambda row: -int(row["step"]))
+
+
+def as_text(plan: ResumePlan, *, width: int = 80) -> str:
+    """The plan as people read it."""
+    lines = [f"run          {plan.run}"]
+    lines.extend(
+        f"checkpoint   {'takes' if row['taken'] else 'skips'} {row['name']}: {row['why']}"
+        for row in plan.looked_at
+    )
+    if not plan.looked_at:
+        none = f"not known ({plan.not_known}): the program decides where it resumes"
+        lines.append(f"checkpoint   {none if plan.not_known else NONE_YET}")
+    if plan.saved_world_size is not None:
+        lines.append(f"saved by     {count(plan.saved_world_size, 'rank')}, {plan.saved_engine}")
+    cuts = {item.nodes: item for item in plan.batching}
+    for node_mesh in plan.meshes:
+        ranks = f"{in_nodes([node_mesh.nodes])} x {count(node_mesh.ranks_per_node, 'rank')}"
+        if plan.not_known or not plan.has_mesh:
+            lines.append(f"ranks        {ranks}")
+            continue
+        lines.append(
+            f"mesh         {ranks}: {plan.engine}, {node_mesh.mesh.text}"
+            f"{_was(plan, node_mesh.mesh)}"
+        )
+        if node_mesh.nodes in cuts:
+            lines.append(f"batch        {_batch_text(cuts[node_mesh.nodes])}")
+        lines += [f"{'':13}{row}" for row in _map_of(node_mesh, width - 13)]
+    return "\n".join(lines)
+
+
+def _was(plan: ResumePlan, mesh: Mesh) -> str:
+    """The checkpoint's mesh, where this is another."""
+    if not plan.saved_mesh or (plan.saved_engine, plan.saved_mesh) == (plan.engine, mesh.as_dict()):
+        return ""
+    return f"; was {plan.saved_engine}, {axes_text(plan.saved_mesh)}"
+
+
+def _batch_text(cut: Batching) -> str:
+    even = "" if cut.is_even else ", shares differ by one sample (the loss is weighted)"
+    return (
+        f"{cut.global_batch} = {count(cut.data_ranks, 'data rank')} x "
+        f"{count(cut.micro_batches, 'pass')} of up to {cut.largest_micro_batch}{even}"
+    )
+
+
+def _map_of(mesh: NodeMesh, width: int) -> list[str]:
+    """Who stands where, unless ranks simply follow each other along one axis."""
+    if not mesh.mesh.has_axes:
+        return []
+    from hpctrain.core.drawing import drawn, rank_map
+
+    table = rank_map(mesh.mesh, mesh.names, mesh.ranks_per_node, width=width)
+    return drawn(table, width).splitlines()

@@ -31,15 +31,15 @@ from hpctrain.ledger.plan.mesh import cuts_batch
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import ShapeChosen
 from hpctrain.ledger.run.find_run import index_path, indexed
-from hpctrain.ledger.shapes.candidates import (
+from hpctrain.ledger.shapes.choose import ShapeChoice, Wish, choose_shape, run_facts, waits_of
+from hpctrain.ledger.shapes.queue import (
+    AT_ONCE_S,
     MOST_RESTART_SHARE,
     UNLIMITED_S,
     JobShape,
+    WaitRecord,
     enumerate_shapes,
 )
-from hpctrain.ledger.shapes.choose import ShapeChoice, Wish, choose_shape
-from hpctrain.ledger.shapes.evidence import run_facts, waits_of
-from hpctrain.ledger.shapes.waits import AT_ONCE_S, WaitRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -48,9 +48,8 @@ if TYPE_CHECKING:
     from hpctrain.cluster.site.schema import Site
     from hpctrain.core.settings.spec import Spec
     from hpctrain.ledger.run.layout import RunDir
-    from hpctrain.ledger.shapes.choose import Prefer
-    from hpctrain.ledger.shapes.forecast import RunFacts, ShapeForecast
-    from hpctrain.ledger.shapes.windows import QueueView
+    from hpctrain.ledger.shapes.choose import Prefer, RunFacts, ShapeForecast
+    from hpctrain.ledger.shapes.queue import QueueView
 
 EARLIER_RUNS = 20
 """Ledgers of so many of the user's newest runs are read for step times and waits."""
@@ -67,12 +66,7 @@ MOST_HOLES = 3
 class ShapedJob:
     """The shape of the next job.
 
-    Attributes:
-        shape: What it asks for.
-        choice: How it was chosen; None where it is the plain one.
-        partition: Where it goes; "" for the default one.
-        estimate_s: The wait that the scheduler had estimated for it.
-        notes: What the user should know.
+    `choice` is None where it is the plain one; `partition` is "" for the default one.
     """
 
     shape: JobShape
@@ -117,11 +111,7 @@ def settle_auto(
 ) -> tuple[Settings, dict[str, str]]:
     """Turn `--time auto` and `--nodes auto` into [shape], so that [slurm] holds numbers.
 
-    Args:
-        settings: As they were given.
-        origins: Where each came from.
-        site: The preset.
-        accounting: Whom to ask how many nodes there are; None asks nobody.
+    `accounting` is asked how many nodes there are; None asks nobody.
 
     Raises:
         UsageError: `--nodes auto` where nobody says how many there are.
@@ -210,11 +200,8 @@ def choose_for(
 ) -> ShapedJob | None:
     """Choose the shape of the run's next job; None where that is not hpctrain's to choose.
 
-    Args:
-        spec: The run's.
-        run: Its directory, which need not be there yet.
-        history: The run's; None for a new one.
-        ending_job: The job of which this is the next start: its nodes count as free.
+    `run` need not be there yet; `history` is None for a new one. The nodes of `ending_job`, of
+    which this is the next start, count as free.
 
     Raises:
         UsageError: no number of nodes fits, every shape is above `shape.max_node_hours`, or none
@@ -272,9 +259,7 @@ def _seen(
 def _own_waits(name: str, cluster: Cluster) -> list[WaitRecord]:
     """What accounting says of own waits behind others; asked once a minute at most.
 
-    Args:
-        name: Of the site or the scheduler; homes are shared between clusters.
-        cluster: Who asks.
+    Homes are shared between clusters, so `name` is of the site or the scheduler.
     """
     path = index_path().with_name(f"waits-{name}.json")
     now = clock.now()
@@ -296,12 +281,8 @@ def choose_again(
 ) -> None:
     """Choose anew for a job that was requeued, give it the shape, and record the choice.
 
-    Args:
-        run: The run's directory.
-        spec: The run's.
-        job_id: The job.
-        restarts: Of the start that ends. Unless that one is to be followed, nothing is done.
-        give: Changes the requeued job; its nodes count spares.
+    Unless the start number `restarts`, which ends, is to be followed, nothing is done. `give`
+    changes the requeued job; its nodes count spares.
     """
     history = RunHistory.read(run, marks="few")
     newest = history.newest

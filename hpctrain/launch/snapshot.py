@@ -62,9 +62,8 @@ class SnapshotPlan:
 def plan_snapshot(entry: Entry, mode: str) -> SnapshotPlan:
     """Decide what to copy; reads, writes nothing.
 
-    Args:
-        entry: What the ranks run. The shipped recipe is installed code and needs no copy.
-        mode: "yes", "no", or "auto": yes where the script is tracked in a checkout up to 64 MB.
+    `mode` is "yes", "no", or "auto": yes where the script is tracked in a checkout up to 64 MB. The
+    shipped recipe is installed code and needs no copy.
 
     Raises:
         UsageError: mode is "yes" and there is nothing that could be copied.

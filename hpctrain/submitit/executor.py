@@ -28,8 +28,7 @@ from hpctrain.core.base.files import make_runs_folder
 from hpctrain.core.base.text import hms
 from hpctrain.errors import RunExists, UsageError
 from hpctrain.ledger.run.layout import RunDir
-from hpctrain.submitit.folder import JobFiles, dump
-from hpctrain.submitit.job import Job, cancel_all
+from hpctrain.submitit.job import Job, JobFiles, cancel_all, dump
 
 if TYPE_CHECKING:
     import os

@@ -40,12 +40,10 @@ from hpctrain.core.base.files import replace_text
 from hpctrain.core.base.records import StopCause
 from hpctrain.ledger.run.fence import Attempt, left_text, look_anew
 from hpctrain.ledger.run.layout import RunDir
-from hpctrain.submitit.folder import JobFiles, dump
+from hpctrain.submitit.job import JobFiles, dump
 from hpctrain.train.runtime.agreement import CODES
-from hpctrain.train.runtime.attempt import write_outcome
-from hpctrain.train.runtime.requests import Rank0Requests
-from hpctrain.train.runtime.save_policy import JobClock
-from hpctrain.train.runtime.signals import RankSignals
+from hpctrain.train.runtime.stops import JobClock, Rank0Requests, RankSignals
+from hpctrain.train.runtime.trackers import write_outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -194,9 +192,7 @@ class Task:
     def _save(self, call: DelayedSubmission, *, final: bool) -> bool | None:
         """Call `checkpoint()` and write what it returns; None where the callable has none.
 
-        Args:
-            call: What is being called.
-            final: An error in it is the call's; else the job goes on from what was saved before.
+        An error is the call's if `final`; else the job continues from what was saved before.
         """
         if not _is_checkpointable(call):
             return None
@@ -416,8 +412,7 @@ class StopWatch:
     def call(self, act: Callable[[], None]) -> None:
         """What the main thread does at a stop: from now on, between two of its bytecodes.
 
-        Args:
-            act: Ends the call by raising.
+        `act` ends the call by raising.
         """
         self._act = act
         if self.cause is not None:  # it came while the call was being unpickled

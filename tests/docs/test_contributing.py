@@ -10,7 +10,7 @@ from hpctrain.core.base.records import EndReason
 from hpctrain.core.settings.check import NEWS
 from hpctrain.core.settings.fields import keys_of
 from hpctrain.core.settings.schema import EngineSettings
-from hpctrain.ledger.history import causes
+from hpctrain.ledger.history import run_state as causes
 from hpctrain.ledger.plan import decide, interval
 from hpctrain.node.agent.notify import Notification
 from tests.docs.test_pages import table
@@ -28,7 +28,7 @@ def test_each_reason_after_which_a_run_may_start_again_has_a_budget():
 
 
 def test_each_reason_has_a_cause_for_people():
-    assert set(causes._BY_REASON) | causes._OF_PROGRAM == set(EndReason)
+    assert set(causes._CAUSE_BY_REASON) | causes._OF_PROGRAM == set(EndReason)
 
 
 def test_each_reason_is_a_failure_without_warning_or_one_with_for_the_interval_between_saves():

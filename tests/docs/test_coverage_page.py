@@ -12,8 +12,8 @@ from typing import NamedTuple
 import click
 import pytest
 
-from hpctrain.advise.doctor.faults import KNOWLEDGE
-from hpctrain.advise.lint.catalogue import RULES
+from hpctrain.advise.doctor.faults import FAULTS
+from hpctrain.advise.lint.rule import RULES
 from hpctrain.cli.main import COMMANDS, cli
 from hpctrain.core.settings.schema import sections
 
@@ -150,7 +150,7 @@ def _anchors(page):
 
 def test_each_code_is_one_and_leads_to_its_own_place():
     known = dict.fromkeys(RULES, "../check.md#{}")
-    known |= {each.code: "../doctor.md#what-it-knows" for each in KNOWLEDGE.values()}
+    known |= {each.code: "../doctor.md#what-it-knows" for each in FAULTS.values()}
     for code, target in CODE.findall(PAGE.read_text()):
         assert target == known[code].format(code.lower()), code
     for row in EVERY:
@@ -160,7 +160,7 @@ def test_each_code_is_one_and_leads_to_its_own_place():
 
 @pytest.mark.parametrize("kind", ["rules", "faults"])
 def test_what_can_be_found_is_all_here(kind):
-    wanted = set(RULES) if kind == "rules" else {each.code for each in KNOWLEDGE.values()}
+    wanted = set(RULES) if kind == "rules" else {each.code for each in FAULTS.values()}
     named = {code for row in EVERY for code, _ in CODE.findall(row.place)}
 
     assert not wanted - named

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cluster.scheduler.slurm.environment import clean
+from hpctrain.cluster.scheduler.slurm.command import clean
 from hpctrain.core.base import env
 
 pytestmark = pytest.mark.check  # reads all of hpctrain's syntax trees

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "hpctrain"
+from tests.support.rooms import PACKAGE, dotted, find, short
+
 LOGIN_ROOMS = (
     "base",
     "check",
@@ -25,19 +25,17 @@ LOGIN_ROOMS = (
     "report",
     "run",
     "scheduler",
-    "scheduler.local",
     "scheduler.slurm",
     "settings",
     "site",
     "status",
     "strategy",
-    "submit",
+    "launch",
 )
 LOGIN_MODULES = ("errors", "terminal", "entry.slurm_task", "entry.slurm_batch")
 TENSORS = {
     "preflight.collective",
     "strategy.measure_child",
-    "strategy.measure_experts",
     "strategy.measure_pipeline",
     "strategy.peak_tracker",
     "strategy.stand_in_device",
@@ -72,10 +70,9 @@ for name in sys.argv[2:]:
 
 def test_rooms_of_the_login_node_import_without_torch_and_numpy():
     without = TENSORS | BYTES
-    assert (
-        _import([name for name in _modules() if name.removeprefix("hpctrain.") not in without])
-        == ""
-    )
+    names = {path.with_suffix("").as_posix().replace("/", "."): name for path, name in _modules()}
+    assert without <= names.keys() | BYTES
+    assert _import([name for shown, name in names.items() if shown not in without]) == ""
 
 
 def test_what_handles_a_checkpoints_bytes_imports_without_torch():
@@ -83,12 +80,12 @@ def test_what_handles_a_checkpoints_bytes_imports_without_torch():
 
 
 def _modules():
-    modules = [f"hpctrain.{name}" for name in LOGIN_MODULES]
+    paths = [find(name) for name in LOGIN_MODULES]
     for room in LOGIN_ROOMS:
-        paths = sorted((PACKAGE / room.replace(".", "/")).glob("*.py"))
-        assert paths, room
-        modules += [f"hpctrain.{room}.{path.stem}" for path in paths if path.stem != "__init__"]
-    return modules
+        inside = sorted(find(room).glob("*.py"))
+        assert inside, room
+        paths += [path for path in inside if path.stem != "__init__"]
+    return [(short(path), dotted(path)) for path in paths]
 
 
 def test_the_refusal_refuses():

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.rooms import find
+
 TOP = Path(__file__).parents[2]
 DOCS = TOP / "docs"
 PAGES = sorted([*TOP.glob("*.md"), *(TOP / "docs").glob("**/*.md")])
@@ -31,9 +33,7 @@ def test_every_file_that_is_named_is_there(page):
     text = page.read_text()
     gone = [name for name in NAMED.findall(text) if not (TOP / name).exists()]
     gone += [
-        name
-        for name in ROOM_FILE.findall(text)
-        if not (TOP / name).exists() and not (TOP / "hpctrain" / name).exists()
+        name for name in ROOM_FILE.findall(text) if not (TOP / name).exists() and find(name) is None
     ]
 
     assert not gone, f"{page.name} names {gone}"

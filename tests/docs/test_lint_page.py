@@ -6,8 +6,7 @@ import re
 import runpy
 from pathlib import Path
 
-from hpctrain.advise.lint.catalogue import RULES
-from hpctrain.advise.lint.rule import DOCS
+from hpctrain.advise.lint.rule import DOCS, RULES
 
 TOP = Path(__file__).parents[2]
 PAGE = TOP / "docs" / "check.md"

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.core.settings.schema import sections
+from tests.support.rooms import homes, inner_rooms, top_rooms
 
 TOP = Path(__file__).parents[2]
-PACKAGE = TOP / "hpctrain"
 DOCS = TOP / "docs"
 DEVELOPMENT = DOCS / "development"
 PAGES = [DEVELOPMENT / f"{name}.md" for name in ("architecture", "lives", "contributing")]
@@ -38,7 +38,7 @@ FILE_ENDINGS = {"json", "jsonl", "lock", "md", "py", "sh", "toml"}
 
 @cache
 def rooms():
-    return {path.stem for path in PACKAGE.iterdir() if path.suffix in {"", ".py"}}
+    return {path.stem for path in (*top_rooms(), *inner_rooms())}
 
 
 @cache
@@ -65,10 +65,11 @@ def split(name):
     """A dotted name as the file of its module and what is named in it; None for no module."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
-        base = PACKAGE.joinpath(*parts[:count])
-        for path in (base.with_name(base.name + ".py"), base / "__init__.py"):
-            if path.exists():
-                return path, ".".join(parts[count:])
+        for home in homes():
+            base = home.joinpath(*parts[:count])
+            for path in (base.with_name(base.name + ".py"), base / "__init__.py"):
+                if path.exists():
+                    return path, ".".join(parts[count:])
     return None
 
 
@@ -89,6 +90,14 @@ def named(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_what_a_page_names_is_there(page):
     assert [name for name in named(page) if not is_there(name)] == []
+
+
+def test_rooms_are_told_apart_without_the_room_that_they_lie_in():
+    """Texts leave it out."""
+    names = [path.stem for path in inner_rooms() if path.is_dir()]
+
+    assert len(names) == len(set(names))
+    assert not set(names) & {path.stem for path in top_rooms()}
 
 
 def test_a_name_that_is_not_there_is_found_out():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import re
 import runpy
 from pathlib import Path
@@ -13,6 +14,7 @@ from hpctrain.core.base.records import JobFacts, StopCause
 from hpctrain.core.settings.layers import resolve
 from hpctrain.errors import EXIT_CODES
 from hpctrain.ledger.plan.decide import decide
+from tests.support.rooms import inner_rooms, top_rooms
 
 TOP = Path(__file__).parents[2]
 DOCS = TOP / "docs"
@@ -50,20 +52,28 @@ def test_events_of_the_ledgers_page_are_current():
 
 
 def test_every_room_has_its_paragraph():
-    rooms = set(re.findall(r"^- `(\w+)`(?:, `(\w+)`)?:", _architecture(), re.MULTILINE))
-    named = {name for pair in rooms for name in pair if name}
-    package = TOP / "hpctrain"
-    there = {path.parent.name for path in package.glob("*/__init__.py")}
-    there |= {path.stem for path in package.glob("*.py") if not path.stem.startswith("_")}
+    named = re.findall(r"^(?:  )?- `(\w+)`:", _architecture(), re.MULTILINE)
 
-    assert named == there
+    assert sorted(named) == sorted(path.stem for path in (*top_rooms(), *inner_rooms()))
 
 
 def test_order_of_rooms_is_the_one_that_lint_enforces():
-    picture = _architecture().split("```\ncli\n")[1].split("```")[0]
-    enforced = (TOP / ".importlinter").read_text().split("layers =\n")[1].split("exhaustive")[0]
+    contracts = configparser.ConfigParser()
+    contracts.read(TOP / ".importlinter")
+    enforced = {
+        section["containers"]: [sorted(re.findall(r"\w+", line)) for line in lines]
+        for section in contracts.values()
+        if (lines := section.get("layers", "").split("\n")[1:])
+    }
+    rows = _architecture().split("```\nentry\n")[1].split("```")[0]
+    names = dict(re.findall(r"^(\w.*?)(?:  +(.*))?$", "entry\n" + rows, re.MULTILINE))
 
-    assert _layers("cli\n" + picture) == _layers(re.sub(r"[:|]", " ", enforced))
+    assert [name.split(", ") for name in names] == enforced.pop("hpctrain")
+    assert {
+        f"hpctrain.{name}": [sorted(layer.split(", ")) for layer in inner.split(" > ")]
+        for name, inner in names.items()
+        if inner
+    } == enforced
 
 
 @pytest.mark.parametrize("path", SITES, ids=lambda path: path.stem)
@@ -98,10 +108,6 @@ def test_decision_table_is_what_the_code_decides(row):
 
 def _architecture():
     return (DOCS / "development" / "architecture.md").read_text()
-
-
-def _layers(text):
-    return [sorted(line.split()) for line in text.splitlines() if line.strip()]
 
 
 def test_every_fact_about_slurm_stands_in_the_table_of_versions():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from docs import generate_pictures as pictures
+from tests.support.rooms import find
 
 TOP = Path(__file__).parents[2]
 PAGES = sorted([TOP / "README.md", *(TOP / "docs").glob("**/*.md")])
@@ -92,13 +93,6 @@ def test_a_run_that_was_taken_over_is_taken_over_as_it_is(tmp_path):
 def test_rooms_in_the_picture_of_the_architecture_are_there():
     drawing = tomllib.loads((pictures.PICTURES / "architecture.toml").read_text())
     rooms = [room for box in drawing["box"].values() for room in box.get("rooms", [])]
-    package = TOP / "hpctrain"
 
     assert rooms
-    gone = [
-        room
-        for room in rooms
-        if not (package / room.replace(".", "/")).is_dir()
-        and not (package / (room.replace(".", "/") + ".py")).is_file()
-    ]
-    assert gone == []
+    assert [room for room in rooms if find(room) is None] == []

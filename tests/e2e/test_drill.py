@@ -78,7 +78,11 @@ def test_every_fault_ends_as_promised(tmp_path):
 
 
 BUILDS = {
-    "fence": ("run/fence.py", "if newest is None or newest.token != attempt.token:", "if False:"),
+    "fence": (
+        "ledger/run/fence.py",
+        "if newest is None or newest.token != attempt.token:",
+        "if False:",
+    ),
     "digest": (
         "checkpoint/format/reader.py",
         "if digest != self.table.digests[self.table.first_block[row] + block]:",

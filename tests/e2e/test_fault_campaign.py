@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from hpctrain.cluster.scheduler.local import client
+from hpctrain.cluster.scheduler import local as client
 from tests.support import patience, processes, small_disk
 from tests.support.node_faults import Course, left_behind, lost_beyond
 from tests.support.recipe import (

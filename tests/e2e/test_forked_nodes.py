@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cluster.scheduler.local.client import LocalJobRecord
+from hpctrain.cluster.scheduler.local import LocalJobRecord
 from tests.support import processes
 from tests.support.local_runs import await_end, events, hpctrain, start
 from tests.support.slurm_boot import wait_for

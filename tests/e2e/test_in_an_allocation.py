@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from hpctrain.cluster.scheduler.slurm.environment import KEPT
+from hpctrain.cluster.scheduler.slurm.command import KEPT
 from tests.support.local_runs import await_end, start
 
 SHOWS = 'env > environment; echo "$WORLD_SIZE" > size'

@@ -107,7 +107,7 @@ def _copy_distribution(name, site_packages):
 
 def test_the_reports_style_and_script_come_with_the_wheel(installed):
     script = "from importlib.resources import files; "
-    script += "print(files('hpctrain.report').joinpath('page.js').read_text())"
+    script += "print(files('hpctrain.observe.report').joinpath('page.js').read_text())"
     installed("hpctrain", "submit", "--cluster", "local", "--no-submit", "--name", "two")
     told = json.loads(installed("hpctrain", "report", "two", "--json").stdout)
 

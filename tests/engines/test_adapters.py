@@ -16,10 +16,11 @@ from torch import nn
 from hpctrain.checkpoint.format.manifest import load as load_manifest
 from hpctrain.core.settings.schema import EngineSettings, replaced
 from hpctrain.core.settings.spec import load_spec
-from hpctrain.core.world import World, join_world
+from hpctrain.core.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.ledger.run.fence import take_attempt
 from hpctrain.train.engines.parallelize import parallelize
+from hpctrain.train.joining_ranks import join_world
 from tests.support import hub
 from tests.support.exchange import Commands
 from tests.support.gloo import launch

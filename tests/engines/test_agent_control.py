@@ -39,9 +39,9 @@ JOIN = (
     FIND
     + """
 import signal
-from hpctrain.node.control.seat import Seat
+from hpctrain.node.control.client import ControlClient
 rank = int(os.environ["RANK"])
-exchange = Seat.take(folder, rank).exchange(30)
+exchange = ControlClient.take(folder, rank).exchange(30)
 (attempt / f"said-{rank}").write_text(f"{exchange.gather(rank)} {folder}")
 """
 )

@@ -17,9 +17,9 @@ TREES = pytest.mark.parametrize("tree", [0, 1, 2], ids=["gloo", "a node", "two n
 
 def _rounds(count: int, signum: int, step_s: float, seed: int = 7) -> list[int]:
     """`count` times one rank is signalled at a random moment; the steps at which this one stops."""
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
     from hpctrain.train.runtime.agreement import STOP_TERM, StopRequest, agreement_of
-    from hpctrain.train.runtime.signals import RankSignals
+    from hpctrain.train.runtime.stops import RankSignals
 
     rank_signals = RankSignals()
     rank_signals.start()
@@ -69,7 +69,7 @@ def test_one_signalled_rank_stops_all_ranks_of_all_nodes_at_the_same_step(step_s
 
 
 def _saves(save_from: int) -> list[int]:
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
     from hpctrain.train.runtime.agreement import StopRequest, agreement_of
 
     world = join_world()
@@ -93,7 +93,7 @@ def test_a_save_that_rank_0_finds_due_is_done_by_all_at_the_same_step(tree):
 
 def _wishes(name: str) -> list[int]:
     """The ticks at which all agreed, where rank 0 wishes until then and never again."""
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
     from hpctrain.train.runtime.agreement import StopRequest, agreement_of
 
     world = join_world()

@@ -11,8 +11,8 @@ import random
 import pytest
 import torch
 
-from hpctrain.core.world import join_world
 from hpctrain.train.engines.engine import Microbatch
+from hpctrain.train.joining_ranks import join_world
 from tests.support import state_zoo as zoo
 from tests.support.gloo import launch
 from tests.support.resumes import Training, differences, start, stopped_and_whole

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.core.world import World, join_world
+from hpctrain.core.world import World
 from hpctrain.train.engines.engine import Microbatch
+from hpctrain.train.joining_ranks import join_world
 from tests.support import lm_training as lmt
 from tests.support.gloo import launch
 

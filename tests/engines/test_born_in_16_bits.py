@@ -7,7 +7,8 @@ import warnings
 import pytest
 import torch
 
-from hpctrain.core.world import World, join_world
+from hpctrain.core.world import World
+from hpctrain.train.joining_ranks import join_world
 from tests.support import layouts
 from tests.support import lm_training as lmt
 from tests.support.gloo import launch

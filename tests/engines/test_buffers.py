@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hpctrain
-from hpctrain.core.world import join_world
 from hpctrain.train.engines.engine import Microbatch
+from hpctrain.train.joining_ranks import join_world
 from tests.support import lm_training as lmt
 from tests.support import zero
 from tests.support.gloo import launch

@@ -63,9 +63,8 @@ def _state(world, engine, step, mesh):
 
 def _save_rank(root, steps, mode="sync", engine="fsdp2", gates=None, **settings):
     """Save steps; what came of each: its step, or the error's text."""
-    from hpctrain.checkpoint.tensors.save import save
-    from hpctrain.checkpoint.tensors.saver import Saver
-    from hpctrain.core.world import join_world
+    from hpctrain.checkpoint.tensors.save import Saver, save
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     mesh = sharded.mesh_of(world, engine)
@@ -94,7 +93,7 @@ def _save_rank(root, steps, mode="sync", engine="fsdp2", gates=None, **settings)
 
 def _load_rank(roots, engine="fsdp2", spoil=None):
     """Restore from each run; see `_load`."""
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     mesh = sharded.mesh_of(world, engine)
@@ -319,7 +318,7 @@ def _save_watched(root):
     import time
 
     from hpctrain.checkpoint.tensors.save import save
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     place = sharded.place(world, root)
@@ -486,7 +485,7 @@ def _save_columns(root):
 
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.checkpoint.tensors.save import save
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     mesh = dist.init_device_mesh("cpu", (world.world_size,))
@@ -613,8 +612,8 @@ def test_a_restore_leaves_every_setting_of_every_group_as_the_program_made_it(
 def _fenced_rank(root):
     """Save; a newer attempt begins while this rank writes."""
     from hpctrain.checkpoint.tensors.save import save
-    from hpctrain.core.world import join_world
     from hpctrain.errors import Fenced
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     place = sharded.place(world, root)

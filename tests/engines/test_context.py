@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UsageError
-from hpctrain.ledger.plan.limits import FAMILIES as FAMILIES_OF
+from hpctrain.ledger.plan.mesh import FAMILIES as FAMILIES_OF
 from hpctrain.train.engines.engine import Microbatch
 from tests.engines import test_decoders as decoders
 from tests.engines import test_pretrained as pretrained
@@ -45,7 +45,7 @@ def _seen(engine: Any) -> Any:
 
 
 def _train(cases: Any) -> dict[str, Any]:
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     warnings.simplefilter("ignore")  # an error inside torch's compiler breaks it
     world = join_world()
@@ -118,8 +118,8 @@ def test_the_recipe_trains_as_in_one_process():
 
 def _types() -> dict[str, tuple[float, float]]:
     from hpctrain.core.settings.schema import EngineSettings
-    from hpctrain.core.world import join_world
     from hpctrain.train.engines.parallelize import parallelize
+    from hpctrain.train.joining_ranks import join_world
 
     world, losses = join_world(), {}
     for kind in sorted(FAMILIES_OF["cp"]):
@@ -172,8 +172,8 @@ def mean(output: Any, targets: Any) -> Any:
 
 def _refusals() -> dict[str, str]:
     from hpctrain.core.settings.schema import EngineSettings
-    from hpctrain.core.world import join_world
     from hpctrain.train.engines.parallelize import parallelize
+    from hpctrain.train.joining_ranks import join_world
 
     world, said = join_world(), {}
 
@@ -217,7 +217,7 @@ def test_what_cannot_share_sequences_says_so_in_one_line():
 
 def _of_two_lengths(ranks: int) -> list[tuple[float, float]]:
     """Steps whose microbatches have other lengths."""
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world() if ranks > 1 else ALONE
     engine = decoders.engine_of(world, "Llama", **({"cp": "2"} if ranks > 1 else {}))

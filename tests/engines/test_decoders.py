@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.train.engines import names
+from hpctrain.train.engines import state as names
 from hpctrain.train.engines.deferred import DeferredModel
 from tests.support import lm_training as lmt
 from tests.support import sharded
@@ -122,7 +122,7 @@ def seen(engine: Any) -> dict[str, Any]:
 
 
 def _train_all(families: Any, **settings: Any) -> dict[str, Any]:
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     return {family: seen(engine_of(world, family, **settings)) for family in families}
@@ -175,7 +175,7 @@ def test_decoders_train_as_in_one_process(alone, sequence):
 def _recompute_and_compile(cases: Any) -> dict[str, Any]:
     import warnings
 
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     warnings.simplefilter("ignore")  # an error inside torch's compiler breaks it
     world = join_world()
@@ -214,8 +214,8 @@ def test_decoders_are_recomputed_and_compiled_at_any_shape(alone, names):
 
 
 def _pipelined(cases: Any) -> dict[str, Any]:
-    from hpctrain.core.world import join_world
     from hpctrain.train.engines.parallelize import ModelPlan
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     numbers = {}
@@ -250,7 +250,7 @@ def test_decoders_are_cut_over_stages_and_heads_at_once(alone):
 
 
 def _uneven() -> None:
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     for engine in (engine_of(world, "Llama", tp="2"), lmt.engine_of(world, lmt.lm(), tp="2")):
@@ -265,7 +265,7 @@ def test_a_sequence_without_equal_parts_is_refused_in_one_line():
 def _go_on(root: Any, family: str, layouts: list[dict[str, Any]]) -> list[float]:
     """A loss of each layout, which restores what the one before has saved."""
     from hpctrain.checkpoint.tensors.save import save
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     place = sharded.place(world, root)

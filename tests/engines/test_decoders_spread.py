@@ -36,7 +36,7 @@ OF_FAMILIES = pytest.mark.parametrize(
 
 
 def _native(cases: Any) -> dict[str, Any]:
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     warnings.simplefilter("ignore")  # an error inside torch's compiler breaks it
     world = join_world()
@@ -60,7 +60,7 @@ def test_decoders_train_under_ddp_and_fsdp2_as_in_one_process(alone, families):
 
 def _zero(kind: str, families: tuple[str, ...]) -> dict[str, Any]:
     """Logits, ten steps, and the state; DeepSpeed keeps gradients to itself."""
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     warnings.simplefilter("ignore")  # DeepSpeed's own, and what it imports of torch's compiler
     world, numbers = join_world(), {}

@@ -13,10 +13,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.core.settings.schema import EngineSettings
-from hpctrain.core.world import World, join_world
+from hpctrain.core.world import World
 from hpctrain.errors import UsageError
 from hpctrain.train.engines.deferred import DeferredModel, seed_of
 from hpctrain.train.engines.parallelize import parallelize
+from hpctrain.train.joining_ranks import join_world
 from tests.support import layouts, zero
 from tests.support.gloo import launch
 

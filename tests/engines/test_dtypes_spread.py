@@ -107,7 +107,7 @@ def refused_by(sharding):
     """Names of dtypes of which torch refuses a frozen parameter as a model is wrapped."""
     from torch.distributed.fsdp import fully_shard
 
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     join_world()
     warnings.simplefilter("ignore")

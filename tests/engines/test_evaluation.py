@@ -128,8 +128,8 @@ def test_another_model_is_one_line_on_every_rank(checkpoint, changes, why):
 
 def load_rank(ways):
     from hpctrain.core.settings.schema import EngineSettings
-    from hpctrain.core.world import join_world
     from hpctrain.train.engines.parallelize import parallelize
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     loaded = {}
@@ -153,8 +153,8 @@ def load_rank(ways):
 def fail_rank(*, sharded=False, **changes):
     from torch.distributed.fsdp import fully_shard
 
-    from hpctrain.core.world import join_world
     from hpctrain.errors import CheckpointError
+    from hpctrain.train.joining_ranks import join_world
 
     join_world()
     model = _lm(**changes)

@@ -6,8 +6,9 @@ import os
 
 import pytest
 
+from hpctrain.core.base.mesh import MicrobatchRules
 from hpctrain.errors import UsageError
-from hpctrain.train.data.batches import GlobalBatches, MicrobatchRules, cut_step
+from hpctrain.train.data.batches import GlobalBatches, cut_step
 from hpctrain.train.data.order import SampleOrder
 from tests.support.gloo import launch
 from tests.support.recipe import assert_same_bits, full_state, losses, make_run, train
@@ -68,7 +69,7 @@ def engine_of(world, model, **settings):
     from hpctrain.core.base.mesh import Mesh
     from hpctrain.core.settings.schema import EngineSettings
     from hpctrain.train.engines.engine import EngineInputs
-    from hpctrain.train.engines.exact.copies import ExactCopies
+    from hpctrain.train.engines.exact import ExactCopies
     from hpctrain.train.engines.parallelize import parallelize
 
     # full_tensor() of a test is nothing that training does
@@ -137,7 +138,7 @@ def train_all(cases, *, plain=False):
     """What training left in each case, by its name."""
     import warnings
 
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     # torch's compiler asks for a gradient where there is none, and warns of it
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
@@ -192,8 +193,7 @@ def train_stock(case, monkey):
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-    from hpctrain.train.engines.exact import engine as exact_engine
-    from hpctrain.train.engines.exact import shards
+    from hpctrain.train.engines import exact
 
     if monkey == "scatter":
         real = FSDPModule.set_custom_reduce_scatter
@@ -203,9 +203,9 @@ def train_stock(case, monkey):
             real(module, DefaultReduceScatter())
 
         FSDPModule.set_custom_reduce_scatter = stock
-        shards.ExactShards.after_pass = lambda self, now: None
+        exact.ExactShards.after_pass = lambda self, now: None
     else:
-        exact_engine.seed_of = lambda seed, step, leaf: int(os.environ["RANK"])
+        exact.seed_of = lambda seed, step, leaf: int(os.environ["RANK"])
     return train_all([case])
 
 
@@ -246,7 +246,7 @@ WORDS = [
 
 def refusals():
     """What each way of use that cannot be exact is told, on this rank."""
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     engine = engine_of(world, lm(), kind="fsdp2")
@@ -304,7 +304,7 @@ def test_what_cannot_be_exact_is_refused(settings, mesh, fused, norm, words):
 
     from hpctrain.core.base.mesh import Mesh
     from hpctrain.core.settings.schema import EngineSettings
-    from hpctrain.train.engines.exact.engine import refuse
+    from hpctrain.train.engines.exact import refuse
 
     model = nn.Sequential(nn.Linear(2, 2), getattr(nn, norm)(2))
     chosen = EngineSettings(exact=True, **settings)
@@ -315,7 +315,7 @@ def test_what_cannot_be_exact_is_refused(settings, mesh, fused, norm, words):
 
 
 def one_process_in_bf16():
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     del os.environ["RANK"]
     with pytest.raises(UsageError, match="needs a process group for one rank too"):
@@ -328,7 +328,7 @@ def test_a_process_without_a_group_that_would_round_otherwise_than_fsdp2_is_refu
 
 @pytest.mark.parametrize("most", [1, 3, 5, 100])
 def test_buckets_hold_each_element_once_in_order(most):
-    from hpctrain.train.engines.exact.copies import buckets
+    from hpctrain.train.engines.exact import buckets
 
     cut = buckets([4, 0, 1, 7], most)
 

@@ -251,8 +251,8 @@ class Own(nn.Module):
 
 def meshes_of(**axes):
     from hpctrain.core.base.mesh import Mesh
-    from hpctrain.core.world import join_world
     from hpctrain.train.engines.layouts import make_meshes
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     return world, make_meshes(Mesh(**axes), world.device)

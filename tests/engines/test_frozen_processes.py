@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from hpctrain.node.agent import rendezvous, store_process
+from hpctrain.node.agent import rendezvous
 from hpctrain.node.control import node_process
 from hpctrain.node.hangs.standing import HangLimits
 from hpctrain.node.memory import replica_server_process
@@ -56,7 +56,7 @@ if not again:
 def agents(tmp_path, monkeypatch):
     for module in (node_process, replica_server_process):
         monkeypatch.setattr(module, "BEGIN_S", 2.0)
-    monkeypatch.setattr(store_process, "SERVE_S", 2.0)
+    monkeypatch.setattr(rendezvous, "SERVE_S", 2.0)
     monkeypatch.setattr(rendezvous, "ANSWER_S", 2.0)
     agents = Agents(tmp_path, ranks=1)
     yield agents

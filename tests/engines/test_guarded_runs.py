@@ -125,7 +125,7 @@ def _remembered(run):
 
 
 def test_a_spike_is_told_or_left_out(tmp_path, spoil, monkeypatch):
-    monkeypatch.setattr("hpctrain.train.guards.spikes.LEAST", 8)
+    monkeypatch.setattr("hpctrain.train.guards.rules.LEAST", 8)
     spoil({8 * BATCH + 3: 200.0})
     told = make_run(tmp_path / "told")
     skipped = make_run(tmp_path / "skipped", guard__spike="skip")

@@ -116,7 +116,7 @@ def test_the_first_step_and_a_named_section_have_their_own_limits(agents, tmp_pa
 
 
 def test_a_user_is_told_where_the_ranks_are_at_any_time(agents, tmp_path):
-    agents.start(program("time.sleep(1000)"), hangs=None)
+    agents.start(program("time.sleep(1000)"))
     path = stacks.path_of(tmp_path / "1")
     rows, told = [], {}
     # Until all the others wait for it, too.
@@ -130,7 +130,7 @@ def test_a_user_is_told_where_the_ranks_are_at_any_time(agents, tmp_path):
 
 
 def test_switched_off_nothing_is_looked_at(agents, tmp_path):
-    assert agents.run(program("time.sleep(1000)"), hangs=None, patience_s=8) == [None]
+    assert agents.run(program("time.sleep(1000)"), patience_s=8) == [None]
     assert events(tmp_path) == []
     assert not (tmp_path / "1" / "hang.json").exists()
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.core.settings.schema import EngineSettings
 from hpctrain.errors import UsageError
-from hpctrain.train.engines import hardware
+from hpctrain.train.engines import blocks
 from tests.engines import test_decoders as decoders
 from tests.support import lm_training as lmt
 from tests.support.gloo import launch
@@ -44,20 +43,18 @@ def gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("key", "device", "capability", "said"),
+    ("device", "capability", "said"),
     [
-        ("float8", CPU, None, "from compute capability 8.9 on; this rank has cpu: set"),
-        ("float8", GPU, AMPERE, "this rank has cuda of 8.0: set engine.float8 = false"),
-        ("float8", torch.device("xpu", 0), None, "this rank has xpu: set"),
-        ("async_tp", CPU, None, "from compute capability 9.0 on; this rank has cpu: set"),
-        ("async_tp", GPU, (8, 9), "this rank has cuda of 8.9: set engine.async_tp = false"),
+        (CPU, None, "from compute capability 8.9 on; this rank has cpu: set"),
+        (GPU, AMPERE, "this rank has cuda of 8.0: set engine.float8 = false"),
+        (torch.device("xpu", 0), None, "this rank has xpu: set"),
     ],
 )
-def test_a_device_that_lacks_it_is_told_in_one_line(gpu, key, device, capability, said):
+def test_a_device_that_lacks_it_is_told_in_one_line(gpu, device, capability, said):
     if capability:
         gpu(capability)
     with pytest.raises(UsageError) as caught:
-        hardware.use_hardware(tower(), EngineSettings(**{key: True}), device)
+        blocks.use_float8(tower(), device)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -66,30 +63,17 @@ def test_without_torchao_it_says_what_to_install(gpu, monkeypatch):
     gpu(HOPPER)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(UsageError, match=r"pip install 'hpctrain\[float8\]'"):
-        hardware.use_hardware(tower(), EngineSettings(float8=True), GPU)
-
-
-def test_overlapped_products_are_the_compilers(gpu, monkeypatch):
-    import torch._inductor.config as inductor
-
-    gpu(HOPPER)
-    monkeypatch.setattr(inductor, "_micro_pipeline_tp", False)
-    hardware.use_hardware(tower(), EngineSettings(async_tp=True), GPU)
-    assert inductor._micro_pipeline_tp is True
-
-    monkeypatch.delattr(inductor, "_micro_pipeline_tp")
-    with pytest.raises(UsageError, match="_micro_pipeline_tp"):
-        hardware.use_hardware(tower(), EngineSettings(async_tp=True), GPU)
+        blocks.use_float8(tower(), GPU)
 
 
 def _converted() -> dict[str, Any]:
     warnings.simplefilter("ignore")  # torchao's, of libraries for GPUs
-    hardware.nvidia_capability = lambda _: HOPPER
+    blocks.nvidia_capability = lambda _: HOPPER
     model = tower()
-    hardware.use_hardware(model, EngineSettings(float8=True), CPU)
+    blocks.use_float8(model, CPU)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     try:
-        hardware.use_hardware(tower(width=24), EngineSettings(float8=True), CPU)
+        blocks.use_float8(tower(width=24), CPU)
     except UsageError as error:
         kinds["odd"] = str(error)
     return kinds
@@ -103,10 +87,10 @@ def test_matrices_of_blocks_are_converted_and_no_others():
 
 
 def _train(cases: Any) -> dict[str, Any]:
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     warnings.simplefilter("ignore")
-    hardware.nvidia_capability = lambda _: HOPPER
+    blocks.nvidia_capability = lambda _: HOPPER
     world, seen = join_world(), {}
     for case, settings in cases.items():
         engine = decoders.engine_of(world, "Llama", **settings)

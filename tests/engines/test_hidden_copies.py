@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import pytest
 
 from hpctrain.checkpoint.store import find
-from hpctrain.checkpoint.tensors import device_copy, host_copy
+from hpctrain.checkpoint.tensors import device_copy
 from hpctrain.core.testing import faults
 from hpctrain.ledger.run import events as ledger
 from hpctrain.train.runtime import saves
@@ -76,7 +76,7 @@ def _open_where_training_waits(monkeypatch, gate, held_s=0.0):
         if gate.arrivals():
             threading.Thread(target=open_it, daemon=True).start()
 
-    gates.before(monkeypatch, host_copy.CopyThread, "hold", opens)
+    gates.before(monkeypatch, device_copy.CopyThread, "hold", opens)
 
 
 def _events(run, kind):
@@ -297,7 +297,7 @@ def test_ctrl_c_while_training_waits_for_a_copy_is_heard(tmp_path, fault, gate, 
         if gate.arrivals():
             threading.Thread(target=once_it_waits).start()
 
-    gates.before(monkeypatch, host_copy.CopyThread, "hold", interrupt)
+    gates.before(monkeypatch, device_copy.CopyThread, "hold", interrupt)
     assert launch(_interrupted_in_hold, 1, gate=gate) == ["interrupted, and the copy is held"]
 
 

@@ -19,16 +19,16 @@ from hpctrain.errors import ClusterError
 from hpctrain.ledger.run.fence import Attempt
 from hpctrain.node.agent import signals
 from hpctrain.node.agent.control import NodeControl
-from hpctrain.node.agent.in_place import InPlaceRendezvous
-from hpctrain.node.agent.in_place_node import InPlaceAgent
+from hpctrain.node.agent.coordinator import LeadSide
+from hpctrain.node.agent.in_place import InPlaceRendezvous, RoundSize
 from hpctrain.node.agent.lifeline import Lifeline, LifelinePlace
-from hpctrain.node.agent.members import RoundSize
-from hpctrain.node.agent.node import NodeAgent
+from hpctrain.node.agent.node import InPlaceAgent, NodeAgent
 from hpctrain.node.agent.ranks import run_rank
 from hpctrain.node.agent.rendezvous import LeftOut
 from hpctrain.node.agent.rounds import RoundHooks
 from hpctrain.node.agent.stop_deadline import StopDeadline
 from tests.support import node_processes, patience
+from tests.support.agent_parts import NO_LOOKS, notice_of
 from tests.support.slurm_config import free_range
 
 pytestmark = [
@@ -90,6 +90,7 @@ def _agent(node, nodes, size, port, folder):
         begin,
         deadline,
         may_restart=lambda _failure: agent.leave_out(_bad(folder)),
+        notice=notice_of(folder, context, deadline),
         resume=resume,
         may_go_on=lambda _why: not (folder / "may-not").exists(),
         lost=lambda loss, members: lost.append([loss.name, loss.was_member, members]),
@@ -125,6 +126,7 @@ def _agent(node, nodes, size, port, folder):
         before_ranks=lambda _number: None,
         secret=SECRET,
         control=control,
+        hang_limits=NO_LOOKS,
     )
     agent.run()
     left = agent.left_out
@@ -430,7 +432,7 @@ def test_no_round_follows_where_the_run_may_not_go_on(job):
 def test_who_thaws_and_finds_no_store_knows_whether_it_was_left_out_itself(
     monkeypatch, first_is_gone
 ):
-    """Else it would requeue a job that goes on without it."""
+    """Else it would requeue a job that continues without it."""
 
     def no_store(_agent, _group):
         raise RuntimeError("Broken pipe")
@@ -453,8 +455,8 @@ def test_who_thaws_and_finds_no_store_knows_whether_it_was_left_out_itself(
 def test_a_stop_that_is_under_way_is_not_held_up_by_copies(kill, cause, why):
     agent = object.__new__(InPlaceAgent)
     deadline = SimpleNamespace(look=lambda: SimpleNamespace(kill=kill), cause=cause)
-    agent._hooks = SimpleNamespace(deadline=deadline)
-    agent._meeting_place = SimpleNamespace(losses=list)
+    place = agent._meeting_place = SimpleNamespace(losses=list)
+    agent._side = LeadSide(SimpleNamespace(deadline=deadline), place, NO_LOOKS, 0.0)
 
     assert agent._why_no_copies() == why
 
@@ -477,7 +479,7 @@ def test_agents_that_go_on_after_others_wait_a_while_for_nodes_that_may_be_dead(
     assert capsys.readouterr().err == ""
     (fewer := meeting(3, RoundSize(2, 2), comes={1}, gather_s=0.05))._await_all()
     assert fewer._lifeline.said == [{"absent": [2]}]
-    assert "goes on without n2, which did not come" in capsys.readouterr().err
+    assert "continues without n2, which did not come" in capsys.readouterr().err
     with pytest.raises(ClusterError, match=r"the agents of n2 did not come within 0\.5 s"):
         meeting(3, RoundSize(2, 2), comes={1}, gather_s=None)._await_all()
 

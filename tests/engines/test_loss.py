@@ -41,7 +41,7 @@ def _losses() -> list[str]:
     """Cases in which the cut loss or its gradient is not the whole one."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     mesh = init_device_mesh("cpu", (join_world().world_size,))
     wrong = []
@@ -91,8 +91,8 @@ class Largest(TorchDispatchMode):
 
 
 def _train_cut(families: Any, **settings: Any) -> dict[str, Any]:
-    from hpctrain.core.world import join_world
     from hpctrain.train.engines.parallelize import ModelPlan
+    from hpctrain.train.joining_ranks import join_world
 
     world, plan = join_world(), ModelPlan(loss_parallel=True)
     numbers = {}

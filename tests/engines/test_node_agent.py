@@ -17,16 +17,18 @@ import pytest
 from hpctrain.core.base.records import JobContext, RankTask, StopCause
 from hpctrain.errors import NoCheckpoint
 from hpctrain.ledger.run.fence import Attempt
-from hpctrain.node.agent import node as module
+from hpctrain.node.agent import coordinator as module
 from hpctrain.node.agent import ranks as ranks_module
 from hpctrain.node.agent import signals
 from hpctrain.node.agent.control import NodeControl
+from hpctrain.node.agent.coordinator import FollowerSide, LeadSide
 from hpctrain.node.agent.node import NodeAgent
-from hpctrain.node.agent.node_reports import NodeReports
+from hpctrain.node.agent.node_reports import News, NodeReports
 from hpctrain.node.agent.ranks import run_rank
-from hpctrain.node.agent.rounds import NothingToResume, RoundHooks
+from hpctrain.node.agent.rounds import AgentRound, NodeRanks, NothingToResume, RoundHooks
 from hpctrain.node.agent.stop_deadline import StopDeadline
 from tests.support import patience
+from tests.support.agent_parts import NO_LOOKS, notice_of
 from tests.support.ports import free_port
 from tests.support.processes import listening
 
@@ -113,7 +115,8 @@ def _agent(node, port, folder, changes=None):
             return "/out/ckpt.pt"
         raise NoCheckpoint("nothing is whole")
 
-    hooks = RoundHooks(begin, deadline, may_restart, resume) if node == 0 else None
+    notice = notice_of(folder, context, deadline)
+    hooks = RoundHooks(begin, deadline, may_restart, notice, resume) if node == 0 else None
     control = NodeControl("127.0.0.1", SECRET)
     _note_forks(folder / f"forks-{node}")
     rendezvous = Rendezvous("127.0.0.1", port, node, ["n0", "n1"], run_id="test", timeout_s=60)
@@ -136,6 +139,7 @@ def _agent(node, port, folder, changes=None):
         before_ranks=lambda _number: None,
         secret=SECRET,
         control=control,
+        hang_limits=NO_LOOKS,
     )
     try:
         agent.run()
@@ -277,18 +281,10 @@ def test_nodes_that_report_one_by_one_are_not_asked_for_all_at_each(hands, nodes
 
         def get(self, key):
             asked.append(key)
-            return [] if int(key) < self.said else None
+            return [] if int(key.removeprefix("round/0/report/")) < self.said else None
 
     store = Store()
-    reports = NodeReports(
-        store,
-        lambda name: name.removeprefix("report/"),
-        nodes=nodes,
-        ranks_per_node=1,
-        end_wait_s=0.0,
-        publish=lambda _: None,
-        place=None,
-    )
+    reports = NodeReports(AgentRound(0, "n0", 0, nodes, store, NodeRanks([])), None, 0.0)
     for store.said in range(nodes + 1):
         hands.advance(module.POLL_S)
         reports.gather()
@@ -297,36 +293,37 @@ def test_nodes_that_report_one_by_one_are_not_asked_for_all_at_each(hands, nodes
     assert len(asked) <= nodes * 60
 
 
+def news_of(side, nodes, store):
+    """What an agent on this side reads of node 0's in a round of so many nodes."""
+    round_ = AgentRound(0, "n0", 0, nodes, store, NodeRanks([]))
+    return News(round_, [], each_s=side.news_each_s(nodes))
+
+
 @pytest.mark.parametrize(("nodes", "most_a_second"), [(4, 10), (100, 10), (1000, 1.1), (9000, 0.6)])
 def test_the_agents_of_many_nodes_do_not_ask_for_news_ten_times_a_second(
     hands, nodes, most_a_second
 ):
     """They ask one store, that of node 0's agent: at 4 nodes as quick as ever."""
-    asked, news = [], {}
+    asked, told = [], {}
 
     class Store:
+        look = staticmethod(lambda: None)
+
         def get(self, key):
             asked.append(key)
-            return news.get(key)
+            return told.get(key)
 
-    agent = SimpleNamespace(
-        _news_store=Store(),
-        _node_count=nodes,
-        _key=str,
-        _hooks=None,
-        _news=0,
-        _news_looked_at=float("-inf"),
-        _heed=lambda raw: module.STOP in raw,
-    )
+    news = news_of(FollowerSide(None, 0.0), nodes, Store())
     for _ in range(600):
         hands.advance(module.POLL_S)
-        assert NodeAgent._read_news(agent) is None
+        assert news.tick() is None
 
     assert 0.4 * 60 <= len(asked) <= most_a_second * 60
 
-    news["news/0"], news["news/1"] = {module.STOP: StopCause.TERM}, asdict(module.RoundEnd("left"))
+    told["round/0/news/0"] = {module.STOP: StopCause.TERM}
+    told["round/0/news/1"] = asdict(module.RoundEnd("left"))
     began = hands.monotonic()
-    while (end := NodeAgent._read_news(agent)) is None:
+    while (end := news.tick()) is None:
         hands.advance(module.POLL_S)
     assert end == module.RoundEnd("left")
     # one wait in all: what has come together is read together
@@ -336,19 +333,13 @@ def test_the_agents_of_many_nodes_do_not_ask_for_news_ten_times_a_second(
 
 def test_the_first_agent_hears_its_own_news_at_once_on_any_number_of_nodes(hands):
     asked = []
-    agent = SimpleNamespace(
-        _news_store=SimpleNamespace(get=asked.append),
-        _node_count=9000,
-        _key=str,
-        _hooks=object(),
-        _news=0,
-        _news_looked_at=hands.monotonic(),
-    )
+    store = SimpleNamespace(look=lambda: None, get=asked.append)
+    news = news_of(LeadSide(None, None, NO_LOOKS, 0.0), 9000, store)
 
     for _ in range(3):
-        assert NodeAgent._read_news(agent) is None
+        assert news.tick() is None
 
-    assert asked == ["news/0"] * 3
+    assert asked == ["round/0/news/0"] * 3
 
 
 def test_the_ranks_of_all_nodes_are_given_what_the_first_agent_has_chosen(start, tmp_path):

@@ -12,7 +12,7 @@ import torch
 from hpctrain.core.settings.schema import GuardSettings
 from hpctrain.train.data.batches import cut_step
 from hpctrain.train.engines.step_guard import LARGE, KeptState, StepGuard
-from hpctrain.train.guards.nonfinite import Ruling
+from hpctrain.train.guards.rules import Ruling
 from tests.support import layouts, zero
 
 pytestmark = pytest.mark.quick

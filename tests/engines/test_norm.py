@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpctrain.core.base.mesh import Mesh
 from hpctrain.core.world import World
 from hpctrain.errors import CheckpointError
-from hpctrain.train.engines.norm import CPU_CHUNK, global_norm
-from hpctrain.train.engines.precision import LossScale
+from hpctrain.train.engines.norm import CPU_CHUNK, LossScale, global_norm
 from tests.support.gloo import launch
 
 pytestmark = pytest.mark.quick
@@ -30,8 +29,8 @@ def _norms():
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from hpctrain.core.base.mesh import Mesh
-    from hpctrain.core.world import join_world
     from hpctrain.train.engines.norm import clip_factor, global_norm, local, scale_
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))

@@ -19,6 +19,7 @@ from hpctrain.node.agent.ranks import run_rank
 from hpctrain.node.agent.rounds import RoundHooks
 from hpctrain.node.agent.stop_deadline import StopDeadline
 from tests.support import patience
+from tests.support.agent_parts import NO_LOOKS, NoControl, notice_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
 from tests.support.processes import alive, kill_all
@@ -56,7 +57,10 @@ def agent_of(folder, port, what):
     context = JobContext("1", 0, 0, ["n0"], "127.0.0.1", port, "")
     deadline = StopDeadline(context, arrivals=list, ask=None)
     hooks = RoundHooks(
-        lambda _size: Attempt(1, "token", "1", 0, 0.0), deadline, lambda _failure: False
+        lambda _size: Attempt(1, "token", "1", 0, 0.0),
+        deadline,
+        lambda _failure: False,
+        notice_of(folder, context, deadline),
     )
     rendezvous = Rendezvous("127.0.0.1", port, 0, ["n0"], run_id="test", timeout_s=60)
     spec = WorkerSpec(
@@ -77,6 +81,8 @@ def agent_of(folder, port, what):
         start_method="fork",
         before_ranks=lambda _number: None,
         secret="",
+        control=NoControl(),
+        hang_limits=NO_LOOKS,
     )
     agent.run()
     rendezvous.close()

@@ -87,7 +87,8 @@ def _open_files():
     import torch
     import torch.distributed as dist
 
-    from hpctrain.core.world import apart, broadcast, join_world
+    from hpctrain.core.world import apart, broadcast
+    from hpctrain.train.joining_ranks import join_world
 
     before = len(list(Path("/proc/self/fd").iterdir()))
     world = join_world()

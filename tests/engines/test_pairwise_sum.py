@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.core.world import World
-from hpctrain.train.engines.exact.norm import LIMBS, PairwiseSum, exact_norm, limbs_of
+from hpctrain.train.engines.exact import LIMBS, PairwiseSum, exact_norm, limbs_of
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 SIZE = 37

@@ -433,7 +433,7 @@ def test_another_optimizer_is_seen_without_the_name_of_its_class(tmp_path):
 
 
 def test_asking_what_an_optimizer_keeps_changes_nothing_of_it():
-    from hpctrain.train.runtime.other_optimizer import keys_made
+    from hpctrain.train.runtime.fitting import keys_made
 
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), amsgrad=True)

@@ -301,8 +301,9 @@ def _build(*, dropout=0.0, model=None, **chosen):
     """A pipeline; or, without `pp`, what one process trains with."""
     from dataclasses import replace
 
-    from hpctrain.core.world import World, join_world
+    from hpctrain.core.world import World
     from hpctrain.train.engines.parallelize import parallelize
+    from hpctrain.train.joining_ranks import join_world
 
     model = model or LM(replace(CONFIG, dropout=dropout), seed=1)
     named = dict(model.named_parameters())

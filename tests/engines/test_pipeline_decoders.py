@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from hpctrain.core.settings.schema import EngineSettings
-from hpctrain.core.world import World, join_world
+from hpctrain.core.world import World
 from hpctrain.train.engines.engine import Microbatch
 from hpctrain.train.engines.parallelize import parallelize
+from hpctrain.train.joining_ranks import join_world
 from tests.support import layouts
 from tests.support.gloo import launch
 

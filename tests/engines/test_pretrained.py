@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import random
 import struct
 import warnings
 from dataclasses import replace
@@ -17,15 +16,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hpctrain.checkpoint.exchange import export, hub_folder, safetensors
+from hpctrain.checkpoint.exchange import export, safetensors
 from hpctrain.checkpoint.format.manifest import load as load_manifest
 from hpctrain.core.settings.schema import EngineSettings
-from hpctrain.core.world import World, join_world
+from hpctrain.core.world import World
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.ledger.plan.limits import FAMILIES
+from hpctrain.ledger.plan.mesh import FAMILIES
 from hpctrain.train.engines import pretrained
 from hpctrain.train.engines.engine import Microbatch
 from hpctrain.train.engines.parallelize import _mesh_of, parallelize
+from hpctrain.train.joining_ranks import join_world
 from tests.support import fuzzing, hub, layouts
 from tests.support.gloo import launch
 
@@ -100,8 +100,8 @@ def exported(root, folder, out):
     (step,) = root.rglob("MANIFEST.json")
     manifest = load_manifest(step)
     tensors = export.chosen(step.parent, manifest, everything=False, dtype=None, strip="")
-    tensors = hub_folder.untied(folder, tensors)
-    safetensors.write(out, tensors, beside=hub_folder.beside(folder, tensors))
+    tensors = safetensors.untied(folder, tensors)
+    safetensors.write(out, tensors, beside=safetensors.beside(folder, tensors))
     return out
 
 
@@ -468,8 +468,7 @@ def test_odd_headers_and_indexes_are_read_or_refused_in_one_line(tmp_path, begin
     good = {"a.safetensors": (folder / "a.safetensors").read_bytes()}
     good[safetensors.INDEX] = json.dumps(index).encode()
     refused = []
-    for number in range(begin, end):
-        dice = random.Random(number)
+    for number, dice in fuzzing.chances(begin, end):
         odd = dict(good)
         if number % 2:
             odd[safetensors.INDEX] = odd_index(dice, index)
@@ -484,7 +483,7 @@ def test_odd_headers_and_indexes_are_read_or_refused_in_one_line(tmp_path, begin
             assert values
         except HpctrainError as error:
             refused.append(str(error))
-    assert len(refused) > (end - begin) // 2
+    assert len(refused) > (number - begin) // 2
     for line in refused:
         assert len(line) < 500, line
         assert line.isprintable(), line

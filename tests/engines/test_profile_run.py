@@ -13,8 +13,7 @@ import pytest
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.fence import take_attempt
 from hpctrain.ledger.run.layout import RunDir
-from hpctrain.observe.profile.files import ProfileRequest, StepWindow, find
-from hpctrain.observe.profile.trace import Kind
+from hpctrain.observe.profile.trace import Kind, ProfileRequest, StepWindow, find
 from hpctrain.observe.profile.verdict import Bound, examine
 from tests.support.gloo import launch
 from tests.support.ledger_runs import all_fields

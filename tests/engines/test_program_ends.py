@@ -17,6 +17,7 @@ from hpctrain.node.agent.ranks import run_rank
 from hpctrain.node.agent.rounds import RoundHooks
 from hpctrain.node.agent.stop_deadline import StopDeadline
 from tests.support import local_runs
+from tests.support.agent_parts import NO_LOOKS, NoControl, notice_of
 from tests.support.gloo import launch, preload
 from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port
@@ -40,10 +41,12 @@ def _agent(folder, port):
 
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     context = JobContext("1", 0, 0, ["n0"], "127.0.0.1", port, "")
+    deadline = StopDeadline(context, arrivals=list, ask=None)
     hooks = RoundHooks(
         lambda _size: Attempt(1, "token", "1", 0, time.time()),
-        StopDeadline(context, arrivals=list, ask=None),
+        deadline,
         lambda _failure: False,
+        notice_of(folder, context, deadline),
     )
     rendezvous = Rendezvous("127.0.0.1", port, 0, ["n0"], run_id="test", timeout_s=60)
     spec = WorkerSpec(
@@ -64,6 +67,8 @@ def _agent(folder, port):
         start_method="fork",
         before_ranks=lambda _number: None,
         secret="of a test",
+        control=NoControl(),
+        hang_limits=NO_LOOKS,
     )
     agent.run()
     rendezvous.close()

@@ -16,10 +16,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.flex_attention import flex_attention
 
-from hpctrain.core.world import World, join_world
+from hpctrain.core.world import World
 from hpctrain.errors import UsageError
 from hpctrain.train.engines import blocks as blocks_module
 from hpctrain.train.engines.blocks import compile_blocks, every_block, find_blocks, recompute_blocks
+from hpctrain.train.joining_ranks import join_world
 from tests.support import gloo
 from tests.support import lm_training as lmt
 from tests.support.gloo import launch
@@ -46,7 +47,7 @@ CASES = [(engine, way) for engine, (_, _, ways) in ENGINES.items() for way in wa
 
 
 def _world():
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     if os.environ["WORLD_SIZE"] == "1":
         del os.environ["RANK"]

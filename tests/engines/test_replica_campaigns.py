@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hpctrain.core.settings.schema import GuardSettings
 from hpctrain.train.engines.step_guard import StepGuard
-from hpctrain.train.runtime.replicas import ReplicaWatch
+from hpctrain.train.runtime.guarding import ReplicaWatch
 from tests.support import layouts
 
 SLICES = 4

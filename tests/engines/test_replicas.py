@@ -11,7 +11,7 @@ from hpctrain.core.world import World
 from hpctrain.ledger.run import events as ledger
 from hpctrain.observe.status.event_lines import in_words
 from hpctrain.recipes.lm import train as recipe
-from hpctrain.train.runtime.replicas import groups_of
+from hpctrain.train.runtime.guarding import groups_of
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state, make_run, train
 

@@ -21,7 +21,7 @@ from hpctrain.ledger.run.fence import take_attempt
 from hpctrain.observe.status.event_lines import in_words
 from hpctrain.recipes.lm import train as recipe
 from hpctrain.train.data.order import SampleOrder
-from hpctrain.train.runtime import rewinds
+from hpctrain.train.runtime import guarding as rewinds
 from hpctrain.train.runtime.guarding import Guarding
 from tests.support.ledger_runs import all_fields, coverage, write_event
 from tests.support.recipe import (
@@ -40,7 +40,7 @@ BAD = 11
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr("hpctrain.train.guards.spikes.LEAST", 8)
+    monkeypatch.setattr("hpctrain.train.guards.rules.LEAST", 8)
     monkeypatch.setattr(rewinds, "STEPS_BEFORE", BACK)
 
 

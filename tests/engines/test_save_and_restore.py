@@ -30,7 +30,7 @@ SIZES = [(1, 2), (2, 1), (2, 4), (4, 3), (3, 5), (8, 2)]
 
 def save_rank(folder, engines=ENGINES, steps=(10,), mode="sync"):
     """Save a run of each engine, in a folder of its name."""
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     for engine in engines:
@@ -39,8 +39,7 @@ def save_rank(folder, engines=ENGINES, steps=(10,), mode="sync"):
 
 def _save(world, root, engine, steps, mode):
     from hpctrain.checkpoint.tensors.boxes import State
-    from hpctrain.checkpoint.tensors.save import save
-    from hpctrain.checkpoint.tensors.saver import Saver
+    from hpctrain.checkpoint.tensors.save import Saver, save
 
     mesh = sharded.mesh_of(world, engine)
     place = sharded.place(world, root)
@@ -63,7 +62,7 @@ def _save(world, root, engine, steps, mode):
 
 def load_rank(cases):
     """`_load` for each (run, engine, settings of it)."""
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     return [_load(world, root, engine, **settings) for root, engine, settings in cases]
@@ -140,7 +139,7 @@ def load_slowly_rank(root):
     from types import SimpleNamespace
 
     from hpctrain.checkpoint.tensors import restore
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     restore.clock = SimpleNamespace(monotonic=itertools.count(0, 11).__next__)
@@ -253,7 +252,7 @@ def plain_dcp_rank(folder):
     import torch.distributed.checkpoint as dcp
 
     from hpctrain.checkpoint.tensors.dcp import Reader, Writer
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     warnings.simplefilter("ignore")
     world, found = join_world(), []
@@ -307,7 +306,7 @@ def load_where_one_rank_cannot_read(root, rank):
     """`_load` of shards with copies; every read of one rank is refused."""
     import os
 
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     if world.rank == rank:
@@ -331,7 +330,7 @@ def test_where_the_reader_of_a_copy_fails_all_ranks_say_so_and_none_waits(of_fou
 def load_small_ones_apart(root, together):
     """`_load` of shards with copies; how many bytes of small tensors travelled at a time."""
     from hpctrain.checkpoint.tensors import restore
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     sizes, real = [], restore._broadcast_together
 

@@ -16,7 +16,7 @@ import time
 import pytest
 
 from hpctrain.checkpoint.store import find
-from hpctrain.checkpoint.tensors import saver
+from hpctrain.checkpoint.tensors import save as saver
 from hpctrain.core.testing import faults
 from hpctrain.ledger.run import events as ledger
 from hpctrain.train.runtime import saves

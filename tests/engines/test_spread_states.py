@@ -58,7 +58,7 @@ def _wrong(state):
 def _save_all(folder, hows):
     """Save a run for each way of holding a state; the bytes of each."""
     from hpctrain.checkpoint.tensors.save import save
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     world, size = join_world(), {}
     for how in hows:
@@ -71,7 +71,7 @@ def _save_all(folder, hows):
 def _load_all(cases):
     """Load each run in its way; what is wrong, and how many tensors were held."""
     from hpctrain.checkpoint.tensors.restore import Wanted, restore
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     world, found = join_world(), []
     for root, how in cases:
@@ -129,7 +129,7 @@ def _load_half(root):
     from dataclasses import replace
 
     from hpctrain.checkpoint.tensors.restore import Wanted, restore
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     state = replace(_state(world, "stages", None), elsewhere=frozenset())

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpctrain.errors import ClusterError
-from hpctrain.node.agent.store_process import StoreProcess
+from hpctrain.node.agent.rendezvous import StoreProcess
 from tests.support import patience
 from tests.support.ports import free_port
 from tests.support.processes import alive, descendants, kill_all, listening
@@ -101,7 +101,7 @@ def test_where_the_process_was_killed_another_one_serves_the_next_store(store):
 
 
 def test_one_that_is_killed_again_and_again_is_told_in_a_line(store, monkeypatch):
-    monkeypatch.setattr(store, "_asked", lambda *_: "")
+    monkeypatch.setattr(store, "_has_served", lambda *_: False)
 
     with pytest.raises(ClusterError, match="the process that serves them is gone"):
         store.serve("127.0.0.1", free_port())

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hpctrain.advise.strategy.facts import of_config
-from hpctrain.advise.strategy.reading import ask
+from hpctrain.advise.strategy.measure import ask
 from hpctrain.errors import UsageError
 from tests.support import plan_cases
 

@@ -105,8 +105,8 @@ def numbers_of(samples):
 
 def attempt(dataset, state, steps, *, workers=0, **rules):
     """What this rank's batches used, and the state behind them; of an epoch for `steps` < 0."""
-    from hpctrain.core.world import join_world
     from hpctrain.train.data.stream_loader import StreamRules, make_stream_loader
+    from hpctrain.train.joining_ranks import join_world
     from hpctrain.train.runtime.program import Program
 
     loader = make_stream_loader(
@@ -197,8 +197,8 @@ def test_as_many_ranks_go_on_as_if_nothing_had_stopped_them():
 
 def _fails(dataset):
     """What each rank says of a reader that raises, and how it goes on."""
-    from hpctrain.core.world import join_world
     from hpctrain.train.data.stream_loader import StreamRules, make_stream_loader
+    from hpctrain.train.joining_ranks import join_world
     from hpctrain.train.runtime.program import Program
 
     loader = make_stream_loader(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import pytest
@@ -28,16 +27,18 @@ READING_S = 0.001
 
 def _slow(kind: str, victim: int) -> None:
     """The recipe, with one rank that loses time in each step's own work, or over its data."""
+    from hpctrain.core.base.clock import SystemClock
     from hpctrain.recipes.lm import train as recipe
     from hpctrain.train.data.batches import GlobalBatches
-    from hpctrain.train.runtime import run
+    from hpctrain.train.runtime import telemetry
 
     now = 0.0
 
-    def clock() -> float:
-        nonlocal now
-        now += READING_S
-        return now
+    class Reading(SystemClock):
+        def monotonic(self) -> float:  # type: ignore[override]
+            nonlocal now
+            now += READING_S
+            return now
 
     def slowed(real: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -47,7 +48,7 @@ def _slow(kind: str, victim: int) -> None:
 
         return call
 
-    run.Telemetry = partial(run.Telemetry, clock=clock)  # type: ignore[misc, assignment]
+    telemetry.clock = Reading()  # type: ignore[assignment]
     if int(os.environ["RANK"]) == victim:
         if kind == "work":
             recipe.lr_at = slowed(recipe.lr_at)

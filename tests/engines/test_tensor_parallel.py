@@ -31,7 +31,7 @@ CASES = {
 
 
 def _train_all(cases, steps):
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     return {
@@ -49,7 +49,7 @@ def alone():
 def _alone():
     import os
 
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     del os.environ["RANK"]
     world = join_world()
@@ -107,7 +107,7 @@ def test_half_precision_stays_near_that_of_one_process(alone):
 
 
 def _equal_parts():
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     return {sequence: _digests(world, sequence_parallel=sequence) for sequence in (True, False)}
@@ -150,7 +150,7 @@ def test_copies_along_tp_stay_equal_under_dropout():
 
 
 def _logits_changed_in_place():
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     engine = lmt.engine_of(join_world(), lmt.lm(), tp="2")
     with pytest.raises(RuntimeError, match=r"view .* modified inplace"):
@@ -168,7 +168,7 @@ def _carry(root, first, meshes):
     """From one mesh to the next; digests of the whole state on each."""
     import os
 
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     if meshes == [None]:
         del os.environ["RANK"]
@@ -335,7 +335,8 @@ def build(names):
 def _foreign():
     import torch
 
-    from hpctrain.core.world import World, join_world
+    from hpctrain.core.world import World
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     by_itself = World(0, 0, 1, torch.device("cpu"))

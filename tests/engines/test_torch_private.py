@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import hpctrain.train.engines
+from hpctrain.core import torch_private
 from hpctrain.core.settings.schema import EngineSettings
 from hpctrain.core.world import World
 from hpctrain.errors import UsageError
 from hpctrain.train.engines import parallelize as spread
-from hpctrain.train.engines import torch_private
 
-ENGINES = Path(hpctrain.engines.__file__).parent
+ENGINES = Path(hpctrain.train.engines.__file__).parent
 PRIVATE = re.compile(r"torch\.(?:\w+\.)*_[a-z]")
 
 
@@ -46,8 +46,9 @@ for module, names in {names}.items():
     held = importlib.import_module(module)
     for name in names:
         vars(held).pop(name, None)  # older releases have some of them not
-import hpctrain.train.engines.parallelize, hpctrain.train.engines.pipeline, hpctrain.train.engines.exact.shards
-from hpctrain.train.engines import torch_private
+import hpctrain.train.engines.parallelize, hpctrain.train.engines.pipeline
+import hpctrain.train.engines.exact
+from hpctrain.core import torch_private
 import torch
 from hpctrain.train.engines.parallelize import parallelize
 from hpctrain.core.settings.schema import EngineSettings

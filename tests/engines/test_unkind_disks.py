@@ -33,7 +33,7 @@ ERRORS = ["ESTALE", "ETIMEDOUT", "EIO", "EACCES", "EMFILE", "ENOTCONN"]
 def save_rank(root):
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.checkpoint.tensors.save import save
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     place = sharded.place(world, root)
@@ -59,7 +59,7 @@ def root(saved, tmp_path):
 
 def load_rank(root, cases, spoil=None):
     """Restore under each list of faults; see `_load`."""
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     return [_load(world, root, text, spoil) for text in cases]

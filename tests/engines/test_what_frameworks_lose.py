@@ -88,7 +88,10 @@ def lightning(model, run, folder, resume):
     every_step = {"scheduler": model.scheduler, "interval": "step"}
     whole.configure_optimizers = lambda: ([model.optimizer], [every_step])
     loader = DataLoader if model.shuffles else StatefulDataLoader
-    asked = {"callbacks": [hpctrain.frameworks.lightning.LightningCallback(run)], "logger": False}
+    asked = {
+        "callbacks": [hpctrain.frameworks.lightning.LightningCallback(run)],
+        "logger": False,
+    }
     asked |= {"max_steps": STEPS, "enable_checkpointing": False, "accelerator": "cpu"}
     pl.Trainer(**asked, default_root_dir=folder).fit(
         whole, loader(model.data, 4, shuffle=model.shuffles), ckpt_path=resume

@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.checkpoint.format.manifest import TensorEntry
 from hpctrain.checkpoint.tensors.boxes import DTYPES
-from hpctrain.core.world import World, join_world
+from hpctrain.core.world import World
 from hpctrain.errors import UsageError
 from hpctrain.train.engines import native
 from hpctrain.train.engines import state as names
 from hpctrain.train.engines.parallelize import names_of, point_to
+from hpctrain.train.joining_ranks import join_world
 from tests.support import lm_training as lmt
 from tests.support.gloo import launch
 

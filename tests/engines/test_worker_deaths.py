@@ -12,7 +12,7 @@ import multiprocessing
 import pytest
 
 from hpctrain.core.base.records import FailureReport, RankTask
-from hpctrain.ledger.history.causes import EndCause, cause_in
+from hpctrain.ledger.history.run_state import EndCause, cause_in
 from hpctrain.ledger.run.layout import failure_path
 from hpctrain.node.agent.ranks import is_echo, run_rank
 from tests.support.processes import descendants, kill_all
@@ -108,7 +108,7 @@ def test_a_worker_that_is_known_to_be_dead_too_late_is_named(failure, dies, word
 
 
 def test_a_connection_that_breaks_while_all_workers_live_stays_what_it_is(failure, monkeypatch):
-    monkeypatch.setattr("hpctrain.node.agent.worker_deaths.DEATH_S", 0.1)
+    monkeypatch.setattr("hpctrain.node.agent.ranks.DEATH_S", 0.1)
     report = failure(ROWS.replace("DIES", STAYS) + BREAKS)
     assert "Connection refused" in report.summary
 

@@ -32,8 +32,9 @@ RAISED = [
 
 
 def rank(errors):
-    from hpctrain.core.world import join_world, on_rank_0
+    from hpctrain.core.world import on_rank_0
     from hpctrain.errors import HpctrainError
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world(timeout_s=30)
     said = []
@@ -80,10 +81,11 @@ def test_an_odd_attempt_json_ends_all_ranks_and_hangs_none(tmp_path, fence):
 
 
 def stage_rank(root):
-    from hpctrain.core.world import join_world, on_rank_0
+    from hpctrain.core.world import on_rank_0
     from hpctrain.errors import HpctrainError
     from hpctrain.ledger.run.fence import read_fence
     from hpctrain.ledger.run.layout import RunDir
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world(timeout_s=30)
     try:
@@ -95,7 +97,8 @@ def stage_rank(root):
 
 def exchanging(folder="", before=None):
     """What carries this rank's values, what its agreement is, and a value of all ranks."""
-    from hpctrain.core.world import apart, gather, join_world
+    from hpctrain.core.world import apart, gather
+    from hpctrain.train.joining_ranks import join_world
     from hpctrain.train.runtime.agreement import agreement_of
 
     if folder:
@@ -116,11 +119,11 @@ def test_ranks_of_agents_have_their_control_plane():
 
 
 def _another_process_first():
-    from hpctrain.node.control.seat import Seat
+    from hpctrain.node.control.client import ControlClient
 
     child = os.fork()
     if child == 0:
-        Seat.take(Path(os.environ[HPCTRAIN_CONTROL]), int(os.environ["RANK"]))
+        ControlClient.take(Path(os.environ[HPCTRAIN_CONTROL]), int(os.environ["RANK"]))
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 
@@ -146,12 +149,13 @@ def _sockets(lazy_above):
     import torch
     import torch.distributed as dist
 
-    from hpctrain.core import world as module
+    from hpctrain.core.world import gather_on_0
+    from hpctrain.train import joining_ranks as module
 
     module.LAZY_ABOVE = lazy_above
     world = module.join_world(timeout_s=60)
     dist.all_reduce(torch.ones(1))
-    module.gather_on_0(world, world.rank)
+    gather_on_0(world, world.rank)
     sockets = sum(path.is_socket() for path in list(Path("/proc/self/fd").iterdir()))
     dist.barrier()
     return sockets, os.environ.get("TORCH_GLOO_LAZY_INIT")

@@ -197,7 +197,7 @@ def test_sixteen_bits_keep_fp32_masters_of_every_weight_and_go_on_bit_equal(plai
 
 
 def _overflow():
-    from hpctrain.train.engines.precision import LossScale
+    from hpctrain.train.engines.norm import LossScale
 
     zero.allow_fp16()
     engine = zero.build("zero2", precision="fp16")

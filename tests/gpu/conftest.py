@@ -141,7 +141,7 @@ def _threads_end() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     """This process as the one rank of a group: NCCL with gloo beside it, or gloo."""
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     gc.freeze()  # else each run looks through all that torch has made for what it cannot save
     with torchrun_environment():

@@ -58,7 +58,7 @@ def _rank(rank: int, port: int, folder: Path, kinds: Sequence[str]) -> None:
 def _act(folder: Path, kinds: Sequence[str]) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from hpctrain.core.world import join_world
+    from hpctrain.train.joining_ranks import join_world
 
     dist.init_process_group("gloo")
     world = join_world()

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.cluster.preflight import probe
+from hpctrain.cluster.preflight import facts as probe
 from hpctrain.core import device as devices
 from hpctrain.ledger.history.progress import peak_flops
 from hpctrain.node.agent import cpus
 from hpctrain.node.agent.environment import gpu_name, versions_here
-from hpctrain.train.engines.precision import precision_of
+from hpctrain.train.engines.norm import precision_of
 from hpctrain.train.runtime import telemetry
 from hpctrain.train.runtime.own_loop import memory_in_use
 from tests.support.ports import free_port
@@ -101,7 +101,7 @@ def test_preflight_and_the_agent_read_the_same_gpu(device, note):
     gpus = probe.read_gpus(Path("/"), partial(probe.run_command, timeout_s=SMI_S))
     versions = versions_here()
     assert versions.torch == torch.__version__
-    if note.on_gpu("preflight.probe.read_nvidia, agent.environment.versions_here"):
+    if note.on_gpu("preflight.facts.read_nvidia, agent.environment.versions_here"):
         name, driver = smi("name,driver_version")
         assert (gpus[0].name, gpus[0].driver) == (name, driver)
         assert gpus[0].uncorrected in {0, None}

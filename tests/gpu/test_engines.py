@@ -13,7 +13,7 @@ from hpctrain.checkpoint.store import find
 from hpctrain.core.world import World
 from hpctrain.errors import UsageError
 from hpctrain.ledger.run.layout import RunDir
-from hpctrain.train.engines.hardware import FLOAT8
+from hpctrain.train.engines.blocks import FLOAT8
 from tests.gpu.training import Training, attempt, bits, different, run_until, settings_of
 
 SAVED_AT, LAST = 2, 4

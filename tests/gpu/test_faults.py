@@ -11,21 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.advise.doctor.faults import FaultKind
 from hpctrain.advise.doctor.files import inputs, scan
 from hpctrain.advise.doctor.judge import judge
-from hpctrain.ledger.history.causes import EndCause, cause_in
+from hpctrain.ledger.history.run_state import EndCause, cause_in
 from hpctrain.node.agent.ending import ASSERTED
 from tests.support import patience
 from tests.support.ports import free_port
 
 SCRIPT = Path(__file__).parent / "scripts" / "faults.py"
 FAULTS = {
-    "out_of_memory": (FaultKind.GPU_OOM, EndCause.GPU_OOM),
-    "asserted": (FaultKind.GPU_ASSERT, EndCause.GPU_ERROR),
-    "illegal_access": (FaultKind.GPU_ERROR, EndCause.GPU_ERROR),
-    "hidden": (FaultKind.GPU_SETUP, None),
-    "old_driver": (FaultKind.GPU_SETUP, None),
+    "out_of_memory": ("gpu_oom", EndCause.GPU_OOM),
+    "asserted": ("gpu_assert", EndCause.GPU_ERROR),
+    "illegal_access": ("gpu_error", EndCause.GPU_ERROR),
+    "hidden": ("gpu_setup", None),
+    "old_driver": ("gpu_setup", None),
     "two_ranks_on_one": (None, EndCause.NCCL_ERROR),
 }
 """What the doctor calls it, and what an attempt's end; None where that is not looked at."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpctrain.cluster.scheduler.local import client
+from hpctrain.cluster.scheduler import local as client
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, full_state
 from tests.support.scenario import submit

@@ -15,8 +15,7 @@ from hpctrain.checkpoint.tensors.arena import Arena
 from hpctrain.checkpoint.tensors.boxes import State
 from hpctrain.checkpoint.tensors.device_copy import PageLocked, copy_to_host
 from hpctrain.checkpoint.tensors.restore import Wanted, restore
-from hpctrain.checkpoint.tensors.save import save
-from hpctrain.checkpoint.tensors.saver import Saver
+from hpctrain.checkpoint.tensors.save import Saver, save
 from hpctrain.core.world import World
 from hpctrain.errors import CheckpointError
 from hpctrain.ledger.run.layout import RunDir

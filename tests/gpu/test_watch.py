@@ -15,10 +15,9 @@ import torch
 from hpctrain.ledger.history.progress import rank_sample
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.layout import RunDir
-from hpctrain.observe.profile.files import MEMORY, PROBLEM, SNAPSHOT, TRACE, find
-from hpctrain.observe.profile.trace import Kind
+from hpctrain.observe.profile.trace import MEMORY, PROBLEM, SNAPSHOT, TRACE, Kind, find
 from hpctrain.observe.profile.verdict import Bound, examine
-from hpctrain.train.engines.precision import LossScale
+from hpctrain.train.engines.norm import LossScale
 from tests.gpu.training import adamw, attempt, run_until, settings_of, share
 from tests.support.ledger_runs import all_fields
 

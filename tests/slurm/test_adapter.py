@@ -16,10 +16,9 @@ import cloudpickle
 import pytest
 
 from hpctrain.cluster.scheduler.slurm.client import SlurmCluster
+from hpctrain.cluster.scheduler.slurm.command import clean
 from hpctrain.cluster.scheduler.slurm.control import SlurmControl
-from hpctrain.cluster.scheduler.slurm.environment import clean
-from hpctrain.cluster.scheduler.slurm.executor import HpctrainExecutor
-from hpctrain.cluster.scheduler.slurm.script import render_script
+from hpctrain.cluster.scheduler.slurm.script import render_script, sbatch
 from hpctrain.core.base.records import NODE_DOWN, EndReason, JobRequest
 from hpctrain.core.settings.schema import Settings, SlurmSettings
 from hpctrain.core.settings.spec import Entry, Spec
@@ -143,7 +142,8 @@ def test_unknown_partition_is_refused_in_one_line_with_those_that_there_are(
 
 
 def test_stopped_slurmctld_is_unreachable_in_time(slurm, request_of, token):
-    cluster = SlurmCluster(submit_timeout_s=2, query_timeout_s=2)
+    cluster = SlurmCluster()
+    cluster.submit_timeout_s = cluster.query_timeout_s = 2
     request = request_of()
     slurm.kill_slurmctld()
 
@@ -167,7 +167,8 @@ def test_job_whose_submission_timed_out_after_all_is_found_by_its_token(
     slow.write_text(f'#!/bin/sh\n{real}/sbatch "$@"\nsleep 60\n')
     slow.chmod(0o755)
     monkeypatch.setenv("PATH", f"{slow.parent}:{os.environ['PATH']}")
-    cluster = SlurmCluster(submit_timeout_s=3)
+    cluster = SlurmCluster()
+    cluster.submit_timeout_s = 3
 
     with pytest.raises(ClusterUnreachable, match="no answer within 3 s"):
         cluster.submit(request_of())
@@ -360,7 +361,7 @@ class StandIn:
         self.script = script
 
     def __call__(self):
-        from hpctrain.cluster.scheduler.slurm.environment import job_context
+        from hpctrain.cluster.scheduler.slurm.command import job_context
         from hpctrain.ledger.run.fence import take_attempt
         from hpctrain.node.agent import signals
 
@@ -408,8 +409,7 @@ def submit(tmp_path, token):
         assert text.count(" -m hpctrain.entry.slurm_task ") == 1
         text = text.replace(" -m hpctrain.entry.slurm_task ", f" {stand_in} ")
         run.script(token).write_text(text)
-        executor = HpctrainExecutor(run.jobs / token, run.script(token), 60.0)
-        return run, executor.submit(StandIn(run.root, script)).job_id
+        return run, sbatch(run.script(token))
 
     return submit_run
 

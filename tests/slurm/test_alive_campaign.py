@@ -1,26 +1,32 @@
 """A run in an allocation with spares that is disturbed at random stays in it, and loses nothing.
 
-    HPCTRAIN_SEED=7 HPCTRAIN_DISTURBANCES=30 pytest -m soak tests/slurm/test_alive_campaign.py
+    HPCTRAIN_SEED=7 HPCTRAIN_DISTURBANCES=30 pytest --tier soak -m soak FILE
 
 Each round is a run of 2 nodes with 2 spares and some faults; each fault prints a line: what it was,
-and how long it took until the next step was done. tests/slurm/test_stay_alive.py has the short
-form.
+and how long it took until the next step was done. `HPCTRAIN_SEED=7/4` begins with round 4 of
+seed 7. tests/slurm/test_stay_alive.py has the short form.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import statistics
 import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 
 import pytest
 
+from hpctrain.core.base.locks import MEMORY
 from hpctrain.ledger.history.lineage import lineage
 from hpctrain.ledger.history.run_history import RunHistory
-from tests.support import node_processes, processes
+from tests.support import node_processes, patience, processes, small_disk
 from tests.support.ledger_runs import all_fields
+from tests.support.node_faults import lost_beyond, with_full_disk
 from tests.support.recipe import (
     assert_same_bits,
     consumed_by_step,
@@ -31,11 +37,17 @@ from tests.support.recipe import (
 )
 from tests.support.scenario import submit
 
-pytestmark = [pytest.mark.slurm, pytest.mark.soak, pytest.mark.timeout(0)]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.soak,
+    pytest.mark.two_users,
+    pytest.mark.timeout(0),
+]
 
 FAULTS = int(os.environ.get("HPCTRAIN_DISTURBANCES", "200"))
 A_ROUND = 6
 STEPS = 160
+DISK_BYTES = 24 << 20
 LEASE_S = 3
 PROCESSES = {
     ("control", signal.SIGKILL): True,
@@ -48,6 +60,7 @@ PROCESSES = {
 }
 """A process of a node and a signal to it: whether ranks start again for it."""
 LOSING = [("liveness", signal.SIGKILL), ("liveness", signal.SIGSTOP)]
+BESIDE_A_FULL_DISK = ("rank", "writer", "control", "store", "replica server", "")
 SETTINGS = {
     "train.steps": STEPS,
     "train.step_delay_s": 0.1,
@@ -58,6 +71,7 @@ SETTINGS = {
     "budget.nodes": 0,
     "budget.crashes": 0,
     "budget.no_progress": 0,
+    "budget.storage": 0,
     "alive.lease_s": LEASE_S,
     "alive.hang_s": 4,
     "checkpoint.timeout_s": 15,
@@ -67,12 +81,19 @@ SETTINGS = {
 
 
 class Faults:
-    """What may happen to a run that has spares; `again` is whether its ranks start again for it."""
+    """What may happen to a run that has spares; each tells whether its ranks start again for it.
 
-    def __init__(self, run):
-        self.run, self.slurm = run, run.slurm
-        self.frozen = []
+    None stands for either. `seen` has the files and folders in memory that processes of the job
+    had, with their nodes; `torn` the steps of damaged checkpoints.
+    """
+
+    def __init__(self, run, disk):
+        self.run, self.slurm, self.disk = run, run.slurm, disk
+        self.frozen, self.done = [], []
         self.where = ""
+        self.torn = set()
+        self.seen = {}
+        self.has_filled = False
 
     @property
     def round(self):
@@ -83,6 +104,7 @@ class Faults:
         """A fault that this round can survive."""
         kinds = [self.kill_a_rank, self.stop_a_rank, self.kill_all_ranks_of_a_node]
         kinds += [self.stop_a_node_for_a_moment, self.hit_a_process, self.hit_a_process]
+        kinds.append(self.fill_the_disk)
         if len(self._checkpoints()) > 1:  # with none left the run stops, and says why
             kinds.append(self.tear_the_newest_checkpoint)
         if self.round["spares"]:
@@ -112,11 +134,37 @@ class Faults:
     def tear_the_newest_checkpoint(self):
         newest = max(self.run.dir.checkpoints.glob("step-??????????"))
         shard = random.choice(sorted(newest.glob("shard-*")))
-        os.truncate(shard, shard.stat().st_size // 2)
-        return self.kill_a_rank()
+        self.torn.add(int(newest.name.removeprefix("step-")))
+        whole = bytearray(shard.read_bytes())
+        if random.random() < 0.5:
+            os.truncate(shard, len(whole) // 2)
+        else:
+            whole[random.randrange(len(whole))] ^= 1 << random.randrange(8)
+            shard.write_bytes(whole)
+        who = [self.kill_a_rank, self.kill_all_ranks_of_a_node]
+        if self.round["spares"]:
+            who += [self.kill_a_node, self.kill_an_agent]
+        then = random.choice(who)
+        self.where += f" {then.__name__}"
+        return then()
+
+    def fill_the_disk(self):
+        self.has_filled = True
+        kind = random.choice(BESIDE_A_FULL_DISK)
+        if kind == "rank":
+            self.where = " rank"
+            with_full_disk(self.disk, random, self.kill_a_rank)
+        else:
+            kill = partial(self._hit, kind, signal.SIGKILL) if kind else int
+            with_full_disk(self.disk, random, kill)
 
     def kill_a_node(self):
-        self.slurm.kill_node(self._a_node())
+        node = self._a_node()
+        self.look()
+        self.slurm.kill_node(node)
+        for path in [path for path, where in self.seen.items() if where == node]:
+            del self.seen[path]  # of a node without power nobody can remove them
+            shutil.rmtree(path) if Path(path).is_dir() else Path(path).unlink(missing_ok=True)
         return True
 
     def freeze_a_node(self):
@@ -144,6 +192,14 @@ class Faults:
         self.where += f" {kind} {signum.name}" if found else f" no {kind}"
         processes.kill_all(found[:1], signum)
         return bool(found)
+
+    def look(self):
+        """Note what the job's processes have in memory."""
+        for node in ("n1", "n2", "n3", "n4"):
+            for pid in self.slurm.pids_of_job(self.run.job_id, node):
+                for path in processes.open_files(pid):
+                    if path.startswith(f"{MEMORY}/hpctrain"):
+                        self.seen.setdefault(path.removesuffix(" (deleted)"), node)
 
     def thaw(self):
         """What was frozen goes on, and is to leave."""
@@ -174,41 +230,97 @@ class Faults:
         return found
 
 
-def disturbed(run, faults, count, tell):
+def disturbed(faults, count, tell):
     """So many faults, each behind a save; seconds until the next step was done, by kind."""
-    took = []
+    run, took = faults.run, []
     run.wait_event("saved")
     for _ in range(count):
         attempt = run.events("attempt_started")[-1].attempt
         run.wait_event("saved", attempt=attempt)
         if run.events("done"):
             break
-        last = max(int(all_fields(e)["last"]) for e in run.events("steps"))
+        faults.look()
+        last = run.wait_step(0)
         fault, faults.where = faults.choose(), ""
         began = time.time()
         starts_again = fault()
         name = fault.__name__ + faults.where
-        if starts_again:
-            stepped = run.wait(
-                f"attempt {attempt + 1}",
-                lambda next_one=attempt + 1: [
-                    event
-                    for event in run.events("phase", next_one)
-                    if all_fields(event)["name"] == "first_step"
-                ],
-            )
-            took.append((name, stepped[0].t - began))
-        else:
-            run.wait_step(last + 5)
-            took.append((name, time.time() - began))
-        tell(f"{took[-1][0]}: next step after {took[-1][1]:.2f} s")
+        faults.done.append(f"{name} at step {last}")
+
+        def steps_on(attempt=attempt, last=last, starts_again=starts_again):
+            newer = [
+                event
+                for event in run.events("phase")
+                if event.attempt > attempt and all_fields(event)["name"] == "first_step"
+            ]
+            if newer and starts_again is not False:
+                return newer[0].t
+            if any(reason == "completed" for reason, _ in run.ends()):
+                return time.time()  # it came to its end meanwhile
+            steps = [e for e in run.events("steps", attempt) if all_fields(e)["last"] >= last + 5]
+            return time.time() if steps and not starts_again else None
+
+        stepped = run.wait(f"steps after {name} in attempt {attempt}", steps_on)
+        took.append((name, stepped - began))
+        tell(f"{name}: next step after {took[-1][1]:.2f} s")
+    faults.look()
     faults.thaw()
     return took
 
 
+def wrong_with(faults, peace):
+    """What is wrong with a run that has come to its end, in words."""
+    run, slurm, wrong = faults.run, faults.run.slurm, lost_beyond(faults)
+    if slurm.job(run.job_id)["Restarts"] != "0" and not faults.has_filled:
+        wrong.append("the job was requeued")
+    try:
+        assert_same_bits(full_state(run.dir, STEPS), peace)
+    except AssertionError as error:
+        wrong.append(f"other weights: {error}")
+    used = consumed_by_step(run.dir)
+    for step in range(1, STEPS + 1):
+        if sorted(used.get(step, [])) != sorted(samples_of_step(run.dir, step)):
+            wrong.append(f"step {step} used other samples")
+    if not faults.has_filled:  # what happened while the ledger had no room is not in it
+        wrong += [str(one) for one in lineage(RunHistory.of(run.events())).problems]
+    told = "".join(path.read_text() for path in run.dir.jobs.glob("*.out"))
+    if count := told.count("Traceback (most recent call last)"):
+        wrong.append(f"{count} tracebacks in the job's output")
+    with suppress(AssertionError):
+        patience.until(lambda: not slurm.pids_of_job(run.job_id), str)
+    left = slurm.pids_of_job(run.job_id)
+    wrong += [f"process {pid}: {processes.command(pid)}" for pid in left]
+    return wrong + [f"in memory {path}" for path in faults.seen if Path(path).exists()]
+
+
+def played(slurm, folder, count, peace, tell):
+    """A round: what its faults took, and what is wrong with it."""
+    disk = folder / "disk"
+    sets = ("--nodes=2+2", "--ranks-per-node=2")
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    run = submit(slurm, disk, *sets, sets=SETTINGS, env={"TMPDIR": str(temporary)})
+    faults, took = Faults(run, disk), []
+    try:
+        took = disturbed(faults, count, tell)
+        run.wait_event("done")
+        # Where the first node was lost the batch script is gone, and another one ends the job.
+        slurm.wait_job(run.job_id, ("COMPLETED", "CANCELLED"), timeout=30)
+        wrong = wrong_with(faults, peace)
+        wrong += [f"file {path}" for path in temporary.iterdir()]
+    except AssertionError as error:
+        wrong = [str(error)]
+        faults.thaw()
+        slurm.end_job(run.job_id)
+    for node in ("n1", "n2", "n3", "n4"):
+        slurm.revive_node(node)
+    if wrong:  # the disk goes with its mount
+        shutil.copytree(run.dir.root, folder / "kept", symlinks=True)
+    return took or [("none", 0.0)] * len(faults.done), wrong
+
+
 def test_a_run_with_spares_stays_in_its_allocation_through_faults(slurm, tmp_path, capsys):
-    seed = int(os.environ.get("HPCTRAIN_SEED", time.time_ns() % 10**9))
-    random.seed(seed)
+    seed, _, first = os.environ.get("HPCTRAIN_SEED", f"{time.time_ns() % 10**9}").partition("/")
 
     def tell(text):
         with capsys.disabled():
@@ -217,29 +329,22 @@ def test_a_run_with_spares_stays_in_its_allocation_through_faults(slurm, tmp_pat
     tell(f"seed {seed}, {FAULTS} faults")
     peace = make_run(tmp_path / "peace", train__steps=STEPS, train__dropout=0.0)
     train(peace, 4)
-    took, rounds = [], 0
+    state = full_state(peace, STEPS)
+    took, bad, rounds = [], [], int(first or 1) - 1
     while len(took) < FAULTS:
         rounds += 1
+        random.seed(f"{seed}/{rounds}")
         folder = tmp_path / f"round-{rounds}"
-        folder.mkdir()
-        run = submit(slurm, folder, "--nodes=2+2", "--ranks-per-node=2", sets=SETTINGS)
-        took += disturbed(run, Faults(run), min(A_ROUND, FAULTS - len(took)), tell)
-        run.wait_event("done")
-        # Where the first node was lost the batch script is gone, and another one ends the job.
-        slurm.wait_job(run.job_id, ("COMPLETED", "CANCELLED"), timeout=30)
-        assert slurm.job(run.job_id)["Restarts"] == "0", run.story()
-        assert_same_bits(full_state(run.dir, STEPS), full_state(peace, STEPS))
-        used = consumed_by_step(run.dir)
-        assert sorted(used) == list(range(1, STEPS + 1)), run.story()
-        for step, indices in used.items():
-            assert sorted(indices) == sorted(samples_of_step(run.dir, step)), f"step {step}"
-        assert lineage(RunHistory.of(run.events())).problems == []
-        for node in ("n1", "n2", "n3", "n4"):
-            slurm.revive_node(node)
-        tell(f"round {rounds} ended with the bits of a run in peace")
+        with small_disk.mounted(folder / "disk", DISK_BYTES):
+            some, wrong = played(slurm, folder, min(A_ROUND, FAULTS - len(took)), state, tell)
+        took += some
+        bad += [f"round {rounds}: {one}" for one in wrong]
+        tell(f"round {rounds}: {[one[:300] for one in wrong] or 'the bits of a run in peace'}")
     for kind in sorted({kind for kind, _ in took}):
         seconds = [s for name, s in took if name == kind]
         tell(
             f"{kind}: {len(seconds)} times, median {statistics.median(seconds):.2f} s, "
             f"longest {max(seconds):.2f} s"
         )
+    tell(f"{len(took)} faults in {rounds} rounds, {len(bad)} wrong")
+    assert bad == []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cluster.preflight.node_lists import bad_nodes_path, read_bad
+from hpctrain.cluster.preflight.report import bad_nodes_path, read_bad
 from hpctrain.ledger.history.attempts import attempts
 from hpctrain.ledger.history.run_history import RunHistory
 from tests.support.ledger_runs import all_fields

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.cluster.preflight import node_lists
-from hpctrain.cluster.preflight.node_lists import bad_nodes_of_user, record_bad
+from hpctrain.cluster.preflight import report as node_lists
+from hpctrain.cluster.preflight.report import bad_nodes_of_user, record_bad
 from hpctrain.core.base.env import HPCTRAIN_NODE_FAULTS
 from tests.support.ledger_runs import all_fields
 from tests.support.scenario import cli, submit

@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster.preflight.checks import Expected, check_interfaces
-from hpctrain.cluster.preflight.facts import NodeFacts
-from hpctrain.cluster.preflight.probe import FactSources, read_interfaces
+from hpctrain.cluster.preflight.facts import FactSources, NodeFacts, read_interfaces
 from hpctrain.cluster.preflight.report import FAIL
 from hpctrain.core.base.env import HPCTRAIN_NODE_FAULTS
 from tests.support.processes import AT_A_TERMINAL
@@ -75,7 +74,7 @@ def test_all_that_is_wrong_is_named_with_its_node_and_nothing_else(slurm, tmp_pa
 
 PROBE = """
 import json, sys
-from hpctrain.cluster.preflight.probe import probe
+from hpctrain.cluster.preflight.facts import probe
 json.dump(probe(sys.argv[1]).plain(), sys.stdout)
 """
 WITHOUT_NETWORK = ["unshare", "--map-root-user", "--net", "--mount", "sh", "-c"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.core.settings.sbatch_options import OURS, PASSED, REFUSED
+from hpctrain.core.settings.external import OURS, PASSED, REFUSED
 from tests.support.ledger_runs import all_fields
 from tests.support.scenario import submit
 from tests.unit.settings.test_sbatch_options import options_of

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hpctrain.cluster.scheduler.slurm.control import SlurmControl
-from hpctrain.ledger.shapes.candidates import JobShape
+from hpctrain.ledger.shapes.queue import JobShape
 from tests.support import patience
 from tests.support.ledger_runs import all_fields
 from tests.support.recipe import assert_same_bits, consumed, full_state
@@ -121,7 +121,7 @@ def test_an_ordinary_user_may_raise_nodes_and_limit_of_a_requeued_job(slurm, tmp
         **slurm.env,
     ).stdout.strip()
     slurm.wait_job(job, "RUNNING")
-    shape = "from hpctrain.ledger.shapes.candidates import JobShape as S"
+    shape = "from hpctrain.ledger.shapes.queue import JobShape as S"
     control = "from hpctrain.cluster.scheduler.slurm.control import SlurmControl as C"
     program = f"{shape}; {control}; C('{job}').reshape(S(3, 1800))"
     slurm.run("scontrol", "requeue", job, check=True)

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+from hpctrain.cluster.scheduler.slurm.command import job_context
 from hpctrain.cluster.scheduler.slurm.control import of_agent
-from hpctrain.cluster.scheduler.slurm.environment import job_context
 from hpctrain.core.base.process import raise_limit
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run import fence

@@ -132,8 +132,7 @@ class _Rank:
     def __init__(self, say: Voice, part: Part) -> None:
         import torch
 
-        from hpctrain.checkpoint.tensors.save import SavePlace
-        from hpctrain.checkpoint.tensors.saver import Saver
+        from hpctrain.checkpoint.tensors.save import SavePlace, Saver
         from hpctrain.core.settings.schema import CheckpointSettings
         from hpctrain.core.world import World
 
@@ -237,7 +236,7 @@ def preload() -> None:
     """Import once in the parent what every rank needs."""
     import hpctrain.checkpoint.store.retention
     import hpctrain.checkpoint.tensors.restore
-    import hpctrain.checkpoint.tensors.saver
+    import hpctrain.checkpoint.tensors.save
     import hpctrain.core.settings.schema  # noqa: F401
 
     gloo.preload()
@@ -258,7 +257,7 @@ def _add_bulk() -> None:
 def _join(part: Part) -> Any:
     import torch.distributed as dist
 
-    from hpctrain.core.world import GlooExchange
+    from hpctrain.train.joining_ranks import GlooExchange
 
     limit = timedelta(seconds=PATIENCE_S)
     # A file, no server: one in the parent has a thread, which a forked rank's garbage collector

@@ -26,10 +26,10 @@ import pytest
 from hpctrain.core.base.process import die_with_parent
 from hpctrain.errors import ControlLost
 from hpctrain.node.control.board import BOARD, Board
+from hpctrain.node.control.client import ControlClient
 from hpctrain.node.control.collectives import parent_of
 from hpctrain.node.control.node_process import NodeProcess
 from hpctrain.node.control.node_server import TreePlace
-from hpctrain.node.control.seat import Seat
 from tests.support.bad_network import BadNetwork, Disturbance
 
 if TYPE_CHECKING:
@@ -264,12 +264,12 @@ def run_round(plan: Plan, folder: Path) -> Outcome:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setattr("hpctrain.node.control.collectives.FANOUT", plan.fanout)
         patch.setattr("hpctrain.node.control.node_server.PATIENCE_S", plan.patience_s)
-        patch.setattr("hpctrain.node.control.rank_lease.PATIENCE_S", plan.patience_s)
+        patch.setattr("hpctrain.node.control.client.PATIENCE_S", plan.patience_s)
         patch.setattr("hpctrain.node.control.node_server.JOIN_S", 0.6)
         greet_s = 10.0 if plan.fault in HARMLESS else 1.0
         patch.setattr("hpctrain.node.control.endpoint.GREET_S", greet_s)
-        patch.setattr("hpctrain.node.control.node_leases.SAY_S", 0.2)
-        patch.setattr("hpctrain.node.control.rank_lease.LOOK_S", 0.1)
+        patch.setattr("hpctrain.node.control.node_server.SAY_S", 0.2)
+        patch.setattr("hpctrain.node.control.client.LOOK_S", 0.1)
         return _Round(plan, folder, stack).lived()
 
 
@@ -502,21 +502,21 @@ def _live(rank: int, plan: Plan, control: Path, tree: _Round) -> None:
 
 def _trained(rank: int, plan: Plan, control: Path, tell: int, write: Any) -> tuple[str, str]:
     draw = random.Random(f"{plan.seed} {rank}")
-    seat = Seat(control, rank)
-    exchange = seat.exchange(plan.gather_s)
+    client = ControlClient(control, rank)
+    exchange = client.exchange(plan.gather_s)
     for tick in range(10_000):
         if plan.trigger == (rank, tick):
             os.write(tell, b"!")
-        decisions = seat.lease.tick()
+        decisions = client.lease.tick()
         write([[decision.kind, decision.value] for decision in decisions])
         if any(decision.kind == "stop" for decision in decisions):
             return "stopped", ""
         if tick >= plan.ticks:
-            seat.lease.wish(stop=1)
+            client.lease.wish(stop=1)
         time.sleep(draw.random() * plan.step_s)
         wishes = plan.wishes.get((rank, tick))
         if wishes:
-            seat.lease.wish(**wishes)
+            client.lease.wish(**wishes)
         if plan.gather_every and tick % plan.gather_every == 0:
             told = exchange.broadcast(tick)
             gathered = exchange.gather((rank, tick))

@@ -9,10 +9,11 @@ from hpctrain.cluster.scheduler.base import SCHEDULERS, Cluster, Scheduler
 from hpctrain.core.base.records import JobInfo, JobState
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.launch import launch
-from hpctrain.launch.prepare import SubmitRequest, make_run, prepare
+from hpctrain.launch.prepare import make_run, prepare
 from hpctrain.ledger.history.run_history import RunHistory
 from tests.support.checkpoints import next_attempt, save
 from tests.support.ledger_runs import write_event
+from tests.support.submit_requests import request_of
 
 
 class FakeCluster(Cluster):
@@ -78,7 +79,7 @@ def made(folder, *sets, saved=7):
     work = folder / "work"
     work.mkdir()
     (work / "evaluate.py").write_text("print('well')\n")
-    request = SubmitRequest(
+    request = request_of(
         cwd=work,
         environ={"PATH": ""},
         runs=folder / "runs",

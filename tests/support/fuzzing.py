@@ -1,14 +1,17 @@
 """Odd inputs by the thousand, each from a number: what broke once can be made again.
 
 A short round runs with the other tests, a long one under `make soak`. HPCTRAIN_SEED changes the
-inputs.
+inputs. HPCTRAIN_FUZZ_S lets a round take so many seconds, whatever its length is otherwise.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
+import sys
+import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +52,7 @@ TEXTS = (
 )  # fmt: skip
 """What a name, a setting or an argument may be that nobody meant."""
 TIMES = (0, -1, -1e12, 1.0, 4e9, 2.5e11, 2.6e11, 1e15, 1e18, 1e300, -62135596801.0, 2**63)
+SECONDS = float(os.environ.get("HPCTRAIN_FUZZ_S", "0"))
 SEED = int(os.environ.get("HPCTRAIN_SEED", "20261128"))
 
 
@@ -217,5 +221,11 @@ class Faults:
 
 def chances(begin: int, end: int) -> Iterator[tuple[int, random.Random]]:
     """A number, and a source of chance that is its own."""
-    for number in range(begin, end):
+    deadline_s = time.monotonic() + SECONDS
+    for number in itertools.count(begin) if SECONDS else range(begin, end):
+        if SECONDS and time.monotonic() > deadline_s:
+            print(
+                f"seed {SEED}: cases {begin:,} to {number - 1:,}", file=sys.__stdout__, flush=True
+            )
+            return
         yield number, random.Random(SEED * 100_003 + number)

@@ -40,11 +40,11 @@ PRELOAD = (
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.utils.tensorboard",
-    "hpctrain.checkpoint.tensors.saver",
+    "hpctrain.checkpoint.tensors.save",
     "hpctrain.train.engines.native",
     "hpctrain.train.engines.parallelize",
     "hpctrain.recipes.lm.train",
-    "hpctrain.train.runtime.tensorboard",
+    "hpctrain.train.runtime.trackers",
     "hpctrain.train.runtime.joining",
 )
 """What every rank would import for itself, 0.7 s in each that trains the recipe."""

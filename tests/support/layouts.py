@@ -39,7 +39,7 @@ def runs_here(layout: str) -> bool:
     from importlib import metadata
 
     from hpctrain.core.settings.schema import EngineSettings
-    from hpctrain.ledger.plan.limits import refusal
+    from hpctrain.ledger.plan.mesh import refusal
 
     options = EngineSettings(**LAYOUTS[layout][1])
     return refusal({"torch": metadata.version("torch")}, options) is None
@@ -50,9 +50,10 @@ def build(layout: str, *, experts: int = 0, layers: int = 4, **settings: Any) ->
     import torch
 
     from hpctrain.core.settings.schema import EngineSettings
-    from hpctrain.core.world import World, join_world
+    from hpctrain.core.world import World
     from hpctrain.recipes.lm.model import LM, LMConfig
     from hpctrain.train.engines.parallelize import parallelize
+    from hpctrain.train.joining_ranks import join_world
 
     config = LMConfig(layers=layers, dim=16, heads=4, seq_len=SEQ_LEN, **_of_experts(experts))
     model = LM(config, seed=SEED)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.core.settings.schema import Settings, TrainSettings
 from hpctrain.core.settings.spec import Entry, Spec
 from hpctrain.ledger.history.lineage import lineage
-from hpctrain.ledger.run.event_fields import KINDS, UnknownFact
-from hpctrain.ledger.run.event_types import typed
+from hpctrain.ledger.run.event_fields import KINDS, UnknownFact, typed
 from hpctrain.ledger.run.events import Event, append
 from hpctrain.ledger.run.layout import RunDir
 
@@ -95,7 +94,7 @@ class Story:
 
 def local_job(folder: Path, job_id: str, **fields: Any) -> None:
     """A job of the embedded cluster as its controller would leave it on disk."""
-    from hpctrain.cluster.scheduler.local import client
+    from hpctrain.cluster.scheduler import local as client
 
     record = client.LocalJobRecord(
         job_id=job_id,

@@ -19,6 +19,7 @@ from tests.support.ledger_runs import all_fields
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.support.node_processes import NodeProcess
@@ -118,17 +119,14 @@ class Course:
         return f"{who} of node {victim.node} {how}"
 
     def _fill_disk(self) -> str:
-        ballast = self.disk / "ballast"
-        with suppress(OSError), ballast.open("wb", buffering=0) as file:
-            while file.write(b"x" * 4096):
-                pass
-        try:
-            time.sleep(self.dice.uniform(0.1, 2.0))
+        what = "nothing else"
+
+        def kill() -> None:
+            nonlocal what
             who = self.dice.choice(BESIDE_A_FULL_DISK)
-            what = self._hit(who, "killed") if who else "nothing else"
-            time.sleep(self.dice.uniform(0.5, PAUSE_S))
-        finally:
-            ballast.unlink(missing_ok=True)
+            what = self._hit(who, "killed") if who else what
+
+        with_full_disk(self.disk, self.dice, kill)
         return f"disk full, {what}"
 
     def _tear(self) -> str:
@@ -147,6 +145,20 @@ class Course:
         flipped[self.dice.randrange(len(whole))] ^= 1 << self.dice.randrange(8)
         path.write_bytes(flipped)
         return f"{found[-1].name}/{path.name} flipped"
+
+
+def with_full_disk(disk: Path, dice: random.Random, act: Callable[[], object]) -> None:
+    """Fill a small disk, do something a moment later, and make room again after another one."""
+    ballast = disk / "ballast"
+    with suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while file.write(b"x" * 4096):
+            pass
+    try:
+        time.sleep(dice.uniform(0.1, 2.0))
+        act()
+        time.sleep(dice.uniform(0.5, PAUSE_S))
+    finally:
+        ballast.unlink(missing_ok=True)
 
 
 def lost_beyond(course: Course) -> list[str]:

@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.cluster.scheduler.local import client
+from hpctrain.cluster.scheduler import local as client
 from tests.support import processes
 
 NAMES = {

@@ -14,7 +14,7 @@ import torch
 
 from hpctrain.checkpoint.tensors.boxes import State, held
 from hpctrain.core.settings.schema import EngineSettings
-from hpctrain.core.world import gather, join_world
+from hpctrain.core.world import gather
 from hpctrain.recipes.lm import corpus
 from hpctrain.recipes.lm.train import (
     BETAS,
@@ -25,9 +25,9 @@ from hpctrain.recipes.lm.train import (
     share_of_loss,
 )
 from hpctrain.train.data.tokens import TokenFile
-from hpctrain.train.engines.norm import clip_factor
+from hpctrain.train.engines.norm import DTYPES, clip_factor, precision_of
 from hpctrain.train.engines.parallelize import parallelize
-from hpctrain.train.engines.precision import DTYPES, precision_of
+from hpctrain.train.joining_ranks import join_world
 from tests.support.gloo import launch
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`hpctrain.cluster.preflight.node` with longer time-outs: a thousand nodes share this machine's few CPUs.
+"""`hpctrain.cluster.preflight.node` with longer time-outs: a thousand nodes share few CPUs.
 
 python -m tests.support.patient_preflight FOLDER RANK
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from hpctrain.cluster.preflight import checks, exchanges, node, rendezvous
+from hpctrain.cluster.preflight import bounded, checks, node, rendezvous
 
 PATIENCE_S = 900.0
 
@@ -16,8 +16,8 @@ PATIENCE_S = 900.0
 def main(argv: list[str]) -> int:
     """As a node's own."""
     node.FACTS_S = node.LOOK_S = node.NAMES_S = PATIENCE_S
-    exchanges.ANSWER_S = rendezvous.HELLO_S = rendezvous.TELL_S = PATIENCE_S
-    exchanges.SEE_S = PATIENCE_S
+    rendezvous.ANSWER_S = rendezvous.HELLO_S = rendezvous.TELL_S = PATIENCE_S
+    bounded.SEE_S = PATIENCE_S
     of_plain = checks.Order.from_plain
     node.Order = SimpleOrder(lambda raw: replace(of_plain(raw), meet_s=PATIENCE_S))  # type: ignore[assignment,misc]
     return node.main(argv)

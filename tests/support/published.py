@@ -15,8 +15,7 @@ from hpctrain.advise.strategy.facts import of_config
 from hpctrain.advise.strategy.hardware import gpu_of
 from hpctrain.advise.strategy.rows import PlanRequest
 from hpctrain.advise.strategy.strategies import Machines
-from hpctrain.advise.strategy.timing import Links, flops_of_step
-from hpctrain.advise.strategy.utilization import ALIKE, ANY, kind_of
+from hpctrain.advise.strategy.timing import ALIKE, ANY, Links, flops_of_step, kind_of
 
 if TYPE_CHECKING:
     from hpctrain.advise.strategy.rows import Row

@@ -19,6 +19,7 @@ from hpctrain.node.agent.rounds import RoundHooks
 from hpctrain.node.agent.stop_deadline import StopDeadline
 from hpctrain.node.hangs.stacks import asked
 from tests.support import cpus
+from tests.support.agent_parts import NO_LOOKS, notice_of
 from tests.support.ports import free_port
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Agents:
         end_wait_s: float = 1.0,
         patience_s: float = 60,
         starts: int = 1,
-        hangs: HangLimits | None = None,
+        hangs: HangLimits = NO_LOOKS,
     ) -> list[Any]:
         """How each node's round ended: ending, why, who was awaited, failure; None for not yet.
 
@@ -59,7 +60,7 @@ class Agents:
         nodes: int = 1,
         end_wait_s: float = 1.0,
         starts: int = 1,
-        hangs: HangLimits | None = None,
+        hangs: HangLimits = NO_LOOKS,
     ) -> None:
         """Start agents, and do not wait for them."""
         cpus.take(nodes * self._ranks)
@@ -97,7 +98,7 @@ def _agent(  # noqa: PLR0917 - a process gets them by place
     end_wait_s: float,
     ranks: int,
     starts: int,
-    hangs: HangLimits | None,
+    hangs: HangLimits,
 ) -> None:
     """The agent of a node; writes how its round ended, and what was said meanwhile."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -121,10 +122,12 @@ def _agent(  # noqa: PLR0917 - a process gets them by place
         (folder / f"failure-{len(begun)}").write_text(failure.summary if failure else "")
         return len(begun) < starts
 
+    deadline = StopDeadline(context, arrivals=list, ask=None)
     hooks = RoundHooks(
         begin,
-        StopDeadline(context, arrivals=list, ask=None),
+        deadline,
         may_restart,
+        notice_of(folder, context, deadline),
         awaited=awaited.append,
         record=lambda fact: _record(folder, len(begun), fact),
         asked_stacks=lambda: asked(folder / "stacks-request.json", "1"),

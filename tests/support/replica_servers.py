@@ -11,9 +11,8 @@ import numpy as np
 
 from hpctrain.checkpoint.format.shard import ShardPiece, file_name, header
 from hpctrain.node.control.node_server import TreePlace
-from hpctrain.node.memory.copy_plan import CopyPlan
-from hpctrain.node.memory.facts import part_facts
-from hpctrain.node.memory.rank_line import ReplicaClient
+from hpctrain.node.memory.copy_plan import CopyPlan, part_facts
+from hpctrain.node.memory.replica_client import ReplicaClient
 from hpctrain.node.memory.replica_server import ReplicaServer
 from hpctrain.node.memory.replica_server_process import ReplicaServerProcess
 from tests.support import patience
@@ -34,9 +33,9 @@ ROOM = 8000
 class ReplicaServers:
     """Of some nodes with some ranks each; a new round with `begin`."""
 
-    def __init__(self, root: Path, nodes: int, ranks: int, *, to_buddy: bool = False) -> None:
+    def __init__(self, root: Path, nodes: int, ranks: int, *, to_peer: bool = False) -> None:
         self.root, self.nodes, self.ranks = root, nodes, ranks
-        self.to_buddy = to_buddy
+        self.to_peer = to_peer
         self.buddies: tuple[int, ...] = ()
         self.round = 0
         self.lines: list[ReplicaClient] = []
@@ -60,8 +59,8 @@ class ReplicaServers:
             order = {"folder": str(folder), "place": asdict(place), "address": "127.0.0.1"}
             secret = secrets[node] if secrets else "secret"
             order |= {"secret": secret, "about": f"round {self.round}"}
-            order |= {"shown": "127.0.0.1" if self.to_buddy else ""}
-            order |= {"buddies": self.buddies if node == 0 else ()}  # it tells the others
+            order |= {"shown": "127.0.0.1" if self.to_peer else ""}
+            order |= {"peers": self.buddies if node == 0 else ()}  # it tells the others
             port = self._do(replica_server, {"begin": order}) or port
         for replica_server in self.replica_servers[1:]:
             self._do(replica_server, {"join": ["127.0.0.1", port]})
@@ -135,9 +134,9 @@ async def _closed(replica_server: ReplicaServer) -> None:
         replica_server._round.close()
     await asyncio.sleep(0.01)  # its connections end in the loop's next turns
     # Memory that ends with a replica server's process, and hundreds of tests are in this one.
-    replica_server._stock.keep_only(None)
-    for stock in replica_server._stock._stocks():
-        stock.close()
+    replica_server._copies.keep_only(None)
+    for rank_memory in replica_server._copies._rank_memories():
+        rank_memory.close()
 
 
 async def _made() -> ReplicaServer:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from hpctrain.checkpoint.tensors.save import SavePlace
 from hpctrain.core.settings.schema import Settings, replaced
 from hpctrain.core.world import World, on_rank_0
 from hpctrain.ledger.run.fence import take_attempt
 from hpctrain.ledger.run.layout import RunDir
 from hpctrain.train.runtime.run import Run
-from hpctrain.train.runtime.signals import RankSignals
+from hpctrain.train.runtime.stops import RankSignals
 from tests.support.resumed import end_threads, forget_imports
 from tests.support.value_trees import facts
 
@@ -67,13 +68,13 @@ def start(
     """One start, up to `total` steps: all that it ended with."""
     forget_imports()
     settings = replaced(Settings(), {"checkpoint.mode": "sync", "engine.kind": kind})
-    run_dir = attempt = None
+    place = None
     if folder is not None:
-        run_dir = RunDir(folder)
         attempt = on_rank_0(world, lambda: _next_attempt(RunDir(folder)))
+        place = SavePlace(RunDir(folder), attempt, settings.checkpoint)
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002 - the one that programs draw from
-    run = Run(world, settings, run_dir=run_dir, attempt=attempt, signals=RankSignals(), spec=None)
+    run = Run(world, settings, place=place, signals=RankSignals(), spec=None)
     made = make(run)
     own = {} if _has_engine(run) else {"model": made.model, "optimizer": made.optimizer}
     run.track(**own, **made.tracked)

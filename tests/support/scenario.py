@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.cluster.scheduler.local import client as local_client
+from hpctrain.cluster.scheduler import local as local_client
 from hpctrain.core.base.env import HPCTRAIN_FAULTS
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.layout import RunDir

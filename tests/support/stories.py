@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 from hpctrain.checkpoint.store import find
-from hpctrain.cluster.scheduler.local import client
+from hpctrain.cluster.scheduler import local as client
 from hpctrain.core.base.records import JobState
 from tests.support import local_runs
 from tests.support.ledger_runs import all_fields

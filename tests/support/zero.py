@@ -98,8 +98,9 @@ def build(kind: str, *, frozen: float = 1.0, **settings: Any) -> Any:
     import torch
 
     from hpctrain.core.settings.schema import EngineSettings
-    from hpctrain.core.world import World, join_world
+    from hpctrain.core.world import World
     from hpctrain.train.engines.parallelize import parallelize
+    from hpctrain.train.joining_ranks import join_world
 
     model = net()
     model.frozen.weight.data.mul_(frozen)

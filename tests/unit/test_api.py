@@ -44,6 +44,18 @@ def made(work, *flags):
     return load_spec(work / "runs" / "cli" / "spec.json")
 
 
+def test_what_lint_finds_in_the_program_is_reported_by_the_function_and_the_command(work, capsys):
+    (work / "train.py").write_text(
+        "import torch.distributed as dist\nif dist.get_rank() == 0:\n    dist.barrier()\n"
+    )
+
+    run = hpctrain.submit(["train.py"], name="api", cluster="local", start=False)
+    made(work, "--", "train.py")
+
+    assert "lint: train.py:3 HT101 " in capsys.readouterr().err
+    assert [note for note in run.notes if note.startswith("lint: train.py:3 HT101 ")]
+
+
 def test_submit_makes_of_python_values_what_the_command_makes_of_flags(work, capsys):
     run = hpctrain.submit(
         ["train.py", "--lr", "1e-3"],
@@ -191,17 +203,18 @@ def test_the_functions_stay_functions_whatever_was_imported_before():
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
-    assert done.stdout == "function function function function\nhpctrain.submit.prepare False\n"
+    assert done.stdout == "function function function function\nhpctrain.launch.prepare False\n"
 
 
 def test_every_flag_of_the_commands_is_an_argument():
-    from hpctrain.cli import cancel, resume, submit
+    from hpctrain.cli import runs, submit
 
     elsewhere = {"config", "sets", "wait", "no_submit", "dry_run", "as_json", "script", "nsys"}
     elsewhere |= {"profile", "from_step", "names", "yes", "whole"}
     # what sbatch calls so is among `settings` here
     elsewhere |= {"gres", "cpus_per_rank", "mem", "constraint", "reservation", "exclude"}
     elsewhere |= {"nodelist", "exclusive", "mail_type", "mail_user", "sbatch"}
-    for command, function in ((submit, "submit"), (resume, "resume"), (cancel, "cancel")):
-        flags = {option.name for option in command.command.params} - elsewhere
+    commands = {"submit": submit.command, "resume": submit.resume, "cancel": runs.command}
+    for function, command in commands.items():
+        flags = {option.name for option in command.params} - elsewhere
         assert flags <= set(inspect.signature(getattr(hpctrain, function)).parameters), function

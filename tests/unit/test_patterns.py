@@ -49,15 +49,11 @@ OPEN: dict[tuple[str, str], tuple[str, ...]] = {
         )
     },
     (
-        "hpctrain.cluster.scheduler.slurm.facts",
-        "re.split(f'^(?={head}=)', text, flags=re.MULTILINE)",
-    ): (r"(?m)^(?=PartitionName=)", r"(?m)^(?=NodeName=)"),
-    (
         "hpctrain.core.settings.fields",
         "re.compile(text)",
     ): (),  # only compiled, not held against a text
     ("hpctrain.core.settings.fields", "re.fullmatch(key.pattern, text)"): (),  # the rules of keys
-    ("hpctrain.core.settings.secrets", "re.sub(whole, HIDDEN, value)"): (r"(?<!\w)s3cret(?!\w)",),
+    ("hpctrain.core.settings.spec", "re.sub(whole, HIDDEN, value)"): (r"(?<!\w)s3cret(?!\w)",),
     (
         "hpctrain.cluster.site.detect",
         "re.fullmatch(pattern, value)",
@@ -120,13 +116,11 @@ def test_no_text_keeps_a_pattern_of_the_presets_busy():
 
 
 def test_no_text_keeps_a_pattern_of_the_signatures_busy():
-    from hpctrain.advise.doctor.signature import Where, packaged
+    from hpctrain.advise.doctor.signature import packaged
 
     table = packaged()
     found = [
-        Found(
-            one.pattern, 0, frozenset({"match" if one.where is Where.START else "search"}), one.name
-        )
+        Found(one.pattern, 0, frozenset({"match" if one.where == "start" else "search"}), one.name)
         for one in (*table.faults, *table.harmless)
     ]
 

@@ -335,7 +335,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
 def test_the_import_is_cheap():
     code = (
         "import sys, hpctrain\n"
-        "print(*[name for name in ('torch', 'numpy', 'click', 'hpctrain.runtime')"
+        "print(*[name for name in ('torch', 'numpy', 'click', 'hpctrain.train.runtime')"
         " if name in sys.modules])\n"
         "hpctrain.SampleOrder, hpctrain.GlobalBatches, hpctrain.errors\n"
         "print('torch' in sys.modules)"

@@ -97,25 +97,16 @@ def began_again(
 
 @dataclass
 class RehearsedAttempt:
-    """One attempt.
+    """One attempt."""
 
-    Attributes:
-        losses: Each step that was told, with its loss, None where it told none.
-        restored: The step that it went on from; None before that was told.
-        saved: Steps of committed checkpoints.
-        save_bytes: Of the last; None where that is not known.
-        reason: Why it ended; None before its end.
-        ended: When, seconds since the epoch.
-        failure: What a rank failed with, "" where none did.
-    """
-
+    # each step that was told, with its loss, None where it told none
     losses: dict[int, float | None] = field(default_factory=dict)
-    restored: int | None = None
-    saved: list[int] = field(default_factory=list)
-    save_bytes: int | None = None
-    reason: EndReason | None = None
-    ended: float = 0.0
-    failure: str = ""
+    restored: int | None = None  # the step that it went on from; None before that was told
+    saved: list[int] = field(default_factory=list)  # steps of committed checkpoints
+    save_bytes: int | None = None  # of the last; None where that is not known
+    reason: EndReason | None = None  # why it ended; None before its end
+    ended: float = 0.0  # when, seconds since the epoch
+    failure: str = ""  # what a rank failed with, "" where none did
 
     @property
     def last(self) -> int:
@@ -147,17 +138,11 @@ def rehearsed(events: Iterable[Event]) -> list[RehearsedAttempt]:
 
 @dataclass(frozen=True)
 class LossComparison:
-    """Losses of the same steps in two runs.
+    """Losses of the same steps in two runs."""
 
-    Attributes:
-        steps: Those that both told a loss of, in order.
-        parts_at: The first whose losses differ; None where none do.
-        worst: The largest relative difference.
-    """
-
-    steps: tuple[int, ...]
-    parts_at: int | None = None
-    worst: float = 0.0
+    steps: tuple[int, ...]  # those that both told a loss of, in order
+    parts_at: int | None = None  # the first whose losses differ; None where none do
+    worst: float = 0.0  # the largest relative difference
 
 
 def compared(

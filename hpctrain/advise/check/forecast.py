@@ -1,29 +1,223 @@
-"""Compare saves with the disk, the time limit and the notice of a preemption, before a run. Pure.
+"""A check's answers, as lines, JUnit XML and SARIF; and what is known of saves before a run. Pure.
 
-Numbers come from the newest earlier run of the program that saved; without one they are not known.
-The rules are those of the ranks: `plan.interval` and docs/staying-alive.md.
-tests/unit/check/test_forecast.py and test_past.py hold the promises.
+Saves are compared with the disk, the time limit and the notice of a preemption. Numbers come from
+the newest earlier run of the program that saved; without one they are not known. The rules are
+those of the ranks: `plan.interval` and docs/staying-alive.md. tests/unit/check/test_forecast.py,
+test_past.py, test_lines.py and test_render.py hold the promises.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree as ET
 
-from hpctrain.advise.check.lines import FAIL, NOT_KNOWN, NOTE, OK, CheckLine
+from hpctrain.advise.lint.render import sarif as sarif_of_lint
+from hpctrain.advise.lint.render import uri_of
+from hpctrain.core.base import VERSION
 from hpctrain.core.base.text import count, duration, size
 from hpctrain.core.settings.spec import load_spec
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import ChecksFailed, HpctrainError
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_records import StepMark
 from hpctrain.ledger.plan import interval
 from hpctrain.ledger.run.find_run import look_into
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from hpctrain.advise.lint.rule import LintFinding
     from hpctrain.core.settings.schema import CheckpointSettings
     from hpctrain.core.settings.spec import Spec
+
+OK, NOTE, FAIL, NOT_KNOWN = "ok", "note", "fail", "not known"
+STATUSES = (OK, NOTE, FAIL, NOT_KNOWN)
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class CheckLine:
+    """One check's answer."""
+
+    check: str  # which
+    # ok; note: worth a look; fail: the run would be refused, fail or lose its work; not known:
+    # nobody can say before a run, or it could not be read
+    status: str
+    message: str  # what was found, with its value and where that came from
+    hint: str = ""  # what to do
+    path: str = ""  # the file that it is about, as seen from where the command was called
+    line: int = 0  # in it, 0 for all of it
+    seconds: float = 0.0  # how long the check took, where that is worth telling
+
+
+@dataclass
+class CheckList:
+    """All answers, in the order in which they were found."""
+
+    lines: list[CheckLine] = field(default_factory=list)  # the answers
+    findings: list[LintFinding] = field(default_factory=list)  # what lint has found, for SARIF
+    refusal: int = 0  # the exit code with which `submit` would refuse, 0 where it would not
+    name: str = ""  # what is checked: the program, or the shipped recipe
+    tells: bool | None = None  # whether the program calls hpctrain; None where nobody knows
+    # the program's file, as seen from where the command was called; "" where it has none
+    place: str = ""
+    strict: bool = False  # notes fail too
+
+    def number(self, status: str) -> int:
+        """How many checks have that answer."""
+        return sum(one.status == status for one in self.lines)
+
+    @property
+    def exit_code(self) -> int:
+        """That of submit's refusal, else 3 where a check failed, else 0."""
+        failed = self.number(FAIL) or (self.strict and self.number(NOTE))
+        return self.refusal or (ChecksFailed.exit_code if failed else 0)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return {
+            "format": FORMAT,
+            "program": self.name,
+            "exit_code": self.exit_code,
+            "failed": self.number(FAIL),
+            "notes": self.number(NOTE),
+            "not_known": self.number(NOT_KNOWN),
+            "checks": [asdict(one) for one in self.lines],
+        }
+
+
+def text_lines(lines: list[CheckLine]) -> Iterator[tuple[str, str]]:
+    """(text, status) for each line of the screen."""
+    wide = max((len(one.check) for one in lines), default=0)
+    room = max(len(status) for status in STATUSES)
+    for line in lines:
+        took = f" ({line.seconds:.1f} s)" if line.seconds else ""
+        yield f"{line.status:{room}}  {line.check:{wide}}  {line.message}{took}", line.status
+        if line.hint and line.status != OK:
+            yield f"{'':{room}}  {'':{wide}}  -> {line.hint}", ""
+
+
+def summary(checks: CheckList) -> str:
+    """The last line."""
+    parts = [f"{checks.number(FAIL)} failed"] if checks.number(FAIL) else []
+    parts += [count(checks.number(NOTE), "note")] if checks.number(NOTE) else []
+    parts += [f"{checks.number(NOT_KNOWN)} not known"] if checks.number(NOT_KNOWN) else []
+    what = ", ".join(parts) or "all is well"
+    return f"{what} in {count(len(checks.lines), 'check')}: exit code {checks.exit_code}"
+
+
+NAME = "hpctrain check"
+_NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_SARIF_LEVELS = {FAIL: "error", NOTE: "warning"}
+_OF_LINT = "lint"
+
+
+def junit(checks: CheckList) -> str:
+    """The list as one suite of JUnit's: what failed is a failure, what is not known is skipped."""
+    suite = ET.Element(
+        "testsuite",
+        {
+            "name": _plain(f"{NAME}: {checks.name}"),
+            "tests": str(len(checks.lines)),
+            "failures": str(checks.number(FAIL)),
+            "errors": "0",
+            "skipped": str(checks.number(NOT_KNOWN)),
+            "time": f"{sum(line.seconds for line in checks.lines):.3f}",
+        },
+    )
+    for name, line in zip(_names(checks.lines), checks.lines, strict=True):
+        _add_case(suite, name, line)
+    top = ET.Element("testsuites", {"name": NAME})
+    top.append(suite)
+    ET.indent(top)
+    return ET.tostring(top, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _names(lines: Sequence[CheckLine]) -> list[str]:
+    """One for each: several lines of a check are numbered, as tables of tests know them by name."""
+    seen: Counter[str] = Counter()
+    names = []
+    for line in lines:
+        seen[line.check] += 1
+        number = seen[line.check]
+        names.append(line.check if number == 1 else f"{line.check} ({number})")
+    return names
+
+
+def _add_case(suite: ET.Element, name: str, line: CheckLine) -> None:
+    attributes = {
+        "classname": "hpctrain.advise.check",
+        "name": _plain(name),
+        "time": f"{line.seconds:.3f}",
+    }
+    if line.path:
+        attributes["file"] = _plain(line.path)
+        attributes["line"] = str(max(line.line, 1))
+    case = ET.SubElement(suite, "testcase", attributes)
+    text = _plain("\n".join(filter(None, [line.message, line.hint])))
+    if line.status == FAIL:
+        ET.SubElement(case, "failure", {"message": _plain(line.message)}).text = text
+    elif line.status == NOT_KNOWN:
+        ET.SubElement(case, "skipped", {"message": _plain(line.message)})
+    else:
+        ET.SubElement(case, "system-out").text = f"{line.status}: {text}"
+
+
+def _plain(text: str) -> str:
+    """Text without what XML cannot hold."""
+    return _NOT_XML.sub("?", text)
+
+
+def sarif(checks: CheckList) -> dict[str, Any]:
+    """What lint has found, and in a run of its own what other checks failed or noted."""
+    log = sarif_of_lint(checks.findings)
+    lines = [
+        line for line in checks.lines if line.status in _SARIF_LEVELS and line.check != _OF_LINT
+    ]
+    rules = list(dict.fromkeys(_rule_id(line.check) for line in lines))
+    log["runs"].append(
+        {
+            "tool": {
+                "driver": {
+                    "name": NAME,
+                    "version": VERSION,
+                    "rules": [{"id": rule} for rule in rules],
+                }
+            },
+            "columnKind": "unicodeCodePoints",
+            "results": [
+                _result(line, rules.index(_rule_id(line.check)), checks.place) for line in lines
+            ],
+        }
+    )
+    return log
+
+
+def _rule_id(check: str) -> str:
+    return "check/" + re.sub(r"[^a-z0-9]+", "-", check.lower()).strip("-")
+
+
+def _result(line: CheckLine, rule: int, place: str) -> dict[str, Any]:
+    """A result; what has no place of its own is shown at the program's first line."""
+    hint = f". {line.hint}" if line.hint else ""
+    result: dict[str, Any] = {
+        "ruleId": _rule_id(line.check),
+        "ruleIndex": rule,
+        "level": _SARIF_LEVELS[line.status],
+        "message": {"text": f"{line.message}{hint}"},
+    }
+    path = line.path or place
+    if path:
+        physical = {
+            "artifactLocation": {"uri": uri_of(path)},
+            "region": {"startLine": max(line.line, 1)},
+        }
+        result["locations"] = [{"physicalLocation": physical}]
+    return result
 
 
 FULL_SHARE = 0.8
@@ -34,27 +228,18 @@ MOST_LEAVING = 0.5
 
 @dataclass(frozen=True)
 class ForecastFacts:
-    """What is known of the jobs to come.
+    """What is known of the jobs to come."""
 
-    Attributes:
-        limit_s: Time limit of each.
-        nodes: The fewest.
-        margin_s: run.stop_margin_s.
-        lead_s: slurm.signal_lead_s.
-        tells: Whether the program tells hpctrain of its steps and saves; None where nobody knows.
-        notice_s: From the notice of a preemption to the kill; None where jobs are not preempted.
-        notice_from: Where that stands.
-        steps: How many there will be; None where nobody knows.
-    """
-
-    limit_s: float
-    nodes: int
-    margin_s: float
-    lead_s: float
+    limit_s: float  # time limit of each
+    nodes: int  # the fewest
+    margin_s: float  # run.stop_margin_s
+    lead_s: float  # slurm.signal_lead_s
+    # whether the program tells hpctrain of its steps and saves; None where nobody knows
     tells: bool | None
+    # from the notice of a preemption to the kill; None where jobs are not preempted
     notice_s: float | None = None
-    notice_from: str = ""
-    steps: int | None = None
+    notice_from: str = ""  # where that stands
+    steps: int | None = None  # how many there will be; None where nobody knows
 
 
 def check_lead(job: ForecastFacts, past: PastSaves | None) -> list[CheckLine]:
@@ -217,21 +402,13 @@ _NO_MATTER = frozenset({"steps", "data"})
 
 @dataclass(frozen=True)
 class PastSaves:
-    """Of one earlier run.
+    """Of one earlier run."""
 
-    Attributes:
-        run: Its name.
-        save_s: The longest of its newest saves, as long as it would take these ranks.
-        costs: What its newest saves cost; None where it told of none.
-        size_bytes: Of its newest committed checkpoint; None where that is not known.
-        step_s: Of one of its newest steps; None where it told of none.
-    """
-
-    run: str
-    save_s: float
-    costs: interval.Costs | None
-    size_bytes: int | None
-    step_s: float | None
+    run: str  # its name
+    save_s: float  # the longest of its newest saves, as long as it would take these ranks
+    costs: interval.Costs | None  # what its newest saves cost; None where it told of none
+    size_bytes: int | None  # of its newest committed checkpoint; None where that is not known
+    step_s: float | None  # of one of its newest steps; None where it told of none
 
 
 def past_saves(spec: Spec, runs: Path, ranks: int) -> PastSaves | None:

@@ -19,8 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.advise.check import forecast
-from hpctrain.advise.check.forecast import past_saves
-from hpctrain.advise.check.lines import FAIL, NOT_KNOWN, NOTE, OK, CheckLine, CheckList
+from hpctrain.advise.check.forecast import (
+    FAIL,
+    NOT_KNOWN,
+    NOTE,
+    OK,
+    CheckLine,
+    CheckList,
+    past_saves,
+)
 from hpctrain.cluster.preflight import report as nodes_report
 from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.cluster.site.schema import Site
@@ -33,11 +40,9 @@ from hpctrain.launch.checks import ranks_python
 from hpctrain.launch.preflight import check_login
 from hpctrain.launch.prepare import SubmitRequest, prepare
 from hpctrain.launch.program import (
-    GOES_ON,
     ProgramImports,
     WantedImport,
     imports_of,
-    lint_notes,
     own_folders,
 )
 from hpctrain.ledger.run.layout import RunDir
@@ -86,7 +91,7 @@ def check_all(request: SubmitRequest, say: Say) -> tuple[CheckList, Prepared | N
         return checks, None
     spec = prepared.spec
     site = None if spec.preset is None else Site.from_plain(spec.preset)
-    checks.lines += _submit_lines(prepared, request)
+    checks.lines += _submit_lines(prepared)
     checks.lines += [
         CheckLine(one.check, _STATUS[one.status], one.message, one.hint)
         for one in check_login(spec, site, prepared.runs)
@@ -111,17 +116,15 @@ def _look_alone(request: SubmitRequest, checks: CheckList, say: Say) -> None:
         _program(entry, Settings(), checks, request, say)
 
 
-def _submit_lines(prepared: Prepared, request: SubmitRequest) -> Iterator[CheckLine]:
-    """That submit would take it, and its notes, but for those of lint, which has lines here."""
+def _submit_lines(prepared: Prepared) -> Iterator[CheckLine]:
+    """That submit would take it, and its notes; lint has lines of its own here."""
     spec = prepared.spec
     slurm = spec.settings.slurm
     shape = f"nodes {slurm.nodes}, ranks per node {slurm.ranks()}"
     site = f", site {spec.site}" if spec.site else ""
     yield CheckLine("submit", OK, f"would make run {spec.name} on {spec.cluster} ({shape}{site})")
-    of_lint = lint_notes(spec.entry, spec.settings, request.cwd)
     for note in prepared.notes:
-        if note not in of_lint:
-            yield CheckLine("submit", NOTE, note)
+        yield CheckLine("submit", NOTE, note)
 
 
 def _scheduler_lines(prepared: Prepared, request: SubmitRequest) -> list[CheckLine]:
@@ -173,13 +176,14 @@ def _program(
 def _lint(path: Path, settings: Settings, name: str) -> tuple[list[LintFinding], CheckLine | None]:
     from hpctrain.advise.lint.check import RuleChoice, check_text
     from hpctrain.advise.lint.folder import LintFolder
-    from hpctrain.advise.lint.source import NotText, read_source
+    from hpctrain.advise.lint.submit_notes import BEGINS_ANEW
+    from hpctrain.core.base.files import NotText, read_source
 
     try:
         text = read_source(path)
     except NotText as error:
         return [], CheckLine("lint", NOT_KNOWN, f"{name} {error}", path=name)
-    without = RuleChoice(ignore=(GOES_ON,))
+    without = RuleChoice(ignore=(BEGINS_ANEW,))
     folder = LintFolder(path.parent, is_whole=False)
     cpus = settings.slurm.cpus_per_rank or None
     findings = check_text(text, name, without, cpus=cpus, folder=folder)
@@ -194,8 +198,8 @@ def _goes_on(path: Path, entry: Entry, settings: Settings, name: str) -> list[Ch
     """Whether a program that saves goes on from its checkpoints, as it is started."""
     if settings.run.resume_args or settings.checkpoint.sealed:
         return []
-    from hpctrain.advise.lint.begins_anew import begins_anew
-    from hpctrain.advise.lint.source import NotText, read_source
+    from hpctrain.core.base.files import NotText, read_source
+    from hpctrain.launch.begins_anew import begins_anew
 
     try:
         anew = begins_anew(read_source(path), entry.args)
@@ -362,17 +366,11 @@ for number, (module, names) in enumerate(order["wanted"]):
 
 @dataclass(frozen=True)
 class ProbeAnswer:
-    """What became of the imports.
+    """What became of the imports."""
 
-    Attributes:
-        failed: Each import that does not work, with why.
-        tried: How many were tried to their end.
-        trouble: Why there is no answer for the others; "" where there is one for all.
-    """
-
-    failed: list[tuple[WantedImport, str]]
-    tried: int
-    trouble: str = ""
+    failed: list[tuple[WantedImport, str]]  # each import that does not work, with why
+    tried: int  # how many were tried to their end
+    trouble: str = ""  # why there is no answer for the others; "" where there is one for all
 
 
 def try_imports(

@@ -25,7 +25,7 @@ from hpctrain.advise.check.comparison import (
     printed_places,
     rehearsed,
 )
-from hpctrain.advise.check.lines import FAIL, NOT_KNOWN, NOTE, OK, CheckLine
+from hpctrain.advise.check.forecast import FAIL, NOT_KNOWN, NOTE, OK, CheckLine
 from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_FAULTS, HPCTRAIN_LOCAL_DIR
@@ -34,13 +34,14 @@ from hpctrain.core.base.records import EndReason
 from hpctrain.core.base.text import size
 from hpctrain.errors import HpctrainError
 from hpctrain.launch.launch import submit_run
+from hpctrain.launch.prepare import flags_of
 from hpctrain.ledger.run import events as ledger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from hpctrain.advise.check.lines import CheckList
+    from hpctrain.advise.check.forecast import CheckList
     from hpctrain.launch.prepare import SubmitRequest
     from hpctrain.ledger.run.layout import RunDir
 
@@ -369,6 +370,8 @@ def left_line(before: RehearsedAttempt, seconds: float) -> CheckLine:
 
 
 LOCAL = "local"
+_OF_THE_JOB = ("slurm.", "shape.", "alive.", "container.")
+"""Settings of which a rehearsal has its own."""
 POLL_S = 0.1
 END_S = 30.0
 """So long a job may take to end that was cancelled, before its folder goes."""
@@ -465,19 +468,19 @@ class RehearsalStage:
             cluster=LOCAL,
             runs=self._folder / "runs",
             name=name,
-            nodes="1",
-            ranks_per_node=ranks,
-            gpus_per_node=0,
-            job={},
+            flags={
+                **{path: f for path, f in asked.flags.items() if not path.startswith(_OF_THE_JOB)},
+                **flags_of(
+                    nodes="1",
+                    ranks_per_node=ranks,
+                    gpus_per_node=0,
+                    time="0:30:00",
+                    snapshot=False,
+                ),
+            },
             begin="",
             without=(),
-            time="0:30:00",
             site=None,
-            partition=None,
-            account=None,
-            qos=None,
-            container=None,
-            snapshot=False,
             sets=[*asked.sets, *_SETS, *sets],
             env=env,
             ask_accounting=False,

@@ -1,64 +1,24 @@
-"""What a training job can die of: a closed set, each with its code, its name and what to do.
+"""What a job can die of, and what is read of that in logs and ledgers. Pure.
 
-What is known of each stands in faults.toml. `docs/doctor.md` has a row for each code:
-tests/unit/doctor/test_faults.py holds that; test_of_run.py holds that every member has its entry,
-and every cause of the ledger its fault.
+faults.toml has the faults with their codes, advice and groups; `docs/doctor.md` has a row for each.
+tests/unit/doctor/test_faults.py switches each row of it off.
 """
 
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hpctrain.ledger.history.causes import EndCause
+from hpctrain.ledger.history.run_state import EndCause
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
-class FaultKind(StrEnum):
-    """What ended a job, finer than the ledger's `EndCause`: a closed set."""
-
-    GPU_OOM = "gpu_oom"
-    GPU_ERROR = "gpu_error"
-    GPU_ASSERT = "gpu_assert"
-    GPU_SETUP = "gpu_setup"
-    HOST_OOM = "host_oom"
-    SHARED_MEMORY = "shared_memory"
-    DATA_WORKER = "data_worker"
-    STORAGE_FULL = "storage_full"
-    STORAGE_ERROR = "storage_error"
-    HANG = "hang"
-    DESYNC = "desync"
-    TRANSPORT = "transport"
-    INTERFACE = "interface"
-    PORT_IN_USE = "port_in_use"
-    RENDEZVOUS = "rendezvous"
-    LAUNCH = "launch"
-    VERSIONS = "versions"
-    COMPILER = "compiler"
-    DOWNLOAD = "download"
-    STALE_SHARED_MEMORY = "stale_shared_memory"
-    CHECKPOINT = "checkpoint"
-    FP16_OVERFLOW = "fp16_overflow"
-    NAN = "nan"
-    LOSS_SPIKE = "loss_spike"
-    CODE = "code"
-    NATIVE = "native"
-    KILLED = "killed"
-    WALLTIME = "walltime"
-    PREEMPTED = "preempted"
-    CANCELLED = "cancelled"
-    NODE_FAIL = "node_fail"
-    STOPPED = "stopped"
-    NO_PROGRESS = "no_progress"
-    UNFIT_NODE = "unfit_node"
-    FENCED = "fenced"
-    REQUEUED = "requeued"
-    HUNG_END = "hung_end"
-    COMPLETED = "completed"
-    RUNNING = "running"
-    UNKNOWN = "unknown"
+    from hpctrain.advise.doctor.lines import Stamp
 
 
 class Certainty(StrEnum):
@@ -76,47 +36,125 @@ class Certainty(StrEnum):
         return list(Certainty).index(self)
 
 
-@dataclass(frozen=True)
-class Knowledge:
-    """What is known of a kind of fault.
+class Role(StrEnum):
+    """What a line can explain; an earlier role explains the later ones."""
 
-    Attributes:
-        code: Its code, as in docs/doctor.md.
-        title: What happened, in a few words.
-        do: What to do about it, in the order in which to try it.
-        first_of: What stands behind the title: the first of these whose parts are all known.
-        all_of: Or those of these whose parts are known.
-    """
+    CAUSE = "cause"
+    """A fault that ends a process by itself."""
+    WAIT = "wait"
+    """A collective's time was up: somebody did not come, for one reason or another."""
+    LINK = "link"
+    """A connection broke: the other end may have died first."""
+    DEATH = "death"
+    """A process is said to be dead, and by what; not why."""
+    HINT = "hint"
+    """No end by itself: it may explain one."""
+    HARMLESS = "harmless"
+    """It reads like a fault and is none."""
+
+
+@dataclass(frozen=True)
+class FaultRow:
+    """A kind of fault: its row of faults.toml, whose comments say what each field is."""
 
     code: str
     title: str
-    do: tuple[str, ...]
-    first_of: tuple[str, ...] = ()
-    all_of: tuple[str, ...] = ()
+    do: list[str]
+    ledger_causes: list[str] = field(default_factory=list)
+    first_of: list[str] = field(default_factory=list)
+    all_of: list[str] = field(default_factory=list)
 
 
 TABLE: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("faults.toml").read_text("utf-8")
 )
-"""faults.toml, whose comments say what each part is."""
-KNOWLEDGE: dict[FaultKind, Knowledge] = {
-    FaultKind(name): Knowledge(
-        row["code"],
-        row["title"],
-        tuple(row["do"]),
-        tuple(row.get("first_of", ())),
-        tuple(row.get("all_of", ())),
-    )
-    for name, row in TABLE["faults"].items()
-}
-OF_CAUSE: dict[EndCause, FaultKind] = {
-    EndCause(cause): FaultKind(name)
-    for name, row in TABLE["faults"].items()
-    for cause in row.get("ledger_causes", ())
+FAULTS: dict[str, FaultRow] = {name: FaultRow(**row) for name, row in TABLE["faults"].items()}
+"""Each kind of fault by its name."""
+OF_CAUSE = {
+    EndCause(cause): kind for kind, fault in FAULTS.items() for cause in fault.ledger_causes
 }
 """Which fault each cause of the ledger is where nothing finer is known."""
+OF_WORDS: dict[EndCause, tuple[str, Role, Certainty]] = {
+    EndCause(cause): (kind, Role(role), Certainty(certainty))
+    for cause, (kind, role, certainty) in TABLE["of_words"].items()
+}
+"""What the ledger's words for an error line mean where no signature is finer."""
 
 
-def groups_of(part: str) -> dict[str, frozenset[FaultKind]]:
-    """Kinds of fault by a name, as a part of faults.toml groups them."""
-    return {name: frozenset(map(FaultKind, kinds)) for name, kinds in TABLE[part].items()}
+@dataclass(frozen=True)
+class Sighting:
+    """A line of a log, or an event of the ledger, that speaks of a fault."""
+
+    sign: str  # name of the signature, or of the kind of event
+    kind: str  # the fault, by its name in faults.toml
+    role: Role
+    certainty: Certainty  # how sure its fault is where nothing comes before it
+    text: str = ""
+    source: str = ""  # the log, or the ledger
+    line: int = 0  # its number, from 1; 0 for an event
+    offset: int = 0  # where it lies in the log
+    rank: int | None = None
+    node: str = ""
+    clock: Stamp | None = None
+    is_late: bool = False  # printed when all was over: it may have been the first
+    details: Mapping[str, str] = field(default_factory=dict)  # what the signature read in the line
+    place: str = ""  # the program's own line that a traceback ends with, "file:line in function"
+    is_handled: bool = False  # another error came while it was handled, or it follows from one
+    advice: Sequence[str] = ()  # where the signature has its own
+
+    def precedes(self, other: Sighting) -> bool | None:
+        """Whether it came before the other one; None where nothing tells.
+
+        Lines of one log are in order; those of several are where their clocks are of one kind.
+        """
+        if self.is_late or other.is_late:
+            return None
+        if self.source == other.source:
+            return self.offset < other.offset if self.offset != other.offset else None
+        if self.clock is None or other.clock is None or self.clock.form != other.clock.form:
+            return None
+        return self.clock.at < other.clock.at if self.clock.at != other.clock.at else None
+
+
+@dataclass
+class LogFacts:
+    """What was read of one log."""
+
+    source: str
+    lines: int = 0
+    sightings: list[Sighting] = field(default_factory=list)  # a few of each signature and rank
+    counts: Counter[str] = field(default_factory=Counter)  # how often each signature was met
+    progress: tuple[int, ...] = ()  # where the last losses were printed, oldest first
+    networks: dict[str, str] = field(default_factory=dict)  # that NCCL uses, in its own words
+
+
+@dataclass(frozen=True)
+class FollowOn:
+    """Failures of one signature that follow from the cause, on ranks as far as lines say."""
+
+    what: str
+    times: int
+    ranks: tuple[int, ...]
+    example: Sighting
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What ended a job, with how sure that is."""
+
+    kind: str  # the fault, by its name in faults.toml
+    certainty: Certainty
+    headline: str  # one line: what, where, with its numbers
+    why: str = ""  # this and nothing else
+    evidence: tuple[Sighting, ...] = ()  # what says so, the first one first
+    follow_ons: tuple[FollowOn, ...] = ()
+    ruled_out: Mapping[str, str] = field(default_factory=dict)  # each with what says so
+    do: Sequence[str] = ()
+    rivals: tuple[Sighting, ...] = ()  # other faults that nothing puts in order with this one
+    lines: int = 0  # that were read
+    logs: int = 0
+
+    @property
+    def code(self) -> str:
+        """HT8xx: its row in docs/doctor.md."""
+        return FAULTS[self.kind].code

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import bz2
 import codecs
+import itertools
 import lzma
 import os
 import sys
 import zlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from hpctrain.advise.doctor.lines import rank_of_file
+from hpctrain.advise.doctor.lines import LINES, rank_of_file
 from hpctrain.advise.doctor.scan import LogScanner
 from hpctrain.core.base.files import open_plain
 from hpctrain.errors import NotFound, UsageError
@@ -24,7 +26,7 @@ from hpctrain.errors import NotFound, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from hpctrain.advise.doctor.sighting import LogFacts
+    from hpctrain.advise.doctor.faults import LogFacts
     from hpctrain.advise.doctor.signature import SignatureTable
 
 STDIN = "-"
@@ -43,45 +45,29 @@ _MAGIC: tuple[tuple[bytes, Callable[[], Any]], ...] = (
 )
 _PIECE = 64
 """Packed bytes at a time: so much of what lies before a damaged place is lost with it."""
-_NO_LOGS = frozenset(
-    {
-        *(".pt", ".pth", ".bin", ".safetensors", ".distcp", ".pickle", ".pkl", ".npy", ".npz"),
-        *(".py", ".sh", ".toml", ".yaml", ".yml", ".md", ".csv", ".tsv", ".so", ".zip", ".tar"),
-        *(".png", ".svg", ".html", ".json", ".jsonl", ".times", ".lock", ".nsys-rep"),
-    }
-)
-"""Endings that are passed over in a folder."""
 BINARY_SHARE = 0.1
 """Of control characters in a file's beginning: it is no text."""
+_CONTROLS = bytes([*range(9), *range(14, 27)])
+_UTF16_SHARE = 0.7
+"""Of null bytes in every other place of a file's beginning: it is UTF-16 without a mark."""
 
 
 @dataclass(frozen=True)
 class LogInput:
-    """A log to read.
+    """A log to read."""
 
-    Attributes:
-        name: As it is shown.
-        path: None for standard input.
-        is_named: The user named it; what lies in a folder may be passed over.
-        tail_bytes: Only its end is read; None for all.
-        rank: Who wrote it; None where nobody knows.
-        attempt: Of which attempt of a run lines are wanted; None for all.
-    """
-
-    name: str
-    path: Path | None
-    is_named: bool = True
-    tail_bytes: int | None = None
-    rank: int | None = None
-    attempt: int | None = None
+    name: str  # as it is shown
+    path: Path | None  # None for standard input
+    is_named: bool = True  # the user named it; what lies in a folder may be passed over
+    tail_bytes: int | None = None  # only its end is read; None for all
+    rank: int | None = None  # who wrote it
+    attempt: int | None = None  # of which attempt of a run lines are wanted; None for all
 
     @property
     def size(self) -> int:
         """Bytes to read, as far as the file system tells."""
-        if self.path is None:
-            return 0
         try:
-            size = self.path.stat().st_size
+            size = self.path.stat().st_size if self.path is not None else 0
         except OSError:
             return 0
         return size if self.tail_bytes is None else min(size, self.tail_bytes)
@@ -117,7 +103,7 @@ def _of_folder(folder: Path) -> list[LogInput]:
         for name in sorted(names):
             path = Path(where) / name
             plain_name = path.with_suffix("") if path.suffix in {".gz", ".xz", ".bz2"} else path
-            if plain_name.suffix not in _NO_LOGS and path.is_file():
+            if plain_name.suffix not in LINES["no_logs"] and path.is_file():
                 rank = rank_of_file(plain_name.name)
                 files.append(LogInput(str(path), path, is_named=False, rank=rank))
         if len(files) > MOST_FILES:
@@ -127,16 +113,23 @@ def _of_folder(folder: Path) -> list[LogInput]:
     return files
 
 
+class _NotText(Exception):
+    """Nothing of it can be read as a log."""
+
+
+_EMPTY = "it is empty"
+
+
 def scan(
     logs: Sequence[LogInput],
-    advance: Callable[[int], None] | None = None,
+    advance: Callable[[int], None] = lambda _count: None,
     signatures: SignatureTable | None = None,
 ) -> tuple[list[LogFacts], list[str]]:
     """Read logs, one after the other.
 
     Args:
         logs: Which.
-        advance: Is told of bytes that were read.
+        advance: Is called with the number of bytes that were read.
         signatures: What to look for; those of the package by default.
 
     Returns:
@@ -149,205 +142,149 @@ def scan(
     facts: list[LogFacts] = []
     notes: list[str] = []
     for log in logs:
+        scanner = LogScanner(log.name, log.rank, signatures, attempt=log.attempt)
         try:
-            read = _scan_one(log, advance or (lambda _count: None), notes, signatures)
-        except _NotText as why:
-            if log.is_named:
-                raise UsageError(f"{log.name}: {why}") from None
-            if str(why) != _EMPTY:
-                notes.append(f"{log.name} was left out: {why}")
-            continue
+            for block in _blocks(log, advance, notes):
+                scanner.feed(block)
+        except _NotText as error:
+            why = str(error)
+            refusal = f"{log.name}: {why}"
         except OSError as error:
-            why_not = error.strerror or str(error)
-            if log.is_named:
-                raise UsageError(f"{log.name} cannot be read: {why_not}") from None
-            notes.append(f"{log.name} was left out: {why_not}")
+            why = error.strerror or str(error)
+            refusal = f"{log.name} cannot be read: {why}"
+        else:
+            facts.append(scanner.finish())
             continue
-        facts.append(read)
+        if log.is_named:
+            raise UsageError(refusal)
+        if why != _EMPTY:
+            notes.append(f"{log.name} was left out: {why}")
     if not facts:
         raise UsageError(f"none of {len(logs)} files has text: {'; '.join(notes[:3]) or _EMPTY}")
     return facts, notes
 
 
-class _NotText(Exception):
-    """Nothing of it can be read as a log."""
-
-
-_EMPTY = "it is empty"
-
-
-def _scan_one(
-    log: LogInput,
-    advance: Callable[[int], None],
-    notes: list[str],
-    signatures: SignatureTable | None,
-) -> LogFacts:
-    scanner = LogScanner(log.name, log.rank, signatures, attempt=log.attempt)
-    if log.path is None:
-        _feed(scanner, sys.stdin.buffer, log, advance, notes)
-        return scanner.finish()
-    with open_plain(log.path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if log.tail_bytes is not None and size > log.tail_bytes:
-            file.seek(size - log.tail_bytes)
+def _blocks(log: LogInput, advance: Callable[[int], None], notes: list[str]) -> Iterator[bytes]:
+    """A log's blocks of whole lines in UTF-8, or of ASCII's like; notes get what was left out."""
+    with nullcontext(sys.stdin.buffer) if log.path is None else open_plain(log.path) as opened:
+        file = cast("IO[bytes]", opened)
+        if log.tail_bytes is not None and log.tail_bytes < os.fstat(file.fileno()).st_size:
+            file.seek(-log.tail_bytes, os.SEEK_END)
             file.readline()
             notes.append(f"of {log.name} only the last {log.tail_bytes >> 20} MiB were read")
-        _feed(scanner, cast("IO[bytes]", file), log, advance, notes)
-    return scanner.finish()
+
+        def read(size: int) -> bytes:
+            content = file.read(size)
+            advance(len(content))
+            return content
+
+        yield from _whole_lines(_unpacked(read, log.name, notes))
 
 
-def _feed(
-    scanner: LogScanner,
-    file: IO[bytes],
-    log: LogInput,
-    advance: Callable[[int], None],
-    notes: list[str],
-) -> None:
-    counted = _CountedFile(file, advance)
-    first = counted.read(_SAMPLE)
-    read: Callable[[int], bytes] = counted.read
-    for magic, new in _MAGIC:
-        if first.startswith(magic):
-            unpacked = _UnpackedFile(counted, first, magic, new)
-            first, read = unpacked.read(_SAMPLE), unpacked.read
-            break
-    else:
-        unpacked = None
-    try:
-        for block in _blocks(read, first):
-            scanner.feed(block)
-    except _NotText:
-        if first or unpacked is None or not unpacked.fault:
-            raise
-        raise _NotText(f"nothing of it can be unpacked ({unpacked.fault})") from None
-    if unpacked is not None and unpacked.fault:
-        notes.append(f"{log.name} ends early: {unpacked.fault}")
+def _unpacked(read: Callable[[int], bytes], name: str, notes: list[str]) -> Iterator[bytes]:
+    """A file's content; of a packed one up to where it is torn or damaged, which is noted.
 
-
-class _CountedFile:
-    """A file whose bytes are counted as they are read."""
-
-    def __init__(self, file: IO[bytes], advance: Callable[[int], None]) -> None:
-        self._file = file
-        self._advance = advance
-
-    def read(self, size: int) -> bytes:
-        """At most that many bytes; b"" at the end."""
-        content = self._file.read(size)
-        self._advance(len(content))
-        return content
-
-
-class _UnpackedFile:
-    """A packed file's content, up to where it is torn or damaged.
-
-    Attributes:
-        fault: Why it ended before its end; "" while it did not.
+    Raises:
+        _NotText: it is packed, and nothing of it can be unpacked.
     """
+    first = read(_SAMPLE)
+    packing = next((packing for packing in _MAGIC if first.startswith(packing[0])), None)
+    if packing is None:
+        yield from itertools.chain(filter(None, [first]), iter(lambda: read(BLOCK), b""))
+        return
+    content, fault, has_some = bytearray(), "", False
+    try:
+        for part in _parts(_small_pieces(first, read), *packing):
+            content += part
+            if len(content) >= BLOCK:
+                yield bytes(content)
+                content, has_some = bytearray(), True
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, MemoryError) as error:
+        fault = str(error) or "it needs more memory than there is"
+    if content:
+        yield bytes(content)
+    elif fault and not has_some:
+        raise _NotText(f"nothing of it can be unpacked ({fault})")
+    if fault:
+        notes.append(f"{name} ends early: {fault}")
 
-    def __init__(
-        self, file: _CountedFile, first: bytes, magic: bytes, new: Callable[[], Any]
-    ) -> None:
-        self.fault = ""
-        self._file, self._packed, self._at = file, first, 0
-        self._magic, self._new = magic, new
-        self._decoder = new()
 
-    def read(self, size: int) -> bytes:
-        """About that many bytes; b"" at the end. What came before a fault is given first."""
-        content = bytearray()
-        while len(content) < size and not self.fault:
-            piece = b"" if self._has_more() else self._next_piece()
-            if self._decoder.eof:
-                if not self._begin_next():
-                    break
+def _parts(pieces: Iterator[bytes], magic: bytes, new: Callable[[], Any]) -> Iterator[bytes]:
+    """What packed pieces hold, also of several packed files behind each other; zeros are padding.
+
+    Raises:
+        ValueError: the end is missing, or something else follows; or as of the decoder.
+    """
+    decoder, rest = new(), b""
+    for piece in pieces:
+        rest += piece
+        # Few packed bytes may be megabytes: a decoder that was given them has more to say.
+        while rest or not (decoder.eof or getattr(decoder, "needs_input", True)):
+            if not decoder.eof:
+                yield decoder.decompress(rest, BLOCK)
+                rest = decoder.unused_data if decoder.eof else b""
                 continue
-            if not piece and not self._has_more():
-                self.fault = "its end is missing"
-                break
-            try:
-                content += self._decoder.decompress(piece, BLOCK)
-            except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, MemoryError) as why:
-                self.fault = str(why) or "it needs more memory than there is"
-        return bytes(content)
-
-    def _has_more(self) -> bool:
-        """Whether bytes that were given already have more to say: few of them may be megabytes."""
-        return not getattr(self._decoder, "needs_input", True) and not self._decoder.eof
-
-    def _next_piece(self) -> bytes:
-        if self._decoder.eof:
-            return b""
-        if self._at >= len(self._packed):
-            self._packed, self._at = self._file.read(_SAMPLE), 0
-        # The end of a file byte by byte: its last words matter most, and a checksum comes behind.
-        size = _PIECE if len(self._packed) == _SAMPLE else 1
-        piece = self._packed[self._at : self._at + size]
-        self._at += len(piece)
-        return piece
-
-    def _begin_next(self) -> bool:
-        """Go on with what stands behind a packed part: another one; zeros are padding."""
-        rest = self._decoder.unused_data + self._packed[self._at :]
-        while True:
             rest = rest.lstrip(b"\0")
-            if len(rest) >= len(self._magic) or not (more := self._file.read(_SAMPLE)):
+            if not rest.startswith(magic):
                 break
-            rest += more
-        if not rest.startswith(self._magic):
-            self.fault = "what follows is not packed" if rest else ""
-            return False
-        self._packed, self._at, self._decoder = rest, 0, self._new()
-        return True
+            decoder = new()
+        if decoder.eof and len(rest) >= len(magic):
+            break
+    if rest or not decoder.eof:
+        raise ValueError("what follows is not packed" if decoder.eof else "its end is missing")
 
 
-def _blocks(read: Callable[[int], bytes], first: bytes) -> Iterator[bytes]:
-    """Blocks of whole lines in UTF-8, or of ASCII's like."""
+def _small_pieces(first: bytes, read: Callable[[int], bytes]) -> Iterator[bytes]:
+    """A packed file in small pieces, and its end byte by byte.
+
+    Its last words matter most, and a checksum that may be wrong comes behind them.
+    """
+    while first:
+        size = _PIECE if len(first) == _SAMPLE else 1
+        yield from (first[at : at + size] for at in range(0, len(first), size))
+        first = read(_SAMPLE)
+
+
+def _whole_lines(contents: Iterator[bytes]) -> Iterator[bytes]:
+    """Blocks that end with a line's end, in UTF-8."""
+    first = next(contents, b"")
     if not first:
         raise _NotText(_EMPTY)
-    decoder = _decoder(first)
-    if decoder is None and _is_binary(first):
+    contents = itertools.chain([first], contents)
+    encoding = _utf_16(first[:_SAMPLE])
+    if encoding:
+        texts = codecs.iterdecode(contents, encoding, "replace")
+        contents = (text.encode("utf-8", "replace") for text in texts)
+    elif _is_binary(first[:_SAMPLE]):
         raise _NotText("it is no text")
-    rest, content = b"", first
-    while content:
-        if decoder is not None:
-            content = decoder.decode(content).encode("utf-8", "replace")
+    rest = b""
+    for content in contents:
         end = content.rfind(b"\n") + 1
         if end:
             yield rest + content[:end]
             rest = content[end:]
         else:
             rest += content
-            if len(rest) > MOST_LINE:
-                yield rest
-                rest = b""
-        content = read(BLOCK)
-    if decoder is not None:
-        rest += decoder.decode(b"", final=True).encode("utf-8", "replace")
+        if len(rest) > MOST_LINE:
+            yield rest
+            rest = b""
     if rest:
         yield rest
 
 
-def _decoder(first: bytes) -> codecs.IncrementalDecoder | None:
-    """For UTF-16, by its mark or by every other byte being null; None for all else."""
-    name = ""
+def _utf_16(first: bytes) -> str:
+    """Which UTF-16 it is, by its mark or by every other byte being null; "" for all else."""
     if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        name = "utf-16"
-    elif len(first) >= 8:  # noqa: PLR2004 - too short to tell
-        half = len(first) // 2
-        if first[1::2].count(0) > half * 0.7 and first[0::2].count(0) < half * 0.1:
-            name = "utf-16-le"
-        elif first[0::2].count(0) > half * 0.7 and first[1::2].count(0) < half * 0.1:
-            name = "utf-16-be"
-    return codecs.getincrementaldecoder(name)("replace") if name else None
+        return "utf-16"
+    if len(first) >= 8:  # noqa: PLR2004 - too short to tell
+        even, odd = (first[at::2].count(0) * 2 / len(first) for at in (0, 1))
+        for name, nulls, others in (("utf-16-le", odd, even), ("utf-16-be", even, odd)):
+            if nulls > _UTF16_SHARE and others < BINARY_SHARE:
+                return name
+    return ""
 
 
 def _is_binary(first: bytes) -> bool:
     """Whether much of it is control characters; holes of a network's disk are no sign."""
     sample = first.replace(b"\0" * 64, b"")
-    if not sample:
-        return False
-    odd = sum(sample.count(bytes([code])) for code in range(9)) + sum(
-        sample.count(bytes([code])) for code in range(14, 27)
-    )
-    return odd > BINARY_SHARE * len(sample)
+    return len(sample) - len(sample.translate(None, _CONTROLS)) > BINARY_SHARE * len(sample)

@@ -1,48 +1,28 @@
 r"""What stands around the words of a log's line: who wrote it, when, and colours. Pure.
 
-Launchers put the rank before each line in several ways, and rich draws frames around tracebacks.
+Launchers put the rank before each line in several ways, which lines.toml has, and rich draws frames
+around tracebacks.
 tests/unit/doctor/test_lines.py holds the promises.
 """
 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
 
+LONGEST_LINE = 8192
+"""Characters of a line that are looked at."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _FRAME = ("│", "┃", "|")
 _COLLECTED = re.compile(r"^\S+ \[?(?:stdout|stderr)\]? ")
 TABLE_RANK = re.compile(r"^\s*rank\s*: (?P<rank>\d{1,6}) \(local_rank: \d+\)")
 """A line of torchrun's table of failures; the lines behind it are of that rank."""
 _MOST_PREFIXES = 8
-_BEGINS = (
-    r"Traceback \(most|  +File \"|\[(?:rank|default|RANK )\d|\[\d+,\d+\]<std|\d{1,5}: |"
-    r"\[?20\d\d-\d\d-|stderr: |Net : Call|\(\w+ pid=|[EWIF]\d{4} |"
-    r"(?:\w{1,99}\.){0,9}\w{0,99}(?:Error|Exception)\b"
-)
-"""What cannot be the words behind a program's own "name: "."""
-_PREFIXES = tuple(
-    re.compile(pattern)
-    for pattern in (
-        # torchrun's own, before all that it tells: a traceback of a rank of its too
-        r"^[EWIF]\d{4} [\d:.]+ +\d+ (?:\S*/)?torch/distributed/\S+\.py:\d+\] ?",
-        r"^\[[-\d]+ [\d:,]+\] torch\.distributed\.\S+ \[[A-Z]+\] ?",
-        r"^(?:ERROR|WARNING|INFO):torch\.distributed\.[\w.]+: ?",
-        # a clock of a collector or of `ts`, alone: a logger's own stands before its level
-        r"^\s*\[?20\d\d-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?\]?:? ",
-        r"^\s*\[rank(?P<rank>\d{1,6})\]: ?",  # torch since 2.4
-        r"^\s*\[rank(?P<rank>\d{1,6})\]:?(?=\[)",
-        r"^\s*\[default(?P<rank>\d{1,6})\]: ?",  # torchrun --tee
-        r"^\s*\[\d+,(?P<rank>\d{1,6})\]<std(?:out|err)>: ?",  # mpirun --tag-output
-        r"^\s*\[RANK (?P<rank>\d{1,6})\] ?",
-        # pdsh, which DeepSpeed starts: before NCCL's lines, and before what is no text of its own
-        r"^\s*(?P<node>[\w.-]+): (?=\[?\w[\w.-]{0,255}(?::\d{0,20}){0,2} ?\[)",
-        rf"^\s*(?P<node>[A-Za-z][\w.-]{{0,255}}\d): (?={_BEGINS})",
-        r"^\s*(?P<rank>\d{1,5}): ?(?=\S|  )",  # srun --label
-        r"^\s*\((?:\w+ )*pid=\d+(?:, ip=(?P<node>[\d.]+))?\)(?:\x1b\[0m)? ?",  # Ray
-        r"^stderr: ?",
-    )
-)
+LINES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("lines.toml").read_text("utf-8"))
+_BEGINS = "|".join(LINES["begins"])
+_PREFIXES = [re.compile(prefix.replace("{begins}", _BEGINS)) for prefix in LINES["prefixes"]]
 _INSIDE_RANK = re.compile(
     r"\[(?:PG [^\]]{0,80}?)?Rank (?P<rank>\d{1,6})\]|\(RANK (?P<rank2>\d{1,6})\)"
 )
@@ -63,10 +43,8 @@ _FILE_RANK = re.compile(r"(?:rank|task|_|local)[-_.]?(\d{1,6})(?:\.\w+){0,8}$", 
 class Stamp(NamedTuple):
     """When a line was written, by its own words.
 
-    Attributes:
-        form: Which kind of stamp; only stamps of one kind are compared, for a container's clock may
-            be in another zone than the collector's.
-        at: Seconds since the year's begin, or so: months have 31 days here, which orders them.
+    Only stamps of one form are compared: a container's clock may be in another zone than the
+    collector's. `at` is seconds since the year's begin, or so: months have 31 days here.
     """
 
     form: str
@@ -74,13 +52,9 @@ class Stamp(NamedTuple):
 
 
 class PlainLine(NamedTuple):
-    """A line without what its launchers put before it.
+    """A line without what its launchers put before it, and who wrote it, as far as it says.
 
-    Attributes:
-        text: The words.
-        rank: Who wrote it, as far as the line says.
-        node: Where, the same.
-        stream: Names what writes one after the other: lines of several streams mix.
+    `stream` names what writes one line after the other: lines of several streams mix.
     """
 
     text: str
@@ -117,13 +91,11 @@ def plain(raw: str) -> PlainLine:
 def clock(text: str) -> Stamp | None:
     """When a line says that it was written; None where it does not."""
     for form, pattern in (("glog", _GLOG), ("iso", _ISO)):
-        match = pattern.search(text, 0, _NEAR)
-        if match is not None:
-            month, day, hour, minute = (
-                int(match[part]) for part in ("month", "day", "hour", "minute")
-            )
-            second = float(match["second"].replace(",", "."))
-            return Stamp(form, (((month * 31 + day) * 24 + hour) * 60 + minute) * 60 + second)
+        if (match := pattern.search(text, 0, _NEAR)) is not None:
+            at = 0.0
+            for part, size in (("month", 0), ("day", 31), ("hour", 24), ("minute", 60)):
+                at = at * size + int(match[part])
+            return Stamp(form, at * 60 + float(match["second"].replace(",", ".")))
     return None
 
 

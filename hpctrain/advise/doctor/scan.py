@@ -1,30 +1,29 @@
 """One log as a stream of blocks: what it says of faults, in bounded memory however long it is.
 
 A block is searched for a few words at once; only lines with one of them, and those of a traceback
-that has begun, are taken apart. Whatever comes, nothing raises: a log may hold anything.
-tests/unit/doctor/test_corpus.py and test_judge.py hold the promises.
+that has begun, are taken apart. Losses and loss scales are followed to where they cease to be
+numbers, rise, or overflow: a loss is what stands behind a word that ends with "loss"; those of
+validation are left out. Whatever comes, nothing raises: a log may hold anything.
+tests/unit/doctor/test_corpus.py, test_judge.py and test_losses.py hold the promises.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hpctrain.advise.doctor.faults import TABLE, Certainty, FaultKind
-from hpctrain.advise.doctor.lines import TABLE_RANK, clock, plain
-from hpctrain.advise.doctor.losses import LossWatch
-from hpctrain.advise.doctor.sighting import LogFacts, Sighting
-from hpctrain.advise.doctor.signature import EXCEPTION, FATAL, Role, Speaker, packaged
-from hpctrain.ledger.history.causes import EndCause, cause_in
+from hpctrain.advise.doctor.faults import OF_WORDS, Certainty, LogFacts, Role, Sighting
+from hpctrain.advise.doctor.lines import LINES, LONGEST_LINE, TABLE_RANK, clock, plain
+from hpctrain.advise.doctor.signature import EXCEPTION, FATAL, packaged
+from hpctrain.ledger.history.run_state import cause_in
 
 if TYPE_CHECKING:
-    from hpctrain.advise.doctor.lines import PlainLine, Stamp
     from hpctrain.advise.doctor.signature import Signature, SignatureTable
 
-LONGEST_LINE = 8192
-"""Characters of a line that are looked at."""
 SHOWN = 600
 """Characters of a line that are kept."""
 KEPT_OF_KIND = 3
@@ -43,7 +42,6 @@ _TABLE_INDENT = "  "
 _AFTER_ERROR = 3
 """Lines that are looked at after "Last error:"."""
 
-_END = re.compile(rb"[\r\n]")
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
 _RICH_FRAME = re.compile(r"^(?P<file>/\S+\.py):(?P<line>\d+) in (?P<function>\S+)")
@@ -55,21 +53,11 @@ _UNCAUGHT = re.compile(
     r"(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception))(?:: (?P<text>.*)|:?)$"
 )
 _RAISES = re.compile(r"^\s*(?:raise|assert)\b")
-_LIBRARY = re.compile(
-    r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<|/torch/|^torch/|\.pyx$|/bin/(?:torchrun|accelerate|"
-    r"deepspeed)$|/(?:deepspeed|accelerate|lightning|pytorch_lightning|transformers)/"
+_LIBRARY, _OF_CHILD, _LOADS = (
+    re.compile("|".join(LINES["tracebacks"][name])) for name in ("libraries", "of_child", "loads")
 )
-_WRAPPERS = re.compile(
-    r"(?:^|\.)(?:ChildFailedError|CalledProcessError|SystemExit|ProcessRaise"
-    r"dException|RayTaskError\S*|ActorDiedError|RayActorError|WorkerCrashedError|"
-    r"ProcessExitedException|ExceptionGroup|SignalException|StopIteration|UnexpectedStatusException)$",
-    re.IGNORECASE,
-)
-_OF_CHILD = re.compile(r"\bnon-?zero (?:exit )?status\b|\bexit(?:ed with)? (?:code|status) [1-9]")
-"""What a program says of another that it had started, whose own error stands elsewhere."""
+_WRAPPERS = re.compile(rf"(?:^|\.)(?:{'|'.join(LINES['tracebacks']['wrappers'])})$", re.IGNORECASE)
 _READ_THE_CHILD = ("read what the process that it started printed itself: its error stands there",)
-_LOADS = re.compile(r"^_?load_(?:\w+_)?(?:state|checkpoint|state_dict|optimizer\w*)$")
-"""Functions that read a checkpoint: what fails below them failed with it."""
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
 _HANDLED = "During handling of the above exception"
 _CHAINED = "was the direct cause of the following exception"
@@ -79,43 +67,47 @@ _OF_ATTEMPT = re.compile(
 )
 """A line of hpctrain's own: see `base.log`."""
 _NETWORK = re.compile(r"NCCL INFO NET/(?P<network>IB|Socket|OFI)\S* ?: Using (?P<what>.{1,120})")
-_VERSION = re.compile(r"\bNCCL version (?P<version>\d+\.\d+(?:\.\d+)?(?:\+cuda[\d.]+)?)")
 _NEWLINES = bytes.maketrans(b"\r", b"\n")
 _DIGITS = b"0123456789"
 
-_OF_WORDS: dict[EndCause, tuple[FaultKind, Role, Certainty]] = {
-    EndCause(cause): (FaultKind(kind), Role[role.upper()], Certainty(certainty))
-    for cause, (kind, role, certainty) in TABLE["of_words"].items()
-}
+
+_LOSS = re.compile(
+    rb"oss['\"]?\]?\s{0,3}[:=]?\s{0,3}(?:tensor\()?(?P<value>[-+]?(?:[Nn]a[Nn]|[Ii]nf|\d+(?:\.\d*)?"
+    rb"(?:[eE][-+]?\d+)?))(?![\w%]|/\d)"
+)
+_NAME = re.compile(rb"(?<![\w./-])[\w./-]*[lL]$")
+_SCALE = re.compile(
+    rb"(?:Attempted loss scale: (?P<tried>[\d.]+), reducing to (?P<to>[\d.e+-]+)"
+    rb"|reducing loss scale to (?P<apex>[\d.e+-]+))"
+)
+_NOT_TRAINING = re.compile(rb"val|eval|test|aux|best|valid", re.IGNORECASE)
+REMEMBERED = 64
+MOST_SERIES = 16
+LEAST = 20
+"""Values before which nothing is said of a rise."""
+RISE = 3.0
+STAYED = 10
+"""Values for which a rise must last."""
+LOWEST_SCALE = 1.0
+_WORDS = 16
+"""Bytes before "oss" that tell which loss it is."""
+_MOST_WORDS = 4096
 
 
 @dataclass
-class _Writer:
-    """What one writer is in the middle of.
+class _LogStream:
+    """What one writer is in the middle of."""
 
-    Attributes:
-        left: Lines of its traceback that are still looked at.
-        place: The innermost line of the program itself so far.
-        innermost: The innermost line of all.
-        is_ignored: Python ignores what this traceback tells.
-        follows: What comes next follows from the exception before.
-        last: Where its last exception stands among the sightings.
-        failed: The rank of which a launcher's table of failures tells.
-        crashed: The next line of the program itself is where it crashed.
-        raises: The innermost line is one that raises.
-        loads: A function that reads a checkpoint is among the lines.
-    """
-
-    left: int = 0
-    place: str = ""
-    innermost: str = ""
-    is_ignored: bool = False
-    follows: bool = False
-    last: int | None = None
-    failed: int | None = None
-    crashed: bool = False
-    raises: bool = False
-    loads: bool = False
+    left: int = 0  # lines of its traceback that are still looked at
+    place: str = ""  # the innermost line of the program itself so far
+    innermost: str = ""  # the innermost line of all
+    is_ignored: bool = False  # Python ignores what this traceback tells
+    follows: bool = False  # what comes next follows from the exception before
+    last: int | None = None  # where its last exception stands among the sightings
+    failed: int | None = None  # the rank of which a launcher's table of failures tells
+    crashed: bool = False  # the next line of the program itself is where it crashed
+    raises: bool = False  # the innermost line is one that raises
+    loads: bool = False  # a function that reads a checkpoint is among the lines
 
 
 class LogScanner:
@@ -143,29 +135,30 @@ class LogScanner:
         self._line = 0
         self._offset = 0
         self._attention = 0
-        self._streams: dict[str, _Writer] = {}
+        self._streams: dict[str, _LogStream] = {}
         self._kept: Counter[tuple[str, int | None]] = Counter()
         self._losses = LossWatch()
 
     def feed(self, block: bytes) -> None:
-        """Read a block of whole lines, each ended by a newline but for the log's last."""
+        """Read a block of whole lines, each ended by a newline but for the log's last.
+
+        What a progress bar draws over itself are lines of their own, which are not counted. Lines
+        that differ in digits alone are searched once: most lines of a long log are the same but
+        for their numbers.
+        """
         self._losses.feed(block, self._offset, self._line)
-        starts = _candidates(block, self._table.words)
-        at, number, counted, end = 0, self._line, 0, len(block)
-        for start in [*starts, end]:
-            while self._attention > 0 and at < start:
-                stop = _line_end(block, at)
-                number += block.count(b"\n", counted, at)
-                counted = at
-                self._attention -= 1
-                self._look(block[at:stop], number + 1, self._offset + at)
-                at = stop + 1
-            if start < at or start >= end:
-                continue
-            number += block.count(b"\n", counted, start)
-            stop, counted = _line_end(block, start), start
-            self._look(block[start:stop], number + 1, self._offset + start)
-            at = stop + 1
+        shapes = block.translate(_NEWLINES, _DIGITS).split(b"\n")
+        wanted = _with_a_word(b"\n".join(set(shapes)), self._table.words)
+        if wanted or self._attention:
+            at, number = 0, self._line + 1
+            for raw, shape in zip(block.translate(_NEWLINES).split(b"\n"), shapes, strict=True):
+                if shape in wanted:
+                    self._look(raw, number, self._offset + at)
+                elif self._attention and at < len(block):
+                    self._attention -= 1
+                    self._look(raw, number, self._offset + at)
+                at += len(raw) + 1
+                number += block[at - 1 : at] == b"\n"
         self._line += block.count(b"\n")
         self._offset += len(block)
         self.facts.lines = self._line + (not block.endswith(b"\n") and bool(block))
@@ -178,45 +171,37 @@ class LogScanner:
         return facts
 
     def _look(self, raw: bytes, number: int, offset: int) -> None:
-        """Take one line apart."""
+        """Take one line apart, and keep what it says of a fault."""
         text = raw[:LONGEST_LINE].decode("utf-8", "replace")
         of = _OF_ATTEMPT.match(text) if self._attempt is not None else None
         if of is not None and int(of["attempt"]) != self._attempt:
             return
-        self._look_at(plain(text), clock(text), number, offset)
-
-    def _look_at(self, line: PlainLine, when: Stamp | None, number: int, offset: int) -> None:
-        rank = line.rank if line.rank is not None else self._rank
-        if line.rank is not None and len(self.facts.ranks) < MOST_STREAMS:
-            self.facts.ranks.add(line.rank)
+        line = plain(text)
         if len(self._streams) > MOST_STREAMS:
             self._streams.clear()
-        stream = self._streams.setdefault(line.stream, _Writer())
-        if stream.failed is not None:
-            line = line._replace(text=line.text.removeprefix(_TABLE_INDENT))
-        reading = self._read(line, stream)
-        if line.rank is None:
-            rank = stream.failed if stream.failed is not None else rank
+        stream = self._streams.setdefault(line.stream, _LogStream())
+        words = line.text if stream.failed is None else line.text.removeprefix(_TABLE_INDENT)
+        reading = self._read(words, stream)
         if reading is None:
             return
-        named = reading.details.get("rank")
+        ranks = (line.rank, stream.failed, self._rank)
+        rank = next((rank for rank in ranks if rank is not None), None)
+        if rank is None and reading.details.get("rank"):
+            rank = int(reading.details["rank"])
         sighting = replace(
             reading,
-            text=line.text.strip()[:SHOWN],
+            text=words.strip()[:SHOWN],
             source=self.facts.source,
             line=number,
             offset=offset,
-            rank=int(named) if rank is None and named else rank,
+            rank=rank,
             node=reading.details.get("node") or line.node,
-            clock=when,
+            clock=clock(text),
             is_late=reading.is_late or stream.failed is not None,
-            place=stream.place if _has_place(reading.sign, reading.role) else "",
-            is_handled=stream.is_ignored or (stream.follows and reading.kind is FaultKind.CODE),
+            place=stream.place if reading.role is Role.CAUSE or reading.sign == FATAL else "",
+            is_handled=stream.is_ignored or (stream.follows and reading.kind == "code"),
         )
-        self._keep(sighting, stream)
-
-    def _keep(self, sighting: Sighting, stream: _Writer) -> None:
-        facts, key = self.facts, (sighting.sign, sighting.rank)
+        facts, key = self.facts, (sighting.sign, rank)
         facts.counts[sighting.sign] += 1
         self._kept[key] += 1
         stream.last = None
@@ -224,63 +209,61 @@ class LogScanner:
             stream.last = len(facts.sightings)
             facts.sightings.append(sighting)
 
-    def _read(self, line: PlainLine, stream: _Writer) -> Sighting | None:
+    def _read(self, text: str, stream: _LogStream) -> Sighting | None:
         """What a line says: of a fault, or of what its stream is in the middle of."""
-        text = line.text
-        self._environment(text)
+        if "NET/" in text and (match := _NETWORK.search(text)) is not None:
+            self.facts.networks.setdefault(match["network"], match["what"].strip())
         if any(one.fits(text) for one in self._table.harmless):
             return None
         begun = _TRACEBACK.search(text)
-        if self._inside(text, stream) and (begun is None or begun[0] == text.strip()):
+        if self._belongs(text, stream) and (begun is None or begun[0] == text.strip()):
             return None
-        return self._signed(text, stream) or (
-            self._exception(text, stream) if begun is None else None
+        for signature in self._table.faults:
+            if (match := signature.fits(text)) is not None:
+                return self._signed(signature, match, stream)
+        return self._exception(text, stream) if begun is None else None
+
+    def _signed(self, signature: Signature, match: re.Match[str], stream: _LogStream) -> Sighting:
+        """What a signature knows of a line: a program may print any words and go on."""
+        text, sure = match.string, Certainty(signature.certainty)
+        inside = stream.left > 0 and _EXCEPTION.match(text) is not None
+        if sure is Certainty.CERTAIN and signature.says_so == "program":
+            sure = sure if inside or EXCEPTION.match(text) else Certainty.LIKELY
+        if inside:
+            stream.left = 0
+        if signature.name == FATAL and stream.left <= 0:
+            # Its place stands behind this line; a traceback before it tells of it as well.
+            stream.left, stream.place = self._watch(_ATTENTION), ""
+        return Sighting(
+            signature.name,
+            signature.fault,
+            Role(signature.role),
+            sure,
+            is_late=signature.is_late,
+            details={name: value for name, value in match.groupdict().items() if value},
+            advice=signature.advice,
         )
 
-    def _signed(self, text: str, stream: _Writer) -> Sighting | None:
-        """What a signature knows of a line."""
-        for each in self._table.faults:
-            if each.fault is not None and (match := each.fits(text)) is not None:
-                details = {name: value for name, value in match.groupdict().items() if value}
-                sure = _sure(each, text, inside=stream.left > 0)
-                self._close(stream, text)
-                if each.name == FATAL:
-                    self._await_frames(stream)
-                sighting = _seen(
-                    each.name, each.fault, each.role, sure, details, advice=each.advice
-                )
-                return replace(sighting, is_late=each.is_late)
-        return None
+    def _watch(self, lines: int) -> int:
+        """Have so many lines looked at that come next."""
+        self._attention = max(self._attention, lines)
+        return lines
 
-    def _await_frames(self, stream: _Writer) -> None:
-        """Where the crash is told behind this line; a traceback before it tells of it as well."""
-        if stream.left <= 0:
-            stream.left, stream.place = _ATTENTION, ""
-            self._attention = max(self._attention, _ATTENTION)
-
-    def _environment(self, text: str) -> None:
-        """Which network and which NCCL a line tells of."""
-        if "NET/" in text and (match := _NETWORK.search(text)) is not None:
-            self.facts.networks.setdefault(match["network"], match["what"].strip())
-        if "NCCL version" in text and (match := _VERSION.search(text)) is not None:
-            self.facts.versions.add(match["version"])
-
-    def _inside(self, text: str, stream: _Writer) -> bool:
+    def _belongs(self, text: str, stream: _LogStream) -> bool:
         """Whether the line only belongs to a traceback, of which the place is kept."""
         if _TRACEBACK.search(text) is not None:
-            stream.left, stream.place, stream.innermost = _ATTENTION, "", ""
+            stream.left, stream.place, stream.innermost = self._watch(_ATTENTION), "", ""
             stream.raises = stream.loads = False
-            self._attention = max(self._attention, _ATTENTION)
             return True
         if _IGNORED.match(text) is not None:
             stream.is_ignored = True
-            self._attention = max(self._attention, _AFTER_ERROR)
+            self._watch(_AFTER_ERROR)
             return True
         if text.startswith(_HANDLED) or _CHAINED in text:
             self._chain(stream, handled=text.startswith(_HANDLED))
             return True
         if text.endswith(("Last error:", "ChildFailedError:")):
-            self._attention = max(self._attention, _AFTER_ERROR if "Last" in text else _TABLE)
+            self._watch(_AFTER_ERROR if "Last" in text else _TABLE)
         if (table := TABLE_RANK.match(text)) is not None:
             stream.failed = int(table["rank"])
         elif text.startswith("==="):
@@ -291,44 +274,34 @@ class LogScanner:
         stream.crashed = stream.crashed or _CRASHED.match(text) is not None
         return self._frame(text, stream) or text.startswith((" ", "\t", "~", "^"))
 
-    def _frame(self, text: str, stream: _Writer) -> bool:
+    def _frame(self, text: str, stream: _LogStream) -> bool:
         """Whether the line is one of a traceback's places; what is told of them is kept."""
         frame = _FRAME.match(text) or _RICH_FRAME.match(text)
         if frame is None:
             stream.raises = stream.raises or _RAISES.match(text) is not None
             return False
-        place = f"{frame['file']}:{frame['line']} in {frame['function']}"
-        stream.innermost, stream.raises = place, False
+        stream.innermost = f"{frame['file']}:{frame['line']} in {frame['function']}"
+        stream.raises = False
         stream.loads = stream.loads or _LOADS.match(frame["function"]) is not None
         if _LIBRARY.search(frame["file"]) is None:
-            stream.place = place
-            self._say_where(stream)
+            stream.place = stream.innermost
+            if stream.crashed and stream.last is not None:
+                self._change(stream.last, place=stream.place)
+                stream.crashed, stream.left = False, 0
         return True
 
-    def _say_where(self, stream: _Writer) -> None:
-        """Give the crash that was told just now its place."""
-        if stream.crashed and stream.last is not None:
-            self.facts.sightings[stream.last] = replace(
-                self.facts.sightings[stream.last], place=stream.place
-            )
-            stream.crashed, stream.left = False, 0
+    def _change(self, at: int, **changes: Any) -> None:
+        self.facts.sightings[at] = replace(self.facts.sightings[at], **changes)
 
-    def _chain(self, stream: _Writer, *, handled: bool) -> None:
+    def _chain(self, stream: _LogStream, *, handled: bool) -> None:
         """An exception came of the one before: in its handling, or because of it."""
-        self._attention = max(self._attention, _ATTENTION)
+        self._watch(_ATTENTION)
         if not handled:
             stream.follows = True
-        elif stream.last is not None:
-            before = self.facts.sightings[stream.last]
-            if before.kind is FaultKind.CODE:
-                self.facts.sightings[stream.last] = replace(before, is_handled=True)
+        elif stream.last is not None and self.facts.sightings[stream.last].kind == "code":
+            self._change(stream.last, is_handled=True)
 
-    def _close(self, stream: _Writer, text: str) -> None:
-        """A traceback ends with its exception."""
-        if stream.left > 0 and _EXCEPTION.match(text) is not None:
-            stream.left = 0
-
-    def _exception(self, text: str, stream: _Writer) -> Sighting | None:
+    def _exception(self, text: str, stream: _LogStream) -> Sighting | None:
         """An exception that no signature knows: the ledger's words for it, else the program's."""
         in_traceback = stream.left > 0
         pattern = _EXCEPTION if in_traceback else EXCEPTION
@@ -341,66 +314,23 @@ class LogScanner:
         # A RuntimeError at a line that raises nothing came out of torch's own code below it.
         is_own = is_own and (stream.raises or name != "RuntimeError")
         stream.left = 0
-        self._attention = max(self._attention, _AFTER_EXCEPTION)
+        self._watch(_AFTER_EXCEPTION)
         is_empty = name == "Exception" and not match["text"]  # torch's, round a spawned rank's own
         if _WRAPPERS.search(name) or _IN_WORKER.search(text) or is_empty:
             return None
         details = {"exception": name}
         cause = cause_in(text)
-        if cause is not None and cause in _OF_WORDS:
-            kind, role, certainty = _OF_WORDS[cause]
-            return _seen(f"ledger-{cause.value}", kind, role, certainty, details)
+        if cause is not None and cause in OF_WORDS:
+            return Sighting(f"ledger-{cause.value}", *OF_WORDS[cause], details=details)
         if in_traceback and stream.loads:
-            kind, sure = FaultKind.CHECKPOINT, Certainty.LIKELY
-            return _seen("checkpoint-read", kind, Role.CAUSE, sure, details)
+            sure = Certainty.LIKELY
+            return Sighting("checkpoint-read", "checkpoint", Role.CAUSE, sure, details=details)
         sure = Certainty.CERTAIN if is_own else Certainty.LIKELY
         advice: tuple[str, ...] = ()
         if _OF_CHILD.search(text):
             sure, advice = Certainty.POSSIBLE, _READ_THE_CHILD
-        return _seen(f"exception-{name}", FaultKind.CODE, Role.CAUSE, sure, details, advice=advice)
-
-
-def _seen(
-    sign: str,
-    kind: FaultKind,
-    role: Role,
-    certainty: Certainty,
-    details: dict[str, str],
-    *,
-    advice: tuple[str, ...] = (),
-) -> Sighting:
-    """What a line says of a fault, before it is known which line it is."""
-    return Sighting(sign, kind, role, certainty, "", "", details=details, advice=advice)
-
-
-def _has_place(sign: str, role: Role) -> bool:
-    return sign == FATAL or sign.startswith("exception") or role is Role.CAUSE
-
-
-def _sure(signature: Signature, text: str, *, inside: bool) -> Certainty:
-    """How sure a signature's fault is in this line: a program may print any words and go on."""
-    if signature.certainty is not Certainty.CERTAIN or signature.says_so is Speaker.SYSTEM:
-        return signature.certainty
-    begins = EXCEPTION.match(text) or (inside and _EXCEPTION.match(text))
-    return Certainty.CERTAIN if begins else Certainty.LIKELY
-
-
-def _candidates(block: bytes, words: tuple[bytes, ...]) -> list[int]:
-    """Where lines begin that hold one of the words, in order.
-
-    What a progress bar draws over itself are lines of their own. Lines that differ in digits alone
-    are searched once: most lines of a long log are the same but for their numbers.
-    """
-    shapes = block.translate(_NEWLINES, _DIGITS).split(b"\n")
-    wanted = _with_a_word(b"\n".join(set(shapes)), words)
-    if not wanted:
-        return []
-    ends = [match.start() for match in _END.finditer(block)]
-    return [
-        start
-        for start, shape in zip([0, *(end + 1 for end in ends)], shapes, strict=True)
-        if shape in wanted
-    ]
+        sign = f"exception-{name}"
+        return Sighting(sign, "code", Role.CAUSE, sure, details=details, advice=advice)
 
 
 def _with_a_word(lines: bytes, words: tuple[bytes, ...]) -> set[bytes]:
@@ -422,6 +352,124 @@ def _with_a_word(lines: bytes, words: tuple[bytes, ...]) -> set[bytes]:
     return hits
 
 
-def _line_end(block: bytes, at: int) -> int:
-    end = _END.search(block, at)
-    return len(block) if end is None else end.start()
+@dataclass(slots=True)
+class _Series:
+    """One loss by its name, as it is printed."""
+
+    name: str
+    values: int = 0  # how many were finite and usual so far
+    mean: float = 0.0  # of those, with the newest counting most
+    limit: float = math.inf  # a value above it is a rise; infinite while too few are known
+    first_nan: tuple[int, int] | None = None  # line and offset of the first since the last number
+    nans: int = 0  # how many there were in a row
+    high_since: tuple[int, int, float, float] | None = None  # line, offset, value, mean before it
+    high: int = 0  # for how many values a rise has lasted
+
+    def usual(self, value: float) -> None:
+        """The next value, one as those before it."""
+        if self.nans or self.high:
+            self.first_nan, self.nans, self.high_since, self.high = None, 0, None, 0
+        self.values += 1
+        self.mean += (value - self.mean) * max(1 / self.values, 0.05)
+        self.limit = RISE * self.mean if self.values >= LEAST and self.mean > 0 else math.inf
+
+    def unusual(self, value: float, line: int, offset: int) -> None:
+        """The next value, one that is no number or far higher."""
+        if not math.isfinite(value):
+            self.first_nan = self.first_nan or (line, offset)
+            self.nans += 1
+            return
+        self.first_nan, self.nans = None, 0
+        self.high_since = self.high_since or (line, offset, value, self.mean)
+        self.high += 1
+
+
+class LossWatch:
+    """Follows the losses of one log.
+
+    Attributes:
+        offsets: Where the last losses were printed, oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.offsets: deque[int] = deque(maxlen=REMEMBERED)
+        self._series: dict[bytes, _Series] = {}
+        self._before: dict[bytes, _Series | None] = {}
+        self._scale: tuple[int, int, float, str] | None = None
+        self._overflows = 0
+
+    def feed(self, block: bytes, offset: int, line: int) -> None:
+        """Read a block of whole lines.
+
+        Args:
+            block: Its bytes.
+            offset: Where it lies in the log.
+            line: Lines before it.
+        """
+        before, number, counted = self._before, line + 1, 0
+        for match in _LOSS.finditer(block):
+            start = match.start()
+            words = block[max(0, start - _WORDS) : start]
+            try:
+                series = before[words]
+            except KeyError:
+                series = self._named(words)
+            if series is None:
+                continue
+            self.offsets.append(offset + start)
+            value = float(match[1])
+            if value <= series.limit and value != math.inf:
+                series.usual(value)
+            else:
+                number += block.count(b"\n", counted, start)
+                counted = start
+                series.unusual(value, number, offset + start)
+        if b"loss scale" in block:
+            self._scales(block, offset, line)
+
+    def _named(self, words: bytes) -> _Series | None:
+        """The series of which these words tell; None where it is no training loss."""
+        match = _NAME.search(words)
+        series = None
+        if match is not None and _NOT_TRAINING.search(match[0]) is None:
+            name = match[0]
+            series = self._series.get(name)
+            if series is None and len(self._series) < MOST_SERIES:
+                series = self._series[name] = _Series(name.decode("utf-8", "replace") + "oss")
+        if len(self._before) > _MOST_WORDS:
+            self._before.clear()
+        self._before[words] = series
+        return series
+
+    def _scales(self, block: bytes, offset: int, line: int) -> None:
+        number, counted = line + 1, 0
+        for match in _SCALE.finditer(block):
+            self._overflows += 1
+            number += block.count(b"\n", counted, match.start())
+            counted = match.start()
+            shown = match[0].decode("ascii", "replace")
+            with contextlib.suppress(ValueError):  # "1.2.3": it says no scale
+                scale = float((match["to"] or match["apex"]).rstrip(b".,"))
+                self._scale = (number, offset + match.start(), scale, shown)
+
+    def sightings(self, source: str) -> list[Sighting]:
+        """What the losses tell at the log's end."""
+        out: list[Sighting] = []
+
+        def add(kind: str, sign: str, text: str, at: tuple[int, int], *, sure: bool) -> None:
+            certainty = Certainty.LIKELY if sure else Certainty.POSSIBLE
+            out.append(Sighting(sign, kind, Role.HINT, certainty, text, source, *at))
+
+        for series in self._series.values():
+            nan, rise = series.first_nan, series.high_since
+            if nan is not None and (series.nans > 1 or series.values == 0):
+                text = f"{series.name} is no number from here to the end ({series.nans} times)"
+                add("nan", "loss-nan", text, nan, sure=series.nans > 1)
+            elif rise is not None and series.high >= STAYED:
+                before, after = f"{rise[3]:.3g}", f"{rise[2]:.3g}"
+                text = f"{series.name} rose from about {before} to {after} and stayed high"
+                add("loss_spike", "loss-spike", text, rise[:2], sure=True)
+        if self._scale is not None and self._scale[2] <= LOWEST_SCALE:
+            text = f"{self._scale[3]} ({self._overflows} overflows)"
+            add("fp16_overflow", "scale-fell", text, self._scale[:2], sure=True)
+        return out

@@ -8,21 +8,30 @@ tests/unit/doctor/test_own_signatures.py and test_corpus.py hold the promises.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
 import tomllib
-from dataclasses import dataclass, field, fields
-from enum import IntEnum, StrEnum
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.advise.doctor.faults import Certainty, FaultKind
-from hpctrain.errors import UsageError
+from hpctrain.advise.doctor.faults import FAULTS, Certainty, Role
+from hpctrain.advise.doctor.lines import LINES, LONGEST_LINE, plain
+from hpctrain.cluster.scheduler.base import name_here
+from hpctrain.cluster.site.detect import choose, look_around
+from hpctrain.cluster.site.load import site_files, user_folder
+from hpctrain.core.base.env import HPCTRAIN_SITE
+from hpctrain.core.settings.fields import Table, convert, field, keys_of
+from hpctrain.errors import HpctrainError, NotFound, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
+    from types import FrameType
 
-FOLDER = Path(__file__).with_name("signatures")
+FOLDER = "signatures"
+"""Beside this module, and in the folder of a user's own settings."""
 ORDER = (
     *("harmless", "accelerators", "memory", "storage", "program", "meeting", "training"),
     *("scheduler", "waits", "links", "deaths"),
@@ -30,107 +39,58 @@ ORDER = (
 """Our own files in the order in which they are tried."""
 FATAL = "fatal-python-error"
 """faulthandler's, of a crash in native code, whose place follows. An abort is none."""
-COMMON: tuple[str, ...] = (
-    *("rror", "xception", "raceback", "memory", "WARN", "ismatch", "illed", "ailed", "ssert"),
-    *("imed out", "imeout", "xitcode", "SIG", "onnect", "losed by"),
-    *("handling of the above", "direct cause of", "NET/IB", "NET/Socket", "NCCL version"),
-    "(local_rank: ",
-)
-"""Most lines worth a look have one of these: the words of signatures that have one are not searched
-for by themselves."""
+COMMON: list[str] = LINES["common_words"]
+_REQUIRED = ("name", "role", "words", "pattern", "matches", "near_misses")
 SHORTEST_WORD = 3
+LONGEST_S = 0.2
+"""CPU time that a pattern may take for the longest line; ours take a thousandth of it."""
 EXCEPTION = re.compile(
     r"^(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception))(?:: (?P<text>.*)|:?)$"
 )
 """A line that begins with the name of an exception."""
 
 
-class Role(IntEnum):
-    """What a line can explain; a lower one explains the higher ones."""
+class Signature(Table):
+    """One kind of line: a `[[signature]]` table. docs/doctor.md describes the keys for users."""
 
-    CAUSE = 0
-    """A fault that ends a process by itself."""
-    WAIT = 1
-    """A collective's time was up: somebody did not come, for one reason or another."""
-    LINK = 2
-    """A connection broke: the other end may have died first."""
-    DEATH = 3
-    """A process is said to be dead, and by what; not why."""
-    HINT = 4
-    """No end by itself: it may explain one."""
-    HARMLESS = 5
-    """It reads like a fault and is none."""
+    name: str = field("", "its own")
+    fault: str = field(
+        "", "a name of faults.toml; none for what is harmless", choices=("", *FAULTS)
+    )
+    role: str = field("", "what it can explain", choices=tuple(Role))
+    words: list[str] = field([], "one of them stands in every line that fits", free=True)
+    pattern: str = field("", "what fits; named groups become details", regex=True, free=True)
+    where: str = field("anywhere", "in a line it may stand", choices=("anywhere", "start", "error"))
+    certainty: str = field(
+        "certain",
+        "how sure its fault is where nothing comes before it; certain holds only where the line "
+        "begins with an exception's name, or the system says so",
+        choices=tuple(Certainty),
+    )
+    says_so: str = field("program", "who writes the line", choices=("program", "system"))
+    is_late: bool = field(default=False, doc="printed when all is over")
+    advice: list[str] = field([], "in place of what the fault's own row says", free=True)
+    matches: list[str] = field([], "lines that fit", free=True)
+    near_misses: list[str] = field([], "lines that look alike and do not fit", free=True)
+    source: str = field("", "where such lines come from", free=True)
 
-
-class Where(StrEnum):
-    """Where in a line a pattern may stand."""
-
-    ANYWHERE = "anywhere"
-    START = "start"
-    ERROR = "error"
-    """Behind the name of an exception that begins the line."""
-
-
-class Speaker(StrEnum):
-    """Who writes the line."""
-
-    PROGRAM = "program"
-    SYSTEM = "system"
-    """The scheduler, the kernel or a driver, whose word is certain wherever it stands."""
-
-
-@dataclass(frozen=True)
-class Signature:
-    """One kind of line.
-
-    Attributes:
-        name: Its own, as `--json` tells it.
-        fault: The fault that it speaks of; None for what is harmless.
-        role: What it can explain.
-        words: One of them stands in every line that fits.
-        pattern: What fits; named groups become details.
-        where: Where in the line it may stand.
-        certainty: How sure its fault is where nothing comes before it. Certain holds only where
-            the line begins with an exception's name, or `says_so` is the system.
-        says_so: Who writes the line.
-        is_late: Printed when all is over, by those who clean up: it may have been the first.
-        advice: What to do, in place of what the fault's own row says.
-        matches: Lines that fit.
-        near_misses: Lines that look alike and do not fit.
-        source: Where such lines come from.
-    """
-
-    name: str
-    fault: FaultKind | None
-    role: Role
-    words: tuple[str, ...]
-    pattern: str
-    where: Where = Where.ANYWHERE
-    certainty: Certainty = Certainty.CERTAIN
-    says_so: Speaker = Speaker.PROGRAM
-    is_late: bool = False
-    advice: tuple[str, ...] = ()
-    matches: tuple[str, ...] = ()
-    near_misses: tuple[str, ...] = ()
-    source: str = ""
-    compiled: re.Pattern[str] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "compiled", re.compile(self.pattern))
+    @cached_property
+    def compiled(self) -> re.Pattern[str]:
+        """Its pattern."""
+        return re.compile(self.pattern)
 
     def fits(self, text: str) -> re.Match[str] | None:
         """The pattern's match in a line without its prefixes; None where it does not fit."""
         if not any(word in text for word in self.words):
             return None
-        if self.where is Where.ANYWHERE:
-            return self.compiled.search(text)
-        if self.where is Where.START:
+        if self.where == "start":
             return self.compiled.match(text)
+        if self.where == "anywhere":
+            return self.compiled.search(text)
         error = EXCEPTION.match(text)
         return self.compiled.search(text, error.start("text")) if error and error["text"] else None
 
 
-@dataclass(frozen=True)
 class SignatureTable:
     """All signatures, in the order in which they are tried: the first that fits a line counts.
 
@@ -140,34 +100,20 @@ class SignatureTable:
         words: One of them stands in every line that is worth a look, once its digits are taken out.
     """
 
-    faults: tuple[Signature, ...]
-    harmless: tuple[Signature, ...]
-    words: tuple[bytes, ...]
-
-    @classmethod
-    def of(cls, signatures: Iterable[Signature]) -> SignatureTable:
-        """Sort them by what becomes of their lines."""
+    def __init__(self, signatures: Iterable[Signature]) -> None:
         every = tuple(signatures)
-        own = {
-            word
-            for one in every
-            if one.role is not Role.HARMLESS
-            for word in one.words
-            if not any(common in word for common in COMMON)
-        }
+        self.faults = tuple(one for one in every if one.role != Role.HARMLESS)
+        self.harmless = tuple(one for one in every if one.role == Role.HARMLESS)
+        words = {word for one in self.faults for word in one.words}
+        own = {word for word in words if not any(common in word for common in COMMON)}
         shortest = sorted(w for w in own if not any(o in w for o in own if o != w))
-        return cls(
-            tuple(one for one in every if one.role is not Role.HARMLESS),
-            tuple(one for one in every if one.role is Role.HARMLESS),
-            tuple(dict.fromkeys(_without_digits(word) for word in (*COMMON, *shortest))),
-        )
+        self.words = tuple(dict.fromkeys(map(_without_digits, (*COMMON, *shortest))))
 
-    def with_more(self, more: Iterable[Signature]) -> SignatureTable:
+    def with_more(self, more: Sequence[Signature]) -> SignatureTable:
         """Others before these, which may take the name of one of these and then replace it."""
-        first = tuple(more)
-        names = {one.name for one in first}
+        names = {one.name for one in more}
         rest = (one for one in (*self.harmless, *self.faults) if one.name not in names)
-        return SignatureTable.of((*first, *rest))
+        return SignatureTable((*more, *rest))
 
 
 def _without_digits(word: str) -> bytes:
@@ -177,7 +123,8 @@ def _without_digits(word: str) -> bytes:
 @cache
 def packaged() -> SignatureTable:
     """The signatures of this package."""
-    return SignatureTable.of(one for name in ORDER for one in read(FOLDER / f"{name}.toml"))
+    folder = Path(__file__).with_name(FOLDER)
+    return SignatureTable(one for name in ORDER for one in read(folder / f"{name}.toml"))
 
 
 def read(path: Path) -> list[Signature]:
@@ -198,64 +145,139 @@ def read(path: Path) -> list[Signature]:
     return [_signature(row, f"{path}, signature {n}") for n, row in enumerate(rows, 1)]
 
 
-_KEYS = {one.name: one for one in fields(Signature) if one.init}
-_LISTS = frozenset({"words", "advice", "matches", "near_misses"})
-_CHOICES: dict[str, dict[str, Any]] = {
-    "role": {role.name.lower(): role for role in Role},
-    **{
-        key: {member.value: member for member in kind}
-        for key, kind in (
-            ("fault", FaultKind),
-            ("where", Where),
-            ("certainty", Certainty),
-            ("says_so", Speaker),
-        )
-    },
-}
-_REQUIRED = ("name", "role", "words", "pattern", "matches", "near_misses")
-
-
 def _signature(row: Mapping[str, Any], place: str) -> Signature:
+    keys = keys_of(Signature)
     name = row.get("name")
     place = f"{place} ({name})" if isinstance(name, str) else place
-    if unknown := sorted(row.keys() - _KEYS.keys()):
-        raise UsageError(f"{place}: no field is called {unknown[0]}; there are {', '.join(_KEYS)}")
+    if unknown := sorted(row.keys() - keys.keys()):
+        raise UsageError(f"{place}: no field is called {unknown[0]}; there are {', '.join(keys)}")
     if missing := [key for key in _REQUIRED if not row.get(key)]:
         raise UsageError(f"{place}: {missing[0]} is missing")
-    values = {key: _value(key, value, place) for key, value in row.items()}
-    if short := [word for word in values["words"] if len(_without_digits(word)) < SHORTEST_WORD]:
+    try:
+        signature = Signature(**{key: convert(keys[key], row[key], key) for key in row})
+    except ValueError as error:
+        raise UsageError(f"{place}: {error}") from None
+    if short := [word for word in signature.words if len(_without_digits(word)) < SHORTEST_WORD]:
         raise UsageError(
             f"{place}: the word {short[0]!r} stands in too many lines: write {SHORTEST_WORD} "
             "characters or more that are no digits"
         )
-    values.setdefault("fault", None)
-    if (values["fault"] is None) != (values["role"] is Role.HARMLESS):
+    if (signature.fault == "") != (signature.role == Role.HARMLESS):
         raise UsageError(f"{place}: a fault belongs to every role but harmless, which has none")
+    return signature
+
+
+def paths_here(environ: Mapping[str, str]) -> tuple[list[Path], list[str]]:
+    """The files that hold here, a user's before the site's, and what hinders the site's."""
+    own = user_folder(environ)
+    paths = sorted((own / FOLDER).glob("*.toml")) if own is not None else []
     try:
-        return Signature(**values)
-    except re.error as error:
-        raise UsageError(f"{place}: the pattern is none: {error}") from None
+        if not _a_preset_has_some(environ):
+            return paths, []
+        here = look_around(environ, lambda: name_here(environ))
+        site, _ = choose(environ.get(HPCTRAIN_SITE), environ, here)
+        named = [Path(os.path.expandvars(text)) for text in site.doctor.signatures] if site else []
+        return [*paths, *(path for place in named for path in files_in(place))], []
+    except HpctrainError as error:
+        return paths, [f"the site's signatures were left out: {error}"]
 
 
-def _value(key: str, value: object, place: str) -> Any:
-    """One field's value, checked.
+def _a_preset_has_some(environ: Mapping[str, str]) -> bool:
+    """Whether any preset names signatures: else nobody has to know which site this is.
+
+    To find that out may take SLURM's answer, and a diagnosis must not wait for a dead one.
+    """
+    files = [path for layers in site_files(environ).values() for _, path in layers]
+    named = environ.get(HPCTRAIN_SITE, "")
+    for path in [*files, *([Path(named)] if named.endswith(".toml") else [])]:
+        with contextlib.suppress(OSError):  # choosing the site says what is wrong with it
+            if FOLDER.encode() in path.read_bytes():
+                return True
+    return False
+
+
+def files_in(path: Path) -> list[Path]:
+    """A file itself, or all *.toml of a folder.
 
     Raises:
-        UsageError: it is not of the field's kind.
+        NotFound: there is no such file or folder, or none in it.
     """
-    if key == "is_late":
-        if not isinstance(value, bool):
-            raise UsageError(f"{place}: is_late is true or false, not {value!r}")
-        return value
-    if key in _LISTS:
-        if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
-            raise UsageError(f"{place}: {key} is a list of texts, not {value!r}")
-        return tuple(value)
-    if not isinstance(value, str):
-        raise UsageError(f"{place}: {key} is a text, not {value!r}")
-    choices = _CHOICES.get(key)
-    if choices is None:
-        return value
-    if value in choices:
-        return choices[value]
-    raise UsageError(f"{place}: {key} is one of {', '.join(choices)}, not {value!r}")
+    if not path.exists():
+        raise NotFound(f"{path}: there is no such file or folder of signatures")
+    paths = sorted(path.glob("*.toml")) if path.is_dir() else [path]
+    if not paths:
+        raise NotFound(f"{path} has no file of signatures (*.toml)")
+    return paths
+
+
+def with_own(environ: Mapping[str, str]) -> tuple[SignatureTable, list[str]]:
+    """Ours and those that are found here; a file that is wrong is left out, which is said."""
+    paths, notes = paths_here(environ)
+    more: list[Signature] = []
+    for path in paths:
+        try:
+            more += read(path)
+        except HpctrainError:
+            notes.append(f"{path.name} was left out: `hpctrain doctor --check-signatures` says why")
+    return packaged().with_more(more) if more else packaged(), notes
+
+
+def faults_of(signatures: Iterable[Signature]) -> list[str]:
+    """What their own examples say against them, in a line each."""
+    faults: list[str] = []
+    for signature in signatures:
+        slow = _slow_on(signature)
+        if slow:
+            faults.append(
+                f"{signature.name}: its pattern takes too long on lines like {slow[:60]!r}..."
+            )
+            continue
+        faults += [
+            f"{signature.name}: does not fit its example {line!r}: {why}"
+            for line in signature.matches
+            if (why := _why_not(signature, plain(line).text))
+        ]
+        misses = (
+            line for line in signature.near_misses if signature.fits(plain(line).text) is not None
+        )
+        faults += [f"{signature.name}: fits its near miss {line!r}" for line in misses]
+    return faults
+
+
+def _why_not(signature: Signature, text: str) -> str:
+    """Why it does not fit; "" where it does."""
+    if signature.fits(text) is not None:
+        return ""
+    if not any(word in text for word in signature.words):
+        return "none of its words stands there"
+    if signature.compiled.search(text) is None:
+        return "its pattern does not"
+    return f"it does not stand where it should ({signature.where})"
+
+
+class _TooSlow(Exception):
+    """A pattern's time is up."""
+
+
+def _slow_on(signature: Signature) -> str:
+    """A line on which the pattern takes too long; "" where it takes long on none."""
+    pieces = ["a", "0", " ", "\t", "/", "a.", "a ", "0,", "a=", *signature.matches]
+
+    def up(_number: int, _frame: FrameType | None) -> None:
+        raise _TooSlow
+
+    before = signal.signal(signal.SIGVTALRM, up)
+    try:
+        for begin in ("", *signature.matches):
+            for piece in pieces:
+                text = (begin + piece * (LONGEST_LINE // len(piece)))[:LONGEST_LINE]
+                signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST_S)
+                try:
+                    signature.compiled.search(text)
+                except _TooSlow:
+                    return text
+                finally:
+                    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    finally:
+        signal.signal(signal.SIGVTALRM, before)
+    return ""

@@ -1,131 +1,128 @@
-"""A diagnosis in words: its one line with the numbers that were read, and what to do. Pure.
+"""A diagnosis in words: its headline and advice, as text for people and as JSON for programs. Pure.
 
-tests/unit/doctor/test_words.py holds the promises.
+tests/unit/doctor/test_words.py and tests/unit/cli/test_doctor.py hold the promises.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+import textwrap
+from typing import TYPE_CHECKING, Any
 
-from hpctrain.advise.doctor.faults import KNOWLEDGE, TABLE, FaultKind
-from hpctrain.advise.doctor.signature import Role
-from hpctrain.core.base.text import fold_ranks
+from hpctrain.advise.doctor.faults import FAULTS, TABLE, Role
+from hpctrain.core.base.text import count, fold_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from hpctrain.advise.doctor.sighting import Sighting
+    from hpctrain.advise.doctor.faults import Diagnosis, FollowOn, Sighting
+
+FORMAT = 1
+"""Of the JSON; raised where a field changes its meaning."""
+MOST_SHOWN = 8
+SHORT_LINES = 8
+"""Of a diagnosis without --why, with the line that names --why."""
+_LABEL = 14
+_LONGEST_QUOTE = 240
+_LONGEST_MESSAGE = 200
+_CUT = " ..."
+_PART = re.compile(r"\{(\w+)\}")
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "bytes": 1}
 _SIZE = r"(?<![\d.])([\d.]+) ([KMGT]iB|bytes)"
-_ASKED = re.compile(rf"Tried to allocate {_SIZE}")
-_CAPACITY = re.compile(rf"total capaci?ty of {_SIZE}|; {_SIZE} total capacity")
-_ALLOCATED = re.compile(rf"{_SIZE} is allocated by PyTorch|{_SIZE} already allocated")
-_UNALLOCATED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
-_RESERVED = re.compile(rf"{_SIZE} reserved in total by PyTorch")
-_OF_OTHERS = re.compile(rf"Process \d+ has {_SIZE} memory in use")
+_SIZES = {
+    "asked": re.compile(rf"Tried to allocate {_SIZE}"),
+    "capacity": re.compile(rf"total capaci?ty of {_SIZE}|; {_SIZE} total capacity"),
+    "allocated": re.compile(rf"{_SIZE} is allocated by PyTorch|{_SIZE} already allocated"),
+    "unallocated": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
+    "reserved": re.compile(rf"{_SIZE} reserved in total by PyTorch"),
+    "others": re.compile(rf"Process \d+ has {_SIZE} memory in use"),
+}
+"""What torch's allocator tells when a GPU's memory is out."""
 FRAGMENTED = 0.1
 """Of the GPU's memory that is reserved and not in use: worth another allocator setting."""
-GIB = 2**30
+LARGE = 0.25
+"""Of the GPU's memory: much for one block, or for other processes."""
 
 
-def headline(first: Sighting, kind: FaultKind, sightings: Sequence[Sighting]) -> str:
+def headline(first: Sighting, kind: str, sightings: Sequence[Sighting]) -> str:
     """One line: what, on which rank, with its numbers."""
-    ranks = sorted({s.rank for s in sightings if s.kind is first.kind and s.rank is not None})
+    ranks = sorted({s.rank for s in sightings if s.kind == first.kind and s.rank is not None})
     who = f" on {fold_ranks(ranks)}" if ranks else ""
     node = f" (node {first.node})" if first.node else ""
-    if first.role is Role.DEATH and kind is FaultKind.HOST_OOM:
+    if first.role is Role.DEATH and kind == "host_oom":
         how = "died at once" if "SYSTEM_ERROR" in first.text else "was killed by SIGKILL"
         return f"a process {how}{who}{node}: most often a node's memory is out"
     detail = _detail(first, kind)
-    return f"{KNOWLEDGE[kind].title}{who}{node}{': ' if detail else ''}{detail}"
+    return f"{FAULTS[kind].title}{who}{node}{': ' if detail else ''}{detail}"
 
 
-def advice(first: Sighting, kind: FaultKind, sightings: Iterable[Sighting]) -> tuple[str, ...]:
+def _detail(first: Sighting, kind: str) -> str:
+    """What was read of the line, in the words of faults.toml; else the line itself."""
+    parts = {key: value.strip() for key, value in first.details.items()}
+    parts["peer"] = parts.get("peer", "").strip("[]()").rstrip(".")
+    is_short = len(first.text) <= _LONGEST_MESSAGE
+    parts["message"] = first.text if is_short else f"{first.text[: _LONGEST_MESSAGE - 3]}..."
+    parts["place"] = first.place
+    parts["memory"] = gpu_memory(first.text)[0] if kind == "gpu_oom" else ""
+    parts["meaning"] = TABLE["xids"].get(parts.get("xid", ""), "see NVIDIA's list of Xid errors")
+    about = FAULTS[kind]
+    parts_of_all = [text for each in about.all_of if (text := _filled(each, parts)) is not None]
+    filled = (text for each in about.first_of if (text := _filled(each, parts)) is not None)
+    return ", ".join(parts_of_all) or next(filled, parts["message"])
+
+
+def _filled(template: str, parts: Mapping[str, str]) -> str | None:
+    """A text with its parts filled in; None where one of them is not known."""
+    if not all(parts.get(name) for name in _PART.findall(template)):
+        return None
+    return _PART.sub(lambda match: parts[match[1]], template)
+
+
+def advice(first: Sighting, kind: str, sightings: Iterable[Sighting]) -> Sequence[str]:
     """What to do, what fits this case best first."""
-    do = first.advice or KNOWLEDGE[kind].do
-    if kind is FaultKind.GPU_OOM:
-        memory = next((m for s in sightings if (m := GpuMemory.read(s.text)) is not None), None)
-        return (*(memory.advice() if memory is not None else ()), *do)
-    if kind is FaultKind.CHECKPOINT and first.details.get("was") and first.details.get("now"):
+    do = first.advice or FAULTS[kind].do
+    if kind == "gpu_oom":
+        memories = (gpu_memory(sighting.text) for sighting in sightings)
+        return (*next((do for words, do in memories if words), ()), *do)
+    if kind == "checkpoint" and first.details.get("was") and first.details.get("now"):
         return do[:1]
     return do
 
 
-class GpuMemory:
-    """What torch's allocator says when it is out of memory, in bytes; 0 for what it leaves out."""
+def gpu_memory(text: str) -> tuple[str, tuple[str, ...]]:
+    """What torch's allocator tells, in words, and what its numbers call for before anything else.
 
-    def __init__(self, text: str) -> None:
-        self.asked = _bytes(_ASKED, text)
-        self.capacity = _bytes(_CAPACITY, text)
-        self.allocated = _bytes(_ALLOCATED, text)
-        reserved = _bytes(_RESERVED, text)
-        self.unallocated = _bytes(_UNALLOCATED, text) or max(0, reserved - self.allocated)
-        self.others = sum(_amount(*found) for found in _OF_OTHERS.findall(text))
-
-    @classmethod
-    def read(cls, text: str) -> GpuMemory | None:
-        """None where the line tells no sizes."""
-        memory = cls(text)
-        return memory if memory.asked and memory.capacity else None
-
-    @property
-    def is_fragmented(self) -> bool:
-        """Whether what was asked for would have fitted into what is reserved and not in use."""
-        return self.unallocated >= self.asked and self.unallocated > FRAGMENTED * self.capacity
-
-    def words(self) -> str:
-        """The numbers that matter."""
-        text = f"asked for {_gib(self.asked)} of {_gib(self.capacity)}"
-        if self.allocated:
-            text += f", {_gib(self.allocated)} in use"
-        if self.unallocated:
-            text += f", {_gib(self.unallocated)} reserved but not in use"
-        if self.others:
-            text += f", {_gib(self.others)} held by other processes"
-        if self.is_fragmented:
-            text += ": fragmentation, not capacity"
-        return text
-
-    def advice(self) -> tuple[str, ...]:
-        """What these numbers call for before anything else."""
-        if self.is_fragmented:
-            return (
-                (
-                    "the memory is there but in pieces: "
-                    "PYTORCH_ALLOC_CONF=expandable_segments:True "
-                    "(PYTORCH_CUDA_ALLOC_CONF before torch 2.9)"
-                ),
-            )
-        if self.others > self.capacity / 4:
-            return (
-                (
-                    "other processes hold much of that GPU: look with `nvidia-smi` for ranks that "
-                    "share it or are left over"
-                ),
-            )
-        if self.asked > self.capacity / 4:
-            return (
-                (
-                    "one block is a large part of the GPU: often logits (sequence x "
-                    "vocabulary), or "
-                    "one gathered unit of a sharded model; wrap it in smaller units, or "
-                    "chunk the loss"
-                ),
-            )
-        return ()
+    Both are empty where the text tells no sizes.
+    """
+    size = _sizes(text)
+    if not size["asked"] or not size["capacity"]:
+        return "", ()
+    idle = size["unallocated"] or max(0, size["reserved"] - size["allocated"])
+    is_fragmented = idle >= size["asked"] and idle > FRAGMENTED * size["capacity"]
+    words = f"asked for {_gib(size['asked'])} of {_gib(size['capacity'])}"
+    for amount, what in (
+        (size["allocated"], "in use"),
+        (idle, "reserved but not in use"),
+        (size["others"], "held by other processes"),
+    ):
+        words += f", {_gib(amount)} {what}" if amount else ""
+    if is_fragmented:
+        return f"{words}: fragmentation, not capacity", (TABLE["gpu_memory"]["fragmented"],)
+    large = (name for name in ("others", "asked") if size[name] > LARGE * size["capacity"])
+    return words, tuple(TABLE["gpu_memory"][name] for name in large)[:1]
 
 
-def _bytes(pattern: re.Pattern[str], text: str) -> int:
-    match = pattern.search(text)
-    if match is None:
-        return 0
-    number, unit = [group for group in match.groups() if group][:2]
-    return _amount(number, unit)
+def _sizes(text: str) -> dict[str, int]:
+    """Bytes by name; 0 for what the text leaves out."""
+    sizes = {}
+    for name, pattern in _SIZES.items():
+        amounts = [_bytes(*filter(None, match.groups())) for match in pattern.finditer(text)]
+        sizes[name] = sum(amounts) if name == "others" else next(iter(amounts), 0)
+    return sizes
 
 
-def _amount(number: str, unit: str) -> int:
+def _bytes(number: str, unit: str) -> int:
     try:
         return int(float(number) * _UNITS[unit])
     except (ValueError, OverflowError):
@@ -133,38 +130,118 @@ def _amount(number: str, unit: str) -> int:
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.0f} MiB"
 
 
-def _detail(first: Sighting, kind: FaultKind) -> str:
-    """What was read of the line, in the words of faults.toml; else the line itself."""
-    parts_read = {key: value.strip() for key, value in first.details.items()}
-    parts_read |= {"peer": parts_read.get("peer", "").strip("[]()").rstrip(".")}
-    memory = GpuMemory.read(first.text) if kind is FaultKind.GPU_OOM else None
-    parts_read |= {"message": _shortened(first.text), "place": first.place}
-    parts_read |= {"memory": memory.words() if memory is not None else ""}
-    parts_read |= {
-        "meaning": TABLE["xids"].get(parts_read.get("xid", ""), "see NVIDIA's list of Xid errors")
+def in_short(diagnosis: Diagnosis, notes: Sequence[str] = (), *, width: int = 80) -> str:
+    """The verdict, the first evidence and what to do first: at most SHORT_LINES lines."""
+    lines = [*_cut("Verdict", diagnosis.headline, width), *_certainty(diagnosis, width)]
+    for sighting in diagnosis.evidence[:1]:
+        place, text = _quoted("Evidence", sighting)
+        lines += [place, text[: max(width, 3 * _LABEL)]]
+    first = "" if len(diagnosis.do) == 1 else "1. "
+    lines += _cut("Do", f"{first}{diagnosis.do[0]}", width) if diagnosis.do else []
+    for at, step in enumerate(diagnosis.do[1:], 2):
+        more = _field("", f"{at}. {step}", width)
+        if len(lines) + len(more) >= SHORT_LINES:
+            break
+        lines += more
+    if notes and len(lines) < SHORT_LINES - 1:
+        lines += _cut("Note", notes[0], width)[:1]
+    return "\n".join(lines)
+
+
+def as_text(diagnosis: Diagnosis, notes: Sequence[str] = (), *, width: int = 80) -> str:
+    """The verdict first, then what it rests on, what it was not, and what to do."""
+    lines = [*_field("Verdict", diagnosis.headline, width), *_certainty(diagnosis, width)]
+    if diagnosis.why:
+        lines += _field("Why", diagnosis.why, width)
+    for label, sightings in (
+        ("Evidence", diagnosis.evidence),
+        ("Or", diagnosis.rivals[:MOST_SHOWN]),
+    ):
+        for at, sighting in enumerate(sightings):
+            lines += _quoted("" if at else label, sighting)
+    follows = [_follow(follow) for follow in diagnosis.follow_ons[:MOST_SHOWN]]
+    if (more := len(diagnosis.follow_ons) - MOST_SHOWN) > 0:
+        follows.append(f"and {count(more, 'other kind')} (--json has all)")
+    ruled_out = [f"{what}: {why}" for what, why in diagnosis.ruled_out.items()]
+    do = [f"{at}. {step}" for at, step in enumerate(diagnosis.do, 1)]
+    for label, texts in (("Follows", follows), ("Not the cause", ruled_out), ("Do", do)):
+        for at, text in enumerate(texts):
+            lines += _field("" if at else label, text, width)
+    for note in notes[:MOST_SHOWN]:
+        lines += _field("Note", note, width)
+    return "\n".join(lines)
+
+
+def _certainty(diagnosis: Diagnosis, width: int) -> list[str]:
+    return _field("", f"{diagnosis.certainty} ({diagnosis.code}, {diagnosis.kind})", width)
+
+
+def _cut(label: str, text: str, width: int) -> list[str]:
+    """A field of two lines at most."""
+    room = 2 * (max(width, 3 * _LABEL) - _LABEL) - len(_CUT)
+    return _field(label, textwrap.shorten(text, room, placeholder=_CUT), width)[:2]
+
+
+def _field(label: str, text: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        text,
+        max(width, 3 * _LABEL),
+        initial_indent=f"{label:<{_LABEL}}",
+        subsequent_indent=" " * _LABEL,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [label]
+
+
+def _quoted(label: str, sighting: Sighting) -> list[str]:
+    """Where it stands, and the line itself, never broken: it is searched for."""
+    quote = sighting.text[:_LONGEST_QUOTE]
+    return [f"{label:<{_LABEL}}{_where(sighting)}", f"{' ' * _LABEL}  {quote}"]
+
+
+def _where(sighting: Sighting) -> str:
+    """File and line, rank and node, as far as they are known."""
+    place = f"{sighting.source}:{sighting.line}" if sighting.line else sighting.source
+    who = [f"rank {sighting.rank}"] if sighting.rank is not None else []
+    who += [f"node {sighting.node}"] if sighting.node else []
+    return f"{place} ({', '.join(who)})" if who else place
+
+
+def _follow(follow: FollowOn) -> str:
+    ranks = f" on {fold_ranks(follow.ranks)}" if follow.ranks else ""
+    times = f", {follow.times} times" if follow.times > 1 else ""
+    return f"{follow.what}{ranks}{times}, first at {_where(follow.example)}"
+
+
+def as_json(diagnosis: Diagnosis, notes: Sequence[str] = ()) -> dict[str, Any]:
+    """Everything, for programs."""
+    plain = ("code", "kind", "certainty", "headline", "why", "do", "lines", "logs")
+    return {
+        "format": FORMAT,
+        **{name: getattr(diagnosis, name) for name in plain},
+        "evidence": [_sighting(sighting) for sighting in diagnosis.evidence],
+        "rivals": [_sighting(sighting) for sighting in diagnosis.rivals],
+        "follow_ons": [
+            {
+                "what": follow.what,
+                "kind": follow.example.kind,
+                "times": follow.times,
+                "ranks": follow.ranks,
+                "first": _sighting(follow.example),
+            }
+            for follow in diagnosis.follow_ons
+        ],
+        "ruled_out": [{"what": what, "why": why} for what, why in diagnosis.ruled_out.items()],
+        "notes": list(notes),
     }
-    about = KNOWLEDGE[kind]
-    parts = ", ".join(
-        text for each in about.all_of if (text := _filled(each, parts_read)) is not None
-    )
-    filled = (text for each in about.first_of if (text := _filled(each, parts_read)) is not None)
-    return parts or next(filled, parts_read["message"])
 
 
-def _filled(template: str, parts_read: Mapping[str, str]) -> str | None:
-    """A text with its parts filled in; None where one of them is not known."""
-    names = _PART.findall(template)
-    if not all(parts_read.get(name) for name in names):
-        return None
-    return _PART.sub(lambda match: parts_read[match[1]], template)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
-
-
-_PART = re.compile(r"\{(\w+)\}")
-_LONGEST = 200
+def _sighting(sighting: Sighting) -> dict[str, Any]:
+    always = ("sign", "source", "rank", "text", "kind", "details")
+    return {
+        **{name: getattr(sighting, name) for name in always},
+        **{name: getattr(sighting, name) or None for name in ("line", "node", "place")},
+    }

@@ -1,4 +1,4 @@
-"""The faults of a drill, the promise that each tests, and whether the ledger shows it kept. Pure.
+"""The faults of a drill (faults.toml), the promise that each tests, and whether it was kept. Pure.
 
 What the ledger cannot show is "not tried", with the reason: "kept" would be a false promise.
 tests/unit/drill/test_catalogue.py and test_judging.py hold the promises.
@@ -6,8 +6,10 @@ tests/unit/drill/test_catalogue.py and test_judging.py hold the promises.
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.core.base.text import count
 from hpctrain.errors import UsageError
@@ -26,24 +28,15 @@ README = "README.md#what-it-promises"
 
 @dataclass(frozen=True)
 class DrillFault:
-    """One fault.
+    """One fault."""
 
-    Attributes:
-        name: As `--faults` has it.
-        does: What is done.
-        promise: What must come of it.
-        anchor: Where that is promised.
-        on_live: A run that matters can take it: it costs steps at most, and never data.
-        armed: By which words of docs/development/testing-faults.md it is armed when the run
-        starts; "" where
-            it is done from outside.
-    """
-
-    name: str
-    does: str
-    promise: str
-    anchor: str = README
-    on_live: bool = True
+    name: str  # as `--faults` has it
+    does: str  # what is done
+    promise: str  # what must come of it
+    anchor: str = README  # where that is promised
+    on_live: bool = True  # a run that matters can take it: it costs steps at most, and never data
+    # by which words of docs/development/testing-faults.md it is armed when the run starts; ""
+    # where it is done from outside
     armed: str = ""
 
     @property
@@ -54,74 +47,17 @@ class DrillFault:
 
 DELAY_S = 5.0
 FREEZE_S = 3.0
-FAULTS = {
-    one.name: one
-    for one in (
-        DrillFault(
-            "power_cut",
-            "looks whether the newest committed checkpoint lies on the disk, not in memory alone",
-            "a committed checkpoint outlives a power cut: every byte of it is flushed before",
-        ),
-        DrillFault(
-            "kill_rank",
-            "SIGKILL to one rank",
-            "the run resumes by itself; at most the steps since the last committed checkpoint "
-            "are lost",
-        ),
-        DrillFault(
-            "kill_agent",
-            "SIGKILL to the agent of a node",
-            "the run resumes by itself; at most the steps since the last committed checkpoint "
-            "are lost",
-        ),
-        DrillFault(
-            "preempt",
-            "sends the notice of a preemption",
-            "the run saves, stops, and comes back; no step is lost",
-        ),
-        DrillFault(
-            "tear_checkpoint",
-            "cuts a file of the newest checkpoint in half, then kills a rank",
-            "a torn checkpoint is never loaded; the next older complete one is, "
-            "and the reason is reported",
-            on_live=False,
-        ),
-        DrillFault(
-            "flip_bit",
-            "turns one bit in a file of the newest checkpoint, then kills a rank",
-            "a bit-flipped checkpoint is never loaded; the next older whole one is, and it is told "
-            "why",
-            on_live=False,
-        ),
-        DrillFault(
-            "freeze_rank",
-            f"stops a rank (SIGSTOP) for {FREEZE_S:g} s and continues it",
-            "it costs time: the run goes on, and no step since the last committed checkpoint is "
-            "lost",
-        ),
-        DrillFault(
-            "fill_disk",
-            "a write of a save is refused for want of space (ENOSPC)",
-            "no such checkpoint is committed, it is told, training goes on, and the next save is "
-            "whole",
-            on_live=False,
-            armed="fail:shard.write,error=ENOSPC",
-        ),
-        DrillFault(
-            "delay_files",
-            f"a flush of a save takes {DELAY_S:g} s",
-            "it costs time: the save is committed, in the same attempt",
-            on_live=False,
-            armed=f"delay:shard.flush,seconds={DELAY_S:g}",
-        ),
-        DrillFault(
-            "second_writer",
-            "another attempt takes the run over while its ranks go on (a node thought dead)",
-            "two attempts never write into one run: the older one commits nothing more, and exits",
-            on_live=False,
-        ),
-    )
-}
+
+
+def _filled_in(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of faults.toml with its seconds put in."""
+    texts = {key: value for key, value in row.items() if isinstance(value, str)}
+    seconds = {"delay_s": DELAY_S, "freeze_s": FREEZE_S}
+    return row | {key: text.format(**seconds) for key, text in texts.items()}
+
+
+_TEXT = Path(__file__).with_name("faults.toml").read_text("utf-8")
+FAULTS = {name: DrillFault(name, **_filled_in(row)) for name, row in tomllib.loads(_TEXT).items()}
 """By name, in the order in which they are planted. The last one ends the run."""
 
 
@@ -148,45 +84,27 @@ WRITTEN_ELSEWHERE = "another machine has written it, and only that one can tell"
 
 @dataclass(frozen=True)
 class DrillVerdict:
-    """What came of a fault.
+    """What came of a fault."""
 
-    Attributes:
-        outcome: Whether its promise was kept.
-        why: In a line.
-        again: It came to nothing by chance, and may be tried once more.
-    """
-
-    outcome: Outcome
-    why: str
-    again: bool = False
+    outcome: Outcome  # whether its promise was kept
+    why: str  # in a line
+    again: bool = False  # it came to nothing by chance, and may be tried once more
 
 
 @dataclass(frozen=True)
 class Planted:
-    """What is known when a fault has been planted.
+    """What is known when a fault has been planted."""
 
-    Attributes:
-        t: When, seconds since the epoch.
-        attempt: The attempt that it met.
-        step: The last step that was known to be done.
-        saves: How many saves the ledger knew.
-        problems: How many joints of the run's samples were wrong before.
-        damaged: Name of the checkpoint that was damaged; "" for none.
-        damaged_step: Its step.
-        on_disk: Names of the checkpoints that were committed.
-        fired: An armed fault has been met.
-        gave_way: The attempt has written that it was fenced; nobody writes its end but a successor.
-    """
-
-    t: float
-    attempt: int
-    step: int
-    saves: int = 0
-    problems: int = 0
-    damaged: str = ""
-    damaged_step: int = 0
-    on_disk: frozenset[str] = frozenset()
-    fired: bool = True
+    t: float  # when, seconds since the epoch
+    attempt: int  # the attempt that it met
+    step: int  # the last step that was known to be done
+    saves: int = 0  # how many saves the ledger knew
+    problems: int = 0  # how many joints of the run's samples were wrong before
+    damaged: str = ""  # name of the checkpoint that was damaged; "" for none
+    damaged_step: int = 0  # its step
+    on_disk: frozenset[str] = frozenset()  # names of the checkpoints that were committed
+    fired: bool = True  # an armed fault has been met
+    # the attempt has written that it was fenced; nobody writes its end but a successor
     gave_way: bool = False
 
 

@@ -60,21 +60,13 @@ class DrillResult:
 
 @dataclass
 class Course:
-    """A drill of one run.
+    """A drill of one run."""
 
-    Attributes:
-        run: The run.
-        cluster: Name of its scheduler.
-        own: It is the drill's own, and may be lost.
-        armed: Folder with a marker for each armed fault; None where none could be armed.
-        patience_s: So long is waited for what comes of a fault.
-    """
-
-    run: RunDir
-    cluster: str
-    own: bool
-    armed: Path | None
-    patience_s: float
+    run: RunDir  # the run
+    cluster: str  # name of its scheduler
+    own: bool  # it is the drill's own, and may be lost
+    armed: Path | None  # folder with a marker for each armed fault; None where none could be armed
+    patience_s: float  # so long is waited for what comes of a fault
 
     def drill(self, faults: Iterable[DrillFault]) -> Iterator[DrillResult]:
         """Plant each fault in turn, and tell of each as it is over."""

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.advise.lint.definitions import blocks_of
-from hpctrain.advise.lint.syntax import argument, given, last
+from hpctrain.advise.lint.syntax import GROUP_PLACES, NAMES, argument, given, last
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -20,66 +20,27 @@ if TYPE_CHECKING:
 
     from hpctrain.advise.lint.syntax import LintScope, ProgramSyntax
 
-GROUP_PLACES = {
-    "all_reduce": 2,
-    "all_gather": 2,
-    "all_gather_into_tensor": 2,
-    "all_gather_object": 2,
-    "all_to_all": 2,
-    "all_to_all_single": 4,
-    "barrier": 0,
-    "broadcast": 2,
-    "broadcast_object_list": 2,
-    "gather": 3,
-    "gather_object": 3,
-    "monitored_barrier": 0,
-    "reduce": 3,
-    "reduce_scatter": 3,
-    "reduce_scatter_tensor": 3,
-    "scatter": 3,
-    "scatter_object_list": 3,
-}
-"""torch.distributed's collectives, with the place of their argument `group`."""
 _MAKERS = frozenset({"new_group", "new_subgroups", "init_device_mesh", "split_group"})
 """What every rank must call, also those that are in none of the groups that it makes."""
 _CHECKPOINTS = frozenset({"save", "load", "async_save", "save_state_dict", "load_state_dict"})
-_STATE_CALLS = frozenset(
-    {"get_state_dict", "get_model_state_dict", "get_optimizer_state_dict", "set_state_dict"}
-    | {"set_model_state_dict", "set_optimizer_state_dict"}
-)
+_STATE_CALLS = NAMES["state_calls"]
 _HOMES = ("torch.distributed", "deepspeed.comm", "deepspeed", "torch.distributed.distributed_c10d")
 _ACCELERATE = frozenset({"gather_for_metrics", "pad_across_processes", "wait_for_everyone"})
 _ACCELERATOR = frozenset({"gather", "reduce"})
-_ENGINE = frozenset(
-    {"backward", "step", "save_checkpoint", "load_checkpoint", "save_16bit_model", "train_batch"}
-)
+_ENGINE = NAMES["engine"]
 _WRAPPED = frozenset({"state_dict", "load_state_dict", "clip_grad_norm_", "summon_full_params"})
 _MPI_WORLD = "mpi4py.MPI.COMM_WORLD"
-_MPI = frozenset(
-    f(name)
-    for name in ("barrier", "bcast", "reduce", "allreduce", "gather", "allgather", "scatter")
-    for f in (str, str.capitalize)
-) | frozenset({"alltoall", "Alltoall", "Gatherv", "Allgatherv", "Scatterv", "scan", "Scan"})
+_MPI = NAMES["mpi"]
 """mpi4py's, of objects in small letters and of buffers with a capital."""
-_HOROVOD = frozenset(
-    {"allreduce", "allreduce_", "allgather", "broadcast", "broadcast_", "alltoall", "barrier"}
-    | {"broadcast_parameters", "broadcast_optimizer_state", "broadcast_object"}
-    | {"allgather_object", "grouped_allreduce", "reducescatter"}
-)
-_XLA = frozenset(
-    {"rendezvous", "all_reduce", "all_gather", "all_to_all", "reduce_scatter", "mesh_reduce"}
-    | {"optimizer_step", "reduce_gradients", "broadcast_master_param", "collective_permute"}
-)
+_HOROVOD = NAMES["horovod"]
+_XLA = NAMES["xla"]
 _OTHER_HOMES = {
     "horovod.torch": _HOROVOD,
     "horovod.tensorflow": _HOROVOD,
     "torch_xla.core.xla_model": _XLA,
 }
 """Collectives of other libraries than torch."""
-_PASSING = frozenset(
-    {"no_grad", "inference_mode", "enable_grad", "autocast", "record", "staticmethod"}
-    | {"classmethod", "override", "typechecked", "jaxtyped", "profile", "nvtx_range"}
-)
+_PASSING = NAMES["passing"]
 """Decorators that call the function each time."""
 _GROUP_WORDS = frozenset({"groups", "process_set", "replicas"})
 SEVERAL = ("dist", "world", "ddp", "num_proc", "multi_gpu", "n_gpu")

@@ -10,11 +10,10 @@ import json
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.advise.lint.catalogue import RULES
-from hpctrain.advise.lint.rule import LintFinding
-from hpctrain.advise.lint.saving import nearest_value
+from hpctrain.advise.lint.loading import nearest_value
+from hpctrain.advise.lint.rule import RULES, LintFinding
 from hpctrain.advise.lint.syntax import keyword
-from hpctrain.core.settings.deepspeed_keys import (
+from hpctrain.core.settings.external import (
     OTHERS_KEYS,
     REMOVED_KEYS,
     REMOVED_ZERO_KEYS,

@@ -1,6 +1,6 @@
 """What a value depends on: the rank, the batch, chance, the clock; followed through assignments.
 
-A name depends on what the assignments that reach its use depend on (hpctrain/advise/lint/definitions.py).
+A name depends on what the assignments that reach its use depend on (`definitions`).
 What a collective has been given, or an agreement has returned, is the same on all ranks and depends
 on nothing. A mark with a question mark may be wrong: it passed through a call of unknown effect, or
 only some assignments have it. Such a mark never makes an error.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.advise.lint.definitions import NameDefinitions, definitions_in
-from hpctrain.advise.lint.syntax import ProgramSyntax, argument, constant, given, last
+from hpctrain.advise.lint.syntax import NAMES, ProgramSyntax, argument, constant, given, last
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,57 +36,17 @@ UNSURE = frozenset({RANK + _MAYBE, LOCAL + _MAYBE, BATCH + _MAYBE, CLOCK + _MAYB
 """Marks that are worth a hint, and no more."""
 
 RANK_VARIABLES = frozenset({"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"})
-LOCAL_VARIABLES = frozenset(
-    {"LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"}
-)
-_RANK_NAMES = frozenset(
-    {"rank", "global_rank", "world_rank", "ddp_rank", "dist_rank", "process_index", "proc_id"}
-)
-_LOCAL_NAMES = frozenset({"local_rank", "ddp_local_rank", "local_process_index", "node_local_rank"})
-MAIN_NAMES = frozenset(
-    {
-        "is_global_zero",
-        "is_main",
-        "is_main_process",
-        "is_local_main_process",
-        "is_master",
-        "is_master_process",
-        "is_rank0",
-        "is_rank_0",
-        "is_rank_zero",
-        "is_world_process_zero",
-        "is_local_process_zero",
-        "is_main_rank",
-        "is_primary",
-        "is_root",
-        "is_last_process",
-        "master_process",
-        "main_process",
-    }
-)
+LOCAL_VARIABLES = NAMES["local_variables"]
+_RANK_NAMES = NAMES["rank_names"]
+_LOCAL_NAMES = NAMES["local_names"]
+MAIN_NAMES = NAMES["main_names"]
 """Names that mean "I am rank 0" wherever they come from."""
-_RANK_CALLS = frozenset(
-    {"get_rank", "get_global_rank", "get_ordinal", "get_process_index"} | {"Get_rank"}
-)
-_RANK_FUNCTIONS = frozenset(
-    {"horovod.torch.rank", "torch_xla.runtime.global_ordinal", "torch_xla.core.xla_model.rank"}
-)
+_RANK_CALLS = NAMES["rank_calls"]
+_RANK_FUNCTIONS = NAMES["rank_functions"]
 _LOCAL_CALLS = frozenset({"get_local_rank", "get_node_local_rank", "get_local_process_index"})
 _ORDERS = (ast.Gt, ast.GtE, ast.Lt, ast.LtE)
-_AGREEING = (
-    "reduce",
-    "gather",
-    "broadcast",
-    "bcast",
-    "sync",
-    "agree",
-    "all_",
-    "consensus",
-    "allreduce",
-)
-_PLAIN = frozenset(
-    {"int", "bool", "str", "float", "abs", "min", "max", "any", "all", "not_", "format"}
-)
+_AGREEING = NAMES["agreeing"]
+_PLAIN = NAMES["plain"]
 _TEXTS = frozenset({"str", "format", "repr", "strftime", "isoformat", "ctime", "asctime", "join"})
 """Calls that make a text: a name that is made of the clock decides nothing."""
 _COMPUTING = frozenset({"torch", "math", "cmath", "numpy", "operator"})
@@ -95,10 +55,7 @@ _READING = frozenset({"load", "save", "fromfile", "memmap", "genfromtxt", "loadt
 _SAME_EVERYWHERE = frozenset({"len", "isinstance", "type", "hasattr", "callable", "id", "range"})
 _SHAPES = frozenset({"shape", "ndim", "dtype", "device", "requires_grad", "size", "dim", "numel"})
 _CHANCE_MODULES = ("random.", "numpy.random.")
-_CHANCE_CALLS = frozenset(
-    {"rand", "randn", "randint", "random", "uniform", "choice", "choices", "sample", "normal"}
-    | {"gauss", "randrange", "bernoulli", "random_sample", "getrandbits", "betavariate"}
-)
+_CHANCE_CALLS = NAMES["chance_calls"]
 _CLOCKS = frozenset({"time.time", "time.monotonic", "time.perf_counter", "datetime.datetime.now"})
 _SEEDS = frozenset({"seed", "manual_seed", "seed_everything", "set_seed", "manual_seed_all"})
 _ENVIRONMENT = frozenset({"os.environ.get", "os.environ.pop", "os.getenv"})

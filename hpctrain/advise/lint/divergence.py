@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hpctrain.advise.lint.collectives import SEVERAL
 from hpctrain.advise.lint.dependence import BATCH, CHANCE, CLOCK, RANKS, UNSURE, on_rank
 from hpctrain.advise.lint.reporting import MAIN_ONLY, exclusive, is_backward
-from hpctrain.advise.lint.syntax import last
+from hpctrain.advise.lint.syntax import NAMES, last
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 _MAYBE = "maybe"
 """The kind of a test that may come out differently, or alike: a hint."""
 _CODES = {BATCH: "HT105", CHANCE: "HT106", CLOCK: "HT112", _MAYBE: "HT113"}
-_GENERAL = frozenset(
-    {"", "BaseException", "Exception", "OutOfMemoryError", "RuntimeError", "ValueError", "OSError"}
-    | {"IOError", "IndexError", "AssertionError", "DistBackendError"}
-)
+_GENERAL = NAMES["general"]
 """Exceptions that one rank may meet and another not; a missing import, all meet."""
 _EXITS = frozenset({"sys.exit", "exit", "quit", "os._exit", "os.abort", "os.kill"})
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hpctrain.advise.lint.check import SETTINGS_NAME
 from hpctrain.advise.lint.deepspeed_config import is_deepspeed, parse_json
 from hpctrain.advise.lint.folder import PASSED_OVER, LintFolder
-from hpctrain.advise.lint.source import read_source
+from hpctrain.core.base.files import read_source
 from hpctrain.errors import NotFound
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
-"""The files of a checked folder: which functions of them make collectives, and what they name.
+"""The files of a checked folder: which collectives their functions make, and what they name.
 
 Of each module a summary is kept and its syntax tree forgotten, so that a large folder takes little
-memory. tests/unit/lint/test_folder.py tests it.
+memory. Links to folders are not followed, so that no circle of them is walked.
+tests/unit/lint/test_folder.py and test_files.py hold the promises.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.advise.lint.collectives import CollectiveCalls, MadeCollective, always_comes_to
-from hpctrain.advise.lint.source import NotText, read_source
 from hpctrain.advise.lint.syntax import NotPython, ProgramSyntax
+from hpctrain.core.base.files import NotText, read_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

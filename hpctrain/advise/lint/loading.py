@@ -1,6 +1,7 @@
-"""Rules HT301, HT302 and HT306 to HT308: samplers, loaders and their workers.
+"""Rules HT301, HT302, HT306 to HT308, HT511, HT512, HT601, HT605 and HT608.
 
-tests/unit/lint/test_rules.py holds the promises.
+Samplers, loaders and their workers; signals, saves and loads. tests/unit/lint/test_rules.py holds
+the promises.
 """
 
 from __future__ import annotations
@@ -8,15 +9,18 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from hpctrain.advise.lint.reporting import is_backward
+from hpctrain.advise.lint.dependence import RANKS
+from hpctrain.advise.lint.reporting import for_main_only, is_backward
 from hpctrain.advise.lint.syntax import argument, constant, given, is_true, keyword, last, spreads
 from hpctrain.core.base.text import count
+from hpctrain.launch.begins_anew import begins_anew
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hpctrain.advise.lint.reporting import ProgramFacts
     from hpctrain.advise.lint.rule import LintFinding
+    from hpctrain.advise.lint.syntax import LintScope
 
 _SAMPLERS = ("DistributedSampler",)
 _BY_OTHERS = (
@@ -157,3 +161,191 @@ def _filtered(facts: ProgramFacts) -> Iterator[LintFinding]:
             source, target, result = (ast.unparse(one) for one in names)
             if result == target and "dataset" in source.lower():
                 yield facts.finding("HT307", node, f"reads all of {source} on every rank")
+
+
+_SAVES = frozenset(
+    {"save_checkpoint", "save_model", "save_state", "save_state_dict", "save_pretrained"}
+)
+_SHARDS = (".distcp",)
+_FOLDER_NAME_NUMBER = 2
+"""Steps up which the parts of a path are followed."""
+
+
+def check_saving(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """HT511, HT512, HT601, HT605 and HT608."""
+    # A program whose helpers can load may well do so elsewhere.
+    anew = begins_anew(facts.syntax.text, ()) if "save" in facts.syntax.text else None
+    if anew is not None and not facts.imports_where(lambda module: module.loads_checkpoints):
+        loads = f"loads one only with {anew.option.name}" if anew.option else "loads none"
+        yield facts.finding("HT608", anew.save, f"it saves checkpoints here, and {loads}")
+    for call in facts.syntax.calls:
+        dotted = facts.syntax.dotted(call.func)
+        if dotted == "signal.signal":
+            yield from _handler(facts, call)
+        elif dotted == "torch.save":
+            yield from _save(facts, call)
+        elif dotted == "torch.load":
+            yield from _load(facts, call)
+        elif dotted == "open":
+            yield from _opened(facts, call)
+
+
+def _handler(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
+    function = argument(call, "handler", 1)
+    if not isinstance(function, ast.Name | ast.Attribute):
+        return
+    name = function.id if isinstance(function, ast.Name) else function.attr
+    scopes = facts.syntax.functions.get(name, [])
+    if len(scopes) != 1:
+        return
+    signal_name = last(facts.syntax.dotted(call.args[0])) if call.args else ""
+    for inner, done in _done_in(facts, scopes[0]):
+        if done == "requeue" and signal_name == "SIGTERM":
+            yield facts.finding("HT512", inner, f"{name}() requeues the job on SIGTERM")
+        elif done not in ("", "requeue"):
+            yield facts.finding("HT511", inner, f"{name}() calls {done} inside the signal handler")
+            return
+
+
+def _done_in(
+    facts: ProgramFacts, scope: LintScope, depth: int = 0
+) -> Iterator[tuple[ast.Call, str]]:
+    """What a handler does that it should not, also in functions that it calls."""
+    for call in scope.of(ast.Call):
+        dotted = facts.syntax.dotted(call.func)
+        if facts.collectives.direct.get(call) is not None or dotted == "torch.save":
+            yield call, f"{last(dotted)}()"
+        elif any("scontrol requeue" in _words(arg) for arg in call.args):
+            yield call, "requeue"
+        else:
+            inner = facts.syntax.resolve(call, scope)
+            if inner is not None and depth < 2:  # noqa: PLR2004 - as deep as handlers go
+                for _, done in _done_in(facts, inner, depth + 1):
+                    yield call, done
+            elif last(dotted) in _SAVES:
+                yield call, f"{last(dotted)}()"
+
+
+def _words(node: ast.expr) -> str:
+    """The literal words of a command line, as one text or as a list of them."""
+    parts = [str(one.value) for one in ast.walk(node) if isinstance(one, ast.Constant)]
+    return " ".join(" ".join(parts).split())
+
+
+def _save(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
+    path = argument(call, "f", 1)
+    if path is not None and not spreads(call):
+        yield from _shared_file(facts, call, path)
+
+
+def _opened(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
+    """`open("log.txt", "w")` by all ranks; a text that is written out, so that it is one file."""
+    mode = constant(argument(call, "mode", 1))
+    path = argument(call, "file", 0)
+    if path is None or not isinstance(mode, str) or not mode.startswith(("w", "x")):
+        return
+    if isinstance(constant(nearest_value(facts, path)), str):
+        yield from _shared_file(facts, call, path)
+
+
+def _shared_file(facts: ProgramFacts, call: ast.Call, path: ast.expr) -> Iterator[LintFinding]:
+    """HT601: one file that all ranks write."""
+    if not facts.distributed or not (facts.trains or facts.starts_ranks):
+        return
+    if facts.syntax.imports_any("deepspeed", "megatron", "accelerate", "lightning"):
+        return
+    scope = facts.syntax.scope_of[call]
+    path = nearest_value(facts, path)
+    if (
+        _differs(facts, path)
+        or _seems_main(facts, call)
+        or for_main_only(facts, call)
+        or not _is_reached(facts, scope)
+    ):
+        return
+    yield facts.finding("HT601", call, f"all ranks write {facts.syntax.code(path, 40)}")
+
+
+def nearest_value(facts: ProgramFacts, node: ast.expr) -> ast.expr:
+    """What a name was given last above the place where it is used; itself for all else."""
+    if not isinstance(node, ast.Name):
+        return node
+    scope = facts.syntax.scope_of[node]
+    values = [
+        one.value
+        for one in scope.of(ast.Assign)
+        if one.lineno < node.lineno
+        and any(isinstance(target, ast.Name) and target.id == node.id for target in one.targets)
+    ]
+    return max(values, key=lambda value: value.lineno) if values else node
+
+
+def _by_rank(facts: ProgramFacts, path: ast.expr, depth: int = 0) -> bool:
+    """Whether a path names the rank, as far as its parts can be followed upwards."""
+    value = nearest_value(facts, path)
+    if isinstance(value, ast.Name) or depth > _FOLDER_NAME_NUMBER:
+        return bool(facts.dependence.of(value) & RANKS)
+    for node in ast.walk(value):
+        if not isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
+            continue
+        inner = [one for one in ast.walk(node) if isinstance(one, ast.Name)]
+        followed = [one for one in inner if nearest_value(facts, one) is not one]
+        if not followed and facts.dependence.of(node) & RANKS:
+            return True
+        if isinstance(node, ast.Name) and followed and _by_rank(facts, node, depth + 1):
+            return True
+    return False
+
+
+_MAIN_WORDS = ("rank", "gpu", "main", "master", "primary", "proc", "chief", "leader", "zero")
+
+
+def _seems_main(facts: ProgramFacts, call: ast.Call, depth: int = 0) -> bool:
+    """Whether a test around a save, or around the calls of its function, may mean one rank."""
+    for around in facts.syntax.outer(call):
+        if isinstance(around, ast.If) and any(
+            word in ast.unparse(around.test).lower() for word in _MAIN_WORDS
+        ):
+            return True
+    scope = facts.syntax.scope_of[call]
+    calls = [
+        other
+        for other in facts.syntax.calls
+        if facts.syntax.resolve(other, facts.syntax.scope_of[other]) is scope
+    ]
+    return depth < 2 and any(_seems_main(facts, other, depth + 1) for other in calls)  # noqa: PLR2004
+
+
+def _differs(facts: ProgramFacts, path: ast.expr) -> bool:
+    """Whether a path may be another on each rank: it depends on the rank, or is given."""
+    if facts.dependence.of(path) & RANKS:
+        return True
+    if any(
+        isinstance(one, ast.Call) and "rank" in ast.unparse(one).lower() for one in ast.walk(path)
+    ):
+        return True
+    scope = facts.syntax.scope_of[path]
+    return isinstance(path, ast.Name) and path.id in scope.parameters
+
+
+def _is_reached(facts: ProgramFacts, scope: LintScope) -> bool:
+    """Whether a function of this file, known to all ranks, calls it without a test of the rank."""
+    if isinstance(scope.node, ast.Module) or scope.name == "main":
+        return True
+    calls = [
+        call
+        for call in facts.syntax.calls
+        if facts.syntax.resolve(call, facts.syntax.scope_of[call]) is scope
+    ]
+    return any(not for_main_only(facts, call) for call in calls)
+
+
+def _load(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
+    path = argument(call, "f", 0)
+    if path is None or spreads(call):
+        return
+    text = " ".join(str(one.value) for one in ast.walk(path) if isinstance(one, ast.Constant))
+    sharded = any(ending in text for ending in _SHARDS)
+    by_rank = facts.distributed and _by_rank(facts, path)
+    if sharded or by_rank:
+        yield facts.finding("HT605", call, f"{facts.syntax.code(path, 40)} is the part of one rank")

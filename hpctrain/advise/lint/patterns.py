@@ -14,11 +14,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.advise.lint.arguments import rank_origin
-from hpctrain.advise.lint.catalogue import ROWS
 from hpctrain.advise.lint.reporting import for_main_only
-from hpctrain.advise.lint.rule import SourceEdit
-from hpctrain.advise.lint.source import insert_argument, span
-from hpctrain.advise.lint.syntax import constant, is_vendors, keyword, last
+from hpctrain.advise.lint.rule import ROWS, SourceEdit
+from hpctrain.advise.lint.syntax import constant, insert_argument, is_vendors, keyword, last, span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,21 +29,15 @@ _NOT = "not "
 
 @dataclass(frozen=True)
 class ArgumentTest:
-    """What one argument must be. Nothing holds of an argument that may hide behind a star.
+    """What one argument must be. Nothing holds of an argument that may hide behind a star."""
 
-    Attributes:
-        name: As a keyword.
-        place: Among the arguments without a keyword; None where it has none.
-        any_of: One of these holds: `absent`; a literal as Python writes it; `name X`, the last name
-            of what is given; `call X`, a call of X; `like REGEX`, a text in which it is found;
-            `over N`, a whole number above N; `rank local` or `rank global`, certainly that rank.
-        none_of: None of these holds.
-    """
-
-    name: str
-    place: int | None = None
+    name: str  # as a keyword
+    place: int | None = None  # among the arguments without a keyword; None where it has none
+    # one of these holds: `absent`; a literal as Python writes it; `name X`, the last name of what
+    # is given; `call X`, a call of X; `like REGEX`, a text in which it is found; `over N`, a
+    # whole number above N; `rank local` or `rank global`, certainly that rank
     any_of: tuple[str, ...] = ()
-    none_of: tuple[str, ...] = ()
+    none_of: tuple[str, ...] = ()  # none of these holds
 
     def value(self, call: ast.Call) -> ast.expr | None:
         """What is given."""
@@ -143,51 +135,33 @@ def _frozen(row: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CallPattern:
-    """One `find` table of a rule.
+    """One `find` table of a rule."""
 
-    Attributes:
-        code: The rule.
-        message: {name} is the call's last name or the variable; {value} is the variable's, or the
-            first tested argument.
-        call: Dotted names; `*` stands for anything.
-        sets: Variables of the environment that the program sets.
-        by_default: It counts for `os.environ.setdefault`, too.
-        value: What the variable's value begins with, as a regex; without it any value counts.
-        args: What arguments must be.
-        file: What must hold of the program (`_FILE_FACTS`), or with "not" before it must not.
-        place: What must hold of the call or the assignment (`_PLACE_FACTS`), likewise.
-        mentions: One of these identifiers is in the program.
-        mentions_not: None of these is.
-        says_not: None of these texts is in the program.
-        imports_not: Nothing of these packages is imported.
-        names_not: A regex that no identifier in small letters has.
-        texts_not: A regex that no text in small letters has.
-        first: Report only the first place of a program.
-        at: The argument that is shown instead of the call.
-        insert: `--fix` puts this before the first argument.
-        rename: `--fix` gives the call this last name.
-        plain: It does so only with these keywords and at most one argument without one.
-    """
-
-    code: str
+    code: str  # the rule
+    # {name} is the call's last name or the variable; {value} is the variable's, or the first
+    # tested argument
     message: str
-    call: tuple[str, ...] = ()
-    sets: tuple[str, ...] = ()
-    by_default: bool = False
+    call: tuple[str, ...] = ()  # dotted names; `*` stands for anything
+    sets: tuple[str, ...] = ()  # variables of the environment that the program sets
+    by_default: bool = False  # it counts for `os.environ.setdefault`, too
+    # what the variable's value begins with, as a regex; without it any value counts
     value: str | None = None
-    args: tuple[ArgumentTest, ...] = ()
+    args: tuple[ArgumentTest, ...] = ()  # what arguments must be
+    # what must hold of the program (`_FILE_FACTS`), or with "not" before it must not
     file: tuple[str, ...] = ()
+    # what must hold of the call or the assignment (`_PLACE_FACTS`), likewise
     place: tuple[str, ...] = ()
-    mentions: tuple[str, ...] = ()
-    mentions_not: tuple[str, ...] = ()
-    says_not: tuple[str, ...] = ()
-    imports_not: tuple[str, ...] = ()
-    names_not: str = ""
-    texts_not: str = ""
-    first: bool = False
-    at: str = ""
-    insert: str = ""
-    rename: str = ""
+    mentions: tuple[str, ...] = ()  # one of these identifiers is in the program
+    mentions_not: tuple[str, ...] = ()  # none of these is
+    says_not: tuple[str, ...] = ()  # none of these texts is in the program
+    imports_not: tuple[str, ...] = ()  # nothing of these packages is imported
+    names_not: str = ""  # a regex that no identifier in small letters has
+    texts_not: str = ""  # a regex that no text in small letters has
+    first: bool = False  # report only the first place of a program
+    at: str = ""  # the argument that is shown instead of the call
+    insert: str = ""  # `--fix` puts this before the first argument
+    rename: str = ""  # `--fix` gives the call this last name
+    # it does so only with these keywords and at most one argument without one
     plain: tuple[str, ...] | None = None
 
     @classmethod

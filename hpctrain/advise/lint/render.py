@@ -10,8 +10,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from hpctrain.advise.lint.catalogue import RULES
-from hpctrain.advise.lint.rule import LEVELS, finding_plain
+from hpctrain.advise.lint.rule import LEVELS, RULES, finding_plain
 from hpctrain.core.base import VERSION
 from hpctrain.core.base.text import count
 

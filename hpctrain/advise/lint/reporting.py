@@ -9,11 +9,11 @@ import ast
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from hpctrain.advise.lint.catalogue import RULES
 from hpctrain.advise.lint.collectives import CollectiveCalls, is_distributed
 from hpctrain.advise.lint.definitions import blocks_of
 from hpctrain.advise.lint.dependence import RANKS, Dependence
-from hpctrain.advise.lint.rule import LintFinding
+from hpctrain.advise.lint.rule import RULES, LintFinding
+from hpctrain.advise.lint.syntax import NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -212,16 +212,7 @@ def _left_before(facts: ProgramFacts, block: list[ast.stmt]) -> bool:
     )
 
 
-MAIN_ONLY = frozenset(
-    {
-        "rank_zero_only",
-        "on_main_process",
-        "on_local_main_process",
-        "main_process_only",
-        "master_only",
-    }
-    | {"rank_zero_experiment", "on_process", "on_last_process"}
-)
+MAIN_ONLY = NAMES["main_only"]
 """Decorators that have one process alone run a function."""
 
 

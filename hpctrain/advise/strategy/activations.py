@@ -30,28 +30,18 @@ RMS_NORM = 22
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes that a token keeps, or takes for a moment.
+    """Bytes that a token keeps, or takes for a moment."""
 
-    Attributes:
-        block: Kept by one block.
-        entry: Kept of a block that is computed again: what goes into it.
-        outside: Kept outside of blocks: embedding, last norm, head.
-        block_backward: Taken by a block's backward pass beyond what the block has kept.
-        head_backward: The same of the last norm's.
-        block_end: Taken by the backward pass of a block's first norm.
-        spared: Not kept by the first block, whose input needs no gradient.
-        products: Kept of a block where all but attention and matrix products is computed again.
-        half: The same where every second product is computed again too, as torchtitan does it.
-    """
-
-    block: float
-    entry: float
-    outside: float
-    block_backward: float
-    head_backward: float
-    block_end: float = 0.0
-    spared: float = 0.0
+    block: float  # kept by one block
+    entry: float  # kept of a block that is computed again: what goes into it
+    outside: float  # kept outside of blocks: embedding, last norm, head
+    block_backward: float  # taken by a block's backward pass beyond what the block has kept
+    head_backward: float  # the same of the last norm's
+    block_end: float = 0.0  # taken by the backward pass of a block's first norm
+    spared: float = 0.0  # not kept by the first block, whose input needs no gradient
+    # kept of a block where all but attention and matrix products is computed again
     products: float = 0.0
+    # the same where every second product is computed again too, as torchtitan does it
     half: float = 0.0
 
     def of_block(self, *, recompute: bool, selective: str) -> float:

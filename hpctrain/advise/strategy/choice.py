@@ -1,43 +1,214 @@
-"""Every strategy with its memory, traffic and time; and the simplest that fits. Pure.
+"""Every strategy with memory, traffic and time; the simplest that fits, and its costs. Pure.
 
-tests/unit/strategy/test_choice.py holds the seeds' four rules.
+A plan's memory is that of hpctrain's engines, so that "does not fit" is no word on the hardware:
+`remedies` says what would make it fit. Costs are checkpoints, their interval and disk, GPU-hours,
+and jobs of the queue. tests/unit/strategy/test_choice.py holds the seeds' four rules,
+test_remedies.py and test_budget.py the rest.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import contextlib
+import math
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from hpctrain.advise.strategy.activations import FP32
-from hpctrain.advise.strategy.remedies import remedies, with_siblings
+from hpctrain.advise.strategy.hardware import GPUS
 from hpctrain.advise.strategy.rows import PlanRequest, Row, row_of
 from hpctrain.advise.strategy.strategies import adapted, candidates, of_other_engines
 from hpctrain.core.base.text import count
 from hpctrain.errors import ChecksFailed, UsageError
+from hpctrain.ledger.plan import interval
+from hpctrain.ledger.plan.interval import Failures
 
 if TYPE_CHECKING:
-    from hpctrain.advise.strategy.budget import CheckpointPlan, Cost
+    from hpctrain.advise.strategy.strategies import Machines, Strategy
+
+STATE_BYTES = 3 * FP32
+"""A parameter's in a checkpoint: its master and two moments, whatever the strategy."""
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """The checkpoints of a run."""
+
+    nbytes: int  # of one
+    save_s: float | None  # to write it; None where the disk's rate is not known
+    interval_s: float  # between two
+    why: str  # what decided on it
+    kept: int  # on disk at most, one that is being written among them
+
+    @property
+    def disk(self) -> int:
+        """Bytes that all of them need."""
+        return self.nbytes * self.kept
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of the whole run; None where the step's time is not known."""
+
+    hours: float | None  # of training
+    gpu_hours: float | None  # of all GPUs
+    jobs: int | None  # that the queue has to give, one after the other
+    limit_s: float | None  # time limit of each
+
+
+def saving(
+    params: int,
+    cluster: Machines,
+    *,
+    save_gbs: float | None,
+    max_loss_s: float,
+    keep_last: int,
+    limit_s: float | None,
+) -> CheckpointPlan:
+    """Return how often to save, and what that takes.
+
+    `save_gbs` is the job's GB/s to the file system, None if nobody measured it. `max_loss_s` is
+    what a hard kill may cost. `limit_s` is the time limit of a job.
+    """
+    nbytes = params * STATE_BYTES
+    save_s = nbytes / (save_gbs * 1e9) if save_gbs else None
+    chosen = interval.choose(
+        save_s,
+        interval.mtbf_s(Failures(), cluster.nodes),
+        max_loss_s=max_loss_s,
+        job_s=limit_s,
+        write_s=save_s or 0.0,
+    )
+    return CheckpointPlan(nbytes, save_s, chosen.seconds, chosen.why, keep_last + 1)
+
+
+def cost(steps: int | None, step_s: float | None, ranks: int, limit_s: float | None) -> Cost:
+    """Of so many steps, without waiting in the queue, saves and what failures throw away."""
+    if not steps or step_s is None:
+        return Cost(None, None, None, limit_s)
+    seconds = steps * step_s
+    jobs = None if not limit_s else max(1, math.ceil(seconds / limit_s))
+    return Cost(seconds / 3600, seconds / 3600 * ranks, jobs, limit_s)
+
+
+SIBLINGS = ("selective", "recompute", "fused", "half", "bf16-weights", "bf16", "recompute+bf16")
+"""What a key may be followed by, the least costly first."""
+MOST_TIMES = 64
+"""Times the nodes that there are: a plan proposes no more."""
+NAMED = 4
+"""GPUs that a line names: the smallest that do."""
+
+
+def with_siblings(rows: list[Row]) -> list[Row]:
+    """Return the rows; each that is too large names its nearest relative that fits."""
+    by_key = {row.way.key: row for row in rows}
+    return [_with_sibling(row, by_key) for row in rows]
+
+
+def _with_sibling(row: Row, by_key: dict[str, Row]) -> Row:
+    if row.peak is None or row.is_held or row.way.aside or row.host:
+        return row
+    for name in SIBLINGS:
+        other = by_key.get(f"{row.way.key}+{name}")
+        if other is not None and other.is_held:
+            whose = ", with another engine" if other.way.elsewhere else ""
+            return replace(row, why=f"{row.why}; fits with {name}{whose}")
+    return row
+
+
+def remedies(asked: PlanRequest, rows: list[Row]) -> list[str]:
+    """Return what makes a set-up fit for which no row of hpctrain's does; in a line each."""
+    lines = [*_smaller_pass(asked), *_more_nodes(asked)]
+    for row in rows:
+        if row.is_held and row.peak is not None and (row.way.elsewhere or row.way.layout.lora):
+            needed = row.peak.needed / 1e9
+            lines.append(f"{row.way.title}: {needed:.1f} GB ({row.way.aside or row.way.key})")
+    return [*lines, *_larger_gpu(asked, rows)]
+
+
+def _smaller_pass(asked: PlanRequest) -> list[str]:
+    if asked.micro <= 1:
+        return []
+    title = _taken(replace(asked, micro=1))
+    return [f"--micro-batch 1: {title}"] if title else []
+
+
+def _more_nodes(asked: PlanRequest) -> list[str]:
+    """The smallest multiple of the nodes, by doubling; each GPU keeps its samples."""
+    times = 2
+    while times <= MOST_TIMES:
+        cluster = replace(asked.cluster, nodes=asked.cluster.nodes * times)
+        more = replace(asked, cluster=cluster, global_batch=asked.global_batch * times)
+        if title := _taken(more):
+            flags = f"--nodes {cluster.nodes} --global-batch {more.global_batch}"
+            return [f"{cluster.ranks} GPUs ({flags}): {title}"]
+        times *= 2
+    return []
+
+
+def ways_of(asked: PlanRequest) -> list[Strategy]:
+    """Return hpctrain's ways to train what was asked for, the simplest first."""
+    if asked.lora:
+        return adapted(asked.model, asked.cluster, asked.lora, asked=True, low=asked.low)
+    return candidates(asked.model, asked.cluster, low=asked.low)
+
+
+def _taken(asked: PlanRequest) -> str:
+    """Return the title of the simplest way that fits on the GPUs; empty if none does.
+
+    If no micro-batch was asked for, the smallest decides.
+    """
+    asked = replace(asked, micro=asked.micro or 1)
+    for way in ways_of(asked):
+        if way.layout.offload or way.aside:
+            continue
+        with contextlib.suppress(UsageError):
+            row = row_of(asked, way)
+            if row.fits:
+                return row.way.title
+    return ""
+
+
+def _larger_gpu(asked: PlanRequest, rows: list[Row]) -> list[str]:
+    """GPUs of the table with the memory that the smallest row needs."""
+    needed = [row.peak.needed for row in rows if row.peak is not None and not row.way.aside]
+    least = min(needed, default=0)
+    enough = [(gpu.memory, key) for key, gpu in GPUS.items() if gpu.memory >= least]
+    if not enough or least <= asked.gpu.memory:
+        return []
+    keys = ", ".join(key for _, key in sorted(enough)[:NAMED])
+    return [f"a GPU with {least / 1e9:.1f} GB or more ({keys})"]
+
+
+def elsewhere_notes(asked: PlanRequest, rows: list[Row], chosen: Row) -> list[str]:
+    """Return notes where a lighter way than the chosen one needs another engine, or more GPUs."""
+    layout = chosen.way.layout
+    if not (layout.recompute or layout.offload):
+        return []
+    alone = _more_nodes(asked) if layout.offload else []
+    lighter = [
+        row
+        for row in rows
+        if row.way.elsewhere and row.is_held and row.peak and not row.way.layout.recompute
+    ]
+    notes = [f"without the host's memory: {each}" for each in alone]
+    return notes + [
+        f"another engine fits without recomputing all: {row.way.title}, {row.peak.needed / 1e9:.1f}"
+        f" GB with {row.way.elsewhere}"
+        for row in lighter[:1]
+        if row.peak is not None
+    ]
 
 
 @dataclass(frozen=True)
 class StrategyPlan:
-    """All rows, and the one that is taken.
+    """All rows, and the one that is taken."""
 
-    Attributes:
-        asked: For what.
-        rows: Every strategy, the simplest first.
-        chosen: The first that fits; None where none does.
-        saving: Its checkpoints.
-        cost: Of the run by it.
-        notes: What is worth knowing.
-    """
-
-    asked: PlanRequest
-    rows: list[Row]
-    chosen: Row | None
-    saving: CheckpointPlan | None = None
-    cost: Cost | None = None
-    notes: list[str] = field(default_factory=list)
+    asked: PlanRequest  # for what
+    rows: list[Row]  # every strategy, the simplest first
+    chosen: Row | None  # the first that fits; None where none does
+    saving: CheckpointPlan | None = None  # its checkpoints
+    cost: Cost | None = None  # of the run by it
+    notes: list[str] = field(default_factory=list)  # what is worth knowing
 
 
 def rows_of(asked: PlanRequest) -> list[Row]:

@@ -35,47 +35,26 @@ _SUFFIX = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A transformer's sizes. Parameters are counts, not bytes.
+    """A transformer's sizes. Parameters are counts, not bytes."""
 
-    Attributes:
-        name: For people.
-        family: One of `FAMILIES`.
-        layers: Blocks.
-        hidden: Width of the residual stream.
-        heads: Attention heads.
-        kv_heads: Heads of key and value.
-        head_dim: Width of a head.
-        inner: Width of the MLP, or of one expert's.
-        vocab: Classes of the logits.
-        experts: Of a block; 0 for a dense model.
-        routed: Experts that a token goes to.
-        block_params: Of one block.
-        expert_params: Of those, in experts.
-        matrix_params: Of one block, in matrices outside of experts: what autocast copies.
-        embed_params: Before the blocks.
-        head_params: Behind the blocks, without what is tied.
-        tied: The head's matrix is the embedding's.
-        basis: Where the sizes come from, and what was assumed.
-    """
-
-    name: str
-    family: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    inner: int
-    vocab: int
-    block_params: int
-    matrix_params: int
-    embed_params: int
-    head_params: int
-    tied: bool
-    experts: int = 0
-    routed: int = 0
-    expert_params: int = 0
-    basis: str = ""
+    name: str  # for people
+    family: str  # one of `FAMILIES`
+    layers: int  # blocks
+    hidden: int  # width of the residual stream
+    heads: int  # attention heads
+    kv_heads: int  # heads of key and value
+    head_dim: int  # width of a head
+    inner: int  # width of the MLP, or of one expert's
+    vocab: int  # classes of the logits
+    block_params: int  # of one block
+    matrix_params: int  # of one block, in matrices outside of experts: what autocast copies
+    embed_params: int  # before the blocks
+    head_params: int  # behind the blocks, without what is tied
+    tied: bool  # the head's matrix is the embedding's
+    experts: int = 0  # of a block; 0 for a dense model
+    routed: int = 0  # experts that a token goes to
+    expert_params: int = 0  # of those, in experts
+    basis: str = ""  # where the sizes come from, and what was assumed
 
     @property
     def params(self) -> int:

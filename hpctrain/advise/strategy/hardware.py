@@ -19,28 +19,19 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One accelerator.
+    """One accelerator."""
 
-    Attributes:
-        name: For people.
-        memory: Bytes that torch can use; where that is not known, the data sheet's GB x 10^9.
-        flops: FLOP/s in 16 bits at best, without sparsity; None where it is not known.
-        link: Bytes/s that it sends to others of its node at best (NVLink, Infinity Fabric); None
-            where it is not known, or there is none.
-        bf16: Whether its matrix units take bf16; None where it is not known.
-        source: Where the numbers come from.
-        family: Key of its rows in utilization.toml; empty where it is not known.
-        sold_gb: The GB in its name; 0 where it has none.
-    """
-
-    name: str
-    memory: int
+    name: str  # for people
+    memory: int  # bytes that torch can use; where that is not known, the data sheet's GB x 10^9
+    # FLOP/s in 16 bits at best, without sparsity; None where it is not known
     flops: float | None = None
+    # bytes/s that it sends to others of its node at best (NVLink, Infinity Fabric); None where it
+    # is not known, or there is none
     link: float | None = None
-    bf16: bool | None = None
-    source: str = "--gpu-mem"
-    family: str = ""
-    sold_gb: int = 0
+    bf16: bool | None = None  # whether its matrix units take bf16; None where it is not known
+    source: str = "--gpu-mem"  # where the numbers come from
+    family: str = ""  # key of its rows in utilization.toml; empty where it is not known
+    sold_gb: int = 0  # the GB in its name; 0 where it has none
 
     @property
     def shown(self) -> str:

@@ -1,8 +1,8 @@
 """A training step without memory: builds a model on no device, and tells the exact peak of a rank.
 
-A program of its own (`python -m hpctrain.advise.strategy.measure_child`), so that neither torch nor a
-stranger's module is ever imported by the command line. One JSON object comes in on stdin, one goes
-out in the file that is named first on the command line; what the model's own code prints goes
+A program of its own (`python -m hpctrain.advise.strategy.measure_child`), so that neither torch nor
+a stranger's module is ever imported by the command line. One JSON object comes in on stdin, one
+goes out in the file that is named first on the command line; what the model's own code prints goes
 nowhere near it. The step is spread as hpctrain's engines spread it, over ranks that are not there
 (torch's process group "fake"), under FakeTensorMode: see `step`.
 
@@ -52,47 +52,27 @@ class CannotBuild(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        kind: "single", "ddp" or "fsdp2".
-        ranks: All of them.
-        copies: HSDP: of the sharded model.
-        tp: Tensor-parallel ranks.
-        micro: Samples of a rank in a pass.
-        seq: Positions of a sample.
-        passes: Of a step.
-        recompute: Blocks in full.
-        selective: All of a block but attention and matrix products.
-        each_pass: FSDP2 reduces gradients in each pass.
-        reshard: FSDP2 frees a block after its forward pass.
-        bf16: Computed in; else in fp32.
-        real: Computes in this machine's memory; else nothing is computed.
-        offload: FSDP2 keeps shards and moments on the host; the device's tensors are counted.
-        pp: Stages of a pipeline; one of them is measured.
-        stage: Which, from 0 on.
-        ep: Ranks that share experts; as many tokens are taken to come as go.
-        lora: Rank of adapters on a block's matrices, which alone are trained; 0 for none.
-    """
-
-    kind: str
-    ranks: int = 1
-    copies: int = 1
-    tp: int = 1
-    micro: int = 1
-    seq: int = 128
-    passes: int = 1
-    recompute: bool = False
-    selective: bool = False
-    each_pass: bool = False
-    reshard: bool = True
-    bf16: bool = True
-    real: bool = False
+    kind: str  # "single", "ddp" or "fsdp2"
+    ranks: int = 1  # all of them
+    copies: int = 1  # HSDP: of the sharded model
+    tp: int = 1  # tensor-parallel ranks
+    micro: int = 1  # samples of a rank in a pass
+    seq: int = 128  # positions of a sample
+    passes: int = 1  # of a step
+    recompute: bool = False  # blocks in full
+    selective: bool = False  # all of a block but attention and matrix products
+    each_pass: bool = False  # FSDP2 reduces gradients in each pass
+    reshard: bool = True  # FSDP2 frees a block after its forward pass
+    bf16: bool = True  # computed in; else in fp32
+    real: bool = False  # computes in this machine's memory; else nothing is computed
+    # FSDP2 keeps shards and moments on the host; the device's tensors are counted
     offload: bool = False
-    pp: int = 1
-    stage: int = 0
-    ep: int = 1
-    lora: int = 0
+    pp: int = 1  # stages of a pipeline; one of them is measured
+    stage: int = 0  # which, from 0 on
+    ep: int = 1  # ranks that share experts; as many tokens are taken to come as go
+    lora: int = 0  # rank of adapters on a block's matrices, which alone are trained; 0 for none
 
     @property
     def mesh(self) -> Mesh:
@@ -237,7 +217,7 @@ def _no_values(what: Step) -> Iterator[None]:
         if what.offload:
             stack.enter_context(flash_attention())
         if what.ep > 1:
-            from hpctrain.advise.strategy.measure_experts import even_exchange
+            from hpctrain.advise.strategy.stand_in_device import even_exchange
 
             stack.enter_context(even_exchange())
         yield

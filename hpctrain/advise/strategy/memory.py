@@ -1,18 +1,30 @@
-"""What one GPU's memory holds at its fullest moment, by part: the words for it.
+"""What one GPU's memory holds in each moment of a step, by part.
 
-A step is walked through moment by moment (`steps`, `stages`, `adapters`): the loss, the backward
-pass of each block, the end of the backward pass, the update. Each moment is a sum of parts; the
-fullest decides (`peaks`). Not in it: what the allocator and the driver take beyond tensors
-(`Peak.allowance`). Pure.
+A step is walked through moment by moment: the loss, the backward pass of each block, the end of
+the backward pass, the update. Each moment is a sum of parts; the fullest decides (`peaks`, which
+has the moments of pipelines and DeepSpeed). Not in it: what the allocator and the driver take
+beyond tensors (`Peak.allowance`). Pure.
 tests/unit/strategy/test_memory.py holds single terms, tests/engines/test_strategy_measured.py the
 sums against measured peaks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from hpctrain.advise.strategy.activations import FP32
+from hpctrain.advise.strategy.activations import (
+    FP32,
+    LOGITS_BACKWARD,
+    LOGITS_FORWARD,
+    Widths,
+    widths,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hpctrain.advise.strategy.facts import ModelFacts
 
 WEIGHTS = "weights"
 COPIES = "16-bit copies"
@@ -54,47 +66,30 @@ class Batch:
 
 @dataclass(frozen=True)
 class Spread:
-    """How a model lies on the ranks.
+    """How a model lies on the ranks."""
 
-    Attributes:
-        kind: "single", "ddp", "fsdp2", or "zero1" to "zero3".
-        shards: Ranks over which weights, gradients and moments are cut.
-        copies: HSDP: of the sharded model.
-        tp: Tensor-parallel ranks.
-        recompute: Each block's pass is computed again in the backward pass.
-        reshard: A block is freed after its forward pass.
-        low: Bytes of a number in products: 2 or 4.
-        offload: Weights, gradients and moments rest in the host's memory.
-        pp: Stages of a pipeline.
-        ep: Ranks that share experts; each has some of them whole, cut over the others.
-        lora: Rank of adapters, which alone are trained; 0 where all weights are.
-        quantised: What is not trained lies in 4 bits.
-        selective: What a block keeps where only the rest is computed again: "products" (attention
-            and every matrix product: hpctrain's `selective`), "half" (attention and every second
-            product: torchtitan's `op`); empty where nothing is, or all.
-        each_pass: FSDP2 reduces gradients in each pass of a step, not only in the last one.
-        stored: Bytes of a weight between steps; of a frozen one where adapters are trained.
-        moment: Bytes of each of Adam's two moments.
-        fused: Norms, activation functions and the loss are one kernel each.
-    """
-
-    kind: str = "single"
-    shards: int = 1
-    copies: int = 1
-    tp: int = 1
-    recompute: bool = False
-    reshard: bool = True
-    low: int = 2
-    offload: bool = False
-    pp: int = 1
-    ep: int = 1
-    lora: int = 0
-    quantised: bool = False
+    kind: str = "single"  # "single", "ddp", "fsdp2", or "zero1" to "zero3"
+    shards: int = 1  # ranks over which weights, gradients and moments are cut
+    copies: int = 1  # HSDP: of the sharded model
+    tp: int = 1  # tensor-parallel ranks
+    recompute: bool = False  # each block's pass is computed again in the backward pass
+    reshard: bool = True  # a block is freed after its forward pass
+    low: int = 2  # bytes of a number in products: 2 or 4
+    offload: bool = False  # weights, gradients and moments rest in the host's memory
+    pp: int = 1  # stages of a pipeline
+    ep: int = 1  # ranks that share experts; each has some of them whole, cut over the others
+    lora: int = 0  # rank of adapters, which alone are trained; 0 where all weights are
+    quantised: bool = False  # what is not trained lies in 4 bits
+    # what a block keeps where only the rest is computed again: "products" (attention and every
+    # matrix product: hpctrain's `selective`), "half" (attention and every second product:
+    # torchtitan's `op`); empty where nothing is, or all
     selective: str = ""
+    # FSDP2 reduces gradients in each pass of a step, not only in the last one
     each_pass: bool = False
+    # bytes of a weight between steps; of a frozen one where adapters are trained
     stored: int = FP32
-    moment: int = FP32
-    fused: bool = False
+    moment: int = FP32  # bytes of each of Adam's two moments
+    fused: bool = False  # norms, activation functions and the loss are one kernel each
 
     @property
     def autocast(self) -> bool:
@@ -132,3 +127,380 @@ class Peak:
     def needed(self) -> int:
         """What a GPU must have."""
         return self.nbytes + self.allowance
+
+
+def cut(model: ModelFacts, tp: int) -> ModelFacts:
+    """The part of every matrix that one of so many ranks has. Norms, which all have, are small."""
+    if tp == 1:
+        return model
+    return replace(
+        model,
+        block_params=-(-model.block_params // tp),
+        matrix_params=-(-model.matrix_params // tp),
+        embed_params=-(-model.embed_params // tp),
+        head_params=-(-model.head_params // tp),
+    )
+
+
+def widths_of(model: ModelFacts, layout: Spread) -> Widths:
+    """What a token keeps, as a model is spread."""
+    return widths(
+        model,
+        low=layout.low,
+        autocast=layout.autocast,
+        tp=layout.tp,
+        lora=layout.lora,
+        ep=layout.ep,
+        fused=layout.fused,
+    )
+
+
+def own_matrix(model: ModelFacts, layout: Spread) -> float:
+    """Elements of the matrix whose gradient is first there in a block's backward pass.
+
+    It is the MLP's last; of experts, those of this rank are one.
+    """
+    if model.expert_params:
+        return model.expert_params / 3 / layout.ep
+    return (layout.lora or model.hidden) * model.inner / layout.tp
+
+
+def edges(layers: int) -> list[int]:
+    """Return the blocks of which one is the fullest: what a block holds is convex in its number.
+
+    The first and the last differ from those between them, so that both neighbours count too.
+    """
+    return sorted({0, min(1, layers - 1), max(0, layers - 2), layers - 1})
+
+
+class StepMemory:
+    """What all layouts share: activations and logits."""
+
+    def __init__(self, model: ModelFacts, batch: Batch, layout: Spread) -> None:
+        self.kept = widths_of(model, layout)
+        model = cut(model, layout.tp)
+        self.adapters = model.adapter_params(layout.lora)
+        self.learnt_params = model.layers * self.adapters if layout.lora else model.params
+        self.model, self.batch, self.layout = model, batch, layout
+        self.tokens = batch.tokens
+        self.block = self.kept.block * self.tokens
+        of_block = self.kept.of_block(recompute=layout.recompute, selective=layout.selective)
+        self.of_block = of_block * self.tokens
+        self.outside = self.kept.outside * self.tokens
+        self.logits = float(self.tokens * model.vocab)
+        # A loss of one kernel turns the model's own logits, and one copy of them, into gradients.
+        eager = max(LOGITS_BACKWARD, LOGITS_FORWARD + layout.low)
+        self.logit_bytes = layout.low + FP32 if layout.fused else eager
+
+    def activations(self, blocks: int, *, outside: bool = False) -> float:
+        """Kept for the backward pass by the first so many blocks."""
+        again = self.layout.recompute or self.layout.selective
+        spared = self.kept.spared * self.tokens if blocks and not again else 0.0
+        return blocks * self.of_block - spared + (self.outside if outside else 0.0)
+
+    def in_block(self, block: int) -> float:
+        """As a block's backward pass runs: those before it, its own, and what it takes."""
+        own = self.block + self.kept.block_backward * self.tokens
+        return (
+            self.activations(block) + own + (self.kept.entry * self.tokens * self.layout.recompute)
+        )
+
+
+class Whole(StepMemory):
+    """Every rank has the whole model: one process, or DDP."""
+
+    def __init__(self, model: ModelFacts, batch: Batch, layout: Spread) -> None:
+        super().__init__(model, batch, layout)
+        model, learnt = self.model, self.learnt_params
+        self.is_ddp = layout.kind == "ddp"
+        tied_head = model.vocab * model.hidden if model.tied else 0
+        self.head_copy = model.head_params + tied_head
+        self.block_copy = model.matrix_params + model.expert_params
+        self.rest: Parts = {WEIGHTS: self._weights(), MOMENTS: 2 * layout.moment * learnt}
+        self.whole_gradients = layout.gradient * learnt
+        self.from_start = self.is_ddp or batch.passes > 1
+
+    def _weights(self) -> float:
+        """Masters; of quantised weights the matrices of blocks in 4 bits, all else in 16."""
+        if not self.layout.quantised:
+            return self.layout.stored * self.model.params + FP32 * self.model.layers * self.adapters
+        model = self.model
+        quantised = model.layers * model.matrix_params
+        others = self.layout.low * (model.params - quantised)
+        return QUANTISED * quantised + others + FP32 * self.learnt_params
+
+    def base(self, blocks: int, *, head: bool = True) -> Parts:
+        """What rests, and the copies in 16 bits that so many blocks are left with, and the head.
+
+        Autocast keeps those of what is trained to its end; of frozen weights each product keeps
+        its own, which goes with the product, or with the block that is computed again.
+        """
+        low, model, layout = self.layout.low, self.model, self.layout
+        if not layout.autocast:
+            return {**self.rest, COPIES: 0.0}
+        if layout.quantised:  # one matrix at a time is made 16 bits wide
+            return {**self.rest, COPIES: low * (model.hidden * model.inner + self.learnt_params)}
+        if not layout.lora:
+            return {**self.rest, COPIES: low * (model.layers * self.block_copy + self.head_copy)}
+        blocks = min(blocks, 1 - head) if layout.recompute else blocks
+        # The first block's queries, keys and values pass no gradient on, and keep no weights.
+        first = model.hidden * (model.query + 2 * model.key) if blocks else 0
+        copied = blocks * self.block_copy - first + head * self.head_copy
+        return {**self.rest, COPIES: low * (copied + self.learnt_params)}
+
+    def gradients(self, blocks: int) -> float:
+        """Of the blocks that the backward pass is through with, and the head."""
+        if self.from_start:
+            return self.whole_gradients
+        if self.layout.lora:
+            return FP32 * blocks * self.adapters
+        own = 0 if self.model.tied else self.model.head_params
+        return self.layout.gradient * (blocks * self.model.block_params + own)
+
+    def moments(self) -> Iterator[Peak]:
+        """Of a step, each full in its way."""
+        layers = self.model.layers
+        begun = self.gradients(0) if self.from_start else 0.0
+        saved = self.activations(layers, outside=True)
+        yield Peak(
+            "the loss",
+            {
+                **self.base(layers),
+                GRADIENTS: begun,
+                ACTIVATIONS: saved,
+                LOGITS: self.logits * self.logit_bytes,
+            },
+        )
+        head = {**self.base(layers), GRADIENTS: self.gradients(0)}
+        yield Peak(
+            "the head's backward pass",
+            {
+                **head,
+                ACTIVATIONS: saved + self.kept.head_backward * self.tokens,
+            },
+        )
+        for done in edges(layers):
+            yield Peak(
+                "a block's backward pass",
+                {
+                    **self.base(layers - done, head=False),
+                    GRADIENTS: self.gradients(done),
+                    ACTIVATIONS: self.in_block(layers - 1 - done),
+                    BUFFERS: self._moving(),
+                },
+            )
+        yield from self._end()
+
+    def _end(self) -> Iterator[Peak]:
+        """The embedding's gradients, and the update."""
+        model = self.model
+        # A tied matrix has gradients from both of its ends, and their sum.
+        matrix = 0 if self.layout.lora else self.layout.gradient * model.vocab * model.hidden
+        ends = matrix * (2 * model.tied + self.from_start)
+        yield Peak(
+            "the end of the backward pass",
+            {
+                **self.base(0, head=False),
+                GRADIENTS: self.whole_gradients,
+                BUFFERS: ends,
+            },
+        )
+        yield Peak(
+            "the update",
+            {
+                **self.rest,
+                GRADIENTS: self.whole_gradients,
+                UPDATE: self.layout.moment * self.learnt_params,
+            },
+        )
+
+    def _moving(self) -> float:
+        """A matrix' gradient on its way: in 16 bits, and before it is added in fp32."""
+        rows = self.layout.lora or self.model.hidden
+        largest = rows * self.model.inner
+        return (self.layout.low + self.layout.gradient * self.from_start) * largest
+
+
+class Sharded(StepMemory):
+    """FSDP2: every parameter is cut over ranks, and gathered unit by unit."""
+
+    def __init__(self, model: ModelFacts, batch: Batch, layout: Spread) -> None:
+        super().__init__(model, batch, layout)
+        model = self.model
+        # What is offloaded rests on the host: the device has it for no more than a copy's time.
+        rests = 0.0 if layout.offload else 1 / layout.shards
+        self.own = rests * self.learnt_params
+        self.base: Parts = {
+            WEIGHTS: rests * (layout.stored * model.params + FP32 * model.layers * self.adapters),
+            MOMENTS: 2 * layout.moment * self.own,
+        }
+        self.waits = batch.passes > 1 and not layout.each_pass
+        # Shards of the passes before are there from the start on, where each pass reduces.
+        added_up = batch.passes > 1 and layout.each_pass
+        self.begun = layout.gradient * self.own * added_up
+        away = model.expert_params * (1 - 1 / layout.ep)  # on other ranks, gathered there
+        self.unit = model.block_params - away + self.adapters
+        self.learnt = float(self.adapters) if layout.lora else self.unit
+        tied = model.embed_params if model.tied else 0
+        self.root = model.head_params + tied  # gathered from the head on until it is over
+        self.free = 0 if model.tied else model.embed_params
+        ends = not layout.lora  # whether they are trained
+        self.apart = 0 if model.tied else ends * self.root  # reduced before the blocks
+        self.last = ends * (self.root if model.tied else self.free)  # and behind them
+        # A tied matrix' gradient from the head waits in 16 bits for the embedding's.
+        self.of_head = layout.low * model.tied * ends * model.vocab * model.hidden / layout.tp
+        # The gradient of the MLP's last matrix, in 16 bits, as the pass is within the MLP.
+        self.moving = layout.low * own_matrix(model, layout)
+
+    def gradients(self, blocks: int) -> float:
+        """This rank's shards, of the blocks that are through, and those that wait in whole."""
+        through = blocks * self.learnt + self.apart
+        own = self.layout.gradient * through / self.layout.shards * (not self.layout.offload)
+        return max(own, self.begun) + self.waiting(through)
+
+    def waiting(self, through: float) -> float:
+        """Gradients in fp32 that are not reduced before the last pass of several."""
+        whole = self.model.layers * self.learnt + self.apart + self.last
+        return FP32 * (whole - through) if self.waits else 0.0
+
+    def reduced(self, whole: float) -> float:
+        """In fp32: what is reduced, in one piece, and this rank's shard that comes out of it.
+
+        Of a unit whose last parameter is a large matrix, as head and embedding are. Of a block the
+        gradients in 16 bits go before the shard comes, and these are no less: `foreach_reduce` of
+        torch 2.13 keeps none but its last parameter's, a norm's.
+        """
+        return FP32 * whole * (1 + 1 / self.layout.shards)
+
+    def gathered(self, blocks: int, *, beside: float = 0.0) -> float:
+        """Bytes of blocks that are whole, beside the root."""
+        return self.layout.low * (self.root + blocks * self.unit + beside)
+
+    def moments(self) -> Iterator[Peak]:
+        """Of a step, each full in its way."""
+        yield from self._forward()
+        for done in edges(self.model.layers):
+            yield from self._block(done)
+        yield from self._end()
+        yield Peak(
+            "the update",
+            {
+                **self.base,
+                GRADIENTS: self.layout.gradient * self.own,
+                UPDATE: self.layout.moment * self.own,
+            },
+        )
+
+    def _forward(self) -> Iterator[Peak]:
+        """The loss, units that are gathered, and the head's reduction ahead of all others."""
+        layout, layers = self.layout, self.model.layers
+        saved = self.activations(layers, outside=True)
+        stays = 0 if layout.reshard else layers
+        free = 0.0 if layout.reshard else self.free
+        yield Peak(
+            "the loss",
+            {
+                **self.base,
+                GRADIENTS: self.begun + self.waiting(0),
+                ACTIVATIONS: saved,
+                LOGITS: self.logits * self.logit_bytes,
+                GATHERED: self.gathered(stays, beside=free),
+            },
+        )
+        # A unit is gathered into one piece, and copied out of it; the one before is there still.
+        for name, unit in (("a block", self.unit), ("the head", self.root)):
+            before = (stays or 1) * self.unit + free
+            own = 0.0 if stays and unit is self.unit else unit
+            yield Peak(
+                f"{name} is gathered",
+                {
+                    **self.base,
+                    GRADIENTS: self.begun + self.waiting(0),
+                    ACTIVATIONS: self.activations(layers - (unit is self.unit)),
+                    GATHERED: layout.low * (before + own),
+                    BUFFERS: layout.low * unit,
+                },
+            )
+        if self.apart:
+            yield Peak(
+                "the head's reduction",
+                {
+                    **self.base,
+                    GRADIENTS: self.waiting(0) or self.begun + layout.low * self.root,
+                    ACTIVATIONS: saved,
+                    GATHERED: layout.low * (max(1, stays) * self.unit + free),
+                    BUFFERS: self.reduced(self.root),
+                },
+            )
+
+    def _block(self, done: int) -> Iterator[Peak]:
+        """A block's backward pass, behind which its gradients are reduced."""
+        model, layout, layers = self.model, self.layout, self.model.layers
+        block = layers - 1 - done
+        unit, learnt, low = self.unit, self.learnt, layout.low
+        ahead = low * unit if block and layout.reshard else 0.0
+        free = 0.0 if layout.reshard else self.free
+        stays = 1 if layout.reshard else block + 1
+        held = low * ((self.root if model.tied else 0) + free + unit * stays)
+        # What was reduced before, the head at first, is let go of as the next reduction begins.
+        last_reduced = FP32 * (learnt if done else self.apart)
+        yield Peak(
+            "a block's backward pass",
+            {
+                **self.base,
+                GRADIENTS: self.gradients(done) + self.of_head + self.moving,
+                ACTIVATIONS: self.in_block(block),
+                GATHERED: held,
+                BUFFERS: ahead + last_reduced,
+            },
+        )
+        own = self.of_head + low * learnt
+        yield Peak(
+            "the end of a block's backward pass",
+            {
+                **self.base,
+                GRADIENTS: self.gradients(done) + own,
+                ACTIVATIONS: self.activations(block) + self.kept.block_end * self.tokens,
+                GATHERED: held,
+                BUFFERS: ahead + last_reduced,
+            },
+        )
+        # Of several passes' the last has been added to those that wait, in fp32.
+        added = low * learnt * (not self.waits)
+        yield Peak(
+            "a block's reduction",
+            {
+                **self.base,
+                GRADIENTS: self.gradients(done) + self.of_head + added,
+                ACTIVATIONS: self.activations(block),
+                GATHERED: held - low * unit,
+                BUFFERS: FP32 * learnt + ahead,
+            },
+        )
+
+    def _end(self) -> Iterator[Peak]:
+        """The embedding's gradients, with the root's where they are one matrix."""
+        layout, last, tied = self.layout, self.last, self.model.tied
+        through = self.gradients(self.model.layers)
+        held = layout.low * last if tied else 0.0
+        if self.of_head:
+            yield Peak(
+                "a tied matrix' gradients are added",
+                {
+                    **self.base,
+                    GRADIENTS: through + layout.low * last + 2 * self.of_head,
+                    GATHERED: held,
+                    BUFFERS: FP32 * self.learnt,
+                },
+            )
+        # Of several passes' the last has been added to those that wait, in fp32.
+        own = layout.low * last * (not self.waits)
+        yield Peak(
+            "the last reduction",
+            {
+                **self.base,
+                GRADIENTS: through + own,
+                GATHERED: held,
+                BUFFERS: FP32 * last if tied else self.reduced(last),
+            },
+        )

@@ -33,60 +33,34 @@ LITTLE = 50_000_000
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is made for.
+    """What a plan is made for."""
 
-    Attributes:
-        model: To be trained.
-        cluster: Nodes and their GPUs.
-        gpu: Which.
-        links: Between them.
-        seq: Positions of a sample.
-        global_batch: Samples of a step, over all ranks.
-        micro: Samples of a rank's pass; 0 chooses the most that fit.
-        low: Bytes of a number in products.
-        steps: Of the run; None where nobody said.
-        lora: Rank of adapters, which alone are to be trained; 0 for all weights.
-    """
-
-    model: ModelFacts
-    cluster: Machines
-    gpu: Accelerator
-    links: Links
-    seq: int
-    global_batch: int
-    micro: int = 0
-    low: int = 2
-    steps: int | None = None
-    lora: int = 0
+    model: ModelFacts  # to be trained
+    cluster: Machines  # nodes and their GPUs
+    gpu: Accelerator  # which
+    links: Links  # between them
+    seq: int  # positions of a sample
+    global_batch: int  # samples of a step, over all ranks
+    micro: int = 0  # samples of a rank's pass; 0 chooses the most that fit
+    low: int = 2  # bytes of a number in products
+    steps: int | None = None  # of the run; None where nobody said
+    lora: int = 0  # rank of adapters, which alone are to be trained; 0 for all weights
 
 
 @dataclass(frozen=True)
 class Row:
-    """A strategy, and what became of it.
+    """A strategy, and what became of it."""
 
-    Attributes:
-        way: The strategy.
-        batch: What a rank is given; None where it cannot be had.
-        peak: Its fullest moment; by formula, or measured.
-        host: Bytes of a node's own memory that offloaded state takes.
-        measured: The exact peak of tensors, bytes; None where it was not measured.
-        is_held: Whether a GPU's memory holds it, in hpctrain's or another engine.
-        fits: Whether it does.
-        why: Why not; or by how much.
-        traffic: Of a step.
-        time: Of a step.
-    """
-
-    way: Strategy
-    batch: Batch | None
-    peak: Peak | None
-    fits: bool
-    why: str
-    traffic: Traffic | None = None
-    time: StepTime | None = None
-    host: int = 0
-    measured: int | None = None
-    is_held: bool = False
+    way: Strategy  # the strategy
+    batch: Batch | None  # what a rank is given; None where it cannot be had
+    peak: Peak | None  # its fullest moment; by formula, or measured
+    fits: bool  # whether it does
+    why: str  # why not; or by how much
+    traffic: Traffic | None = None  # of a step
+    time: StepTime | None = None  # of a step
+    host: int = 0  # bytes of a node's own memory that offloaded state takes
+    measured: int | None = None  # the exact peak of tensors, bytes; None where it was not measured
+    is_held: bool = False  # whether a GPU's memory holds it, in hpctrain's or another engine
 
 
 def row_of(asked: PlanRequest, way: Strategy) -> Row:

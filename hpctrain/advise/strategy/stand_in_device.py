@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils import backend_registration
 
+from hpctrain.train.engines import experts
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -136,3 +138,37 @@ def fill(model: nn.Module, device: torch.device) -> None:
         for name, table in list(module._buffers.items()):  # noqa: SLF001
             if table is not None and table.is_meta:
                 module._buffers[name] = torch.empty_like(table, device=device)  # noqa: SLF001
+
+
+class _Exchange(torch.autograd.Function):
+    """What travels comes as another tensor, forwards and backwards."""
+
+    @staticmethod
+    def forward(_context: Any, tokens: torch.Tensor) -> torch.Tensor:
+        """As many as go."""
+        return tokens.clone()
+
+    @staticmethod
+    def backward(_context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """The same of their gradients."""
+        return gradients[0].clone()
+
+
+@contextlib.contextmanager
+def even_exchange() -> Iterator[None]:
+    """Tokens of the other ranks come as this rank's go."""
+    own: Any = experts
+    counts, tokens = own.all_to_all, own.all_to_all_with_gradient
+
+    def same(given: torch.Tensor, *_sizes: Any) -> torch.Tensor:
+        return given.clone()
+
+    def travelled(given: torch.Tensor, *_sizes: Any) -> torch.Tensor:
+        out: torch.Tensor = _Exchange.apply(given)  # type: ignore[no-untyped-call]
+        return out
+
+    own.all_to_all, own.all_to_all_with_gradient = same, travelled
+    try:
+        yield
+    finally:
+        own.all_to_all, own.all_to_all_with_gradient = counts, tokens

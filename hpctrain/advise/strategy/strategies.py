@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.advise.strategy.activations import FP32
 from hpctrain.advise.strategy.facts import LLAMA, MOE
 from hpctrain.advise.strategy.memory import Spread
-from hpctrain.advise.strategy.stages import MICROBATCHES
+from hpctrain.advise.strategy.peaks import MICROBATCHES
 from hpctrain.ledger.plan.mesh import divisors
 
 if TYPE_CHECKING:
@@ -25,17 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machines:
-    """What there is to train on.
+    """What there is to train on."""
 
-    Attributes:
-        nodes: Of the job.
-        gpus: Of a node.
-        memory: Bytes of a node's own; None where it is not known.
-    """
-
-    nodes: int
-    gpus: int
-    memory: int | None = None
+    nodes: int  # of the job
+    gpus: int  # of a node
+    memory: int | None = None  # bytes of a node's own; None where it is not known
 
     @property
     def ranks(self) -> int:
@@ -45,27 +39,16 @@ class Machines:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way.
+    """One way."""
 
-    Attributes:
-        key: For programs, and `--strategy`.
-        title: For people.
-        layout: How the model lies on the ranks.
-        data_ranks: Ranks that have samples of their own.
-        impossible: Why it cannot be had here; empty where it can.
-        aside: Why it is shown and never taken by itself; empty for the others.
-        is_trained: Whether hpctrain trains so; else the row is one of memory.
-        elsewhere: What another engine or model does for it; empty for hpctrain's own rows.
-    """
-
-    key: str
-    title: str
-    layout: Spread
-    data_ranks: int
-    impossible: str = ""
-    aside: str = ""
-    is_trained: bool = True
-    elsewhere: str = ""
+    key: str  # for programs, and `--strategy`
+    title: str  # for people
+    layout: Spread  # how the model lies on the ranks
+    data_ranks: int  # ranks that have samples of their own
+    impossible: str = ""  # why it cannot be had here; empty where it can
+    aside: str = ""  # why it is shown and never taken by itself; empty for the others
+    is_trained: bool = True  # whether hpctrain trains so; else the row is one of memory
+    elsewhere: str = ""  # what another engine or model does for it; empty for hpctrain's own rows
 
     @property
     def ranks(self) -> int:

@@ -1,18 +1,21 @@
 """How long a step takes by arithmetic, and what travels for it; not known where a fact is missing.
 
-Compute is the model's operations by a share of the GPU's peak (`utilization`), traffic is bytes by
-the link's rate, and the longer of the two counts: they overlap at best. Published runs say how far
-that holds (tests/unit/strategy/test_published.py). Pure. tests/unit/strategy/test_timing.py holds
-the volumes.
+Compute is the model's operations by a share of the GPU's peak, traffic is bytes by the link's rate,
+and the longer of the two counts: they overlap at best. utilization.toml has the share that training
+reaches, a range for each kind of run, fitted to published runs; it counts all operations, those of
+a recomputation too (hardware FLOP utilisation). Pure. tests/unit/strategy/test_published.py holds
+that against published runs, test_timing.py the volumes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import functools
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.advise.strategy.activations import FP32, products_of
-from hpctrain.advise.strategy.utilization import share_of
 
 if TYPE_CHECKING:
     from hpctrain.advise.strategy.facts import ModelFacts
@@ -20,35 +23,85 @@ if TYPE_CHECKING:
     from hpctrain.advise.strategy.memory import Batch, Spread
     from hpctrain.advise.strategy.strategies import Machines, Strategy
 
+ANY = "any"
+"""Family of the rows for GPUs without published runs: the lowest of all families counts."""
+ALIKE = {"h200": "h100", "gh200": "h100"}
+"""GPUs with the compute of another one."""
+MOST_OPERATIONS = 4 / 3
+"""Of a step that computes each block again, to one that does not: it takes no less time, though
+published runs with recomputation may come from better tuned programs than those without."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of the peak: 0 to 1."""
+
+    low: float  # the lowest of the published runs
+    typical: float  # what a plan takes
+    high: float  # the highest
+    runs: int  # published runs that it was fitted to
+    family: str  # of GPU; "any" where none of this family was published
+
+    @property
+    def basis(self) -> str:
+        """What a reader should know of it."""
+        whose = " on other GPUs" if self.family == ANY else ""
+        many = "1 published run" if self.runs == 1 else f"{self.runs} published runs"
+        return f"{self.typical:.0%} ({self.low:.0%} to {self.high:.0%} in {many}{whose})"
+
+
+def kind_of(layout: Spread | None) -> str:
+    """Return the kind of run: "plain", "half", "full", or "tp" where matrices are cut."""
+    if layout is None:
+        return "plain"
+    if layout.tp > 1:
+        return "tp"
+    return "full" if layout.recompute else "half" if layout.selective == "half" else "plain"
+
+
+def share_of(family: str, layout: Spread | None) -> Share:
+    """Return the share of the peak for a kind of run on a family of GPUs.
+
+    Where no such run was published, that of the GPU with the same compute counts, else `any`.
+    """
+    kind = kind_of(layout)
+    share = _of_kind(family, kind)
+    if kind == "full":
+        most = MOST_OPERATIONS * _of_kind(family, "plain").typical
+        share = replace(share, typical=min(share.typical, most))
+    return share
+
+
+def _of_kind(family: str, kind: str) -> Share:
+    table = _read()
+    for key in (family, ALIKE.get(family, ""), ANY):
+        if kind in table.get(key, {}):
+            return Share(**table[key][kind], family=key)
+    raise AssertionError(kind)
+
+
+@functools.cache
+def _read() -> dict[str, dict[str, dict[str, Any]]]:
+    path = Path(__file__).with_name("utilization.toml")
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
 
 @dataclass(frozen=True)
 class Links:
-    """How fast a GPU sends, bytes/s; None where it is not known.
+    """How fast a GPU sends, bytes/s; None where it is not known."""
 
-    Attributes:
-        inside: To others of its node.
-        between: To other nodes, this GPU's share of the node's adapters.
-        host: To the memory of its own node.
-    """
-
-    inside: float | None
-    between: float | None
-    host: float | None = None
+    inside: float | None  # to others of its node
+    between: float | None  # to other nodes, this GPU's share of the node's adapters
+    host: float | None = None  # to the memory of its own node
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one GPU sends in a step.
+    """Bytes that one GPU sends in a step."""
 
-    Attributes:
-        inside: At most to others of its node.
-        between: To ranks on other nodes too.
-        host: To and from the memory of its node, where state is offloaded.
-    """
-
-    inside: float
-    between: float
-    host: float = 0.0
+    inside: float  # at most to others of its node
+    between: float  # to ranks on other nodes too
+    host: float = 0.0  # to and from the memory of its node, where state is offloaded
 
     @property
     def nbytes(self) -> float:
@@ -58,23 +111,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Of one step.
+    """Of one step."""
 
-    Attributes:
-        seconds: None where it is not known.
-        compute_s: The part that is products; None where the GPU's peak is not known.
-        traffic_s: The part that travels; None where a rate is not known.
-        basis: What it rests on, or what is missing.
-        least_s: At the highest share of the peak that published runs of this kind reached.
-        most_s: At the lowest.
-    """
-
-    seconds: float | None
-    compute_s: float | None
-    traffic_s: float | None
-    basis: str
+    seconds: float | None  # none where it is not known
+    compute_s: float | None  # the part that is products; None where the GPU's peak is not known
+    traffic_s: float | None  # the part that travels; None where a rate is not known
+    basis: str  # what it rests on, or what is missing
+    # at the highest share of the peak that published runs of this kind reached
     least_s: float | None = None
-    most_s: float | None = None
+    most_s: float | None = None  # at the lowest
 
 
 def flops_of_step(model: ModelFacts, batch: Batch, way: Strategy) -> float:

@@ -1,14 +1,12 @@
 """Import from a directory of torch.distributed.checkpoint, of any number of ranks.
 
-Also from checkpoints of hpctrain's own first format, which lay in such a directory beside a
-manifest. The promises are held by tests/unit/checkpoint/exchange/test_exchange_import.py and
+The promises are held by tests/unit/checkpoint/exchange/test_exchange_import.py and
 test_exchange_untrusted.py.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,7 +20,6 @@ from hpctrain.checkpoint.exchange.contents import (
     Contents,
     NestedValue,
     Tensor,
-    carried,
 )
 from hpctrain.checkpoint.exchange.untrusted import (
     DTYPE_NAMES,
@@ -33,9 +30,10 @@ from hpctrain.checkpoint.exchange.untrusted import (
     raw,
     unpickled,
 )
-from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, count, file_digest, require_shape
+from hpctrain.checkpoint.format.manifest import count, require_shape
 from hpctrain.checkpoint.format.shard import DTYPES
-from hpctrain.errors import CheckpointError, TornCheckpoint
+from hpctrain.checkpoint.format.table import boxes_meet
+from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -177,7 +175,6 @@ def _contents(source: Path, metadata: Any) -> Contents:
         and all(name.startswith(PREFIXES) for name in names)
         and not all(name.startswith(MODEL) for name in names)
     )
-    _take_first_format(contents)
     return contents
 
 
@@ -237,21 +234,11 @@ def _boxes(
         if numel(extent):
             by_begin[begin] = (begin, extent, where[begin])
     boxes = list(by_begin.values())
-    if sum(numel(extent) for _, extent, _ in boxes) != numel(shape) or _meet(boxes):
+    low = np.array([begin for begin, _, _ in boxes], np.int64).reshape(len(boxes), len(shape))
+    high = low + np.array([extent for _, extent, _ in boxes], np.int64).reshape(low.shape)
+    if sum(numel(extent) for _, extent, _ in boxes) != numel(shape) or boxes_meet(low, high):
         raise CheckpointError(f"{directory.path}: the parts of {name} do not make up {shape}")
     return boxes
-
-
-def _meet(boxes: list[tuple[tuple[int, ...], tuple[int, ...], _Stored]]) -> bool:
-    """Whether any two boxes share an element."""
-    low = np.array([begin for begin, _, _ in boxes], np.int64)
-    high = low + np.array([extent for _, extent, _ in boxes], np.int64)
-    return any(
-        (np.maximum(low[at], low[at + 1 :]) < np.minimum(high[at], high[at + 1 :]))
-        .all(axis=1)
-        .any()
-        for at in range(len(boxes) - 1)
-    )
 
 
 def _value(directory: _Directory, name: str) -> Callable[[], Any]:
@@ -284,24 +271,3 @@ def _loaded(directory: _Directory, name: str, stored: _Stored) -> Any:
     if len(content) != stored.length:
         raise CheckpointError(f"{path} is cut: {name} lies behind its end")
     return load(io.BytesIO(content), where=f"{path} ({name})")
-
-
-def _take_first_format(contents: Contents) -> None:
-    """Beside a manifest of hpctrain's first format lie step, data position and the like."""
-    path = contents.source / MANIFEST_NAME
-    if not path.is_file():
-        return
-    try:
-        raw_manifest = json.loads(path.read_text())
-        files = {str(entry["name"]): str(entry["digest"]) for entry in raw_manifest["files"]}
-        contents.step = int(raw_manifest["step"])
-        contents.state = carried(raw_manifest, str(path))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no manifest of hpctrain's: {error}") from error
-    for name, digest in files.items():
-        if "/" in name or not (contents.source / name).is_file():
-            raise TornCheckpoint(f"{path} names {name}, which is missing")
-        if file_digest(contents.source / name) != digest:
-            raise TornCheckpoint(
-                f"{contents.source / name} is not what its manifest says (damaged)"
-            )

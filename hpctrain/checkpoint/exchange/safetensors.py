@@ -1,9 +1,10 @@
-"""Safetensors files: import from one, or from a directory as Hugging Face writes it, and export.
+"""Safetensors files and Hugging Face folders: import, export, and what lies beside the weights.
 
 An export is one file `model.safetensors`, or `model-00001-of-0000N.safetensors` and an index; each
-file is written tensor by tensor. Headers are read with distrust, since anybody may have written
-them. No torch. The promises are held by tests/unit/checkpoint/exchange/test_exchange_export.py,
-test_exchange_import.py and test_exchange_untrusted.py.
+file is written tensor by tensor. Headers, indices and configs are read with distrust. No torch. The
+promises are held by test_exchange_export.py, test_exchange_import.py and test_exchange_untrusted.py
+in tests/unit/checkpoint/exchange, tests/unit/plan/test_decoders.py and
+tests/engines/test_adapters.py.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpctrain.checkpoint.exchange.contents import Contents, NestedValue, Tensor, carried
-from hpctrain.checkpoint.exchange.export import Written, compare
-from hpctrain.checkpoint.exchange.place import flush, placing
+from hpctrain.checkpoint.exchange.contents import Contents, NestedValue, Tensor, carried, same
+from hpctrain.checkpoint.exchange.export import Written, compare, flush, placing
 from hpctrain.checkpoint.format.manifest import SAFETENSORS
 from hpctrain.checkpoint.format.shard import DTYPES, encode_header
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.exchange.contents import Bytes
     from hpctrain.checkpoint.exchange.export import OnBytes
+
 
 STEM = "model"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -402,3 +404,108 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise CheckpointError(
             f"{index} is no index of safetensors files: {_short(error)}"
         ) from None
+
+
+CONFIG = "config.json"
+MAX_CONFIG = 16 << 20
+COPIED = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""Data alone: a folder's Python files stay behind, since `from_pretrained` may run them."""
+MAX_COPIED = 256 << 20
+DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+HEAD = "lm_head.weight"
+BASE = "base_weights"
+"""Of a manifest's `extra`: what adapters stand on, and their config."""
+ADAPTER = "adapter_model"
+_LORA = re.compile(r"\.(lora_\w+)\.default(?=\.|$)")
+_SAVED = re.compile(r"\.modules_to_save\.default\.")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json.
+
+    Raises:
+        UsageError: it has none, or something else under that name.
+    """
+    path = folder / CONFIG
+    try:
+        if not path.is_file():
+            raise UsageError(f"{folder} has no {CONFIG}: it is no folder of Hugging Face's")
+        with path.open("rb") as file:
+            config = json.loads(file.read(MAX_CONFIG))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError):
+        raise UsageError(f"{path} is no JSON") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{path} is no table of a model's sizes")
+    return config
+
+
+def require_weights(folder: Path) -> None:
+    """Look whether the weights' files are there, without opening them.
+
+    Raises:
+        CheckpointError: they are not, or an index names other ones.
+    """
+    files(folder)
+
+
+def beside(folder: Path, tensors: Sequence[Tensor]) -> dict[str, bytes]:
+    """Return the files beside an export's weights by name, from the weights' original folder.
+
+    config.json gets the dtype that the weights have now. Otherwise `from_pretrained` would round
+    them to the dtype that they were loaded in.
+
+    Raises:
+        UsageError: it is no such folder, or a file of it cannot be read.
+    """
+    config = read_config(folder)
+    floats = {DTYPE_NAMES[one.dtype] for one in tensors if one.dtype in DTYPE_NAMES}
+    config.pop("torch_dtype", None)  # as older ones call it
+    if len(floats) == 1:
+        config["dtype"] = floats.pop()
+    files = {CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
+    for name in COPIED:
+        path = folder / name
+        try:
+            if path.is_file():
+                with path.open("rb") as file:
+                    files[name] = file.read(MAX_COPIED + 1)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+        if len(files.get(name, b"")) > MAX_COPIED:
+            raise UsageError(f"{path} is larger than any tokenizer's file; take it out of --like")
+    return files
+
+
+def untied(folder: Path, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The weights without a head that is the embedding, as transformers writes them."""
+    config = read_config(folder)
+    (head, *_) = [*(one for one in tensors if one.name == HEAD), None]
+    if config.get("tie_word_embeddings") is not True or head is None:
+        return list(tensors)
+    alike = (one for one in tensors if one is not head and one.text == head.text)
+    is_tied = any(same(one.read(), head.read()) for one in alike if "embed" in one.name)
+    return [one for one in tensors if one is not head or not is_tied]
+
+
+def adapters(
+    extra: Mapping[str, Any], tensors: Sequence[Tensor]
+) -> tuple[list[Tensor], dict[str, bytes]]:
+    """Return a checkpoint's adapters under peft's names, and the config file beside them.
+
+    `extra` is the manifest's, with BASE. `tensors` have their names in the wrapped model.
+    """
+    base = extra[BASE]
+    config = base["adapter_config"] | {
+        "base_model_name_or_path": base["source"],
+        "inference_mode": True,
+    }
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    named = [_SAVED.sub(".", _LORA.sub(r".\1", one.name)) for one in tensors]
+    renamed = [replace(one, name=name) for one, name in zip(tensors, named, strict=True)]
+    return renamed, {"adapter_config.json": text.encode()}

@@ -20,9 +20,8 @@ import torch
 
 from hpctrain.checkpoint.exchange import contents
 from hpctrain.checkpoint.exchange.contents import Tensor
-from hpctrain.checkpoint.exchange.export import Written, compare
-from hpctrain.checkpoint.exchange.place import flush, placing
-from hpctrain.checkpoint.exchange.untrusted import leaves_of, load
+from hpctrain.checkpoint.exchange.export import Written, compare, flush, placing
+from hpctrain.checkpoint.exchange.untrusted import LAYOUT, LAYOUT_KEY, leaves_of, load
 from hpctrain.checkpoint.tensors.boxes import DTYPES
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.exchange.export import OnBytes
 
-LAYOUT_KEY, LAYOUT = "format", "hpctrain-export-1"
 ROOT = "archive"
 ALIGN = 64
 """Bytes of a tensor start at a multiple of this, as in torch's own files."""

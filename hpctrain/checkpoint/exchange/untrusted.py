@@ -1,9 +1,10 @@
-"""Readers for files that anybody may have written: nothing that such a file says is run.
+"""Readers for torch's files that anybody may have written: nothing that such a file says is run.
 
-A pickle is a program. Torch's own restricted reader (`weights_only`) takes tensors and plain data;
+A pickle is a program. Torch's own restricted reader (`weights_only`) takes tensors and plain data.
 `.metadata` of a torch DCP checkpoint, which torch itself reads with plain pickle, is read here with
-a list of the names that it may use, each of which becomes an inert record of ours. The promises are
-held by tests/unit/checkpoint/exchange/test_exchange_untrusted.py.
+a list of the names that it may use, each of which becomes an inert record of ours. `read` imports a
+file of torch.save. The promises are held by
+tests/unit/checkpoint/exchange/test_exchange_untrusted.py and test_exchange_import.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 import torch
 
-from hpctrain.checkpoint.exchange.contents import NestedValue, Tensor
+from hpctrain.checkpoint.exchange.contents import Contents, NestedValue, Tensor, carried
 from hpctrain.checkpoint.tensors.boxes import DTYPES
 from hpctrain.errors import CheckpointError
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from hpctrain.checkpoint.exchange.contents import Bytes
+
 
 _GLOBAL = re.compile(r"(?:GLOBAL|[Uu]nsupported (?:class|global):?) ([A-Za-z_][\w.]*)")
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): word for dtype, word in DTYPES.items()}
@@ -207,3 +209,67 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
             yield file
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+STEPS = ("step", "global_step", "iteration")
+LAYOUT_KEY, LAYOUT = "format", "hpctrain-export-1"
+
+
+def read(source: Path) -> Contents:
+    """What the file holds; its tensors stay on disk until they are asked for.
+
+    Raises:
+        CheckpointError: it is not such a file, or wants to run something.
+    """
+    tree = load(source)
+    if not isinstance(tree, dict):
+        raise CheckpointError(
+            f"{source} holds a {type(tree).__name__}, not a dictionary of tensors by name"
+        )
+    contents = Contents("torch", source, leaves_of(tree, source))
+    contents.shared = _shared(tree)
+    step = next((tree[key] for key in STEPS if isinstance(tree.get(key), int)), None)
+    contents.step = None if isinstance(step, bool) else step
+    if tree.get(LAYOUT_KEY) == LAYOUT:
+        try:
+            contents.leaves = leaves_of(_flat(tree), source)
+            contents.state = carried(tree.get("state", {}), str(source))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{source} is not hpctrain's own export: {error}") from error
+        contents.full_names = True
+    return contents
+
+
+def _flat(tree: dict[str, Any]) -> dict[str, Any]:
+    """Our own export by full names. What is no tensor is in `others` once more, as it was saved."""
+    flat = {f"model.{name}": tensor for name, tensor in tree["model"].items()}
+    for name, values in tree["optimizer"].items():
+        flat |= {
+            f"optim.{name}.{key}": value
+            for key, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }
+    flat |= tree.get("others", {})
+    return flat
+
+
+def _shared(tree: dict[str, Any]) -> frozenset[str]:
+    """Tensors that lie where an earlier one lies, as tied weights do."""
+    seen: dict[tuple[int, tuple[int, ...]], str] = {}
+    again = set()
+    for leaf, tensor in _tensors(tree, ()):
+        has_memory = tensor.layout is torch.strided and tensor.device.type == "cpu"
+        if not has_memory or not tensor.numel():
+            continue
+        first = seen.setdefault((tensor.data_ptr(), tuple(tensor.shape)), leaf)
+        if first != leaf:
+            again.add(leaf)
+    return frozenset(again)
+
+
+def _tensors(value: Any, path: tuple[str, ...]) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        return [(".".join(path), value)]
+    if isinstance(value, dict):
+        return [one for k, inner in value.items() for one in _tensors(inner, (*path, str(k)))]
+    return []

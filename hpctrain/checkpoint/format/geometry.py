@@ -1,11 +1,11 @@
 """The arithmetic of resharding: which bytes of which chunks fill a box, and who writes a replica.
 
-`overlap` answers what a load asks: for each region that is wanted (a box of a tensor, or a range of
-its row-major elements), where its bytes lie in the chunks that the table names. A checkpoint of a
-thousand ranks has half a million chunks, so this is done for all of them at once, in numpy columns.
-What a chunk and a region share is mostly one run of neighbouring bytes on both sides, a column of
-`Overlap.runs`; where it is not (some columns of what is stored by rows), it is a `Grid`: nested
-loops with strides on both sides, whose size does not depend on how much the box holds.
+`overlap` answers what a load asks: for each piece that is wanted, a region (a box of a tensor, or a
+range of its row-major elements), where its bytes lie in the chunks that the table names. A
+checkpoint of a thousand ranks has half a million chunks, so this is done for all of them at once,
+in numpy columns. What a chunk and a region share is mostly one run of neighbouring bytes on both
+sides, a column of `Overlap.runs`; else (some columns of what is stored by rows) it is a `Grid`:
+nested loops with strides on both sides, whose size does not depend on how much the box holds.
 
 A tensor of 4 x 6 elements, its bytes counted in elements. Two ranks stored it by rows, chunk 0 has
 rows 0 and 1, chunk 1 rows 2 and 3. Wanted now is the box that begins at (1, 2), of extent (2, 3):
@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpctrain.checkpoint.format.table import as_range
+from hpctrain.checkpoint.format.table import as_range, boxes_meet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -116,7 +116,7 @@ class Grid:
         return Grid(self.counts, self.target_strides, self.source_strides, self.target, self.source)
 
 
-def grid_of(
+def _grid_of(
     counts: Sequence[int],
     source_strides: Sequence[int],
     target_strides: Sequence[int],
@@ -141,7 +141,7 @@ def grid_of(
     return Grid(sizes, sources, targets, *at)
 
 
-def strides_of(sizes: Sequence[int], itemsize: int) -> list[int]:
+def _strides_of(sizes: Sequence[int], itemsize: int) -> list[int]:
     """Bytes from one index to the next in each dimension of a row-major box."""
     strides = []
     for size in reversed(sizes):
@@ -181,25 +181,6 @@ def _lexicographic(
 
 
 @dataclass(frozen=True)
-class Region:
-    """What is wanted of a tensor.
-
-    Attributes:
-        shape: Of the whole tensor.
-        begin: Where the box starts; of a flat region, its first element.
-        extent: The box's size; of a flat region, its number of elements.
-        flat: A range of the row-major elements instead of a box.
-        itemsize: Bytes of an element.
-    """
-
-    shape: tuple[int, ...]
-    begin: tuple[int, ...]
-    extent: tuple[int, ...]
-    flat: bool
-    itemsize: int
-
-
-@dataclass(frozen=True)
 class Overlap:
     """What fills the regions: runs of bytes as columns, and grids.
 
@@ -224,7 +205,7 @@ class _Pairs:
     """
 
     table: ChunkTable
-    regions: Sequence[Region]
+    regions: Sequence[ShardPiece]
     row: NDArray[np.int64]
     region: NDArray[np.int64]
     item: NDArray[np.int64]
@@ -241,7 +222,9 @@ class _Pairs:
         return np.array(values, np.int64).reshape(len(numbers), -1)[where]
 
 
-def overlap(table: ChunkTable, regions: Sequence[Region], tensors: NDArray[np.int64]) -> Overlap:
+def overlap(
+    table: ChunkTable, regions: Sequence[ShardPiece], tensors: NDArray[np.int64]
+) -> Overlap:
     """Find what of the chunks fills each region, each of its bytes exactly once.
 
     No region may be empty or reach beyond its tensor. `tensors` has the number of each region's
@@ -270,7 +253,7 @@ def _near(
     table: ChunkTable,
     row: NDArray[np.int64],
     region: NDArray[np.int64],
-    regions: Sequence[Region],
+    regions: Sequence[ShardPiece],
     linear: NDArray[np.bool_],
 ) -> NDArray[np.bool_]:
     """Return which chunks may share something with their region; rule out most of many.
@@ -312,12 +295,12 @@ def _in_boxes(pairs: _Pairs) -> Overlap:
     grids, problems = [], {}
     for i in np.flatnonzero(~run).tolist():
         item = int(pairs.item[i])
-        strides = strides_of(sizes[i].tolist(), item), strides_of(extent[i].tolist(), item)
-        grid = grid_of(count[i].tolist(), *strides, (int(source[i]), int(target[i])), item)
+        strides = _strides_of(sizes[i].tolist(), item), _strides_of(extent[i].tolist(), item)
+        grid = _grid_of(count[i].tolist(), *strides, (int(source[i]), int(target[i])), item)
         grids.append((int(pairs.region[i]), int(pairs.row[i]), grid))
     for number in np.unique(pairs.region[~run]).tolist():
         its_own = pairs.region == number
-        if _meet(low[its_own], (low + count)[its_own]):
+        if boxes_meet(low[its_own], (low + count)[its_own]):
             problems[number] = TWICE
     runs = np.stack([pairs.region, pairs.row, source, target, nbytes])
     return Overlap(runs[:, run], grids, problems)
@@ -357,13 +340,13 @@ def _in_ranges(pairs: _Pairs) -> Overlap:
 
 
 def _ranges_in_box(
-    rows: NDArray[np.int64], first: NDArray[np.int64], count: NDArray[np.int64], region: Region
+    rows: NDArray[np.int64], first: NDArray[np.int64], count: NDArray[np.int64], region: ShardPiece
 ) -> tuple[list[tuple[int, Grid]], bool]:
     """Ranges of the tensor's elements for a box that is none, and whether two of them meet."""
     item = region.itemsize
-    strides = strides_of(region.shape, item)
-    into = strides_of(region.extent, item)
-    whole = grid_of(region.extent, strides, into, (dot(region.begin, strides), 0), item)
+    strides = _strides_of(region.shape, item)
+    into = _strides_of(region.extent, item)
+    whole = _grid_of(region.extent, strides, into, (dot(region.begin, strides), 0), item)
     low, high = whole.before(first * item), whole.before((first + count) * item)
     hit = low < high
     grids = [
@@ -371,15 +354,15 @@ def _ranges_in_box(
         for i in np.flatnonzero(hit).tolist()
         for grid in whole.part(int(low[i]), int(high[i]))
     ]
-    return grids, _meet(low[hit][:, None], high[hit][:, None])
+    return grids, boxes_meet(low[hit][:, None], high[hit][:, None])
 
 
 def _boxes_in_range(
-    table: ChunkTable, rows: NDArray[np.int64], region: Region
+    table: ChunkTable, rows: NDArray[np.int64], region: ShardPiece
 ) -> tuple[list[tuple[int, Grid]], bool]:
     """Boxes that are no ranges for a range of the tensor's elements, and whether two meet."""
     item = region.itemsize
-    strides = strides_of(region.shape, item)
+    strides = _strides_of(region.shape, item)
     begin, extent = table.boxes(rows)
     start, end = region.begin[0] * item, (region.begin[0] + region.extent[0]) * item
     grids: list[tuple[int, Grid]] = []
@@ -387,7 +370,7 @@ def _boxes_in_range(
     for i, row in enumerate(rows.tolist()):
         box = extent[i].tolist()
         at = dot(begin[i].tolist(), strides)
-        whole = grid_of(box, strides, strides_of(box, item), (at, 0), item)
+        whole = _grid_of(box, strides, _strides_of(box, item), (at, 0), item)
         low, high = whole.before(np.array([start, end])).tolist()
         if low < high:
             hit.append(i)
@@ -395,10 +378,10 @@ def _boxes_in_range(
             (row, replace(grid.turned(), target=grid.source - start))
             for grid in whole.part(low, high)
         ]
-    return grids, _meet(begin[hit], (begin + extent)[hit])
+    return grids, boxes_meet(begin[hit], (begin + extent)[hit])
 
 
-def _span(region: Region) -> tuple[int, int] | None:
+def _span(region: ShardPiece) -> tuple[int, int] | None:
     """A region as a range of row-major elements; None if it is not one."""
     if region.flat:
         return region.begin[0], region.extent[0]
@@ -430,7 +413,7 @@ def _joined(first: Overlap, other: Overlap) -> Overlap:
     )
 
 
-def _require_once(shared: Overlap, regions: Sequence[Region]) -> None:
+def _require_once(shared: Overlap, regions: Sequence[ShardPiece]) -> None:
     """Note the regions of which some bytes come from two chunks, or from none.
 
     What no chunk covers would silently stay as it was.
@@ -466,25 +449,6 @@ def _place(
         whole &= count[:, dimension] == size[:, dimension]
         stride *= size[:, dimension]
     return first, run
-
-
-def _meet(low: NDArray[np.int64], high: NDArray[np.int64]) -> bool:
-    """Whether any two of these boxes share something; both arguments are [boxes, dimensions]."""
-    if len(low) < 2 or not low.shape[1]:  # noqa: PLR2004 - a pair
-        return len(low) > 1
-    cells = np.zeros(len(low), np.int64)
-    each_one_cell = True
-    for begin, end in zip(low.T, high.T, strict=True):
-        edges = np.unique(np.concatenate([begin, end]))
-        cell = np.searchsorted(edges, begin)
-        each_one_cell = each_one_cell and bool((np.searchsorted(edges, end) == cell + 1).all())
-        cells = cells * len(edges) + cell
-    if each_one_cell:  # parts of one grid, as all usual shardings are
-        return len(np.unique(cells)) < len(cells)
-    return any(
-        bool((np.maximum(low[i], low[:i]) < np.minimum(high[i], high[:i])).all(axis=1).any())
-        for i in range(1, len(low))
-    )
 
 
 def my_part(

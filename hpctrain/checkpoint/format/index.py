@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from hpctrain.checkpoint.format.geometry import Region
     from hpctrain.checkpoint.format.manifest import Manifest, TensorEntry
+    from hpctrain.checkpoint.format.shard import ShardPiece
 
 COLUMNS = (
     "pieces", "files", "numbers", "tensor", "own", "dims", "flat",
@@ -55,19 +55,6 @@ COLUMNS = (
 SHOWN = 3
 FEW = 64
 """Files of a layout, of which all are taken rather than looked for."""
-
-
-@dataclass(frozen=True)
-class SelectedTable(ChunkTable):
-    """Some rows of a checkpoint; their digests are filled in when a file is opened.
-
-    Attributes:
-        first_proof: Of each row, the number of its first block in its file. [rows]
-        file_blocks: Of each row, how many blocks its file has. [rows]
-    """
-
-    first_proof: NDArray[np.int64]
-    file_blocks: NDArray[np.int64]
 
 
 class _Pair(NamedTuple):
@@ -170,7 +157,7 @@ class ChunkIndex:
 
     # ---- rows
 
-    def rows(self, slot: NDArray[np.int64], piece: NDArray[np.int64]) -> SelectedTable:
+    def rows(self, slot: NDArray[np.int64], piece: NDArray[np.int64]) -> ChunkTable:
         """Return the rows of some chunks, without their digests, sorted by file and offset.
 
         `slot` are entries of `file`, `piece` pieces of that file's layout; both int64 of shape
@@ -187,7 +174,7 @@ class ChunkIndex:
         number = self.number[np.maximum(at, 0)] if len(self.number) else np.zeros_like(at)
         number = np.where(source > 0, number, 0)
         extent = self.extent[pair]
-        return SelectedTable(
+        return ChunkTable(
             tensor=self.tensor[piece] + place * self.own[piece],
             file=self.file[slot],
             offset=self.head[slot] + self.before(self.nbytes)[piece],
@@ -202,11 +189,11 @@ class ChunkIndex:
             file_blocks=self.layout_blocks[layout],
         )
 
-    def whole(self) -> SelectedTable:
+    def whole(self) -> ChunkTable:
         """All rows."""
         return self._of_pieces(np.arange(len(self.tensor)))
 
-    def of_file(self, number: int) -> SelectedTable:
+    def of_file(self, number: int) -> ChunkTable:
         """The rows of one file; none for the table itself."""
         slots = np.flatnonzero(self.file == number)
         layout = np.searchsorted(self.first_file, slots, "right") - 1
@@ -215,7 +202,7 @@ class ChunkIndex:
         )
         return self.rows(np.resize(slots, len(piece)), piece)
 
-    def _of_pieces(self, pieces: NDArray[np.int64]) -> SelectedTable:
+    def _of_pieces(self, pieces: NDArray[np.int64]) -> ChunkTable:
         counts = self.files[self.layout[pieces]]
         piece = np.repeat(pieces, counts)
         place = np.arange(len(piece)) - np.repeat(starts(counts)[:-1], counts)
@@ -223,7 +210,7 @@ class ChunkIndex:
 
     # ---- what is wanted
 
-    def select(self, regions: Sequence[Region], tensors: NDArray[np.int64]) -> SelectedTable:
+    def select(self, regions: Sequence[ShardPiece], tensors: NDArray[np.int64]) -> ChunkTable:
         """Return the rows of all chunks that share something with the regions, and maybe some more.
 
         `tensors` has the number of each region's tensor: int64 of shape [regions].
@@ -233,9 +220,9 @@ class ChunkIndex:
         region = np.repeat(np.arange(len(tensors)), high - low)
         place = np.arange(len(region)) - starts(high - low)[:-1][region]
         pairs = _Pair(region, order[low[region] + place])
-        bounds = _Bounds(regions)
         layout = self.layout[pairs.piece]
         many = self.files[layout] > FEW
+        bounds = _Bounds(regions if many.any() else [])
         own = np.isin(self._own[0], tensors)
         slots, pieces = [self._own[1][own]], [self._own[2][own]]
         few = pairs.piece[~many]
@@ -423,7 +410,7 @@ class ChunkIndex:
 class _Bounds:
     """Where regions lie: as boxes, and along the line of their tensors' elements."""
 
-    def __init__(self, regions: Sequence[Region]) -> None:
+    def __init__(self, regions: Sequence[ShardPiece]) -> None:
         width = max((len(region.shape) for region in regions), default=0)
         boxes = np.zeros((2, len(regions), width + 1), np.int64)
         lines = np.zeros((2, len(regions)), np.int64)
@@ -444,7 +431,7 @@ class _Bounds:
         return low, high
 
 
-def _box(region: Region) -> tuple[list[int], list[int]]:
+def _box(region: ShardPiece) -> tuple[list[int], list[int]]:
     """The box around a region: where it begins, and ends, in each dimension."""
     if not region.flat:
         ends = [at + count for at, count in zip(region.begin, region.extent, strict=True)]
@@ -457,7 +444,7 @@ def _box(region: Region) -> tuple[list[int], list[int]]:
     return [first // row, *(0 for _ in rest)], [-(-(first + count) // row), *rest]
 
 
-def _line(region: Region) -> tuple[int, int]:
+def _line(region: ShardPiece) -> tuple[int, int]:
     """The first element of a region, and one past its last, by row-major number."""
     if region.flat:
         return region.begin[0], region.begin[0] + region.extent[0]

@@ -33,6 +33,7 @@ import math
 import os
 import re
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -204,12 +205,8 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def require(raw: dict[str, Any]) -> None:
-    """Refuse a manifest with a field that is not what it must be.
-
-    Raises:
-        ValueError: which, and what it holds.
-    """
+def _require(raw: dict[str, Any]) -> None:
+    """Refuse a manifest with a field that is not what it must be."""
     for name, fits in _CHECKS.items():
         if name in raw and not fits(raw[name]):
             raise ValueError(f"{name} is {shown(raw[name])}")
@@ -233,15 +230,20 @@ def file_of(raw: Any) -> tuple[str, int, str]:
     raise ValueError(f"file {shown(name)} has {shown(size)} for its size")
 
 
-def tensor_of(name: str, text: Any) -> tuple[str, tuple[int, ...]]:
-    """Dtype and shape of one tensor; whether there is such a dtype its reader knows.
-
-    Raises:
-        ValueError: they are not.
-    """
-    match = _TENSOR.fullmatch(text) if isinstance(text, str) else None
-    if not match or not name:
+def _tensor_of(name: str, text: Any) -> tuple[str, tuple[int, ...]]:
+    """Dtype and shape of one tensor; whether there is such a dtype its reader knows."""
+    form = _form(text) if isinstance(text, str) else None
+    if form is None or not name:
         raise ValueError(f"tensor {shown(name)} has {shown(text)} for its dtype and shape")
+    return form
+
+
+@lru_cache(maxsize=1024)
+def _form(text: str) -> tuple[str, tuple[int, ...]] | None:
+    """Parse ``F32[1024,512]``; None for what is none. Thousands of tensors have a dozen forms."""
+    match = _TENSOR.fullmatch(text)
+    if match is None:
+        return None
     shape = tuple(int(size) for size in match[2].split(",") if size)
     if len(shape) > MOST_DIMENSIONS or 0 in shape or math.prod(shape) > MOST_ELEMENTS:
         require_shape(shape)
@@ -414,7 +416,7 @@ def of_plain(raw: dict[str, Any]) -> Manifest:
         TornCheckpoint: it is of something else.
     """
     try:
-        require({key: value for key, value in raw.items() if key not in {"files", "tensors"}})
+        _require({key: value for key, value in raw.items() if key not in {"files", "tensors"}})
         return Manifest(**raw)
     except (TypeError, ValueError, KeyError) as error:
         raise TornCheckpoint(f"manifest is not as hpctrain writes it: {error}") from error
@@ -501,7 +503,7 @@ def _built(raw: dict[str, Any]) -> Manifest:
     field_names = {f.name for f in fields(Manifest)}
     values = {key: value for key, value in raw.items() if key in field_names}
     try:
-        require(values | {key: raw[key] for key in raw.keys() & {"own"}})
+        _require(values | {key: raw[key] for key in raw.keys() & {"own"}})
         values["files"] = _files(raw["files"])
         values["tensors"] = _tensors(raw["tensors"], raw.get("own", []))
         manifest = Manifest(**values)
@@ -528,9 +530,9 @@ def _files(raw: Any) -> list[FileEntry]:
 
 def _tensors(written: dict[str, Any], own: list[Any]) -> list[TensorEntry]:
     """The tensors of a manifest: those that are written out, then those that ranks have alone."""
-    entries = [TensorEntry(name, *tensor_of(name, text)) for name, text in written.items()]
+    entries = [TensorEntry(name, *_tensor_of(name, text)) for name, text in written.items()]
     for tensors, ranks in packing.unpack_tensors(own):
-        alike = [(name.split("*", 1), tensor_of(name, text)) for name, text in tensors.items()]
+        alike = [(name.split("*", 1), _tensor_of(name, text)) for name, text in tensors.items()]
         entries += [
             TensorEntry(f"{head}{rank:05d}{tail}", dtype, shape)
             for rank in ranks
@@ -566,10 +568,10 @@ def _body(manifest: Manifest) -> bytes:
     raw |= _packed(manifest)
     _require_string_keys(raw, "manifest")
     try:
-        require(raw)
+        _require(raw)
         for tensors in (raw["tensors"], *(rule["tensors"] for rule in raw.get("own", []))):
             for name, text in tensors.items():
-                tensor_of(name, text)
+                _tensor_of(name, text)
     except ValueError as error:  # it would be committed, and never loaded
         raise CheckpointError(f"manifest of step {manifest.step}: {error}") from error
     try:

@@ -24,13 +24,18 @@ import numpy as np
 
 from hpctrain.checkpoint.format import index as indices
 from hpctrain.checkpoint.format import table as tables
-from hpctrain.checkpoint.format.geometry import Region, overlap
+from hpctrain.checkpoint.format.geometry import overlap
 from hpctrain.checkpoint.format.manifest import PREFIX, block_digest
 from hpctrain.checkpoint.format.patience import Patience, proves_absence
-from hpctrain.checkpoint.format.shard import DIGEST_BYTES, DTYPES, proof_bytes, proof_digest
+from hpctrain.checkpoint.format.shard import DIGEST_BYTES, proof_bytes, proof_digest
 from hpctrain.core.base.files import plain_descriptor
 from hpctrain.core.testing import points
-from hpctrain.errors import CheckpointError, FileSystemFault, IncompleteCheckpoint, TornCheckpoint
+from hpctrain.errors import (
+    CheckpointError,
+    FileSystemFault,
+    IncompleteCheckpoint,
+    TornCheckpoint,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,7 +44,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hpctrain.checkpoint.format.geometry import Grid, Overlap
-    from hpctrain.checkpoint.format.index import ChunkIndex, SelectedTable
+    from hpctrain.checkpoint.format.index import ChunkIndex
     from hpctrain.checkpoint.format.manifest import Manifest, TensorEntry
     from hpctrain.checkpoint.format.shard import ShardPiece
     from hpctrain.checkpoint.format.table import ChunkTable
@@ -198,18 +203,13 @@ def _rest(buffers: list[memoryview], done: int) -> list[memoryview]:
     return rest
 
 
-@dataclass(frozen=True)
-class Target:
-    """Where a part of a tensor is to go.
-
-    Attributes:
-        piece: Which part; its cuts need not be those of the chunks.
-        buffer: Writable memory of exactly these elements, row-major and without gaps; of any
-            dtype and shape whose bytes are as many as the piece's.
-    """
+class Target(NamedTuple):
+    """Where a part of a tensor is to go."""
 
     piece: ShardPiece
+    """Which part; its cuts need not be those of the chunks."""
     buffer: Any
+    """Writable memory of exactly these elements, row-major and without gaps."""
 
 
 class BlockRun(NamedTuple):
@@ -261,7 +261,7 @@ class Proofs:
     Several threads use one.
     """
 
-    def __init__(self, manifest: Manifest, table: SelectedTable) -> None:
+    def __init__(self, manifest: Manifest, table: ChunkTable) -> None:
         self._manifest = manifest
         self._table = table
         self._left = {*table.file.tolist()}
@@ -337,7 +337,7 @@ class CheckpointSource:
         return cls(path, manifest, patience(lambda: open_chunks(path, manifest)), patience)
 
     @cached_property
-    def rows(self) -> SelectedTable:
+    def rows(self) -> ChunkTable:
         """All chunks, without the digests of their blocks."""
         return self._chunks.whole()
 
@@ -434,14 +434,10 @@ class CheckpointSource:
         if number is None:
             raise CheckpointError("is not in the checkpoint")
         entry = self.manifest.tensors[number]
-        if (entry.dtype, entry.shape) != (piece.dtype, tuple(piece.shape)):
+        if entry.dtype != piece.dtype or entry.shape != piece.shape:
             wanted = f"{piece.dtype}[{','.join(map(str, piece.shape))}]"
             raise CheckpointError(f"is {entry.text} in the checkpoint, {wanted} is wanted")
-        sizes = (math.prod(piece.shape),) if piece.flat else piece.shape
-        if not len(piece.begin) == len(piece.extent) == len(sizes) or not all(
-            0 <= begin <= begin + count <= size
-            for begin, count, size in zip(piece.begin, piece.extent, sizes, strict=True)
-        ):
+        if not _is_inside(piece):
             raise CheckpointError(
                 f"is {entry.text}, and {list(piece.extent)} from {list(piece.begin)} is not in it"
             )
@@ -452,17 +448,16 @@ class CheckpointSource:
                 f"has memory of {whole.nbytes:,} bytes, {nbytes:,} writable ones in a row are "
                 "wanted"
             )
+        if whole.format == "B" and whole.ndim == 1:
+            return whole
         # Not memoryview.cast, which knows neither complex numbers nor empty arrays.
         return np.frombuffer(whole, np.uint8).data if nbytes else memoryview(b"")
 
-    def _overlap(self, targets: Sequence[Target]) -> tuple[SelectedTable, Overlap]:
-        regions = [
-            Region(piece.shape, piece.begin, piece.extent, piece.flat, DTYPES[piece.dtype])
-            for piece in (target.piece for target in targets)
-        ]
-        numbers = np.array([self._numbers[target.piece.name] for target in targets], np.int64)
-        table = self._chunks.select(regions, numbers)
-        return table, overlap(table, regions, numbers)
+    def _overlap(self, targets: Sequence[Target]) -> tuple[ChunkTable, Overlap]:
+        pieces = [target.piece for target in targets]
+        numbers = np.array([self._numbers[piece.name] for piece in pieces], np.int64)
+        table = self._chunks.select(pieces, numbers)
+        return table, overlap(table, pieces, numbers)
 
 
 @dataclass(frozen=True)
@@ -595,6 +590,17 @@ class _WindowReader:
         digest = block_digest(content)
         if digest != self.table.digests[self.table.first_block[row] + block]:
             raise TornCheckpoint(damage(self.manifest, self.table, row, block, digest))
+
+
+def _is_inside(piece: ShardPiece) -> bool:
+    """Whether a piece is a part of its tensor."""
+    if piece.extent == piece.shape and not piece.flat and not any(piece.begin):
+        return len(piece.begin) == len(piece.shape)
+    sizes = (math.prod(piece.shape),) if piece.flat else piece.shape
+    return len(piece.begin) == len(piece.extent) == len(sizes) and all(
+        0 <= begin <= begin + count <= size
+        for begin, count, size in zip(piece.begin, piece.extent, sizes, strict=True)
+    )
 
 
 def _spans(run: BlockRun, size: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:

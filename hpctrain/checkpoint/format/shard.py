@@ -18,6 +18,7 @@ import os
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -78,6 +79,11 @@ class ShardPiece:
     flat: bool = False
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype]
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes that it takes."""
         return math.prod(self.extent) * DTYPES[self.dtype]

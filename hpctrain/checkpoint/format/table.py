@@ -29,7 +29,12 @@ from hpctrain.checkpoint.format.patience import proves_absence
 from hpctrain.checkpoint.format.shard import DTYPES, encode_header
 from hpctrain.core.base.files import SMALL_BYTES, read_plain
 from hpctrain.core.testing import points
-from hpctrain.errors import CheckpointError, FileSystemFault, IncompleteCheckpoint, TornCheckpoint
+from hpctrain.errors import (
+    CheckpointError,
+    FileSystemFault,
+    IncompleteCheckpoint,
+    TornCheckpoint,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -44,13 +49,13 @@ LARGEST = 2**62
 """No number of a table comes near it, so sums of two do not run over."""
 KINDS = list(DTYPES)
 ITEMSIZES = np.array(list(DTYPES.values()), np.int64)
-MOST_CELLS = 1 << 22
-"""Of the grid in which boxes are painted: 32 MiB."""
+MOST_PAINTED = 1 << 24
+"""Cells of the grid in which boxes are painted, once for each corner of a box."""
 
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """All chunks of a checkpoint, one row each, sorted by file and offset.
+    """Chunks of a checkpoint, one row each, sorted by file and offset.
 
     Attributes:
         tensor: Number of the tensor, as the manifest counts them. [rows]
@@ -61,7 +66,10 @@ class ChunkTable:
         flat: 1 for a range of row-major elements, 0 for a box. [rows]
         begin: The rows' pairs one behind the other. [pairs], the sum of `dims`
         extent: The same. [pairs]
-        digests: xxh3_64 of each block of each chunk, one behind the other. [blocks]
+        digests: xxh3_64 of each block of each chunk, one behind the other; filled in when a file is
+            opened. [blocks]
+        first_proof: Number of the row's first block in its file. [rows]
+        file_blocks: How many blocks the row's file has. [rows]
         itemsize: Bytes of an element; not on disk. [rows]
         block_bytes: Bytes that one digest covers; a chunk's last block may be shorter.
     """
@@ -74,6 +82,8 @@ class ChunkTable:
     begin: NDArray[np.int64]
     extent: NDArray[np.int64]
     digests: NDArray[np.uint64]
+    first_proof: NDArray[np.int64]
+    file_blocks: NDArray[np.int64]
     itemsize: NDArray[np.int64]
     block_bytes: int
 
@@ -268,7 +278,7 @@ def tiles(entry: TensorEntry, table: ChunkTable, rows: NDArray[np.int64]) -> boo
     cut = np.flatnonzero((extent != np.array(entry.shape, np.int64)).any(axis=0))
     if len(cut) == 1:
         return _line_up(begin[:, cut[0]], extent[:, cut[0]])
-    return _no_two_meet(begin[:, cut], extent[:, cut])
+    return not boxes_meet(begin[:, cut], (begin + extent)[:, cut])
 
 
 def _line_up(begin: NDArray[np.int64], extent: NDArray[np.int64]) -> bool:
@@ -277,41 +287,37 @@ def _line_up(begin: NDArray[np.int64], extent: NDArray[np.int64]) -> bool:
     return bool((ends[:-1] <= begin[order][1:]).all())
 
 
-def _no_two_meet(begin: NDArray[np.int64], extent: NDArray[np.int64]) -> bool:
-    """Paint all boxes ([boxes, dimensions], int64) into a grid: where two meet, a cell has 2.
+def boxes_meet(low: NDArray[np.int64], high: NDArray[np.int64]) -> bool:
+    """Whether any two boxes share an element; `low` and `high` are [boxes, dimensions].
 
-    A box adds and takes away 1 at its corners; sums along each dimension fill it. Comparing all
-    pairs took 20 s for 500 tensors of 1,024 boxes each.
+    All boxes are painted into a grid: where two meet, a cell has 2. A box adds and takes away 1 at
+    its corners; sums along each dimension fill it. Comparing all pairs took 20 s for 500 tensors of
+    1,024 boxes each; it is left for boxes of which hardly two share an edge.
     """
-    ends = begin + extent
+    boxes, dimensions = low.shape
+    if boxes < 2 or not dimensions:  # noqa: PLR2004 - a pair
+        return bool(boxes > 1)
     sides, sizes = [], []
-    for low, high in zip(begin.T, ends.T, strict=True):
-        edges, index = np.unique(np.concatenate([low, high]), return_inverse=True)
+    for begin, end in zip(low.T, high.T, strict=True):
+        edges, index = np.unique(np.concatenate([begin, end]), return_inverse=True)
         sides.append(index.reshape(2, -1))
         sizes.append(len(edges))
     cells = math.prod(sizes)
-    if cells > MOST_CELLS:
-        return _no_pair_meets(begin, ends)
+    if cells << dimensions > MOST_PAINTED:
+        return any(
+            bool((np.maximum(low[i], low[:i]) < np.minimum(high[i], high[:i])).all(axis=1).any())
+            for i in range(1, boxes)
+        )
     painted = np.zeros(cells, np.int64)
-    for corner in itertools.product((0, 1), repeat=len(sizes)):
-        at = np.zeros(len(begin), np.int64)
+    for corner in itertools.product((0, 1), repeat=dimensions):
+        at = np.zeros(boxes, np.int64)
         for side, which, size in zip(sides, corner, sizes, strict=True):
             at = at * size + side[which]
         painted += (-1) ** sum(corner) * np.bincount(at, minlength=cells)
     painted = painted.reshape(sizes)
-    for axis in range(len(sizes)):
+    for axis in range(dimensions):
         painted = painted.cumsum(axis=axis)
-    return bool(painted.max() <= 1)
-
-
-def _no_pair_meets(begin: NDArray[np.int64], ends: NDArray[np.int64]) -> bool:
-    """The same, slow and in little memory: for boxes of which hardly two share an edge."""
-    for row in range(len(begin) - 1):
-        rest = slice(row + 1, None)
-        meet = (np.maximum(begin[row], begin[rest]) < np.minimum(ends[row], ends[rest])).all(axis=1)
-        if meet.any():
-            return False
-    return True
+    return bool(painted.max() > 1)
 
 
 def _flat_ranges(

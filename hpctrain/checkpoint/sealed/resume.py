@@ -19,7 +19,7 @@ from hpctrain.checkpoint.format.patience import Patience, proves_absence
 from hpctrain.checkpoint.format.reader import in_threads
 from hpctrain.checkpoint.sealed import files as unit
 from hpctrain.checkpoint.sealed import seals
-from hpctrain.checkpoint.sealed.proof import proves_itself
+from hpctrain.checkpoint.sealed.files import proves_itself
 from hpctrain.checkpoint.store.commit import flush_directory
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import NOT_PLAIN
@@ -30,7 +30,7 @@ from hpctrain.errors import CheckpointError, FileSystemFault, NoCheckpoint, NotW
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from hpctrain.checkpoint.sealed.manifest import SealedFile
+    from hpctrain.checkpoint.sealed.files import SealedFile
     from hpctrain.checkpoint.sealed.seals import StoredSeal
     from hpctrain.ledger.history.run_history import RunHistory
     from hpctrain.ledger.run.fence import Attempt
@@ -379,7 +379,7 @@ class Choice:
         status = self._patience(lambda: os.lstat(path))
         if status.st_mtime_ns <= stored.seal.files[0].mtime_ns:
             return None
-        taken = seal_proved(self._run, self._attempt, path, self._patience, self._reading)
+        taken = _seal_proved(self._run, self._attempt, path, self._patience, self._reading)
         if taken is None or taken.seal is None:
             return None
         return {"path": path, "name": taken.name, "size_bytes": taken.seal.size}
@@ -447,15 +447,10 @@ def refuse_lost_seals(run: RunDir, history: RunHistory) -> None:
         )
 
 
-def seal_proved(
+def _seal_proved(
     run: RunDir, attempt: Attempt, path: Path, patience: Patience, on_bytes: BytesRead
 ) -> StoredSeal | None:
-    """Seal a file that its own checksums prove whole, with a copy; None where they do not.
-
-    Raises:
-        FileSystemFault: the file system gave errors for too long.
-        CheckpointError: it cannot be sealed.
-    """
+    """Seal a file that its own checksums prove whole, with a copy; None where they do not."""
     try:
         if not patience(lambda: _or_none(lambda: proves_itself(path, on_bytes))):
             return None

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 from hpctrain.checkpoint.format.manifest import MAX_STEP
 from hpctrain.checkpoint.format.patience import proves_absence
 from hpctrain.checkpoint.sealed import files as unit
-from hpctrain.checkpoint.sealed import manifest
-from hpctrain.checkpoint.sealed.manifest import FILES_NAME, SEAL_NAME, Seal
+from hpctrain.checkpoint.sealed.files import FILES_NAME, SEAL_NAME, Seal
 from hpctrain.checkpoint.store.commit import describe, flush_directory, remove_tree
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import ROOT
@@ -37,8 +36,7 @@ from hpctrain.ledger.run.fence import publishing, run_lock
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpctrain.checkpoint.sealed.files import UnitFile
-    from hpctrain.checkpoint.sealed.manifest import SealedFile, Writer
+    from hpctrain.checkpoint.sealed.files import SealedFile, UnitFile, Writer
     from hpctrain.ledger.run.fence import Attempt
     from hpctrain.ledger.run.layout import RunDir
 
@@ -119,7 +117,7 @@ def listing(run: RunDir) -> list[StoredSeal]:
     Raises:
         FileSystemFault: the folder cannot be listed.
     """
-    numbers = [n for name in _names(run) if (n := manifest.parse_seal(name)) is not None]
+    numbers = [n for name in _names(run) if (n := unit.parse_seal(name)) is not None]
     return [_stored(run, number) for number in sorted(numbers, reverse=True)]
 
 
@@ -129,7 +127,7 @@ def has_any(run: RunDir) -> bool:
     Raises:
         FileSystemFault: nobody can tell.
     """
-    return any(manifest.parse_seal(name) is not None for name in _names(run))
+    return any(unit.parse_seal(name) is not None for name in _names(run))
 
 
 def _names(run: RunDir) -> list[str]:
@@ -142,12 +140,12 @@ def _names(run: RunDir) -> list[str]:
 
 
 def _stored(run: RunDir, number: int) -> StoredSeal:
-    folder = run.sealed / manifest.seal_name(number)
+    folder = run.sealed / unit.seal_name(number)
     path = folder / SEAL_NAME
     try:
         if not anybodys(run) and os.lstat(path).st_uid not in {os.geteuid(), ROOT}:
             return StoredSeal(number, folder, None, f"{SEAL_NAME} belongs to another user")
-        return StoredSeal(number, folder, manifest.load(path))
+        return StoredSeal(number, folder, unit.load(path))
     except TornCheckpoint as error:
         return StoredSeal(number, folder, None, str(error))
     except (FileSystemFault, OtherFormat) as error:
@@ -180,7 +178,7 @@ def begin(
         NotWritten: the seal's folder cannot be made.
     """
     path = _resolved(path)
-    refuse_own(run, path)
+    _refuse_own(run, path)
     try:
         files = tuple(unit.unit_files(path, anybodys=anybodys(run)))
     except FileNotFoundError as error:
@@ -207,12 +205,8 @@ def _resolved(path: Path) -> Path:
         raise CheckpointError(f"{path} cannot be registered: {error}") from error
 
 
-def refuse_own(run: RunDir, path: Path) -> None:
-    """Refuse what is the run's own, or holds it; its `output` is the program's.
-
-    Raises:
-        CheckpointError: it is.
-    """
+def _refuse_own(run: RunDir, path: Path) -> None:
+    """Refuse what is the run's own, or holds it; its `output` is the program's."""
     root = run.root.resolve()
     output = root / run.output.name
     if path in {root, output} or root.is_relative_to(path):
@@ -227,13 +221,13 @@ def _is_written_over(seals: Sequence[StoredSeal], path: Path, step: int | None) 
     It may not if the step is part of the name, or the run has sealed before but never this path.
     The first without a number is copied: a kill during the second save would leave nothing.
     """
-    if step is not None and step in numbers_in(path.name):
+    if step is not None and step in _numbers_in(path.name):
         return False
     earlier = [stored.seal.path for stored in seals if stored.seal is not None]
     return not earlier or str(path) in earlier
 
 
-def numbers_in(name: str) -> list[int]:
+def _numbers_in(name: str) -> list[int]:
     """The numbers in a name, e.g. of ``epoch=3-step=50.ckpt`` 3 and 50."""
     digits = "".join(c if c.isascii() and c.isdigit() else " " for c in name)
     return [int(number) for number in digits.split() if len(number) <= len(str(MAX_STEP))]
@@ -265,14 +259,14 @@ def commit(
         files=tuple(files),
     )
     try:
-        _write(plan.staged / SEAL_NAME, manifest.dump(seal))
+        _write(plan.staged / SEAL_NAME, unit.dump(seal))
         unit.flush_tree(plan.staged)
         if not plan.is_copy:  # the names of what was sealed must be as durable as the seal
             _flush_names(plan)
         with publishing(run, attempt):
             numbers = [n for name in _names(run) if (n := _any_number(name)) is not None]
             number = max(numbers, default=0) + 1
-            target = run.sealed / manifest.seal_name(number)
+            target = run.sealed / unit.seal_name(number)
             plan.staged.rename(target)
             flush_directory(run.sealed)
     except OSError as error:
@@ -291,7 +285,7 @@ def _flush_names(plan: SealPlan) -> None:
 
 def _any_number(name: str) -> int | None:
     """Also of one that was forgotten: its number is not given again."""
-    return manifest.parse_seal(name.removesuffix(FORGOTTEN))
+    return unit.parse_seal(name.removesuffix(FORGOTTEN))
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -373,7 +367,7 @@ def forget(run: RunDir, attempt: Attempt, stored: StoredSeal) -> None:
         raise CheckpointError(f"{stored.name} cannot be renamed: {error}") from error
 
 
-def superfluous(seals: Sequence[StoredSeal], keep: int) -> list[StoredSeal]:
+def _superfluous(seals: Sequence[StoredSeal], keep: int) -> list[StoredSeal]:
     """Return seals that may go: older copies, and records of files that no longer exist.
 
     `seals` are newest first; `keep` copies stay, and so does one that could not be read.
@@ -402,7 +396,7 @@ def prune(run: RunDir, attempt: Attempt, keep: int) -> list[StoredSeal]:
         CheckpointError: it cannot be removed.
         Fenced: a newer attempt has taken the run over.
     """
-    going = superfluous(listing(run), keep)
+    going = _superfluous(listing(run), keep)
     for stored in going:
         remove(run, attempt, stored)
     return going

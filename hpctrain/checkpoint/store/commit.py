@@ -1,17 +1,14 @@
 """From staged to committed in one rename: a checkpoint is there whole, or not there.
 
 Rank 0 alone calls this. Order is the protocol: the ranks write and flush their shards into a staged
-directory, and each asks its file how long it is; the names are checked against the manifest, which
-is written and flushed last; the directory is flushed; under the run's lock, and only by the newest
+directory, and check the size of their files; the names are checked against the manifest, which is
+written and flushed last; the directory is flushed; under the run's lock, and only by the newest
 attempt, it is renamed; its parent is flushed. Whatever dies in between leaves a staged directory,
 which nobody loads.
 
-`forecast` says before a save why there is no room for it, and `describe` puts an error of writing
-into words. A forecast is no promise: others write too, and many quotas do not show in what a file
-system says of itself. So no answer (None) means only that nothing speaks against trying.
-
-The promises are held by tests/unit/checkpoint/test_commit.py, test_every_call.py and
-test_space.py.
+`forecast` says before a save why there is no room for it; None promises nothing, because others
+write too and many quotas do not show. The promises are held by test_commit.py, test_every_call.py
+and test_space.py in tests/unit/checkpoint.
 """
 
 from __future__ import annotations
@@ -38,6 +35,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.ledger.run.fence import Attempt
     from hpctrain.ledger.run.layout import RunDir
+
 
 REMOVE_TRIES = 100
 """Of a directory from which others remove files at the same time."""
@@ -310,3 +308,8 @@ def _left(stat: os.statvfs_result | None) -> str:
 def _exact(count: int) -> str:
     """Both forms: rounded ones can look alike when bytes are missing."""
     return f"{size(count)} ({count:,} bytes)"
+
+
+def one_line(text: str) -> str:
+    """A reason as it is shown: one line, and nothing in it that a terminal would obey."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())

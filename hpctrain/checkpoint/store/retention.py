@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, PINNED_NAME
 from hpctrain.checkpoint.store import find
-from hpctrain.checkpoint.store.commit import flush_directory, remove_tree, rename_away
+from hpctrain.checkpoint.store.commit import flush_directory, one_line, remove_tree, rename_away
 from hpctrain.core.base.files import read_plain
 from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError, ChecksFailed, NotFound, RunAlive
@@ -89,7 +89,7 @@ def unpin(run: RunDir, step: int) -> bool:
     try:
         with run_lock(run):
             require_known(run, [step])
-            return take_away(find.step_path(run, step))
+            return _take_away(find.step_path(run, step))
     except OSError as error:
         raise CheckpointError(f"step {step} of {run.name} cannot be unpinned: {error}") from error
 
@@ -113,7 +113,7 @@ def carries(path: Path) -> bool:
     return True
 
 
-def take_away(path: Path) -> bool:
+def _take_away(path: Path) -> bool:
     """Remove a directory's pin, durably; the caller has the run's lock."""
     if not carries(path):
         return False
@@ -133,11 +133,6 @@ def require_known(run: RunDir, steps: list[int]) -> None:
         if step not in there:
             listed = ", ".join(map(str, there)) or "none"
             raise NotFound(f"{run.name} has no checkpoint of step {step}; there are: {listed}")
-
-
-def one_line(text: str) -> str:
-    """A reason as it is shown: one line, and nothing in it that a terminal would obey."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def reason_of(path: Path) -> str:
@@ -361,7 +356,7 @@ def prune(
     try:
         _looked_at(run, enough, rows_by_step, committed)  # before the lock: saves wait for that
         with run_lock(run) if attempt is None else publishing(run, attempt):
-            used = set() if attempt is not None else used_steps(run, idle)
+            used = set() if attempt is not None else _used_steps(run, idle)
             rows = _looked_at(run, enough, rows_by_step, committed)
             rows = _with_metrics(rows, evaluations)
             kept = why_kept(rows, rules, used | set(protect), evaluations.awaited)
@@ -390,7 +385,7 @@ def plan(
     """
     try:
         rows = _with_metrics(_looked_at(run, None, {}), evaluations)
-        kept = why_kept(rows, rules, used_steps(run, idle), evaluations.awaited)
+        kept = why_kept(rows, rules, _used_steps(run, idle), evaluations.awaited)
         return [KeepDecision(row, kept[row.step], size_of(run, row.step)) for row in rows]
     except OSError as error:
         raise CheckpointError(f"checkpoints of {run.name} cannot be read: {error}") from error
@@ -421,7 +416,7 @@ def remove(
             refuse(run, going, force=force, idle=idle, evaluations=evaluations)
             # Before the rename: dying in between must not leave a pin on what no sweep may take.
             for step in going:
-                take_away(find.step_path(run, step))
+                _take_away(find.step_path(run, step))
             renamed = _renamed(run, going)
         _remove(renamed)
     except OSError as error:
@@ -471,7 +466,7 @@ def refuse(
         )
 
 
-def used_steps(run: RunDir, idle: LedgerState | None = None) -> set[int]:
+def _used_steps(run: RunDir, idle: LedgerState | None = None) -> set[int]:
     """The steps that a live attempt may be using; see `in_use`."""
     usage = in_use(RunHistory.read(run), idle)
     return {step for step in find.steps(run) if usage is not None and usage.holds(step)}

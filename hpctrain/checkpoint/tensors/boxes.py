@@ -191,13 +191,20 @@ def parts_to_write(boxes: Iterable[Held]) -> list[Part]:
     return sorted(parts, key=lambda part: -part.box.local.element_size())
 
 
-def cut(box: Held, piece: ShardPiece) -> torch.Tensor:
-    """The elements of a piece of a box; contiguous, and a copy only where the box is not."""
+def view_of(box: Held, piece: ShardPiece) -> torch.Tensor:
+    """The elements of a piece in the program's own memory, contiguous or not."""
     local = box.local
+    if piece is box.piece:
+        return local
     for dimension, (begin, extent) in enumerate(zip(piece.begin, piece.extent, strict=True)):
         if extent != box.piece.extent[dimension]:
             local = local.narrow(dimension, begin - box.piece.begin[dimension], extent)
-    return local.contiguous()
+    return local
+
+
+def cut(box: Held, piece: ShardPiece) -> torch.Tensor:
+    """The same; contiguous, and a copy only where the box is not."""
+    return view_of(box, piece).contiguous()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -207,9 +214,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _whole(name: str, tensor: torch.Tensor, replica: int, replicas: int) -> Held:
-    refuse_unsaveable(name, tensor)
+    dtype = refuse_unsaveable(name, tensor)
     shape = tuple(tensor.shape)
-    piece = ShardPiece(name, _dtype(name, tensor), shape, (0,) * len(shape), shape)
+    piece = ShardPiece(name, dtype, shape, (0,) * len(shape), shape)
     return Held(piece, _as_stored(tensor.detach()), replica, replicas)
 
 
@@ -259,8 +266,8 @@ def _place(name: str, tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], in
     return tuple(boxes[0].offsets), tuple(boxes[0].sizes), replica, replicas
 
 
-def refuse_unsaveable(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that has no form in a checkpoint.
+def refuse_unsaveable(name: str, tensor: torch.Tensor) -> str:
+    """Return a tensor's dtype as a checkpoint has it; refuse one that has no form there.
 
     Raises:
         CheckpointError: which it is, and what to do.
@@ -270,7 +277,7 @@ def refuse_unsaveable(name: str, tensor: torch.Tensor) -> None:
             f"{name} is a {type(tensor).__name__}, a tensor class of a library, which is not "
             "saved; use one that keeps plain tensors"
         )
-    _dtype(name, tensor)
+    return _dtype(name, tensor)
 
 
 def _dtype(name: str, tensor: torch.Tensor) -> str:

@@ -13,9 +13,11 @@ The promises are held by tests/engines/test_save_and_restore.py and test_checkpo
 
 from __future__ import annotations
 
+import bisect
 import functools
 import logging
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -27,7 +29,8 @@ from hpctrain.checkpoint.format.patience import Patience
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.store import find, retention, verify
 from hpctrain.checkpoint.store.find import refuse_to_forget
-from hpctrain.checkpoint.tensors.boxes import Flat, bytes_of, held, sharers
+from hpctrain.checkpoint.tensors.arena import aligned
+from hpctrain.checkpoint.tensors.boxes import Flat, bytes_of, held, sharers, view_of
 from hpctrain.core.base import clock
 from hpctrain.core.base.text import Meter
 from hpctrain.core.device import has_host_backend
@@ -432,7 +435,6 @@ class _Filling:
         self._world = world
         self._fresh = wanted.fresh
         self._arena = arena
-        self._used = 0
         self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         state, self._ties = _untied(wanted.state)
         self._unlike = ""
@@ -453,14 +455,14 @@ class _Filling:
         jobs += [job for among in self._shared for job in among.parts_of(self._world.rank)]
         straight, later, through = [], [], []
         for box, piece in jobs:
-            view = _view(box, piece)
+            view = view_of(box, piece)
             if box.piece.name not in self._fresh:
                 later.append((view, piece))
             elif view.device.type == "cpu" and view.is_contiguous():
                 straight.append(Target(piece, bytes_of(view)))
             else:
                 through.append((view, piece))
-        targets = [self._stage(view, piece) for view, piece in later]
+        targets = self._stage(later)
         total = sum(piece.nbytes for _, piece in jobs)
         on_bytes = None if self._world.rank else _teller(source.path.name, total)
         count = source.read(straight + targets, on_bytes=on_bytes)
@@ -495,25 +497,32 @@ class _Filling:
         self._staged.clear()
         for among in self._shared:
             for rank in among.ranks:
-                views = [_view(box, piece) for box, piece in among.parts_of(rank)]
+                views = [view_of(box, piece) for box, piece in among.parts_of(rank)]
                 _broadcast_views(views, rank, self._world, among.group)
 
     def unlike(self) -> str:
         """Say which names of one memory had different values in the checkpoint; "" for none."""
         return self._unlike
 
-    def _stage(self, view: torch.Tensor, piece: ShardPiece) -> Target:
-        host = self._host(piece.nbytes).view(view.dtype).view(view.shape)
-        self._staged.append((view, host))
-        return Target(piece, bytes_of(host))
-
-    def _host(self, nbytes: int) -> torch.Tensor:
-        """Host memory: of the arena while it lasts, whose pages are warm, else new."""
-        if self._arena is not None and self._used + nbytes <= self._arena.size:
-            memory = self._arena.view(self._used, nbytes)
-            self._used += -(-nbytes // 64) * 64
-            return torch.frombuffer(memory, dtype=torch.uint8)
-        return torch.empty(nbytes, dtype=torch.uint8)
+    def _stage(self, jobs: Sequence[tuple[torch.Tensor, ShardPiece]]) -> list[Target]:
+        """Host memory to read into: of the arena while it lasts, whose pages are warm, else new."""
+        sizes = [aligned(piece.nbytes) for _, piece in jobs]
+        room = 0 if self._arena is None else self._arena.size
+        count = bisect.bisect_right(list(accumulate(sizes)), room)
+        hosts: list[torch.Tensor] = []
+        if self._arena is not None and count:
+            memory = self._arena.view(0, sum(sizes[:count]))
+            # All in one call: one for each part takes milliseconds.
+            hosts += torch.split(torch.frombuffer(memory, dtype=torch.uint8), sizes[:count])
+        if count < len(jobs):
+            rest = torch.empty(sum(sizes[count:]), dtype=torch.uint8)
+            hosts += torch.split(rest, sizes[count:])
+        targets = []
+        for (view, piece), host in zip(jobs, hosts, strict=True):
+            own = host[: piece.nbytes]
+            self._staged.append((view, own.view(view.dtype).view(view.shape)))
+            targets.append(Target(piece, own.numpy().data))
+        return targets
 
 
 def _untied(state: State) -> tuple[State, dict[str, str]]:
@@ -521,8 +530,10 @@ def _untied(state: State) -> tuple[State, dict[str, str]]:
     ties: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.shared.items():
+        if not name.startswith(WEIGHTS):
+            continue
         elements = _elements(tensor)
-        if not name.startswith(WEIGHTS) or not elements.numel():
+        if not elements.numel():
             continue
         place = (elements.data_ptr(), elements.dtype, elements.shape, elements.stride())
         first_name = first.setdefault(place, name)
@@ -567,15 +578,6 @@ def _teller(name: str, total: int) -> Callable[[int], None]:
 def _is_plain(box: Held) -> bool:
     """Whether the box is the tensor itself, on every rank in the same order."""
     return box.piece.extent == box.piece.shape
-
-
-def _view(box: Held, piece: ShardPiece) -> torch.Tensor:
-    """The elements of a piece in the program's own memory, contiguous or not."""
-    local = box.local
-    for dimension, (begin, extent) in enumerate(zip(piece.begin, piece.extent, strict=True)):
-        if extent != box.piece.extent[dimension]:
-            local = local.narrow(dimension, begin - box.piece.begin[dimension], extent)
-    return local
 
 
 def _batches(

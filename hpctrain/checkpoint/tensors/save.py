@@ -1,32 +1,48 @@
-"""One checkpoint from all ranks' tensors: write, gather, commit. All ranks succeed, or none does.
+"""One checkpoint from all ranks' tensors: all ranks succeed, or none does.
 
-`save` does it while training waits; `saver.py` does the same behind training. Collective: every
-rank calls it. The promises are held by tests/engines/test_save_and_restore.py and
-test_checkpoint_faults.py.
+`save` does it while training waits. `Saver` does it behind training, which waits for a copy into
+host memory alone:
+
+    training:   copy | step | step | step | ...
+    thread:          | wait for the copies, stage, wait for the writer, gather, commit, prune |
+    process:                                     | digest, write, flush |
+
+With `checkpoint.overlap_copy` what changes in the optimizer's step alone is copied beside the next
+forward and backward pass (device_copy.py), and training waits before that step. The thread only
+waits, so it holds Python's lock for moments. At most one save is in flight; the arena belongs to it
+until it is over. How it ended is the same on every rank, and is noted where all ranks meet anyway:
+before the next save, and at a stop. The promises are held by test_save_and_restore.py,
+test_checkpoint_faults.py and test_save_behind.py in tests/engines, and
+tests/unit/runtime/test_saves.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import threading
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 import xxhash
 
 from hpctrain.checkpoint.format import shard
 from hpctrain.checkpoint.format.layout import NO_KEY, RankPart, part_of, placed
 from hpctrain.checkpoint.format.manifest import step_name
 from hpctrain.checkpoint.store import commit
-from hpctrain.checkpoint.tensors.boxes import bytes_of, held, parts_to_write
+from hpctrain.checkpoint.tensors.arena import Arena, aligned
+from hpctrain.checkpoint.tensors.boxes import Flat, bytes_of, held, parts_to_write
+from hpctrain.checkpoint.tensors.device_copy import CopyTorn, HostCopies, PageLocked, copy_to_host
+from hpctrain.checkpoint.tensors.writer import ShardWriter
+from hpctrain.checkpoint.tensors.writer_process import WriteRequest
 from hpctrain.core.base import clock
 from hpctrain.core.testing import points
-from hpctrain.core.world import gather_on_0, on_rank_0, one_line
-from hpctrain.errors import CheckpointError, HpctrainError, NotWritten
+from hpctrain.core.world import apart, gather_on_0, on_rank_0, one_line
+from hpctrain.errors import CheckpointError, ControlLost, HpctrainError, NotWritten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
-
-    import torch
 
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.format.shard import ShardPiece, ShardReport
@@ -82,7 +98,7 @@ def save(place: SavePlace, world: World, state: State, manifest: Manifest) -> Sa
     started = clock.monotonic()
     parts = parts_to_write(held(state, world))
     pieces = [part.piece for part in parts]
-    options = write_options(place.settings, manifest)
+    options = _write_options(place.settings, manifest)
 
     def write(path: Path) -> ShardReport:
         return shard.write(path, pieces, _Sources(parts), step=manifest.step, **options)
@@ -90,7 +106,7 @@ def save(place: SavePlace, world: World, state: State, manifest: Manifest) -> Sa
     return commit_together(place, world, manifest, pieces=pieces, write=write, started=started)
 
 
-def write_options(settings: CheckpointSettings, manifest: Manifest) -> dict[str, int]:
+def _write_options(settings: CheckpointSettings, manifest: Manifest) -> dict[str, int]:
     """How shards are written, by the site's settings and by the manifest."""
     return {
         "block_bytes": manifest.block_bytes,
@@ -219,3 +235,308 @@ class _Sources:
         if last is None or last[0] != index:
             self._last = last = (index, view.cpu())
         return bytes_of(last[1])
+
+
+GRACE_S = 120.0
+"""Beyond `checkpoint.timeout_s`, by which every rank's writer has answered or is given up."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save behind training ended; the same on every rank."""
+
+    step: int
+    saved: Saved | None
+    error: HpctrainError | None = None
+
+
+class _Flight:
+    """One save on its way; its thread fills in the outcome."""
+
+    def __init__(self, step: int, began: float) -> None:
+        self.step = step
+        self.began = began
+        self.stall_s = 0.0
+        self.is_given_up = False
+        self.landed = threading.Event()
+        self.outcome: Outcome | None = None
+
+
+class Saver:
+    """Saves of one rank behind training.
+
+    The constructor, `begin` and `land` are collective: every rank calls them, in the same order.
+    """
+
+    def __init__(
+        self, place: SavePlace, world: World, *, after: Callable[[Saved], None] | None = None
+    ) -> None:
+        """Make a group for the saves' own exchanges. Collective.
+
+        The writer process is started with `prepare_behind`, or the first save. It takes 0.1 s of
+        CPU for each rank, for which a restart would wait. On rank 0 the save's thread calls `after`
+        once a save is committed, to prune.
+        """
+        self._place = place
+        self._world = apart(world, place.settings.timeout_s + GRACE_S)
+        self._after = after
+        self._arena = Arena()
+        self._locked = PageLocked()
+        self._writer = ShardWriter(at_once=False)
+        self._copies = HostCopies()
+        self._copies_at_once = not place.settings.overlap_copy
+        self._flight: _Flight | None = None
+        self._preparing: threading.Thread | None = None
+
+    @property
+    def arena(self) -> Arena | None:
+        """Host memory that is free for other use; None while a save is in flight."""
+        return self._arena if self._flight is None else None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save has begun and its end has not been taken note of, or is not there yet."""
+        return self._flight is not None and not self._flight.landed.is_set()
+
+    @property
+    def flying_s(self) -> float:
+        """How long the save in flight has taken so far; 0 without one."""
+        return clock.monotonic() - self._flight.began if self.in_flight and self._flight else 0.0
+
+    def prepare(self, state: State) -> str:
+        """Take the host memory for copies of this state; why it cannot be had, or "".
+
+        Not collective.
+        """
+        if self._preparing is not None:
+            self._preparing.join()
+        return self._take(_layout(parts_to_write(held(state, self._world)))[1])
+
+    def prepare_behind(self, state: State) -> None:
+        """The same, without waiting for it: the pages are touched behind training.
+
+        And start the writer process. One that cannot be started costs saves, which say why.
+        """
+        with contextlib.suppress(CheckpointError):
+            self._writer.ready()
+        size = _layout(parts_to_write(held(state, self._world)))[1]
+        self._preparing = threading.Thread(
+            target=self._take, args=(size,), name="hpctrain-arena", daemon=True
+        )
+        self._preparing.start()
+
+    def _take(self, size: int) -> str:
+        try:
+            self._reserve(size)
+        except (CheckpointError, ValueError) as error:  # the latter where it was closed before
+            return str(error)
+        return ""
+
+    def _reserve(self, size: int) -> None:
+        if size > self._arena.size:
+            self._locked.unlock()  # it is mapped anew
+            self._arena.ensure(size)
+        self._locked.lock(self._arena.view(0, self._arena.size), self._world.device)
+
+    def begin(self, state: State, manifest: Manifest, *, started: float | None = None) -> float:
+        """Copy the state and save it behind training; returns how long training waited.
+
+        Collective. The save before must have been landed. What goes wrong on one rank alone, such
+        as too little memory for the copy, fails the save on all of them: see `land`.
+
+        Args:
+            state: This rank's tensors; they may change when this returns, the steady ones when
+                `before_update` has been called.
+            manifest: Everything but files and tensors, which are filled in later.
+            started: `time.monotonic()` when training began to wait, if that was earlier.
+
+        Raises:
+            RuntimeError: the save before has not been landed.
+        """
+        if self._flight is not None:
+            raise RuntimeError(f"step {self._flight.step} has not been landed")
+        flight = _Flight(manifest.step, clock.monotonic() if started is None else started)
+        parts = parts_to_write(held(state, self._world))
+        if self._preparing is not None:
+            self._preparing.join()
+        try:
+            self._writer.ready()
+            offsets = self._copy(parts, manifest.step, self._steady(state))
+            write = self._writing(flight, parts, offsets, manifest)
+        except (CheckpointError, OSError, RuntimeError) as error:  # torch finds no memory, too
+            write = _failing(error)
+        flight.stall_s = clock.monotonic() - flight.began
+        pieces = [part.piece for part in parts]
+        threading.Thread(
+            target=self._behind,
+            args=(flight, manifest, pieces, write),
+            name="hpctrain-save",
+            daemon=True,
+        ).start()
+        self._flight = flight
+        return flight.stall_s
+
+    def _writing(
+        self, flight: _Flight, parts: Sequence[Part], offsets: Sequence[int], manifest: Manifest
+    ) -> Callable[[Path], ShardReport]:
+        """What has the writer process write the arena's copy of these parts."""
+        copies = self._copies
+
+        def write(path: Path) -> ShardReport:
+            self._await_copies(flight, copies)
+            request = WriteRequest(
+                path=path,
+                pieces=[part.piece for part in parts],
+                offsets=offsets,
+                step=manifest.step,
+                rank=self._world.rank,
+                **_write_options(self._place.settings, manifest),
+            )
+            self._writer.begin(request, self._arena)
+            report = self._writer.wait(self._place.settings.timeout_s)
+            copies.prove()
+            return report
+
+        def write_if_of_one_moment(path: Path) -> ShardReport:
+            try:
+                return write(path)
+            except CopyTorn:  # who changes weights beside their copy once will do so again
+                self._copies_at_once = True
+                raise
+
+        return write_if_of_one_moment
+
+    def _await_copies(self, flight: _Flight, copies: HostCopies) -> None:
+        """In the save's thread: then the arena holds the state, and the stall is known."""
+        if copies.wait():
+            flight.stall_s = clock.monotonic() - flight.began
+        flight.stall_s += copies.held_s
+        if flight.is_given_up:
+            raise CheckpointError("the shard was not written: it was abandoned")
+
+    def _behind(
+        self,
+        flight: _Flight,
+        manifest: Manifest,
+        pieces: Sequence[ShardPiece],
+        write: Callable[[Path], ShardReport],
+    ) -> None:
+        """The thread: everything after the copy."""
+        step = flight.step
+        try:
+            saved = commit_together(
+                self._place,
+                self._world,
+                manifest,
+                pieces=pieces,
+                write=write,
+                started=flight.began,
+            )
+            flight.outcome = Outcome(step, replace(saved, stall_s=flight.stall_s))
+        except ControlLost as error:  # training will hear of it too
+            text = f"step {step} was not committed: {error}"
+            flight.outcome = Outcome(step, None, CheckpointError(text))
+        except HpctrainError as error:
+            flight.outcome = Outcome(step, None, error)
+        except Exception as error:  # noqa: BLE001 - a lost peer; training will hear of it too
+            text = f"step {step} was not committed: {one_line(error)}"
+            flight.outcome = Outcome(step, None, CheckpointError(text))
+        self._end(flight)
+
+    def _end(self, flight: _Flight) -> None:
+        saved = flight.outcome.saved if flight.outcome else None
+        flight.landed.set()
+        if saved is not None and self._after is not None and self._world.rank == 0:
+            self._after(saved)
+
+    def _copy(
+        self, parts: list[Part], step: int, steady: Mapping[str, torch.Tensor]
+    ) -> tuple[int, ...]:
+        offsets, size = _layout(parts)
+        self._reserve(size)
+        points.reach("arena.copy", step=step, rank=self._world.rank)
+        if not size:
+            return offsets
+        whole = torch.frombuffer(self._arena.view(0, size), dtype=torch.uint8)
+        lengths = [part.piece.nbytes for part in parts]
+        # All in one call: one for each part takes milliseconds.
+        cuts = [n for length in lengths for n in (length, aligned(length) - length)]
+        pieces = torch.split(whole, cuts)
+        sources, targets, watched = [], [], []
+        for part, length, target in zip(parts, lengths, pieces[::2], strict=True):
+            if length:
+                targets.append(target)
+                sources.append(part.view.reshape(-1))
+                watched.append(steady.get(part.piece.name))
+        self._copies = copy_to_host(targets, sources, watched, step=step)
+        return offsets
+
+    def _steady(self, state: State) -> dict[str, torch.Tensor]:
+        """What changes in the optimizer's step alone, and is copied until then."""
+        if self._copies_at_once:
+            return {}
+        shared = ((name, state.shared[name]) for name in state.steady)
+        steady = ((name, t.local if isinstance(t, Flat) else t) for name, t in shared)
+        return {name: t for name, t in steady if not t.is_inference()}  # these count no changes
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether `before_update` is to be called before the next change."""
+        return self._copies.is_awaited
+
+    def before_update(self) -> None:
+        """The optimizer is about to change what may still be copied. Not collective."""
+        self._copies.hold()
+
+    def peek(self) -> Outcome | None:
+        """How the save in flight ended, if it has; it stays to be landed. Not collective."""
+        return self._flight.outcome if self._flight and self._flight.landed.is_set() else None
+
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Let the save in flight end; returns whether it has, in this time. Not collective."""
+        if self._flight is None:
+            return True
+        return self._flight.landed.wait(
+            self._place.settings.timeout_s if timeout_s is None else timeout_s
+        )
+
+    def land(self) -> Outcome | None:
+        """Wait for the save in flight and say how it ended; None if there was none. Collective."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return None
+        flight.landed.wait()
+        if flight.outcome is None:
+            raise CheckpointError(f"step {flight.step}: its save ended without an outcome")
+        return flight.outcome
+
+    def abandon(self) -> Outcome | None:
+        """Give the save in flight up at once; what it staged is swept later. Collective."""
+        if self.in_flight and self._flight is not None:
+            self._flight.is_given_up = True
+            self._writer.abandon()
+        return self.land()
+
+    def close(self) -> None:
+        """End the writer process; a save in flight is lost. Not collective."""
+        self._writer.close()
+        self._locked.unlock()
+        self._arena.close()
+
+
+def _failing(error: Exception) -> Callable[[Path], ShardReport]:
+    """A write that fails: the other ranks must hear of what went wrong before it."""
+
+    def write(_: Path) -> ShardReport:
+        raise error
+
+    return write
+
+
+def _layout(parts: list[Part]) -> tuple[tuple[int, ...], int]:
+    """Where each part lies in the arena, and the arena's size."""
+    offsets, position = [], 0
+    for part in parts:
+        offsets.append(position)
+        position += aligned(part.piece.nbytes)
+    return tuple(offsets), position

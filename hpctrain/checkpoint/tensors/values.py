@@ -265,7 +265,7 @@ class _Encoder:
         kind = type(tensor)
         if kind not in {torch.Tensor, torch.nn.Parameter} and not isinstance(tensor, DTensor):
             self._refuse(tensor, _of_tensor_class(tensor))
-        if problem := tensor_problem(tensor):
+        if problem := _tensor_problem(tensor):
             self._refuse(tensor, problem)
         is_sharded = isinstance(tensor, DTensor)
         form: dict[str, Any] = {
@@ -399,7 +399,7 @@ def _is_dense(shape: Any, strides: Any) -> bool:
     return True
 
 
-def tensor_problem(tensor: torch.Tensor) -> str:
+def _tensor_problem(tensor: torch.Tensor) -> str:
     """Return why a tensor cannot be saved, and what to do; "" where it can."""
     if tensor.is_quantized:
         return "quantized tensors are not saved; save int_repr() with scale and zero point"

@@ -34,6 +34,7 @@ from hpctrain.checkpoint.tensors.writer_process import (
     frame,
 )
 from hpctrain.core.base import clock
+from hpctrain.core.base.files import PACKAGE
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -286,7 +287,7 @@ class _Process:
     def __init__(self, nice: int) -> None:
         _require_main_thread()
         self._socket, theirs = socket.socketpair()
-        package = str(Path(__file__).parents[2])
+        package = str(PACKAGE)
         libraries = [str(Path(module.__path__[0]).parent) for module in (np, xxhash)]
         words = [package, str(theirs.fileno()), str(os.getpid()), *libraries]
         try:

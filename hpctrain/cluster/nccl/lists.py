@@ -9,8 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.cluster.nccl.names import LISTS
-from hpctrain.cluster.nccl.rule import Context, Problem, error, listed, reason, warning
+from hpctrain.cluster.nccl.names import LISTS, Context, Problem, error, listed, reason, warning
 from hpctrain.core.settings.layers import nearest
 
 if TYPE_CHECKING:
@@ -54,109 +53,88 @@ def read_filter(value: str) -> InterfaceFilter:
     return InterfaceFilter(excludes, exact, tuple(entry for entry in entries if entry))
 
 
-def _grammar(name: str, value: str, kind: str, example: str) -> Iterator[Problem]:
+def _grammar(value: str, kind: str, example: str) -> Iterator[Problem]:
     """What is wrong with the list itself, the same for interfaces and adapters."""
     parsed = read_filter(value)
     if any(character.isspace() for character in value):
         bare = "".join(value.split())
-        yield error(
-            name, value, f'a blank becomes part of the name, which then fits none; write "{bare}"'
-        )
+        yield error(f'a blank becomes part of the name, which then fits none; write "{bare}"')
     if not parsed.entries:
-        yield error(name, value, f'names no {kind}; write e.g. "{example}", or leave it out')
+        yield error(f'names no {kind}; write e.g. "{example}", or leave it out')
         return
     first = parsed.entries[0]
     if first.startswith("^"):
         bare = ",".join(entry.lstrip("^=") for entry in parsed.entries)
-        yield error(
-            name,
-            value,
-            f'NCCL looks for {kind}s named "{first}": ^ comes before =; write "^={bare}"',
-        )
+        yield error(f'NCCL looks for {kind}s named "{first}": ^ comes before =; write "^={bare}"')
     elif any(entry[0] in "^=" for entry in parsed.entries):
         sign = "^" if parsed.excludes else ""
         bare = ",".join(entry.lstrip("^=") for entry in parsed.entries)
         wrong = next(entry for entry in parsed.entries if entry[0] in "^=")
         yield error(
-            name,
-            value,
             f'one ^ and one = hold for the whole list, so "{wrong}" fits no {kind}; write '
-            f'"{sign}={bare}"',
+            f'"{sign}={bare}"'
         )
     globs = [entry for entry in parsed.entries if set(entry) & set("*?[]")]
     if globs:
         bare = re.split(r"[*?\[]", globs[0])[0]
         yield error(
-            name,
-            value,
             f'NCCL takes "{globs[0]}" literally, and it fits no {kind}; a beginning is enough: '
-            f'"{bare}"',
+            f'"{bare}"'
         )
     if ",," in value or value.endswith(","):
-        yield warning(name, value, f'has an empty entry; write "{",".join(parsed.entries)}"')
+        yield warning(f'has an empty entry; write "{",".join(parsed.entries)}"')
 
 
 def socket_ifname(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_SOCKET_IFNAME: beginnings of interface names, or whole ones after =."""
+    del name
     if len(value) < 2:  # noqa: PLR2004 - NCCL's own condition
         yield error(
-            name,
-            value,
             "NCCL ignores a value of one character and chooses interfaces by itself; write at "
-            'least two, e.g. "=eth0"',
+            'least two, e.g. "=eth0"'
         )
         return
-    yield from _grammar(name, value, "interface", "=eth0")
+    yield from _grammar(value, "interface", "=eth0")
     parsed = read_filter(value)
     for entry in parsed.entries:
-        yield from _interface(name, value, entry)
+        yield from _interface(entry)
     if len(parsed.entries) > MOST_NETDEVS:
         yield error(
-            name,
-            value,
             f"NCCL reads {MOST_NETDEVS} names and drops the other "
-            f"{len(parsed.entries) - MOST_NETDEVS}; write {MOST_NETDEVS} at most, or a beginning",
+            f"{len(parsed.entries) - MOST_NETDEVS}; write {MOST_NETDEVS} at most, or a beginning"
         )
     if not parsed.excludes:
-        yield from _loopback(name, value, parsed.entries, context)
-        yield from _missing(name, value, parsed, context.netdevs, "interface")
+        yield from _loopback(parsed.entries, context)
+        yield from _missing(parsed, context.netdevs, "interface")
 
 
-def _interface(name: str, value: str, entry: str) -> Iterator[Problem]:
+def _interface(entry: str) -> Iterator[Problem]:
     if re.fullmatch(r"[0-9.]+(/\d+)?", entry) and "." in entry:
         yield error(
-            name,
-            value,
             f'"{entry}" is an address; NCCL compares names of interfaces, and this fits none: '
-            'write the name that `ip -br address` shows for it, e.g. "=eth0"',
+            'write the name that `ip -br address` shows for it, e.g. "=eth0"'
         )
     elif ":" in entry:
         yield error(
-            name,
-            value,
-            f'NCCL drops what follows the colon in "{entry}"; write "{entry.partition(":")[0]}"',
+            f'NCCL drops what follows the colon in "{entry}"; write "{entry.partition(":")[0]}"'
         )
     elif len(entry) > LONGEST_NETDEV and entry[0] not in "^=" and " " not in entry:
         yield error(
-            name,
-            value,
             f'"{entry}" has {len(entry)} characters and no interface has more than '
-            f"{LONGEST_NETDEV}, so it fits none; write a name that `ip -br link` shows",
+            f"{LONGEST_NETDEV}, so it fits none; write a name that `ip -br link` shows"
         )
 
 
-def _loopback(name: str, value: str, entries: Sequence[str], context: Context) -> Iterator[Problem]:
+def _loopback(entries: Sequence[str], context: Context) -> Iterator[Problem]:
     if context.multi_node and "lo" in entries:
         yield error(
-            name,
-            value,
             "lo reaches the node itself only, so ranks of several nodes never meet; write the "
-            'interface between the nodes, e.g. "=eth0", or move it to env.single_node',
+            'interface between the nodes, e.g. "=eth0", or move it to env.single_node'
         )
 
 
 def _missing(
-    name: str, value: str, interfaces: InterfaceFilter, there: frozenset[str] | None, kind: str
+    interfaces: InterfaceFilter, there: frozenset[str] | None, kind: str
 ) -> Iterator[Problem]:
     """Entries that fit nothing on the node, where it is known what the node has."""
     if there is None:
@@ -165,184 +143,150 @@ def _missing(
         if not any(interfaces.takes(one, entry) for one in there):
             how = "is" if interfaces.exact else "begins with"
             yield error(
-                name,
-                value,
                 f'no {kind} of the node {how} "{entry.partition(":")[0]}", and NCCL then stops '
-                f"with a message about something else; there are {', '.join(sorted(there))}",
+                f"with a message about something else; there are {', '.join(sorted(there))}"
             )
 
 
 def gloo_ifname(name: str, value: str, context: Context) -> Iterator[Problem]:
     """GLOO_SOCKET_IFNAME: whole names of interfaces, between commas, nothing else."""
+    del name
     names = value.split(",")
     plain = [entry.strip().lstrip("^=") for entry in names]
     good = ",".join(entry for entry in plain if entry)
     if value.startswith("^"):
         yield error(
-            name,
-            value,
             'Gloo cannot leave interfaces out: it looks for one that is named "'
-            f'{names[0]}" and stops; write the names to use, e.g. "eth0"',
+            f'{names[0]}" and stops; write the names to use, e.g. "eth0"'
         )
     elif any(entry.startswith("=") for entry in names):
         yield error(
-            name,
-            value,
             f'= is NCCL\'s way: Gloo looks for an interface named "{names[0]}" and stops with '
-            f'"Unable to find address for"; write "{good}"',
+            f'"Unable to find address for"; write "{good}"'
         )
     elif any(entry != entry.strip() for entry in names) or "" in names:
         yield error(
-            name,
-            value,
             "Gloo takes each text between commas as it stands, blanks and empty ones too, and "
-            f'stops with "Unable to find address for"; write "{good}"',
+            f'stops with "Unable to find address for"; write "{good}"'
         )
     for entry in plain:
         if not value.startswith("^"):
-            yield from _gloo_name(name, value, entry)
-    yield from _loopback(name, value, names, context)
+            yield from _gloo_name(entry)
+    yield from _loopback(names, context)
     exact = InterfaceFilter(excludes=False, exact=True, entries=tuple(filter(None, plain)))
-    yield from _missing(
-        name, value, exact,
-        None if value.startswith("^") else context.netdevs, "interface",
-    )  # fmt: skip
+    there = None if value.startswith("^") else context.netdevs
+    yield from _missing(exact, there, "interface")
 
 
-def _gloo_name(name: str, value: str, entry: str) -> Iterator[Problem]:
+def _gloo_name(entry: str) -> Iterator[Problem]:
     if entry in _STEMS:
         yield error(
-            name,
-            value,
             f'Gloo takes whole names and "{entry}" is the beginning of one: it stops with "Unable '
-            f'to find address for: {entry}"; write e.g. "{entry}0"',
+            f'to find address for: {entry}"; write e.g. "{entry}0"'
         )
     elif set(entry) & set("*?[]"):
-        yield error(
-            name, value, f'Gloo takes "{entry}" literally and finds none; write whole names'
-        )
+        yield error(f'Gloo takes "{entry}" literally and finds none; write whole names')
     elif len(entry) > LONGEST_NETDEV:
         yield error(
-            name,
-            value,
             f'"{entry}" has {len(entry)} characters and no interface has more than '
-            f"{LONGEST_NETDEV}; write a name that `ip -br link` shows",
+            f"{LONGEST_NETDEV}; write a name that `ip -br link` shows"
         )
 
 
 def ib_hca(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_IB_HCA: beginnings of adapter names, or whole ones after =, each with its port."""
-    yield from _grammar(name, value, "adapter", "=mlx5_0")
+    del name
+    yield from _grammar(value, "adapter", "=mlx5_0")
     parsed = read_filter(value)
     for entry in parsed.entries:
-        yield from _adapter(name, value, entry, parsed, context)
+        yield from _adapter(entry, parsed, context)
     hcas = [entry.partition(":")[0] for entry in parsed.entries]
     longer = {hca: [one for one in context.hcas or () if one[:-1] == hca] for hca in hcas}
     wide = [hca for hca in hcas if longer[hca] and _AMBIGUOUS.fullmatch(hca)]
     if wide and not parsed.exact:
         others = ", ".join(longer[wide[0]])
         yield warning(
-            name,
-            value,
             f'without = each is a beginning, so "{wide[0]}" takes {others} too; '
-            f'write "{"^" * parsed.excludes}={",".join(parsed.entries)}"',
+            f'write "{"^" * parsed.excludes}={",".join(parsed.entries)}"'
         )
     if len(parsed.entries) > MOST_HCAS:
         yield error(
-            name,
-            value,
             f"NCCL reads {MOST_HCAS} adapters and drops the other "
-            f'{len(parsed.entries) - MOST_HCAS}; write {MOST_HCAS} at most, or a beginning: "mlx5"',
+            f'{len(parsed.entries) - MOST_HCAS}; write {MOST_HCAS} at most, or a beginning: "mlx5"'
         )
 
 
-def _adapter(
-    name: str, value: str, entry: str, interfaces: InterfaceFilter, context: Context
-) -> Iterator[Problem]:
+def _adapter(entry: str, interfaces: InterfaceFilter, context: Context) -> Iterator[Problem]:
     hca, *places = entry.split(":")
     fits = context.hcas and any(interfaces.takes(one, hca) for one in context.hcas)
     netdev = hca in (context.netdevs or ()) or _NETDEV.fullmatch(hca.lstrip("^="))
     if netdev and not fits:
         yield error(
-            name,
-            value,
             f'"{hca}" is a network interface, not an adapter, so NCCL finds no InfiniBand and '
             "falls back to sockets; write names of /sys/class/infiniband, e.g. "
-            '"=mlx5_0", and interfaces into network.socket_ifnames',
+            '"=mlx5_0", and interfaces into network.socket_ifnames'
         )
     elif context.hcas is not None and not fits and not interfaces.excludes:
-        yield from _missing(
-            name, value, InterfaceFilter(excludes=False, exact=interfaces.exact, entries=(hca,)),
-            context.hcas, "adapter",
-        )  # fmt: skip
+        alone = InterfaceFilter(excludes=False, exact=interfaces.exact, entries=(hca,))
+        yield from _missing(alone, context.hcas, "adapter")
     if len(places) > 3 or any(place and not place.lstrip("-").isdigit() for place in places):  # noqa: PLR2004
         yield error(
-            name,
-            value,
             f'NCCL reads "{entry}" as adapter:port:rail:plane, each a number, and takes 0 for '
-            f'others; write "{hca}:1"',
+            f'others; write "{hca}:1"'
         )
     if len(hca) > _LONGEST_ENTRY:
-        yield error(name, value, f"NCCL cuts names after {_LONGEST_ENTRY} characters; write it so")
+        yield error(f"NCCL cuts names after {_LONGEST_ENTRY} characters; write it so")
 
 
 def alloc_conf(name: str, value: str, context: Context) -> Iterator[Problem]:
     """PYTORCH_ALLOC_CONF: `option:value,...`; torch stops the program at an option it lacks."""
-    del context
+    del name, context
     plain = re.sub(r"\[[^\[\]]*\]", "", value)
     for entry in filter(None, (part.strip() for part in plain.split(","))):
         option, colon, _ = entry.partition(":")
         if not colon:
-            yield error(name, value, f'torch stops at "{entry}"; write option:value')
+            yield error(f'torch stops at "{entry}"; write option:value')
         elif option not in LISTS["allocator_options"]:
             near = nearest(option, LISTS["allocator_options"], cutoff=0.8)
             if near:
-                yield error(
-                    name,
-                    value,
-                    f'torch stops at "{option}", which is no option; write {near[0]}',
-                )
+                yield error(f'torch stops at "{option}", which is no option; write {near[0]}')
             else:
                 yield warning(
-                    name,
-                    value,
-                    f'hpctrain knows no option "{option}", and torch stops at one that it lacks',
+                    f'hpctrain knows no option "{option}", and torch stops at one that it lacks'
                 )
 
 
 def algo(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_ALGO: algorithms that NCCL may choose from, for all functions or each."""
+    del name
     old = {"collnet": "CollNetDirect", "nvls_tree": "NVLSTree"}
-    yield from _choices(name, value, ALGORITHMS, old, context)
+    yield from _choices(value, ALGORITHMS, old, context)
     first = value.partition(";")[0]
     if ":" in first or first.startswith("^"):
         return
     named = {word.lower() for word in first.split(",")}
     if "ring" not in named and named <= {one.lower() for one in ALGORITHMS}:
         yield warning(
-            name,
-            value,
             "since 2.24 Ring is not taken by itself where no named algorithm can do a function "
-            f'(Tree does all-reduce only), and training stops there; write "{first},Ring"',
+            f'(Tree does all-reduce only), and training stops there; write "{first},Ring"'
         )
 
 
 def proto(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_PROTO: protocols that NCCL may choose from, for all functions or each."""
-    yield from _choices(name, value, PROTOCOLS, {}, context)
+    del name
+    yield from _choices(value, PROTOCOLS, {}, context)
     for part in value.split(";"):
         words = part.rpartition(":")[2]
         if not words.startswith("^") and "ll128" in words.lower().split(","):
             yield warning(
-                name,
-                value,
                 "forces LL128 where NCCL would not choose it, and on hardware that cannot do it "
-                'data come out wrong; leave it out, or write "^LL128" to do without it',
+                'data come out wrong; leave it out, or write "^LL128" to do without it'
             )
 
 
 def _choices(
-    name: str, value: str, choices: Sequence[str], renamed: dict[str, str], context: Context
+    value: str, choices: Sequence[str], renamed: dict[str, str], context: Context
 ) -> Iterator[Problem]:
     """The grammar that NCCL_ALGO and NCCL_PROTO share: `a,b;function:^c`."""
     known_words = {word.lower() for word in choices}
@@ -350,36 +294,26 @@ def _choices(
     parts = value.split(";")
     if context.older_than(_STRICT_LISTS) and (":" in value or len(parts) > 1):
         yield error(
-            name,
-            value,
             f"NCCL {context.nccl} knows no functions here and ignores what it cannot read; that "
-            'came with 2.24: write one list, e.g. "Ring,Tree"',
+            'came with 2.24: write one list, e.g. "Ring,Tree"'
         )
         return
     for index, part in enumerate(parts):
         function, colon, words = part.rpartition(":")
         if colon and function.lower() not in functions:
             yield error(
-                name,
-                value,
                 f'NCCL stops at "{function}", which is no function; there are '
-                f"{', '.join(FUNCTIONS)}",
+                f"{', '.join(FUNCTIONS)}"
             )
         if index and not colon:
             yield error(
-                name,
-                value,
                 f'NCCL stops at "{part}": every part but the first must name its function; write '
-                f'e.g. "AllReduce:{part}"',
+                f'e.g. "AllReduce:{part}"'
             )
         for word in words.removeprefix("^").split(","):
             if word.lower() not in known_words:
                 what = _instead(word, value, choices, renamed)
-                yield error(
-                    name,
-                    value,
-                    f'NCCL stops at "{word}" since 2.24 and ignored it before; {what}',
-                )
+                yield error(f'NCCL stops at "{word}" since 2.24 and ignored it before; {what}')
 
 
 def _instead(word: str, value: str, choices: Sequence[str], renamed: dict[str, str]) -> str:
@@ -398,14 +332,11 @@ def _instead(word: str, value: str, choices: Sequence[str], renamed: dict[str, s
 
 def ib_gid(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_IB_GID_INDEX has no effect on InfiniBand links, and is found by itself on RoCE."""
+    del name
     if context.kind == "ib":
-        yield warning(
-            name, value, "NCCL ignores it on InfiniBand links, it is for RoCE; leave it out"
-        )
+        yield warning("NCCL ignores it on InfiniBand links, it is for RoCE; leave it out")
     elif value != "-1" and not context.older_than((2, 21)):
         yield reason(
-            name,
-            value,
             "NCCL finds the index by itself since 2.21, and an index that another driver numbers "
-            "otherwise stops training; leave it out, or say why it must stay",
+            "otherwise stops training; leave it out, or say why it must stay"
         )

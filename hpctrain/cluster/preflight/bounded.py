@@ -1,25 +1,32 @@
-"""Acts that may never return, in a child with a time-out, and the process of the collective.
+"""Acts that may never return, each in a child with a time-out: files, locks, the collective.
 
 A mount whose server is gone blocks whoever looks at it, for ever and deaf to SIGKILL. So the look
-is a child's, and a child that cannot be killed is left behind rather than waited for.
-`CollectiveProcess` is this node's part in the tries of `collective.py`, which imports torch.
+is a child's, and a child that cannot be killed is left behind rather than waited for. Each node
+writes a file as a checkpoint is written and looks for those of others (`checks_between` says
+whose). Then the first node holds a lock that the others try. `CollectiveProcess` is this node's
+part in the tries of `collective.py`, which imports torch.
 tests/unit/preflight/test_probe.py holds the promises.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import signal
 import subprocess
+from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from hpctrain.core.base import clock
 from hpctrain.core.base.process import is_readable, own_program
+from hpctrain.ledger.run.fence import look_anew
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Container, Mapping
+    from pathlib import Path
 
 REAP_S = 0.5
 """How long a killed child may take to be gone before it is left to the kernel."""
@@ -77,9 +84,7 @@ def start(act: Callable[[], Any]) -> Child:
 def bounded(act: Callable[[], Any], timeout_s: float) -> Any:
     """What `act` returns, which must be plain data.
 
-    Args:
-        act: Run in a forked child, so nothing that it changes in memory is seen here.
-        timeout_s: Seconds after which the child is killed.
+    `act` runs in a forked child, which is killed after so many seconds.
 
     Raises:
         Unanswered: no answer in time, or `act` raised; the text says which.
@@ -178,3 +183,147 @@ class CollectiveProcess:
                 pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(MARGIN_S)
+
+
+TIMEOUT_S = 20.0
+SEE_S = 10.0
+"""So long may a file take to be seen on another node that asks the server anew."""
+POLL_S = 0.1
+LONGEST_POLL_S = 1.0
+LOCK = "@lock"
+COHERENT, LOCAL, NONE, UNKNOWN = "coherent", "local", "none", "unknown"
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
+
+
+def leave_file(folder: Path, name: str, nonce: str, timeout_s: float = TIMEOUT_S) -> str:
+    """Write this node's file; why it could not, or "".
+
+    A mount that hangs is given up after `timeout_s`.
+    """
+    try:
+        bounded(lambda: _write(folder, name, nonce), timeout_s)
+    except Unanswered as error:
+        return str(error)
+    return ""
+
+
+def unseen_files(
+    folder: Path,
+    nonces: Mapping[str, str],
+    timeout_s: float = TIMEOUT_S,
+    wait_s: float = SEE_S,
+    *,
+    listed: bool = True,
+) -> list[str]:
+    """The names whose file with its nonce is not seen from here; all of them if nobody can look.
+
+    A file may take `wait_s` to come. With `listed` it must stand in the folder's list too, which
+    has a line for each node.
+    """
+    look = partial(_unseen, folder, nonces, wait_s, listed=listed)
+    try:
+        missing: list[str] = bounded(look, timeout_s)
+    except Unanswered:
+        return list(nonces)
+    return missing
+
+
+def try_lock(folder: Path, timeout_s: float = TIMEOUT_S) -> str:
+    """What a lock that another node holds looks like from here: coherent, local, none, unknown."""
+    try:
+        kind: str = bounded(lambda: _try_lock(folder / LOCK), timeout_s)
+    except Unanswered:
+        return UNKNOWN
+    return kind
+
+
+class HeldLock:
+    """The first node's lock, held by a child until `release`."""
+
+    def __init__(self, folder: Path, timeout_s: float = TIMEOUT_S) -> None:
+        """Take it."""
+        reading, self._go = os.pipe()
+        answer, lock_answer = os.pipe()
+        self._child = os.fork()
+        if self._child == 0:
+            os.close(self._go)
+            os.close(answer)
+            _hold(folder / LOCK, lock_answer, reading)
+        os.close(reading)
+        os.close(lock_answer)
+        self.held = _heard(answer, timeout_s)
+        os.close(answer)
+
+    def release(self) -> None:
+        """Let go; the child ends when the pipe closes, also where this process is killed."""
+        os.close(self._go)
+        with contextlib.suppress(ChildProcessError):
+            deadline = clock.monotonic() + 1.0
+            while not os.waitpid(self._child, os.WNOHANG)[0] and clock.monotonic() < deadline:
+                clock.sleep(0.002)
+
+
+def _write(folder: Path, name: str, nonce: str) -> None:
+    staged = folder / f".{name}.staged"
+    descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.write(descriptor, nonce.encode())
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    staged.rename(folder / name)
+    parent = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
+
+
+def _unseen(folder: Path, nonces: Mapping[str, str], wait_s: float, *, listed: bool) -> list[str]:
+    deadline, pause_s = clock.monotonic() + wait_s, POLL_S
+    left = dict(nonces)
+    while True:
+        there: Container[str] = left
+        if listed:
+            there = set(os.listdir(folder)) if folder.is_dir() else ()  # noqa: PTH208 - names only
+        left = {n: v for n, v in left.items() if n not in there or _content(folder / n) != v}
+        if not left or clock.monotonic() > deadline:
+            return list(left)
+        look_anew(folder)  # else this node's client may show the same list for a minute
+        clock.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, LONGEST_POLL_S)
+
+
+def _content(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _try_lock(path: Path) -> str:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return COHERENT
+    except OSError as error:
+        return NONE if error.errno in _NO_LOCKS else UNKNOWN
+    finally:
+        os.close(descriptor)
+    return LOCAL
+
+
+def _hold(path: Path, report: int, reading: int) -> None:
+    """The child's whole life."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(report, b"1")
+        os.read(reading, 1)
+    finally:
+        os._exit(0)
+
+
+def _heard(answer: int, timeout_s: float) -> bool:
+    return is_readable(answer, timeout_s) and os.read(answer, 1) == b"1"

@@ -11,8 +11,7 @@ import re
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.cluster.preflight.facts import ACTIVE, VIRTUAL, by_value, outliers
-from hpctrain.cluster.preflight.probe import UNLIMITED
+from hpctrain.cluster.preflight.facts import ACTIVE, UNLIMITED, VIRTUAL, by_value, outliers
 from hpctrain.cluster.preflight.report import FAIL, OK, UNKNOWN, WARN, Result, names
 from hpctrain.cluster.preflight.slow_nodes import Limits
 
@@ -92,13 +91,8 @@ class Expected:
 class Order:
     """What the nodes are to do, as the login node or an agent has written it down.
 
-    Attributes:
-        expected: What the site says.
-        nonce: Content of the file that the writer of this order left in the directory.
-        bandwidth: Whether the collective is tried.
-        ranks: Processes of a node in it.
-        timeout_s: So long may one try of a group take.
-        meet_s: So long may nodes take to come.
+    `nonce` is the content of the file that its writer left in the directory; `ranks` are processes
+    of a node in the collective; `timeout_s` bounds one try of a group, `meet_s` the nodes' coming.
     """
 
     expected: Expected
@@ -123,13 +117,7 @@ class Order:
 
 
 def expected_of(site: Site | None, *, gpus: int, env: dict[str, str]) -> Expected:
-    """What a site expects of its nodes.
-
-    Args:
-        site: The preset; None where there is none.
-        gpus: GPUs per node that the job asks for, 0 for none.
-        env: The ranks' environment.
-    """
+    """What a site expects of its nodes."""
     if site is None:
         return Expected(gpus=gpus or None, env=env)
     net, expect, base = site.network, site.expect, site.baseline

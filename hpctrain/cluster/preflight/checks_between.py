@@ -11,14 +11,14 @@ from __future__ import annotations
 from statistics import median_low
 from typing import TYPE_CHECKING
 
-from hpctrain.cluster.preflight.exchanges import COHERENT, LOCAL, NONE
+from hpctrain.cluster.preflight.bounded import COHERENT, LOCAL, NONE
 from hpctrain.cluster.preflight.facts import by_value
 from hpctrain.cluster.preflight.report import FAIL, OK, SHOWN_NODES, UNKNOWN, WARN, Result, names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from hpctrain.cluster.preflight.exchanges import Skew
+    from hpctrain.cluster.preflight.rendezvous import Skew
 
     Sights = Mapping[str, Collection[str]]
 
@@ -64,11 +64,7 @@ def check_clocks(first: str, skews: Mapping[str, Skew]) -> list[Result]:
 
 
 def check_names(unresolved: Mapping[str, Sequence[str]]) -> list[Result]:
-    """Every node finds the others by name; of many, those that are its neighbours.
-
-    Args:
-        unresolved: Node to the hosts whose names it cannot turn into addresses.
-    """
+    """Every node finds the others by name; of many, those that are its neighbours."""
     blind = {node: names(hosts) for node, hosts in unresolved.items() if hosts}
     hint = "some launchers and libraries go by name: add them to DNS or /etc/hosts"
     results = [
@@ -122,14 +118,8 @@ def apart(
     """Why these nodes cannot train together, whichever are left behind; "" where they can.
 
     Half of them or more do not see, or are not seen in, what was renamed into place: no checkpoint
-    of such nodes is ever complete. Who cannot write is not counted, since a full disk is mended;
+    of such nodes is ever complete. Who cannot write is not counted, since a full disk is repaired;
     nor who does not see its own file, since that is a server which does not answer.
-
-    Args:
-        folder: The directory.
-        errors: See `check_shared`.
-        unseen: See `check_shared`.
-        looked: See `check_shared`.
     """
     heard = [node for node in unseen if not errors.get(node) and node not in unseen[node]]
     blind = missed(heard, unseen)
@@ -206,12 +196,7 @@ def looked_for(rank: int, size: int) -> list[int]:
 
 
 def missed(heard: Sequence[str], unseen: Sights) -> dict[str, tuple[str, ...]]:
-    """Node to those of the others that it has not seen; without the nodes that saw all.
-
-    Args:
-        heard: Who is to be judged.
-        unseen: Node to the names that it looked for in vain.
-    """
+    """Node to those of the others that it has not seen; without the nodes that saw all."""
     judged = set(heard)
     lost = {node: tuple(name for name in unseen[node] if name in judged) for node in heard}
     return {node: others for node, others in lost.items() if others}
@@ -222,11 +207,6 @@ def standing_apart(heard: Sequence[str], looked: Sights, blind: Sights) -> list[
 
     None where no set of nodes that see each other, however many others lie between, is more than
     half of all: then nobody can say who is right.
-
-    Args:
-        heard: Who is to be judged.
-        looked: Node to the names that it looked for.
-        blind: `missed`.
     """
     judged = set(heard)
     lines = {node: [n for n in looked[node] if n in judged and n != node] for node in heard}

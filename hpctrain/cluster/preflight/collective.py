@@ -1,6 +1,6 @@
 """An all-reduce and a matrix product over the ranks of a group of nodes: how fast, and how right.
 
-    python -m hpctrain.cluster.preflight.collective      one on each node; orders on stdin, answers out
+    python -m hpctrain.cluster.preflight.collective   one on each node; orders on stdin, answers out
 
 torch is imported once on each node, and each try runs in freshly forked ranks, since a collective
 that hangs cannot be ended in any other way. The only module of this room that imports torch.

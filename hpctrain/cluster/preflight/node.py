@@ -19,18 +19,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from hpctrain.cluster.preflight import checks_between, exchanges
 from hpctrain.cluster.preflight import checks_between as between
 from hpctrain.cluster.preflight.bounded import (
     START_S,
     CollectiveProcess,
+    HeldLock,
     Unanswered,
     bounded,
+    leave_file,
     start,
+    try_lock,
+    unseen_files,
 )
 from hpctrain.cluster.preflight.checks import Order, check_facts
-from hpctrain.cluster.preflight.facts import NodeFacts, changed, seconds
-from hpctrain.cluster.preflight.probe import probe, resolves
+from hpctrain.cluster.preflight.facts import NodeFacts, changed, probe, resolves, seconds
 from hpctrain.cluster.preflight.rendezvous import Alone, Coordinator, Peer
 from hpctrain.cluster.preflight.report import UNKNOWN, PreflightReport, Result, lines
 from hpctrain.cluster.preflight.slow_nodes import SlowNodeSearch
@@ -44,7 +46,7 @@ from hpctrain.core.base.env import (
 )
 from hpctrain.core.base.files import read_plain
 from hpctrain.core.base.host_list import expand_nodes
-from hpctrain.core.testing import node_faults
+from hpctrain.core.testing.faults import NodeFault, of_node
 from hpctrain.errors import ChecksFailed, ClusterError, HpctrainError
 from hpctrain.ledger.run.ownership import distrust
 
@@ -52,11 +54,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.cluster.preflight.bounded import Child
-    from hpctrain.cluster.preflight.exchanges import Skew
+    from hpctrain.cluster.preflight.rendezvous import Skew
     from hpctrain.cluster.preflight.slow_nodes import Tests
 
     Say = Callable[[str], None]
-    Faults = dict[str, node_faults.NodeFault]
+    Faults = dict[str, NodeFault]
 
 
 ORDER, REPORT, PROGRESS = "order.json", "report.json", "progress.txt"
@@ -216,9 +218,8 @@ class NodePlace:
 class NodesVerdict:
     """What follows from a look, the same on every node.
 
-    Attributes:
-        bad: Node to why it must not take part.
-        apart: Why these nodes cannot train together at all; see `checks_between.apart`.
+    `bad` has each node that must not take part, with the reason; `apart` why they cannot train
+    together at all.
     """
 
     bad: dict[str, str] = field(default_factory=dict)
@@ -230,10 +231,7 @@ def run_checks(
 ) -> tuple[PreflightReport | None, NodesVerdict]:
     """Run one preflight. Called on every node of the job, once each.
 
-    Args:
-        place: Where this node stands.
-        order: What to do; only the first node has one, and tells the others.
-        say: Told how far it is, on the first node.
+    Only the first node has an order, and gives it to the others; `say` hears there how far it is.
 
     Returns:
         The report on the first node, None on the others; and on every node the verdict.
@@ -245,7 +243,7 @@ def run_checks(
         ChecksFailed: what a node said has no sense here.
     """
     text = os.environ.get(HPCTRAIN_NODE_FAULTS, "")
-    faults = node_faults.of_node(text, place.node)
+    faults = of_node(text, place.node)
     try:
         if order is not None:
             return _first(place, order, faults, say)
@@ -284,19 +282,14 @@ def _first(
 def _other(place: NodePlace, faults: Faults) -> NodesVerdict:
     """The same stations, without the judging."""
     with Peer(place.rank, place.address, place.port, place.key, LOOK_S) as peer:
-        order = Order.from_plain(peer.agree(None, _nobody, LOOK_S))
+        order = Order.from_plain(peer.agree(None, LOOK_S))
         peer.tell_time(lambda: clock.now() + seconds(faults, "skew"))
         with _Node(place, order, faults) as node:
-            task = peer.agree(node.facts(), _nobody, FACTS_S)
-            part = peer.agree(node.look(task), _nobody, _looking_s(order))
+            task = peer.agree(node.facts(), FACTS_S)
+            part = peer.agree(node.look(task), _looking_s(order))
             while part is not None:
-                part = peer.agree(node.reduce(part), _nobody, _reducing_s(order))
-            return NodesVerdict(**peer.agree(None, _nobody, LOOK_S))
-
-
-def _nobody(values: dict[int, Any]) -> Any:
-    """Only the first node decides."""
-    raise AssertionError(values)
+                part = peer.agree(node.reduce(part), _reducing_s(order))
+            return NodesVerdict(**peer.agree(None, LOOK_S))
 
 
 def _looking_s(order: Order) -> float:
@@ -331,7 +324,7 @@ class _Node:
         node = self._place.node
         facts = changed(probe(node, local=self._order.expected.local), self._faults)
         nonce = secrets.token_hex(8)
-        error = exchanges.write(self._folder, node, nonce)
+        error = leave_file(self._folder, node, nonce)
         return {"facts": facts.plain(), "nonce": nonce, "error": error}
 
     def look(self, task: dict[str, Any]) -> dict[str, Any]:
@@ -341,9 +334,9 @@ class _Node:
             lost = bounded(lambda: [host for host in hosts if not resolves(host)], NAMES_S)
         except Unanswered:
             lost = hosts
-        unseen = exchanges.unseen(self._folder, task["nonces"], listed=bool(task["list"]))
+        unseen = unseen_files(self._folder, task["nonces"], listed=bool(task["list"]))
         first = self._place.rank == 0
-        lock = "" if first or unseen else exchanges.try_lock(self._folder)
+        lock = "" if first or unseen else try_lock(self._folder)
         error = ""
         if self._collective is not None:
             where = self._place.address, self._place.port + STORE_PORT
@@ -384,7 +377,7 @@ class _Judge:
         self._looked: dict[str, list[str]] = {}
         self.apart = ""
         self.sizes: list[int] = []
-        self._lock: exchanges.HeldLock | None = None
+        self._lock: HeldLock | None = None
         self._search: SlowNodeSearch | None = None
 
     def __enter__(self) -> Self:
@@ -401,7 +394,7 @@ class _Judge:
         self._results += check_facts(self._facts, self._order.expected)
         self._errors = {node: str(value["error"]) for node, value in by_node.items()}
         if len(by_node) > 1 and not self._errors[self._place.node]:
-            self._lock = exchanges.HeldLock(self._place.folder)  # before anybody tries to take it
+            self._lock = HeldLock(self._place.folder)  # before anybody tries to take it
         ranks = sorted(values)
         hosts = {rank: one.host for rank, one in zip(ranks, self._facts, strict=True)}
         nonces = {rank: str(values[rank]["nonce"]) for rank in ranks if not values[rank]["error"]}
@@ -412,13 +405,13 @@ class _Judge:
     ) -> dict[str, Any]:
         """Whom one of the nodes that answered looks for: files with what is in them, and names."""
         rank, nodes = ranks[number], self._place.nodes
-        sought = [rank, *(ranks[other] for other in checks_between.looked_for(number, len(ranks)))]
+        sought = [rank, *(ranks[other] for other in between.looked_for(number, len(ranks)))]
         files = {nodes[other]: nonces[other] for other in sought if other in nonces}
         self._looked[nodes[rank]] = list(files)
         if self._order.nonce:
             files[between.LOGIN] = self._order.nonce
-        near = [rank, *(ranks[other] for other in checks_between.neighbours(number, len(ranks)))]
-        listed = number == 0 or len(ranks) <= checks_between.ALL_UP_TO
+        near = [rank, *(ranks[other] for other in between.neighbours(number, len(ranks)))]
+        listed = number == 0 or len(ranks) <= between.ALL_UP_TO
         named = sorted({hosts[other] for other in near})
         return {"nonces": files, "hosts": named, "list": listed}
 

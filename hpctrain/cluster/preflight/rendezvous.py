@@ -3,7 +3,8 @@
 Not through the shared directory, which may be what is broken, and not through torch, whose version
 may be. Every call is bounded in time: a node that says nothing is left out from then on and named.
 The first node listens to all who have connected at once, so whoever else connects keeps nobody
-waiting.
+waiting. It asks for clocks a few nodes at a time: one by one, silent nodes would add up their
+time-outs; all at once, answers would queue at the first node and look slow.
 
 Nobody but the job's own nodes is heard (`Connection`). Both ends prove that they know the job's
 secret, without sending it, and each line carries a code of that secret, of the connection, and of
@@ -17,11 +18,12 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import selectors
 import socket
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from hpctrain.cluster.preflight.exchanges import PINGS, ask_clocks
 from hpctrain.core.base import clock
 from hpctrain.core.base.listener import Listener, listen
 from hpctrain.core.base.process import raise_limit
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from io import BufferedReader
 
-    from hpctrain.cluster.preflight.exchanges import Skew
     from hpctrain.core.base.listener import Hear
 
     Decide = Callable[[dict[int, Any]], Any]
@@ -53,6 +54,11 @@ MARGIN_S = 5.0
 """How much longer than the first node the others wait for its word."""
 
 
+PINGS = 5
+ASKED_AT_ONCE = 16
+ANSWER_S = 5.0
+
+
 class Stranger(ConnectionError):
     """The other end does not know the secret."""
 
@@ -72,13 +78,6 @@ class Coordinator:
         self, size: int, port: int, key: str, timeout_s: float, *, address: str = ""
     ) -> None:
         """Wait until every other node is there, at most so long.
-
-        Args:
-            size: Number of nodes.
-            port: Where they meet.
-            key: The job's secret, which every node proves to know.
-            timeout_s: So long.
-            address: Of this node, as the others reach it.
 
         Raises:
             OSError: the port is taken.
@@ -109,28 +108,18 @@ class Coordinator:
     def agree(self, own: Any, decide: Decide, timeout_s: float) -> Any:
         """What `decide` makes of all nodes' values, which every node gets.
 
-        Args:
-            own: This node's value.
-            decide: Rank to value, without those who were silent, to the answer.
-            timeout_s: How long the others have for theirs.
+        `decide` gets rank to value, without those who were silent.
         """
-        values = self._heard(own, timeout_s)
-        answer = decide(values)
-        self._tell_each(dict.fromkeys(self._peers, answer))
-        return answer
+        return self.agree_each(own, lambda all_: dict.fromkeys(all_, decide(all_)), timeout_s)
 
     def agree_each(self, own: Any, decide: DecideEach, timeout_s: float) -> Any:
         """The same with an answer for each node, as large as what that node needs.
 
-        One answer with something about every node, to every node, grows with their square.
-
-        Args:
-            own: This node's value.
-            decide: Rank to value to rank to answer, for each rank that it was given.
-            timeout_s: How long the others have for theirs.
+        One answer with something about every node, to every node, would grow with their square.
         """
         answers = decide(self._heard(own, timeout_s))
-        self._tell_each({rank: answers.get(rank) for rank in self._peers})
+        for rank, line in list(self._peers.items()):
+            self._with(rank, partial(line.tell, {"answer": answers.get(rank)}))
         return answers.get(0)
 
     def _heard(self, own: Any, timeout_s: float) -> dict[int, Any]:
@@ -141,10 +130,6 @@ class Coordinator:
             if heard is not None:
                 values[rank] = heard["value"]
         return values
-
-    def _tell_each(self, answers: Mapping[int, Any]) -> None:
-        for rank, answer in answers.items():
-            self._with(rank, partial(self._peers[rank].tell, {"answer": answer}))
 
     def _with(self, rank: int, act: Callable[[], Any]) -> Any:
         """What `act` returns; a node with which it fails is left out from here on."""
@@ -193,13 +178,12 @@ class Peer:
         """Leave."""
         self.close()
 
-    def agree(self, own: Any, decide: Decide, timeout_s: float) -> Any:
+    def agree(self, own: Any, timeout_s: float) -> Any:
         """The first node's answer to everybody's values; see `Coordinator.agree`.
 
         Raises:
             Alone: the first node has gone, or has done without this one.
         """
-        del decide
         try:
             self._line.tell({"value": own})
             while True:
@@ -233,10 +217,7 @@ class Connection:
     def __init__(self, connection: socket.socket, session: str = "", *, side: str = "") -> None:
         """Speak through a socket, which is closed with this.
 
-        Args:
-            connection: The socket.
-            session: The secret of this connection; "" until `begin`.
-            side: COORDINATOR or PEER, whichever this end is.
+        `session` is "" until `begin`; `side` is COORDINATOR or PEER, whichever this end is.
         """
         connection.settimeout(TELL_S)
         if connection.family != socket.AF_UNIX:
@@ -338,12 +319,6 @@ def plain(line: bytes) -> dict[str, Any]:
 def proved(key: str, own: str, line: bytes, size: int) -> tuple[int, bytes, str]:
     """Of a peer's first line: its rank, what to answer, and the secret of the connection.
 
-    Args:
-        key: The job's secret.
-        own: The challenge that the peer got.
-        line: What it answered.
-        size: Number of nodes.
-
     Raises:
         Stranger: it does not know the secret, or is no node of ours.
     """
@@ -362,13 +337,7 @@ class Acceptor:
     """Admits each node of a job once."""
 
     def __init__(self, server: socket.socket, size: int, key: str) -> None:
-        """Wait at a listening socket, which is closed with the end of `admit`.
-
-        Args:
-            server: The socket.
-            size: Number of nodes, this one included.
-            key: The job's secret.
-        """
+        """Wait at a listening socket, which is closed with the end of `admit`."""
         self._size, self._key = size, key
         self._listener = Listener(
             server, self._begin, expected=size, proof_s=HELLO_S, most_bytes=HELLO_BYTES
@@ -436,3 +405,109 @@ def _meet(rank: int, address: str, port: int, key: str) -> Connection | str:
         else:
             return line
     return why
+
+
+@dataclass(frozen=True)
+class Skew:
+    """How far a node's clock is from the first node's.
+
+    `offset_s` is positive where it is ahead, and wrong by `bound_s` at most.
+    """
+
+    offset_s: float
+    bound_s: float
+
+
+@dataclass(frozen=True)
+class _Ping:
+    """A question that is not answered yet.
+
+    `began` is by the clock that is compared, `mark` the same moment on the monotonic clock; `left`
+    questions follow.
+    """
+
+    began: float
+    mark: float
+    left: int
+
+
+def ask_clocks(
+    peers: Mapping[int, Connection],
+    clock: Callable[[], float],
+    leave_out: Callable[[int, Exception], None],
+) -> dict[int, Skew]:
+    """Each node's clock against this one's, by the midpoint of the quickest of its exchanges.
+
+    `leave_out` gets a node that has gone or gives no answer, with the error, and closes it.
+    """
+    with _Asking(peers, clock, leave_out) as asking:
+        return asking.all()
+
+
+class _Asking:
+    """Who is asked now, and what the others have said."""
+
+    def __init__(
+        self,
+        peers: Mapping[int, Connection],
+        clock: Callable[[], float],
+        leave_out: Callable[[int, Exception], None],
+    ) -> None:
+        self._peers = peers
+        self._clock = clock
+        self._leave_out = leave_out
+        self._selector = selectors.DefaultSelector()
+        self._asked: dict[int, _Ping] = {}
+        self._skews: dict[int, Skew] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._selector.close()
+
+    def all(self) -> dict[int, Skew]:
+        waiting = list(self._peers)[::-1]
+        while waiting or self._asked:
+            while waiting and len(self._asked) < ASKED_AT_ONCE:
+                rank = waiting.pop()
+                self._selector.register(self._peers[rank], selectors.EVENT_READ, rank)
+                self._ask(rank, PINGS - 1)
+            oldest = min((ping.mark for ping in self._asked.values()), default=0.0)
+            for key, _ in self._selector.select(max(oldest + ANSWER_S - clock.monotonic(), 0.0)):
+                self._hear(key.data)
+            self._give_up()
+        return self._skews
+
+    def _ask(self, rank: int, left: int) -> None:
+        self._asked[rank] = _Ping(self._clock(), clock.monotonic(), left)
+        try:
+            self._peers[rank].tell({"ask": "clock"})
+        except OSError as error:
+            self._finish(rank, error)
+
+    def _hear(self, rank: int) -> None:
+        ping = self._asked[rank]
+        try:
+            answer = float(self._peers[rank].hear(ANSWER_S))
+        except (OSError, ValueError, TypeError) as error:
+            self._finish(rank, error)
+            return
+        half = (clock.monotonic() - ping.mark) / 2
+        skew = Skew(round(answer - (ping.began + half), 6), round(half, 6))
+        self._skews[rank] = min(self._skews.get(rank, skew), skew, key=lambda one: one.bound_s)
+        if ping.left:
+            self._ask(rank, ping.left - 1)
+        else:
+            self._finish(rank)
+
+    def _give_up(self) -> None:
+        now = clock.monotonic()
+        for rank in [rank for rank, ping in self._asked.items() if now >= ping.mark + ANSWER_S]:
+            self._finish(rank, TimeoutError())
+
+    def _finish(self, rank: int, error: Exception | None = None) -> None:
+        self._selector.unregister(self._peers[rank])
+        del self._asked[rank]
+        if error is not None:
+            self._leave_out(rank, error)

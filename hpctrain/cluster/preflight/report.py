@@ -1,19 +1,26 @@
-"""The report of a preflight, as JSON and as one screen of text.
+"""The report of a preflight, and the lists of nodes that come of it: bad ones, and known good ones.
 
-tests/unit/preflight/test_checks.py holds the promises.
+Bad nodes are kept out until a date: one list beside the user's state for `hpctrain preflight`, one
+in a run's directory for its attempts. Nodes that a run knows to be fast together are not tried
+again at a requeue. tests/unit/preflight/test_checks.py, test_bad_nodes.py and test_known_good.py
+hold the promises.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.core.base import clock
 from hpctrain.core.base.files import read_plain, replace_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from hpctrain.ledger.run.layout import RunDir
 
 OK, WARN, FAIL, UNKNOWN = "ok", "warn", "fail", "unknown"
 WORST_FIRST = (FAIL, UNKNOWN, WARN, OK)
@@ -43,13 +50,7 @@ class Result:
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """One preflight.
-
-    Attributes:
-        nodes: Names of all nodes, in the job's order; empty where no job ran.
-        results: One or more for each check.
-        measured: Numbers: init_s, busbw_gbs, rounds and seconds of each part.
-    """
+    """One preflight."""
 
     nodes: list[str]
     results: list[Result]
@@ -111,3 +112,108 @@ def names(nodes: Sequence[str]) -> str:
     shown = ", ".join(nodes[:SHOWN_NODES])
     more = len(nodes) - SHOWN_NODES
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+BAD_NODES_NAME = "bad-nodes.json"
+BAD_NODE_HOURS = 24.0
+"""A day: what a restart or an admin repairs is mostly repaired by then."""
+KNOWN_GOOD_NAME = "proven-nodes.json"
+HOUR_S = 3600.0
+KNOWN_GOOD_HOURS = 12.0
+
+
+@dataclass(frozen=True)
+class BadNode:
+    """One entry."""
+
+    reason: str
+    time: float
+    until: float
+
+
+def bad_nodes_path(run: RunDir) -> Path:
+    """The list of a run."""
+    return run.root / BAD_NODES_NAME
+
+
+def bad_nodes_of_user(environ: Mapping[str, str], cluster: str) -> Path:
+    """The user's list for a cluster; `cluster` is the site's name, or the scheduler's."""
+    home = Path(environ.get("HOME") or Path.home())
+    state = environ.get("XDG_STATE_HOME", "")
+    base = Path(state) if state.startswith("/") else home / ".local" / "state"
+    return base / "hpctrain" / f"{cluster}-{BAD_NODES_NAME}"
+
+
+def read_bad(path: Path, *, now: float | None = None) -> dict[str, BadNode]:
+    """The nodes that are kept out; none without a list. A list that is torn counts as none."""
+    now = clock.now() if now is None else now
+    try:
+        raw = json.loads(read_plain(path))
+        bad = {name: BadNode(**entry) for name, entry in raw["nodes"].items()}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return {name: entry for name, entry in bad.items() if entry.until > now}
+
+
+def record_bad(
+    path: Path,
+    bad: Mapping[str, str],
+    *,
+    well: Iterable[str] = (),
+    hours: float = BAD_NODE_HOURS,
+    now: float | None = None,
+) -> None:
+    """Add nodes with their reasons, and take those out that were found well.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    now = clock.now() if now is None else now
+    gone = set(well)
+    kept = {name: entry for name, entry in read_bad(path, now=now).items() if name not in gone}
+    entries = kept | {name: BadNode(why, now, now + hours * 3600) for name, why in bad.items()}
+    if not entries and not path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_name(f"{path.name}.{os.getpid()}")
+    plain = {name: asdict(entry) for name, entry in sorted(entries.items())}
+    staged.write_text(json.dumps({"format": FORMAT, "nodes": plain}, indent=1) + "\n")
+    staged.replace(path)
+
+
+def excluded(*paths: Path, now: float | None = None) -> list[str]:
+    """The names of all nodes that these lists keep out, sorted."""
+    return sorted({name for path in paths for name in read_bad(path, now=now)})
+
+
+def known_good_path(run: RunDir) -> Path:
+    """The list of a run."""
+    return run.root / KNOWN_GOOD_NAME
+
+
+def read_known_good(path: Path) -> dict[str, float]:
+    """Each node to the time when it was last proven; a list that is torn or absent has none."""
+    try:
+        raw = json.loads(read_plain(path))
+        return {str(node): float(t) for node, t in raw.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def are_known_good(path: Path, nodes: Sequence[str], *, now: float | None = None) -> bool:
+    """Whether all of these nodes were proven lately: they are not tried again then."""
+    now = clock.now() if now is None else now
+    good = read_known_good(path)
+    return all(now - good.get(node, 0.0) < KNOWN_GOOD_HOURS * HOUR_S for node in nodes)
+
+
+def record_known_good(path: Path, nodes: Iterable[str], *, now: float | None = None) -> None:
+    """Write down that these nodes are fast together.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    now = clock.now() if now is None else now
+    staged = path.with_name(f"{path.name}.{os.getpid()}")
+    staged.write_text(json.dumps(read_known_good(path) | dict.fromkeys(nodes, now)) + "\n")
+    staged.replace(path)

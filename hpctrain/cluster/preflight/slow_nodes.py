@@ -96,11 +96,7 @@ def search(nodes: Sequence[str], limits: Limits) -> Generator[list[Group], Resul
 
 
 class SlowNodeSearch:
-    """One search, a round at a time.
-
-    Attributes:
-        rounds: How many have begun.
-    """
+    """One search, a round at a time."""
 
     def __init__(self, nodes: Sequence[str], limits: Limits) -> None:
         self.rounds = 0
@@ -119,8 +115,7 @@ class SlowNodeSearch:
     def go_on(self, by_node: Mapping[str, Any]) -> Tests:
         """The next groups.
 
-        Args:
-            by_node: Node to what it measured: {"ranks": [...]}, {"error": why}, or nothing.
+        `by_node` has what each measured: {"ranks": [...]}, {"error": why}, or nothing.
         """
         for node, value in by_node.items():
             if "ranks" in value:
@@ -358,11 +353,7 @@ def check_bandwidth(nodes: Sequence[str], verdict: SearchResult) -> list[Result]
 
 
 def check_products(sums: Mapping[str, Sequence[float | None]]) -> list[Result]:
-    """The same matrix product everywhere: a GPU that computes wrongly says nothing of it.
-
-    Args:
-        sums: Node to its ranks' checksums; None where one was not finite.
-    """
+    """The same matrix product everywhere: a GPU that computes wrongly says nothing of it."""
     broken = [node for node, values in sums.items() if None in values]
     hint = "take the node out of use: it corrupts training without a word"
     results = []

@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from hpctrain.core.settings.schema import Settings
     from hpctrain.core.settings.spec import Spec
     from hpctrain.ledger.run.layout import RunDir
-    from hpctrain.ledger.shapes.candidates import JobShape
-    from hpctrain.ledger.shapes.waits import WaitRecord
-    from hpctrain.ledger.shapes.windows import QueueView
+    from hpctrain.ledger.shapes.queue import JobShape, QueueView, WaitRecord
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,8 @@ SCHEDULERS: dict[str, Scheduler] = {
         "SLURM",
     ),
     "local": Scheduler(
-        "hpctrain.cluster.scheduler.local.client:LocalCluster",
-        "hpctrain.cluster.scheduler.local.client:LocalControl",
+        "hpctrain.cluster.scheduler.local:LocalCluster",
+        "hpctrain.cluster.scheduler.local:LocalControl",
     ),
 }
 """By the names that users give, in the order in which they are tried where none is named."""
@@ -214,8 +212,7 @@ class Cluster(Protocol):
     def here(self, environ: Mapping[str, str] | None = None) -> str:
         """Name of this very cluster, which has job ids of its own; "" where nobody can say.
 
-        Args:
-            environ: Nobody is asked where a shell with these variables could not.
+        Nobody is asked where a shell with the variables `environ` could not.
         """
 
     def submit(self, request: JobRequest) -> str:
@@ -253,8 +250,7 @@ class Cluster(Protocol):
 
         It asks once at most and answers from that, so it is for one look only.
 
-        Args:
-            job_ids: All that accounting may be asked about.
+        `job_ids` are all that accounting may be asked about.
         """
 
     def cancel(self, job_id: str) -> None:
@@ -277,9 +273,7 @@ class Cluster(Protocol):
     def rehearse(self, job_id: str, *, time_limit: bool) -> None:
         """Have a running job hear what it would hear of a preemption or of its time limit.
 
-        Args:
-            job_id: The job.
-            time_limit: The warning before the limit instead.
+        `time_limit` is the warning before the limit instead.
 
         Raises:
             ClusterError: refused, or no answer.
@@ -293,10 +287,7 @@ class Cluster(Protocol):
 
         It is not ended with the process that asks: what it has begun, it may finish.
 
-        Args:
-            job_id: The job.
-            nodes: Of those that it has now.
-            command: A program and its arguments, which are there on every node.
+        `nodes` are of those that the job has now; `command` is there on every node.
 
         Raises:
             ClusterError: refused, no answer, or it failed.
@@ -317,10 +308,8 @@ class Cluster(Protocol):
     def preview(self, spec: Spec, run: RunDir, env: Callable[[], Mapping[str, str]]) -> str:
         """What `submit --dry-run` shows.
 
-        Args:
-            spec: The run.
-            run: Where it would lie.
-            env: Gives what the ranks will find in their environment, as far as it is known.
+        `run` is where it would lie; `env` gives what the ranks will find in their environment, as
+        far as it is known.
         """
         del env
         return self.render(spec, run, "dry-run")
@@ -363,12 +352,8 @@ class Cluster(Protocol):
     ) -> Chosen:
         """Hold the settings against the site's limits.
 
-        Args:
-            settings: Checked by themselves already.
-            origins: Setting to its place.
-            site: The preset.
-            is_script: The ranks run a script of the user's, not hpctrain's own loop.
-            accounting: Whom to ask; None asks nobody.
+        `origins` has each setting's place. `is_script`: the ranks run a script of the user's, not
+        hpctrain's own loop. `accounting` None asks nobody.
 
         Returns:
             What is to be where nobody has given it, and what the user should know.
@@ -412,13 +397,8 @@ class Cluster(Protocol):
     ) -> tuple[Settings, list[str]]:
         """Look at the image and at what is to start it.
 
-        Args:
-            settings: The run's.
-            origins: Setting to its place.
-            site: The preset.
-            folder: What paths are relative to.
-            environ: Of the shell on the login node.
-            accounting: Whom to ask; None asks nobody.
+        Paths are relative to `folder`; `environ` is of the shell on the login node. `accounting`
+        None asks nobody.
 
         Returns:
             The settings with the image's whole path, and what the user should know.
@@ -437,10 +417,7 @@ class Cluster(Protocol):
     def preflight_script(self, spec: Spec, run: RunDir, token: str) -> str:
         """The script of a job that looks at its nodes; "" where none is needed.
 
-        Args:
-            spec: A run's, but for what a preflight does without.
-            run: The preflight's folder.
-            token: The job's name.
+        `run` is the preflight's folder, `token` the job's name.
 
         Raises:
             UsageError: a setting that no script can hold.
@@ -456,8 +433,7 @@ class Cluster(Protocol):
     def queue_view(self, partition: str) -> QueueView | None:
         """What this user sees of the queue, in seconds; None where nobody says.
 
-        Args:
-            partition: Its name, or several with commas between them; "" for the default one.
+        `partition` is a name, or several with commas between them; "" for the default one.
         """
         del partition
         return None
@@ -473,9 +449,7 @@ class Cluster(Protocol):
     def longest_s(self, settings: Settings, site: Site) -> int | None:
         """The longest time limit that a preset allows a job; None where it names none.
 
-        Args:
-            settings: The job's; its nodes and partition count.
-            site: The preset.
+        The nodes and the partition of the settings count.
 
         Returns:
             Seconds; 0 where no job of that size is allowed.
@@ -486,8 +460,7 @@ class Cluster(Protocol):
     def start_estimates(self, scripts: Mapping[JobShape, str]) -> dict[JobShape, StartEstimate]:
         """When a job with each of these scripts would start, in seconds for all of them.
 
-        Args:
-            scripts: What `render` made for each shape.
+        `scripts` has what `render` made for each shape.
         """
         return {shape: StartEstimate(unknown=f"{self.name} has no queue") for shape in scripts}
 
@@ -496,11 +469,7 @@ class Cluster(Protocol):
     ) -> PreflightJob:
         """Start `hpctrain.cluster.preflight.node` on every node.
 
-        Args:
-            spec: As for `preflight_script`.
-            run: The preflight's folder; the script lies in ``run.script(token)``.
-            token: The job's name.
-            environ: Of this process.
+        The script of `preflight_script` lies in ``run.script(token)``.
 
         Raises:
             ClusterError: refused.

@@ -135,11 +135,8 @@ def choose(
 ) -> tuple[Site | None, str]:
     """The site to use, and how it was chosen, in words for the user.
 
-    Args:
-        name: The site that was named; "none" for no site at all; None to look for one.
-        environ: Says where site files are looked for.
-        surroundings: What detection looks at; not touched where a site was named.
-        project: Folder of the settings file. Its site.toml is the site where no other is known.
+    "none" is no site at all, None looks for one. The project's site.toml is the site where no other
+    is known. The surroundings are not touched where a site was named.
 
     Raises:
         NotFound: the named site is not there.
@@ -175,10 +172,7 @@ def look_around(
 ) -> Surroundings:
     """This machine's surroundings; every answer is asked for once.
 
-    Args:
-        environ: The environment.
-        slurm_cluster: Asks SLURM for its ClusterName, within a short time-out; not called where an
-            allocation has said it.
+    SLURM is not asked for its ClusterName where an allocation has said it.
     """
     return Surroundings(
         environ=environ,
@@ -322,13 +316,7 @@ def site_name(cluster: str) -> str:
 
 
 def draft(facts: ClusterFacts, *, name: str, today: str) -> str:
-    """The text of a preset that says what SLURM says, each value with its source.
-
-    Args:
-        facts: Of the cluster.
-        name: Of the preset.
-        today: The day, as 2026-01-31.
-    """
+    """The text of a preset that says what SLURM says, each value with its source."""
     told_by = f"scontrol and sacctmgr of {facts.name}, SLURM {facts.version}, {today}"
     lines = [
         f"# A draft from SLURM {facts.version} itself, made by `hpctrain sites init --from-slurm`.",

@@ -92,12 +92,8 @@ class Environment:
 def derive(site: Site | None, *, nodes: int, versions: Versions, run_dir: str) -> Environment:
     """What the preset means for a job of so many nodes, with these versions.
 
-    Args:
-        site: The preset; None for a cluster without one, which gets the flight recorder alone.
-        nodes: Nodes of this attempt.
-        versions: Of the node that asks.
-        run_dir: Folder for the flight recorder's dumps, shared by the nodes; "" leaves them where
-            torch puts them.
+    The flight recorder's dumps go into `run_dir`, which the nodes share; "" leaves them where torch
+    puts them. A cluster without a preset gets the flight recorder alone.
     """
     notes: list[str] = []
     values: dict[str, Value] = {}
@@ -135,12 +131,7 @@ def overridden(
     """The environment with what the user set winning, and a note for each value that differs.
 
     Variables of `given` that the environment does not have are left out: it may be a whole shell's.
-
-    Args:
-        environment: What was derived.
-        given: The user's variables.
-        by: Who that is, for notes and origins: "your shell".
-        locked: Variables that the site's admins do not leave to the user.
+    `by` names the user in notes and origins; `locked` ones keep the preset's value.
     """
     values, notes = dict(environment.values), list(environment.notes)
     taken = [name for name in environment.unset if name in given]
@@ -159,13 +150,7 @@ def overridden(
 def with_settings(
     environment: Environment, env: Mapping[str, str], origins: Mapping[str, str]
 ) -> Environment:
-    """The environment with the variables of hpctrain.toml and `--env`, all of them.
-
-    Args:
-        environment: What was derived.
-        env: Name to value.
-        origins: Name to its place.
-    """
+    """The environment with the variables of hpctrain.toml and `--env`, all of them."""
     values, notes = dict(environment.values), list(environment.notes)
     for name, value in env.items():
         by = origins.get(name, "the run's settings")
@@ -209,9 +194,7 @@ def paths_of(site: Site, name: str) -> list[KeyPath]:
 def locked_names(site: Site, unlocked: Collection[str] = ()) -> set[str]:
     """Variables of the preset that [lock] keeps from the user.
 
-    Args:
-        site: The preset.
-        unlocked: Paths that the user was allowed to change (--allow-locked): "env.NCCL_NET".
+    `unlocked` are paths that the user was allowed to change (--allow-locked): "env.NCCL_NET".
     """
     names = {*DERIVED, *site.env.common, *site.env.single_node, *site.env.multi_node}
     names |= {name for when in site.env.when.values() for name in when.set}

@@ -59,12 +59,9 @@ def load_site(
 ) -> Site:
     """Read a site from every layer that has a say.
 
-    Args:
-        name: A site's name, or the path of a .toml file, which is then taken without the layers'
-            files of the same name; what it extends is looked for there and, on top, beside it.
-        environ: Says where to look; this process's own by default.
-        project: Folder of the settings file, whose site.toml is the topmost layer unless it has
-            another site's name.
+    A path of a .toml file is taken without the layers' files of the same name; what it extends is
+    looked for there and, on top, beside it. The site.toml of `project`, the settings file's folder,
+    is the topmost layer unless it has another site's name.
 
     Raises:
         NotFound: no layer has such a site.
@@ -230,11 +227,7 @@ class _PresetFinder:
 def _read(path: Path, layer: str, name: str | None) -> SiteFileValues | None:
     """One file's values; None where there is no such file.
 
-    Args:
-        path: The file.
-        layer: Where it was found.
-        name: What it must call itself; None for one that was named by its path: it may have any
-            name, and the file's own where it has none.
+    `name` is what it must call itself; one that was named by its path (None) may have any.
     """
     try:
         file = read_toml(path)

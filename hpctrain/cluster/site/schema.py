@@ -365,12 +365,7 @@ def key_at(path: Sequence[str]) -> Key | None:
 
 
 def unknown(path: Sequence[str], keys: Mapping[str, Key]) -> str:
-    """What to say of a key that its table does not have.
-
-    Args:
-        path: The key's path.
-        keys: What its table has.
-    """
+    """What to say of a key that its table does not have."""
     table, name = ".".join(path[:-1]), path[-1]
     if path[0] == SETTINGS and table != SETTINGS:
         return unknown_setting(name, path[1])

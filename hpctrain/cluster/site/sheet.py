@@ -87,11 +87,6 @@ class SiteFileValues:
 def take_apart(file: TomlFile, *, name: str, layer: str) -> SiteFileValues:
     """Check a site file's keys and values one by one.
 
-    Args:
-        file: The file.
-        name: What the preset must be called: the file's own name.
-        layer: Where it was found.
-
     Raises:
         UsageError: a key is unknown, a value is of another type or form than its key takes, or the
             file calls itself otherwise. The message has the first such faults, in one line.
@@ -110,11 +105,7 @@ def take_apart(file: TomlFile, *, name: str, layer: str) -> SiteFileValues:
 
 
 class WrongPreset(UsageError):
-    """A preset has wrong keys or values.
-
-    Attributes:
-        faults: Place and words of each.
-    """
+    """A preset has wrong keys or values."""
 
     def __init__(self, message: str, faults: Sequence[tuple[str, str]] = ()) -> None:
         super().__init__(message)
@@ -345,9 +336,7 @@ def _covers(site: Site, lock: str, path: str) -> bool:
 def build(name: str, site_files: Sequence[SiteFileValues]) -> Site:
     """The preset that the files give together.
 
-    Args:
-        name: The site's name.
-        site_files: Lowest first; those of another name are what it extends.
+    Files come lowest first; those of another name are what it extends.
 
     Raises:
         UsageError: a value names a source that no file has.

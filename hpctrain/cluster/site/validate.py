@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpctrain.cluster.nccl.lists import LONGEST_NETDEV, MOST_HCAS, MOST_NETDEVS
 from hpctrain.cluster.nccl.rules import DEBUG, ERROR, Context, check_environment, check_variable
 from hpctrain.cluster.site.schema import PresetFinding, dotted
+from hpctrain.cluster.site.sheet import DERIVED
 from hpctrain.core.base import clock
 from hpctrain.core.settings.check import node_range, time_s
 from hpctrain.core.settings.layers import did_you_mean, resolve
@@ -341,13 +342,6 @@ def _rest(site: Site) -> Iterator[Said]:
     )
 
 
-_FROM_NETWORK = {
-    "NCCL_SOCKET_IFNAME": "socket_ifnames",
-    "GLOO_SOCKET_IFNAME": "socket_ifnames",
-    "NCCL_IB_HCA": "hcas",
-}
-"""Variables that hpctrain makes from a list of [network]."""
-
 _AT_LEAST = re.compile(r">=?\s*(\d+(?:\.\d+)*)")
 REVIEW_DAYS = 365
 _LEVELS = ("error", "warning", "debug")
@@ -425,8 +419,8 @@ def _without_modules(site: Site, paths: dict[str, KeyPath]) -> dict[str, KeyPath
 
 def _twice(site: Site) -> Iterator[Said]:
     """Variables that [network] gives already: two answers, of which the reader sees one."""
-    for path in (path for path in site.leaves if path[0] == "env" and path[-1] in _FROM_NETWORK):
-        key = _FROM_NETWORK[path[-1]]
+    for path in (path for path in site.leaves if path[0] == "env" and path[-1] in DERIVED):
+        key = DERIVED[path[-1]][-1]
         if getattr(site.network, key):
             yield error(
                 path,
@@ -489,12 +483,7 @@ def _alone(site: Site) -> Iterator[Said]:
 
 
 def validate(site: Site, *, today: date | None = None) -> list[PresetFinding]:
-    """Everything that is to be said of a preset, in the order of its lines; empty where it is good.
-
-    Args:
-        site: The preset, with whatever its layers and bases give.
-        today: The day against which its review is held; this day by default.
-    """
+    """All that is to be said of a preset, in the order of its lines; empty where it is good."""
     today = today or date.fromtimestamp(clock.now())  # noqa: DTZ012 - a review has a day, and no hour
     said = [
         *_about(site),

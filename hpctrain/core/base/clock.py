@@ -26,33 +26,8 @@ class Waitable(Protocol):
         """Return True once it happened, False when the time was over."""
 
 
-class Clock(Protocol):
-    """What a process takes its time from."""
-
-    def now(self) -> float:
-        """Return seconds since the epoch. The value may jump."""
-
-    def now_ns(self) -> int:
-        """Return nanoseconds since the epoch. The value may jump."""
-
-    def monotonic(self) -> float:
-        """Return seconds on a clock that never jumps."""
-
-    def monotonic_ns(self) -> int:
-        """Return nanoseconds on a clock that never jumps."""
-
-    def boottime(self) -> float:
-        """Return seconds on a clock that never jumps and goes on while the machine sleeps."""
-
-    def sleep(self, seconds: float) -> None:
-        """Return after so many seconds."""
-
-    def wait(self, event: Waitable, timeout_s: float) -> bool:
-        """Wait for an event; return whether it happened before the time was over."""
-
-
 class SystemClock:
-    """The clock of the machine."""
+    """The clock of the machine; a test's own has the same functions."""
 
     now = staticmethod(time.time)
     now_ns = staticmethod(time.time_ns)
@@ -71,11 +46,11 @@ class SystemClock:
         return event.wait(timeout_s)
 
 
-_current: Clock = SystemClock()
+_current = SystemClock()
 
 
 @contextlib.contextmanager
-def use(other: Clock) -> Iterator[None]:
+def use(other: SystemClock) -> Iterator[None]:
     """Give the whole process another clock, for tests.
 
     All threads have it. A child that is forked meanwhile has a copy of it, which nobody moves.

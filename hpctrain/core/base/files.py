@@ -34,6 +34,16 @@ GROUP = 0o070
 OTHERS_WRITE = 0o002
 NOT_OWNER_WRITE = 0o022
 GIT_IGNORE = ".gitignore"
+PACKAGE = Path(__file__).resolve().parents[2]
+"""Where hpctrain lies; its parent is what has to be on sys.path."""
+MOST_SOURCE_BYTES = 4 << 20
+"""Of a program that is read: a generated one beyond is no training program."""
+_OF_HOST_NAMES = frozenset({"idna", "punycode", "undefined"})
+"""Codecs that Python takes in a first line: they raise, or take minutes for megabytes."""
+
+
+class NotText(ValueError):
+    """A file that cannot be read, in words."""
 
 
 def is_plain(path: Path) -> bool:
@@ -59,11 +69,6 @@ def open_plain(path: Path) -> FileIO:
 
 def plain_descriptor(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
     """The descriptor of an ordinary file, opened as asked.
-
-    Args:
-        path: The file.
-        flags: As for `os.open`.
-        mode: Of a file that it makes.
 
     Raises:
         OSError: as of `open_plain`; also where it is a FIFO that nobody reads (ENXIO).
@@ -154,6 +159,45 @@ def read_text(path: Path, most_bytes: int = SMALL_BYTES) -> str:
     return read_plain(path, most_bytes).decode(errors="replace")
 
 
+def read_source(path: Path) -> str:
+    """The text of a file, in the encoding that its first lines name.
+
+    Raises:
+        NotText: it cannot be read, in words.
+    """
+    try:
+        raw = read_plain(path, MOST_SOURCE_BYTES)
+    except OSError as error:
+        raise NotText(f"cannot be read: {error.strerror or error}") from None
+    return decoded(raw)
+
+
+def decoded(raw: bytes) -> str:
+    """A source as text.
+
+    Raises:
+        NotText: it is in another encoding than it says.
+    """
+    import codecs
+    import io
+    import tokenize  # slow to import, and rarely needed
+
+    if len(raw) > MOST_SOURCE_BYTES:
+        raise NotText(f"has more than {MOST_SOURCE_BYTES} bytes")
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+        if codecs.lookup(encoding).name in _OF_HOST_NAMES:
+            raise NotText(f"cannot be read: {encoding} is no encoding of a program")
+        return raw.decode(encoding)
+    except (SyntaxError, LookupError) as error:
+        raise NotText(f"cannot be read: {error}") from None
+    except UnicodeDecodeError as error:
+        raise NotText(
+            f"is not {error.encoding} text at byte {error.start}; save it as UTF-8, or name its "
+            "encoding in the first line"
+        ) from None
+
+
 def skip_hole(file: FileIO) -> None:
     """Go on where the file has bytes again: reading a terabyte of nothing takes minutes."""
     try:
@@ -236,9 +280,7 @@ def can_be_replaced(runs: Path) -> str:
 def make_run_folder(path: Path, *, group: bool) -> None:
     """Make a run's folder, and let this process write into it as `follow_folder` says.
 
-    Args:
-        path: The folder; its parent is there.
-        group: Its group may write all of it but spec.json.
+    With `group` its group may write all of it but spec.json.
 
     Raises:
         OSError: FileExistsError where it is there already.
@@ -254,9 +296,6 @@ def follow_folder(folder: Path) -> None:
 
     Group and others get no right to write. Where the run's folder can be written by its group, so
     can everything else, even if the umask would not have it.
-
-    Args:
-        folder: The run's; where nothing can be told of it, nobody gets a right.
     """
     umask = os.umask(NOT_OWNER_WRITE)
     if _is_shared(folder):
@@ -268,8 +307,7 @@ def follow_folder(folder: Path) -> None:
 def make_private_folder(path: Path) -> None:
     """Make a folder that nobody else can look into, except the group of a shared run.
 
-    Args:
-        path: The folder, right below the run's. One that is there is shut too, if it is ours.
+    It lies right below the run's. One that is there is shut too, if it is ours.
     """
     mode = 0o770 if _is_shared(path.parent) else 0o700
     path.mkdir(mode=mode, exist_ok=True)
@@ -280,11 +318,7 @@ def make_private_folder(path: Path) -> None:
 def write_private(path: Path, text: str, *, mode: int = 0o600, shared: bool = True) -> None:
     """Write a file whole or not at all that nobody else can write, and only the owner read.
 
-    Args:
-        path: The file.
-        text: Its content.
-        mode: The owner's rights: 0o600 or 0o700.
-        shared: Whether the group of a shared run may read it.
+    `mode` is 0o600 or 0o700; with `shared` the group of a shared run may read it.
 
     Raises:
         OSError: it could not be written, e.g. the disk is full; names the file. What was there
@@ -319,8 +353,7 @@ def data_dir(kind: Literal["site-configs", "sbatch", "docs"]) -> Path:
     Raises:
         HpctrainError: it is in neither place.
     """
-    package = Path(__file__).resolve().parent.parent
-    places = (package / "_data" / kind, package.parent / kind)
+    places = (PACKAGE / "_data" / kind, PACKAGE.parent / kind)
     for place in places:
         if place.is_dir():
             return place

@@ -116,8 +116,7 @@ class Listener:
     def turn(self, until_s: float | None = 0.0) -> None:
         """Do a bounded part of the work that there is.
 
-        Args:
-            until_s: Wait so long for work, by the monotonic clock; None for ever.
+        It waits until `until_s` for work, by the monotonic clock; None for ever.
         """
         moments = [moment for moment in (until_s, self.due_s) if moment is not None]
         wait_s = max(min(moments) - clock.monotonic(), 0.0) if moments else None
@@ -220,10 +219,6 @@ class Listener:
 
 def listen_at(address: str, port: int = 0) -> socket.socket:
     """Listen at one address of this node.
-
-    Args:
-        address: As numbers; `0.0.0.0` for all.
-        port: 0 for any that is free.
 
     Raises:
         OSError: there is no such address, or the port is taken.

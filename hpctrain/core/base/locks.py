@@ -38,12 +38,8 @@ _UNANSWERED = frozenset({errno.ENOLCK, errno.EIO, errno.ESTALE, errno.ETIMEDOUT,
 def held(path: Path, timeout_s: float, *, insist: bool = True) -> Iterator[None]:
     """Hold the lock of a file, which is made if need be, readable for its owner alone.
 
-    Where the folder may be written by its group, the group may lock too.
-
-    Args:
-        path: The lock's file; it holds nothing.
-        timeout_s: So long at most does it wait for who has the lock.
-        insist: Ask again within that time where the server of the locks does not answer.
+    Where the folder may be written by its group, the group may lock too. With `insist` it asks
+    again where the server of the locks does not answer.
 
     Raises:
         TimeoutError: another process has kept it for so long.
@@ -122,17 +118,10 @@ class NodeFolder:
 
     It is locked as long as this process lives, or one that it has forked. So what a killed process
     has left is known from what is in use, and is removed by `remove_left_over`.
-
-    Attributes:
-        path: Where it is.
     """
 
     def __init__(self, kind: str, parent: Path) -> None:
         """Make it, and remove what killed processes of this user have left beside it.
-
-        Args:
-            kind: What it is for; a part of its name.
-            parent: Where to make it.
 
         Raises:
             OSError: it cannot be made.
@@ -167,11 +156,7 @@ def _here() -> str:
 
 
 def remove_left_over(*parents: Path) -> None:
-    """Remove folders whose processes were killed.
-
-    Args:
-        parents: Where they may lie; by itself the node's memory and its temporary folder.
-    """
+    """Remove folders whose processes were killed."""
     for parent in parents or (MEMORY, Path(tempfile.gettempdir())):
         for folder in parent.glob(f"hpctrain-*-{_here()}*"):
             with contextlib.suppress(OSError):

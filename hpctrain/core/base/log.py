@@ -55,8 +55,7 @@ class _Form(logging.Formatter):
 class _Stderr(logging.Handler):
     """Writes to what is stderr just now; nothing where the application has come to have handlers.
 
-    Attributes:
-        yields: Whether it gives way to them; a command has nobody to give way to.
+    One that yields gives way to them; a command has nobody to give way to.
     """
 
     def __init__(self, who: str, *, yields: bool) -> None:
@@ -78,8 +77,7 @@ class _Stderr(logging.Handler):
 def configure(who: str) -> None:
     """Log from now on, where nobody has configured logging. Harmless when repeated.
 
-    Args:
-        who: What this process is to the run, such as "agent" or "rank 3".
+    `who` is what this process is to the run, such as "agent" or "rank 3".
     """
     if _is_for_user():
         return  # a command that trains in its own process

@@ -55,32 +55,21 @@ def own_program(module: str, *words: str, python: str = "", unbuffered: bool = F
     """The command that runs a module of ours, or of a library, as a program.
 
     With ``-P``: ``python -m`` alone puts the working directory in front of everything that can be
-    imported, and a job runs where its user typed submit. A ``json.py`` that lies there, somebody's
-    or the user's own, would run in the place of the library's.
-
-    Args:
-        module: Its full name.
-        words: The program's arguments.
-        python: The interpreter; "" is this process's.
-        unbuffered: What it prints is to appear at once.
+    imported, and a job runs where its user typed submit. A ``json.py`` that lies there would run in
+    the place of the library's.
     """
     flags = ["-P", "-u"] if unbuffered else ["-P"]
     return [python or sys.executable, *flags, "-m", module, *words]
 
 
 class ForkedProcess:
-    """A process beside this one that does what it is told over a line, as this one handles it.
-
-    Attributes:
-        pid: Its id; 0 after `stop`.
-    """
+    """A process beside this one that does what it is told over a line, as this one handles it."""
 
     def __init__(self, serve: Callable[[socket.socket, int], NoReturn]) -> None:
         """Fork it. To be made while this process has one thread.
 
-        Args:
-            serve: Its life, given its end of the line and the id of its parent; it must not return
-                into the parent's code.
+        `serve` is its life, given its end of the line and the id of its parent; it must not return
+        into the parent's code.
         """
         self._line, theirs = socket.socketpair()
         self._is_reaped = False
@@ -92,12 +81,7 @@ class ForkedProcess:
         theirs.close()
 
     def adopt(self, pid: int, line: int) -> None:
-        """Handle a process that this one has forked as another program, before its exec.
-
-        Args:
-            pid: Its id.
-            line: The descriptor of our end of its line.
-        """
+        """Handle a process that this one has forked as another program, before its exec."""
         os.set_inheritable(line, False)  # noqa: FBT003 - its own order
         self._line, self.pid, self._is_reaped = socket.socket(fileno=line), pid, False
 
@@ -119,11 +103,7 @@ class ForkedProcess:
 
 
 def connections_to(port: int) -> list[socket.socket]:
-    """This process's connections to a port, whoever made them; each a descriptor more.
-
-    Args:
-        port: At any address.
-    """
+    """This process's connections to a port, whoever made them; each a descriptor more."""
     connections = []
     sockets = [one for one in Path("/proc/self/fd").iterdir() if one.is_socket()]
     for descriptor in sockets:
@@ -143,8 +123,7 @@ def connections_to(port: int) -> list[socket.socket]:
 def die_with_parent(parent_pid: int) -> None:
     """Be killed when the parent dies: an orphan would hold its GPU, and go on writing.
 
-    Args:
-        parent_pid: Who is thought to be the parent; when it is no more, this process ends at once.
+    If `parent_pid` is no more, this process ends at once.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before the call above
@@ -157,12 +136,7 @@ def show_as(name: str) -> None:
 
 
 def print_to(path: Path, mode: int = 0o644) -> None:
-    """Append what this process prints, and what its libraries print, to a file.
-
-    Args:
-        path: The file; made with its folder where they are not there.
-        mode: Its permissions where it is made.
-    """
+    """Append what this process prints, and what its libraries print, to a file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     try:
         log = os.open(path, flags, mode)

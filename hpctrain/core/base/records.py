@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 TERMINAL_JOB = "pid-"
 """Beginning of the job id of a run whose ranks no agent started, as torchrun by hand."""
+COPIES_PER_RANK = 2
+"""Copies of its state that a node's memory holds of each rank (`alive.memory`)."""
 HANG = "hang"
 """The kind of a failure that was seen from outside: ranks that do nothing any more."""
 DESYNC = "desync"

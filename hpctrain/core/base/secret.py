@@ -46,10 +46,7 @@ def is_code(given: object, secret: str, *words: str | int) -> bool:
 def sign(secret: str, about: str, value: str) -> str:
     """The value with its code.
 
-    Args:
-        secret: Of all who may say it.
-        about: What it is the value of; the same words at both ends.
-        value: Any text.
+    `about` is what it is the value of; the same words at both ends.
     """
     return code(secret, about, value) + value
 

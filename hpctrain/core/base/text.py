@@ -1,7 +1,9 @@
 """Text of facts on a screen: durations, host lists, sizes, progress, ranks on nodes. Pure.
 
-tests/unit/cli/test_status.py, tests/unit/base/test_progress.py and tests/unit/plan/test_mesh.py
-hold the promises.
+Lists of hosts travel as SLURM writes them, ``n[1-3,07],gpu01``, and are expanded where they are
+read: the names of some thousand nodes outgrow what the kernel takes as one word (128 KiB).
+tests/unit/cli/test_status.py, tests/unit/base/test_progress.py, test_host_list.py and
+tests/unit/plan/test_mesh.py hold the promises.
 """
 
 from __future__ import annotations
@@ -33,10 +35,7 @@ RANKS_LENGTH = 60
 def pack(items: Sequence[str], width: int, *, gap: str = ", ") -> str:
     """Items beside each other, in as many lines as it takes; an item is never cut in two.
 
-    Args:
-        items: Each without colour.
-        width: Of the screen; only an item that is longer by itself goes beyond it.
-        gap: Between two items of a line.
+    Only an item that is longer by itself goes beyond the width.
     """
     lines: list[str] = []
     for item in items:
@@ -174,12 +173,8 @@ def count(number: int, noun: str) -> str:
 class Meter:
     """Counts bytes; whoever shows them says what time it is (seconds of any one clock).
 
-    Attributes:
-        label: What is done, e.g. "reading".
-        total: Bytes to come, or about so many; a reader of whole blocks may read some more.
-        started: When the work began.
-        done: Bytes so far.
-        last_line: When a line was last due; work counts as told when it begins.
+    `total` may be about so many: a reader of whole blocks may read some more. Work counts as shown
+    when it begins.
     """
 
     label: str
@@ -209,13 +204,7 @@ class Meter:
 def rank_rows(
     mesh: Mesh, nodes: Sequence[str], ranks_per_node: int
 ) -> tuple[list[str], list[list[str]], int]:
-    """Titles and rows of a table of the axes that are in use, and how many rows it leaves out.
-
-    Args:
-        mesh: Of all ranks.
-        nodes: Host names in the order of their ranks.
-        ranks_per_node: Ranks on each.
-    """
+    """Titles and rows of a table of the axes that are in use, and how many rows it leaves out."""
     used = [axis for axis in (*AXES, *INNER) if getattr(mesh, axis) > 1] or ["dp_shard"]
     rows = [
         [where, _ranges(ranks), *(_ranges(_places(mesh, ranks, axis)) for axis in used)]

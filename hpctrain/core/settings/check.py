@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 
 from hpctrain.core.base.records import INCIDENT
 from hpctrain.core.base.text import hms
-from hpctrain.core.settings import sbatch_options
+from hpctrain.core.settings import external
+from hpctrain.core.settings.external import names_of
 from hpctrain.core.settings.fields import fault, keys_of
 from hpctrain.core.settings.layers import Chosen, did_you_mean
-from hpctrain.core.settings.sbatch_options import names_of
 from hpctrain.core.settings.schema import OF_EVALUATION, sections, value_at
 from hpctrain.errors import UsageError
 
@@ -109,7 +109,7 @@ def check_engine(settings: Settings, origins: Mapping[str, str]) -> list[str]:
     _check_offload(engine, where)
     _check_reductions(engine, where)
     _check_compile(engine, where)
-    _check_hardware(settings, where)
+    _check_float8(settings, where)
     _check_schedule(engine, where)
     return _unused(engine, where)
 
@@ -160,38 +160,30 @@ def _check_compile(engine: EngineSettings, key: _Keys) -> None:
         )
 
 
-def _check_hardware(settings: Settings, key: _Keys) -> None:
+def _check_float8(settings: Settings, key: _Keys) -> None:
     """What the ranks would refuse, as far as it is known before a job waits for a GPU."""
     engine = settings.engine
-    for name, goes in (
-        ("float8", {"kind": ("ddp", "fsdp2"), "exact": (False,), "precision": ("auto", "bf16")}),
-        ("async_tp", {"compile": ("inductor",), "sequence_parallel": (True,)}),
-    ):
-        if not getattr(engine, name):
-            continue
-        if settings.slurm.gpus_per_node == 0:
+    if not engine.float8:
+        return
+    if settings.slurm.gpus_per_node == 0:
+        raise UsageError(
+            f"{key.of('float8')} is true, and slurm.gpus_per_node is 0: CPUs have no such units; "
+            "ask for GPUs, or set engine.float8 = false"
+        )
+    needs = {"kind": ("ddp", "fsdp2"), "exact": (False,), "precision": ("auto", "bf16")}
+    for other, values in needs.items():
+        if (value := getattr(engine, other)) not in values:
             raise UsageError(
-                f"{key.of(name)} is true, and slurm.gpus_per_node is 0: CPUs have no such units; "
-                f"ask for GPUs, or set engine.{name} = false"
+                f"{key.of('float8')} is true, which needs engine.{other} "
+                f"{' or '.join(str(v).lower() for v in values)}; it is {str(value).lower()}"
+                f"{key.origin(other)}"
             )
-        for other, values in goes.items():
-            if (value := getattr(engine, other)) not in values:
-                raise UsageError(
-                    f"{key.of(name)} is true, which needs engine.{other} "
-                    f"{' or '.join(str(v).lower() for v in values)}; it is {str(value).lower()}"
-                    f"{key.origin(other)}"
-                )
     for axis in ("tp", "pp", "ep"):
-        if engine.float8 and axis_range(getattr(engine, axis), where=key.of(axis))[1] > 1:
+        if axis_range(getattr(engine, axis), where=key.of(axis))[1] > 1:
             raise UsageError(
                 f"{key.of('float8')} is true, which needs engine.{axis} 1; it is "
                 f"{getattr(engine, axis)}{key.origin(axis)}: cut models are multiplied in 16 bits"
             )
-    if engine.async_tp and axis_range(engine.tp, where=key.of("tp"))[1] == 1:
-        raise UsageError(
-            f"{key.of('async_tp')} is true, which needs engine.tp 2 or more; it is {engine.tp}"
-            f"{key.origin('tp')}"
-        )
 
 
 def _check_schedule(engine: EngineSettings, key: _Keys) -> None:
@@ -292,12 +284,7 @@ def parse_mesh(text: str) -> dict[str, str]:
 def engine_flags(
     engine: str | None, mesh: Mapping[str, str] | None
 ) -> dict[str, tuple[str, object]]:
-    """Both flags as `layers.flag_layer` takes them.
-
-    Args:
-        engine: What stood behind `--engine`; None where it was not given.
-        mesh: What `parse_mesh` made of `--mesh`; None where it was not given.
-    """
+    """Both flags as `layers.flag_layer` takes them."""
     flags: dict[str, tuple[str, object]] = {"engine.kind": ("--engine", engine)}
     flags |= {f"engine.{axis}": ("--mesh", value) for axis, value in (mesh or {}).items()}
     return flags
@@ -448,10 +435,7 @@ def profile_flags(
 def check_profile(settings: Settings, origins: Mapping[str, str], most_ranks: int) -> list[str]:
     """Refuse what cannot be profiled; returns what will have no effect, or more than is meant.
 
-    Args:
-        settings: All of them.
-        origins: Where each value came from.
-        most_ranks: World size at the most nodes; 0 where nobody knows.
+    `most_ranks` is the world size at the most nodes; 0 where nobody knows.
 
     Raises:
         UsageError: steps or ranks of another form, or a rank that there will never be.
@@ -687,10 +671,10 @@ def _check_header(settings: Settings, origins: Mapping[str, str]) -> None:
                 names = names_of(option)
             except UsageError as error:
                 raise UsageError(f"{where}: {error}") from None
-            refused = sbatch_options.REFUSED if key == "extra" else sbatch_options.SRUN_REFUSED
+            refused = external.REFUSED if key == "extra" else external.SRUN_REFUSED
             for name in (name.removeprefix("--") for name in names):
-                if key == "extra" and name in sbatch_options.OURS:
-                    use = sbatch_options.OURS[name]
+                if key == "extra" and name in external.OURS:
+                    use = external.OURS[name]
                     raise UsageError(f"{where} has {option}, which hpctrain sets; use {use}")
                 if name in refused:
                     raise UsageError(f"{where} has {option}: {refused[name]}")

@@ -217,11 +217,6 @@ def convert(key: Key, value: Any, name: str) -> Any:
     TOML's unquoted times of day pass as text (`time = 01:30:00`), dates too but in a setting, and
     for a setting bare whole numbers (`nodes = 4`); a whole number passes as any number (`lr = 1`).
 
-    Args:
-        key: The key.
-        value: As the file has it.
-        name: How messages call it.
-
     Raises:
         ValueError: it is of another type or form.
     """

@@ -63,10 +63,6 @@ class TomlFile:
 def read_toml(path: Path, *, shown: str | None = None) -> TomlFile:
     """Read a TOML file with the line of each key.
 
-    Args:
-        path: The file.
-        shown: How messages name it; the path by default.
-
     Raises:
         NotFound: there is no such file.
         UsageError: it cannot be read, or is not TOML.
@@ -188,11 +184,7 @@ class SettingsFile:
 def from_toml(file: TomlFile, *, name: str, top: Sequence[str], origin: str = "{}") -> SettingsFile:
     """Take a settings file apart.
 
-    Args:
-        file: The file.
-        name: The layer's name.
-        top: Text keys that it may have outside any table.
-        origin: How a place is told; `{}` stands for `file:line`.
+    `top` are text keys that it may have outside any table; `{}` in `origin` stands for `file:line`.
 
     Raises:
         UsageError: a key outside any table is unknown, or is not text; [env] is not a table.
@@ -226,10 +218,7 @@ def resolve(
 ) -> tuple[Settings, dict[str, str]]:
     """Settings and the origin of each value; later layers win.
 
-    Args:
-        layers: Lowest first.
-        base: What they are laid upon; the defaults by default. Not changed.
-        origins: The base's origins, "default" where one is missing.
+    Layers come lowest first, upon `base`, which is not changed.
 
     Raises:
         UsageError: an unknown section or key (with the nearest one), or a value of the wrong type.
@@ -280,10 +269,8 @@ def flag_layer(
 ) -> Layer:
     """The command line as a layer.
 
-    Args:
-        flags: "slurm.nodes" to (the flag's own name, its value); a value of None was not given.
-        sets: What stood behind each `--set`: "section.key=value". Lists add up.
-        name: The layer's name.
+    `flags` has "slurm.nodes" to (the flag's name, its value; None was not given), `sets` what stood
+    behind each `--set`: "section.key=value". Lists add up.
 
     Raises:
         UsageError: a `--set` is not of that form, names no setting, or says the same thing twice.
@@ -408,10 +395,6 @@ def did_you_mean(name: str, candidates: Iterable[str], otherwise: str, *, table:
 
 def from_table(table: Mapping[str, Any], where: Callable[[str], str]) -> dict[str, str]:
     """A file's [env] table as environment variables; numbers become text.
-
-    Args:
-        table: Name to value.
-        where: Name to its place, for messages.
 
     Raises:
         UsageError: an impossible name, one that hpctrain sets, or a value that is no text.

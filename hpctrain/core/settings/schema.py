@@ -26,8 +26,11 @@ REMOVED = {
     "alive.last_will": "a killed rank costs the steps since the last copy (alive.memory_steps)",
     "checkpoint.read_once": "what several ranks hold is read once and broadcast",
     "checkpoint.save_patience_s": "checkpoint.patience_s holds for saves too",
+    "checkpoint.stripe_count": "`lfs setstripe` for the run's folder of checkpoints does the same",
+    "checkpoint.stripe_mib": "`lfs setstripe` for the run's folder of checkpoints does the same",
     "checkpoint.when_busy": "a save that is due waits for the one before",
     "checkpoint.write_mib": "4 MiB are handed to the file system at a time",
+    "engine.async_tp": "products and their exchange over tp follow each other",
     "engine.nvme_path": "no state goes to a disk of the node; engine.offload takes no or cpu",
     "environment.compress": "zstd packs where it is installed, else nothing is compressed",
     "environment.stage_timeout_s": "a node that takes over ten minutes starts from the shared files",
@@ -35,6 +38,7 @@ REMOVED = {
     "guard.disputed": "gradients are computed once; guard.diverged is about weights that differ",
     "preflight.bad_node_hours": "a bad node is kept out of the run for 24 hours",
     "preflight.bandwidth_hours": "nodes that were fast together are not tried again for 12 hours",
+    "preflight.timeout_s": "an attempt continues after 120 seconds without an answer",
     "train.data_glob": "the recipe reads *.py, *.txt and *.md",
     "train.val_batches": "the recipe validates on 4 global batches",
     "train.val_every": "the recipe validates at its end; evaluate.script does it between",
@@ -84,11 +88,7 @@ class SlurmSettings(Table):
     network: str = setting("", "SLURM's --network", pattern=WORD)
 
     def gpus_text(self, kind: str = "") -> str:
-        """GPUs of a node as sbatch is asked for them: N or TYPE:N.
-
-        Args:
-            kind: Their type where the user has not said one.
-        """
+        """GPUs of a node as sbatch is asked for them: N or TYPE:N."""
         typed = self.gpu_type or kind
         return f"{typed}:{self.gpus_per_node}" if typed else str(self.gpus_per_node)
 
@@ -246,9 +246,6 @@ class PreflightSettings(Table):
         "also try their all-reduce: auto means if the site's preset has a [baseline]",
         choices=("auto", "yes", "no"),
     )
-    timeout_s: float = setting(
-        120.0, "seconds without an answer after which the attempt continues", least=1
-    )
 
 
 class AliveSettings(Table):
@@ -369,14 +366,6 @@ class CheckpointSettings(Table):
     # Past these, one save takes the threads of a whole node; past `patience_s`, ranks
     # that wait for one that waits for its file system end by their collective's time-out.
     write_threads: int = setting(1, "threads of each rank that write its shard", least=1, most=64)
-    stripe_count: int = setting(
-        0,
-        "Lustre: servers (OSTs) over which each file of a checkpoint is striped, -1 for all; 0: "
-        "the file system's default",
-        least=-1,
-        most=2000,
-    )
-    stripe_mib: int = setting(0, "Lustre: MiB in a stripe; 0: the file system's default", most=4096)
     keep_last: int = setting(
         3, "newest checkpoints to keep; at least 2, in case one is damaged", least=2
     )
@@ -528,11 +517,6 @@ class EngineSettings(Table):
         False,
         "ddp and fsdp2: multiply matrices of blocks in 8 bits, by torchao; refused if the GPU "
         "lacks it",
-    )
-    async_tp: bool = setting(
-        False,
-        "tp: compiled products overlap their exchange; needs compile inductor and "
-        "sequence_parallel; refused if the GPU lacks it",
     )
     clip_norm: float = setting(1.0, "gradient norm is clipped to this; 0 for no clipping")
     activation_checkpointing: str = setting(

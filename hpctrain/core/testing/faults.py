@@ -17,12 +17,12 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpctrain.core.base import clock
-from hpctrain.core.base.env import HPCTRAIN_ATTEMPT, HPCTRAIN_FAULTS
+from hpctrain.core.base.env import HPCTRAIN_ATTEMPT, HPCTRAIN_FAULTS, HPCTRAIN_NODE_FAULTS
 from hpctrain.core.testing import points
 from hpctrain.core.testing.points import POINTS
 from hpctrain.errors import UsageError
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from hpctrain.core.testing.points import Reached
+
 
 log = logging.getLogger("hpctrain.testing")
 
@@ -80,7 +81,6 @@ class Action(NamedTuple):
     """A word of the vocabulary.
 
     Attributes:
-        meaning: What it does.
         do: Does it.
         keys: Its own keys, each with what reads the value.
         always: Without hit= it fires every time, else the first time only.
@@ -95,11 +95,7 @@ class Action(NamedTuple):
 
 
 def parse(text: str, *, origin: str = "faults") -> list[Fault]:
-    """Read a list of faults.
-
-    Args:
-        text: Faults, separated by `;`.
-        origin: Where the text came from, for messages.
+    """Read a list of faults, separated by `;`; `origin` is where the text came from, for messages.
 
     Raises:
         UsageError: an action, point or key that there is not, or a value that it cannot take.
@@ -292,7 +288,18 @@ def _read(item: str, place: str) -> Fault:
     name, _, point = head.partition(":")
     action = ACTIONS[_known("action", name, ACTIONS, place)]
     _known("point", point, POINTS, place)
-    readers = COMMON | dict(action.keys)
+    values = _values(name, pairs, COMMON | dict(action.keys), place)
+    if action.required is not None and action.required not in values:
+        raise UsageError(f"{place}: {name} needs {action.required}=")
+    if {"hit", "after"} <= values.keys():
+        raise UsageError(f"{place}: hit= and after= both say when to fail; give one of them")
+    return Fault(item, name, point, **values)
+
+
+def _values(
+    name: str, pairs: Iterable[str], readers: Mapping[str, Callable[[str], object]], place: str
+) -> dict[str, Any]:
+    """Read `key=value` pairs of an action."""
     values: dict[str, Any] = {}
     for pair in pairs:
         key, _, value = pair.partition("=")
@@ -303,11 +310,7 @@ def _read(item: str, place: str) -> Fault:
             values[key] = reader(value)
         except ValueError as error:
             raise UsageError(f"{place}: {key}={value} is not {error}") from error
-    if action.required is not None and action.required not in values:
-        raise UsageError(f"{place}: {name} needs {action.required}=")
-    if {"hit", "after"} <= values.keys():
-        raise UsageError(f"{place}: hit= and after= both say when to fail; give one of them")
-    return Fault(item, name, point, **values)
+    return values
 
 
 def _known(kind: str, name: str, choices: Iterable[str], place: str) -> str:
@@ -332,6 +335,13 @@ def _from_one(text: str) -> int:
     if not re.fullmatch(r"0*[1-9][0-9]*", text):
         raise ValueError("a whole number from 1")
     return int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("a number") from None
 
 
 def _seconds(text: str) -> float:
@@ -380,10 +390,69 @@ ACTIONS = {
         required="until",
     ),
     "tear": Action("cuts the file and kills the process", _tear, {"keep": _share}),
-    "flip": Action("turns one bit of the file and goes on", _flip, {"bit": _whole}),
+    "flip": Action("turns one bit of the file and continues", _flip, {"bit": _whole}),
     "kill": Action("ends the process with SIGKILL", _signal(signal.SIGKILL), {}),
     "exit": Action(
         "ends the process with an exit code, nothing cleaned up", _exit, {"code": _whole}
     ),
     "stop": Action("halts the process with SIGSTOP, until SIGCONT", _signal(signal.SIGSTOP), {}),
 }
+
+
+# ---- a sick node: `no-interface:n2,name=eth0; skew:n3,seconds=5`
+#
+# HPCTRAIN_NODE_FAULTS makes a preflight see on one node what is not there, so that what it does
+# about it can be tried on machines that are well. docs/preflight.md is the user's page.
+
+NODE_ACTIONS: dict[str, tuple[str, Mapping[str, Callable[[str], object]]]] = {
+    "no-interface": ("one network interface is not there", {"name": str}),
+    "interface-down": ("one network interface is there and down", {"name": str}),
+    "no-shared": ("the shared directory is not mounted", {}),
+    "skew": ("the clock is ahead by so much", {"seconds": _number}),
+    "version": ("another version of something", {"of": str, "is": str}),
+    "slow": ("every collective takes so much longer", {"seconds": _number}),
+    "gemm": ("a matrix product comes out different", {}),
+    "gpus": ("so many GPUs are there", {"count": _whole}),
+    "silent": ("the node never says a word", {}),
+}
+"""Word to what it does and the keys that it takes, all of which must be given."""
+
+
+@dataclass(frozen=True)
+class NodeFault:
+    """One item of the list."""
+
+    action: str
+    node: str
+    keys: dict[str, object] = field(default_factory=dict)
+
+
+def parse_node_faults(text: str) -> list[NodeFault]:
+    """Read a list of faults.
+
+    Raises:
+        UsageError: a word that there is not, or a key that is missing, not known or cannot be read.
+    """
+    items = [item.strip() for item in text.split(";")]
+    return [_read_node_fault(item, f"{HPCTRAIN_NODE_FAULTS}: {item}") for item in items if item]
+
+
+def of_node(text: str, node: str) -> dict[str, NodeFault]:
+    """The faults of one node by their action.
+
+    Raises:
+        UsageError: see `parse`.
+    """
+    return {fault.action: fault for fault in parse_node_faults(text) if fault.node == node}
+
+
+def _read_node_fault(item: str, where: str) -> NodeFault:
+    head, *pairs = (part.strip() for part in item.split(","))
+    action, sign, node = head.partition(":")
+    takes = NODE_ACTIONS[_known("fault of a node", action, NODE_ACTIONS, where)][1]
+    if not sign or not node:
+        raise UsageError(f"{where}: the node is missing; write {action}:NODE")
+    values = _values(action, pairs, takes, where)
+    if missing := [name for name in takes if name not in values]:
+        raise UsageError(f"{where}: {action} needs {missing[0]}=")
+    return NodeFault(action, node, values)

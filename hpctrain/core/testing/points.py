@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 POINTS = {
     "step.begin": "a step is about to begin, with so many steps done",
     "memory.copy": "a rank's state is about to be copied into its node's memory",
-    "memory.copied": "it is copied, and the replica server is about to be told",
+    "memory.copied": "it is copied, and the replica server is about to be informed",
     "memory.digest": "the replica server is about to take the digests of a copy",
     "memory.proved": "it has taken them, and the copy is about to count",
-    "memory.publish": "all nodes have spoken of a step, and are about to be told",
-    "memory.send": "a copy is about to be sent to the node's buddy",
-    "memory.received": "the buddy has all its bytes, and is about to prove them",
-    "memory.acknowledge": "they are proved, and the sender is about to be told",
+    "memory.publish": "all nodes have reported a step, and are about to be informed",
+    "memory.send": "a copy is about to be sent to the node's replica peer",
+    "memory.received": "the replica peer has all its bytes, and is about to verify them",
+    "memory.acknowledge": "they are verified, and the sender is about to be informed",
     "memory.open": "a copy is about to be read",
     "memory.fetch": "the replica server is about to bring a copy from another node",
     "stage.made": "the staged directory is there, and empty",
@@ -35,7 +35,7 @@ POINTS = {
     "shard.write": "bytes are about to be written into a shard",
     "shard.flush": "a shard has all its bytes and is about to be flushed",
     "shard.done": "a shard is flushed and closed",
-    "report.gather": "a rank is about to tell rank 0 what it wrote",
+    "report.gather": "a rank is about to report to rank 0 what it wrote",
     "table.write": "the chunk table is about to be written",
     "manifest.write": "the manifest is about to be written",
     "manifest.flush": "the manifest has all its bytes and is about to be flushed",
@@ -80,14 +80,8 @@ def reach(
 ) -> None:
     """Say that a point is reached; whatever fault is armed for it happens now.
 
-    Args:
-        point: One of POINTS.
-        path: The file or directory that it is about.
-        fd: That file, where it is open.
-        step: The checkpoint's step.
-        bytes: How many bytes are about to be written or read.
-        rank: This rank; by default RANK of the environment.
-        attempt: The attempt's number; by default that of HPCTRAIN_ATTEMPT.
+    `path` is what it is about (`fd` where it is open), `step` the checkpoint's, `bytes` how many
+    are about to be written or read. The rank and the attempt are by default the environment's.
 
     Raises:
         OSError: a `fail` is armed here.

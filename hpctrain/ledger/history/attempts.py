@@ -14,16 +14,16 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base.records import EndReason, Next
-from hpctrain.ledger.history.causes import cause_of
 from hpctrain.ledger.history.run_records import AttemptRecord
+from hpctrain.ledger.history.run_state import cause_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from hpctrain.core.base.records import JobStart, JobState, Skipped
-    from hpctrain.ledger.history.causes import EndCause
     from hpctrain.ledger.history.run_history import RunHistory
     from hpctrain.ledger.history.run_records import Failure, Submission
+    from hpctrain.ledger.history.run_state import EndCause
     from hpctrain.ledger.run.event_types import (
         HangFound,
         HangSuspected,
@@ -34,43 +34,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttemptView:
-    """One attempt, as far as the ledger knows it.
+    """One attempt, as far as the ledger knows it; fields without a line are as in `AttemptRecord`.
 
     Attributes:
-        number: Counted from 1.
-        job_id: Whose job it ran in.
-        nodes: Host names.
-        world_size: Ranks; 0 where no agent came so far.
-        by: "start", "restart" inside the allocation, or "batch".
-        started: Seconds since the epoch.
-        ended: The same; for one that died without a word, when it was last heard of.
-        reason: Why it ended; None while it runs.
-        next: What followed.
-        detail: One line more about the end.
-        stop_cause: What asked for the stop, where something did.
-        from_checkpoint: Name of what it restored; None if it began at the beginning.
+        ended: Seconds since the epoch; for one that died without a word, when it was last heard
+            of.
+        reason: None while it runs.
         first_step: The step it restored, 0 for none; None if it never came so far.
         last_step: The last step it is known to have done.
-        last_saved_step: The newest checkpoint it committed.
         steps_lost: Steps it did that had to be done again; None while it runs or where unknown.
-        read_from: Where its state came from, "memory", "buddy" (another node's) or "disk"; ""
-            where it restored nothing.
-        skipped: Checkpoints it looked at and did not take.
-        failure: What made it fail.
         cause: What ended it, as a person would say it; None while it runs.
         allocated: When its allocation began, by the scheduler where it told; also for a restart
-            inside the allocation.
-        queued_s: How long its job waited in the queue before; None for a restart inside the
-            allocation, and where unknown.
-        ready_s: From the beginning of its allocation (of itself, for a restart inside one) to the
-            end of its first step; None where it never came so far.
+            inside it.
+        queued_s: How long its job waited before; None for a restart inside the allocation, and
+            where unknown.
+        ready_s: From the beginning of its allocation (of itself, for a restart inside one) to
+            the end of its first step; None where it never came so far.
         heard: When it was last heard of.
-        released: When the scheduler took its nodes back, as far as the ledger or accounting can
-            tell; also for a restart inside the allocation. None while they are held.
-        awaited: Which ranks were waited for last, where others had returned.
-        restart_pause_s: How long the ranks of the next one in its allocation wait after its end.
-        hang: Who holds up the others where its ranks stand still; None where they go on.
-        straggler: Who is slower than the others; None where nobody is.
+        released: When the scheduler took its nodes back, as far as known; None while they are
+            held.
     """
 
     number: int
@@ -114,13 +96,7 @@ _OF_RECORD = sorted(
 def attempts(
     history: RunHistory, starts: Sequence[JobStart] = (), *, gone: bool = False
 ) -> list[AttemptView]:
-    """Every attempt in order, with what it cost.
-
-    Args:
-        history: The run's.
-        starts: What accounting knows of the starts of its jobs; none is fine.
-        gone: See `allocations_of`.
-    """
+    """Every attempt in order, with what it cost; `starts` and `gone` are as of `allocations_of`."""
     records = sorted(history.attempts, key=lambda attempt: attempt.number)
     held = allocations_of(history, starts, gone=gone)
     where = {attempt.number: allocation for allocation in held for attempt in allocation.attempts}
@@ -148,12 +124,11 @@ def committed_steps(records: Sequence[AttemptRecord]) -> list[int | None]:
 
 
 def _losses(records: Sequence[AttemptRecord]) -> list[int | None]:
-    """The steps that each attempt did in vain.
+    """The steps that each attempt did in vain; 0 where it came to its end.
 
     The last step it did, less what the next attempt restored; less the newest checkpoint where no
-    attempt came so far, or where a person went back on purpose. Nothing where it came to its end.
-    Where a program saves for itself and has told of no checkpoint, only the next attempt shows what
-    it kept.
+    attempt came so far, or where a person went back on purpose. Where a program saves for itself
+    and has told of no checkpoint, only the next attempt shows what it kept.
     """
     committed = committed_steps(records)
     lost: list[int | None] = []
@@ -210,7 +185,6 @@ class Allocation:
     """One start of a job with the wait before it, or a wait that no start followed.
 
     Attributes:
-        job_id: Whose.
         attempts: What ran in it, in order; none where no agent came so far.
         nodes: How many it held.
         state: What accounting says of it; None where it says nothing.
@@ -246,12 +220,9 @@ def allocations_of(
 ) -> list[Allocation]:
     """All of them in order of time; none begins before the one before it has ended.
 
-    Args:
-        history: The run's.
-        starts: What accounting knows of the starts of its jobs.
-        gone: Whether the scheduler says that nothing of the run is there: an attempt without an end
-            ended when it was last heard of.
-        now: Nothing is later than this; without it, what still waits is left out.
+    `starts` are the starts of its jobs by accounting. With `gone` the scheduler says that nothing
+    of the run is there: an attempt without an end ended when it was last heard of. Nothing is later
+    than `now`; without it, what still waits is left out.
     """
     usable = [row for row in starts if row.end is None or math.isfinite(row.end)]
     allocations = _held(history, usable, gone=gone)
@@ -303,7 +274,7 @@ def _groups(attempts: Sequence[AttemptRecord]) -> list[list[AttemptRecord]]:
 
 
 def _row_of(group: Sequence[AttemptRecord], rows: Mapping[int, JobStart]) -> JobStart | None:
-    """What accounting says of this start: the row of its number, or the nearest one in time."""
+    """The accounting row of this start: the one of its number, or the nearest one in time."""
     first = group[0].started or group[0].first_t
     counted = rows.get(group[0].restarts)
     if counted is not None and _fits(counted, first):

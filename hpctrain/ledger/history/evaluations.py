@@ -17,17 +17,14 @@ if TYPE_CHECKING:
 
     from hpctrain.core.settings.schema import CheckpointSettings, EvaluateSettings, Settings
     from hpctrain.ledger.history.run_history import RunHistory
-    from hpctrain.ledger.run.event_types import Evaluated
 
 
 def due(history: RunHistory, every: int, *, last: bool) -> list[int]:
     """The steps whose checkpoint is to be evaluated, or was, ascending.
 
-    Args:
-        history: The run's.
-        every: Every n-th step that was saved, in the order of the first saves; a step that is saved
-            again after a restore is the same. 0: none.
-        last: The highest of them too, once the run is done.
+    Every `every`-th step that was saved, in the order of the first saves (a step that is saved
+    again after a restore is the same; 0: none), and with `last` the highest one too, once the run
+    is done.
     """
     saved = (s.step for s in history.saves if s.kind == "saved" and s.step is not None)
     steps = list(dict.fromkeys(saved))
@@ -37,13 +34,8 @@ def due(history: RunHistory, every: int, *, last: bool) -> list[int]:
     return sorted(wanted | history.asked_evaluations)
 
 
-def evaluated(history: RunHistory) -> Mapping[int, Evaluated]:
-    """The last word on each step's evaluation, also where it has failed."""
-    return history.evaluations
-
-
 def waiting(history: RunHistory, every: int, *, last: bool) -> list[int]:
-    """The steps that are due and of which nothing is said yet; all else as for `due`."""
+    """The steps that are due and of which nothing is said yet; arguments as of `due`."""
     return [s for s in due(history, every, last=last) if s not in history.evaluations]
 
 
@@ -67,7 +59,7 @@ def evaluations_of(history: RunHistory, settings: EvaluateSettings) -> Evaluatio
         frozenset(waiting(history, every, last=last)),
         {
             step: {OF_EVALUATION + name: value for name, value in fact.metrics.items()}
-            for step, fact in evaluated(history).items()
+            for step, fact in history.evaluations.items()
         },
     )
 
@@ -77,11 +69,8 @@ class EvaluationView:
     """One checkpoint that was evaluated, or is to be.
 
     Attributes:
-        step: The checkpoint's.
-        state: "evaluated", "failed", "waiting" for its turn, or where its own run stands, such as
-            "running".
+        state: "evaluated", "failed", "waiting", or where its own run stands, such as "running".
         run: That run's name; "" before there is one.
-        metrics: What it has found, by name.
         why: What went wrong.
         is_best: Whether none is better by `checkpoint.best_metric`.
     """
@@ -97,17 +86,11 @@ class EvaluationView:
 def views(
     history: RunHistory, settings: Settings, states: Mapping[int, str]
 ) -> list[EvaluationView]:
-    """All of a run's evaluations, the newest step first.
-
-    Args:
-        history: The run's.
-        settings: The run's.
-        states: Where the evaluations stand that have a run of their own, by step.
-    """
+    """All of a run's evaluations, the newest step first; `states` has those with a run, by step."""
     seen = evaluations_of(history, settings.evaluate)
     best = _best(seen, settings.checkpoint)
     rows = [EvaluationView(step, states.get(step, "waiting")) for step in seen.awaited]
-    for step, fact in evaluated(history).items():
+    for step, fact in history.evaluations.items():
         state = "evaluated" if fact.metrics else "failed"
         row = EvaluationView(step, state, fact.run, dict(fact.metrics), fact.why, step == best)
         rows.append(row)

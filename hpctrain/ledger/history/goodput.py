@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.core.base.records import EndReason
 from hpctrain.ledger.history.attempts import allocations_of, committed_steps
-from hpctrain.ledger.history.reported import reported
+from hpctrain.ledger.history.progress import reported
 from hpctrain.ledger.history.run_records import StoodStill, moved_by, spread, within
 
 if TYPE_CHECKING:
@@ -67,12 +67,9 @@ PIECE_S = 3600.0
 
 @dataclass(frozen=True)
 class TimeSlice:
-    """A stretch of time, [start, end), that went to one thing.
+    """A stretch of time, [start, end) in seconds since the epoch, that went to one thing.
 
     Attributes:
-        start: Seconds since the epoch.
-        end: The same, after `start`.
-        kind: What it went to.
         attempt: Whose; None in the queue, and where no agent came so far.
         nodes: Nodes that were allocated; 0 in the queue.
     """
@@ -141,14 +138,10 @@ def goodput(
     gone: bool = False,
     suspended_at: float | None = None,
 ) -> Goodput:
-    """Where the run's time went.
+    """Where the run's time went; of rows of step marks the last ones are enough.
 
-    Args:
-        history: The run's; of rows of step marks the last ones are enough.
-        starts: What accounting knows of every start of the run's jobs; none is fine.
-        now: Seconds since the epoch: how far an attempt that still runs is counted.
-        gone: See `allocations_of`.
-        suspended_at: Since when its job is suspended; None where it is not.
+    `starts` and `gone` are as of `allocations_of`. An attempt that still runs is counted up to
+    `now`, its job is suspended since `suspended_at`.
     """
     kept = kept_steps(history.attempts)
     words = reported(history, now=now)
@@ -175,8 +168,8 @@ def window(g: Goodput, since: float) -> Goodput:
 def kept_steps(attempts: Sequence[AttemptRecord]) -> dict[int, int]:
     """The last step of each attempt that counts, by what later attempts restored.
 
-    Where none came so far, what an attempt committed counts; all of it where the run is done, or
-    nobody knows what was kept.
+    Where none came so far, what an attempt committed counts. Attempts whose steps all count are not
+    in it: the run is done, or nobody knows what was kept.
     """
     kept: dict[int, int] = {}
     lowest: int | None = None
@@ -196,12 +189,8 @@ def cut(
 ) -> Iterator[TimeSlice]:
     """All the time of one start, from `allocation.begin` to `until`, without a gap.
 
-    Args:
-        allocation: The start.
-        until: Its end, or now.
-        kept: Attempt to the last of its steps that counts; attempts whose steps all count are
-            not in it.
-        silent: Attempts whose program told nothing of what it did.
+    `kept` is as of `kept_steps`. The programs of attempts in `silent` told nothing of what they
+    did.
     """
     cursor = allocation.begin
     if not allocation.attempts:

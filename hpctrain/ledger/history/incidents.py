@@ -1,8 +1,7 @@
 """What a run survived, what guards it, and which nodes were slow in several runs. Pure.
 
-Copies in memory and ranks out of step are those of the newest attempt; members are those of the
-newest job. Waits for data never count against a node.
-tests/unit/history/test_mishaps.py and test_slow_nodes.py hold the promises.
+Waits for data never count against a node. tests/unit/history/test_mishaps.py and test_slow_nodes.py
+hold the promises.
 """
 
 from __future__ import annotations
@@ -22,16 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Guarded:
-    """What guards have seen, and done.
+    """What guards have seen and done; see `RunHistory` for `not_finite`, `spikes`, `differing`.
 
     Attributes:
-        not_finite: Steps whose numbers were not finite.
-        spikes: Steps that jumped.
         left_out: Batches whose update was left out, as far as no restore went back behind them.
-        newest_left_out: The last of them.
         rewinds: How often training was to go back.
-        newest_rewind: The last time.
-        differing: Whose copies of the weights were last found to differ.
     """
 
     not_finite: int = 0
@@ -45,15 +39,13 @@ class Guarded:
 
 @dataclass(frozen=True)
 class JobMembers:
-    """The nodes of the newest job's newest round.
+    """The nodes of the newest job's newest round; `buddies`, `switches`: see `AttemptRecord`.
 
     Attributes:
         training: Host names, by node rank.
         waiting: Spares that are there.
-        lost: Nodes that the job lost and went on without, in order.
+        lost: Nodes that the job lost and continued without, in order.
         rounds: How often its ranks were started.
-        buddies: By node rank, the host that has copies of each node's state; none without copies.
-        switches: By node rank, what each hangs on; "" for not known, none where none is.
     """
 
     training: tuple[str, ...] = ()
@@ -66,14 +58,7 @@ class JobMembers:
 
 @dataclass(frozen=True)
 class Survived:
-    """All of it.
-
-    Attributes:
-        guarded: By guards.
-        members: Who trains, waits and was lost.
-        memory: How the newest attempt copies its state into memory; None where it does not.
-        out_of_step: Which of its ranks do not call equally many collectives; None for none.
-    """
+    """What a run survived; `memory` and `out_of_step` are the newest attempt's."""
 
     guarded: Guarded = Guarded()
     members: JobMembers = JobMembers()
@@ -141,11 +126,11 @@ class NodePast:
     """What runs say of one node.
 
     Attributes:
-        cluster: The scheduler's name for its cluster; "" where it has none. Two clusters may both
-            have an n1.
-        node: Its name.
+        cluster: The scheduler's name for its cluster; "" for none. Two clusters may both have
+            an n1.
         served: In how many runs it trained.
-        slow: The runs in which it was found slow, by name, in the order in which they were given.
+        slow: The runs in which it was found slow, by name, in the order in which they were
+            given.
         findings: How often: it may be as quick as the others for a while, and be found again.
         worst: By how much of a step it was later than the others at most; None for not told.
         newest_t: When it was last found slow, seconds since the epoch; None for never.
@@ -172,8 +157,7 @@ class NodePast:
 def node_pasts(runs: Iterable[tuple[str, Sequence[Event]]]) -> list[NodePast]:
     """Every node that trained, those that were found slow in most runs first.
 
-    Args:
-        runs: The name of each run and the events of its ledger, or of its lines with `MARKERS`.
+    `runs` has the name of each run and the events of its ledger, or of its lines with `MARKERS`.
     """
     pasts: dict[tuple[str, str], NodePast] = {}
     for run, events in runs:

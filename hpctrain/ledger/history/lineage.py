@@ -20,12 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LineagePiece:
-    """Steps of one attempt that are in the final weights.
+    """Steps `first` to `last` of one attempt, both inclusive, that are in the final weights.
 
     Attributes:
-        attempt: Which.
-        first: First step.
-        last: Last step, inclusive.
         sample_first: Global position of the first sample; None where the program does not tell.
         sample_last: Position after the last sample.
     """
@@ -41,12 +38,7 @@ class LineagePiece:
 class LineageHole:
     """Samples that were not trained on, since a guard has left their update or themselves out.
 
-    Attributes:
-        attempt: Whose guard.
-        step: The step at which it did so.
-        sample_first: Global position of its first sample; None where the program does not tell.
-        sample_last: Position after its last one.
-        why: "nonfinite" or "spike".
+    Positions are as in `LineagePiece`; `why` is "nonfinite" or "spike".
     """
 
     attempt: int | None

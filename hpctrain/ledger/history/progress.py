@@ -1,26 +1,29 @@
-"""The progress of a run: how far it is, how its saves go, how fast it trains. Pure.
+"""How far a run is, how its saves go, how fast it trains, what its program reports. Pure.
 
-`rank_sample` reads lines of ranks.jsonl. The GPUs' peaks are for model FLOPs utilisation: dense
-bf16, fp16 where a GPU has no bf16. Only names that `torch.cuda.get_device_name` gives and whose
-makers' data sheets say a number are known; for any other, a slice of a GPU (MIG) among them, no MFU
-is better than a wrong one. tests/unit/history/test_attempts.py, test_speed.py and
-tests/unit/cli/test_status.py hold the promises.
+The GPUs' peaks are for model FLOPs utilisation: dense bf16, fp16 where a GPU has no bf16. Only
+names that `torch.cuda.get_device_name` gives and whose makers' data sheets say a number are known;
+for any other, no MFU is better than a wrong one. A program may report nothing of its steps: what
+nobody knows is never shown as none. tests/unit/history and tests/unit/cli/test_status.py hold the
+promises.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from hpctrain.core.base.records import EndReason
+from hpctrain.core.base.text import count
 from hpctrain.ledger.history.run_records import AttemptRecord, Restore, StepMark
 from hpctrain.ledger.run.event_fields import finite, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from hpctrain.ledger.history.attempts import AttemptView
     from hpctrain.ledger.history.run_history import RunHistory
     from hpctrain.ledger.history.run_records import SaveRecord
 
@@ -34,8 +37,7 @@ class Progress:
         total: How many there will be, where that is known.
         loss: Of the last step mark.
         step_s: Seconds per step, by the last step mark.
-        seen: When a step, a save (also one that failed or was skipped) or a restore was last heard
-            of.
+        seen: When a step, a save (also one that failed) or a restore was last heard of.
         saved_step: The newest checkpoint that was committed and not gone back behind.
         saved_bytes: Its size.
     """
@@ -51,11 +53,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class SaveInterval:
-    """How often the run saves, as its newest attempt said.
+    """How often the run saves, as its newest attempt said; in seconds or in steps.
 
     Attributes:
-        seconds: Between two saves; None where steps count.
-        steps: The same in steps; None where seconds count.
         why: What decided.
         cost_s: What training loses to one save, as it was measured.
         mtbf_s: Seconds between failures, as they were expected.
@@ -81,13 +81,11 @@ class Saving:
     """How saving goes in the newest attempt that came to train.
 
     Attributes:
-        interval: How often; None where the ledger does not say.
+        interval: None where the ledger does not say.
         since: From when on the interval counts: the last save or the restore.
         committed: Saves that were committed.
         skipped: Saves that were left out while the one before was still being written.
-        last_skipped: The newest of them.
         failed: Saves that failed since the last one that was committed.
-        last_failed: The newest of them.
         mode: How the newest was written: "async" or "sync".
         seconds: How long it took until it was committed.
         stall_s: How long training waited for it.
@@ -170,19 +168,18 @@ def _missed(saves: Sequence[SaveRecord]) -> Missed | None:
 
 @dataclass(frozen=True)
 class RankSample:
-    """Where the ranks' time went in a window of steps; seconds are sums over the window.
+    """Where the ranks' time went in a window of steps; a value for each rank, None for not known.
 
     Attributes:
         t: End of the window.
-        attempt: Whose.
         step: Last step.
         steps: How many.
-        wall_s: Per rank: all of the window.
-        data_s: Per rank: waiting for data.
-        own_s: Per rank: its work before it first waits for others; None where nobody can tell.
-        peak_bytes: Per rank: memory in use at most.
-        reserved_bytes: Per rank: memory taken from the device.
-        retries: Per rank: allocations that needed the cache to be emptied first.
+        wall_s: All of the window.
+        data_s: Waiting for data.
+        own_s: A rank's work before it first waits for others.
+        peak_bytes: Memory in use at most.
+        reserved_bytes: Memory taken from the device.
+        retries: Allocations that needed the cache to be emptied first.
     """
 
     t: float
@@ -262,11 +259,7 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(device: str) -> float | None:
-    """FLOP/s of one device at best; None for one whose peak is not known.
-
-    Args:
-        device: As `torch.cuda.get_device_name` says it.
-    """
+    """FLOP/s of one device at best, by its name in torch; None for one that is not known."""
     name = device.strip()
     return next((peak for pattern, peak in _PEAKS if re.fullmatch(pattern, name)), None)
 
@@ -283,18 +276,12 @@ class Speed:
 
     Attributes:
         step_p50_s: Median of the marks' medians, each weighted by its steps.
-        step_p95_s: The same of the marks' 95th percentiles: that of a typical stretch. One stretch
-            with a hiccup does not move it.
-        steps_per_s: Over wall time, so saves and waits count.
-        samples_per_s: The same, of all ranks.
-        tokens_per_s: The same, where the program tells tokens.
-        flops_per_s: The same, where it tells model flops.
+        step_p95_s: The same of the marks' 95th percentiles: that of a typical stretch.
+        steps_per_s: Over wall time, so saves and waits count; so below, of all ranks.
         mfu: Share of what the devices could do at best, where that is known.
         data_share: Share of wall time in which rank 0 waited for data.
         slow_rank: The slowest rank by its own work.
         slow_by: By how much it is above the ranks' median, e.g. 0.04.
-        loss: Last told.
-        grad_norm: Last told.
         skipped: Steps within the window whose update was skipped.
         window_s: Seconds that the marks tell about.
     """
@@ -405,3 +392,130 @@ def _data_share(window: Sequence[StepMark], before: StepMark | None) -> float | 
 
 def _share(part: float, of: float) -> float | None:
     return min(1.0, max(0.0, part / of)) if of > 0 else None
+
+
+# ---- what a program reports
+
+NO_STEP = "the program has reported no step"
+HOW_TO_REPORT = (
+    "`run.at(step)` reports steps, `run.sealed(step, path)` or checkpoint.sealed its checkpoints "
+    "(`hpctrain help watching`)"
+)
+START_UP_S = 60.0
+"""A program that has run so long without a word of a step is worth a line on how to tell them."""
+LONGEST_START_UP_S = 600.0
+"""One that knows hpctrain counts as starting up to then: it may be reading a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What the attempts of a run have told.
+
+    Attributes:
+        tells: At least one of them told a step.
+        silent: Those whose ranks told none: all of them where none did, else those that ran longer
+            than any other needed to its first step, or returned.
+        saves: A checkpoint that hpctrain knows of was made or read.
+        unaccounted: Of the silent ones those that cannot only have been starting.
+        is_long: A silent one has run long enough to say that its program tells none.
+    """
+
+    tells: bool = False
+    silent: tuple[int, ...] = ()
+    saves: bool = False
+    unaccounted: tuple[int, ...] = ()
+    is_long: bool = False
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether ranks ran and no attempt told a step."""
+        return bool(self.silent) and not self.tells
+
+    @property
+    def not_known(self) -> str:
+        """Why its steps, and what was lost of them, are not known; "" where they are.
+
+        Also of a run in which some attempts told and others did not.
+        """
+        if not self.silent:
+            return ""
+        return _which(self.silent) if self.tells else NO_STEP
+
+    def heard_of(self, attempt: int) -> Reported:
+        """The same where this attempt's heartbeat has told a step."""
+        others = () if not self.tells else tuple(one for one in self.silent if one != attempt)
+        return replace(self, tells=True, silent=others)
+
+
+@dataclass(frozen=True)
+class StepsLost:
+    """The steps that all attempts did in vain.
+
+    Attributes:
+        steps: As far as they were told; None where no attempt told any.
+        why: What is not in it, or why there is none; "" where all is known.
+    """
+
+    steps: int | None
+    why: str = ""
+
+
+def reported(history: RunHistory, *, now: float | None = None) -> Reported:
+    """What the attempts of a run have told; the newest one without an end has run until `now`."""
+    ran = [attempt for attempt in history.attempts if attempt.reports_steps or _had_ranks(attempt)]
+    startups = [startup_s(attempt) for attempt in ran if attempt.reports_steps]
+    tells = bool(startups)
+    longest = max((seconds for seconds in startups if seconds is not None), default=0.0)
+    silent, unaccounted = [], []
+    is_long = False
+    for attempt in ran:
+        if attempt.reports_steps:
+            continue
+        seconds = _lasted_s(attempt, now if attempt is history.newest else None)
+        returned = attempt.reason is EndReason.COMPLETED
+        if not tells or returned or seconds > longest:
+            silent.append(attempt.number)
+            is_long = is_long or returned or seconds >= START_UP_S
+            knows_us = tells or attempt.initialised
+            if returned or not knows_us or seconds > LONGEST_START_UP_S:
+                unaccounted.append(attempt.number)
+    saves = any(attempt.saves or attempt.from_checkpoint for attempt in history.attempts)
+    known_saves = saves or history.newest_saved is not None
+    return Reported(tells, tuple(silent), known_saves, tuple(unaccounted), is_long)
+
+
+def startup_s(attempt: AttemptRecord) -> float | None:
+    """From the start of an attempt's ranks to its first step; None where it told of none."""
+    if attempt.first_step is None:
+        return None
+    return max(0.0, attempt.first_step - attempt.began)
+
+
+def steps_lost(attempts: Sequence[AttemptView], words: Reported) -> StepsLost:
+    """The steps that all attempts did in vain, and what is not known of them."""
+    if words.is_silent:
+        return StepsLost(None, NO_STEP)
+    return StepsLost(sum(attempt.steps_lost or 0 for attempt in attempts), words.not_known)
+
+
+def listens(history: RunHistory) -> bool:
+    """Whether the newest attempt's program is known to use hpctrain, and so sees requests."""
+    newest = history.newest
+    return newest is not None and (newest.initialised or newest.restored is not None)
+
+
+def _which(silent: Sequence[int]) -> str:
+    if len(silent) == 1:
+        return f"attempt {silent[0]} reported no step"
+    return f"{count(len(silent), 'attempt')} reported no step"
+
+
+def _had_ranks(attempt: AttemptRecord) -> bool:
+    return attempt.started is not None and attempt.by != "batch"
+
+
+def _lasted_s(attempt: AttemptRecord, now: float | None) -> float:
+    end = attempt.ended
+    if end is None:
+        end = attempt.last_heard if now is None else now
+    return max(0.0, end - attempt.began)

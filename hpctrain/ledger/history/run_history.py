@@ -42,35 +42,33 @@ class RunHistory:
     """What became of a run, by its ledger. Two of the same events are equal.
 
     What an old attempt says after a newer one has begun counts for nothing, but for its end: it may
-    go on writing for a while (seen for 35 s after a node failure).
+    continue to write for a while (seen for 35 s after a node failure).
 
     Attributes:
         state: Where the run stands by the ledger alone.
-        submissions: In order.
         attempts: In the order in which they were first heard of.
         training: Restores and step marks of all attempts, in order.
         holes: Batches of which no update was made, as far as no restore went back behind them.
         rewinds: Times that a guard went back, in order.
-        rewound_to: No checkpoint with more updates is to be gone on from; None where none of a
+        rewound_to: No checkpoint with more updates is to be resumed from; None where none of a
             guard's wishes waits for a restore.
         not_finite: Steps whose numbers were not finite, of all attempts.
-        suspicions: Nodes that a guard named as the one that was wrong, each with what it did, since
-            the run was last told to do without it.
+        suspicions: Nodes that a guard named as the one that was wrong, each with what it did,
+            since the run was last told to do without it.
         spikes: How many steps jumped, in all attempts.
         differing: Whose copies of the weights were last found to differ; None for nobody's.
         saves: Saves of all attempts that were due, in order.
         interval: How often the newest attempt saves; None where it has not said so.
-        restores: How many times an attempt has restored.
-        restored_t: When one last did.
+        restores: How many times an attempt has restored, last at `restored_t`.
         seen: When a step, a save or a restore was last heard of.
         asked_step: The step of `resume --from STEP`, until an attempt has restored it.
         asked_seal: The same, until an attempt has chosen among sealed checkpoints.
         newest_saved: The newest step that was saved or imported since the run last began at the
             beginning.
-        kept_save: The newest committed save that was not gone back behind: its step, when, and its
-            bytes, where that is still known; None before the first.
-        sealed_path: Where the newest sealed checkpoint lies that was not gone back behind; "" for
-            none.
+        kept_save: The newest committed save that was not gone back behind: its step, when, and
+            its bytes, where that is still known; None before the first.
+        sealed_path: Where the newest sealed checkpoint lies that was not gone back behind; ""
+            for none.
         total_steps: How many there will be, where that is known.
         shapes: The shapes that were chosen for its jobs, and when.
         resumes: How many submissions were answered.
@@ -78,7 +76,8 @@ class RunHistory:
         to_end: Jobs that somebody has asked to end.
         verified: Checkpoints of which a person has had every byte read, and when.
         set_aside: Checkpoints that were damaged, in order.
-        excluded: Nodes that a run was told to do without, each with the attempt that found them.
+        excluded: Nodes that a run was told to do without, each with the attempt that found
+            them.
         jobs: Every job of the run, and the clusters that are said to have it.
         clusters: Those that are said to have its newest job.
         job_times: When jobs were submitted, begun and requeued.
@@ -175,8 +174,9 @@ class RunHistory:
                 if kind not in _OF_THE_END:
                     attempt.resume = self.resumes
                     attempt.last_t = t
-                change = _OF_ATTEMPT.get(kind)
-                if change is not None:
+                if kind in _NEWEST_OF_ATTEMPT:
+                    setattr(attempt, _NEWEST_OF_ATTEMPT[kind], fact)
+                elif (change := _OF_ATTEMPT.get(kind)) is not None:
                     change(attempt, t, fact)
             change_run = _OF_RUN.get(kind)
             if change_run is not None:
@@ -217,10 +217,6 @@ def _phase(attempt: AttemptRecord, t: float, fact: facts.PhaseReached) -> None:
     if fact.name == "first_step" and attempt.first_step is None:
         attempt.first_step = t
         attempt.base = (fact.data_s or 0.0, fact.save_s or 0.0)
-
-
-def _mesh(attempt: AttemptRecord, _: float, fact: facts.MeshBuilt) -> None:
-    attempt.mesh = fact
 
 
 def _restored(attempt: AttemptRecord, t: float, fact: facts.CheckpointRestored) -> None:
@@ -300,14 +296,6 @@ def _cleared(attempt: AttemptRecord, t: float, _: facts.HangCleared) -> None:
     attempt.hang = None
 
 
-def _suspended(attempt: AttemptRecord, t: float, fact: facts.JobSuspended) -> None:
-    run_records.suspended(attempt, t, fact)
-
-
-def _straggles(attempt: AttemptRecord, _: float, fact: facts.StragglerFound) -> None:
-    attempt.straggler = fact
-
-
 def _keeps_up(attempt: AttemptRecord, _: float, fact: facts.StragglerGone) -> None:
     slow = attempt.straggler
     if slow is not None and set(slow.ranks) <= set(fact.ranks):
@@ -344,14 +332,6 @@ def _lost_node(attempt: AttemptRecord, _: float, fact: facts.NodeLost) -> None:
     attempt.lost_nodes.append(fact)
 
 
-def _out_of_step(attempt: AttemptRecord, _: float, fact: facts.RanksOutOfStep) -> None:
-    attempt.out_of_step = fact
-
-
-def _memory(attempt: AttemptRecord, _: float, fact: facts.MemoryCopiesSet) -> None:
-    attempt.memory = fact
-
-
 def _requeued(attempt: AttemptRecord, *_: object) -> None:
     attempt.stuck = None
 
@@ -366,10 +346,16 @@ def _stopped_for_good(attempt: AttemptRecord, _: float, fact: facts.RunStopped) 
 
 _OF_THE_END = frozenset({facts.AttemptEnded, facts.AttemptFenced})
 """What counts of an old attempt beside a newer one."""
+_NEWEST_OF_ATTEMPT: dict[type[LedgerFact], str] = {
+    facts.MeshBuilt: "mesh",
+    facts.StragglerFound: "straggler",
+    facts.RanksOutOfStep: "out_of_step",
+    facts.MemoryCopiesSet: "memory",
+}
+"""Kinds of which an attempt keeps the newest, and where."""
 _OF_ATTEMPT: dict[type[LedgerFact], Callable[[AttemptRecord, float, Any], None]] = {
     facts.AttemptStarted: _started,
     facts.PhaseReached: _phase,
-    facts.MeshBuilt: _mesh,
     facts.CheckpointRestored: _restored,
     facts.ResumeChosen: _resumed,
     facts.StepsDone: _steps,
@@ -383,12 +369,9 @@ _OF_ATTEMPT: dict[type[LedgerFact], Callable[[AttemptRecord, float, Any], None]]
     facts.HangSuspected: _hung,
     facts.HangFound: _hung,
     facts.HangCleared: _cleared,
-    facts.JobSuspended: _suspended,
-    facts.StragglerFound: _straggles,
+    facts.JobSuspended: run_records.suspended,
     facts.StragglerGone: _keeps_up,
     facts.NodeLost: _lost_node,
-    facts.RanksOutOfStep: _out_of_step,
-    facts.MemoryCopiesSet: _memory,
     facts.RestartPaused: _paused,
     facts.AttemptEnded: _ended,
     facts.AttemptFenced: _fenced,

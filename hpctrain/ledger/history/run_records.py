@@ -73,7 +73,6 @@ class Submission:
 
     Attributes:
         asked: When.
-        token: The submission's.
         job_id: "" where the answer is not on record.
         accepted: When the answer came; None where it is not on record.
         refused: Whether it was not accepted.
@@ -109,15 +108,14 @@ class SaveRecord:
 
     Attributes:
         t: When it was told.
-        attempt: Whose.
         kind: "saved", "sealed", "save_failed" or "save_skipped".
         step: Of the state; None where nobody knows.
         restores: How many times the run had restored a checkpoint before.
         leaving: Whether the attempt had been asked to stop.
         seconds: From its beginning until it was committed.
-        stall_s: How long training waited for it; None where the version that wrote it did not tell.
+        stall_s: How long training waited for it; None where the version that wrote it did not
+            tell.
         waited_s: How long it waited for the save before.
-        size_bytes: Its size.
         mode: "async" or "sync".
         why: Why it was not committed.
         own_s: Before the seconds of a seal: the program's own save.
@@ -154,8 +152,8 @@ class AttemptRecord:
 
     Attributes:
         number: Counted from 1.
-        first_t: When it was first heard of.
-        last_t: The same for the last time, by any writer but its successor.
+        first_t: When it was first heard of; `last_t` is the last time, by any writer but its
+            successor.
         submission: How many submissions there had been when it began.
         resume: How many were answered when it last told anything but its end; -1 where it never
             did.
@@ -170,25 +168,24 @@ class AttemptRecord:
         begun: When its job began, by SLURM or by the first process that could tell.
         device: What its ranks train on.
         initialised: Whether its program has called `hpctrain.init`.
-        mesh: How its ranks stand, as they said.
-        restored: When they had it.
-        restore_s: How long that took, where it was told.
+        restored: When they had their state; `restore_s` is how long that took, where it was
+            told.
         restored_step: Its step, 0 for none.
-        own_loop: Whether its program counts, saves and restores by itself, and has told the step.
+        own_loop: Whether its program counts, saves and restores by itself, and has told the
+            step.
         from_world_size: How many ranks had written it.
-        from_checkpoint: Its name, of a sealed one its path; None where it began at the beginning.
+        from_checkpoint: Its name, of a sealed one its path; None where it began at the
+            beginning.
         skipped: Checkpoints it looked at and did not take.
         resumed: Which sealed checkpoint its program was given; None where nothing was sealed.
         first_step: When the first step was done.
         base: Seconds of data and saves that count for the time before the first step was done.
-        marks: Step marks, in order.
-        marks_before: How many of them were there when it last restored.
+        marks: Step marks, in order; `marks_before` were there when it last restored.
         saves: Committed saves, in order.
         stop_cause: What asked for the stop, where something did.
         stopping: When its ranks agreed to stop.
         left: When they had saved and left, or were done.
         failed: When a failure was written down.
-        failure: What made it fail.
         ended: When it ended; for one that died without a word, when it was last heard of.
         witnessed: When its end was written down by those who saw it.
         ended_at: The scheduler's word on the end of its allocation.
@@ -198,20 +195,21 @@ class AttemptRecord:
         highest_step: The highest one that it is known to have done.
         last_saved_step: The newest checkpoint that it committed.
         end_step: The step that was told with its end.
-        reason: Why it ended; None while it runs. The last word counts: the batch side may know more
-            than the agent did.
+        reason: Why it ended; None while it runs. The last word counts: the batch side may know
+            more than the agent did.
         next: What followed.
         detail: One line more about the end.
         ended_by: Who told of the end: "agent", "batch" or "successor".
         stopped_for_good: Why nothing follows, where a budget or a user's error decided so.
         stuck: Why its job could not be requeued; None where it was, or nobody tried.
-        went_back: Whether a person resumed from an older step on purpose: what follows costs, but
-            nothing was lost.
+        went_back: Whether a person resumed from an older step on purpose: what follows costs,
+            but nothing was lost.
         awaited: Which ranks were waited for last, where others had returned.
         hang: What was said last of ranks that stand still; None where they went on since.
         straggler: Who is slower than the others, as was said last; None where nobody is.
         spares: Host names of the nodes that waited when it began.
-        buddies: By node rank, the host that has copies of each node's state; none without copies.
+        buddies: By node rank, the host that has copies of each node's state; none without
+            copies.
         switches: By node rank, what each hangs on; "" for not known, none where none is.
         lost_nodes: Those that were lost in it, spares too.
         out_of_step: Which ranks do not call equally many collectives; None for none.
@@ -220,7 +218,8 @@ class AttemptRecord:
             where nothing was restored.
         still: Stretches in which nothing moved, in the order in which they were told.
         suspended: Those in which the scheduler had suspended its job.
-        restart_pause_s: How long the ranks of the next one in its allocation wait after its end.
+        restart_pause_s: How long the ranks of the next one in its allocation wait after its
+            end.
     """
 
     number: int

@@ -1,23 +1,18 @@
-"""What a job's end means and what follows: why it is stopped, whether the run starts once more.
+"""Decide what a job's end means and what follows: why it is stopped, whether the run starts again.
 
-`decide_end` says what follows an end, from what whoever saw it knows: node 0's agent, the next
-attempt's, the batch side. `decide` is the table of ends in it. A job that exits 0 inside its grace
-time is COMPLETED and never comes back, or comes back by itself (SLURM since 24.05); a cancelled job
-that asks for a requeue rises from the dead. Only the scheduler knows which it is, so its facts come
-in as an argument.
+`decide_end` is given what the observer of an end knows: node 0's agent, the next attempt's, or the
+batch side. `decide` is the table of ends in it. A job that exits 0 inside its grace time is
+COMPLETED and never comes back, or comes back by itself (SLURM since 24.05). Only the scheduler
+knows which it is, so its facts come in as an argument.
 
-`allow` is the budget: one for each cause, since a single counter would let preemptions use up the
-budget meant for crashes, and a stop where nothing moves. SLURM gives no guard against crash loops:
-a job that requeues itself was started 11 times in a row and nothing held it.
+`allow` is the budget, one for each cause: a single counter would let preemptions use up the budget
+for crashes. SLURM has no guard against crash loops: a job that requeues itself was started 11 times
+in a row.
 
-`is_users` tells whether what a program raised is its user's error or may go well at the next start.
-An error of the user's comes at every start, and the nodes are not to be held for it. A program that
-was seen to run has shown that it can; what it raises after hours (a disk's or a GPU's error, a lost
-worker) is a crash. A script that knows nothing of hpctrain reports no steps: then time decides.
-docs/staying-alive.md has the rule.
+`is_users` tells an error that comes at every start from a crash; docs/staying-alive.md has the
+rule. A script that knows nothing of hpctrain reports no steps: then time decides.
 
-Pure. The promises are held by tests/unit/plan/test_decide.py, test_budget.py and
-test_user_error.py.
+Pure. tests/unit/plan/test_decide.py, test_budget.py and test_user_error.py hold the promises.
 """
 
 from __future__ import annotations
@@ -29,8 +24,8 @@ from typing import TYPE_CHECKING, Literal
 
 from hpctrain.core.base.records import NODE_DOWN, EndReason, JobState, Next, StopCause
 from hpctrain.core.settings.schema import BudgetSettings
-from hpctrain.ledger.history.causes import WITHOUT_A_STEP, cause_of
-from hpctrain.ledger.history.reported import startup_s
+from hpctrain.ledger.history.progress import startup_s
+from hpctrain.ledger.history.run_state import WITHOUT_A_STEP, cause_of
 
 if TYPE_CHECKING:
     from hpctrain.core.base.records import JobFacts
@@ -134,10 +129,7 @@ def decide_end(
 ) -> EndDecision:
     """Why an attempt ended and what follows: the table, what a user wishes, and the budgets.
 
-    Args:
-        facts: What is known of its end.
-        history: The run's; an end of the same attempt that stands in it does not count.
-        budget: The run's limits.
+    An end of the same attempt that stands in the history does not count.
     """
     reason, following = decide(facts.scheduler, facts.restarts, facts.cause, facts.outcome)
     if facts.nodes_failed and reason is EndReason.CRASHED:
@@ -163,12 +155,9 @@ def decide(  # noqa: PLR0911 - a decision table: each return is one of its rows
 ) -> tuple[EndReason, Next]:
     """Why the attempt ended and what follows.
 
-    Args:
-        facts: What the scheduler says of our job now; None when it could not be asked.
-        own_restarts: The restart count with which this attempt was started.
-        cause: What asked for the stop; None where nothing did (a crash, or a program that
-        returned).
-        outcome: How the ranks ended.
+    `facts` is None when the scheduler could not be asked. `own_restarts` is the restart count with
+    which this attempt was started. `cause` is None where nothing asked for a stop (a crash, or a
+    program that returned).
     """
     if outcome == "done":
         return EndReason.COMPLETED, Next.STOP
@@ -252,11 +241,7 @@ def allow(
 ) -> BudgetDecision:
     """Whether one more attempt is within the budgets.
 
-    Args:
-        history: The run's.
-        reason: Why an attempt ended.
-        budget: The run's limits.
-        attempt: Which; an end of it that is on record already does not count.
+    An end of `attempt` that is on record already does not count.
     """
     budget = budget or BudgetSettings()
     name = _LIMITS.get(reason)
@@ -322,12 +307,8 @@ def is_users(
     submitted or resumed the run; but the same error at two starts in a row is, where neither did a
     step, or both raised it at the same one.
 
-    Args:
-        history: The run's.
-        attempt: The one that raised.
-        error: What it raised, in a line.
-        now: When, seconds since the epoch.
-        step: The last one that its ranks were seen at; None where they told of none.
+    `error` is what it raised, in a line; `step` is the last one that its ranks were seen at, None
+    where they reported none.
     """
     own = history.attempt(attempt)
     earlier = [one for one in since_resume(history) if one.number < attempt]
@@ -355,10 +336,7 @@ def restart_pause_s(history: RunHistory, attempt: int, longest_s: float) -> floa
 
     None the first time: what passes by itself has passed, and what does not comes again at once.
 
-    Args:
-        history: The run's, with this attempt's end.
-        attempt: The one that crashed.
-        longest_s: The setting.
+    The history has this attempt's end.
     """
     own = history.attempt(attempt)
     if own is None or longest_s <= 0:

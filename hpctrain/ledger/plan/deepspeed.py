@@ -16,10 +16,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.core.settings.deepspeed_keys import REMOVED_KEYS, SECTIONS, TOP_KEYS, ZERO
+from hpctrain.core.base.mesh import plan_micro_batches, shares
+from hpctrain.core.settings.external import REMOVED_KEYS, SECTIONS, TOP_KEYS, ZERO
 from hpctrain.core.settings.layers import did_you_mean
 from hpctrain.errors import UsageError
-from hpctrain.train.data.batches import plan_micro_batches, shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -117,10 +117,9 @@ def engine_config(engine: EngineSettings, *, precision: str, data_ranks: int) ->
 
     Batch sizes in it are formal: hpctrain weights the losses and says when gradients travel.
 
-    Args:
-        engine: The run's settings, of a zero kind; `ds_config` is the text of a file, or empty.
-        precision: "fp32", "bf16" or "fp16", which "auto" has become on this device.
-        data_ranks: Ranks that read different samples.
+    `engine` is of a zero kind, with the text of a file as `ds_config`, or nothing. `precision` is
+    "fp32", "bf16" or "fp16", which "auto" has become on this device. `data_ranks` read different
+    samples.
 
     Raises:
         UsageError: `engine.ds_config` is not the text of a JSON object.
@@ -140,9 +139,7 @@ def engine_config(engine: EngineSettings, *, precision: str, data_ranks: int) ->
 def read_user_config(text: str, where: str) -> dict[str, Any]:
     """A user's ds_config.json.
 
-    Args:
-        text: Of the file.
-        where: How messages name it.
+    Messages call the file `where`.
 
     Raises:
         UsageError: it is not one JSON object, or has a key twice in one place.
@@ -180,9 +177,8 @@ def is_text(value: str) -> bool:
 def resolve_ds_config(value: str, read: Callable[[str], str]) -> str:
     """What a run's spec holds as `engine.ds_config`: JSON text, whole without the file.
 
-    Args:
-        value: As set: a path, the text itself (it begins with "{"), or nothing.
-        read: The text at a path.
+    `value` is a path, the text itself (it begins with "{"), or nothing. `read` gives the text at a
+    path.
 
     Raises:
         UsageError: it is not one JSON object.
@@ -291,13 +287,9 @@ def check_user_config(
 ) -> list[str]:
     """Refuse what DeepSpeed would not read or would read otherwise than the run's settings.
 
-    Args:
-        user: The file, parsed.
-        engine: The run's settings, with a zero kind.
-        train: The recipe's settings; None where a program of the user's runs.
-        data_ranks: The numbers of data-parallel ranks that the run may have, all of them or the
-            least and the most.
-        where: How messages name the file.
+    `engine` is of a zero kind; `train` is None where a program of the user's runs. `data_ranks` are
+    the numbers that the run may have, all of them or the least and the most. Messages call the file
+    `where`.
 
     Returns:
         What has no effect, for the user to read.
@@ -334,9 +326,7 @@ def _known(user: Mapping[str, Any], where: str) -> None:
 def refuse_unsupported(user: Mapping[str, Any], where: str) -> None:
     """Refuse what hpctrain's engine cannot train or save right with, whatever the run's settings.
 
-    Args:
-        user: The file, parsed.
-        where: How messages name the file.
+    Messages call the file `where`.
 
     Raises:
         UsageError: with the first such key.

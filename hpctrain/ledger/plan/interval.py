@@ -141,9 +141,7 @@ def longest_save_s(history: RunHistory, world_size: int) -> float | None:
     Also of those on the way out, since it is for one of them that the answer is needed. Of a
     program's own with its seal, where it has told when it began.
 
-    Args:
-        history: The run's.
-        world_size: Ranks that are to save now. Fewer than then share in more each.
+    `world_size` ranks are to save now. Fewer than then share in more each.
     """
     sizes = {attempt.number: attempt.world_size for attempt in history.attempts}
     durations = [
@@ -166,9 +164,7 @@ def mtbf_s(record: Failures, nodes: int) -> float:
     Models", 2024) and in 154 days (Kokolis et al., HPCA 2025). A shared cluster also kills without
     warning. A guess that is too short is cheap: 30 for 264 days costs 1.7 times the least loss.
 
-    Args:
-        record: Of the run so far; an earlier number of nodes is not made up for.
-        nodes: How many the run has now.
+    An earlier number of nodes in the record is not made up for.
     """
     return (PRIOR_NODE_S / max(1, nodes) + record.observed_s) / (1 + record.count)
 
@@ -179,9 +175,7 @@ def daly_s(cost_s: float, mtbf_s: float) -> float:
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
     Future Generation Computer Systems 22 (2006). Young's sqrt(2CM) is its first term.
 
-    Args:
-        cost_s: What training loses to one save.
-        mtbf_s: Seconds between failures.
+    `cost_s` is what training loses to one save.
     """
     if cost_s >= 2 * mtbf_s:
         return mtbf_s

@@ -3,26 +3,32 @@
 `plan_mesh` and `Planner` choose it for a number of ranks. `meshes` asks before a submit whether
 every number of nodes that a run may start on has one. `ModelShape` has the numbers that the axes
 have to divide, and `passes_of` says what a mesh asks of the way a step is cut, before there is an
-engine to say so.
+engine to say so. `shape_of_config` reads a Hugging Face config.json by the table `FAMILIES`.
+`balance` cuts layers into pipeline stages of about equal parameters. `refusal` says which torch and
+DeepSpeed an engine needs, from runs on older ones (docs/development/torch-versions.md).
 
-Pure, without torch. tests/unit/plan/test_mesh.py holds the promises, and compares `shape_of` with
-the recipe's model.
+Pure, without torch. tests/unit/plan/test_mesh.py, which compares `shape_of` with the recipe's
+model, test_decoders.py, test_balance.py, test_versions.py and tests/engines/test_pretrained.py hold
+the promises.
 """
 
 from __future__ import annotations
 
+import math
+import operator
+import re
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import gcd, prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hpctrain.core.base.mesh import Mesh
+from hpctrain.core.base.mesh import ANY_PASSES, Mesh, MicrobatchRules, plan_micro_batches
 from hpctrain.core.base.text import count, in_nodes, one_of
 from hpctrain.core.settings.check import bounds, node_range
 from hpctrain.errors import UsageError
-from hpctrain.train.data.batches import ANY_PASSES, MicrobatchRules, plan_micro_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from hpctrain.core.settings.schema import EngineSettings, Settings, TrainSettings
 
@@ -90,11 +96,7 @@ def shape_of(train: TrainSettings) -> ModelShape:
 def misfit(axis: str, ranks: int, engine: EngineSettings, shape: ModelShape) -> str:
     """Why a model cannot be cut over so many ranks of an axis; empty where it can.
 
-    Args:
-        axis: "tp", "pp", "ep" or "cp"; others always fit.
-        ranks: Along it.
-        engine: For how the axis is used.
-        shape: The model's.
+    Axes other than "tp", "pp", "ep" and "cp" always fit.
     """
     if ranks == 1:
         return ""
@@ -183,12 +185,8 @@ def plan_mesh(
     the user allowed at least, since each of these costs more than plain sharding, which takes the
     ranks that are left. The ranks of a tp group lie in one node.
 
-    Args:
-        engine: Kind and bounds.
-        world_size: All ranks.
-        ranks_per_node: How many of them are on each node.
-        shape: Of the model, where it is known: then its numbers are divided without a rest.
-        origins: Where settings came from, for messages.
+    If the model's `shape` is known, its numbers are divided without a rest. `origins` are for
+    messages.
 
     Raises:
         UsageError: the bounds leave no mesh; with the nearest numbers of nodes that have one.
@@ -312,9 +310,7 @@ class Planner:
     def why_not(self, world_size: int, asked: str) -> str:
         """Why there is no mesh of so many ranks.
 
-        Args:
-            world_size: All ranks.
-            asked: The same as a user knows them, e.g. "3 nodes x 4 ranks".
+        `asked` is the same number as a user knows it, e.g. "3 nodes x 4 ranks".
         """
         names = self.names()
         multiple = prod(limit.start for limit in self.limits.values())
@@ -382,11 +378,7 @@ def meshes(
 
     Where hpctrain chooses the nodes, those at every number that has one.
 
-    Args:
-        settings: Checked by themselves.
-        origins: Where each came from.
-        is_recipe: The model is the shipped recipe's, so that its shape is known.
-        shape: Of another model, where it is known.
+    `shape` is of another model than the recipe's, where it is known.
 
     Raises:
         UsageError: some number of nodes in the range has no mesh, or the model cannot be cut so.
@@ -469,14 +461,201 @@ def cuts_batch(settings: Settings, mesh: Mesh) -> bool:
 
 
 def passes_of(engine: EngineSettings, mesh: Mesh) -> MicrobatchRules:
-    """The same as `Engine.passes` will be.
-
-    Args:
-        engine: Kind and schedule.
-        mesh: The ranks.
-    """
+    """The same as `Engine.passes` will be."""
     if mesh.pp > 1:
         if engine.pp_schedule in LOOPED:
             return MicrobatchRules(equal=True, at_least=mesh.pp, multiple_of=mesh.pp)
         return MicrobatchRules(equal=True, at_least=mesh.pp if engine.pp_schedule == "1f1b" else 1)
     return MicrobatchRules(leaves=True, equal=True) if engine.exact else ANY_PASSES
+
+
+DECODERS = frozenset({"llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma"})
+FAMILIES: Mapping[str, frozenset[str]] = {
+    "tp": DECODERS | {"gemma2", "gemma3_text"},
+    "pp": DECODERS,
+    "ep": frozenset(),
+    "cp": DECODERS | {"gemma3_text"},
+}
+"""Axis to the model types that can be cut along it."""
+TIES = frozenset({"tp", "pp"})
+"""Axes along which a model can be cut whose embedding is its head."""
+SHOWN = 40
+MANY = 1 << 40
+"""Larger sizes are no model's."""
+
+
+def shape_of_config(config: Mapping[str, Any], where: str) -> ModelShape:
+    """A model's sizes and what it cannot be cut along.
+
+    `config` is of config.json, or a config object's `to_dict`. A refusal calls it `where`.
+
+    Raises:
+        UsageError: a size of a known family is no whole number.
+    """
+    kind = config.get("model_type")
+    kind = kind if isinstance(kind, str) else ""
+    refused = {
+        axis: f"cannot cut a model of type {str(kind)[:SHOWN]!r} ({where}): {_takes(families)}"
+        for axis, families in FAMILIES.items()
+        if kind not in families
+    }
+    if config.get("tie_word_embeddings") is True:
+        for axis in {"tp", "pp"} - TIES - refused.keys():
+            refused[axis] = f"cannot cut a model whose embedding is its head ({where})"
+    if not any(kind in families for families in FAMILIES.values()):
+        return ModelShape(0, 0, 0, 0, 0, source=where, refused=refused)
+    heads = _number(config, "num_attention_heads", where)
+    return ModelShape(
+        layers=_number(config, "num_hidden_layers", where),
+        dim=_number(config, "hidden_size", where),
+        heads=heads,
+        hidden=_number(config, "intermediate_size", where),
+        seq_len=0,
+        kv_heads=_number(config, "num_key_value_heads", where, default=heads),
+        vocab=_number(config, "vocab_size", where),
+        source=where,
+        refused=refused,
+    )
+
+
+def _takes(families: frozenset[str]) -> str:
+    takes = ", ".join(sorted(families)) or "none of Hugging Face's"
+    return (
+        f"it takes {takes}; for a ModelPlan of your own leave engine.pretrained out and call "
+        "run.parallelize(..., pretrained=FOLDER)"
+    )
+
+
+def _number(config: Mapping[str, Any], key: str, where: str, *, default: int = 0) -> int:
+    value = config.get(key)
+    if value is None and default:
+        return default
+    if type(value) is not int or not 0 < value < MANY:
+        raise UsageError(f"{where} has {key} = {str(value)[:SHOWN]!r}, which is no size")
+    return value
+
+
+def balance(sizes: Sequence[int], blocks: Sequence[bool], count: int) -> list[range]:
+    """Cut a chain into runs, so that the largest is as small as can be and the rest are alike.
+
+    `blocks` says which links are blocks: there are `count` or more, and each run gets one at least.
+
+    Returns:
+        The links of each run, by their places.
+    """
+    totals = [0, *accumulate(sizes)]
+    seen = [0, *accumulate(map(int, blocks))]
+
+    def size(start: int, end: int) -> float:
+        return totals[end] - totals[start] if seen[end] > seen[start] else math.inf
+
+    def square(start: int, end: int) -> float:
+        return size(start, end) ** 2 if size(start, end) <= largest else math.inf
+
+    largest, _ = _cheapest(len(sizes), count, size, max)
+    _, runs = _cheapest(len(sizes), count, square, operator.add)
+    return runs
+
+
+def _cheapest(
+    length: int,
+    count: int,
+    cost: Callable[[int, int], float],
+    add: Callable[[float, float], float],
+) -> tuple[float, list[range]]:
+    """The best way to cut [0, length) into runs, given what a run costs, and how costs add up."""
+    best: dict[int, tuple[float, list[range]]] = {0: (0.0, [])}
+    for _ in range(count):
+        longer = {}
+        for end in range(1, length + 1):
+            starts = [start for start in best if start < end]
+            if starts:
+                costs = [add(best[start][0], cost(start, end)) for start in starts]
+                start = starts[costs.index(min(costs))]
+                longer[end] = (min(costs), [*best[start][1], range(start, end)])
+        best = longer
+    return best[length]
+
+
+_NUMBERS = re.compile(r"v?(\d+(?:\.\d+)*)")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Releases of a package that were run.
+
+    Attributes:
+        oldest: Older ones are refused.
+        newest: Newer ones are let through with a word.
+    """
+
+    oldest: str
+    newest: str
+
+
+TORCH = Bounds("2.8", "2.14")
+DEEPSPEED = Bounds("0.19.8", "0.19.8")
+EXPERTS = "2.12"
+"""The first torch whose FSDP2 shards experts over another mesh than the rest (`engine.ep`)."""
+PIPELINES = "2.9"
+"""The first torch whose pipeline schedules can evaluate (`engine.pp`)."""
+
+
+def refusal(versions: Mapping[str, str], engine: EngineSettings) -> str | None:
+    """Why an engine cannot train with these releases, in one line; None where it can.
+
+    `versions` has "torch" and "deepspeed"; what is not known is missing or "".
+    """
+    torch, deepspeed = versions.get("torch", ""), versions.get("deepspeed", "")
+    if _older(torch, TORCH.oldest):
+        return (
+            f"torch {torch} is too old: the engines need {TORCH.oldest} or newer; install one, or "
+            "load a newer module in slurm.setup"
+        )
+    for axis, oldest in (("ep", EXPERTS), ("pp", PIPELINES)):
+        size = getattr(engine, axis)
+        if _may_be_more_than_1(size) and _older(torch, oldest):
+            return (
+                f"engine.{axis} {size} needs torch {oldest} or newer, and this is torch {torch}; "
+                f"set engine.{axis} to 1, or install a newer torch"
+            )
+    if engine.kind.startswith("zero") and _older(deepspeed, DEEPSPEED.oldest):
+        return (
+            f"engine.kind {engine.kind} needs DeepSpeed {DEEPSPEED.oldest} or newer, and this is "
+            f"{deepspeed}; run pip install 'hpctrain[deepspeed]', or choose --engine fsdp2"
+        )
+    return None
+
+
+def untried(versions: Mapping[str, str], engine: EngineSettings) -> list[str]:
+    """Releases newer than any that was run: what a user should know."""
+    bounds = {"torch": TORCH}
+    if engine.kind.startswith("zero"):
+        bounds["deepspeed"] = DEEPSPEED
+    return [
+        f"{package} {versions[package]} is newer than {bound.newest}, the newest that hpctrain was "
+        "run with; tests/engines in a checkout of hpctrain hold it against one process"
+        for package, bound in bounds.items()
+        if _newer(versions.get(package, ""), bound.newest)
+    ]
+
+
+def _may_be_more_than_1(axis: str) -> bool:
+    return axis.strip().rpartition("-")[2] != "1"
+
+
+def _older(version: str, bound: str) -> bool:
+    numbers = _numbers(version)
+    return numbers is not None and numbers < (_numbers(bound) or ())
+
+
+def _newer(version: str, bound: str) -> bool:
+    """Newer by the numbers that the bound has: 2.14.1 is no newer than 2.14."""
+    numbers, most = _numbers(version), _numbers(bound) or ()
+    return numbers is not None and numbers[: len(most)] > most
+
+
+def _numbers(version: str) -> tuple[int, ...] | None:
+    """`2.8.0a0+git` as (2, 8, 0); None for what does not begin like a version."""
+    match = _NUMBERS.match(version.strip())
+    return tuple(int(part) for part in match[1].split(".")) if match else None

@@ -39,9 +39,7 @@ LATE_S = 60.0
 class LogFile:
     """Reads a log line by line as it grows; one that is not there yet has no lines.
 
-    Attributes:
-        path: The file.
-        at: Where the line that was given last ends.
+    `at` is where the line that was given last ends.
     """
 
     def __init__(self, path: Path, offset: int = 0, *, longest_bytes: int = _LONGEST) -> None:
@@ -54,10 +52,8 @@ class LogFile:
     def lines(self, at_once: int = _AT_ONCE) -> Iterator[bytes]:
         """The lines that were completed since the last call, without their newlines.
 
-        A file that has become shorter was begun anew and is read from its start.
-
-        Args:
-            at_once: Bytes to read at once; less where many files are read side by side.
+        A file that has become shorter was begun anew and is read from its start. `at_once` bytes
+        are read at once.
         """
         while content := self._more(at_once):
             *whole, partial = (self._partial + content).split(b"\n")
@@ -186,10 +182,8 @@ def first_offset(marks: Sequence[LogMark], since: float) -> int:
 class Guess:
     """About when each byte of a log was written.
 
-    Args:
-        marks: Known moments. Where clocks differ the later one counts.
-        begin: Before it nothing was written: the attempt's start.
-        end: What was seen last: by then the log had that size.
+    By its marks (where clocks differ the later one counts); before `begin` nothing was written, and
+    at `end` the log had that size.
     """
 
     def __init__(self, marks: Sequence[LogMark], begin: float, end: LogMark) -> None:
@@ -217,12 +211,7 @@ LENGTH = 64
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What was last heard of an attempt.
-
-    Attributes:
-        t: When its last step was done, seconds since the epoch by rank 0's clock.
-        step: That step.
-    """
+    """At `t`, seconds since the epoch by rank 0's clock, an attempt's last step was done."""
 
     t: float
     step: int

@@ -1,7 +1,10 @@
-"""The base class of every kind of event, and the checks by which `event_types` reads its fields.
+"""How a line of a ledger becomes a fact: the checks of fields, and the base class of every kind.
 
-A field that was not reported is None, or "", () or False where None would say no more. A wrong
-value never raises. tests/unit/run/test_event_fields.py holds the promises.
+A ledger is written by other versions of hpctrain, on disks that tear lines, and may be edited by
+anybody who can write it. `typed` is the one place where what was read becomes typed: what it gives
+has the types and ranges that every reader counts on. A field that has not is left out as if it had
+not been told, and so is an event that says nothing without it. Nothing here raises because of a
+value. tests/unit/run/test_event_fields.py and test_untrusted_ledgers.py hold the promises.
 """
 
 from __future__ import annotations
@@ -190,12 +193,7 @@ counts, texts, mappings = list_of(count), list_of(words), list_of(mapping)
 
 
 def whole_text(line: bytes, fact: dict[str, Any]) -> dict[str, Any] | None:
-    """The fact without what no screen and no file can hold; None for lists in lists in lists.
-
-    Args:
-        line: The line that it was read from: hardly one needs a closer look.
-        fact: What was read.
-    """
+    """The fact of a line without what no screen or file can hold; None if lists lie too deep."""
     if line.count(b"[") + line.count(b"{") > _BRACKETS and _depth(fact) > DEEPEST:
         return None
     lone = b"\\ud" in line or b"\\uD" in line
@@ -242,13 +240,7 @@ _NOTHING: dict[object, Any] = {
 
 
 def maybe(passed: Check, doc: str, default: Any = _UNSET) -> Any:
-    """A field that may be left out.
-
-    Args:
-        passed: Gives the value that passes, else None.
-        doc: What it means.
-        default: What it is where nothing, or nothing that passes, was told.
-    """
+    """A field that may be left out; `passed` gives a value that passes, else `default` counts."""
     if default is _UNSET:
         default = _NOTHING.get(passed)
     return dataclasses.field(metadata={"check": passed, "doc": doc, "default": default})
@@ -260,14 +252,10 @@ def needed(passed: Check, doc: str) -> Any:
 
 
 class LedgerFact:
-    """What an event says, beside its time and its attempt.
+    """What an event says, beside its time and its attempt; `writer` is who writes it.
 
-    The methods that a dataclass has are made once here and not for each kind: that would cost
-    every command 20 ms.
-
-    Attributes:
-        kind: As the ledger names it.
-        writer: Who writes it.
+    The methods that a dataclass has are made once here and not for each kind: that would cost every
+    command 20 ms.
     """
 
     __slots__ = ()
@@ -310,12 +298,7 @@ KINDS: dict[str, type[LedgerFact]] = {}
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(needed,))
 def event(kind: str, *, by: str) -> Callable[[type[E]], type[E]]:
-    """Make a class the kind of event that a ledger knows by this name.
-
-    Args:
-        kind: Its name in the ledger, for good.
-        by: Who writes it.
-    """
+    """Make a class the kind of event that a ledger knows by this name, for good."""
 
     def made(cls: type[E]) -> type[E]:
         cls = dataclasses.dataclass(
@@ -333,11 +316,7 @@ def event(kind: str, *, by: str) -> Callable[[type[E]], type[E]]:
 
 
 class UnknownFact(LedgerFact):
-    """An event of a kind that this version does not know.
-
-    Attributes:
-        fields: As they were read.
-    """
+    """An event of a kind that this version does not know; `fields` are as they were read."""
 
     __slots__ = ("fields", "kind")
     writer = ""
@@ -352,3 +331,22 @@ class UnknownFact(LedgerFact):
     def fields_set(self) -> dict[str, Any]:
         """The fields by name, without those that are None."""
         return {name: value for name, value in self.fields.items() if value is not None}
+
+
+def typed(kind: str, raw: dict[str, Any]) -> LedgerFact | None:
+    """What was read as readers may count on it; None for an event that says nothing.
+
+    Fields of `raw` that this version does not know are left in it.
+    """
+    cls = KINDS.get(kind)
+    if cls is None:
+        return UnknownFact(kind, raw)
+    fact = cls.__new__(cls)
+    for name, passed, default, put in cls._FIELDS:
+        value = raw.pop(name, None)
+        if value is None or (value := passed(value)) is None:
+            if default is NEEDED:
+                return None
+            value = default
+        put(fact, value)
+    return fact

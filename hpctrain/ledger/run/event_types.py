@@ -2,13 +2,8 @@
 
 A field's range, its unit and its meaning stand beside it; docs/development/ledger.md is written
 from here (`make settings`). A field that was not told is None; where None would say no more than
-nothing does, it is "", () or False.
-
-A ledger is written by other versions of hpctrain, on disks that tear lines, and may be edited by
-anybody who can write it. `typed` is the one place where what was read becomes typed: what it gives
-has the types and ranges that every reader counts on. A field that has not is left out as if it had
-not been told, and so is an event that says nothing without it. Nothing here raises because of a
-value. tests/unit/run/test_event_fields.py and test_untrusted_ledgers.py hold the promises.
+nothing does, it is "", () or False. tests/unit/run/test_event_fields.py and
+test_untrusted_ledgers.py hold the promises.
 """
 
 from __future__ import annotations
@@ -17,39 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base.records import EndReason, Next, Skipped, StopCause
 from hpctrain.ledger.run import event_fields as check
-from hpctrain.ledger.run.event_fields import (
-    KINDS,
-    NEEDED,
-    LedgerFact,
-    UnknownFact,
-    event,
-    maybe,
-    needed,
-)
+from hpctrain.ledger.run.event_fields import LedgerFact, event, maybe, needed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-
-def typed(kind: str, raw: dict[str, Any]) -> LedgerFact | None:
-    """What was read as readers may count on it; None for an event that says nothing.
-
-    Args:
-        kind: What happened.
-        raw: Its fields as they were read; those that this version does not know are left in it.
-    """
-    cls = KINDS.get(kind)
-    if cls is None:
-        return UnknownFact(kind, raw)
-    fact = cls.__new__(cls)
-    for name, passed, default, put in cls._FIELDS:
-        value = raw.pop(name, None)
-        if value is None or (value := passed(value)) is None:
-            if default is NEEDED:
-                return None
-            value = default
-        put(fact, value)
-    return fact
 
 
 @event("submit_intent", by="the login node")
@@ -103,7 +69,7 @@ class SubmitAdopted(LedgerFact):
 
 @event("submit_failed", by="the login node")
 class SubmitFailed(LedgerFact):
-    """The scheduler has refused the job."""
+    """The scheduler has refused the job, or `cancel` gave up a submission without an answer."""
 
     token: str = maybe(check.identifier, "that of the intent")
     why: str = maybe(check.words, "what it said")

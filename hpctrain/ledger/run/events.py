@@ -30,8 +30,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.core.base import clock, locks
 from hpctrain.core.base.files import open_plain, plain_descriptor, skip_hole
-from hpctrain.ledger.run.event_fields import KINDS, LedgerFact, attempt_number, moment, whole_text
-from hpctrain.ledger.run.event_types import typed
+from hpctrain.ledger.run import event_types  # noqa: F401 - it fills KINDS
+from hpctrain.ledger.run.event_fields import (
+    KINDS,
+    LedgerFact,
+    attempt_number,
+    moment,
+    typed,
+    whole_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -86,11 +93,7 @@ def append(
 ) -> None:
     """Add one event, whole or not at all for every reader, also beside other writers.
 
-    Args:
-        run: The run; its directory exists.
-        fact: What happened.
-        attempt: The attempt it belongs to.
-        t: Seconds since the epoch; None is now.
+    The run's directory exists. `t` is in seconds since the epoch; None is now.
 
     Raises:
         OSError: the event could not be written, e.g. the disk is full; names the file.
@@ -112,10 +115,9 @@ def append(
 
 
 def record(run: RunDir, fact: LedgerFact, *, attempt: int | None = None) -> bool:
-    """Add one event, or say on stderr that it is missing, where what follows must be done anyway.
+    """Add one event, or say on stderr that it is missing; return whether it was written.
 
-    A disk that is full, or a file system that fails, must not keep a job from being requeued nor a
-    user from cancelling one. Returns whether it was written. Arguments as for `append`.
+    A disk that is full must not keep a job from being requeued nor a user from cancelling one.
     """
     try:
         append(run, fact, attempt=attempt)
@@ -128,11 +130,9 @@ def record(run: RunDir, fact: LedgerFact, *, attempt: int | None = None) -> bool
 def read(run: RunDir, *, marks: Literal["all", "few"] = "all") -> list[Event]:
     """The facts in the order they were written; empty for a run without a ledger.
 
-    Args:
-        run: The run.
-        marks: "few" leaves out most step marks, unread, which is nearly all of a long ledger: of a
-            row of marks of one attempt the last is kept, those before a save, one in
-            `KEPT_EVERY`, and the newest of the whole ledger.
+    With `marks` "few" most step marks are left out, unread, which is nearly all of a long ledger:
+    of a row of marks of one attempt the last is kept, those before a save, one in `KEPT_EVERY`, and
+    the newest of the whole ledger.
     """
     return Tail(run.events, marks).new()
 
@@ -176,7 +176,7 @@ def first_fact(run: RunDir) -> Event | None:
 def parse(line: bytes) -> Event | None:
     """One line as an event; None for what is no whole event.
 
-    What its fields are is certain from here on: see `event_types.typed`.
+    What its fields are is certain from here on: see `event_fields.typed`.
     """
     # NFS may show zeros where another client's bytes are still under way.
     line = line.strip(b"\0\r\n\t ")
@@ -201,10 +201,7 @@ def parse(line: bytes) -> Event | None:
 
 
 class Tail:
-    """Reads a ledger that grows: each call of `new` gives the facts since the last.
-
-    `marks` as for `read`.
-    """
+    """Reads a ledger that grows: each call of `new` gives the facts since the last."""
 
     def __init__(self, path: Path, marks: Literal["all", "few"] = "all") -> None:
         self._path = path

@@ -63,12 +63,8 @@ def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
 
     Whoever has it sees the run as others have left it, not as its client of the disk remembers it.
 
-    Args:
-        run: The run.
-        timeout_s: So long at most does it wait; `LOCK_TIMEOUT_S` by itself.
-
     Raises:
-        RunLocked: another process has kept it for so long.
+        RunLocked: another process has kept it for `LOCK_TIMEOUT_S`.
         CheckpointError: it cannot be locked at all.
     """
     wait_s = LOCK_TIMEOUT_S if timeout_s is None else timeout_s
@@ -104,12 +100,9 @@ def take_attempt(
 ) -> Attempt:
     """Begin the next attempt; every older one is refused from here on. Called by one agent only.
 
-    Args:
-        run: The run.
-        job_id: The job that the attempt runs in.
-        restarts: Which start of the job.
-        follows: The number of the attempt that goes on with this one in the same allocation.
-        check: Called while the lock is held; may raise Fenced.
+    `restarts` is which start of the job it is, `follows` the number of the attempt that it
+    continues in the same allocation. `check` is called while the lock is held, and may raise
+    Fenced.
 
     Raises:
         Fenced: the run has gone on without this start of the job, e.g. after its node was lost.
@@ -119,7 +112,7 @@ def take_attempt(
         previous = read_fence(run)
         if previous is not None and _is_left_behind(previous, job_id, restarts, follows):
             raise Fenced(
-                f"job {job_id} (start {restarts}) may not go on: attempt {previous.number} has "
+                f"job {job_id} (start {restarts}) may not continue: attempt {previous.number} has "
                 f"taken {run.name} over"
             )
         check()
@@ -157,13 +150,7 @@ def start_without_ranks(
 ) -> AttemptStarted:
     """What the ledger hears of a start of the job that came to no ranks, so that it counts.
 
-    Args:
-        run: The run.
-        attempt: Taken for it.
-        by: As for `AttemptStarted`.
-        nodes: Of the job.
-        job_started: When the scheduler began it; None where unknown.
-        ranks_per_node: That there would have been.
+    `job_started` is when the scheduler began the job, None where unknown.
     """
     return AttemptStarted(
         **identity(run, attempt),
@@ -223,7 +210,7 @@ def left_text(path: Path) -> str:
     """What a file says that another node may leave at any moment; "" while there is none.
 
     It is opened so that it would be made, which the server decides: a client that has once been
-    told that there is no such file believes it. So it may be there empty from then on.
+    told that there is no such file believes it for a while. So it may be there empty from then on.
 
     Raises:
         OSError: it is there and cannot be read.

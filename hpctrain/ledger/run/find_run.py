@@ -39,7 +39,6 @@ class Folder:
     """A folder of runs, as one look showed it.
 
     Attributes:
-        root: The folder.
         runs: Those that can be read, the newest submission first.
         unreadable: How many entries could not be looked into: others' private runs, for one.
         foreign: How many were left out because others own them.
@@ -63,9 +62,7 @@ class Folder:
 def look_into(runs: Path | str | None = None, *, own: bool = False) -> Folder:
     """Look at the folder of all runs, which others may use too: what they put there harms nothing.
 
-    Args:
-        runs: The folder of all runs, see `runs_root`.
-        own: Leave out what other users own.
+    With `own`, what other users own is left out.
 
     Raises:
         NotFound: the folder itself may not be read.
@@ -97,10 +94,6 @@ def find_run(text: str, *, runs: Path | str | None = None) -> RunDir:
     the beginning of one name only, a run directory below the working directory. Only a path or a
     whole name means another user's run. Where no other folder was named, a whole name or a job id
     is looked for in the user's index of runs last.
-
-    Args:
-        text: What the user typed.
-        runs: The folder of all runs, see `runs_root`.
 
     Raises:
         NotFound: no run, or more than one, is meant; with the names that are near.
@@ -224,7 +217,6 @@ class IndexedRun:
     """What the index says of a run.
 
     Attributes:
-        run: Its directory.
         jobs: Its jobs, as far as they were written down.
         is_over: Somebody has seen its end, and no job was submitted since.
     """

@@ -51,7 +51,7 @@ class RunDir:
 
     @property
     def successor(self) -> Path:
-        """Who leads a job's agents after its first node was lost: see `agent/succession.py`."""
+        """Who leads a job's agents after its first node was lost: see `agent/loss_ending.py`."""
         return self.root / "successor.json"
 
     @property

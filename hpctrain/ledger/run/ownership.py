@@ -54,10 +54,8 @@ def is_mine(path: Path) -> bool:
 def distrust(path: Path, *, group: bool = False, roots: bool = False) -> str:
     """Who else can have written it, as words that go on from the path; "" where nobody can.
 
-    Args:
-        path: A file or folder; one that is not there can be trusted.
-        group: Its group may write it: the run is shared on purpose.
-        roots: It may be root's.
+    What is not there can be trusted. With `group` its group may write it: the run is shared on
+    purpose. With `roots` it may be root's.
     """
     try:
         status, own = path.stat(), path.lstat()
@@ -78,12 +76,8 @@ def distrust(path: Path, *, group: bool = False, roots: bool = False) -> str:
 def refuse_foreign(run: RunDir, *, group: bool = True, hint: str = "") -> None:
     """Refuse to change another user's run, or to act on the job that its ledger names.
 
-    For every command that needs no spec of the run: others go by `own_spec`.
-
-    Args:
-        run: The run.
-        group: Members of its group may change it where the folder says so.
-        hint: What to do instead, for the end of the message.
+    For every command that needs no spec of the run: others go by `own_spec`. With `group` members
+    of its group may change it where the folder says so. `hint` ends the message.
 
     Raises:
         ChecksFailed: it belongs to another user.
@@ -100,13 +94,9 @@ def refuse_foreign(run: RunDir, *, group: bool = True, hint: str = "") -> None:
 def refuse_planted(path: Path, *, flag: str) -> None:
     """Refuse a settings file that was found and not named, where a stranger can have put it there.
 
-    It says what is executed as this user, who may not know of it: in a folder that all can write,
-    anybody leaves one. A file of root's is an admin's; one that the user's group can write is the
-    project's, as is the program beside it.
-
-    Args:
-        path: The file.
-        flag: How the user names such a file all the same, e.g. "--config hpctrain.toml".
+    It says what is executed as this user: in a folder that all can write, anybody leaves one. A
+    file of root's is an admin's; one that the user's group can write is the project's. `flag` is
+    how the user names such a file all the same.
 
     Raises:
         ChecksFailed: another user owns it, or all users can write it.
@@ -122,15 +112,12 @@ def refuse_planted(path: Path, *, flag: str) -> None:
 def own_spec(run: RunDir, *, named: str, foreign: bool | None = None) -> Spec:
     """The spec of a run, once it is certain that nobody else can have written it.
 
-    Args:
-        run: The run.
-        named: How the user named it.
-        foreign: Take it whoever wrote it, as the user has asked; the run's path must be given then,
-            so that nothing else is meant. None for a command that has no such flag.
+    `named` is how the user named the run. With `foreign` take it whoever wrote it, as the user has
+    asked; None for a command that has no such flag.
 
     Raises:
         ChecksFailed: others own the run or can write it.
-        UsageError: `foreign` without a path.
+        UsageError: `foreign` without a path: nothing else may be meant.
         NotFound: see `load_spec`.
     """
     if foreign:

@@ -5,9 +5,10 @@ that is not finite is refused, because NaN could pass for the best value.
 
 `write_curves` writes `eval/NAME` below the run's attempts. The file follows from the ledger alone,
 so a writer that dies is made good by the next one. TensorBoard needs rising steps: an older step
-makes a new file. The records are written here by hand, because the batch script's side cannot wait
-for TensorBoard's import. Standard library only. tests/unit/run/test_results.py,
-test_evaluation_curves.py and tests/unit/runtime/test_event_file.py hold the promises.
+makes a new file. The records are written by hand, here and for the run's own curves, because the
+batch script's side cannot wait for TensorBoard's import. Standard library only.
+tests/unit/run/test_results.py, test_evaluation_curves.py and tests/unit/runtime/test_event_file.py
+hold the promises.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.core.base import clock
 from hpctrain.core.base.files import plain_descriptor, read_plain, replace_text
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import Evaluated
@@ -73,7 +75,7 @@ def write_results(path: Path, metrics: Mapping[str, float]) -> None:
 def read_results(path: Path) -> Results:
     """What an evaluation has left there; never an error, whatever it is."""
     try:
-        content = json.loads(read_plain(path, MOST_BYTES))
+        raw = json.loads(read_plain(path, MOST_BYTES))
     except FileNotFoundError:
         return Results(why=f"{path.name} is not there: the program has reported nothing")
     except OSError as error:
@@ -81,15 +83,15 @@ def read_results(path: Path) -> Results:
     except (ValueError, RecursionError) as error:
         words = " ".join(str(error).split())[:LONGEST_NAME]
         return Results(why=f"{path.name} is no JSON: {words}")
-    if not isinstance(content, dict):
+    if not isinstance(raw, dict):
         return Results(why=f"{path.name} is no object of names and numbers")
-    return _checked(path.name, content)
+    return _checked(path.name, raw)
 
 
-def _checked(file: str, content: dict[Any, Any]) -> Results:
+def _checked(file: str, raw: dict[Any, Any]) -> Results:
     metrics: dict[str, float] = {}
     wrong: list[str] = []
-    for name, value in content.items():
+    for name, value in raw.items():
         if not is_name(name):
             wrong.append(f"{ascii(name)[:LONGEST_NAME]} is no name of a metric")
         elif (number := _number(value)) is None:
@@ -100,7 +102,7 @@ def _checked(file: str, content: dict[Any, Any]) -> Results:
             wrong.append(f"{name} is beyond {MOST_METRICS} metrics")
         else:
             metrics[name] = number
-    if not content:
+    if not raw:
         wrong.append("it names no metric")
     more = f" (and {len(wrong) - SHOWN} more)" if len(wrong) > SHOWN else ""
     return Results(metrics, f"{file}: {'; '.join(wrong[:SHOWN])}{more}" if wrong else "")
@@ -128,10 +130,8 @@ _STAGED = "staged"
 """TensorBoard reads whatever has `tfevents` in its name."""
 _POLYNOMIAL = 0x82F63B78  # CRC-32C, as TFRecord has it
 _MASK = 0xA282EAD8
-# A field's number in its message, and the kind of its value.
-_WALL_TIME, _STEP, _VERSION, _SUMMARY, _SESSION = b"\x09", b"\x10", b"\x1a", b"\x2a", b"\x3a"
-_VALUE, _TAG, _SIMPLE_VALUE = b"\x0a", b"\x0a", b"\x15"
-_START = b"\x08\x01"
+_SUMMARY, _SESSION_LOG = 5, 7
+"""Fields of TensorBoard's `Event`, beside its time, its step and its version."""
 
 
 def write_curves(run: RunDir) -> None:
@@ -159,21 +159,6 @@ def write_curves(run: RunDir) -> None:
         path.unlink(missing_ok=True)
 
 
-def record(content: bytes) -> bytes:
-    """An event as it stands in a file, between its length and its checksums."""
-    length = struct.pack("<Q", len(content))
-    return length + masked_crc(length) + content + masked_crc(content)
-
-
-def masked_crc(content: bytes) -> bytes:
-    """The checksum of a record's parts."""
-    crc = 0xFFFFFFFF
-    for byte in content:
-        crc = _TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF)
-
-
 def _wanted(events: list[Event]) -> bytes:
     """The whole file, steps rising; nothing before the first point."""
     by_step: dict[int, tuple[float, Evaluated]] = {}
@@ -183,33 +168,87 @@ def _wanted(events: list[Event]) -> bytes:
     points = [(step, *by_step[step]) for step in sorted(by_step) if by_step[step][1].metrics]
     if not points:
         return b""
-    begin = _WALL_TIME + struct.pack("<d", points[0][1])
-    head = [record(begin + _VERSION + _sized(b"brain.Event:2"))]
-    head.append(record(begin + _SESSION + _sized(_START)))
-    return b"".join([*head, *(record(_point(*point)) for point in points)])
+    curves = [
+        scalars_record(t, step, {PREFIX + name: value for name, value in fact.metrics.items()})
+        for step, t, fact in points
+    ]
+    return b"".join([*file_head(points[0][1], 0), *curves])
 
 
-def _point(step: int, t: float, fact: Evaluated) -> bytes:
-    values = b"".join(
-        _VALUE
-        + _sized(
-            _TAG + _sized((PREFIX + name).encode(errors="replace")) + _SIMPLE_VALUE + _single(value)
-        )
-        for name, value in fact.metrics.items()
-    )
-    return _WALL_TIME + struct.pack("<d", t) + _STEP + _varint(step) + _SUMMARY + _sized(values)
+def _append(path: Path, records: bytes) -> None:
+    descriptor = plain_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    with contextlib.closing(os.fdopen(descriptor, "ab", buffering=0)) as file:
+        while records:
+            records = records[file.write(records) :]
 
 
-def _single(value: float) -> bytes:
-    """In single precision, as TensorBoard has it; what is beyond it is infinite."""
+# ---- records of TensorBoard's files: protobuf events, written by hand
+
+
+def file_head(t: float, purge_step: int) -> list[bytes]:
+    """The records that begin a file; steps of earlier files from `purge_step` on count no more."""
+    version = record(double(1, t) + content(3, "brain.Event:2"))
+    return [version, event_record(t, purge_step, content(_SESSION_LOG, varint(1, 1)))]
+
+
+def scalars_record(t: float, step: int, values: Mapping[str, float]) -> bytes:
+    """Scalars of one step (may be NaN); `t` is seconds since the epoch."""
+    points = (content(1, content(1, name) + single(2, value)) for name, value in values.items())
+    return event_record(t, step, content(_SUMMARY, b"".join(points)))
+
+
+def tensor_record(
+    step: int, tag: str, tensor: bytes, *, plugin: str, plugin_content: bytes = b""
+) -> bytes:
+    """A tensor, as an encoded `TensorProto`, and what a plugin of TensorBoard reads beside it."""
+    metadata = content(1, content(1, plugin) + content(2, plugin_content))
+    value = content(1, tag) + content(8, tensor) + content(9, metadata)
+    return event_record(clock.now(), step, content(_SUMMARY, content(1, value)))
+
+
+def event_record(t: float, step: int, what: bytes) -> bytes:
+    """An event with one field beside its time and its step."""
+    return record(double(1, t) + varint(2, step) + what)
+
+
+def record(event: bytes) -> bytes:
+    """An event as it stands in a file, between its length and its checksums."""
+    length = struct.pack("<Q", len(event))
+    return length + masked_crc(length) + event + masked_crc(event)
+
+
+def masked_crc(part: bytes) -> bytes:
+    """The checksum of a record's parts."""
+    crc = 0xFFFFFFFF
+    for byte in part:
+        crc = _TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF)
+
+
+def varint(field: int, number: int) -> bytes:
+    """A field of a message: a whole number from 0 on."""
+    return _varint(field << 3) + _varint(number)
+
+
+def double(field: int, value: float) -> bytes:
+    """A field of a message: a number in double precision."""
+    return _varint(field << 3 | 1) + struct.pack("<d", value)
+
+
+def single(field: int, value: float) -> bytes:
+    """A field of a message: a number in single precision; what is beyond it is infinite."""
     try:
-        return struct.pack("<f", value)
+        packed = struct.pack("<f", value)
     except OverflowError:
-        return struct.pack("<f", float("inf") if value > 0 else float("-inf"))
+        packed = struct.pack("<f", math.inf if value > 0 else -math.inf)
+    return _varint(field << 3 | 5) + packed
 
 
-def _sized(content: bytes) -> bytes:
-    return _varint(len(content)) + content
+def content(field: int, value: bytes | str) -> bytes:
+    """A field of a message: text, bytes, or another message."""
+    value = value.encode(errors="replace") if isinstance(value, str) else value
+    return _varint(field << 3 | 2) + _varint(len(value)) + value
 
 
 def _varint(number: int) -> bytes:
@@ -218,13 +257,6 @@ def _varint(number: int) -> bytes:
         groups.append(number & 0x7F | 0x80)
         number >>= 7
     return bytes([*groups, number])
-
-
-def _append(path: Path, content: bytes) -> None:
-    descriptor = plain_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    with contextlib.closing(os.fdopen(descriptor, "ab", buffering=0)) as file:
-        while content:
-            content = content[file.write(content) :]
 
 
 def _crc_table() -> list[int]:

@@ -30,12 +30,7 @@ _PLACES = ("$SLURM_TMPDIR", "", "$TMPDIR", "/tmp")  # noqa: S108 - the folder in
 
 
 def places_of(settings: Settings, local: str) -> list[str]:
-    """Where a node may have room for an environment, the best first.
-
-    Args:
-        settings: The run's.
-        local: What the site's preset says of storage on the node itself; may be "".
-    """
+    """Where a node may have room for an environment, the best first; `local` is the site's."""
     own = settings.environment.stage_dir
     return [own] if own else [place or local for place in _PLACES if place or local]
 
@@ -46,9 +41,6 @@ class EnvironmentArchive:
 
     Attributes:
         key: Digest of what is in it: names, sizes and times of its files.
-        path: The file.
-        sha256: Of the file.
-        size_bytes: Of the file.
         unpacked_bytes: What it takes on a disk.
         files: Ordinary files in it, without bytecode.
         compress: "none" or "zstd".
@@ -72,8 +64,7 @@ class Staging:
     """What the nodes of a run's next job are to do.
 
     Attributes:
-        archive: None where there is none.
-        why: Then, in words.
+        archive: None where there is none; `why` says then why.
         places: Folders of a node, with $VARIABLES as they are there; the first that will do.
         timeout_s: After so long a node goes without.
     """

@@ -2,14 +2,18 @@
 
 It carries out what the agent could not (no scontrol in a container, killed too early), and decides
 where no agent was left to do it. Standard library only, so that it starts at once: KillWait is
-short. tests/unit/agent/test_batch_side.py and test_full_disk.py hold the promises, and
-tests/slurm/test_requeue_path.py.
+short. Before a start it looks whether the runs that must be done first are (`held_back`): a
+scheduler may start a follower after jobs that ended with 0 and are not done.
+tests/unit/agent/test_batch_side.py, test_full_disk.py and test_predecessors.py hold the promises,
+and tests/slurm/test_requeue_path.py and test_after.py.
 """
 
 from __future__ import annotations
 
 import logging
+import shlex
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base import clock
@@ -17,6 +21,7 @@ from hpctrain.core.base.files import follow_folder
 from hpctrain.core.base.records import EndReason, Next, StopCause
 from hpctrain.errors import ClusterError, UsageError
 from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.history.run_state import OVER, RunState
 from hpctrain.ledger.plan.decide import (
     BY_REASON,
     EXIT_STOPPED,
@@ -27,17 +32,19 @@ from hpctrain.ledger.plan.decide import (
     since_resume,
 )
 from hpctrain.ledger.run import event_types as kinds
-from hpctrain.ledger.run.fence import read_fence, start_without_ranks, take_attempt
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.event_types import HeldBack
+from hpctrain.ledger.run.fence import look_anew, read_fence, start_without_ranks, take_attempt
+from hpctrain.ledger.run.layout import RunDir
 from hpctrain.ledger.run.ownership import job_spec
 from hpctrain.node.agent.end_writer import EndWriter, read_outcome
 from hpctrain.node.agent.notify import SPARE_S, notify, wait_for
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from hpctrain.cluster.scheduler.base import JobControl
-    from hpctrain.ledger.run.layout import RunDir
 
 log = logging.getLogger("hpctrain.agent")
 EXIT_TRY_LATER = 75
@@ -329,3 +336,36 @@ class BatchScriptSide:
         if stopped is not None:
             return stopped.exit_code or 1
         return 0 if reason in {EndReason.COMPLETED, EndReason.STOPPED} else 1
+
+
+def held_back(run: RunDir, after: Sequence[str], job_id: str) -> str:
+    """Return why a job of the run must not begin, and write that down; "" if it may.
+
+    A run whose ranks were started once continues, whatever became of its predecessors since.
+    `after` has their directories.
+
+    Raises:
+        OSError: a ledger cannot be read.
+    """
+    if not after or RunHistory.read(run, marks="few").has_begun:
+        return ""
+    why = next(filter(None, (_unfinished(run, RunDir(Path(path))) for path in after)), "")
+    if why:
+        log.error("job %s of %s does not begin: %s", job_id, run.name, why)
+        ledger.record(run, HeldBack(job_id=job_id, why=why))
+    return why
+
+
+def _unfinished(run: RunDir, predecessor: RunDir) -> str:
+    """Why the predecessor counts as not done, and what to do, or ""."""
+    look_anew(predecessor.root)
+    phase = RunHistory.read(predecessor, marks="few").state.phase
+    if phase is RunState.DONE:
+        return ""
+    resume, itself = (f"`hpctrain resume {shlex.quote(one.name)}`" for one in (predecessor, run))
+    to_run = f"it is to run after {predecessor.name}"
+    if not predecessor.root.is_dir():
+        return f"{to_run}, and {predecessor.root} is not there any more: submit it anew"
+    if phase in OVER or phase is RunState.CREATED:
+        return f"{to_run}, which is {phase.value} and not done: {resume}, then {itself}"
+    return f"{to_run}, which is {phase.value}: {itself} has it wait"

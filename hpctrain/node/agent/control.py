@@ -1,7 +1,9 @@
 """The agent's part in its ranks' agreement: before each round the nodes' processes join to a tree.
 
 The process itself is `control/node_process.py`'s. Where a node can be reached its agent says in the
-agents' signed store. tests/engines/test_agent_control.py holds the promises.
+agents' signed store. So it is with the replica server: where it cannot serve a round, the ranks
+make no copies in it, and train on (`NodeMemory`). tests/engines/test_agent_control.py and
+tests/engines/test_memory.py hold the promises.
 """
 
 from __future__ import annotations
@@ -9,19 +11,20 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_CONTROL
 from hpctrain.core.base.listener import is_loopback
 from hpctrain.core.base.records import FailureReport
 from hpctrain.core.base.secret import code
-from hpctrain.node.agent.memory import NodeMemory
+from hpctrain.errors import ControlLost
+from hpctrain.node.agent.rounds import RoundPart
 from hpctrain.node.control.collectives import parent_of
-from hpctrain.node.control.forked import ServerSilent
-from hpctrain.node.control.node_process import NodeProcess
-from hpctrain.node.memory.protocol import ReplicaServerLost
-from hpctrain.node.memory.rank_line import ReplicaClient
+from hpctrain.node.control.node_process import NodeProcess, ServerSilent
+from hpctrain.node.memory.replica_client import ReplicaClient, ReplicaServerLost
+from hpctrain.node.memory.replica_server_process import ReplicaServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,7 +38,7 @@ log = logging.getLogger("hpctrain.agent")
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - who connects has to prove that he knows the run's secret
 
 
-class NodeControl:
+class NodeControl(RoundPart):
     """This node's process, round after round."""
 
     def __init__(
@@ -44,7 +47,7 @@ class NodeControl:
         secret: str,
         *,
         keeps_copies: bool = False,
-        copies_to_buddy: bool = False,
+        copies_to_peer: bool = False,
         replica_server: str = "",
     ) -> None:
         """Fork the process; call this while the calling process has one thread.
@@ -58,7 +61,7 @@ class NodeControl:
         self._memory: NodeMemory | None = None
         if keeps_copies:
             self._memory = NodeMemory(
-                self._secret, to_buddy=copies_to_buddy, handed_over=replica_server
+                self._secret, to_peer=copies_to_peer, handed_over=replica_server
             )
         self._place: TreePlace | None = None
         self._failure: FailureReport | None = None
@@ -74,20 +77,20 @@ class NodeControl:
         return self._process.folder
 
     @property
-    def copies_to_buddy(self) -> bool:
+    def copies_to_peer(self) -> bool:
         """Whether copies lie on another node, too."""
-        return self._memory is not None and self._memory.to_buddy
+        return self._memory is not None and self._memory.to_peer
 
     def begin(
         self,
         place: TreePlace,
         store: SignedStore,
         key: Callable[[str], str],
-        buddies: Sequence[int] = (),
+        peers: Sequence[int] = (),
     ) -> None:
         """Serve a round of this node's ranks, which find their way by the environment.
 
-        On node 0, `buddies` gives by place the node that has each one's copies; () for the next
+        On node 0, `peers` gives by place the node that has each one's copies; () for the next
         one.
 
         Raises:
@@ -108,7 +111,7 @@ class NodeControl:
             store.set(key(f"control/{place.node}"), [shown, port])
         if self._memory is not None:
             self._memory.begin(
-                place, self._process.folder, store, key, (address, shown), buddies=buddies
+                place, self._process.folder, store, key, (address, shown), peers=peers
             )
         os.environ[HPCTRAIN_CONTROL] = str(self._process.folder)
 
@@ -139,6 +142,10 @@ class NodeControl:
         except ReplicaServerLost as error:
             log.warning("copies in memory: %s", error)
             return None
+
+    def tick(self) -> None:
+        """Say at once that the process has ended, also where no rank minds."""
+        self.failure()
 
     def failure(self) -> FailureReport | None:
         """That the process has ended by itself; None while it lives. Its ranks leave by that."""
@@ -180,3 +187,97 @@ def _own_address(master_addr: str) -> str:
     with socket.socket(family, kind, proto) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
+
+
+class NodeMemory:
+    """This node's replica server, round after round; its memory lives as long as the agent.
+
+    Attributes:
+        to_peer: Each copy is on another node, too.
+    """
+
+    def __init__(self, secret: str, *, to_peer: bool = False, handed_over: str = "") -> None:
+        """Fork the process while this one has one thread; `secret` is the same on all nodes.
+
+        `handed_over` comes from the agent whose place this one takes, with its copies; "" for
+        nothing.
+        """
+        self.to_peer = to_peer
+        self._secret = secret
+        self._process = ReplicaServerProcess(handed_over)
+        self._place: TreePlace | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the process; 0 once it has ended."""
+        return self._process.pid
+
+    def begin(
+        self,
+        place: TreePlace,
+        folder: Path,
+        store: SignedStore,
+        key: Callable[[str], str],
+        addresses: tuple[str, str],
+        *,
+        peers: Sequence[int] = (),
+    ) -> None:
+        """Serve a round of this node's ranks, which find the replica server in the folder.
+
+        `addresses`: where the process listens, and how other nodes reach that. `peers`: see
+        `NodeControl.begin`.
+        """
+        self._place, port = place, 0
+        begin = partial(
+            self._begin,
+            place,
+            folder=folder,
+            about=key("memory"),
+            address=addresses[0],
+            shown=addresses[1] if self.to_peer else "",
+            peers=peers,
+        )
+        try:
+            if self._process.end():
+                self._renew(f"their process {self._process.end()}")
+            try:
+                port = begin()
+            except ServerSilent as error:
+                self._renew(str(error))
+                port = begin()
+        except ControlLost as error:
+            log.warning("no copies in memory on %s: %s", place.name, error)
+        if place.node == 0:
+            store.set(key("memory"), [addresses[1], port])
+
+    def _begin(self, place: TreePlace, **round_: Any) -> int:
+        return self._process.begin(place, secret=self._secret, **round_)
+
+    def _renew(self, why: str) -> None:
+        log.warning("copies in memory are lost: %s", why)
+        self._process.stop()
+        self._process = ReplicaServerProcess()
+
+    def join(self, store: SignedStore, key: Callable[[str], str], timeout_s: float) -> None:
+        """Connect to the replica server of node 0 before the ranks start.
+
+        Raises:
+            TimeoutError: node 0's agent has not published its address within `timeout_s`.
+        """
+        if self._place is None or self._place.node == 0:
+            return
+        address, port = store.wait(key("memory"), timeout_s)
+        if not port:
+            return  # nothing is settled then, and no copy is asked for
+        try:
+            self._process.join(address, port)
+        except ControlLost as error:
+            log.warning("no copies in memory: %s", error)
+
+    def hand_over(self) -> str:
+        """Leave the process and its copies to the program that takes this one's place."""
+        return self._process.hand_over()
+
+    def stop(self) -> None:
+        """End the process. Harmless when repeated."""
+        self._process.stop()

@@ -21,9 +21,8 @@ from hpctrain.checkpoint.store import commit, find
 from hpctrain.core.base import clock
 from hpctrain.errors import HpctrainError
 from hpctrain.ledger.run.event_types import CheckpointSaved
-from hpctrain.node.memory.choice import Inventory, choose
-from hpctrain.node.memory.facts import parts_of
-from hpctrain.node.memory.slots import HeldCopy, Mark
+from hpctrain.node.memory.copy_plan import parts_of
+from hpctrain.node.memory.slots import HeldCopy, Inventory, Mark, choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from hpctrain.ledger.run.fence import Attempt
     from hpctrain.ledger.run.layout import RunDir
     from hpctrain.node.agent.rendezvous import SignedStore
-    from hpctrain.node.memory.rank_line import ReplicaClient
+    from hpctrain.node.memory.replica_client import ReplicaClient
 
 log = logging.getLogger("hpctrain.agent")
 

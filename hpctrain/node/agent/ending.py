@@ -2,8 +2,9 @@
 
 It asks the scheduler what is meant and decides with `plan.decide.decide_end`, as the batch script
 does (`batch_side.py`) where no agent is left; both write and carry out by `end_writer.EndWriter`.
-tests/unit/agent/test_ending.py and test_full_disk.py and tests/slurm/test_requeue_path.py hold the
-promises.
+Nodes that guards have named again and again are left out by then (`Convictions`).
+tests/unit/agent/test_ending.py, test_full_disk.py and test_convictions.py and
+tests/slurm/test_requeue_path.py and test_convicted_node.py hold the promises.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.cluster.preflight.report import bad_nodes_path, read_bad, record_bad
 from hpctrain.core.base import clock
 from hpctrain.core.base.records import DESYNC, HANG, EndReason, Next, StopCause
 from hpctrain.errors import ClusterError, FileSystemFault, NotWritten
-from hpctrain.ledger.history.causes import NOT_THE_USERS, UNFIT, EndCause, cause_in
+from hpctrain.ledger.history.run_state import NOT_THE_USERS, UNFIT, EndCause, cause_in
 from hpctrain.ledger.plan.decide import (
     EXIT_STOPPED,
     EndDecision,
@@ -31,10 +33,8 @@ from hpctrain.ledger.plan.decide import (
 from hpctrain.ledger.run import event_types as kinds
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.fence import IMPORT, read_fence
-from hpctrain.node.agent.convictions import Convictions
 from hpctrain.node.agent.end_writer import EndWriter, is_replaced, read_outcome
-from hpctrain.node.agent.incidents import Incidents
-from hpctrain.node.agent.notify import notify
+from hpctrain.node.agent.notify import Incidents, notify
 from hpctrain.node.agent.ranks import is_echo
 
 if TYPE_CHECKING:
@@ -42,8 +42,10 @@ if TYPE_CHECKING:
 
     from hpctrain.cluster.scheduler.base import JobControl
     from hpctrain.core.base.records import FailureReport, JobContext, JobFacts
+    from hpctrain.core.settings.schema import Settings
     from hpctrain.core.settings.spec import Spec
     from hpctrain.errors import CheckpointError
+    from hpctrain.ledger.history.run_history import RunHistory
     from hpctrain.ledger.run.event_fields import LedgerFact
     from hpctrain.ledger.run.layout import RunDir
     from hpctrain.node.agent.rounds import RoundEnd
@@ -358,3 +360,59 @@ class AttemptEnding:
                 others=tuple(failure.others),
             )
             self._end.add(fact, attempt)
+
+
+def convicted(history: RunHistory, least: int) -> dict[str, str]:
+    """Nodes that were named at least so often since they were last left out, each with why."""
+    named: dict[str, list[str]] = {}
+    for node, what in history.suspicions:
+        named.setdefault(node, []).append(what)
+    return {
+        node: f"guards named it {len(what)} times: {'; '.join(dict.fromkeys(what))}"
+        for node, what in named.items()
+        if len(what) >= least
+    }
+
+
+class Convictions:
+    """What is done about such nodes in a job.
+
+    Attributes:
+        leave_out: Leaves nodes, each with why, out of all further rounds of this job. Returns
+            whether the next round is without them. By itself a round takes all nodes of the job, so
+            this is True only for nodes of other jobs.
+    """
+
+    def __init__(self, run: RunDir, settings: Settings, context: JobContext) -> None:
+        """Nothing is done yet."""
+        self._run, self._settings, self._context = run, settings, context
+        self.leave_out: Callable[[Mapping[str, str]], bool] = lambda bad: (
+            not bad.keys() & set(context.nodes)
+        )
+
+    def are_out(self, history: RunHistory) -> bool:
+        """Whether the next round here is without such nodes: there are none, or others go on."""
+        bad = self.keep_out(history)
+        return not bad or self.leave_out(bad)
+
+    def keep_out(self, history: RunHistory) -> dict[str, str]:
+        """Write such nodes into the run's list; return those that are new, each with why.
+
+        Return none if that would leave no node of the job, or if all nodes are this machine.
+        """
+        least, context = self._settings.guard.convict, self._context
+        if not least or context.on_this_machine:
+            return {}
+        path = bad_nodes_path(self._run)
+        bad = convicted(history, least)
+        if not bad or not set(context.nodes) - bad.keys():
+            return {}
+        listed = read_bad(path)
+        new = {node: why for node, why in bad.items() if node not in listed}
+        try:
+            record_bad(path, new)
+        except OSError as error:
+            log.warning("bad nodes could not be written down: %s", error)
+        for node, why in new.items():
+            log.warning("%s is left out from now on: %s", node, why)
+        return bad

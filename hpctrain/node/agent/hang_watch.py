@@ -1,9 +1,9 @@
-"""The agent's watch for hangs: reads its ranks' pulses, looks at them when all agents do, judges.
+"""The agent's watch for hangs: reads its ranks' heartbeats, looks at all ranks at once, judges.
 
-Each agent reads the pulses of its own ranks from the board, without their help, and says so in the
-agents' store where some stand for too long. Then node 0 has all agents look at their ranks at once,
-puts together what they found (`hangs/suspicion.py`), writes it down, and in the end has the round
-fail. `hpctrain stacks` asks for a look in the same way. tests/engines/test_hang_watch.py holds the
+Each agent reads the heartbeats of its own ranks from the board, without their help, and says so in
+the agents' store where some stand for too long. Then node 0 has all agents look at once, puts
+together what they found (`hangs/suspicion.py`), writes it down, and in the end has the round fail.
+`hpctrain stacks` asks for a look in the same way. tests/engines/test_hang_watch.py holds the
 promises.
 """
 
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import replace_text
@@ -21,29 +20,30 @@ from hpctrain.core.base.text import duration
 from hpctrain.errors import HpctrainError
 from hpctrain.ledger.run.event_types import HangCleared, HangFound, HangSuspected, RanksOutOfStep
 from hpctrain.ledger.run.layout import hang_path
-from hpctrain.node.agent.lingering_ranks import uses
+from hpctrain.node.agent.node_reports import uses
+from hpctrain.node.agent.rounds import RoundPart
 from hpctrain.node.agent.slow_watch import JobStragglers, NodeMoments
-from hpctrain.node.control import pulse
+from hpctrain.node.control import heartbeat
 from hpctrain.node.control.board import BOARD, Board, read_counts
 from hpctrain.node.hangs import stacks
 from hpctrain.node.hangs.evidence import evidence_of, plain_of, plain_stand, stand_of
 from hpctrain.node.hangs.look import RankProcess, look
 from hpctrain.node.hangs.outliers import CountsByTick, JobCounts
-from hpctrain.node.hangs.standing import RankPulse, Standing, in_words
+from hpctrain.node.hangs.standing import RankHeartbeat, Standing, in_words
 from hpctrain.node.hangs.suspicion import JobLook, Suspicion, Used
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
+    from types import TracebackType
 
-    from hpctrain.ledger.run.event_fields import LedgerFact
-    from hpctrain.node.agent.rendezvous import SignedStore
+    from hpctrain.node.agent.rounds import AgentRound, RoundHooks
     from hpctrain.node.hangs.standing import HangLimits
 
 log = logging.getLogger("hpctrain.agent")
 
 LOOK_S = 0.25
-"""So often pulses are read, which costs microseconds."""
+"""So often heartbeats are read, which costs microseconds."""
 ASKED_S = 1.0
 """So often node 0 looks whether a user wants to know where the ranks are."""
 ANSWERS_S, ANSWER_EACH_S = 4.0, 0.005
@@ -55,67 +55,45 @@ LOOK_NOW = "hang_look"
 """News that all agents look at their ranks, with the number of the look."""
 
 
-@dataclass(frozen=True)
-class NodeRank:
-    """A rank of this node.
-
-    Attributes:
-        rank: Its number.
-        pid: Of the process that the agent has started.
-        has_returned: Its program has ended with success.
-    """
-
-    rank: int
-    pid: int
-    has_returned: bool
-
-
 def _counts_s(nodes: int) -> float:
     return max(COUNTS_S, COUNTS_EACH_S * nodes)
 
 
-class NodeHangs:
-    """One node's side of a round: its pulses and looks.
+class NodeHangs(RoundPart):
+    """One node's side of a round: its heartbeats and looks.
 
     Attributes:
         moments: What is read for slow ranks; None where nobody minds.
     """
 
-    def __init__(
-        self,
-        limits: HangLimits | None,
-        folder: Path,
-        node: tuple[int, str],
-        store: SignedStore,
-        key: Callable[[str], str],
-        *,
-        nodes: int = 1,
-    ) -> None:
-        """Watch this round's ranks; without `limits`, look only when asked."""
-        self._folder, self._store, self._key = folder, store, key
-        self._number, self._name = node
-        self._node_count = nodes
-        watches = limits is not None and limits.watches
-        self._standing = Standing(limits, clock.monotonic) if limits and watches else None
-        counts = limits is not None and limits.desync != "off"
-        self._counts, self._counted_s = (CountsByTick() if counts else None), 0.0
+    def __init__(self, limits: HangLimits, folder: Path, round_: AgentRound) -> None:
+        """Watch this round's ranks, whose board is in `folder`."""
+        self._folder, self._round = folder, round_
+        self._standing = Standing(limits, clock.monotonic) if limits.watches else None
+        self._counts, self._counted_s = (CountsByTick() if limits.desync != "off" else None), 0.0
         self._looked_s = 0.0
         self._stands_over = False
-        tells_slow = limits is not None and limits.stragglers != "off"
-        self.moments = NodeMoments(folder, node, nodes, store, key) if tells_slow else None
-        try:
-            self._board: Board | None = Board.open(folder / BOARD)
-        except (OSError, HpctrainError) as error:
-            self._board = None
-            log.warning("the ranks' pulses cannot be read: %s", error)
+        self.moments = NodeMoments(folder, round_) if limits.stragglers != "off" else None
+        self._board: Board | None = None
 
-    def close(self) -> None:
-        """Let go of the board."""
+    def __enter__(self) -> Self:
+        try:
+            self._board = Board.open(self._folder / BOARD)
+        except (OSError, HpctrainError) as error:
+            log.warning("the ranks' pulses cannot be read: %s", error)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._board is not None:
             self._board.close()
             self._board = None
 
-    def look_at_pulses(self) -> None:
+    def tick(self) -> None:
         """Tell node 0 where a rank has begun or ceased to stand for too long."""
         now_s = clock.monotonic()
         if self._board is None or now_s < self._looked_s + LOOK_S:
@@ -127,109 +105,74 @@ class NodeHangs:
             self.moments.look(self._board)
         if self._standing is None:
             return
-        stands_over = any(stand.is_over for stand in self._standing.look(self._pulses()))
+        stands_over = any(stand.is_over for stand in self._standing.look(self._heartbeats()))
         if stands_over != self._stands_over:
             self._stands_over = stands_over
-            self._store.count(self._key("hangs"), 1)
+            self._round.store.count(self._round.key("hangs"), 1)
+
+    def hear(self, news: Mapping[str, Any]) -> None:
+        """Look at the ranks where all agents do."""
+        if LOOK_NOW in news:
+            self._look(news[LOOK_NOW])
 
     def _look_at_counts(self, counts: CountsByTick, board: Board, now_s: float) -> None:
         counts.look(read_counts(board))
-        if now_s >= self._counted_s + _counts_s(self._node_count):
+        if now_s >= self._counted_s + _counts_s(self._round.nodes):
             self._counted_s = now_s
-            self._store.set(self._key(f"counts/{self._number}"), counts.plain())
+            self._round.say("counts", counts.plain())
 
-    def look(self, number: int, ranks: Sequence[NodeRank]) -> None:
+    def _look(self, number: int) -> None:
         """Look at the ranks, and report to node 0 what was found."""
-        pulses = self._pulses()
-        where = {seen.rank: seen for seen in pulses}
+        heartbeats = self._heartbeats()
+        where = {seen.rank: seen for seen in heartbeats}
         processes = self._processes()
+        ranks = self._round.ranks
         seen_ranks = [
-            RankProcess(
-                one.rank,
-                processes.get(one.rank) or one.pid,
-                where[one.rank].step if where[one.rank].phase else None,
-                where[one.rank].phase,
-                one.has_returned,
+            _seen(
+                worker.global_rank,
+                processes.get(worker.global_rank) or process.pid,
+                where.get(worker.global_rank),
+                has_returned=ranks.has_returned(worker, process),
             )
-            for one in ranks
-            if one.rank in where
+            for worker, process in ranks.pairs()
         ]
-        stands = self._standing.look(pulses) if self._standing is not None else []
+        stands = self._standing.look(heartbeats) if self._standing is not None else []
         used = uses([one.pid for one in seen_ranks if not one.has_returned])
         said = {
             "number": number,
             "stands": [plain_stand(stand) for stand in stands],
-            "evidence": [plain_of(one) for one in look(self._folder, self._name, seen_ranks)],
+            "evidence": [plain_of(one) for one in look(self._folder, self._round.node, seen_ranks)],
             "used": {one.rank: used[one.pid] for one in seen_ranks if one.pid in used},
         }
-        self._store.set(_place(self._key, number, self._number), said)
+        self._round.say(f"hangs/{number % 2}", said)  # over what it said of the one before the last
 
-    def _pulses(self) -> list[RankPulse]:
+    def _heartbeats(self) -> list[RankHeartbeat]:
         if self._board is None:
             return []
         return [
-            RankPulse(
+            RankHeartbeat(
                 seen.rank,
                 seen.step,
-                pulse.phase_name(self._folder, seen.rank, seen.phase),
+                heartbeat.phase_name(self._folder, seen.rank, seen.phase),
                 seen.is_first,
                 seen.limit_s,
                 seen.since_ns,
             )
-            for seen in pulse.read(self._board)
+            for seen in heartbeat.read(self._board)
         ]
 
     def _processes(self) -> dict[int, int]:
         """The process that runs the program, which may be below the one that was started."""
         if self._board is None:
             return {}
-        return {seen.rank: seen.process for seen in pulse.read(self._board)}
+        return {seen.rank: seen.process for seen in heartbeat.read(self._board)}
 
 
-class RoundHangs:
-    """An agent's watch over one round: its own ranks, and on node 0 the job."""
-
-    def __init__(self, node: NodeHangs, job: JobHangs | None) -> None:
-        """Put both together; `job` is node 0's alone."""
-        self._node, self._job = node, job
-
-    def look_at_pulses(self) -> None:
-        """See `NodeHangs.look_at_pulses`."""
-        self._node.look_at_pulses()
-
-    def hear(self, number: int, ranks: Sequence[NodeRank]) -> None:
-        """See `NodeHangs.look`."""
-        self._node.look(number, ranks)
-
-    def failure(self, done: set[int]) -> FailureReport | None:
-        """See `JobHangs.watch`."""
-        return None if self._job is None else self._job.watch(done)
-
-    def close(self) -> None:
-        """Watch no more."""
-        self._node.close()
-
-
-def _place(key: Callable[[str], str], number: int, node: int) -> str:
-    """Where a node says what a look has found: over what it said of the one before the last."""
-    return key(f"hangs/{number % 2}/{node}")
-
-
-@dataclass
-class JobHangHooks:
-    """What node 0 does about hangs.
-
-    Attributes:
-        publish: Tells all agents something.
-        record: Writes an event into the ledger.
-        attempt_dir: Where the attempt's files lie.
-        asked: The token of a user's request to know where the ranks are; "" for none.
-    """
-
-    publish: Callable[[dict[str, Any]], None]
-    record: Callable[[LedgerFact], None]
-    attempt_dir: Path
-    asked: Callable[[], str] = lambda: ""
+def _seen(rank: int, pid: int, where: RankHeartbeat | None, *, has_returned: bool) -> RankProcess:
+    """What a look needs to know of a rank; without its heartbeat, where it is stays unknown."""
+    if where is None or not where.phase:
+        return RankProcess(rank, pid, has_returned=has_returned)
+    return RankProcess(rank, pid, where.step, where.phase, has_returned)
 
 
 class JobHangs:
@@ -240,20 +183,17 @@ class JobHangs:
     """
 
     def __init__(
-        self,
-        limits: HangLimits | None,
-        store: SignedStore,
-        key: Callable[[str], str],
-        nodes: Mapping[int, Sequence[int]],
-        hooks: JobHangHooks,
+        self, limits: HangLimits, round_: AgentRound, ranks_per_node: int, hooks: RoundHooks
     ) -> None:
-        """Watch this round; without `limits`, look only when asked. `nodes`: ranks by node."""
-        self._limits, self._store, self._key = limits, store, key
-        self._nodes, self._hooks = nodes, hooks
+        """Watch this round."""
+        each = ranks_per_node
+        self._limits, self._store, self._key = limits, round_.store, round_.key
+        self._round, self._hooks = round_, hooks
+        self._nodes = {one: range(one * each, (one + 1) * each) for one in range(round_.nodes)}
         self._suspicion = Suspicion()
         self._counts, self._compared_s = JobCounts(), 0.0
-        tells_slow = limits is not None and limits.stragglers != "off"
-        self.slow = JobStragglers(store, key, nodes, hooks.record) if tells_slow else None
+        tells_slow = limits.stragglers != "off"
+        self.slow = JobStragglers(round_, self._nodes, hooks.record) if tells_slow else None
         self._said = 0
         self._looked_s = self._asked_s = 0.0
         self._number, self._asked_at_s = 0, 0.0
@@ -272,7 +212,8 @@ class JobHangs:
             return self._gather(now_s, done)
         if (failure := self._compare(now_s)) is not None:
             return failure
-        if self._limits is not None and now_s >= self._looked_s + LOOK_S:
+        is_said = self._limits.watches or self.slow is not None
+        if is_said and now_s >= self._looked_s + LOOK_S:
             self._looked_s = now_s
             if self.slow is not None:
                 self.slow.watch()
@@ -283,13 +224,13 @@ class JobHangs:
             self._is_due = False
             self._number += 1
             self._asked_at_s, self._heard = now_s, {}
-            self._hooks.publish({LOOK_NOW: self._number})
+            self._round.publish({LOOK_NOW: self._number})
         return None
 
     def _compare(self, now_s: float) -> FailureReport | None:
         """Whether ranks are out of step, and the round ends by that."""
         limits, each_s = self._limits, _counts_s(len(self._nodes))
-        if limits is None or limits.desync == "off" or now_s < self._compared_s + each_s:
+        if limits.desync == "off" or now_s < self._compared_s + each_s:
             return None
         self._compared_s = now_s
         said = [
@@ -311,12 +252,12 @@ class JobHangs:
         return report if ends else None
 
     def _hear_user(self) -> None:
-        if not self._token and (token := self._hooks.asked()) != self._answered:
+        if not self._token and (token := self._hooks.asked_stacks()) != self._answered:
             self._token = token
 
     def _gather(self, now_s: float, done: set[int]) -> FailureReport | None:
         for node in set(self._nodes) - set(self._heard) - done:
-            said = self._store.get(_place(self._key, self._number, node))
+            said = self._store.get(self._key(f"hangs/{self._number % 2}/{node}"))
             if said is not None and said["number"] == self._number:
                 self._heard[node] = said
         silent = set(self._nodes) - set(self._heard) - done
@@ -334,12 +275,12 @@ class JobHangs:
         )
         if self._token:
             self._answer(job_look)
-        return self._judge(job_look) if self._limits and self._limits.watches else None
+        return self._judge(job_look) if self._limits.watches else None
 
     def _answer(self, job_look: JobLook) -> None:
         """Tell the user who has asked."""
         self._answered, self._token = self._token, ""
-        self._write(stacks.path_of(self._hooks.attempt_dir), self._told(job_look, self._answered))
+        self._write(stacks.path_of(self._round.directory), self._told(job_look, self._answered))
 
     def _judge(self, job_look: JobLook) -> FailureReport | None:
         stood_s = self._suspicion.stood_s
@@ -350,7 +291,7 @@ class JobHangs:
             self._hooks.record(HangCleared(seconds=round(stood_s, 1)))
         if ruling is None or finding not in {"suspected", "hang"}:
             return None
-        ends = finding == "hang" and self._ends_round
+        ends = finding == "hang" and self._limits.ends_round
         words = f"{ruling.summary} (stood at {in_words(stands)})"
         fields: dict[str, Any] = {
             "kind_of": ruling.kind,
@@ -359,7 +300,7 @@ class JobHangs:
             "stood_s": round(self._suspicion.stood_s, 1),
             "limit_s": round(self._suspicion.limit_s, 1),
         }
-        self._write(hang_path(self._hooks.attempt_dir), self._told(job_look, ""))
+        self._write(hang_path(self._round.directory), self._told(job_look, ""))
         if finding == "suspected":
             log.warning("the ranks may hang: %s", words)
             self._hooks.record(HangSuspected(**fields))
@@ -367,10 +308,6 @@ class JobHangs:
         log.warning("the ranks hang%s: %s", "; the round ends" if ends else "", words)
         self._hooks.record(HangFound(**fields, ended=ends))
         return self._failure(job_look, words) if ends else None
-
-    @property
-    def _ends_round(self) -> bool:
-        return self._limits is not None and self._limits.ends_round
 
     def _failure(self, job_look: JobLook, words: str) -> FailureReport:
         ruling = self._suspicion.verdict

@@ -1,15 +1,18 @@
 """The rendezvous of rounds whose nodes change: lost ones are replaced, or left out.
 
 Node 0's agent hears from its `lifeline.Lifeline` who lives, chooses the members of each round
-(`members.py`), and announces them with the round's number, which is part of the store's prefix and
-of every signed key: ranks and agents meet those of their own round alone. A spare waits here until
-a round has it.
-tests/engines/test_in_place.py holds the promises.
+(`choose_members`, which is pure), and announces them with the round's number, which is part of the
+store's prefix and of every signed key: ranks and agents meet those of their own round alone. A
+spare waits here until a round has it.
+tests/engines/test_in_place.py and tests/unit/agent/test_members.py hold the promises.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -17,10 +20,12 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousS
 
 from hpctrain.core.base import clock
 from hpctrain.core.base.process import connections_to
+from hpctrain.core.settings.check import node_range
 from hpctrain.errors import ClusterError
-from hpctrain.node.agent.lifeline import LIFELINE_PORT
-from hpctrain.node.agent.members import RankDeaths, choose_members
+from hpctrain.ledger.plan.mesh import Planner, shape_of
+from hpctrain.node.agent.lifeline import LEAVE_S, LIFELINE_PORT
 from hpctrain.node.agent.rendezvous import (
+    RENDEZVOUS_S,
     SAY_S,
     LeftOut,
     Loss,
@@ -30,16 +35,22 @@ from hpctrain.node.agent.rendezvous import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from hpctrain.core.base.records import JobContext
+    from hpctrain.core.settings.spec import Spec
     from hpctrain.node.agent.lifeline import Lifeline
-    from hpctrain.node.agent.members import RoundSize
+    from hpctrain.node.agent.loss_ending import Generation
 
 log = logging.getLogger("hpctrain.agent")
 
+GATHER_S = 15.0
+"""Agents that go on after others have seen the same claim, and start at once."""
 MEET_S = 60.0
 """So long may a member of a later round take to come; then it is left out."""
 LOOK_S = 0.05
+CONNECT_S = LEAVE_S / 2
+"""Of one try to connect to a round's store."""
 
 
 class NoMembers(ClusterError):
@@ -148,11 +159,12 @@ class InPlaceRendezvous(Rendezvous):
         Return those that were not out yet; None and nothing done if no round can do without them.
         """
         out = [node for node in sorted(self._living) if self.nodes[node] in bad]
-        if 0 in out or not self._can_do_without(out):
+        if 0 in out or not self.can_do_without(out):
             return None
         return [loss for node in out for loss in self._drop([node], bad[self.nodes[node]])]
 
-    def _can_do_without(self, nodes: Sequence[int]) -> bool:
+    def can_do_without(self, nodes: Sequence[int]) -> bool:
+        """Node 0: whether a round can be made of the nodes that live, without these."""
         others = self._living - set(nodes)
         return choose_members(self.members, others, self._size, self._fits) is not None
 
@@ -166,7 +178,7 @@ class InPlaceRendezvous(Rendezvous):
         number = self.members[self.names().index(node)]
         again = self._deaths.note(number, clock.monotonic())
         # One that is out already, since guards have named it, is not lost twice.
-        return again and number in self._living - {0} and self._can_do_without([number])
+        return again and number in self._living - {0} and self.can_do_without([number])
 
     def next_members(self) -> tuple[int, ...] | None:
         """Node 0: the nodes of the next round; None where there can be none."""
@@ -182,6 +194,20 @@ class InPlaceRendezvous(Rendezvous):
         while self._out is None and not self.is_behind and clock.monotonic() < deadline:
             self._hear(LOOK_S)
         return self._out
+
+    def lost_first(self) -> LeftOut | None:
+        """Wait until node 0 has left; return how it was lost, None where it told the others."""
+        while self._out is None:
+            self._hear(1.0)
+        return self._out if self._out.first_is_gone else None
+
+    def leave_silent_first(self, why: str) -> None:
+        """Leave the job; another agent may lead it.
+
+        Raises:
+            LeftOut: always.
+        """
+        raise LeftOut(why, first_is_gone=True)
 
     @property
     def is_behind(self) -> bool:
@@ -218,7 +244,7 @@ class InPlaceRendezvous(Rendezvous):
             away = [node for node in range(len(self.nodes)) if node not in self._living]
             absent = ", ".join(self.nodes[node] for node in away)
             if self._gather_s is not None and waited > self._gather_s:
-                log.warning("goes on without %s, which did not come", absent)
+                log.warning("continues without %s, which did not come", absent)
                 self._lifeline.say({"absent": away})  # else the job's end waits for them
                 return
             if not said and waited > SAY_S:
@@ -275,9 +301,8 @@ class InPlaceRendezvous(Rendezvous):
     # ---- both
 
     def _connected(self) -> Any:
-        store = TCPStore(
-            self.master_addr, self.master_port, None, is_master=False, timeout=self.timeout
-        )
+        store = self._connect()
+        store.set_timeout(self.timeout)
         limit_answers(self.master_port)
         if self.node != 0:
             connections = connections_to(self.master_port)
@@ -285,6 +310,26 @@ class InPlaceRendezvous(Rendezvous):
             for connection in connections:
                 connection.close()
         return store
+
+    def _connect(self) -> Any:
+        """Connect to the round's store, in turns: nothing breaks off one that is under way.
+
+        A node without power answers nothing, and who is still in it `LEAVE_S` after that loss is
+        killed by its liveness process: nobody would be left to see to the job.
+        """
+        until = clock.monotonic() + self.timeout.total_seconds()
+        turn = timedelta(seconds=CONNECT_S)
+        while True:
+            try:
+                return TCPStore(
+                    self.master_addr, self.master_port, None, is_master=False, timeout=turn
+                )
+            except RuntimeError:
+                if self.node == 0 or clock.monotonic() >= until:
+                    raise
+                self._hear()
+                if self._out is not None or self.is_behind:
+                    raise
 
     def _take(self, announced: dict[str, Any]) -> None:
         self.round, self.members = int(announced["round"]), tuple(announced["members"])
@@ -313,3 +358,101 @@ class InPlaceRendezvous(Rendezvous):
         self._living.discard(node)
         name, was_member = self.nodes[node], node in self.members
         self._losses.append(Loss(node, name, why, was_member=was_member))
+
+
+OFTEN_S = 3600.0
+"""A node whose ranks died twice within so long is left out, where the round can do without it."""
+
+
+@dataclass(frozen=True)
+class RoundSize:
+    """How many nodes a round may have.
+
+    Attributes:
+        most: No round has more; the nodes beyond are spares.
+        least: No round has fewer.
+    """
+
+    most: int
+    least: int
+
+
+def round_size(least: int, most: int, *, allocated: int, spares: int, shrinks: bool) -> RoundSize:
+    """Return the sizes that the settings allow in a job.
+
+    `least` and `most` are of `slurm.nodes`, `spares` is `alive.spares`; `allocated` includes
+    spares. A run that `shrinks` may have fewer nodes than in the round before.
+    """
+    # A job that SLURM has run again after a loss may have fewer than were asked for.
+    wanted = min(max(allocated - spares, least), most, allocated)
+    return RoundSize(wanted, min(least, wanted) if shrinks else wanted)
+
+
+def choose_members(
+    before: Sequence[int],
+    living: Collection[int],
+    size: RoundSize,
+    fits: Callable[[int], bool] = lambda _count: True,
+) -> tuple[int, ...] | None:
+    """Return the nodes of the next round by their place in it; None if there can be none.
+
+    `before` is by place, empty for the first round; `fits`: whether so many nodes' ranks have a
+    mesh.
+    """
+    order = [node for node in before if node in living]
+    order += sorted(set(living) - set(order))
+    for count in range(min(size.most, len(order)), max(size.least, 1) - 1, -1):
+        if fits(count):
+            return tuple(order[:count])
+    return None
+
+
+class RankDeaths:
+    """How often ranks of a node died lately: one that is broken does it again."""
+
+    def __init__(self) -> None:
+        """None has."""
+        self._at: defaultdict[int, list[float]] = defaultdict(list)
+
+    def note(self, node: int, now: float) -> bool:
+        """Record a rank's death, `now` in monotonic seconds; return whether that is too often."""
+        recent = [at for at in self._at[node] if now - at < OFTEN_S]
+        self._at[node] = [*recent, now]
+        return bool(recent)
+
+
+def rendezvous_of(
+    lifeline: Lifeline,
+    spec: Spec,
+    context: JobContext,
+    *,
+    run_id: str,
+    generation: Generation | None = None,
+) -> InPlaceRendezvous:
+    """Return where this node's agent meets the others.
+
+    Agents that continue after others pass their `generation`: some nodes may be lost.
+    """
+    settings, nodes = spec.settings, context.nodes
+    least, most = node_range(settings.slurm.nodes)
+    at_start = len(nodes) + (0 if generation is None else len(generation.lost))
+    size = round_size(
+        least,
+        most,
+        allocated=at_start,
+        spares=settings.alive.spares,
+        shrinks=settings.alive.shrink == "auto",
+    )
+    shape = shape_of(settings.train) if spec.entry.kind == "recipe" else None
+    planner = Planner(settings.engine, settings.slurm.ranks(), shape)
+    return InPlaceRendezvous(
+        lifeline,
+        nodes,
+        port=context.port,
+        run_id=run_id,
+        timeout_s=RENDEZVOUS_S,
+        size=size,
+        fits=lambda count: planner.at(count) is not None,
+        gather_s=None if generation is None else GATHER_S,
+        switch=context.switch,
+    )

@@ -32,16 +32,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpctrain.core.base import clock
+from hpctrain.core.base.env import HPCTRAIN_ALIVE
 from hpctrain.core.base.process import PORTS, ForkedProcess, die_with_parent, is_readable, show_as
 from hpctrain.core.base.secret import code
 from hpctrain.errors import ControlLost
 from hpctrain.node.agent import signals
 from hpctrain.node.agent.control import addresses
-from hpctrain.node.control.endpoint import ChildrenDoor, Endpoint, meet_parent
+from hpctrain.node.control.endpoint import ChildrenListener, Endpoint, meet_parent
 from hpctrain.node.control.wire import Greeting, packed, unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from hpctrain.core.base.records import JobContext
+    from hpctrain.core.settings.spec import Spec
 
 LIFELINE_PORT = PORTS - 3
 """Of the job's ports; those below it are the rounds', those above the preflight's."""
@@ -50,6 +54,8 @@ BEATS = 8
 LEAVE_S = 5.0
 """So long may an agent take to leave, at most a lease; then it is killed, and its ranks with it."""
 TRY_AGAIN_S = 0.2
+EARLY_END_S = 30.0
+"""Agents that have yet to come are waited for so long, to be told that there is nothing to do."""
 FIRST_S = 600.0
 """So long may the first node's agent take to come up."""
 _LINE_BYTES = 1 << 20
@@ -249,7 +255,7 @@ class _First(_LifelineSide):
         self._told_over: set[int] = set()
 
     async def _begin(self) -> None:
-        door = ChildrenDoor(self._awaited, self._greeting, self._admit)
+        door = ChildrenListener(self._awaited, self._greeting, self._admit)
         listen, _ = addresses(self._place.address, 0)
         door.open(listen, self._place.port)
         self._all_told()
@@ -439,3 +445,22 @@ class _Other(_LifelineSide):
 
     def _kill_agent_after(self, seconds: float) -> None:
         asyncio.get_running_loop().call_later(seconds, os.kill, self._agent, signal.SIGKILL)
+
+
+def lifeline_of(spec: Spec, context: JobContext, secret: str) -> Lifeline | None:
+    """Return this node's liveness process; None if the run does not outlive a node.
+
+    It does only where the batch script has said so (`HPCTRAIN_ALIVE`): under a scheduler that ends
+    the job with the first lost node it would be in vain. Call it while this process has one thread.
+    """
+    alive = spec.settings.alive
+    if not (alive.is_on() and os.environ.get(HPCTRAIN_ALIVE) and len(context.nodes) > 1):
+        return None
+    place = LifelinePlace(
+        context.node_rank,
+        len(context.nodes),
+        context.master_addr,
+        context.port + LIFELINE_PORT,
+        alive.lease_s,
+    )
+    return Lifeline(place, secret)

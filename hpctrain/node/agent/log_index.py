@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Self
 
 from hpctrain.core.base import clock
 from hpctrain.ledger.run.attempt_files import LogMark, mark_line, times_path
+from hpctrain.node.agent.rounds import RoundPart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ PATIENCE_S = 1.0
 """So long may the last look take; the next attempt does not wait for a file system that hangs."""
 
 
-class LogIndexer:
+class LogIndexer(RoundPart):
     """Looks at the logs of one node's ranks while they run: `with LogIndexer(logs): ...`."""
 
     def __init__(

@@ -31,31 +31,37 @@ from hpctrain.node.agent import signals
 from hpctrain.node.agent.control import NodeControl
 from hpctrain.node.agent.cpus import cpus_of_ranks
 from hpctrain.node.agent.environment import RankEnvironment
-from hpctrain.node.agent.loss_ending import LossEnding
+from hpctrain.node.agent.lifeline import EARLY_END_S, lifeline_of
+from hpctrain.node.agent.loss_ending import (
+    LossEnding,
+    NoSuccession,
+    Succeeds,
+    Succession,
+    generation_of,
+    take_over,
+)
 from hpctrain.node.agent.node_check import NodeCheck
 from hpctrain.node.agent.preload import preload
 from hpctrain.node.agent.rounds import NothingToResume, RoundHooks
-from hpctrain.node.agent.stay_alive import EARLY_END_S, RENDEZVOUS_S, lifeline_of, rendezvous_of
-from hpctrain.node.agent.succession import Succeeds, Succession, generation_of, take_over
-from hpctrain.node.control import pulse
+from hpctrain.node.control import heartbeat
 from hpctrain.node.hangs import stacks
 from hpctrain.node.hangs.standing import FEWEST_S, HangLimits
-from hpctrain.node.memory import pairing
+from hpctrain.node.memory import replica_peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpctrain.cluster.scheduler.base import JobControl
-    from hpctrain.core.base.records import FailureReport, JobContext
+    from hpctrain.core.base.records import JobContext
     from hpctrain.core.settings.schema import AliveSettings
     from hpctrain.core.settings.spec import Spec
     from hpctrain.ledger.run.fence import Attempt
     from hpctrain.ledger.run.layout import RunDir
-    from hpctrain.node.agent.in_place_node import InPlaceAgent
     from hpctrain.node.agent.lifeline import Lifeline
+    from hpctrain.node.agent.loss_ending import Generation
+    from hpctrain.node.agent.node import InPlaceAgent
     from hpctrain.node.agent.rendezvous import LeftOut, Loss, Rendezvous
-    from hpctrain.node.agent.resume_args import ResumeArgs
-    from hpctrain.node.agent.succession import Generation
+    from hpctrain.node.agent.resume import ResumeArgs
 
 log = logging.getLogger("hpctrain.agent")
 
@@ -98,6 +104,8 @@ def _run_generation(
         # Not 0: the other nodes' agents would wait for this one for minutes; so they are killed.
         _send_home(lifeline_of(spec, context, shared), why)
         return RunAlive.exit_code
+    # From the liveness process on, the others may take this node for lost, and see to the job.
+    follows = _newest_attempt(run) if generation is None else generation.follows
     environment = _environment(run, spec, context)
     secret = shared if generation is None else generation.secret(shared)
     lifeline = lifeline_of(spec, context, secret)
@@ -106,7 +114,7 @@ def _run_generation(
         node_check.begin()
     # Before anything large is imported.
     node_control = _node_control(spec.settings.alive, context, secret, lifeline, replica_server)
-    ending.seen_step = lambda: pulse.highest_step(node_control.folder)
+    ending.seen_step = lambda: heartbeat.highest_step(node_control.folder)
     ending.succession = _succession(run, shared, context, lifeline)
 
     def rounds() -> int:
@@ -124,6 +132,7 @@ def _run_generation(
             node_control=node_control,
             lifeline=lifeline,
             generation=generation,
+            follows=follows,
         )
 
     leads = generation is not None and context.node_rank == 0
@@ -132,10 +141,12 @@ def _run_generation(
 
 def _succession(
     run: RunDir, secret: str, context: JobContext, lifeline: Lifeline | None
-) -> Succession | None:
-    """How the agents that are left go on without the first node; None where they cannot."""
+) -> NoSuccession:
+    """How the agents that are left go on without the first node."""
     is_in_container = bool(os.environ.get(HPCTRAIN_RELAY))  # whose relay is the first node's
-    return None if lifeline is None or is_in_container else Succession(run, secret, context)
+    if lifeline is None or is_in_container:
+        return NoSuccession()
+    return Succession(run, secret, context)
 
 
 def _see_through(
@@ -181,7 +192,7 @@ def _node_control(
         secret,
         keeps_copies=alive.memory != "no",
         # Where a lost node ends the job, its part in another one's memory would be lost with it.
-        copies_to_buddy=alive.memory_buddy == "auto" and lifeline is not None,
+        copies_to_peer=alive.memory_buddy == "auto" and lifeline is not None,
         replica_server=replica_server,
     )
 
@@ -239,14 +250,15 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
     node_control: NodeControl,
     lifeline: Lifeline | None,
     generation: Generation | None,
+    follows: int,
 ) -> int:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from hpctrain.checkpoint.sealed.start import resume_at_start
-    from hpctrain.node.agent.in_place_node import InPlaceAgent
-    from hpctrain.node.agent.node import NodeAgent
+    from hpctrain.node.agent.in_place import rendezvous_of
+    from hpctrain.node.agent.node import InPlaceAgent, NodeAgent
     from hpctrain.node.agent.ranks import run_rank
-    from hpctrain.node.agent.rendezvous import Rendezvous
+    from hpctrain.node.agent.rendezvous import RENDEZVOUS_S, Rendezvous
     from hpctrain.node.agent.sealing import SealWatch
     from hpctrain.node.agent.stop_deadline import StopDeadline
     from hpctrain.node.agent.stop_notice import StopNotice
@@ -266,7 +278,6 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
 
     # Meanwhile the nodes' memory keeps its copies; in another job only the disk's would be left.
     patiently = partial(deadline.patiently, patience_s=spec.settings.checkpoint.patience_s)
-    follows = _newest_attempt(run) if generation is None else generation.follows
 
     def begin(world_size: int) -> Attempt:
         again = agent.end is not None or generation is not None
@@ -305,12 +316,6 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
             is_stopping=deadline.is_told_to_stop,
         )
 
-    def may_restart(failure: FailureReport | None) -> bool:
-        return ending.after_crash(agent.attempt_number, failure)
-
-    def may_go_on(why: str) -> bool:
-        return ending.after_loss(agent.attempt_number, why)
-
     def lost(loss: Loss, members: tuple[int, ...] | None) -> None:
         names = [context.nodes[node] for node in members or ()]
         ending.record_loss(agent.attempt_number or None, loss, names)
@@ -340,15 +345,15 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         hooks = RoundHooks(
             begin,
             deadline,
-            may_restart,
+            lambda failure: ending.after_crash(agent.attempt_number, failure),
+            StopNotice(run, context, deadline, lead_s=_lead_s(spec)).look,
             resume=resume,
             sealing=sealing,
             awaited=lambda fact: ending.record(agent.attempt_number, fact),
-            may_go_on=may_go_on,
+            may_go_on=lambda why: ending.after_loss(agent.attempt_number, why),
             lost=lost,
             starts=ending.starts,
             more_args=partial(_more_args, spec),
-            notice=StopNotice(run, context, deadline, lead_s=_lead_s(spec)),
             record=lambda fact: ending.record(agent.attempt_number, fact),
             asked_stacks=partial(stacks.asked, run.stacks_request, context.job_id),
         )
@@ -407,7 +412,7 @@ def _take_attempt(
 
 
 def _newest_attempt(run: RunDir) -> int:
-    """As this node comes up: while it stands still others may see to the job, and take another."""
+    """Return its number, 0 for none."""
     newest = read_fence(run)
     return 0 if newest is None else newest.number
 
@@ -415,12 +420,12 @@ def _newest_attempt(run: RunDir) -> int:
 def _buddies(rendezvous: Rendezvous, node_control: NodeControl) -> dict[str, Any]:
     """What an attempt says of who has whose copies; where a switch takes both, a user hears it."""
     names, switches = rendezvous.names(), rendezvous.switches()
-    if not node_control.copies_to_buddy or len(names) == 1:
+    if not node_control.copies_to_peer or len(names) == 1:
         return {}
-    buddies = pairing.buddies_of(switches)
-    if why := pairing.warning(names, buddies, switches):
+    peers = replica_peer.replica_peers_of(switches)
+    if why := replica_peer.warning(names, peers, switches):
         log.warning("%s", why)
-    by_name = {"buddies": tuple(names[buddy] for buddy in buddies)}
+    by_name = {"buddies": tuple(names[peer] for peer in peers)}
     return by_name | ({"switches": switches} if any(switches) else {})
 
 
@@ -433,6 +438,7 @@ def _prepare_to_stay(
 ) -> None:
     """Give an agent what it needs in the place of lost nodes."""
     agent.run_of_copies = run if alive.memory != "no" else None
+    agent.has_successor = ending.succession.is_possible
     if context.node_rank == 0:
         ending.convictions.leave_out = agent.leave_out
 
@@ -460,7 +466,7 @@ def _leave(
     attempt = agent.attempt_number
     turn = line.index(rendezvous.node)
     if not rendezvous.can_do_without_first():
-        ending.succession = None
+        ending.succession = NoSuccession()
     following = ending.after_first_node(str(left_out), own, attempt, turn)
     if following is not None:
         raise Succeeds(following)
@@ -469,7 +475,7 @@ def _leave(
 
 def _more_args(spec: Spec, start: int, resume_from: str | None) -> ResumeArgs:
     """What the program gets beside its own arguments at this start."""
-    from hpctrain.node.agent.resume_args import resume_args
+    from hpctrain.node.agent.resume import resume_args
 
     settings, cwd = spec.settings, spec.entry.cwd
     sealed = settings.checkpoint.sealed
@@ -481,11 +487,9 @@ def _lead_s(spec: Spec) -> float:
     return max(spec.settings.run.stop_margin_s, spec.settings.slurm.signal_lead_s)
 
 
-def _hang_limits(spec: Spec) -> HangLimits | None:
-    """After what time ranks that stand still are looked at; None for never."""
+def _hang_limits(spec: Spec) -> HangLimits:
+    """After what time ranks that stand still are looked at."""
     alive, save_s = spec.settings.alive, spec.settings.checkpoint.timeout_s
-    if alive.hang == alive.desync == alive.stragglers == "off":
-        return None
     return HangLimits(
         alive.hang_s or FEWEST_S,
         alive.first_step_s,

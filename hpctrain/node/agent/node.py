@@ -1,20 +1,41 @@
-"""The agent of one node, on torch's elastic agent: starts ranks, ends a round as all nodes agree.
+"""The agent of one node, on torch's elastic agent: rounds of ranks, with parts that watch them.
 
-A round is one start of the ranks and is one attempt of the run. The agent of node 0 coordinates:
-it takes the attempt's number, gathers what the nodes report, and publishes one verdict that all
-agents follow, since agents that each decided for themselves would wait for each other in the next
-rendezvous for ever. tests/engines/test_node_agent.py holds the promises.
+A round is one start of the ranks and is one attempt of the run. Node 0's agent begins the attempt,
+gathers what the nodes report, and publishes one verdict that all agents follow, since agents that
+each decided for themselves would wait for each other in the next rendezvous for ever.
+
+`NodeAgent` forks the ranks, calls the parts of the round, and ends the ranks. A part has one job
+and is always there; one that has nothing to do is a plain `rounds.RoundPart`. Its moments:
+
+    enter        the ranks have been forked
+    tick         about ten times a second; the first part that returns a `RoundEnd` ends the round
+    hear(news)   node 0's agent has published something
+    verdict(end) it is known how the round ends; then the agent ends the ranks that are left
+    leave        no rank is left
+
+In their order, by modules of this room:
+
+    node_reports     a sign of life from node 0, or the watch for it
+    stop_notice      a stop, told to the ranks
+    control          the process of the ranks' agreement: does it live?
+    sealing          files of the program that are registered (node 0)
+    log_index        when the ranks wrote their logs
+    hang_watch       ranks that stand still or are out of step, and (slow_watch) slow ones
+    node_reports     which ranks have returned, the report that none is left, answers, the news
+    coordinator      the verdict (node 0)
+
+What differs between node 0 and the others around a round is `coordinator.LeadSide` or
+`FollowerSide`.
+tests/engines/test_node_agent.py holds the promises.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import multiprocessing.connection
 import os
 import signal
-from contextlib import nullcontext, suppress
-from dataclasses import asdict
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
@@ -28,68 +49,47 @@ from hpctrain.core.base.env import (
     HPCTRAIN_RESUME,
     HPCTRAIN_RESUME_ARGS,
     HPCTRAIN_STARTS,
-    HPCTRAIN_STOP_FILE,
 )
-from hpctrain.core.base.records import FailureReport, StopCause
-from hpctrain.core.base.text import duration
-from hpctrain.errors import CheckpointError, ClusterError, Fenced
-from hpctrain.ledger.run.layout import failure_path, rank_log_path, torch_error_path
-from hpctrain.node.agent.hang_watch import (
-    LOOK_NOW,
-    JobHangHooks,
-    JobHangs,
-    NodeHangs,
-    NodeRank,
-    RoundHangs,
-)
-from hpctrain.node.agent.lingering_ranks import FirstAgent, LifeWatch, NodeEnds
+from hpctrain.core.base.records import FailureReport
+from hpctrain.errors import CheckpointError, ClusterError, ControlLost
+from hpctrain.ledger.run.fence import Attempt
+from hpctrain.ledger.run.layout import torch_error_path
+from hpctrain.node.agent.coordinator import POLL_S, FollowerSide, LeadSide, say_goodbye
+from hpctrain.node.agent.copies_to_disk import CopySaver
+from hpctrain.node.agent.hang_watch import NodeHangs
 from hpctrain.node.agent.log_index import LogIndexer
-from hpctrain.node.agent.node_reports import (
-    AWAIT_ENDS,
-    AWAKE,
-    LOOK_ANYWAY_S,
-    LOOK_EACH_S,
-    ROLL_CALL,
-    ROLL_CALL_S,
-    NodeReports,
-)
+from hpctrain.node.agent.node_reports import News, RankEnds, RankReport, RollCall
 from hpctrain.node.agent.notify import telling
-from hpctrain.node.agent.ranks import collect, first_causal, settle_s
-from hpctrain.node.agent.rendezvous import SignedStore
-from hpctrain.node.agent.resume_choice import StopHeard, choose
-from hpctrain.node.agent.rounds import NothingToResume, RoundEnd, RoundHooks
-from hpctrain.node.agent.signals import Orphans, arrivals, kept
-from hpctrain.node.agent.stop_notice import StopFile, listens, send_term
+from hpctrain.node.agent.rendezvous import LeftOut, RoundBroken, SignedStore
+from hpctrain.node.agent.resume import StopHeard
+from hpctrain.node.agent.rounds import (
+    AgentRound,
+    NodeRanks,
+    NothingToResume,
+    RoundEnd,
+    RoundHooks,
+    RoundPart,
+)
+from hpctrain.node.agent.signals import Orphans, kept
+from hpctrain.node.agent.stop_notice import RankStop
 from hpctrain.node.control.node_server import TreePlace
-from hpctrain.node.memory.pairing import buddies_of
+from hpctrain.node.memory.replica_peer import replica_peers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 
-    from hpctrain.ledger.run.fence import Attempt
+    from hpctrain.ledger.run.layout import RunDir
     from hpctrain.node.agent.control import NodeControl
-    from hpctrain.node.agent.lingering_ranks import Life
+    from hpctrain.node.agent.in_place import InPlaceRendezvous
     from hpctrain.node.agent.rendezvous import Rendezvous
-    from hpctrain.node.agent.sealing import SealWatch
-    from hpctrain.node.agent.stop_notice import StopNotice
     from hpctrain.node.hangs.standing import HangLimits
 
 log = logging.getLogger("hpctrain.agent")
 
-POLL_S = 0.1
 STORE_GONE = "the process that serves the agents' store has ended, or does not answer"
-STOP = "stop"
-"""News that the ranks should leave, with the cause."""
-LEAST_FIRST_S = 30.0
-"""How long node 0's agent may say nothing at least, however short `run.end_wait_s` is."""
-LONGEST_LOOK_S = 2.0
-"""Between two looks of another node's agent for news: a roll call waits longer."""
-GOODBYE_S = 5.0
-"""How long node 0's agent, with which the store ends, stays at most for others' last look at it."""
 MANY = 1_000_000
 RESUME_S = 6 * 3600.0
 """So long may node 0 take to prove what the ranks go on from."""
@@ -119,11 +119,8 @@ class NoRedirect(LogsSpecs):
 class NodeAgent(LocalElasticAgent):
     """torch's elastic agent with one verdict for all nodes, and attempts that the run counts."""
 
-    _life: LifeWatch | None = None
-    _hangs: RoundHangs | None = None
-    _ends_said: NodeEnds | None = None
     _signed: SignedStore | None = None
-    _refused: CheckpointError | None = None
+    _round: AgentRound
 
     def __init__(
         self,
@@ -135,35 +132,32 @@ class NodeAgent(LocalElasticAgent):
         start_method: str,
         before_ranks: Callable[[int], None],
         secret: str,
+        control: NodeControl,
+        hang_limits: HangLimits,
         end_wait_s: float = 0.0,
-        control: NodeControl | None = None,
-        hang_limits: HangLimits | None = None,
     ) -> None:
         """Make the agent of this node; `run()` starts it.
 
         The rendezvous of `spec` must be ours; `hooks` are node 0's only. `before_ranks` gets an
         attempt's number on every node before its ranks start. It must not be collective: nodes come
         there at their own pace. If some ranks have returned, idle others are ended after
-        `end_wait_s`; 0 for never. `control` is None if ranks have nothing from their agents,
-        `hang_limits` None for no looks.
+        `end_wait_s`; 0 for never.
         """
         super().__init__(spec, NoRedirect(attempt_dir(0)), start_method=start_method)
         self.attempt_number = 0
         self.end: RoundEnd | None = None
         self._node, self._attempt_dir = node, attempt_dir
-        self._hooks = hooks
         self._before_ranks = before_ranks
         self._secret = secret
         self._end_wait_s = end_wait_s
         self._control, self._hang_limits = control, hang_limits
-        self._sealing: AbstractContextManager[SealWatch | None] = nullcontext()
-        self._stop_file = StopFile()
-        self._stop_told = False
-        self._to_signal: set[int] = set()
-        self._round = 0
-        self._news = self._published = 0
-        self._news_looked_at = float("-inf")
         self._meeting_place = cast("Rendezvous", spec.rdzv_handler)
+        self._side = (
+            FollowerSide(self._meeting_place, end_wait_s)
+            if hooks is None
+            else LeadSide(hooks, self._meeting_place, hang_limits, end_wait_s)
+        )
+        self._stop = RankStop()
         self._remaining_restarts = MANY
 
     # ---- torch's hooks
@@ -173,26 +167,56 @@ class NodeAgent(LocalElasticAgent):
         try:
             return self._run_rounds()
         finally:
-            self._stop_file.remove()
+            self._stop.remove()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        round_ = self._begin_round(worker_group)
+        place, switches = self._tree_place(round_), self._meeting_place.switches()
+        self._control.begin(place, round_.store, round_.key, replica_peers_of(switches))
+        attempt = self._begin_attempt(round_)
+        round_.directory.mkdir(parents=True, exist_ok=True)
+        self._logs_specs = NoRedirect(round_.directory)
+        self._before_ranks(self.attempt_number)
+        os.environ[HPCTRAIN_ATTEMPT] = json.dumps(attempt)
+        os.environ[HPCTRAIN_ATTEMPT_DIR] = str(round_.directory)
+        self._set_resume(round_)
+        self._stop.prepare(round_)
+        self._control.join(round_.store, round_.key, self._meeting_place.timeout.total_seconds())
+        with kept():
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+        round_.ranks.context = self._pcontext
+        # Torch has ranks that returned wait for the others of their node. They end at once instead:
+        # who has returned is seen, and one that never returns keeps no other one.
+        getattr(self._pcontext, "_worker_finished_event").set()  # noqa: B009 - mypy: torch's own
+        for process in round_.ranks.processes:
+            # Ranks ignore SIGTERM on purpose, and torch would wait 30 s for it before it kills.
+            process.terminate = process.kill
+        return pids
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        # Torch before 2.10 knows no time-out here; what is killed leaves without one.
+        del death_sig, timeout
+        super()._shutdown(signal.SIGKILL)
+
+    def _record_worker_events(self, result: RunResult) -> None:
+        """The run's ledger records what happened; torch's own event handlers are not used."""
+
+    # ---- rounds
 
     def _run_rounds(self) -> RunResult:
         group = self._worker_group
         orphans = Orphans()
         while True:
             self.end = self._start_and_run(group)
-            orphans.end(spare={*telling(), *self._own_pids()})
+            orphans.end(spare={*telling(), *self._control.pids, *self._meeting_place.pids()})
             if self.end.restart:
-                self._next_round()
+                self._meeting_place.next_round()
                 continue
             is_left = self.end.ending == "left"
             group.state = WorkerState.SUCCEEDED if is_left else WorkerState.FAILED
             if not self.end.left_out:
-                self._say_goodbye()
+                say_goodbye(self._side, self._round)
             return RunResult(state=group.state)
-
-    def _own_pids(self) -> list[int]:
-        own = [] if self._control is None else self._control.pids
-        return [*own, *self._meeting_place.pids()]
 
     def _start_and_run(self, group: WorkerGroup) -> RoundEnd:
         try:
@@ -207,168 +231,88 @@ class NodeAgent(LocalElasticAgent):
 
     def _is_store_there(self) -> bool:
         try:
-            return self._worker_group.store is None or bool(self._news_store.count("there", 1))
+            return self._worker_group.store is None or bool(self._signed_store.count("there", 1))
         except RuntimeError:
             return False
 
     def _after_store_loss(self, group: WorkerGroup) -> RoundEnd:
-        """The next round has a new store; node 0 alone decides whether there is one.
-
-        The others see no more than that nothing answers, and go where a new store would be.
-        """
+        """The next round has a new store; node 0 alone decides whether there is one."""
         self._stop_workers(group)
         log.warning("%s", STORE_GONE)
-        failure, restart = None, True
-        if self._hooks is not None:
-            first = group.workers[0].global_rank
-            failure = FailureReport(first, self._node, "signal", STORE_GONE, time=clock.now())
-            restart = self._hooks.deadline.cause is None and self._hooks.may_restart(failure)
-            if not restart:
-                self._announce_end(group)
-        return RoundEnd("failed", restart=restart, why=STORE_GONE, failure=failure)
+        first = group.workers[0].global_rank
+        end = self._side.after_store_loss(
+            FailureReport(first, self._node, "signal", STORE_GONE, time=clock.now())
+        )
+        if not end.restart:
+            self._announce_end(group)
+        return end
 
     def _announce_end(self, group: WorkerGroup) -> None:
         """Node 0: meet the other agents in a new store, and tell them that no round follows.
 
         Without it they would wait for that store until the scheduler ends the job.
         """
-        self._next_round()
+        self._meeting_place.next_round()
         self._meeting_place.hasten()
         try:
             self._rendezvous(group)
-            self._news_store.set(f"attempt/{self._round}", {"refused": STORE_GONE})
-            self._say_goodbye()
+            round_ = self._begin_round(group)
+            round_.store.set(f"attempt/{round_.number}", {"refused": STORE_GONE})
+            say_goodbye(self._side, round_)
         except (ClusterError, RuntimeError) as error:
             log.warning("the other agents do not hear that the job ends: %s", error)
 
-    def _run_round(self, group: WorkerGroup) -> RoundEnd:
-        ranks, pids = group.workers[0].world_size, [one.pid for one in self._processes()]
-        with LogIndexer(self._logs(), in_all=ranks, pids=pids), self._sealing as seal:
-            try:
-                end = self._watch_round()
-            finally:
-                self._stop_watching()
-                self._stop_workers(group)
-                self._remove_error_files()
-            if seal is not None:
-                seal.returned = end.ending == "left"
-        return end
+    # ---- one round
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        if self._control is not None:
-            place, switches = self._tree_place(worker_group), self._meeting_place.switches()
-            self._control.begin(place, self._news_store, self._key, buddies_of(switches))
-        attempt = self._begin_attempt(worker_group)
-        self.attempt_number = int(attempt["number"])
-        directory = self._attempt_dir(self.attempt_number)
-        directory.mkdir(parents=True, exist_ok=True)
-        self._logs_specs = NoRedirect(directory)
-        self._before_ranks(self.attempt_number)
-        os.environ[HPCTRAIN_ATTEMPT] = json.dumps(attempt)
-        os.environ[HPCTRAIN_ATTEMPT_DIR] = str(directory)
-        self._set_resume()
-        self._prepare_stop()
-        if self._control is not None:
-            timeout_s = self._meeting_place.timeout.total_seconds()
-            self._control.join(self._news_store, self._key, timeout_s)
-        with kept():
-            pids: dict[int, Any] = super()._start_workers(worker_group)
-        # Torch has ranks that returned wait for the others of their node. They end at once instead:
-        # who has returned is seen, and one that never returns keeps no other one.
-        getattr(self._pcontext, "_worker_finished_event").set()  # noqa: B009 - mypy: torch's own
-        if self._stop_file.cause is not None:  # of a SIGTERM that came before there were ranks
-            self._to_signal = {process.pid for process in self._processes()}
-        for process in self._processes():
-            # Ranks ignore SIGTERM on purpose, and torch would wait 30 s for it before it kills.
-            process.terminate = process.kill
-        return pids
+    def _begin_round(self, group: WorkerGroup) -> AgentRound:
+        """The agents have met: what the parts of the round share."""
+        # A spare that joins has seen none of the rounds before.
+        self._remaining_restarts = MANY - self._meeting_place.round
+        port: Any = self._meeting_place.master_port  # torch types the group's as None
+        group.master_port = port
+        nodes = group.group_world_size
+        self._round = AgentRound(
+            number=self._meeting_place.round,
+            node=self._node,
+            place=int(group.group_rank or 0),
+            nodes=1 if nodes is None else nodes,
+            store=self._signed_store,
+            ranks=NodeRanks(group.workers),
+        )
+        return self._round
 
-    def _tree_place(self, group: WorkerGroup) -> TreePlace:
-        first = group.workers[0]
+    def _tree_place(self, round_: AgentRound) -> TreePlace:
         return TreePlace(
-            node=int(group.group_rank or 0),
-            nodes=self._node_count,
-            first_rank=int(first.global_rank),
-            ranks=len(group.workers),
-            ranks_in_all=int(first.world_size),
+            node=round_.place,
+            nodes=round_.nodes,
+            first_rank=round_.ranks.first,
+            ranks=len(round_.ranks.workers),
+            ranks_in_all=round_.ranks.in_all,
             name=self._node,
         )
 
-    def _remove_error_files(self) -> None:
-        """Of torch's multiprocessing, in the node's temporary folder; nobody else removes them."""
-        for path in getattr(getattr(self._pcontext, "_pc", None), "error_files", []):
-            with suppress(OSError):
-                os.unlink(path)  # noqa: PTH108 - torch gives text
-
-    def _logs(self) -> list[Path]:
-        """The logs of this node's ranks."""
-        directory, workers = self._attempt_dir(self.attempt_number), self._worker_group.workers
-        return [rank_log_path(directory, one.global_rank) for one in workers]
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        # Torch before 2.10 knows no time-out here; what is killed leaves without one.
-        del death_sig, timeout
-        super()._shutdown(signal.SIGKILL)
-
-    def _record_worker_events(self, result: RunResult) -> None:
-        """The run's ledger records what happened; torch's own event handlers are not used."""
-
-    # ---- one round
-
-    def _next_round(self) -> None:
-        self._round += 1
-        self._life = self._ends_said = None
-        self._news = self._published = 0
-        self._remaining_restarts -= 1
-        self._meeting_place.next_round()
-        self._worker_group.spec.master_port = self._meeting_place.master_port
-
-    def _begin_attempt(self, group: WorkerGroup) -> dict[str, Any]:
-        key = f"attempt/{self._round}"
-        if self._hooks is not None:
-            try:
-                attempt = self._hooks.begin(group.workers[0].world_size)
-            except OSError as error:  # a full disk; the others would wait for the store that ends
-                self._news_store.set(key, {"refused": str(error)})
-                self._say_goodbye()
-                raise
-            self.attempt_number = attempt.number  # also of a round that never has ranks
-            self._news_store.set(key, asdict(attempt))
-            if self._hooks.sealing is not None:
-                self._sealing = self._hooks.sealing(attempt)
-            self._news_store.set(f"resume/{self._round}", self._chosen(self._hooks, attempt))
+    def _begin_attempt(self, round_: AgentRound) -> dict[str, Any]:
+        self.attempt_number = self._side.begin_attempt(round_) or self.attempt_number
         limit_s = self._meeting_place.timeout.total_seconds()
-        taken: dict[str, Any] = self._news_store.wait(key, limit_s)
+        taken: dict[str, Any] = round_.store.wait(f"attempt/{round_.number}", limit_s)
         if "refused" in taken:
             log.warning("no other attempt begins in this job: %s", taken["refused"])
-            self._say_goodbye()
+            say_goodbye(self._side, round_)
             raise NothingToResume(CheckpointError(taken["refused"]))
+        self.attempt_number = int(taken["number"])
+        round_.directory = self._attempt_dir(self.attempt_number)
+        self._side.choose_resume(round_)
         return taken
 
-    def _chosen(self, hooks: RoundHooks, attempt: Attempt) -> dict[str, Any]:
-        try:
-            path = choose(
-                lambda on_bytes: hooks.resume(attempt, on_bytes), lambda: self._why_leave(hooks)
-            )
-            start = hooks.starts()
-            return {"path": path, "start": start, "more": asdict(hooks.more_args(start, path))}
-        except Fenced:
-            raise
-        except CheckpointError as error:
-            self._refused = error
-            return {"refused": str(error)}
-        except StopHeard as stop:
-            return {"stopped": str(stop)}
-
-    def _set_resume(self) -> None:
+    def _set_resume(self, round_: AgentRound) -> None:
         """Set what to resume from, on every node; raise NothingToResume or StopHeard.
 
         Node 0 may read terabytes first; if it dies, the store dies, and this raises.
         """
-        said = self._news_store.wait(f"resume/{self._round}", RESUME_S)
+        said = round_.store.wait(f"resume/{round_.number}", RESUME_S)
         if said.get("refused"):
-            self._say_goodbye()
-            raise NothingToResume(self._refused or CheckpointError(said["refused"]))
+            say_goodbye(self._side, round_)
+            raise NothingToResume(self._side.refused or CheckpointError(said["refused"]))
         if said.get("stopped"):
             raise StopHeard(said["stopped"])
         os.environ[HPCTRAIN_STARTS] = str(said["start"])
@@ -378,344 +322,175 @@ class NodeAgent(LocalElasticAgent):
         else:
             os.environ.pop(HPCTRAIN_RESUME, None)
 
-    def _watch_round(self, *, reported: bool = False) -> RoundEnd:
-        reports = self._node_reports()
-        said_at, first = clock.monotonic(), FirstAgent(self._first_wait_s)
-        self._hangs = self._round_hangs()
-        while True:
-            if clock.monotonic() > said_at + LOOK_ANYWAY_S:
-                self._say_again()
-                said_at = clock.monotonic()
-                if self._has_lost_first(first) and reported:
-                    return self._without_first()
-            multiprocessing.connection.wait(  # those of ended ranks are always ready
-                [one.sentinel for one in self._processes() if one.exitcode is None], timeout=POLL_S
-            )
-            self._hear_term()
-            self._send_term()
-            if self._control is not None:
-                self._control.failure()  # said at once, also where no rank minds
-            if self._hangs is not None:
-                self._hangs.look_at_pulses()
-            if not reported:
-                reported = self._report_if_over()
-                self._tell_ends()
-            self._look()
-            verdict = self._read_news()
-            if verdict is None and self._hooks is not None:
-                verdict = self._coordinate(self._hooks, reports)
-                if verdict is not None:
-                    self._publish(asdict(verdict))
-            if verdict is not None:
-                return verdict
+    def _run_round(self, group: WorkerGroup) -> RoundEnd:
+        with ExitStack() as stack:
+            parts = self._parts(self._round, self._parts_of_ranks(self._round))
+            for part in parts:
+                stack.enter_context(part)
+            stack.callback(self._end_ranks, group)
+            return self._watch_round(parts)
 
-    def _has_lost_first(self, first: FirstAgent) -> bool:
-        """Whether node 0's agent, which shows here that it runs, has not done so for too long."""
-        if self._hooks is not None:
-            self._news_store.set(self._key("first"), clock.monotonic())
-            return False
-        return first.is_silent(self._news_store.get(self._key("first")))
+    def _parts(self, round_: AgentRound, of_ranks: Sequence[RoundPart] = ()) -> list[RoundPart]:
+        """Return the parts of a round; those `of_ranks` are left out where no rank has started."""
+        parts = [
+            self._side.presence(round_),
+            self._stop,
+            self._control,
+            *of_ranks,
+            RollCall(round_),
+        ]
+        each_s = self._side.news_each_s(round_.nodes)
+        return [*parts, News(round_, parts, each_s=each_s), self._side.coordinator(round_)]
 
-    @property
-    def _first_wait_s(self) -> float:
-        return max(self._end_wait_s, LEAST_FIRST_S) if self._end_wait_s else 0.0
-
-    def _without_first(self) -> RoundEnd:
-        """Nobody says how the round ends: leave, and have the scheduler see to the job."""
-        name, for_s = self._meeting_place.names()[0], duration(self._first_wait_s)
-        why = f"all ranks of this node ended, and the agent of {name} said nothing for {for_s}"
-        log.warning("%s", why)
-        return RoundEnd("hung", why=why, left_out=why)
-
-    def _round_hangs(self) -> RoundHangs | None:
-        """What watches this round for hangs; None where its ranks have no board."""
-        if self._control is None:
-            return None
-        place = int(self._worker_group.group_rank or 0), self._node
-        folder, store, limits = self._control.folder, self._news_store, self._hang_limits
-        node = NodeHangs(limits, folder, place, store, self._key, nodes=self._node_count)
-        if self._hooks is None:
-            return RoundHangs(node, None)
-        each = self._worker_group.spec.local_world_size
-        nodes = {one: range(one * each, (one + 1) * each) for one in range(self._node_count)}
-        hooks = JobHangHooks(
-            self._publish,
-            self._hooks.record,
-            self._attempt_dir(self.attempt_number),
-            self._hooks.asked_stacks,
-        )
-        return RoundHangs(node, JobHangs(limits, store, self._key, nodes, hooks))
-
-    def _stop_watching(self) -> None:
-        if self._hangs is not None:
-            self._hangs.close()
-            self._hangs = None
-
-    def _node_ranks(self) -> list[NodeRank]:
-        pairs = zip(self._worker_group.workers, self._processes(), strict=True)
+    def _parts_of_ranks(self, round_: AgentRound) -> list[RoundPart]:
+        pids = [process.pid for process in round_.ranks.processes]
+        ends = RankEnds(round_, self._end_wait_s) if self._end_wait_s else RoundPart()
         return [
-            NodeRank(worker.global_rank, process.pid, self._has_returned(worker, process))
-            for worker, process in pairs
+            LogIndexer(round_.logs(), in_all=round_.ranks.in_all, pids=pids),
+            self._side.sealing(),
+            NodeHangs(self._hang_limits, self._control.folder, round_),
+            ends,
+            RankReport(round_, self._control, lambda: self._monitor_workers(self._worker_group)),
         ]
 
-    def _prepare_stop(self) -> None:
-        """No stop is told of so far; but one whose SIGTERM has come already is."""
-        self._stop_file.renew()
-        self._stop_told = False
-        self._to_signal = set()
-        os.environ[HPCTRAIN_STOP_FILE] = str(self._stop_file.path)
-        self._hear_term()
+    def _watch_round(self, parts: Sequence[RoundPart]) -> RoundEnd:
+        """Call the parts until one of them knows how the round ends."""
+        while True:
+            self._round.ranks.wait(POLL_S)
+            for part in parts:
+                end = part.tick()
+                if end is not None:
+                    for each in parts:
+                        each.verdict(end)
+                    return end
 
-    def _hear_term(self) -> None:
-        """The scheduler's SIGTERM: it has reached the ranks too."""
-        if any(arrival.signum == signal.SIGTERM for arrival in arrivals()):
-            self._stop_file.tell(StopCause.TERM)
+    def _end_ranks(self, group: WorkerGroup) -> None:
+        self._stop_workers(group)
+        self._remove_error_files()
 
-    def _look_for_stop(self, notice: StopNotice) -> None:
-        """Node 0: tell all agents, once, that their ranks should leave."""
-        if not self._stop_told and (cause := notice.look(self._rank_0_listens)) is not None:
-            self._stop_told = True
-            self._publish({STOP: cause})
-
-    @staticmethod
-    def _why_leave(hooks: RoundHooks) -> str:
-        """Why ranks should not be started any more; "" while nothing says so."""
-        is_late, cause = hooks.deadline.look().kill, hooks.deadline.cause
-        if hooks.notice is not None:
-            cause = hooks.notice.look(lambda: False)
-        if cause is None and not is_late:
-            return ""
-        named = f" ({cause})" if cause is not None else ""
-        return f"the job is to end{named}, and no rank had started"
-
-    def _send_term(self) -> None:
-        """To ranks that catch it by now; the number of one that has ended may be another's."""
-        if self._to_signal:
-            self._to_signal &= {rank.pid for rank in self._processes() if rank.exitcode is None}
-            send_term(self._to_signal)
-
-    def _rank_0_listens(self) -> bool:
-        return any(listens(process.pid) for process in self._processes()[:1])
-
-    def _tell_of_stop(self, cause: StopCause) -> None:
-        if self._stop_file.cause is None and cause is not StopCause.TERM:
-            self._to_signal = {process.pid for process in self._processes()}
-        self._stop_file.tell(cause)
-
-    def _say_again(self) -> None:
-        """Say again what was written over, and have node 0 look at once.
-
-        It looks by itself as seldom as this is called. Somebody who writes over a report in between
-        would be seen by each of its looks, and the run held until its time limit.
-        """
-        if self._news_store.say_again():
-            self._news_store.count(self._key("reports"), 1)
-
-    def _report_if_over(self) -> bool:
-        # Torch waits without a limit for the processes of ranks that have returned, and for the
-        # value of one that has ended itself with 0: it is asked about failures only.
-        codes = [process.exitcode for process in self._processes()]
-        if not any(codes) and None in codes:
-            return False
-        failures = []
-        if any(codes):
-            failures = self._failures(self._monitor_workers(self._worker_group), codes)
-            if self._control is not None and (failure := self._control.failure()) is not None:
-                failures.append(failure)
-        self._say_report(failures)
-        return True
-
-    def _say_report(self, failures: list[FailureReport]) -> None:
-        plain = [asdict(failure) for failure in failures]
-        self._news_store.set(self._key(f"report/{self._worker_group.group_rank}"), plain)
-        self._news_store.count(self._key("reports"), 1)
-
-    def _tell_ends(self) -> None:
-        """Tell node 0 which ranks have returned, and whether the others live."""
-        if not self._end_wait_s:
-            return
-        ends = self._ends()
-        if ends is None or ends == self._ends_said or not (ends.returned or self._life):
-            return
-        self._ends_said = ends
-        self._news_store.set(self._key(f"ends/{self._worker_group.group_rank}"), asdict(ends))
-        self._news_store.count(self._key("ends"), 1)
-
-    def _ends(self) -> NodeEnds | None:
-        """Which ranks of this node have returned, and how the others do; None where all ended."""
-        returned: list[int] = []
-        left: list[int] = []
-        logs, pids = [], []
-        for worker, process in zip(self._worker_group.workers, self._processes(), strict=True):
-            if process.exitcode is None:
-                pids.append(process.pid)
-                log = rank_log_path(self._attempt_dir(self.attempt_number), worker.global_rank)
-                logs.append(log)
-            has_returned = self._has_returned(worker, process)
-            (returned if has_returned else left).append(worker.global_rank)
-        if not pids:
-            return None
-        life: Life = "alive" if self._life is None else self._life.look(pids, logs)
-        return NodeEnds(self._node, tuple(returned), tuple(left), life)
-
-    def _has_returned(self, worker: Any, process: Any) -> bool:
-        """Its program may have come to its end before its process has: a thread goes on."""
-        value = getattr(self._pcontext, "_ret_vals", {}).get(worker.local_rank)
-        came_back = process.exitcode is None and value is not None and not value.empty()
-        return came_back or process.exitcode == 0
-
-    def _failures(self, result: RunResult, ended: Sequence[int | None]) -> list[FailureReport]:
-        """Return what failed: torch names one rank of those that ended, and has ended the others.
-
-        `ended` has the exit code that each rank had before.
-        """
-        directory = self._attempt_dir(self.attempt_number)
-        codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-        for worker, code in zip(self._worker_group.workers, ended, strict=True):
-            if code or failure_path(directory, worker.global_rank).exists():
-                codes.setdefault(worker.global_rank, code or 1)
-        return collect(directory, codes, self._node)
-
-    def _node_reports(self) -> NodeReports:
-        return NodeReports(
-            self._news_store,
-            self._key,
-            nodes=self._node_count,
-            ranks_per_node=self._worker_group.spec.local_world_size,
-            end_wait_s=self._end_wait_s,
-            publish=self._publish,
-            place=self._meeting_place,
-        )
-
-    def _coordinate(self, hooks: RoundHooks, reports: NodeReports) -> RoundEnd | None:
-        """Node 0: is the round over, and how? None while it goes on."""
-        reports.gather()
-        verdict = hooks.deadline.look()  # before a failure is judged: a signal may be its cause
-        if hooks.notice is not None:
-            self._look_for_stop(hooks.notice)
-        if len(reports.nodes) == self._node_count and not reports.failures:
-            return RoundEnd("left")
-        self._watch_hangs(hooks, reports)
-        if reports.first_failure_at is not None:
-            end = self._after_failure(hooks, reports, reports.first_failure_at)
-            if end is not None:
-                return end
-        elif self._end_wait_s and hooks.deadline.cause is None:
-            end = reports.judge_silence(hooks)
-            if end is not None:
-                return end
-        return RoundEnd("killed", why=verdict.why) if verdict.kill else None
-
-    def _watch_hangs(self, hooks: RoundHooks, reports: NodeReports) -> None:
-        """Ranks that hang have failed. A stop that was asked for has a clock of its own."""
-        if self._hangs is None or reports.failures or hooks.deadline.cause is not None:
-            return
-        failure = self._hangs.failure(reports.nodes)
-        if failure is not None:
-            reports.failures.append(failure)
-            reports.fail_now()
-
-    def _after_failure(
-        self, hooks: RoundHooks, reports: NodeReports, first_failure_at: float
-    ) -> RoundEnd | None:
-        """A rank has failed: wait for the other nodes' word, then restart or end; None meanwhile.
-
-        A node of which nothing is heard is dead, and ranks that were started again would wait for
-        it in the rendezvous.
-        """
-        waited = clock.monotonic() - first_failure_at
-        if len(reports.nodes) < self._node_count and waited < settle_s(reports.failures):
-            return None
-        silent = reports.without_sign()
-        if silent and waited < ROLL_CALL_S:
-            return None
-        failure = first_causal(reports.failures)
-        why = failure.summary if failure else "a rank failed"
-        if silent:
-            return self._after_no_sign(hooks, silent, why, failure)
-        restart = hooks.deadline.cause is None and hooks.may_restart(failure)
-        return RoundEnd("failed", restart=restart, why=why, failure=failure)
-
-    def _after_no_sign(
-        self, hooks: RoundHooks, silent: list[int], why: str, failure: FailureReport | None
-    ) -> RoundEnd:
-        """A rank has failed, and these nodes are dead, by their places in the round."""
-        del hooks
-        return RoundEnd("failed", why=why, failure=failure, silent_nodes=silent)
-
-    def _publish(self, news: dict[str, Any]) -> None:
-        """Node 0: tell all agents; they read the news in order, one look each time round."""
-        self._news_store.set(self._key(f"news/{self._published}"), news)
-        self._published += 1
-
-    def _read_news(self) -> RoundEnd | None:
-        """The verdict, if it has come; a roll call is answered, a stop is told to the ranks."""
-        now, each_s = clock.monotonic(), min(self._node_count * LOOK_EACH_S, LONGEST_LOOK_S)
-        if self._hooks is None and each_s > POLL_S and now < self._news_looked_at + each_s:
-            return None  # all ask one store; node 0's agent hears itself at once
-        raw = self._news_store.get(self._key(f"news/{self._news}"))
-        if raw is None:
-            self._news_looked_at = now
-            return None
-        self._news += 1
-        if self._heed(raw):
-            return None
-        raw["failure"] = FailureReport(**raw["failure"]) if raw["failure"] else None
-        return RoundEnd(**raw)
-
-    def _heed(self, raw: dict[str, Any]) -> bool:
-        """Do what news ask for; False where they are the verdict."""
-        if raw == ROLL_CALL:
-            self._news_store.set(self._key(f"present/{self._worker_group.group_rank}"), "here")
-        elif AWAKE in raw:
-            self._news_store.set(self._key(f"awake/{self._worker_group.group_rank}"), raw[AWAKE])
-        elif raw == AWAIT_ENDS:
-            self._life = LifeWatch(self._end_wait_s)
-        elif LOOK_NOW in raw and self._hangs is not None:
-            self._hangs.hear(raw[LOOK_NOW], self._node_ranks())
-        elif STOP in raw:
-            self._tell_of_stop(StopCause(raw[STOP]))
-        return "ending" not in raw
-
-    def _say_goodbye(self) -> None:
-        """Node 0 goes last, and sees to it meanwhile that its verdict stands where others look."""
-        with suppress(RuntimeError):  # the store has ended: nobody hears it
-            self._last_words()
-
-    def _last_words(self) -> None:
-        self._news_store.set(self._key(f"goodbye/{self._worker_group.group_rank}"), "gone")
-        if self._hooks is None:
-            return
-        deadline = clock.monotonic() + GOODBYE_S
-        here = set(range(self._node_count))
-        while here and clock.monotonic() < deadline:
-            self._news_store.say_again()
-            while here and self._news_store.get(self._key(f"goodbye/{min(here)}")) is not None:
-                here.remove(min(here))
-            if here:
-                clock.sleep(POLL_S / 2)
+    def _remove_error_files(self) -> None:
+        """Of torch's multiprocessing, in the node's temporary folder; nobody else removes them."""
+        for path in getattr(getattr(self._pcontext, "_pc", None), "error_files", []):
+            with suppress(OSError):
+                os.unlink(path)  # noqa: PTH108 - torch gives text
 
     @property
-    def _news_store(self) -> SignedStore:
+    def _signed_store(self) -> SignedStore:
         """The agents' store of this round; torch types it as None until the rendezvous."""
         store: Any = self._worker_group.store
         if self._signed is None or self._signed.of is not store:
-            self._signed = SignedStore(store, self._secret, self._look)
+            self._signed = SignedStore(store, self._secret, self._meeting_place.look)
         return self._signed
 
-    def _look(self) -> None:
-        """Whether this node still takes part; raises where it does not."""
-        self._meeting_place.look()
 
-    @property
-    def _node_count(self) -> int:
-        count = self._worker_group.group_world_size
-        return 1 if count is None else count
+class InPlaceAgent(NodeAgent):
+    """An agent whose rendezvous is an `in_place.InPlaceRendezvous`.
 
-    def _key(self, name: str) -> str:
-        return f"round/{self._round}/{name}"
+    Attributes:
+        left_out: Why this node takes part in no round any more; None where it did to the end.
+        run_of_copies: The run, where its nodes have copies of the state; else None.
+        has_successor: Whether another node's agent may lead the job after node 0's.
+    """
 
-    def _processes(self) -> list[Any]:
-        """The ranks' process objects, whose sentinels are awaited; torch keeps them to itself."""
-        context = getattr(self._pcontext, "_pc", None)
-        return [] if context is None else list(context.processes)
+    left_out: LeftOut | None = None
+    run_of_copies: RunDir | None = None
+    has_successor = False
+
+    def _run_rounds(self) -> RunResult:
+        result = super()._run_rounds()
+        if self._meeting_place.node != 0 and self.left_out is None:
+            # Until node 0 has recorded the end, the job needs somebody to replace it.
+            self.left_out = cast("InPlaceRendezvous", self._meeting_place).lost_first()
+        return result
+
+    def _start_and_run(self, group: WorkerGroup) -> RoundEnd:
+        try:
+            return self._copies_saved(self._begin_and_run(group))
+        except RoundBroken as broken:  # while it began, or its verdict came later than the next one
+            return self._after_break(group, str(broken))
+        except LeftOut as left_out:
+            self._stop_workers(group)
+            if self._meeting_place.node == 0 and not self._may_be_replaced():
+                return RoundEnd("failed", why=str(left_out))
+            self.left_out = left_out
+            return RoundEnd("failed", why=str(left_out), left_out=str(left_out))
+        except RuntimeError as error:  # torch's store does not answer
+            self._stop_workers(group)
+            out = self._meeting_place.left_out()
+            if out is None and self._meeting_place.is_behind:
+                return self._after_break(group, "its store has ended: others are rounds ahead")
+            if out is None:
+                why = str(error).partition("\n")[0]
+                raise ClusterError(f"the agents' store does not answer: {why}") from None
+            self.left_out = out
+            return RoundEnd("failed", why=str(out), left_out=str(out))
+
+    def _may_be_replaced(self) -> bool:
+        """Node 0, whose liveness process has ended: whether the others continue without it."""
+        if not self.has_successor or self._side.is_job_to_end():
+            return False
+        return cast("InPlaceRendezvous", self._meeting_place).can_do_without([0])
+
+    def _announce_end(self, group: WorkerGroup) -> None:
+        """The liveness channel does so, as this agent leaves."""
+
+    def _after_break(self, group: WorkerGroup, why: str) -> RoundEnd:
+        self._stop_workers(group)
+        return RoundEnd("failed", restart=True, why=why)
+
+    def _begin_and_run(self, group: WorkerGroup) -> RoundEnd:
+        try:
+            return super()._start_and_run(group)
+        except ControlLost as error:
+            if self._meeting_place.node == 0:
+                raise
+            return self._fail_to_start(group, error)
+
+    def _copies_saved(self, end: RoundEnd) -> RoundEnd:
+        """Copies go to disk where no round follows; ranks that raised may have bad ones."""
+        is_loss = end.silent_nodes or (end.failure is not None and end.failure.kind == "signal")
+        if self.run_of_copies is None or end.restart or not is_loss:
+            return end
+        if end.why == STORE_GONE:  # in which the agents would agree on what they save
+            return end
+        members, line = self._meeting_place.members, self._control.memory_line(self.attempt_number)
+        saver = CopySaver(
+            self.run_of_copies,
+            Attempt(**json.loads(os.environ[HPCTRAIN_ATTEMPT])),
+            place=self._round.place,
+            living=[place for place, node in enumerate(members) if node not in end.silent_nodes],
+            line=line,
+            store=self._round.store,
+            key=self._round.key,
+            why_not=self._why_no_copies,
+        )
+        saved = saver.save()
+        if line is not None:
+            line.close()
+        if saved is not None:
+            self._side.record(saved)
+        return end
+
+    def _why_no_copies(self) -> str:
+        """Why copies are not to be written any more, or ""; node 0's answer counts."""
+        # The job's last seconds are for the requeue, and a write cannot be broken off.
+        if self._side.is_job_to_end():
+            return "the job is to end"
+        return ", ".join(f"{loss.name} was lost" for loss in self._meeting_place.losses())
+
+    def _fail_to_start(self, group: WorkerGroup, error: ControlLost) -> RoundEnd:
+        """The node above is gone: say so, and hear how the round ends."""
+        self._stop_workers(group)
+        self._pcontext = None
+        why = f"ControlLost: {error}"
+        first = group.workers[0].global_rank
+        failure = FailureReport(first, self._node, "error", why, time=clock.now())
+        self._round.report([failure])
+        self._round.ranks.context = None
+        return self._watch_round(self._parts(self._round))
+
+    def leave_out(self, bad: Mapping[str, str]) -> bool:
+        """Node 0: end without nodes that guards have named; see `Convictions.leave_out`."""
+        losses = cast("InPlaceRendezvous", self._meeting_place).leave_out(bad)
+        self._side.note_losses(losses or [])
+        return losses is not None

@@ -10,11 +10,16 @@ import os
 from typing import TYPE_CHECKING
 
 from hpctrain.cluster.preflight import node as preflight
-from hpctrain.cluster.preflight import node_lists
 from hpctrain.cluster.preflight.checks import Order, expected_of
 from hpctrain.cluster.preflight.node import NodePlace
-from hpctrain.cluster.preflight.node_lists import bad_nodes_path, record_bad
-from hpctrain.cluster.preflight.report import OK
+from hpctrain.cluster.preflight.report import (
+    OK,
+    are_known_good,
+    bad_nodes_path,
+    known_good_path,
+    record_bad,
+    record_known_good,
+)
 from hpctrain.core.base.process import PORTS
 from hpctrain.core.base.secret import code
 from hpctrain.ledger.run import events as ledger
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
 
 PORT = PORTS - 2
 """Of the job's ports, those that only a run with six restarts in one job comes to."""
+ANSWER_TIMEOUT_S = 120.0
+"""Without an answer the attempt begins: importing torch alone takes up to a minute."""
 
 
 class NodeCheck:
@@ -56,15 +63,13 @@ class NodeCheck:
         """Why the attempt must not begin on these nodes; None where it may."""
         if self._child is None:
             return None
-        verdict, silence = preflight.outcome(self._child, self._spec.settings.preflight.timeout_s)
+        verdict, silence = preflight.outcome(self._child, ANSWER_TIMEOUT_S)
         bad = verdict.bad
         leave = bool(verdict.apart) or preflight.to_leave(bad, self._context.nodes)
         if self._context.node_rank == 0:
             collective = preflight.collective(self._place().folder)
             if collective == OK:
-                node_lists.record_known_good(
-                    node_lists.known_good_path(self._run), self._context.nodes
-                )
+                record_known_good(known_good_path(self._run), self._context.nodes)
             checked = NodesChecked(bad=bad, leave=leave, no_answer=silence, collective=collective)
             ledger.append(self._run, checked)
         return verdict if leave else None
@@ -110,7 +115,7 @@ class NodeCheck:
             site = Site.from_plain(self._spec.preset)
         nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
         expected = expected_of(site, gpus=self._spec.settings.slurm.gpus_per_node, env=nccl)
-        half = self._spec.settings.preflight.timeout_s / 2
+        half = ANSWER_TIMEOUT_S / 2
         return Order(
             expected,
             bandwidth=self._tries_collective(expected),
@@ -129,5 +134,4 @@ class NodeCheck:
             return False
         if asked.bandwidth == "auto" and not expected.has_yardstick(len(self._context.nodes)):
             return False
-        path = node_lists.known_good_path(self._run)
-        return not node_lists.are_known_good(path, self._context.nodes)
+        return not are_known_good(known_good_path(self._run), self._context.nodes)

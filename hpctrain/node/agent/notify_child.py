@@ -29,8 +29,7 @@ from hpctrain.ledger.run.event_types import Notified
 from hpctrain.ledger.run.layout import RunDir
 from hpctrain.ledger.run.ownership import job_spec
 from hpctrain.node.agent import signals
-from hpctrain.node.agent.incidents import incident_of
-from hpctrain.node.agent.notify import notification_of
+from hpctrain.node.agent.notify import incident_of, notification_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 OF_AGENTS = (
     "hpctrain.node.agent.main",
     "torch.distributed.elastic.agent.server.api",
-    "hpctrain.node.agent.in_place_node",
+    "hpctrain.node.agent.node",
     "hpctrain.node.agent.node",
     "hpctrain.node.agent.ranks",
     "hpctrain.node.agent.rendezvous",
@@ -36,13 +36,9 @@ OF_RANKS = (
     "hpctrain.train.runtime.joining",
     # 60 ms of CPU in every rank, at every start in place.
     "hpctrain.train.engines.parallelize",
-    "hpctrain.train.engines.loss",
+    "hpctrain.train.engines.tensor_parallel",
     "hpctrain.train.engines.step_guard",
-    "hpctrain.train.runtime.replicas",
     "numpy.ma",  # numpy.unique imports it
-    # Rank 0's, for which all others wait.
-    "tensorboard.compat.proto.event_pb2",
-    "tensorboard.plugins.hparams.plugin_data_pb2",
 )
 """What a rank that runs Python uses."""
 

@@ -5,17 +5,24 @@ spawned where `run.start_method` says so. CUDA must not have been initialised in
 tests/engines/test_rank_life.py holds the promises.
 
 When one rank dies, the others fail in their collectives soon after: the agent collects all reports
-and shows the first that is no echo. tests/unit/agent/test_first_failure.py and
-test_failure_files.py hold the promises.
+and shows the first that is no echo. Two failures say less than can be known. A rank that a signal
+kills from inside (in torch, in NCCL) writes no report: Python's faulthandler writes all frames into
+its log, where the agent reads them. And the kernel closes the files of a killed DataLoader worker
+before its parent hears of it: torch then raises what the connection said, which is nobody's cause.
+tests/unit/agent/test_first_failure.py, test_failure_files.py and
+tests/engines/test_worker_deaths.py hold the promises.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
+import itertools
 import json
 import logging
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import sys
@@ -23,8 +30,9 @@ import threading
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from multiprocessing.connection import wait
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import (
@@ -34,24 +42,23 @@ from hpctrain.core.base.env import (
     HPCTRAIN_NSYS,
     HPCTRAIN_RESUME_ARGS,
 )
-from hpctrain.core.base.files import read_plain, replace_text
+from hpctrain.core.base.files import PACKAGE, read_end, read_plain, replace_text
 from hpctrain.core.base.log import configure
 from hpctrain.core.base.process import die_with_parent, print_to
 from hpctrain.core.base.records import FailureReport, RankTask
 from hpctrain.errors import HpctrainError
 from hpctrain.ledger.run.layout import failure_path, rank_log_path, torch_error_path
-from hpctrain.node.agent import foreign, native_crash, nsys, signals, worker_deaths
+from hpctrain.node.agent import foreign, signals
 from hpctrain.node.agent.cpus import bind
 from hpctrain.node.agent.environment import as_task
-from hpctrain.node.agent.resume_args import ResumeArgs, line
+from hpctrain.node.agent.resume import ResumeArgs, line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from types import TracebackType
 
 log = logging.getLogger("hpctrain.agent")
 
-PACKAGE = Path(__file__).parents[1]
 EXIT_HANG_S = 10.0
 """A rank that raised is gone by then: peers wait in a collective until its sockets close."""
 HOOKS_HANG_S = 300.0
@@ -94,7 +101,7 @@ def run_rank(task: RankTask) -> None:
             _exit_even_if_stuck(leaving.code if isinstance(leaving.code, int) else 1)
             raise
     except BaseException as raised:  # noqa: BLE001 - whatever it is, the agent must hear of it
-        error = worker_deaths.cause_behind(raised)
+        error = cause_behind(raised)
         _report(attempt_dir, rank, error)
         _exit_even_if_stuck(1)
         sys.exit(1)
@@ -108,13 +115,13 @@ def run_rank(task: RankTask) -> None:
 
 def _run(task: RankTask, rank: int, attempt_dir: Path) -> None:
     try:
-        if not nsys.run_below(task, rank, attempt_dir):
+        if not foreign.run_below_nsys(task, rank, attempt_dir):
             if task.program:
                 _run_foreign(task, rank, attempt_dir)
             else:
                 _run_program(task, rank)
     except BaseException:
-        worker_deaths.silence()  # before it is told: what torch raises then would end the report
+        silence()  # before it is told: what torch raises then would end the report
         raise
 
 
@@ -162,10 +169,8 @@ def collect(attempt_dir: Path, exit_codes: Mapping[int, int], node: str) -> list
             reports.append(FailureReport(**json.loads(read_plain(path))))
         except (OSError, ValueError, TypeError) as error:
             report = _from_exit_code(rank, code, node)
-            if -code in native_crash.SIGNALS:
-                report.traceback = native_crash.crash_traceback(
-                    rank_log_path(attempt_dir, rank), __file__
-                )
+            if -code in SIGNALS:
+                report.traceback = crash_traceback(rank_log_path(attempt_dir, rank), __file__)
             whole = isinstance(error, FileNotFoundError)
             report.summary += "" if whole else f"; its own report {path.name} is not whole"
             reports.append(_with_torchs(report, torch_error_path(attempt_dir, rank)))
@@ -216,7 +221,7 @@ def _run_program(task: RankTask, rank: int) -> None:
     from hpctrain.core.torch_private import let_groups_go_last
 
     let_groups_go_last()
-    native_crash.tell_crashes()
+    tell_crashes()
     _be_seen(rank)
     if task.cwd:
         os.chdir(task.cwd)
@@ -239,11 +244,11 @@ def _be_seen(rank: int) -> None:
     folder = os.environ.get(HPCTRAIN_CONTROL)
     if not folder:
         return
-    from hpctrain.node.control import pulse
+    from hpctrain.node.control import heartbeat
     from hpctrain.node.hangs.witness import Witness
 
     try:
-        pulse.begin(Path(folder), rank)
+        heartbeat.begin(Path(folder), rank)
         Witness(Path(folder), rank)
     except (OSError, RuntimeError, HpctrainError) as error:
         log.warning("where this rank is cannot be seen from outside: %s", error)
@@ -305,7 +310,7 @@ def _shown(error: BaseException) -> str:
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without the frames of this launcher: people look for their own lines."""
-    skip = {__file__, *native_crash.RUNPY}
+    skip = {__file__, *RUNPY}
     while trace is not None and trace.tb_frame.f_code.co_filename in skip:
         trace = trace.tb_next
     return trace
@@ -360,3 +365,126 @@ def _from_exit_code(rank: int, code: int, node: str) -> FailureReport:
     return FailureReport(
         rank=rank, node=node, kind=kind, summary=summary, time=clock.now(), exit_code=code
     )
+
+
+CRASH_BYTES = 128 << 10
+"""Of a log's end: faulthandler writes 100 threads of 100 frames at most, and then one long line."""
+SIGNALS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
+"""What faulthandler tells of."""
+RUNPY = frozenset({"<frozen runpy>", runpy.__file__})
+_BEGIN = "Fatal Python error: "
+_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]{1,16}\b.*\(most recent call first\):$")
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
+
+
+def tell_crashes() -> None:
+    """Have this rank's log say where it is when SIGSEGV, SIGABRT, SIGBUS, SIGFPE or SIGILL ends it.
+
+    Where its output is no file nothing is told. A program that sets up faulthandler itself has its
+    way.
+    """
+    try:
+        faulthandler.enable(sys.stderr)
+    except (AttributeError, OSError, ValueError):  # a stream of the program's own, without a file
+        faulthandler.disable()
+
+
+def crash_traceback(log: Path, launcher: str) -> str:
+    """Return a rank's crash from its log, in the form and order of any other traceback, or "".
+
+    The frames of `launcher`, the file that started the program, are left out, and those around.
+    """
+    try:
+        text = read_end(log, CRASH_BYTES)
+    except OSError:
+        return ""
+    begin = text.rfind(_BEGIN)
+    if begin < 0:
+        return ""
+    title, *lines = text[begin:].splitlines()
+    frames = _inside(launcher, _frames(lines))
+    return "".join(["Traceback (most recent call last):\n", *frames.format(), f"{title}\n"])
+
+
+def _inside(launcher: str, frames: traceback.StackSummary) -> traceback.StackSummary:
+    """A program's own frames: an agent that was forked has left its own around them."""
+    files = [frame.filename for frame in frames]
+    first = max((at + 1 for at, file in enumerate(files) if file == launcher), default=0)
+    first += sum(1 for _ in itertools.takewhile(lambda file: file in RUNPY, files[first:]))
+    return traceback.StackSummary.from_list(frames[first:] or frames)
+
+
+def _frames(lines: list[str]) -> traceback.StackSummary:
+    """The frames of the thread that crashed, outermost first.
+
+    One of gloo's or NCCL's own has none. Those of the main thread say then what it worked for;
+    faulthandler writes that thread last.
+    """
+    threads: list[list[tuple[str, int, str, None]]] = []
+    current = 0
+    for row in lines:
+        frame = _FRAME.match(row)
+        if head := _THREAD.match(row):
+            current = len(threads) if head[1] == "Current thread" else current
+            threads.append([])
+        elif frame and threads:
+            threads[-1].insert(0, (frame["file"], int(frame["line"]), frame["function"], None))
+    if not threads:
+        return traceback.StackSummary()
+    return traceback.StackSummary.from_list(threads[current] or threads[-1])
+
+
+DEATH_S = 2.0
+"""So long after its connection broke it is waited for a worker's death to be known."""
+_LOADER, _FETCH = ("torch", "utils", "data", "dataloader.py"), "_try_get_data"
+
+
+def silence() -> None:
+    """Have no worker's death raise an error from now on: one failure is being told."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def cause_behind(error: BaseException) -> BaseException:
+    """Return a worker's death in torch's words if it broke a loader's connection, else `error`."""
+    if not isinstance(error, OSError | EOFError):
+        return error
+    workers = _workers_of(error.__traceback__)
+    _wait_for_a_death(workers)
+    for worker in workers:
+        if worker.exitcode:
+            death = RuntimeError(_in_torchs_words(worker.pid, worker.exitcode))
+            death.__cause__ = error
+            return death.with_traceback(error.__traceback__)
+    return error
+
+
+def _workers_of(trace: TracebackType | None) -> list[Any]:
+    """The processes of the loader that raised this; none where no loader did."""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_name == _FETCH and PurePath(code.co_filename).parts[-4:] == _LOADER:
+            loader = trace.tb_frame.f_locals.get("self")
+            return list(getattr(loader, "_workers", ()))  # torch does not promise the name
+        trace = trace.tb_next
+    return []
+
+
+def _wait_for_a_death(workers: Sequence[Any]) -> None:
+    """Until it is known of one of them, or for `DEATH_S`."""
+    if any(worker.exitcode is not None for worker in workers):
+        return
+    gone = wait([worker.sentinel for worker in workers], DEATH_S) if workers else []
+    for worker in workers:
+        if worker.sentinel in gone:
+            worker.join()  # its pipe is closed, as the rest of its files: its end follows
+
+
+def _in_torchs_words(pid: int, code: int) -> str:
+    if code > 0:
+        return f"DataLoader worker (pid {pid}) exited unexpectedly with exit code {code}"
+    name = signal.strsignal(-code) or f"signal {-code}"
+    return f"DataLoader worker (pid {pid}) is killed by signal: {name}."
+
+
+if __name__ == "__main__":  # below nsys: the rank as a program of its own
+    run_rank(RankTask(**json.loads(sys.argv[1])))

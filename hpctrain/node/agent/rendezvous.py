@@ -1,10 +1,12 @@
 """The rendezvous of a job's agents before each round, and what they tell each other in its store.
 
-The store is served by a process of its own (`store_process.py`). It asks nobody who he is, and
-every user of the cluster may reach its port. What agents believe decides how a run ends, so each
-value has a code of the run's secret (`SignedStore`), and they believe nothing that another has
-written. Counts cannot be signed and are hints at most. tests/unit/agent/test_signed_store.py holds
-the promises.
+The store is served by a process of its own (`StoreProcess`): torch's server looks up the name of
+everyone who connects, in a thread, and a rank forked during such a lookup would inherit glibc's
+resolver lock as taken. The agent forks that process while it has one thread. The store asks nobody
+who he is, and every user of the cluster may reach its port. What agents believe decides how a run
+ends, so each value has a code of the run's secret (`SignedStore`), and they believe nothing that
+another has written. Counts cannot be signed and are hints at most.
+tests/unit/agent/test_signed_store.py and tests/engines/test_store_process.py hold the promises.
 """
 
 from __future__ import annotations
@@ -21,19 +23,24 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from hpctrain.core.base import clock
-from hpctrain.core.base.process import PORTS, connections_to
+from hpctrain.core.base.listener import is_loopback, listen
+from hpctrain.core.base.process import PORTS, connections_to, show_as
 from hpctrain.core.base.secret import Forged, sign, verify
 from hpctrain.core.base.text import fold_nodes
-from hpctrain.errors import ClusterError
-from hpctrain.node.agent.store_process import StoreProcess
+from hpctrain.errors import ClusterError, ControlLost
+from hpctrain.node.control.node_process import ForkedServer, ServerSilent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 
+    from hpctrain.node.control.node_process import Do
+
 log = logging.getLogger("hpctrain.agent")
 
+RENDEZVOUS_S = 600
+"""So long may the nodes take to meet at first."""
 POLL_S = 0.1
 SAY_AGAIN_S = 1.0
 """So often an agent that waits for another's word looks whether its own still stands."""
@@ -199,6 +206,9 @@ class Rendezvous(StaticTCPRendezvous):
         """How this node came to take no part, where its store does not answer; None for unknown."""
         return None
 
+    def leave_silent_first(self, why: str) -> None:
+        """Leave the job, since the agent of node 0 is silent; here the round ends by that."""
+
     def close(self) -> None:
         """Serve no more. Harmless when repeated."""
         if self._server is not None:
@@ -245,6 +255,7 @@ class SignedStore:
 
     Attributes:
         of: torch's client.
+        look: See `__init__`.
         is_gone: It has not answered, or its connection has ended. Whatever it says later may be the
             answer to an earlier question: nobody asks it any more.
     """
@@ -253,7 +264,7 @@ class SignedStore:
         """Use this store of torch's; `look` is called repeatedly during waits, and may raise."""
         self.of = store
         self.is_gone = False
-        self._look = look
+        self.look = look
         self._secret = secret
         self._told: set[str] = set()
         self._said: dict[str, Any] = {}
@@ -297,7 +308,7 @@ class SignedStore:
         """
         begun = said_at = clock.monotonic()
         while (value := self.get(key)) is None:
-            self._look()
+            self.look()
             now = clock.monotonic()
             if now > begun + timeout_s:
                 raise TimeoutError(f"no agent said {key} in {timeout_s:g} s")
@@ -320,3 +331,83 @@ class SignedStore:
         except RuntimeError:
             self.is_gone = True
             raise
+
+
+SERVE_S = 20.0
+"""How long the process may take to serve a store. After that the agent replaces it."""
+KEPT = 2
+"""Stores that are served at once: others may still be reading the last round's verdict."""
+
+
+class StoreProcess(ForkedServer):
+    """Serves one store after another, until `stop` or the end of the process that made it.
+
+    Make it while this process has one thread and has imported torch, whose pages it then shares.
+    """
+
+    def __init__(self) -> None:
+        """Fork it; nothing is served yet."""
+        super().__init__(_stores, "the process that serves them")
+
+    def serve(self, address: str, port: int) -> None:
+        """Serve an empty store on a port; the store before the last one ends.
+
+        Clients reach this node under `address`; with the loopback nobody else can connect. If the
+        process was killed or stopped, another is forked: between rounds that is as safe as forking
+        ranks.
+
+        Raises:
+            ClusterError: the port is taken, or the process is gone at once.
+        """
+        why = "the process that serves them is gone"
+        try:
+            if self._has_served(address, port):
+                return
+            self.stop()
+            super().__init__(_stores, "the process that serves them")
+            if self._has_served(address, port):
+                return
+        except ControlLost as error:
+            why = str(error)
+        raise ClusterError(
+            f"the ranks cannot meet on port {port} of {socket.gethostname()}: {why}; "
+            "start the run again"
+        )
+
+    def _has_served(self, address: str, port: int) -> bool:
+        """Whether the process has done so; False where it is gone, or stopped."""
+        try:
+            self.ask({"serve": [address, port]}, SERVE_S)
+        except ServerSilent:
+            return False
+        return True
+
+
+def _stores() -> Do:
+    """In the process: the stores that it serves."""
+    show_as("hpctrain-store")
+    stores: list[Any] = []
+
+    async def serve(order: dict[str, Any]) -> int:
+        try:
+            stores[:] = [*stores[1 - KEPT :], _store(*order["serve"])]
+        except RuntimeError as error:  # torch's
+            raise ControlLost(str(error)) from error
+        return 0
+
+    return serve
+
+
+def _store(address: str, port: int) -> Any:
+    from torch._C._distributed_c10d import TCPStore
+
+    # torch would listen on all of the machine's addresses.
+    host = address if is_loopback(address) else ""
+    listening = listen(address, port)
+    return TCPStore(
+        host or "localhost",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )

@@ -16,20 +16,22 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.checkpoint.sealed import unsealed
+from hpctrain.checkpoint.sealed import start
 from hpctrain.checkpoint.sealed.seals import listing
 from hpctrain.core.base import clock
 from hpctrain.errors import CheckpointError, Fenced
+from hpctrain.node.agent.rounds import RoundPart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import TracebackType
     from typing import Self
 
-    from hpctrain.checkpoint.sealed.unsealed import UnsealedSave
+    from hpctrain.checkpoint.sealed.start import UnsealedSave
     from hpctrain.core.settings.schema import CheckpointSettings
     from hpctrain.ledger.run.fence import Attempt
     from hpctrain.ledger.run.layout import RunDir
+    from hpctrain.node.agent.rounds import RoundEnd
 
 log = logging.getLogger("hpctrain.agent")
 
@@ -48,11 +50,11 @@ class _Interrupted(Exception):
     """The ranks are gone: what is being read is not sealed by this thread any more."""
 
 
-class SealWatch:
+class SealWatch(RoundPart):
     """Seals beside the ranks of one attempt; a context manager around them.
 
     Attributes:
-        returned: All ranks have returned; set before it is left.
+        returned: All ranks have returned.
         rest_s: Until the next look.
     """
 
@@ -74,8 +76,8 @@ class SealWatch:
         self.rest_s = LOOK_S
         self._run, self._attempt, self._settings = run, attempt, settings
         self._is_stopping, self._clock = is_stopping, clock
-        roots = unsealed.roots_of(run, cwd)
-        self._unsealed = unsealed.Unsealed(run, settings.sealed, roots) if settings.sealed else None
+        roots = start.roots_of(run, cwd)
+        self._unsealed = start.Unsealed(run, settings.sealed, roots) if settings.sealed else None
         self._still: dict[Path, tuple[tuple[object, ...], float]] = {}
         self._sealed_at: dict[Path, int] = {}
         self._over = threading.Event()
@@ -107,6 +109,10 @@ class SealWatch:
         for pattern in self._unsealed.idle:
             log.warning("checkpoint.sealed: %r matched nothing in this attempt", pattern.text)
 
+    def verdict(self, end: RoundEnd) -> None:
+        """Note whether the program is done with its files."""
+        self.returned = end.ending == "left"
+
     def look(self) -> None:
         """Seal what has settled.
 
@@ -122,7 +128,7 @@ class SealWatch:
             self.rest_s = max(LOOK_S, REST * (self._clock() - began))
         self._seal(due, settled=True)
 
-    def _settled(self, program: unsealed.Unsealed) -> list[UnsealedSave]:
+    def _settled(self, program: start.Unsealed) -> list[UnsealedSave]:
         matches = list(program.matches())
         there = {match.path for match in matches}
         self._still = {path: seen for path, seen in self._still.items() if path in there}
@@ -146,7 +152,7 @@ class SealWatch:
         for save in due:
             path = save.match.path
             stored = listing(self._run) if stored is None else stored
-            if not unsealed.is_sealed(save, stored):
+            if not start.is_sealed(save, stored):
                 if settled and is_open_for_writing(save):
                     continue
                 if not self._try_to_seal(save):
@@ -158,9 +164,9 @@ class SealWatch:
         if self._unsealed is None:
             return False
         try:
-            why = unsealed.cut(save, self._on_bytes)
+            why = start.cut(save, self._on_bytes)
             if why is None:
-                unsealed.seal(self._run, self._attempt, save, self._settings, self._on_bytes)
+                start.seal(self._run, self._attempt, save, self._settings, self._on_bytes)
                 return True
         except Fenced:
             raise
@@ -185,7 +191,7 @@ class SealWatch:
     def _leave_word(self) -> None:
         """For the next start, which may seal what is left: a disk that refuses costs just that."""
         try:
-            (self._run.attempt(self._attempt.number) / unsealed.RETURNED).touch()
+            (self._run.attempt(self._attempt.number) / start.RETURNED).touch()
         except OSError as error:
             log.warning("no word for the next start: %s", error)
 

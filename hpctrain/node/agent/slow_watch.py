@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.core.base import clock
 from hpctrain.core.base.text import duration
 from hpctrain.ledger.run.event_types import StragglerFound, StragglerGone
-from hpctrain.node.control import pulse
-from hpctrain.node.control.root_clock import shown
+from hpctrain.node.control import heartbeat
+from hpctrain.node.control.board import shown
 from hpctrain.node.hangs.look import calls_of_all
 from hpctrain.node.hangs.outliers import (
     WINDOW,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.ledger.run.event_fields import LedgerFact
-    from hpctrain.node.agent.rendezvous import SignedStore
+    from hpctrain.node.agent.rounds import AgentRound
     from hpctrain.node.control.board import Board
     from hpctrain.node.hangs.evidence import Collective
     from hpctrain.node.hangs.outliers import Cleared, OwnWork
@@ -62,18 +62,10 @@ def every_s(nodes: int) -> float:
 class NodeMoments:
     """One node's side of a round."""
 
-    def __init__(
-        self,
-        folder: Path,
-        node: tuple[int, str],
-        nodes: int,
-        store: SignedStore,
-        key: Callable[[str], str],
-    ) -> None:
-        """Watch this round's ranks, whose recorders answer in `folder`; `nodes` is a count."""
-        self._folder, self._store, self._key = folder, store, key
-        self._number, self._name = node
-        self._every_s = every_s(nodes)
+    def __init__(self, folder: Path, round_: AgentRound) -> None:
+        """Watch this round's ranks, whose recorders answer in `folder`."""
+        self._folder, self._round = folder, round_
+        self._every_s = every_s(round_.nodes)
         self._look = 0
         self._in_data: deque[tuple[float, list[float]]] = deque(maxlen=DATA_LOOKS + 1)
 
@@ -94,14 +86,14 @@ class NodeMoments:
         calls = calls_of_all(self._folder, ranks, board.ranks_in_all)
         if calls is not None:
             said = self._said(calls, most, ahead_ns) | {"data": data}
-            self._store.set(_place(self._key, number, self._number), said)
-            if self._number == 0:
-                self._store.set(self._key(LOOK), number)
-            self._store.count(self._key(SAID), 1)
+            self._round.say(f"slow/{number % 2}", said)  # over that of the look before the last
+            if self._round.place == 0:
+                self._round.store.set(self._round.key(LOOK), number)
+            self._round.store.count(self._round.key(SAID), 1)
 
     def _data_share(self, board: Board) -> list[float]:
         """How much of the time each rank has waited for its data, in the last looks; first none."""
-        now_s, now = clock.monotonic(), [seen.in_data_s for seen in pulse.read(board)]
+        now_s, now = clock.monotonic(), [seen.in_data_s for seen in heartbeat.read(board)]
         self._in_data.append((now_s, now))
         then_s, then = self._in_data[0]
         passed_s = now_s - then_s
@@ -113,24 +105,19 @@ class NodeMoments:
         moments = [[(call.started_ns - ahead_ns) // 1000 for call in one[-most:]] for one in calls]
         said: dict[str, Any] = {
             "look": self._look,
-            "name": self._name,
+            "name": self._round.node,
             "group": calls[0][-1].group,
             "first": [one[-most:][0].number for one in calls],
             "begun_us": [one[0] for one in moments],
             "us": [_changes(one) for one in moments],
         }
-        if self._number == 0:
+        if self._round.place == 0:
             signatures: dict[Any, int] = {}
             said["signatures"] = [
                 signatures.setdefault((call.name, call.sizes, call.dtypes), len(signatures))
                 for call in calls[0][-most:]
             ]
         return said
-
-
-def _place(key: Callable[[str], str], look: int, node: int) -> str:
-    """Where a node says what it has read: over what it said of the look before the last."""
-    return key(f"slow/{look % 2}/{node}")
 
 
 def _changes(moments: Sequence[int]) -> list[int]:
@@ -147,13 +134,12 @@ class JobStragglers:
 
     def __init__(
         self,
-        store: SignedStore,
-        key: Callable[[str], str],
+        round_: AgentRound,
         nodes: Mapping[int, Sequence[int]],
         record: Callable[[LedgerFact], None],
     ) -> None:
         """Watch this round; `nodes` has the ranks by node, `record` writes into the ledger."""
-        self._store, self._key, self._nodes, self._record = store, key, nodes, record
+        self._store, self._key, self._nodes, self._record = round_.store, round_.key, nodes, record
         self.judge = StragglerJudge(nodes)
         self.names: dict[int, str] = {}
         self._count, self._look = 0, 0
@@ -172,7 +158,7 @@ class JobStragglers:
         if look != self._look:
             self._look, self._said = look, {}
         for node in set(self._nodes) - set(self._said):
-            said = self._store.get(_place(self._key, look, node))
+            said = self._store.get(self._key(f"slow/{look % 2}/{node}"))
             if said is not None and said["look"] == look:
                 self._said[node] = said
         if self._said and len(self._said) == len(self._nodes):

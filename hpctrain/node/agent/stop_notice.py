@@ -16,23 +16,29 @@ import os
 import signal
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 from hpctrain.core.base import clock
+from hpctrain.core.base.env import HPCTRAIN_STOP_FILE
 from hpctrain.core.base.locks import NodeFolder
 from hpctrain.core.base.records import StopCause
 from hpctrain.ledger.plan.decide import is_ending
 from hpctrain.ledger.run.fence import stop_is_asked
+from hpctrain.node.agent.rounds import RoundPart
+from hpctrain.node.agent.signals import arrivals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.core.base.records import JobContext
     from hpctrain.ledger.run.layout import RunDir
+    from hpctrain.node.agent.rounds import AgentRound
     from hpctrain.node.agent.stop_deadline import StopDeadline
 
 log = logging.getLogger("hpctrain.agent")
 
+STOP = "stop"
+"""News that the ranks should leave, with the cause."""
 LOOK_S = 1.0
 """How often a request of `cancel --save` is looked for."""
 SHARE = 8
@@ -69,6 +75,53 @@ class StopFile:
     def remove(self) -> None:
         """Take the folder away. Harmless when repeated."""
         self._folder.remove()
+
+
+class RankStop(RoundPart):
+    """Tells the ranks of this node of a stop, round after round: by the file, and by SIGTERM."""
+
+    def __init__(self) -> None:
+        self._file = StopFile()
+        self._to_signal: set[int] = set()
+        self._processes: Callable[[], Sequence[Any]] = tuple
+
+    def prepare(self, round_: AgentRound) -> None:
+        """Before ranks are forked: no stop is told of so far; one whose SIGTERM has come is."""
+        self._processes = lambda: round_.ranks.processes
+        self._file.renew()
+        self._to_signal = set()
+        os.environ[HPCTRAIN_STOP_FILE] = str(self._file.path)
+        self._hear_term()
+
+    def __enter__(self) -> Self:
+        if self._file.cause is not None:  # of a SIGTERM that came before there were ranks
+            self._to_signal = {process.pid for process in self._processes()}
+        return self
+
+    def tick(self) -> None:
+        """Send SIGTERM to ranks that catch it by now; an ended one's number may be another's."""
+        self._hear_term()
+        if self._to_signal:
+            self._to_signal &= {rank.pid for rank in self._processes() if rank.exitcode is None}
+            send_term(self._to_signal)
+
+    def hear(self, news: Mapping[str, Any]) -> None:
+        """Tell the ranks of a stop."""
+        if STOP not in news:
+            return
+        cause = StopCause(news[STOP])
+        if self._file.cause is None and cause is not StopCause.TERM:
+            self._to_signal = {process.pid for process in self._processes()}
+        self._file.tell(cause)
+
+    def _hear_term(self) -> None:
+        """The scheduler's SIGTERM: it has reached the ranks too."""
+        if any(arrival.signum == signal.SIGTERM for arrival in arrivals()):
+            self._file.tell(StopCause.TERM)
+
+    def remove(self) -> None:
+        """Take the file away for good. Harmless when repeated."""
+        self._file.remove()
 
 
 class StopNotice:

@@ -2,8 +2,9 @@
 
 A rank writes its own row and reads the lease; the node's process writes the lease and reads all
 rows. Each word has one writer and is one store of 64 bits, so it is never torn; a value of several
-words lies there twice, with a checksum, and is written where nobody reads.
-tests/unit/control/test_board.py holds the promises.
+words lies there twice, with a checksum, and is written where nobody reads. It shows besides by how
+much this node's clock differs from the root's, since moments on two nodes can be compared only so.
+tests/unit/control/test_board.py and tests/unit/control/test_root_clock.py hold the promises.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import mmap
 import os
 import struct
 import zlib
+from collections import deque
 from typing import TYPE_CHECKING
 
 from hpctrain.core.base import clock
@@ -21,6 +23,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.node.control.lease import KINDS, MOST, Lease, Report, Wishes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 BOARD, SOCKET = "board", "socket"
@@ -37,11 +40,11 @@ _LEASE_BYTES = 4096
 MAGIC, VERSION, FIRST_RANK, RANKS, SERVER_BEAT, FREE_TICKS, RANKS_IN_ALL, CLOCK = range(8)
 """Words of the head. FREE_TICKS: so many ticks from the first on are granted, and whoever has not
 begun them yet has nothing to do at them. Nearly always that is all that a rank has to know. CLOCK:
-see `root_clock.py`."""
+see `shown`."""
 TICK, ARRIVED, STEP, WAITS, BEAT, PROCESS, FIRST_WISH = range(7)
 """Words of a row. Ticks are written one higher, since fresh memory is zero."""
-PULSE_PROCESS, PULSE_STEP, PULSE_PHASE, PULSE_SINCE = range(12, 16)
-"""Of a row too, behind the wishes: the rank's pulse (`pulse.py`)."""
+HEARTBEAT_PROCESS, HEARTBEAT_STEP, HEARTBEAT_PHASE, HEARTBEAT_SINCE = range(12, 16)
+"""Of a row too, behind the wishes: the rank's heartbeat (`heartbeat.py`)."""
 COUNTS = 16
 """And eight words of how many collectives it had called at which tick, each a tick and a count in
 one store: the last four ticks that were counted, and the last multiples of powers of two, which
@@ -55,8 +58,8 @@ _MOST_TICKS = 1 << 30
 _EACH, _SHORT, _LONG = 64, 1024, 16384
 APART_NS, _MOST_APART = 500_000_000, 10
 """So far apart ticks are counted at most, in nanoseconds; and the longest power of two."""
-PULSE_IN_DATA = 24
-"""How long it has waited for its data so far, in nanoseconds (`pulse.py`)."""
+HEARTBEAT_IN_DATA = 24
+"""How long it has waited for its data so far, in nanoseconds (`heartbeat.py`)."""
 
 _FRAME = struct.Struct("@qqq")
 """In front of the bytes of a cell: stamp, length, checksum."""
@@ -289,3 +292,49 @@ def read_counts(board: Board) -> list[dict[int, int]]:
         shown = board.words[at : at + 8].tolist()
         rows.append({(word >> _COUNT_BITS) - 1: word & _COUNT for word in shown if word})
     return rows
+
+
+KEPT_S = 60.0
+"""Clocks drift by some millionths: what was heard longer ago does not count."""
+FEWEST = 8
+"""The first trips may be long ones: all of them are those of nodes that start."""
+
+
+class RootClock:
+    """How far this node's clock is ahead of the root's.
+
+    Attributes:
+        ahead_ns: In nanoseconds, negative where it is behind; None while it is not known.
+    """
+
+    def __init__(self, *, is_root: bool, clock: Callable[[], int] = clock.now_ns) -> None:
+        """Hear nothing yet; `clock` is this node's, in nanoseconds since the epoch."""
+        self._clock = clock
+        self._trips: deque[tuple[int, int]] = deque()
+        self._is_root = is_root
+        self.ahead_ns: int | None = 0 if is_root else None
+
+    def hear(self, said_ns: int) -> None:
+        """Take in a message from the node above, sent at `said_ns` by the root's clock."""
+        if self._is_root:
+            return
+        now_ns = self._clock()
+        self._trips.append((now_ns, now_ns - said_ns))
+        while self._trips[0][0] < now_ns - KEPT_S * 1e9:
+            self._trips.popleft()
+        if len(self._trips) >= FEWEST:
+            self.ahead_ns = min(ahead for _, ahead in self._trips)
+
+    def now_ns(self) -> int | None:
+        """What the root's clock shows now; None for not known."""
+        return None if self.ahead_ns is None else self._clock() - self.ahead_ns
+
+    def show(self, board: Board) -> None:
+        """Let this node's agent read it. The node's process alone."""
+        board.words[CLOCK] = 0 if self.ahead_ns is None else self.ahead_ns << 1 | 1
+
+
+def shown(board: Board) -> int | None:
+    """How far this node's clock is ahead of the root's, in nanoseconds; None for not known."""
+    word = board.words[CLOCK]
+    return word >> 1 if word & 1 else None

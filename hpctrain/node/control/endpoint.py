@@ -112,7 +112,7 @@ class Endpoint(asyncio.Protocol):
             self.on_end(self, why)
 
 
-class ChildrenDoor:
+class ChildrenListener:
     """Accepts this node's children, each once, and nobody else."""
 
     def __init__(

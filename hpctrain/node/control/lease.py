@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+
 Kind: TypeAlias = Literal["stop", "warned", "save", "tell", "profile", "memory"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

@@ -52,7 +52,7 @@ class HangLimits:
     stragglers: str = "off"
 
 
-class RankPulse(NamedTuple):
+class RankHeartbeat(NamedTuple):
     """Where a rank is.
 
     Attributes:
@@ -96,46 +96,46 @@ class Stand(NamedTuple):
 
 
 class Standing:
-    """Watches the pulses of one node's ranks, and learns what their phases take."""
+    """Watches the heartbeats of one node's ranks, and learns what their phases take."""
 
     def __init__(self, limits: HangLimits, clock: Callable[[], float]) -> None:
-        """Start without pulses; `clock` gives seconds and never jumps."""
+        """Start without heartbeats; `clock` gives seconds and never jumps."""
         self._limits, self._clock = limits, clock
         self._looked_s = clock()
-        self._stood: dict[int, tuple[RankPulse, float]] = {}
+        self._stood: dict[int, tuple[RankHeartbeat, float]] = {}
         self._ended_s: dict[str, float] = {}
         """The longest stay in each phase that has ended: what still lasts proves nothing."""
 
-    def look(self, pulses: Sequence[RankPulse]) -> list[Stand]:
-        """Return for how long each rank has not moved, by its pulse as it is now."""
+    def look(self, heartbeats: Sequence[RankHeartbeat]) -> list[Stand]:
+        """Return for how long each rank has not moved, by its heartbeat as it is now."""
         now_s = self._clock()
         gap_s = min(LONGEST_GAP_S, now_s - self._looked_s)
         self._looked_s = now_s
         stands = []
-        for pulse in pulses:
-            seen, stood_s = self._stood.get(pulse.rank, (None, 0.0))
-            if seen is None or seen.mark != pulse.mark:
+        for heartbeat in heartbeats:
+            seen, stood_s = self._stood.get(heartbeat.rank, (None, 0.0))
+            if seen is None or seen.mark != heartbeat.mark:
                 if seen is not None and not seen.is_first:
                     self._ended_s[seen.phase] = max(self._ended_s.get(seen.phase, 0.0), stood_s)
                 stood_s = 0.0
             else:
                 stood_s += gap_s
-            self._stood[pulse.rank] = (pulse, stood_s)
-            stands.append(Stand(pulse.rank, pulse.step, pulse.phase, stood_s, 0.0))
+            self._stood[heartbeat.rank] = (heartbeat, stood_s)
+            stands.append(Stand(heartbeat.rank, heartbeat.step, heartbeat.phase, stood_s, 0.0))
         return [
-            stand._replace(limit_s=self._limit_s(pulse))
-            for stand, pulse in zip(stands, pulses, strict=True)
+            stand._replace(limit_s=self._limit_s(heartbeat))
+            for stand, heartbeat in zip(stands, heartbeats, strict=True)
         ]
 
-    def _limit_s(self, pulse: RankPulse) -> float:
-        if pulse.phase in {"", "end"}:
+    def _limit_s(self, heartbeat: RankHeartbeat) -> float:
+        if heartbeat.phase in {"", "end"}:
             return math.inf
-        if pulse.limit_s is not None:
-            return pulse.limit_s
-        if pulse.is_first:
+        if heartbeat.limit_s is not None:
+            return heartbeat.limit_s
+        if heartbeat.is_first:
             return max(self._limits.first_step_s, self._limits.hang_s)
-        least_s = self._limits.save_s if pulse.phase == "save" else 0.0
-        return max(least_s, self._limits.hang_s, LEARNT * self._ended_s.get(pulse.phase, 0.0))
+        least_s = self._limits.save_s if heartbeat.phase == "save" else 0.0
+        return max(least_s, self._limits.hang_s, LEARNT * self._ended_s.get(heartbeat.phase, 0.0))
 
 
 def unmoved(stands: Sequence[Stand], returned: Collection[int]) -> tuple[Unmoved, list[Stand]]:

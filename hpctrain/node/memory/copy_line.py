@@ -156,7 +156,7 @@ def _met(address: tuple[str, int], greeting: Greeting, node: int) -> CopyLine:
     return line
 
 
-class CopyDoor:
+class CopyListener:
     """Accepts other nodes' replica servers alone, each with a thread of its own."""
 
     def __init__(

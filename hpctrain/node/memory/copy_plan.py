@@ -1,15 +1,35 @@
-"""How a copy in memory lies in its slot.
+"""How a copy in memory lies in its slot, what it says, and how it is repaired by blocks. Pure.
 
-tests/unit/memory/test_stock.py holds the promises.
+What is whole is known from the copy's digest, which its replica server has sent over a connection
+with codes: it proves the proof at the copy's end, and that proves the header and each block. So a
+copy that is not here at all, and one in which a byte has changed, are repaired alike: what does not
+prove is read from elsewhere. tests/unit/memory/test_stock.py and tests/unit/memory/test_mending.py
+hold the promises.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
-from hpctrain.checkpoint.format import shard
+import numpy as np
+
+from hpctrain.checkpoint.format import index, shard
+from hpctrain.checkpoint.format import manifest as manifests
+from hpctrain.checkpoint.format.layout import FileLayout, RankPart, assemble, placed
+from hpctrain.checkpoint.format.manifest import FileEntry, block_digest
+from hpctrain.checkpoint.format.shard import file_name
+from hpctrain.checkpoint.format.table import entry_of
+from hpctrain.errors import TornCheckpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from hpctrain.checkpoint.format.index import ChunkIndex
+    from hpctrain.checkpoint.format.manifest import Manifest
+    from hpctrain.checkpoint.format.shard import ShardPiece
 
 
 @dataclass(frozen=True)
@@ -60,3 +80,152 @@ class CopyPlan:
         if not plan.block_bytes or not isinstance(plan.facts, dict):
             raise ValueError("a plan of a copy without blocks or facts")
         return plan
+
+
+Range = tuple[int, int]
+"""Bytes of a copy: the first, and the one behind the last."""
+TURNS = 2
+"""At each other copy: the proof, then what it shows to be bad."""
+
+
+def blocks(plan: CopyPlan) -> Iterator[Range]:
+    """The header of a copy, and each of its blocks."""
+    yield 0, plan.head
+    ends = plan.head + np.cumsum([0, *plan.sizes], dtype=np.int64)
+    for low, high in pairwise(ends.tolist()):
+        for begin in range(low, high, plan.block_bytes):
+            yield begin, min(begin + plan.block_bytes, high)
+
+
+def bad_ranges(view: memoryview, plan: CopyPlan, digest: str) -> list[Range]:
+    """Return the ranges of a copy that are bad; the proof alone, if that is bad.
+
+    `view` has `plan.size` bytes; `digest` is of the whole copy, as in a manifest.
+    """
+    ranges = list(blocks(plan))
+    low = plan.size - shard.proof_bytes(len(ranges) - 1)
+    proof = bytes(view[low : plan.size])
+    if shard.proof_digest(proof) != digest:
+        return [(low, plan.size)]
+    said = np.frombuffer(proof, "<u8").tolist()
+    return [
+        (begin, end)
+        for (begin, end), awaited in zip(ranges, said, strict=True)
+        if block_digest(view[begin:end]) != awaited
+    ]
+
+
+def merged(ranges: Iterable[Range], most_bytes: int) -> Iterator[Range]:
+    """The same bytes in fewer ranges: neighbours together, none longer than `most_bytes`."""
+    low = high = -1
+    for begin, end in ranges:
+        if begin != high:
+            yield from _cut(low, high, most_bytes)
+            low = begin
+        high = end
+    yield from _cut(low, high, most_bytes)
+
+
+def mend(
+    view: memoryview,
+    plan: CopyPlan,
+    digest: str,
+    others: Iterable[Callable[[list[Range]], Iterator[tuple[int, bytes]]]],
+) -> bool:
+    """Repair a copy in `view` from other copies; return whether all of it is complete then.
+
+    Each of `others` reads ranges of another copy: bytes, and where they go.
+    """
+    bad = bad_ranges(view, plan, digest)
+    for read in others:
+        for _ in range(TURNS):
+            if not bad:
+                return True
+            for low, content in read(bad):
+                view[low : low + len(content)] = content
+            bad = bad_ranges(view, plan, digest)
+    return not bad
+
+
+def _cut(low: int, high: int, most_bytes: int) -> Iterator[Range]:
+    for begin in range(low, high, most_bytes):
+        yield begin, min(begin + most_bytes, high)
+
+
+_NARROW = frozenset({"own", "dtype", "ranks", "dims", "flat", "unit"})
+
+
+def part_facts(pieces: Sequence[ShardPiece], rank: int) -> dict[str, Any]:
+    """Where a rank's parts lie in their tensors."""
+    where = placed(pieces, rank)
+    if where.layout is None:
+        return {}
+    columns = {
+        field.name: getattr(where.layout, field.name).tolist()
+        for field in fields(FileLayout)
+        if field.name != "names"
+    }
+    layout = {"names": list(where.layout.names), **columns}
+    return {"layout": layout, "numbers": where.numbers.tolist()}
+
+
+def part_of(rank: int, answer: Sequence[Any]) -> RankPart:
+    """Return a rank's part of a checkpoint.
+
+    `answer` has size, digest and header bytes of its copy, and its facts.
+
+    Raises:
+        TornCheckpoint: it is something else.
+    """
+    try:
+        size, digest, head, facts = answer
+        part = facts["part"]
+        if not part:
+            return RankPart(None)
+        columns: dict[str, Any] = {
+            name: np.array(column, np.uint8 if name in _NARROW else np.int64)
+            for name, column in part["layout"].items()
+            if name != "names"
+        }
+        layout = FileLayout(names=tuple(part["layout"]["names"]), **columns)
+        return RankPart(
+            file=FileEntry(file_name(rank), int(size), str(digest)),
+            head=int(head),
+            key=layout.key,
+            numbers=np.array(part["numbers"], np.int64),
+            layout=layout,
+        )
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise TornCheckpoint(f"what rank {rank} says of its copy is not whole: {error}") from error
+
+
+def parts_of(answers: Mapping[int, Sequence[Any]]) -> tuple[Manifest, list[RankPart]]:
+    """The manifest of a checkpoint without files and tensors, and the parts that fill them in.
+
+    Raises:
+        CheckpointError: what the copies say is not whole.
+    """
+    parts = [part_of(rank, answers[rank]) for rank in sorted(answers)]
+    return manifests.of_plain(answers[0][3].get("manifest") or {}), parts
+
+
+def joined(answers: Mapping[int, Sequence[Any]]) -> tuple[Manifest, bytes]:
+    """The manifest of a checkpoint and its chunk table, from what all ranks' copies say.
+
+    Raises:
+        CheckpointError: the copies do not make up the tensors.
+    """
+    manifest, parts = parts_of(answers)
+    files, manifest.tensors, chunks = assemble(parts, manifest.block_bytes)
+    content = chunks.dump()
+    manifest.files = [*files, entry_of(content)]
+    return manifest, content
+
+
+def index_of(manifest: Manifest, table: bytes) -> ChunkIndex:
+    """The chunk table that `joined` made.
+
+    Raises:
+        TornCheckpoint: it is another.
+    """
+    return index.parse(table, manifest)

@@ -4,8 +4,9 @@ Ranks come to a Unix socket in the folder of their round, each served by a threa
 get memory, write a copy, and say so; the replica server takes the digests. It reports what all
 ranks of the node have to the replica server of node 0, over TCP with codes (`control.wire`), which
 sends all others the steps that are settled and covered. Where nodes may be lost each replica server
-sends its copies on to another one (`buddy`). If a replica server is lost, no more copies are made
-in the round, and training goes on; the copies that were made are there at the ranks' next start.
+sends its copies on to another one (`replica_peer`). If a replica server is lost, no more copies are
+made in the round, and training goes on; the copies that were made are there at the ranks' next
+start.
 tests/unit/memory/test_replica_server.py holds the promises.
 """
 
@@ -26,13 +27,12 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.core.base import clock
 from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError, ControlLost, HpctrainError
-from hpctrain.node.control.endpoint import ChildrenDoor, meet_parent
+from hpctrain.node.control.endpoint import ChildrenListener, meet_parent
 from hpctrain.node.control.node_server import TreePlace
 from hpctrain.node.control.wire import Greeting, packed, unpacked
 from hpctrain.node.memory.copy_plan import CopyPlan
-from hpctrain.node.memory.node_stock import CopyInMemory, NodeStock, room_refused
-from hpctrain.node.memory.pairing import next_nodes
-from hpctrain.node.memory.protocol import (
+from hpctrain.node.memory.in_memory_copies import CopyInMemory, NodeCopies, room_refused
+from hpctrain.node.memory.replica_client import (
     COVERED,
     COVERED_NS,
     FIRST_FREE,
@@ -48,7 +48,7 @@ from hpctrain.node.memory.protocol import (
     text_of,
     words_of,
 )
-from hpctrain.node.memory.ring import BuddyRing
+from hpctrain.node.memory.replica_peer import PeerRing, next_nodes
 from hpctrain.node.memory.slots import NEVER, Coverage, Mark, Slot
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class ReplicaServer:
 
     def __init__(self) -> None:
         """Nothing is held. To be made where its event loop runs."""
-        self._stock = NodeStock()
+        self._copies = NodeCopies()
         self._round: ReplicaRound | None = None
 
     async def do(self, order: dict[str, Any]) -> int:
@@ -95,18 +95,18 @@ class ReplicaServer:
         about: str,
         address: str,
         shown: str = "",
-        buddies: Sequence[int] = (),
+        peers: Sequence[int] = (),
     ) -> int:
         if self._round is not None:
             self._round.close()
         at = TreePlace(**place)
         if at.ranks > MOST_RANKS:
             raise ControlLost(f"{at.ranks} ranks on a node, {MOST_RANKS} are the most")
-        self._stock.new_round(at.ranks)
-        self._round = ReplicaRound(Path(folder), at, self._stock, partial(Greeting, secret, about))
+        self._copies.new_round(at.ranks)
+        self._round = ReplicaRound(Path(folder), at, self._copies, partial(Greeting, secret, about))
         if shown and at.nodes > 1:
             said = partial(Greeting, secret, f"{about}/copies")
-            self._round.copy_on(address, shown, said, buddies or next_nodes(at.nodes))
+            self._round.copy_on(address, shown, said, peers or next_nodes(at.nodes))
         return await self._round.start(address)
 
 
@@ -121,14 +121,14 @@ class ReplicaRound:
         self,
         folder: Path,
         place: TreePlace,
-        stock: NodeStock,
+        node_copies: NodeCopies,
         greeting: Callable[[], Greeting],
     ) -> None:
         """Serve nobody yet; only the user can enter the round's `folder`."""
-        self._folder, self._place, self._stock = folder, place, stock
+        self._folder, self._place, self._copies = folder, place, node_copies
         self._greeting = greeting
-        self._lock = stock.lock
-        self._ring: BuddyRing | None = None
+        self._lock = node_copies.lock
+        self._ring: PeerRing | None = None
         self._words_fd = os.memfd_create("hpctrain-words", os.MFD_CLOEXEC)
         os.ftruncate(self._words_fd, WORDS_BYTES)
         self._words = words_of(self._words_fd)
@@ -144,28 +144,28 @@ class ReplicaRound:
         self._ranks: set[socket.socket] = set()
         self._below: dict[int, Endpoint] = {}
         self._above: Endpoint | None = None
-        self._door = ChildrenDoor(range(1, place.nodes), greeting, self._let_in)
+        self._door = ChildrenListener(range(1, place.nodes), greeting, self._let_in)
 
     def copy_on(
         self,
         address: str,
         shown: str,
         greeting: Callable[[], Greeting],
-        buddies: Sequence[int],
+        peers: Sequence[int],
     ) -> None:
         """Have copies on another node, too. Before `start`.
 
-        This one listens at `address`, which others reach as `shown`. `buddies` gives by place the
+        This one listens at `address`, which others reach as `shown`. `peers` gives by place the
         node that has each one's copies; node 0's counts.
 
         Raises:
             OSError: there is no such address, or no port.
         """
-        self._ring = BuddyRing(self._place, self._stock, self, greeting, buddies)
+        self._ring = PeerRing(self._place, self._copies, self, greeting, peers)
         self._ring.open(address, shown)
 
     def needed(self) -> tuple[Mark | None, Mark] | None:
-        """See `buddy.RoundNeeds`."""
+        """See `replica_peer.RoundNeeds`."""
         with self._lock:
             if self._is_over:
                 raise ControlLost("the round is over")
@@ -261,14 +261,14 @@ class ReplicaRound:
             self._ring.meet_at(head["at"])
 
     def _hear_place(self, node: int, at: list[Any] | None) -> None:
-        """On node 0: where a node keeps others' copies; with the last all hear of their buddies."""
+        """On node 0: where a node keeps others' copies; with the last all hear of their peers."""
         if self._ring is None or at is None:
             return
         self._ring.doors[node] = at
         if len(self._ring.doors) == self._place.nodes:
             for number, child in self._below.items():
-                child.say(packed({"is": "ring", "at": self._ring.of_buddy(number)}))
-            self._ring.meet_at(self._ring.of_buddy(0))
+                child.say(packed({"is": "ring", "at": self._ring.of_peer(number)}))
+            self._ring.meet_at(self._ring.of_peer(0))
 
     def _node_settled(self, node: int, step: int, *, whole: bool) -> None:
         """On node 0: a node's word on a step."""
@@ -377,56 +377,56 @@ class ReplicaRound:
             if self._has_chosen:
                 return
             self._has_chosen, self._chosen = True, mark
-            self._stock.keep_only(mark)
+            self._copies.keep_only(mark)
 
     def _tell_held(self, peer: socket.socket) -> None:
-        own, guests = self._stock.held()
+        own, guests = self._copies.held()
         at = self._ring.at if self._ring is not None else None
-        _send_text(peer, {"held": own, "guests": guests, "bytes": self._stock.nbytes, "at": at})
+        _send_text(peer, {"held": own, "guests": guests, "bytes": self._copies.nbytes, "at": at})
 
     def _room(self, peer: socket.socket, local: int, nbytes: int) -> None:
         """Memory for a rank's copies; where there is too little of it, no rank makes any."""
-        stock, why = self._stock.own[local], ""
+        rank_memory, why = self._copies.own[local], ""
         try:
-            stock.take(nbytes)
+            rank_memory.take(nbytes)
         except CheckpointError as error:
             why = f"{self._place.name}: {room_refused(error)}"
         if not why and self._ring is not None:
-            why = self._ring.room(local, stock.arenas[0].size)
+            why = self._ring.room(local, rank_memory.arenas[0].size)
         if why:
             self._on_loop(partial(self._turn_off, why))
             send(peer, {"why": why})
             return
-        fds = tuple(arena.fd for arena in stock.arenas)
-        send(peer, {"sizes": [arena.size for arena in stock.arenas]}, fds)
+        fds = tuple(arena.fd for arena in rank_memory.arenas)
+        send(peer, {"sizes": [arena.size for arena in rank_memory.arenas]}, fds)
         with self._lock:
             self._offer(local)
 
     def _copied(self, local: int, slot: int, step: int, fds: list[int]) -> None:
-        stock, whole = self._stock.own[local], False
+        rank_memory, whole = self._copies.own[local], False
         plan = CopyPlan.parse(text_of(os.dup(fds[0])))
         mark = Mark(self._attempt, step)
         with self._lock:
-            if self._is_over or not stock.slots.copied(slot, mark):
+            if self._is_over or not rank_memory.slots.copied(slot, mark):
                 raise ReplicaServerLost(f"slot {slot} was not given to rank {plan.rank}")
         try:
-            stock.prove(slot, mark, plan)
+            rank_memory.prove(slot, mark, plan)
             whole = True
         finally:
             with self._lock:
                 if not self._is_over:
-                    stock.slots.proved(slot, whole=whole)
+                    rank_memory.slots.proved(slot, whole=whole)
             if whole and self._ring is not None:
                 threading.Thread(target=self._send_on, args=(local, mark), daemon=True).start()
             else:
                 self._settle(local, step, whole=whole)
 
     def _send_on(self, local: int, mark: Mark) -> None:
-        """A rank's copy to the buddy, behind training; it counts when the buddy has it."""
-        there = self._stock.own[local].find(mark, self._place.first_rank + local)
+        """A rank's copy to the peer, behind training; it counts when the peer has it."""
+        there = self._copies.own[local].find(mark, self._place.first_rank + local)
         why, is_lost = "it is gone", False
         if there is not None and self._ring is not None:
-            arena = self._stock.own[local].arenas[there[1]]
+            arena = self._copies.own[local].arenas[there[1]]
             why, is_lost = self._ring.send(local, CopyInMemory(there[0], arena))
         if why and not self._is_over:
             log.warning("%s: step %d is not on another node: %s", self._place.name, mark.step, why)
@@ -437,7 +437,7 @@ class ReplicaRound:
     def _left(self, local: int, step: int, slot: int | None) -> None:
         with self._lock:
             if slot is not None:
-                slots = self._stock.own[local].slots.slots
+                slots = self._copies.own[local].slots.slots
                 if slots[slot].state == "given":
                     slots[slot] = Slot()
         self._settle(local, step, whole=False)
@@ -461,24 +461,24 @@ class ReplicaRound:
 
     def _offer(self, local: int) -> None:
         """Give a rank a slot to write, if it has none and one is free. Within the lock."""
-        stock, at = self._stock.own[local], FIRST_FREE + local
-        if self._words[at] or not stock.nbytes or (needed := self.needed()) is None:
+        rank_memory, at = self._copies.own[local], FIRST_FREE + local
+        if self._words[at] or not rank_memory.nbytes or (needed := self.needed()) is None:
             return
-        number = stock.slots.give(*needed)
+        number = rank_memory.slots.give(*needed)
         if number is not None:
             self._words[at] = number + 1
 
     def _tell_facts(self, peer: socket.socket, mark: Mark, ranks: list[int]) -> None:
         facts: dict[int, Any] = {}
         for rank in ranks:
-            if (there := self._stock.find(mark, rank)) is not None:
+            if (there := self._copies.find(mark, rank)) is not None:
                 copy = there.copy
                 facts[rank] = [copy.size, copy.digest, copy.plan.head, copy.plan.facts]
         _send_text(peer, {"facts": facts})
 
     def _open(self, peer: socket.socket, mark: Mark, rank: int, at: list[Any]) -> None:
         """A copy's memory; what is on other nodes alone is brought here first."""
-        there, why = self._stock.find(mark, rank), ""
+        there, why = self._copies.find(mark, rank), ""
         if there is None and self._ring is not None:
             try:
                 there = self._ring.fetch(mark, rank, at)
@@ -490,7 +490,7 @@ class ReplicaRound:
             send(peer, {"is": "copy"}, (there.arena.fd,))
 
     def _mend(self, peer: socket.socket, mark: Mark, rank: int, at: list[Any]) -> None:
-        there, is_whole = self._stock.find(mark, rank), False
+        there, is_whole = self._copies.find(mark, rank), False
         if there is not None and self._ring is not None:
             is_whole = self._ring.mend(there, at)
         send(peer, {"whole": is_whole})

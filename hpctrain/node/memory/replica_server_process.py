@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base.process import show_as
-from hpctrain.node.control.forked import BEGIN_S, ForkedServer
+from hpctrain.node.control.node_process import BEGIN_S, ForkedServer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -41,21 +41,21 @@ class ReplicaServerProcess(ForkedServer):
         about: str,
         address: str,
         shown: str = "",
-        buddies: Sequence[int] = (),
+        peers: Sequence[int] = (),
     ) -> int:
         """Serve a new round of ranks, end the one before; return node 0's port for others, else 0.
 
         All nodes give the same `secret`, the attempt's, and the same `about`, which names the
         round. Only the user can enter `folder`. Other nodes' replica servers are awaited at
         `address`; they reach it as `shown`, "" if no copies go on to another node. On node 0,
-        `buddies` gives by place the node that has each one's copies; () for the next one.
+        `peers` gives by place the node that has each one's copies; () for the next one.
 
         Raises:
             ServerSilent: the process does not answer, or is gone.
             ControlLost: it cannot be served.
         """
         order: dict[str, Any] = {"folder": str(folder), "place": asdict(place), "secret": secret}
-        order |= {"about": about, "address": address, "shown": shown, "buddies": list(buddies)}
+        order |= {"about": about, "address": address, "shown": shown, "peers": list(peers)}
         return self.ask({"begin": order}, BEGIN_S)
 
     def join(self, address: str, port: int) -> None:

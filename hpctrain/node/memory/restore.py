@@ -21,9 +21,9 @@ from hpctrain.checkpoint.store.find import FoundCheckpoint
 from hpctrain.core.testing import points
 from hpctrain.core.world import broadcast, gather, gather_on_0, one_line
 from hpctrain.errors import HpctrainError, TornCheckpoint
-from hpctrain.node.memory.choice import Inventory, choose
-from hpctrain.node.memory.facts import index_of, joined
-from hpctrain.node.memory.protocol import ReplicaServerLost
+from hpctrain.node.memory.copy_plan import index_of, joined
+from hpctrain.node.memory.replica_client import ReplicaServerLost
+from hpctrain.node.memory.slots import Inventory, choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.format.reader import Target
     from hpctrain.core.world import World
-    from hpctrain.node.memory.choice import Door
-    from hpctrain.node.memory.rank_line import ReplicaClient
-    from hpctrain.node.memory.slots import Mark
+    from hpctrain.node.memory.replica_client import ReplicaClient
+    from hpctrain.node.memory.slots import Door, Mark
 
 log = logging.getLogger("hpctrain.checkpoint")
 
@@ -47,7 +46,7 @@ class NodesCopies:
 
     Attributes:
         mark: Of the copy that was looked at last; None before.
-        kept_by: Where that lies, as `choice.CopyChoice` says it.
+        kept_by: Where that lies, as `slots.CopyChoice` says it.
     """
 
     def __init__(self, world: World, line: ReplicaClient | None) -> None:

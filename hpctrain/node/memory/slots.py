@@ -1,22 +1,23 @@
-"""Which memory a rank may write its next copy into, and which step all ranks have whole. Pure.
+"""Which memory holds which copy, which step all ranks have, and which is resumed from. Pure.
 
 A rank has two slots. It writes into one while the other holds a step that all ranks have whole, so
 at every moment one step is whole in memory that nobody writes (docs/staying-alive.md). A step is
 *settled* when every rank has its copy whole or has said that it has none; it is *covered* when
 every rank has it whole. What is covered stays until a newer step is; what is not settled may yet be
-covered, and stays, too. tests/unit/memory/test_slots.py holds the promises.
+covered, and stays, too. tests/unit/memory/test_slots.py and
+tests/unit/memory/test_choice.py hold the promises.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from hpctrain.core.base.records import COPIES_PER_RANK
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-SLOTS = 2
-"""Of each rank."""
 NEVER = -1
 """No step of this round."""
 
@@ -83,7 +84,7 @@ class Slot:
 class RankSlots:
     """The slots of a rank."""
 
-    slots: list[Slot] = field(default_factory=lambda: [Slot() for _ in range(SLOTS)])
+    slots: list[Slot] = field(default_factory=lambda: [Slot() for _ in range(COPIES_PER_RANK)])
 
     def give(self, kept: Mark | None, settled: Mark) -> int | None:
         """Return a slot that the rank may write into from now on; None if there is none.
@@ -173,3 +174,76 @@ def candidates(held: Iterable[Sequence[HeldCopy]], least_step: int) -> list[Mark
         mark for (mark, world), ranks in there.items() if ranks.issuperset(range(world)) and world
     }
     return sorted((mark for mark in whole if mark.step >= least_step), reverse=True)
+
+
+Door = list[Any]
+"""Address and port at which a replica server gives copies to other nodes, as JSON has them."""
+
+
+class Inventory(NamedTuple):
+    """What a node's replica server has.
+
+    Attributes:
+        own: Whole copies of this node's ranks.
+        guests: Whole copies of other nodes' ranks.
+        door: Where it gives them to others; None where it does not.
+    """
+
+    own: Sequence[HeldCopy] = ()
+    guests: Sequence[HeldCopy] = ()
+    door: Door | None = None
+
+
+@dataclass(frozen=True)
+class CopyChoice:
+    """A step that all parts can be had of.
+
+    Attributes:
+        mark: Which.
+        world_size: Ranks that have made it.
+        kept_by: `memory` where all nodes that have made it still have it; `buddy` where one of them
+            is gone, and its part lies in another node's memory.
+        doors: By rank, of all replica servers that have its part and give it to others.
+    """
+
+    mark: Mark
+    world_size: int
+    kept_by: str
+    doors: dict[int, list[Door]] = field(default_factory=dict)
+
+
+def choose(inventories: Sequence[Inventory], least_step: int) -> list[CopyChoice]:
+    """Return the steps all of whose parts living nodes have, newest first.
+
+    `least_step` is of the newest checkpoint on disk: an older copy is of no use. If both are of one
+    step, memory is taken.
+    """
+    plain = [
+        Inventory(
+            [HeldCopy(*copy) for copy in node.own],
+            [HeldCopy(*copy) for copy in node.guests],
+            node.door,
+        )
+        for node in (Inventory(*of) for of in inventories)
+    ]
+    own = [node.own for node in plain]
+    everything = [*own, *(node.guests for node in plain)]
+    worlds = {copy.mark: copy.world_size for copies in everything for copy in copies}
+    by_makers = set(candidates(own, least_step))
+    return [
+        CopyChoice(
+            mark, worlds[mark], "memory" if mark in by_makers else "buddy", _doors(plain, mark)
+        )
+        for mark in candidates(everything, least_step)
+    ]
+
+
+def _doors(inventories: Sequence[Inventory], mark: Mark) -> dict[int, list[Door]]:
+    doors: dict[int, list[Door]] = {}
+    for node in inventories:
+        if node.door is None:
+            continue
+        for copy in (*node.own, *node.guests):
+            if copy.mark == mark:
+                doors.setdefault(copy.rank, []).append(node.door)
+    return doors

@@ -1,23 +1,27 @@
-"""The follower of a run: prints its logs as they grow, across attempts, until it is over.
+"""Followers of a run: its logs as they grow, until it is over, and its ledger as lines.
 
-It polls: inotify is blind to what other nodes write over NFS. tests/unit/cli/test_logs.py holds the
-promises.
+They poll: inotify is blind to what other nodes write over NFS. tests/unit/cli/test_logs.py and
+test_events.py hold the promises.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpctrain.core.base import clock
+from hpctrain.core.base.text import count
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_state import OVER, RunState, run_state
 from hpctrain.ledger.run.attempt_files import LogFile
+from hpctrain.ledger.run.event_fields import as_number
 from hpctrain.ledger.run.events import LONGEST_BYTES, parse
+from hpctrain.observe.status.event_lines import folded, line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from hpctrain.ledger.run.events import Event
     from hpctrain.ledger.run.layout import RunDir
@@ -75,8 +79,7 @@ class EndWatch:
     def is_over(self, *, heard: bool = False) -> bool:
         """Whether nobody will write any more; without an end on record, asks the scheduler.
 
-        Args:
-            heard: Somebody wrote just now: no scheduler is to be asked whether the job lives.
+        With `heard` somebody wrote just now, and no scheduler is asked whether the job lives.
         """
         now, only = self.history.state, self.only
         if self._has_ended(only or now.attempt) and (only or now.phase in OVER):
@@ -194,3 +197,159 @@ def notes_to(printer: Printer) -> Callable[[str], None]:
         printer.out.flush()
 
     return tell
+
+
+CALM_S = 10.0
+"""So long are step marks gathered while one follows."""
+_MARK = re.compile(rb'\{"t": [\d.]+, "kind": "steps", "attempt": (\d+|null),')
+"""A step mark as `run.events.append` writes it; of a row only the ends are parsed."""
+
+
+class Reading:
+    """A ledger that is read as it grows."""
+
+    def __init__(self, run: RunDir, lines: EventLines) -> None:
+        self.turns: list[Event] = []
+        self.printed = 0
+        self._file = LogFile(run.events, longest_bytes=LONGEST_BYTES)
+        self._lines = lines
+        self._left_out = 0
+        self._torn_end = False
+
+    def new(self, *, last: bool) -> Iterator[str]:
+        """What is to be printed of the events since the last call.
+
+        With `last` nobody writes any more: a last line without its end counts too.
+        """
+        for text in self._new(last=last):
+            self.printed += 1
+            yield text
+
+    def _new(self, *, last: bool) -> Iterator[str]:
+        for raw in self._file.lines():
+            yield from self._one(raw)
+        for raw in self._file.rest() if last else ():
+            before = self._left_out
+            yield from self._one(raw)
+            self._torn_end = self._left_out > before
+        yield from self._lines.end() if last else self._lines.pause()
+
+    @property
+    def left_out(self) -> list[str]:
+        """What was no event, in words."""
+        missing = []
+        others = self._left_out - self._torn_end
+        if others:
+            missing.append(f"{count(others, 'line')} of its ledger left out: no complete event")
+        if self._torn_end:
+            missing.append("the last line of its ledger is torn; it is left out")
+        return missing
+
+    def nothing(self, kinds: str | None) -> list[str]:
+        """Why nothing was printed, where nothing was."""
+        if self.printed:
+            return []
+        there = ", ".join(sorted({event.kind for event in self.turns}))
+        if kinds is not None:
+            return [f"no event of kind {kinds} that is wanted; beside steps there are {there}"]
+        return ["no event that is wanted is on record"]
+
+    def _one(self, raw: bytes) -> Iterator[str]:
+        if _MARK.match(raw) and raw.endswith(b"}"):
+            yield from self._lines.mark(raw)
+            return
+        event = parse(raw)
+        if event is None:
+            self._left_out += bool(raw.strip(b"\0\r\n\t "))
+            return
+        if event.kind != "steps":
+            self.turns.append(event)
+        yield from self._lines.event(raw, event)
+
+
+class EventLines:
+    """Chooses events and makes lines of them; step marks in a row become one.
+
+    `since` is in seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        kinds: frozenset[str] | None,
+        attempt: int | None,
+        since: float | None,
+        *,
+        fold: bool,
+        as_json: bool,
+    ) -> None:
+        self._kinds, self._attempt, self._since = kinds, attempt, since
+        self._fold, self._as_json = fold, as_json
+        self._row: list[bytes] = []
+        self._marks = 0
+        self._of = b""
+        self._since_when = 0.0
+
+    def mark(self, raw: bytes) -> Iterator[str]:
+        """A step mark, as a line of the ledger; it is parsed only where it is shown."""
+        if self._kinds is not None and "steps" not in self._kinds:
+            yield from self.end()
+            return
+        if not self._fold:
+            yield from self._parsed(raw)
+            return
+        match = _MARK.match(raw)
+        of = match[1] if match else b""
+        if self._row and (of != self._of or self._is_new_window(raw)):
+            yield from self.end()
+        if not self._row:
+            self._since_when = clock.monotonic()
+        self._of, self._marks = of, self._marks + 1
+        self._row = [self._row[0], raw] if self._row else [raw]
+
+    def event(self, raw: bytes, event: Event) -> Iterator[str]:
+        """Any other event."""
+        yield from self.end()
+        if self._kinds is not None and event.kind not in self._kinds:
+            return
+        if self._is_wanted(event):
+            yield from self._as_text(raw, event)
+
+    def end(self) -> Iterator[str]:
+        """The row of step marks so far."""
+        row, marks, self._row, self._marks = self._row, self._marks, [], 0
+        if len(row) == 1:
+            yield from self._parsed(row[0])
+        elif row:
+            yield from self._folded(row[0], row[1], marks)
+
+    def pause(self) -> Iterator[str]:
+        """The row so far, where it has been held for a while: a line for each look is too much."""
+        if self._row and clock.monotonic() - self._since_when >= CALM_S:
+            yield from self.end()
+
+    def _is_new_window(self, raw: bytes) -> bool:
+        """Whether the row so far is older than `since` and this mark is not."""
+        return self._since is not None and _time(self._row[-1]) < self._since <= _time(raw)
+
+    def _parsed(self, raw: bytes) -> Iterator[str]:
+        event = parse(raw)
+        if event is not None and self._is_wanted(event):
+            yield from self._as_text(raw, event)
+
+    def _folded(self, first: bytes, last: bytes, marks: int) -> Iterator[str]:
+        begin, end = parse(first), parse(last)
+        if begin is not None and end is not None and self._is_wanted(end):
+            yield folded(begin, end, marks)
+
+    def _is_wanted(self, event: Event) -> bool:
+        """Whether it is of the attempt and of the time that were asked for."""
+        return (self._attempt is None or event.attempt == self._attempt) and (
+            self._since is None or event.t >= self._since
+        )
+
+    def _as_text(self, raw: bytes, event: Event) -> Iterable[str]:
+        return [raw.strip(b"\0\r\n\t ").decode() if self._as_json else line(event)]
+
+
+def _time(raw: bytes) -> float:
+    return as_number(raw[6 : raw.index(b",")].decode()) or 0.0

@@ -77,11 +77,8 @@ _HINTS = (
 class LogSource:
     """One log file.
 
-    Attributes:
-        label: What stands before its lines where several are shown.
-        path: The file.
-        rank: Whose it is; None for what the batch side printed.
-        node: Where that ran, "" where unknown.
+    `label` stands before its lines where several are shown; `rank` is None for what the batch side
+    printed.
     """
 
     label: str
@@ -94,17 +91,9 @@ class LogSource:
 class Section:
     """The logs of one attempt, or of one submission's batch script.
 
-    Attributes:
-        key: Attempt number or submission token.
-        title: Line that stands above it.
-        news: Line that stands in it as soon as it is known: what was restored.
-        end: Line that stands below it, once it is over.
-        begun: When it began, seconds since the epoch.
-        ended: When it ended; None while it goes on or where that is not known.
-        followed: Another section of its sort has begun.
-        timed: The agents tell when its lines were written.
-        attempts: Numbers of the attempts that it belongs to.
-        files: Looks for its log files.
+    `key` is the attempt's number or the submission's token; `title`, `news` and `end` are lines
+    above, in and below it. `ended` is None while it goes on or where that is not known; `timed`
+    where the agents wrote down when its lines came; `files` looks for its logs.
     """
 
     key: int | str
@@ -125,13 +114,7 @@ class Section:
 
 
 def sections(run: RunDir, history: RunHistory, wanted: frozenset[int] | str) -> list[Section]:
-    """What there is to print, in order.
-
-    Args:
-        run: The run.
-        history: Its own; step marks may be missing.
-        wanted: Ranks, or ALL, BATCH, TROUBLE.
-    """
+    """What there is to print, in order."""
     parts: list[Section] = []
     if wanted != BATCH:
         parts += _attempts(run, history, ALL if wanted == TROUBLE else wanted)
@@ -180,12 +163,7 @@ class Trouble:
 
 
 class LineFilter(Generic[Item]):
-    """Passes on the items whose lines are wanted, with their neighbours.
-
-    Args:
-        wanted: Whether a line is shown; called once for each line, in order.
-        context: How many lines before and after it are shown too.
-    """
+    """Passes on the items whose lines are wanted, with their neighbours."""
 
     def __init__(self, wanted: Callable[[bytes], bool], context: int = 0) -> None:
         self._wanted = wanted
@@ -254,7 +232,7 @@ def _restored(attempt: AttemptRecord | None) -> str:
     if attempt is None or step is None or (attempt.number == 1 and step == 0):
         return ""
     if attempt.own_loop:
-        return f"the program goes on from step {step:,}"
+        return f"the program resumed from step {step:,}"
     if not attempt.from_checkpoint:
         return "no checkpoint, begins at step 0"
     before, now = attempt.from_world_size, attempt.world_size
@@ -379,14 +357,8 @@ _Print: TypeAlias = "Callable[[Printer], None]"
 class LogSelection:
     """What of a run's output is shown, and how.
 
-    Attributes:
-        ranks: Whose: ranks, or ALL, BATCH, TROUBLE of `sections`.
-        attempt: Of this attempt only.
-        since: Nothing that is known to be older, seconds since the epoch.
-        lines: Makes what says whether a line is shown, anew for each log; None shows all.
-        context: Lines around each of those.
-        as_json: One JSON object a line, and nothing else.
-        color: Of the terminal's.
+    `ranks` are numbers, or ALL, BATCH, TROUBLE; `since` is in seconds since the epoch; `lines`
+    makes the filter of each log, None shows all; `context` is lines around each of those.
     """
 
     ranks: frozenset[int] | str = frozenset({0})
@@ -444,10 +416,6 @@ class Printer:
 
         The end of an attempt is in the ledger before its last lines can be seen over NFS: a section
         is closed only when it is shown for the second time after its end.
-
-        Args:
-            history: The run's so far, which only ever gets longer.
-            over: Nothing more will come.
         """
         self.open_logs = 0
         for section in self._sections(history):
@@ -572,11 +540,7 @@ def _is_set(ranks: frozenset[int] | str) -> bool:
 class LogLine:
     """One line of a log.
 
-    Attributes:
-        about: When it was written, as far as that can be told.
-        is_certain: Whether that is more than a guess.
-        source: Its log.
-        text: The line without its newline.
+    `about` is when it was written, as far as that can be told.
     """
 
     about: float

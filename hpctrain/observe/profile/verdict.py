@@ -20,14 +20,22 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base.files import read_plain, read_text
 from hpctrain.core.base.text import percent
-from hpctrain.observe.profile.files import MEMORY, PROBLEM, SNAPSHOT, TRACE
-from hpctrain.observe.profile.trace import Kind, RankShares, TraceUnreadable, read_trace
+from hpctrain.observe.profile.trace import (
+    MEMORY,
+    PROBLEM,
+    SNAPSHOT,
+    TRACE,
+    Kind,
+    RankShares,
+    TraceUnreadable,
+    read_trace,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from hpctrain.observe.profile.files import FoundProfile
+    from hpctrain.observe.profile.trace import FoundProfile
 
 
 LARGE = 0.25
@@ -187,10 +195,8 @@ class Profile:
     """A profile that was read.
 
     Attributes:
-        files: Its files.
         ranks: Those whose traces could be read.
         verdict: None where none could.
-        memories: By rank.
         problems: Rank to why there is no trace of it.
     """
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.core.base.text import count, duration, size
-from hpctrain.ledger.history.causes import EndCause
 from hpctrain.ledger.history.goodput import TimeClass
-from hpctrain.ledger.history.reported import HOW_TO_REPORT
+from hpctrain.ledger.history.progress import HOW_TO_REPORT
+from hpctrain.ledger.history.run_state import EndCause
 from hpctrain.ledger.plan.interval import as_set, daly_s, mtbf_s
 from hpctrain.observe.report import gather
-from hpctrain.observe.report.wording import ended, percent, step_seconds
+from hpctrain.observe.report.summary import ended, percent, step_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -69,12 +69,7 @@ _WARNED = frozenset({EndCause.PREEMPTED, EndCause.WALLTIME, EndCause.REQUEUED, E
 class Advice:
     """Something that could go better.
 
-    Attributes:
-        key: Names the rule.
-        title: What is wrong, in a line.
-        evidence: The numbers that say so.
-        do: What to do about it.
-        weight: Share of the run's time that is at stake; puts the advice in order.
+    `weight` is the share of the run's time that is at stake; it puts the advice in order.
     """
 
     key: str
@@ -453,7 +448,7 @@ def reports_nothing(data: ReportData) -> Iterator[Advice]:
     lost = f", and what was lost {count(back, 'time')}," if back else ""
     evidence = f"{count(len(words.silent), 'attempt')} ran and reported none: how far it came"
     evidence += f"{lost} is not known"
-    do = f"have the program tell: {HOW_TO_REPORT}; one that saves and leaves when "
+    do = f"have the program report its steps: {HOW_TO_REPORT}; one that saves and leaves when "
     do += "`run.should_stop()` says so loses nothing at a preemption or a time limit"
     yield Advice(
         "tells-nothing", "The program reports no steps", evidence, do, 0.5 if ends else 0.0

@@ -17,7 +17,7 @@ from hpctrain.core.base.text import count, duration, size
 from hpctrain.ledger.history.goodput import TimeClass
 from hpctrain.observe.report import gather
 from hpctrain.observe.report.gather import groups
-from hpctrain.observe.report.wording import (
+from hpctrain.observe.report.summary import (
     COLOURS,
     NAMES,
     SERIES,
@@ -340,11 +340,11 @@ def step_times(data: ReportData) -> Chart:
 def _why_no_marks(data: ReportData, what: str) -> str:
     if not data.history.marks:
         return "no step is on record"
-    return f"the program tells no {what} with its steps"
+    return f"the program reports no {what} with its steps"
 
 
 GIB = 2**30
-NO_RANKS = "no attempt wrote a ranks.jsonl, which rank 0 does as the run goes on"
+NO_RANKS = "no attempt wrote a ranks.jsonl, which rank 0 does while the run trains"
 MOST_LINES = 60
 PIXELS = 900
 TRAINING = frozenset({TimeClass.STEP, TimeClass.DATA, TimeClass.SAVE})
@@ -568,13 +568,9 @@ def _saves_words(data: ReportData) -> str:
 class Bar:
     """A stretch of one line.
 
-    Attributes:
-        line: Counted from 0.
-        start: Seconds since the epoch.
-        end: The same.
-        kind: What it was spent on; STEP also stands for the data waits and saves in it.
-        attempts: The first and the last attempt in it; None for the time before the first.
-        shares: Seconds of each kind in it.
+    `line` counts from 0, times are seconds since the epoch; `kind` STEP also stands for the data
+    waits and saves in it. `attempts` are the first and the last in it, `shares` the seconds of each
+    kind.
     """
 
     line: int

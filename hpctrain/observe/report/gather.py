@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.core.base.files import read_plain
-from hpctrain.core.settings.spec import load_spec
-from hpctrain.errors import HpctrainError
+from hpctrain.core.settings.spec import spec_or_why
 from hpctrain.ledger.history.progress import RankSample, rank_sample
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_records import Restore, SaveRecord, StepMark
@@ -185,13 +184,9 @@ def heat_map(samples: Sequence[RankSample]) -> HeatMap | None:
 class Waits:
     """Where the ranks' time went, each a list by rank; seconds.
 
-    Attributes:
-        wall_s: All of it.
-        data_s: Waiting for data.
-        own_s: Own work; None where nobody can tell it from waiting for others.
-        slowest: How often each rank was the slowest of a sample.
-        samples: How many samples there are.
-        behind: Per rank, the median share by which it was above the median of the ranks.
+    `own_s` is None where nobody can tell it from waiting for others; `slowest` counts how often
+    each rank was the slowest of a sample; `behind` is the median share by which a rank was above
+    the median of the ranks.
     """
 
     wall_s: list[float]
@@ -273,18 +268,8 @@ MOST_BYTES = 1 << 30
 class StepRow:
     """Steps that were done since the mark before.
 
-    Attributes:
-        t: When it was written: the end of its window, seconds since the epoch.
-        attempt: Whose.
-        first: First step.
-        last: Last step, inclusive.
-        seconds: Length of the window.
-        loss: Of the last step.
-        p50_s: Median step time in the window.
-        p95_s: Time that 95 % of its steps stay below.
-        tokens: In the window, over all ranks.
-        samples: The same in samples.
-        grad_norm: The last one told.
+    `t` is the end of its window, seconds since the epoch; `last` is inclusive; `tokens` and
+    `samples` are over all ranks.
     """
 
     t: float
@@ -309,14 +294,9 @@ class StepRow:
 class History:
     """What the ledger says of the run's steps.
 
-    Attributes:
-        marks: Every mark, also of steps that were done again later, in order.
-        kept: The marks of the steps that the newest state is made of: each step once.
-        resumes: Where attempts began to train.
-        saves: Checkpoints that were committed.
-        missed: Saves that failed or were left out, by kind of event.
-        device: What the newest attempt trained on, where it said.
-        excluded: Nodes that an attempt was told to do without, each with the attempt.
+    `marks` has every mark, also of steps that were done again; `kept` each step of the newest state
+    once. `missed` counts saves that failed or were left out, by kind of event; `excluded` has
+    nodes, each with the attempt that did without.
     """
 
     marks: tuple[StepRow, ...]
@@ -367,14 +347,8 @@ def _mark(mark: StepMark) -> StepRow | None:
 class ReportData:
     """All that a report shows of one run.
 
-    Attributes:
-        status: What `hpctrain status` shows too, so that both say the same.
-        history: Steps, saves and resumes.
-        ranks: Samples of every attempt that has some, in order.
-        costs: What saves have cost of late; None before the first.
-        failures: How often it died without a chance to save.
-        spec: Its settings; None where they cannot be read.
-        problems: What could not be read, a line each.
+    `ranks` are the samples of every attempt that has some, in order; `problems` what could not be
+    read, a line each.
     """
 
     status: RunStatus
@@ -392,15 +366,10 @@ class ReportData:
 
 
 def gather(run: RunDir, status: RunStatus) -> ReportData:
-    """Read a run's directory, of which nothing has to be there.
-
-    Args:
-        run: The run.
-        status: What is known of it (`status_of`).
-    """
+    """Read a run's directory, of which nothing has to be there."""
     history = RunHistory.read(run)
     problems = [] if history.count else [f"{run.events} is not there, or holds no event"]
-    spec, why = _spec(run)
+    spec, why = spec_or_why(run.spec)
     if status.answer.problem and spec is not None:
         problems.append(f"the scheduler gave no answer: {status.answer.problem}")
     if status.answer.unaccounted:
@@ -415,16 +384,6 @@ def gather(run: RunDir, status: RunStatus) -> ReportData:
         spec=spec,
         problems=(*problems, *([why] if why else []), *torn),
     )
-
-
-def _spec(run: RunDir) -> tuple[Spec | None, str]:
-    """The run's settings, or why there are none."""
-    try:
-        return load_spec(run.spec), ""
-    except HpctrainError as error:
-        return None, str(error)
-    except OSError as error:
-        return None, f"{run.spec} cannot be read: {error.strerror}"
 
 
 def _samples(run: RunDir, numbers: Sequence[int]) -> tuple[list[RankSample], list[str]]:

@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs no network: style, data and plotly.js are inside. Pure.
+"""A report as text, and as one HTML page that needs no network: all that it needs is inside. Pure.
 
 Whatever comes from a run (names, nodes, tracebacks) is text here, never markup: `escape` for what
 stands in the page, and in the JSON of the charts no "<" that could end a script. A policy in the
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from hpctrain.core.base import VERSION
+from hpctrain.core.base.text import duration
 from hpctrain.ledger.history.run_state import RunState
 from hpctrain.observe.report.advice import advice
 from hpctrain.observe.report.charts import charts
@@ -23,21 +25,25 @@ from hpctrain.observe.report.summary import (
     EVALUATION_TITLES,
     NUMBERS,
     attempt_rows,
+    classes,
     comparison_charts,
     comparison_rows,
     evaluation_rows,
     facts,
     failure_groups,
     failure_line,
+    nothing_to_show,
+    percent,
     unique_names,
+    when,
 )
-from hpctrain.observe.report.wording import nothing_to_show, when
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpctrain.observe.report.gather import ReportData
-    from hpctrain.observe.report.wording import Chart
+    from hpctrain.observe.report.summary import Chart
+
 
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -105,7 +111,7 @@ _LINKS = (("attempts", "Table of attempts"), ("failures", "Failures"))
 
 
 def _document(title: str, body: Sequence[str], drawn: Sequence[Chart]) -> str:
-    here = files("hpctrain.report")
+    here = files("hpctrain.observe.report")
     style, script = (here.joinpath(f"page.{kind}").read_text() for kind in ("css", "js"))
     figures = {chart.key: chart.figure for chart in drawn if chart.figure is not None}
     plotly = _plotly() if figures else ""
@@ -266,3 +272,133 @@ def _foot(runs: Sequence[ReportData]) -> str:
     made = when(runs[0].status.now) if runs else ""
     text = f"Made by hpctrain {VERSION} on {made} from {roots}."
     return f"<footer><p>{escape(text)}</p></footer>"
+
+
+ATTEMPTS_SHOWN = 60
+TRACEBACK_LINES_TEXT = 30
+_DROPPED_FIRST = {"job": 1, "started": 2, "recovered in": 3}
+
+
+def as_text(data: ReportData, *, width: int = 80) -> str:
+    """One run, at most `width` columns wide but for names and tracebacks."""
+    parts = [
+        data.status.name,
+        _facts_text(data, width),
+        _goodput(data),
+        _words(data, width),
+        _attempts_text(data, width),
+        _evaluations_text(data, width),
+        _failures_text(data, width),
+        _advice_text(data, width),
+        "\n".join(wrap(f"note: {problem}", width) for problem in data.problems),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def comparison(runs: Sequence[ReportData], *, width: int = 80) -> str:
+    """Several runs side by side, a column each, or below each other where there is no room."""
+    from hpctrain.core.drawing import Column, drawn, fitted
+
+    titles, *rows = comparison_rows(runs)
+    columns = [Column(title, [row[at] for row in rows]) for at, title in enumerate(titles)]
+    if sum(column.width + 2 for column in columns) - 2 <= width:
+        return drawn(fitted(columns, width), width)
+    blocks = []
+    for at, name in enumerate(titles[1:], start=1):
+        blocks.append("\n".join([name, *(f"  {row[0]:22}{row[at]}" for row in rows)]))
+    return "\n\n".join(blocks)
+
+
+def wrap(text: str, width: int, indent: str = "") -> str:
+    """Filled lines that break between words only."""
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _facts_text(data: ReportData, width: int) -> str:
+    return "\n".join(
+        wrap(f"{one.label:21}{one.value}{f'  ({one.more})' if one.more else ''}", width)
+        for one in facts(data)
+    )
+
+
+def _goodput(data: ReportData) -> str:
+    if data.status.goodput.submitted_s <= 0:
+        return ""
+    rows = [row for row in classes(data.status.goodput) if row[1] > 0]
+    lines = [
+        f"  {name:22}{duration(seconds):>9}  {percent(share) if share else '':>8}"
+        for name, seconds, share in rows
+    ]
+    return "\n".join(["where the time went (wall time, share of allocated)", *lines])
+
+
+def _words(data: ReportData, width: int) -> str:
+    """What each chart would say; the first two are the tables above."""
+    drawn = charts(data)[2:]
+    lines = [f"{one.title.lower()}: {one.words}" for one in drawn if one.figure is not None]
+    return "\n".join(wrap(line, width) for line in [*lines, nothing_to_show(drawn)] if line)
+
+
+def _attempts_text(data: ReportData, width: int) -> str:
+    from hpctrain.core.drawing import Column, drawn, fitted
+
+    rows = attempt_rows(data)
+    if not rows:
+        return ""
+    shown = rows[-ATTEMPTS_SHOWN:]
+    columns = [
+        Column(
+            title,
+            [row[at] for row in shown],
+            right=title in NUMBERS,
+            drop=_DROPPED_FIRST.get(title, 0),
+            shrink=title == "where",
+        )
+        for at, title in enumerate(ATTEMPT_TITLES)
+    ]
+    table = drawn(fitted(columns, width), width)
+    if len(rows) > len(shown):
+        return f"... {len(rows) - len(shown)} earlier attempts (the page shows all)\n{table}"
+    return table
+
+
+def _evaluations_text(data: ReportData, width: int) -> str:
+    from hpctrain.core.drawing import Column, drawn, fitted
+
+    rows = evaluation_rows(data)
+    if not rows:
+        return ""
+    columns = [
+        Column(title, [row[at] for row in rows[:ATTEMPTS_SHOWN]], right=not at, shrink=at > 1)
+        for at, title in enumerate(EVALUATION_TITLES)
+    ]
+    left = len(rows) - ATTEMPTS_SHOWN
+    more = f"\n... {left} earlier evaluations (the page shows all)" if left > 0 else ""
+    return f"evaluations\n{drawn(fitted(columns, width), width)}{more}"
+
+
+def _failures_text(data: ReportData, width: int) -> str:
+    blocks = []
+    for group in failure_groups(data):
+        lines = group.traceback.splitlines()[-TRACEBACK_LINES_TEXT:]
+        head = [wrap(f"failed: {failure_line(group)}", width), f"  {group.summary}"]
+        blocks.append("\n".join([*head, *(f"    {one}".rstrip() for one in lines)]))
+    return "\n".join(blocks)
+
+
+def _advice_text(data: ReportData, width: int) -> str:
+    all_advice = advice(data)
+    if not all_advice:
+        return "advice: nothing to advise"
+    lines = ["advice"]
+    for number, entry in enumerate(all_advice, start=1):
+        lines.append(wrap(f"{number}. {entry.title}: {entry.evidence}", width))
+        lines.append(wrap(f"-> {entry.do}", width, "   "))
+    return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""Events as lines that a person can read. Pure.
+"""Lines that a person can read: events, what a run survived, its evaluations. Pure.
 
 Kinds that this version does not know, and fields that a kind had in no version we know, are shown
 as they are: a newer hpctrain's ledger can be read with an older one. tests/unit/cli/test_events.py
-holds the promises.
+and tests/unit/status/test_mishap_lines.py hold the promises.
 """
 
 from __future__ import annotations
@@ -11,17 +11,30 @@ import time
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.core.base.text import count, duration, fold_nodes, fold_ranks, size, span, step_time
+from hpctrain.core.base.text import (
+    count,
+    duration,
+    fold_nodes,
+    fold_ranks,
+    pack,
+    size,
+    span,
+    step_time,
+)
 from hpctrain.ledger.run import event_types as kinds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from hpctrain.ledger.history.evaluations import EvaluationView
+    from hpctrain.ledger.history.incidents import Guarded, JobMembers, Survived
     from hpctrain.ledger.run.events import Event
+    from hpctrain.observe.status.status import RunStatus
 
 _LONGEST = 160
 _UNKNOWN_LENGTH = 60
 _ARROW = "\N{RIGHTWARDS ARROW}"
+_GUARD_REASONS = {"nonfinite": "not finite", "spike": "a spike", "replicas": "copies differ"}
 _AXES = ("pp", "dp_replicate", "dp_shard", "tp", "ep", "cp")
 
 
@@ -77,6 +90,10 @@ def _loss(fact: kinds.StepsDone) -> str:
 
 def _because(why: str) -> str:
     return f": {why}" if why else ""
+
+
+def _guard_reason(why: str) -> str:
+    return _because(_GUARD_REASONS.get(why, why))
 
 
 def _quick_again(fact: kinds.StragglerGone) -> str:
@@ -172,7 +189,7 @@ def _environment(fact: kinds.EnvironmentSet) -> str:
 def _restored(fact: kinds.CheckpointRestored) -> str:
     passed_over = f"{count(len(fact.skipped), 'checkpoint')} skipped" if fact.skipped else ""
     if fact.by == "program":
-        return f"the program goes on from step {_step(fact.step)}"
+        return f"the program resumed from step {_step(fact.step)}"
     if not fact.checkpoint:
         return f"nothing to restore, begins at step 0{_in_brackets([passed_over])}"
     before, now = fact.from_world_size, fact.world_size
@@ -205,7 +222,7 @@ def _memory(fact: kinds.MemoryCopiesSet) -> str:
     facts = [
         _bytes(fact.bytes),
         _seconds(fact.stall_s, "training waits {}", 0.001),
-        _seconds(fact.covered_s, "whole after {}", 0.001),
+        _seconds(fact.covered_s, "complete after {}", 0.001),
         f"{fact.left_out} left out" if fact.left_out else "",
     ]
     return f"a copy in memory every {count(fact.steps, 'step')}{_in_brackets(facts)}"
@@ -264,7 +281,7 @@ def _evaluated(fact: kinds.Evaluated) -> str:
 
 
 def _stop_requested(fact: kinds.StopRequested) -> str:
-    return f"asked to stop by {_CAUSES.get(fact.cause or '', 'something')}"
+    return f"stop requested by {_CAUSES.get(fact.cause or '', 'something')}"
 
 
 def _not_finite(fact: kinds.StepNotFinite) -> str:
@@ -294,18 +311,15 @@ def _batch_skipped(fact: kinds.BatchSkipped) -> str:
     which = ""
     if fact.first is not None and fact.last is not None:
         which = f" of samples {fact.first:,} to {fact.last - 1:,}"
-    why = {"nonfinite": "not finite", "spike": "a spike"}.get(fact.why, fact.why)
-    return f"step {_step(fact.step)}: the update{which} is left out{_because(why)}"
+    return f"step {_step(fact.step)}: the update{which} is left out{_guard_reason(fact.why)}"
 
 
 def _rewound(fact: kinds.TrainingRewound) -> str:
-    why = {"nonfinite": "not finite", "spike": "a spike", "replicas": "copies differ"}
     left_out = ""
     if fact.first is not None and fact.last is not None:
         left_out = f"; samples {fact.first:,} to {fact.last - 1:,} are left out from now on"
     goes = "training goes back" if fact.to is None else f"training goes back to step {fact.to:,}"
-    reason = _because(why.get(fact.why, fact.why))
-    return f"step {_step(fact.step)}: {goes} or before{reason}{left_out}"
+    return f"step {_step(fact.step)}: {goes} or before{_guard_reason(fact.why)}{left_out}"
 
 
 def _replicas_differ(fact: kinds.ReplicasDiffer) -> str:
@@ -361,7 +375,7 @@ def _lost(fact: kinds.NodeLost) -> str:
     if fact.was_first:
         return f"{what}; it led the others"
     return (
-        f"{what}; {f'goes on with {_names(fact.members)}' if fact.members else 'no other can do'}"
+        f"{what}; {f'continues with {_names(fact.members)}' if fact.members else 'no other can do'}"
     )
 
 
@@ -424,34 +438,38 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "evaluation_asked": lambda fact: f"asked to evaluate step {_step(fact.step)}",
     "evaluated": _evaluated,
     "prune_failed": _missed("old checkpoints not deleted"),
-    "checkpoint_set_aside": lambda fact: f"checkpoint {fact.name} set aside{_because(fact.reason)}",
+    "checkpoint_set_aside": lambda fact: (
+        f"checkpoint {fact.name} quarantined{_because(fact.reason)}"
+    ),
     "stop_requested": _stop_requested,
     "nonfinite": _not_finite,
     "spike": _spiked,
     "batch_skipped": _batch_skipped,
     "replicas_differ": _replicas_differ,
     "rewound": _rewound,
-    "stopped": lambda fact: f"left at step {_step(fact.step)}",
+    "stopped": lambda fact: f"stopped at step {_step(fact.step)}",
     "done": lambda fact: "done" if fact.step is None else f"done at step {_step(fact.step)}",
     "failure": _failure,
     "attempt_ended": _ended,
     "requeued": _requeued,
     "requeue_failed": lambda fact: f"could not be requeued{_because(fact.why)}",
-    "excluded": lambda fact: f"goes on without {_names(fact.nodes)}",
+    "excluded": lambda fact: f"continues without {_names(fact.nodes)}",
     "exclude_failed": lambda fact: f"nodes could not be excluded{_because(fact.why)}",
     "fenced": lambda _fact: "gave way: a newer attempt has the run",
     "orphan_left": lambda fact: f"a job that is not the run's own left{_because(fact.why)}",
     "followed": lambda fact: f"{PurePath(fact.run).name} is to run after it",
     "held_back": lambda fact: f"did not begin{_because(fact.why)}",
     "cancel_requested": lambda fact: (
-        f"cancel asked for, {'to save first' if fact.save else 'at once'}"
+        f"cancel requested, {'to save first' if fact.save else 'at once'}"
     ),
     "run_stopped": _run_stopped,
     "environment_staged": staged,
     "preflight": _preflight,
     "ranks_awaited": _awaited,
     "hang_suspected": lambda fact: f"may hang{_because(fact.summary)}",
-    "hang_cleared": lambda fact: f"goes on, after {duration(fact.seconds or 0.0)} without a move",
+    "hang_cleared": lambda fact: (
+        f"moves again, after {duration(fact.seconds or 0.0)} without progress"
+    ),
     "hang": lambda fact: f"hangs{'; ended' if fact.ended else ''}{_because(fact.summary)}",
     "desync": lambda fact: f"out of step{'; ended' if fact.ended else ''}{_because(fact.summary)}",
     "straggler": lambda fact: f"slow{_because(fact.summary)}",
@@ -462,3 +480,172 @@ _WORDS: dict[str, Callable[[Any], str]] = {
     "profiled": lambda fact: _profiled("profiled", fact, fact.folder),
     "notified": _notified,
 }
+
+
+LOST_SHOWN = 4
+PEERS_SHOWN = 8
+
+
+def incident_lines(seen: Survived) -> list[tuple[str, str]]:
+    """Labels of at most eleven characters, each with its words."""
+    rows = [
+        ("round", _members(seen.members)),
+        ("out of step", "" if seen.out_of_step is None else _out_of_step(seen.out_of_step)),
+        ("memory", "" if seen.memory is None else _memory_row(seen.memory)),
+        ("peers", _peers(seen.members) if seen.memory and seen.memory.steps else ""),
+        ("guards", _guards(seen.guarded)),
+        ("copies", "" if seen.guarded.differing is None else _differing(seen.guarded.differing)),
+    ]
+    return [(label, words) for label, words in rows if words]
+
+
+def guards_in_words(seen: Guarded) -> str:
+    """How often guards saw and did something; "" where they did not."""
+    parts = [
+        f"{count(seen.left_out, 'update')} left out" if seen.left_out else "",
+        f"{count(seen.rewinds, 'rewind')}" if seen.rewinds else "",
+        f"{count(seen.not_finite, 'step')} not finite" if seen.not_finite else "",
+        f"{count(seen.spikes, 'spike')}" if seen.spikes else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _guards(seen: Guarded) -> str:
+    words = guards_in_words(seen)
+    skipped, rewound = seen.newest_left_out, seen.newest_rewind
+    if skipped is not None:
+        words += f"; left out last: step {_step(skipped.step)}{_guard_reason(skipped.why)}"
+    if rewound is not None:
+        to = "" if rewound.to is None else f" to step {rewound.to:,} or before"
+        words += f"; went back last: at step {_step(rewound.step)}{to}{_guard_reason(rewound.why)}"
+    return words
+
+
+def _who(fact: kinds.ReplicasDiffer) -> str:
+    nodes = f" on {fold_nodes(list(fact.nodes))}" if fact.nodes else ""
+    return f"{fold_ranks(fact.ranks) if fact.ranks else 'some ranks'}{nodes}"
+
+
+def _differing(fact: kinds.ReplicasDiffer) -> str:
+    what = "had other weights than the others"
+    if not fact.certain:
+        what = "had different weights, and nobody knows whose were right"
+    right = "not known when they were right" if fact.clean is None else f"right at {fact.clean:,}"
+    return f"{_who(fact)} {what} at step {_step(fact.step)} ({right})"
+
+
+def _members(seen: JobMembers) -> str:
+    """Nothing of a job whose nodes were all there, and had none to wait."""
+    if not seen.waiting and not seen.lost:
+        return ""
+    parts = [f"{fold_nodes(list(seen.training)) or 'nobody'} in training"]
+    if seen.waiting:
+        parts.append(f"{fold_nodes(list(seen.waiting))} waiting as spare")
+    for fact in seen.lost[-LOST_SHOWN:]:
+        kind = "spare " if fact.was_spare else ""
+        parts.append(f"{kind}{fact.node} lost{f' ({fact.why})' if fact.why else ''}")
+    if len(seen.lost) > LOST_SHOWN:
+        parts.append(f"{len(seen.lost) - LOST_SHOWN} more lost before")
+    if seen.rounds > 1:
+        parts.append(f"round {seen.rounds} of this job")
+    return "; ".join(parts)
+
+
+def _out_of_step(fact: kinds.RanksOutOfStep) -> str:
+    who = fold_ranks(fact.ranks) if fact.ranks else "some ranks"
+    return f"{fact.summary or f'{who} call other collectives'}{'; ended' if fact.ended else ''}"
+
+
+def _memory_row(fact: kinds.MemoryCopiesSet) -> str:
+    if not fact.steps:
+        return f"no copies are made{f': {fact.why}' if fact.why else ''}"
+    parts = [
+        f"{size(fact.bytes)} on the first node" if fact.bytes else "",
+        _seconds(fact.stall_s, "training waits {}"),
+        _seconds(fact.covered_s, "complete after {}"),
+        f"{fact.left_out} left out" if fact.left_out else "",
+        "the newest complete one is known to the nodes alone",
+    ]
+    return f"a copy every {count(fact.steps, 'step')} ({', '.join(filter(None, parts))})"
+
+
+def _peers(seen: JobMembers) -> str:
+    """Which node has whose copies, and how many a switch takes with their states."""
+    pairs = list(zip(seen.training, seen.buddies, strict=False))
+    if not pairs:
+        return ""
+    shown = [f"{node} on {buddy}" for node, buddy in pairs[:PEERS_SHOWN]]
+    if len(pairs) > PEERS_SHOWN:
+        shown.append(f"{len(pairs) - PEERS_SHOWN} more (--json has all)")
+    return f"copies of {', '.join(shown)}; {_switches(seen, pairs)}"
+
+
+def _switches(seen: JobMembers, pairs: Sequence[tuple[str, str]]) -> str:
+    on = dict(zip(seen.training, seen.switches, strict=False))
+    both = [(on.get(node), on.get(buddy)) for node, buddy in pairs]
+    unknown = sum(not all(pair) for pair in both)
+    if unknown == len(both):
+        return "switches are not known"
+    apart = sum(all(pair) and len(set(pair)) > 1 for pair in both)
+    if apart == len(both):
+        return "all on another switch"
+    more = f", {unknown} not known" if unknown else ""
+    return f"{apart} of {len(both)} on another switch{more}"
+
+
+LAST = 3
+STEPS_SHOWN = 6
+FAILED_SHOWN = 2
+EVALUATION_FAILED = "eval failed"
+
+
+def evaluation_lines(status: RunStatus, width: int) -> list[tuple[str, str]]:
+    """Labelled lines; nothing for a run without evaluations."""
+    rows = status.evaluations
+    done = [row for row in rows if row.state == "evaluated"]
+    best = next((row for row in done if row.is_best), None)
+    shown = done[:LAST]
+    if best is not None and best not in shown:
+        shown = [*shown, best]
+    lines = [
+        ("evaluated" if not at else "", pack(_measured(row), width)) for at, row in enumerate(shown)
+    ]
+    if len(done) > len(shown):
+        lines.append(("", f"... {len(done) - len(shown)} more (--json shows all)"))
+    if under_way := _under_way(rows):
+        lines.append(("evaluating", pack(under_way, width, gap="; ")))
+    failed = [row for row in rows if row.state == "failed"]
+    for row in failed[:FAILED_SHOWN]:
+        logs = f" (hpctrain logs {status.label} --evaluation {row.step}{status.flags})"
+        why = f"step {row.step:,}{logs if row.run else ''}: {row.why or 'nobody knows why'}"
+        lines.append((EVALUATION_FAILED, why))
+    if len(failed) > FAILED_SHOWN:
+        lines.append(("", f"... {len(failed) - FAILED_SHOWN} more (--json shows all)"))
+    return lines
+
+
+def metrics_in_words(metrics: Mapping[str, float]) -> str:
+    """Names and numbers, as they stand beside a step."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
+def _measured(row: EvaluationView) -> list[str]:
+    best = " (best)" if row.is_best else ""
+    return [f"step {row.step:,}{best}", *(f"{n} {value:.4g}" for n, value in row.metrics.items())]
+
+
+def _under_way(rows: Sequence[EvaluationView]) -> list[str]:
+    """The states of what is not decided, each with its steps, oldest first."""
+    steps: dict[str, list[int]] = {}
+    for row in reversed(rows):
+        if row.state not in {"evaluated", "failed"}:
+            steps.setdefault(row.state, []).append(row.step)
+    return [f"{state} {_steps_listed(of)}" for state, of in steps.items()]
+
+
+def _steps_listed(steps: Sequence[int]) -> str:
+    shown = ", ".join(f"{step:,}" for step in steps[:STEPS_SHOWN])
+    if len(steps) == 1:
+        return f"step {shown}"
+    more = f" and {count(len(steps) - STEPS_SHOWN, 'other')}" if len(steps) > STEPS_SHOWN else ""
+    return f"steps {shown}{more}"

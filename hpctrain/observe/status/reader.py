@@ -64,10 +64,8 @@ class StatusReader:
     def look(self, run: RunDir, *, thorough: bool = True) -> RunStatus:
         """All that is known of a run.
 
-        Args:
-            run: The run.
-            thorough: Also look at its checkpoints, each of which costs a few file operations, and
-                ask accounting.
+        `thorough` also looks at its checkpoints, each of which costs a few file operations, and
+        asks accounting.
         """
         from hpctrain.observe.status.text import chained
 
@@ -218,11 +216,8 @@ def image_of(spec: Spec | None) -> str:
 def ask(run: RunDir, cluster: str, history: RunHistory, scheduler: Cluster | None = None) -> Answer:
     """What the scheduler knows of the run's newest job; an answer that did not come is no error.
 
-    Args:
-        run: The run. A job that is not its own, but that of a run which it is a copy of, is none.
-        cluster: The name of its scheduler, from spec.json.
-        history: The run's.
-        scheduler: Asked in the place of that cluster's own: a `bulk_query` of it.
+    An answer that did not come is no error. A job that is another run's, of which this is a copy,
+    is none; `scheduler` may be a `bulk_query`.
     """
     from hpctrain.cluster.scheduler.base import get_cluster
     from hpctrain.launch.live_job import copied_from, elsewhere, newest_submission, not_own
@@ -273,11 +268,6 @@ def job_starts(
     """Every start of the run's jobs that accounting remembers, and why it told nothing, or "".
 
     The jobs that it had on other clusters are left out: the ledger's own times do without.
-
-    Args:
-        cluster: The name of its scheduler, from spec.json.
-        history: The run's.
-        scheduler: See `ask`.
     """
     from hpctrain.cluster.scheduler.base import get_cluster
 
@@ -324,11 +314,12 @@ class _RunFiles:
 
 
 def _read(run: RunDir) -> _RunFiles:
+    from hpctrain.core.settings.spec import spec_or_why
     from hpctrain.ledger.history.run_history import RunHistory
     from hpctrain.ledger.history.run_state import OVER
 
     history = RunHistory.read(run, marks="few")
-    spec, problem = _spec(run)
+    spec, problem = spec_or_why(run.spec)
     return _RunFiles(run, history, spec, problem, history.state.phase in OVER)
 
 
@@ -438,18 +429,6 @@ def _lately(
     fresh = ask()
     kept[key] = (now, about, fresh)
     return fresh
-
-
-def _spec(run: RunDir) -> tuple[Spec | None, str]:
-    from hpctrain.core.settings.spec import load_spec
-    from hpctrain.errors import HpctrainError
-
-    try:
-        return load_spec(run.spec), ""
-    except HpctrainError as error:
-        return None, str(error)
-    except OSError as error:
-        return None, f"{run.spec} cannot be read: {error}"
 
 
 def _checkpoints(run: RunDir, history: RunHistory) -> tuple[Checkpoint | None, Sequence[Skipped]]:

@@ -32,9 +32,9 @@ from hpctrain.core.base.text import (
 )
 from hpctrain.core.drawing import Column, facts, fitted, rank_map, uncut
 from hpctrain.ledger.history.goodput import TimeClass
-from hpctrain.ledger.history.reported import HOW_TO_REPORT, NO_STEP
+from hpctrain.ledger.history.progress import HOW_TO_REPORT, NO_STEP
 from hpctrain.ledger.history.run_state import RunState
-from hpctrain.observe.status.run_lines import incident_lines
+from hpctrain.observe.status.event_lines import EVALUATION_FAILED, evaluation_lines, incident_lines
 from hpctrain.observe.status.status import ALIVE
 from hpctrain.observe.status.text import in_words, next_commands, nodes_of, unaccounted
 
@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 
     from hpctrain.ledger.history.attempts import AttemptView
     from hpctrain.ledger.history.goodput import Goodput
-    from hpctrain.ledger.history.progress import Missed, Progress, RankSample, Saving
-    from hpctrain.ledger.history.reported import StepsLost
+    from hpctrain.ledger.history.progress import Missed, Progress, RankSample, Saving, StepsLost
     from hpctrain.observe.status.status import Checkpoint, RunStatus
 
 SMALL = 0.005
@@ -80,21 +79,9 @@ _STYLES = {
 _WAITING = frozenset({RunState.PENDING, RunState.REQUEUED})
 
 
-def render(status: RunStatus, console: Console, *, all_attempts: bool = False) -> None:
-    """Print the screen of a run to a console from outside, e.g. one that records for a picture."""
-    console.print(StatusScreen(status, all_attempts=all_attempts), crop=False)
-
-
 @dataclass(frozen=True)
 class StatusScreen:
-    """The screen of a run, as wide as its console but for paths, commands and tracebacks.
-
-    Attributes:
-        status: What is known of the run.
-        all_attempts: Show every attempt, however many there are.
-        with_ranks: Add a table of ranks.
-        ranks: Their newest sample, where there is one.
-    """
+    """The screen of a run, as wide as its console but for paths, commands and tracebacks."""
 
     status: RunStatus
     all_attempts: bool = False
@@ -245,11 +232,8 @@ def _numbers(status: RunStatus, width: int) -> list[RenderableType]:
 
 
 def _evaluations(status: RunStatus, width: int) -> list[Fact]:
-    if not status.evaluations:
-        return []
-    from hpctrain.observe.status.run_lines import evaluation_lines
-
-    return evaluation_lines(status, width)
+    lines = evaluation_lines(status, width)
+    return [(k, Text(words, "red") if k == EVALUATION_FAILED else words) for k, words in lines]
 
 
 def _not_reported(status: RunStatus) -> list[Fact]:
@@ -503,10 +487,10 @@ def _verified(status: RunStatus, newest: Checkpoint) -> str:
     if of_newest:
         return f"verified by attempt {of_newest[-1]}, which read every byte"
     if not readers:
-        return "whole by its manifest, not read back yet"
+        return "complete by its manifest, not read back yet"
     last = next(o for o in status.attempts if o.number == readers[-1])
     step = "?" if last.first_step is None else f"{last.first_step:,}"
-    return f"whole by its manifest, not read back yet (last verified: step {step})"
+    return f"complete by its manifest, not read back yet (last verified: step {step})"
 
 
 def _missed_saves(saves: Saving) -> list[Fact]:
@@ -531,7 +515,7 @@ def _next_save(status: RunStatus) -> list[Fact]:
     """When the next save is due and why then; nothing where no rank is there to make it."""
     saves = status.saving
     every = saves.interval
-    newest = status.attempts[-1] if status.attempts else None
+    newest = status.newest
     if every is None or status.state is not RunState.RUNNING or newest is None:
         return []
     if newest.first_step is None:  # it is starting: what is known is the last attempt's plan

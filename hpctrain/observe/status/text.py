@@ -1,23 +1,29 @@
-"""A run's state in a sentence, why its job waits, its chain of runs, and what to type next. Pure.
+"""A run's state in a sentence and as JSON, why its job waits, its chain, what to type next. Pure.
 
-tests/unit/cli/test_status.py and tests/unit/status/test_chain.py hold the promises.
+As JSON: seconds since the epoch and bytes, as plain numbers; what is not known, or has no number
+in JSON (NaN), is null. tests/unit/cli/test_status.py and tests/unit/status/test_chain.py hold the
+promises.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import math
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.cluster.scheduler.base import title_of
-from hpctrain.core.base.records import JobState
-from hpctrain.core.base.text import count, duration, fold_nodes, fold_ranks, time_of_day
-from hpctrain.ledger.history.causes import EndCause
-from hpctrain.ledger.history.run_state import RunState
+from hpctrain.core.base.records import JobState, Next
+from hpctrain.core.base.text import count, duration, fold_nodes, fold_ranks, placed, time_of_day
+from hpctrain.ledger.history.goodput import TimeClass
+from hpctrain.ledger.history.run_state import EndCause, RunState
 from hpctrain.observe.status.status import ALIVE, UNDER_WAY_STATES, Link
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
+    from hpctrain.ledger.history.attempts import AttemptView
+    from hpctrain.ledger.history.goodput import Goodput
+    from hpctrain.ledger.history.progress import RankSample, Saving
     from hpctrain.ledger.history.run_state import LedgerState
     from hpctrain.observe.status.status import RunStatus
 
@@ -26,14 +32,40 @@ FORESEEN_S = 3 * 86_400.0
 """A start that SLURM plans later than that is no forecast: some job before it has no time limit."""
 
 
-def in_words(status: RunStatus) -> str:
+def in_words(status: RunStatus) -> str:  # noqa: C901, PLR0911 - a line or two for each state
     """The state in a line: what is waited for, or why it ended."""
-    return _WORDS[status.state](status, _job(status))
+    job, now = _job(status), status.ledger_state
+    resume = f"`hpctrain resume {status.label}{status.flags}`"
+    match status.state:
+        case RunState.CREATED:
+            return f"not submitted yet; {resume} does"
+        case RunState.SUBMITTING:
+            return f"submitted, with no answer on record; {resume} finds the job if there is one"
+        case RunState.PENDING | RunState.REQUEUED:
+            return _queued(status, job)
+        case RunState.RUNNING:
+            return _running(status, job)
+        case RunState.SUSPENDED:
+            return _suspended(status, job)
+        case RunState.COMPLETING:
+            return f"{job} was cancelled, and the cluster still ends its processes"
+        case RunState.DONE:
+            return _done(status)
+        case RunState.FAILED:
+            return _failed(status, job)
+        case RunState.STOPPED if now.exit_code:
+            return f"stopped for good: {now.detail}"
+        case RunState.STOPPED:
+            return "saved and stopped, as requested"
+        case RunState.CANCELLED:
+            return f"{job} was cancelled; it does not come back by itself"
+        case RunState.LOST:
+            return _lost(status, job)
 
 
 def nodes_of(status: RunStatus) -> Sequence[str]:
     """Host names of the newest attempt."""
-    newest = status.attempts[-1] if status.attempts else None
+    newest = status.newest
     return newest.nodes if newest is not None else ()
 
 
@@ -88,17 +120,6 @@ def _job(status: RunStatus) -> str:
     return f"{name} ({title_of(status.cluster)} says {info.shown})"
 
 
-def _created(status: RunStatus, job: str) -> str:
-    del job
-    return f"not submitted yet; `hpctrain resume {status.label}{status.flags}` does"
-
-
-def _submitting(status: RunStatus, job: str) -> str:
-    del job
-    resume = f"`hpctrain resume {status.label}{status.flags}`"
-    return f"submitted, with no answer on record; {resume} finds the job if there is one"
-
-
 def _queued(status: RunStatus, job: str) -> str:
     now = status.ledger_state
     if status.awaited:
@@ -115,7 +136,7 @@ def _follows(status: RunStatus) -> str:
         bad = status.awaits_in_vain[0]
         return (
             f"{waits(bad.run)}, which {ENDED_BADLY[bad.state]}: `hpctrain resume {bad.label}"
-            f"{bad.flags}` goes on and {status.name} follows, or `hpctrain cancel {status.label}"
+            f"{bad.flags}` resumes it and {status.name} follows, or `hpctrain cancel {status.label}"
             f"{status.flags}`"
         )
     text = waits(", ".join(f"{one.run} ({one.state.value})" for one in status.awaited))
@@ -127,39 +148,40 @@ def _follows(status: RunStatus) -> str:
     )
 
 
+def _where(status: RunStatus) -> str:
+    """The nodes of the attempt that runs; before it begins, those that the scheduler names."""
+    newest = status.attempts[-1] if status.attempts else None
+    info, own = status.answer.job, status.ledger_state.job_id
+    if newest is not None and newest.job_id == own and newest.next in {None, Next.RESTART}:
+        return f" on {fold_nodes(newest.nodes)}" if newest.nodes else ""
+    return f" on {info.nodes}" if info is not None and info.nodes else ""
+
+
 def _running(status: RunStatus, job: str) -> str:
-    nodes, info = fold_nodes(nodes_of(status)), status.answer.job
-    where = f" on {nodes}" if nodes else ""
+    where, info = _where(status), status.answer.job
     ending = ", which is ending" if info is not None and info.state == JobState.COMPLETING else ""
     waits = _awaited(status) + _hang(status) + _slow(status)
     return f"{job}{where}{ending}{_sign_of_life(status)}{waits}{_asked_to_end(status.ledger_state)}"
 
 
 def _suspended(status: RunStatus, job: str) -> str:
-    nodes, info = fold_nodes(nodes_of(status)), status.answer.job
-    where = f" on {nodes}" if nodes else ""
+    where, info = _where(status), status.answer.job
     since = None if info is None else info.suspended_at
     when = ""
     if since is not None:
         when = f" since {time_of_day(since, status.now)} (for {duration(status.now - since)})"
     return (
         f"{job}{where} is suspended by {title_of(status.cluster)}{when}: its ranks stand "
-        "still, keep their memory and go on where they are when it is resumed"
+        "still, keep their memory and continue when it is resumed"
         f"{_asked_to_end(status.ledger_state)}"
     )
 
 
-def _completing(status: RunStatus, job: str) -> str:
-    del status
-    return f"{job} was cancelled, and the cluster still ends its processes"
-
-
-def _done(status: RunStatus, job: str) -> str:
-    del job
-    newest = status.attempts[-1] if status.attempts else None
+def _done(status: RunStatus) -> str:
+    newest = status.newest
     if newest is None or newest.cause is not EndCause.HUNG_END:
         return ""
-    return f"it was ended at its end: {newest.detail}; see whether its last output is whole"
+    return f"it was ended at its end: {newest.detail}; check that its last output is complete"
 
 
 def _failed(status: RunStatus, job: str) -> str:
@@ -167,21 +189,6 @@ def _failed(status: RunStatus, job: str) -> str:
     if not detail and info is not None and not info.alive:
         return f"{job} ended as {info.shown} before the run could say why"
     return f"ended: {detail}" if detail else ""
-
-
-def _stopped(status: RunStatus, job: str) -> str:
-    del job
-    detail = status.ledger_state.detail
-    return (
-        f"stopped for good: {detail}"
-        if status.ledger_state.exit_code
-        else "saved and left, as asked"
-    )
-
-
-def _cancelled(status: RunStatus, job: str) -> str:
-    del status
-    return f"{job} was cancelled; it does not come back by itself"
 
 
 def _lost(status: RunStatus, lost_text: str) -> str:
@@ -193,7 +200,7 @@ def _lost(status: RunStatus, lost_text: str) -> str:
         what += f" ({status.ledger_state.detail})"
     onward = "starts it again"
     if newest is not None:
-        onward = f"goes on from {newest.name if newest.step is None else f'step {newest.step}'}"
+        onward = f"resumes from {newest.name if newest.step is None else f'step {newest.step}'}"
     return f"{what}; `hpctrain resume {status.label}{status.flags}` {onward}"
 
 
@@ -218,8 +225,8 @@ def _asked_to_end(now: LedgerState) -> str:
 
 def _awaited(status: RunStatus) -> str:
     """Which ranks have not returned, where others have."""
-    newest = status.attempts[-1] if status.attempts else None
-    if newest is None or newest.ended is not None or newest.awaited is None:
+    newest = status.under_way
+    if newest is None or newest.awaited is None:
         return ""
     fact = newest.awaited
     who = f"{fold_ranks(fact.left)} not" if fact.left else "processes of theirs are still there"
@@ -229,8 +236,8 @@ def _awaited(status: RunStatus) -> str:
 
 def _hang(status: RunStatus) -> str:
     """Who holds up the others, where the ranks stand still."""
-    newest = status.attempts[-1] if status.attempts else None
-    if newest is None or newest.ended is not None or newest.hang is None:
+    newest = status.under_way
+    if newest is None or newest.hang is None:
         return ""
     fact, how = newest.hang, "may hang" if newest.hang.kind == "hang_suspected" else "hangs"
     since = "" if fact.stood_s is None else f" (nothing had moved for {duration(fact.stood_s)})"
@@ -240,14 +247,14 @@ def _hang(status: RunStatus) -> str:
 
 def _slow(status: RunStatus) -> str:
     """Who keeps the others waiting at every step."""
-    newest = status.attempts[-1] if status.attempts else None
-    if newest is None or newest.ended is not None or newest.straggler is None:
+    newest = status.under_way
+    if newest is None or newest.straggler is None:
         return ""
     return f"; slow: {newest.straggler.summary}"
 
 
 def _sign_of_life(status: RunStatus) -> str:
-    newest = status.attempts[-1] if status.attempts else None
+    newest = status.newest
     seen = status.progress.seen
     if newest is None or newest.ended is not None:
         pause = None if newest is None else newest.restart_pause_s
@@ -255,22 +262,6 @@ def _sign_of_life(status: RunStatus) -> str:
     if seen is None or seen < newest.started:
         return f", started {duration(status.now - newest.started)} ago, no step reported so far"
     return f", last heard of {duration(status.now - seen)} ago"
-
-
-_WORDS: dict[RunState, Callable[[RunStatus, str], str]] = {
-    RunState.CREATED: _created,
-    RunState.SUBMITTING: _submitting,
-    RunState.PENDING: _queued,
-    RunState.REQUEUED: _queued,
-    RunState.RUNNING: _running,
-    RunState.SUSPENDED: _suspended,
-    RunState.COMPLETING: _completing,
-    RunState.DONE: _done,
-    RunState.FAILED: _failed,
-    RunState.STOPPED: _stopped,
-    RunState.CANCELLED: _cancelled,
-    RunState.LOST: _lost,
-}
 
 
 ENDED_BADLY = {
@@ -327,13 +318,7 @@ def _words(run: RunStatus, before: Sequence[RunStatus]) -> str:
 
 
 def _around(root: str, linked: Mapping[str, Link], beside: Mapping[str, set[str]]) -> list[Link]:
-    """The runs that hang together with this one, predecessors first; none where it is alone.
-
-    Args:
-        root: This one's directory.
-        linked: All runs.
-        beside: Which of them come right before or behind each.
-    """
+    """The runs that hang together with this one, predecessors first; none where it is alone."""
     if not beside[root]:
         return []
     members, new = {root}, {root}
@@ -356,3 +341,120 @@ def _put(path: str, linked: Mapping[str, Link], order: list[Link], above: set[st
         if before in linked:
             _put(before, linked, order, above | {path})
     order.append(link)
+
+
+def as_json(status: RunStatus) -> dict[str, Any]:
+    """Everything that the screen shows, and what it leaves out."""
+    progress, now = status.progress, status.ledger_state
+    value = {
+        "run": status.name,
+        "run_dir": status.root,
+        "state": status.state.value,
+        "words": in_words(status),
+        "step": progress.step,
+        "total_steps": progress.total,
+        "loss": progress.loss,
+        "step_s": progress.step_s,
+        "left_s": status.left_s,
+        "finish": asdict(status.finish) if status.finish else None,
+        "last_seen": progress.seen,
+        "since": now.t or None,
+        "cluster": status.cluster,
+        "image": status.image or None,
+        "job_id": now.job_id,
+        "job": asdict(status.answer.job) if status.answer.job else None,
+        "cluster_problem": status.answer.problem or None,
+        "accounting_problem": status.answer.unaccounted or None,
+        "cancel_requested": now.cancel or None,
+        "exit_code": now.exit_code,
+        "why": now.detail or None,
+        "checkpoint": asdict(status.checkpoint) if status.checkpoint else None,
+        "verified": dict(status.verified),
+        "not_taken": [asdict(one) for one in status.skipped],
+        "interval": asdict(status.saving.interval) if status.saving.interval else None,
+        "saves": _saves_json(status.saving),
+        "evaluations": [asdict(one) for one in status.evaluations],
+        "disk_free_bytes": status.disk_free_bytes,
+        "after": list(status.after),
+        "chain": [_link_json(link) for link in status.chain],
+        "mesh": _mesh_json(status),
+        "mishaps": asdict(status.incidents),
+        "attempts": [_attempt_json(one) for one in status.attempts],
+        "steps_lost": status.steps_lost.steps,
+        "not_known": status.steps_lost.why or None,
+        "speed": asdict(status.speed) if status.speed else None,
+        "goodput": goodput_json(status.goodput),
+        "last_24h": goodput_json(status.day),
+        "failure": asdict(status.failure) if status.failure else None,
+        "failure_log": status.failure_log or None,
+        "next": next_commands(status),
+    }
+    finite: dict[str, Any] = plain(value)
+    return finite
+
+
+def goodput_json(spent: Goodput) -> dict[str, Any]:
+    """Where the time went. `share` is of the allocated node-seconds; the queue has none in it."""
+    classes = {
+        kind.value: {
+            "seconds": seconds,
+            "node_seconds": spent.node_seconds.get(kind),
+            "share": _share(spent, kind),
+        }
+        for kind, seconds in spent.seconds.items()
+    }
+    return {
+        "classes": classes,
+        "allocated_s": spent.allocated_s,
+        "submitted_s": spent.submitted_s,
+        "useful_of_allocated": spent.useful_of_allocated,
+        "useful_since_submit": spent.useful_since_submit,
+    }
+
+
+def plain(value: Any) -> Any:
+    """The value with null for each number that JSON has no word for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    return value
+
+
+def _share(spent: Goodput, kind: TimeClass) -> float | None:
+    if kind is TimeClass.QUEUE or spent.allocated_s <= 0:
+        return None
+    return spent.node_seconds[kind] / spent.allocated_s
+
+
+def _link_json(link: Link) -> dict[str, Any]:
+    names = ("run", "run_dir", "state", "job_id", "after", "words")
+    return {name: getattr(link, name) for name in names}
+
+
+def _mesh_json(status: RunStatus) -> dict[str, Any] | None:
+    """The newest attempt's mesh, with every rank's node and place on each axis."""
+    if status.mesh is None:
+        return None
+    now = status.mesh
+    return {**asdict(now), "ranks": placed(now.mesh, now.nodes, now.ranks_per_node)}
+
+
+def _saves_json(saves: Saving) -> dict[str, Any]:
+    value = asdict(saves)
+    del value["interval"]
+    return value
+
+
+def _attempt_json(attempt: AttemptView) -> dict[str, Any]:
+    value = asdict(attempt)
+    value["failure"] = attempt.failure.summary if attempt.failure else None
+    value["read_from"] = attempt.read_from or None
+    return value
+
+
+def ranks_as_json(sample: RankSample | None) -> dict[str, Any] | None:
+    """The newest sample of every rank; null where there is none."""
+    return None if sample is None else plain(asdict(sample))

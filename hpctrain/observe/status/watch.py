@@ -73,17 +73,10 @@ class Shown:
 
 
 def look_at(reader: StatusReader, run: RunDir, *, attempts: bool, ranks: bool) -> Shown:
-    """Everything about one run.
-
-    Args:
-        reader: What reads it.
-        run: The run.
-        attempts: Show all attempts.
-        ranks: Add the newest attempt's ranks.
-    """
-    from hpctrain.observe.status.as_json import as_json, ranks_as_json
+    """Everything about one run."""
     from hpctrain.observe.status.reader import newest_ranks
     from hpctrain.observe.status.status import exit_status
+    from hpctrain.observe.status.text import as_json, ranks_as_json
 
     status = reader.look(run)
     newest = status.attempts[-1].number if status.attempts else None
@@ -105,15 +98,8 @@ def look_at(reader: StatusReader, run: RunDir, *, attempts: bool, ranks: bool) -
 def look_at_all(
     reader: StatusReader, *, thorough: bool, named: Sequence[RunDir] = (), elsewhere: str = ""
 ) -> Shown:
-    """The table of runs.
-
-    Args:
-        reader: What reads it.
-        thorough: See `StatusReader.look`; the table has nothing of what it costs.
-        named: These runs; all of the folder where there are none.
-        elsewhere: See `StatusReader.look_at_all`.
-    """
-    from hpctrain.observe.status.as_json import as_json
+    """The table of runs."""
+    from hpctrain.observe.status.text import as_json
 
     runs = reader.look_at_all(thorough=thorough, named=named, elsewhere=elsewhere)
 
@@ -135,10 +121,7 @@ def look_at_all(
 def keep_looking(look: Callable[[], Shown], interval_s: float, *, as_json: bool = False) -> Shown:
     """Look again and again until all is over; returns the last look.
 
-    Args:
-        look: Takes one look.
-        interval_s: Seconds between two.
-        as_json: Print a line of JSON whenever something has happened.
+    With `as_json` it prints a line whenever something has happened.
 
     Raises:
         KeyboardInterrupt: the user had enough; the terminal is as it was, with the last look on it.

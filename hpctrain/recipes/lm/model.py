@@ -34,7 +34,7 @@ class Experts(nn.Module):
     """So many gated MLPs side by side; each takes the tokens that were sorted to it.
 
     Nothing here knows of other ranks: `tokens_by_expert` is how an engine tells that it may keep
-    some of the experts on each rank (`hpctrain.train.engines.experts` says what that asks of a module).
+    some of the experts on each rank (`train.engines.experts` says what that asks of a module).
     """
 
     tokens_by_expert = True
@@ -181,7 +181,7 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.dim, config.dim, bias=False)
         self.out = nn.Linear(config.dim, config.dim, bias=False)
         self.attend = F.scaled_dot_product_attention
-        """What an engine replaces where ranks share sequences (`hpctrain.train.engines.context`)."""
+        """What an engine replaces where ranks share sequences (`train.engines.context`)."""
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """[batch, time, dim] to the same shape; see `rotate` for the positions."""

@@ -1,33 +1,100 @@
 """The division of a step's samples over ranks and passes, at any world size.
 
-A step takes the global positions [first, first + global_batch), whoever is there to take them. Two
-things are kept whatever the numbers are: every position is taken exactly once, and every rank runs
-the same number of forward and backward passes, since sharded engines communicate in each of them (a
-rank with one pass less would leave the others waiting for ever). `MicrobatchRules` is what an
-engine asks of that number. Standard library only. The promises are held by
-tests/unit/data/test_batches.py.
+A step takes the global positions [first, first + global_batch), whoever is there to take them.
+Every position is taken exactly once, in as many passes as `base.mesh` says. `Holes` are positions
+that a guard has left out: every resume leaves out the same ones. Standard library only. The
+promises are held by tests/unit/data/test_batches.py and test_holes.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.core.base.mesh import (
+    ANY_PASSES,
+    MicrobatchRules,
+    count_leaves,
+    plan_micro_batches,
+    shares,
+)
 from hpctrain.errors import CheckpointError
-from hpctrain.train.data.holes import Holes, holes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from hpctrain.train.data.order import SampleOrder
 
 
-def shares(global_batch: int, world_size: int) -> list[int]:
-    """How many samples of a step each rank takes: at most one more than any other, or none."""
-    if global_batch < 1 or world_size < 1:
-        raise ValueError(f"cannot share {global_batch} samples among {world_size} ranks")
-    base, extra = divmod(global_batch, world_size)
-    return [base + (rank < extra) for rank in range(world_size)]
+class Holes:
+    """Positions to be left out: ranges [first, last) that neither meet nor overlap, in order."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+        self._ranges: list[tuple[int, int]] = []
+        self.add(ranges)
+
+    def __bool__(self) -> bool:
+        return bool(self._ranges)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self._ranges)
+
+    def add(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Leave out these too; the same ones again change nothing."""
+        joined: list[tuple[int, int]] = []
+        for first, last in sorted((f, n) for f, n in chain(self._ranges, ranges) if f < n):
+            if joined and first <= joined[-1][1]:
+                joined[-1] = joined[-1][0], max(joined[-1][1], last)
+            else:
+                joined.append((first, last))
+        self._ranges = joined
+
+    def end_at(self, position: int) -> int:
+        """Where the hole ends in which a position lies; the position itself where it is in none."""
+        return next((last for first, last in self._ranges if first <= position < last), position)
+
+    def begin_after(self, position: int) -> int | None:
+        """Where the next hole begins behind a position; None where there is none."""
+        return next((first for first, _ in self._ranges if first > position), None)
+
+    def positions(self, first: int, count: int) -> list[int]:
+        """The first so many positions from one on that are in no hole."""
+        places: list[int] = []
+        position = first
+        while len(places) < count:
+            position = self.end_at(position)
+            begin = self.begin_after(position)
+            end = position + count - len(places)
+            end = end if begin is None else min(end, begin)
+            places += range(position, end)
+            position = end
+        return places
+
+    def state(self) -> dict[str, list[list[int]]]:
+        """For a state_dict: nothing where there is no hole."""
+        return {"holes": [list(each) for each in self._ranges]} if self._ranges else {}
+
+
+def holes_of(state: Any) -> list[tuple[int, int]]:
+    """What a state_dict says of holes; none where it says nothing.
+
+    Raises:
+        CheckpointError: those are no ranges of samples.
+    """
+    given = state.get("holes", [])
+    if not isinstance(given, list) or not all(map(_is_range, given)):
+        raise CheckpointError(
+            f"data state has holes {given!r}, not ranges of samples; resume from another checkpoint"
+        )
+    return [(first, last) for first, last in given]
+
+
+def _is_range(value: Any) -> bool:
+    match value:
+        case [int(first), int(last)]:
+            return type(first) is type(last) is int and first >= 0 <= last
+    return False
 
 
 def rank_positions(first_position: int, global_batch: int, rank: int, world_size: int) -> range:
@@ -37,83 +104,6 @@ def rank_positions(first_position: int, global_batch: int, rank: int, world_size
     sizes = shares(global_batch, world_size)
     first = first_position + sum(sizes[:rank])
     return range(first, first + sizes[rank])
-
-
-@dataclass(frozen=True)
-class MicrobatchRules:
-    """What an engine asks of the way a step's samples are cut; the same on every rank.
-
-    Attributes:
-        equal: Every pass of every rank has as many samples, some of weight 0 where there are too
-            few (pipelines pass on tensors of one shape).
-        at_least: Passes per step, at least.
-        multiple_of: Passes per step are a multiple of this.
-        leaves: Passes are the same samples at any number of ranks: pass i of all ranks' together
-            takes samples [i * micro_batch, (i + 1) * micro_batch) of the step, and is run by rank
-            i % ranks. The last may have fewer.
-    """
-
-    equal: bool = False
-    at_least: int = 1
-    multiple_of: int = 1
-    leaves: bool = False
-
-    def count(self, needed: int) -> int:
-        """Passes per step where so many are needed."""
-        if self.at_least < 1 or self.multiple_of < 1:
-            raise ValueError(
-                f"cannot run at least {self.at_least} passes, a multiple of {self.multiple_of}"
-            )
-        return -(-max(needed, self.at_least) // self.multiple_of) * self.multiple_of
-
-
-ANY_PASSES = MicrobatchRules()
-"""Nothing is asked: as few passes as there can be, of shares as equal as they can be."""
-
-
-@dataclass(frozen=True)
-class MicroBatchPlan:
-    """How a step is cut into forward and backward passes; the same on every rank."""
-
-    micro_batches: int
-    """Passes per step of every rank."""
-    largest_piece: int
-    """Samples in the largest pass of any rank, for what memory must hold."""
-    empty_pieces: int
-    """Passes of a step, of all ranks together, that do no work: 0 where the shares are equal."""
-
-
-def plan_micro_batches(
-    global_batch: int, world_size: int, micro_batch: int, passes: MicrobatchRules = ANY_PASSES
-) -> MicroBatchPlan:
-    """The fewest passes in which no rank holds more than `micro_batch` samples (0: any number).
-
-    Raises:
-        ValueError: the numbers make no sense; or `passes.leaves` without a `micro_batch`.
-    """
-    if micro_batch < 0:
-        raise ValueError(f"a micro batch cannot have {micro_batch} samples")
-    sizes = shares(global_batch, world_size)
-    if passes.leaves:
-        leaves = count_leaves(global_batch, micro_batch)
-        count = passes.count(-(-leaves // world_size))
-        return MicroBatchPlan(count, min(micro_batch, global_batch), count * world_size - leaves)
-    count = passes.count(-(-sizes[0] // micro_batch) if micro_batch else 1)
-    return MicroBatchPlan(
-        micro_batches=count,
-        largest_piece=-(-sizes[0] // count),
-        empty_pieces=sum(max(0, count - size) for size in sizes),
-    )
-
-
-def count_leaves(global_batch: int, micro_batch: int) -> int:
-    """Passes of a step that count, of all ranks together, where they are the same at any number."""
-    if micro_batch < 1:
-        raise ValueError(
-            f"passes that are the same at any number of ranks cannot have {micro_batch} samples; "
-            "set a micro batch"
-        )
-    return -(-global_batch // micro_batch)
 
 
 def pieces(positions: range, count: int) -> list[range]:
@@ -156,6 +146,12 @@ class StepBatch:
             for index, weight in zip(piece.indices, piece.weights, strict=True)
             if weight
         ]
+
+
+def mean_weight(taken: StepBatch, ranks: int) -> float:
+    """What a rank's mean loss of its part counts, where the means of `ranks` are averaged."""
+    own = sum(sum(piece.weights) for piece in taken.pieces)
+    return own * ranks / (taken.last - taken.first)
 
 
 def cut_step(

@@ -13,17 +13,17 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
+from hpctrain.core.base.mesh import ANY_PASSES, MicrobatchRules
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.train.data.batches import (
-    ANY_PASSES,
-    MicrobatchRules,
+    Holes,
     MicrobatchSamples,
     StepBatch,
     cut_step,
+    holes_of,
+    mean_weight,
 )
-from hpctrain.train.data.holes import Holes, holes_of
-from hpctrain.train.data.mixture import Mixture, MixtureOrder
-from hpctrain.train.data.order import FileOrder, SampleOrder
+from hpctrain.train.data.order import FileOrder, Mixture, MixtureOrder, SampleOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -153,9 +153,7 @@ class Loader:
         this. 1.0 where all ranks have equally many; 0.0 on a rank that got a sample only to keep
         step with the others. For a batch that is cut into micro-batches see `taken`.
         """
-        taken = self.taken
-        own = sum(sum(piece.weights) for piece in taken.pieces)
-        return own * self._place().ranks / (taken.last - taken.first)
+        return mean_weight(self.taken, self._place().ranks)
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""

@@ -21,8 +21,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
+from hpctrain.core.base.mesh import ANY_PASSES
 from hpctrain.errors import CheckpointError, HpctrainError, UsageError
-from hpctrain.train.data.batches import ANY_PASSES, MicrobatchSamples, StepBatch, cut_step
+from hpctrain.train.data.batches import (
+    MicrobatchSamples,
+    StepBatch,
+    cut_step,
+    mean_weight,
+)
 from hpctrain.train.data.loader import check_batch, torch_options
 from hpctrain.train.data.readers import (
     MOST_READERS,
@@ -130,9 +136,7 @@ class StreamLoader:
         As `Loader.weight`; 0.0 on a rank whose readers have no more, which gets a sample only to
         keep step with the others.
         """
-        taken = self.taken
-        own = sum(sum(piece.weights) for piece in taken.pieces)
-        return own * self._ranks.place().ranks / (taken.last - taken.first)
+        return mean_weight(self.taken, self._ranks.place().ranks)
 
     def __iter__(self) -> Iterator[Any]:
         """What is left of the epoch; a whole one if nothing of it was consumed. Collective."""

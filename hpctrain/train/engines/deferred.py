@@ -24,7 +24,7 @@ from torch import nn
 from hpctrain.checkpoint.tensors.boxes import State, held
 from hpctrain.core.torch_private import intercepting, map_tensors, without_modes
 from hpctrain.errors import UsageError
-from hpctrain.train.engines.names import modules
+from hpctrain.train.engines.state import modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping

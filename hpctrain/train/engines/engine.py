@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.distributed as dist
 
+from hpctrain.core.base.mesh import MicrobatchRules
 from hpctrain.errors import UsageError
-from hpctrain.node.control.pulse import FORWARD_BACKWARD, OPTIMIZER, VALIDATE, in_phase
-from hpctrain.train.data.batches import MicrobatchRules
-from hpctrain.train.engines.precision import precision_of
+from hpctrain.node.control.heartbeat import FORWARD_BACKWARD, OPTIMIZER, VALIDATE, in_phase
+from hpctrain.train.engines.norm import global_sum, precision_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
     from hpctrain.core.base.mesh import Mesh
     from hpctrain.core.settings.schema import EngineSettings
     from hpctrain.core.world import World
-    from hpctrain.train.engines.adapters import BaseWeights
-    from hpctrain.train.engines.precision import LossScale
+    from hpctrain.train.engines.norm import LossScale
+    from hpctrain.train.engines.pretrained import BaseWeights
 
     Loss = Callable[[torch.Tensor, Any], torch.Tensor]
 
@@ -273,10 +272,3 @@ class Engine(abc.ABC):
             else torch.zeros_like(local, dtype=torch.float64)
         )
         return float(global_sum(self.world, value))
-
-
-def global_sum(world: World, value: torch.Tensor) -> torch.Tensor:
-    """Sum over all ranks. Collective."""
-    if world.is_distributed:
-        dist.all_reduce(value)
-    return value

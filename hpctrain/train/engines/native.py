@@ -2,8 +2,8 @@
 
 They differ in how a model is wrapped and when gradients travel; the rest is the same code. Under
 FSDP2 (`shard`) every parameter is spread over the ranks, and gathered when it is used: block by
-block, with embedding and head by themselves. tests/engines/test_every_engine.py, test_parity.py and
-test_what_steps_do.py hold the promises.
+block, with embedding and head by themselves. tests/engines/test_every_engine.py, test_parity.py,
+test_what_steps_do.py, test_averaged.py and test_buffers.py hold the promises.
 """
 
 from __future__ import annotations
@@ -13,21 +13,30 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.checkpoint.tensors.boxes import State
-from hpctrain.core.torch_private import cuts_over
+from hpctrain.core.device import is_accelerator
+from hpctrain.core.torch_private import cuts_over, fill_buckets, sync_buffers
 from hpctrain.errors import UsageError
-from hpctrain.node.control.pulse import VALIDATE, in_phase
+from hpctrain.node.control.heartbeat import VALIDATE, in_phase
 from hpctrain.train.engines import state as names
-from hpctrain.train.engines.averaged import Averaged
 from hpctrain.train.engines.blocks import every_block, find_ends
-from hpctrain.train.engines.engine import Engine, global_sum
+from hpctrain.train.engines.engine import Engine
 from hpctrain.train.engines.experts import find_experts
-from hpctrain.train.engines.norm import clip_factor, global_norm, outer_copies, scale_, square_sum
-from hpctrain.train.engines.precision import LossScale
+from hpctrain.train.engines.norm import (
+    LossScale,
+    clip_factor,
+    global_norm,
+    global_sum,
+    outer_copies,
+    scale_,
+    square_sum,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +48,74 @@ if TYPE_CHECKING:
     from hpctrain.train.engines.context import ContextParallel
     from hpctrain.train.engines.engine import EngineInputs, Loss, Microbatch
     from hpctrain.train.engines.layouts import DeviceMeshes
+
+
+class Averaged(DistributedDataParallel):
+    """Copies of a model, one for each rank, whose gradients are averaged.
+
+    Torch's DDP, but for three things. A parameter that a backward pass has not reached gets zeros,
+    so no rank waits for ever; one that no rank used has no gradient in the end. Buckets are filled
+    before the first step, else a resumed first step would add in another order. Buffers are rank
+    0's at the end of a step, so all ranks have one state between two steps.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, *, is_same: bool = False) -> None:
+        """Collective: rank 0's weights are copied to the others, unless all have the same.
+
+        That takes 250 MB at a time for what travels.
+        """
+        super().__init__(
+            model,
+            device_ids=[device] if is_accelerator(device) else None,
+            gradient_as_bucket_view=True,
+            init_sync=not is_same,
+        )
+        fill_buckets(self)
+        self._trained = [weight for weight in model.parameters() if weight.requires_grad]
+        self._idle: list[nn.Parameter] = []
+        """Without a gradient of this rank's own, but for zeros."""
+        self._reached: list[torch.Tensor] = []
+        for weight in self._trained:
+            weight.register_post_accumulate_grad_hook(self._reached.append)  # type: ignore[no-untyped-call]
+
+    def _build_params_for_reducer(self) -> Any:
+        """Torch fills buckets in this order: the last parameters' gradients come first."""
+        return tuple(each[::-1] for each in super()._build_params_for_reducer())  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """The pass begins whose gradients travel."""
+        self._reached.clear()
+
+    def finish(self) -> None:
+        """Its backward pass is done. Collective where it has not reached every parameter.
+
+        And where there are buffers: all ranks end the step with rank 0's.
+        """
+        reached = {id(weight) for weight in self._reached}
+        if not reached:
+            return  # a forward pass alone
+        missing = [weight for weight in self._trained if id(weight) not in reached]
+        idle = {id(weight) for weight in self._idle}
+        self._idle = [weight for weight in missing if weight.grad is None or id(weight) in idle]
+        if missing:
+            torch.autograd.backward(missing, [torch.zeros_like(weight) for weight in missing])
+        sync_buffers(self)
+
+    @property
+    def idle(self) -> int:
+        """Of how many parameters this rank's gradient is nothing but zeros in place of none."""
+        return len(self._idle)
+
+    def drop_unused(self) -> None:
+        """Take the zeros away from parameters that no rank has used. Collective."""
+        idle = {id(weight) for weight in self._idle}
+        counts = torch.tensor([id(weight) in idle for weight in self._trained], dtype=torch.int32)
+        counts = counts.to(self._trained[0].device)
+        dist.all_reduce(counts, group=self.process_group)
+        for weight, count in zip(self._trained, counts.tolist(), strict=True):
+            if count == dist.get_world_size(self.process_group):
+                weight.grad = None
+        self._idle = []
 
 
 class Native(Engine):
@@ -237,7 +314,7 @@ def shard(
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            add_gradients(module)
+            _add_gradients(module)
 
 
 def _cuts(model: nn.Module, meshes: DeviceMeshes) -> Callable[[nn.Parameter], Any]:
@@ -291,7 +368,7 @@ def _even_dimension(weight: nn.Parameter, ranks: int) -> int | None:
     return next(fitting, None)
 
 
-def add_gradients(module: FSDPModule) -> None:
+def _add_gradients(module: FSDPModule) -> None:
     """Have a sharded module's gradients added over ranks."""
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)  # gloo has no other than the plain sum

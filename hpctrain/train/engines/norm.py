@@ -1,21 +1,23 @@
-"""One gradient norm over the whole mesh, and clipping by it.
+"""One gradient norm over the whole mesh, clipping by it, and the scale of losses under fp16.
 
 Each rank adds up the squares of what it holds in fp64; what several ranks hold alike counts once.
-One sum over the world follows, so pipeline stages, experts and mixed kinds of tensors need nothing
-of their own, and all ranks have the same number. tests/engines/test_norm.py holds the promises.
+One sum over the world follows, so all ranks have the same number. `LossScale` follows the rule of
+torch.amp.GradScaler by that norm: by each rank's gradients alone, as there, pipeline stages would
+disagree about a step. tests/engines/test_norm.py holds the promises.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from hpctrain.core.device import is_accelerator
-from hpctrain.train.engines import torch_private
-from hpctrain.train.engines.engine import global_sum
+from hpctrain.core import torch_private
+from hpctrain.core.device import computes_bf16, is_accelerator
+from hpctrain.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -47,6 +49,13 @@ def outer_copies(tensor: DTensor, mesh: Mesh) -> int:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, without a node for autograd."""
     return torch_private.local(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def global_sum(world: World, value: torch.Tensor) -> torch.Tensor:
+    """Sum over all ranks. Collective."""
+    if world.is_distributed:
+        dist.all_reduce(value)
+    return value
 
 
 def global_norm(gradients: Iterable[torch.Tensor], mesh: Mesh, world: World) -> float:
@@ -84,3 +93,60 @@ def scale_(gradients: Sequence[torch.Tensor], factor: float) -> None:
     """Multiply gradients in place."""
     if gradients and factor != 1.0:
         torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+GROWTH, BACKOFF = 2.0, 0.5
+"""Of the scale: after `growth_interval` good steps, and after an overflow."""
+
+
+def precision_of(name: str, device: torch.device) -> torch.dtype:
+    """The dtype that `engine.precision` means on a device.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    if name == "auto":
+        return torch.bfloat16 if computes_bf16(device) else torch.float32
+    if name not in DTYPES:
+        raise UsageError(
+            f"engine.precision {name!r} is not known; use one of auto, {', '.join(DTYPES)}"
+        )
+    return DTYPES[name]
+
+
+class LossScale:
+    """How far losses are scaled; can be tracked."""
+
+    def __init__(self, scale: float = 65536.0, growth_interval: int = 2000) -> None:
+        self.scale = scale
+        self.growth_interval = growth_interval
+        self.good_steps = 0
+
+    def update(self, norm: float) -> bool:
+        """Take note of the gradient norm of all ranks; return whether the step counts."""
+        if not math.isfinite(norm):
+            self.scale = max(1.0, self.scale * BACKOFF)
+            self.good_steps = 0
+            return False
+        self.good_steps += 1
+        if self.good_steps >= self.growth_interval:
+            self.scale *= GROWTH
+            self.good_steps = 0
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scale and the number of steps since it changed."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; also from the state of a torch.amp.GradScaler.
+
+        Raises:
+            CheckpointError: it is the state of something else.
+        """
+        scale = state.get("scale")
+        good = state.get("good_steps", state.get("_growth_tracker"))
+        if not isinstance(scale, int | float) or not isinstance(good, int):
+            raise CheckpointError(f"{state} is not the state of a loss scale")
+        self.scale, self.good_steps = float(scale), good

@@ -19,18 +19,15 @@ from torch.optim import Optimizer
 
 from hpctrain.core.base.mesh import Mesh
 from hpctrain.errors import UsageError
-from hpctrain.ledger.plan.limits import refusal, shape_of_config
-from hpctrain.ledger.plan.mesh import plan_mesh
-from hpctrain.train.engines.adapters import base_weights, is_adapted, refuse_adapted
-from hpctrain.train.engines.averaged import Averaged
-from hpctrain.train.engines.blocks import compile_blocks, every_block, recompute_blocks
+from hpctrain.ledger.plan.mesh import plan_mesh, refusal, shape_of_config
+from hpctrain.train.engines.blocks import compile_blocks, every_block, recompute_blocks, use_float8
 from hpctrain.train.engines.deferred import DeferredModel
 from hpctrain.train.engines.engine import EngineInputs
 from hpctrain.train.engines.layouts import make_meshes
-from hpctrain.train.engines.names import parameters
-from hpctrain.train.engines.native import Native, shard
-from hpctrain.train.engines.precision import precision_of
-from hpctrain.train.engines.pretrained import open_folder
+from hpctrain.train.engines.native import Averaged, Native, shard
+from hpctrain.train.engines.norm import precision_of
+from hpctrain.train.engines.pretrained import base_weights, is_adapted, open_folder, refuse_adapted
+from hpctrain.train.engines.state import parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -39,8 +36,8 @@ if TYPE_CHECKING:
     from hpctrain.core.settings.schema import EngineSettings
     from hpctrain.core.world import World
     from hpctrain.ledger.plan.mesh import ModelShape
-    from hpctrain.train.engines.adapters import BaseWeights
     from hpctrain.train.engines.engine import Engine
+    from hpctrain.train.engines.pretrained import BaseWeights
 
 log = logging.getLogger("hpctrain.engines")
 
@@ -100,7 +97,7 @@ def parallelize(
     source = _source(model, optimizer, seed)
     source = source.begin_with(pretrained, settings, world, is_restored=is_restored)
     _refuse_without_effect(source.model, settings)
-    widen(source.model)
+    _widen(source.model)
     plan = plan or ModelPlan()
     mesh = _mesh_of(source.model, settings, world, plan.shape)
     inputs = EngineInputs(settings, world, mesh, source.saved_names, source.base)
@@ -266,7 +263,7 @@ def _refuse_without_effect(model: nn.Module, settings: EngineSettings) -> None:
                 )
 
 
-def widen(model: nn.Module) -> None:
+def _widen(model: nn.Module) -> None:
     """Hold 16-bit weights and buffers in fp32, in place: the optimizer updates these masters.
 
     A model that was loaded in bf16 would else have moments of 16 bits and lose small updates, and
@@ -295,7 +292,7 @@ def _copied(source: _Source, inputs: EngineInputs) -> Engine:
     optimizer = source.optimizer_of(model)
     kind = "ddp" if world.is_distributed else "plain"
     if settings.exact:
-        from hpctrain.train.engines.exact.copies import ExactCopies
+        from hpctrain.train.engines.exact import ExactCopies
 
         return ExactCopies(kind, model, optimizer, inputs)
     if not world.is_distributed:
@@ -340,7 +337,7 @@ def _sharded(source: _Source, inputs: EngineInputs, plan: ModelPlan) -> Engine:
 
         return Pipeline(model, optimizer, inputs, stages=stages, meshes=meshes)
     if settings.exact:
-        from hpctrain.train.engines.exact.shards import ExactShards
+        from hpctrain.train.engines.exact import ExactShards
 
         return ExactShards("fsdp2", model, optimizer, inputs, meshes=meshes)
     engine = Native("fsdp2", model, optimizer, inputs)
@@ -350,10 +347,8 @@ def _sharded(source: _Source, inputs: EngineInputs, plan: ModelPlan) -> Engine:
 
 def prepare(model: nn.Module, settings: EngineSettings, world: World) -> None:
     """What is the same for every way of cutting: recomputation, device, compilation. In place."""
-    if settings.float8 or settings.async_tp:
-        from hpctrain.train.engines.hardware import use_hardware
-
-        use_hardware(model, settings, world.device)
+    if settings.float8:
+        use_float8(model, world.device)
     blocks, how = every_block(model), settings.activation_checkpointing
     if how != "no":
         recompute_blocks(model, how)

@@ -28,13 +28,13 @@ from hpctrain.core.torch_private import add_up_gradients, without_outputs
 from hpctrain.core.world import one_line
 from hpctrain.errors import UsageError
 from hpctrain.ledger.plan.mesh import LOOPED, passes_of
-from hpctrain.node.control.pulse import VALIDATE, in_phase
+from hpctrain.node.control.heartbeat import VALIDATE, in_phase
 from hpctrain.train.engines import state as names
 from hpctrain.train.engines.engine import Engine
-from hpctrain.train.engines.names import parameters
 from hpctrain.train.engines.native import Native
 from hpctrain.train.engines.norm import local
 from hpctrain.train.engines.stages import PassThrough, Stages, Tied, cut, passed_on
+from hpctrain.train.engines.state import parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

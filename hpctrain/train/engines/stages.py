@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from hpctrain.core.world import one_line
 from hpctrain.errors import UsageError
-from hpctrain.ledger.plan.limits import balance
-from hpctrain.ledger.plan.mesh import stages_per_rank
+from hpctrain.ledger.plan.mesh import balance, stages_per_rank
 from hpctrain.train.engines.blocks import find_blocks
 
 if TYPE_CHECKING:

@@ -1,25 +1,26 @@
 """The state of a model and its optimizer as full parameter names -> tensors, under any engine.
 
 Names are those of the unwrapped model (``model.blocks.0.attn.wq.weight``,
-``optim.blocks.0.attn.wq.weight.exp_avg``); sharded parameters stay sharded (DTensor). What is no
-tensor in an optimizer's state has its type at the end of the name: ``optim.weight.step:int``,
-``optim.weight.history:json``. What the groups of an optimizer hold is `runtime.param_groups`'
-matter.
+``optim.blocks.0.attn.wq.weight.exp_avg``). A wrapper (DDP, `torch.compile`, recomputation) is known
+by its class, never by its name. Sharded parameters stay sharded (DTensor). What is no tensor in an
+optimizer's state has its type at the end of the name: ``optim.weight.step:int``,
+``optim.weight.history:json``. The optimizer's groups are `runtime.fitting`'s matter.
 
 At a load the checkpoint says which state there is, not the fresh program: `wanted` makes memory for
-what the checkpoint has, and `apply` gives it to the program. Nothing steps the optimizer for that.
-State of a parameter that the optimizer does not update yet waits until it does.
-tests/engines/test_changed_programs.py, test_what_steps_do.py and test_save_and_restore.py hold the
-promises.
+what the checkpoint has, and `apply` gives it to the program; no optimizer steps for that. State of
+a parameter that the optimizer does not update yet waits until it does.
+tests/engines/test_changed_programs.py, test_what_steps_do.py, test_names_of_state.py and
+test_save_and_restore.py hold the promises.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -36,10 +37,9 @@ from hpctrain.checkpoint.tensors.boxes import DTYPES
 from hpctrain.checkpoint.tensors.value_reading import decode
 from hpctrain.checkpoint.tensors.values import encode
 from hpctrain.errors import CheckpointError
-from hpctrain.train.engines import names
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from collections.abc import Set as AbstractSet
 
     from torch import nn
@@ -48,6 +48,91 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.manifest import TensorEntry
 
     Entries = Mapping[str, TensorEntry]
+
+
+WRAPPERS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "deepspeed.runtime.engine.DeepSpeedEngine": "module",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": (
+        "_checkpoint_wrapped_module"
+    ),
+}
+"""Classes of wrappers, and the attribute that holds the module. Subclasses are wrappers too."""
+FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
+
+
+class Place(NamedTuple):
+    """Where a model holds a tensor.
+
+    Attributes:
+        name: The tensor's full name.
+        module: The module that holds it.
+        key: Its name in the module.
+    """
+
+    name: str
+    module: nn.Module
+    key: str
+
+
+def modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Each module and the stem of its tensors' names, such as `blocks.0.`; a shared one each time.
+
+    Raises:
+        CheckpointError: FSDP1 has made flat parameters of the program's own.
+    """
+    pending = [("", model)]
+    while pending:
+        stem, module = pending.pop()
+        kind: Any = type(module)
+        held = _wrapped(kind)
+        yield stem, module
+        children = [
+            (stem if name == held else f"{stem}{name}.", child)
+            for name, child in module._modules.items()  # noqa: SLF001 - as torch's own walks
+            if child is not None
+        ]
+        pending.extend(reversed(children))
+
+
+def parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each parameter by its name; one that is tied comes under each of its names."""
+    for stem, module in modules(model):
+        for key, parameter in module._parameters.items():  # noqa: SLF001 - the same
+            if parameter is not None:
+                yield stem + key, parameter
+
+
+def buffers(model: nn.Module) -> Iterator[tuple[Place, torch.Tensor | None]]:
+    """Each buffer that belongs to the state, None where the program has not made it yet."""
+    for stem, module in modules(model):
+        for key, buffer in module._buffers.items():  # noqa: SLF001 - the same
+            if key not in module._non_persistent_buffers_set:  # noqa: SLF001 - the same
+                yield Place(stem + key, module, key), buffer
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is a wrapper of a library, whose attributes are that library's."""
+    kind = type(module)
+    return f"{kind.__module__}.{kind.__qualname__}" in WRAPPERS
+
+
+@functools.cache
+def _wrapped(kind: type) -> str:
+    """The attribute in which a wrapper's class holds the module; "" where it is no wrapper."""
+    for base in kind.__mro__:
+        path = f"{base.__module__}.{base.__qualname__}"
+        if path == FSDP1:
+            raise CheckpointError(
+                "the model is wrapped by FullyShardedDataParallel (FSDP1), whose flat parameters "
+                "have no names of their own; use torch's fully_shard or run.parallelize"
+            )
+        if path in WRAPPERS:
+            return WRAPPERS[path]
+    return ""
+
 
 MODEL, OPTIM = "model.", "optim."
 NUMBERS: dict[str, tuple[type, torch.dtype]] = {
@@ -77,11 +162,11 @@ def collect(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Te
     state: dict[str, torch.Tensor] = {}
     moments: dict[str, torch.Tensor] = {}
     held = _held_by(optimizer)
-    for name, parameter in names.parameters(model):
+    for name, parameter in parameters(model):
         state[MODEL + name] = parameter.detach()
         for key, value in _plain_keys(held.pop(parameter, {})).items():
             _put(moments, f"{OPTIM}{name}.{key}", value)
-    for place, buffer in names.buffers(model):
+    for place, buffer in buffers(model):
         if buffer is not None:
             state[MODEL + place.name] = buffer
     if held and optimizer is not None:
@@ -101,14 +186,14 @@ def wanted(
     """
     _reshard(model)
     tensors: dict[str, torch.Tensor] = {}
-    owners = dict(names.parameters(model))
+    owners = dict(parameters(model))
     for name, parameter in owners.items():
         entry = entries.get(MODEL + name)
         if isinstance(parameter, UninitializedParameter) and entry is not None:
             parameter.materialize(entry.shape)
         tensors[MODEL + name] = parameter.detach()
     device = next((_local(p).device for p in owners.values()), torch.device("cpu"))
-    for place, buffer in names.buffers(model):
+    for place, buffer in buffers(model):
         name = MODEL + place.name
         if _is_other(buffer, entries.get(name)):
             near = _device_in(place.module) or device
@@ -141,12 +226,12 @@ def apply(model: nn.Module, optimizer: Optimizer | None, tensors: Mapping[str, A
     was not loaded. Other names in `tensors` are passed over.
     """
     names_seen = set()
-    for place, buffer in list(names.buffers(model)):
+    for place, buffer in list(buffers(model)):
         names_seen.add(MODEL + place.name)
         loaded = tensors.get(MODEL + place.name)
         if loaded is not None and loaded is not buffer and not _is_same(loaded, buffer):
             place.module._buffers[place.key] = loaded  # noqa: SLF001 - torch has no other way
-    owners = dict(names.parameters(model))
+    owners = dict(parameters(model))
     names_seen.update(MODEL + name for name in owners)
     if unseen := _unseen_values(_names_unseen(model, names_seen), tensors):
         set_model_state_dict(model, unseen, options=StateDictOptions(strict=False))
@@ -160,7 +245,7 @@ def buffers_of_other_form(model: nn.Module, entries: Entries) -> list[tuple[str,
     """Return buffers of another shape or type in a checkpoint: name, its form, the model's."""
     forms = [
         (place.name, _form(entries[MODEL + place.name]), _form(buffer))
-        for place, buffer in names.buffers(model)
+        for place, buffer in buffers(model)
         if buffer is not None
         and not isinstance(buffer, UninitializedBuffer)
         and _is_other(buffer, entries.get(MODEL + place.name))
@@ -176,7 +261,7 @@ def _form(tensor: torch.Tensor | TensorEntry) -> str:
 
 def without_state(model: nn.Module, optimizer: Optimizer, entries: Entries) -> list[str]:
     """Return the names of trained parameters of which a checkpoint has no optimizer state."""
-    owners = dict(names.parameters(model))
+    owners = dict(parameters(model))
     have = {id(_parsed(name, owners)[0]) for name in entries if name.startswith(OPTIM)}
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     bare = updated - have
@@ -189,7 +274,7 @@ def without_state(model: nn.Module, optimizer: Optimizer, entries: Entries) -> l
 
 def state_keys(entries: Entries, model: nn.Module) -> dict[nn.Parameter, set[str]]:
     """Return under which keys a checkpoint has state of each parameter of a model."""
-    owners = dict(names.parameters(model))
+    owners = dict(parameters(model))
     keys: dict[nn.Parameter, set[str]] = {}
     for name in entries:
         owner, key, _ = _parsed(name, owners) if name.startswith(OPTIM) else (None, "", "")
@@ -206,7 +291,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """
     return {
         MODEL + place.name: (place.module, place.key)
-        for place, buffer in names.buffers(model)
+        for place, buffer in buffers(model)
         if buffer is not None
     }
 

@@ -1,9 +1,10 @@
 """A step under guard: what becomes of an update whose numbers are not finite, or jump.
 
-Loss and norm are the same numbers on every rank, so that every rank decides alike and none asks the
-others. Only where something is wrong do ranks speak: each says what it finds in its own part, and
-the step is computed again from the same state. tests/engines/test_nonfinite.py and
-test_spiking_steps.py hold the promises.
+Loss and norm are the same numbers on every rank, so every rank decides alike without asking. Only
+where something is wrong do ranks speak: the step is computed again from the same state, and hooks
+(`BadNumbers`) look at what this rank computes by itself, before anything travels; gradients that
+have travelled tell nothing. tests/engines/test_nonfinite.py and test_spiking_steps.py hold the
+promises.
 """
 
 from __future__ import annotations
@@ -11,34 +12,137 @@ from __future__ import annotations
 import functools
 import math
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
 from hpctrain.core.base.env import HPCTRAIN_NODE
 from hpctrain.core.device import is_accelerator, random_state, set_random_state
 from hpctrain.core.world import gather
-from hpctrain.train.engines.bad_numbers import (
-    GRADIENT,
-    LOSS,
-    UNKNOWN,
-    WEIGHTS,
-    BadNumbers,
-    Found,
-    first_of,
-)
-from hpctrain.train.engines.names import parameters
-from hpctrain.train.guards.nonfinite import BadStep, NonfiniteRule, Ruling
-from hpctrain.train.guards.spikes import SpikeRule
+from hpctrain.train.engines.norm import local
+from hpctrain.train.engines.state import modules, parameters
+from hpctrain.train.guards.rules import BadStep, Ruling, StepRules
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+    from types import TracebackType
 
     from torch import nn
 
     from hpctrain.core.settings.schema import GuardSettings
     from hpctrain.train.engines.engine import Engine, Loss, Microbatch
-    from hpctrain.train.guards.spikes import Spike
+    from hpctrain.train.guards.rules import Spike
+
+
+WEIGHTS, OUTPUT, LOSS, GRADIENT, UNKNOWN = range(5)
+"""Where a number was found, the surest sign of its origin first."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Something that is not finite, as this rank has it.
+
+    Attributes:
+        place: One of those above; UNKNOWN where this rank has found nothing by itself.
+        microbatch: Which of this rank's in the step, from 0 on; None where nobody knows.
+        parameter: Name of the first parameter, "" where nobody knows.
+    """
+
+    place: int = UNKNOWN
+    microbatch: int | None = None
+    parameter: str = ""
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all of this rank's part of a tensor is; waits for the device."""
+    part = local(tensor)
+    if not part.is_floating_point():
+        return True
+    return bool(torch.isfinite(part.detach()).all())
+
+
+def first_of(named: Iterable[tuple[str, torch.Tensor | None]]) -> str:
+    """The name of the first tensor that is not finite; "" for none."""
+    return next((name for name, t in named if t is not None and not is_finite(t)), "")
+
+
+class BadNumbers:
+    """Checks, while entered, what a model's layers return and their gradients.
+
+    `found` is the first thing that was not finite, or None. `passes` counts the losses so far: it
+    shows which pass is running.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.found: Found | None = None
+        self.passes = 0
+        self._model = model
+        self._handles: list[Any] = []
+        self._armed: dict[int, nn.Parameter] = {}
+
+    def __enter__(self) -> Self:
+        for module, stem in {module: stem for stem, module in modules(self._model)}.items():
+            own = next((key for key, p in module._parameters.items() if p is not None), None)  # noqa: SLF001 - its own alone
+            if own is not None:
+                before = module.register_forward_pre_hook(self._arm(stem))
+                self._handles += [before, module.register_forward_hook(self._look(stem + own))]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._armed.clear()
+
+    def came_to(self, loss: torch.Tensor) -> None:
+        """A pass has come to its loss."""
+        if self.found is None and not is_finite(loss):
+            self.found = Found(LOSS, self.passes)
+        self.passes += 1
+
+    def _arm(self, stem: str) -> Any:
+        """Parameters are hooked when they are used: a sharded one is another tensor then."""
+
+        def hook(module: nn.Module, _args: Any) -> None:
+            for key, parameter in module._parameters.items():  # noqa: SLF001 - its own alone
+                if parameter is None or not parameter.requires_grad or id(parameter) in self._armed:
+                    continue
+                self._armed[id(parameter)] = parameter
+                name = stem + key
+                handle = parameter.register_hook(self._note(name))  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+
+        return hook
+
+    def _note(self, name: str) -> Any:
+        def hook(gradient: torch.Tensor) -> None:
+            if self._may_name and not is_finite(gradient):
+                before = self.found.microbatch if self.found is not None else self.passes - 1
+                place = GRADIENT if self.found is None else self.found.place
+                self.found = Found(place, before, name)
+
+        return hook
+
+    def _look(self, name: str) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            given = output if isinstance(output, tuple | list) else [output]
+            tensors = [each for each in given if isinstance(each, torch.Tensor)]
+            if self.found is None and not all(map(is_finite, tensors)):
+                self.found = Found(OUTPUT, self.passes, name)
+
+        return hook
+
+    @property
+    def _may_name(self) -> bool:
+        """Whether a parameter is wanted: nothing was found yet, or a loss alone."""
+        return self.found is None or not self.found.parameter
+
 
 MOST_SAMPLES = 64
 """Of a microbatch that are named."""
@@ -60,21 +164,15 @@ class GuardListener(Protocol):
         """A step's numbers have jumped."""
 
 
-class StepGuard:
-    """Stands between a step's gradients and its update; can be tracked."""
+class StepGuard(StepRules):
+    """Stands between a step's gradients and its update."""
 
     def __init__(self, engine: Engine, settings: GuardSettings, listener: GuardListener) -> None:
         """Guard the steps of an engine."""
+        super().__init__(settings)
         self._engine = engine
         self._listener = listener
-        self._leaves_out = settings.nonfinite in {"skip", "stop", "rewind"}
-        is_on = settings.nonfinite != "off"
-        self._rule = NonfiniteRule(stops_at_once=settings.nonfinite == "stop") if is_on else None
-        self._spikes = SpikeRule() if settings.spike != "off" else None
-        self._skips_spikes = settings.spike in {"skip", "rewind"}
         self._kept = KeptState(engine.model, engine.world.device) if self._leaves_out else None
-        self._count = 0
-        self._was_bad = False
         self._calls: list[tuple[Sequence[Microbatch], Loss]] = []
         self._losses: list[torch.Tensor] = []
         self._loss: float | None = None
@@ -243,22 +341,6 @@ class StepGuard:
         """Forget the step."""
         self._calls, self._losses = [], []
         self._loss, self._spike, self._suspect = None, None, ""
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that a later judgement depends on, to the bit."""
-        return {
-            "count": self._count,
-            "nonfinite": self._rule.state_dict() if self._rule is not None else None,
-            "spikes": self._spikes.state_dict() if self._spikes is not None else None,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; a guard that was off then begins anew."""
-        self._count = int(state["count"])
-        if self._rule is not None and state["nonfinite"] is not None:
-            self._rule.load_state_dict(state["nonfinite"])
-        if self._spikes is not None and state["spikes"] is not None:
-            self._spikes.load_state_dict(state["spikes"])
 
 
 class _KeptBuffer:

@@ -3,7 +3,8 @@
 With sequence parallelism the norms and the residual stream between two matrices are cut too, along
 the sequence. Every parameter becomes a DTensor that knows the `tp` axis, cut or not: so FSDP2
 shards all of them over one mesh, and a norm or a checkpoint can tell a part from a copy.
-tests/engines/test_tensor_parallel.py holds the promises.
+`cross_entropy` takes logits that stay cut over the vocabulary; two numbers of each token travel.
+tests/engines/test_tensor_parallel.py and test_loss.py hold the promises.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812, its usual name
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 
     from hpctrain.core.settings.schema import EngineSettings
     from hpctrain.train.engines.layouts import BlockNames
+
 
 SEQUENCE = 1
 """Activations are [batch, time, width]."""
@@ -165,15 +169,12 @@ def _dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placem
     return DTensor.from_local(tensor, mesh, placements, run_check=False)
 
 
-def default_plan(
+def _default_plan(
     model: nn.Module, *, sequence_parallel: bool, loss_parallel: bool = False
 ) -> dict[str, ParallelStyle]:
     """Map names of a decoder's modules to how each is cut; the model may be a pipeline's part.
 
     See `EngineSettings.sequence_parallel` and `ModelPlan.loss_parallel`.
-
-    Raises:
-        UsageError: the layout is not a common one, or has no place for what was asked.
     """
     layout = recognise(model)
     between = Shard(SEQUENCE) if sequence_parallel else Replicate()
@@ -216,7 +217,7 @@ def _block_plan(
         plan[name] = RowwiseParallel(output_layouts=between)
     for norm, matrix in ((block.query_norm, block.query), (block.key_norm, block.key)):
         if norm is not None:
-            whole = is_of_all_heads(model, norm, matrix)
+            whole = _is_of_all_heads(model, norm, matrix)
             # What a norm of each head gets are other rows on each rank, whichever dimension
             # the heads are: it never looks from one row to the next.
             plan[norm] = Placed(Shard(-1), Shard(0)) if whole else Placed(Shard(0), Replicate())
@@ -242,32 +243,32 @@ def tensor_parallelize(
     Raises:
         UsageError: the model cannot be cut that way; nothing has been changed then.
     """
-    shared = shared_parameters(model)
+    shared = _shared_parameters(model)
     if plan is None:
         sequence = settings.sequence_parallel
-        styles = default_plan(model, sequence_parallel=sequence, loss_parallel=loss_parallel)
-        check_heads(model, mesh.size())
-        refuse_rest(model, styles, sequence_parallel=settings.sequence_parallel)
+        styles = _default_plan(model, sequence_parallel=sequence, loss_parallel=loss_parallel)
+        _check_heads(model, mesh.size())
+        _refuse_rest(model, styles, sequence_parallel=settings.sequence_parallel)
     else:
         styles = expand(model, plan, whole=_is_whole(mesh))
     styles |= rest(model, styles)
-    check_sizes(model, styles, mesh.size())
+    _check_sizes(model, styles, mesh.size())
     check_shared(model, styles, shared)
     if plan is None:
-        share_heads(model, mesh.size())
+        _share_heads(model, mesh.size())
     parallelize_module(model, mesh, styles)
     for first, *others in shared:
         for name in others:
             _assign(model, name, model.get_parameter(first))
-    refuse_plain(model)
+    _refuse_plain(model)
     # FSDP2 warns of logits that are a view of a DTensor's part. Its hazard, a change in place that
     # drops a hook, is an error here: autograd forbids it for such a view.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
     if settings.compile != "no":
-        keep_gradients_through_compile(model, styles)
+        _keep_gradients_through_compile(model, styles)
 
 
-def shared_parameters(model: nn.Module) -> list[list[str]]:
+def _shared_parameters(model: nn.Module) -> list[list[str]]:
     """All names of each parameter that stands in several places; its own layers' come first.
 
     Where a pipeline has taken a layer out, what stands in for it may hold a tied one too.
@@ -322,7 +323,7 @@ def _assign(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     model.get_submodule(owner).register_parameter(own, parameter)
 
 
-def refuse_rest(
+def _refuse_rest(
     model: nn.Module, styles: Mapping[str, ParallelStyle], *, sequence_parallel: bool
 ) -> None:
     """With sequence parallelism every parameter must have a place: no activation is equal then."""
@@ -356,7 +357,7 @@ def rest(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> dict[str, Par
     return styles_of_rest
 
 
-def refuse_plain(model: nn.Module) -> None:
+def _refuse_plain(model: nn.Module) -> None:
     """A parameter that a user's own style has left as it was would be taken for a copy."""
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
@@ -395,12 +396,8 @@ def expand(
     return expanded
 
 
-def check_heads(model: nn.Module, tp: int) -> None:
-    """Refuse a number of ranks that would cut through a head.
-
-    Raises:
-        UsageError: with the matrix.
-    """
+def _check_heads(model: nn.Module, tp: int) -> None:
+    """Refuse a number of ranks that would cut through a head."""
     for block in recognise(model).blocks:
         attention = model.get_submodule(block.attention)
         head = getattr(attention, "head_dim", None)
@@ -421,12 +418,8 @@ def check_heads(model: nn.Module, tp: int) -> None:
                 )
 
 
-def is_of_all_heads(model: nn.Module, norm: str, matrix: str) -> bool:
-    """Whether a norm works on all heads of a query or key together; else on each by itself.
-
-    Raises:
-        UsageError: it does neither.
-    """
+def _is_of_all_heads(model: nn.Module, norm: str, matrix: str) -> bool:
+    """Whether a norm works on all heads of a query or key together; else on each by itself."""
     sizes = {tuple(weight.shape) for weight in model.get_submodule(norm).parameters()}
     attention = model.get_submodule(norm.rpartition(".")[0])
     width = _weight(model, matrix).shape[0]
@@ -445,7 +438,7 @@ def _weight(model: nn.Module, name: str) -> torch.Tensor:
     return weight
 
 
-def share_heads(model: nn.Module, tp: int) -> None:
+def _share_heads(model: nn.Module, tp: int) -> None:
     """Tell each attention how many heads this rank has, where it keeps a number."""
     for block in recognise(model).blocks:
         attention = model.get_submodule(block.attention)
@@ -455,12 +448,8 @@ def share_heads(model: nn.Module, tp: int) -> None:
                 setattr(attention, count, number // tp)
 
 
-def check_sizes(model: nn.Module, styles: Mapping[str, ParallelStyle], tp: int) -> None:
-    """Refuse matrices that cannot be cut into equal parts.
-
-    Raises:
-        UsageError: with the matrix.
-    """
+def _check_sizes(model: nn.Module, styles: Mapping[str, ParallelStyle], tp: int) -> None:
+    """Refuse matrices that cannot be cut into equal parts."""
     for name, style in styles.items():
         module = model.get_submodule(name)
         if not isinstance(style, ColwiseParallel | RowwiseParallel):
@@ -479,7 +468,7 @@ def check_sizes(model: nn.Module, styles: Mapping[str, ParallelStyle], tp: int) 
             )
 
 
-def keep_gradients_through_compile(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
+def _keep_gradients_through_compile(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
     """Copy what goes from outside into the first compiled block.
 
     A module's output that is still under way between ranks (torch's AsyncCollectiveTensor) goes
@@ -501,3 +490,61 @@ def _is_whole(mesh: DeviceMesh) -> bool:
     root = root_of(mesh)
     names = root.mesh_dim_names or ()
     return "pp" not in names or root["pp"].size() == 1
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
+    """The loss of each token, in fp32. Collective over `tp` where the logits are cut.
+
+    Args:
+        logits: [..., vocabulary], whole or cut over the vocabulary.
+        targets: [...] integers, the same on all ranks of `tp`.
+        ignore_index: A target that costs nothing.
+
+    Returns:
+        [...], as torch's `cross_entropy` with `reduction="none"`; the same on all ranks of `tp`.
+    """
+    if isinstance(logits, DTensor):
+        if logits.placements == (Shard(logits.ndim - 1),):
+            mesh = logits.device_mesh
+            loss: Tensor = _Cut.apply(logits.to_local(), targets, ignore_index, mesh)  # type: ignore[no-untyped-call]
+            return loss
+        logits = logits.full_tensor()
+    losses = F.cross_entropy(
+        logits.flatten(0, -2).float(),
+        targets.flatten(),
+        ignore_index=ignore_index,
+        reduction="none",
+    )
+    return losses.view_as(targets)
+
+
+class _Cut(torch.autograd.Function):
+    """Of this rank's part of the vocabulary, and the others' sums."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, part: Tensor, targets: Tensor, ignore_index: int, mesh: DeviceMesh
+    ) -> Tensor:
+        logits, group, width = part.float(), mesh.get_group(), part.shape[-1]
+        largest = logits.amax(dim=-1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        # A target of no rank keeps its index: `gather` refuses it, as the whole loss does.
+        ignored = targets == ignore_index
+        index = targets - mesh.get_local_rank() * width
+        own = (index >= 0) & (index < width) & ~ignored
+        others = (targets >= 0) & (targets < mesh.size() * width) & ~own
+        index = index.masked_fill(others | ignored, 0)[..., None]
+        chosen = (logits.gather(-1, index)[..., 0] - largest).masked_fill(~own, 0.0)
+        sums = torch.stack(((logits - largest[..., None]).exp().sum(dim=-1), chosen))
+        dist.all_reduce(sums, group=group)
+        total, chosen = sums.unbind()
+        ctx.save_for_backward(part, largest + total.log(), index, own, ignored)
+        return (total.log() - chosen).masked_fill(ignored, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        part, log_total, index, own, ignored = ctx.saved_tensors
+        share = (part.float() - log_total[..., None]).exp_()
+        share.scatter_add_(-1, index, -own[..., None].to(share.dtype))
+        share.mul_(gradients[0].masked_fill(ignored, 0.0)[..., None])
+        return share.to(part.dtype), None, None, None

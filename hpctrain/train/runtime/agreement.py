@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from hpctrain.core.base import clock
 from hpctrain.core.base.records import StopCause
-from hpctrain.core.world import GlooExchange
-from hpctrain.node.control.seat import TreeExchange
+from hpctrain.node.control.client import TreeExchange
 from hpctrain.node.hangs.witness import collectives_called
+from hpctrain.train.joining_ranks import GlooExchange
 
 if TYPE_CHECKING:
     from hpctrain.core.world import World
+    from hpctrain.node.control.client import RankLease
     from hpctrain.node.control.lease import Decision
-    from hpctrain.node.control.rank_lease import RankLease
 
 LATENCY_S = 0.25
 """How late a request to stop may be noticed because of batching; small against any KillWait."""
@@ -66,6 +66,7 @@ class StopRequest:
 
 
 NOTHING = StopRequest()
+"""Told from others by identity: it is the one of nearly every step."""
 
 
 class Agreement(Protocol):
@@ -93,8 +94,8 @@ def agreement_of(world: World) -> Agreement:
     """By what these ranks agree."""
     control = world.control
     if isinstance(control, TreeExchange):
-        control.seat.lease.collectives_called = collectives_called
-        return LeasedAgreement(control.seat.lease)
+        control.client.lease.collectives_called = collectives_called
+        return LeasedAgreement(control.client.lease)
     return GlooAgreement(world)
 
 
@@ -196,7 +197,7 @@ class LeasedAgreement:
         Raises:
             ControlLost: nobody can say any more what all ranks do.
         """
-        if request is not NOTHING and request != NOTHING:  # to compare them takes longer
+        if request is not NOTHING:
             self._say(request)
         decisions = self._lease.tick()
         return self._agreed(decisions) if decisions else NOTHING

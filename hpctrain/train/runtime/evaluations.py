@@ -184,7 +184,8 @@ def _world() -> World:
     import torch.distributed as dist
 
     from hpctrain.core.device import device_of_rank
-    from hpctrain.core.world import World, join_world
+    from hpctrain.core.world import World
+    from hpctrain.train.joining_ranks import join_world
 
     if dist.is_available() and dist.is_initialized():
         return join_world()

@@ -211,8 +211,8 @@ def _set(name: str, live: Any, saved: Any) -> None:
             _set_spawned(live.bit_generator.seed_seq, saved.bit_generator.seed_seq)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
-            f"generator {name} cannot go on from the checkpoint: {error}; make it as the program "
-            "that saved it did, or track it under another name"
+            f"generator {name} cannot continue from the checkpoint: {error}; make it as the "
+            "program that saved it did, or track it under another name"
         ) from error
 
 

@@ -1,7 +1,14 @@
-"""What a run's guards look at, and what becomes of what they find: the ledger hears, or all stop.
+"""What a run's guards look at, and what becomes of what they find: an event, a rewind, or a stop.
 
-Every rank calls everything here alike; rank 0 writes. tests/engines/test_guarded_runs.py holds the
-promises.
+Every rank calls everything here alike; rank 0 looks at checkpoints and writes. A rewind ends the
+round by an error, and ranks that start again restore a checkpoint from before the bad steps, whose
+samples no later start takes.
+
+Copies of a model change alike on every rank; where their bits differ, a bit has flipped or a device
+computes wrong. A rank digests a slice of its weights at each step, and after a turn through all
+slices sends one number to rank 0, in the background and beside the gradients' group.
+tests/engines/test_guarded_runs.py, test_rewinds.py, test_replicas.py and
+tests/unit/guards/test_replicas.py hold the promises.
 """
 
 from __future__ import annotations
@@ -9,23 +16,40 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import Counter, deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.checkpoint.store import find
+import torch
+import xxhash
+from torch.nn.parallel import DistributedDataParallel
+
+from hpctrain.checkpoint.store import find, verify
 from hpctrain.core.base.env import HPCTRAIN_NODE
 from hpctrain.core.base.text import fold_ranks
-from hpctrain.core.world import gather
-from hpctrain.errors import CheckpointError, GuardStopped, ReplicasDiverged, UsageError
+from hpctrain.core.world import apart, gather, on_rank_0
+from hpctrain.errors import (
+    CheckpointError,
+    GuardStopped,
+    HpctrainError,
+    ReplicasDiverged,
+    RewindNeeded,
+    UsageError,
+)
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import (
     BatchSkipped,
+    CheckpointSetAside,
     ReplicasDiffer,
     StepNotFinite,
     StepSpiked,
     TrainingRewound,
 )
-from hpctrain.train.guards.nonfinite import BadStep, Ruling
-from hpctrain.train.guards.own_steps import OwnSteps, RankNumbers
-from hpctrain.train.runtime.rewinds import Rewinds, set_aside_newer
+from hpctrain.train.engines.norm import local
+from hpctrain.train.guards.rules import BadStep, OwnSteps, RankNumbers, Ruling
+from hpctrain.train.joining_ranks import COLLECTIVE_TIMEOUT_S
+from hpctrain.train.runtime.telemetry import Gathering
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,10 +59,9 @@ if TYPE_CHECKING:
     from hpctrain.core.world import World
     from hpctrain.ledger.run.event_fields import LedgerFact
     from hpctrain.train.engines.engine import Engine
-    from hpctrain.train.guards.replicas import Divergence
-    from hpctrain.train.guards.spikes import Spike
+    from hpctrain.train.guards.rules import Spike
     from hpctrain.train.runtime.program import Program
-    from hpctrain.train.runtime.replicas import Comparison, ReplicaWatch
+
 
 log = logging.getLogger("hpctrain.runtime")
 
@@ -61,8 +84,8 @@ class Guarding:
         """Prepare to guard a program; nothing is guarded so far.
 
         `tell` writes a fact into the ledger, on rank 0. `log_skipped` counts the step in hand as
-        skipped. `stop` lands what is being saved and leaves an outcome (`attempt.write_outcome`),
-        "" for none; an error is raised after it.
+        skipped. `stop` lands what is being saved and leaves an outcome ("" for none), see
+        `trackers.write_outcome`; an error is raised after it.
         """
         self._settings = settings
         self._program = program
@@ -110,8 +133,6 @@ class Guarding:
         Raises:
             UsageError: samples are to be left out, and the program's data cannot do that.
         """
-        from hpctrain.train.runtime.replicas import ReplicaWatch, groups_of
-
         self._rewinds.begin(world, place, wanted=self._goes_back)
         groups = groups_of(self._program, world) if self._settings.replicas else []
         if not groups or self._program.model is None:
@@ -141,11 +162,10 @@ class Guarding:
         if self._watch is not None:
             self._watch.close(step)
 
-    def step_begins(self) -> None:
-        """The program is about to read the step's samples."""
-        if self._is_on:
-            self._consumed = self._program.consumed()
-            self._rewinds.step_begins(self._consumed)
+    def step_begins(self, consumed: int | None) -> None:
+        """The program is about to read the step's samples; so many were consumed before."""
+        self._consumed = consumed
+        self._rewinds.step_begins(consumed)
 
     # ---- a loop with a backward pass of its own
 
@@ -320,3 +340,334 @@ def _whose(divergence: Divergence, nodes: Sequence[str]) -> str:
     if divergence.is_certain:
         return f"the weights of {who} are not those of the others"
     return f"the weights of {who} differ, and nobody knows whose are right"
+
+
+# ---- going back
+
+STEPS_BEFORE = 20
+"""So far before a bad step the checkpoint lies, and so many steps' samples are left out."""
+MOST, WITHIN = 3, 200
+"""After so many times among so many steps the data is not to blame, and nothing is gone back."""
+
+
+class Rewinds:
+    """One rank's side."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        tell: Callable[[LedgerFact], None],
+        stop: Callable[[str], None],
+    ) -> None:
+        """Prepare; `tell` writes to the ledger on rank 0, and `stop` is as in `Guarding`."""
+        self._program = program
+        self._tell = tell
+        self._stop = stop
+        self._world: World | None = None
+        self._place: SavePlace | None = None
+        self._earlier: list[int] = []
+        self._begins: deque[int | None] = deque(maxlen=STEPS_BEFORE)
+
+    @property
+    def has_begun(self) -> bool:
+        """Training has begun, in the loop of `Run.steps`."""
+        return self._world is not None
+
+    def begin(self, world: World, place: SavePlace | None, *, wanted: bool) -> None:
+        """Begin training: what earlier starts left out is left out here too. Collective.
+
+        `place` is None outside of a run. With `wanted`, the settings say that a guard may go back.
+
+        Raises:
+            UsageError: the program's data cannot leave anything out.
+        """
+        self._world, self._place = world, place
+        earlier = on_rank_0(world, lambda: [] if place is None else _told(place))
+        self._earlier = [step for step, _ in earlier]
+        holes = [hole for _, hole in earlier]
+        if not holes and not (wanted and place is not None):
+            return
+        leave_out = getattr(self._program.data, "leave_out", None)
+        if leave_out is None:
+            what = type(self._program.data).__name__ if self._program.data is not None else "data"
+            why = (
+                "the run's ledger names" if holes else "guard.spike or guard.nonfinite = rewind has"
+            )
+            raise UsageError(
+                f"{why} samples to be left out, which {what} cannot; use run.loader, or "
+                "hpctrain.GlobalBatches with run.track(data=...), or set skip"
+            )
+        leave_out(holes)
+
+    def step_begins(self, consumed: int | None) -> None:
+        """The program is about to read a step's samples; so many were consumed before."""
+        self._begins.append(consumed)
+
+    def go_back(self, step: int, why: str, said: str) -> None:
+        """End the round, if there is something to go back to; return otherwise. Collective.
+
+        The update of the bad `step` is not applied yet, or matters no more. `why` is as
+        `TrainingRewound.why`, `said` describes what was seen.
+
+        Raises:
+            RewindNeeded: on every rank.
+        """
+        world, place, limit = self._world, self._place, step - STEPS_BEFORE
+        if world is None or place is None:
+            return
+        why_not = on_rank_0(world, lambda: self._why_not(place, step, limit))
+        if why_not:
+            log.warning("%s; %s, so training continues", said, why_not)
+            return
+        self._stop("")
+        first, last = self._begins[0], self._program.consumed()
+
+        def act() -> None:
+            set_aside_newer(place, limit, said, self._tell)
+            self._tell(TrainingRewound(step=step, to=limit, first=first, last=last, why=why))
+
+        on_rank_0(world, act)
+        raise RewindNeeded(f"{said}; training goes back to step {limit} or before")
+
+    def _why_not(self, place: SavePlace, step: int, limit: int) -> str:
+        if sum(step - WITHIN < earlier <= step for earlier in self._earlier) >= MOST:
+            return f"training has gone back {MOST} times within {WITHIN} steps"
+        if not self._begins or self._begins[0] is None:
+            return "nobody knows which samples these are"
+        try:
+            steps = find.steps(place.run)
+            if any(find.glance(place.run, s).problem is None for s in steps if s <= limit):
+                return ""
+        except HpctrainError as error:
+            return str(error)
+        return f"there is no checkpoint of step {limit} or before"
+
+
+def set_aside_newer(
+    place: SavePlace, limit: int, why: str, tell: Callable[[LedgerFact], None]
+) -> None:
+    """Set aside the checkpoints with more updates; nothing is deleted. On rank 0.
+
+    Raises:
+        CheckpointError: one cannot be.
+    """
+    for step in find.steps(place.run):
+        if step <= limit:
+            continue
+        path = find.step_path(place.run, step)
+        checkpoint = find.FoundCheckpoint(step, path, None, None)
+        verify.set_aside(place.run, checkpoint, why, place.attempt)
+        tell(CheckpointSetAside(step=step, name=path.name, reason=why))
+
+
+def _told(place: SavePlace) -> Sequence[tuple[int, tuple[int, int]]]:
+    """The steps at which guards went back, and what is left out since."""
+    events = ledger.read_marked(place.run, b'"rewound"', b'"attempt_started"')
+    rewinds = RunHistory.of(events).rewinds
+    return [(one.fact.step or 0, one.hole) for one in rewinds if one.hole is not None]
+
+
+# ---- copies of the weights
+
+EXACT_BITS = 53
+"""Of a digest that a row of fp64 numbers carries whole."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Copies that differ.
+
+    Attributes:
+        step: After which they were compared.
+        clean: The last one whose weights were surely right.
+        wrong: Whose differ.
+        were_same: All of them were the same before in this attempt: else it may be the
+            program's own doing, or that of devices that round otherwise.
+    """
+
+    step: int
+    clean: int
+    wrong: list[Divergence]
+    were_same: bool
+
+
+class ReplicaWatch:
+    """One rank's side."""
+
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],
+        groups: Sequence[Sequence[int]],
+        world: World,
+        *,
+        count: int,
+        differ: Callable[[Comparison], None],
+    ) -> None:
+        """Prepare the comparison. Collective.
+
+        Ranks in one of `groups` hold the same `weights`; `count` is the number of slices. On rank 0
+        `differ` is called with what differs.
+        """
+        self._groups = groups
+        self._differ = differ
+        self._gathering = Gathering(apart(world, COLLECTIVE_TIMEOUT_S))
+        self._is_first = world.rank == 0
+        sizes = [local(weight).nbytes for weight in weights]
+        self._slices = [[weights[n] for n in part] for part in slices(sizes, count)]
+        self._window = window_of(count, world.world_size)
+        self._looks = 0
+        self._digest = xxhash.xxh3_64()
+        self._on_device: list[torch.Tensor] = []
+        self._said_at = 0
+        self._were_same = False
+
+    def look(self, step: int) -> None:
+        """After a step's update. Collective by its count: every rank calls it equally often."""
+        self._take_in(self._slices[self._looks % len(self._slices)])
+        self._looks += 1
+        if self._is_first:
+            self._compare(wait=False)
+        if self._looks % self._window == 0:
+            self._compare(wait=True)
+            self._said_at = step
+            self._gathering.launch([float(self._number())])
+
+    def close(self, step: int) -> None:
+        """Look at all of the weights at once, and hear of them. Collective."""
+        self._compare(wait=True)
+        self._number()
+        for weights in self._slices:
+            self._take_in(weights)
+        self._said_at = step
+        self._gathering.launch([float(self._number())])
+        self._compare(wait=True)
+
+    def _take_in(self, weights: Sequence[torch.Tensor]) -> None:
+        for weight in weights:
+            part = local(weight).detach()
+            if part.device.type == "cpu":
+                self._digest.update(bytes_of(part))
+            else:  # read at the end of the turn: no step waits for the device
+                self._on_device.append(sum_of(part))
+
+    def _number(self) -> int:
+        if self._on_device:
+            sums = torch.stack(self._on_device).tolist()
+            self._digest.update(b"".join(s.to_bytes(8, "little", signed=True) for s in sums))
+        number = self._digest.intdigest() >> (64 - EXACT_BITS)
+        self._on_device.clear()
+        self._digest.reset()
+        return number
+
+    def _compare(self, *, wait: bool) -> None:
+        if not self._is_first:
+            return
+        rows = self._gathering.landed(wait=wait)
+        if rows is None:
+            return
+        wrong = differing([row[0] for row in rows], self._groups)
+        if wrong:
+            clean = clean_step(self._said_at, self._window)
+            self._differ(Comparison(self._said_at, clean, wrong, self._were_same))
+        self._were_same |= not wrong
+
+
+def groups_of(program: Program, world: World) -> list[list[int]]:
+    """Ranks that hold the same weights; none where that is not so, or nobody knows.
+
+    Copies that DeepSpeed makes anew from their owners at each step say nothing of flipped bits.
+    """
+    ranks = range(world.world_size)
+    if world.world_size == 1:
+        return []
+    engine = program.engine
+    if engine is None:
+        return [list(ranks)] if isinstance(program.model, DistributedDataParallel) else []
+    if engine.kind not in {"ddp", "fsdp2"} or engine.mesh.dp_replicate == 1:
+        return []
+    by_part: dict[tuple[int, ...], list[int]] = {}
+    for rank in ranks:
+        place = engine.mesh.place(rank)
+        by_part.setdefault((place["pp"], place["dp_shard"], place["tp"]), []).append(rank)
+    return list(by_part.values())
+
+
+def bytes_of(part: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in host memory; not copied where it is contiguous."""
+    flat = part.contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def sum_of(part: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's bits as integers, on its device: one flipped bit changes it."""
+    flat = part.contiguous().reshape(-1)
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    return flat.view(whole).sum(dtype=torch.int64)
+
+
+# ---- what is compared, and who is wrong; pure
+
+FEW_RANKS = 256
+"""With more, each says its number after as many turns more: rank 0 hears so many a turn at most."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Ranks that should hold the same weights, and do not.
+
+    Attributes:
+        suspects: Those that differ from most others; all of them where there is no majority.
+        is_certain: There is one: a majority of three or more.
+        compared: All ranks that should hold the same.
+    """
+
+    suspects: tuple[int, ...]
+    is_certain: bool
+    compared: tuple[int, ...]
+
+
+def slices(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """The numbers of tensors in `count` slices that take about as long; the same on every rank.
+
+    `sizes` are bytes. Some slices are empty where there are fewer tensors.
+    """
+    cut: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
+        lightest = loads.index(min(loads))
+        cut[lightest].append(number)
+        loads[lightest] += sizes[number]
+    return [sorted(numbers) for numbers in cut]
+
+
+def window_of(count: int, world_size: int) -> int:
+    """Steps after which each rank says its number: whole turns, so that every tensor was seen."""
+    return count * max(1, -(-world_size // FEW_RANKS))
+
+
+def differing(digests: Sequence[float], groups: Sequence[Sequence[int]]) -> list[Divergence]:
+    """Whose weights are not those of the ranks that should hold the same, by each rank's digest.
+
+    A rank is in one of `groups` at most.
+    """
+    wrong = []
+    for ranks in groups:
+        counts = Counter(digests[rank] for rank in ranks)
+        if len(counts) == 1:
+            continue
+        usual, votes = counts.most_common(1)[0]
+        is_certain = 2 * votes > len(ranks)
+        suspects = tuple(rank for rank in ranks if not is_certain or digests[rank] != usual)
+        wrong.append(Divergence(suspects, is_certain, tuple(ranks)))
+    return wrong
+
+
+def clean_step(said_at: int, window: int) -> int:
+    """The last step whose weights were surely right, where a comparison is the first to differ.
+
+    The ranks said their numbers after step `said_at`, every `window` steps. A flip may have come
+    right behind the look at its slice, in the turn before: only what was there before that turn is
+    known to be right.
+    """
+    return max(0, said_at - 2 * window)

@@ -1,14 +1,19 @@
 """What a run keeps of its state, on disk and in the nodes' memory, and how it gets it back.
 
 `TrainingState` is there from the restore on, where the program runs under hpctrain. Before, and
-outside hpctrain, `NothingKept` stands in its place. tests/engines/test_resume.py,
-test_save_behind.py and test_memory.py hold the promises.
+outside hpctrain, `NothingKept` stands in its place. Copies in memory are off where `alive.memory`
+says so, and where no agent's replica server is there; rank 0 alone decides when, and all ranks
+agree on the step through `runtime.agreement`. tests/engines/test_resume.py, test_save_behind.py and
+test_memory.py hold the promises.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,12 +21,16 @@ import torch
 from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.tensors.restore import Restored, Wanted, restore
 from hpctrain.core.base import clock
+from hpctrain.core.base.env import HPCTRAIN_CONTROL
 from hpctrain.core.base.records import Skipped
 from hpctrain.core.world import on_rank_0
 from hpctrain.errors import CheckpointError
-from hpctrain.ledger.run.event_types import CheckpointRestored
-from hpctrain.node.control import pulse
-from hpctrain.train.runtime.memory import memory_copies
+from hpctrain.ledger.run.event_types import CheckpointRestored, MemoryCopiesSet
+from hpctrain.node.control import heartbeat
+from hpctrain.node.control.client import TreeExchange
+from hpctrain.node.memory.copies import Pace, RankCopies
+from hpctrain.node.memory.replica_client import ReplicaClient, ReplicaServerLost
+from hpctrain.node.memory.restore import NodesCopies
 from hpctrain.train.runtime.saves import Saves, sweep_old
 
 if TYPE_CHECKING:
@@ -30,13 +39,15 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.checkpoint.tensors.save import SavePlace
-    from hpctrain.core.settings.schema import Settings
+    from hpctrain.core.settings.schema import AliveSettings, Settings
     from hpctrain.core.world import World
+    from hpctrain.ledger.run.event_fields import LedgerFact
     from hpctrain.train.runtime.agreement import StopRequest
     from hpctrain.train.runtime.program import Program
-    from hpctrain.train.runtime.rank_record import RankRecord
-    from hpctrain.train.runtime.save_policy import JobClock
-    from hpctrain.train.runtime.stops import Stops
+    from hpctrain.train.runtime.stops import JobClock, Stops
+    from hpctrain.train.runtime.trackers import RankRecord
+
+    Snapshot = Callable[[], tuple[State, Manifest]]
 
 
 class NothingKept:
@@ -89,19 +100,9 @@ class TrainingState(NothingKept):
     ) -> None:
         """Start the processes that save.
 
-        Args:
-            place: Where checkpoints lie, and by which right this attempt writes there.
-            settings: The run's.
-            program: Whose state it is.
-            world: The ranks.
-            job_clock: Learns how long a save takes.
-            stops: Know whether a stop is near.
-            record: Takes the events.
-            run_id: For the manifests; "" where the run has no spec.
-            extra: What else a manifest of a step says.
-            flush: Called before each save, so that a checkpoint is never ahead of the ledger or
-                the curves.
-            saving: Measures the time that training waits for saves.
+        `run_id` is for the manifests, "" where the run has no spec; `extra` returns what else a
+        manifest of a step says. `flush` is called before each save, so that a checkpoint is never
+        ahead of the ledger or the curves. `saving` measures the time that training waits for saves.
         """
         self._place, self._program, self._world = place, program, world
         self._stops, self._record, self._run_id = stops, record, run_id
@@ -187,14 +188,13 @@ class TrainingState(NothingKept):
 
     def follow(self, agreed: StopRequest, step: int) -> None:
         """See `NothingKept`."""
-        snapshot = partial(self.snapshot, step)
         if agreed.save or self._saves.is_due(step):
             self._flush()
             with self._saving:
-                self._saves.periodic(step, snapshot)
+                self._saves.periodic(step, partial(self.snapshot, step))
         if self._copies is not None and agreed.memory:
             with self._saving:
-                self._copies.copy(step, snapshot)
+                self._copies.copy(step, partial(self.snapshot, step))
 
     def save(self, step: int) -> None:
         """See `NothingKept`.
@@ -207,14 +207,9 @@ class TrainingState(NothingKept):
             self._saves.now(step, partial(self.snapshot, step))
 
     def save_at_stop(self, step: int, left_s: float | None) -> None:
-        """See `NothingKept`.
-
-        Args:
-            step: Updates applied.
-            left_s: Until the processes are killed; None where nobody says. Rank 0's counts.
-        """
+        """See `NothingKept`; rank 0's `left_s` counts."""
         self._flush()
-        pulse.here().enter(pulse.SAVE)
+        heartbeat.here().enter(heartbeat.SAVE)
         self._saves.final(step, partial(self.snapshot, step), left_s)
         self._saves.close()
 
@@ -241,3 +236,196 @@ class TrainingState(NothingKept):
         if self._saves.is_copying:
             with self._saving:
                 self._saves.before_update()
+
+
+# ---- copies in memory
+
+log = logging.getLogger("hpctrain.runtime")
+
+FEW = 2
+"""So many copies may be left out before that is told: at a start some ranks have no memory yet."""
+
+
+def memory_copies(
+    world: World, settings: AliveSettings, attempt: int, tell: Callable[[LedgerFact], None]
+) -> MemoryCopies | None:
+    """This rank's copies; None where there are none. The same on every rank."""
+    folder = os.environ.get(HPCTRAIN_CONTROL)
+    if settings.memory == "no" or not folder or not isinstance(world.control, TreeExchange):
+        return None
+    try:
+        line = ReplicaClient(Path(folder), world.rank, attempt)
+    except ReplicaServerLost as error:
+        log.warning("no copies in memory: %s", error)
+        line = None
+    return MemoryCopies(world, line, settings.memory_steps, tell)
+
+
+class MemoryCopies:
+    """One rank's side of the copies; `held` is what there is to resume from."""
+
+    def __init__(
+        self,
+        world: World,
+        line: ReplicaClient | None,
+        steps: int,
+        tell: Callable[[LedgerFact], None],
+    ) -> None:
+        """Prepare; nothing is copied yet.
+
+        `line` goes to this node's replica server, None if it is lost. `steps` is
+        `alive.memory_steps`. `tell` writes to the ledger, on rank 0.
+        """
+        self.held = NodesCopies(world, line)
+        self._world, self._line = world, line
+        self._copies = RankCopies(world, line) if line is not None else None
+        self._pace = Pace(steps)
+        self._setting = steps
+        self._tell = tell
+        self._newest = 0
+        self._wished = 0
+        """The step at which a copy was wished last."""
+        self._is_awaited = False
+        """A copy was wished, and none was made since."""
+        self._pending: int | None = None
+        """A step whose copies are not settled."""
+        self._began_ns = 0
+        self._stall_s = 0.0
+        self._left_out = self._told_left_out = 0
+        self._is_late = False
+        """The next copy is due, and left out, since the one before is still on its way."""
+        self._is_told_off = False
+        self._clock = _StepClock()
+
+    def begin(self, restored: Restored) -> None:
+        """Training goes on from here: what else is held is of no use. Not collective."""
+        self._newest = restored.step
+        mark = self.held.mark if restored.kept_by else None
+        try:
+            if self._line is not None:
+                self._line.chosen(mark)
+        except ReplicaServerLost as error:
+            log.warning("no copies in memory: %s", error)
+
+    def warm_up(self, snapshot: Snapshot) -> None:
+        """After the first step, when there is an optimizer's state: take memory for copies."""
+        state, manifest = snapshot()  # collective where the engine shards
+        if self._copies is not None:
+            self._copies.take_room(state, manifest)
+
+    def wishes(self, step: int, steps_ahead: int) -> bool:
+        """Return, on rank 0, whether a copy should be made soon; record in the ledger how they do.
+
+        What is wished now is done at most `steps_ahead` steps later.
+        """
+        line = self._line
+        if line is None or self._copies is None or self._world.rank != 0:
+            return False
+        self._clock.at(step)
+        if line.is_off:
+            self._tell_off(line)
+            return False
+        if not self._copies.is_ready:
+            return False
+        if not self._is_settled(line):
+            is_due = self._pace.covered_s > 0 and step >= self._newest + self._pace.steps
+            if is_due and not self._is_late:
+                self._is_late = True
+                self._left_out += 1
+            return False
+        if not self._is_time(step, steps_ahead):
+            return False
+        self._wished, self._is_awaited = step, True
+        return True
+
+    def _is_time(self, step: int, steps_ahead: int) -> bool:
+        """Return whether to wish for the next copy at this step.
+
+        A number that was set limits the loss; a chosen one is what copies cost. All copies come
+        equally late after their wishes, so their distances are equal.
+        """
+        if self._setting and self._pace.is_quick(self._clock.step_s):
+            return step >= self._wished + self._pace.steps
+        early = min(steps_ahead, self._pace.steps) if self._setting else 0
+        return not self._is_awaited and step + early >= self._newest + self._pace.steps
+
+    def copy(self, step: int, snapshot: Snapshot) -> None:
+        """Copy the state of this step. Every rank calls it."""
+        self._is_awaited = False
+        if step in {0, self._newest}:
+            return
+        self._began_ns = clock.monotonic_ns()
+        state, manifest = snapshot()
+        if self._copies is not None:
+            self._copies.copy(state, manifest)
+        self._newest = self._pending = step
+        self._is_late = False
+        self._stall_s = (clock.monotonic_ns() - self._began_ns) / 1e9
+        self._clock.leave_out(self._stall_s)
+
+    def _is_settled(self, line: ReplicaClient) -> bool:
+        """Whether all nodes have spoken of the last copy; learns from it once they have."""
+        if self._pending is None:
+            return True
+        if line.settled < self._pending:
+            return False
+        is_news = False
+        if line.covered == self._pending:
+            covered_s = (line.covered_ns - self._began_ns) / 1e9
+            is_news = self._pace.learn(self._stall_s, covered_s, self._clock.step_s)
+        else:
+            self._pace.miss()
+            self._left_out += 1
+        if is_news or self._left_out > max(FEW, 2 * self._told_left_out):
+            self._tell_pace(line)
+        self._pending = None
+        return True
+
+    def _tell_pace(self, line: ReplicaClient) -> None:
+        pace = self._pace
+        try:
+            nbytes = line.held().nbytes
+        except ReplicaServerLost:
+            return
+        self._told_left_out = self._left_out
+        fact = MemoryCopiesSet(
+            steps=self._setting or pace.steps,
+            bytes=nbytes,
+            stall_s=round(pace.stall_s, 4) if pace.covered_s else None,
+            covered_s=round(pace.covered_s, 4) if pace.covered_s else None,
+            left_out=self._left_out or None,
+            why="alive.memory_steps" if self._setting else "chosen by what a copy costs",
+        )
+        self._tell(fact)
+
+    def _tell_off(self, line: ReplicaClient) -> None:
+        if self._is_told_off:
+            return
+        self._is_told_off = True
+        try:
+            why = line.why_off()
+        except ReplicaServerLost as error:
+            why = str(error)
+        self._tell(MemoryCopiesSet(steps=0, why=why))
+        log.warning("no copies in memory, checkpoints on disk alone: %s", why)
+
+
+class _StepClock:
+    """What a step takes, without what copies take."""
+
+    def __init__(self) -> None:
+        self.step_s = 0.0
+        self._step = -1
+        self._at = 0.0
+
+    def at(self, step: int) -> None:
+        """The loop has come to this step."""
+        now = clock.monotonic()
+        if self._step >= 0 and step > self._step:
+            each = (now - self._at) / (step - self._step)
+            self.step_s += 0.3 * (each - self.step_s) if self.step_s else each
+        self._step, self._at = step, now
+
+    def leave_out(self, seconds: float) -> None:
+        """So much of the time since then is no step's."""
+        self._at += seconds

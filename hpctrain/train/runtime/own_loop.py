@@ -1,29 +1,41 @@
-"""The loop of a program that counts its own steps: a framework's trainer, or a plain script's.
+"""A program that counts its own steps and saves in its own way: a framework's trainer, a script.
 
-Such a program says after each update how many are applied (`Run.at`). From that its steps are
-counted, timed and told, as those of hpctrain's own loop are; nothing is saved for it, and nothing
-here is collective. tests/engines/test_told_steps.py holds the promises.
+It says after each update how many are applied (`Run.at`): its steps are counted, timed and recorded
+as those of hpctrain's own loop; that is not collective. It registers its checkpoints
+(`Run.sealed`): the ranks share the reading of the files by size, rank 0 lists them and commits, and
+the newest complete one is `Run.resume_path`. tests/engines/test_told_steps.py and test_sealed.py
+hold the promises.
 """
 
 from __future__ import annotations
 
+import logging
 import operator
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.checkpoint.sealed import seals
+from hpctrain.checkpoint.sealed.files import FILES_NAME
 from hpctrain.core.base import clock
+from hpctrain.core.base.env import HPCTRAIN_ATTEMPT, HPCTRAIN_RESUME
 from hpctrain.core.device import is_accelerator, memory_stats
-from hpctrain.errors import UsageError
+from hpctrain.core.world import gather, gather_on_0, on_rank_0, one_line
+from hpctrain.errors import CheckpointError, FileSystemFault, UsageError
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.plan import interval
 from hpctrain.train.runtime.telemetry import memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
+    from hpctrain.checkpoint.sealed.files import SealedFile, UnitFile
+    from hpctrain.checkpoint.sealed.seals import SealPlan
+    from hpctrain.checkpoint.tensors.save import SavePlace
+    from hpctrain.core.world import World
     from hpctrain.ledger.run.layout import RunDir
-    from hpctrain.train.runtime.save_policy import JobClock
     from hpctrain.train.runtime.telemetry import Telemetry
 
 
@@ -33,52 +45,42 @@ class OwnLoop:
     def __init__(
         self,
         telemetry: Telemetry,
-        clock: JobClock,
         *,
         begin: Callable[[int], None],
-        counted: Callable[[], None],
+        done: Callable[..., object],
         consumed: Callable[[], int | None],
     ) -> None:
         """Count nothing before the first `at`.
 
         `begin` gets the updates applied at the first `at`, and again if the program goes back.
-        `counted` is called after each step. `consumed` returns how many samples all ranks have
-        consumed, if the data tells. `clock` learns what a step takes.
+        `done` gets the step that the program has come to, `steps` that were done since the last
+        call, and whether they were `timed`. `consumed` returns how many samples all ranks have
+        used.
         """
         self.step: int | None = None
         self._told_at = 0.0
         self._telemetry = telemetry
-        self._clock = clock
         self._begin = begin
-        self._counted = counted
+        self._done = done
         self._consumed = consumed
 
     def at(self, step: int, values: dict[str, float]) -> None:
         """`step` updates are applied; see `Run.at`."""
         before, self.step = self.step, step
         self._told_at = clock.monotonic()
+        begins = before is None or step < before
         if before is None or step < before:
-            # Values are a step's: the update before them was done ere anybody was told of it.
+            # Values are a step's: the update before them was done before anybody was told of it.
             before = max(0, step - 1) if values else step
             self._telemetry.flush()
             self._begin(before)
-            self._telemetry.step_began(self._consumed)
-            self._telemetry.log(values)
-            if before < step:
-                self._telemetry.step_done(step, self._consumed, timed=False)
-                self._clock.has_stepped = True
-                self._counted()
-                self._telemetry.step_began(self._consumed)
-            return
+            self._telemetry.step_began(self._consumed())
         self._telemetry.log(values)
-        if step == before:
+        if step > before:
+            self._done(step, steps=step - before, timed=not begins)
+            self._telemetry.step_began(self._consumed())
+        elif not begins:
             self._telemetry.log_late()
-        else:
-            steps = step - before
-            seconds = self._telemetry.step_done(step, self._consumed, steps=steps)
-            self._clock.stepped(seconds / steps)
-            self._counted()
-            self._telemetry.step_began(self._consumed)
 
     def since_s(self, step: int) -> float | None:
         """Seconds since the program last told of this step; None where it is at another one.
@@ -117,3 +119,98 @@ def step_number(step: object, name: str = "") -> int:
         given = f"{name}={step!r}" if name else repr(step)
         raise UsageError(f"run.at({given}): {what}, a whole number from 0 on")
     return number
+
+
+# ---- checkpoints of its own
+
+log = logging.getLogger("hpctrain.runtime")
+
+
+def seal(
+    place: SavePlace, world: World, *, step: int, path: Path, own_s: float | None = None
+) -> None:
+    """Prove what the ranks have written, and make it the newest registered checkpoint. Collective.
+
+    Rank 0's `path` and `own_s` count. `own_s` is what the program's own save took; None if unknown.
+
+    Raises:
+        CheckpointError: it was not sealed; the older ones stand.
+    """
+    # Rank 0 would list a folder, or read a file, into which another rank is still writing.
+    gather(world, None)
+    plan = on_rank_0(world, lambda: seals.begin(place.run, place.attempt, path, step=step))
+    try:
+        shares = gather_on_0(world, _read(plan, share_of(plan.files, world.rank, world.world_size)))
+
+        def commit() -> None:
+            files = [_settled(plan, file, read) for share in shares for file, read in share]
+            _commit(place, plan, files, step=step, own_s=own_s)
+
+        on_rank_0(world, commit)
+    finally:
+        if world.rank == 0:
+            seals.discard(plan)
+
+
+def share_of(files: Sequence[UnitFile], rank: int, ranks: int) -> list[UnitFile]:
+    """The files that a rank reads: each goes to the rank that has the fewest bytes so far."""
+    loads = [0] * ranks
+    share: list[UnitFile] = []
+    for file in sorted(files, key=lambda file: (-file.size, file.name)):
+        least = loads.index(min(loads))
+        loads[least] += max(1, file.size)
+        if least == rank:
+            share.append(file)
+    return share
+
+
+def _read(plan: SealPlan, files: Sequence[UnitFile]) -> list[tuple[UnitFile, SealedFile | str]]:
+    """Each file with its digest, or with what kept this rank from it."""
+    read: list[tuple[UnitFile, SealedFile | str]] = []
+    for file in files:
+        try:
+            read.append((file, plan.seal_file(file)))
+        except (CheckpointError, OSError) as error:
+            read.append((file, one_line(error)))
+    return read
+
+
+def _commit(
+    place: SavePlace, plan: SealPlan, files: list[SealedFile], *, step: int, own_s: float | None
+) -> None:
+    run, attempt, keep = place.run, place.attempt, place.settings.keep_sealed
+    files.sort(key=lambda file: file.name)
+    stored = seals.commit(run, attempt, plan, files, step=step, by="program")
+    seals.sealed_now(run, attempt, plan, stored, keep, own_s=own_s)
+
+
+def _settled(plan: SealPlan, file: UnitFile, read: SealedFile | str) -> SealedFile:
+    """Rank 0 reads what another could not: its node may not see the file yet."""
+    if not isinstance(read, str):
+        return read
+    log.warning("%s; rank 0 reads it", read)
+    if plan.is_copy:
+        (plan.staged / FILES_NAME / file.name).unlink(missing_ok=True)
+    try:
+        return plan.seal_file(file)
+    except OSError as error:
+        raise FileSystemFault(f"{plan.path} cannot be registered: {error}") from error
+
+
+def resume_path(place: SavePlace | None, world: World) -> Path | None:
+    """What this start goes on from: the agent's choice; without an agent rank 0's. Collective.
+
+    Raises:
+        CheckpointError: see `Choice.choose`.
+    """
+    if HPCTRAIN_ATTEMPT in os.environ or place is None:
+        path = os.environ.get(HPCTRAIN_RESUME, "")
+        return Path(path) if path else None
+
+    def choose() -> str | None:
+        from hpctrain.checkpoint.sealed.start import resume_at_start
+
+        return resume_at_start(place.run, place.attempt, place.settings)
+
+    chosen = on_rank_0(world, choose)
+    return Path(chosen) if chosen else None

@@ -31,7 +31,7 @@ from hpctrain.core.device import is_accelerator, memory_stats, synchronize
 from hpctrain.core.settings.check import rank_set, step_range
 from hpctrain.core.world import broadcast
 from hpctrain.ledger.run.event_types import ProfileRequested, ProfileWritten
-from hpctrain.observe.profile.files import (
+from hpctrain.observe.profile.trace import (
     MEMORY,
     OURS,
     PROBLEM,

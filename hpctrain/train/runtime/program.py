@@ -29,23 +29,31 @@ from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.train.data.loader import DataPlace
 from hpctrain.train.data.stream_loader import Ranks, StreamLoader
 from hpctrain.train.engines import state as names
-from hpctrain.train.engines.names import parameters
-from hpctrain.train.runtime.fitting import NEW, OPTIMIZER, Fit, counted, fit, way_out
+from hpctrain.train.engines.state import parameters
+from hpctrain.train.runtime.fitting import NAME as GROUPS
+from hpctrain.train.runtime.fitting import (
+    NEW,
+    OPTIMIZER,
+    Fit,
+    ParamGroups,
+    counted,
+    fit,
+    other_inner,
+    other_optimizer,
+    way_out,
+)
 from hpctrain.train.runtime.generators import KINDS, Generators, seed_anew
-from hpctrain.train.runtime.named_optimizer import NamedOptimizer
 from hpctrain.train.runtime.optimizer_rest import (
     LOST,
     Gradients,
     InnerOptimizer,
+    NamedOptimizer,
     OptimizerRest,
     are_lost,
     inner_optimizers,
     require_order,
 )
 from hpctrain.train.runtime.optimizer_rest import NAME as REST
-from hpctrain.train.runtime.other_optimizer import other_inner, other_optimizer
-from hpctrain.train.runtime.param_groups import NAME as GROUPS
-from hpctrain.train.runtime.param_groups import ParamGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """The training-side API: ``run = hpctrain.init()``, then a loop that saves, stops and resumes.
 
 Order of a step: exchange requests, leave if all agreed to, save when due, hand the step to the
-program, count it. The loop's parts: `kept_state.py` (saves, copies, restore), `rank_record.py`
+program, count it. The loop's parts: `kept_state.py` (saves, copies, restore), `trackers.py`
 (events, scalars, outcome), guards, telemetry, profiler, stops. Nothing collective runs in a signal
 handler. tests/engines/test_resume.py, test_own_loop.py, test_told_steps.py hold the promises.
 """
@@ -20,7 +20,6 @@ import torch
 
 from hpctrain.checkpoint.format.manifest import MAX_STEP
 from hpctrain.checkpoint.tensors.restore import Restored, has_checkpoints
-from hpctrain.checkpoint.tensors.save import SavePlace
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_JOB_END
 from hpctrain.core.device import device_name, is_accelerator
@@ -34,21 +33,24 @@ from hpctrain.ledger.run.event_types import (
     TrainingDone,
     TrainingStopped,
 )
-from hpctrain.node.control import pulse
-from hpctrain.observe.profile.files import folder_name
+from hpctrain.node.control import heartbeat
+from hpctrain.observe.profile.trace import folder_name
 from hpctrain.train.runtime import program as program_state
-from hpctrain.train.runtime import sealed
 from hpctrain.train.runtime.fitting import NEW, require_known
 from hpctrain.train.runtime.guarding import Guarding
 from hpctrain.train.runtime.kept_state import NothingKept, TrainingState
-from hpctrain.train.runtime.own_loop import OwnLoop, earlier_save_s, memory_in_use, step_number
+from hpctrain.train.runtime.own_loop import (
+    OwnLoop,
+    earlier_save_s,
+    memory_in_use,
+    seal,
+    step_number,
+)
 from hpctrain.train.runtime.profiler import Profiler
 from hpctrain.train.runtime.program import Program
-from hpctrain.train.runtime.rank_record import RankRecord
-from hpctrain.train.runtime.requests import start_requests
-from hpctrain.train.runtime.save_policy import JobClock
-from hpctrain.train.runtime.stops import Stops
+from hpctrain.train.runtime.stops import JobClock, Stops, start_requests
 from hpctrain.train.runtime.telemetry import Telemetry
+from hpctrain.train.runtime.trackers import RankRecord
 from hpctrain.train.runtime.unsaved import Unsaved
 
 if TYPE_CHECKING:
@@ -58,18 +60,17 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from hpctrain.checkpoint.tensors.save import SavePlace
     from hpctrain.core.base.records import StopCause
     from hpctrain.core.settings.schema import Settings
     from hpctrain.core.settings.spec import Spec
     from hpctrain.core.world import World
-    from hpctrain.ledger.run.fence import Attempt
-    from hpctrain.ledger.run.layout import RunDir
     from hpctrain.train.data.loader import Loader, LoaderOptions
     from hpctrain.train.data.stream_loader import StreamLoader
     from hpctrain.train.engines.engine import Engine
     from hpctrain.train.engines.parallelize import ModelPlan
     from hpctrain.train.runtime.agreement import StopRequest
-    from hpctrain.train.runtime.signals import RankSignals
+    from hpctrain.train.runtime.stops import RankSignals
 
 log = logging.getLogger("hpctrain.runtime")
 
@@ -96,23 +97,22 @@ class Run:
         world: World,
         settings: Settings,
         *,
-        run_dir: RunDir | None,
-        attempt: Attempt | None,
+        place: SavePlace | None,
         signals: RankSignals,
         spec: Spec | None,
     ) -> None:
-        """Use `joining.init`."""
+        """Use `joining.init`; `place` is where this attempt writes, None outside hpctrain."""
         self.world = world
         self.settings = settings
         self.step = 0
-        self.dir = run_dir
+        self.dir = place.run if place is not None else None
         self.resume_path: Path | None = None
-        self._attempt = attempt
+        self._place = place
         self._run_id = spec.run_id if spec else ""
-        self._record = RankRecord(world, run_dir, attempt, spec)
+        self._record = RankRecord(world, place, spec)
         self._program = Program(world)
         self._program.allow = frozenset(settings.resume.allow)
-        self._unsaved = Unsaved(self._program if world.rank == 0 and run_dir else None)
+        self._unsaved = Unsaved(self._program if world.rank == 0 and place is not None else None)
         self._guards = Guarding(
             settings.guard,
             self._program,
@@ -126,7 +126,7 @@ class Run:
             settings.run.stop_margin_s,
             float(end) - clock.now() if end else None,
         )
-        requests = start_requests(self.dir, self._attempt, self.world, self._clock)
+        requests = start_requests(place, world, self._clock)
         self._stops = Stops(world, signals, requests, self._clock)
         self._telemetry = Telemetry(world)
         self._profiler = self._make_profiler()
@@ -135,7 +135,7 @@ class Run:
         self._own_loop: OwnLoop | None = None
         self._has_loop = self._has_begun = self._told_stop = False
         self._has_stepped = self._has_failed = False
-        pulse.here().enter(pulse.START)
+        heartbeat.here().enter(heartbeat.START)
         self._record.event(PhaseReached(name="initialised", device=device_name(world.device)))
 
     # ---- what a program calls
@@ -313,36 +313,32 @@ class Run:
         self._has_loop = True
         self._telemetry.total = int(total) if isinstance(total, Integral) else None  # infinity?
         self._guards.prepare()
-        with pulse.Phase(pulse.RESTORE):
+        with heartbeat.Phase(heartbeat.RESTORE):
             self._restore()
             self._guards.begin(self.world, self._place)
+        consumed = self._program.consumed()
         while self.step < total:
             self._obey(self._exchange())
-            self._telemetry.step_began(self._program.consumed)
+            self._telemetry.step_began(consumed)
             self._program.step_begins()
-            self._guards.step_begins()
-            if self.step >= self._profiler.due:
-                self._profiler.at(self.step)
-            if self._program.engine is not None:
-                self._program.engine.at_step(self.step)
-            pulse.here().at_step(self.step, pulse.STEP)
+            self._guards.step_begins(consumed)
+            self._come_to(self.step)
+            heartbeat.here().at_step(self.step, heartbeat.STEP)
             points.reach("step.begin", step=self.step, rank=self.world.rank)
             try:
                 yield self.step
             except GeneratorExit:  # the program left its loop: what is being saved is worth having
-                pulse.here().enter(pulse.END)
+                heartbeat.here().enter(heartbeat.END)
                 self._telemetry.flush()
                 self._kept.settle()
                 self._profiler.close()
                 if not self._has_failed:
                     self._write_outcome("left", None)
                 raise
-            self.step += 1
-            self._clock.stepped(self._telemetry.step_done(self.step, self._program.consumed))
-            self._count_first()
+            consumed = self._step_done(self.step + 1)
             self._guards.step_done(self.step)
         self._finish()
-        pulse.here().enter(pulse.END)
+        heartbeat.here().enter(heartbeat.END)
 
     def at(self, step: int, *, total: float | None = None, **values: float) -> None:
         """Report how many updates are applied now; for a program with a loop of its own.
@@ -372,20 +368,16 @@ class Run:
         if self._own_loop is None:
             self._own_loop = OwnLoop(
                 self._telemetry,
-                self._clock,
                 begin=self._begin_own_loop,
-                counted=self._count_first,
+                done=self._step_done,
                 consumed=self._program.consumed,
             )
         numbers = {name: float(value) for name, value in values.items()}
-        pulse.here().at_step(step, pulse.STEP)
+        heartbeat.here().at_step(step, heartbeat.STEP)
         self._own_loop.at(step, numbers)
         self.step = step
         self._record.log(step, numbers)
-        if step >= self._profiler.due:
-            self._profiler.at(step)
-        if self._program.engine is not None:
-            self._program.engine.at_step(step)
+        self._come_to(step)
 
     def should_stop(self) -> bool:
         """Whether all ranks agreed to stop: a preemption, the job's time limit, a user's wish.
@@ -420,7 +412,7 @@ class Run:
             self._go(self._cause)
         self._telemetry.tell(at_end=True)
         self._telemetry.flush()
-        pulse.here().enter(pulse.END)
+        heartbeat.here().enter(heartbeat.END)
         self._record.event(TrainingDone(step=self._step_told))
         self._write_outcome("done", None)
         self._profiler.close()
@@ -454,7 +446,7 @@ class Run:
         Raises:
             UsageError: no name, or no seconds above 0.
         """
-        return pulse.section(name, limit_s)
+        return heartbeat.section(name, limit_s)
 
     def log(self, **values: float) -> None:
         """Scalars of the step in hand, for TensorBoard and the ledger; rank 0's count.
@@ -521,7 +513,7 @@ class Run:
         Raises:
             CheckpointError: it was not sealed; nothing is lost, the older ones stand.
         """
-        if self.dir is None or self._attempt is None:
+        if self._place is None:
             return
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
             raise UsageError(f"run.sealed takes a step from 0 on, not {step!r}")
@@ -530,15 +522,7 @@ class Run:
         self._before_save()
         began = clock.monotonic()
         with self._telemetry.saving:
-            sealed.seal(
-                self.dir,
-                self._attempt,
-                self.world,
-                self.settings.checkpoint,
-                step=step,
-                path=Path(path),
-                own_s=own_s,
-            )
+            seal(self._place, self.world, step=step, path=Path(path), own_s=own_s)
         if own_s is not None:
             self._clock.saved(own_s + clock.monotonic() - began)
 
@@ -546,7 +530,7 @@ class Run:
 
     def _exchange(self) -> StopRequest:
         save, memory = self._kept.wishes_save(), self._kept.wishes_copy(self.step)
-        pulse.here().beat()
+        heartbeat.here().beat()
         tell = self._telemetry.wishes_to_tell()
         agreed = self._stops.exchange(save=save, tell=tell, memory=memory)
         if agreed.tell:
@@ -561,6 +545,22 @@ class Run:
             self._leave(cause)
         self._kept.follow(agreed, self.step)
 
+    def _come_to(self, step: int) -> None:
+        """So many updates are applied, and the next step begins."""
+        if step >= self._profiler.due:
+            self._profiler.at(step)
+        if self._program.engine is not None:
+            self._program.engine.at_step(step)
+
+    def _step_done(self, step: int, *, steps: int = 1, timed: bool = True) -> int | None:
+        """Count updates up to this one; return how many samples all ranks have used."""
+        self.step = step
+        consumed = self._program.consumed()
+        seconds = self._telemetry.step_done(step, consumed, steps=steps, timed=timed)
+        self._clock.stepped(seconds / steps if timed else None)
+        self._count_first()
+        return consumed
+
     def _before_save(self) -> None:
         """Lest the ledger or the curves be behind a checkpoint."""
         self._telemetry.flush(at_save=True)
@@ -574,7 +574,7 @@ class Run:
 
     def _go(self, cause: StopCause) -> NoReturn:
         """Leave, with everything saved."""
-        pulse.here().enter(pulse.END)
+        heartbeat.here().enter(heartbeat.END)
         self._record.event(TrainingStopped(step=self._step_told))
         self._write_outcome("stopped", cause)
         self._profiler.close(self._stops.left_s(cause))
@@ -606,7 +606,7 @@ class Run:
         self._unsaved.after_first_step()
         self._record.event(PhaseReached(name="first_step", **self._telemetry.so_far()))
         self._kept.warm_up(self.step)
-        pulse.here().stepped()
+        heartbeat.here().stepped()
         if self._own_loop is not None:
             self._clock.state_bytes = self._clock.state_bytes or memory_in_use(self.world.device)
 
@@ -631,8 +631,8 @@ class Run:
         # What ends without another word is done; a failure shows otherwise.
         self._record.outcome("left", None, None)
         Finalize(None, self._telemetry.flush, exitpriority=0)  # a forked rank skips atexit
-        if self.world.rank == 0 and self.dir is not None and self._attempt is not None:
-            self._clock.earlier_s = earlier_save_s(self.dir, self.world.world_size)
+        if self.world.rank == 0 and self._place is not None:
+            self._clock.earlier_s = earlier_save_s(self._place.run, self.world.world_size)
             self._record.start_trackers(step)
 
     def _tell_stop(self, cause: StopCause) -> None:
@@ -656,10 +656,7 @@ class Run:
     def _open(self, step: int) -> None:
         """Training begins."""
         self._telemetry.open(
-            self.dir,
-            self._attempt,
-            log_every_s=self.settings.run.log_every_s,
-            model=self._program.model,
+            self._place, log_every_s=self.settings.run.log_every_s, model=self._program.model
         )
         if self._program.state_bytes:
             self._clock.state_bytes = self._program.state_bytes
@@ -681,17 +678,10 @@ class Run:
         )
         return kept.restore()
 
-    @property
-    def _place(self) -> SavePlace | None:
-        """Where checkpoints are; None outside of a run."""
-        if self.dir is None or self._attempt is None:
-            return None
-        return SavePlace(self.dir, self._attempt, self.settings.checkpoint)
-
     def _make_profiler(self) -> Profiler:
-        folder = None
-        if self.dir is not None and self._attempt is not None:
-            folder = self.dir.profile / folder_name(self._attempt.number)
+        place, folder = self._place, None
+        if place is not None:
+            folder = place.run.profile / folder_name(place.attempt.number)
         watches = {"data": self._telemetry.timed("data"), "save": self._telemetry.saving}
         return Profiler(self.world, self.settings.profile, folder, self._record.event, watches)
 

@@ -1,37 +1,36 @@
 """The saves of a run: when, how, and what becomes of each; the ledger hears of all, failed or not.
 
 Decisions that ranks must share are rank 0's, broadcast, or follow from the step's number.
-tests/unit/runtime/test_saves.py and tests/engines/test_save_behind.py hold the promises.
+tests/unit/runtime/test_saves.py, test_save_policy.py, test_last_save.py and
+tests/engines/test_save_behind.py hold the promises.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import statistics
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from hpctrain.checkpoint.store import retention, stripes
-from hpctrain.checkpoint.tensors.save import Saved, SavePlace, save
-from hpctrain.checkpoint.tensors.saver import Saver
+from hpctrain.checkpoint.store import retention
+from hpctrain.checkpoint.tensors.save import Saved, SavePlace, Saver, save
 from hpctrain.core.base import clock
 from hpctrain.core.world import broadcast, gather
 from hpctrain.errors import CheckpointError, Fenced, FileSystemFault, NotWritten
 from hpctrain.ledger.history.evaluations import evaluations_of
 from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.plan import interval
+from hpctrain.ledger.plan.interval import LAST_SAVE_SAFETY
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import (
     CheckpointSaved,
+    IntervalSet,
     PruneFailed,
     SaveFailed,
     SaveModeSet,
     SaveSkipped,
     StepsDone,
-)
-from hpctrain.train.runtime.save_policy import (
-    LastSave,
-    SavePolicy,
-    flight_left_s,
-    last_save,
-    patience_s,
 )
 
 if TYPE_CHECKING:
@@ -39,13 +38,13 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.tensors.boxes import State
-    from hpctrain.checkpoint.tensors.saver import Outcome
+    from hpctrain.checkpoint.tensors.save import Outcome
     from hpctrain.core.settings.schema import EvaluateSettings
     from hpctrain.core.world import World
     from hpctrain.ledger.history.evaluations import Evaluations
     from hpctrain.ledger.run.event_fields import LedgerFact
     from hpctrain.ledger.run.layout import RunDir
-    from hpctrain.train.runtime.save_policy import JobClock
+    from hpctrain.train.runtime.stops import JobClock
 
     Snapshot = Callable[[], tuple[State, Manifest]]
 
@@ -71,7 +70,7 @@ class Saves:
     ) -> None:
         """Prepare saves; in the asynchronous mode collective: every rank calls it.
 
-        `job_clock` also knows how long a save takes. `evaluate` says which checkpoints must stay.
+        `job_clock` learns how long a save takes. `evaluate` says which checkpoints must stay.
         `near_stop_left_s` returns the seconds for a save at the stop that this rank knows of; else
         None.
         """
@@ -82,8 +81,6 @@ class Saves:
         self._clock = job_clock
         self._near_stop_left_s = near_stop_left_s
         self._settings = place.settings
-        if world.rank == 0 and (problem := stripes.lay_out(place.run.checkpoints, self._settings)):
-            log.warning("%s", problem)
         self._saver = Saver(place, world, after=self._prune) if self._is_async else None
         self._last_at = clock.monotonic()
         self._policy = SavePolicy(place, world, job_clock) if world.rank == 0 else None
@@ -292,11 +289,11 @@ class Saves:
         return bool(broadcast(self._world, hangs))
 
     def _land(self) -> int | None:
-        """Wait for the save in flight, and take note of how it ended, the same on every rank.
+        """Wait for the save in flight; return the step that could not be saved, on all ranks alike.
 
-        It may hang while a stop comes near. A rank whose own part is not written then gives up,
-        which fails the save on all ranks; the others wait for its answer. Return the step that
-        could not be saved; None if it was saved, or none was in flight.
+        None if it was saved, or none was in flight. It may hang while a stop comes near. A rank
+        whose own part is not written then gives up, which fails the save on all ranks; the others
+        wait for its answer.
         """
         saver = self._saver
         if saver is None:
@@ -392,8 +389,7 @@ class Saves:
 class EvaluationsTail:
     """What evaluations say of a run, read on from where the last look at its ledger ended.
 
-    A commit must not wait for all that a long run has written. They write to the ledger from other
-    nodes: what is not seen here yet is awaited, and stays.
+    They write to the ledger from other nodes: what is not seen here yet is awaited, and stays.
     """
 
     def __init__(self, run: RunDir, settings: EvaluateSettings) -> None:
@@ -423,3 +419,111 @@ def sweep_old(place: SavePlace) -> None:
         raise
     except CheckpointError as error:
         log.warning("%s; the next attempt tries again", error)
+
+
+# ---- policy: the interval, and the last save
+
+NEWS = 0.2
+"""An interval that changes by less than this share is not worth a line in the ledger."""
+
+
+class SavePolicy:
+    """The interval between saves; `checkpoint.interval_s` where it is set."""
+
+    def __init__(self, place: SavePlace, world: World, job_clock: JobClock) -> None:
+        self._settings = place.settings
+        self._is_chosen = interval.as_set(place.settings) is None
+        history = RunHistory.read(place.run)
+        job_clock.earlier_s = interval.longest_save_s(history, world.world_size)
+        self._record = interval.failures(history)
+        earlier = interval.costs(history)
+        self._costs = [] if earlier is None else [earlier]
+        self._nodes = max(1, world.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._job_s = None if job_clock.end_time is None else job_clock.end_time - clock.now()
+        self._began = clock.monotonic()
+        self._told: interval.Interval | None = None
+        self.now = self._choose()
+
+    def saved(self, saved: Saved) -> None:
+        """Learn from a save."""
+        self._costs.append(interval.Costs(saved.stall_s, saved.seconds))
+        self.now = self._choose()
+
+    def news(self) -> IntervalSet | None:
+        """What the ledger should hear: the interval, if it is new; each change is told once."""
+        before = self._told
+        if before is not None and abs(self.now.seconds - before.seconds) <= NEWS * before.seconds:
+            return None
+        self._told = self.now
+        cost = self._cost()
+        is_chosen = self._is_chosen and cost is not None
+        return IntervalSet(
+            seconds=round(self.now.seconds, 1),
+            why=self.now.why,
+            steps=self.now.steps or None,
+            cost_s=round(cost.cost_s, 4) if is_chosen and cost is not None else None,
+            mtbf_s=round(self._mtbf_s(), 1) if is_chosen else None,
+        )
+
+    def _choose(self) -> interval.Interval:
+        fixed = interval.as_set(self._settings)
+        if fixed is not None:
+            return fixed
+        cost = self._cost()
+        return interval.choose(
+            None if cost is None else cost.cost_s,
+            self._mtbf_s(),
+            max_loss_s=self._settings.max_loss_s,
+            job_s=self._job_s,
+            write_s=0.0 if cost is None else cost.write_s,
+        )
+
+    def _cost(self) -> interval.Costs | None:
+        newest = self._costs[-interval.SAVES_COUNTED :]
+        if not newest:
+            return None
+        return interval.Costs(
+            statistics.median(one.cost_s for one in newest),
+            statistics.median(one.write_s for one in newest),
+        )
+
+    def _mtbf_s(self) -> float:
+        seconds = self._record.observed_s + clock.monotonic() - self._began
+        return interval.mtbf_s(interval.Failures(self._record.count, seconds), self._nodes)
+
+
+class LastSave(StrEnum):
+    """What to do before leaving."""
+
+    BOTH = "both"
+    """Wait for the save in flight, then save the step that training has come to."""
+    FINISH = "finish"
+    """Wait for the save in flight and leave with it: a newer one would not be done in time."""
+    FRESH = "fresh"
+    """Give the save in flight up, so that the newer one is done in time."""
+
+
+def flight_left_s(usual_s: float, flying_s: float) -> float:
+    """What a save that has taken so long is likely to take yet.
+
+    One that takes longer than usual may hang: it is believed less and less to end soon.
+    """
+    return max(usual_s - flying_s, flying_s / 4)
+
+
+def patience_s(left_s: float, fresh_s: float) -> float:
+    """How long to wait for the save in flight, so that a new one still fits if it hangs."""
+    return max(0.0, left_s - LAST_SAVE_SAFETY * fresh_s)
+
+
+def last_save(left_s: float | None, *, flight_left_s: float, fresh_s: float) -> LastSave:
+    """Choose what loses the fewest steps: the save in flight, or a new one.
+
+    `left_s` is the time until the kill, None if unknown; the others are how long each save probably
+    takes. With too little time for either, finish the one in flight: it is the further on.
+    """
+    if left_s is None or LAST_SAVE_SAFETY * (flight_left_s + fresh_s) <= left_s:
+        return LastSave.BOTH
+    if LAST_SAVE_SAFETY * fresh_s <= left_s:
+        return LastSave.FRESH
+    return LastSave.FINISH

@@ -2,15 +2,15 @@
 
 Every rank counts; rank 0 writes step marks into the ledger, the attempt's heartbeat, and now and
 then what all ranks' time and memory went to. For that ranks agree on a tick (`StopRequest.tell`),
-and a few numbers of each travel over the control group while training goes on, never over the
-gradients' group. What cannot be written costs the fact, never the training.
+and a few numbers of each travel over the control group while training runs, never over the
+gradients' group. What cannot be written costs the fact, never the training. A step mark covers all
+steps since the last, and the older a run is the further apart marks are, so that the ledger of a
+month stays small.
 
 In a step all ranks take equally long: the slow one keeps the rest waiting. What tells them apart is
-the time up to a rank's last gradient (`ComputeTime`). Under DDP that is a moment that can be seen,
-since gradients travel behind the backward pass and are waited for at its end. Where a model is
-sharded, ranks wait for each other all along the way; nothing is claimed there.
-
-tests/unit/runtime/test_step_log.py and tests/engines/test_telemetry.py hold the promises.
+the time up to a rank's last gradient (`ComputeTime`), which can be seen under DDP alone: where a
+model is sharded, ranks wait for each other all along the way. tests/unit/runtime/test_step_log.py
+and tests/engines/test_telemetry.py hold the promises.
 """
 
 from __future__ import annotations
@@ -30,26 +30,28 @@ from hpctrain.core.base import clock
 from hpctrain.core.device import is_accelerator, memory_stats, timing_event
 from hpctrain.core.world import gather
 from hpctrain.errors import UsageError
+from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.attempt_files import Heartbeat, write_heartbeat
-from hpctrain.node.control import pulse
-from hpctrain.train.runtime.step_log import StepLog, mark_every_s, run_age_s
+from hpctrain.ledger.run.event_types import StepsDone
+from hpctrain.node.control import heartbeat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
     from torch import nn
 
+    from hpctrain.checkpoint.tensors.save import SavePlace
     from hpctrain.core.world import Pending, World
-    from hpctrain.ledger.run.fence import Attempt
     from hpctrain.ledger.run.layout import RunDir
+
 
 log = logging.getLogger("hpctrain.runtime")
 
 SECONDS = ("wall_s", "data_s", "own_s")
 WHOLE = ("mem_peak_bytes", "mem_reserved_bytes", "mem_retries")
-STRETCH = 10
+SAMPLES_A_FOLD = 10
 """At most so many samples while a run's age grows e-fold, until it is old; see `sample_every_s`."""
 MONTH_S = 30 * 86400.0
 YOUNG_S = 60.0
@@ -68,19 +70,15 @@ class Telemetry:
         total: Steps that the program is to do in all; None where it does not say.
     """
 
-    def __init__(self, world: World, clock: Callable[[], float] = clock.monotonic) -> None:
-        """Counts from the start; nothing is written before `open`."""
+    def __init__(self, world: World) -> None:
+        """Count from the start; nothing is written before `open`."""
         self._world = world
-        self._clock = clock
         self.total: int | None = None
-        self.saving = Stopwatch(clock, pulse.SAVE)
-        self._data = Stopwatch(clock, pulse.DATA)
-        self._watches = {"data": self._data}
+        self.saving = Stopwatch(heartbeat.SAVE)
+        self._data = Stopwatch(heartbeat.DATA)
         self._own = ComputeTime(None, elsewhere_s=self._elsewhere_s)
-        self._writer: _Rank0Writer | None = None
+        self._writer: Rank0Writer | None = None
         self._gathering = Gathering(world)
-        self._told: dict[str, float] = {}
-        self._before: int | None = None
         self._has_begun = False
         self._step_at = 0.0
         self._saving_before = 0.0
@@ -90,25 +88,18 @@ class Telemetry:
     def _elsewhere_s(self) -> float:
         return self._data.seconds + self.saving.seconds
 
-    def open(
-        self,
-        run: RunDir | None,
-        attempt: Attempt | None,
-        *,
-        log_every_s: float,
-        model: nn.Module | None,
-    ) -> None:
+    def open(self, place: SavePlace | None, *, log_every_s: float, model: nn.Module | None) -> None:
         """Prepare for training; from here on rank 0 writes, if there is a run.
 
-        `log_every_s` are the seconds between step marks of a young run. `model` is for what its
-        gradients can tell.
+        `log_every_s` are the seconds between step marks of a young run; `model` is whose gradients
+        to watch.
         """
-        if run is None or attempt is None:
+        if place is None:
             return
-        self._own = ComputeTime(model, elsewhere_s=self._elsewhere_s, clock=self._clock)
+        self._own = ComputeTime(model, elsewhere_s=self._elsewhere_s)
         if self._world.rank == 0:
-            self._writer = _Rank0Writer(
-                run, attempt, log_every_s, ranks=self._world.world_size, monotonic=self._clock
+            self._writer = Rank0Writer(
+                place.run, place.attempt.number, log_every_s, ranks=self._world.world_size
             )
 
     # ---- what a program says
@@ -119,61 +110,61 @@ class Telemetry:
         Raises:
             UsageError: there is no such kind.
         """
-        watch = self._watches.get(what)
-        if watch is None:
+        if what != "data":
             raise UsageError(
                 f"run.timed({what!r}): only waiting for data is timed; use run.timed('data')"
             )
-        return watch
+        return self._data
 
     def log(self, values: dict[str, float]) -> None:
         """Of the step in hand; counts once it is done."""
         if self._writer is not None:
-            self._told.update(values)
+            self._writer.told.update(values)
 
     def log_late(self) -> None:
         """What was logged since is of the last step; of the next one where that mark is written."""
         if self._writer is not None and not self._writer.marks.is_empty:
-            self._writer.marks.tell(self._told)
-            self._told.clear()
+            self._writer.marks.tell(self._writer.told)
+            self._writer.told.clear()
 
     # ---- the loop
 
-    def step_began(self, consumed: Callable[[], int | None]) -> None:
-        """Begin a step; `consumed` returns the samples of all ranks so far, if the data tells."""
+    def step_began(self, consumed: int | None) -> None:
+        """Begin a step; all ranks have used so many samples, None if the data does not tell."""
+        now = clock.monotonic()
         if not self._has_begun:
             self._has_begun = True
             self.saving.seconds = self._data.seconds = 0.0
             if self._writer is not None:
                 self._writer.begin()
-        elif self._writer is not None and self._writer.marks.is_due():
+        elif self._writer is not None and self._writer.marks.is_due(now):
             self.flush()
-        if self._writer is not None and self._writer.marks.is_empty:
-            self._before = consumed()
+            now = clock.monotonic()
+        if self._writer is not None:
+            self._writer.step_began(consumed)
         self._saving_before = self.saving.seconds
         self._own.step_began()
-        self._step_at = self._clock()
+        self._step_at = now
 
     def step_done(
-        self, step: int, consumed: Callable[[], int | None], *, steps: int = 1, timed: bool = True
+        self, step: int, consumed: int | None, *, steps: int = 1, timed: bool = True
     ) -> float:
         """End step `step`; return its seconds, without the time that a save stopped it.
 
         `steps` are how many were done. Unless `timed`, they were not done since `step_began`, and
         their seconds are not known.
         """
+        now = clock.monotonic()
         stopped = self.saving.seconds - self._saving_before
-        seconds = max(0.0, self._clock() - self._step_at - stopped)
+        seconds = max(0.0, now - self._step_at - stopped)
         self._own.step_done()
         self._steps += steps
         self._wall_s += seconds
-        if self._writer is not None:
-            took, samples = seconds if timed else None, (self._before, consumed())
-            self._writer.marks.add(step, samples, took, self._told, steps=steps)
-            self._told.clear()
-            self._writer.beat(step)
-            self._land()
         self._step = step
+        if self._writer is not None:
+            took = seconds if timed else None
+            self._writer.step_done(step, consumed, took, steps=steps, now=now)
+            self._land()
         return seconds
 
     def flush(self, *, at_save: bool = False) -> None:
@@ -218,52 +209,53 @@ class Telemetry:
             self._writer.write_sample(rows)
 
 
-class _Rank0Writer:
-    """What rank 0 writes."""
+class Rank0Writer:
+    """What rank 0 writes: step marks, the heartbeat, and samples of all ranks.
 
-    def __init__(
-        self,
-        run: RunDir,
-        attempt: Attempt,
-        log_every_s: float,
-        *,
-        ranks: int,
-        monotonic: Callable[[], float],
-    ) -> None:
+    Attributes:
+        marks: The steps since the last mark.
+        told: What the program has logged of the step in hand.
+    """
+
+    def __init__(self, run: RunDir, attempt: int, log_every_s: float, *, ranks: int) -> None:
+        """Write at the pace of the run's age; nothing is written yet."""
         self._run = run
-        self._attempt = attempt.number
+        self._attempt = attempt
         self._log_every_s = log_every_s
         self._ranks = ranks
-        self._clock = monotonic
-        now, wall = monotonic(), clock.now()
+        now, wall = clock.monotonic(), clock.now()
         self._born = now - run_age_s(run, wall)
-        before = sampled_before(run, attempt.number)
+        before = sampled_before(run, attempt)
         # By the run's clock, not the attempt's: of many short attempts some are told of.
         self._sample_at = now - (wall - before) if before is not None else -math.inf
-        self._beat_at = -math.inf
+        self._beat_at = self._sample_due = -math.inf
         self._begun_at = now
         self._window = (0, 0)
         self._slow: dict[str, float] = {}
         self._silent = False
-        self.marks = StepLog(run, attempt, self._mark_every_s, clock=monotonic)
+        self._before: int | None = None
+        self.told: dict[str, float] = {}
+        self.marks = StepLog(run, attempt, self._mark_every_s)
 
-    def _mark_every_s(self) -> float:
-        return mark_every_s(self._clock() - self._born, self._log_every_s)
+    def _mark_every_s(self, now: float) -> float:
+        return mark_every_s(now - self._born, self._log_every_s)
 
     def begin(self) -> None:
-        """The first step begins."""
+        """The first step begins: what went before (the restore) is no step's time."""
         self.marks.begin()
-        self._begun_at = self._clock()
+        self._begun_at = clock.monotonic()
 
-    def flush(self, so_far: dict[str, Any], *, at_save: bool) -> None:
-        """Write a step mark, if steps were done since the last."""
-        if not self.marks.is_empty:
-            self.marks.flush(**so_far, at_save=at_save or None, **self._slow)
-            self._slow = {}
+    def step_began(self, consumed: int | None) -> None:
+        """A step begins, behind so many samples."""
+        if self.marks.is_empty:
+            self._before = consumed
 
-    def beat(self, step: int) -> None:
-        """Write the heartbeat, if the last is old enough."""
-        now = self._clock()
+    def step_done(
+        self, step: int, consumed: int | None, seconds: float | None, *, steps: int, now: float
+    ) -> None:
+        """Count steps up to this one, and write the heartbeat if the last is old enough."""
+        self.marks.add(step, (self._before, consumed), seconds, self.told, steps=steps)
+        self.told.clear()
         if now - self._beat_at < self._log_every_s:
             return
         self._beat_at = now
@@ -272,16 +264,29 @@ class _Rank0Writer:
         except OSError as error:
             self._cannot(error)
 
+    def flush(self, so_far: dict[str, Any], *, at_save: bool) -> None:
+        """Write a step mark, if steps were done since the last."""
+        if not self.marks.is_empty:
+            self.marks.flush(**so_far, at_save=at_save or None, **self._slow)
+            self._slow = {}
+
     def is_sample_due(self) -> bool:
-        """Whether the ranks should tell."""
-        now = self._clock()
+        """Whether the ranks should tell.
+
+        The distances grow with the run's age, so what is not due by one of them is not due before
+        it has passed: they are computed again only then.
+        """
+        now = clock.monotonic()
+        if now < self._sample_due:
+            return False
         every_s = sample_every_s(now - self._born, self._log_every_s, self._ranks)
-        settled = now - self._begun_at >= self._mark_every_s()
-        return settled and now - self._sample_at >= every_s
+        settled = self._begun_at + self._mark_every_s(now)
+        self._sample_due = max(self._sample_at + every_s, settled)
+        return now >= self._sample_due
 
     def sampled(self, step: int, steps: int) -> None:
         """Rows of so many steps up to this one are on their way."""
-        self._sample_at, self._window = self._clock(), (step, steps)
+        self._sample_at, self._window = clock.monotonic(), (step, steps)
 
     def write_sample(self, rows: list[list[float]]) -> None:
         """Add the rows of all ranks to the attempt's file."""
@@ -310,19 +315,18 @@ class Stopwatch:
         span: Makes the span that a trace shows of a block, while a profile is taken.
     """
 
-    def __init__(self, clock: Callable[[], float], phase: int) -> None:
+    def __init__(self, phase: int) -> None:
         self.seconds = 0.0
         self._phase, self._phase_before = phase, 0
         self.span: Callable[[], AbstractContextManager[object]] | None = None
         self._open_span: AbstractContextManager[object] | None = None
-        self._clock = clock
         self._depth = 0
         self._since = 0.0
 
     def __enter__(self) -> None:
         if self._depth == 0:
-            self._since = self._clock()
-            self._phase_before = pulse.here().enter(self._phase)
+            self._since = clock.monotonic()
+            self._phase_before = heartbeat.here().enter(self._phase)
             if self.span is not None:
                 self._open_span = self.span()
                 self._open_span.__enter__()
@@ -331,8 +335,8 @@ class Stopwatch:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self.seconds += self._clock() - self._since
-            pulse.here().back(self._phase_before)
+            self.seconds += clock.monotonic() - self._since
+            heartbeat.here().back(self._phase_before)
             if self._open_span is not None:
                 self._open_span.__exit__(None, None, None)
                 self._open_span = None
@@ -341,18 +345,11 @@ class Stopwatch:
 class ComputeTime:
     """Measures one rank's own work; `take` gives it for a window of steps."""
 
-    def __init__(
-        self,
-        model: nn.Module | None,
-        *,
-        elsewhere_s: Callable[[], float],
-        clock: Callable[[], float] = clock.monotonic,
-    ) -> None:
+    def __init__(self, model: nn.Module | None, *, elsewhere_s: Callable[[], float]) -> None:
         """Put hooks on a model that is wrapped in DDP; leave any other alone.
 
         `elsewhere_s` returns the seconds so far that count as no work: waiting for data, saving.
         """
-        self._clock = clock
         self._elsewhere_s = elsewhere_s
         self._device: torch.device | None = None
         self._hooks: dict[int, Any] = {}
@@ -379,7 +376,7 @@ class ComputeTime:
     def _moment(self) -> Any:
         """Now, on the device that does the work."""
         if self._device is None:
-            return self._clock()
+            return clock.monotonic()
         return timing_event(self._device)
 
     def step_began(self) -> None:
@@ -420,14 +417,13 @@ class ComputeTime:
 def sample_every_s(run_age_s: float, log_every_s: float, world_size: int) -> float:
     """Seconds between samples of all ranks in a run of this age.
 
-    The budget says how many lines a month may have. Half of them at most tell of the run's youth,
-    at equal parts of its age (`STRETCH` of each e-fold at most; at 16,384 ranks, whose lines are 23
-    a month, each time that its age has doubled); the others are spread over the month.
+    The budget limits the lines of a month. At most half of them are of the run's youth, at equal
+    parts of its age (at most `SAMPLES_A_FOLD` in each e-fold); the others lie all over the month.
     """
     least = mark_every_s(run_age_s, log_every_s)
     lines = BUDGET_BYTES / (LINE_BYTES + RANK_BYTES * world_size)
     folds = math.log(MONTH_S / YOUNG_S)
-    young = min(STRETCH * folds, lines / 2)
+    young = min(SAMPLES_A_FOLD * folds, lines / 2)
     return max(least, min(run_age_s * folds / young, MONTH_S / (lines - young)))
 
 
@@ -532,3 +528,151 @@ def slowest(sample: dict[str, Any]) -> dict[str, float]:
 
 def _short(seconds: float) -> float:
     return round(seconds, 4)
+
+
+# ---- step marks
+
+STRETCH = 200
+"""A mark for each so-manieth of the run's age: what is older is looked at in less detail."""
+LONGEST_S = 60.0
+KEPT = 4096
+"""Step times in memory at a time; of more, every second one is forgotten."""
+EXACT = 1e15
+"""Sums below it are written digit by digit."""
+SUMMED = ("tokens", "flops", "skipped")
+
+
+def mark_every_s(run_age_s: float, log_every_s: float) -> float:
+    """Seconds between step marks in a run of this age; 0 is every step's, at any age."""
+    if log_every_s <= 0:
+        return 0.0
+    return min(max(run_age_s / STRETCH, log_every_s), max(LONGEST_S, log_every_s))
+
+
+def run_age_s(run: RunDir, now: float) -> float:
+    """Seconds since the first fact of the run that can be read; 0 without one."""
+    try:
+        first = ledger.first_fact(run)
+    except OSError:
+        return 0.0
+    return max(0.0, now - first.t) if first is not None else 0.0
+
+
+class StepTimes:
+    """Quantiles of step times, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._kept: list[float] = []
+        self._count = 0
+        self._every = 1
+
+    def add(self, seconds: float) -> None:
+        """One step took so long."""
+        if self._count % self._every == 0:
+            self._kept.append(seconds)
+        self._count += 1
+        if len(self._kept) >= KEPT:
+            self._kept, self._every = self._kept[::2], 2 * self._every
+
+    def quantile(self, share: float) -> float | None:
+        """The time that this share of the steps stays within; None without steps."""
+        if not self._kept:
+            return None
+        ordered = sorted(self._kept)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+class StepLog:
+    """Gathers steps, and writes a mark of them when told to."""
+
+    def __init__(self, run: RunDir, attempt: int, every_s: Callable[[float], float]) -> None:
+        """Start with an empty mark; `every_s` returns the seconds between marks at a moment."""
+        self._run = run
+        self._attempt = attempt
+        self._every_s = every_s
+        self._first: int | None = None
+        self._last = 0
+        self._samples: tuple[int | None, int | None] = (None, None)
+        self._loss: float | None = None
+        self._grad_norm: float | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an empty mark now."""
+        self._first = None
+        self._since = self._due = clock.monotonic()
+        self._times = StepTimes()
+        self._sums: dict[str, float] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step was done since the last mark."""
+        return self._first is None
+
+    def add(
+        self,
+        step: int,
+        samples: tuple[int | None, int | None],
+        seconds: float | None,
+        values: Mapping[str, float],
+        *,
+        steps: int = 1,
+    ) -> None:
+        """Record that step `step` is done (that many updates are applied).
+
+        `samples` are those consumed before the steps of this mark, and those consumed now.
+        `seconds` leave out saves; None if unknown. `values` come from `run.log`. `steps` were done
+        since the last call.
+        """
+        if self._first is None:
+            self._first = step - steps + 1
+            self._samples = samples
+        self._last = step
+        self._samples = (self._samples[0], samples[1])
+        if seconds is not None:
+            self._times.add(seconds / steps)
+        self.tell(values)
+
+    def tell(self, values: Mapping[str, float]) -> None:
+        """What the program said of the last step, also after it was counted."""
+        self._loss = values.get("loss", self._loss)
+        self._grad_norm = values.get("grad_norm", self._grad_norm)
+        for name in SUMMED:
+            if name in values:
+                self._sums[name] = self._sums.get(name, 0.0) + values[name]
+
+    def is_due(self, now: float) -> bool:
+        """Whether a mark should be written; as for samples, the distance between marks grows."""
+        if self._first is None or now < self._due:
+            return False
+        self._due = self._since + self._every_s(now)
+        return now >= self._due
+
+    def flush(self, **more: Any) -> None:
+        """Write what was gathered, with more fields of `StepsDone`."""
+        if self._first is not None:
+            more |= {name: _plain(value) for name, value in self._sums.items() if value}
+            mark = StepsDone(
+                first=self._first,
+                last=self._last,
+                sample_first=self._samples[0],
+                sample_last=self._samples[1],
+                loss=self._loss,
+                grad_norm=_rounded(self._grad_norm),
+                seconds=round(clock.monotonic() - self._since, 3),
+                p50_s=_rounded(self._times.quantile(0.5)),
+                p95_s=_rounded(self._times.quantile(0.95)),
+                **more,
+            )
+            ledger.record(self._run, mark, attempt=self._attempt)
+        self.begin()
+
+
+def _rounded(value: float | None) -> float | None:
+    """Six digits say enough of a measurement."""
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _plain(value: float) -> float:
+    """A whole number without a point, where that is shorter."""
+    return int(value) if value.is_integer() and value < EXACT else float(f"{value:.6g}")

@@ -1,10 +1,16 @@
-"""Trackers of a program's scalars besides the ledger: TensorBoard, wandb, and the user's own.
+"""What a rank leaves beside checkpoints: events, the outcome, and scalars for trackers.
 
-Rank 0 only, and never in the way of training: each tracker works behind a queue in a thread of its
-own (`TrackerThread`), so that nothing it does reaches the training loop. wandb has one run over all
-attempts and is imported only where `track.loggers` names it; where the node has no way to its
-server it writes offline, below the run's directory, and `wandb sync` sends that later.
-docs/watching.md shows how to write one; tests/unit/runtime/test_trackers.py holds the promises.
+Rank 0 of a run writes; the record of any other rank, and of a program outside hpctrain, writes
+nothing. Trackers (TensorBoard, wandb, the user's own) are never in the way of training: each works
+behind a queue in a thread of its own (`TrackerThread`). wandb has one run over all attempts and is
+imported only where `track.loggers` names it; where the node has no way to its server it writes
+offline, below the run's directory, and `wandb sync` sends that later.
+
+TensorBoard's files are written by hpctrain, one for each attempt: TensorBoard reads files in the
+order of their names, and torch's SummaryWriter names them by the node's clock. A file begins with
+the step from which on it counts, else TensorBoard shows recomputed steps twice. docs/watching.md
+shows how to write a tracker; tests/unit/runtime/test_trackers.py, test_event_file.py and
+test_rank_record.py hold the promises.
 """
 
 from __future__ import annotations
@@ -15,8 +21,9 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import import_module
 from multiprocessing.util import Finalize
@@ -24,15 +31,27 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from hpctrain.core.base import clock
+from hpctrain.core.base.files import replace_text
 from hpctrain.core.settings.check import BUILT_IN
-from hpctrain.train.runtime.tensorboard import TensorBoardTracker, public_settings
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run import results
+from hpctrain.ledger.run.results import content, double, varint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from hpctrain.checkpoint.tensors.save import SavePlace
+    from hpctrain.core.base.records import StopCause
+    from hpctrain.core.settings.schema import Settings
     from hpctrain.core.settings.spec import Spec
+    from hpctrain.core.world import World
+    from hpctrain.ledger.run.event_fields import LedgerFact
+    from hpctrain.ledger.run.fence import Attempt
     from hpctrain.ledger.run.layout import RunDir
+
 
 log = logging.getLogger("hpctrain.runtime")
 
@@ -40,10 +59,6 @@ MOST = 10_000
 """Logged steps that may wait for a tracker; what comes then is dropped, counted and told."""
 EVERY_S = 1.0
 """Between two looks at the queue: woken for each step, the thread would take the GIL as often."""
-BOARD_IMPORTS = (
-    "tensorboard.compat.proto.event_pb2",
-    "tensorboard.plugins.hparams.plugin_data_pb2",
-)
 BEFORE_SAVE_S, ONCE_SLOW_S = 2.0, 0.05
 """Longest wait for curves before a save: a kill after it must not leave a hole before its step.
 It is over as soon as they are written, in milliseconds; a disk that took longer gets the second."""
@@ -119,8 +134,6 @@ class Trackers(NoTrackers):
         `spec` is None for a program that runs without one, which has TensorBoard only.
         `resumed_step` is 0 for a fresh start.
         """
-        for name in BOARD_IMPORTS:  # in this thread: see `find`
-            import_module(name)
         board = partial(
             TensorBoardTracker,
             run,
@@ -235,8 +248,7 @@ class TrackerThread:
     ) -> None:
         """Begin; call `start` in the thread, since it may wait for a network.
 
-        At most `most` items wait. `every_s` is the longest time that an item waits for a tracker
-        that is ready.
+        At most `most` items wait, and none longer than `every_s` for a tracker that is ready.
         """
         self.name = name
         self._start = start
@@ -408,3 +420,277 @@ def _read_logged(path: Path) -> int:
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         return int(json.loads(path.read_text())["step"])
     return 0
+
+
+# ---- TensorBoard
+
+# May hold a password or a key: a command line of the user's, lines of shell.
+_FLOATS, _STRINGS = 1, 7
+"""TensorFlow's numbers of types."""
+_PRIVATE = ("notify.command", "notify.webhook_file", "slurm.setup")
+_HPARAMS = ("engine", "train")
+_OF_ATTEMPTS = (b'"attempt_', b'"restored"')
+
+
+class TensorBoardTracker:
+    """Implements `trackers.Tracker` for TensorBoard.
+
+    Raises:
+        OSError: from any method, where the folder cannot be written.
+    """
+
+    def __init__(self, run: RunDir, *, attempt: int, resumed_step: int, world_size: int) -> None:
+        """Begin the attempt's file; what was told of steps after `resumed_step` is not shown."""
+        self._file = EventFile(
+            run.tensorboard / file_name(attempt),
+            purge_step=resumed_step + 1 if resumed_step else 0,
+        )
+        if run.spec.exists():
+            spec = load_spec(run.spec)
+            self._file.text(resumed_step, "hpctrain/core/settings", settings_page(spec))
+            self._write_hparams(spec, world_size)
+        self._file.text(resumed_step, "hpctrain/attempts", attempts_page(_attempts(run)))
+        self._file.flush()
+
+    def log(self, step: int, values: Mapping[str, float], t: float) -> None:
+        """Keep scalars of a step until the next flush."""
+        self._file.scalars(step, t, values)
+
+    def flush(self) -> None:
+        """Hand everything to the kernel: the process may be killed next."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self._file.close()
+
+    def _write_hparams(self, spec: Spec, world_size: int) -> None:
+        """Write one session for the whole run; TensorBoard shows what its first attempt wrote.
+
+        torch's add_hparams would begin another "run" beside it, one for each attempt.
+        """
+        self._file.session(spec.run_id, spec.created, hparams(spec, world_size))
+
+
+class EventFile:
+    """One attempt's event file.
+
+    Nothing is kept in a buffer that a forked child could write a second time: records are collected
+    in a list and handed to the kernel by `flush`.
+
+    Raises:
+        OSError: from any method, where the file cannot be written.
+    """
+
+    def __init__(self, path: Path, *, purge_step: int) -> None:
+        """Begin the file and make its folder.
+
+        Steps of earlier files from `purge_step` on no longer count.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, 0o666)
+        self._records = results.file_head(clock.now(), purge_step)
+
+    def scalars(self, step: int, t: float, values: Mapping[str, float]) -> None:
+        """Write scalars of one step (may be NaN) as one record; `t` is seconds since the epoch."""
+        self._records.append(results.scalars_record(t, step, values))
+
+    def text(self, step: int, tag: str, markdown: str) -> None:
+        """A page of TensorBoard's Text tab; the newest of a tag is shown first."""
+        shape = content(2, content(2, varint(1, 1)))  # one dimension, of size 1
+        tensor = varint(1, _STRINGS) + shape + content(8, markdown)
+        self._records.append(
+            results.tensor_record(step, f"{tag}/text_summary", tensor, plugin="text")
+        )
+
+    def session(self, name: str, t: float, values: Mapping[str, bool | float | str]) -> None:
+        """The hyper-parameters of the HParams tab, as its plugin reads them."""
+        start = b"".join(
+            content(1, content(1, key) + content(2, _value(value))) for key, value in values.items()
+        )
+        start += content(4, name) + double(5, t)
+        empty = varint(1, _FLOATS) + content(2, content(2, b""))
+        self._records.append(
+            results.tensor_record(
+                0,
+                "_hparams_/session_start_info",
+                empty,
+                plugin="hparams",
+                plugin_content=content(3, start),
+            )
+        )
+
+    def flush(self) -> None:
+        """Hand everything to the kernel: it outlives this process, though not its node."""
+        if self._records:
+            text = b"".join(self._records)
+            self._records.clear()
+            while text:
+                text = text[os.write(self._descriptor, text) :]
+
+    def close(self) -> None:
+        """Flush, and close the file, which sends it to the server where it lies on NFS."""
+        self.flush()
+        os.close(self._descriptor)
+
+
+def _value(value: bool | float | str) -> bytes:
+    """As protobuf's `Value`."""
+    if isinstance(value, bool):
+        return varint(4, value)
+    return content(3, value) if isinstance(value, str) else double(2, value)
+
+
+def file_name(attempt: int) -> str:
+    """A name that sorts after those of earlier attempts, and after all that begin with a time."""
+    return f"events.out.tfevents.attempt-{attempt:010d}"
+
+
+def public_settings(settings: Settings) -> dict[str, Any]:
+    """Every setting as "section.key", without those that may hold a secret."""
+    return {
+        f"{section}.{key}": value
+        for section, values in asdict(settings).items()
+        for key, value in values.items()
+        if f"{section}.{key}" not in _PRIVATE
+    }
+
+
+def hparams(spec: Spec, world_size: int) -> dict[str, bool | float | str]:
+    """The settings that decide what is learned and how fast, for the HParams tab."""
+    sections = _HPARAMS if spec.entry.kind == "recipe" else _HPARAMS[:1]
+    chosen: dict[str, bool | float | str] = {
+        path: value
+        for path, value in public_settings(spec.settings).items()
+        if path.partition(".")[0] in sections
+    }
+    return chosen | {"world_size": world_size}
+
+
+def settings_page(spec: Spec) -> str:
+    """The run's settings with the place that each came from, as markdown; changed ones first."""
+    settings = public_settings(spec.settings)
+    changed = [path for path in settings if spec.origins.get(path, "default") != "default"]
+    program = "the shipped recipe" if spec.entry.kind == "recipe" else spec.entry.path
+    lines = [f"**{spec.name}** (run id {spec.run_id}): {_cell(program)}", ""]
+    lines += _table(
+        ("setting", "value", "origin"),
+        [(path, settings[path], spec.origins[path]) for path in changed],
+    )
+    rest = [(path, value) for path, value in settings.items() if path not in changed]
+    lines += ["", "Defaults:", "", *_table(("setting", "value"), rest)]
+    return "\n".join(lines)
+
+
+def attempts_page(history: RunHistory) -> str:
+    """The run's attempts so far, as markdown, the newest last; times are UTC."""
+    cells = [
+        (
+            attempt.number,
+            _when(attempt.started),
+            attempt.job_id,
+            len(attempt.nodes) or None,
+            None if attempt.started is None else attempt.world_size,
+            attempt.restored_step,
+            attempt.end_step,
+            attempt.reason or "goes on",
+        )
+        for attempt in sorted(history.attempts, key=lambda attempt: attempt.number)
+    ]
+    header = ("attempt", "began", "job", "nodes", "ranks", "from step", "to step", "ended")
+    return "\n".join(_table(header, cells))
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    return [_line(header), _line(["---"] * len(header)), *map(_line, rows)]
+
+
+def _line(cells: Iterable[object]) -> str:
+    return "| " + " | ".join("" if cell is None else _cell(cell) for cell in cells) + " |"
+
+
+def _cell(value: object) -> str:
+    """One cell: a bar or a line break in a value would end it early."""
+    return " ".join(str(value).replace("|", "\\|").split())
+
+
+def _when(t: float | None) -> str | None:
+    return None if t is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(t))
+
+
+def _attempts(run: RunDir) -> RunHistory:
+    """What tells of attempts; the many step marks of a long run are not parsed."""
+    return RunHistory.of(ledger.read_marked(run, *_OF_ATTEMPTS))
+
+
+# ---- what a rank leaves
+
+
+class RankRecord:
+    """The events, scalars and outcome of one rank.
+
+    Attributes:
+        metrics: The newest value of each scalar that the program has logged.
+    """
+
+    def __init__(self, world: World, place: SavePlace | None, spec: Spec | None) -> None:
+        """Begin without trackers; `spec` is None for a program that runs without one."""
+        self.metrics: dict[str, float] = {}
+        self._place = place if world.rank == 0 else None
+        self._spec = spec
+        self._world_size = world.world_size
+        self._trackers: Trackers | NoTrackers = NoTrackers()
+
+    def start_trackers(self, step: int) -> None:
+        """Start TensorBoard and what `track.loggers` names; `step` updates are applied."""
+        if self._place is None:
+            return
+        self._trackers = Trackers(
+            self._place.run,
+            self._spec,
+            attempt=self._place.attempt.number,
+            resumed_step=step,
+            world_size=self._world_size,
+        )
+
+    def event(self, fact: LedgerFact) -> None:
+        """Append to the ledger. A full disk costs the fact, never the training."""
+        if self._place is not None:
+            ledger.record(self._place.run, fact, attempt=self._place.attempt.number)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take scalars of a step; never waits."""
+        self.metrics.update(values)
+        self._trackers.log(step, values)
+
+    def outcome(self, outcome: str, step: int | None, cause: StopCause | None) -> None:
+        """Leave word for the agent how the program ended, see `write_outcome`."""
+        if self._place is not None:
+            write_outcome(self._place.run, self._place.attempt, outcome, step=step, cause=cause)
+
+    def flush(self) -> None:
+        """Hand the scalars over, so that a kill after the next save leaves no hole before it."""
+        self._trackers.flush()
+
+    def close(self, left_s: float | None = None) -> None:
+        """End the trackers, `left_s` before the processes are killed; None where nobody says."""
+        self._trackers.close(left_s)
+
+
+def write_outcome(
+    run: RunDir, attempt: Attempt, outcome: str, *, step: int | None, cause: StopCause | None
+) -> None:
+    """Leave the outcome for the agent. Rank 0 calls it.
+
+    `outcome` is "done", "stopped", "failed" or "left". "failed" means that no other start would do
+    better. "left" means that the program left its loop, or has one of its own, which need not
+    report its end. `step` is None if the ledger knows it. `cause` is that of a stop.
+    """
+    path = run.outcome(attempt.number)
+    text = {"outcome": outcome, "step": step, "cause": cause.value if cause else None}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps(text))
+    except OSError as error:  # the agent knows as much of a program that never leaves word
+        log.warning("no word for the agent: %s", error)

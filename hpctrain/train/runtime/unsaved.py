@@ -21,6 +21,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from hpctrain.checkpoint.tensors.values import encode
-from hpctrain.train.engines.names import is_wrapper
+from hpctrain.train.engines.state import is_wrapper
 from hpctrain.train.runtime.generators import KINDS
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ KEPT = 16
 """Of them, numbers that a manifest has."""
 ITEMS = 64
 """Collections with more items are data, and not looked into."""
+_NUMBERS = re.compile(r"torch\.(?:bool|bfloat16|float(?:16|32|64|8_\w+)|u?int(?:8|16|32|64))$")
+"""Types of numbers that torch converts: those of less than a byte it does not."""
 LARGEST = 1 << 63
 """Larger whole numbers are no counters, and some have no float."""
 MOST = 100
@@ -309,7 +312,11 @@ def _of_tensor(value: torch.Tensor) -> Seen | None:
     is_made_anew = value.grad_fn is not None or isinstance(value, nn.Parameter)
     if is_made_anew or value.is_meta or value.layout != torch.strided or not value.numel():
         return None
-    if type(value) is not torch.Tensor or value.is_quantized or value.is_complex():
+    if (
+        type(value) is not torch.Tensor
+        or value.is_quantized
+        or not _NUMBERS.match(str(value.dtype))
+    ):
         return None
     if value.numel() == 1:
         return _seen(value.item())

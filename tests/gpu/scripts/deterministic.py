@@ -24,7 +24,7 @@ POLL_S = 0.02
 
 
 def hold(folder: Path, attempt: int) -> None:
-    from hpctrain.train.runtime.signals import RankSignals
+    from hpctrain.train.runtime.stops import RankSignals
 
     held = folder / f"held-{attempt}"
     held.with_suffix(".new").write_text(str(os.getpid()))

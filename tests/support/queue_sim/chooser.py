@@ -12,17 +12,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpctrain.launch.shape import MOST_HOLES
-from hpctrain.ledger.shapes.candidates import MOST_RESTART_SHARE, JobShape, enumerate_shapes
-from hpctrain.ledger.shapes.choose import Wish, choose_shape
-from hpctrain.ledger.shapes.forecast import RunFacts, StepPoint
-from hpctrain.ledger.shapes.waits import WaitRecord
+from hpctrain.ledger.shapes.choose import RunFacts, StepPoint, Wish, choose_shape
+from hpctrain.ledger.shapes.queue import MOST_RESTART_SHARE, JobShape, WaitRecord, enumerate_shapes
 from tests.support.queue_sim.training import HOUR_S, REQUEUE_S, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpctrain.ledger.shapes.choose import Prefer
-    from hpctrain.ledger.shapes.forecast import ShapeForecast
+    from hpctrain.ledger.shapes.choose import Prefer, ShapeForecast
     from tests.support.queue_sim.controller import Controller
     from tests.support.queue_sim.profile import Profile
     from tests.support.queue_sim.training import Part, Situation

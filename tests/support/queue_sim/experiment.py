@@ -17,9 +17,8 @@ from tests.support.queue_sim.workload import DAY_S
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpctrain.ledger.shapes.choose import Prefer
-    from hpctrain.ledger.shapes.forecast import ShapeForecast
-    from hpctrain.ledger.shapes.waits import WaitRecord
+    from hpctrain.ledger.shapes.choose import Prefer, ShapeForecast
+    from hpctrain.ledger.shapes.queue import WaitRecord
     from tests.support.queue_sim.controller import Request
     from tests.support.queue_sim.training import Outcome
 

@@ -18,7 +18,7 @@ from typing import Any
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.layout import RunDir
 from hpctrain.recipes.lm import train
-from hpctrain.train.runtime.memory import MemoryCopies
+from hpctrain.train.runtime.kept_state import MemoryCopies
 from tests.support.ledger_runs import all_fields
 
 STEP_S = float(os.environ["STEP_S"])

@@ -6,7 +6,7 @@ import json
 import os
 import time
 
-from hpctrain.cluster.scheduler.local import client
+from hpctrain.cluster.scheduler import local as client
 
 GRACE_S = 60.0
 STEP_S = 0.02

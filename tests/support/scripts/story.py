@@ -65,7 +65,7 @@ def rest(depth: int) -> None:
 
 def hold(attempt: int, rank: int) -> None:
     """Wait for the gate, and write down what comes meanwhile."""
-    from hpctrain.train.runtime.signals import RankSignals
+    from hpctrain.train.runtime.stops import RankSignals
 
     held = Path(f"held-{attempt}-{rank}")
     held.with_suffix(".new").write_text(str(os.getpid()))

@@ -28,17 +28,19 @@ from hpctrain.core.base.env import (
 from hpctrain.core.base.records import FailureReport
 from hpctrain.errors import ControlLost
 from hpctrain.node.agent import (
+    coordinator,
     hang_watch,
     in_place,
-    in_place_node,
-    lingering_ranks,
     node,
+    node_reports,
     ranks,
     rendezvous,
+    rounds,
     stop_notice,
 )
-from hpctrain.node.agent.resume_choice import StopHeard
-from hpctrain.node.control.pulse import PulseSeen
+from hpctrain.node.agent.resume import StopHeard
+from hpctrain.node.agent.rounds import RoundPart
+from hpctrain.node.control.heartbeat import HeartbeatSeen
 from tests.support.simulation.kernel import EPOCH_S, MachineClock
 from tests.support.simulation.stores import PrefixStore, Store, StoreProcess
 
@@ -133,8 +135,8 @@ class _Told:
     job: Job
     place: Node
 
-    def _watch_round(self, **options: Any) -> RoundEnd:
-        end: RoundEnd = super()._watch_round(**options)
+    def _watch_round(self, parts: Sequence[RoundPart]) -> RoundEnd:
+        end: RoundEnd = super()._watch_round(parts)
         self.job.verdict(self.place, self._meeting_place, end)
         return end
 
@@ -143,18 +145,18 @@ class Agent(_Told, node.NodeAgent, Torch):
     """`NodeAgent`."""
 
 
-class StayingAgent(_Told, in_place_node.InPlaceAgent, Torch):
+class StayingAgent(_Told, node.InPlaceAgent, Torch):
     """`InPlaceAgent`."""
 
 
-class Control:
+class Control(RoundPart):
     """As `hpctrain.node.agent.control.NodeControl`: nothing is agreed on here."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._node = job, job.here()
         self.pids: list[int] = []
         self._has_ended = self.has_begun = False
-        self.copies_to_buddy = False
+        self.copies_to_peer = False
         self.folder = NO_PATH
 
     def begin(self, *_: Any, **__: Any) -> None:
@@ -167,6 +169,9 @@ class Control:
 
     def join(self, *_: Any, **__: Any) -> None:
         self._job.simulation.may_switch()
+
+    def tick(self) -> None:
+        self.failure()
 
     def failure(self) -> FailureReport | None:
         if self._node.control_died_s is None or not self._node.round_ranks():
@@ -249,9 +254,9 @@ class _Orphans:
         self._job.simulation.may_switch()
 
 
-def _pulses(job: Job, here: Node) -> list[PulseSeen]:
+def _heartbeats(job: Job, here: Node) -> list[HeartbeatSeen]:
     return [
-        PulseSeen(
+        HeartbeatSeen(
             rank.number,
             rank.pid if rank.state != "starts" else 0,
             rank.step,
@@ -340,27 +345,27 @@ def stand_ins(job: Job) -> list[tuple[Any, str, Any]]:
         (in_place, "limit_answers", lambda _port: None),
         (in_place, "PrefixStore", PrefixStore),
         (in_place, "connections_to", lambda _port: [_Connection(here().connections[-1])]),
-        (in_place_node, "os", own_os),
-        (in_place_node, "CopySaver", partial(CopySaver, job)),
+        (node, "CopySaver", partial(CopySaver, job)),
         (node, "os", own_os),
-        (node, "multiprocessing", SimpleNamespace(
+        (rounds, "multiprocessing", SimpleNamespace(
             connection=SimpleNamespace(wait=lambda them, timeout: _wait(job, them, timeout)))),
         (node, "Orphans", partial(_Orphans, job)),
         (node, "telling", list),
-        (node, "arrivals", lambda: tuple(here().arrivals)),
+        (stop_notice, "os", own_os),
+        (stop_notice, "arrivals", lambda: tuple(here().arrivals)),
         (node, "kept", nullcontext),
-        (node, "LogIndexer", lambda *_args, **_options: nullcontext()),
-        (node, "collect", lambda _folder, codes, _name: _collect(job, codes, here())),
-        (node, "failure_path", lambda _folder, number: _failure_path(job, number)),
-        (node, "StopFile", partial(StopFile, job)),
-        (node, "listens", lambda _pid: job.listens),
-        (node, "send_term", lambda pids: job.send_term(here(), pids)),
-        (node, "choose", partial(_choose, job)),
-        (node, "LifeWatch", partial(
-            lingering_ranks.LifeWatch, look_at=job.uses)),
+        (node, "LogIndexer", lambda *_args, **_options: RoundPart()),
+        (node_reports, "collect", lambda _folder, codes, _name: _collect(job, codes, here())),
+        (node_reports, "failure_path", lambda _folder, number: _failure_path(job, number)),
+        (stop_notice, "StopFile", partial(StopFile, job)),
+        (coordinator, "listens", lambda _pid: job.listens),
+        (stop_notice, "send_term", lambda pids: job.send_term(here(), pids)),
+        (coordinator, "choose", partial(_choose, job)),
+        (node_reports, "LifeWatch", partial(
+            node_reports.LifeWatch, look_at=job.uses)),
         (hang_watch, "Board", SimpleNamespace(open=lambda _path: _board(here()))),
-        (hang_watch, "pulse", SimpleNamespace(
-            read=lambda _board: _pulses(job, here()),
+        (hang_watch, "heartbeat", SimpleNamespace(
+            read=lambda _board: _heartbeats(job, here()),
             phase_name=lambda _folder, _rank, phase: job.phase_name(phase))),
         (hang_watch, "read_counts", lambda _board: job.counts(here())),
         (hang_watch, "uses", job.used),

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.node.agent.members import RoundSize
+from hpctrain.node.agent.in_place import RoundSize
 from hpctrain.node.hangs.standing import HangLimits
 from tests.support.memory import folder_in_memory
 from tests.support.simulation.checks import Overlap

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from hpctrain.node.agent.coordinator import GOODBYE_S
 from hpctrain.node.agent.lifeline import LEAVE_S
-from hpctrain.node.agent.node import GOODBYE_S
 from hpctrain.node.agent.ranks import is_echo
 from hpctrain.node.agent.stop_deadline import ASK_AGAIN_S
 from hpctrain.node.agent.stop_deadline import LEAVE_S as LEAVE_DEADLINE_S
@@ -232,7 +232,9 @@ def hears_its_stop(job: Job) -> Iterator[str]:
         if one.end.restart and one.node == 0 and one.at_s > at_s + slack_s:
             yield f"round {one.round} is to begin anew behind a stop at {at_s:.1f} s"
     limit_s = _stop_limit_s(job)
-    if limit_s is not None and job.simulation.now_s > at_s + limit_s + slack_s + GOODBYE_S:
+    thaws_s = max((f.until_s for f in job.faults if f.kind == "freezes"), default=0.0)
+    latest_s = max(at_s + limit_s, thaws_s) if limit_s is not None else float("inf")
+    if job.simulation.now_s > latest_s + slack_s + GOODBYE_S:
         yield f"a stop ({job.stop_how}) at {at_s:.1f} s; ends at {job.simulation.now_s:.1f} s"
     yield from _kills_in_time(job, at_s, slack_s)
 

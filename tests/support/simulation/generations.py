@@ -1,15 +1,14 @@
 """Jobs whose agents write real records: the whole life of an agent, and of those that go on after.
 
-`hpctrain.node.agent.main` itself runs here, with the real fence, ledger and claims of a run on a disk in
-memory; what it would import, fork or measure is stood in. Where the first node is lost the others
-see to the job: one leads the next generation, or has the job requeued.
+`hpctrain.node.agent.main` itself runs here, with the real fence, ledger and claims of a run on a
+disk in memory; what it would import, fork or measure is stood in. Where the first node is lost the
+others see to the job: one leads the next generation, or has the job requeued.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -25,17 +24,17 @@ from hpctrain.ledger.run import fence
 from hpctrain.ledger.run.layout import RunDir
 from hpctrain.node.agent import ending as ending_module
 from hpctrain.node.agent import (
-    in_place_node,
-    incidents,
     loss_ending,
     main,
+    notify,
     rendezvous,
     sealing,
     signals,
-    succession,
 )
+from hpctrain.node.agent import node as agent_node
 from hpctrain.node.agent.lifeline import LIFELINE_PORT, LifelinePlace
-from hpctrain.node.agent.succession import Succeeds
+from hpctrain.node.agent.loss_ending import Succeeds
+from hpctrain.node.agent.rounds import RoundPart
 from tests.support.simulation import agents
 from tests.support.simulation.job import KILL_WAIT_S, PORT, SECRET, Job, Node, Setup
 from tests.support.simulation.lifelines import Lifeline
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
     from hpctrain.core.base.records import EndReason
     from hpctrain.ledger.run.events import Event
-    from hpctrain.node.agent.succession import Generation
+    from hpctrain.node.agent.loss_ending import Generation
     from tests.support.simulation.ranks import Program
 
 JOB_ID = "7"
@@ -167,7 +166,7 @@ class RecordedJob(Job):
         self.simulation.sleep(self.simulation.random.uniform(0.2, EXEC_S))
 
     def lifeline_of(self, _spec: Any, context: JobContext, _secret: str) -> Lifeline:
-        """See `hpctrain.node.agent.stay_alive.lifeline_of`."""
+        """See `hpctrain.node.agent.lifeline.lifeline_of`."""
         place = LifelinePlace(
             context.node_rank,
             len(context.nodes),
@@ -240,18 +239,18 @@ def _stand_ins(job: RecordedJob) -> list[tuple[Any, str, Any]]:
         (main, "cpus_of_ranks", lambda *_args, **_options: []),
         (main, "hear_elastic", quiet),
         (main, "os", own_os),
-        (main, "pulse", SimpleNamespace(highest_step=lambda _folder: job.highest_step())),
-        (in_place_node, "InPlaceAgent", _agent_class(job)),
+        (main, "heartbeat", SimpleNamespace(highest_step=lambda _folder: job.highest_step())),
+        (agent_node, "InPlaceAgent", _agent_class(job)),
         (sealed_start, "resume_at_start", lambda *_args, **_options: None),
-        (sealing, "SealWatch", lambda *_args, **_options: nullcontext(SimpleNamespace())),
+        (sealing, "SealWatch", lambda *_args, **_options: RoundPart()),
         (signals, "arrivals", lambda: tuple(job.here().arrivals)),
         (signals, "ignore_all", quiet),
-        (succession, "os", own_os),
-        (succession, "free_port", lambda *_: job.free_port()),
-        (succession, "addresses", lambda _address, _number: ("", job.here().name)),
+        (loss_ending, "os", own_os),
+        (loss_ending, "free_port", lambda *_: job.free_port()),
+        (loss_ending, "addresses", lambda _address, _number: ("", job.here().name)),
         (loss_ending, "notify", quiet),
         (ending_module, "notify", quiet),
-        (incidents, "notify", quiet),
+        (notify, "notify", quiet),
         (fence, "look_anew", lambda *_: job.simulation.may_switch()),
         (rendezvous, "fold_nodes", ", ".join),
     ]

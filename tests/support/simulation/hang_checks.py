@@ -30,7 +30,8 @@ def names_hangs_in_time(job: Job) -> Iterator[str]:
         if not stood or not set(fact.ranks) <= set(stood):
             yield f"attempt {number}: {fact.ranks} are named, and {sorted(stood)} stand"
         else:
-            yield from _in_time(job, at_s, fact, stood)
+            is_alone = job.attempts[number].world_size == 1  # nothing proves that it hangs
+            yield from _in_time(job, at_s, fact, stood, is_alone=is_alone)
 
 
 def _found(job: Job) -> list[tuple[float, int, HangFound]]:
@@ -38,14 +39,20 @@ def _found(job: Job) -> list[tuple[float, int, HangFound]]:
 
 
 def _in_time(
-    job: Job, at_s: float, fact: HangFound, stood: Mapping[int, tuple[str, float]]
+    job: Job,
+    at_s: float,
+    fact: HangFound,
+    stood: Mapping[int, tuple[str, float]],
+    *,
+    is_alone: bool,
 ) -> Iterator[str]:
     limit_s = fact.limit_s or 0.0
     after_s = at_s - min(since_s for _, since_s in stood.values())
     if after_s < 2 * limit_s - 0.5:
         yield f"named after {after_s:.1f} s, with a limit of {limit_s:g} s"
     only = {how for how, _ in stood.values()}
-    if only == {"hangs"} and len(stood) == len(job.stood) == 1 and after_s > 2.7 * limit_s + 10.0:
+    is_sure = only == {"hangs"} and len(stood) == len(job.stood) == 1 and not is_alone
+    if is_sure and after_s > 2.7 * limit_s + 10.0:
         yield f"named only after {after_s:.1f} s, with a limit of {limit_s:g} s"
     if only == {"computes"} and after_s < DOUBTFUL * limit_s:
         yield f"a rank that computes is ended after {after_s:.1f} s"
@@ -54,10 +61,10 @@ def _in_time(
 def misses_no_hang(job: Job) -> Iterator[str]:
     """Where somebody watches, ranks that stand for good are named; each suspicion comes to an end.
 
-    But for a node without a board, whose pulses nobody can read.
+    But for a node without a board, whose heartbeats nobody can read.
     """
     limits, found = job.setup.limits, _found(job)
-    if limits is None or not limits.watches:
+    if not limits.watches:
         if found:
             yield "hangs are named, and nobody watches"
         return
@@ -109,7 +116,7 @@ def looks_with_reason(job: Job) -> Iterator[str]:
     """Ranks are looked at where some stand, or a user asks: never else."""
     is_quiet = not job.faults and not job.asked and not job.program.lingers
     limits = job.setup.limits
-    if is_quiet and job.looks_at_s and (limits is None or limits.hang_s > 1.0):
+    if is_quiet and job.looks_at_s and limits.hang_s > 1.0:
         yield f"nothing stands, and there were {len(job.looks_at_s)} looks"
     for node in job.nodes:
         has_ended = node.task is not None and node.task.is_over and not node.is_killed
@@ -164,7 +171,7 @@ def names_who_is_out_of_step(job: Job) -> Iterator[str]:
     """Ranks whose counts differ are named, once in a round."""
     limits = job.setup.limits
     told = [(n, fact) for _, n, fact in job.facts if isinstance(fact, RanksOutOfStep)]
-    if limits is None or limits.desync == "off" or not job.odd_counts:
+    if limits.desync == "off" or not job.odd_counts:
         if told:
             yield f"{told}"
         return

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base.process import PORTS
@@ -14,24 +12,24 @@ from hpctrain.core.base.records import JobContext, JobFacts
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.ledger.run.fence import Attempt as Fence
 from hpctrain.node.agent.in_place import InPlaceRendezvous
-from hpctrain.node.agent.lifeline import LifelinePlace
+from hpctrain.node.agent.lifeline import EARLY_END_S, LifelinePlace
 from hpctrain.node.agent.rendezvous import Rendezvous
-from hpctrain.node.agent.rounds import NothingToResume, RoundHooks
+from hpctrain.node.agent.rounds import NothingToResume, RoundHooks, RoundPart
 from hpctrain.node.agent.signals import Arrival
-from hpctrain.node.agent.stay_alive import EARLY_END_S
 from hpctrain.node.agent.stop_deadline import StopDeadline
 from hpctrain.node.agent.stop_notice import StopNotice
-from hpctrain.node.control.pulse import PHASES
+from hpctrain.node.control.heartbeat import PHASES
 from hpctrain.node.hangs.suspicion import Used
+from tests.support.agent_parts import NO_LOOKS
 from tests.support.simulation import agents
 from tests.support.simulation.kernel import EPOCH_S, Bell, Machine, MachineClock, Simulation, Task
 from tests.support.simulation.network import Network
 from tests.support.simulation.ranks import Attempt, Program, Rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
-    from hpctrain.node.agent.members import RoundSize
+    from hpctrain.node.agent.in_place import RoundSize
     from hpctrain.node.agent.rounds import RoundEnd
     from hpctrain.node.hangs.standing import HangLimits
     from tests.support.simulation.lifelines import First, Lifeline
@@ -65,7 +63,7 @@ class Setup:
     size: RoundSize | None = None
     lease_s: float = 2.0
     restarts: int = 3
-    limits: HangLimits | None = None
+    limits: HangLimits = NO_LOOKS
     end_wait_s: float = 0.0
     listens: bool = True
     come_s: float = 1.0
@@ -361,27 +359,24 @@ class Job:
             begin,
             deadline,
             self._may_restart,
+            StopNotice(run, context, deadline, lead_s=10.0).look,
             resume=lambda _attempt, _on_bytes: None,
             sealing=self._sealing,
             awaited=self.record,
             may_go_on=self._may_go_on,
             lost=lost,
-            notice=StopNotice(run, context, deadline, lead_s=10.0),
             record=self.record,
             asked_stacks=lambda: self.asked_stacks,
         )
 
-    @contextmanager
-    def _sealing(self, attempt: Fence) -> Iterator[Any]:
-        watch = SimpleNamespace(returned=False)
-        try:
-            yield watch
-        finally:
-            self.sealed.append((attempt.number, watch))
+    def _sealing(self, attempt: Fence) -> RoundPart:
+        return _Sealing(self, attempt.number)
 
     def _may_restart(self, failure: Any) -> bool:
         self.crashes.append(failure)
         self.note(f"failed: {failure and failure.summary}")
+        if self.is_stop_asked:  # the ledger has it, and no attempt follows a cancelled one
+            return False
         if self.bad and not self.nodes[0].agent.leave_out(self.bad):
             return False
         return len(self.crashes) <= self.setup.restarts
@@ -667,3 +662,18 @@ class Job:
             rank.end(-9)
         for end in node.children:
             end()
+
+
+class _Sealing(RoundPart):
+    """What would register the program's files beside the ranks of an attempt."""
+
+    def __init__(self, job: Job, attempt: int) -> None:
+        self._job, self._attempt = job, attempt
+        self.returned = False
+
+    def verdict(self, end: RoundEnd) -> None:
+        """See `hpctrain.node.agent.sealing.SealWatch`."""
+        self.returned = end.ending == "left"
+
+    def __exit__(self, *_: object) -> None:
+        self._job.sealed.append((self._attempt, self))

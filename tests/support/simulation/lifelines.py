@@ -146,7 +146,7 @@ class First(_Side, module._First):
         job.lifelines[place.port] = self
 
     def knock(self, node: int, end: End) -> bool:
-        """Whether that node is let in, as `ChildrenDoor` does."""
+        """Whether that node is let in, as `ChildrenListener` does."""
         if not self.is_up or node not in self._awaited or node in self.admitted:
             return False
         self.admitted.add(node)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpctrain.core.base.records import FailureReport
-from hpctrain.node.control.pulse import PHASES, STEP
+from hpctrain.node.control.heartbeat import PHASES, STEP
 from hpctrain.node.hangs.evidence import Collective, Frame, Front, RankEvidence, Recorded
 from hpctrain.node.hangs.suspicion import Used
 from tests.support.simulation.kernel import EPOCH_S, Bell

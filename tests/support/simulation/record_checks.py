@@ -77,9 +77,13 @@ def loses_the_lost(job: RecordedJob) -> Iterator[str]:
     # Whoever has the whole network against him takes the others for lost.
     is_apart = any(fault.kind in {"freezes", "cut"} for fault in job.faults)
     leads = {generation.leader for _, generation in job.generations} | {"n0"}
+    is_cut = any(fault.kind == "cut" for fault in job.faults)
     for event in job.events():
-        is_loss = isinstance(event.fact, NodeLost) and event.fact.node not in hurt
-        if is_loss and not (is_apart and hurt & leads):
+        fact = event.fact
+        is_loss = isinstance(fact, NodeLost) and fact.node not in hurt
+        # Before the first attempt no record shows a node that is cut off that the first one lives.
+        was_unbegun = is_loss and fact.was_first and is_cut and not job.attempts
+        if is_loss and not was_unbegun and not (is_apart and hurt & leads):
             yield f"{event.fact}"
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tests.support.simulation.job import Job, Node
 
 KEPT = 2
-"""As `hpctrain.node.agent.store_process.KEPT`."""
+"""As `hpctrain.node.agent.rendezvous.KEPT`."""
 
 
 class StoreServer:
@@ -39,7 +39,7 @@ class StoreServer:
 
 
 class StoreProcess:
-    """As `hpctrain.node.agent.store_process.StoreProcess`: ends with the agent that made it."""
+    """As `hpctrain.node.agent.rendezvous.StoreProcess`: ends with the agent that made it."""
 
     def __init__(self, job: Job) -> None:
         self.pid = 1
@@ -87,6 +87,10 @@ class Store:
             simulation.wait(waits, min(1.0, until_s - simulation.now_s))
         self._server = server
         self._node.connections.append(self)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Of later calls."""
+        self._timeout_s = timeout.total_seconds()
 
     def cut(self) -> None:
         """What `shutdown` of its socket does."""

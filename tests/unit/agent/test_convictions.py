@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.cluster.preflight.node_lists import bad_nodes_path, read_bad
+from hpctrain.cluster.preflight.report import bad_nodes_path, read_bad
 from hpctrain.core.base.records import FailureReport, JobContext, JobFacts
 from hpctrain.core.settings.schema import Settings, replaced
 from hpctrain.core.settings.spec import load_spec
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.fence import take_attempt
-from hpctrain.node.agent.convictions import Convictions, convicted
+from hpctrain.node.agent.ending import Convictions, convicted
 from hpctrain.node.agent.loss_ending import LossEnding
 from hpctrain.node.agent.rounds import RoundEnd
 from tests.support.ledger_runs import all_fields

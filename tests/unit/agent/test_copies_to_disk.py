@@ -31,7 +31,7 @@ WORLD = NODES * EACH
 
 @pytest.fixture
 def job(tmp_path):
-    replica_servers = ReplicaServers(tmp_path / "replica_servers", NODES, EACH, to_buddy=True)
+    replica_servers = ReplicaServers(tmp_path / "replica_servers", NODES, EACH, to_peer=True)
     yield replica_servers
     replica_servers.close()
 

@@ -21,7 +21,7 @@ from hpctrain.node.agent.end_writer import read_outcome
 from hpctrain.node.agent.ending import AttemptEnding
 from hpctrain.node.agent.rounds import RoundEnd
 from hpctrain.node.control.board import BOARD, Board
-from hpctrain.node.control.pulse import STEP, Pulse
+from hpctrain.node.control.heartbeat import STEP, HeartbeatWriter
 from tests.support.ledger_runs import Story, all_fields
 
 ENDED_AT = 1_763_700_500.0
@@ -458,7 +458,7 @@ def test_an_agent_sees_the_step_of_its_own_nodes_ranks(story, tmp_path, monkeypa
     from hpctrain.node.agent import main
 
     Board.create(tmp_path / BOARD, first_rank=0, ranks=1).close()
-    rank = Pulse(tmp_path, 0)
+    rank = HeartbeatWriter(tmp_path, 0)
     rank.stepped()
     rank.at_step(12, STEP)
     processes = SimpleNamespace(folder=tmp_path, stop=lambda: None)

@@ -15,9 +15,8 @@ from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.run import event_types as kinds
 from hpctrain.ledger.run.events import read
 from hpctrain.ledger.run.fence import take_attempt
-from hpctrain.node.agent import incidents, notify_child
-from hpctrain.node.agent.incidents import REASONS, Incidents, incident_of
-from hpctrain.node.agent.notify import wait_for
+from hpctrain.node.agent import notify, notify_child
+from hpctrain.node.agent.notify import REASONS, Incidents, incident_of, wait_for
 from hpctrain.node.agent.rendezvous import Loss
 from tests.support.ledger_runs import Story, all_fields
 from tests.unit.agent.test_loss_ending import Scheduler, ending
@@ -118,9 +117,9 @@ def test_one_who_asks_hears_of_an_incident_once_and_of_the_end_too(
 ):
     settings = asked(INCIDENT, "failed")
     children = []
-    start = incidents.notify
+    start = notify.notify
     monkeypatch.setattr(
-        incidents, "notify", lambda *what, **more: children.append(start(*what, **more))
+        notify, "notify", lambda *what, **more: children.append(start(*what, **more))
     )
     watch = Incidents(story.run, settings)
     story.add("hang", 1, **HANG)
@@ -143,7 +142,7 @@ def test_one_who_asks_hears_of_an_incident_once_and_of_the_end_too(
 def test_another_rank_or_another_attempt_is_told_again(story, asked, monkeypatch):
     settings, told = asked(INCIDENT), []
     monkeypatch.setattr(
-        incidents, "notify", lambda run, on, attempt, incident: told.append((attempt, incident))
+        notify, "notify", lambda run, on, attempt, incident: told.append((attempt, incident))
     )
     watch = Incidents(story.run, settings)
 
@@ -157,7 +156,7 @@ def test_another_rank_or_another_attempt_is_told_again(story, asked, monkeypatch
 
 
 def test_who_has_not_asked_for_incidents_costs_no_process(story, asked, monkeypatch):
-    monkeypatch.setattr(incidents, "notify", lambda *_, **__: pytest.fail("a process is started"))
+    monkeypatch.setattr(notify, "notify", lambda *_, **__: pytest.fail("a process is started"))
 
     Incidents(story.run, asked("attempt", "failed")).tell(kinds.NodeLost(node="n2"), 1)
 
@@ -165,7 +164,7 @@ def test_who_has_not_asked_for_incidents_costs_no_process(story, asked, monkeypa
 def test_a_lost_node_is_told_by_who_writes_it_down(story, asked, monkeypatch):
     asked(INCIDENT)
     told = []
-    monkeypatch.setattr(incidents, "notify", lambda *_, incident: told.append(incident))
+    monkeypatch.setattr(notify, "notify", lambda *_, incident: told.append(incident))
     take_attempt(story.run, job_id="7", restarts=0)
     loss = Loss(2, "n3", "no sign of life", was_member=False)
 

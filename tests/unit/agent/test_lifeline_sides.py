@@ -24,7 +24,7 @@ from hpctrain.node.agent.lifeline import (
     _First,
     _Other,
 )
-from hpctrain.node.control.endpoint import ChildrenDoor, meet_parent
+from hpctrain.node.control.endpoint import ChildrenListener, meet_parent
 from hpctrain.node.control.wire import Greeting, packed
 from tests.support.clocks import ManualClock
 from tests.support.jumping_loop import run_jumping
@@ -86,7 +86,7 @@ class Job:
         self.nodes = []
 
     async def open(self):
-        listens, opened = asyncio.Event(), ChildrenDoor.open
+        listens, opened = asyncio.Event(), ChildrenListener.open
 
         def kept(door, *at):
             self.port = opened(door, *at)
@@ -94,7 +94,7 @@ class Job:
             listens.set()
             return self.port
 
-        self.patch.setattr(ChildrenDoor, "open", kept)
+        self.patch.setattr(ChildrenListener, "open", kept)
         self.first = await self.node(0)
         await listens.wait()
         return self
@@ -163,7 +163,7 @@ class Silent:
 
     async def open(self):
         self.inside, self.come = {}, asyncio.Queue()
-        door = ChildrenDoor({1, 2}, greeting, self._let_in)
+        door = ChildrenListener({1, 2}, greeting, self._let_in)
         return door.open(HERE)
 
     def _let_in(self, node, end):

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from hpctrain.core.base.text import fold_ranks
-from hpctrain.node.agent.lingering_ranks import CPU_SHARE, IO_BYTES, LifeWatch, Use, in_words, uses
+from hpctrain.node.agent.node_reports import CPU_SHARE, IO_BYTES, LifeWatch, Use, in_words, uses
 
 LIMIT_S = 300.0
 

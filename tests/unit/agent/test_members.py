@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.node.agent.members import OFTEN_S, RankDeaths, RoundSize, choose_members, round_size
+from hpctrain.node.agent.in_place import OFTEN_S, RankDeaths, RoundSize, choose_members, round_size
 
 NODES = st.integers(1, 12)
 

@@ -10,8 +10,7 @@ from hpctrain.entry import slurm_batch
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_state import RunState, run_state
 from hpctrain.ledger.run import events as ledger
-from hpctrain.node.agent.batch_side import BatchScriptSide, JobStartFacts
-from hpctrain.node.agent.predecessors import held_back
+from hpctrain.node.agent.batch_side import BatchScriptSide, JobStartFacts, held_back
 from tests.support.ledger_runs import Story, write_event
 
 

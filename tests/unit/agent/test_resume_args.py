@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.core.settings.schema import RunSettings
-from hpctrain.node.agent.resume_args import ResumeArgs, line, resume_args
+from hpctrain.node.agent.resume import ResumeArgs, line, resume_args
 
 
 def added(tmp_path, args, pattern="", *, start=1, resume=None):

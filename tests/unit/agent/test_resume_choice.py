@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from hpctrain.node.agent import resume_choice
-from hpctrain.node.agent.resume_choice import StopHeard, choose
+from hpctrain.node.agent import resume
+from hpctrain.node.agent.resume import StopHeard, choose
 
 
 def test_what_was_chosen_is_returned_and_no_thread_is_left():
@@ -40,7 +40,7 @@ def test_a_reason_to_leave_ends_the_reading():
 
 
 def test_a_disk_that_does_not_answer_is_left_behind(monkeypatch):
-    monkeypatch.setattr(resume_choice, "LEAVE_S", 0.01)
+    monkeypatch.setattr(resume, "LEAVE_S", 0.01)
     answers = threading.Event()
 
     with pytest.raises(StopHeard, match="preempted"):

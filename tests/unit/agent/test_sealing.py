@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hpctrain.checkpoint.sealed import seals, unsealed
+from hpctrain.checkpoint.sealed import seals, start
 from hpctrain.checkpoint.sealed.start import resume_at_start
 from hpctrain.core.settings.schema import CheckpointSettings
 from hpctrain.errors import CheckpointError, Fenced, NoCheckpoint
@@ -273,7 +273,7 @@ def test_what_has_changed_since_it_had_settled_is_not_sealed(run):
     (folder / "optimizer.pt").write_bytes(b"on its way")
 
     with pytest.raises(CheckpointError, match="was changed while it was registered"):
-        unsealed.seal(run, watched.attempt, settled, watched.settings)
+        start.seal(run, watched.attempt, settled, watched.settings)
     assert not seals.listing(run)
 
 
@@ -309,7 +309,7 @@ def test_a_start_can_be_interrupted_at_each_part_that_it_reads(run, state, reads
     elif state == "newer":
         archive(path, b"second" * 100, later_than=path)
     elif state == "left behind":
-        run.attempt(1).joinpath(unsealed.RETURNED).touch()
+        run.attempt(1).joinpath(start.RETURNED).touch()
     saved = b"second" if state == "newer" else b"first"
     parts = 0
 
@@ -430,7 +430,7 @@ def test_a_disk_that_refuses_never_ends_the_watch(run, monkeypatch, caplog):
 def test_it_rests_for_what_a_look_took_and_not_for_what_reading_a_checkpoint_took(run, monkeypatch):
     watched = Watched(run, "out/ckpt-*.pt")
     save(watched, "out/ckpt-50.pt")
-    matches, seal = unsealed.Unsealed.matches, unsealed.seal
+    matches, seal = start.Unsealed.matches, start.seal
 
     def takes(seconds, act):
         def acts(*args):
@@ -439,13 +439,13 @@ def test_it_rests_for_what_a_look_took_and_not_for_what_reading_a_checkpoint_too
 
         return acts
 
-    monkeypatch.setattr(unsealed, "seal", takes(60.0, seal))
+    monkeypatch.setattr(start, "seal", takes(60.0, seal))
     watched.look()
     assert watched.look(SETTLE_S) == [50]
     assert watched.now > 60, "the checkpoint was read"
     assert watched.watch.rest_s == LOOK_S
 
-    monkeypatch.setattr(unsealed.Unsealed, "matches", takes(3.0, matches))
+    monkeypatch.setattr(start.Unsealed, "matches", takes(3.0, matches))
     watched.look()
     assert watched.watch.rest_s == 3.0 * REST
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
 from hpctrain.core.base.secret import sign
-from hpctrain.node.agent.node import NodeAgent
 from hpctrain.node.agent.node_reports import NodeReports
 from hpctrain.node.agent.rendezvous import SAY_AGAIN_S, SignedStore
+from hpctrain.node.agent.rounds import AgentRound, NodeRanks
 
 
 class Store(dict):
@@ -116,38 +115,24 @@ def test_who_waits_says_again_what_others_and_itself_wait_for(stores, hands):
     assert waits.wait("attempt/0", 10.0) == {"number": 1}, "its own word"
 
 
-def agent_of(store, group_rank):
-    agent = NodeAgent.__new__(NodeAgent)
-    agent._worker_group = SimpleNamespace(
-        store=store, group_rank=group_rank, group_world_size=2, master_port=0
-    )
-    agent._secret, agent._signed, agent._round = "key", None, 0
-    return agent
+def round_of(store, place):
+    return AgentRound(0, f"n{place}", place, 2, SignedStore(store, "key"), NodeRanks([None]))
 
 
 def test_a_report_that_was_written_over_is_looked_at_as_soon_as_it_is_said_again():
     store = Store()
-    first, other = agent_of(store, 0), agent_of(store, 1)
-    for agent in (first, other):
-        agent._news_store.set(f"round/0/report/{agent._worker_group.group_rank}", [])
-        agent._news_store.count("round/0/reports", 1)
+    first, other = round_of(store, 0), round_of(store, 1)
+    for one in (first, other):
+        one.report([])
     store.set("round/0/report/1", b"forged")
-    reports = NodeReports(
-        first._news_store,
-        first._key,
-        nodes=2,
-        ranks_per_node=1,
-        end_wait_s=0.0,
-        publish=lambda _: None,
-        place=None,
-    )
+    reports = NodeReports(first, None, 0.0)
     reports.gather()
     assert reports.nodes == {0}
 
-    other._say_again()
+    other.say_again()
     reports.gather()  # long before it would look by itself
 
     assert reports.nodes == {0, 1}
     before = store.add("round/0/reports", 0)
-    other._say_again()
+    other.say_again()
     assert store.add("round/0/reports", 0) == before, "nothing was lost, so nobody need look"

@@ -27,6 +27,22 @@ def test_every_schedule_keeps_the_contract(name, batch):
         play(name, seed)
 
 
+FAILED_ONCE = (
+    ("hanging", 5171),
+    ("hanging", 5314),
+    ("succeeding", 770371),
+    ("succeeding", 771541),
+    ("succeeding", 771777),
+    ("succeeding", 2000052),
+)
+"""Jobs that broke the contract before the product or a check was repaired."""
+
+
+@pytest.mark.parametrize(("name", "seed"), FAILED_ONCE)
+def test_jobs_that_failed_once_keep_the_contract(name, seed):
+    play(name, seed)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ALL)
 def test_very_many_schedules_keep_the_contract(name):

@@ -24,11 +24,11 @@ from hpctrain.ledger.run.event_types import (
     NodeLost,
     RanksOutOfStep,
 )
-from hpctrain.node.agent.members import RoundSize
+from hpctrain.node.agent.in_place import RoundSize
+from hpctrain.node.agent.loss_ending import Succession
 from hpctrain.node.agent.node import STORE_GONE
 from hpctrain.node.agent.rendezvous import ANSWER_S
 from hpctrain.node.agent.rounds import NothingToResume
-from hpctrain.node.agent.succession import Succession
 from hpctrain.node.hangs.standing import HangLimits
 from tests.support.simulation import campaign, contract
 from tests.support.simulation.checks import Overlap
@@ -234,6 +234,17 @@ def test_a_hang_is_named_ended_and_started_again(seed, how):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_whose_pulses_cannot_be_read_is_looked_at_all_the_same(seed, node):
+    made = job(seed, 3, ranks=2, limits=HangLimits(2.0), steps=30)
+    made.nodes[node].lacks_board = True
+    played = play(made, (6.0, "hangs", 1))
+    found = [fact for _, _, fact in played.facts if isinstance(fact, HangFound)]
+    assert [fact.ranks for fact in found] == [(2,)]
+    assert played.end.ending == "left"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_where_it_is_only_to_be_told_nothing_is_ended(seed):
     made = job(seed, 4, limits=HangLimits(2.0, ends_round=False), steps=30)
     played = play(made, (6.0, "hangs", 1, 30.0))
@@ -249,7 +260,7 @@ def test_work_that_takes_several_limits_is_left_alone(seed):
     assert played.end.ending == "left"
 
 
-@pytest.mark.parametrize("limits", [None, HangLimits(2.0, watches=False), HangLimits(60.0)])
+@pytest.mark.parametrize("limits", [HangLimits(2.0, watches=False), HangLimits(60.0)])
 def test_a_user_is_told_where_the_ranks_are(limits):
     made = job(1, 3, limits=limits, steps=40)
     made.simulation.after(8.0, partial(made.ask_for_stacks, "token"))
@@ -358,6 +369,66 @@ def test_who_thaws_before_its_first_attempt_begins_none_beside_the_others(tmp_pa
     played = play(made, (0.9, "freezes", 0, 7.4 + 0.1 * seed))
     assert len(played.requeued) <= 1
     assert ends(played)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_first_node_that_froze_as_it_imported_takes_no_attempt_after_the_others(tmp_path, seed):
+    """They have ended the job's first attempt by then, and had the job requeued."""
+    made = recorded(tmp_path, seed, 3, (3, 1))
+    made.setup.come_s = 0.01
+    played = play(made, (0.1, "freezes", 0, 7.3 + 0.1 * seed))
+    # Where the others had not met it, they still waited for it.
+    assert ends(played) in ([(EndReason.NODE_FAILED, Next.REQUEUE)], [DONE])
+    assert len(played.requeued) == (ends(played) != [DONE])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_node_that_was_cut_off_begins_nothing_after_a_stop_by_the_scheduler(tmp_path, seed):
+    """The scheduler is silent, so the first node leaves the decision to its batch script."""
+    made = recorded(tmp_path, seed, 2, (1, 1), steps=2000, lease_s=10.0)
+    made.simulation.after(5.5, partial(campaign.stop, made, "silent"))
+    played = play(made, (5.0, "cut", 1, 30.0))
+    assert played.generations == []
+    assert {following for _, following in ends(played)} == {Next.ASK_BATCH}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("size", [(3, 1), (2, 2)])
+def test_a_first_node_without_its_liveness_process_leaves_the_job_to_the_others(
+    tmp_path, seed, size
+):
+    played = play(recorded(tmp_path, seed, 3, size), (5.0, "lifeline", 0))
+    assert ends(played) == [RESTART, DONE]
+    assert {generation.leader for _, generation in played.generations} == {"n1"}
+    assert played.requeued == []
+    assert not played.nodes[0].live_ranks()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_first_node_without_its_liveness_process_decides_where_too_few_are_left(tmp_path, seed):
+    played = play(recorded(tmp_path, seed, 3, (3, 3)), (5.0, "lifeline", 0))
+    assert [following for _, following in ends(played)] == [Next.REQUEUE]
+    assert len(played.requeued) == 1
+
+
+@pytest.mark.parametrize("how", ["power", "dies"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_first_node_that_is_lost_before_it_has_recorded_the_end_is_replaced(tmp_path, seed, how):
+    """All nodes have heard by then that the ranks have returned."""
+    made = recorded(tmp_path, seed, 3, (3, 1))
+    heard = made.verdict
+
+    def lose_the_first(node, *end):
+        heard(node, *end)
+        if node.number == 1 and not made.faults:
+            made.fault(how, 0)
+
+    made.verdict = lose_the_first
+    made.simulation.after(300.0, partial(made.fault, "over", 0))
+    played = play(made)
+    last = ends(played)[-1]
+    assert last == DONE or last[1] is Next.REQUEUE
+    assert played.simulation.now_s < 100.0
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from hpctrain.core.base.env import HPCTRAIN_GENERATION
 from hpctrain.core.base.records import JobContext
-from hpctrain.node.agent.succession import Succession, generation_of
+from hpctrain.node.agent.loss_ending import Succession, generation_of
 
 SECRET = "of this start"  # noqa: S105 - of a test
 
@@ -92,7 +92,7 @@ def test_srun_has_started_an_agent_that_is_told_of_no_generation():
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
-from hpctrain.node.agent.succession import Generation, generation_of, take_over
+from hpctrain.node.agent.loss_ending import Generation, generation_of, take_over
 from hpctrain.ledger.run.layout import RunDir
 
 if (now := generation_of(os.environ)) is not None:

@@ -369,7 +369,7 @@ def test_a_hammered_lifeline_hears_the_other_node(hammered):
 
 
 def test_hammered_replica_servers_of_copies_find_each_other_and_copy(hammered, tmp_path):
-    replica_servers = ReplicaServers(tmp_path, nodes=2, ranks=1, to_buddy=True)
+    replica_servers = ReplicaServers(tmp_path, nodes=2, ranks=1, to_peer=True)
     lines = ready(replica_servers)
     copy_by_all(lines, 10)
     covered_by_all(lines, 10)
@@ -382,7 +382,7 @@ def test_a_hammered_meeting_of_a_preflight_takes_place(hammered):
 
     def come():
         with Peer(1, HERE, port, "key", PATIENCE_S) as peer:
-            peer.agree("here", None, PATIENCE_S)
+            peer.agree("here", PATIENCE_S)
 
     other = threading.Thread(target=come)
     other.start()

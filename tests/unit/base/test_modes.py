@@ -22,7 +22,7 @@ from hpctrain.core.base.process import own_program
 from hpctrain.errors import ChecksFailed
 from hpctrain.ledger.run.layout import RunDir
 from hpctrain.ledger.run.ownership import job_spec
-from hpctrain.train.runtime.tensorboard import EventFile
+from hpctrain.train.runtime.trackers import EventFile
 from tests.support.ledger_runs import Story, local_job
 from tests.support.users import COLLEAGUE, OWNER, STRANGER, run_as
 

@@ -37,7 +37,7 @@ def lures(tmp_path):
         "hpctrain.entry.local_node",
         "hpctrain.cluster.preflight.node",
         "hpctrain.node.agent.notify_child",
-        "hpctrain.node.agent.rank_exec",
+        "hpctrain.node.agent.ranks",
         "hpctrain.entry.slurm_batch",
     ],
 )
@@ -58,11 +58,11 @@ def test_every_program_is_started_by_the_one_helper():
     ]
 
     allowed = (
-        "submit/prepare.py",
-        "submit/launchers.py",
+        "launch/prepare.py",
+        "launch/launchers.py",
         "submitit/executor.py",
-        "settings/spec.py",
-        "scheduler/local/client.py: what =",
+        "core/settings/spec.py",
+        "cluster/scheduler/local.py: what =",
     )  # text, not starts
     assert [start for start in starts if not start.startswith(allowed)] == []
 

@@ -137,7 +137,7 @@ def test_strangers_of_all_kinds_neither_come_in_nor_break_the_meeting(begin, end
             except OSError:  # sent away in the middle of a word
                 continue
     with Peer(1, "127.0.0.1", port, SECRET, PATIENCE_S) as real:
-        answer = real.agree("real", None, PATIENCE_S)
+        answer = real.agree("real", PATIENCE_S)
     meeting.join()
 
     assert (answer, host, faults) == (

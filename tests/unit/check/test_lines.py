@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hpctrain.advise.check.lines import (
+from hpctrain.advise.check.forecast import (
     FAIL,
     NOT_KNOWN,
     NOTE,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.advise.check.lines import CheckLine, CheckList
+from hpctrain.advise.check.forecast import CheckLine, CheckList
 from hpctrain.advise.check.rehearsal import add_rehearsal, rehearse
 from hpctrain.launch.prepare import SubmitRequest
 

@@ -11,7 +11,7 @@ from xml.etree import ElementTree as ET
 import jsonschema
 import pytest
 
-from hpctrain.advise.check.lines import CheckLine, CheckList, junit, sarif
+from hpctrain.advise.check.forecast import CheckLine, CheckList, junit, sarif
 from hpctrain.advise.lint.check import check_text
 from tests.support.fuzzing import Faults, cases, chances, odd_text
 

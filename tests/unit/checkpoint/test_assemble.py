@@ -232,7 +232,7 @@ def test_boxes_too_many_to_paint_are_judged_alike(data):
     pieces = [box(*cut, shape) for cut in data.draw(tilings.cuts(shape, depth=8))]
     moved = [replace(one, begin=pieces[0].begin) if one == pieces[-1] else one for one in pieces]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MOST_CELLS", 0)
+        patch.setattr(module, "MOST_PAINTED", 0)
         together(pieces)
         if not tiles(moved):
             assert "w" in refused(moved)

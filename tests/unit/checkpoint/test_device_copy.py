@@ -13,8 +13,7 @@ from hpctrain.checkpoint.tensors import boxes, device_copy
 from hpctrain.checkpoint.tensors.boxes import State, bytes_of, held
 from hpctrain.checkpoint.tensors.device_copy import PageLocked, copy_to_host
 from hpctrain.checkpoint.tensors.restore import Wanted, restore
-from hpctrain.checkpoint.tensors.save import save
-from hpctrain.checkpoint.tensors.saver import Saver
+from hpctrain.checkpoint.tensors.save import Saver, save
 from hpctrain.core.world import World
 from hpctrain.errors import CheckpointError
 from hpctrain.node.memory.copies import RankCopies

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.store import find
-from hpctrain.checkpoint.tensors import device_copy, host_copy
+from hpctrain.checkpoint.tensors import device_copy
 from hpctrain.checkpoint.tensors.boxes import AS_STORED, DTYPES, State
 from hpctrain.checkpoint.tensors.device_copy import CopyTorn, copy_to_host
-from hpctrain.checkpoint.tensors.saver import Saver
+from hpctrain.checkpoint.tensors.save import Saver
 from hpctrain.core.testing import points
 from hpctrain.core.world import World
 from hpctrain.errors import CheckpointError
@@ -294,8 +294,8 @@ def test_tensors_that_count_no_changes_are_copied_at_once(saver):
 
 
 def test_probes_cost_little_and_reach_both_ends():
-    array = np.zeros(10 * host_copy.PROBE_BYTES, np.uint32)
+    array = np.zeros(10 * device_copy.PROBE_BYTES, np.uint32)
     array[0], array[-1] = 1, 2
-    words = host_copy._probes([array])
+    words = device_copy._probes([array])
     assert len(words) == 41
     assert {int(words[0]), int(words[-1])} == {1, 2}

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from hpctrain.checkpoint.format import index as indices
-from hpctrain.checkpoint.format.geometry import Region
 from hpctrain.checkpoint.format.shard import ShardPiece
 from tests.support.parts import made
 
@@ -57,23 +56,23 @@ def test_ranks_that_differ_in_where_they_begin_share_few_layouts(grid):
 
 
 def test_a_box_is_looked_for_in_the_dimension_that_rules_out_most(grid):
-    files = selected(grid, "a", Region(SHAPE, (8, 6), (4, 2), flat=False, itemsize=4))
+    files = selected(grid, "a", ShardPiece("", "F32", SHAPE, (8, 6), (4, 2), flat=False))
 
     assert 2 * WAYS + 3 in files
     assert len(files) < 5 * WAYS
-    files = selected(grid, "b", Region((2, 512), (0, 200), (2, 2), flat=False, itemsize=4))
+    files = selected(grid, "b", ShardPiece("", "F32", (2, 512), (0, 200), (2, 2), flat=False))
     assert 100 in files
     assert len(files) < 4 * WAYS
 
 
 def test_a_flat_range_is_found_by_its_elements(grid):
-    files = selected(grid, "c", Region((1024,), (400,), (8,), flat=True, itemsize=1))
+    files = selected(grid, "c", ShardPiece("", "U8", (1024,), (400,), (8,), flat=True))
 
     assert {100, 101} <= set(files)
     assert len(files) < 4 * WAYS
 
 
 def test_a_ranks_own_tensors_are_found_in_its_file_alone(grid):
-    region = Region((3,), (0,), (3,), flat=False, itemsize=1)
+    region = ShardPiece("", "U8", (3,), (0,), (3,), flat=False)
 
     assert selected(grid, "rng.rank-00077.torch", region) == [77]

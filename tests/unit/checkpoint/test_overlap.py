@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.format.geometry import Grid, Region, overlap
+from hpctrain.checkpoint.format.geometry import Grid, overlap
 from hpctrain.checkpoint.format.shard import DTYPES, ShardPiece
 from hpctrain.checkpoint.format.table import ChunkTable
 from tests.support import checkpoints as support
@@ -30,15 +30,15 @@ def table_of(pieces):
         begin=column(at for piece in pieces for at in piece.begin),
         extent=column(count for piece in pieces for count in piece.extent),
         digests=np.zeros(0, np.uint64),
+        first_proof=zeros,
+        file_blocks=zeros,
         itemsize=column(DTYPES[piece.dtype] for piece in pieces),
         block_bytes=64,
     )
 
 
 def found_for(pieces, *wanted):
-    regions = [
-        Region(one.shape, one.begin, one.extent, one.flat, DTYPES[one.dtype]) for one in wanted
-    ]
+    regions = list(wanted)
     return overlap(table_of(pieces), regions, np.zeros(len(wanted), np.int64))
 
 

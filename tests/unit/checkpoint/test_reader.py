@@ -249,6 +249,7 @@ def misfits():
             (0, 0), (96, 15), shape=(96, 15)
         ),
         "model.w is F32[96,16], and [7, 16] from [90, 0] is not in it": box((90, 0), (7, 16)),
+        "model.w is F32[96,16], and [96, 16] from [1, 0] is not in it": box((1, 0), (96, 16)),
         "model.w is F32[96,16], and [7] from [0, 0] is not in it": box((0, 0), (7,)),
         "model.w is F32[96,16], and [2] from [1535] is not in it": replace(
             whole, begin=(1535,), extent=(2,), flat=True

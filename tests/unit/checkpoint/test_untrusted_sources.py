@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from hpctrain.checkpoint.exchange import import_into, open_source
+from hpctrain.checkpoint.exchange import import_into
 from hpctrain.checkpoint.exchange.naming import NameRequest, name_all
 from hpctrain.checkpoint.store import find
 from hpctrain.errors import HpctrainError
@@ -93,7 +93,7 @@ def odd_tree(chance):
 
 def imported(run, source):
     """What `checkpoints import` does; what it has committed can be loaded."""
-    contents = open_source.read(source, None)
+    contents = import_into.read(source, None)
     tensors, _ = name_all(contents, NameRequest(None, [], None, None, model_only=False))
     import_into.write(run, "id", 7, contents, tensors)
     loaded(find.look(run, 7))

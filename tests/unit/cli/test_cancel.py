@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpctrain.cli import cancel as cancelling
+from hpctrain.cli import runs as cancelling
 from hpctrain.cli.main import main
 from hpctrain.core.settings.spec import load_spec
 from hpctrain.launch import live_job
@@ -46,6 +46,27 @@ def requests(tmp_path: Path) -> list[dict]:
 
 def newest(story: Story):
     return read(story.run)[-1]
+
+
+@pytest.fixture
+def unanswered(runs, tmp_path, monkeypatch) -> Story:
+    """A run whose submission had no answer, where the scheduler is silent."""
+    story = Story(runs / "lm", cluster="slurm")
+    story.add("submit_intent", token="tok-1", script="tok-1.sh")
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    return story
+
+
+def test_a_run_whose_submission_had_no_answer_can_be_given_up(unanswered, capsys):
+    """Should its job come all the same, it leaves: it sees that its submission was given up."""
+    code, out, _ = cancel("lm", capsys=capsys)
+    assert code == 0
+    assert newest(unanswered).kind == "submit_failed"
+    assert all_fields(newest(unanswered)).get("token") == "tok-1"
+    assert "lm has no job to cancel: it is failed" in out
+    assert cancel("lm", capsys=capsys)[0] == 0
+    assert removed("lm", "-y", capsys=capsys)[0] == 0
+    assert not unanswered.run.root.exists()
 
 
 def test_a_running_run_is_cancelled_after_it_is_on_record(running, tmp_path, capsys):

@@ -8,10 +8,11 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.checkpoint.format.manifest import bytes_digest
-from hpctrain.checkpoint.sealed import manifest, seals
+from hpctrain.checkpoint.sealed import files as manifest
+from hpctrain.checkpoint.sealed import seals
 from hpctrain.cli import checkpoints
-from hpctrain.cli.cancel import _report
 from hpctrain.cli.checkpoints_keep import prune_sealed
+from hpctrain.cli.runs import _report
 from hpctrain.core.settings.schema import CheckpointSettings, Settings
 from hpctrain.core.settings.spec import Entry, Spec
 from hpctrain.errors import FileSystemFault, HpctrainError, NoCheckpoint, UsageError

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from hpctrain.core.drawing import Column, Framed, drawn, echo_table, facts, fitted
 from hpctrain.ledger.history.run_history import RunHistory
-from hpctrain.observe.status.screen import render
+from hpctrain.observe.status.screen import StatusScreen
 from hpctrain.observe.status.status import Answer, status_of
 from tests.support.ledger_runs import Story
 
@@ -66,7 +66,9 @@ def test_names_are_no_markup(story, capsys):
     assert capsys.readouterr().out.count(MARKUP) == 2
     story.add("failure", 1, rank=0, node=MARKUP, summary=MARKUP, traceback=MARKUP)
     console = Console(file=io.StringIO(), width=200, color_system=None)
-    render(status_of(RunHistory.read(story.run), Answer(), name=MARKUP), console)
+    console.print(
+        StatusScreen(status_of(RunHistory.read(story.run), Answer(), name=MARKUP)), crop=False
+    )
     assert console.file.getvalue().count(MARKUP) > 3
 
 
@@ -82,7 +84,9 @@ def test_a_live_screen_obeys_no_sequence_of_a_name():
 
 def test_a_screen_can_be_drawn_to_a_picture(story):
     console = Console(file=io.StringIO(), record=True, width=100)
-    render(status_of(RunHistory.read(story.run), Answer(), name="lm"), console)
+    console.print(
+        StatusScreen(status_of(RunHistory.read(story.run), Answer(), name="lm")), crop=False
+    )
     picture = console.export_svg(title="hpctrain status lm")
     assert "crashed" in picture
     assert "hpctrain&#160;resume&#160;lm" in picture

@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.core.settings.spec import load_spec
-from hpctrain.launch.change import resume_request
+from hpctrain.launch.change import ResumeRequest
 from hpctrain.launch.resume import prepare_resume, resume_run
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.ownership import own_spec
@@ -146,7 +146,7 @@ def test_a_resume_submits_what_could_not_be_submitted_from_a_job(run, jobs, caps
     (jobs.folder / "refused").unlink()
     write_event(run, "attempt_ended", attempt=1, reason="crashed", next="stop")
     spec = own_spec(run, named="gpt")
-    prepared = prepare_resume(run, spec, resume_request({}), {"PATH": ""})
+    prepared = prepare_resume(run, spec, ResumeRequest({}), {"PATH": ""})
     resumed = resume_run(run, prepared, None)
 
     assert jobs() == ["gpt", "gpt-eval-60"]
@@ -155,7 +155,7 @@ def test_a_resume_submits_what_could_not_be_submitted_from_a_job(run, jobs, caps
 
 def test_a_resume_whose_evaluations_are_refused_says_so_and_goes_on(run, jobs, monkeypatch):
     write_event(run, "attempt_ended", attempt=1, reason="crashed", next="stop")
-    prepared = prepare_resume(run, own_spec(run, named="gpt"), resume_request({}), {"PATH": ""})
+    prepared = prepare_resume(run, own_spec(run, named="gpt"), ResumeRequest({}), {"PATH": ""})
     real = FakeCluster.submit
 
     def submit(self, request):

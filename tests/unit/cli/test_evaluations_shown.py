@@ -14,8 +14,8 @@ from hpctrain.core.settings.schema import replaced
 from hpctrain.core.settings.spec import load_spec
 from hpctrain.launch import evaluations
 from hpctrain.ledger.run.layout import RunDir
+from hpctrain.observe.status.event_lines import LAST
 from hpctrain.observe.status.reader import StatusReader
-from hpctrain.observe.status.run_lines import LAST
 from hpctrain.observe.status.screen import StatusScreen
 from tests.support import checkpoints
 from tests.support.ledger_runs import Story

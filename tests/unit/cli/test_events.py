@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cli import logs as events_cli
-from hpctrain.cli.logs import EventLines, Reading
 from hpctrain.cli.main import main
 from hpctrain.ledger.run.events import read
 from hpctrain.observe.logs import follow as log_follow
+from hpctrain.observe.logs.follow import EventLines, Reading
 from hpctrain.observe.status.event_lines import _WORDS, in_words, line
 from tests.support.ledger_runs import Story, event_of, local_job, write_event
 
@@ -73,7 +72,7 @@ def test_each_fact_is_a_line_with_its_time_and_attempt(story, capsys):
 def test_where_a_program_with_its_own_loop_goes_on_is_its_own_word(story, capsys):
     story.started(3).add("restored", 3, step=40, by="program")
     assert words(events("--kind", "restored", capsys=capsys)[1])[-1] == (
-        "the program goes on from step 40"
+        "the program resumed from step 40"
     )
 
 
@@ -241,8 +240,8 @@ def test_following_ends_with_the_run(story, tmp_path):
         assert following.wait(20) == 0
     assert later == [
         "steps 31 to 40, loss 2.25, 500 ms/step",
-        "asked to stop by hpctrain cancel --save",
-        "left at step 40",
+        "stop requested by hpctrain cancel --save",
+        "stopped at step 40",
         "ended: stopped, at step 40, nothing follows",
     ]
 
@@ -254,7 +253,7 @@ def test_step_marks_are_gathered_while_one_follows(story, monkeypatch):
     story.steps(2, 41, 50)
     assert list(reading.new(last=False)) == []
     story.steps(2, 51, 60)
-    monkeypatch.setattr(events_cli, "CALM_S", 0.0)
+    monkeypatch.setattr(log_follow, "CALM_S", 0.0)
     assert [text[26:] for text in reading.new(last=False)] == [
         "steps 31 to 60, loss 2.5, 3 marks in 2 s"
     ]

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cli.help import _PAGES, EXIT_CODES_TOPIC, pages
-from hpctrain.cli.main import COMMANDS, main
+from hpctrain.cli.main import _PAGES, COMMANDS, EXIT_CODES_TOPIC, main, pages
 from hpctrain.errors import EXIT_CODES
 from tests.support.ledger_runs import Story
 

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cli import preflight
+from hpctrain.cli import check
 from hpctrain.cli.main import main
 from hpctrain.cli.submit import command
 from hpctrain.core.settings.spec import load_spec
 from hpctrain.launch import prepare as prepare_module
-from hpctrain.launch.change import change_spec, resume_request
-from hpctrain.launch.prepare import flags_of
+from hpctrain.launch.change import ResumeRequest, change_spec
 
 ANSWERS = Path(__file__).parents[2] / "data" / "slurm-answers"
 
@@ -239,7 +238,7 @@ def test_a_resume_changes_what_is_given_and_nothing_else(work, capsys):
     main(["resume", "r", "--dry-run", "--json", "-N", "4", "--mem", "64G"])
     spec = load_spec(work / "runs" / "r" / "spec.json")
     flags = {"slurm.nodes": ("--nodes", "4"), "slurm.extra": ("--sbatch", None)}
-    slurm = change_spec(spec, resume_request(flags))[0].settings.slurm
+    slurm = change_spec(spec, ResumeRequest(flags))[0].settings.slurm
     assert (slurm.nodes, slurm.gpus_per_node, slurm.gpu_type) == ("4", 4, "a100")
     assert slurm.extra == ["--switches=1"]
 
@@ -254,17 +253,17 @@ def test_a_number_of_gpus_alone_keeps_the_type_that_was_set(work):
 
 def test_a_preflight_takes_the_same_options_and_has_a_time_limit_of_its_own(work, monkeypatch):
     asked = []
-    monkeypatch.setattr(preflight, "_print_report", lambda *_, **__: 0)
+    monkeypatch.setattr(check, "_print_report", lambda *_, **__: 0)
     monkeypatch.setattr(prepare_module, "prepare", lambda request: asked.append(request) or 1 / 0)
 
     for words in (["--gpus-per-node", "a100:4", "-w", "n3"], ["-t", "5m"]):
         with pytest.raises(ZeroDivisionError):
             main(["preflight", "--cluster", "slurm", "--login-only", *words])
 
-    first, second = (flags_of(request) for request in asked)
+    first, second = (request.flags for request in asked)
     assert first["slurm.gpu_type"] == ("--gpus-per-node", "a100")
     assert first["slurm.extra"] == ("--sbatch", ["--nodelist=n3"])
-    assert (first["slurm.time"][1], second["slurm.time"][1]) == (preflight.JOB_TIME, "5m")
+    assert (first["slurm.time"][1], second["slurm.time"][1]) == (check.JOB_TIME, "5m")
 
 
 # ---- what holds for all of a user's runs

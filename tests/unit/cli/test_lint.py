@@ -11,7 +11,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from hpctrain.advise.lint.catalogue import RULES
+from hpctrain.advise.lint.rule import RULES
 from hpctrain.cli.main import main
 
 HANGS = "import torch.distributed as dist\nif dist.get_rank() == 0:\n    dist.barrier()\n"

@@ -208,7 +208,7 @@ def test_markers_tell_the_cause_the_loss_and_what_was_restored(runs, capsys):
     ("fields", "told"),
     [
         ({"step": 0, "checkpoint": None, "seconds": 0.0}, "no checkpoint, begins at step 0"),
-        ({"step": 1200, "by": "program"}, "the program goes on from step 1,200"),
+        ({"step": 1200, "by": "program"}, "the program resumed from step 1,200"),
         (
             {"step": 30, "checkpoint": "a", "read_from": "memory", "from_world_size": 2},
             "restored step 30 (from memory, 2\N{RIGHTWARDS ARROW}2 ranks)",
@@ -536,7 +536,8 @@ class Following:
 
     def __init__(self, *argv: str) -> None:
         script = (
-            "import sys; from hpctrain.observe.logs import follow as f; f.POLL_S, f.ASK_S = 0.02, 0.2;"
+            "import sys; from hpctrain.observe.logs import follow as f;"
+            " f.POLL_S, f.ASK_S = 0.02, 0.2;"
             "import signal as s; s.signal(s.SIGINT, s.default_int_handler);"
             "from hpctrain.cli.main import main; sys.exit(main(sys.argv[1:]))"
         )

@@ -47,11 +47,12 @@ def test_help_lists_every_command_by_task_without_importing_one():
     assert done.stdout.splitlines()[-1] == str(
         [
             "hpctrain",
-            "hpctrain.core.base",
             "hpctrain.cli",
             "hpctrain.cli.main",
-            "hpctrain.errors",
+            "hpctrain.core",
+            "hpctrain.core.base",
             "hpctrain.core.terminal",
+            "hpctrain.errors",
         ]
     )
 
@@ -79,7 +80,7 @@ def test_a_command_that_lacks_a_library_says_so(monkeypatch, tmp_path):
         errors.NotFound,
         errors.RunExists,
         errors.ClusterUnreachable,
-        errors.NoProgress,
+        errors.RunLocked,
     ],
 )
 def test_an_error_of_the_users_is_one_line_and_its_exit_code(command, capsys, error):

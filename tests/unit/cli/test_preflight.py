@@ -132,7 +132,7 @@ def test_a_misspelt_fault_ends_in_a_report_that_says_so(tmp_path, monkeypatch, c
     monkeypatch.setenv("HPCTRAIN_NODE_FAULTS", "skw:local0")
 
     assert main(["preflight", "--cluster=local", "--no-bandwidth"]) == 3
-    assert "skw is not a fault of a node" in capsys.readouterr().out
+    assert "'skw' is no fault of a node" in capsys.readouterr().out
 
 
 def test_probe_prints_facts_or_a_draft(capsys):

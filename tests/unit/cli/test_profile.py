@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.observe.profile.files import ProfileRequest, StepWindow, file_name, read_request
+from hpctrain.observe.profile.trace import ProfileRequest, StepWindow, file_name, read_request
 from hpctrain.observe.profile.verdict import RankMemory
 from tests.support.ledger_runs import Story, local_job
 from tests.support.traces import CPU, GPU

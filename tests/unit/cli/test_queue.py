@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.cluster.scheduler.slurm.queue_view import read_own_limits
+from hpctrain.cluster.scheduler.slurm.facts import read_own_limits
 
 SINFO = "for n in 1 2 3; do echo \"work*|n$n|alloc|4:00:00\"; done; echo 'work*|n4|plnd|4:00:00'"
 SQUEUE = """

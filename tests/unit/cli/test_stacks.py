@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from hpctrain.cli import stacks as module
+from hpctrain.cli import profile as module
 from hpctrain.cli.main import main
 from hpctrain.node.hangs import stacks
 from tests.support import patience

@@ -28,7 +28,6 @@ from hpctrain.ledger.history.goodput import TimeClass
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.run.events import read
 from hpctrain.observe.status import reader as reader_module
-from hpctrain.observe.status.as_json import as_json
 from hpctrain.observe.status.reader import StatusReader
 from hpctrain.observe.status.screen import RunsScreen, StatusScreen, apportioned
 from hpctrain.observe.status.status import (
@@ -39,6 +38,7 @@ from hpctrain.observe.status.status import (
     status_of,
     with_heartbeat,
 )
+from hpctrain.observe.status.text import as_json
 from tests.support.ledger_runs import Story, local_job
 
 TRACEBACK = "Traceback (most recent call last):\n" + "".join(
@@ -195,6 +195,19 @@ def test_a_pending_run_says_why_it_waits(runs, info, words):
     assert words in text
 
 
+@pytest.mark.parametrize("job_id", ["18", "17"])
+def test_a_job_that_starts_is_not_on_the_nodes_of_the_attempt_before(runs, job_id):
+    """Neither that of a resumed run, nor the next start of a requeued one."""
+    story = Story(runs / "lm").submitted("17").started(1).restored(1).steps(1, 1, 50)
+    story.ended(1, "preempted", "stop" if job_id == "18" else "requeue")
+    if job_id == "18":
+        story.submitted("18", token="tok-2")
+    info = JobInfo(job_id, "RUNNING", alive=True, nodes="m[3-4]", restarts=1)
+    text = " ".join(shown(story, info).split())
+    assert f"job {job_id} on m[3-4]" in text
+    assert f"job {job_id} on n[1-2]" not in text
+
+
 @pytest.mark.parametrize(
     ("said", "since", "words"),
     [
@@ -284,7 +297,7 @@ def test_a_lost_run_says_from_which_step_resume_goes_on(runs, story):
     newest = Checkpoint("step-0000000120", 120)
     text = " ".join(shown(story, None, checkpoint=newest, cluster="slurm").split())
     assert (
-        "SLURM no longer knows job local-17; `hpctrain resume lm-3` goes on from step 120" in text
+        "SLURM no longer knows job local-17; `hpctrain resume lm-3` resumes from step 120" in text
     )
 
 

@@ -46,6 +46,15 @@ def no_sbatch(work, monkeypatch):
     return work
 
 
+def test_the_settings_file_that_is_named_is_read(work, sbatch, capsys):
+    sbatch("exit 99")
+    (work / "other.toml").write_text("[slurm]\nnodes = 3\n")
+
+    assert main(["submit", "--dry-run", "--config", "other.toml", "--", "train.py"]) == 0
+
+    assert "\n#SBATCH --nodes=3\n" in capsys.readouterr().out
+
+
 def test_a_dry_run_shows_what_matters_and_with_script_all_of_it_and_leaves_nothing(
     work, sbatch, capsys
 ):

@@ -14,7 +14,7 @@ import urllib.request
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.train.runtime.tensorboard import EventFile, file_name
+from hpctrain.train.runtime.trackers import EventFile, file_name
 from tests.support import patience
 from tests.support.ledger_runs import Story
 from tests.support.patience import PATIENCE_S
@@ -81,7 +81,7 @@ def test_the_ssh_line_is_for_copying(runs, capsys, monkeypatch):
 
 def test_a_taken_port_is_passed_over_unless_it_was_asked_for(runs, capsys, monkeypatch, taken):
     a_run(runs, "gpt-a")
-    monkeypatch.setattr("hpctrain.cli.tensorboard.PORT", taken)
+    monkeypatch.setattr("hpctrain.cli.report.PORT", taken)
 
     assert dry(capsys, "gpt-a")["port"] != taken
     assert main(["tensorboard", "gpt-a", "--port", str(taken)]) == 2

@@ -116,7 +116,7 @@ def test_ctrl_c_leaves_the_job_alone_and_says_so(story, world, capsys):
     assert code == 130
     assert code in EXIT_CODES
     out, err = capsys.readouterr()
-    assert "the job of lm goes on; `hpctrain status lm" in err
+    assert "the job of lm continues; `hpctrain status lm" in err
     told = json.loads(out)
     assert told["job_id"] == "17"
     assert (told["waited"]["interrupted"], told["waited"]["first_step"]) == (True, False)

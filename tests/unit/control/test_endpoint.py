@@ -10,7 +10,7 @@ import pytest
 from hpctrain.core.base import listener
 from hpctrain.errors import ControlLost
 from hpctrain.node.control import endpoint
-from hpctrain.node.control.endpoint import ChildrenDoor, NotAwaited, meet_parent
+from hpctrain.node.control.endpoint import ChildrenListener, NotAwaited, meet_parent
 from hpctrain.node.control.wire import GREETING_BYTES, Greeting, Splitter, framed, packed
 from tests.support.clocks import ManualClock
 from tests.support.jumping_loop import run_jumping
@@ -29,7 +29,7 @@ class Door:
         self.inside: dict[int, endpoint.Endpoint] = {}
         self.heard: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
         self.ended: asyncio.Queue[str] = asyncio.Queue()
-        self.door = ChildrenDoor({1, 2}, greeting, self.let_in)
+        self.door = ChildrenListener({1, 2}, greeting, self.let_in)
 
     def let_in(self, node, child):
         self.inside[node] = child

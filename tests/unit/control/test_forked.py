@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import os, sys
-from hpctrain.node.control.forked import ForkedServer
+from hpctrain.node.control.node_process import ForkedServer
 
 orders = []
 

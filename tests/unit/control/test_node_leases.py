@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.node.control.board import TICK, Board
 from hpctrain.node.control.lease import Decision, Lease, Report, Wishes
-from hpctrain.node.control.node_leases import FORWARD_S, LOOK_S, SAY_S, NodeLeases
+from hpctrain.node.control.node_server import FORWARD_S, LOOK_S, SAY_S, NodeLeases
 
 NOW_S = 100.0
 

@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.core.base.locks import _here
 from hpctrain.errors import ControlLost
-from hpctrain.node.control import forked, node_process
+from hpctrain.node.control import node_process
 from hpctrain.node.control.node_process import NodeProcess
 from tests.support.control_tree import ControlTree
 
@@ -116,7 +116,7 @@ def test_signals_that_slurm_sends_to_every_process_of_a_step_do_not_end_it(memor
 
 
 def test_a_process_that_does_not_answer_is_a_loss(memory, monkeypatch):
-    monkeypatch.setattr(forked, "ANSWER_S", 0.1)
+    monkeypatch.setattr(node_process, "ANSWER_S", 0.1)
     with NodeProcess() as process:
         begun(process)
         os.kill(process.pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""A rank's pulse is read from outside as it was written, at the price of a microsecond."""
+"""A rank's heartbeat is read from outside as it was written, at the price of a microsecond."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import pytest
 
 from hpctrain.core.base import clock
 from hpctrain.errors import UsageError
-from hpctrain.node.control import pulse
+from hpctrain.node.control import heartbeat
 from hpctrain.node.control.board import BOARD, COUNTS, FIRST_WISH, Board
-from hpctrain.node.control.lease import KINDS
-from hpctrain.node.control.pulse import (
+from hpctrain.node.control.heartbeat import (
     DATA,
     FORWARD_BACKWARD,
     PHASES,
     SAVE,
     START,
     STEP,
+    HeartbeatWriter,
     Phase,
-    Pulse,
     highest_step,
     in_phase,
     phase_name,
     read,
 )
+from hpctrain.node.control.lease import KINDS
 from tests.support.clocks import ManualClock
 
 RANK = 9
@@ -40,8 +40,8 @@ def board(tmp_path):
 
 @pytest.fixture
 def here(board, tmp_path, monkeypatch):
-    monkeypatch.setattr(pulse, "_here", Pulse(tmp_path, RANK))
-    return pulse.here()
+    monkeypatch.setattr(heartbeat, "_here", HeartbeatWriter(tmp_path, RANK))
+    return heartbeat.here()
 
 
 def seen(board):
@@ -116,7 +116,7 @@ def test_the_highest_step_is_of_ranks_that_have_done_one(board, here, tmp_path):
     here.stepped()
     here.at_step(8, STEP)
     assert highest_step(tmp_path) == 8
-    Pulse(tmp_path, RANK - 1).stepped()
+    HeartbeatWriter(tmp_path, RANK - 1).stepped()
     assert highest_step(tmp_path) == 8
     (tmp_path / BOARD).unlink()
     assert highest_step(tmp_path) is None
@@ -152,18 +152,18 @@ def test_names_that_nobody_can_tell_are_not_known(board, here, tmp_path):
 
 def test_a_process_without_an_agent_writes_nothing(board):
     with Phase("evaluation", 3), Phase(DATA):
-        pulse.here().at_step(3, STEP)
+        heartbeat.here().at_step(3, STEP)
     assert {one.since_ns for one in read(board)} == {0}
 
 
 def test_a_forked_child_does_not_write_its_parents_pulse(board, tmp_path, monkeypatch):
-    monkeypatch.setattr(pulse, "_here", pulse.here())  # put back afterwards
-    pulse.begin(tmp_path, RANK)
-    pulse.here().enter(START)
+    monkeypatch.setattr(heartbeat, "_here", heartbeat.here())  # put back afterwards
+    heartbeat.begin(tmp_path, RANK)
+    heartbeat.here().enter(START)
     before = seen(board)
     child = os.fork()
     if child == 0:
-        pulse.here().enter(SAVE)
+        heartbeat.here().enter(SAVE)
         os._exit(0)
     os.waitpid(child, 0)
     assert seen(board) == before
@@ -182,4 +182,4 @@ def test_a_pulse_disturbs_no_other_word_of_the_row(board, here):
 )
 def test_a_section_without_a_name_or_with_no_time_is_refused(name, limit_s):
     with pytest.raises(UsageError, match=r"a section has|seconds above"):
-        pulse.section(name, limit_s)
+        heartbeat.section(name, limit_s)

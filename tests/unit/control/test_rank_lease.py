@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hpctrain.errors import ControlLost
-from hpctrain.node.control import rank_lease
+from hpctrain.node.control import client
 from hpctrain.node.control.board import WAITS, Board
+from hpctrain.node.control.client import RankLease
 from hpctrain.node.control.lease import Decision, Lease, Wishes
-from hpctrain.node.control.rank_lease import RankLease
 from tests.support.control import NodeOnCall
 
 
@@ -117,7 +117,7 @@ def test_a_process_that_gives_no_sign_of_life_is_given_up_in_time(board):
     with pytest.raises(ControlLost, match="silent for 60 s, and this rank may not begin tick 0"):
         RankLease(board, 0, waker).tick()
 
-    assert waker.looks == rank_lease.PATIENCE_S / rank_lease.LOOK_S
+    assert waker.looks == client.PATIENCE_S / client.LOOK_S
 
 
 def test_a_process_that_lives_is_waited_for(board):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.node.control.board import Board
-from hpctrain.node.control.root_clock import FEWEST, KEPT_S, RootClock, shown
+from hpctrain.node.control.board import FEWEST, KEPT_S, Board, RootClock, shown
 
 MS = 1_000_000
 S = 1000 * MS

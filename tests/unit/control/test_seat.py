@@ -18,10 +18,10 @@ from contextlib import closing
 import pytest
 
 from hpctrain.errors import ControlLost, HpctrainError
-from hpctrain.node.control import rank_lease
+from hpctrain.node.control import client
 from hpctrain.node.control.board import BOARD, SOCKET, Board
+from hpctrain.node.control.client import ControlClient, why_none
 from hpctrain.node.control.collectives import entry
-from hpctrain.node.control.seat import Seat, why_none
 from hpctrain.node.control.wire import framed, packed
 from tests.support import patience
 from tests.support.control_tree import ControlTree
@@ -37,12 +37,12 @@ def tree():
 
 
 def every(act, tree):
-    """What each rank's `act(seat)` returns or raises, all at once, in rank order."""
+    """What each rank's `act(client)` returns or raises, all at once, in rank order."""
 
     def rank(number):
         try:
-            with closing(Seat(tree.folder(number), number)) as seat:
-                return act(seat)
+            with closing(ControlClient(tree.folder(number), number)) as client:
+                return act(client)
         except HpctrainError as error:
             return error
 
@@ -51,11 +51,11 @@ def every(act, tree):
 
 
 def test_values_go_between_the_ranks_of_all_nodes(tree):
-    def values(seat):
-        exchange = seat.exchange(30)
-        first = exchange.broadcast({"of": seat.rank})
-        gathered = exchange.gather(seat.rank**2)
-        on_0 = exchange.gather_on_0((seat.rank, b"x" * 100_000))
+    def values(client):
+        exchange = client.exchange(30)
+        first = exchange.broadcast({"of": client.rank})
+        gathered = exchange.gather(client.rank**2)
+        on_0 = exchange.gather_on_0((client.rank, b"x" * 100_000))
         return first, gathered, [(number, len(text)) for number, text in on_0]
 
     squares = [rank**2 for rank in range(RANKS)]
@@ -66,12 +66,12 @@ def test_values_go_between_the_ranks_of_all_nodes(tree):
 
 
 def test_rows_travel_while_other_values_are_said(tree):
-    def values(seat):
-        exchange = seat.exchange(30)
-        rows = exchange.send_to_0([seat.rank, 0.5])
-        beside = exchange.apart(30).gather(seat.rank)
+    def values(client):
+        exchange = client.exchange(30)
+        rows = exchange.send_to_0([client.rank, 0.5])
+        beside = exchange.apart(30).gather(client.rank)
         gathered = exchange.gather(1)
-        if seat.rank == 0:
+        if client.rank == 0:
             patience.until(rows.is_done)
         return beside, gathered, rows.is_done(), rows.values()
 
@@ -85,22 +85,22 @@ def test_exchanges_made_in_one_order_do_not_meet(tree):
     assert every(_in_threads, tree) == [(["a"] * RANKS, ["b"] * RANKS)] * RANKS
 
 
-def _in_threads(seat):
+def _in_threads(client):
     """Odd ranks come to the second exchange first."""
-    first, second = seat.exchange(30), seat.exchange(30)
+    first, second = client.exchange(30), client.exchange(30)
     with ThreadPoolExecutor(2) as pool:
         calls = [(first, "a"), (second, "b")]
-        if seat.rank % 2:
+        if client.rank % 2:
             calls.reverse()
         found = {value: pool.submit(exchange.gather, value) for exchange, value in calls}
         return found["a"].result(), found["b"].result()
 
 
-def ticks_until_stop(seat, step_s, *, wish_at=None):
+def ticks_until_stop(client, step_s, *, wish_at=None):
     for tick in range(100_000):
         if tick == wish_at:
-            seat.lease.wish(stop=3)
-        if any(decision.kind == "stop" for decision in seat.lease.tick()):
+            client.lease.wish(stop=3)
+        if any(decision.kind == "stop" for decision in client.lease.tick()):
             return tick
         time.sleep(step_s)
     return -1
@@ -109,7 +109,8 @@ def ticks_until_stop(seat, step_s, *, wish_at=None):
 @pytest.mark.parametrize("step_s", [0.0, 0.002, 0.05])
 def test_all_ranks_stop_at_one_tick_whoever_wished_it(tree, step_s):
     stopped = every(
-        lambda seat: ticks_until_stop(seat, step_s, wish_at=10 if seat.rank == 3 else None), tree
+        lambda client: ticks_until_stop(client, step_s, wish_at=10 if client.rank == 3 else None),
+        tree,
     )
 
     assert len(set(stopped)) == 1
@@ -120,15 +121,15 @@ def test_a_wish_in_a_long_step_is_heard_before_that_step_ends(tree):
     """SIGTERM's thread says it while the main thread computes."""
     begun, said = threading.Event(), threading.Event()
 
-    def act(seat):
-        seat.lease.tick()
-        if seat.rank == 1:
+    def act(client):
+        client.lease.tick()
+        if client.rank == 1:
             begun.wait(10)
-            seat.lease.wish(stop=3)
+            client.lease.wish(stop=3)
             said.set()
         begun.set()
         said.wait(10)  # all are within their first step
-        return [[decision.kind for decision in seat.lease.tick()] for _ in range(3)]
+        return [[decision.kind for decision in client.lease.tick()] for _ in range(3)]
 
     found = every(act, tree)
     assert found == [found[0]] * RANKS
@@ -136,12 +137,12 @@ def test_a_wish_in_a_long_step_is_heard_before_that_step_ends(tree):
 
 
 def test_where_a_nodes_process_dies_every_rank_hears_it_soon(tree):
-    def act(seat):
-        exchange = seat.exchange(30)
+    def act(client):
+        exchange = client.exchange(30)
         exchange.gather(0)
-        if seat.rank == 2:
+        if client.rank == 2:
             os.kill(tree.nodes[2].pid, signal.SIGKILL)
-        exchange.gather(1) if seat.rank != 2 else ticks_until_stop(seat, 0.001)
+        exchange.gather(1) if client.rank != 2 else ticks_until_stop(client, 0.001)
 
     found = every(act, tree)
     assert [type(error) for error in found] == [ControlLost] * RANKS
@@ -154,12 +155,12 @@ def test_where_a_nodes_process_dies_every_rank_hears_it_soon(tree):
 def test_ranks_of_a_node_that_is_stopped_for_a_while_are_waited_for(tree):
     pid = tree.nodes[2].pid
 
-    def act(seat):
-        seat.lease.tick()
-        if seat.rank == 0:
+    def act(client):
+        client.lease.tick()
+        if client.rank == 0:
             os.kill(pid, signal.SIGSTOP)
             threading.Timer(1.5, os.kill, (pid, signal.SIGCONT)).start()
-        return ticks_until_stop(seat, 0.001, wish_at=1000 if seat.rank == 4 else None)
+        return ticks_until_stop(client, 0.001, wish_at=1000 if client.rank == 4 else None)
 
     stopped = every(act, tree)
     assert len(set(stopped)) == 1
@@ -170,10 +171,10 @@ def test_what_is_said_to_a_node_that_is_stopped_is_there_when_it_goes_on(tree):
     """More than its connections hold by themselves."""
     pid, size = tree.nodes[1].pid, 4_000_000
 
-    def act(seat):
-        exchange = seat.exchange(60)
+    def act(client):
+        exchange = client.exchange(60)
         exchange.gather(0)
-        if seat.rank == 0:
+        if client.rank == 0:
             os.kill(pid, signal.SIGSTOP)
             exchange.broadcast(b"x" * size)
             threading.Timer(0.5, os.kill, (pid, signal.SIGCONT)).start()
@@ -187,9 +188,9 @@ def test_what_is_said_to_a_node_that_is_stopped_is_there_when_it_goes_on(tree):
 def test_a_rank_that_does_not_read_holds_up_nobody_else(tree):
     size, calls = 1_000_000, 8
 
-    def act(seat):
-        exchange = seat.exchange(60)
-        if seat.rank != 1:
+    def act(client):
+        exchange = client.exchange(60)
+        if client.rank != 1:
             found = [len(exchange.gather(b"x" * size)) for _ in range(calls)]
             others_are_done.wait(30)
             return found
@@ -202,8 +203,8 @@ def test_a_rank_that_does_not_read_holds_up_nobody_else(tree):
 
 
 def test_ranks_do_not_wait_for_ever_for_one_that_does_not_come(tree):
-    def act(seat):
-        return seat.exchange(0.5).gather(0) if seat.rank != 5 else None
+    def act(client):
+        return client.exchange(0.5).gather(0) if client.rank != 5 else None
 
     found = every(act, tree)
     assert {str(error) for error in found[:5]} == {
@@ -212,9 +213,9 @@ def test_ranks_do_not_wait_for_ever_for_one_that_does_not_come(tree):
 
 
 def test_ranks_that_do_not_do_the_same_are_told_so(tree):
-    def act(seat):
-        exchange = seat.exchange(30)
-        return exchange.gather(0) if seat.rank else exchange.gather_on_0(0)
+    def act(client):
+        exchange = client.exchange(30)
+        return exchange.gather(0) if client.rank else exchange.gather_on_0(0)
 
     found = every(act, tree)
     assert {type(error) for error in found} == {ControlLost}
@@ -222,46 +223,46 @@ def test_ranks_that_do_not_do_the_same_are_told_so(tree):
 
 
 def test_a_second_process_is_not_the_same_rank(tree):
-    with closing(Seat(tree.folder(1), 1)) as first:
+    with closing(ControlClient(tree.folder(1), 1)) as first:
         with pytest.raises(HpctrainError, match="another process is rank 1 already"):
-            Seat(tree.folder(1), 1)
+            ControlClient(tree.folder(1), 1)
         assert first.ranks_in_all == RANKS
 
 
 def test_a_rank_that_comes_again_goes_on_where_it_was(tree):
-    def twice(seat):
-        seat.lease.tick()
-        return seat.lease.tick()
+    def twice(client):
+        client.lease.tick()
+        return client.lease.tick()
 
     every(twice, tree)
-    again = every(lambda seat: ticks_until_stop(seat, 0, wish_at=3), tree)
+    again = every(lambda client: ticks_until_stop(client, 0, wish_at=3), tree)
     assert len(set(again)) == 1
     assert again[0] >= 3
 
 
 def test_a_process_has_one_seat(tree):
-    with closing(Seat.take(tree.folder(0), 0)) as seat:
-        assert Seat.take(tree.folder(0), 0) is seat
+    with closing(ControlClient.take(tree.folder(0), 0)) as client:
+        assert ControlClient.take(tree.folder(0), 0) is client
         with pytest.raises(HpctrainError, match="this process is rank 0 already, and not rank 1"):
-            Seat.take(tree.folder(0), 1)
+            ControlClient.take(tree.folder(0), 1)
 
 
 def test_a_rank_of_another_node_is_not_let_in(tree):
     with pytest.raises(ControlLost):
-        Seat(tree.folder(0), 4)
+        ControlClient(tree.folder(0), 4)
 
 
 def test_where_there_is_no_process_a_rank_says_so(tmp_path):
     with pytest.raises(ControlLost, match=r"cannot be reached: .*No such file"):
-        Seat(tmp_path, 0)
+        ControlClient(tmp_path, 0)
 
 
 def test_a_new_round_begins_without_the_old_ones_ranks(tree):
-    with closing(Seat(tree.folder(0), 0)) as old_seat:
-        old = old_seat.exchange(30)
+    with closing(ControlClient(tree.folder(0), 0)) as old_client:
+        old = old_client.exchange(30)
         tree.begin("round 1")
 
-        found = every(lambda seat: seat.exchange(30).gather(seat.rank), tree)
+        found = every(lambda client: client.exchange(30).gather(client.rank), tree)
         assert found == [list(range(RANKS))] * RANKS
         with pytest.raises(ControlLost):
             old.gather(0)
@@ -281,10 +282,10 @@ def test_a_node_of_another_round_is_not_let_in(tree, monkeypatch):
 
 
 def test_a_failure_that_an_agent_reports_reaches_every_rank(tree):
-    def act(seat):
-        exchange = seat.exchange(30)
+    def act(client):
+        exchange = client.exchange(30)
         exchange.gather(0)
-        if seat.rank == 5:
+        if client.rank == 5:
             tree.nodes[2].fail("n2: rank 5 is gone")
         return exchange.gather(1)
 
@@ -300,16 +301,16 @@ def test_a_stopped_tree_leaves_nothing_behind():
 
 def test_a_silent_node_is_given_up(monkeypatch):
     monkeypatch.setattr("hpctrain.node.control.node_server.PATIENCE_S", 0.5)
-    monkeypatch.setattr("hpctrain.node.control.node_leases.SAY_S", 0.1)
+    monkeypatch.setattr("hpctrain.node.control.node_server.SAY_S", 0.1)
     with ControlTree(NODES, PER_NODE) as tree:
 
-        def act(seat):
-            exchange = seat.exchange(30)
+        def act(client):
+            exchange = client.exchange(30)
             exchange.gather(0)
             exchange.gather_on_0(0)
-            if seat.rank == 0:  # the others of that node have heard all that they wait for
+            if client.rank == 0:  # the others of that node have heard all that they wait for
                 os.kill(tree.nodes[1].pid, signal.SIGSTOP)
-            return None if seat.rank in {2, 3} else exchange.gather(1)
+            return None if client.rank in {2, 3} else exchange.gather(1)
 
         found = every(act, tree)
         assert {str(found[rank]) for rank in (0, 1, 4, 5)} == {
@@ -320,15 +321,15 @@ def test_a_silent_node_is_given_up(monkeypatch):
 def test_a_quiet_tree_is_not_taken_for_dead(monkeypatch):
     """No rank says anything for longer than a node may be silent: the nodes speak by themselves."""
     monkeypatch.setattr("hpctrain.node.control.node_server.PATIENCE_S", 0.5)
-    monkeypatch.setattr("hpctrain.node.control.node_leases.SAY_S", 0.1)
-    monkeypatch.setattr(rank_lease, "PATIENCE_S", 0.5)
+    monkeypatch.setattr("hpctrain.node.control.node_server.SAY_S", 0.1)
+    monkeypatch.setattr(client, "PATIENCE_S", 0.5)
     with ControlTree(NODES, PER_NODE) as tree:
 
-        def act(seat):
-            exchange = seat.exchange(30)
-            if seat.rank == 0:
+        def act(client):
+            exchange = client.exchange(30)
+            if client.rank == 0:
                 threading.Event().wait(1.5)  # nothing to await: that nothing happens is the point
-            return exchange.gather(seat.rank)
+            return exchange.gather(client.rank)
 
         assert every(act, tree) == [list(range(RANKS))] * RANKS
 
@@ -356,38 +357,38 @@ def test_the_board_of_another_version_is_none(tmp_path):
 def test_a_rank_has_the_place_of_one_process(tree):
     child = os.fork()
     if child == 0:
-        Seat.take(tree.folder(2), 2)
+        ControlClient.take(tree.folder(2), 2)
         os._exit(0)
     os.waitpid(child, 0)
 
     assert why_none(tree.folder(2), 2, RANKS) == "another process was rank 2 before"
     assert why_none(tree.folder(2), 3, RANKS) == ""
-    with closing(Seat.take(tree.folder(2), 3)):
+    with closing(ControlClient.take(tree.folder(2), 3)):
         assert why_none(tree.folder(2), 3, RANKS) == ""
 
 
 def test_a_forked_copy_of_a_seat_is_none(tree):
     """A data loader's worker: what it would say is the rank's own."""
-    with closing(Seat.take(tree.folder(0), 0)) as seat:
+    with closing(ControlClient.take(tree.folder(0), 0)) as client:
         child = os.fork()
         if child == 0:
             try:
-                Seat.take(tree.folder(0), 0)
+                ControlClient.take(tree.folder(0), 0)
             except HpctrainError as error:
                 os._exit(7 if "another process is rank 0 already" in str(error) else 8)
             os._exit(9)
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 7
-        assert Seat.take(tree.folder(0), 0) is seat
+        assert ControlClient.take(tree.folder(0), 0) is client
 
 
 def test_a_seat_that_was_left_can_be_taken_anew(tree):
-    with closing(Seat.take(tree.folder(0), 0)) as left:
+    with closing(ControlClient.take(tree.folder(0), 0)) as left:
         pass
-    with closing(Seat.take(tree.folder(0), 0)) as seat:
-        assert seat is not left
+    with closing(ControlClient.take(tree.folder(0), 0)) as client:
+        assert client is not left
         left.close()  # once more, which takes nothing from the one that is taken
-        assert Seat.take(tree.folder(0), 0) is seat
+        assert ControlClient.take(tree.folder(0), 0) is client
 
 
 @pytest.fixture
@@ -410,7 +411,7 @@ def process_that_says(tmp_path):
     def start(message):
         threads.append(threading.Thread(target=serve, args=[message]))
         threads[0].start()
-        return Seat(tmp_path, 0)
+        return ControlClient(tmp_path, 0)
 
     yield start
     threads[0].join()
@@ -443,16 +444,16 @@ GATHER = {"is": "values", "call": ["0", 0, "gather"]}
     ],
 )
 def test_values_that_cannot_be_read_are_one_clear_loss(process_that_says, message):
-    with closing(process_that_says(message)) as seat:
-        exchange = seat.exchange(10)
+    with closing(process_that_says(message)) as client:
+        exchange = client.exchange(10)
         with pytest.raises(ControlLost, match=r"cannot be read: |does not make sense: ") as lost:
             exchange.gather("mine")
     assert "\n" not in str(lost.value)
 
 
 def test_behind_values_that_cannot_be_read_nothing_is_said(process_that_says):
-    with closing(process_that_says(packed(GATHER, b""))) as seat:
-        exchange = seat.exchange(10)
+    with closing(process_that_says(packed(GATHER, b""))) as client:
+        exchange = client.exchange(10)
         with pytest.raises(ControlLost, match=r"not the values of 2 ranks$"):
             exchange.gather("mine")
         with pytest.raises(ControlLost, match=r"2 ranks\. What was said after that has no answer"):
@@ -462,21 +463,21 @@ def test_behind_values_that_cannot_be_read_nothing_is_said(process_that_says):
 def test_a_broadcast_has_rank_0s_value_alone(process_that_says):
     said = {"is": "values", "call": ["0", 0, "gather_on_0"]}
     body = entry(1, VALUE) + entry(0, pickle.dumps("first"))
-    with closing(process_that_says(packed(said, body))) as seat:
-        assert seat.exchange(10).gather_on_0("mine") == ["first", "a value"]
+    with closing(process_that_says(packed(said, body))) as client:
+        assert client.exchange(10).gather_on_0("mine") == ["first", "a value"]
 
 
 def test_behind_a_call_that_not_all_came_to_nothing_is_taken_for_something_else(tree):
-    def act(seat):
-        exchange = seat.exchange(0.3 if seat.rank else 30)
-        if seat.rank:
+    def act(client):
+        exchange = client.exchange(0.3 if client.rank else 30)
+        if client.rank:
             with pytest.raises(ControlLost, match="not all ranks came"):
                 exchange.gather("the first")
             with pytest.raises(ControlLost, match="said after that has no answer"):
                 exchange.gather("the second")
-            return seat.exchange(30).gather(seat.rank)
-        beside = seat.exchange(30)
-        everyone = beside.gather(seat.rank)  # they have given up by now
+            return client.exchange(30).gather(client.rank)
+        beside = client.exchange(30)
+        everyone = beside.gather(client.rank)  # they have given up by now
         return exchange.gather("late"), everyone
 
     late, *others = every(act, tree)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.node.control.board import BOARD, COUNTS, Board, put_count, read_counts, ticks_apart
-from hpctrain.node.control.rank_lease import RankLease
+from hpctrain.node.control.client import RankLease
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import CheckpointError
-from hpctrain.train.data.batches import GlobalBatches
-from hpctrain.train.data.holes import Holes, holes_of
+from hpctrain.train.data.batches import GlobalBatches, Holes, holes_of
 from hpctrain.train.data.loader import BatchRules, DataPlace, make_loader
 from hpctrain.train.data.order import SampleOrder
 

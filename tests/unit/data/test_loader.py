@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from hpctrain.core.base.mesh import MicrobatchRules
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.train.data.batches import MicrobatchRules, rank_positions
+from hpctrain.train.data.batches import rank_positions
 from hpctrain.train.data.loader import (
     OURS,
     BatchRules,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.core.base.mesh import MicrobatchRules
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.train.data.batches import MicrobatchRules
 from hpctrain.train.data.loader import BatchRules, DataPlace, make_loader
-from hpctrain.train.data.mixture import BLOCK, Mixture, MixtureOrder
+from hpctrain.train.data.order import BLOCK, Mixture, MixtureOrder
 
 SIZES = [50, 700, 3000]
 WEIGHTS = [0.2, 0.5, 0.3]

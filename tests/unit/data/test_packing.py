@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
 from hpctrain.errors import UsageError
-from hpctrain.train.data import packing
-from hpctrain.train.data.packing import IGNORED, PackedDocuments, cu_seqlens
+from hpctrain.train.data import streams
+from hpctrain.train.data.streams import IGNORED, PackedDocuments, cu_seqlens
 
 END = 99
 
@@ -59,7 +59,7 @@ def test_every_token_is_in_its_document_and_place(documents, seq_len):
 
 
 def test_ends_are_found_where_pieces_of_the_file_meet(tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "_AT_ONCE", 3)
+    monkeypatch.setattr(streams, "_AT_ONCE", 3)
     documents = [[1, 2], [3], [], [4, 5, 6, 7], [8]]
 
     sequences, tokens = packed(tmp_path, documents, 4)

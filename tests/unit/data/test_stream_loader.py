@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.core.base.mesh import ANY_PASSES, MicrobatchRules
 from hpctrain.errors import CheckpointError, HpctrainError, UsageError
-from hpctrain.train.data.batches import ANY_PASSES, MicrobatchRules
 from hpctrain.train.data.loader import DataPlace
 from hpctrain.train.data.readers import Source
 from hpctrain.train.data.stream_loader import (

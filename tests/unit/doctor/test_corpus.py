@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from hpctrain.advise.doctor.faults import Certainty, FaultKind
+from hpctrain.advise.doctor.faults import FAULTS, Certainty, Role
 from hpctrain.advise.doctor.lines import plain
 from hpctrain.advise.doctor.scan import LogScanner
-from hpctrain.advise.doctor.signature import Role, SignatureTable, packaged
+from hpctrain.advise.doctor.signature import SignatureTable, packaged
 from tests.support.quoted_logs import diagnose, quoted
 
 FILES = (
@@ -56,7 +56,7 @@ def read(text, signatures=None):
 def test_a_quoted_log_has_its_fault_or_at_least_no_certain_other_one(log):
     diagnosis = diagnose(log.text)
 
-    assert log.fault in {kind.value for kind in FaultKind}
+    assert log.fault in FAULTS
     if diagnosis.kind != log.fault:
         assert log.address in WRONG
         assert diagnosis.certainty is not Certainty.CERTAIN
@@ -74,7 +74,7 @@ def test_the_quotes_are_many_and_nine_of_ten_are_right():
 def test_an_example_is_read_by_its_signature(one, line):
     signs = [sighting.sign for sighting in scan_all(f"{line}\n").sightings]
 
-    assert signs == ([] if one.role is Role.HARMLESS else [one.name])
+    assert signs == ([] if one.role == Role.HARMLESS else [one.name])
 
 
 @pytest.mark.parametrize(("one", "line"), NEAR_MISSES)
@@ -90,7 +90,7 @@ def test_every_signature_says_something_that_nothing_says_without_it():
 
     idle = []
     for one in EVERY:
-        without = SignatureTable.of(other for other in EVERY if other is not one)
+        without = SignatureTable(other for other in EVERY if other is not one)
         concerned = (at for at, text in enumerate(texts) if any(map(one.fits, text.splitlines())))
         if not any(
             read(texts[at], without) != full[at] for at in (*concerned, *at_own(one, texts))
@@ -135,7 +135,7 @@ def test_whatever_comes_nothing_raises(seed):
         scanner.feed(content[:cut])
         content = content[cut:]
     from hpctrain.advise.doctor.judge import judge
-    from hpctrain.advise.doctor.text import as_json, as_text
+    from hpctrain.advise.doctor.words import as_json, as_text
 
     diagnosis = judge([scanner.finish()])
 

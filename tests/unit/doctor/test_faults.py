@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.advise.doctor.faults import KNOWLEDGE
+from hpctrain.advise.doctor.faults import FAULTS
 
 PAGE = Path(__file__).parents[3] / "docs" / "doctor.md"
 
@@ -12,6 +12,6 @@ PAGE = Path(__file__).parents[3] / "docs" / "doctor.md"
 def test_the_page_has_each_code_with_its_words():
     page = PAGE.read_text()
 
-    for kind, knowledge in KNOWLEDGE.items():
-        row = f"| {knowledge.code} | `{kind.value}` | {knowledge.title} | {knowledge.do[0]} |"
+    for kind, knowledge in FAULTS.items():
+        row = f"| {knowledge.code} | `{kind}` | {knowledge.title} | {knowledge.do[0]} |"
         assert row.replace("|", "or") in page.replace("|", "or"), kind

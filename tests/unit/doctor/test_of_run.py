@@ -7,10 +7,10 @@ import os
 
 import pytest
 
-from hpctrain.advise.doctor.faults import KNOWLEDGE, OF_CAUSE, FaultKind
+from hpctrain.advise.doctor.faults import FAULTS, OF_CAUSE
 from hpctrain.cli.main import main
-from hpctrain.cluster.scheduler.local import client
-from hpctrain.ledger.history.causes import EndCause
+from hpctrain.cluster.scheduler import local as client
+from hpctrain.ledger.history.run_state import EndCause
 from tests.support.ledger_runs import Story, local_job
 
 TRACED = (
@@ -84,7 +84,7 @@ def test_every_cause_of_the_ledger_has_its_verdict(cause, tmp_path, capsys):
 
     code, document = told(tmp_path, capsys)
 
-    assert document["kind"] == OF_CAUSE[cause].value
+    assert document["kind"] == OF_CAUSE[cause]
     assert document["run"] == "lm-3"
     assert (code == 1) is (cause is EndCause.UNKNOWN)
     assert document["do"]
@@ -96,8 +96,7 @@ def test_all_causes_are_tried_but_one_that_needs_another_story():
 
 
 def test_every_fault_has_a_code_of_its_own():
-    assert set(KNOWLEDGE) == set(FaultKind)
-    codes = [knowledge.code for knowledge in KNOWLEDGE.values()]
+    codes = [knowledge.code for knowledge in FAULTS.values()]
     assert codes == [f"HT{number}" for number in range(801, 801 + len(codes))]
 
 
@@ -337,7 +336,7 @@ def test_hpctrain_s_own_requeue_is_none_from_outside_and_nothing_is_to_be_done(
 
 def test_where_nothing_follows_the_general_advice_stands(tmp_path, capsys):
     Story(tmp_path / "lm-3").submitted().started(1).ended(1, "preempted", "stop")
-    assert told(tmp_path, capsys)[1]["do"] == list(KNOWLEDGE[FaultKind.PREEMPTED].do)
+    assert told(tmp_path, capsys)[1]["do"] == list(FAULTS["preempted"].do)
 
 
 def test_a_program_that_tells_its_steps_is_not_told_to_load_a_checkpoint(tmp_path, capsys):

@@ -7,8 +7,7 @@ import os
 
 import pytest
 
-from hpctrain.advise.doctor.own_signatures import faults_of
-from hpctrain.advise.doctor.signature import packaged, read
+from hpctrain.advise.doctor.signature import faults_of, packaged, read
 from hpctrain.cli.main import main
 from hpctrain.errors import UsageError
 
@@ -82,7 +81,7 @@ def test_where_no_preset_has_signatures_slurm_is_not_asked_which_site_this_is(lo
     def asked(*_):
         raise AssertionError
 
-    monkeypatch.setattr("hpctrain.advise.doctor.own_signatures.look_around", asked)
+    monkeypatch.setattr("hpctrain.advise.doctor.signature.look_around", asked)
 
     assert main(["doctor", "--log", str(log)]) == 1
 
@@ -114,13 +113,13 @@ def test_a_wrong_file_is_left_out_and_said(own, log, capsys):
 
 WRONG = [
     ('name = "ost-full"\n', "", "signature 1: name is missing"),
-    ('role = "cause"', 'role = "reason"', "role is one of cause, wait, link"),
-    ('fault = "storage_full"', 'fault = "disk"', "fault is one of gpu_oom"),
+    ('role = "cause"', 'role = "reason"', 'role is "reason"; it takes one of cause, wait, link'),
+    ('fault = "storage_full"', 'fault = "disk"', 'fault is "disk"; it takes one of gpu_oom'),
     ('fault = "storage_full"\n', "", "a fault belongs to every role but harmless"),
     ('["OST"]', '["17"]', "the word '17' stands in too many lines"),
-    ('["OST"]', '"OST"', "words is a list of texts, not 'OST'"),
-    ("is full'", "is (full'", "the pattern is none"),
-    ("says_so = ", "is_late = ", "is_late is true or false, not 'system'"),
+    ('["OST"]', '"OST"', 'words is "OST"; it takes a list of texts'),
+    ("is full'", "is (full'", "which is no regular expression"),
+    ("says_so = ", "is_late = ", 'is_late is "system"; it takes true or false'),
     ("[[signature]]", "[signature]", "may hold [[signature]] tables alone"),
     ("[[signature]]", "[[signatures]]", "may hold [[signature]] tables alone, not signatures"),
     ("[[signature]]", "[[signature", "has no signatures that can be read"),

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.advise.doctor.faults import Certainty, FaultKind
+from hpctrain.advise.doctor.faults import Certainty
 from hpctrain.advise.doctor.files import inputs, scan
 from hpctrain.advise.doctor.judge import judge
 from tests.support.quoted_logs import FOLDER
 
 FAULTS = FOLDER / "faults"
 EXPECTED = {
-    "chained": FaultKind.CODE,
-    "checkpoint_key": FaultKind.CHECKPOINT,
-    "checkpoint_shape": FaultKind.CHECKPOINT,
-    "desync_debug": FaultKind.NATIVE,
-    "disk_full": FaultKind.STORAGE_FULL,
-    "exception": FaultKind.CODE,
-    "hang": FaultKind.HANG,
-    "memory_error": FaultKind.HOST_OOM,
-    "mismatch": FaultKind.DESYNC,
-    "monitored": FaultKind.HANG,
-    "nan": FaultKind.NAN,
-    "no_launcher": FaultKind.LAUNCH,
-    "no_master": FaultKind.RENDEZVOUS,
-    "no_rank": FaultKind.LAUNCH,
-    "port_taken": FaultKind.PORT_IN_USE,
-    "python_memory": FaultKind.HOST_OOM,
-    "segfault": FaultKind.NATIVE,
-    "shm": FaultKind.SHARED_MEMORY,
-    "sigterm": FaultKind.KILLED,
-    "worker_killed": FaultKind.DATA_WORKER,
-    "worker_raises": FaultKind.CODE,
+    "chained": "code",
+    "checkpoint_key": "checkpoint",
+    "checkpoint_shape": "checkpoint",
+    "desync_debug": "native",
+    "disk_full": "storage_full",
+    "exception": "code",
+    "hang": "hang",
+    "memory_error": "host_oom",
+    "mismatch": "desync",
+    "monitored": "hang",
+    "nan": "nan",
+    "no_launcher": "launch",
+    "no_master": "rendezvous",
+    "no_rank": "launch",
+    "port_taken": "port_in_use",
+    "python_memory": "host_oom",
+    "segfault": "native",
+    "shm": "shared_memory",
+    "sigterm": "killed",
+    "worker_killed": "data_worker",
+    "worker_raises": "code",
 }
-UNTOLD = {"sigkill": FaultKind.HOST_OOM}
+UNTOLD = {"sigkill": "host_oom"}
 """By whom it was killed stands in no log: the usual one is named, as possible."""
 
 
@@ -49,7 +49,7 @@ def test_every_log_is_expected_to_say_something():
 
 @pytest.mark.parametrize(("name", "kind"), EXPECTED.items())
 def test_a_real_fault_is_named(name, kind):
-    assert diagnosis_of(name).kind is kind
+    assert diagnosis_of(name).kind == kind
 
 
 @pytest.mark.parametrize(("name", "kind"), UNTOLD.items())
@@ -67,7 +67,7 @@ def test_the_programs_own_line_is_named_and_the_other_ranks_errors_follow():
     assert diagnosis.evidence[0].rank == 1
     assert diagnosis.certainty is Certainty.CERTAIN
     followed = {follow.example.kind for follow in diagnosis.follow_ons}
-    assert FaultKind.TRANSPORT in followed
+    assert "transport" in followed
 
 
 def test_a_worker_s_own_error_is_named_and_not_its_wrapper():

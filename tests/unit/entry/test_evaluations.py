@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from hpctrain.cluster.scheduler.slurm.environment import script_environment
+from hpctrain.cluster.scheduler.slurm.command import script_environment
 from hpctrain.core.settings.spec import Entry, Evaluates, load_spec
 from hpctrain.entry import evaluations
 from hpctrain.entry.evaluations import LOOK_AGAIN_S, LOOK_S, at_the_end_of, watch

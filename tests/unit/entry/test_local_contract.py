@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
-from hpctrain.cluster.scheduler.local import client
-from hpctrain.cluster.scheduler.local.client import LocalControl
+from hpctrain.cluster.scheduler import local as client
+from hpctrain.cluster.scheduler.local import LocalControl
 from hpctrain.core.base import clock
 from hpctrain.core.settings.schema import Settings
 from hpctrain.core.settings.spec import Entry, Spec

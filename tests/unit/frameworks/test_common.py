@@ -10,7 +10,7 @@ import pytest
 
 import hpctrain
 from hpctrain.errors import CheckpointError, Fenced, UsageError
-from hpctrain.frameworks.common import meet, need, seal
+from hpctrain.frameworks import meet, need, seal
 
 
 def test_a_framework_that_has_not_met_the_other_ranks_is_refused():

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hpctrain.train.guards.nonfinite import (
+from hpctrain.train.guards.rules import (
     MOST_IN_A_ROW,
     MOST_IN_WINDOW,
     MOST_OVERFLOWS,

@@ -8,8 +8,7 @@ import math
 import pytest
 
 from hpctrain.core.settings.schema import GuardSettings
-from hpctrain.train.guards.nonfinite import Ruling
-from hpctrain.train.guards.own_steps import OwnSteps, RankNumbers
+from hpctrain.train.guards.rules import OwnSteps, RankNumbers, Ruling
 
 NAN = float("nan")
 
@@ -63,3 +62,18 @@ def test_the_largest_of_all_ranks_is_judged_and_a_resume_judges_the_same(spike, 
     for each in (guard, resumed):
         is_applied, event = each.judge(100, rows((9.0, 2.0), (1.0, 2.0)))
         assert (is_applied, event.what, event.value) == (applied, "loss", 9.0)
+
+
+def test_a_resume_counts_on_the_steps_that_were_not_finite():
+    guard, bad = OwnSteps(GuardSettings()), rows((NAN, 1.0))
+    assert [guard.judge(step, bad)[1].ruling for step in (1, 2)] == [Ruling.GO_ON] * 2
+    resumed = OwnSteps(GuardSettings())
+    resumed.load_state_dict(json.loads(json.dumps(guard.state_dict())))
+    assert resumed.judge(3, bad)[1].ruling is Ruling.STOP
+
+
+def test_a_rule_that_was_off_begins_without_a_memory():
+    off = OwnSteps(GuardSettings(nonfinite="off")).state_dict()
+    resumed = OwnSteps(GuardSettings())
+    resumed.load_state_dict(off)
+    assert resumed.judge(1, rows((NAN, 1.0)))[1].ruling is Ruling.GO_ON

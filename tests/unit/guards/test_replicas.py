@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.train.guards.replicas import clean_step, differing, slices, window_of
+from hpctrain.train.runtime.guarding import clean_step, differing, slices, window_of
 
 
 def test_equal_copies_are_no_news():

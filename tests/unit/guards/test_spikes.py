@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from hpctrain.train.guards.spikes import LEAST, MOST_IN_A_ROW, WINDOW, SpikeRule
+from hpctrain.train.guards.rules import LEAST, MOST_SPIKES_IN_A_ROW, WINDOW, SpikeRule
 
 SPIKES = range(2000, 29_500, 997)
 
@@ -97,8 +97,8 @@ def test_a_spike_does_not_enter_what_later_steps_are_judged_by():
 
 def test_after_eight_in_a_row_the_next_is_a_new_level():
     rule = flat(SpikeRule(), WINDOW)
-    told = [rule.judge(3.0, 1.0) is not None for _ in range(MOST_IN_A_ROW + 1)]
-    assert told == [True] * MOST_IN_A_ROW + [False]
+    told = [rule.judge(3.0, 1.0) is not None for _ in range(MOST_SPIKES_IN_A_ROW + 1)]
+    assert told == [True] * MOST_SPIKES_IN_A_ROW + [False]
     assert rule.state_dict()["losses"][-1] == 3.0
 
 
@@ -137,7 +137,7 @@ def test_a_judgement_is_cheap():
 
 def test_a_resume_in_the_middle_of_a_row_counts_on():
     first, second = flat(SpikeRule(), WINDOW), SpikeRule()
-    for _ in range(MOST_IN_A_ROW):
+    for _ in range(MOST_SPIKES_IN_A_ROW):
         assert first.judge(3.0, 1.0) is not None
     second.load_state_dict(first.state_dict())
     assert second.judge(3.0, 1.0) is None

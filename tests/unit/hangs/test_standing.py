@@ -6,7 +6,14 @@ import math
 
 import pytest
 
-from hpctrain.node.hangs.standing import HangLimits, RankPulse, Stand, Standing, in_words, unmoved
+from hpctrain.node.hangs.standing import (
+    HangLimits,
+    RankHeartbeat,
+    Stand,
+    Standing,
+    in_words,
+    unmoved,
+)
 
 LIMITS = HangLimits(60.0, first_step_s=1800.0, save_s=600.0)
 
@@ -28,12 +35,12 @@ def standing(clock):
     return Standing(LIMITS, clock)
 
 
-def pulse(mark=1, phase="step", rank=0, *, is_first=False, limit_s=None, step=3):
-    return RankPulse(rank, step, phase, is_first, limit_s, mark)
+def heartbeat(mark=1, phase="step", rank=0, *, is_first=False, limit_s=None, step=3):
+    return RankHeartbeat(rank, step, phase, is_first, limit_s, mark)
 
 
 def stays(standing, clock, seconds, one):
-    """The last look at a pulse that does not change for so long."""
+    """The last look at a heartbeat that does not change for so long."""
     standing.look([one])
     for _ in range(round(seconds / 0.5)):
         clock.now += 0.5
@@ -42,25 +49,25 @@ def stays(standing, clock, seconds, one):
 
 
 def test_a_rank_stands_from_its_last_change_on(standing, clock):
-    stand = stays(standing, clock, 59.5, pulse())
+    stand = stays(standing, clock, 59.5, heartbeat())
     assert (stand.stood_s, stand.limit_s, stand.is_over) == (59.5, 60.0, False)
     clock.now += 0.5
-    assert standing.look([pulse()])[0].is_over
+    assert standing.look([heartbeat()])[0].is_over
     clock.now += 0.5
-    assert standing.look([pulse(mark=2)])[0].stood_s == 0
+    assert standing.look([heartbeat(mark=2)])[0].stood_s == 0
 
 
 @pytest.mark.parametrize(
     ("one", "limit_s"),
     [
-        (pulse(), 60.0),
-        (pulse(is_first=True), 1800.0),
-        (pulse(phase="save", is_first=True), 1800.0),
-        (pulse(phase="save"), 600.0),
-        (pulse(phase="evaluation", limit_s=90.0), 90.0),
-        (pulse(phase="evaluation", limit_s=0.5, is_first=True), 0.5),
-        (pulse(phase="end"), math.inf),
-        (pulse(phase=""), math.inf),
+        (heartbeat(), 60.0),
+        (heartbeat(is_first=True), 1800.0),
+        (heartbeat(phase="save", is_first=True), 1800.0),
+        (heartbeat(phase="save"), 600.0),
+        (heartbeat(phase="evaluation", limit_s=90.0), 90.0),
+        (heartbeat(phase="evaluation", limit_s=0.5, is_first=True), 0.5),
+        (heartbeat(phase="end"), math.inf),
+        (heartbeat(phase=""), math.inf),
     ],
 )
 def test_each_phase_has_its_limit(standing, one, limit_s):
@@ -68,26 +75,26 @@ def test_each_phase_has_its_limit(standing, one, limit_s):
 
 
 def test_a_phase_may_take_five_times_its_longest_stay_that_ended(standing, clock):
-    assert stays(standing, clock, 20, pulse(1, "validate")).limit_s == 60.0
-    assert standing.look([pulse(2, "validate")])[0].limit_s == 100.0
-    assert standing.look([pulse(3, "data")])[0].limit_s == 60.0
+    assert stays(standing, clock, 20, heartbeat(1, "validate")).limit_s == 60.0
+    assert standing.look([heartbeat(2, "validate")])[0].limit_s == 100.0
+    assert standing.look([heartbeat(3, "data")])[0].limit_s == 60.0
 
 
 def test_a_short_stay_does_not_make_a_long_one_forgotten(standing, clock):
-    stays(standing, clock, 20, pulse(1, "validate"))
-    stays(standing, clock, 1, pulse(2, "validate"))
-    assert standing.look([pulse(3, "validate")])[0].limit_s == 100.0
+    stays(standing, clock, 20, heartbeat(1, "validate"))
+    stays(standing, clock, 1, heartbeat(2, "validate"))
+    assert standing.look([heartbeat(3, "validate")])[0].limit_s == 100.0
 
 
 def test_what_was_before_the_first_step_is_over_teaches_nothing(standing, clock):
-    stays(standing, clock, 500, pulse(1, is_first=True))
-    assert standing.look([pulse(2)])[0].limit_s == 60.0
+    stays(standing, clock, 500, heartbeat(1, is_first=True))
+    assert standing.look([heartbeat(2)])[0].limit_s == 60.0
 
 
 def test_time_in_which_the_whole_node_stood_does_not_count(standing, clock):
-    standing.look([pulse()])
+    standing.look([heartbeat()])
     clock.now += 3600
-    assert standing.look([pulse()])[0].stood_s == 2.0
+    assert standing.look([heartbeat()])[0].stood_s == 2.0
 
 
 def stand(rank, stood_s=70.0, step=5, limit_s=60.0):

@@ -7,9 +7,9 @@ import pytest
 from hpctrain.cluster.scheduler.slurm.jobs import job_state
 from hpctrain.core.base.records import EndReason
 from hpctrain.ledger.history.attempts import attempts
-from hpctrain.ledger.history.causes import EndCause, cause_of, cause_of_failure
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_records import AttemptRecord, Failure
+from hpctrain.ledger.history.run_state import EndCause, cause_of, cause_of_failure
 from tests.support.ledger_runs import Story
 
 
@@ -67,7 +67,7 @@ def test_every_reason_has_a_cause():
         ("CheckpointError: shard 3: [Errno 122] Disk quota exceeded", EndCause.STORAGE_FULL),
         ("CheckpointError: write failed (ENOSPC)", EndCause.STORAGE_FULL),
         (
-            "hpctrain.errors.FileSystemFault: x cannot be read: [Errno 12] Cannot allocate memory",
+            "hpctrain.errors.FileSystemFault: x: [Errno 12] Cannot allocate memory",
             EndCause.STORAGE_ERROR,
         ),
         ("OSError: [Errno 116] Stale file handle: '/data/x'", EndCause.STORAGE_ERROR),

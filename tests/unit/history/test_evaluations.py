@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hpctrain.ledger.history.evaluations import due, evaluated, waiting
+from hpctrain.ledger.history.evaluations import due, waiting
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.run import events as ledger
 from tests.support.ledger_runs import Story
@@ -91,8 +91,8 @@ def test_what_is_due_waits_until_something_is_said_of_it(story):
     story.add("evaluated", step=30, run="gpt-eval-30", why="the evaluation crashed")
 
     assert waiting(history(story), 1, last=True) == [10]
-    assert evaluated(history(story))[20].metrics == {"loss": 2.5}
-    assert evaluated(history(story))[30].why == "the evaluation crashed"
+    assert history(story).evaluations[20].metrics == {"loss": 2.5}
+    assert history(story).evaluations[30].why == "the evaluation crashed"
 
 
 def test_the_last_word_on_a_step_counts(story):
@@ -100,7 +100,7 @@ def test_the_last_word_on_a_step_counts(story):
     story.add("evaluated", step=10, run="gpt-eval-10", why="it crashed")
     story.add("evaluated", step=10, run="gpt-eval-10", metrics={"loss": 2.5})
 
-    assert (evaluated(history(story))[10].why, waiting(history(story), 1, last=True)) == ("", [])
+    assert (history(story).evaluations[10].why, waiting(history(story), 1, last=True)) == ("", [])
 
 
 def test_a_checkpoint_that_was_gone_and_is_saved_anew_is_evaluated_after_all(story):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.cluster.scheduler.local.client import LocalCluster
+from hpctrain.cluster.scheduler.local import LocalCluster
 from hpctrain.core.base.records import JobStart
 from hpctrain.ledger.history.attempts import attempts
 from hpctrain.ledger.history.goodput import Goodput, TimeClass, goodput, window

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.ledger.history.attempts import attempts
-from hpctrain.ledger.history.reported import reported, steps_lost
+from hpctrain.ledger.history.progress import reported, steps_lost
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.plan.decide import LONG_S, attempts_without_progress, is_users
 from hpctrain.ledger.plan.interval import costs

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpctrain.ledger.history.attempts import attempts
-from hpctrain.ledger.history.reported import NO_STEP, StepsLost, reported, steps_lost
+from hpctrain.ledger.history.progress import NO_STEP, StepsLost, reported, steps_lost
 from hpctrain.ledger.history.run_history import RunHistory
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from hpctrain.advise.lint.catalogue import PRELUDE, ROWS
+from hpctrain.advise.lint.rule import PRELUDE, ROWS
 
 NAMES = {"": "program.py", "cpus": "program.py", "json": "ds_config.json", "toml": "hpctrain.toml"}
 CPUS = {"cpus": 4}

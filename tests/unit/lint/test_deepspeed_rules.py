@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.advise.lint.check import check_text
 from hpctrain.advise.lint.deepspeed_config import is_deepspeed
-from hpctrain.core.settings.deepspeed_keys import REMOVED_ZERO_KEYS
+from hpctrain.core.settings.external import REMOVED_ZERO_KEYS
 
 
 def test_what_earlier_versions_read_of_zero_is_what_deepspeed_refuses():

@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.advise.lint.check import check_text
 from hpctrain.advise.lint.files import files_to_check
-from hpctrain.advise.lint.source import read_source
+from hpctrain.core.base.files import read_source
 
 ALONE = (
     "from {module} import {name}\nimport torch.distributed as dist\n"

@@ -7,10 +7,11 @@ from collections import Counter
 
 import pytest
 
-from hpctrain.advise.lint.check import RuleChoice, check_text
-from hpctrain.advise.lint.ignores import (
+from hpctrain.advise.lint.check import (
+    RuleChoice,
     baseline_text,
     beyond_baseline,
+    check_text,
     ignore_comments,
     read_baseline,
 )

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from hpctrain.advise.lint.check import check_text
-from hpctrain.advise.lint.source import apply_edits
+from hpctrain.advise.lint.syntax import apply_edits
 
 TEXT = Path(__file__).with_name("planted.txt").read_text()
 PLANTED = {

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.advise.lint.catalogue import PRELUDE, ROWS, RULES, read_rules
 from hpctrain.advise.lint.check import EVERY_RULE, RuleChoice, check_text
 from hpctrain.advise.lint.patterns import PatternTable, check_patterns, packaged_patterns
 from hpctrain.advise.lint.reporting import ProgramFacts
+from hpctrain.advise.lint.rule import PRELUDE, ROWS, RULES, read_rules
 from hpctrain.advise.lint.syntax import ProgramSyntax
 
 _spec = importlib.util.spec_from_file_location("lint_cases", Path(__file__).with_name("cases.py"))

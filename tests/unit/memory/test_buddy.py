@@ -13,10 +13,9 @@ from hpctrain.core.testing.faults import armed
 from hpctrain.errors import ControlLost
 from hpctrain.node.control.wire import Codes, Garbled, Greeting
 from hpctrain.node.memory import copy_line
-from hpctrain.node.memory.choice import Inventory, choose
-from hpctrain.node.memory.copy_line import CopyDoor, CopyLine, meet
-from hpctrain.node.memory.pairing import buddies_of
-from hpctrain.node.memory.slots import HeldCopy, Mark
+from hpctrain.node.memory.copy_line import CopyLine, CopyListener, meet
+from hpctrain.node.memory.replica_peer import replica_peers_of
+from hpctrain.node.memory.slots import HeldCopy, Inventory, Mark, choose
 from tests.support.replica_servers import (
     ROOM,
     ReplicaServers,
@@ -35,7 +34,7 @@ NODES = 3
 @pytest.fixture
 def job(tmp_path):
     """Three nodes with two ranks each."""
-    replica_servers = ReplicaServers(tmp_path, nodes=NODES, ranks=2, to_buddy=True)
+    replica_servers = ReplicaServers(tmp_path, nodes=NODES, ranks=2, to_peer=True)
     yield replica_servers
     replica_servers.close()
 
@@ -68,7 +67,7 @@ def expected(step, rank):
 
 def memory(replica_servers, node, rank, mark):
     """The bytes of a copy in a node's memory."""
-    return replica_servers.replica_servers[node]._stock.find(mark, rank).view
+    return replica_servers.replica_servers[node]._copies.find(mark, rank).view
 
 
 def test_a_covered_step_lies_on_two_nodes_again_and_again(job):
@@ -112,8 +111,8 @@ def test_after_a_lost_node_every_rank_has_its_part_of_the_last_covered_step(job,
 
 
 def test_two_nodes_of_one_switch_may_go_at_once_where_their_copies_are_on_another(tmp_path):
-    job = ReplicaServers(tmp_path, nodes=4, ranks=1, to_buddy=True)
-    job.buddies = buddies_of(["s1", "s1", "s2", "s2"])
+    job = ReplicaServers(tmp_path, nodes=4, ranks=1, to_peer=True)
+    job.buddies = replica_peers_of(["s1", "s1", "s2", "s2"])
     covered_by_all(ready(job), 20)
     guests = [[copy.rank for copy in line.held().guests] for line in job.lines]
     assert guests == [[2], [3], [0], [1]]
@@ -144,7 +143,7 @@ def test_what_a_spare_has_fetched_is_its_own_from_then_on(job):
     )
 
     assert lines[4].held().own == [HeldCopy(1, 20, 6, 4), HeldCopy(1, 20, 6, 5)]
-    assert all(not replica_server._stock._fetched for replica_server in job.replica_servers)
+    assert all(not replica_server._copies._fetched for replica_server in job.replica_servers)
     assert [line.take_room(ROOM) for line in lines] == [""] * 6
     covered_by_all(lines, 25)  # it takes no slot from a newer copy
     covered_by_all(lines, 30)
@@ -163,7 +162,7 @@ def test_a_copy_for_a_rank_whose_slot_holds_anothers_leaves_a_slot_free(job):
         assert line.take_room(ROOM) == ""
 
     covered_by_all(lines, 25)
-    assert all(not replica_server._stock._fetched for replica_server in job.replica_servers)
+    assert all(not replica_server._copies._fetched for replica_server in job.replica_servers)
 
 
 def test_two_neighbours_lost_leave_nothing_to_go_on_from(job):
@@ -256,9 +255,11 @@ def test_too_little_memory_for_the_buddys_copies_ends_copies_on_all(job, monkeyp
     lines = job.begin()
     for line in lines:
         line.chosen(None)
-    stock = job.replica_servers[1]._stock
+    node_copies = job.replica_servers[1]._copies
     monkeypatch.setattr(
-        stock, "take_guest", lambda local, _: type(stock).take_guest(stock, local, 1 << 60)
+        node_copies,
+        "take_guest",
+        lambda local, _: type(node_copies).take_guest(node_copies, local, 1 << 60),
     )
 
     why = lines[0].take_room(ROOM)
@@ -341,7 +342,7 @@ def greeted(secret, about="copies"):
 def test_another_secret_round_or_node_is_not_let_in(monkeypatch, secret, about, node):
     monkeypatch.setattr(copy_line, "JOIN_S", 0.0)
     served = []
-    door = CopyDoor(range(3), greeted("secret"), lambda number, _: served.append(number))
+    door = CopyListener(range(3), greeted("secret"), lambda number, _: served.append(number))
     port = door.open("127.0.0.1")
 
     with pytest.raises(ControlLost, match="is no replica server"):
@@ -354,7 +355,7 @@ def test_another_secret_round_or_node_is_not_let_in(monkeypatch, secret, about, 
 
 
 def test_of_many_strangers_the_log_hears_of_the_first(caplog):
-    door = CopyDoor(range(3), greeted("secret"), lambda *_: None)
+    door = CopyListener(range(3), greeted("secret"), lambda *_: None)
     for _ in range(2 * copy_line.MOST_NOTED):
         door._note("10.0.0.1", "a stranger")
     assert caplog.text.count("was refused copies of the state") == copy_line.MOST_NOTED
@@ -362,7 +363,7 @@ def test_of_many_strangers_the_log_hears_of_the_first(caplog):
 
 def test_a_false_replica_server_is_found_before_anything_is_sent(monkeypatch):
     monkeypatch.setattr(copy_line, "JOIN_S", 0.0)
-    false = CopyDoor(range(3), greeted("another"), lambda *_: None)
+    false = CopyListener(range(3), greeted("another"), lambda *_: None)
     port = false.open("127.0.0.1")
 
     with pytest.raises(ControlLost):
@@ -379,7 +380,7 @@ def test_a_closed_door_lets_nobody_in_and_ends_who_was():
         except OSError:
             ended.set()
 
-    door = CopyDoor(range(3), greeted("secret"), serve)
+    door = CopyListener(range(3), greeted("secret"), serve)
     port = door.open("127.0.0.1")
     line = meet(("127.0.0.1", port), greeted("secret"), 1)
     until(lambda: door._lines, "it is not served")

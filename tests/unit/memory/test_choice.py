@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.node.memory.choice import Inventory, choose
-from hpctrain.node.memory.slots import HeldCopy, Mark
+from hpctrain.node.memory.slots import HeldCopy, Inventory, Mark, choose
 
 DOORS = [["n0", 1], ["n1", 2], ["n2", 3]]
 

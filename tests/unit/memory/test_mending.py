@@ -7,8 +7,8 @@ import random
 import pytest
 
 from hpctrain.checkpoint.format import shard
-from hpctrain.node.memory.mending import bad_ranges, blocks, mend, merged
-from hpctrain.node.memory.stock import digests_of
+from hpctrain.node.memory.copy_plan import bad_ranges, blocks, mend, merged
+from hpctrain.node.memory.in_memory_copies import digests_of
 from tests.support.replica_servers import plan_of, values_of
 
 

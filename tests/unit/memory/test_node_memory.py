@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.node.agent.memory import NodeMemory
+from hpctrain.node.agent.control import NodeMemory
 from hpctrain.node.control.node_server import TreePlace
 from hpctrain.node.memory import replica_server_process
-from hpctrain.node.memory.rank_line import ReplicaClient
+from hpctrain.node.memory.replica_client import ReplicaClient
 from tests.support.processes import alive
 
 

@@ -6,9 +6,8 @@ import pytest
 
 from hpctrain.checkpoint.format import shard
 from hpctrain.errors import CheckpointError
-from hpctrain.node.memory.node_stock import NodeStock
+from hpctrain.node.memory.in_memory_copies import NodeCopies, ProvedCopy, digests_of
 from hpctrain.node.memory.slots import Mark, RankSlots
-from hpctrain.node.memory.stock import ProvedCopy, digests_of
 from tests.support.replica_servers import plan_of, values_of
 
 BEFORE = Mark(1, -1)
@@ -28,10 +27,10 @@ def copy_of(step):
 @pytest.fixture
 def node():
     """One with memory for a guest's copies."""
-    stock = NodeStock()
-    stock.new_round(1)
-    stock.take_guest(0, copy_of(10)[0].size)
-    return stock
+    node_copies = NodeCopies()
+    node_copies.new_round(1)
+    node_copies.take_guest(0, copy_of(10)[0].size)
+    return node_copies
 
 
 def taken(node, step, kept=None, settled=BEFORE, then=lambda: None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.node.memory.pace import Pace
+from hpctrain.node.memory.copies import Pace
 
 
 @pytest.mark.parametrize("setting", [0, 7])

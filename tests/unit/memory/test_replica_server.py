@@ -9,8 +9,7 @@ import pytest
 
 from hpctrain.checkpoint.format.shard import proof_bytes
 from hpctrain.node.memory import replica_server as replica_servers_module
-from hpctrain.node.memory.protocol import SOCKET, ReplicaServerLost
-from hpctrain.node.memory.rank_line import ReplicaClient
+from hpctrain.node.memory.replica_client import SOCKET, ReplicaClient, ReplicaServerLost
 from hpctrain.node.memory.slots import HeldCopy, Mark
 from tests.support.replica_servers import (
     ROOM,

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from hpctrain.core.testing.faults import armed
-from hpctrain.node.memory.choice import Inventory, choose
-from hpctrain.node.memory.protocol import ReplicaServerLost
+from hpctrain.node.memory.replica_client import ReplicaServerLost
+from hpctrain.node.memory.slots import Inventory, choose
 from tests.support.replica_servers import (
     ReplicaServerProcesses,
     plan_of,
@@ -34,7 +34,7 @@ POINTS = [
 def job_with(tmp_path, faults):
     """Replica servers of three nodes with a rank each, in which these faults happen."""
     with armed(faults):
-        return ReplicaServerProcesses(tmp_path, NODES, 1, to_buddy=True)
+        return ReplicaServerProcesses(tmp_path, NODES, 1, to_peer=True)
 
 
 def ready(lines):

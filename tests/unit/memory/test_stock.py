@@ -11,11 +11,9 @@ from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.format.shard import ShardPiece, rank_of
 from hpctrain.errors import CheckpointError, TornCheckpoint
-from hpctrain.node.memory.copy_plan import CopyPlan
-from hpctrain.node.memory.facts import index_of, joined, part_of
-from hpctrain.node.memory.node_stock import NodeStock
+from hpctrain.node.memory.copy_plan import CopyPlan, index_of, joined, part_of
+from hpctrain.node.memory.in_memory_copies import NodeCopies, RankSlotMemory
 from hpctrain.node.memory.slots import Mark
-from hpctrain.node.memory.stock import RankStock
 from tests.support.replica_servers import BLOCK_BYTES, plan_of, values_of
 
 WORLD, STEP, OWN = 3, 7, 16
@@ -33,31 +31,31 @@ PLAIN = {
 
 
 def stocked(rank):
-    """A rank's stock with a proved copy in slot 1."""
+    """A rank's memory with a proved copy in slot 1."""
     plan, head = plan_of(rank, WORLD, {"manifest": PLAIN} if rank == 0 else None)
-    stock = RankStock()
-    stock.take(plan.size)
+    rank_memory = RankSlotMemory()
+    rank_memory.take(plan.size)
     nbytes = sum(plan.sizes)
-    memory = stock.arenas[1].view(0, plan.size)
+    memory = rank_memory.arenas[1].view(0, plan.size)
     memory[:] = bytes(head) + values_of(STEP, rank, nbytes) + bytes(plan.size - plan.head - nbytes)
-    stock.slots.slots[1].state = "given"
-    assert stock.slots.copied(1, MARK)
-    stock.prove(1, MARK, plan)
-    stock.slots.proved(1, whole=True)
-    return stock
+    rank_memory.slots.slots[1].state = "given"
+    assert rank_memory.slots.copied(1, MARK)
+    rank_memory.prove(1, MARK, plan)
+    rank_memory.slots.proved(1, whole=True)
+    return rank_memory
 
 
 @pytest.fixture
 def stocks():
     made = [stocked(rank) for rank in range(WORLD)]
     yield made
-    for stock in made:
-        stock.close()
+    for rank_memory in made:
+        rank_memory.close()
 
 
 def node_of(stocks):
     """A node that has these."""
-    node = NodeStock()
+    node = NodeCopies()
     node.own = dict(enumerate(stocks))
     return node
 
@@ -103,8 +101,8 @@ def test_copies_are_read_as_one_checkpoint_whatever_the_cuts(stocks):
     assert own.tobytes() == values_of(STEP, 1, share + OWN)[share:]
 
 
-def flip(stock, byte, bit):
-    view = stock.arenas[1].view(byte, 1)
+def flip(rank_memory, byte, bit):
+    view = rank_memory.arenas[1].view(byte, 1)
     view[0] ^= 1 << bit
 
 
@@ -139,7 +137,7 @@ def test_a_copy_is_found_by_its_step_and_rank_alone(stocks):
     assert node_of(stocks).find(MARK, 0).copy.plan.rank == 0
     assert node_of(stocks).find(Mark(2, STEP), 0) is None
     assert node_of(stocks[:1]).find(MARK, 1) is None
-    assert [copy.rank for stock in stocks for copy in stock.held()] == [0, 1, 2]
+    assert [copy.rank for rank_memory in stocks for copy in rank_memory.held()] == [0, 1, 2]
     stocks[0].slots.keep_only(None)
     assert stocks[0].held() == []
 

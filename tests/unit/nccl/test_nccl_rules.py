@@ -11,8 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.cluster.nccl import names, numbers, rules
-from hpctrain.cluster.nccl.numbers import RANGES, TEXTS, c_number
+from hpctrain.cluster.nccl import names, rules, values
 from hpctrain.cluster.nccl.rules import (
     DEBUG,
     ERROR,
@@ -21,6 +20,7 @@ from hpctrain.cluster.nccl.rules import (
     check_environment,
     check_variable,
 )
+from hpctrain.cluster.nccl.values import RANGES, TEXTS, c_number
 
 ANYWHERE = Context()
 SLINGSHOT = Context(kind="slingshot", required=("--network=disable_rdzv_get",))
@@ -516,7 +516,7 @@ def test_a_range_that_is_switched_off_refuses_nothing(monkeypatch):
     for row in RANGE_ROWS:
         for name in row["names"]:
             if name in names.NCCL:
-                monkeypatch.delitem(numbers.RANGES, name)
+                monkeypatch.delitem(values.RANGES, name)
                 assert [n for n in row["refuses"] if ERROR in levels(name, str(n))] == []
 
 

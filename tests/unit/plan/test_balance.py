@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.ledger.plan.limits import balance
+from hpctrain.ledger.plan.mesh import balance
 
 
 @settings(max_examples=200)

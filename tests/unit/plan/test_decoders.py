@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.core.settings.check import engine_flags
 from hpctrain.core.settings.schema import EngineSettings
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.launch.change import change_spec, resume_request
+from hpctrain.launch.change import ResumeRequest, change_spec
 from hpctrain.launch.checks import plan_meshes
-from hpctrain.launch.prepare import SubmitRequest, prepare
-from hpctrain.ledger.plan.limits import FAMILIES, shape_of_config
-from hpctrain.ledger.plan.mesh import plan_mesh
+from hpctrain.launch.prepare import prepare
+from hpctrain.ledger.plan.mesh import FAMILIES, plan_mesh, shape_of_config
 from tests.support import fuzzing
+from tests.support.submit_requests import request_of
 
 CONFIG = {
     "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 48, "num_attention_heads": 12,
@@ -30,10 +31,10 @@ TP, PP = "engine.tp 3 (flag --mesh)", "engine.pp 8 (flag --mesh)"
 def table(monkeypatch):
     """One family that everything takes: what the engines take today is another test's."""
     monkeypatch.setattr(
-        "hpctrain.ledger.plan.limits.FAMILIES",
+        "hpctrain.ledger.plan.mesh.FAMILIES",
         {"tp": frozenset({"llama"}), "pp": frozenset({"llama"}), "ep": frozenset()},
     )
-    monkeypatch.setattr("hpctrain.ledger.plan.limits.TIES", frozenset())
+    monkeypatch.setattr("hpctrain.ledger.plan.mesh.TIES", frozenset())
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def submit(hub, mesh="", sets=(), folder="hub", **changes):
         "mesh": dict(axis.split("=") for axis in mesh.split(",") if axis),
         "sets": [f"engine.pretrained={folder}", *sets],
     }  # fmt: skip
-    return prepare(SubmitRequest(**{**given, **changes}))
+    return prepare(request_of(**{**given, **changes}))
 
 
 def refused(*args, **changes):
@@ -133,7 +134,7 @@ def test_a_run_that_goes_on_does_not_need_the_folder(hub):
     (hub / "model.safetensors").unlink()
     hub.rmdir()
 
-    fresh, notes = change_spec(spec, resume_request({"slurm.nodes": ("--nodes", "2")}))
+    fresh, notes = change_spec(spec, ResumeRequest({"slurm.nodes": ("--nodes", "2")}))
 
     assert fresh.settings.engine == spec.settings.engine
     assert f"{hub} is gone: the ranks will see whether the mesh fits" in notes
@@ -143,7 +144,7 @@ def test_a_run_that_goes_on_in_another_mesh_is_held_against_the_model_too(hub):
     spec = submit(write(hub), "tp=2").spec
 
     with pytest.raises(UsageError, match="does not divide num_attention_heads 12"):
-        change_spec(spec, resume_request({}, mesh={"tp": "8"}))
+        change_spec(spec, ResumeRequest(engine_flags(None, {"tp": "8"})))
 
 
 @fuzzing.cases(300, 6000)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.core.settings.deepspeed_keys import REMOVED_KEYS, SECTIONS, TOP_KEYS, ZERO
+from hpctrain.core.settings.external import REMOVED_KEYS, SECTIONS, TOP_KEYS, ZERO
 from hpctrain.core.settings.schema import EngineSettings, Settings, TrainSettings
 from hpctrain.errors import NotFound, UsageError
 from hpctrain.launch.checks import take_ds_config

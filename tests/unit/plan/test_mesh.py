@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from hpctrain.cli.main import main
 from hpctrain.core import drawing
-from hpctrain.core.base.mesh import AXES, Mesh
+from hpctrain.core.base.mesh import AXES, Mesh, MicrobatchRules
 from hpctrain.core.base.text import placed
 from hpctrain.core.settings.check import check, engine_flags, parse_mesh
 from hpctrain.core.settings.layers import flag_layer, resolve
 from hpctrain.core.settings.schema import EngineSettings, Settings, SlurmSettings, TrainSettings
 from hpctrain.core.settings.spec import Entry, Spec, load_spec
 from hpctrain.errors import UsageError
+from hpctrain.launch import resume
 from hpctrain.launch.change import SAME_RUN, ResumeRequest, change_spec
 from hpctrain.ledger.history.run_history import RunHistory
-from hpctrain.ledger.plan import resume
 from hpctrain.ledger.plan.mesh import (
     ModelShape,
     Planner,
@@ -32,10 +32,9 @@ from hpctrain.ledger.plan.mesh import (
     plan_mesh,
     shape_of,
 )
-from hpctrain.observe.status.as_json import as_json
 from hpctrain.observe.status.screen import StatusScreen
 from hpctrain.observe.status.status import Answer, status_of
-from hpctrain.train.data.batches import MicrobatchRules
+from hpctrain.observe.status.text import as_json
 from tests.support.ledger_runs import Story
 
 SHAPE = ModelShape(layers=4, dim=128, heads=4, hidden=352, seq_len=128, experts=8)
@@ -461,7 +460,6 @@ BAD_COMBINATIONS = [
         ["engine.float8=true"],
         "engine.float8 is true, and slurm.gpus_per_node is 0: CPUs have no such units",
     ),
-    (["engine.async_tp=true"], "engine.async_tp is true, and slurm.gpus_per_node is 0"),
     (
         ["engine.float8=true", "slurm.gpus_per_node=4", "engine.kind=zero3"],
         "which needs engine.kind ddp or fsdp2; it is zero3 (flag --set engine.kind)",
@@ -473,14 +471,6 @@ BAD_COMBINATIONS = [
     (
         ["engine.float8=true", "slurm.gpus_per_node=4", "engine.kind=fsdp2", "engine.tp=2"],
         "which needs engine.tp 1; it is 2 (flag --set engine.tp)",
-    ),
-    (
-        ["engine.async_tp=true", "slurm.gpus_per_node=4", "engine.kind=fsdp2", "engine.tp=2"],
-        "which needs engine.compile inductor; it is no (default)",
-    ),
-    (
-        ["engine.async_tp=true", "slurm.gpus_per_node=4", "engine.compile=inductor"],
-        "which needs engine.tp 2 or more; it is 1",
     ),
     (["engine.cp=2", "engine.kind=ddp"], "engine.cp is 2, which needs engine.kind fsdp2"),
     (

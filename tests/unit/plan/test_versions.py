@@ -17,7 +17,7 @@ from hpctrain.core.settings.schema import EngineSettings, Settings, replaced
 from hpctrain.errors import UsageError
 from hpctrain.launch import checks
 from hpctrain.launch.checks import check_versions
-from hpctrain.ledger.plan.limits import DEEPSPEED, TORCH, refusal, untried
+from hpctrain.ledger.plan.mesh import DEEPSPEED, TORCH, refusal, untried
 
 
 @pytest.mark.parametrize(

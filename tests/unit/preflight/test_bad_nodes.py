@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hpctrain.cluster.preflight.node_lists import (
+from hpctrain.cluster.preflight.report import (
     bad_nodes_of_user,
     bad_nodes_path,
     excluded,

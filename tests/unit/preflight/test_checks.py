@@ -16,8 +16,8 @@ from hpctrain.cluster.preflight.checks_between import (
     check_present,
     check_shared,
 )
-from hpctrain.cluster.preflight.exchanges import Skew
 from hpctrain.cluster.preflight.facts import Gpu, Interface, NodeFacts, Port
+from hpctrain.cluster.preflight.rendezvous import Skew
 from hpctrain.cluster.preflight.report import PreflightReport, Result, lines
 from hpctrain.cluster.preflight.slow_nodes import SearchResult, check_bandwidth, check_products
 

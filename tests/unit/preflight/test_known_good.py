@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.cluster.preflight import node_lists
+from hpctrain.cluster.preflight import report as node_lists
 
 NOW = 1_763_700_000.0
 

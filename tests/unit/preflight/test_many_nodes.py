@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hpctrain.cluster.preflight import exchanges
+from hpctrain.cluster.preflight import rendezvous
 from hpctrain.cluster.preflight.checks import Expected, Order
 from hpctrain.cluster.preflight.facts import NodeFacts
 from hpctrain.cluster.preflight.node import NodePlace, _Judge
@@ -124,12 +124,12 @@ def test_who_comes_costs_nothing_for_each_of_those_who_are_there(monkeypatch):
 
 
 def test_those_who_do_not_tell_the_time_are_waited_for_together(port, monkeypatch):
-    monkeypatch.setattr(exchanges, "ANSWER_S", 0.5)
+    monkeypatch.setattr(rendezvous, "ANSWER_S", 0.5)
     silent, told = range(1, 33), range(33, 41)
     done, at_once = threading.Event(), []
     gates.before(
         monkeypatch,
-        exchanges._Asking,
+        rendezvous._Asking,
         "_give_up",
         lambda asking: at_once.append(len(asking._asked)),
     )
@@ -151,13 +151,13 @@ def test_those_who_do_not_tell_the_time_are_waited_for_together(port, monkeypatc
     assert sorted(skews) == list(told)
     assert all(abs(skew.offset_s - rank) <= skew.bound_s + 1e-3 for rank, skew in skews.items())
     assert first.missing == dict.fromkeys(silent, "gave no answer in time")
-    assert max(at_once) == exchanges.ASKED_AT_ONCE
+    assert max(at_once) == rendezvous.ASKED_AT_ONCE
 
 
 def test_each_node_gets_its_own_answer(port):
     def node(rank):
         with Peer(rank, "127.0.0.1", port, KEY, PATIENCE_S) as peer:
-            return peer.agree(rank * 10, None, PATIENCE_S)
+            return peer.agree(rank * 10, PATIENCE_S)
 
     with ThreadPoolExecutor(3) as pool:
         others = [pool.submit(node, rank) for rank in (1, 2, 3)]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster.preflight.facts import Interface, NodeFacts, changed, seconds
-from hpctrain.core.testing.node_faults import ACTIONS, of_node, parse
+from hpctrain.core.testing.faults import NODE_ACTIONS, of_node, parse_node_faults
 from hpctrain.errors import UsageError
 
 PAGE = Path(__file__).parents[3] / "docs/preflight.md"
@@ -14,16 +14,16 @@ PAGE = Path(__file__).parents[3] / "docs/preflight.md"
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("skw:n1,seconds=1", "skw is not a fault of a node; did you mean skew?"),
+        ("skw:n1,seconds=1", "'skw' is no fault of a node; did you mean skew?"),
         ("skew", "the node is missing; write skew:NODE"),
         ("skew:n1", "skew needs seconds="),
-        ("skew:n1,second=1", "skew has no second=; it takes seconds"),
+        ("skew:n1,second=1", "'second' is no key of skew; did you mean seconds?"),
         ("skew:n1,seconds=x", "seconds=x is not a number"),
     ],
 )
 def test_a_misspelt_fault_is_one_line(text, says):
     with pytest.raises(UsageError, match="HPCTRAIN_NODE_FAULTS: ") as error:
-        parse(text)
+        parse_node_faults(text)
 
     assert says in str(error.value)
 
@@ -55,5 +55,5 @@ def test_facts_are_changed_as_the_words_say():
 def test_the_page_has_every_word():
     text = PAGE.read_text()
 
-    for action, (meaning, _) in ACTIONS.items():
+    for action, (meaning, _) in NODE_ACTIONS.items():
         assert f"| `{action}` | {meaning} |" in text

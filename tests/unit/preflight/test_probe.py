@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cluster.preflight import exchanges
+from hpctrain.cluster.preflight import bounded as exchanges
 from hpctrain.cluster.preflight.bounded import Unanswered, bounded
-from hpctrain.cluster.preflight.facts import Gpu, Interface, Port, draft
-from hpctrain.cluster.preflight.probe import (
+from hpctrain.cluster.preflight.facts import (
     FactSources,
+    Gpu,
+    Interface,
+    Port,
+    draft,
     parse_nvlinks,
     probe,
     read_gpus,
@@ -178,7 +181,7 @@ def _no_limit(which):
 
 
 def test_nodes_see_each_others_files_and_locks(tmp_path):
-    assert exchanges.write(tmp_path, "n1", "a") == ""
+    assert exchanges.leave_file(tmp_path, "n1", "a") == ""
     held = exchanges.HeldLock(tmp_path)
     try:
         assert held.held
@@ -186,28 +189,28 @@ def test_nodes_see_each_others_files_and_locks(tmp_path):
     finally:
         held.release()
     assert exchanges.try_lock(tmp_path) == "local"
-    assert exchanges.unseen(tmp_path, {"n1": "a"}) == []
+    assert exchanges.unseen_files(tmp_path, {"n1": "a"}) == []
 
 
 def test_a_file_that_is_missing_or_has_other_content_is_not_seen(tmp_path):
-    exchanges.write(tmp_path, "n1", "old")
+    exchanges.leave_file(tmp_path, "n1", "old")
 
-    assert exchanges.unseen(tmp_path, {"n1": "new", "n2": "x"}, wait_s=0.1) == ["n1", "n2"]
+    assert exchanges.unseen_files(tmp_path, {"n1": "new", "n2": "x"}, wait_s=0.1) == ["n1", "n2"]
 
 
 def test_a_node_that_is_not_to_list_the_folder_does_not(tmp_path, monkeypatch):
-    exchanges.write(tmp_path, "n1", "a")
+    exchanges.leave_file(tmp_path, "n1", "a")
     monkeypatch.setattr(os, "listdir", lambda _: [])
 
-    assert exchanges.unseen(tmp_path, {"n1": "a"}, listed=False) == []
-    assert exchanges.unseen(tmp_path, {"n1": "a"}, wait_s=0.0) == ["n1"]
+    assert exchanges.unseen_files(tmp_path, {"n1": "a"}, listed=False) == []
+    assert exchanges.unseen_files(tmp_path, {"n1": "a"}, wait_s=0.0) == ["n1"]
 
 
 def test_a_directory_that_is_not_there_or_hangs_is_told_and_waits_for_nobody(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
 
-    assert "No such file" in exchanges.write(gone, "n1", "a")
-    assert exchanges.unseen(gone, {"n1": "a"}, wait_s=0.0) == ["n1"]
+    assert "No such file" in exchanges.leave_file(gone, "n1", "a")
+    assert exchanges.unseen_files(gone, {"n1": "a"}, wait_s=0.0) == ["n1"]
     assert exchanges.try_lock(gone) == "unknown"
     monkeypatch.setattr(exchanges, "_write", lambda *_: threading.Event().wait())  # for ever
-    assert exchanges.write(Path("/"), "n1", "a", 0.05) == "no answer in 0.05 s"
+    assert exchanges.leave_file(Path("/"), "n1", "a", 0.05) == "no answer in 0.05 s"

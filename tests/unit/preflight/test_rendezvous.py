@@ -50,7 +50,7 @@ def member(rank, port, key=KEY):
 
 def say(rank, port, value):
     with member(rank, port) as one:
-        return one.agree(value, None, PATIENCE_S)
+        return one.agree(value, PATIENCE_S)
 
 
 def test_every_node_gets_what_the_first_made_of_all_values(port, nodes):
@@ -79,7 +79,7 @@ def test_a_node_that_falls_silent_is_named_and_left_out(port, nodes):
         with member(1, port) as one:
             heard.wait(PATIENCE_S)
             with pytest.raises(Alone):
-                one.agree("late", None, PATIENCE_S)
+                one.agree("late", PATIENCE_S)
 
     gone = nodes.submit(silent)
     with Coordinator(2, port, KEY, PATIENCE_S) as host:
@@ -195,12 +195,12 @@ def test_the_first_of_a_rank_is_it(port, nodes):
     def impostor():
         first.wait(PATIENCE_S)
         with pytest.raises(Alone), member(1, port) as one:
-            one.agree("an impostor", None, PATIENCE_S)
+            one.agree("an impostor", PATIENCE_S)
 
     def real():
         with member(1, port) as one:
             first.set()
-            return one.agree("the first", None, PATIENCE_S)
+            return one.agree("the first", PATIENCE_S)
 
     late, answer = nodes.submit(impostor), nodes.submit(real)
     third = nodes.submit(lambda: late.result() or say(2, port, "third"))
@@ -280,7 +280,7 @@ def test_a_node_that_says_something_odd_is_named_and_left_out(port, nodes, odd):
         with member(1, port) as one:
             one._line.tell(odd)
             with pytest.raises(Alone):
-                one.agree(1, None, PATIENCE_S)
+                one.agree(1, PATIENCE_S)
 
     done = nodes.submit(strange)
     with Coordinator(2, port, KEY, PATIENCE_S) as host:
@@ -390,7 +390,8 @@ def test_another_user_who_has_the_port_first_gets_nothing_and_gives_nothing(comm
         "print(said.decode(), flush=True)\n"
     )
     member_of = (
-        "import sys; from pathlib import Path; from hpctrain.cluster.preflight.rendezvous import Peer\n"
+        "import sys; from pathlib import Path\n"
+        "from hpctrain.cluster.preflight.rendezvous import Peer\n"
         "from hpctrain.ledger.run.layout import RunDir\n"
         "from hpctrain.ledger.run.ownership import start_secret\n"
         f"secret = start_secret(RunDir(Path({str(run)!r})), '7', 0)\n"

@@ -16,26 +16,25 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.core.settings.schema import replaced
-from hpctrain.ledger.history.causes import EndCause
 from hpctrain.ledger.history.evaluations import EvaluationView
 from hpctrain.ledger.history.goodput import Goodput, TimeClass, TimeSlice, window
 from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.history.run_state import EndCause
 from hpctrain.ledger.run import events as ledger
 from hpctrain.observe.report import gather as curves
 from hpctrain.observe.report.advice import advice
 from hpctrain.observe.report.charts import MOST_LINES, charts, timeline
 from hpctrain.observe.report.gather import gather
-from hpctrain.observe.report.page import comparison_page, in_script, page
+from hpctrain.observe.report.page import as_text, comparison, comparison_page, in_script, page
 from hpctrain.observe.report.summary import (
     ATTEMPT_TITLES,
+    COLOURS,
     attempt_rows,
     comparison_charts,
     evaluation_rows,
     facts,
     failure_groups,
 )
-from hpctrain.observe.report.text import as_text, comparison
-from hpctrain.observe.report.wording import COLOURS
 from hpctrain.observe.status.status import Answer, status_of
 from tests.support.ledger_runs import Story
 from tests.support.report_runs import BEGIN, NASTY, Tale, eventful
@@ -759,7 +758,7 @@ def test_without_a_screen_open_says_how_to_bring_the_page_home(runs, capsys):
 
 
 def test_a_figure_is_short_and_never_nan():
-    from hpctrain.observe.report.wording import figure, percent
+    from hpctrain.observe.report.summary import figure, percent
 
     assert figure(43_712.0, "tokens/s") == "43.7k tokens/s"
     assert percent(0.0004) == "0.04 %"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.ledger.history.attempts import AttemptView
-from hpctrain.observe.report.wording import NOTHING, steps
+from hpctrain.observe.report.summary import NOTHING, steps
 
 
 @pytest.mark.parametrize(

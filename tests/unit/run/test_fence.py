@@ -33,7 +33,7 @@ def test_an_agent_of_a_dead_node_cannot_restart_its_ranks_into_its_successors_ru
     old = take_attempt(run, job_id="7", restarts=0)
     new = take_attempt(run, job_id="7", restarts=1)
 
-    with pytest.raises(Fenced, match=r"job 7 \(start 0\) may not go on: attempt 2"):
+    with pytest.raises(Fenced, match=r"job 7 \(start 0\) may not continue: attempt 2"):
         take_attempt(run, job_id="7", restarts=0, follows=old.number)
 
     assert read_fence(run) == new

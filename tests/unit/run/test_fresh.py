@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.checkpoint.store import find, retention
-from hpctrain.cluster.preflight import exchanges
+from hpctrain.cluster.preflight import bounded as exchanges
 from hpctrain.errors import Fenced
 from hpctrain.ledger.run.events import read
 from hpctrain.ledger.run.fence import (
@@ -137,7 +137,7 @@ def test_a_preflight_sees_a_file_that_came_after_its_first_look(nodes):
     """Else a healthy cluster with long caches would be taken for one without a shared directory."""
     here, there = nodes
     assert [path.name for path in here.root.iterdir()] == []
-    assert exchanges.write(there.root, "n2", "nonce") == ""
+    assert exchanges.leave_file(there.root, "n2", "nonce") == ""
     assert [path.name for path in here.root.iterdir()] == [], "nothing is cached here"
 
-    assert exchanges.unseen(here.root, {"n2": "nonce"}, wait_s=5) == []
+    assert exchanges.unseen_files(here.root, {"n2": "nonce"}, wait_s=5) == []

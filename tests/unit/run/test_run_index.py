@@ -184,7 +184,7 @@ def test_submit_and_resume_write_it(elsewhere, monkeypatch):
     assert main(submitted) == 0
     assert indexed() == []
     monkeypatch.setattr(
-        "hpctrain.cluster.scheduler.local.client.LocalCluster.submit", lambda *_: "local-5"
+        "hpctrain.cluster.scheduler.local.LocalCluster.submit", lambda *_: "local-5"
     )
     assert main(["resume", "mine"]) == 0
     [line] = [json.loads(line) for line in index_path().read_text().split("\n") if line]

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.cluster.preflight import node_lists
+from hpctrain.cluster.preflight import report as node_lists
 from hpctrain.ledger.run.attempt_files import Heartbeat, write_heartbeat
 from hpctrain.node.agent.log_index import times_path
-from hpctrain.observe.profile.files import MEMORY, PROBLEM, TRACE, StepWindow, file_name
+from hpctrain.observe.profile.trace import MEMORY, PROBLEM, TRACE, StepWindow, file_name
 from tests.support import checkpoints as support
 from tests.support.ledger_runs import Story
 from tests.support.traces import GPU

@@ -24,9 +24,9 @@ from hpctrain.node.agent.end_writer import read_outcome
 from hpctrain.node.agent.ending import AttemptEnding
 from hpctrain.node.agent.notify import notification_of
 from hpctrain.observe.logs.follow import EndWatch, LedgerTail
-from hpctrain.train.runtime import tensorboard
-from hpctrain.train.runtime.step_log import run_age_s
-from hpctrain.train.runtime.tensorboard import attempts_page
+from hpctrain.train.runtime import trackers as tensorboard
+from hpctrain.train.runtime.telemetry import run_age_s
+from hpctrain.train.runtime.trackers import attempts_page
 from tests.support.fuzzing import Faults, cases, chances, mutated
 from tests.support.ledger_runs import Story
 
@@ -205,7 +205,7 @@ def test_no_reader_fails(tale, begin, end, tmp_path, monkeypatch, capfd):  # noq
     monkeypatch.setenv("HPCTRAIN_LOCAL_DIR", str(tmp_path / "local"))
     monkeypatch.setattr("hpctrain.observe.report.page._plotly", lambda: "")
     for side in ("ending", "batch_side"):
-        monkeypatch.setattr(f"hpctrain.agent.{side}.notify", lambda *_: None)
+        monkeypatch.setattr(f"hpctrain.node.agent.{side}.notify", lambda *_: None)
     readers = Round(run, str(tmp_path / "page.html"))
     for number, chance in chances(begin, end):
         readers.read(number, b"\n".join(mutated(lines, chance)) + chance.choice((b"\n", b"")))

@@ -14,9 +14,7 @@ from hpctrain.ledger.plan import interval
 from hpctrain.ledger.run import events as ledger
 from hpctrain.train.runtime.agreement import STOP_CLOCK, STOP_TERM, STOP_USER, WARNED, StopRequest
 from hpctrain.train.runtime.program import Program
-from hpctrain.train.runtime.save_policy import LEAVE_S, JobClock
-from hpctrain.train.runtime.signals import RankSignals
-from hpctrain.train.runtime.stops import Stops
+from hpctrain.train.runtime.stops import LEAVE_S, JobClock, RankSignals, Stops
 from tests.support.gloo import launch
 from tests.support.ledger_runs import Story
 
@@ -220,8 +218,8 @@ def _share(kind):
     from torch import nn
 
     from hpctrain.core.settings.schema import EngineSettings
-    from hpctrain.core.world import join_world
     from hpctrain.train.engines.parallelize import parallelize
+    from hpctrain.train.joining_ranks import join_world
 
     world = join_world()
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))

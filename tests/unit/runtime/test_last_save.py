@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.train.runtime.save_policy import LAST_SAVE_SAFETY, LastSave, last_save
+from hpctrain.train.runtime.saves import LAST_SAVE_SAFETY, LastSave, last_save
 
 seconds = st.floats(0, 1e5)
 left = st.one_of(st.none(), seconds)

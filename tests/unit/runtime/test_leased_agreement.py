@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hpctrain.core.base.records import StopCause
 from hpctrain.errors import ControlLost
 from hpctrain.node.control.board import Board
+from hpctrain.node.control.client import RankLease
 from hpctrain.node.control.lease import Decision, Lease
-from hpctrain.node.control.rank_lease import RankLease
 from hpctrain.train.runtime.agreement import (
     CODES,
     NOTHING,

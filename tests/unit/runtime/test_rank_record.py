@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpctrain.checkpoint.tensors.save import SavePlace
 from hpctrain.core.base.records import StopCause
+from hpctrain.core.settings.schema import CheckpointSettings
 from hpctrain.ledger.run.event_types import TrainingDone
 from hpctrain.ledger.run.fence import Attempt
 from hpctrain.ledger.run.layout import RunDir
-from hpctrain.train.runtime.rank_record import RankRecord
+from hpctrain.train.runtime.trackers import RankRecord
 
 
 def world(rank):
@@ -23,6 +25,10 @@ def run(tmp_path):
     run = RunDir(tmp_path / "run")
     run.root.mkdir()
     return run
+
+
+def place(run):
+    return SavePlace(run, Attempt(3, "token", "1", 0, 1e9), CheckpointSettings())
 
 
 def written(run):
@@ -38,7 +44,7 @@ def fill(record):
 
 
 def test_rank_0_writes_events_and_the_outcome_for_the_agent(run):
-    record = RankRecord(world(0), run, Attempt(3, "token", "1", 0, 1e9), None)
+    record = RankRecord(world(0), place(run), None)
 
     fill(record)
 
@@ -51,12 +57,9 @@ def test_rank_0_writes_events_and_the_outcome_for_the_agent(run):
     }
 
 
-@pytest.mark.parametrize(
-    ("rank", "has_run", "has_attempt"), [(1, True, True), (0, False, True), (0, True, False)]
-)
-def test_nobody_else_writes(run, rank, has_run, has_attempt):
-    attempt = Attempt(3, "token", "1", 0, 1e9) if has_attempt else None
-    record = RankRecord(world(rank), run if has_run else None, attempt, None)
+@pytest.mark.parametrize(("rank", "has_run"), [(1, True), (0, False)])
+def test_nobody_else_writes(run, rank, has_run):
+    record = RankRecord(world(rank), place(run) if has_run else None, None)
 
     record.start_trackers(0)
     fill(record)
@@ -65,7 +68,7 @@ def test_nobody_else_writes(run, rank, has_run, has_attempt):
 
 
 def test_the_newest_value_of_each_scalar_is_kept_on_every_rank(run):
-    record = RankRecord(world(1), run, Attempt(3, "token", "1", 0, 1e9), None)
+    record = RankRecord(world(1), place(run), None)
 
     record.log(1, {"loss": 2.0, "tokens": 8.0})
     record.log(2, {"loss": 1.0})
@@ -74,7 +77,7 @@ def test_the_newest_value_of_each_scalar_is_kept_on_every_rank(run):
 
 
 def test_scalars_reach_tensorboard_once_trackers_run(run):
-    record = RankRecord(world(0), run, Attempt(3, "token", "1", 0, 1e9), None)
+    record = RankRecord(world(0), place(run), None)
     record.start_trackers(5)
 
     record.log(6, {"loss": 0.5})

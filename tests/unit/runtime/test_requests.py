@@ -14,12 +14,11 @@ from hpctrain.core.base.records import JobFacts
 from hpctrain.errors import ClusterUnreachable
 from hpctrain.ledger.run import fence
 from hpctrain.ledger.run.fence import left_text
-from hpctrain.observe.profile import files
-from hpctrain.observe.profile.files import ProfileRequest
-from hpctrain.train.runtime import requests as module
+from hpctrain.observe.profile import trace as files
+from hpctrain.observe.profile.trace import ProfileRequest
+from hpctrain.train.runtime import stops as module
 from hpctrain.train.runtime.agreement import STOP_TERM, STOP_USER, STOP_WARNED
-from hpctrain.train.runtime.requests import Rank0Requests
-from hpctrain.train.runtime.save_policy import JobClock
+from hpctrain.train.runtime.stops import JobClock, Rank0Requests
 from tests.support import patience
 from tests.support.patience import PATIENCE_S
 

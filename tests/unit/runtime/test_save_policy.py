@@ -11,7 +11,8 @@ from hpctrain.core.world import World
 from hpctrain.ledger.plan import interval
 from hpctrain.ledger.run.event_types import IntervalSet
 from hpctrain.ledger.run.fence import take_attempt
-from hpctrain.train.runtime.save_policy import JobClock, SavePolicy
+from hpctrain.train.runtime.saves import SavePolicy
+from hpctrain.train.runtime.stops import JobClock
 from tests.support.ledger_runs import Story
 
 DAY = 86400.0

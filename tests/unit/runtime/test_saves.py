@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpctrain.checkpoint.tensors.saver import Outcome
+from hpctrain.checkpoint.tensors.save import Outcome
 from hpctrain.errors import CheckpointError, Fenced
-from hpctrain.train.runtime.save_policy import LastSave
-from hpctrain.train.runtime.saves import Saves
+from hpctrain.train.runtime.saves import LastSave, Saves
 
 
 @pytest.fixture

@@ -7,10 +7,11 @@ import torch
 
 from hpctrain.checkpoint.sealed import seals
 from hpctrain.checkpoint.sealed.files import UnitFile
+from hpctrain.checkpoint.tensors.save import SavePlace
 from hpctrain.core.settings.schema import CheckpointSettings
 from hpctrain.core.world import World
 from hpctrain.errors import CheckpointError
-from hpctrain.train.runtime import sealed
+from hpctrain.train.runtime import own_loop as sealed
 from tests.support.checkpoints import new_run, next_attempt
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -41,7 +42,7 @@ def test_what_a_node_did_not_see_so_far_is_read_by_rank_0(tmp_path, monkeypatch,
         return seal_file(plan, file, on_bytes)
 
     monkeypatch.setattr(seals.SealPlan, "seal_file", blind_at_first)
-    sealed.seal(run, attempt, ALONE, CheckpointSettings(), step=5, path=tmp_path / path)
+    sealed.seal(SavePlace(run, attempt, CheckpointSettings()), ALONE, step=5, path=tmp_path / path)
 
     (stored,) = seals.listing(run)
     assert [file.size for file in stored.seal.files] == [7]
@@ -57,5 +58,7 @@ def test_an_error_leaves_nothing_behind(tmp_path, monkeypatch):
 
     monkeypatch.setattr(seals.SealPlan, "seal_file", refuses)
     with pytest.raises(CheckpointError, match="No space left"):
-        sealed.seal(run, attempt, ALONE, CheckpointSettings(), step=5, path=tmp_path / "ckpt.pt")
+        sealed.seal(
+            SavePlace(run, attempt, CheckpointSettings()), ALONE, step=5, path=tmp_path / "ckpt.pt"
+        )
     assert not list(run.sealed.iterdir())

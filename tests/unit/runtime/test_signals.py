@@ -8,7 +8,7 @@ import sys
 RANK = """
 import multiprocessing, os, signal, subprocess, sys
 from multiprocessing import resource_tracker
-from hpctrain.train.runtime.signals import RankSignals
+from hpctrain.train.runtime.stops import RankSignals
 
 def show(_=None):
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
@@ -51,7 +51,7 @@ def test_a_signal_is_told_on_while_the_main_thread_does_something_else():
     """In a process of its own: what is blocked here stays blocked."""
     program = """
 import os, signal, threading
-from hpctrain.train.runtime.signals import RankSignals
+from hpctrain.train.runtime.stops import RankSignals
 signals, told = RankSignals(), threading.Event()
 signals.start()
 signals.on_heard = told.set
@@ -65,7 +65,7 @@ def test_a_fork_of_a_process_that_listens_hears_its_own_signals():
     """A launcher may have called `hpctrain.init()` before it forks its ranks."""
     program = """
 import os, signal
-from hpctrain.train.runtime.signals import RankSignals
+from hpctrain.train.runtime.stops import RankSignals
 RankSignals().start()
 pid = os.fork()
 signals = RankSignals()

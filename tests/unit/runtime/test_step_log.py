@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from hpctrain.checkpoint.tensors.save import SavePlace
+from hpctrain.core.base import clock as base_clock
+from hpctrain.core.settings.schema import CheckpointSettings
 from hpctrain.core.world import World
 from hpctrain.errors import UsageError
 from hpctrain.ledger.history.progress import rank_sample
@@ -16,8 +19,17 @@ from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.attempt_files import Heartbeat, read_heartbeat, write_heartbeat
 from hpctrain.ledger.run.fence import take_attempt
 from hpctrain.train.runtime import telemetry as module
-from hpctrain.train.runtime.step_log import KEPT, StepLog, StepTimes, mark_every_s, run_age_s
-from hpctrain.train.runtime.telemetry import Telemetry, sample_every_s, sample_of, slowest
+from hpctrain.train.runtime.telemetry import (
+    KEPT,
+    StepLog,
+    StepTimes,
+    Telemetry,
+    mark_every_s,
+    run_age_s,
+    sample_every_s,
+    sample_of,
+    slowest,
+)
 from tests.support.ledger_runs import fields_of, write_event
 
 DAY = 86400.0
@@ -26,20 +38,25 @@ MB = 1e6
 
 @dataclass
 class Clock:
-    """Time that passes when a test says so."""
+    """Time that passes when a test says so; the wall clock is the process's."""
 
-    now: float = 1e9
+    passed: float = 1e9
 
-    def __call__(self) -> float:
-        return self.now
+    def monotonic(self) -> float:
+        return self.passed
+
+    def now(self) -> float:
+        return base_clock.now()
 
     def passes(self, seconds: float) -> None:
-        self.now += seconds
+        self.passed += seconds
 
 
 @pytest.fixture
-def clock():
-    return Clock()
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(module, "clock", clock)
+    return clock
 
 
 @pytest.fixture
@@ -56,15 +73,13 @@ class Program:
         self.clock = clock
         self.samples = 0
         self.step = 0
-        self.telemetry = Telemetry(World(rank, rank, ranks, torch.device("cpu")), clock)
-        self.telemetry.open(run, attempt, log_every_s=log_every_s, model=None)
-
-    def consumed(self):
-        return self.samples
+        self.telemetry = Telemetry(World(rank, rank, ranks, torch.device("cpu")))
+        place = SavePlace(run, attempt, CheckpointSettings()) if run is not None else None
+        self.telemetry.open(place, log_every_s=log_every_s, model=None)
 
     def does(self, seconds, *, data=0.0, save=0.0, **told):
         """One step of so many seconds, of which some go to data; a save within it comes on top."""
-        self.telemetry.step_began(self.consumed)
+        self.telemetry.step_began(self.samples)
         with self.telemetry.timed("data"):
             self.clock.passes(data)
         self.samples += 8
@@ -73,7 +88,7 @@ class Program:
             self.clock.passes(save)
         self.telemetry.log(told)
         self.step += 1
-        return self.telemetry.step_done(self.step, self.consumed)
+        return self.telemetry.step_done(self.step, self.samples)
 
 
 @pytest.fixture
@@ -204,7 +219,7 @@ def test_a_month_costs_less_than_50_mb(run, attempt, clock, ranks, attempts):
 
 
 def _longest_lines(run, attempt, clock, ranks):
-    marks_ = StepLog(run, attempt, lambda: 60.0, clock=clock)
+    marks_ = StepLog(run, attempt.number, lambda _: 60.0)
     clock.passes(59.123)
     told = {"loss": 1 / 3, "tokens": 1e14 - 1, "flops": 1e23 / 7, "grad_norm": 1 / 7, "skipped": 12}
     marks_.add(12_345_678, (3_456_789_012, 3_456_799_012), 1 / 7, told)

@@ -27,13 +27,15 @@ from hpctrain.errors import UsageError
 from hpctrain.launch.checks import check_hooks_here
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.train.runtime import trackers as run_trackers
-from hpctrain.train.runtime.tensorboard import attempts_page, hparams, settings_page
 from hpctrain.train.runtime.trackers import (
     BEFORE_SAVE_S,
     ONCE_SLOW_S,
     TrackedRun,
     Trackers,
     TrackerThread,
+    attempts_page,
+    hparams,
+    settings_page,
 )
 from tests.support.ledger_runs import Story
 
@@ -262,6 +264,7 @@ def test_tensorboard_shows_settings_attempts_and_hparams_in_one_run(tmp_path):
     assert session.group_name == "run-id"
     assert session.hparams["train.steps"].number_value == 40
     assert session.hparams["engine.kind"].string_value == "ddp"
+    assert session.hparams["engine.float8"].WhichOneof("kind") == "bool_value"
     assert [path.is_file() for path in story.run.tensorboard.iterdir()] == [True, True]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import hpctrain
-from hpctrain.cluster.scheduler.local import client
+from hpctrain.cluster.scheduler import local as client
 from tests.support import patience
 
 

@@ -14,8 +14,8 @@ import pytest
 from hpctrain.cluster.preflight.node import main as preflight_node
 from hpctrain.cluster.preflight.node import place_of
 from hpctrain.cluster.scheduler.slurm import command
+from hpctrain.cluster.scheduler.slurm.command import job_context
 from hpctrain.cluster.scheduler.slurm.control import SlurmControl
-from hpctrain.cluster.scheduler.slurm.environment import job_context
 from hpctrain.core.base.host_list import expand_nodes
 from hpctrain.core.base.records import NODE_DOWN
 from hpctrain.entry.slurm_batch import exports

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hpctrain.cluster.scheduler.base import Cluster
-from hpctrain.cluster.scheduler.local.client import LocalCluster
+from hpctrain.cluster.scheduler.local import LocalCluster
 from hpctrain.cluster.scheduler.slurm.client import SlurmCluster
 from hpctrain.errors import ClusterError, UsageError
 

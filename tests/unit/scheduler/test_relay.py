@@ -11,8 +11,7 @@ import pytest
 
 from hpctrain.cluster.scheduler.base import get_control
 from hpctrain.cluster.scheduler.slurm import control as relay
-from hpctrain.cluster.scheduler.slurm import executor
-from hpctrain.cluster.scheduler.slurm.control import RelayedControl, serve
+from hpctrain.cluster.scheduler.slurm.control import RelayedControl, control_of_agent, serve
 from hpctrain.core.base.env import HPCTRAIN_RELAY, HPCTRAIN_RUN_DIR
 from hpctrain.core.base.records import EndReason, JobFacts, JobState
 from hpctrain.core.base.secret import sign
@@ -142,10 +141,10 @@ def test_agents_and_ranks_ask_it_where_the_batch_script_says_so(tmp_path, monkey
 
     monkeypatch.delenv(HPCTRAIN_RELAY, raising=False)
     monkeypatch.setenv(HPCTRAIN_RUN_DIR, str(run.root))
-    for control in (executor._control(run, context), get_control("slurm", "7", 1)):
+    for control in (control_of_agent(run, context), get_control("slurm", "7", 1)):
         assert not isinstance(control, RelayedControl)
     monkeypatch.setenv(HPCTRAIN_RELAY, str(tmp_path / "port"))
-    for control in (executor._control(run, context), get_control("slurm", "7", 1)):
+    for control in (control_of_agent(run, context), get_control("slurm", "7", 1)):
         assert isinstance(control, RelayedControl)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cluster.scheduler.slurm.environment import clean, kept_settings
+from hpctrain.cluster.scheduler.slurm.command import clean, kept_settings
 from hpctrain.cluster.scheduler.slurm.script import check_options, export_arguments, render_script
 from hpctrain.cluster.site.load import load_site
 from hpctrain.core.settings.schema import AliveSettings, Settings, SlurmSettings

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cluster.scheduler.slurm.command import CommandMissing, run, run_until
-from hpctrain.cluster.scheduler.slurm.environment import clean
+from hpctrain.cluster.scheduler.slurm.command import CommandMissing, clean, run, run_until
+from hpctrain.cluster.scheduler.slurm.executor import HpctrainExecutor
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from tests.support import patience
 
@@ -77,7 +77,6 @@ def test_refusal_is_the_first_error_line():
     [
         "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
         "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
-        "scontrol: fatal: Could not establish a configuration source",
         "sbatch: error: Batch job submission failed: Protocol authentication error",
         "slurm_load_jobs error: Invalid authentication credential",
     ],
@@ -85,6 +84,38 @@ def test_refusal_is_the_first_error_line():
 def test_silent_slurmctld_is_unreachable_not_a_refusal(said):
     with pytest.raises(ClusterUnreachable, match="slurmctld does not answer"):
         run(["sh", "-c", f"echo '{said}' >&2; exit 1"])
+
+
+NO_CLUSTER = """\
+sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
+sbatch: error: fetch_config: DNS SRV lookup failed
+sbatch: error: _establish_config_source: failed to fetch config
+sbatch: fatal: Could not establish a configuration source
+"""
+
+
+@pytest.fixture
+def sbatch_without_cluster(tmp_path, monkeypatch):
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{NO_CLUSTER}END\nexit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(sbatch.parent), prepend=os.pathsep)
+
+
+def test_a_command_that_finds_no_cluster_says_so(sbatch_without_cluster):
+    with pytest.raises(ClusterUnreachable, match="sbatch finds no SLURM cluster from this machine"):
+        run(["sbatch"])
+
+
+def test_a_job_that_was_sent_to_no_cluster_is_refused(sbatch_without_cluster, tmp_path):
+    """Nobody can have accepted it, so no later command has to look for it."""
+    script = tmp_path / "run-1.sh"
+    script.write_text("#!/bin/sh\n")
+    with pytest.raises(ClusterError) as error:
+        HpctrainExecutor(tmp_path, script, 5.0).submit(print)
+    assert not isinstance(error.value, ClusterUnreachable)
+    assert "--cluster local" in str(error.value)
 
 
 def test_silence_is_tried_again_until_it_ends(tmp_path):

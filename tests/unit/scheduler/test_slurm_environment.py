@@ -12,8 +12,8 @@ from uuid import uuid4
 
 import pytest
 
+from hpctrain.cluster.scheduler.slurm.command import job_context, master_addr, own_switch
 from hpctrain.cluster.scheduler.slurm.control import SlurmControl
-from hpctrain.cluster.scheduler.slurm.environment import job_context, master_addr, own_switch
 from hpctrain.core.base.process import PORTS, _is_free, first_port, free_port
 from hpctrain.core.base.records import EndReason
 from hpctrain.entry import slurm_batch

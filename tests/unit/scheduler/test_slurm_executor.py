@@ -1,4 +1,4 @@
-"""What is pickled, what is read from sbatch, and what importing the room costs."""
+"""What is read from sbatch, what a node's task runs, and what importing the room costs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import sys
 from dataclasses import asdict, replace
 
 import pytest
+import submitit
 
-from hpctrain.cluster.scheduler.slurm import executor
 from hpctrain.cluster.scheduler.slurm.command import submitted_here as read_id
 from hpctrain.cluster.scheduler.slurm.executor import AgentTask, HpctrainExecutor
+from hpctrain.cluster.scheduler.slurm.script import sbatch
 from hpctrain.core.base.env import HPCTRAIN_LOCAL_CONTEXT
 from hpctrain.core.base.records import JobContext
 from hpctrain.core.settings.schema import replaced
@@ -59,7 +60,7 @@ def test_submission_without_an_id_is_an_error(printed):
 def test_the_task_of_a_node_is_its_runs_and_no_pickle_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(slurm_task.signals, "install", lambda: None)  # would change this process
     started = []
-    monkeypatch.setattr(AgentTask, "__call__", lambda self: started.append(self.run_dir) or 0)
+    monkeypatch.setattr(slurm_task, "run_node", lambda run: started.append(str(run.root)) or 0)
     (tmp_path / "spec.json").write_text("{}")
     (tmp_path / "submitted.pkl").write_bytes(b"no pickle")
 
@@ -67,32 +68,16 @@ def test_the_task_of_a_node_is_its_runs_and_no_pickle_is_loaded(tmp_path, monkey
     assert started == [str(tmp_path)]
 
 
-def test_of_submitit_only_what_it_offers_is_overruled():
-    overruled = {name for name in vars(HpctrainExecutor) if not name.startswith("__")}
-
-    assert overruled - {"_abc_impl"} == {"affinity", "submit"}
-
-
 def test_the_script_is_submitted_and_nothing_is_pickled(tmp_path, commands):
-    sbatch = commands.parent / "bin" / "sbatch"
-    sbatch.write_text(f'#!/bin/sh\necho "sbatch $*" >> {commands}\necho "4711;alps"\n')
-    sbatch.chmod(0o755)
+    command = commands.parent / "bin" / "sbatch"
+    command.write_text(f'#!/bin/sh\necho "sbatch $*" >> {commands}\necho "4711;alps"\n')
+    command.chmod(0o755)
     script = tmp_path / "tok.sh"
     script.write_text("#!/bin/sh\n#SBATCH --export=NONE\n")
 
-    job = HpctrainExecutor(tmp_path / "tok", script, 20.0).submit(AgentTask(tmp_path))
-
-    assert job.job_id == "4711"
+    assert sbatch(script, timeout_s=20.0) == "4711"
     assert commands.read_text().splitlines()[0] == f"sbatch --parsable {script}"
     assert not (tmp_path / "tok").exists()
-
-
-def test_interrupted_task_goes_on_as_itself(tmp_path):
-    agent = AgentTask(tmp_path)
-
-    again = agent.checkpoint()
-
-    assert again.function is agent
 
 
 def test_task_outside_of_a_job_says_what_is_missing(tmp_path, monkeypatch, capsys):
@@ -113,8 +98,7 @@ def full(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "attempt.json")
 
 from hpctrain.entry import {entry}
-from hpctrain.cluster.scheduler.slurm.executor import AgentTask
-AgentTask.__call__ = {entry}.run_agent = full
+{entry}.run_node = {entry}.run_agent = full
 sys.exit({entry}.main(sys.argv[1:]))
 """
 
@@ -150,15 +134,15 @@ def test_a_script_of_ones_own_that_starts_no_container_is_told(tmp_path, monkeyp
     spec = Spec("r", "id", 0.0, "slurm", "", Entry("recipe"))
     spec.dump(run.spec)
     monkeypatch.delenv("HPCTRAIN_RELAY", raising=False)
-    assert executor._outside_of_image(run) == ""
+    assert slurm_task.outside_of_image(run) == ""
 
     settings = replaced(spec.settings, {"container.image": "/x.sif"})
     replace(spec, settings=settings).dump(run.spec)
     assert "container.image is /x.sif, and this task runs in no container" in (
-        executor._outside_of_image(run)
+        slurm_task.outside_of_image(run)
     )
     monkeypatch.setenv("HPCTRAIN_RELAY", "/runs/r/jobs/tok.port")
-    assert executor._outside_of_image(run) == ""
+    assert slurm_task.outside_of_image(run) == ""
 
 
 def test_task_without_a_run_says_what_is_missing(tmp_path, monkeypatch, capsys):
@@ -174,10 +158,9 @@ def test_task_without_a_run_says_what_is_missing(tmp_path, monkeypatch, capsys):
     ("module", "unwanted"),
     [
         ("entry.slurm_batch", {"torch", "numpy", "submitit", "dataclasses", "click"}),
-        ("scheduler.slurm.client", {"torch", "numpy", "submitit", "click"}),
-        ("scheduler.slurm.script", {"torch", "numpy", "submitit", "click"}),
+        ("cluster.scheduler.slurm.client", {"torch", "numpy", "submitit", "click"}),
+        ("cluster.scheduler.slurm.script", {"torch", "numpy", "submitit", "click"}),
         ("entry.slurm_after", {"torch", "numpy", "submitit", "click"}),
-        ("scheduler.slurm.executor", {"torch"}),
     ],
 )
 def test_importing_is_cheap(module, unwanted):
@@ -189,3 +172,25 @@ def test_importing_is_cheap(module, unwanted):
 
     assert f"hpctrain.{module}" in loaded
     assert not unwanted & set(loaded)
+
+
+def test_submitits_executor_keeps_all_but_submission_and_choice():
+    overruled = {name for name in vars(HpctrainExecutor) if not name.startswith("__")}
+
+    assert overruled - {"_abc_impl"} == {"submit", "affinity"}
+
+
+def test_a_job_is_submitits_and_its_task_checkpointable(tmp_path, commands):
+    command = commands.parent / "bin" / "sbatch"
+    command.write_text('#!/bin/sh\necho "4711;alps"\n')
+    command.chmod(0o755)
+    script = tmp_path / "tok.sh"
+    script.write_text("#!/bin/sh\n")
+    task = AgentTask(tmp_path, lambda run: len(run.root.parts))
+
+    job = HpctrainExecutor(tmp_path / "tok", script, 20.0).submit(task)
+
+    assert isinstance(job, submitit.SlurmJob)
+    assert job.job_id == "4711"
+    assert isinstance(task, submitit.helpers.Checkpointable)
+    assert task() == len(tmp_path.parts)

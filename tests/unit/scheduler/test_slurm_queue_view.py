@@ -8,15 +8,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster.scheduler.slurm.control import SlurmControl
-from hpctrain.cluster.scheduler.slurm.queue_view import (
-    ask_starts,
-    read_queue,
-    read_start,
-    read_waits,
-)
+from hpctrain.cluster.scheduler.slurm.facts import ask_starts, read_queue, read_start, read_waits
 from hpctrain.errors import ClusterError, ClusterUnreachable
-from hpctrain.ledger.shapes.candidates import JobShape
-from hpctrain.ledger.shapes.waits import WaitRecord
+from hpctrain.ledger.shapes.queue import JobShape, WaitRecord
 
 NOW = 1_795_860_000.0
 SINFO = """\

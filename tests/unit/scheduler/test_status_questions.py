@@ -7,6 +7,7 @@ import json
 import pytest
 
 from hpctrain.cli.main import main
+from hpctrain.cluster.scheduler.slurm.client import SlurmCluster
 from tests.support.ledger_runs import Story
 
 COMMAND = """#!/bin/sh
@@ -109,7 +110,7 @@ def test_what_is_not_known_is_said_in_time(slurm, tmp_path, monkeypatch, capsys)
     for number in range(12):
         live(tmp_path / "runs" / f"run-{number}", str(100 + number))
     slurm.answer(squeue="sleep 100000")
-    monkeypatch.setattr("hpctrain.cluster.scheduler.base.get_cluster", _hasty)
+    monkeypatch.setattr(SlurmCluster, "query_timeout_s", 1.0)
 
     shown = status(capsys)
 
@@ -159,10 +160,3 @@ def test_a_site_without_accounting_is_told_nothing(slurm, tmp_path, capsys):
 
     assert "accounting" not in status(capsys, "lm")
     assert json.loads(status(capsys, "lm", "--json"))["accounting_problem"] is None
-
-
-def _hasty(name):
-    from hpctrain.cluster.scheduler.slurm.client import SlurmCluster
-
-    assert name == "slurm"
-    return SlurmCluster(query_timeout_s=1.0)

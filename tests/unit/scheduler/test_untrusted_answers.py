@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster.scheduler.slurm import client, control
-from hpctrain.cluster.scheduler.slurm.environment import job_context
+from hpctrain.cluster.scheduler.slurm.command import job_context
 from hpctrain.cluster.scheduler.slurm.facts import read_facts, read_qos
 from hpctrain.cluster.scheduler.slurm.jobs import is_alive, job_info
 from hpctrain.cluster.scheduler.slurm.parse import parse_records
@@ -21,9 +21,10 @@ from hpctrain.cluster.site.validate import validate
 from hpctrain.core.settings.schema import sections
 from hpctrain.entry.slurm_batch import exports
 from hpctrain.errors import ClusterError, HpctrainError
-from hpctrain.launch.prepare import SubmitRequest, prepare
+from hpctrain.launch.prepare import prepare
 from hpctrain.ledger.run.layout import RunDir
 from tests.support.fuzzing import Faults, cases, chances, damaged, odd_text
+from tests.support.submit_requests import request_of
 
 LEGAL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 SETTINGS = [(name, one.name) for name, cls in sections().items() for one in fields(cls)]
@@ -53,7 +54,7 @@ def submitted(work, **request):
     """What would be submitted: its script too, whose header holds options alone."""
     environ = {"PATH": str(work / "bin"), "HPCTRAIN_SITE_PATH": str(work / "sites")}
     given = {"cwd": work, "environ": environ, "runs": Path("runs"), "snapshot": False, **request}
-    spec = prepare(SubmitRequest(**given)).spec
+    spec = prepare(request_of(**given)).spec
     assert LEGAL.fullmatch(spec.name)
     if spec.cluster == "slurm":
         header = render_script(spec, RunDir(work / "runs" / spec.name), "t-1").partition("\n\n")[0]

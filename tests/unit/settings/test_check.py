@@ -121,6 +121,8 @@ def test_the_defaults_pass_without_a_word():
         ("slurm.extra=switches", "each takes one option"),
         ("slurm.extra=--ntasks-per-node=2", "which hpctrain sets; use slurm.ranks_per_node"),
         ("slurm.extra=-N 4", "which hpctrain sets; use slurm.nodes"),
+        ("slurm.srun_args=--export-file=e", "ranks would lack what they start with"),
+        ("slurm.srun_args=--pty", "nobody is there to type"),
         ("slurm.nodes=0", "flag --set slurm.nodes: slurm.nodes: 0 nodes cannot train"),
         ("slurm.time=soon", '"soon" is not a time limit'),
     ],

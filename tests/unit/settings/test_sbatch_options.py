@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.core.settings.check import check
-from hpctrain.core.settings.sbatch_options import (
+from hpctrain.core.settings.external import (
     LONG,
     OURS,
     PASSED,

@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.cli.main import main
 from hpctrain.core.settings.schema import NotifySettings, Settings, SlurmSettings
-from hpctrain.core.settings.secrets import HIDDEN, hide, is_secret_name, secrets_of
+from hpctrain.core.settings.spec import HIDDEN, hide, is_secret_name, secrets_of
 
 VALUE = "s3cr3t-value"
 

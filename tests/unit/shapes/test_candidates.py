@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.ledger.shapes.candidates import (
+from hpctrain.ledger.shapes.queue import (
     LADDER_S,
     MOST,
     UNLIMITED_S,

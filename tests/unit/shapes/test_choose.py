@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.ledger.shapes.candidates import JobShape
-from hpctrain.ledger.shapes.choose import Wish, choose_shape, decide
-from hpctrain.ledger.shapes.forecast import RunFacts, StepPoint
+from hpctrain.ledger.shapes.choose import RunFacts, StepPoint, Wish, choose_shape, decide
+from hpctrain.ledger.shapes.queue import JobShape
 
 HOUR = 3600
 SMALL, LARGE = JobShape(2, 4 * HOUR), JobShape(8, 4 * HOUR)

@@ -3,10 +3,14 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.ledger.history.run_history import RunHistory
-from hpctrain.ledger.shapes.candidates import JobShape
-from hpctrain.ledger.shapes.evidence import run_facts, step_points, waits_of
-from hpctrain.ledger.shapes.forecast import MEASURED_SIGMA, UNMEASURED_RESTART_S
-from hpctrain.ledger.shapes.waits import WaitRecord
+from hpctrain.ledger.shapes.choose import (
+    MEASURED_SIGMA,
+    UNMEASURED_RESTART_S,
+    run_facts,
+    step_points,
+    waits_of,
+)
+from hpctrain.ledger.shapes.queue import JobShape, WaitRecord
 from tests.support.ledger_runs import event_of
 
 

@@ -5,9 +5,8 @@ import random
 
 import pytest
 
-from hpctrain.ledger.shapes.candidates import JobShape
-from hpctrain.ledger.shapes.forecast import REQUEUE_S, RunFacts, StepPoint, forecast, step_at
-from hpctrain.ledger.shapes.waits import QueueWait
+from hpctrain.ledger.shapes.choose import REQUEUE_S, RunFacts, StepPoint, forecast, step_at
+from hpctrain.ledger.shapes.queue import JobShape, QueueWait
 
 HOUR = 3600
 NOW = QueueWait(0.0, 0.3, "SLURM's estimate")

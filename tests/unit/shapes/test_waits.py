@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.ledger.shapes.candidates import JobShape
-from hpctrain.ledger.shapes.waits import (
+from hpctrain.ledger.shapes.queue import (
     AT_ONCE_S,
     ESTIMATE_SIGMA,
     HOLE_SIGMA,
+    JobShape,
     WaitRecord,
     expected_wait,
 )

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import math
 
-from hpctrain.ledger.shapes.candidates import JobShape
-from hpctrain.ledger.shapes.windows import NodeClaim, QueueView
+from hpctrain.ledger.shapes.queue import JobShape, NodeClaim, QueueView
 
 NOW = 1000.0
 MINUTE = 60

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.cluster.scheduler.local import client
+from hpctrain.cluster.scheduler import local as client
 from hpctrain.core.settings.spec import load_spec
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.run import events as ledger
@@ -162,7 +162,7 @@ def test_a_run_that_waits_in_vain_says_what_to_do(runs, capsys, reason, words):
 
     assert seen["state"] == "pending"
     assert seen["words"].endswith(
-        f"waits for train, which {words}: `hpctrain resume train` goes on and export follows, "
+        f"waits for train, which {words}: `hpctrain resume train` resumes it and export follows, "
         "or `hpctrain cancel export`"
     )
     assert seen["next"] == ["hpctrain resume train", "hpctrain cancel export"]

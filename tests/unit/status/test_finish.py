@@ -9,13 +9,11 @@ import pytest
 from hpctrain.core.base.records import JobInfo, JobState
 from hpctrain.core.drawing import drawn
 from hpctrain.ledger.history.run_history import RunHistory
-from hpctrain.ledger.shapes.candidates import JobShape
-from hpctrain.ledger.shapes.forecast import RunFacts, StepPoint, done_in
-from hpctrain.ledger.shapes.waits import QueueWait, own_wait
-from hpctrain.observe.status.as_json import as_json
-from hpctrain.observe.status.finish import Finish, finish, moment
+from hpctrain.ledger.shapes.choose import RunFacts, StepPoint, done_in
+from hpctrain.ledger.shapes.queue import JobShape, QueueWait, own_wait
 from hpctrain.observe.status.screen import StatusScreen
-from hpctrain.observe.status.status import Answer, status_of
+from hpctrain.observe.status.status import Answer, Finish, finish, moment, status_of
+from hpctrain.observe.status.text import as_json
 from tests.support.ledger_runs import event_of
 
 NOW = 100_000.0

@@ -7,7 +7,7 @@ import pytest
 from hpctrain.core.base.text import LABEL
 from hpctrain.ledger.history.incidents import Guarded, JobMembers, Survived
 from hpctrain.ledger.run import event_types as facts
-from hpctrain.observe.status.run_lines import incident_lines
+from hpctrain.observe.status.event_lines import incident_lines
 
 HOLE = facts.BatchSkipped(step=1200, first=8, last=16, why="nonfinite")
 BACK = facts.TrainingRewound(step=300, to=250, why="spike")
@@ -64,9 +64,9 @@ def test_nothing_is_shown_where_nothing_happened():
             (
                 "memory",
                 (
-                    "a copy every 4 steps (1.0 GiB on the first node, training waits 3 ms, whole "
-                    "after 500 ms, 2 left out, the newest "
-                    "whole one is known to the nodes alone)"
+                    "a copy every 4 steps (1.0 GiB on the first node, training waits 3 ms, "
+                    "complete after 500 ms, 2 left out, the newest "
+                    "complete one is known to the nodes alone)"
                 ),
             ),
         ),
@@ -134,7 +134,7 @@ def test_it_is_shown_who_has_whose_copies_and_what_a_switch_takes(switches, word
     (_, row) = incident_lines(Survived(members=members, memory=COPIES))
 
     pairs = "copies of n1 on n3, n2 on n4, n3 on n1, n4 on n2"
-    assert row == ("buddies", f"{pairs}; {words}")
+    assert row == ("peers", f"{pairs}; {words}")
 
 
 def test_of_many_buddies_some_are_shown():
@@ -152,4 +152,4 @@ def test_no_buddy_is_shown_where_no_copies_are_made(memory):
 
     rows = incident_lines(Survived(members=JobMembers(training, buddies=buddies), memory=memory))
 
-    assert "buddies" not in dict(rows)
+    assert "peers" not in dict(rows)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.advise.strategy.budget import cost, saving
+from hpctrain.advise.strategy.choice import cost, saving
 from hpctrain.advise.strategy.facts import of_config
 from hpctrain.advise.strategy.strategies import Machines
 from tests.support.plan_cases import MODELS

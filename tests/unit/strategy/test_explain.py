@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.advise.strategy import choice
-from hpctrain.advise.strategy.explain import SOURCES, explained, formulas
 from hpctrain.advise.strategy.memory import PARTS
+from hpctrain.advise.strategy.screen import SOURCES, explained, formulas
 from tests.support.plan_cases import ask, for_key
 
 

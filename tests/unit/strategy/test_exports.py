@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from hpctrain.advise.strategy import choice
-from hpctrain.advise.strategy.exports import jobset_yaml, lightning_trainer, megatron_args
-from hpctrain.advise.strategy.writing import files_of
+from hpctrain.advise.strategy.writing import files_of, jobset_yaml, lightning_trainer, megatron_args
 from tests.support.plan_cases import for_key
 
 OPTIONS = Path(__file__).parents[2] / "data" / "megatron-options.txt"

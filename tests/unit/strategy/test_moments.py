@@ -12,10 +12,15 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.advise.strategy.facts import LLAMA, MOE, ModelFacts
-from hpctrain.advise.strategy.memory import Batch, Spread
-from hpctrain.advise.strategy.peaks import ZeroStep, peak, stage_peaks
-from hpctrain.advise.strategy.stages import PipelineStage, StageFacts, stages_of
-from hpctrain.advise.strategy.steps import Sharded, Whole
+from hpctrain.advise.strategy.memory import Batch, Sharded, Spread, Whole
+from hpctrain.advise.strategy.peaks import (
+    PipelineStage,
+    StageFacts,
+    ZeroStep,
+    peak,
+    stage_peaks,
+    stages_of,
+)
 
 MODEL = ModelFacts(
     "round", LLAMA, layers=2, hidden=4, heads=1, kv_heads=1, head_dim=4, inner=8, vocab=10,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.advise.strategy import utilization
+from hpctrain.advise.strategy import timing
 from hpctrain.advise.strategy.memory import Spread
-from hpctrain.advise.strategy.utilization import share_of
+from hpctrain.advise.strategy.timing import share_of
 from tests.support import published
 
 TOLERANCE = 0.25
@@ -79,8 +79,9 @@ def test_computing_blocks_again_never_makes_a_step_shorter():
 
 
 def test_the_constants_are_those_that_the_calibration_runs_give():
-    path = Path(utilization.__file__).with_name("utilization.toml")
+    path = Path(timing.__file__).with_name("utilization.toml")
 
     assert tomllib.loads(path.read_text()) == published.fitted(), (
-        "run: python -m tests.support.published utilization > hpctrain/advise/strategy/utilization.toml"
+        "run: python -m tests.support.published utilization"
+        " > hpctrain/advise/strategy/utilization.toml"
     )

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hpctrain.advise.strategy.reading import read_model
+from hpctrain.advise.strategy.measure import read_model
 from hpctrain.errors import NotFound, UsageError
 from tests.support.plan_cases import MODELS
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.advise.strategy import choice
-from hpctrain.advise.strategy.remedies import elsewhere_notes, remedies
+from hpctrain.advise.strategy.choice import elsewhere_notes, remedies
 from hpctrain.errors import ChecksFailed
 from tests.support.plan_cases import ask
 

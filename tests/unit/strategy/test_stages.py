@@ -9,8 +9,7 @@ import pytest
 from hpctrain.advise.strategy.activations import widths
 from hpctrain.advise.strategy.facts import of_config
 from hpctrain.advise.strategy.memory import Batch, Spread
-from hpctrain.advise.strategy.peaks import peak, stage_peaks
-from hpctrain.advise.strategy.stages import stages_of
+from hpctrain.advise.strategy.peaks import peak, stage_peaks, stages_of
 from tests.support.plan_cases import MODELS
 
 LLAMA = of_config(MODELS["llama-7B"], "llama")

@@ -12,10 +12,10 @@ from hpctrain.advise.strategy.timing import (
     Links,
     bubble,
     flops_of_step,
+    share_of,
     step_time,
     traffic_of_step,
 )
-from hpctrain.advise.strategy.utilization import share_of
 from tests.support.plan_cases import MODELS
 
 LLAMA = of_config(MODELS["llama-7B"], "llama")

@@ -10,7 +10,7 @@ import pytest
 from hpctrain.cli.main import main
 from hpctrain.cluster.scheduler import base
 from hpctrain.cluster.scheduler.base import Cluster
-from hpctrain.cluster.scheduler.local.client import LocalCluster
+from hpctrain.cluster.scheduler.local import LocalCluster
 from hpctrain.cluster.scheduler.slurm.client import SlurmCluster
 from hpctrain.core.base.records import JobInfo
 from hpctrain.core.settings.spec import load_spec

@@ -96,6 +96,16 @@ def test_the_end_of_another_job_is_not_this_ones(run, monkeypatch):
     assert state["looks"] == 1
 
 
+def test_a_job_that_was_cancelled_is_waited_for(run, monkeypatch, capsys):
+    """Its state is still RUNNING for a moment, and the next command begins anew or beside it."""
+    story = Story(run.root).submitted("local-1").started(1, "local-1")
+    story.add("cancel_requested", save=False, job_id="local-1")
+    state = answers(monkeypatch, RUNNING, ENDING, None)
+    assert live_job.outlasting(run, None) is None
+    assert state["looks"] == 3
+    assert capsys.readouterr().err.startswith("hpctrain: job local-1 was cancelled; waiting")
+
+
 def asked_to_save(run, job_id):
     """A run that was asked to save and leave, and has not left."""
     story = Story(run.root).submitted(job_id).started(1, job_id)

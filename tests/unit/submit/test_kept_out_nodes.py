@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.cluster.preflight.node_lists import bad_nodes_of_user, bad_nodes_path, record_bad
+from hpctrain.cluster.preflight.report import bad_nodes_of_user, bad_nodes_path, record_bad
 from hpctrain.core.settings.spec import load_spec
 from hpctrain.launch.launch import kept_out
 from tests.support.recipe import make_run

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from hpctrain.core.settings.schema import SlurmSettings
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.launch.launchers import LAUNCHERS, disagreements, inside, unwrap
-from hpctrain.launch.prepare import SubmitRequest, prepare
+from hpctrain.launch.launchers import disagreements, inside, launchers, unwrap
+from hpctrain.launch.prepare import prepare
+from tests.support.submit_requests import request_of
 
 
 @pytest.mark.parametrize(
@@ -147,8 +148,12 @@ def test_a_submit_takes_launchers_apart_also_one_in_another(tmp_path):
     (tmp_path / "train.py").write_text("")
     (tmp_path / "hpctrain.toml").write_text("[env]\nACCELERATE_MIXED_PRECISION = 'no'\n")
     command = "srun -N 2 accelerate launch --mixed_precision fp16 --num_processes 2 train.py -x"
-    request = SubmitRequest(
-        tmp_path, {"PATH": ""}, tmp_path / "runs", command=command.split(), nodes="2"
+    request = request_of(
+        cwd=tmp_path,
+        environ={"PATH": ""},
+        runs=tmp_path / "runs",
+        command=command.split(),
+        nodes="2",
     )
     prepared = prepare(request)
 
@@ -184,7 +189,7 @@ def test_the_table_agrees_with_the_launchers_own_parser(launcher):
     """But for accelerate's parts of what is refused as a whole."""
     module, parser = OPTIONS[launcher]
     actions = getattr(importlib.import_module(module), parser)()._actions
-    table = LAUNCHERS[launcher].options
+    table = launchers()[launcher].options
     wrong = []
     for action in actions:
         for name in action.option_strings:
@@ -206,7 +211,7 @@ def test_deepspeeds_table_agrees_with_its_parser():
             actions = [ast.unparse(word.value) for word in call.keywords if word.arg == "action"]
             names = [name.value for name in call.args if isinstance(name, ast.Constant)]
             told |= {name: actions != ["'store_true'"] for name in names if name.startswith("-")}
-    options = LAUNCHERS["deepspeed"].options
+    options = launchers()["deepspeed"].options
     names = {name.lstrip("-").replace("_", "-"): takes for name, takes in told.items()}
     names = {name: takes for name, takes in names.items() if name not in {"h", "help"}}
 
@@ -214,7 +219,7 @@ def test_deepspeeds_table_agrees_with_its_parser():
 
 
 HEADS = ["torchrun", "srun", "deepspeed", "accelerate launch", "-m torch.distributed.launch", "-m"]
-NAMES = sorted({f"--{name}" for launcher in LAUNCHERS.values() for name in launcher.options})
+NAMES = sorted({f"--{name}" for launcher in launchers().values() for name in launcher.options})
 WORDS = st.one_of(
     st.sampled_from([*NAMES, "-m", "-r", "-N2", "-", "--", "-q", "--=x", "-=", "train.py", "8"]),
     st.sampled_from(NAMES).map(lambda name: f"{name}=8"),

@@ -17,10 +17,10 @@ from hpctrain.core.settings.spec import Entry, Spec, load_spec
 from hpctrain.errors import ChecksFailed, ClusterError, NotFound, RunExists, UsageError
 from hpctrain.launch import checks
 from hpctrain.launch.prepare import (
-    SubmitRequest,
     create_run,
     default_cluster,
     discard_run,
+    flags_of,
     free_name,
     make_run,
     prepare,
@@ -28,6 +28,7 @@ from hpctrain.launch.prepare import (
 from hpctrain.launch.snapshot import Checkout
 from tests.support import small_disk
 from tests.support.memory import entries
+from tests.support.submit_requests import request_of
 
 
 @pytest.fixture
@@ -50,11 +51,21 @@ def with_sbatch(tmp_path):
 
 def ask(work, **changes):
     given = {"cwd": work, "environ": {"PATH": "/nowhere"}, "runs": Path("runs")}
-    return prepare(SubmitRequest(**{**given, **changes}))
+    return prepare(request_of(**{**given, **changes}))
 
 
 def a_spec(name="r-1"):
     return Spec(name, "id", 0.0, "local", "", Entry("recipe"), Settings())
+
+
+def test_flags_that_were_not_given_set_nothing_and_the_others_keep_their_names():
+    assert flags_of() == {}
+    assert flags_of(snapshot=False) == {"run.snapshot": ("--no-snapshot", "no")}
+    assert flags_of(snapshot=True, checkpoint=("a",)) == {
+        "run.snapshot": ("--snapshot", "yes"),
+        "checkpoint.sealed": ("--checkpoint", ["a"]),
+    }
+    assert flags_of(gpus_per_node=0) == {"slurm.gpus_per_node": ("--gpus-per-node", 0)}
 
 
 def test_without_a_script_the_recipe_runs_here_where_there_is_no_sbatch(work):

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import HpctrainError, NotFound, UsageError
-from hpctrain.launch.prepare import SubmitRequest, prepare
+from hpctrain.launch.prepare import prepare
 from hpctrain.launch.program import read_program
+from tests.support.submit_requests import request_of
 
 SHELL = shutil.which("bash")
 
@@ -202,6 +203,10 @@ def test_what_cannot_run_is_refused_in_one_line(work, command, error, message):
     assert isinstance(caught.value, HpctrainError)
 
 
+def asked_of(work, command=("train.py",), **asked):
+    return request_of(cwd=work, environ={"PATH": ""}, runs=Path("runs"), command=command, **asked)
+
+
 @pytest.mark.parametrize(
     ("asked", "note"),
     [
@@ -221,7 +226,9 @@ def test_what_cannot_run_is_refused_in_one_line(work, command, error, message):
     ],
 )
 def test_what_later_starts_get_is_said(work, asked, note):
-    request = SubmitRequest(work, {"PATH": ""}, Path("runs"), command=("train.py",), **asked)
+    request = request_of(
+        cwd=work, environ={"PATH": ""}, runs=Path("runs"), command=("train.py",), **asked
+    )
     prepared = prepare(request)
 
     assert prepared.spec.settings.run.resume_args == asked["resume_args"]
@@ -239,12 +246,14 @@ def test_what_later_starts_get_is_said(work, asked, note):
     ],
 )
 def test_arguments_for_later_starts_that_make_no_sense_are_refused(work, asked, message):
-    request = SubmitRequest(work, {"PATH": ""}, Path("runs"), command=("train.py",), **asked)
+    request = request_of(
+        cwd=work, environ={"PATH": ""}, runs=Path("runs"), command=("train.py",), **asked
+    )
     with pytest.raises(UsageError, match=message):
         prepare(request)
 
 
 def test_the_shipped_recipe_needs_no_such_arguments(work):
-    request = SubmitRequest(work, {"PATH": ""}, Path("runs"), resume_args="-r")
+    request = asked_of(work, command=(), resume_args="-r")
 
     assert any("the shipped recipe resumes by itself" in note for note in prepare(request).notes)

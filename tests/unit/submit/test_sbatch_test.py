@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.cluster.scheduler.slurm.client import SlurmCluster, check_accepted
 from hpctrain.errors import ChecksFailed, ClusterError, ClusterUnreachable, UsageError
-from hpctrain.launch.preflight import Asked, try_site
+from hpctrain.launch.preflight import try_site
 
 PRESET = """\
 schema = 1
@@ -44,7 +44,7 @@ def attempt(mine, tmp_path, ask, **asked):
             return check_accepted(script, ask)
 
     environ = {"PATH": str(bin_dir)}
-    return try_site(Asked(mine, **asked), cwd=tmp_path, environ=environ, cluster=Asks())
+    return try_site(mine, **asked, cwd=tmp_path, environ=environ, cluster=Asks())
 
 
 def test_each_partition_is_tried_at_the_nodes_that_it_is_for(mine, tmp_path):

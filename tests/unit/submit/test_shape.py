@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.cluster.scheduler.slurm import queue_view
+from hpctrain.cluster.scheduler.slurm import facts as slurm_facts
 from hpctrain.core.settings.spec import load_spec
 from hpctrain.entry import slurm_after
 from hpctrain.errors import ClusterError
@@ -17,7 +17,7 @@ from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import ShapeChosen
 from hpctrain.ledger.run.find_run import index_path
 from hpctrain.ledger.run.layout import RunDir
-from hpctrain.ledger.shapes.candidates import JobShape
+from hpctrain.ledger.shapes.queue import JobShape
 from tests.support.ledger_runs import write_event
 
 SINFO = "echo 'work*|n1|alloc|LIMIT'; echo 'work*|n2|idle|LIMIT'"
@@ -265,8 +265,8 @@ def test_where_nobody_may_ask_anything_the_plain_shape_is_submitted(work, capsys
 
 
 def test_a_slow_slurmctld_is_not_waited_for(work, capsys, monkeypatch):
-    monkeypatch.setattr(queue_view.ask_queue, "__kwdefaults__", {"timeout_s": 0.2})
-    monkeypatch.setitem(queue_view.ask_starts.__kwdefaults__, "timeout_s", 0.2)
+    monkeypatch.setattr(slurm_facts.ask_queue, "__kwdefaults__", {"timeout_s": 0.2})
+    monkeypatch.setitem(slurm_facts.ask_starts.__kwdefaults__, "timeout_s", 0.2)
     for name in ("sinfo", "squeue", "sbatch"):
         put(work, name, "exec sleep 600")
 
@@ -276,9 +276,9 @@ def test_a_slow_slurmctld_is_not_waited_for(work, capsys, monkeypatch):
 
 
 def test_all_questions_together_take_five_seconds_at_most():
-    assert queue_view.VIEW_S + queue_view.STARTS_S <= 5.0
-    assert queue_view.ask_queue.__kwdefaults__ == {"timeout_s": queue_view.VIEW_S}
-    assert queue_view.ask_starts.__kwdefaults__["timeout_s"] == queue_view.STARTS_S
+    assert slurm_facts.VIEW_S + slurm_facts.STARTS_S <= 5.0
+    assert slurm_facts.ask_queue.__kwdefaults__ == {"timeout_s": slurm_facts.VIEW_S}
+    assert slurm_facts.ask_starts.__kwdefaults__["timeout_s"] == slurm_facts.STARTS_S
 
 
 def test_an_estimate_of_never(work, capsys):

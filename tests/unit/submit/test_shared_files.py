@@ -7,15 +7,19 @@ from pathlib import Path
 import pytest
 
 from hpctrain.checkpoint.sealed.patterns import may_meet, parse, places
+from hpctrain.core.base.records import JobInfo, JobState
 from hpctrain.core.settings.spec import load_spec
 from hpctrain.errors import ClusterUnreachable, RunExists, UsageError
-from hpctrain.launch import checks
+from hpctrain.launch import checks, live_job
 from hpctrain.launch.change import ResumeRequest
-from hpctrain.launch.prepare import SubmitRequest, create_run, prepare
+from hpctrain.launch.prepare import create_run, prepare
 from hpctrain.launch.resume import prepare_resume
 from hpctrain.ledger.run.find_run import IndexedRun, record
 from hpctrain.ledger.run.layout import RunDir
 from tests.support.ledger_runs import write_event
+from tests.support.submit_requests import request_of
+
+RUNNING = JobInfo("local-1", JobState.RUNNING, alive=True)
 
 
 @pytest.fixture
@@ -31,13 +35,13 @@ def alive(monkeypatch):
     """Names of runs whose jobs may still write; None stands for a scheduler that is silent."""
     names = set()
 
-    def live_job(run, cluster):
+    def look(run, cluster):
         del cluster
         if None in names:
             raise ClusterUnreachable("no answer")
-        return object() if run.name in names else None
+        return RUNNING if run.name in names else None
 
-    monkeypatch.setattr(checks, "live_job", live_job)
+    monkeypatch.setattr(live_job, "live_job", look)
     return names
 
 
@@ -46,7 +50,7 @@ def submit(work):
     """Prepare a run with a pattern, and make its directory; a live run's is what `alive` says."""
 
     def make(name, *patterns, args=(), env=(), cwd=work, **more):
-        request = SubmitRequest(
+        request = request_of(
             cwd=cwd, environ={"PATH": "/nowhere"}, runs=work / "runs", name=name,
             command=["train.py", *args], env=list(env),
             sets=[f"checkpoint.sealed={pattern}" for pattern in patterns], **more,
@@ -106,7 +110,7 @@ def test_the_way_out_works(submit, alive):
 
 def test_a_run_that_names_itself_keeps_the_name_or_is_refused(submit, work):
     """Of two submits at once one would get the other's folder in its arguments."""
-    request = SubmitRequest(
+    request = request_of(
         cwd=work, environ={"PATH": "/nowhere"}, runs=work / "runs", command=["train.py", "{output}"]
     )
     prepared = prepare(request)

@@ -9,14 +9,15 @@ import pytest
 
 from hpctrain.core.settings.spec import Entry, load_spec
 from hpctrain.errors import NotFound, UsageError
-from hpctrain.launch.change import change_spec, resume_request
+from hpctrain.launch.after import NOT_SEALED, live_notes, side_spec
+from hpctrain.launch.change import ResumeRequest, change_spec
 from hpctrain.launch.live_job import as_own_run
-from hpctrain.launch.prepare import SubmitRequest, make_run, prepare
+from hpctrain.launch.prepare import make_run, prepare
 from hpctrain.launch.resume import prepare_resume
-from hpctrain.launch.side_job import NOT_SEALED, live_notes, side_spec
 from hpctrain.launch.snapshot import plan_snapshot
 from hpctrain.ledger.run.layout import RunDir
 from tests.support.memory import entries
+from tests.support.submit_requests import request_of
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def work(tmp_path):
 
 def ask(work, *sets, **changes):
     given = {"cwd": work, "environ": {"PATH": "/usr/bin"}, "runs": Path("runs"), "sets": sets}
-    return prepare(SubmitRequest(**{**given, **changes}))
+    return prepare(request_of(**{**given, **changes}))
 
 
 def evaluating(work, *sets, script="evaluate.py --tasks all", **changes):
@@ -273,7 +274,7 @@ def run(work):
 
 
 def resumed(run, *sets):
-    return prepare_resume(run, load_spec(run.spec), resume_request({}, sets), {"PATH": ""})
+    return prepare_resume(run, load_spec(run.spec), ResumeRequest({}, sets), {"PATH": ""})
 
 
 def test_a_resume_keeps_the_program_though_its_file_is_gone(run, work):
@@ -320,6 +321,6 @@ def test_a_copy_of_a_run_has_its_own(checkout, tmp_path):
 
 def test_changing_settings_leaves_the_given_spec_as_it_was(run):
     spec = load_spec(run.spec)
-    change_spec(spec, resume_request({}, ["evaluate.every=2"]))
+    change_spec(spec, ResumeRequest({}, ["evaluate.every=2"]))
 
     assert spec == load_spec(run.spec)

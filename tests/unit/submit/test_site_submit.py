@@ -28,8 +28,9 @@ from hpctrain.core.settings.spec import load_spec
 from hpctrain.errors import UsageError
 from hpctrain.launch.change import ResumeRequest, change_spec
 from hpctrain.launch.launch import without_nodes
-from hpctrain.launch.prepare import SubmitRequest, make_run, prepare
+from hpctrain.launch.prepare import make_run, prepare
 from hpctrain.ledger.run.layout import RunDir
+from tests.support.submit_requests import request_of
 from tests.support.users import STRANGER
 
 FRONTIER = Partition(
@@ -173,7 +174,7 @@ def ask(work, *, environ=None, **changes):
         "site": "juniper",
         "time": "1:30:00",
     }
-    return prepare(SubmitRequest(**{**given, **changes}))
+    return prepare(request_of(**{**given, **changes}))
 
 
 def told(prepared):

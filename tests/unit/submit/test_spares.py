@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from hpctrain.core.settings.check import split_spares, with_spares
 from hpctrain.core.settings.schema import AliveSettings, Settings, SlurmSettings
 from hpctrain.errors import UsageError
-from hpctrain.launch.prepare import SubmitRequest, flags_of
+from hpctrain.launch.prepare import flags_of
 
 
 @pytest.mark.parametrize(
@@ -18,9 +16,9 @@ from hpctrain.launch.prepare import SubmitRequest, flags_of
 )
 def test_what_stands_behind_the_plus_sign_are_spares(given, nodes, spares):
     assert split_spares(given) == (nodes, spares)
-    flags = flags_of(SubmitRequest(Path(), {}, Path(), nodes=given))
-    assert flags["slurm.nodes"] == ("--nodes", nodes)
-    assert flags["alive.spares"] == ("--nodes", spares)
+    flags = flags_of(nodes=given)
+    assert flags.get("slurm.nodes", ("", None))[1] == nodes
+    assert flags.get("alive.spares", ("", None))[1] == spares
 
 
 @pytest.mark.parametrize("given", ["4+", "4+x", "4+-1", "4+1+1", "4+12345"])

@@ -9,7 +9,7 @@ import pytest
 import hpctrain.cli.api
 from hpctrain.ledger.run.layout import RunDir
 from hpctrain.submitit import AutoExecutor
-from hpctrain.submitit.folder import JobFiles, dump
+from hpctrain.submitit.job import JobFiles, dump
 from tests.support.ledger_runs import Story
 
 

@@ -9,7 +9,7 @@ import pytest
 from submitit.core.utils import DelayedSubmission
 
 from hpctrain.ledger.run.layout import RunDir
-from hpctrain.submitit.folder import JobFiles, SavedState, dump
+from hpctrain.submitit.job import JobFiles, SavedState, dump
 from tests.unit.submitit.conftest import make_call
 
 

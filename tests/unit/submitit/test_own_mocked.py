@@ -20,7 +20,7 @@ from submitit.local import debug
 
 from hpctrain import submitit
 from hpctrain.submitit import AutoExecutor, Job, SlurmExecutor, helpers
-from hpctrain.submitit.folder import JobFiles, dump
+from hpctrain.submitit.job import JobFiles, dump
 from tests.unit.submitit.conftest import RunDir, make_call
 
 

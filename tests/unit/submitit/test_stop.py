@@ -17,7 +17,7 @@ RANK = """
 import os, signal, sys, time
 from pathlib import Path
 from hpctrain.submitit.task import StopWatch
-from hpctrain.train.runtime.signals import RankSignals
+from hpctrain.train.runtime.stops import RankSignals
 
 class Requests:
     def __init__(self, meaning): self.stop, self.meaning = 0, meaning

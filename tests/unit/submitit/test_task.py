@@ -13,7 +13,7 @@ from hpctrain.ledger.run.layout import RunDir
 from hpctrain.node.agent.end_writer import read_outcome
 from hpctrain.submitit import helpers
 from hpctrain.submitit import task as task_module
-from hpctrain.submitit.folder import JobFiles, dump
+from hpctrain.submitit.job import JobFiles, dump
 from hpctrain.submitit.task import Task, TaskSettings, as_submitit_sets_it
 
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from hpctrain.node.agent.signals import STOP_SIGNALS
-from hpctrain.train.runtime.signals import RankSignals
+from hpctrain.train.runtime.stops import RankSignals
 
 
 def _blocked() -> set[int]:

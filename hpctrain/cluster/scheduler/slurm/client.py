@@ -18,14 +18,17 @@ from typing import TYPE_CHECKING
 
 from hpctrain.cluster.preflight.report import FAIL, OK, UNKNOWN, WARN, Result
 from hpctrain.cluster.scheduler.base import Accounting, Cluster
+from hpctrain.cluster.scheduler.slurm import limits
 from hpctrain.cluster.scheduler.slurm.command import (
     QUERY_TIMEOUT_S,
+    SHELL_DEFAULTS,
     CommandMissing,
+    clean,
+    cluster_name,
+    kept_settings,
+    name_here,
     run,
-    submitted_here,
 )
-from hpctrain.cluster.scheduler.slurm.command import run as run_command
-from hpctrain.cluster.scheduler.slurm.environment import SHELL_DEFAULTS, clean, kept_settings
 from hpctrain.cluster.scheduler.slurm.jobs import (
     accounted_job,
     is_alive,
@@ -42,7 +45,15 @@ from hpctrain.cluster.scheduler.slurm.parse import (
     parse_queue,
     parse_sacct,
 )
-from hpctrain.cluster.scheduler.slurm.script import body_path, export_arguments, render_script
+from hpctrain.cluster.scheduler.slurm.script import (
+    SUBMIT_TIMEOUT_S,
+    body_path,
+    dependency,
+    module_lines,
+    notes_of,
+    render_script,
+    sbatch,
+)
 from hpctrain.core.base.files import data_dir
 from hpctrain.core.base.records import JobState
 from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable
@@ -61,12 +72,9 @@ if TYPE_CHECKING:
     from hpctrain.core.settings.schema import Settings
     from hpctrain.core.settings.spec import Spec
     from hpctrain.ledger.run.layout import RunDir
-    from hpctrain.ledger.shapes.candidates import JobShape
-    from hpctrain.ledger.shapes.waits import WaitRecord
-    from hpctrain.ledger.shapes.windows import QueueView
+    from hpctrain.ledger.shapes.queue import JobShape, QueueView, WaitRecord
 
 
-SUBMIT_TIMEOUT_S = 60.0
 STEP_TIMEOUT_S = 120.0
 """A step waits for slurmctld, for each node's slurmd and for a program that starts from a shared
 disk."""
@@ -77,25 +85,12 @@ NO_ACCOUNTING = "accounting storage is disabled"
 
 
 class SlurmCluster(Cluster):
-    """Implements `Cluster` with sbatch, squeue, scontrol, sacct and scancel.
-
-    Attributes:
-        name: "slurm".
-        submit_timeout_s: After this long sbatch counts as unanswered.
-        query_timeout_s: The same for every question.
-    """
+    """Implements `Cluster` with sbatch, squeue, scontrol, sacct and scancel."""
 
     name = "slurm"
     has_dependencies = True
-
-    def __init__(
-        self,
-        *,
-        submit_timeout_s: float = SUBMIT_TIMEOUT_S,
-        query_timeout_s: float = QUERY_TIMEOUT_S,
-    ) -> None:
-        self.submit_timeout_s = submit_timeout_s
-        self.query_timeout_s = query_timeout_s
+    submit_timeout_s = SUBMIT_TIMEOUT_S
+    query_timeout_s = QUERY_TIMEOUT_S
 
     def missing(self, environ: Mapping[str, str]) -> str:
         """Where there is an sbatch, there is SLURM."""
@@ -104,8 +99,6 @@ class SlurmCluster(Cluster):
 
     def here(self, environ: Mapping[str, str] | None = None) -> str:
         """ClusterName; of this process's own environment it is asked once."""
-        from hpctrain.cluster.scheduler.slurm.command import cluster_name, name_here
-
         if environ is None:
             return name_here()
         there = shutil.which("scontrol", path=environ.get("PATH", ""))
@@ -121,8 +114,9 @@ class SlurmCluster(Cluster):
         from hpctrain.cluster.scheduler.slurm.executor import AgentTask, HpctrainExecutor
 
         path = request.script_path
-        folder = path.with_suffix("")
-        executor = HpctrainExecutor(folder, path, self.submit_timeout_s, request.after)
+        executor = HpctrainExecutor(
+            path.with_suffix(""), path, self.submit_timeout_s, request.after
+        )
         try:
             return str(executor.submit(AgentTask(request.run_dir)).job_id)
         except ClusterUnreachable:
@@ -166,7 +160,7 @@ class SlurmCluster(Cluster):
     def bulk_query(self, job_ids: Sequence[str]) -> SlurmCluster:
         """Answers from two questions in all, for a look at many jobs of this user."""
         ids = [job_id for job_id in job_ids if is_job_id(job_id)]
-        return BulkQuery(ids, query_timeout_s=self.query_timeout_s)
+        return BulkQuery(ids)
 
     def cancel(self, job_id: str) -> None:
         """Cancel the job; one that has ended already is left as it is."""
@@ -175,8 +169,6 @@ class SlurmCluster(Cluster):
 
     def follow(self, job_id: str, after: Sequence[str]) -> None:
         """Give the job another --dependency."""
-        from hpctrain.cluster.scheduler.slurm.script import dependency
-
         _refuse_no_id(job_id)
         self._run("scontrol", "update", f"JobId={job_id}", f"Dependency={dependency(after)}")
 
@@ -192,8 +184,6 @@ class SlurmCluster(Cluster):
 
     def render(self, spec: Spec, run: RunDir, token: str) -> str:
         """The batch script."""
-        from hpctrain.cluster.scheduler.slurm.script import render_script
-
         if spec.settings.container.image:
             from hpctrain.cluster.scheduler.slurm.container_checks import check_mount_points
             from hpctrain.cluster.site.schema import site_of
@@ -214,21 +204,15 @@ class SlurmCluster(Cluster):
 
     def shell_layer(self, environ: Mapping[str, str], site: Site | None) -> Layer | None:
         """SBATCH_* variables, and the account that the preset looks for."""
-        from hpctrain.cluster.scheduler.slurm.limits import shell_layer
-
-        return shell_layer(site, environ)
+        return limits.shell_layer(site, environ)
 
     def setup_lines(self, site: Site | None) -> list[str]:
         """The modules that the preset loads."""
-        from hpctrain.cluster.scheduler.slurm.script import module_lines
-
         return module_lines(site)
 
     def notice(self, settings: Settings, site: Site | None) -> tuple[int, str] | None:
         """As the preset has it of the partition."""
-        from hpctrain.cluster.scheduler.slurm.limits import notice
-
-        return None if site is None else notice(settings, site)
+        return None if site is None else limits.notice(settings, site)
 
     def accounting(self) -> Accounting:
         """By sacctmgr and scontrol, each question when it is needed."""
@@ -249,9 +233,9 @@ class SlurmCluster(Cluster):
         accounting: Accounting | None,
     ) -> Chosen:
         """Partition, quality of service, CPUs and time limit are chosen."""
-        from hpctrain.cluster.scheduler.slurm.limits import check_site
-
-        return check_site(settings, origins, site, is_script=is_script, accounting=accounting)
+        return limits.check_site(
+            settings, origins, site, is_script=is_script, accounting=accounting
+        )
 
     def notes(
         self,
@@ -261,13 +245,9 @@ class SlurmCluster(Cluster):
         accounting: Accounting | None,
     ) -> list[str]:
         """What SLURM gives a job that asks for no GPUs or CPUs, and what its nodes start from."""
-        from hpctrain.cluster.scheduler.slurm.limits import cpu_notes, partition_notes
-
-        notes = partition_notes(settings, origins, site, accounting)
-        notes += cpu_notes(settings, site, accounting)
+        notes = limits.partition_notes(settings, origins, site, accounting)
+        notes += limits.cpu_notes(settings, site, accounting)
         if settings.environment.stage != "no":
-            from hpctrain.cluster.scheduler.slurm.script import notes_of
-
             notes += notes_of(settings, site)
         return notes
 
@@ -307,7 +287,7 @@ class SlurmCluster(Cluster):
 
     def queue_view(self, partition: str) -> QueueView | None:
         """By sinfo and squeue, at once."""
-        from hpctrain.cluster.scheduler.slurm.queue_view import ask_queue
+        from hpctrain.cluster.scheduler.slurm.facts import ask_queue
 
         return ask_queue(partition)
 
@@ -315,7 +295,7 @@ class SlurmCluster(Cluster):
         """By sacct."""
         import getpass
 
-        from hpctrain.cluster.scheduler.slurm.queue_view import ask_waits
+        from hpctrain.cluster.scheduler.slurm.facts import ask_waits
 
         return ask_waits(getpass.getuser())
 
@@ -323,19 +303,17 @@ class SlurmCluster(Cluster):
         """By sshare and sacctmgr, at once."""
         import getpass
 
-        from hpctrain.cluster.scheduler.slurm.queue_view import ask_own_limits
+        from hpctrain.cluster.scheduler.slurm.facts import ask_own_limits
 
         return ask_own_limits(getpass.getuser())
 
     def longest_s(self, settings: Settings, site: Site) -> int | None:
         """By the limits of its partitions; of several the one that allows most."""
-        from hpctrain.cluster.scheduler.slurm.limits import longest_s
-
-        return longest_s(settings, site)
+        return limits.longest_s(settings, site)
 
     def start_estimates(self, scripts: Mapping[JobShape, str]) -> dict[JobShape, StartEstimate]:
         """By `sbatch --test-only`, all at once."""
-        from hpctrain.cluster.scheduler.slurm.queue_view import ask_starts
+        from hpctrain.cluster.scheduler.slurm.facts import ask_starts
 
         return ask_starts(scripts)
 
@@ -401,9 +379,8 @@ def _refuse_no_id(job_id: str) -> None:
 class BulkQuery(SlurmCluster):
     """Answers about this user's jobs from what it has asked once; safe for several threads."""
 
-    def __init__(self, job_ids: Sequence[str], *, query_timeout_s: float) -> None:
-        """Query nothing yet; each of the two queries may take `query_timeout_s`."""
-        super().__init__(query_timeout_s=query_timeout_s)
+    def __init__(self, job_ids: Sequence[str]) -> None:
+        """Query nothing yet."""
         self._job_ids = job_ids
         self._lock = threading.Lock()
         self._queue: list[JobInfo] | ClusterError | None = None
@@ -495,9 +472,7 @@ class SlurmPreflight:
     """The job of a preflight."""
 
     def __init__(self, cluster: Cluster, script: Path) -> None:
-        arguments = export_arguments(script.read_text())
-        command = ["sbatch", "--parsable", *arguments, str(script)]
-        self._job_id = submitted_here(run_command(command, timeout_s=SUBMIT_TIMEOUT_S, query=False))
+        self._job_id = sbatch(script)
         self._cluster = cluster
         self.name = f"job {self._job_id}"
 

@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
     from hpctrain.cluster.scheduler.base import JobControl
     from hpctrain.cluster.scheduler.slurm.parse import AccountRow
-    from hpctrain.ledger.shapes.candidates import JobShape
+    from hpctrain.core.base.records import JobContext
+    from hpctrain.ledger.shapes.queue import JobShape
 
 
 SINCE = (24, 5)
@@ -367,10 +368,21 @@ def _receive(connection: socket.socket, patience_s: float) -> bytes:
 def control_here(job_id: str, *, restarts: int) -> JobControl:
     """Return what a rank asks: SLURM's control, or in a container the relay to it."""
     run = RunDir(Path(os.environ.get(HPCTRAIN_RUN_DIR, "")))
-    return outside(run, SlurmControl(job_id, restarts=restarts))
+    return _outside(run, SlurmControl(job_id, restarts=restarts))
 
 
-def outside(run: RunDir, control: SlurmControl) -> JobControl:
+def control_of_agent(run: RunDir, context: JobContext) -> JobControl:
+    """Return what an agent asks: SLURM's control, or in a container the relay to it."""
+    control = of_agent(
+        context.job_id,
+        restarts=context.restarts,
+        nodes=context.nodes,
+        kill_wait_s=context.kill_wait_s,
+    )
+    return _outside(run, control)
+
+
+def _outside(run: RunDir, control: SlurmControl) -> JobControl:
     """Return the control with this start's restart count, or in a container the relay to it."""
     port = os.environ.get(HPCTRAIN_RELAY)
     if not port or control.restarts is None:

@@ -1,4 +1,4 @@
-"""The executor of submitit with our own submission: our script and sbatch call, no pickle.
+"""submitit around a run's job: its executor with our own submission, and the task as it calls it.
 
 What is kept of submitit: the executor and job classes, and the callable in its checkpointable form.
 Which of its rules are overruled, and why: docs/development/decisions.md.
@@ -7,8 +7,6 @@ tests/unit/scheduler/test_slurm_executor.py holds the promises.
 
 from __future__ import annotations
 
-import logging
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,20 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import submitit
 from submitit.helpers import Checkpointable
 
-from hpctrain.cluster.scheduler.slurm.command import run, submitted_here
-from hpctrain.cluster.scheduler.slurm.control import of_agent, outside
-from hpctrain.cluster.scheduler.slurm.environment import job_context
-from hpctrain.cluster.scheduler.slurm.script import dependency_arguments, export_arguments
-from hpctrain.core.base.env import HPCTRAIN_RELAY
+from hpctrain.cluster.scheduler.slurm.script import sbatch
 from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from hpctrain.cluster.scheduler.base import JobControl
-    from hpctrain.core.base.records import JobContext
-
-log = logging.getLogger("hpctrain.agent")
 
 R = TypeVar("R")
 
@@ -41,42 +30,22 @@ class AgentTask(Checkpointable):
     continues an interrupted one is the same task.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, run_node: Callable[[RunDir], int] | None = None) -> None:
+        """Describe the task of a run.
+
+        Args:
+            run_dir: The run's directory.
+            run_node: Runs a node's agent; None where the task is only submitted, since the batch
+                script names the program that has it (`entry.slurm_task`).
+        """
         self.run_dir = str(run_dir)
+        self._run_node = run_node
 
     def __call__(self) -> int:
         """Run this node's agent; returns the exit code of the task."""
-        from hpctrain.node.agent.main import run_agent
-
-        context = job_context()
-        run = RunDir(Path(self.run_dir))
-        if why := _outside_of_image(run):
-            log.warning("%s", why)
-        return run_agent(run, context, _control(run, context))
-
-
-def _outside_of_image(run: RunDir) -> str:
-    """What to say of a task that a script of the user's own has not started in the run's image."""
-    from hpctrain.core.settings.spec import load_spec
-
-    image = load_spec(run.spec).settings.container.image
-    if not image or os.environ.get(HPCTRAIN_RELAY):
-        return ""
-    return (
-        f"container.image is {image}, and this task runs in no container: its batch script has no "
-        "function hpctrain_container, as `hpctrain submit --dry-run` prints it"
-    )
-
-
-def _control(run: RunDir, context: JobContext) -> JobControl:
-    """Who asks SLURM: this process, or one outside of its container."""
-    control = of_agent(
-        context.job_id,
-        restarts=context.restarts,
-        nodes=context.nodes,
-        kill_wait_s=context.kill_wait_s,
-    )
-    return outside(run, control)
+        if self._run_node is None:
+            raise RuntimeError("the batch script starts the agent, by entry.slurm_task")
+        return self._run_node(RunDir(Path(self.run_dir)))
 
 
 class HpctrainExecutor(submitit.SlurmExecutor):
@@ -110,8 +79,5 @@ class HpctrainExecutor(submitit.SlurmExecutor):
             ClusterUnreachable: no answer in time; the job may or may not have been accepted.
         """
         del fn, args, kwargs
-        export = export_arguments(self.script_path.read_text())
-        waits = dependency_arguments(self.after)
-        command = ["sbatch", "--parsable", *export, *waits, str(self.script_path)]
-        job_id = submitted_here(run(command, timeout_s=self.timeout_s, query=False))
+        job_id = sbatch(self.script_path, self.after, timeout_s=self.timeout_s)
         return self.job_class(folder=self.folder, job_id=job_id, tasks=[0])

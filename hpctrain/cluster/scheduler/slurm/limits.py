@@ -12,12 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.cluster.scheduler.slurm.environment import SHELL_DEFAULTS, kept_settings
+from hpctrain.cluster.scheduler.slurm.command import SHELL_DEFAULTS, kept_settings
 from hpctrain.cluster.scheduler.slurm.script import check_options, is_exclusive, is_forbidden
 from hpctrain.core.base.text import count, duration, hms
 from hpctrain.core.settings.check import allocated, fit_lead, node_range, time_s
+from hpctrain.core.settings.external import name_of
 from hpctrain.core.settings.layers import DEFAULT, Chosen, Layer, did_you_mean, nearest
-from hpctrain.core.settings.sbatch_options import name_of
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:

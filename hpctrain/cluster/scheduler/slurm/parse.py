@@ -36,10 +36,10 @@ NOTHING = frozenset({"", "(null)", "N/A", "None", "NONE", "Unknown", "UNLIMITED"
 
 
 def parse_records(text: str) -> list[dict[str, str]]:
-    """The records that `scontrol show job` (or `node`) printed, one dict of fields each."""
+    """The records that `scontrol show job`, `node` or `partition` printed, a dict each."""
     records: list[dict[str, str]] = []
     for line in text.splitlines():
-        if line.startswith(("JobId=", "NodeName=")):
+        if line.startswith(("JobId=", "NodeName=", "PartitionName=")):
             records.append({})
         if records and line.strip():
             # What a user wrote (a comment, a reason) may hold " JobState=..." and comes after it.

@@ -15,11 +15,12 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.cluster.scheduler.slurm.command import NoCluster, run, submitted_here
 from hpctrain.core.base.env import HPCTRAIN_PYTHON, HPCTRAIN_RUN_DIR, HPCTRAIN_TOKEN
 from hpctrain.core.base.files import data_dir
 from hpctrain.core.base.text import count, fold_nodes
 from hpctrain.core.settings.check import allocated, node_range, sbatch_time
-from hpctrain.core.settings.sbatch_options import name_of, names_of
+from hpctrain.core.settings.external import name_of, names_of
 from hpctrain.core.settings.schema import AUTO_STAGE_NODES
 from hpctrain.errors import ClusterError, UsageError
 from hpctrain.ledger.run.event_fields import is_job_id
@@ -316,8 +317,8 @@ def _setup(modules: Sequence[str], settings: SlurmSettings, site: Site | None) -
         lines += [f"hpctrain_lines_of={where}", *modules]
     if settings.setup:
         lines += ["hpctrain_lines_of=slurm.setup", *settings.setup]
-    may_fail = ["hpctrain_setup_may_fail=1"] if settings.setup_may_fail else []
     # Then a status that is not 0 is a `return` of one of the lines.
+    may_fail = ["hpctrain_setup_may_fail=1"] if settings.setup_may_fail else []
     return [*may_fail, "hpctrain_setup() {", *lines, ":", "}"]
 
 
@@ -612,3 +613,27 @@ def _reasons(reasons: dict[str, list[str]]) -> str:
     words = [f"{fold_nodes(nodes)}: {why}" for why, nodes in ordered[:_MOST_REASONS]]
     left = len(ordered) - _MOST_REASONS
     return "; ".join([*words, *([f"{count(left, 'more reason')}"] if left > 0 else [])])
+
+
+SUBMIT_TIMEOUT_S = 60.0
+
+
+def sbatch(script: Path, after: Sequence[str] = (), *, timeout_s: float = SUBMIT_TIMEOUT_S) -> str:
+    """Submit a script that is already written, and return the job's id.
+
+    Args:
+        script: Its name is how a job is found again after a submission that gave no answer.
+        after: Jobs that must have ended well before.
+        timeout_s: After this long sbatch is killed, and the job may or may not be in the queue.
+
+    Raises:
+        ClusterError: refused; nothing was started.
+        ClusterUnreachable: no answer in time; the job may or may not have been accepted.
+    """
+    arguments = [*export_arguments(script.read_text()), *dependency_arguments(after)]
+    command = ["sbatch", "--parsable", *arguments, str(script)]
+    try:
+        answer = run(command, timeout_s=timeout_s, query=False)
+    except NoCluster as error:  # it was sent to nobody
+        raise ClusterError(str(error)) from None
+    return submitted_here(answer)

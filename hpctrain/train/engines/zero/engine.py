@@ -27,11 +27,9 @@ from hpctrain.ledger.plan.deepspeed import (
 )
 from hpctrain.train.engines.blocks import compile_blocks, every_block, recompute_blocks
 from hpctrain.train.engines.engine import Engine
-from hpctrain.train.engines.norm import clip_factor, global_norm, scale_
-from hpctrain.train.engines.precision import DTYPES, LossScale
+from hpctrain.train.engines.norm import DTYPES, LossScale, clip_factor, global_norm, scale_
 from hpctrain.train.engines.state import persistent_buffers
-from hpctrain.train.engines.zero.begin import fill, spread
-from hpctrain.train.engines.zero.state import SPREADS_PARAMETERS, ZeroState
+from hpctrain.train.engines.zero.state import SPREADS_PARAMETERS, ZeroState, fill, spread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.core.settings.schema import EngineSettings
     from hpctrain.train.engines.engine import EngineInputs
-    from hpctrain.train.engines.zero.begin import Made
+    from hpctrain.train.engines.zero.state import Made
 
 
 class DeepSpeedScale(LossScale):

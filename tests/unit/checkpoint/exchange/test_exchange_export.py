@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from hpctrain.checkpoint.exchange import contents, safetensors, to_torch
 from hpctrain.checkpoint.exchange import export as exports
-from hpctrain.checkpoint.exchange import place as places
+from hpctrain.checkpoint.exchange import export as places
 from hpctrain.checkpoint.exchange.contents import Tensor, committed, to_dtype, widened
 from hpctrain.checkpoint.tensors.values import encode
 from hpctrain.core.settings.schema import replaced

@@ -25,15 +25,13 @@ from hpctrain.checkpoint.exchange import (
 )
 from hpctrain.checkpoint.exchange import (
     export,
-    from_torch,
     import_into,
-    open_source,
     safetensors,
     to_torch,
+    untrusted,
 )
 from hpctrain.checkpoint.exchange.naming import NameRequest, name_all
 from hpctrain.checkpoint.format import shard
-from hpctrain.checkpoint.format.manifest import file_digest
 from hpctrain.checkpoint.store import commit, find, verify
 from hpctrain.cli.main import main
 from hpctrain.core.base.records import JobInfo, JobState
@@ -271,55 +269,6 @@ def test_dcp_is_read_by_its_paths_and_under_one_outer_key(run, call, tmp_path):
     assert bits(loaded(run, 5)) == bits(loaded(run, 6)) == bits(wanted)
 
 
-@pytest.fixture
-def first_format(tmp_path):
-    """A checkpoint as hpctrain wrote it before this format, and its tensors."""
-    path = tmp_path / "step-0000001000"
-    tensors = {
-        "model.w": torch.randn(4, 3),
-        "optim.w.exp_avg": torch.randn(4, 3),
-        "optim.w.step": torch.tensor(7.0),
-        "rng.rank-00000.torch": torch.get_rng_state(),
-    }
-    dcp.save(dict(tensors), checkpoint_id=path)
-    files = [
-        {"name": one.name, "size": one.stat().st_size, "digest": file_digest(one)}
-        for one in sorted(path.iterdir())
-    ]
-    manifest = {
-        "format": 1, "run_id": "r", "name": "old", "step": 1000, "attempt": 1, "world_size": 1,
-        "mesh": {"dp": 1}, "engine": "fsdp2", "files": files, "rng": {"ranks": 1},
-        "data": {"samples_consumed": 32000}, "extra": {"scheduler": {"best": float("inf")}},
-    }  # fmt: skip
-    (path / "MANIFEST.json").write_text(json.dumps(manifest))
-    return path, tensors
-
-
-def test_the_first_format_of_hpctrain_is_read_with_its_data_position(run, call, first_format):
-    path, tensors = first_format
-
-    code, out, err = call("import", path, "--run", run.name, "--step", 1000)
-
-    assert (code, err) == (0, "")
-    assert "from dcp" in out
-    assert bits(loaded(run, 1000)) == bits(tensors)
-    manifest = find.look(run, 1000).manifest
-    assert manifest.data == {"samples_consumed": 32000}
-    assert manifest.extra == {"scheduler": {"best": float("inf")}}
-    assert manifest.world_size == 1
-
-
-def test_a_damaged_one_of_the_first_format_is_refused(run, call, first_format):
-    path, _ = first_format
-    content = bytearray((path / "__0_0.distcp").read_bytes())
-    content[2000] ^= 1
-    (path / "__0_0.distcp").write_bytes(content)
-
-    line = call.refused("import", path, "--run", run.name, "--step", 1000)
-
-    assert "__0_0.distcp is not what its manifest says" in line
-
-
 def test_names_are_changed_in_weights_and_optimizer_alike(run, call, tmp_path):
     model, _, wanted = trained()
     wrapped = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
@@ -464,7 +413,7 @@ def test_bits_that_the_disk_turns_are_found_before_the_commit(run, call, tmp_pat
 def test_a_source_that_changes_while_it_is_read_is_not_committed(run, tmp_path):
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(1000)}, path)
-    contents = open_source.read(path)
+    contents = import_into.read(path)
     tensors, _ = name_all(contents, NameRequest())
 
     def on_bytes(_):
@@ -481,7 +430,7 @@ def test_a_source_that_changes_while_it_is_read_is_not_committed(run, tmp_path):
 
 def test_an_interrupted_import_leaves_nothing(run, tmp_path):
     save_file({"a": torch.ones(10), "b": torch.ones(10)}, tmp_path / "a.safetensors")
-    contents = open_source.read(tmp_path / "a.safetensors")
+    contents = import_into.read(tmp_path / "a.safetensors")
     tensors, _ = name_all(contents, NameRequest())
     told = iter(range(9))
 
@@ -528,7 +477,7 @@ def test_the_import_is_in_the_ledger_and_status_and_list_work(run, call, tmp_pat
 
 def test_a_large_tensor_is_read_once_to_be_written_and_once_to_be_compared(run, tmp_path):
     save_file({"a": torch.ones(3 << 20), "b": torch.ones(2)}, tmp_path / "a.safetensors")
-    contents = open_source.read(tmp_path / "a.safetensors")
+    contents = import_into.read(tmp_path / "a.safetensors")
     tensors, _ = name_all(contents, NameRequest())
     reads = []
 
@@ -543,7 +492,7 @@ def test_a_large_tensor_is_read_once_to_be_written_and_once_to_be_compared(run, 
 def test_memory_holds_the_largest_tensor_not_the_checkpoint(run, tmp_path):
     size = 4 << 20
     save_file({f"w{n}": torch.full((size // 4,), float(n)) for n in range(10)}, tmp_path / "a")
-    contents = open_source.read(tmp_path / "a", "safetensors")
+    contents = import_into.read(tmp_path / "a", "safetensors")
     tensors, _ = name_all(contents, NameRequest())
 
     tracemalloc.start()
@@ -567,7 +516,7 @@ def test_memory_holds_the_largest_tensor_not_the_checkpoint(run, tmp_path):
 def test_torch_files_stay_on_disk_until_they_are_read(tmp_path):
     torch.save({"a": torch.ones(1000)}, tmp_path / "a")
 
-    contents = from_torch.read(tmp_path / "a")
+    contents = untrusted.read(tmp_path / "a")
 
     assert contents.leaves[0].tensor is not None
     assert str(tmp_path / "a") in Path("/proc/self/maps").read_text()

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import hpctrain
-from hpctrain.checkpoint.exchange import from_dcp, open_source
+from hpctrain.checkpoint.exchange import from_dcp, import_into
 from hpctrain.checkpoint.exchange.naming import NameRequest, name_all
 from hpctrain.checkpoint.exchange.untrusted import unpickled
 from hpctrain.cli.main import main
@@ -29,7 +29,7 @@ from tests.support.exchange import made_run, names_in, save, some
 
 PACKAGE = Path(hpctrain.__file__).parent
 PICKLES = {"pickle", "cloudpickle", "marshal", "shelve", "dill"}
-OWN_PIPES = {"writer.py", "writer_process.py", "seat.py"}
+OWN_PIPES = {"writer.py", "writer_process.py", "client.py"}
 """Between a process and those that it has started itself, and between the ranks of an attempt,
 whose nodes let in nobody without its secret; no file that anybody else can write."""
 
@@ -213,7 +213,7 @@ def sources(folder):
 
 
 def read_all(source):
-    tensors, _ = name_all(open_source.read(source), NameRequest())
+    tensors, _ = name_all(import_into.read(source), NameRequest())
     return [one.read() for one in tensors]
 
 
@@ -460,16 +460,16 @@ def test_what_an_older_torch_risks_is_told_of_files_that_it_reads(tmp_path, name
     (tmp_path / "x.pt").write_bytes(b"PK\3\4" + b"\0" * 20)
     (tmp_path / "x.safetensors").write_bytes(b"\2" + b"\0" * 7 + b"{}")
 
-    risk = open_source.risk(tmp_path / name, version=version)
+    risk = import_into.risk(tmp_path / name, version=version)
 
     assert ("CVE-2026-24747" in risk and version in risk) if told else risk == ""
 
 
 def test_the_risk_is_told_before_anything_is_read(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(open_source.metadata, "version", lambda _: "2.9.0")
+    monkeypatch.setattr(import_into.metadata, "version", lambda _: "2.9.0")
     (tmp_path / "x.pt").write_bytes(b"PK\3\4" + b"\0" * 20)
     heard = []
-    monkeypatch.setattr(open_source, "read", lambda *_: heard.append(capsys.readouterr().err))
+    monkeypatch.setattr(import_into, "read", lambda *_: heard.append(capsys.readouterr().err))
     words = ["checkpoints", "import", str(tmp_path / "x.pt"), "--run", str(run.root), "--step", "7"]
 
     with pytest.raises(AttributeError):  # nothing was read

@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from hpctrain.checkpoint.sealed.proof import cut, proves_itself
+from hpctrain.checkpoint.sealed.files import cut, proves_itself
 
 
 @pytest.fixture

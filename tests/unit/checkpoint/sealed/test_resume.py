@@ -319,7 +319,7 @@ def test_a_seal_that_the_disk_does_not_give_is_no_damage(run, attempt, out, monk
     def stale(path, most_bytes=0):
         raise OSError(errno.ESTALE, "Stale file handle", str(path))
 
-    monkeypatch.setattr("hpctrain.checkpoint.sealed.manifest.read_plain", stale)
+    monkeypatch.setattr("hpctrain.checkpoint.sealed.files.read_plain", stale)
     with pytest.raises(FileSystemFault, match="Stale file handle"):
         choose(run, attempt)
 

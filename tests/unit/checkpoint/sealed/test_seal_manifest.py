@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.checkpoint.sealed import manifest
-from hpctrain.checkpoint.sealed.manifest import Seal, SealedFile, parse_seal
+from hpctrain.checkpoint.sealed import files as manifest
+from hpctrain.checkpoint.sealed.files import Seal, SealedFile, parse_seal
 from hpctrain.errors import FileSystemFault, OtherFormat, TornCheckpoint
 from tests.support.sealed import choose, seal
 

@@ -1,0 +1,472 @@
+"""Rules for numbers, switches, words, levels, files and names of networks, as readers parse them.
+
+NCCL reads a number with C's strtoll in base 0 and keeps what it got: `true` is 0, `010` is 8,
+`1abc` is 1, all without a word. torch reads decimal numbers and its own words for yes and no, and
+stops the program at others. libfabric reads numbers as NCCL does, and switches by words.
+tests/unit/nccl/test_nccl_rules.py holds the promises.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpctrain.cluster.nccl.names import (
+    LISTS,
+    NCCL,
+    TABLE,
+    TORCH,
+    Context,
+    Problem,
+    Rule,
+    cut,
+    error,
+    listed,
+    names_of,
+    reason,
+    warning,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PLAIN = re.compile(r"-?[1-9][0-9]*|0|0x[0-9a-fA-F]+", re.ASCII)
+_C_PREFIX = re.compile(
+    r"[ \t\n\v\f\r]*(?P<sign>[+-]?)"
+    r"(?:(?P<hex>0[xX][0-9a-fA-F]+)|(?P<octal>0[0-7]*)|(?P<decimal>[1-9][0-9]*))?",
+    re.ASCII,
+)
+_UNITS = {"k": 10, "m": 20, "g": 30, "t": 40}
+_MOST = 2**63 - 1
+_MOST_OF_TORCH = 2**31 - 1
+_ENOUGH_DIGITS = 64  # the largest number has fewer; Python refuses to read thousands
+_TRUE = frozenset({"true", "yes", "on", "t", "y", "enable", "enabled"})
+_FALSE = frozenset({"false", "no", "off", "f", "n", "disable", "disabled"})
+_WORDY = frozenset({"NCCL_PARAM_DUMP_ALL", "NCCL_SET_THREAD_NAME", "NCCL_WARN_ENABLE_DEBUG_INFO"})
+_FI_WORDS = frozenset({"true", "yes", "on", "false", "no", "off"})
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a variable takes."""
+
+    least: int | None = None
+    most: int | None = None
+    among: tuple[int, ...] = ()
+    note: str = ""
+    """What happens to a number outside, and what it may have been meant for."""
+
+    def holds(self, number: int) -> bool:
+        """Whether the number is among them."""
+        if self.among:
+            return number in self.among
+        above = self.least is None or number >= self.least
+        return above and (self.most is None or number <= self.most)
+
+    def __str__(self) -> str:
+        if self.among:
+            return listed([str(number) for number in self.among])
+        if self.most is None:
+            return "any whole number" if self.least is None else f"{self.least} or more"
+        return f"{self.least} to {self.most}"
+
+
+RANGES: dict[str, Range] = {
+    name: Range(row.get("least"), row.get("most"), tuple(row.get("among", ())), row.get("note", ""))
+    for row in TABLE["range"]
+    for name in row["names"]
+}
+TEXTS = names_of("nccl_texts")
+_TORCH_TEXTS = names_of("torch_texts")
+_FI_NUMBERS = names_of("fi_cxi", "fi_efa") - names_of("fi_texts")
+_FI_SWITCHES = names_of("fi_switches")
+
+
+def c_number(text: str) -> tuple[int, str]:
+    """The number that C's strtoll in base 0 takes from a text, and what it leaves unread.
+
+    A number that does not fit into 64 bits is the nearest that does.
+    """
+    match = _C_PREFIX.match(text)
+    digits = match and (match["hex"] or match["octal"] or match["decimal"])
+    if not match or not digits:
+        return 0, text
+    base = 16 if match["hex"] else 8 if match["octal"] else 10
+    read = int(digits.lstrip("0xX")[:_ENOUGH_DIGITS] or "0", base)
+    signed = -read if match["sign"] == "-" else read
+    return max(-_MOST - 1, min(signed, _MOST)), text[match.end() :]
+
+
+def number(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """A number that C reads in base 0: NCCL's and libfabric's."""
+    del context
+    reader = "libfabric" if name.startswith("FI_") else "NCCL"
+    if name in _WORDY and value.upper() in {"T", "TRUE", "F", "FALSE"}:
+        digit = "1" if value.upper().startswith("T") else "0"
+        yield warning(f'NCCL knows words here since 2.30 and reads 0 before; write "{digit}"')
+    elif _PLAIN.fullmatch(value) is None:
+        yield error(f"{reader} {_as_read(name, value)}")
+    elif abs(c_number(value)[0]) >= _MOST:
+        yield error(
+            f"{reader} takes its default: the number does not fit into 64 bits; write "
+            f"{RANGES.get(name, Range())}"
+        )
+    else:
+        yield from _outside(name, c_number(value)[0])
+
+
+def _as_read(name: str, value: str) -> str:
+    """What becomes of a text that is no plain number, and what to write instead."""
+    read, rest = c_number(value)
+    word = value.strip().lower()
+    if word in _TRUE | _FALSE:
+        meant = "1" if word in _TRUE else "0"
+        return f'knows no words here and reads {read}, without a message; write "{meant}"'
+    unit = rest.strip().lower().removesuffix("b").removesuffix("i")
+    if rest and read and unit in _UNITS:
+        return (
+            f'stops at the unit and reads {read}; write the whole number, "{read << _UNITS[unit]}"'
+        )
+    takes = RANGES.get(name, Range())
+    if not rest and value.strip().lstrip("+-").startswith("0") and read:
+        digits = value.strip().lstrip("+-0") or "0"
+        return f'takes the leading 0 for octal and reads {read}; write "{digits}"'
+    if not rest:
+        return f'reads {read} from it; write "{read}"'
+    return f"reads {read} and drops {cut(repr(rest))}, without a message; write {takes}"
+
+
+def torch_number(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """A number that torch reads: decimal; what follows is dropped, other texts stop the program."""
+    del context
+    begins = re.match(r"\s*([+-]?[0-9]+)", value, re.ASCII)
+    read = int(begins[1][:_ENOUGH_DIGITS]) if begins else 0
+    if begins is None:
+        what = "torch stops the program: this is no number"
+    elif abs(read) > _MOST_OF_TORCH:
+        what = "torch stops the program: the number does not fit into 32 bits"
+    elif begins.group() != value:
+        what = f"torch reads {read} and drops the rest"
+    else:
+        yield from _outside(name, read, reader="torch")
+        return
+    yield error(f"{what}; write {RANGES[name]}")
+
+
+def torch_switch(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """A switch of torch's, which stops the program at words that it does not know."""
+    del name, context
+    if value.lower() not in {"y", "yes", "1", "t", "true", "n", "no", "0", "f", "false"}:
+        meant = "0" if value.strip().lower() in _FALSE else "1"
+        yield error(
+            "torch stops the program: it takes 1, true, t, yes, y or 0, false, f, no, n; write "
+            f'"{meant}"'
+        )
+
+
+def fi_switch(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """A switch of libfabric's, which keeps its default at words that it does not know."""
+    del name, context
+    if value.lower() not in _FI_WORDS | {"0", "1"}:
+        yield error(
+            "libfabric keeps its default: it takes 1, true, yes, on or 0, false, no, off; write "
+            '"1" or "0"'
+        )
+
+
+def _outside(name: str, read: int, *, reader: str = "NCCL") -> Iterator[Problem]:
+    takes = RANGES.get(name)
+    if takes is None or takes.holds(read):
+        return
+    note = f" ({takes.note})" if takes.note else ""
+    yield error(f"{reader} has no meaning for {read}{note}; write {takes}")
+
+
+def rule_for(name: str) -> Rule | None:
+    """The rule of a variable that is a number or a switch, if it is one."""
+    if name in NCCL:
+        return None if name in TEXTS else number
+    if name in TORCH - _TORCH_TEXTS:
+        return torch_number if name in RANGES else torch_switch
+    if name in _FI_SWITCHES:
+        return fi_switch
+    if name in _FI_NUMBERS:
+        return fi_number
+    return None
+
+
+def fi_number(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """A number or a switch of libfabric's whose kind is not listed here: both forms pass."""
+    if value.lower() not in _FI_WORDS:
+        yield from number(name, value, context)
+
+
+FAMILIES = {"AF_INET": "ipv4", "AF_INET6": "ipv6"}
+_DEBUG_LEVELS = ("VERSION", "WARN", "INFO", "TRACE", "ABORT")
+_SUBSYSTEMS = frozenset(LISTS["debug_subsystems"])
+_LEVELS = ("LOC", "PIX", "PXB", "PHB", "SYS")
+_UNDOCUMENTED_LEVELS = ("NVB", "C2C", "P2C", "PXN")
+LIBFABRIC_NETS = frozenset({"libfabric", "aws libfabric", "ofi"})
+_NETS = {"ib": "IB", "socket": "Socket", "gib": "gIB", "fastrak": "FasTrak", "spcx": "spcx"} | {
+    name: name for name in LIBFABRIC_NETS
+}
+_NET_HINTS = {word: meant for meant, words in TABLE["network_hints"].items() for word in words}
+_PROVIDERS = frozenset(LISTS["providers"])
+
+
+@dataclass(frozen=True)
+class Words:
+    """A closed set of words."""
+
+    words: tuple[str, ...]
+    reader: str = "NCCL"
+    otherwise: str = "ignores the value without a message"
+    """What the reader does with another word."""
+    exact: bool = False
+    """Whether case counts."""
+    also: tuple[str, ...] = ()
+    """Words that are taken too and need not be recommended."""
+
+    def __call__(self, name: str, value: str, context: Context) -> Iterator[Problem]:
+        """The rule."""
+        del name, context
+        folded = {word.lower(): word for word in self.words}
+        if value in self.words + self.also or (not self.exact and value.lower() in folded):
+            return
+        near = folded.get(value.strip().lower())
+        case = ", since case counts" if near and near != value.strip() else ""
+        write = f'"{near}"' if near else listed(self.words)
+        yield error(f"{self.reader} {self.otherwise}{case}; write {write}")
+
+
+def family(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """NCCL_SOCKET_FAMILY, NCCL_IB_ADDR_FAMILY."""
+    del name, context
+    if value in FAMILIES:
+        return
+    meant = "AF_INET6" if "6" in value else "AF_INET"
+    yield error(
+        "NCCL ignores it without a message and takes whatever it finds first; write "
+        f'"{meant}", in upper case'
+    )
+
+
+def level(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """NCCL_NET_GDR_LEVEL, NCCL_P2P_LEVEL: how far apart two devices may be."""
+    del context
+    levels = (*_LEVELS, "NVL") if name == "NCCL_P2P_LEVEL" else _LEVELS
+    if value in levels:
+        return
+    if value in _UNDOCUMENTED_LEVELS or value == "NVL":
+        yield warning(
+            f"this level is NCCL's own and not in its guide; write one of {listed(levels)}"
+        )
+    elif value[:1].isdigit() and value.isascii():
+        digits = re.match(r"\d+", value)
+        read = min(int(digits.group()) if digits else 0, len(_LEVELS) - 1)
+        yield warning(
+            f"is the old numbering, whose meaning NVIDIA does not promise to keep; NCCL reads "
+            f'{_LEVELS[read]} from it: write "{_LEVELS[read]}"'
+        )
+    elif value.strip().upper() in levels:
+        yield error(
+            "NCCL compares upper case letter by letter, ignores this without a message and keeps "
+            f'its default; write "{value.strip().upper()}"'
+        )
+    else:
+        yield error(
+            f"NCCL ignores it without a message and keeps its default; write {listed(levels)}"
+        )
+
+
+def net(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """NCCL_NET: the name of a network, as its module or plugin calls itself."""
+    del name, context
+    folded = value.strip().lower()
+    hint = _NET_HINTS.get(folded)
+    if hint:
+        yield error(f'no network calls itself so, and NCCL stops without one; write "{hint}"')
+    elif folded not in _NETS and not folded.startswith(
+        ("ibext", "ucx", "sharp", "gpudirecttcpx", "fastrak")
+    ):
+        yield warning(
+            "NCCL needs a network of exactly this name and stops without one; it has IB and "
+            'Socket, the plugin for libfabric answers to "Libfabric", "AWS Libfabric" and "OFI"'
+        )
+
+
+def net_plugin(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """NCCL_NET_PLUGIN: a library or the end of its name, not a network."""
+    del name, context
+    if value.lower() in {"ib", "socket"}:
+        yield error(
+            f'NCCL looks for a library libnccl-net-{value}.so; a network is chosen by NCCL_NET: "'
+            f'{_NETS[value.lower()]}"'
+        )
+
+
+def debug_level(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """NCCL_DEBUG."""
+    yield from Words(_DEBUG_LEVELS)(name, value, context)
+    if value.upper() == "TRACE":
+        yield reason(
+            "prints every call of every rank, in builds that can, and slows training; write "
+            '"WARN" or "INFO", or say why'
+        )
+
+
+def subsystems(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """NCCL_DEBUG_SUBSYS."""
+    del name, context
+    for word in value.removeprefix("^").split(","):
+        if word.upper() not in _SUBSYSTEMS:
+            bare = word.strip(" ^").upper()
+            what = (
+                f'write "{bare}" there, and one ^ before the whole list at most'
+                if bare in _SUBSYSTEMS
+                else f"there are {', '.join(sorted(_SUBSYSTEMS))}"
+            )
+            yield error(f'NCCL does not know the subsystem "{word}"; {what}')
+
+
+def debug_file(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """NCCL_DEBUG_FILE: one file for each process, or the ranks overwrite each other's."""
+    yield from path(name, value, context)
+    if value.startswith("/dev/std"):
+        return
+    if "%p" not in value:
+        yield error(
+            "all ranks of a node open this one file and overwrite each other's lines; write "
+            f'"{value.rstrip(".") + "nccl" * value.endswith("/")}.%h.%p"'
+        )
+    elif "%h" not in value:
+        yield warning(
+            "on a shared file system, processes of two nodes can have the same number and one "
+            f'file; write "{value.replace("%p", "%h.%p")}"'
+        )
+
+
+def path(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """A file that a library opens by itself, with no shell to expand its name."""
+    del name, context
+    if value.startswith("~"):
+        yield error("nobody expands ~ here, so the file is not found; write the whole path")
+    elif not value.startswith("/") and "$" not in value:
+        yield warning(
+            "is looked for in the working directory of each rank; write the whole path, from / on"
+        )
+
+
+def dump_prefix(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """Where torch's flight recorder writes: a path to which each rank's number is added."""
+    yield from path(name, value, context)
+    if value.startswith(("/tmp/", "/dev/shm/", "/var/tmp/")):  # noqa: S108 - told of, not used
+        yield warning(
+            "lies on the node itself and is lost with it; leave it out, hpctrain puts the dump "
+            "into the run's directory"
+        )
+
+
+def library(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """A plugin's file or the end of its name."""
+    if value.startswith("~"):
+        yield from path(name, value, context)
+
+
+def addr_range(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """NCCL_IB_ADDR_RANGE: a network in CIDR form."""
+    del name, context
+    try:
+        ipaddress.ip_network(value, strict=False)
+        what = "" if "/" in value else "has no /"
+    except ValueError:
+        what = "is no address and length"
+    if what:
+        yield error(
+            f"{what}, so NCCL ignores it and takes any address; write a network, e.g. "
+            '"10.0.0.0/8" or "fd02::/16"'
+        )
+
+
+def netdevs_policy(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """NCCL_NETDEVS_POLICY: AUTO, ALL or MAX:N."""
+    if not re.fullmatch(r"MAX:[1-9]\d*", value, re.IGNORECASE):
+        yield from Words(("AUTO", "ALL", "MAX:2"), otherwise="falls back to AUTO")(
+            name, value, context
+        )
+
+
+def provider(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """FI_PROVIDER: libfabric's providers, the ones to take or, after ^, to leave out."""
+    del name, context
+    words = re.split(r"[,;]", value.removeprefix("^"))
+    for word in words:
+        if word.strip().lower() in _PROVIDERS and word != word.strip():
+            bare = "".join(value.split())
+            yield error(f'a blank becomes part of the name; write "{bare}"')
+        elif word.startswith("^"):
+            bare = value.replace("^", "")
+            yield error(f'^ stands once, before the whole list; write "^{bare}"')
+        elif word.lower() not in _PROVIDERS:
+            yield warning(
+                f'hpctrain knows no provider "{word}", and without one libfabric finds no '
+                "network; `fi_info -l` shows what there is (cxi for Slingshot, efa for AWS)"
+            )
+
+
+def per_job(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """Variables that must differ from job to job or from node to node."""
+    del value, context
+    yield error(f"{TABLE['per_job'][name]}; leave it out")
+
+
+def cta_policy(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """NCCL_CTA_POLICY: an old number, or words that may be joined by |."""
+    if value in {"0", "1", "2"}:
+        return
+    words = Words(("DEFAULT", "EFFICIENCY", "ZERO"), otherwise="leaves out words that it lacks")
+    for word in value.split("|"):
+        yield from words(name, word, context)
+
+
+def merge_level(name: str, value: str, context: Context) -> Iterator[Problem]:
+    """NCCL_NET_MERGE_LEVEL: how far apart two ports may be that are used as one adapter."""
+    if value != "PORT":
+        yield from level(name, value, context)
+
+
+_FIELDS = ("reader", "otherwise", "exact")
+RULES: dict[str, Rule] = {
+    **{
+        row["name"]: Words(
+            tuple(row["words"]),
+            also=tuple(row.get("also", ())),
+            **{key: row[key] for key in _FIELDS if key in row},
+        )
+        for row in TABLE["words"]
+    },
+    **dict.fromkeys(TABLE["per_job"], per_job),
+    "FI_PROVIDER": provider,
+    "NCCL_CONF_FILE": path,
+    "NCCL_CTA_POLICY": cta_policy,
+    "NCCL_DEBUG": debug_level,
+    "NCCL_DEBUG_FILE": debug_file,
+    "NCCL_DEBUG_SUBSYS": subsystems,
+    "NCCL_GRAPH_FILE": path,
+    "NCCL_IB_ADDR_FAMILY": family,
+    "NCCL_IB_ADDR_RANGE": addr_range,
+    "NCCL_NET": net,
+    "NCCL_NETDEVS_POLICY": netdevs_policy,
+    "NCCL_NET_GDR_LEVEL": level,
+    "NCCL_NET_MERGE_LEVEL": merge_level,
+    "NCCL_NET_PLUGIN": net_plugin,
+    "NCCL_P2P_LEVEL": level,
+    "NCCL_PROFILER_PLUGIN": library,
+    "NCCL_SOCKET_FAMILY": family,
+    "NCCL_TOPO_FILE": path,
+    "NCCL_TUNER_PLUGIN": library,
+    "TORCH_FR_DUMP_TEMP_FILE": dump_prefix,
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dump_prefix,
+}

@@ -1,0 +1,399 @@
+"""Copies on another node: a replica server sends its ranks' copies on to its replica peer's.
+
+Who is whose peer node 0's agent says (`replica_peers_of`): nodes of one switch can go all at once,
+and must not have each other's copies. Sorted by their switches, each node takes the one that is as
+many places further as the largest switch has nodes.
+
+A rank's copy that is proved is sent on behind training, one connection for each rank; the peer
+proves the bytes it has by the copy's own digests before it says that it has them. The same
+connections serve other nodes what they lack at a restart.
+tests/unit/memory/test_pairing.py and tests/unit/memory/test_buddy.py hold the promises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hpctrain.core.base import clock
+from hpctrain.core.base.text import fold_nodes
+from hpctrain.core.testing import points
+from hpctrain.errors import CheckpointError, ControlLost
+from hpctrain.node.control.wire import Garbled
+from hpctrain.node.memory.copy_line import PIECE_BYTES, CopyLine, CopyListener, meet
+from hpctrain.node.memory.copy_plan import CopyPlan, mend, merged
+from hpctrain.node.memory.in_memory_copies import ProvedCopy, room_refused
+from hpctrain.node.memory.slots import Mark
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from hpctrain.node.control.node_server import TreePlace
+    from hpctrain.node.control.wire import Greeting
+    from hpctrain.node.memory.copy_plan import Range
+    from hpctrain.node.memory.in_memory_copies import CopyInMemory, NodeCopies
+    from hpctrain.node.memory.slots import Door
+
+Address = tuple[str, int]
+
+RING_S = 60.0
+"""So long may it take until a node hears where its peer is: the slowest node joins last."""
+
+
+class RoundNeeds(Protocol):
+    """What a round knows that a copy of another node has to obey."""
+
+    def needed(self) -> tuple[Mark | None, Mark] | None:
+        """What is kept and what is settled; None while it is not known what training goes on from.
+
+        Raises:
+            ControlLost: the round is over.
+        """
+
+
+class PeerLines:
+    """A node's connections to its peer, one for each of its ranks."""
+
+    def __init__(self, node: int, greeting: Callable[[], Greeting]) -> None:
+        """Know no replica peer yet; `greeting` makes a greeting for each connection."""
+        self._node, self._greeting = node, greeting
+        self._address: Address | None = None
+        self._is_known = threading.Event()
+        self._lock = threading.Lock()
+        self._lines: dict[int, CopyLine] = {}
+        self._turns: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        self._is_over = False
+
+    def meet_at(self, address: Address | None) -> None:
+        """The peer is there; None where it will not be."""
+        self._address = address
+        self._is_known.set()
+
+    def room(self, local: int, nbytes: int) -> str:
+        """Have the peer take memory, slots of `nbytes`, for a rank's copies; return why not, or "".
+
+        `local` is the rank's number on this node.
+
+        Raises:
+            OSError: the connection is lost.
+            Garbled: the peer's answer cannot be understood.
+            ControlLost: the peer cannot be met.
+        """
+        with self._turns[local]:
+            said, _ = self._line(local).ask({"is": "room", "local": local, "bytes": nbytes})
+        return str(said["why"])
+
+    def send(self, local: int, there: CopyInMemory) -> str:
+        """Send a copy on; return "" once the peer has all of it, else why not.
+
+        `local` is the rank's number on this node.
+
+        Raises:
+            OSError: the connection is lost.
+            Garbled: the peer's answer cannot be understood.
+            ControlLost: the peer cannot be met.
+        """
+        copy, view = there.copy, there.view
+        head = {"is": "copy", "local": local, "mark": copy.mark, "digest": copy.digest}
+        points.reach("memory.send", step=copy.mark.step, rank=copy.plan.rank)
+        with self._turns[local]:
+            line = self._line(local)
+            said, _ = line.ask(head, copy.plan.dump())
+            if said["why"]:
+                return str(said["why"])
+            for low, high in merged([(0, copy.size)], PIECE_BYTES):
+                line.say({"at": low}, bytes(view[low:high]))
+            said, _ = line.hear()
+        return str(said["why"])
+
+    def close(self) -> None:
+        """End the connections."""
+        with self._lock:
+            self._is_over = True
+            lines = list(self._lines.values())
+        self.meet_at(None)
+        for line in lines:
+            line.close()
+
+    def _line(self, local: int) -> CopyLine:
+        if local in self._lines:
+            return self._lines[local]
+        if not clock.wait(self._is_known, RING_S) or self._address is None:
+            raise ControlLost("its peer is not there")
+        line = meet(self._address, self._greeting, self._node)
+        with self._lock:
+            if not self._is_over:
+                self._lines[local] = line
+                return line
+        line.close()
+        raise ControlLost("the round is over")
+
+
+class CopyServer:
+    """What a node's replica server does for others: keeps their copies, and gives what it has."""
+
+    def __init__(self, node_copies: NodeCopies, needs: RoundNeeds) -> None:
+        """Serve nobody yet."""
+        self._copies, self._needs = node_copies, needs
+
+    def serve(self, node: int, line: CopyLine) -> None:
+        """Do what another node asks for on its connection, until it leaves.
+
+        Raises:
+            OSError: it has left.
+            Garbled: its message cannot be understood.
+        """
+        del node
+        acts: dict[str, Callable[[CopyLine, dict[str, Any], bytes], None]] = {
+            "room": self._room,
+            "copy": self._copy,
+            "look": self._look,
+            "read": self._read,
+        }
+        while True:
+            head, body = line.hear(wait_s=None)
+            try:
+                acts[str(head.get("is"))](line, head, body)
+            except (KeyError, ValueError, TypeError, IndexError, ControlLost) as error:
+                raise Garbled(f"{type(error).__name__}: {error}") from error
+
+    def _room(self, line: CopyLine, head: dict[str, Any], body: bytes) -> None:
+        del body
+        why = ""
+        try:
+            self._copies.take_guest(int(head["local"]), int(head["bytes"]))
+        except CheckpointError as error:
+            why = room_refused(error)
+        line.say({"why": why})
+
+    def _copy(self, line: CopyLine, head: dict[str, Any], body: bytes) -> None:
+        plan = CopyPlan.parse(body)
+        copy = ProvedCopy(Mark(*head["mark"]), plan, plan.size, str(head["digest"]))
+        if (needed := self._needs.needed()) is None:
+            line.say({"why": "nothing was chosen to go on from"})
+            return
+
+        def fill(view: memoryview) -> None:
+            line.say({"why": ""})
+            for low, high in merged([(0, copy.size)], PIECE_BYTES):
+                said, piece = line.hear()
+                if said["at"] != low or len(piece) != high - low:
+                    raise Garbled("another piece of a copy than was awaited")
+                with self._copies.lock:
+                    self._needs.needed()  # the slot is another's once the round is over
+                    view[low:high] = piece
+            points.reach("memory.received", step=copy.mark.step, rank=plan.rank)
+
+        why = self._copies.receive(int(head["local"]), copy, *needed, fill)
+        if not why:
+            points.reach("memory.acknowledge", step=copy.mark.step, rank=plan.rank)
+        line.say({"why": why})
+
+    def _look(self, line: CopyLine, head: dict[str, Any], body: bytes) -> None:
+        del body
+        there = self._copies.find(Mark(*head["mark"]), int(head["rank"]))
+        if there is None:
+            line.say({"digest": ""})
+        else:
+            line.say({"digest": there.copy.digest}, there.copy.plan.dump())
+
+    def _read(self, line: CopyLine, head: dict[str, Any], body: bytes) -> None:
+        del body
+        low, high = int(head["low"]), int(head["high"])
+        there = self._copies.find(Mark(*head["mark"]), int(head["rank"]))
+        if there is None or not 0 <= low < high <= min(there.copy.size, low + PIECE_BYTES):
+            raise Garbled("bytes that are not here")
+        line.say({}, bytes(there.view[low:high]))
+
+
+class CopyFetcher:
+    """Brings what other nodes have to this one, and mends with it what is bad here."""
+
+    def __init__(
+        self, node_copies: NodeCopies, node: int, greeting: Callable[[], Greeting]
+    ) -> None:
+        """Fetch nothing yet; `greeting` makes a greeting for each connection."""
+        self._copies, self._node, self._greeting = node_copies, node, greeting
+
+    def fetch(
+        self, mark: Mark, rank: int, local: int | None, where: Sequence[Address]
+    ) -> CopyInMemory | None:
+        """Return a rank's copy from the replica server that has it; None if none has it complete.
+
+        `where` lists those that have it; `local` is as for `NodeCopies.fetch`.
+
+        Raises:
+            CheckpointError: there is no memory for it.
+        """
+        points.reach("memory.fetch", step=mark.step, rank=rank)
+        for number, address in enumerate(where):
+            awaited = self._asked(mark, rank, address)
+            if awaited is not None:
+                fill = partial(self.mend, where=where[number:])
+                return self._copies.fetch(awaited, local, fill)
+        return None
+
+    def mend(self, view: memoryview, copy: ProvedCopy, where: Sequence[Address]) -> bool:
+        """Read what is bad in a copy from these replica servers; whether it is whole then."""
+        others = (partial(self._read, copy, address) for address in where)
+        return mend(view, copy.plan, copy.digest, others)
+
+    def _asked(self, mark: Mark, rank: int, address: Address) -> ProvedCopy | None:
+        try:
+            with closing(meet(address, self._greeting, self._node)) as line:
+                said, plan = line.ask({"is": "look", "mark": mark, "rank": rank})
+            if not said["digest"]:
+                return None
+            parsed = CopyPlan.parse(plan)
+        except (OSError, Garbled, ControlLost, ValueError, KeyError):
+            return None
+        return ProvedCopy(mark, parsed, parsed.size, str(said["digest"]))
+
+    def _read(
+        self, copy: ProvedCopy, address: Address, ranges: Sequence[Range]
+    ) -> Iterator[tuple[int, bytes]]:
+        """Ranges of the copy that this replica server has; fewer where it is lost."""
+        asked = {"is": "read", "mark": copy.mark, "rank": copy.plan.rank}
+        try:
+            with closing(meet(address, self._greeting, self._node)) as line:
+                for low, high in merged(ranges, PIECE_BYTES):
+                    content = line.ask(asked | {"low": low, "high": high})[1]
+                    if len(content) != high - low:
+                        return
+                    yield low, content
+        except (OSError, Garbled, ControlLost):
+            return
+
+
+LOST = (OSError, Garbled, ControlLost, KeyError, TypeError, ValueError)
+"""The connection, or the sense of what is said on it."""
+HINT = 'alive.memory_buddy = "no" needs half of it, and survives no lost node'
+
+
+class PeerRing:
+    """One node's part, in one round.
+
+    Attributes:
+        at: Where this node's replica server lets others in.
+        doors: On node 0: those of all nodes that are known, by number.
+    """
+
+    def __init__(
+        self,
+        place: TreePlace,
+        node_copies: NodeCopies,
+        needs: RoundNeeds,
+        greeting: Callable[[], Greeting],
+        peers: Sequence[int],
+    ) -> None:
+        """Accept nobody yet; `peers`: by place, the node with its copies, as node 0 says."""
+        self.at: Door = []
+        self.doors: dict[int, Door] = {}
+        self._place, self._peers = place, peers
+        self._lines = PeerLines(place.node, greeting)
+        self._door = CopyListener(
+            range(place.nodes), greeting, CopyServer(node_copies, needs).serve
+        )
+        self._fetcher = CopyFetcher(node_copies, place.node, greeting)
+
+    def open(self, address: str, shown: str) -> None:
+        """Listen at `address`, which others reach as `shown`.
+
+        Raises:
+            OSError: there is no such address, or no port.
+        """
+        self.at = [shown, self._door.open(address)]
+        if self._place.node == 0:
+            self.doors[0] = self.at
+
+    def of_peer(self, node: int) -> Door:
+        """On node 0, once all are known: the door of a node's peer."""
+        return self.doors[self._peers[node]]
+
+    def meet_at(self, peer: Door | None) -> None:
+        """Where this node's peer lets others in; None where copies are off."""
+        self._lines.meet_at((str(peer[0]), int(peer[1])) if peer is not None else None)
+
+    def room(self, local: int, nbytes: int) -> str:
+        """Have the peer take memory for a rank's copies; why it does not, or ""."""
+        try:
+            why = self._lines.room(local, nbytes)
+        except LOST as error:
+            return f"{self._place.name}: copies cannot be sent to another node: {error}"
+        return f"the node for copies of {self._place.name}: {why}; {HINT}" if why else ""
+
+    def send(self, local: int, there: CopyInMemory) -> tuple[str, bool]:
+        """Send a copy to the peer; return why it has none, or "", and whether it is unreachable."""
+        try:
+            return self._lines.send(local, there), False
+        except LOST as error:
+            return f"copies cannot be sent to another node: {error}", True
+
+    def fetch(self, mark: Mark, rank: int, doors: Sequence[Door]) -> CopyInMemory | None:
+        """A rank's copy, from replica servers that have it; None where none has it whole.
+
+        Raises:
+            CheckpointError: there is no memory for it.
+        """
+        local = rank - self._place.first_rank
+        own = local if 0 <= local < self._place.ranks else None
+        return self._fetcher.fetch(mark, rank, own, self._others(doors))
+
+    def mend(self, there: CopyInMemory, doors: Sequence[Door]) -> bool:
+        """Read what is bad in a copy from others that have it; return whether it is whole then."""
+        return self._fetcher.mend(there.view, there.copy, self._others(doors))
+
+    def close(self) -> None:
+        """Let nobody in any more, and send nothing."""
+        self._door.close()
+        self._lines.close()
+
+    def _others(self, doors: Sequence[Door]) -> list[tuple[str, int]]:
+        return [(str(door[0]), int(door[1])) for door in doors if list(door) != self.at]
+
+
+def replica_peers_of(switches: Sequence[str]) -> tuple[int, ...]:
+    """Of each node by its place, the place of the one that has its copies.
+
+    Args:
+        switches: Of each node; "" where it is not known. Nodes whose switch is not known are taken
+            for those of one switch: nobody knows that they are not.
+    """
+    on: defaultdict[str, list[int]] = defaultdict(list)
+    for place, switch in enumerate(switches):
+        on[switch].append(place)
+    groups = sorted(on.values(), key=len, reverse=True)  # those of one size as they come
+    order = [place for group in groups for place in group]
+    further = len(groups[0]) if len(groups) > 1 else 1
+    peers = dict(zip(order, order[further:] + order[:further], strict=True))
+    return tuple(peers[place] for place in range(len(switches)))
+
+
+def next_nodes(nodes: int) -> tuple[int, ...]:
+    """The ring where no switch is known."""
+    return replica_peers_of([""] * nodes)
+
+
+def beside(peers: Sequence[int], switches: Sequence[str]) -> list[int]:
+    """The places of those whose copies are on their own switch, as far as that is known."""
+    return [
+        place
+        for place, peer in enumerate(peers)
+        if switches[place] and switches[place] == switches[peer]
+    ]
+
+
+def warning(names: Sequence[str], peers: Sequence[int], switches: Sequence[str]) -> str:
+    """Warn of a switch whose death takes a state and its copy; "" if none does or none is known."""
+    together = beside(peers, switches)
+    if not together:
+        return ""
+    shared = sorted({switches[place] for place in together})
+    on = fold_nodes([names[place] for place in together])
+    return (
+        f"copies of {on} stay on their own switch ({', '.join(shared)}): it has more than half of "
+        "the round's nodes, and where it dies they are lost"
+    )

@@ -1,1 +1,0 @@
-"""The engine whose bits do not depend on how many ranks there are."""

@@ -1,0 +1,137 @@
+"""A program that saves and does not go on by itself is told of, with the words to add."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from hpctrain.cli.main import pages
+from hpctrain.launch.begins_anew import begins_anew
+
+HEAD = """
+import argparse, os, torch, utils
+from pathlib import Path
+parser = argparse.ArgumentParser()
+parser.add_argument("--resume", default="", type=str)
+parser.add_argument("--out", default="checkpoints")
+parser.add_argument("--auto", action="store_true")
+parser.add_argument("--weights", default=None)
+args = parser.parse_args()
+model = torch.nn.Linear(2, 2)
+"""
+LOOP = """
+for epoch in range(10):
+    model(torch.ones(2)).sum().backward()
+    torch.save({"epoch": epoch, "model": model.state_dict()}, %s)
+"""
+LOAD = "    torch.load(args.resume)\n"
+SAVES = LOOP % '"checkpoints/last.pt"'
+
+
+def note(body, *args, head=HEAD):
+    found = begins_anew(head + body, args)
+    return None if found is None else found.note("train.py")
+
+
+def test_one_that_loads_nothing_is_told_what_comes_of_it():
+    assert note(SAVES).startswith(
+        "train.py saves its checkpoints (line 14) and loads none: after a preemption it begins at "
+        "its first step again"
+    )
+
+
+def test_the_advice_names_a_page_that_there_is():
+    (topic,) = re.findall(r"`hpctrain help ([\w-]+)`", note(SAVES))
+
+    assert topic in pages()
+    assert "run.track" in note(SAVES)
+
+
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        ("if args.resume:\n    torch.load(args.resume)\n", "--resume {checkpoint}"),
+        (
+            f"if args.resume:\n    if os.path.isfile(args.resume):\n    {LOAD}",
+            "--resume {checkpoint}",
+        ),
+        ("if args.auto and args.resume:\n    torch.load('x')\n", "--resume {checkpoint}"),
+        ("utils.load_model(args=args, model=model)\n", "--resume {checkpoint}"),
+        ("if args.resume:\n    if os.path.exists('x'):\n    " + LOAD, "--resume {checkpoint}"),
+        (f"def back():\n{LOAD}\nif args.resume:\n    back()\n", "--resume {checkpoint}"),
+        (f"if args.weights:\n{LOAD}if args.resume:\n{LOAD}", "--resume {checkpoint}"),
+    ],
+)
+def test_one_that_has_to_be_told_gets_the_words_for_it(load, words):
+    told = note(load + SAVES)
+
+    assert "resumes from one only with --resume, which is not given" in told
+    line = shlex.split(told.partition("Add: ")[2])
+    assert line == ["--checkpoint", "checkpoints/last.pt", f"--resume-args={words}"]
+
+
+def test_a_flag_without_a_value_is_added_alone():
+    head = HEAD.replace('"--resume", default="", type=str', '"--resume", action="store_true"')
+
+    told = note("if args.resume:\n    torch.load('x')\n" + SAVES, head=head)
+
+    assert told.endswith("--resume-args=--resume")
+
+
+@pytest.mark.parametrize(
+    ("where", "pattern"),
+    [
+        ('os.path.join(args.out, "last.pt")', "checkpoints/last.pt"),
+        ('f"{args.out}/epoch-{epoch}.pt"', "checkpoints/epoch-*.pt"),
+        ('Path(args.out) / "last.ckpt"', "checkpoints/last.ckpt"),
+        ("PLACE", "out/model.pt"),
+        ("args.nobody_knows", "PATH"),
+        ("os.path.join(folder(), name)", "PATH"),
+    ],
+)
+def test_the_pattern_is_where_it_saves(where, pattern):
+    load = 'PLACE = "out/model.pt"\nif args.resume:\n    torch.load(args.resume)\n'
+
+    told = note(load + LOOP % where)
+
+    assert shlex.split(told.partition("Add: ")[2])[1] == pattern
+    assert ("(PATH: where it saves)" in told) is (pattern == "PATH")
+
+
+def test_the_pattern_follows_the_command_line():
+    load = "if args.resume:\n    torch.load(args.resume)\n"
+
+    told = note(load + LOOP % 'os.path.join(args.out, "last.pt")', "--out", "/scratch/mine")
+
+    assert "--checkpoint /scratch/mine/last.pt" in told
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "if os.path.exists('checkpoints/last.pt'):\n    torch.load('x')\n" + SAVES,
+        "newest = sorted(Path('.').glob('*.pt'))\nif newest:\n    torch.load(newest[-1])\n" + SAVES,
+        f"if args.resume or os.path.exists('x'):\n{LOAD}{SAVES}",
+        "torch.load('checkpoints/last.pt')\n" + SAVES,
+        "utils.auto_load_model(args=args, model=model)\n" + SAVES,
+        "utils.restart_from_checkpoint('x', model=model)\n" + SAVES,
+        "trainer.train(resume_from_checkpoint=True)\n" + SAVES,
+        "if args.weights:\n    torch.load(args.weights)\n" + SAVES,
+        'torch.save(model.state_dict(), "result.pt")\n',
+        "def main():\n    torch.save(model.state_dict(), 'result.pt')\nmain()\n",
+        "import hpctrain\nrun = hpctrain.init()\n" + SAVES,
+        "print('saves nothing')\n",
+        SAVES + "if os.environ['HPCTRAIN_RESUME']:\n    pass\n",
+        "this is no python",
+        "x = " + "(" * 500 + ")" * 500,
+    ],
+)
+def test_no_word_on_others(body):
+    assert note(body) is None
+
+
+@pytest.mark.parametrize("args", [["--resume", "last.pt"], ["--resume=last.pt"]])
+def test_no_word_where_it_is_told(args):
+    assert note("if args.resume:\n    torch.load(args.resume)\n" + SAVES, *args) is None
