@@ -231,7 +231,7 @@ def as_own_run(run: RunDir, spec: Spec) -> tuple[Spec, list[str]]:
         entry=own_entry(spec.entry),
         beside={section: own_entry(entry) for section, entry in spec.beside.items()},
     )
-    return own, [f"{run.name} is a copy of {original} and goes on as a run of its own"]
+    return own, [f"{run.name} is a copy of {original} and continues as a run of its own"]
 
 
 def _written_in(history: RunHistory) -> Path | None:

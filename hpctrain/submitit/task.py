@@ -183,7 +183,7 @@ class Task:
                 state = replace(state, attempt=self.attempt.number, ranks=ranks)
             self.files.commit(replace(state, timeouts=timeouts))
             left = "" if most is None else f" ({most - timeouts} remaining timeouts)"
-            print(f"hpctrain: saved; the job goes on in its next start{left}", flush=True)
+            print(f"hpctrain: saved; the job continues in its next start{left}", flush=True)
             write_outcome(self.run, self.attempt, "stopped", step=None, cause=cause)
         else:
             self._await_saved()
@@ -206,7 +206,7 @@ class Task:
             if final:
                 raise
             traceback.print_exc()
-            log.warning("checkpoint() failed; the job goes on from what was saved before")
+            log.warning("checkpoint() failed; the job continues from what was saved before")
             return False
         raise utils.UncompletedJobError(
             "Job not requeued because: checkpoint function returned None."

@@ -17,10 +17,10 @@ from hpctrain.core.base.process import PORTS
 from hpctrain.core.base.records import JobContext, RankTask
 from hpctrain.errors import ClusterError
 from hpctrain.ledger.run.fence import Attempt
-from hpctrain.node.agent import signals
+from hpctrain.node.agent import in_place, signals
 from hpctrain.node.agent.control import NodeControl
 from hpctrain.node.agent.coordinator import LeadSide
-from hpctrain.node.agent.in_place import InPlaceRendezvous, RoundSize
+from hpctrain.node.agent.in_place import CONNECT_S, InPlaceRendezvous, RoundSize
 from hpctrain.node.agent.lifeline import Lifeline, LifelinePlace
 from hpctrain.node.agent.node import InPlaceAgent, NodeAgent
 from hpctrain.node.agent.ranks import run_rank
@@ -482,6 +482,28 @@ def test_agents_that_go_on_after_others_wait_a_while_for_nodes_that_may_be_dead(
     assert "continues without n2, which did not come" in capsys.readouterr().err
     with pytest.raises(ClusterError, match=r"the agents of n2 did not come within 0\.5 s"):
         meeting(3, RoundSize(2, 2), comes={1}, gather_s=None)._await_all()
+
+
+@pytest.mark.parametrize(("node", "turns_s"), [(0, [3600.0]), (1, 3 * [CONNECT_S])])
+def test_other_nodes_connect_in_turns_so_that_news_of_a_loss_ends_it(monkeypatch, node, turns_s):
+    """A connect to a node without power cannot be broken off; node 0 is slow, not gone."""
+    seen = []
+
+    def no_answer(*_, timeout, **__):
+        seen.append(timeout.total_seconds())
+        if len(seen) == len(turns_s):
+            place._out = "node 0 is gone"
+        raise RuntimeError("no answer")
+
+    monkeypatch.setattr(in_place, "TCPStore", no_answer)
+    place = meeting(2, RoundSize(1, 1), comes=(), gather_s=None)
+    place.node, place.round, place._announced = node, 0, {"round": 0}
+    place.master_addr, place.master_port = "n0", 1
+    place.timeout = timedelta(hours=1)
+
+    with pytest.raises(RuntimeError, match="no answer"):
+        place._connect()
+    assert seen == turns_s
 
 
 @pytest.mark.parametrize(

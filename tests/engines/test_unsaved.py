@@ -354,8 +354,12 @@ def test_a_program_that_saves_by_itself_is_not_looked_at(monkeypatch):
 
 @pytest.mark.parametrize(
     "strange",
-    [float("nan"), float("inf"), 10**400, np.float32("nan"), torch.tensor([float("inf"), 1.0]), {}],
-    ids=["nan", "inf", "large", "numpy", "tensor", "dict"],
+    [
+        *(float("nan"), float("inf"), 10**400, np.float32("nan"), {}),
+        torch.tensor([float("inf"), 1.0]),
+        *(torch.zeros(shape, dtype=torch.uint8).view(torch.int4) for shape in ((1,), (3,))),
+    ],
+    ids=["nan", "inf", "large", "numpy", "dict", "tensor", "half a byte", "half bytes"],
 )
 def test_strange_values_neither_end_training_nor_spoil_a_manifest(said, tmp_path, strange):
     def changes(model):

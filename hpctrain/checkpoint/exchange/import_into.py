@@ -220,7 +220,7 @@ def risk(source: Path, kind: str | None = None, *, version: str | None = None) -
         return ""
     return (
         f"torch {version} reads pickles with a fault that a crafted file can use to run code "
-        "(CVE-2026-24747, mended in 2.10): import only files that you trust, or safetensors"
+        "(CVE-2026-24747, fixed in 2.10): import only files that you trust, or safetensors"
     )
 
 

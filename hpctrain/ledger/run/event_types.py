@@ -605,7 +605,7 @@ class RequeueFailed(LedgerFact):
 
 @event("excluded", by="the agent of node 0")
 class NodesExcluded(LedgerFact):
-    """The job goes on without nodes that were found bad."""
+    """The job continues without nodes that were found bad."""
 
     nodes: tuple[str, ...] = needed(check.texts, "host names")
 

@@ -80,7 +80,7 @@ class NodeHangs(RoundPart):
         try:
             self._board = Board.open(self._folder / BOARD)
         except (OSError, HpctrainError) as error:
-            log.warning("the ranks' pulses cannot be read: %s", error)
+            log.warning("the ranks' heartbeats cannot be read: %s", error)
         return self
 
     def __exit__(

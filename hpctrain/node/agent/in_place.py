@@ -314,20 +314,21 @@ class InPlaceRendezvous(Rendezvous):
     def _connect(self) -> Any:
         """Connect to the round's store, in turns: nothing breaks off one that is under way.
 
-        A node without power answers nothing, and who is still in it `LEAVE_S` after that loss is
-        killed by its liveness process: nobody would be left to see to the job.
+        A node without power answers nothing, and an agent that is still in it `LEAVE_S` after that
+        loss is killed by its liveness process: nobody would be left to see to the job. Node 0's
+        store is beside it, and a busy node may be slow to answer.
         """
         until = clock.monotonic() + self.timeout.total_seconds()
-        turn = timedelta(seconds=CONNECT_S)
+        turn = self.timeout if self.node == 0 else timedelta(seconds=CONNECT_S)
         while True:
             try:
                 return TCPStore(
                     self.master_addr, self.master_port, None, is_master=False, timeout=turn
                 )
             except RuntimeError:
-                if self.node == 0 or clock.monotonic() >= until:
+                if clock.monotonic() >= until:
                     raise
-                self._hear()
+                self._hear(LOOK_S)
                 if self._out is not None or self.is_behind:
                     raise
 

@@ -203,7 +203,7 @@ def take_over(
 
     This process was started with `environ`; for `replica_server` see `Succeeds`.
     """
-    log.warning("goes on, led by %s", generation.leader)
+    log.warning("continues, led by %s", generation.leader)
     print_to(run.jobs / f"generation-{generation.number}.out")
     arguments = [sys.executable, *sys.orig_argv[1:]]
     variables = {
@@ -274,11 +274,11 @@ class LossEnding(AttemptEnding):
         try:
             begun = self._next_generation(why, node, attempt, turn, sleep)
         except Fenced as error:  # the first one lives, and has begun another attempt meanwhile
-            log.warning("the job goes on without %s: %s", node, error)
+            log.warning("the job continues without %s: %s", node, error)
             return None
         # It thaws, and was lost before the first one.
         if begun is not None and node not in begun.nodes:
-            log.warning("the job goes on without %s", node)
+            log.warning("the job continues without %s", node)
             return None
         return begun
 
@@ -344,7 +344,7 @@ class LossEnding(AttemptEnding):
         """Whether nobody has seen to the job of this start."""
         own = self._context.job_id, self._context.restarts
         if (attempt and fence.number > attempt) or node in self._lost_nodes():
-            log.warning("the job goes on without %s", node)
+            log.warning("the job continues without %s", node)
             return False
         end = self._look(fence.number).last(kinds.AttemptEnded, fence.number)
         if end is not None and end.next not in {Next.RESTART, Next.ASK_BATCH}:
@@ -406,5 +406,5 @@ class LossEnding(AttemptEnding):
         try:
             return self.succession.claimed()
         except OSError as error:
-            log.warning("whether another agent goes on cannot be read: %s", error)
+            log.warning("whether another agent continues cannot be read: %s", error)
             return None

@@ -16,7 +16,7 @@ and is always there; one that has nothing to do is a plain `rounds.RoundPart`. I
 In their order, by modules of this room:
 
     node_reports     a sign of life from node 0, or the watch for it
-    stop_notice      a stop, told to the ranks
+    stop_notice      passes a stop on to the ranks
     control          the process of the ranks' agreement: does it live?
     sealing          files of the program that are registered (node 0)
     log_index        when the ranks wrote their logs
@@ -92,7 +92,7 @@ log = logging.getLogger("hpctrain.agent")
 STORE_GONE = "the process that serves the agents' store has ended, or does not answer"
 MANY = 1_000_000
 RESUME_S = 6 * 3600.0
-"""So long may node 0 take to prove what the ranks go on from."""
+"""So long may node 0 take to prove what the ranks resume from."""
 
 
 class NoRedirect(LogsSpecs):
@@ -395,12 +395,13 @@ class InPlaceAgent(NodeAgent):
     left_out: LeftOut | None = None
     run_of_copies: RunDir | None = None
     has_successor = False
+    _meeting_place: InPlaceRendezvous
 
     def _run_rounds(self) -> RunResult:
         result = super()._run_rounds()
         if self._meeting_place.node != 0 and self.left_out is None:
             # Until node 0 has recorded the end, the job needs somebody to replace it.
-            self.left_out = cast("InPlaceRendezvous", self._meeting_place).lost_first()
+            self.left_out = self._meeting_place.lost_first()
         return result
 
     def _start_and_run(self, group: WorkerGroup) -> RoundEnd:
@@ -429,7 +430,7 @@ class InPlaceAgent(NodeAgent):
         """Node 0, whose liveness process has ended: whether the others continue without it."""
         if not self.has_successor or self._side.is_job_to_end():
             return False
-        return cast("InPlaceRendezvous", self._meeting_place).can_do_without([0])
+        return self._meeting_place.can_do_without([0])
 
     def _announce_end(self, group: WorkerGroup) -> None:
         """The liveness channel does so, as this agent leaves."""
@@ -491,6 +492,6 @@ class InPlaceAgent(NodeAgent):
 
     def leave_out(self, bad: Mapping[str, str]) -> bool:
         """Node 0: end without nodes that guards have named; see `Convictions.leave_out`."""
-        losses = cast("InPlaceRendezvous", self._meeting_place).leave_out(bad)
+        losses = self._meeting_place.leave_out(bad)
         self._side.note_losses(losses or [])
         return losses is not None

@@ -1,4 +1,4 @@
-"""A rank's heartbeat: where in its program it is, for whoever looks from outside.
+"""A rank's heartbeat: where in its program it is, readable from outside.
 
 Five words of the board's row, written by the rank at each change of phase and read by the agent
 without its help: its process, its step, its phase, since when, and how long it has waited for its

@@ -175,7 +175,7 @@ class MendedSource(CheckpointSource):
         except TornCheckpoint as damage:
             if not self._copies.mend():
                 raise
-            log.warning("a copy in memory was mended from another node's: %s", damage)
+            log.warning("a copy in memory was repaired from another node's: %s", damage)
         chunks = self._copies.chunks(self.manifest)  # anew: the old one may know a bad proof
         mended = CheckpointSource(
             self.path, self.manifest, chunks, descriptor=self._copies.open_file

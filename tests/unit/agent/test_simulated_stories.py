@@ -235,7 +235,7 @@ def test_a_hang_is_named_ended_and_started_again(seed, how):
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_node_whose_pulses_cannot_be_read_is_looked_at_all_the_same(seed, node):
+def test_a_node_whose_heartbeats_cannot_be_read_is_looked_at_all_the_same(seed, node):
     made = job(seed, 3, ranks=2, limits=HangLimits(2.0), steps=30)
     made.nodes[node].lacks_board = True
     played = play(made, (6.0, "hangs", 1))
@@ -515,7 +515,7 @@ def test_hangs_are_told_in_the_log():
 
     made = job(1, 3, limits=HangLimits(2.0))
     made.nodes[1].lacks_board = True
-    assert "the ranks' pulses cannot be read: there is no board" in said(play(made))
+    assert "the ranks' heartbeats cannot be read: there is no board" in said(play(made))
 
     made = job(1, 4, limits=HangLimits(60.0, desync="restart"), steps=60, restarts=1)
     made.odd_counts[2] = 30

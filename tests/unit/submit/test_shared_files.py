@@ -169,6 +169,20 @@ def test_a_run_without_a_live_job_or_that_is_over_is_no_rival(submit, alive):
     submit("three", "last.pt")
 
 
+@pytest.mark.usefixtures("alive", "hands")
+def test_a_run_whose_job_was_cancelled_is_a_rival_until_that_has_ended(submit, monkeypatch):
+    """The command that follows `cancel` comes while its job still ends."""
+    run, _ = submit("one", "last.pt")
+    write_event(run, "submitted", token="one", job_id="local-1", cluster="local", nodes="1")
+    write_event(run, "cancel_requested", save=False, job_id="local-1")
+    looks = iter([RUNNING, RUNNING])
+    monkeypatch.setattr(live_job, "live_job", lambda *_: next(looks, None))
+
+    submit("two", "last.pt")
+
+    assert next(looks, None) is None
+
+
 def test_where_the_scheduler_is_silent_the_other_run_may_write(submit, alive):
     submit("one", "last.pt")
     alive.add(None)
