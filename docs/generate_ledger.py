@@ -29,6 +29,7 @@ TYPES = {
     check.moment: "time",
     check.number: "number",
     check.words: "text",
+    check.copy_source: "text",
     check.texts: "list",
     check.identifier: "id",
     check.path: "path",

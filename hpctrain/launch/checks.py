@@ -285,7 +285,7 @@ def memory_notes(settings: Settings, cluster: Cluster, state_bytes: int | None =
     alive = settings.alive
     if alive.memory == "no":
         return []
-    on_two = alive.memory_buddy == "auto" and alive.is_on() and not cluster.on_this_machine
+    on_two = alive.memory_peer == "auto" and alive.is_on() and not cluster.on_this_machine
     copies = COPIES_PER_RANK * (2 if on_two else 1)
     too = ", those for the next node included" if on_two else ""
     part = f"{copies} times its part of the"

@@ -59,7 +59,7 @@ def move(run, nodes):
 
 
 @pytest.mark.story(
-    proved_by=("tests/e2e/test_unkind_disk.py", "tests/engines/test_unkind_disks.py")
+    proved_by=("tests/e2e/test_faulty_disk.py", "tests/engines/test_unkind_disks.py")
 )
 def test_a_run_that_moves_between_nodes_with_stale_caches_loses_nothing(slurm, rules, tmp_path):
     run = submit(slurm, tmp_path, *TWO_BY_ONE, sets=SETTINGS)

@@ -33,10 +33,10 @@ def _kill_rank(slurm, run, attempt, rank):
 @pytest.mark.story(
     proved_by=(
         "tests/engines/test_memory.py::test_nodes_have_each_their_ranks_copies",
-        "tests/unit/memory/test_buddy.py",
+        "tests/unit/memory/test_replica_peer.py",
     )
 )
-def test_a_dead_rank_goes_on_from_its_node_and_a_dead_node_from_its_buddy(slurm, tmp_path, capsys):
+def test_a_dead_rank_goes_on_from_its_node_and_a_dead_node_from_its_peer(slurm, tmp_path, capsys):
     run = submit(
         slurm,
         tmp_path,
@@ -53,7 +53,7 @@ def test_a_dead_rank_goes_on_from_its_node_and_a_dead_node_from_its_buddy(slurm,
     run.wait_done()
 
     restored = [all_fields(event) for event in run.events("restored")]
-    assert [fact["read_from"] for fact in restored] == ["", "memory", "buddy"], run.story()
+    assert [fact["read_from"] for fact in restored] == ["", "memory", "peer"], run.story()
     assert [fact["skipped"] for fact in restored] == [[], [], []]
     done = [all_fields(event)["step"] for event in run.events("attempt_ended")]
     for again, step in zip(restored[1:], done[:2], strict=True):
@@ -71,11 +71,11 @@ def test_a_dead_rank_goes_on_from_its_node_and_a_dead_node_from_its_buddy(slurm,
 
 @pytest.mark.story(
     proved_by=(
-        "tests/unit/memory/test_buddy.py",
+        "tests/unit/memory/test_replica_peer.py",
         "tests/unit/memory/test_replica_server_process.py",
     )
 )
-def test_the_first_nodes_part_is_had_from_its_buddy_by_those_that_go_on(slurm, tmp_path, capsys):
+def test_the_first_nodes_part_is_had_from_its_peer_by_those_that_go_on(slurm, tmp_path, capsys):
     run = submit(slurm, tmp_path, "--nodes=2+1", "--ranks-per-node=2", sets=SETTINGS)
     run.wait("copies", lambda: run.events("memory_copies"))
     slurm.kill_node(run.nodes()[0][0])
@@ -83,7 +83,7 @@ def test_the_first_nodes_part_is_had_from_its_buddy_by_those_that_go_on(slurm, t
     slurm.wait_job(run.job_id, ("CANCELLED",), timeout=30)
 
     (_, again) = [all_fields(event) for event in run.events("restored")]
-    assert (again["read_from"], again["skipped"]) == ("buddy", []), run.story()
+    assert (again["read_from"], again["skipped"]) == ("peer", []), run.story()
     (done, _) = [all_fields(event)["step"] for event in run.events("attempt_ended")]
     with capsys.disabled():
         print(f"\nstep {done} was done, {done - again['step']} are done again")
@@ -123,7 +123,7 @@ def test_where_no_round_can_follow_a_loss_copies_go_to_disk_before_the_requeue(
     assert_same_bits(full_state(run.dir, STEPS), full_state(peace, STEPS))
 
 
-@pytest.mark.soak  # tests/unit/memory/test_buddy.py has what is brought from where in short
+@pytest.mark.soak  # tests/unit/memory/test_replica_peer.py has what is brought from where in short
 def test_fewer_nodes_bring_each_other_what_they_lack(slurm, tmp_path):
     run = submit(
         slurm,
@@ -137,7 +137,7 @@ def test_fewer_nodes_bring_each_other_what_they_lack(slurm, tmp_path):
     run.wait_done()
 
     (_, again) = [all_fields(event) for event in run.events("restored")]
-    assert (again["read_from"], again["skipped"]) == ("buddy", []), run.story()
+    assert (again["read_from"], again["skipped"]) == ("peer", []), run.story()
     assert (again["from_world_size"], again["world_size"]) == (6, 4)
     (done, _) = [all_fields(event)["step"] for event in run.events("attempt_ended")]
     assert 0 < again["step"] >= done - EVERY - 2

@@ -38,7 +38,7 @@ ENDLESS = {"train.steps": 100_000, "train.step_delay_s": 0.05, "run.log_every_s"
             "--nodes=2-3+1",
             {"alive.shrink": "auto", "alive.lease_s": 3},
             id="outlives its nodes",
-            marks=pytest.mark.story(proved_by="tests/unit/agent/test_lifeline_sides.py"),
+            marks=pytest.mark.story(proved_by="tests/unit/agent/test_liveness_sides.py"),
         ),
     ],
 )

@@ -34,7 +34,10 @@ def slurm_cluster():
 
 
 @pytest.mark.story(
-    proved_by=("tests/unit/memory/test_pairing.py", "tests/unit/memory/test_buddy.py")
+    proved_by=(
+        "tests/unit/memory/test_peer_assignment.py",
+        "tests/unit/memory/test_replica_peer.py",
+    )
 )
 def test_a_switch_that_dies_with_its_nodes_leaves_every_copy_on_the_other_one(
     slurm, tmp_path, capsys
@@ -45,7 +48,7 @@ def test_a_switch_that_dies_with_its_nodes_leaves_every_copy_on_the_other_one(
     run.wait_done()
 
     restored = [all_fields(event) for event in run.events("restored")]
-    assert [fact["read_from"] for fact in restored][-1] == "buddy", run.story()
+    assert [fact["read_from"] for fact in restored][-1] == "peer", run.story()
     assert [fact["skipped"] for fact in restored] == [[]] * len(restored)
     done = [all_fields(event)["step"] for event in run.events("attempt_ended")]
     again = restored[-1]["step"]
@@ -55,7 +58,7 @@ def test_a_switch_that_dies_with_its_nodes_leaves_every_copy_on_the_other_one(
     assert done[0] - again <= EVERY + 2
     first, *_ = [all_fields(event) for event in run.events("attempt_started")]
     assert first["nodes"] == ["n1", "n2", "n3", "n4"]
-    assert first["buddies"] == ["n3", "n4", "n1", "n2"]
+    assert first["peers"] == ["n3", "n4", "n1", "n2"]
     assert first["switches"] == ["top.s1", "top.s1", "top.s2", "top.s2"]
     history = RunHistory.of(run.events())
     assert [of.nodes for of in attempts(history)][-1] == SWITCHES["s1"]
@@ -63,7 +66,7 @@ def test_a_switch_that_dies_with_its_nodes_leaves_every_copy_on_the_other_one(
     assert slurm.job(run.job_id)["Restarts"] == "0"
 
 
-@pytest.mark.story(proved_by="tests/unit/memory/test_pairing.py")
+@pytest.mark.story(proved_by="tests/unit/memory/test_peer_assignment.py")
 def test_where_a_switch_has_more_than_half_it_is_said_whose_copies_it_takes(
     slurm, tmp_path, capsys
 ):
@@ -90,6 +93,6 @@ def test_the_switch_of_the_first_node_takes_no_state_with_it_either(slurm, tmp_p
     done = [all_fields(event)["step"] for event in run.events("attempt_ended")]
     with capsys.disabled():
         print(f"\nsteps {done} were done, {again['step']} was gone on from")
-    assert (again["read_from"], again["skipped"]) == ("buddy", []), run.story()
+    assert (again["read_from"], again["skipped"]) == ("peer", []), run.story()
     assert 0 < again["step"] >= done[0] - EVERY - 2
     assert [of.nodes for of in attempts(RunHistory.of(run.events()))][-1] == SWITCHES["s2"]

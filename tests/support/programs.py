@@ -234,7 +234,7 @@ ONE_FILE = Program(
 )
 ONE_FILE_TOLD = Program(
     "one file, with hpctrain's lines",
-    (str(SCRIPTS / "one_file_told.py"), "--steps=1200", "--every=100"),
+    (str(SCRIPTS / "one_file_reported.py"), "--steps=1200", "--every=100"),
     every=100,
     hears=True,
     result=RESULT,

@@ -36,7 +36,7 @@ class ReplicaServers:
     def __init__(self, root: Path, nodes: int, ranks: int, *, to_peer: bool = False) -> None:
         self.root, self.nodes, self.ranks = root, nodes, ranks
         self.to_peer = to_peer
-        self.buddies: tuple[int, ...] = ()
+        self.peers: tuple[int, ...] = ()
         self.round = 0
         self.lines: list[ReplicaClient] = []
         self.loop = asyncio.new_event_loop()
@@ -60,7 +60,7 @@ class ReplicaServers:
             secret = secrets[node] if secrets else "secret"
             order |= {"secret": secret, "about": f"round {self.round}"}
             order |= {"shown": "127.0.0.1" if self.to_peer else ""}
-            order |= {"peers": self.buddies if node == 0 else ()}  # it tells the others
+            order |= {"peers": self.peers if node == 0 else ()}  # it tells the others
             port = self._do(replica_server, {"begin": order}) or port
         for replica_server in self.replica_servers[1:]:
             self._do(replica_server, {"join": ["127.0.0.1", port]})

@@ -30,7 +30,7 @@ from tests.support.slurm_config import (
     slurmdbd_conf,
     topology_conf,
 )
-from tests.support.slurm_keeper import LOCK
+from tests.support.slurm_subreaper import LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -310,7 +310,7 @@ class Daemons:
 
     def _start_replica_server(self) -> None:
         self._replica_server = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.slurm_keeper", self.at.folder],
+            [sys.executable, "-m", "tests.support.slurm_subreaper", self.at.folder],
             cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

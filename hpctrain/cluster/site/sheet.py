@@ -30,6 +30,7 @@ from hpctrain.cluster.site.schema import (
 from hpctrain.core.base.text import count
 from hpctrain.core.settings.fields import TAKES, Key, convert, in_words, keys_of, make, shown
 from hpctrain.core.settings.layers import did_you_mean, from_table
+from hpctrain.core.settings.schema import current_name
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -148,6 +149,9 @@ class _Reader:
         values = dict(raw)
         source = self._source(values, path) or source
         for name, value in values.items():
+            if path[:1] == (schema.SETTINGS,) and name != (new := current_name(path[-1], name)):
+                self.file.lines[*path, new] = self._line((*path, name))
+                name = new  # noqa: PLW2901
             base = keys.get(name.removesuffix(ADD))
             if name in keys:
                 self._value(keys[name], value, (*path, name), source)

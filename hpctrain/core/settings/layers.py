@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.core.base.files import read_plain
 from hpctrain.core.settings import fields
 from hpctrain.core.settings.fields import BITS, keys_of
-from hpctrain.core.settings.schema import REMOVED, Settings, replaced, sections
+from hpctrain.core.settings.schema import REMOVED, Settings, current_name, replaced, sections
 from hpctrain.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
@@ -230,8 +230,9 @@ def resolve(
         for section, values in layer.values.items():
             if section not in keys_in:
                 raise UsageError(f"{layer.where(section, '')}: {_unknown_section(section)}")
-            for key, value in values.items():
-                where = layer.where(section, key)
+            for given, value in values.items():
+                where = layer.where(section, given)
+                key = current_name(section, given)
                 if key not in keys_in[section]:
                     raise UsageError(f"{where}: {unknown_setting(key, section)}")
                 path = f"{section}.{key}"
@@ -312,6 +313,7 @@ def parse_set(text: str) -> tuple[str, str, Any]:
         raise UsageError(
             f"flag --set {text}: not of the form section.key=value, e.g. --set train.steps=500"
         )
+    key = current_name(section, key)
     keys = keys_of(sections()[section]) if section in sections() else None
     if keys is None or key not in keys:
         unknown = _unknown_section(section) if keys is None else unknown_setting(key, section)

@@ -45,6 +45,9 @@ REMOVED = {
 }
 """Keys that were settings, and what holds now; a spec.json may still have them."""
 
+RENAMED = {"alive.memory_buddy": "alive.memory_peer"}
+"""Old names of settings, which are read and never written."""
+
 setting = partial(field, free=True)
 
 
@@ -304,7 +307,7 @@ class AliveSettings(Table):
     memory_steps: int = setting(
         0, "most steps between two such copies; 0 chooses by the cost of a copy"
     )
-    memory_buddy: str = setting(
+    memory_peer: str = setting(
         "auto",
         "auto: if the run outlives its nodes (spares, shrink), each copy is also on another "
         "node, on another switch if SLURM reports switches; this doubles the memory; no: one "
@@ -649,6 +652,11 @@ class Settings(Table):
 def sections() -> dict[str, type]:
     """Section name to its class, in the order in which they are shown."""
     return {name: key.inner for name, key in keys_of(Settings).items() if key.inner}
+
+
+def current_name(section: str, key: str) -> str:
+    """Return the key by which the section has the setting today."""
+    return RENAMED.get(f"{section}.{key}", key).rpartition(".")[2]
 
 
 def replaced(settings: Settings, values: Mapping[str, Any]) -> Settings:

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpctrain.core.base.files import read_plain, write_private
 from hpctrain.core.settings.fields import make
 from hpctrain.core.settings.layers import DEFAULT
-from hpctrain.core.settings.schema import REMOVED, Settings, replaced, sections, value_at
+from hpctrain.core.settings.schema import (
+    REMOVED,
+    RENAMED,
+    Settings,
+    current_name,
+    replaced,
+    sections,
+    value_at,
+)
 from hpctrain.errors import HpctrainError, NotFound, UsageError
 
 if TYPE_CHECKING:
@@ -160,7 +168,11 @@ def spec_or_why(path: Path) -> tuple[Spec | None, str]:
 
 def _known(section: str, given: dict[str, Any]) -> dict[str, Any]:
     keys = given.get(section, {}).items()
-    return {key: value for key, value in keys if f"{section}.{key}" not in REMOVED}
+    return {
+        current_name(section, key): value
+        for key, value in keys
+        if f"{section}.{key}" not in REMOVED
+    }
 
 
 def parse_spec(text: str | bytes, path: Path) -> Spec:
@@ -188,7 +200,10 @@ def parse_spec(text: str | bytes, path: Path) -> Spec:
         raw["evaluates"] = Evaluates(**raw["evaluates"]) if raw.get("evaluates") else None
         given = raw["settings"]
         raw["settings"] = make(Settings, {name: _known(name, given) for name in sections()})
-        raw["origins"] = {at: why for at, why in raw["origins"].items() if at not in REMOVED}
+        raw["origins"] = {
+            RENAMED.get(at, at): why for at, why in raw["origins"].items() if at not in REMOVED
+        }
+        raw["chosen"] = [RENAMED.get(at, at) for at in raw.get("chosen", [])]
         return Spec(**raw)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"

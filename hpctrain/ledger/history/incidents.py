@@ -1,7 +1,7 @@
 """What a run survived, what guards it, and which nodes were slow in several runs. Pure.
 
-Waits for data never count against a node. tests/unit/history/test_mishaps.py and test_slow_nodes.py
-hold the promises.
+Waits for data never count against a node.
+tests/unit/history/test_incidents_of_run.py and test_slow_nodes.py hold the promises.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Guarded:
 
 @dataclass(frozen=True)
 class JobMembers:
-    """The nodes of the newest job's newest round; `buddies`, `switches`: see `AttemptRecord`.
+    """The nodes of the newest job's newest round; `peers`, `switches`: see `AttemptRecord`.
 
     Attributes:
         training: Host names, by node rank.
@@ -52,7 +52,7 @@ class JobMembers:
     waiting: tuple[str, ...] = ()
     lost: tuple[facts.NodeLost, ...] = ()
     rounds: int = 0
-    buddies: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
     switches: tuple[str, ...] = ()
 
 
@@ -97,7 +97,7 @@ def _members(history: RunHistory) -> JobMembers:
         waiting=tuple(node for node in newest.spares if node not in gone),
         lost=lost,
         rounds=len(rounds),
-        buddies=newest.buddies,
+        peers=newest.peers,
         switches=newest.switches,
     )
 

@@ -205,7 +205,7 @@ def _started(attempt: AttemptRecord, t: float, fact: facts.AttemptStarted) -> No
     attempt.world_size = fact.world_size or 0
     attempt.cpus = fact.cpus
     attempt.spares = fact.spares
-    attempt.buddies, attempt.switches = fact.buddies, fact.switches
+    attempt.peers, attempt.switches = fact.peers, fact.switches
     attempt.by = fact.by
     moments = (fact.job_started, fact.batch_started, fact.agent_started)
     attempt.begun = next((moment for moment in moments if moment is not None), None)

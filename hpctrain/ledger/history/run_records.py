@@ -208,13 +208,13 @@ class AttemptRecord:
         hang: What was said last of ranks that stand still; None where they went on since.
         straggler: Who is slower than the others, as was said last; None where nobody is.
         spares: Host names of the nodes that waited when it began.
-        buddies: By node rank, the host that has copies of each node's state; none without
+        peers: By node rank, the host that has copies of each node's state; none without
             copies.
         switches: By node rank, what each hangs on; "" for not known, none where none is.
         lost_nodes: Those that were lost in it, spares too.
         out_of_step: Which ranks do not call equally many collectives; None for none.
         memory: How often it copies its state into memory; None where it has not said so.
-        read_from: Where the state came from, "memory", "buddy" (another node's) or "disk"; ""
+        read_from: Where the state came from, "memory", "peer" (another node's) or "disk"; ""
             where nothing was restored.
         still: Stretches in which nothing moved, in the order in which they were told.
         suspended: Those in which the scheduler had suspended its job.
@@ -277,7 +277,7 @@ class AttemptRecord:
     hang: facts.HangSuspected | facts.HangFound | None = None
     straggler: facts.StragglerFound | None = None
     spares: tuple[str, ...] = ()
-    buddies: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
     switches: tuple[str, ...] = ()
     lost_nodes: list[facts.NodeLost] = field(default_factory=list)
     out_of_step: facts.RanksOutOfStep | None = None

@@ -58,7 +58,7 @@ _LIMITS = {
     EndReason.USER_ERROR: "crashes",
     EndReason.UNKNOWN: "crashes",
 }
-IN_MEMORY = frozenset({"memory", "buddy", "will"})
+IN_MEMORY = frozenset({"memory", "peer", "will"})
 """Where a state came from that was on no disk. Ledgers from before 28 November 2026 have `will`."""
 LONG_S = 300.0
 """A program that raises later than this after its start has come to its work."""

@@ -118,6 +118,11 @@ def words(value: object) -> str | None:
     return None if _between(-MOST, value, MOST) is None else str(value)
 
 
+def copy_source(value: object) -> str | None:
+    """`memory`, `peer` or `will`, where a state came from copies in memory; None if not text."""
+    return "peer" if value == "buddy" else words(value)  # its name until 0.2
+
+
 def identifier(value: object) -> str | None:
     """The name of a job or a submission: never an option of a command, never a path; else None."""
     text_value = words(value)
@@ -230,7 +235,7 @@ _UNSET: Any = object()
 NEEDED: Any = object()
 """Stands where a field has no default."""
 _NOTHING: dict[object, Any] = {
-    **dict.fromkeys((words, identifier, path), ""),
+    **dict.fromkeys((words, copy_source, identifier, path), ""),
     **dict.fromkeys((counts, texts, mappings, skipped_checkpoints), ()),
     mapping: {},
     metrics: {},
@@ -239,11 +244,14 @@ _NOTHING: dict[object, Any] = {
 """What a field is that was not told, by its check; None for the others."""
 
 
-def maybe(passed: Check, doc: str, default: Any = _UNSET) -> Any:
-    """A field that may be left out; `passed` gives a value that passes, else `default` counts."""
+def maybe(passed: Check, doc: str, default: Any = _UNSET, *, was: str = "") -> Any:
+    """A field that may be left out; `passed` gives a value that passes, else `default` counts.
+
+    `was` is the field's old name, which is read and never written.
+    """
     if default is _UNSET:
         default = _NOTHING.get(passed)
-    return dataclasses.field(metadata={"check": passed, "doc": doc, "default": default})
+    return dataclasses.field(metadata={"check": passed, "doc": doc, "default": default, "was": was})
 
 
 def needed(passed: Check, doc: str) -> Any:
@@ -262,6 +270,7 @@ class LedgerFact:
     kind: str
     writer: str
     _FIELDS: tuple[tuple[str, Check, Any, Callable[[Any, Any], None]], ...]
+    _RENAMED: tuple[tuple[str, str], ...]
 
     def __init__(self, **fields: Any) -> None:
         for name, _, default, put in self._FIELDS:
@@ -309,6 +318,11 @@ def event(kind: str, *, by: str) -> Callable[[type[E]], type[E]]:
             (f.name, f.metadata["check"], f.metadata["default"], getattr(cls, f.name).__set__)
             for f in dataclasses.fields(cls)  # type: ignore[arg-type]
         )  # fmt: skip
+        cls._RENAMED = tuple(
+            (was, f.name)
+            for f in dataclasses.fields(cls)  # type: ignore[arg-type]
+            if (was := f.metadata.get("was"))
+        )
         KINDS[kind] = cls
         return cls
 
@@ -341,6 +355,9 @@ def typed(kind: str, raw: dict[str, Any]) -> LedgerFact | None:
     cls = KINDS.get(kind)
     if cls is None:
         return UnknownFact(kind, raw)
+    for was, name in cls._RENAMED:
+        if was in raw:
+            raw.setdefault(name, raw.pop(was))
     fact = cls.__new__(cls)
     for name, passed, default, put in cls._FIELDS:
         value = raw.pop(name, None)

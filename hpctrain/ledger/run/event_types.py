@@ -110,8 +110,10 @@ class AttemptStarted(LedgerFact):
     spares: tuple[str, ...] = maybe(
         check.texts, "nodes that wait to take a lost one's place: `alive.spares`"
     )
-    buddies: tuple[str, ...] = maybe(
-        check.texts, "of each node the one that has copies of its ranks' state, by node rank"
+    peers: tuple[str, ...] = maybe(
+        check.texts,
+        "of each node its replica peer, which has copies of its ranks' state, by node rank",
+        was="buddies",
     )
     switches: tuple[str, ...] = maybe(
         check.texts,
@@ -204,8 +206,8 @@ class CheckpointRestored(LedgerFact):
         check.skipped_checkpoints, "newer ones that were not taken: step, name, reason"
     )
     read_from: str = maybe(
-        check.words,
-        "`memory` where it was a copy in the nodes' memory, `buddy` where a lost node's part of it "
+        check.copy_source,
+        "`memory` where it was a copy in the nodes' memory, `peer` where a lost node's part of it "
         "came from another node's memory; else it lay on disk",
     )
 

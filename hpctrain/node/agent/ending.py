@@ -3,8 +3,8 @@
 It asks the scheduler what is meant and decides with `plan.decide.decide_end`, as the batch script
 does (`batch_side.py`) where no agent is left; both write and carry out by `end_writer.EndWriter`.
 Nodes that guards have named again and again are left out by then (`Convictions`).
-tests/unit/agent/test_ending.py, test_full_disk.py and test_convictions.py and
-tests/slurm/test_requeue_path.py and test_convicted_node.py hold the promises.
+tests/unit/agent/test_ending.py, test_full_disk.py and test_excluded_nodes.py and
+tests/slurm/test_requeue_path.py and test_excluded_node.py hold the promises.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ and for the scheduler. What each side makes of it:
   run for a lease asks first: where all nodes stood still, as in a suspended job, none was left out.
 
 It is forked while the agent has one thread, and asks the file system for nothing.
-tests/unit/agent/test_lifeline.py holds the promises.
+tests/unit/agent/test_liveness.py holds the promises.
 """
 
 from __future__ import annotations

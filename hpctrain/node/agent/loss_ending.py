@@ -7,7 +7,7 @@ so the agents that are left go on without it, or requeue the job, one after anot
 Those that go on begin anew as the next *generation*. One of them leads it: it leaves a claim in the
 run's directory, and the others look for that. Each takes its own process over (exec), since who
 leads forks what serves the others, which a process can only while it has one thread.
-tests/unit/agent/test_loss_ending.py, tests/unit/agent/test_succession.py and
+tests/unit/agent/test_loss_ending.py, tests/unit/agent/test_leader_failover.py and
 tests/slurm/test_stay_alive.py hold the promises.
 """
 

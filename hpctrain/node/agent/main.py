@@ -192,7 +192,7 @@ def _node_control(
         secret,
         keeps_copies=alive.memory != "no",
         # Where a lost node ends the job, its part in another one's memory would be lost with it.
-        copies_to_peer=alive.memory_buddy == "auto" and lifeline is not None,
+        copies_to_peer=alive.memory_peer == "auto" and lifeline is not None,
         replica_server=replica_server,
     )
 
@@ -287,7 +287,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         batch_started = None if again else os.environ.get(HPCTRAIN_BATCH_STARTED)
         begun = AttemptStarted(
             **fence.identity(run, attempt),
-            **_buddies(rendezvous, node_control),
+            **_peer_fields(rendezvous, node_control),
             by="restart" if again else "start",
             nodes=rendezvous.names(),
             spares=rendezvous.spares,
@@ -417,15 +417,15 @@ def _newest_attempt(run: RunDir) -> int:
     return 0 if newest is None else newest.number
 
 
-def _buddies(rendezvous: Rendezvous, node_control: NodeControl) -> dict[str, Any]:
-    """What an attempt says of who has whose copies; where a switch takes both, a user hears it."""
+def _peer_fields(rendezvous: Rendezvous, node_control: NodeControl) -> dict[str, Any]:
+    """Return `attempt_started`'s fields of replica peers; warn if a switch has both of a pair."""
     names, switches = rendezvous.names(), rendezvous.switches()
     if not node_control.copies_to_peer or len(names) == 1:
         return {}
     peers = replica_peer.replica_peers_of(switches)
     if why := replica_peer.warning(names, peers, switches):
         log.warning("%s", why)
-    by_name = {"buddies": tuple(names[peer] for peer in peers)}
+    by_name = {"peers": tuple(names[peer] for peer in peers)}
     return by_name | ({"switches": switches} if any(switches) else {})
 
 

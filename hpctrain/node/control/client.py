@@ -2,7 +2,7 @@
 
 Each connection is used by one thread at a time and is waited on there; no thread is started. What
 comes from other ranks was authenticated between the nodes, so that it may be unpickled.
-tests/unit/control/test_seat.py holds the promises.
+tests/unit/control/test_control_client.py holds the promises.
 """
 
 from __future__ import annotations

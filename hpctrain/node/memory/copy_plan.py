@@ -3,8 +3,8 @@
 What is whole is known from the copy's digest, which its replica server has sent over a connection
 with codes: it proves the proof at the copy's end, and that proves the header and each block. So a
 copy that is not here at all, and one in which a byte has changed, are repaired alike: what does not
-prove is read from elsewhere. tests/unit/memory/test_stock.py and tests/unit/memory/test_mending.py
-hold the promises.
+prove is read from elsewhere. tests/unit/memory/test_in_memory_copies.py and test_repair.py hold the
+promises.
 """
 
 from __future__ import annotations

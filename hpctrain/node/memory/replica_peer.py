@@ -7,7 +7,7 @@ many places further as the largest switch has nodes.
 A rank's copy that is proved is sent on behind training, one connection for each rank; the peer
 proves the bytes it has by the copy's own digests before it says that it has them. The same
 connections serve other nodes what they lack at a restart.
-tests/unit/memory/test_pairing.py and tests/unit/memory/test_buddy.py hold the promises.
+tests/unit/memory/test_peer_assignment.py and test_replica_peer.py hold the promises.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class CopyFetcher:
 
 LOST = (OSError, Garbled, ControlLost, KeyError, TypeError, ValueError)
 """The connection, or the sense of what is said on it."""
-HINT = 'alive.memory_buddy = "no" needs half of it, and survives no lost node'
+HINT = 'alive.memory_peer = "no" needs half of it, and survives no lost node'
 
 
 class PeerRing:

@@ -201,7 +201,7 @@ class CopyChoice:
     Attributes:
         mark: Which.
         world_size: Ranks that have made it.
-        kept_by: `memory` where all nodes that have made it still have it; `buddy` where one of them
+        kept_by: `memory` where all nodes that have made it still have it; `peer` where one of them
             is gone, and its part lies in another node's memory.
         doors: By rank, of all replica servers that have its part and give it to others.
     """
@@ -232,7 +232,7 @@ def choose(inventories: Sequence[Inventory], least_step: int) -> list[CopyChoice
     by_makers = set(candidates(own, least_step))
     return [
         CopyChoice(
-            mark, worlds[mark], "memory" if mark in by_makers else "buddy", _doors(plain, mark)
+            mark, worlds[mark], "memory" if mark in by_makers else "peer", _doors(plain, mark)
         )
         for mark in candidates(everything, least_step)
     ]

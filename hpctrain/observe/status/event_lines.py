@@ -2,7 +2,7 @@
 
 Kinds that this version does not know, and fields that a kind had in no version we know, are shown
 as they are: a newer hpctrain's ledger can be read with an older one. tests/unit/cli/test_events.py
-and tests/unit/status/test_mishap_lines.py hold the promises.
+and tests/unit/status/test_incident_lines.py hold the promises.
 """
 
 from __future__ import annotations
@@ -571,10 +571,10 @@ def _memory_row(fact: kinds.MemoryCopiesSet) -> str:
 
 def _peers(seen: JobMembers) -> str:
     """Which node has whose copies, and how many a switch takes with their states."""
-    pairs = list(zip(seen.training, seen.buddies, strict=False))
+    pairs = list(zip(seen.training, seen.peers, strict=False))
     if not pairs:
         return ""
-    shown = [f"{node} on {buddy}" for node, buddy in pairs[:PEERS_SHOWN]]
+    shown = [f"{node} on {peer}" for node, peer in pairs[:PEERS_SHOWN]]
     if len(pairs) > PEERS_SHOWN:
         shown.append(f"{len(pairs) - PEERS_SHOWN} more (--json has all)")
     return f"copies of {', '.join(shown)}; {_switches(seen, pairs)}"
@@ -582,7 +582,7 @@ def _peers(seen: JobMembers) -> str:
 
 def _switches(seen: JobMembers, pairs: Sequence[tuple[str, str]]) -> str:
     on = dict(zip(seen.training, seen.switches, strict=False))
-    both = [(on.get(node), on.get(buddy)) for node, buddy in pairs]
+    both = [(on.get(node), on.get(peer)) for node, peer in pairs]
     unknown = sum(not all(pair) for pair in both)
     if unknown == len(both):
         return "switches are not known"

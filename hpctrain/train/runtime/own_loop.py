@@ -3,7 +3,7 @@
 It says after each update how many are applied (`Run.at`): its steps are counted, timed and recorded
 as those of hpctrain's own loop; that is not collective. It registers its checkpoints
 (`Run.sealed`): the ranks share the reading of the files by size, rank 0 lists them and commits, and
-the newest complete one is `Run.resume_path`. tests/engines/test_told_steps.py and test_sealed.py
+the newest complete one is `Run.resume_path`. tests/engines/test_external_loop.py and test_sealed.py
 hold the promises.
 """
 

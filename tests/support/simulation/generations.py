@@ -37,7 +37,7 @@ from hpctrain.node.agent.loss_ending import Succeeds
 from hpctrain.node.agent.rounds import RoundPart
 from tests.support.simulation import agents
 from tests.support.simulation.job import KILL_WAIT_S, PORT, SECRET, Job, Node, Setup
-from tests.support.simulation.lifelines import Lifeline
+from tests.support.simulation.liveness import Lifeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hpctrain.node.agent.in_place import RoundSize
     from hpctrain.node.agent.rounds import RoundEnd
     from hpctrain.node.hangs.standing import HangLimits
-    from tests.support.simulation.lifelines import First, Lifeline
+    from tests.support.simulation.liveness import First, Lifeline
     from tests.support.simulation.stores import Store, StoreServer
 
 SECRET = "of the simulation"  # noqa: S105 - of a test
@@ -261,7 +261,7 @@ class Job:
         if setup.size is None:
             rendezvous = Rendezvous("n0", PORT, node.number, names, run_id="1", timeout_s=600)
         else:
-            from tests.support.simulation.lifelines import Lifeline
+            from tests.support.simulation.liveness import Lifeline
 
             place = LifelinePlace(node.number, len(names), "n0", PORT + PORTS - 3, setup.lease_s)
             lifeline = Lifeline(self, place)

@@ -1,7 +1,8 @@
 """What children, parents and ranks may say: whatever it is, it ends in one clear line, or passes.
 
 One node's server runs in the test's loop; the nodes and ranks around it are the test itself.
-Its time jumps when all of it waits (`support.jumping_loop`); test_seat.py has the real one.
+Its time jumps when all of it waits (`support.jumping_loop`); test_control_client.py has a real
+one.
 """
 
 from __future__ import annotations

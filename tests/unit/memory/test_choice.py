@@ -30,16 +30,16 @@ def test_the_newest_step_whose_makers_are_all_there_is_memory():
     assert older.mark == Mark(1, 10)
 
 
-def test_a_lost_nodes_part_comes_from_its_buddy():
+def test_a_lost_nodes_part_comes_from_its_peer():
     nodes = [node(0, [(20, 0)], [(20, 2)]), node(2, [(20, 2)], [(20, 1)]), Inventory()]
 
     (choice,) = choose(nodes, 0)
 
-    assert choice.kept_by == "buddy"
+    assert choice.kept_by == "peer"
     assert choice.doors[1] == [DOORS[2]]
 
 
-def test_a_newer_step_on_a_buddy_comes_before_an_older_one_of_its_makers():
+def test_a_newer_step_on_a_peer_comes_before_an_older_one_of_its_makers():
     nodes = [
         node(0, [(10, 0), (20, 0)], [(10, 2)]),
         node(1, [(10, 1)], [(20, 0), (20, 1)]),
@@ -47,7 +47,7 @@ def test_a_newer_step_on_a_buddy_comes_before_an_older_one_of_its_makers():
     ]
 
     assert [(choice.mark.step, choice.kept_by) for choice in choose(nodes, 0)] == [
-        (20, "buddy"),
+        (20, "peer"),
         (10, "memory"),
     ]
 

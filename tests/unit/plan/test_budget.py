@@ -186,7 +186,7 @@ def test_a_lack_of_progress_says_how_long_and_which_setting():
 
 
 @pytest.mark.parametrize(
-    ("read_from", "without"), [("memory", 1), ("buddy", 1), ("will", 1), ("disk", 5)]
+    ("read_from", "without"), [("memory", 1), ("peer", 1), ("will", 1), ("disk", 5)]
 )
 def test_steps_that_the_nodes_memory_has_kept_are_progress(read_from, without):
     """Between two checkpoints on disk a run may lose a rank often, and come on all the same.

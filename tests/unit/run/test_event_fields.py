@@ -77,6 +77,13 @@ def test_what_this_version_does_not_know_passes_as_it_is():
     assert told("done", step=1, later={"x": [1]}) == {"step": 1, "later": {"x": [1]}}
 
 
+def test_old_names_of_fields_and_values_are_read_and_never_written():
+    assert told("attempt_started", buddies=["n2", "n1"])["peers"] == ["n2", "n1"]
+    assert told("attempt_started", buddies=["n2"], peers=["n3"])["peers"] == ["n3"]
+    assert told("restored", read_from="buddy") == {"read_from": "peer"}
+    assert told("restored", read_from="memory") == {"read_from": "memory"}
+
+
 def test_a_loss_may_be_no_number():
     assert told("steps", last=1, loss="nan", grad_norm="x") == {
         "last": 1,

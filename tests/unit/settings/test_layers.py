@@ -10,7 +10,7 @@ import pytest
 from hpctrain.core.settings import layers
 from hpctrain.core.settings.fields import keys_of
 from hpctrain.core.settings.layers import read_toml
-from hpctrain.core.settings.schema import REMOVED, Settings, sections
+from hpctrain.core.settings.schema import REMOVED, RENAMED, Settings, sections, value_at
 from hpctrain.core.settings.spec import Entry, Spec, load_spec
 from hpctrain.errors import UsageError
 
@@ -241,3 +241,33 @@ def test_a_spec_that_has_it_is_read(path, tmp_path):
 
     spec = load_spec(tmp_path / "spec.json")
     assert (spec.settings, spec.origins) == (Settings(), {})
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_old_name_of_a_setting_is_read_everywhere_and_never_written(old, new, tmp_path):
+    section, _, key = old.partition(".")
+    assert key not in keys_of(sections()[section])
+    value = "no"
+    assert value_at(Settings(), new) != value
+
+    assert layers.parse_set(f"{old}={value}") == (*new.split("."), value)
+    flags = layers.flag_layer({}, [f"{old}={value}"])
+    read = source(tmp_path, f'[{section}]\n{key} = "{value}"\n')
+    for layer, origin in ((flags, f"flag --set {new}"), (read.layer, "hpctrain.toml:2")):
+        settings, origins = layers.resolve([layer])
+        assert (value_at(settings, new), origins[new]) == (value, origin)
+        assert old not in origins
+
+    Spec("a", "id", 1.0, "local", "", Entry("recipe")).dump(tmp_path / "spec.json")
+    raw = json.loads((tmp_path / "spec.json").read_text())
+    raw["settings"][section][key] = value
+    del raw["settings"][section][new.partition(".")[2]]
+    raw["origins"][old] = "hpctrain.toml:2"
+    raw["chosen"] = [old]
+    (tmp_path / "spec.json").write_text(json.dumps(raw))
+
+    spec = load_spec(tmp_path / "spec.json")
+    assert (value_at(spec.settings, new), spec.origins) == (value, {new: "hpctrain.toml:2"})
+    assert value_at(spec.given()[0], new) == value_at(Settings(), new)
+    spec.dump(tmp_path / "spec.json")
+    assert key not in json.loads((tmp_path / "spec.json").read_text())["settings"][section]

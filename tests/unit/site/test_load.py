@@ -237,6 +237,16 @@ def test_locks_hold_against_users_but_not_against_admins(tree):
         check_locked(site, {}, allow=False)
 
 
+def test_an_old_name_of_a_setting_counts_as_its_new_one(tree):
+    tree.write("packaged", "juniper", "[settings.alive]\nmemory_peer = 'auto'\n")
+    file = tree.write("etc", "juniper", "[settings.alive]\nspares = 1\nmemory_buddy = 'no'\n")
+
+    site = tree.load("juniper")
+
+    assert site.settings == {"alive": {"memory_peer": "no", "spares": 1}}
+    assert site.layer.where("alive", "memory_peer") == f"site juniper ({file}:3)"
+
+
 def test_a_projects_file_is_for_any_site_or_for_the_one_that_it_names(tree):
     tree.write("etc", "juniper", "[slurm]\nmpi = 'a'\n")
     tree.write("etc", "willow", "[slurm]\nmpi = 'a'\n")

@@ -18,7 +18,7 @@ GIB = 2**30
         ({"spares": 1}, True, 4, "12.0 GiB"),
         ({"shrink": "auto"}, True, 4, "12.0 GiB"),
         ({"spares": 1}, False, 2, "6.0 GiB"),
-        ({"spares": 1, "memory_buddy": "no"}, True, 2, "6.0 GiB"),
+        ({"spares": 1, "memory_peer": "no"}, True, 2, "6.0 GiB"),
     ],
 )
 def test_a_node_needs_its_part_of_the_state_for_each_copy(settings, outlives, copies, amount):

@@ -1,6 +1,6 @@
 """Who of a job's nodes lives, by their processes: one that died, one that stands still.
 
-These are wired up, in real time; test_lifeline_sides.py has all cases, in time that jumps.
+These are wired up, in real time; test_liveness_sides.py has all cases, in time that jumps.
 """
 
 from __future__ import annotations

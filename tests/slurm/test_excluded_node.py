@@ -59,7 +59,7 @@ def _assert_that_it_ends_as_if_nothing_was(run, peace, ranks, **sets):
     assert_same_bits(full_state(run.dir, STEPS), full_state(made, STEPS))
 
 
-@pytest.mark.soak  # a minute; tests/unit/agent/test_convictions.py has the decision
+@pytest.mark.soak  # a minute; tests/unit/agent/test_excluded_nodes.py has the decision
 def test_the_others_go_on_without_it_and_where_too_few_are_left_the_next_start_does(
     slurm, tmp_path
 ):
@@ -84,7 +84,7 @@ def test_the_others_go_on_without_it_and_where_too_few_are_left_the_next_start_d
 @pytest.mark.story(
     proved_by=(
         "tests/engines/test_in_place.py::test_a_node_that_guards_have_named_is_left_out_of_the_next_round",
-        "tests/unit/agent/test_convictions.py",
+        "tests/unit/agent/test_excluded_nodes.py",
     )
 )
 def test_a_spare_takes_the_place_of_a_node_that_was_named_twice(slurm, tmp_path):

@@ -1,6 +1,6 @@
 """What a user without rights tries against the ports of another's job.
 
-    python -m tests.support.stranger OWNERS_UID JOB_ID        # until its stdin ends
+    python -m tests.support.other_user OWNERS_UID JOB_ID        # until its stdin ends
 
 Which ports the agents of a job may meet on everybody can work out. Each that the owner opens is
 taken on as soon as it is there: half a line, garbage and silence, on connections of their own that

@@ -1,6 +1,6 @@
 """Holds every process of a test cluster, and kills them all when its parent is gone.
 
-    python -m tests.support.slurm_keeper FOLDER
+    python -m tests.support.slurm_subreaper FOLDER
 
 It is a child subreaper: whatever its daemons start (slurmstepd forks itself away, jobs daemonise)
 stays its descendant, so that teardown finds everything by parentage and nothing by name. Requests

@@ -1,6 +1,6 @@
 """Both sides of the lifeline in one event loop whose time jumps: leases to the moment.
 
-A node here is its process's coroutine, and the test is its agent. test_lifeline.py has the
+A node here is its process's coroutine, and the test is its agent. test_liveness.py has the
 processes, and real time.
 """
 

@@ -15,18 +15,18 @@ KNOWN = st.lists(st.sampled_from(["s1", "s2", "s3", "s4"]), min_size=2, max_size
 SOME_KNOWN = st.lists(st.sampled_from(["", "s1", "s2", "s3"]), min_size=2, max_size=40)
 
 
-def apart(buddies, switches):
+def apart(peers, switches):
     """How many copies are on another switch than their state."""
-    pairs = enumerate(buddies)
-    return sum(switches[place] != switches[buddy] for place, buddy in pairs)
+    pairs = enumerate(peers)
+    return sum(switches[place] != switches[peer] for place, peer in pairs)
 
 
 @given(SOME_KNOWN)
 def test_each_node_has_the_copies_of_one_other_node(switches):
-    buddies = replica_peers_of(switches)
+    peers = replica_peers_of(switches)
 
-    assert sorted(buddies) == list(range(len(switches)))
-    assert all(buddy != place for place, buddy in enumerate(buddies))
+    assert sorted(peers) == list(range(len(switches)))
+    assert all(peer != place for place, peer in enumerate(peers))
 
 
 @given(KNOWN)

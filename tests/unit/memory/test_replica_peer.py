@@ -97,7 +97,7 @@ def test_after_a_lost_node_every_rank_has_its_part_of_the_last_covered_step(job,
     lines = job.begin()
 
     newest = choices(lines)[0]
-    assert (newest.mark, newest.kept_by) == (Mark(1, 20), "buddy")
+    assert (newest.mark, newest.kept_by) == (Mark(1, 20), "peer")
     for rank, line in enumerate(lines):
         assert content(line, newest, rank) == expected(20, rank)
         assert content(line, newest, (rank + 3) % 6) == expected(20, (rank + 3) % 6)
@@ -107,12 +107,12 @@ def test_after_a_lost_node_every_rank_has_its_part_of_the_last_covered_step(job,
     covered_by_all(lines, 25)
     job.lose(1)
     newest = choices(job.begin())[0]
-    assert (newest.mark, newest.kept_by) == (Mark(2, 25), "buddy")
+    assert (newest.mark, newest.kept_by) == (Mark(2, 25), "peer")
 
 
 def test_two_nodes_of_one_switch_may_go_at_once_where_their_copies_are_on_another(tmp_path):
     job = ReplicaServers(tmp_path, nodes=4, ranks=1, to_peer=True)
-    job.buddies = replica_peers_of(["s1", "s1", "s2", "s2"])
+    job.peers = replica_peers_of(["s1", "s1", "s2", "s2"])
     covered_by_all(ready(job), 20)
     guests = [[copy.rank for copy in line.held().guests] for line in job.lines]
     assert guests == [[2], [3], [0], [1]]
@@ -122,7 +122,7 @@ def test_two_nodes_of_one_switch_may_go_at_once_where_their_copies_are_on_anothe
     lines = job.begin()
 
     newest = choices(lines)[0]
-    assert (newest.mark, newest.kept_by) == (Mark(1, 20), "buddy")
+    assert (newest.mark, newest.kept_by) == (Mark(1, 20), "peer")
     for rank, line in enumerate(lines):
         plan, _ = plan_of(rank, 4)
         assert content(line, newest, rank) == values_of(20, rank, sum(plan.sizes))
@@ -192,13 +192,13 @@ def test_a_copy_that_is_not_sent_on_counts_nowhere(job):
 
     for line in lines:
         assert line.covered == 10
-        until(lambda line=line: line.is_off, "copies go on where the buddy is lost")
+        until(lambda line=line: line.is_off, "copies go on where the peer is lost")
     assert "n1: copies cannot be sent to another node" in lines[0].why_off()
     assert choices(lines)[-1].mark == Mark(1, 10)
 
 
 @pytest.mark.parametrize("point", ["memory.received", "memory.acknowledge"])
-def test_a_buddy_lost_in_the_middle_of_a_copy_leaves_the_step_before(job, point):
+def test_a_peer_lost_in_the_middle_of_a_copy_leaves_the_step_before(job, point):
     lines = ready(job)
     covered_by_all(lines, 10)
     with armed(f"fail:{point},rank=2,step=20"):
@@ -245,13 +245,13 @@ def test_a_bad_copy_is_not_fetched_where_it_is_the_only_one(job):
     job.lose(1)
     lines = job.begin()
     newest = choices(lines)[0]
-    memory(job, 1, 2, newest.mark)[5000] ^= 1  # what the buddy kept of the lost node's rank 2
+    memory(job, 1, 2, newest.mark)[5000] ^= 1  # what the peer kept of the lost node's rank 2
 
     assert lines[5].open(newest.mark, 2, newest.doors[2]) is None
     assert content(lines[5], newest, 3) == expected(20, 3)
 
 
-def test_too_little_memory_for_the_buddys_copies_ends_copies_on_all(job, monkeypatch):
+def test_too_little_memory_for_the_peers_copies_ends_copies_on_all(job, monkeypatch):
     lines = job.begin()
     for line in lines:
         line.chosen(None)
@@ -265,7 +265,7 @@ def test_too_little_memory_for_the_buddys_copies_ends_copies_on_all(job, monkeyp
     why = lines[0].take_room(ROOM)
 
     assert "the node for copies of n0: copies in memory need" in why
-    assert 'alive.memory_buddy = "no"' in why
+    assert 'alive.memory_peer = "no"' in why
     for line in lines:
         until(lambda line=line: line.is_off, "a node has not heard of it")
 

@@ -128,8 +128,8 @@ PAIRS = ("n1", "n2", "n3", "n4"), ("n3", "n4", "n1", "n2")
     ],
 )
 def test_it_is_shown_who_has_whose_copies_and_what_a_switch_takes(switches, words):
-    training, buddies = PAIRS
-    members = JobMembers(training, buddies=buddies, switches=switches)
+    training, peers = PAIRS
+    members = JobMembers(training, peers=peers, switches=switches)
 
     (_, row) = incident_lines(Survived(members=members, memory=COPIES))
 
@@ -137,9 +137,9 @@ def test_it_is_shown_who_has_whose_copies_and_what_a_switch_takes(switches, word
     assert row == ("peers", f"{pairs}; {words}")
 
 
-def test_of_many_buddies_some_are_shown():
+def test_of_many_peers_some_are_shown():
     names = tuple(f"n{number}" for number in range(10))
-    members = JobMembers(names, buddies=(*names[1:], names[0]))
+    members = JobMembers(names, peers=(*names[1:], names[0]))
 
     (_, row) = incident_lines(Survived(members=members, memory=COPIES))
 
@@ -147,9 +147,9 @@ def test_of_many_buddies_some_are_shown():
 
 
 @pytest.mark.parametrize("memory", [None, facts.MemoryCopiesSet(steps=0)])
-def test_no_buddy_is_shown_where_no_copies_are_made(memory):
-    training, buddies = PAIRS
+def test_no_peer_is_shown_where_no_copies_are_made(memory):
+    training, peers = PAIRS
 
-    rows = incident_lines(Survived(members=JobMembers(training, buddies=buddies), memory=memory))
+    rows = incident_lines(Survived(members=JobMembers(training, peers=peers), memory=memory))
 
     assert "peers" not in dict(rows)

@@ -55,12 +55,12 @@ def test_members_are_those_of_the_newest_jobs_newest_round():
     assert of(log).members.lost == ()
 
 
-def test_buddies_and_switches_are_those_of_the_newest_round():
-    log = started(Log(), 1, 1, nodes=["n1", "n2"], buddies=["n2", "n1"], switches=["a", "b"])
-    assert (of(log).members.buddies, of(log).members.switches) == (("n2", "n1"), ("a", "b"))
+def test_peers_and_switches_are_those_of_the_newest_round():
+    log = started(Log(), 1, 1, nodes=["n1", "n2"], peers=["n2", "n1"], switches=["a", "b"])
+    assert (of(log).members.peers, of(log).members.switches) == (("n2", "n1"), ("a", "b"))
 
     started(log, 2, 2, nodes=["n1"], by="restart")
-    assert (of(log).members.buddies, of(log).members.switches) == ((), ())
+    assert (of(log).members.peers, of(log).members.switches) == ((), ())
 
 
 def test_what_guards_left_out_counts_as_far_as_no_restore_went_back_behind_it():

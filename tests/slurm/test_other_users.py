@@ -28,10 +28,10 @@ from hpctrain.node.agent.environment import COMPILE_CACHE_NAME, COMPILE_CACHE_VA
 from hpctrain.node.agent.node_check import PORT as MEETING
 from tests.support import processes
 from tests.support.ledger_runs import Story, all_fields
+from tests.support.other_user import listening, ports_of
 from tests.support.patience import PATIENCE_S
 from tests.support.recipe import TINY, assert_same_bits, consumed, full_state, make_run, train
 from tests.support.scenario import RunHandle
-from tests.support.stranger import listening, ports_of
 from tests.support.users import User, open_command, run_as, start_as
 
 pytestmark = [pytest.mark.slurm, pytest.mark.two_users, pytest.mark.timeout(600)]
@@ -320,7 +320,7 @@ def besiege(cluster, work, marks):
         next_id = config.split("NEXT_JOB_ID")[1].split()[1]
         squatted = stack.enter_context(squatting(next_id, work.parent / "tmp"))
         watcher = stack.enter_context(
-            start_as(STRANGER, own_program("tests.support.stranger", str(OWNER.uid), next_id))
+            start_as(STRANGER, own_program("tests.support.other_user", str(OWNER.uid), next_id))
         )
         stack.callback(watcher.kill)
         limit = threading.Timer(PATIENCE_S, watcher.kill)  # then `hear` ends too
