@@ -109,7 +109,7 @@ def _agent(run: RunDir, attempt: int) -> float:
     scheduler: Any = Scheduler()
     context = JobContext("17", attempt - 1, 0, ["a", "b"], "a", 20000, "")
     ending = AttemptEnding(run, load_spec(run.spec), context, scheduler)
-    deadline: Any = SimpleNamespace(cause=StopCause.TERM, is_told_to_stop=lambda: True)
+    deadline: Any = SimpleNamespace(cause=StopCause.TERM, is_stop_requested=lambda: True)
     end: Any = SimpleNamespace(ending="left", failure=None, why="", silent_nodes=[])
     started = time.process_time()
     ending.conclude(attempt, end, deadline)

@@ -78,7 +78,7 @@ class _Ledger:
         self._run = run
         self._tail, self._history = Tail(run.events, marks="few"), RunHistory()
         self._due: list[int] | None = None
-        self._told = 0.0
+        self._shown_at = 0.0
 
     def has_news(self) -> bool:
         """Whether something else is due than before, or the last look is a while ago."""
@@ -92,9 +92,9 @@ class _Ledger:
             self._history.extend(events)
             settings = job_spec(self._run).settings.evaluate
             self._due = due(self._history, settings.every, last=settings.last)
-        if self._due == before and now - self._told < LOOK_AGAIN_S:
+        if self._due == before and now - self._shown_at < LOOK_AGAIN_S:
             return False
-        self._told = now
+        self._shown_at = now
         return True
 
 

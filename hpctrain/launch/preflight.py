@@ -217,14 +217,14 @@ def _wait(
     preflight: Preflight, job: PreflightJob, *, timeout_s: float, say: Say
 ) -> PreflightReport:
     root = preflight.run.root
-    lines_told, ask_at, over_at = 0, 0.0, None
+    lines_shown, ask_at, over_at = 0, 0.0, None
     began: float | None = None
     while True:
         with contextlib.suppress(OSError):
             return PreflightReport.load(root / REPORT)
-        lines_told = _show_progress(root / PROGRESS, lines_told, say)
+        lines_shown = _show_progress(root / PROGRESS, lines_shown, say)
         now = clock.monotonic()
-        began = now if lines_told and began is None else began
+        began = now if lines_shown and began is None else began
         if over_at is not None and now > over_at + LAST_WORDS_S:
             return _without_report(preflight, f"{job.name} ended without a report")
         if began is not None and now > began + timeout_s:
@@ -233,7 +233,7 @@ def _wait(
         if now > ask_at:
             ask_at = now + ASK_EVERY_S
             over_at = (over_at or now) if job.is_over() else None
-            if not lines_told and over_at is None and (why := job.waits_for()):
+            if not lines_shown and over_at is None and (why := job.waits_for()):
                 say(f"{job.name} waits: {why}")
         clock.sleep(POLL_S)
 

@@ -317,7 +317,7 @@ def _shaped(
     if choice.row is not None:
         shape = choice.row.shape
         return ShapedJob(shape, choice, partition, estimates[shape].wait_s, tuple(notes))
-    if choice.rows and all(row.too_dear for row in choice.rows):
+    if choice.rows and all(row.too_expensive for row in choice.rows):
         raise UsageError(f"shape.max_node_hours: {choice.why[0]}; allow more, or fewer steps")
     unknown = [estimate.unknown for estimate in estimates.values() if estimate.unknown]
     why = unknown[0] if unknown else choice.why[0]

@@ -13,7 +13,7 @@ from tests.support.local_runs import await_end, events, hpctrain, start
 from tests.support.slurm_boot import wait_for
 
 PATIENCE_S = 150.0
-TELLS = """
+FACTS_ALLOWED = """
 import json, os, pathlib, random, signal, sys, time
 import numpy, torch
 import beside
@@ -43,7 +43,7 @@ while attempt < 3:
 
 @pytest.mark.timeout(600)
 def test_every_start_is_forked_through_a_preemption_and_a_nodes_death(tmp_path):
-    (tmp_path / "tells.py").write_text(TELLS)
+    (tmp_path / "tells.py").write_text(FACTS_ALLOWED)
     beside = tmp_path / "beside.py"
     beside.write_text("WORD = 'first'\n")
     run = start(tmp_path, "r", 2, 1, "--", "tells.py")

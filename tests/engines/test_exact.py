@@ -198,11 +198,11 @@ def train_stock(case, monkey):
     if monkey == "scatter":
         real = FSDPModule.set_custom_reduce_scatter
 
-        def stock(module, comm):
+        def torchs(module, comm):
             del comm
             real(module, DefaultReduceScatter())
 
-        FSDPModule.set_custom_reduce_scatter = stock
+        FSDPModule.set_custom_reduce_scatter = torchs
         exact.ExactShards.after_pass = lambda self, now: None
     else:
         exact.seed_of = lambda seed, step, leaf: int(os.environ["RANK"])

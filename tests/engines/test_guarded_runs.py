@@ -151,7 +151,9 @@ def test_with_all_guards_off_a_checkpoint_is_as_before(tmp_path):
 
 
 def test_an_engine_that_does_not_ask_cannot_leave_out_spikes():
-    guards = Guarding(GuardSettings(spike="skip"), None, tell=print, log_skipped=print, stop=print)
+    guards = Guarding(
+        GuardSettings(spike="skip"), None, record=print, log_skipped=print, stop=print
+    )
     with pytest.raises(UsageError, match=r"guard\.spike = tell"):
         guards.guard(SimpleNamespace(kind="zero2", decides_alone=True))
 

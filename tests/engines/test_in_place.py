@@ -21,7 +21,7 @@ from hpctrain.node.agent import in_place, signals
 from hpctrain.node.agent.control import NodeControl
 from hpctrain.node.agent.coordinator import LeadSide
 from hpctrain.node.agent.in_place import CONNECT_S, InPlaceRendezvous, RoundSize
-from hpctrain.node.agent.lifeline import Lifeline, LifelinePlace
+from hpctrain.node.agent.liveness import LivenessChannel, LivenessPlace
 from hpctrain.node.agent.node import InPlaceAgent, NodeAgent
 from hpctrain.node.agent.ranks import run_rank
 from hpctrain.node.agent.rendezvous import LeftOut
@@ -95,11 +95,11 @@ def _agent(node, nodes, size, port, folder):
         may_go_on=lambda _why: not (folder / "may-not").exists(),
         lost=lambda loss, members: lost.append([loss.name, loss.was_member, members]),
     )
-    place = LifelinePlace(node, nodes, "127.0.0.1", port + PORTS - 3, LEASE_S)
-    lifeline = Lifeline(place, SECRET)
+    place = LivenessPlace(node, nodes, "127.0.0.1", port + PORTS - 3, LEASE_S)
+    liveness = LivenessChannel(place, SECRET)
     control = NodeControl("127.0.0.1", SECRET)
     rendezvous = InPlaceRendezvous(
-        lifeline,
+        liveness,
         names,
         port=port,
         run_id="test",
@@ -136,8 +136,8 @@ def _agent(node, nodes, size, port, folder):
     staged.write_text(json.dumps([agent.end.ending, agent.end.silent_nodes, why, told, lost]))
     staged.rename(folder / f"end-{node}")
     if node == 0:
-        lifeline.end("done", 10)
-    for part in (lifeline, control, rendezvous):
+        liveness.end("done", 10)
+    for part in (liveness, control, rendezvous):
         (part.close if part is rendezvous else part.stop)()
     os._exit(0)
 
@@ -470,7 +470,7 @@ def meeting(nodes, size, *, comes, gather_s):
     place._out = None
     place._hear = lambda _wait_s: place._living.update(comes)
     said = []
-    place._lifeline = SimpleNamespace(say=said.append, said=said)
+    place._liveness = SimpleNamespace(say=said.append, said=said)
     return place
 
 
@@ -478,7 +478,7 @@ def test_agents_that_go_on_after_others_wait_a_while_for_nodes_that_may_be_dead(
     meeting(3, RoundSize(2, 2), comes={1, 2}, gather_s=0.05)._await_all()
     assert capsys.readouterr().err == ""
     (fewer := meeting(3, RoundSize(2, 2), comes={1}, gather_s=0.05))._await_all()
-    assert fewer._lifeline.said == [{"absent": [2]}]
+    assert fewer._liveness.said == [{"absent": [2]}]
     assert "continues without n2, which did not come" in capsys.readouterr().err
     with pytest.raises(ClusterError, match=r"the agents of n2 did not come within 0\.5 s"):
         meeting(3, RoundSize(2, 2), comes={1}, gather_s=None)._await_all()

@@ -233,13 +233,13 @@ def test_a_fault_that_is_gone_when_computed_again_costs_no_step(layout, loss):
 def test_an_exact_run_leaves_out_and_tries_again_too():
     exact = {"exact": True}
     spoilt = on_all("DDP@2", loss=always(bad_loss), guard=SKIP, **exact)
-    mended = on_all("DDP@2", loss=once(bad_loss), guard=SKIP, **exact)
+    repaired = on_all("DDP@2", loss=once(bad_loss), guard=SKIP, **exact)
     whole = on_all("DDP@2", **exact)
 
     assert [r[1][BAD] for r in spoilt] == [True, True]
     assert SAMPLE in spoilt[0][0][0].samples
     same(spoilt[0][3], on_all("DDP@2", without=BAD, **exact)[0][3])
-    same(mended[0][3], whole[0][3])
+    same(repaired[0][3], whole[0][3])
 
 
 def test_with_the_guard_off_or_only_telling_the_update_is_applied():

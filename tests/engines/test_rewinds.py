@@ -188,7 +188,7 @@ def test_where_skipping_would_end_a_run_it_goes_back_first(tmp_path, spoil):
 def begun(data, told=(), *, wanted=True):
     """A rank's side, of a program with such data in a run with such a ledger."""
     world = World(0, 0, 1, torch.device("cpu"))
-    side = rewinds.Rewinds(SimpleNamespace(data=data), tell=print, stop=print)
+    side = rewinds.Rewinds(SimpleNamespace(data=data), record=print, stop=print)
     side.begin(world, SimpleNamespace(run=told), wanted=wanted)
     return side
 
@@ -206,7 +206,7 @@ def test_data_that_can_leave_nothing_out_is_refused_in_one_line(tmp_path):
 def test_a_loop_of_ones_own_has_nothing_to_go_back_to():
     settings = GuardSettings(spike="rewind")
     program = SimpleNamespace(engine=None, data=None, tracked={})
-    guards = Guarding(settings, program, tell=print, log_skipped=print, stop=print)
+    guards = Guarding(settings, program, record=print, log_skipped=print, stop=print)
     with pytest.raises(UsageError, match="has a loop of its own; set skip"):
         guards.judge(World(0, 0, 1, torch.device("cpu")), 1, 1.0, 1.0)
 

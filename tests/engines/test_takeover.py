@@ -51,7 +51,7 @@ def listening_at(port):
 
 
 @pytest.mark.two_users
-def test_a_stranger_cannot_end_a_run(common_path):
+def test_another_user_cannot_end_a_run(common_path):
     work = common_path / "work"
     work.mkdir()
     os.chown(work, OWNER.uid, OWNER.gid)

@@ -82,8 +82,8 @@ def test_every_fault_ends_as_promised(slurm, tmp_path, capsys):
             "", *(f"{name}: {outcome}: {why}" for name, (outcome, why) in found.items()), sep="\n"
         )
 
-    untold = {name for name, (outcome, _) in found.items() if outcome == "not tried"}
-    assert untold <= {"power_cut"}, found  # where the kernel tells nothing of its cache
+    unanswered = {name for name, (outcome, _) in found.items() if outcome == "not tried"}
+    assert unanswered <= {"power_cut"}, found  # where the kernel tells nothing of its cache
     assert {outcome for outcome, _ in found.values()} <= {"kept", "not tried"}, found
     assert len(found) == 10
     assert f"Drill of {run.name}" in (tmp_path / "drill.html").read_text()

@@ -471,7 +471,7 @@ def test_the_run_loses_no_step_and_no_bit(siege, tmp_path):
     assert [all_fields(e)["bad"] for e in siege.run.events("preflight")] == [{}, {}]
 
 
-def test_the_stranger_was_there(siege):
+def test_the_other_user_was_there(siege):
     """Else the rest says nothing."""
     stores = [one for one in siege.ports if one["is"] == "store" and "set" in one]
     (meeting, *_) = [one for one in siege.ports if one["is"] == "meeting"]
@@ -500,7 +500,7 @@ def test_what_was_planted_would_have_told_of_it(siege):
     assert marks
 
 
-def test_the_stranger_changes_nothing_of_the_run(siege):
+def test_the_other_user_changes_nothing_of_the_run(siege):
     assert siege.came_off == []
     changed = {
         name: (siege.job_before[name], siege.job_after.get(name))

@@ -66,7 +66,7 @@ def submit(slurm, cwd, environment, *sets, stage_dir, count=2, hold=False):
     return RunHandle(slurm, cwd, RunDir(Path(told["run_dir"])), str(told["job_id"])), told["notes"]
 
 
-def told_by(run, start, ranks=4):
+def reported_by(run, start, ranks=4):
     """What each rank of a start says."""
     paths = [run.cwd / "told" / f"{start}-{rank}.json" for rank in range(ranks)]
     run.wait(f"all ranks of start {start}", lambda: all(path.exists() for path in paths))
@@ -94,7 +94,7 @@ def test_ranks_run_from_their_nodes_own_disk_and_a_later_start_finds_it_there(
     slurm, tmp_path, environment, nodes
 ):
     run, notes = submit(slurm, tmp_path, environment, stage_dir=nodes / "$SLURMD_NODENAME")
-    first = told_by(run, 1)
+    first = reported_by(run, 1)
     urgent = slurm.submit_urgent(4)
     slurm.wait_job(run.job_id, "PENDING", timeout=60)
     (tmp_path / "go").touch()
@@ -103,7 +103,7 @@ def test_ranks_run_from_their_nodes_own_disk_and_a_later_start_finds_it_there(
     run.wait_done()
 
     assert any("packed in" in note for note in notes)
-    for rank, facts in enumerate(first + told_by(run, 2)):
+    for rank, facts in enumerate(first + reported_by(run, 2)):
         disk = str(nodes / f"n{rank % 4 // 2 + 1}")
         on_disk = ("prefix", "base_prefix", "torch", "hpctrain", "os", "python")
         assert {facts[name].startswith(disk) for name in on_disk} == {True}, facts
@@ -120,7 +120,7 @@ def test_one_node_gets_it_by_sbcast(slurm, tmp_path, environment, nodes):
 
     (fact,) = map(all_fields, run.events("environment_staged"))
     assert (fact["staged"], fact["way"]) == (1, "sbcast")
-    assert {facts["prefix"] for facts in told_by(run, 1, 2)} == {
+    assert {facts["prefix"] for facts in reported_by(run, 1, 2)} == {
         f"{fact['folder']}/{json.loads(run.dir.staging.read_text())['archive']['key']}/env"
     }
     assert not list(Path(fact["folder"]).glob("*.sent-*"))
@@ -136,7 +136,7 @@ def test_a_node_without_room_starts_from_the_shared_environment_and_says_so(
         run, _ = submit(slurm, tmp_path, environment, stage_dir=nodes / "$SLURMD_NODENAME")
         run.wait_done()
 
-    prefixes = [facts["prefix"] for facts in told_by(run, 1)]
+    prefixes = [facts["prefix"] for facts in reported_by(run, 1)]
     assert [prefix.startswith(str(nodes / "n1")) for prefix in prefixes] == [True] * 2 + [False] * 2
     assert prefixes[2:] == [str(environment)] * 2
     assert staged(run) == [(1, 0, 1)]
@@ -154,7 +154,7 @@ def test_an_archive_that_is_torn_or_gone_costs_the_run_nothing(slurm, tmp_path, 
         file.seek(archive.stat().st_size // 2)
         file.write(b"torn")
     slurm.run("scontrol", "release", run.job_id, check=True)
-    told_by(run, 1)
+    reported_by(run, 1)
     archive.unlink()
     urgent = slurm.submit_urgent(4)
     slurm.wait_job(run.job_id, "PENDING", timeout=60)
@@ -163,7 +163,9 @@ def test_an_archive_that_is_torn_or_gone_costs_the_run_nothing(slurm, tmp_path, 
     slurm.start_now(run.job_id)
     run.wait_done()
 
-    assert {facts["prefix"] for facts in told_by(run, 1) + told_by(run, 2)} == {str(environment)}
+    assert {facts["prefix"] for facts in reported_by(run, 1) + reported_by(run, 2)} == {
+        str(environment)
+    }
     torn, gone = (all_fields(event)["why"] for event in run.events("environment_staged"))
     assert re.match(rf"n\[1-2\]: {archive} (is torn|cannot be unpacked): ", torn)
     assert gone == f"n[1-2]: {archive} cannot be read any more"

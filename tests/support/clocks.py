@@ -82,7 +82,7 @@ class ManualClock:
         self._waiting: list[_Waiter] = []
         self._plans: list[tuple[int, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
-        self._is_stranger = strangers()
+        self._is_other = other_threads()
 
     # ---- as code sees it; no locks: signal handlers and plans may ask
 
@@ -104,13 +104,13 @@ class ManualClock:
     def sleep(self, seconds: float) -> None:
         if seconds < 0:
             raise ValueError("sleep length must be non-negative")  # as the system's
-        if self._is_stranger():
+        if self._is_other():
             THE_MACHINES.sleep(seconds)
             return
         self._block(seconds, None)
 
     def wait(self, event: Waitable, timeout_s: float) -> bool:
-        if self._is_stranger():
+        if self._is_other():
             return THE_MACHINES.wait(event, timeout_s)
         return self._block(timeout_s, event)
 
@@ -222,7 +222,7 @@ class ManualClock:
         return carried_out
 
 
-def strangers() -> Callable[[], bool]:
+def other_threads() -> Callable[[], bool]:
     """Return a function that says whether its caller is a thread that ran before, another one."""
     others = set(threading.enumerate()) - {threading.current_thread()}
     return lambda: threading.current_thread() in others

@@ -62,7 +62,7 @@ def ports_of(job_id: str) -> set[int]:
     return {first + n for first in firsts for n in range(PORTS)}
 
 
-class Stranger:
+class UnauthenticatedPeer:
     """One of them; what it opens stays open."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ def _tell(what: dict[str, Any]) -> None:
 
 def main() -> None:
     """Take on what appears until stdin ends."""
-    uid, agents, stranger = int(sys.argv[1]), ports_of(sys.argv[2]), Stranger()
+    uid, agents, other_user = int(sys.argv[1]), ports_of(sys.argv[2]), UnauthenticatedPeer()
     import torch.distributed  # noqa: F401 - takes seconds, in which ports come and go
 
     _tell({"is": "ready"})
@@ -188,9 +188,9 @@ def main() -> None:
             if not given:
                 return
             for port in map(int, given.split()):
-                stranger.disturb(port)
+                other_user.disturb(port)
                 _tell({"port": port, "is": "given"})
-        stranger.look(listening(uid) & agents)
+        other_user.look(listening(uid) & agents)
 
 
 if __name__ == "__main__":

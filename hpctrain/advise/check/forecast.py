@@ -62,7 +62,7 @@ class CheckList:
     findings: list[LintFinding] = field(default_factory=list)  # what lint has found, for SARIF
     refusal: int = 0  # the exit code with which `submit` would refuse, 0 where it would not
     name: str = ""  # what is checked: the program, or the shipped recipe
-    tells: bool | None = None  # whether the program calls hpctrain; None where nobody knows
+    calls_hpctrain: bool | None = None  # None: not known
     # the program's file, as seen from where the command was called; "" where it has none
     place: str = ""
     strict: bool = False  # notes fail too
@@ -235,7 +235,7 @@ class ForecastFacts:
     margin_s: float  # run.stop_margin_s
     lead_s: float  # slurm.signal_lead_s
     # whether the program tells hpctrain of its steps and saves; None where nobody knows
-    tells: bool | None
+    calls_hpctrain: bool | None
     # from the notice of a preemption to the kill; None where jobs are not preempted
     notice_s: float | None = None
     notice_from: str = ""  # where that stands
@@ -255,7 +255,7 @@ def check_lead(job: ForecastFacts, past: PastSaves | None) -> list[CheckLine]:
         f"2 x step {_span(step_s) if past.step_s else '(not known)'} = {_span(need)} "
         f"(as {past.run} saved)"
     )
-    if job.tells is False:
+    if job.calls_hpctrain is False:
         lines = [_foreign_lead(job, past)]
     elif need >= job.limit_s:
         hint = "raise --time, or save less: a job this short ends before it has saved"
@@ -271,9 +271,9 @@ def check_lead(job: ForecastFacts, past: PastSaves | None) -> list[CheckLine]:
 
 
 def _rule(job: ForecastFacts) -> str:
-    if job.tells is None:
+    if job.calls_hpctrain is None:
         return "a time of which nothing is known, as it may or may not call hpctrain"
-    if job.tells is False:
+    if job.calls_hpctrain is False:
         return "its own time: it is told slurm.signal_lead_s before the limit"
     return f"{job.margin_s:g} s margin + {interval.CLOCK_SAFETY:g} x a save + 2 steps"
 
@@ -311,9 +311,9 @@ def check_interval(
 ) -> CheckLine:
     """How often it will save, against its jobs' time limit."""
     name = "interval"
-    if not job.tells:
+    if not job.calls_hpctrain:
         message = "the program saves when it likes: it does not tell hpctrain"
-        if job.tells is None:
+        if job.calls_hpctrain is None:
             message = "whether the program calls hpctrain cannot be seen"
         return CheckLine(
             name, NOT_KNOWN, message, "`hpctrain help getting-started` says how it could"
@@ -361,7 +361,7 @@ def check_room_for(
     if grows:
         words += f", and one more every {checkpoint.keep_every} steps"
     free = "not known" if free_bytes is None else size(free_bytes)
-    if job.tells is not True:
+    if job.calls_hpctrain is not True:
         message = f"what the program writes itself; {free} free"
         return CheckLine("disk", NOT_KNOWN, message)
     if past is None or past.size_bytes is None or free_bytes is None:

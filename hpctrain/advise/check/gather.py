@@ -100,8 +100,10 @@ def check_all(request: SubmitRequest, say: Say) -> tuple[CheckList, Prepared | N
     imports = _program(spec.entry, spec.settings, checks, request, say)
     checks.lines += _import_lines(spec, imports, site, request.environ, say)
     is_recipe = spec.entry.kind == "recipe"
-    checks.tells = True if is_recipe else None if imports is None else imports.knows_hpctrain
-    checks.lines += _forecasts(prepared, site, tells=checks.tells)
+    checks.calls_hpctrain = (
+        True if is_recipe else None if imports is None else imports.knows_hpctrain
+    )
+    checks.lines += _forecasts(prepared, site, calls_hpctrain=checks.calls_hpctrain)
     return checks, prepared
 
 
@@ -294,7 +296,9 @@ def _shown(wanted: WantedImport, entry: Entry) -> str:
     )
 
 
-def _forecasts(prepared: Prepared, site: Site | None, *, tells: bool | None) -> Iterator[CheckLine]:
+def _forecasts(
+    prepared: Prepared, site: Site | None, *, calls_hpctrain: bool | None
+) -> Iterator[CheckLine]:
     """Lead time, interval and disk."""
     spec = prepared.spec
     settings = spec.settings
@@ -306,7 +310,7 @@ def _forecasts(prepared: Prepared, site: Site | None, *, tells: bool | None) -> 
         nodes=nodes,
         margin_s=settings.run.stop_margin_s,
         lead_s=settings.slurm.signal_lead_s,
-        tells=tells,
+        calls_hpctrain=calls_hpctrain,
         notice_s=notice_s,
         notice_from=notice_from,
         steps=settings.train.steps if is_recipe else None,

@@ -77,25 +77,27 @@ def add_rehearsal(
         message = f"not tried: {broken} failed"
         checks.lines.append(CheckLine("rehearse", NOT_KNOWN, message, "fix that first"))
         return
-    checks.lines += rehearse(request, say, tells=checks.tells, patience_s=patience_s)
+    checks.lines += rehearse(
+        request, say, calls_hpctrain=checks.calls_hpctrain, patience_s=patience_s
+    )
 
 
 def rehearse(
-    request: SubmitRequest, say: Say, *, tells: bool | None, patience_s: float = PATIENCE_S
+    request: SubmitRequest, say: Say, *, calls_hpctrain: bool | None, patience_s: float = PATIENCE_S
 ) -> list[CheckLine]:
     """Try the program, and say what came of it. Leaves nothing behind.
 
     Args:
         request: The run that is to come.
         say: Told how far it is.
-        tells: Whether the program tells hpctrain of its steps; None where nobody knows.
+        calls_hpctrain: Whether the program reports its steps; None if that is not known.
         patience_s: So long may each wait take.
     """
     began = clock.monotonic()
     lines: list[CheckLine] = []
     try:
         with RehearsalStage(request, patience_s=patience_s) as stage:
-            lines += _result_lines(stage, say) if tells else _silent(stage, say)
+            lines += _result_lines(stage, say) if calls_hpctrain else _silent(stage, say)
     except HpctrainError as error:
         hint = "nothing of it is left; try it with hpctrain submit --cluster local"
         lines.append(CheckLine("rehearse", FAIL, str(error), hint))

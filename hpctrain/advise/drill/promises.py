@@ -156,9 +156,9 @@ def judge_flushed(name: str, answers: Sequence[list[str] | str]) -> DrillVerdict
     lost = sorted({file for one in answers if not isinstance(one, str) for file in one})
     if lost:
         return DrillVerdict("broken", f"{name} is committed; in memory alone: {', '.join(lost)}")
-    untold = [one for one in answers if isinstance(one, str)]
-    blind = [one for one in untold if one != WRITTEN_ELSEWHERE]
-    if blind or len(untold) == len(answers):
+    unanswered = [one for one in answers if isinstance(one, str)]
+    blind = [one for one in unanswered if one != WRITTEN_ELSEWHERE]
+    if blind or len(unanswered) == len(answers):
         return DrillVerdict("not tried", (blind or [WRITTEN_ELSEWHERE])[0])
     return DrillVerdict("kept", f"{name} is on disk, complete")
 

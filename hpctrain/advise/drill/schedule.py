@@ -195,10 +195,10 @@ class Course:
             if fault.armed and self.armed is not None:
                 planted = replace(planted, fired=(self.armed / fault.name).exists())
             if fault.name == "second_writer":
-                is_told = any(
+                is_reported = any(
                     one.kind == "fenced" for one in ledger.read_marked(self.run, b"fenced")
                 )
-                planted = replace(planted, gave_way=is_told)
+                planted = replace(planted, gave_way=is_reported)
             on_disk = injectors.committed(self.run)
             if is_settled(fault, planted, history, on_disk) or clock.monotonic() > deadline:
                 return judge(fault, planted, history, on_disk)

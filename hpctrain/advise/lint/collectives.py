@@ -332,10 +332,15 @@ def _alone(call: ast.Call) -> bool:
 
 def is_distributed(syntax: ProgramSyntax) -> bool:
     """Whether the program itself starts, wraps for or asks about several ranks."""
-    telling = {"init_process_group", "DistributedDataParallel", "DistributedSampler", "Accelerator"}
-    telling |= FSDP_NAMES | {"init_distributed", "init_device_mesh"}
-    telling |= {"is_main_process", "get_world_size", "is_dist_avail_and_initialized"}
-    if any(last(syntax.dotted(call.func)) in telling for call in syntax.calls):
+    names = {
+        "init_process_group",
+        "DistributedDataParallel",
+        "DistributedSampler",
+        "Accelerator",
+    }
+    names |= FSDP_NAMES | {"init_distributed", "init_device_mesh"}
+    names |= {"is_main_process", "get_world_size", "is_dist_avail_and_initialized"}
+    if any(last(syntax.dotted(call.func)) in names for call in syntax.calls):
         return True
     return any(
         syntax.dotted(call.func) in ("deepspeed.initialize", "torch.distributed.get_rank")

@@ -34,7 +34,7 @@ _LONG = 10
 _MOST_UNKNOWN = 3
 """Unknown keys of one file that are reported; more say that the file is another program's."""
 _REMARKS = frozenset({"comment", "comments", "description", "name", "note", "notes"})
-_TELLING = frozenset({ZERO, "train_micro_batch_size_per_gpu", "train_batch_size"})
+_CERTAIN = frozenset({ZERO, "train_micro_batch_size_per_gpu", "train_batch_size"})
 """By one of these and another known key a file is known as DeepSpeed's."""
 
 
@@ -106,8 +106,8 @@ def is_deepspeed(value: object, *, is_named: bool = False) -> bool:
     if is_named:
         return not TOP_KEYS.isdisjoint(value)
     recognised = {key for key in value if key in TOP_KEYS or nearest_key(key, TOP_KEYS)}
-    telling = {key for key in recognised if key in _TELLING or nearest_key(key, _TELLING)}
-    return len(recognised) > 1 and bool(telling) and not _unknown_keys(value)
+    certain = {key for key in recognised if key in _CERTAIN or nearest_key(key, _CERTAIN)}
+    return len(recognised) > 1 and bool(certain) and not _unknown_keys(value)
 
 
 def nearest_key(key: str, recognised: Collection[str]) -> str:

@@ -30,7 +30,7 @@ _MAYBE = "?"
 _GIVEN = "given "
 """Before the name of a parameter: as the caller's argument."""
 _CLOCKED = frozenset({CLOCK, CLOCK + _MAYBE})
-_TOLD_RANKS = RANKS | {RANK + _MAYBE, LOCAL + _MAYBE}
+_RANK_SOURCES = RANKS | {RANK + _MAYBE, LOCAL + _MAYBE}
 _OWN = frozenset({BATCH, CHANCE, CLOCK})
 UNSURE = frozenset({RANK + _MAYBE, LOCAL + _MAYBE, BATCH + _MAYBE, CLOCK + _MAYBE})
 """Marks that are worth a hint, and no more."""
@@ -413,17 +413,17 @@ class Dependence:
         operator, other = node.ops[0], node.comparators[0]
         if isinstance(operator, ast.Is | ast.IsNot) and not given(other):
             return _unsure(sources - RANKS)  # whether there is a value says little of the value
-        if not sources & _TOLD_RANKS or len(node.ops) != 1:
+        if not sources & _RANK_SOURCES or len(node.ops) != 1:
             return sources
         value = constant(other)
         listed = isinstance(other, ast.Tuple | ast.List | ast.Set)
         if isinstance(operator, ast.In | ast.NotIn) and not listed:
-            return sources - _TOLD_RANKS  # a member of some group, as all others who go on
+            return sources - _RANK_SOURCES  # a member of some group, as all others who go on
         if isinstance(operator, _ORDERS) and value is None and not _is_of_world(other):
             return _unsure(sources)  # whether any rank is beyond it, nobody can tell
         there = isinstance(operator, ast.Eq | ast.NotEq | ast.Gt | ast.LtE) and value == -1
         there |= isinstance(operator, ast.GtE | ast.Lt) and value == 0 and value is not False
-        return sources - _TOLD_RANKS if there else sources
+        return sources - _RANK_SOURCES if there else sources
 
 
 def _is_of_world(node: ast.expr) -> bool:

@@ -58,7 +58,7 @@ class _Walk:
         self.facts = facts
         self.scope = scope
         self.findings: list[tuple[LintFinding, _Test | None, str]] = []
-        self.told: set[tuple[str, ast.AST]] = set()
+        self.reported: set[tuple[str, ast.AST]] = set()
 
     def run(self) -> Iterator[LintFinding]:
         """All findings but those of tests that are each other's opposite."""
@@ -155,7 +155,7 @@ class _Walk:
         made, otherwise = self._sequence(node.body), self._sequence(node.orelse)
         if made and otherwise:
             if made != otherwise and test.kind == "rank" and self._are_certain(node):
-                self._tell_order(node, made, otherwise)
+                self._report_order(node, made, otherwise)
             self._block(node.body, tests, after)
             self._block(node.orelse, tests, after)
             return
@@ -184,12 +184,12 @@ class _Walk:
             return False
         return made == self._sequence(after[0].rest)
 
-    def _tell_order(self, node: ast.If, made: list[str], otherwise: list[str]) -> None:
+    def _report_order(self, node: ast.If, made: list[str], otherwise: list[str]) -> None:
         message = (
             f"ranks call different collectives: {_listed(made)} where "
             f"{self.facts.syntax.code(node.test)}, {_listed(otherwise)} elsewhere"
         )
-        self._tell("HT109", node, message, node)
+        self._report("HT109", node, message, node)
 
     def _exit(
         self, leaves: ast.stmt, block: Sequence[ast.stmt], test: _Test, after: tuple[_After, ...]
@@ -209,7 +209,7 @@ class _Walk:
         line = skipped[0].lineno
         message = f"{word} where {test.text}: such a rank leaves out {skipped[1]}() at line {line}"
         named = _Test(test.kind, test.node, test.text)
-        self._tell(code, leaves, message, test.node, named, skipped[1])
+        self._report(code, leaves, message, test.node, named, skipped[1])
 
     def _skipped(self, leaves: ast.stmt, after: tuple[_After, ...]) -> tuple[ast.Call, str] | None:
         """The first call that a rank leaves out which leaves here."""
@@ -300,7 +300,7 @@ class _Walk:
                 "a rank that meets the exception goes on without "
                 f"{skipped[1]}() at line {skipped[0].lineno}; the others wait in it"
             )
-            self._tell(code, handler, message, handler)
+            self._report(code, handler, message, handler)
 
     def _goes_on(self, handler: ast.ExceptHandler) -> bool:
         for node in ast.walk(handler):
@@ -325,11 +325,11 @@ class _Walk:
             around = (*tests, *self._inline(call))
             made = self.facts.collectives.of(call, self.scope) if around else None
             if made is not None:
-                self._tell_collective(made, call, around)
+                self._report_collective(made, call, around)
             elif around and is_backward(call) and self.facts.distributed:
-                self._tell_backward(call, around)
+                self._report_backward(call, around)
             elif around and isinstance(call.func, ast.Attribute) and call.func.attr == "no_sync":
-                self._tell_no_sync(call, around)
+                self._report_no_sync(call, around)
 
     def _inline(self, call: ast.Call) -> Iterator[_Test]:
         """Tests within the expression: `a and f()`, `f() if a else b`."""
@@ -350,7 +350,7 @@ class _Walk:
                     yield test
             child = node
 
-    def _tell_collective(
+    def _report_collective(
         self, made: CollectiveCall, call: ast.Call, tests: tuple[_Test, ...]
     ) -> None:
         test = _strongest(tests)
@@ -358,13 +358,13 @@ class _Walk:
             if self._looks_at(call, test.node):
                 return
             message = f"{made.text} is reached only by a rank that met an exception"
-            self._tell("HT108" if made.is_certain else "HT113", call, message, test.node)
+            self._report("HT108" if made.is_certain else "HT113", call, message, test.node)
             return
         code = _CODES.get(test.kind, "HT101") if made.is_certain else "HT113"
         if test.kind in (BATCH, _MAYBE) and not self.facts.distributed:
             return
         message = f"{made.text} is called only where {test.text} (line {_line(test.node)})"
-        self._tell(code, call, message, test.node, test, made.name)
+        self._report(code, call, message, test.node, test, made.name)
 
     def _looks_at(self, call: ast.Call, handler: ast.AST) -> bool:
         """Whether a test of the exception's own words, which may be all ranks', is around."""
@@ -375,21 +375,21 @@ class _Walk:
             for one in self.facts.syntax.outer(call)
         )
 
-    def _tell_backward(self, call: ast.Call, tests: tuple[_Test, ...]) -> None:
+    def _report_backward(self, call: ast.Call, tests: tuple[_Test, ...]) -> None:
         test = _strongest(tests)
         if test.kind == "except":
             return
         code = _CODES.get(test.kind, "HT111")
         message = f"backward() runs only where {test.text} (line {_line(test.node)})"
-        self._tell(code, call, message, test.node, test, "backward")
+        self._report(code, call, message, test.node, test, "backward")
 
-    def _tell_no_sync(self, call: ast.Call, tests: tuple[_Test, ...]) -> None:
+    def _report_no_sync(self, call: ast.Call, tests: tuple[_Test, ...]) -> None:
         test = _strongest(tests)
         if test.kind not in ("except", _MAYBE):
             message = f"no_sync() holds only where {test.text} (line {_line(test.node)})"
-            self._tell("HT110", call, message, test.node)
+            self._report("HT110", call, message, test.node)
 
-    def _tell(  # noqa: PLR0917 - of whom it is told, then why
+    def _report(  # noqa: PLR0917 - of whom it is told, then why
         self,
         code: str,
         node: ast.AST,
@@ -399,8 +399,8 @@ class _Walk:
         name: str = "",
     ) -> None:
         """Once for each test and code."""
-        if (code, cause) not in self.told or (test is not None and test.side):
-            self.told.add((code, cause))
+        if (code, cause) not in self.reported or (test is not None and test.side):
+            self.reported.add((code, cause))
             self.findings.append((self.facts.finding(code, node, message), test, name))
 
 

@@ -60,12 +60,12 @@ class Patience:
                 if self._left_s <= 0:
                     raise
                 wait_s = min(wait_s, self._left_s)
-                self._tell(error, wait_s)
+                self._log(error, wait_s)
             clock.sleep(wait_s)
             self._left_s -= wait_s
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
-    def _tell(self, error: Exception, wait_s: float) -> None:
+    def _log(self, error: Exception, wait_s: float) -> None:
         log.warning(
             "%s; tried again in %g s, for %g s more of %g s (checkpoint.patience_s)",
             error,

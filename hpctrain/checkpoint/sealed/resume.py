@@ -41,7 +41,7 @@ log = logging.getLogger("hpctrain.checkpoint")
 T = TypeVar("T")
 
 THREADS = 4
-TELL_S = 10.0
+LOG_EVERY_S = 10.0
 """Between two words about a verification that takes long."""
 SHOWN = 3
 
@@ -104,7 +104,7 @@ class BytesRead:
         self.bytes = 0
         self._what = what
         self._on_bytes = on_bytes or (lambda _: None)
-        self._next = clock.monotonic() + TELL_S
+        self._next = clock.monotonic() + LOG_EVERY_S
         self._lock = threading.Lock()
 
     def __call__(self, count: int) -> None:
@@ -113,7 +113,7 @@ class BytesRead:
         with self._lock:
             self.bytes += count
             if self._what and clock.monotonic() > self._next:
-                self._next = clock.monotonic() + TELL_S
+                self._next = clock.monotonic() + LOG_EVERY_S
                 log.info("%s: %s read so far", self._what, size(self.bytes))
 
 

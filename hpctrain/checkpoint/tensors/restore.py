@@ -464,7 +464,7 @@ class _Filling:
                 through.append((view, piece))
         targets = self._stage(later)
         total = sum(piece.nbytes for _, piece in jobs)
-        on_bytes = None if self._world.rank else _teller(source.path.name, total)
+        on_bytes = None if self._world.rank else _progress(source.path.name, total)
         count = source.read(straight + targets, on_bytes=on_bytes)
         for batch in _batches(through):
             count += _read_through(source, batch, on_bytes)
@@ -562,7 +562,7 @@ def _slices(piece: ShardPiece) -> Iterator[ShardPiece]:
         yield replace(piece, begin=(begin + low, *piece.begin[1:]), extent=extent)
 
 
-def _teller(name: str, total: int) -> Callable[[int], None]:
+def _progress(name: str, total: int) -> Callable[[int], None]:
     """Says in the log how far a long reading is; one rank stands for all, whose parts are alike."""
     meter = Meter(f"restoring {name}: this rank has read", total, clock.monotonic())
 

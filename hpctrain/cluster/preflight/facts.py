@@ -196,9 +196,9 @@ def draft(facts: NodeFacts) -> str:
     lines = [f"# As found on {facts.node}; hold it against a second node and the site's pages."]
     lines += [f"# unknown: {name} ({why})" for name, why in facts.unreadable.items()]
     for table, values in (("network", _network(facts)), ("expect", _expect(facts))):
-        told_values = {key: value for key, value in values.items() if value not in (None, [], "")}
-        if told_values:
-            lines += ["", f"[{table}]", *(f"{k} = {json.dumps(v)}" for k, v in told_values.items())]
+        set_values = {key: value for key, value in values.items() if value not in (None, [], "")}
+        if set_values:
+            lines += ["", f"[{table}]", *(f"{k} = {json.dumps(v)}" for k, v in set_values.items())]
     return "\n".join(lines) + "\n"
 
 

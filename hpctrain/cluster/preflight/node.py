@@ -283,7 +283,7 @@ def _other(place: NodePlace, faults: Faults) -> NodesVerdict:
     """The same stations, without the judging."""
     with Peer(place.rank, place.address, place.port, place.key, LOOK_S) as peer:
         order = Order.from_plain(peer.agree(None, LOOK_S))
-        peer.tell_time(lambda: clock.now() + seconds(faults, "skew"))
+        peer.serve_time(lambda: clock.now() + seconds(faults, "skew"))
         with _Node(place, order, faults) as node:
             task = peer.agree(node.facts(), FACTS_S)
             part = peer.agree(node.look(task), _looking_s(order))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 HELLO_BYTES = 4096
 """More than any line before both ends know each other."""
 LINE_BYTES = 64 << 20
-TELL_S = 10.0
+ANSWER_S = 10.0
 COORDINATOR, PEER = "host", "member"
 HELLO_S = 5.0
 """Who connects and says nothing is sent away after so long."""
@@ -59,7 +59,7 @@ ASKED_AT_ONCE = 16
 ANSWER_S = 5.0
 
 
-class Stranger(ConnectionError):
+class UnauthenticatedPeer(ConnectionError):
     """The other end does not know the secret."""
 
 
@@ -119,7 +119,7 @@ class Coordinator:
         """
         answers = decide(self._heard(own, timeout_s))
         for rank, line in list(self._peers.items()):
-            self._with(rank, partial(line.tell, {"answer": answers.get(rank)}))
+            self._with(rank, partial(line.send, {"answer": answers.get(rank)}))
         return answers.get(0)
 
     def _heard(self, own: Any, timeout_s: float) -> dict[int, Any]:
@@ -185,7 +185,7 @@ class Peer:
             Alone: the first node has gone, or has done without this one.
         """
         try:
-            self._line.tell({"value": own})
+            self._line.send({"value": own})
             while True:
                 heard = self._line.hear(timeout_s + MARGIN_S)
                 if isinstance(heard, dict) and "answer" in heard:
@@ -193,7 +193,7 @@ class Peer:
         except OSError as error:
             raise Alone(f"the first node is not heard any more: {error}") from None
 
-    def tell_time(self, clock: Callable[[], float] = clock.now, *, count: int = PINGS) -> None:
+    def serve_time(self, clock: Callable[[], float] = clock.now, *, count: int = PINGS) -> None:
         """Answer the first node's questions for the time.
 
         Raises:
@@ -202,7 +202,7 @@ class Peer:
         try:
             for _ in range(count):
                 self._line.hear(TURN_S)  # it asks a few at a time
-                self._line.tell(clock())
+                self._line.send(clock())
         except OSError as error:
             raise Alone(f"the first node is not heard any more: {error}") from None
 
@@ -219,7 +219,7 @@ class Connection:
 
         `session` is "" until `begin`; `side` is COORDINATOR or PEER, whichever this end is.
         """
-        connection.settimeout(TELL_S)
+        connection.settimeout(ANSWER_S)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
@@ -232,21 +232,21 @@ class Connection:
         """A peer's first words; the coordinator's are in `Acceptor` and `proved`.
 
         Raises:
-            Stranger: who answers does not know the secret.
+            UnauthenticatedPeer: who answers does not know the secret.
             OSError: nobody answers.
         """
         hello = self._plain(timeout_s)
         theirs, own = hello.get("challenge"), challenge()
         if not isinstance(theirs, str):
-            raise Stranger("it does not speak as hpctrain's nodes do")
+            raise UnauthenticatedPeer("it does not speak as hpctrain's nodes do")
         words = (theirs, own, rank)
         proof = code(key, PEER, *words)
         self._send(json.dumps({"rank": rank, "challenge": own, "proof": proof}))
         if not is_code(self._plain(timeout_s).get("proof"), key, COORDINATOR, *words):
-            raise Stranger("it does not know the secret of this job")
+            raise UnauthenticatedPeer("it does not know the secret of this job")
         self._session, self._side = code(key, "session", *words), PEER
 
-    def tell(self, value: Any) -> None:
+    def send(self, value: Any) -> None:
         """Say something that JSON holds.
 
         Raises:
@@ -267,7 +267,7 @@ class Connection:
         try:
             value = json.loads(verify(self._session, about, line))
         except (Forged, ValueError, RecursionError):
-            raise Stranger("somebody else has spoken in its place") from None
+            raise UnauthenticatedPeer("somebody else has spoken in its place") from None
         self._heard += 1
         return value
 
@@ -292,7 +292,7 @@ class Connection:
         return line[:-1]
 
     def _send(self, text: str) -> None:
-        self._connection.settimeout(TELL_S)
+        self._connection.settimeout(ANSWER_S)
         self._connection.sendall(text.encode() + b"\n")
 
 
@@ -305,14 +305,14 @@ def plain(line: bytes) -> dict[str, Any]:
     """A line that anybody may have sent.
 
     Raises:
-        Stranger: it is no JSON object.
+        UnauthenticatedPeer: it is no JSON object.
     """
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise Stranger("it does not speak as hpctrain's nodes do")
+        raise UnauthenticatedPeer("it does not speak as hpctrain's nodes do")
     return value
 
 
@@ -320,15 +320,15 @@ def proved(key: str, own: str, line: bytes, size: int) -> tuple[int, bytes, str]
     """Of a peer's first line: its rank, what to answer, and the secret of the connection.
 
     Raises:
-        Stranger: it does not know the secret, or is no node of ours.
+        UnauthenticatedPeer: it does not know the secret, or is no node of ours.
     """
     hello = plain(line)
     rank, theirs = hello.get("rank"), hello.get("challenge")
     if type(rank) is not int or not 0 < rank < size or not isinstance(theirs, str):
-        raise Stranger("it is none of our nodes")
+        raise UnauthenticatedPeer("it is none of our nodes")
     words = (own, theirs, rank)
     if not is_code(hello.get("proof"), key, PEER, *words):
-        raise Stranger("it does not know the secret of this job")
+        raise UnauthenticatedPeer("it does not know the secret of this job")
     proof = json.dumps({"proof": code(key, COORDINATOR, *words)}).encode() + b"\n"
     return rank, proof, code(key, "session", *words)
 
@@ -360,7 +360,7 @@ class Acceptor:
     def _hear(self, own: str, said: bytes) -> Callable[[socket.socket], None] | None:
         line, newline, rest = said.partition(b"\n")
         if rest:
-            raise Stranger("it says more than it is asked")
+            raise UnauthenticatedPeer("it says more than it is asked")
         return partial(self._let_in, *proved(self._key, own, line, self._size)) if newline else None
 
     def _let_in(self, rank: int, proof: bytes, session: str, connection: socket.socket) -> None:
@@ -399,7 +399,7 @@ def _meet(rank: int, address: str, port: int, key: str) -> Connection | str:
         except OSError as error:
             if line is not None:
                 line.close()
-            strange = isinstance(error, Stranger)
+            strange = isinstance(error, UnauthenticatedPeer)
             said = f"is answered by another: {error}" if strange else f"cannot be reached: {error}"
             why = said if strange or not why else why
         else:
@@ -482,7 +482,7 @@ class _Asking:
     def _ask(self, rank: int, left: int) -> None:
         self._asked[rank] = _Ping(self._clock(), clock.monotonic(), left)
         try:
-            self._peers[rank].tell({"ask": "clock"})
+            self._peers[rank].send({"ask": "clock"})
         except OSError as error:
             self._finish(rank, error)
 

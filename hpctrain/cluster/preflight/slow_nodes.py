@@ -312,12 +312,12 @@ def _split(group: Group) -> list[Group]:
 
 def _tournament(nodes: Sequence[str]) -> Iterable[list[Group]]:
     """Rounds of disjoint pairs in which everybody meets everybody once."""
-    seats: list[str | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
+    circle: list[str | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
         yield [(a, b) for a, b in pairs if a is not None and b is not None]
-        seats = [seats[0], seats[-1], *seats[1:-1]]
+        circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
 # What the search and the sums say.

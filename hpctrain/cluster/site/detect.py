@@ -317,7 +317,7 @@ def site_name(cluster: str) -> str:
 
 def draft(facts: ClusterFacts, *, name: str, today: str) -> str:
     """The text of a preset that says what SLURM says, each value with its source."""
-    told_by = f"scontrol and sacctmgr of {facts.name}, SLURM {facts.version}, {today}"
+    reported_by = f"scontrol and sacctmgr of {facts.name}, SLURM {facts.version}, {today}"
     lines = [
         f"# A draft from SLURM {facts.version} itself, made by `hpctrain sites init --from-slurm`.",
         "# What SLURM does not tell is left out: unknown stays unknown. To do:",
@@ -334,7 +334,7 @@ def draft(facts: ClusterFacts, *, name: str, today: str) -> str:
         'stability = "local"',
         "",
         "[sources]",
-        f"{SOURCE} = {_text(told_by)}",
+        f"{SOURCE} = {_text(reported_by)}",
         "",
         "[detect]",
         f"slurm_cluster = [{_text(re.escape(facts.name))}]",

@@ -133,18 +133,18 @@ def _losses(records: Sequence[AttemptRecord]) -> list[int | None]:
     committed = committed_steps(records)
     lost: list[int | None] = []
     restored: int | None = None
-    is_told = True
+    is_reported = True
     for record, kept in zip(reversed(records), reversed(committed), strict=True):
         is_over = record.ended is not None or record is not records[-1]
         went_on_from = restored if restored is not None and not record.went_back else kept
         last = record.last_step
         if record.reason is EndReason.COMPLETED and (restored is None or record.went_back):
             went_on_from = last  # its steps count, also where nobody tells of a checkpoint
-        is_known = is_over and last is not None and went_on_from is not None and is_told
+        is_known = is_over and last is not None and went_on_from is not None and is_reported
         lost.append(max(0, (last or 0) - (went_on_from or 0)) if is_known else None)
         restored = restored if record.restored_step is None else record.restored_step
         # A sealed checkpoint may be of a step that nobody has told.
-        is_told = record.restored_step is not None or record.resumed is None
+        is_reported = record.restored_step is not None or record.resumed is None
     return lost[::-1]
 
 

@@ -381,22 +381,22 @@ def _points(
     """Where training was, in order of time and within the stretch."""
     points = [_Point(start, (attempt.restored_step or 0) + 1, 0.0, 0.0)]
     # Where no mark tells of saves, the saves themselves do.
-    marks_tell_saves = any(mark.fact.save_s is not None for mark in attempt.marks)
-    saves = iter([] if marks_tell_saves else attempt.saves)
+    marks_report_saves = any(mark.fact.save_s is not None for mark in attempt.marks)
+    saves = iter([] if marks_report_saves else attempt.saves)
     save, stalled = next(saves, None), 0.0
     for mark in attempt.marks:
         while save is not None and save.t <= mark.t:
             stalled, save = stalled + (save.stall_s or 0.0), next(saves, None)
         before = points[-1]
         save_s = (
-            max(0.0, (mark.fact.save_s or 0.0) - attempt.base[1]) if marks_tell_saves else stalled
+            max(0.0, (mark.fact.save_s or 0.0) - attempt.base[1]) if marks_report_saves else stalled
         )
         points.append(
             _Point(
                 min(max(clock(mark.t), before.t), end),
                 max(mark.fact.last or 0, before.step),
                 max((mark.fact.data_s or 0.0) - attempt.base[0], before.data_s),
-                max(save_s if marks_tell_saves else stalled, before.save_s),
+                max(save_s if marks_report_saves else stalled, before.save_s),
             )
         )
     if points[-1].t < end:

@@ -122,7 +122,7 @@ def progress(history: RunHistory) -> Progress:
 
 def _marks(history: RunHistory) -> Iterator[StepMark]:
     """The newest first."""
-    return (told for told in reversed(history.training) if isinstance(told, StepMark))
+    return (fact for fact in reversed(history.training) if isinstance(fact, StepMark))
 
 
 def saving(history: RunHistory) -> Saving:

@@ -84,7 +84,7 @@ class EndFacts:
         step: The step that it told of last; None where it told of none.
         seen_step: The step that its ranks were seen at last; None where nobody looked.
         nodes_failed: Nodes died or are not fit, so that a crash is theirs.
-        needs_mending: Every start would meet what the file system did to this one.
+        needs_repair: Every start would meet what the file system did to this one.
         in_place: The ranks can start again in this allocation.
         has_successor: The job runs again, or may already: no budget can hold that back.
         ended_at: When the scheduler says that it ended, seconds since the epoch.
@@ -101,7 +101,7 @@ class EndFacts:
     step: int | None = None
     seen_step: int | None = None
     nodes_failed: bool = False
-    needs_mending: bool = False
+    needs_repair: bool = False
     in_place: bool = False
     has_successor: bool = False
     ended_at: float | None = None
@@ -134,7 +134,7 @@ def decide_end(
     reason, following = decide(facts.scheduler, facts.restarts, facts.cause, facts.outcome)
     if facts.nodes_failed and reason is EndReason.CRASHED:
         reason = EndReason.NODE_FAILED
-    if facts.needs_mending and reason is EndReason.STORAGE_FAILED:
+    if facts.needs_repair and reason is EndReason.STORAGE_FAILED:
         return EndDecision(reason, Next.STOP, EXIT_STOPPED, facts.why)
     if following is Next.STOP:
         is_users = reason is EndReason.USER_ERROR

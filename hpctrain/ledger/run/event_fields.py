@@ -202,7 +202,7 @@ def whole_text(line: bytes, fact: dict[str, Any]) -> dict[str, Any] | None:
     if line.count(b"[") + line.count(b"{") > _BRACKETS and _depth(fact) > DEEPEST:
         return None
     lone = b"\\ud" in line or b"\\uD" in line
-    return _mended(fact) if lone else fact
+    return _without_surrogates(fact) if lone else fact
 
 
 def _depth(value: object) -> int:
@@ -219,14 +219,14 @@ def _depth(value: object) -> int:
     return depth
 
 
-def _mended(value: Any) -> Any:
+def _without_surrogates(value: Any) -> Any:
     """Without halves of characters (lone surrogates), which cannot be written or printed."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, list):
-        return [_mended(one) for one in value]
+        return [_without_surrogates(one) for one in value]
     if isinstance(value, dict):
-        return {_mended(name): _mended(one) for name, one in value.items()}
+        return {_without_surrogates(name): _without_surrogates(one) for name, one in value.items()}
     return value
 
 

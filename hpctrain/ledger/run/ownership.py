@@ -184,8 +184,10 @@ def _refuse(run: RunDir, path: Path, hint: str, *, group: bool = False) -> None:
     if not why:
         return
     command = f"; `chmod -R go-w {shlex.quote(str(run.root))}` fixes it"
-    mend = "" if why.startswith("belongs") else command
-    raise ChecksFailed(f"{path} {why}: who can write a run decides what it runs as you{mend}{hint}")
+    repair = "" if why.startswith("belongs") else command
+    raise ChecksFailed(
+        f"{path} {why}: who can write a run decides what it runs as you{repair}{hint}"
+    )
 
 
 def _user(uid: int) -> str:

@@ -166,7 +166,7 @@ class ShapeForecast:
         restart_share: Part of each job that its restart takes.
         step_source: Where the step time comes from.
         refused: Why it is not to be chosen; "" where it may be.
-        too_dear: Whether that is the user's ceiling on node-hours.
+        too_expensive: Whether that is the user's ceiling on node-hours.
         jobs: How many starts it takes; None where the remaining work is not known.
         node_hours: Of all its jobs; None where not known.
         mean_s: Until the run is done, as compared with other shapes; None where not known.
@@ -183,7 +183,7 @@ class ShapeForecast:
     restart_share: float
     step_source: str
     refused: str = ""
-    too_dear: bool = False
+    too_expensive: bool = False
     jobs: float | None = None
     node_hours: float | None = None
     mean_s: float | None = None
@@ -566,7 +566,7 @@ def _within(row: ShapeForecast, facts: RunFacts, wish: Wish) -> ShapeForecast:
     if total <= wish.most_node_hours:
         return row
     why = f"it would take {total:.1f} node-hours (at most {wish.most_node_hours:g})"
-    return replace(row, refused=why, too_dear=True)
+    return replace(row, refused=why, too_expensive=True)
 
 
 def _time(row: ShapeForecast, *, by_finish: bool) -> float:

@@ -113,7 +113,7 @@ def finish(
             if clock.monotonic() > deadline:
                 return _without_ledger(start, control, sleep)
         sleep(READ_AGAIN_S)
-    side.wait_told()
+    side.wait_notified()
     return code
 
 
@@ -154,35 +154,35 @@ class BatchScriptSide:
         self._control = control
         self._end = EndWriter(run, control)
         self._end.look()
-        self._telling: subprocess.Popen[bytes] | None = None
-        self._tell_s = 0.0
+        self._notifying: subprocess.Popen[bytes] | None = None
+        self._notify_s = 0.0
 
     def finish(self) -> int:
         """Do what is still to be done, and begin to tell of it; returns the job's exit code."""
         code = self._finish()
         self._forbid_requeue()
         try:
-            self._tell()
+            self._notify()
         except Exception as error:  # noqa: BLE001 - news are worth less than the job's exit code
             log.warning("nobody is notified: %s", error)
         return code
 
-    def wait_told(self) -> None:
+    def wait_notified(self) -> None:
         """Let those hear who are to be notified, where what we have started dies with us.
 
         As long as [notify] allows where the run is over, else for moments: the job's next start
         waits for us.
         """
-        wait_for(self._telling, self._tell_s)
+        wait_for(self._notifying, self._notify_s)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         attempt = self._attempt()
         if attempt is not None:
             settings = job_spec(self._run).settings.notify
-            self._telling = notify(self._run, settings, attempt)
+            self._notifying = notify(self._run, settings, attempt)
             end = self._end.last(kinds.AttemptEnded, attempt)
             over = end is not None and end.next is Next.STOP
-            self._tell_s = (2 * settings.timeout_s if over else 0.0) + SPARE_S
+            self._notify_s = (2 * settings.timeout_s if over else 0.0) + SPARE_S
 
     def _finish(self) -> int:
         attempt = self._attempt()

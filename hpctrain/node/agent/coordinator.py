@@ -63,7 +63,7 @@ class RoundCoordinator(RoundPart):
         self._end_wait_s = end_wait_s
         self._reports = NodeReports(round_, place, end_wait_s)
         self._hangs = JobHangs(hang_limits, round_, len(round_.ranks.workers), hooks)
-        self._is_stop_told = False
+        self._is_stop_sent = False
 
     def tick(self) -> RoundEnd | None:
         """Return the verdict, once it is published."""
@@ -93,10 +93,10 @@ class RoundCoordinator(RoundPart):
 
     def _look_for_stop(self) -> None:
         """Tell all agents, once, that their ranks should leave."""
-        if self._is_stop_told:
+        if self._is_stop_sent:
             return
         if (cause := self._hooks.notice(self._rank_0_listens)) is not None:
-            self._is_stop_told = True
+            self._is_stop_sent = True
             self._round.publish({STOP: cause})
 
     def _rank_0_listens(self) -> bool:

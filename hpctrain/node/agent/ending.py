@@ -2,7 +2,7 @@
 
 It asks the scheduler what is meant and decides with `plan.decide.decide_end`, as the batch script
 does (`batch_side.py`) where no agent is left; both write and carry out by `end_writer.EndWriter`.
-Nodes that guards have named again and again are left out by then (`Convictions`).
+Nodes that guards have named again and again are left out by then (`ExcludedNodes`).
 tests/unit/agent/test_ending.py, test_full_disk.py and test_excluded_nodes.py and
 tests/slurm/test_requeue_path.py and test_excluded_node.py hold the promises.
 """
@@ -77,7 +77,7 @@ class AttemptEnding:
         self._control = control
         self._end = EndWriter(run, control)
         self._incidents = Incidents(run, spec.settings.notify)
-        self.convictions = Convictions(run, spec.settings, context)
+        self.excluded_nodes = ExcludedNodes(run, spec.settings, context)
         self._end_of: int | None = 0
         self.pause_s = 0.0
         self.seen_step: Callable[[], int | None] = lambda: None  # of this node's ranks
@@ -163,7 +163,7 @@ class AttemptEnding:
         decision = decide_end(facts, self._end.history, self._settings.budget)
         if decision.next is not Next.RESTART or self._is_left_behind(attempt):
             return False
-        if not self.convictions.are_out(self._end.history):
+        if not self.excluded_nodes.are_out(self._end.history):
             return False  # in this allocation its ranks would be there again
         self._record_failure(attempt, failure)
         self._end.carry_out(facts, decision)
@@ -228,7 +228,7 @@ class AttemptEnding:
 
         Return the exit code of the task.
         """
-        return self._decide(self._facts(attempt, "storage_failed", why=why, needs_mending=True))
+        return self._decide(self._facts(attempt, "storage_failed", why=why, needs_repair=True))
 
     def end_without_resume(self, attempt: int, error: CheckpointError) -> int:
         """End an attempt that cannot resume, though its run has saved; return the exit code."""
@@ -249,7 +249,7 @@ class AttemptEnding:
             return 0
         decision = decide_end(facts, history, self._settings.budget)
         self._record_failure(facts.attempt, failure)
-        named = self.convictions.keep_out(history)
+        named = self.excluded_nodes.keep_out(history)
         recorded, _ = self._end.carry_out(facts, decision, exclude=[*exclude, *named])
         if decision.next is Next.STOP and not recorded:
             return EXIT_STOPPED  # all that the batch side has to tell it from a start that failed
@@ -292,7 +292,7 @@ class AttemptEnding:
             # A script that knows nothing of hpctrain and left after a signal may have saved and
             # gone, in which case it must come back; one that was really done ends at once in its
             # next attempt.
-            if deadline.is_told_to_stop() or left.get("cause") is not None:
+            if deadline.is_stop_requested() or left.get("cause") is not None:
                 return "stopped"
             return "crashed" if not left and self._is_silent_end(attempt) else "done"
         if end.ending == "hung" and end.failure and self._came_to_end(attempt, end.failure):
@@ -304,8 +304,8 @@ class AttemptEnding:
     def _is_silent_end(self, attempt: int) -> bool:
         """Whether a program that told of its steps has gone without a word, so is not done."""
         own = self._end.history.attempt(attempt)
-        tells = own is not None and own.highest_step is not None
-        return tells and self._end.last(kinds.TrainingDone, attempt) is None
+        reports_steps = own is not None and own.highest_step is not None
+        return reports_steps and self._end.last(kinds.TrainingDone, attempt) is None
 
     def _came_to_end(self, attempt: int, hung: FailureReport) -> bool:
         """Whether a program whose ranks did not all return has done all that it had to do.
@@ -331,7 +331,7 @@ class AttemptEnding:
     def record(self, attempt: int, fact: LedgerFact) -> None:
         """Write down what was seen of an attempt's ranks, and have an incident told."""
         ledger.record(self._run, fact, attempt=attempt)
-        self._incidents.tell(fact, attempt)
+        self._incidents.notify(fact, attempt)
 
     def _crash_kind(self, attempt: int, failure: FailureReport | None) -> Outcome:
         """What the failure of a rank was to its attempt."""
@@ -362,7 +362,7 @@ class AttemptEnding:
             self._end.add(fact, attempt)
 
 
-def convicted(history: RunHistory, least: int) -> dict[str, str]:
+def nodes_to_exclude(history: RunHistory, least: int) -> dict[str, str]:
     """Nodes that were named at least so often since they were last left out, each with why."""
     named: dict[str, list[str]] = {}
     for node, what in history.suspicions:
@@ -374,7 +374,7 @@ def convicted(history: RunHistory, least: int) -> dict[str, str]:
     }
 
 
-class Convictions:
+class ExcludedNodes:
     """What is done about such nodes in a job.
 
     Attributes:
@@ -404,7 +404,7 @@ class Convictions:
         if not least or context.on_this_machine:
             return {}
         path = bad_nodes_path(self._run)
-        bad = convicted(history, least)
+        bad = nodes_to_exclude(history, least)
         if not bad or not set(context.nodes) - bad.keys():
             return {}
         listed = read_bad(path)

@@ -192,8 +192,8 @@ class JobHangs:
         self._nodes = {one: range(one * each, (one + 1) * each) for one in range(round_.nodes)}
         self._suspicion = Suspicion()
         self._counts, self._compared_s = JobCounts(), 0.0
-        tells_slow = limits.stragglers != "off"
-        self.slow = JobStragglers(round_, self._nodes, hooks.record) if tells_slow else None
+        watches_slow = limits.stragglers != "off"
+        self.slow = JobStragglers(round_, self._nodes, hooks.record) if watches_slow else None
         self._said = 0
         self._looked_s = self._asked_s = 0.0
         self._number, self._asked_at_s = 0, 0.0
@@ -280,7 +280,9 @@ class JobHangs:
     def _answer(self, job_look: JobLook) -> None:
         """Tell the user who has asked."""
         self._answered, self._token = self._token, ""
-        self._write(stacks.path_of(self._round.directory), self._told(job_look, self._answered))
+        self._write(
+            stacks.path_of(self._round.directory), self._described(job_look, self._answered)
+        )
 
     def _judge(self, job_look: JobLook) -> FailureReport | None:
         stood_s = self._suspicion.stood_s
@@ -300,7 +302,7 @@ class JobHangs:
             "stood_s": round(self._suspicion.stood_s, 1),
             "limit_s": round(self._suspicion.limit_s, 1),
         }
-        self._write(hang_path(self._round.directory), self._told(job_look, ""))
+        self._write(hang_path(self._round.directory), self._described(job_look, ""))
         if finding == "suspected":
             log.warning("the ranks may hang: %s", words)
             self._hooks.record(HangSuspected(**fields))
@@ -325,7 +327,7 @@ class JobHangs:
             others=list(ranks[1:]),
         )
 
-    def _told(self, job_look: JobLook, token: str) -> dict[str, Any]:
+    def _described(self, job_look: JobLook, token: str) -> dict[str, Any]:
         return stacks.document_of(
             job_look, token=token, t=clock.now(), hang=self._suspicion.verdict
         )

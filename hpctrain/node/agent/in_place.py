@@ -1,6 +1,6 @@
 """The rendezvous of rounds whose nodes change: lost ones are replaced, or left out.
 
-Node 0's agent hears from its `lifeline.Lifeline` who lives, chooses the members of each round
+`liveness.LivenessChannel` reports to node 0's agent who lives. It chooses the members of each round
 (`choose_members`, which is pure), and announces them with the round's number, which is part of the
 store's prefix and of every signed key: ranks and agents meet those of their own round alone. A
 spare waits here until a round has it.
@@ -23,7 +23,7 @@ from hpctrain.core.base.process import connections_to
 from hpctrain.core.settings.check import node_range
 from hpctrain.errors import ClusterError
 from hpctrain.ledger.plan.mesh import Planner, shape_of
-from hpctrain.node.agent.lifeline import LEAVE_S, LIFELINE_PORT
+from hpctrain.node.agent.liveness import LEAVE_S, LIVENESS_PORT
 from hpctrain.node.agent.rendezvous import (
     RENDEZVOUS_S,
     SAY_S,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from hpctrain.core.base.records import JobContext
     from hpctrain.core.settings.spec import Spec
-    from hpctrain.node.agent.lifeline import Lifeline
+    from hpctrain.node.agent.liveness import LivenessChannel
     from hpctrain.node.agent.loss_ending import Generation
 
 log = logging.getLogger("hpctrain.agent")
@@ -62,7 +62,7 @@ class InPlaceRendezvous(Rendezvous):
 
     def __init__(
         self,
-        lifeline: Lifeline,
+        liveness: LivenessChannel,
         nodes: list[str],
         *,
         port: int,
@@ -80,9 +80,9 @@ class InPlaceRendezvous(Rendezvous):
         says whether the ranks of so many nodes have a mesh. `switch` is what this node hangs on
         with others; "" for not known.
         """
-        place = lifeline.place
+        place = liveness.place
         super().__init__(place.address, port, place.node, nodes, run_id=run_id, timeout_s=timeout_s)
-        self._lifeline = lifeline
+        self._liveness = liveness
         self._job = run_id
         self._size, self._fits, self._gather_s = size, fits, gather_s
         self.round = -1
@@ -148,7 +148,7 @@ class InPlaceRendezvous(Rendezvous):
         return self._drop(nodes, why)
 
     def _drop(self, nodes: list[int], why: str) -> list[Loss]:
-        self._lifeline.say({"drop": nodes, "why": why})
+        self._liveness.say({"drop": nodes, "why": why})
         self._living -= set(nodes)
         named = [(node, self.nodes[node]) for node in nodes]
         return [Loss(node, name, why, was_member=node in self.members) for node, name in named]
@@ -190,7 +190,7 @@ class InPlaceRendezvous(Rendezvous):
 
     def left_out(self) -> LeftOut | None:
         """How this node came to take no part, as far as that is known within a lease."""
-        deadline = clock.monotonic() + 1.5 * self._lifeline.place.lease_s
+        deadline = clock.monotonic() + 1.5 * self._liveness.place.lease_s
         while self._out is None and not self.is_behind and clock.monotonic() < deadline:
             self._hear(LOOK_S)
         return self._out
@@ -228,7 +228,7 @@ class InPlaceRendezvous(Rendezvous):
             self._take(announced)
             assert self._server is not None  # noqa: S101 - node 0 has one
             self._server.serve(self.master_addr, self.master_port)
-            self._lifeline.say({"round": announced})
+            self._liveness.say({"round": announced})
             store = self._connected()
             if self._have_met(store):
                 return store
@@ -239,13 +239,13 @@ class InPlaceRendezvous(Rendezvous):
         begun = clock.monotonic()
         while len(self._living) + len({loss.node for loss in self._losses}) < len(self.nodes):
             self._hear(LOOK_S)
-            self._check_lifeline()
+            self._check_liveness()
             waited = clock.monotonic() - begun
             away = [node for node in range(len(self.nodes)) if node not in self._living]
             absent = ", ".join(self.nodes[node] for node in away)
             if self._gather_s is not None and waited > self._gather_s:
                 log.warning("continues without %s, which did not come", absent)
-                self._lifeline.say({"absent": away})  # else the job's end waits for them
+                self._liveness.say({"absent": away})  # else the job's end waits for them
                 return
             if not said and waited > SAY_S:
                 said = True
@@ -260,7 +260,7 @@ class InPlaceRendezvous(Rendezvous):
         deadline = clock.monotonic() + MEET_S
         while not here.check([str(place) for place in range(self.world_size)]):
             self._hear(LOOK_S)
-            self._check_lifeline()
+            self._check_liveness()
             if not set(self.members) <= self._living:
                 return False
             if clock.monotonic() > deadline:
@@ -269,8 +269,8 @@ class InPlaceRendezvous(Rendezvous):
                 return False
         return True
 
-    def _check_lifeline(self) -> None:
-        """Where its own lifeline has ended nothing is heard of the others: it would ask in vain."""
+    def _check_liveness(self) -> None:
+        """Its own liveness channel has ended, so it would ask the others in vain."""
         if self._out is not None:
             raise ClusterError(str(self._out))
 
@@ -278,7 +278,7 @@ class InPlaceRendezvous(Rendezvous):
 
     def _follow(self) -> Any:
         if self.round < 0:
-            self._lifeline.say({"ready": True, "switch": self._switches[self.node]})
+            self._liveness.say({"ready": True, "switch": self._switches[self.node]})
         while True:
             while not self.is_behind:
                 self._hear(1.0)
@@ -306,7 +306,7 @@ class InPlaceRendezvous(Rendezvous):
         limit_answers(self.master_port)
         if self.node != 0:
             connections = connections_to(self.master_port)
-            self._lifeline.guard(connections)
+            self._liveness.guard(connections)
             for connection in connections:
                 connection.close()
         return store
@@ -334,13 +334,13 @@ class InPlaceRendezvous(Rendezvous):
 
     def _take(self, announced: dict[str, Any]) -> None:
         self.round, self.members = int(announced["round"]), tuple(announced["members"])
-        self.master_port = self._first_port + self.round % LIFELINE_PORT
+        self.master_port = self._first_port + self.round % LIVENESS_PORT
         self.run_id = f"{self._job}.{self.round}"
         self.world_size = len(self.members)
         self.rank = self.members.index(self.node) if self.node in self.members else -1
 
     def _hear(self, wait_s: float = 0.0) -> None:
-        for said in self._lifeline.news(wait_s):
+        for said in self._liveness.news(wait_s):
             if "ready" in said:
                 self._living.add(said["ready"])
                 self._switches[said["ready"]] = said["switch"]
@@ -423,7 +423,7 @@ class RankDeaths:
 
 
 def rendezvous_of(
-    lifeline: Lifeline,
+    liveness: LivenessChannel,
     spec: Spec,
     context: JobContext,
     *,
@@ -447,7 +447,7 @@ def rendezvous_of(
     shape = shape_of(settings.train) if spec.entry.kind == "recipe" else None
     planner = Planner(settings.engine, settings.slurm.ranks(), shape)
     return InPlaceRendezvous(
-        lifeline,
+        liveness,
         nodes,
         port=context.port,
         run_id=run_id,

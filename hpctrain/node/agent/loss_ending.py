@@ -123,7 +123,7 @@ def generation_of(environ: Mapping[str, str]) -> Generation | None:
     return _generation(json.loads(text)) if text else None
 
 
-class NoSuccession:
+class NoLeader:
     """Where no agent can lead after the first node: there is no next generation."""
 
     is_possible = False
@@ -139,7 +139,7 @@ class NoSuccession:
         raise Fenced("no agent can lead the others of this job")
 
 
-class Succession(NoSuccession):
+class LeaderFailover(NoLeader):
     """The next generation, as an agent of this one looks for it or begins it."""
 
     is_possible = True
@@ -225,7 +225,7 @@ class LossEnding(AttemptEnding):
         succession: How the agents that are left go on without node 0.
     """
 
-    succession = NoSuccession()
+    failover = NoLeader()
 
     def after_loss(self, attempt: int, why: str) -> bool:
         """Write down a round that a node's loss has ended; whether another may follow it here."""
@@ -234,7 +234,7 @@ class LossEnding(AttemptEnding):
         decision = decide_end(facts, self._end.history, self._settings.budget)
         if decision.next is not Next.RESTART or self._is_left_behind(attempt):
             return False
-        self.convictions.are_out(self._end.history)  # where others can do without such nodes
+        self.excluded_nodes.are_out(self._end.history)  # where others can do without such nodes
         self._end.carry_out(facts, decision)
         self.pause_s = 0.0
         notify(self._run, self._settings.notify, attempt)
@@ -300,9 +300,9 @@ class LossEnding(AttemptEnding):
         log.warning("%s was lost: %s; what follows is decided here", first, why)
         self.record(fence.number, kinds.NodeLost(node=first, why=why, was_first=True))
         lost = f"{first} was lost: {why}"
-        if self.succession.is_possible and self.after_loss(fence.number, lost):
+        if self.failover.is_possible and self.after_loss(fence.number, lost):
             try:
-                return self.succession.claim(fence.number, self._lost_nodes())
+                return self.failover.claim(fence.number, self._lost_nodes())
             except Fenced:
                 raise
             except (HpctrainError, OSError) as error:
@@ -404,7 +404,7 @@ class LossEnding(AttemptEnding):
 
     def _claimed(self) -> Generation | None:
         try:
-            return self.succession.claimed()
+            return self.failover.claimed()
         except OSError as error:
             log.warning("whether another agent continues cannot be read: %s", error)
             return None

@@ -31,12 +31,12 @@ from hpctrain.node.agent import signals
 from hpctrain.node.agent.control import NodeControl
 from hpctrain.node.agent.cpus import cpus_of_ranks
 from hpctrain.node.agent.environment import RankEnvironment
-from hpctrain.node.agent.lifeline import EARLY_END_S, lifeline_of
+from hpctrain.node.agent.liveness import EARLY_END_S, liveness_of
 from hpctrain.node.agent.loss_ending import (
+    LeaderFailover,
     LossEnding,
-    NoSuccession,
+    NoLeader,
     Succeeds,
-    Succession,
     generation_of,
     take_over,
 )
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from hpctrain.core.settings.spec import Spec
     from hpctrain.ledger.run.fence import Attempt
     from hpctrain.ledger.run.layout import RunDir
-    from hpctrain.node.agent.lifeline import Lifeline
+    from hpctrain.node.agent.liveness import LivenessChannel
     from hpctrain.node.agent.loss_ending import Generation
     from hpctrain.node.agent.node import InPlaceAgent
     from hpctrain.node.agent.rendezvous import LeftOut, Loss, Rendezvous
@@ -102,20 +102,20 @@ def _run_generation(
     started = clock.now()
     if context.node_rank == 0 and (why := _why_not(run, context, ending)):
         # Not 0: the other nodes' agents would wait for this one for minutes; so they are killed.
-        _send_home(lifeline_of(spec, context, shared), why)
+        _send_home(liveness_of(spec, context, shared), why)
         return RunAlive.exit_code
     # From the liveness process on, the others may take this node for lost, and see to the job.
     follows = _newest_attempt(run) if generation is None else generation.follows
     environment = _environment(run, spec, context)
     secret = shared if generation is None else generation.secret(shared)
-    lifeline = lifeline_of(spec, context, secret)
+    liveness = liveness_of(spec, context, secret)
     node_check = NodeCheck(run, spec, context, secret)
     if generation is None:  # others were looked at before
         node_check.begin()
     # Before anything large is imported.
-    node_control = _node_control(spec.settings.alive, context, secret, lifeline, replica_server)
+    node_control = _node_control(spec.settings.alive, context, secret, liveness, replica_server)
     ending.seen_step = lambda: heartbeat.highest_step(node_control.folder)
-    ending.succession = _succession(run, shared, context, lifeline)
+    ending.failover = _failover(run, shared, context, liveness)
 
     def rounds() -> int:
         _preload(spec)
@@ -130,30 +130,30 @@ def _run_generation(
             secret=secret,
             started=started,
             node_control=node_control,
-            lifeline=lifeline,
+            liveness=liveness,
             generation=generation,
             follows=follows,
         )
 
     leads = generation is not None and context.node_rank == 0
-    return _see_through(rounds, ending, node_control, lifeline, leads_others=leads)
+    return _see_through(rounds, ending, node_control, liveness, leads_others=leads)
 
 
-def _succession(
-    run: RunDir, secret: str, context: JobContext, lifeline: Lifeline | None
-) -> NoSuccession:
+def _failover(
+    run: RunDir, secret: str, context: JobContext, liveness: LivenessChannel | None
+) -> NoLeader:
     """How the agents that are left go on without the first node."""
     is_in_container = bool(os.environ.get(HPCTRAIN_RELAY))  # whose relay is the first node's
-    if lifeline is None or is_in_container:
-        return NoSuccession()
-    return Succession(run, secret, context)
+    if liveness is None or is_in_container:
+        return NoLeader()
+    return LeaderFailover(run, secret, context)
 
 
 def _see_through(
     rounds: Callable[[], int],
     ending: LossEnding,
     node_control: NodeControl,
-    lifeline: Lifeline | None,
+    liveness: LivenessChannel | None,
     *,
     leads_others: bool,
 ) -> int:
@@ -172,7 +172,7 @@ def _see_through(
         return ending.end_without_nodes(str(error))
     finally:
         node_control.stop()
-        _send_home(lifeline, "the agent of the first node has left")
+        _send_home(liveness, "the agent of the first node has left")
         if leads_others:
             ending.end_job()
         # Python gives handled signals back their default action as it exits, and the requeue's
@@ -184,7 +184,7 @@ def _node_control(
     alive: AliveSettings,
     context: JobContext,
     secret: str,
-    lifeline: Lifeline | None,
+    liveness: LivenessChannel | None,
     replica_server: str,
 ) -> NodeControl:
     return NodeControl(
@@ -192,7 +192,7 @@ def _node_control(
         secret,
         keeps_copies=alive.memory != "no",
         # Where a lost node ends the job, its part in another one's memory would be lost with it.
-        copies_to_peer=alive.memory_peer == "auto" and lifeline is not None,
+        copies_to_peer=alive.memory_peer == "auto" and liveness is not None,
         replica_server=replica_server,
     )
 
@@ -209,12 +209,12 @@ def _why_not(run: RunDir, context: JobContext, ending: LossEnding) -> str:
     return why
 
 
-def _send_home(lifeline: Lifeline | None, why: str) -> None:
+def _send_home(liveness: LivenessChannel | None, why: str) -> None:
     """Node 0: tell agents that wait for a round that there will be none."""
-    if lifeline is not None:
-        if lifeline.place.node == 0:
-            lifeline.end(why, EARLY_END_S)
-        lifeline.stop()
+    if liveness is not None:
+        if liveness.place.node == 0:
+            liveness.end(why, EARLY_END_S)
+        liveness.stop()
 
 
 def _environment(run: RunDir, spec: Spec, context: JobContext) -> RankEnvironment:
@@ -248,7 +248,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
     secret: str,
     started: float,
     node_control: NodeControl,
-    lifeline: Lifeline | None,
+    liveness: LivenessChannel | None,
     generation: Generation | None,
     follows: int,
 ) -> int:
@@ -313,7 +313,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
             attempt,
             spec.settings.checkpoint,
             spec.entry.cwd,
-            is_stopping=deadline.is_told_to_stop,
+            is_stopping=deadline.is_stop_requested,
         )
 
     def lost(loss: Loss, members: tuple[int, ...] | None) -> None:
@@ -325,8 +325,8 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
     at = (context.master_addr, context.port, context.node_rank, context.nodes)
     rendezvous = (
         Rendezvous(*at, run_id=run_id, timeout_s=RENDEZVOUS_S)
-        if lifeline is None
-        else rendezvous_of(lifeline, spec, context, run_id=run_id, generation=generation)
+        if liveness is None
+        else rendezvous_of(liveness, spec, context, run_id=run_id, generation=generation)
     )
     workers = WorkerSpec(
         role="rank",
@@ -337,7 +337,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         max_restarts=1_000_000,
         monitor_interval=0.1,
         master_addr=context.master_addr,
-        master_port=context.port if lifeline is None else None,
+        master_port=context.port if liveness is None else None,
     )
 
     hooks = None
@@ -357,7 +357,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
             record=lambda fact: ending.record(agent.attempt_number, fact),
             asked_stacks=partial(stacks.asked, run.stacks_request, context.job_id),
         )
-    agent = (NodeAgent if lifeline is None else InPlaceAgent)(
+    agent = (NodeAgent if liveness is None else InPlaceAgent)(
         workers,
         node=context.nodes[context.node_rank],
         attempt_dir=run.attempt,
@@ -374,7 +374,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
     try:
         agent.run()
         if isinstance(agent, InPlaceAgent) and agent.left_out is not None:
-            return _leave(agent, agent.left_out, rendezvous, ending, lifeline)
+            return _leave(agent, agent.left_out, rendezvous, ending, liveness)
         if hooks is None or agent.end is None:
             # Not 0 where node 0's agent is silent: the scheduler ends it; the batch side decides.
             return int(agent.end is not None and bool(agent.end.left_out))
@@ -438,9 +438,9 @@ def _prepare_to_stay(
 ) -> None:
     """Give an agent what it needs in the place of lost nodes."""
     agent.run_of_copies = run if alive.memory != "no" else None
-    agent.has_successor = ending.succession.is_possible
+    agent.has_successor = ending.failover.is_possible
     if context.node_rank == 0:
-        ending.convictions.leave_out = agent.leave_out
+        ending.excluded_nodes.leave_out = agent.leave_out
 
 
 def _leave(
@@ -448,15 +448,15 @@ def _leave(
     left_out: LeftOut,
     rendezvous: Rendezvous,
     ending: LossEnding,
-    lifeline: Lifeline | None,
+    liveness: LivenessChannel | None,
 ) -> int:
     """A node that takes part no more; where node 0 died one of them sees to the job.
 
     Raises:
         Succeeds: this one goes on, with those that are left.
     """
-    if lifeline is not None:
-        lifeline.stop()  # its ranks have ended; it would kill who takes seconds for the job
+    if liveness is not None:
+        liveness.stop()  # its ranks have ended; it would kill who takes seconds for the job
     log.warning("leaves the job: %s", left_out)
     if not left_out.first_is_gone:
         return 0
@@ -466,7 +466,7 @@ def _leave(
     attempt = agent.attempt_number
     turn = line.index(rendezvous.node)
     if not rendezvous.can_do_without_first():
-        ending.succession = NoSuccession()
+        ending.failover = NoLeader()
     following = ending.after_first_node(str(left_out), own, attempt, turn)
     if following is not None:
         raise Succeeds(following)

@@ -59,7 +59,7 @@ from hpctrain.node.agent.copies_to_disk import CopySaver
 from hpctrain.node.agent.hang_watch import NodeHangs
 from hpctrain.node.agent.log_index import LogIndexer
 from hpctrain.node.agent.node_reports import News, RankEnds, RankReport, RollCall
-from hpctrain.node.agent.notify import telling
+from hpctrain.node.agent.notify import notifying
 from hpctrain.node.agent.rendezvous import LeftOut, RoundBroken, SignedStore
 from hpctrain.node.agent.resume import StopHeard
 from hpctrain.node.agent.rounds import (
@@ -208,7 +208,7 @@ class NodeAgent(LocalElasticAgent):
         orphans = Orphans()
         while True:
             self.end = self._start_and_run(group)
-            orphans.end(spare={*telling(), *self._control.pids, *self._meeting_place.pids()})
+            orphans.end(spare={*notifying(), *self._control.pids, *self._meeting_place.pids()})
             if self.end.restart:
                 self._meeting_place.next_round()
                 continue
@@ -491,7 +491,7 @@ class InPlaceAgent(NodeAgent):
         return self._watch_round(self._parts(self._round))
 
     def leave_out(self, bad: Mapping[str, str]) -> bool:
-        """Node 0: end without nodes that guards have named; see `Convictions.leave_out`."""
+        """Node 0: end without nodes that guards have named; see `ExcludedNodes.leave_out`."""
         losses = self._meeting_place.leave_out(bad)
         self._side.note_losses(losses or [])
         return losses is not None

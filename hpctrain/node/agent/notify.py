@@ -103,7 +103,7 @@ def notify(
     return child
 
 
-def telling() -> set[int]:
+def notifying() -> set[int]:
     """The processes that tell news just now."""
     return {child.pid for child in _started if child.poll() is None}
 
@@ -228,17 +228,17 @@ class Incidents:
     def __init__(self, run: RunDir, settings: NotifySettings) -> None:
         self._run = run
         self._settings = settings
-        self._told: set[tuple[object, ...]] = set()
+        self._notified: set[tuple[object, ...]] = set()
 
-    def tell(self, fact: LedgerFact, attempt: int) -> None:
+    def notify(self, fact: LedgerFact, attempt: int) -> None:
         """Start to tell of a fact that is in the ledger, where it is an incident and asked for."""
         reason = REASONS.get(type(fact))
         if reason is None or INCIDENT not in self._settings.on:
             return
         node = str(getattr(fact, "node", ""))
         about = (attempt, reason, node, getattr(fact, "ranks", ()), getattr(fact, "left", ()))
-        if about not in self._told:
-            self._told.add(about)
+        if about not in self._notified:
+            self._notified.add(about)
             notify(self._run, self._settings, attempt, incident=(reason, node))
 
 

@@ -51,19 +51,19 @@ def main(argv: list[str]) -> int:
     if argv[2:]:  # who asks tells each of them once
         news = incident_of(run, RunHistory.read(run), attempt, *argv[2:])
         if news is not None:
-            _tell(news, run, spec)
+            _notify(news, run, spec)
         return 0
     with _alone(run, attempt, settings.timeout_s):
         history = RunHistory.read(run)
         news = notification_of(run, history, attempt)
-        was_told = attempt in history.notified
-        if news is None or was_told or not {news.what, "attempt"} & set(settings.on):
+        was_notified = attempt in history.notified
+        if news is None or was_notified or not {news.what, "attempt"} & set(settings.on):
             return 0
-        _tell(news, run, spec)
+        _notify(news, run, spec)
     return 0
 
 
-def _tell(news: Notification, run: RunDir, spec: Spec) -> None:
+def _notify(news: Notification, run: RunDir, spec: Spec) -> None:
     """Tell it, and write down how that went."""
     folder = Path(spec.entry.cwd) if Path(spec.entry.cwd).is_dir() else run.root
     problems = deliver(news, spec.settings.notify, folder)

@@ -221,7 +221,7 @@ def _run_program(task: RankTask, rank: int) -> None:
     from hpctrain.core.torch_private import let_groups_go_last
 
     let_groups_go_last()
-    tell_crashes()
+    write_crash_traces()
     _be_seen(rank)
     if task.cwd:
         os.chdir(task.cwd)
@@ -377,7 +377,7 @@ _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]{1,16}\b.*\(most recen
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 
 
-def tell_crashes() -> None:
+def write_crash_traces() -> None:
     """Have this rank's log say where it is when SIGSEGV, SIGABRT, SIGBUS, SIGFPE or SIGILL ends it.
 
     Where its output is no file nothing is told. A program that sets up faulthandler itself has its

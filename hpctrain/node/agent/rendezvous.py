@@ -266,7 +266,7 @@ class SignedStore:
         self.is_gone = False
         self.look = look
         self._secret = secret
-        self._told: set[str] = set()
+        self._sent: set[str] = set()
         self._said: dict[str, Any] = {}
 
     def set(self, key: str, value: Any) -> None:
@@ -288,8 +288,8 @@ class SignedStore:
         try:
             return json.loads(verify(self._secret, key, self._ask(self.of.get, key)))
         except Forged:
-            if key not in self._told:
-                self._told.add(key)
+            if key not in self._sent:
+                self._sent.add(key)
                 log.warning(
                     "another than this run's agents has written %s into their store; it is not "
                     "believed",

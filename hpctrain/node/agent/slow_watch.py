@@ -201,9 +201,9 @@ class JobStragglers:
             all_lost_s = tuple(seconds / seen_of_all for seconds in window.lost_s)
             lost_s = dict(self.judge.lost_s)
             for finding in self.judge.hear(window._replace(lost_s=all_lost_s), data):
-                self._tell(finding, lost_s)
+                self._report(finding, lost_s)
 
-    def _tell(self, finding: Straggling | Cleared, lost_before_s: Mapping[int, float]) -> None:
+    def _report(self, finding: Straggling | Cleared, lost_before_s: Mapping[int, float]) -> None:
         if not isinstance(finding, Straggling):
             lost_s = max((lost_before_s.get(rank, 0.0) for rank in finding.ranks), default=0.0)
             who = ranks_in_words(finding.ranks) if finding.ranks else "the steps"

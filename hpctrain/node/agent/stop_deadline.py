@@ -122,7 +122,7 @@ class StopDeadline:
                 has_warned = True
             self.wait(DISK_LOOK_S)
 
-    def is_told_to_stop(self) -> bool:
+    def is_stop_requested(self) -> bool:
         """Whether a program that now returns may have done so because it was asked to stop.
 
         With a short limit SLURM warns in its first round. Taking that for a stop would requeue a

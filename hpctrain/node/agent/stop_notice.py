@@ -54,7 +54,7 @@ class StopFile:
         self.path = self._folder.path / "stop"
         self.cause: StopCause | None = None
 
-    def tell(self, cause: StopCause) -> None:
+    def write(self, cause: StopCause) -> None:
         """Make the file, with the cause in it; nothing where it is there."""
         if self.cause is not None:
             return
@@ -112,12 +112,12 @@ class RankStop(RoundPart):
         cause = StopCause(news[STOP])
         if self._file.cause is None and cause is not StopCause.TERM:
             self._to_signal = {process.pid for process in self._processes()}
-        self._file.tell(cause)
+        self._file.write(cause)
 
     def _hear_term(self) -> None:
         """The scheduler's SIGTERM: it has reached the ranks too."""
         if any(arrival.signum == signal.SIGTERM for arrival in arrivals()):
-            self._file.tell(StopCause.TERM)
+            self._file.write(StopCause.TERM)
 
     def remove(self) -> None:
         """Take the file away for good. Harmless when repeated."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 PATIENCE_S = 60.0
 """So long may the other end of a connection between nodes be silent."""
 JOIN_S = 20.0
-KNOCK_AGAIN_S = 0.2
+CONNECT_AGAIN_S = 0.2
 _LONGEST_LOOK_S = 0.25
 """So much of a pause between two looks counts as another's silence: where it was longer, this
 process itself was stopped."""
@@ -229,7 +229,7 @@ class NodeServer:
         self._wakers: dict[int, Endpoint] = {}
         self._names: dict[Endpoint, str] = {}
         """Of the nodes that were let in or have let this one in, before they say anything, too."""
-        self._door = ChildrenListener(
+        self._listener = ChildrenListener(
             self._children, partial(Greeting, secret, about), self._greet_child
         )
         self._servers: list[asyncio.Server] = []
@@ -243,10 +243,12 @@ class NodeServer:
             OSError: there is no such address, or no port.
         """
         loop, port = asyncio.get_running_loop(), 0
-        here = await loop.create_unix_server(self._knock, self._folder / SOCKET, backlog=4096)
+        here = await loop.create_unix_server(
+            self._rank_endpoint, self._folder / SOCKET, backlog=4096
+        )
         self._servers.append(here)
         if self._children:
-            port = self._door.open(address)
+            port = self._listener.open(address)
         self._look()
         return port
 
@@ -278,9 +280,9 @@ class NodeServer:
             except NotAwaited:
                 raise
             except (OSError, ControlLost):
-                if clock.monotonic() + KNOCK_AGAIN_S > deadline_s:
+                if clock.monotonic() + CONNECT_AGAIN_S > deadline_s:
                     raise
-            await asyncio.sleep(KNOCK_AGAIN_S)
+            await asyncio.sleep(CONNECT_AGAIN_S)
 
     def close(self) -> None:
         """Serve no more. What was said before is still sent while the loop runs."""
@@ -289,7 +291,7 @@ class NodeServer:
             self._look_timer.cancel()
         for server in self._servers:
             server.close()
-        self._door.close()
+        self._listener.close()
         for peer in self._peers():
             peer.close()
         self._board.close()
@@ -359,7 +361,7 @@ class NodeServer:
 
     # ---- ranks
 
-    def _knock(self) -> Endpoint:
+    def _rank_endpoint(self) -> Endpoint:
         return Endpoint(self._greet_rank, lambda _peer, _why: None)
 
     def _greet_rank(self, peer: Endpoint, message: bytes) -> None:

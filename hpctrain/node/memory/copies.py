@@ -115,10 +115,10 @@ class RankCopies:
             self._line.copied(slot, manifest.step, plan)
             return
         threading.Thread(
-            target=self._tell_behind, args=(copies, slot, manifest.step, plan), daemon=True
+            target=self._send_behind, args=(copies, slot, manifest.step, plan), daemon=True
         ).start()
 
-    def _tell_behind(self, copies: HostCopies, slot: int, step: int, plan: CopyPlan) -> None:
+    def _send_behind(self, copies: HostCopies, slot: int, step: int, plan: CopyPlan) -> None:
         """A device's copies are made behind training; the host waits here."""
         try:
             copies.wait()

@@ -44,7 +44,7 @@ GREET_S = 10.0
 """So long may it take to say who one is."""
 SILENT_S = 60.0
 """A connection on which nothing moves for so long, while something is awaited, is lost."""
-JOIN_S, KNOCK_AGAIN_S = 20.0, 0.2
+JOIN_S, CONNECT_AGAIN_S = 20.0, 0.2
 MOST_NOTED = 20
 """Strangers that the log hears of in a round."""
 PIECE_BYTES = 1 << 20
@@ -135,12 +135,12 @@ def meet(address: tuple[str, int], greeting: Callable[[], Greeting], node: int) 
         try:
             return _met(address, greeting(), node)
         except (OSError, Garbled) as error:
-            if clock.monotonic() + KNOCK_AGAIN_S > deadline_s:
+            if clock.monotonic() + CONNECT_AGAIN_S > deadline_s:
                 where = f"{address[0]}:{address[1]}"
                 raise ControlLost(
                     f"{where} is no replica server that can be met: {error}"
                 ) from error
-        clock.sleep(KNOCK_AGAIN_S)
+        clock.sleep(CONNECT_AGAIN_S)
 
 
 def _met(address: tuple[str, int], greeting: Greeting, node: int) -> CopyLine:

@@ -126,7 +126,7 @@ def merged(ranges: Iterable[Range], most_bytes: int) -> Iterator[Range]:
     yield from _cut(low, high, most_bytes)
 
 
-def mend(
+def repair(
     view: memoryview,
     plan: CopyPlan,
     digest: str,

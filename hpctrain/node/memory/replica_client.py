@@ -46,7 +46,7 @@ class NodeHeld(NamedTuple):
     own: list[HeldCopy]
     nbytes: int
     guests: list[HeldCopy]
-    door: list[Any] | None
+    address: list[Any] | None
 
 
 class ReplicaClient:
@@ -137,17 +137,17 @@ class ReplicaClient:
         """Report that a copy is written; the replica server proves it from here on."""
         handle = text_fd(plan.dump())
         try:
-            self._tell({"is": "copied", "slot": slot, "step": step}, (handle,))
+            self._send({"is": "copied", "slot": slot, "step": step}, (handle,))
         finally:
             os.close(handle)
 
     def left_out(self, step: int, slot: int | None = None) -> None:
         """Report that this rank has no copy of a step; free the slot that was taken for it."""
-        self._tell({"is": "left", "step": step, "slot": slot})
+        self._send({"is": "left", "step": step, "slot": slot})
 
     def chosen(self, mark: Mark | None) -> None:
         """Report what training resumes from: a copy, or none of them."""
-        self._tell({"is": "chosen", "mark": mark})
+        self._send({"is": "chosen", "mark": mark})
 
     def held(self) -> NodeHeld:
         """Return what this node has."""
@@ -160,23 +160,23 @@ class ReplicaClient:
         said = self._ask_text({"is": "facts", "mark": mark, "ranks": list(ranks)})
         return {int(rank): facts for rank, facts in said["facts"].items()}
 
-    def open(self, mark: Mark, rank: int, doors: Sequence[Sequence[Any]] = ()) -> int | None:
+    def open(self, mark: Mark, rank: int, addresses: Sequence[Sequence[Any]] = ()) -> int | None:
         """Return a descriptor of a rank's copy, which the caller closes; None for none.
 
-        If this node has no such copy, it is fetched from the replica servers at `doors`.
+        If this node has no such copy, it is fetched from the replica servers at `addresses`.
 
         Raises:
             ReplicaServerLost: the replica server is gone, or has no memory to bring it into.
         """
-        head = {"is": "open", "mark": mark, "rank": rank, "at": list(doors)}
+        head = {"is": "open", "mark": mark, "rank": rank, "at": list(addresses)}
         said, fds = self._ask(head, FETCH_S)
         if said.get("why"):
             raise ReplicaServerLost(str(said["why"]))
         return fds[0] if fds else None
 
-    def mend(self, mark: Mark, rank: int, doors: Sequence[Sequence[Any]]) -> bool:
-        """Repair a rank's copy from replica servers at `doors`; return whether it is complete."""
-        head = {"is": "mend", "mark": mark, "rank": rank, "at": list(doors)}
+    def repair(self, mark: Mark, rank: int, addresses: Sequence[Sequence[Any]]) -> bool:
+        """Repair a rank's copy from servers at `addresses`; return whether it is complete."""
+        head = {"is": "repair", "mark": mark, "rank": rank, "at": list(addresses)}
         return bool(self._ask(head, FETCH_S)[0]["whole"])
 
     def why_off(self) -> str:
@@ -187,7 +187,7 @@ class ReplicaClient:
         """Leave."""
         self._line.close()
 
-    def _tell(self, head: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    def _send(self, head: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         try:
             send(self._line, head, fds)
         except OSError as error:
@@ -197,7 +197,7 @@ class ReplicaClient:
         self, head: dict[str, Any], wait_s: float = ANSWER_S
     ) -> tuple[dict[str, Any], list[int]]:
         with self._lock:
-            self._tell(head)
+            self._send(head)
             try:
                 self._line.settimeout(wait_s)
                 answer = receive(self._line)

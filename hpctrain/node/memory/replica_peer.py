@@ -24,7 +24,7 @@ from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError, ControlLost
 from hpctrain.node.control.wire import Garbled
 from hpctrain.node.memory.copy_line import PIECE_BYTES, CopyLine, CopyListener, meet
-from hpctrain.node.memory.copy_plan import CopyPlan, mend, merged
+from hpctrain.node.memory.copy_plan import CopyPlan, merged, repair
 from hpctrain.node.memory.in_memory_copies import ProvedCopy, room_refused
 from hpctrain.node.memory.slots import Mark
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hpctrain.node.control.wire import Greeting
     from hpctrain.node.memory.copy_plan import Range
     from hpctrain.node.memory.in_memory_copies import CopyInMemory, NodeCopies
-    from hpctrain.node.memory.slots import Door
+    from hpctrain.node.memory.slots import PeerAddress
 
 Address = tuple[str, int]
 
@@ -232,14 +232,14 @@ class CopyFetcher:
         for number, address in enumerate(where):
             awaited = self._asked(mark, rank, address)
             if awaited is not None:
-                fill = partial(self.mend, where=where[number:])
+                fill = partial(self.repair, where=where[number:])
                 return self._copies.fetch(awaited, local, fill)
         return None
 
-    def mend(self, view: memoryview, copy: ProvedCopy, where: Sequence[Address]) -> bool:
+    def repair(self, view: memoryview, copy: ProvedCopy, where: Sequence[Address]) -> bool:
         """Read what is bad in a copy from these replica servers; whether it is whole then."""
         others = (partial(self._read, copy, address) for address in where)
-        return mend(view, copy.plan, copy.digest, others)
+        return repair(view, copy.plan, copy.digest, others)
 
     def _asked(self, mark: Mark, rank: int, address: Address) -> ProvedCopy | None:
         try:
@@ -290,11 +290,11 @@ class PeerRing:
         peers: Sequence[int],
     ) -> None:
         """Accept nobody yet; `peers`: by place, the node with its copies, as node 0 says."""
-        self.at: Door = []
-        self.doors: dict[int, Door] = {}
+        self.at: PeerAddress = []
+        self.addresses: dict[int, PeerAddress] = {}
         self._place, self._peers = place, peers
         self._lines = PeerLines(place.node, greeting)
-        self._door = CopyListener(
+        self._listener = CopyListener(
             range(place.nodes), greeting, CopyServer(node_copies, needs).serve
         )
         self._fetcher = CopyFetcher(node_copies, place.node, greeting)
@@ -305,15 +305,15 @@ class PeerRing:
         Raises:
             OSError: there is no such address, or no port.
         """
-        self.at = [shown, self._door.open(address)]
+        self.at = [shown, self._listener.open(address)]
         if self._place.node == 0:
-            self.doors[0] = self.at
+            self.addresses[0] = self.at
 
-    def of_peer(self, node: int) -> Door:
+    def of_peer(self, node: int) -> PeerAddress:
         """On node 0, once all are known: the door of a node's peer."""
-        return self.doors[self._peers[node]]
+        return self.addresses[self._peers[node]]
 
-    def meet_at(self, peer: Door | None) -> None:
+    def meet_at(self, peer: PeerAddress | None) -> None:
         """Where this node's peer lets others in; None where copies are off."""
         self._lines.meet_at((str(peer[0]), int(peer[1])) if peer is not None else None)
 
@@ -332,7 +332,7 @@ class PeerRing:
         except LOST as error:
             return f"copies cannot be sent to another node: {error}", True
 
-    def fetch(self, mark: Mark, rank: int, doors: Sequence[Door]) -> CopyInMemory | None:
+    def fetch(self, mark: Mark, rank: int, addresses: Sequence[PeerAddress]) -> CopyInMemory | None:
         """A rank's copy, from replica servers that have it; None where none has it whole.
 
         Raises:
@@ -340,19 +340,21 @@ class PeerRing:
         """
         local = rank - self._place.first_rank
         own = local if 0 <= local < self._place.ranks else None
-        return self._fetcher.fetch(mark, rank, own, self._others(doors))
+        return self._fetcher.fetch(mark, rank, own, self._others(addresses))
 
-    def mend(self, there: CopyInMemory, doors: Sequence[Door]) -> bool:
+    def repair(self, there: CopyInMemory, addresses: Sequence[PeerAddress]) -> bool:
         """Read what is bad in a copy from others that have it; return whether it is whole then."""
-        return self._fetcher.mend(there.view, there.copy, self._others(doors))
+        return self._fetcher.repair(there.view, there.copy, self._others(addresses))
 
     def close(self) -> None:
         """Let nobody in any more, and send nothing."""
-        self._door.close()
+        self._listener.close()
         self._lines.close()
 
-    def _others(self, doors: Sequence[Door]) -> list[tuple[str, int]]:
-        return [(str(door[0]), int(door[1])) for door in doors if list(door) != self.at]
+    def _others(self, addresses: Sequence[PeerAddress]) -> list[tuple[str, int]]:
+        return [
+            (str(address[0]), int(address[1])) for address in addresses if list(address) != self.at
+        ]
 
 
 def replica_peers_of(switches: Sequence[str]) -> tuple[int, ...]:

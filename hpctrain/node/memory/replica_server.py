@@ -60,7 +60,7 @@ log = logging.getLogger("hpctrain.agent")
 
 _CREDENTIALS = struct.Struct("3i")
 BACKLOG = 256
-JOIN_S, KNOCK_AGAIN_S = 20.0, 0.2
+JOIN_S, CONNECT_AGAIN_S = 20.0, 0.2
 
 
 class ReplicaServer:
@@ -140,11 +140,11 @@ class ReplicaRound:
         self._has_chosen = False
         self._why_off = ""
         self._is_over = False
-        self._knocks: socket.socket | None = None
+        self._rank_listener: socket.socket | None = None
         self._ranks: set[socket.socket] = set()
         self._below: dict[int, Endpoint] = {}
         self._above: Endpoint | None = None
-        self._door = ChildrenListener(range(1, place.nodes), greeting, self._let_in)
+        self._listener = ChildrenListener(range(1, place.nodes), greeting, self._let_in)
 
     def copy_on(
         self,
@@ -181,14 +181,14 @@ class ReplicaRound:
         Raises:
             OSError: there is no such address, or no port.
         """
-        knocks = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        knocks.bind(str(self._folder / SOCKET))
-        knocks.listen(BACKLOG)
-        self._knocks = knocks
-        threading.Thread(target=self._welcome, args=(knocks,), daemon=True).start()
+        rank_listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        rank_listener.bind(str(self._folder / SOCKET))
+        rank_listener.listen(BACKLOG)
+        self._rank_listener = rank_listener
+        threading.Thread(target=self._welcome, args=(rank_listener,), daemon=True).start()
         if self._place.node or self._place.nodes == 1:
             return 0
-        return self._door.open(address)
+        return self._listener.open(address)
 
     async def join(self, address: str, port: int) -> None:
         """Go to the replica server of node 0.
@@ -211,9 +211,9 @@ class ReplicaRound:
             try:
                 return await meet_parent(address, port, self._greeting(), self._place.node)
             except (OSError, ControlLost):
-                if clock.monotonic() + KNOCK_AGAIN_S > deadline_s:
+                if clock.monotonic() + CONNECT_AGAIN_S > deadline_s:
                     raise
-            await asyncio.sleep(KNOCK_AGAIN_S)
+            await asyncio.sleep(CONNECT_AGAIN_S)
 
     def close(self) -> None:
         """Serve no more; what ranks have not finished is none. Harmless when repeated."""
@@ -221,11 +221,11 @@ class ReplicaRound:
             if self._is_over:
                 return
             self._is_over = True
-            ranks = [*self._ranks, *([self._knocks] if self._knocks else [])]
+            ranks = [*self._ranks, *([self._rank_listener] if self._rank_listener else [])]
         for peer in ranks:
             with suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)
-        self._door.close()
+        self._listener.close()
         if self._ring is not None:
             self._ring.close()
         for replica_server in [*self._below.values(), *([self._above] if self._above else [])]:
@@ -264,8 +264,8 @@ class ReplicaRound:
         """On node 0: where a node keeps others' copies; with the last all hear of their peers."""
         if self._ring is None or at is None:
             return
-        self._ring.doors[node] = at
-        if len(self._ring.doors) == self._place.nodes:
+        self._ring.addresses[node] = at
+        if len(self._ring.addresses) == self._place.nodes:
             for number, child in self._below.items():
                 child.say(packed({"is": "ring", "at": self._ring.of_peer(number)}))
             self._ring.meet_at(self._ring.of_peer(0))
@@ -314,10 +314,10 @@ class ReplicaRound:
 
     # ---- ranks, each on a thread of its own
 
-    def _welcome(self, knocks: socket.socket) -> None:
-        with suppress(OSError), knocks:
+    def _welcome(self, rank_listener: socket.socket) -> None:
+        with suppress(OSError), rank_listener:
             while True:
-                peer, _ = knocks.accept()
+                peer, _ = rank_listener.accept()
                 with self._lock:
                     if self._is_over or not _is_own(peer):
                         peer.close()
@@ -363,10 +363,10 @@ class ReplicaRound:
             "copied": lambda: self._copied(local, int(head["slot"]), int(head["step"]), fds),
             "left": lambda: self._left(local, int(head["step"]), head["slot"]),
             "chosen": lambda: self._choose(Mark(*head["mark"]) if head["mark"] else None),
-            "held": lambda: self._tell_held(peer),
-            "facts": lambda: self._tell_facts(peer, Mark(*head["mark"]), head["ranks"]),
+            "held": lambda: self._send_held(peer),
+            "facts": lambda: self._send_facts(peer, Mark(*head["mark"]), head["ranks"]),
             "open": lambda: self._open(peer, Mark(*head["mark"]), head["rank"], head["at"]),
-            "mend": lambda: self._mend(peer, Mark(*head["mark"]), head["rank"], head["at"]),
+            "repair": lambda: self._repair(peer, Mark(*head["mark"]), head["rank"], head["at"]),
             "why": lambda: send(peer, {"why": self._why_off[:1000]}),
         }
         acts[str(head.get("is"))]()
@@ -379,7 +379,7 @@ class ReplicaRound:
             self._has_chosen, self._chosen = True, mark
             self._copies.keep_only(mark)
 
-    def _tell_held(self, peer: socket.socket) -> None:
+    def _send_held(self, peer: socket.socket) -> None:
         own, guests = self._copies.held()
         at = self._ring.at if self._ring is not None else None
         _send_text(peer, {"held": own, "guests": guests, "bytes": self._copies.nbytes, "at": at})
@@ -451,9 +451,9 @@ class ReplicaRound:
             if not self._here.hear(local, step, whole=whole):
                 return
             settled, is_whole = self._here.settled, self._here.covered == self._here.settled
-        self._on_loop(partial(self._tell, settled, whole=is_whole))
+        self._on_loop(partial(self._report, settled, whole=is_whole))
 
-    def _tell(self, step: int, *, whole: bool) -> None:
+    def _report(self, step: int, *, whole: bool) -> None:
         if self._place.node == 0:
             self._node_settled(0, step, whole=whole)
         elif self._above is not None:
@@ -468,7 +468,7 @@ class ReplicaRound:
         if number is not None:
             self._words[at] = number + 1
 
-    def _tell_facts(self, peer: socket.socket, mark: Mark, ranks: list[int]) -> None:
+    def _send_facts(self, peer: socket.socket, mark: Mark, ranks: list[int]) -> None:
         facts: dict[int, Any] = {}
         for rank in ranks:
             if (there := self._copies.find(mark, rank)) is not None:
@@ -489,10 +489,10 @@ class ReplicaRound:
         else:
             send(peer, {"is": "copy"}, (there.arena.fd,))
 
-    def _mend(self, peer: socket.socket, mark: Mark, rank: int, at: list[Any]) -> None:
+    def _repair(self, peer: socket.socket, mark: Mark, rank: int, at: list[Any]) -> None:
         there, is_whole = self._copies.find(mark, rank), False
         if there is not None and self._ring is not None:
-            is_whole = self._ring.mend(there, at)
+            is_whole = self._ring.repair(there, at)
         send(peer, {"whole": is_whole})
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format.reader import Target
     from hpctrain.core.world import World
     from hpctrain.node.memory.replica_client import ReplicaClient
-    from hpctrain.node.memory.slots import Door, Mark
+    from hpctrain.node.memory.slots import Mark, PeerAddress
 
 log = logging.getLogger("hpctrain.checkpoint")
 
@@ -55,7 +55,7 @@ class NodesCopies:
         self.kept_by = ""
         self._world, self._line = world, line
         self._table = b""
-        self._doors: dict[int, list[Door]] = {}
+        self._addresses: dict[int, list[PeerAddress]] = {}
         self._opened: set[int] = set()
         """Ranks whose copies were read here."""
 
@@ -64,7 +64,7 @@ class NodesCopies:
         inventories = gather(self._world, self._inventory())
         for choice in choose(inventories, least_step):
             self.mark, self.kept_by = choice.mark, choice.kept_by
-            self._doors, self._opened = choice.doors, set()
+            self._addresses, self._opened = choice.addresses, set()
             candidate = self._look(choice.mark, choice.world_size)
             if candidate is not None:
                 yield candidate
@@ -74,7 +74,7 @@ class NodesCopies:
         """See `checkpoint.tensors.restore.CopiesInMemory`."""
         if candidate.manifest is None:
             raise TornCheckpoint(candidate.problem or "manifest is missing")
-        return MendedSource(self, candidate.path, candidate.manifest)
+        return RepairedSource(self, candidate.path, candidate.manifest)
 
     def chunks(self, manifest: Manifest) -> ChunkIndex:
         """The chunk table of the copy that was looked at last.
@@ -84,7 +84,7 @@ class NodesCopies:
         """
         return index_of(manifest, self._table)
 
-    def mend(self) -> bool:
+    def repair(self) -> bool:
         """Have all copies that were opened here mended from other nodes' memory. Not collective.
 
         Returns:
@@ -93,11 +93,11 @@ class NodesCopies:
         mark, line = self.mark, self._line
         if mark is None or line is None:
             return False
-        opened = [(rank, self._doors.get(rank, [])) for rank in sorted(self._opened)]
-        if not any(len(doors) > 1 for _, doors in opened):
+        opened = [(rank, self._addresses.get(rank, [])) for rank in sorted(self._opened)]
+        if not any(len(addresses) > 1 for _, addresses in opened):
             return False
         try:
-            whole = [line.mend(mark, rank, doors) for rank, doors in opened]
+            whole = [line.repair(mark, rank, addresses) for rank, addresses in opened]
         except ReplicaServerLost:
             return False
         return all(whole)
@@ -109,7 +109,7 @@ class NodesCopies:
             held = self._line.held()
         except ReplicaServerLost:
             return Inventory()
-        return Inventory(held.own, held.guests, held.door)
+        return Inventory(held.own, held.guests, held.address)
 
     def _look(self, mark: Mark, world_size: int) -> FoundCheckpoint | None:
         """What a checkpoint of this step would say; None where its facts are not whole."""
@@ -145,7 +145,7 @@ class NodesCopies:
         points.reach("memory.open", step=self.mark.step)
         rank = rank_of(path.name)
         try:
-            handle = self._line.open(self.mark, rank, self._doors.get(rank, []))
+            handle = self._line.open(self.mark, rank, self._addresses.get(rank, []))
         except ReplicaServerLost as error:
             raise TornCheckpoint(f"{path.name} cannot be had: {error}") from error
         if handle is None:
@@ -154,7 +154,7 @@ class NodesCopies:
         return handle
 
 
-class MendedSource(CheckpointSource):
+class RepairedSource(CheckpointSource):
     """A copy in memory to read from; what is damaged is mended once, where that can be."""
 
     def __init__(self, copies: NodesCopies, path: Path, manifest: Manifest) -> None:
@@ -173,14 +173,14 @@ class MendedSource(CheckpointSource):
         try:
             return super().read(targets, threads=threads, on_bytes=on_bytes)
         except TornCheckpoint as damage:
-            if not self._copies.mend():
+            if not self._copies.repair():
                 raise
             log.warning("a copy in memory was repaired from another node's: %s", damage)
         chunks = self._copies.chunks(self.manifest)  # anew: the old one may know a bad proof
-        mended = CheckpointSource(
+        repaired = CheckpointSource(
             self.path, self.manifest, chunks, descriptor=self._copies.open_file
         )
-        return mended.read(targets, threads=threads)
+        return repaired.read(targets, threads=threads)
 
 
 def _joined_or_none(facts: dict[int, list[Any]], world_size: int) -> tuple[Manifest, bytes] | None:

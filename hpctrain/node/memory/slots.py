@@ -176,7 +176,7 @@ def candidates(held: Iterable[Sequence[HeldCopy]], least_step: int) -> list[Mark
     return sorted((mark for mark in whole if mark.step >= least_step), reverse=True)
 
 
-Door = list[Any]
+PeerAddress = list[Any]
 """Address and port at which a replica server gives copies to other nodes, as JSON has them."""
 
 
@@ -191,7 +191,7 @@ class Inventory(NamedTuple):
 
     own: Sequence[HeldCopy] = ()
     guests: Sequence[HeldCopy] = ()
-    door: Door | None = None
+    address: PeerAddress | None = None
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class CopyChoice:
     mark: Mark
     world_size: int
     kept_by: str
-    doors: dict[int, list[Door]] = field(default_factory=dict)
+    addresses: dict[int, list[PeerAddress]] = field(default_factory=dict)
 
 
 def choose(inventories: Sequence[Inventory], least_step: int) -> list[CopyChoice]:
@@ -222,7 +222,7 @@ def choose(inventories: Sequence[Inventory], least_step: int) -> list[CopyChoice
         Inventory(
             [HeldCopy(*copy) for copy in node.own],
             [HeldCopy(*copy) for copy in node.guests],
-            node.door,
+            node.address,
         )
         for node in (Inventory(*of) for of in inventories)
     ]
@@ -232,18 +232,18 @@ def choose(inventories: Sequence[Inventory], least_step: int) -> list[CopyChoice
     by_makers = set(candidates(own, least_step))
     return [
         CopyChoice(
-            mark, worlds[mark], "memory" if mark in by_makers else "peer", _doors(plain, mark)
+            mark, worlds[mark], "memory" if mark in by_makers else "peer", _addresses(plain, mark)
         )
         for mark in candidates(everything, least_step)
     ]
 
 
-def _doors(inventories: Sequence[Inventory], mark: Mark) -> dict[int, list[Door]]:
-    doors: dict[int, list[Door]] = {}
+def _addresses(inventories: Sequence[Inventory], mark: Mark) -> dict[int, list[PeerAddress]]:
+    addresses: dict[int, list[PeerAddress]] = {}
     for node in inventories:
-        if node.door is None:
+        if node.address is None:
             continue
         for copy in (*node.own, *node.guests):
             if copy.mark == mark:
-                doors.setdefault(copy.rank, []).append(node.door)
-    return doors
+                addresses.setdefault(copy.rank, []).append(node.address)
+    return addresses

@@ -153,7 +153,7 @@ class Follower:
     printer: Printer
     ledger: LedgerTail
     watch: EndWatch
-    _told: str = ""
+    _shown: str = ""
 
     def follow(self) -> None:
         """Return when the run, or the one attempt that is wanted, is over."""
@@ -178,10 +178,10 @@ class Follower:
         waiting = self.watch.waiting
         if waiting and not self.printer.is_between:
             return
-        if waiting and waiting != self._told:
+        if waiting and waiting != self._shown:
             self.printer.note(waiting)
             self.printer.out.flush()
-        self._told = waiting
+        self._shown = waiting
 
 
 def pause(logs: int) -> float:

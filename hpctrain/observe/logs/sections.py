@@ -119,7 +119,7 @@ def sections(run: RunDir, history: RunHistory, wanted: frozenset[int] | str) -> 
     if wanted != BATCH:
         parts += _attempts(run, history, ALL if wanted == TROUBLE else wanted)
     if wanted in {BATCH, TROUBLE}:
-        parts += _batch(run, history, told_apart=wanted == TROUBLE)
+        parts += _batch(run, history, by_job=wanted == TROUBLE)
     return parts
 
 
@@ -291,12 +291,12 @@ def _source(view: AttemptView, rank: int, path: Path) -> LogSource:
 # ---- the batch side
 
 
-def _batch(run: RunDir, history: RunHistory, *, told_apart: bool) -> list[Section]:
+def _batch(run: RunDir, history: RunHistory, *, by_job: bool) -> list[Section]:
     """Each submission's output: the batch script's and, beside it, that of its agents."""
     jobs = _jobs(history)
     of_jobs = []
     for position, (token, (job_id, begun)) in enumerate(jobs.items()):
-        where = f"job {job_id} " if told_apart else ""
+        where = f"job {job_id} " if by_job else ""
 
         def files(token: str = token, where: str = where) -> list[LogSource]:
             return _outputs(run, token, where)
@@ -490,10 +490,10 @@ class Printer:
         """The title once, and once what was restored, together where both are known."""
         if not place.titled:
             place.titled = True
-            place.news_told = bool(section.news)
+            place.news_shown = bool(section.news)
             self.note(" \N{MIDDLE DOT} ".join(filter(None, [section.title, section.news])))
-        elif section.news and not place.news_told:
-            place.news_told = True
+        elif section.news and not place.news_shown:
+            place.news_shown = True
             self.note(f"attempt {section.key}: {section.news}")
 
     def _stream(self, source: LogSource, section: Section) -> _Stream:
@@ -598,7 +598,7 @@ class _Place:
     """How far a section has been shown."""
 
     titled: bool = False
-    news_told: bool = False
+    news_shown: bool = False
     ending: bool = False
     closed: bool = False
 

@@ -285,7 +285,7 @@ class StepGuard(StepRules):
         self._loss, self._spike = 0.0, None
         with BadNumbers(engine.model) as numbers:
             for microbatches, loss in self._calls:
-                self._loss += engine.accumulate(microbatches, _telling(loss, numbers))
+                self._loss += engine.accumulate(microbatches, _inspecting(loss, numbers))
         norm = engine.update()
         seen = numbers.found or Found(UNKNOWN, None, self._suspect)
         if seen.place == GRADIENT and engine.mesh.pp > 1:
@@ -406,11 +406,11 @@ class KeptState:
                     table[name] = copy.buffer
 
 
-def _telling(loss: Loss, numbers: BadNumbers) -> Loss:
+def _inspecting(loss: Loss, numbers: BadNumbers) -> Loss:
     @functools.wraps(loss)
-    def telling(output: torch.Tensor, targets: Any) -> torch.Tensor:
+    def inspecting(output: torch.Tensor, targets: Any) -> torch.Tensor:
         value = loss(output, targets)
         numbers.came_to(value.detach())
         return value
 
-    return telling
+    return inspecting

@@ -77,7 +77,7 @@ class Guarding:
         settings: GuardSettings,
         program: Program,
         *,
-        tell: Callable[[LedgerFact], None],
+        record: Callable[[LedgerFact], None],
         log_skipped: Callable[[], None],
         stop: Callable[[str], None],
     ) -> None:
@@ -89,7 +89,7 @@ class Guarding:
         """
         self._settings = settings
         self._program = program
-        self._tell = tell
+        self._record_fact = record
         self._log_skipped = log_skipped
         self._stop = stop
         self._consumed: int | None = None
@@ -98,7 +98,7 @@ class Guarding:
         self._nodes: list[str] = []
         self._own: OwnSteps | None = None
         self._is_said: set[tuple[int, ...]] = set()
-        self._rewinds = Rewinds(program, tell=tell, stop=stop)
+        self._rewinds = Rewinds(program, record=record, stop=stop)
         self._goes_back = "rewind" in {settings.nonfinite, settings.spike}
         self._is_on = settings.nonfinite != "off" or settings.spike != "off"
 
@@ -209,7 +209,7 @@ class Guarding:
             GuardStopped: on every rank.
             RewindNeeded: the same; training goes on from before.
         """
-        self._tell(
+        self._record_fact(
             StepNotFinite(
                 step=bad.step,
                 loss=bad.loss,
@@ -240,7 +240,7 @@ class Guarding:
         Raises:
             RewindNeeded: on every rank.
         """
-        self._tell(
+        self._record_fact(
             StepSpiked(
                 step=step,
                 what=spike.what,
@@ -272,7 +272,7 @@ class Guarding:
                 certain=each.is_certain,
                 compared=len(each.compared),
             )
-            self._tell(fact)
+            self._record_fact(fact)
             log.warning("guard.replicas: %s", _whose(each, nodes))
         act, last = self._settings.diverged, seen.wrong[-1]
         if act == "tell" or not seen.were_same:
@@ -302,16 +302,16 @@ class Guarding:
             )
         why = f"{said}; weights were surely right up to step {clean}"
         try:
-            set_aside_newer(place, clean, why, self._tell)
+            set_aside_newer(place, clean, why, self._record_fact)
         except CheckpointError as error:
             raise ReplicasDiverged(f"guard.replicas: {said}; {error}") from error
-        self._tell(TrainingRewound(step=seen, to=clean, why="replicas"))
+        self._record_fact(TrainingRewound(step=seen, to=clean, why="replicas"))
         raise ReplicasDiverged(f"guard.replicas: {said}; goes back to before step {clean + 1}")
 
     def _skipped(self, step: int, why: str) -> None:
         last = self._program.consumed()
         self._log_skipped()
-        self._tell(BatchSkipped(step=step, first=self._consumed, last=last, why=why))
+        self._record_fact(BatchSkipped(step=step, first=self._consumed, last=last, why=why))
 
 
 def in_words(bad: BadStep) -> str:
@@ -357,12 +357,12 @@ class Rewinds:
         self,
         program: Program,
         *,
-        tell: Callable[[LedgerFact], None],
+        record: Callable[[LedgerFact], None],
         stop: Callable[[str], None],
     ) -> None:
         """Prepare; `tell` writes to the ledger on rank 0, and `stop` is as in `Guarding`."""
         self._program = program
-        self._tell = tell
+        self._record_fact = record
         self._stop = stop
         self._world: World | None = None
         self._place: SavePlace | None = None
@@ -383,7 +383,7 @@ class Rewinds:
             UsageError: the program's data cannot leave anything out.
         """
         self._world, self._place = world, place
-        earlier = on_rank_0(world, lambda: [] if place is None else _told(place))
+        earlier = on_rank_0(world, lambda: [] if place is None else _reported_ranges(place))
         self._earlier = [step for step, _ in earlier]
         holes = [hole for _, hole in earlier]
         if not holes and not (wanted and place is not None):
@@ -424,8 +424,8 @@ class Rewinds:
         first, last = self._begins[0], self._program.consumed()
 
         def act() -> None:
-            set_aside_newer(place, limit, said, self._tell)
-            self._tell(TrainingRewound(step=step, to=limit, first=first, last=last, why=why))
+            set_aside_newer(place, limit, said, self._record_fact)
+            self._record_fact(TrainingRewound(step=step, to=limit, first=first, last=last, why=why))
 
         on_rank_0(world, act)
         raise RewindNeeded(f"{said}; training goes back to step {limit} or before")
@@ -445,7 +445,7 @@ class Rewinds:
 
 
 def set_aside_newer(
-    place: SavePlace, limit: int, why: str, tell: Callable[[LedgerFact], None]
+    place: SavePlace, limit: int, why: str, record: Callable[[LedgerFact], None]
 ) -> None:
     """Set aside the checkpoints with more updates; nothing is deleted. On rank 0.
 
@@ -458,10 +458,10 @@ def set_aside_newer(
         path = find.step_path(place.run, step)
         checkpoint = find.FoundCheckpoint(step, path, None, None)
         verify.set_aside(place.run, checkpoint, why, place.attempt)
-        tell(CheckpointSetAside(step=step, name=path.name, reason=why))
+        record(CheckpointSetAside(step=step, name=path.name, reason=why))
 
 
-def _told(place: SavePlace) -> Sequence[tuple[int, tuple[int, int]]]:
+def _reported_ranges(place: SavePlace) -> Sequence[tuple[int, tuple[int, int]]]:
     """The steps at which guards went back, and what is left out since."""
     events = ledger.read_marked(place.run, b'"rewound"', b'"attempt_started"')
     rewinds = RunHistory.of(events).rewinds

@@ -247,7 +247,7 @@ FEW = 2
 
 
 def memory_copies(
-    world: World, settings: AliveSettings, attempt: int, tell: Callable[[LedgerFact], None]
+    world: World, settings: AliveSettings, attempt: int, record: Callable[[LedgerFact], None]
 ) -> MemoryCopies | None:
     """This rank's copies; None where there are none. The same on every rank."""
     folder = os.environ.get(HPCTRAIN_CONTROL)
@@ -258,7 +258,7 @@ def memory_copies(
     except ReplicaServerLost as error:
         log.warning("no copies in memory: %s", error)
         line = None
-    return MemoryCopies(world, line, settings.memory_steps, tell)
+    return MemoryCopies(world, line, settings.memory_steps, record)
 
 
 class MemoryCopies:
@@ -269,7 +269,7 @@ class MemoryCopies:
         world: World,
         line: ReplicaClient | None,
         steps: int,
-        tell: Callable[[LedgerFact], None],
+        record: Callable[[LedgerFact], None],
     ) -> None:
         """Prepare; nothing is copied yet.
 
@@ -281,7 +281,7 @@ class MemoryCopies:
         self._copies = RankCopies(world, line) if line is not None else None
         self._pace = Pace(steps)
         self._setting = steps
-        self._tell = tell
+        self._record_fact = record
         self._newest = 0
         self._wished = 0
         """The step at which a copy was wished last."""
@@ -291,10 +291,10 @@ class MemoryCopies:
         """A step whose copies are not settled."""
         self._began_ns = 0
         self._stall_s = 0.0
-        self._left_out = self._told_left_out = 0
+        self._left_out = self._reported_left_out = 0
         self._is_late = False
         """The next copy is due, and left out, since the one before is still on its way."""
-        self._is_told_off = False
+        self._is_off_reported = False
         self._clock = _StepClock()
 
     def begin(self, restored: Restored) -> None:
@@ -323,7 +323,7 @@ class MemoryCopies:
             return False
         self._clock.at(step)
         if line.is_off:
-            self._tell_off(line)
+            self._record_off(line)
             return False
         if not self._copies.is_ready:
             return False
@@ -376,18 +376,18 @@ class MemoryCopies:
         else:
             self._pace.miss()
             self._left_out += 1
-        if is_news or self._left_out > max(FEW, 2 * self._told_left_out):
-            self._tell_pace(line)
+        if is_news or self._left_out > max(FEW, 2 * self._reported_left_out):
+            self._record_pace(line)
         self._pending = None
         return True
 
-    def _tell_pace(self, line: ReplicaClient) -> None:
+    def _record_pace(self, line: ReplicaClient) -> None:
         pace = self._pace
         try:
             nbytes = line.held().nbytes
         except ReplicaServerLost:
             return
-        self._told_left_out = self._left_out
+        self._reported_left_out = self._left_out
         fact = MemoryCopiesSet(
             steps=self._setting or pace.steps,
             bytes=nbytes,
@@ -396,17 +396,17 @@ class MemoryCopies:
             left_out=self._left_out or None,
             why="alive.memory_steps" if self._setting else "chosen by what a copy costs",
         )
-        self._tell(fact)
+        self._record_fact(fact)
 
-    def _tell_off(self, line: ReplicaClient) -> None:
-        if self._is_told_off:
+    def _record_off(self, line: ReplicaClient) -> None:
+        if self._is_off_reported:
             return
-        self._is_told_off = True
+        self._is_off_reported = True
         try:
             why = line.why_off()
         except ReplicaServerLost as error:
             why = str(error)
-        self._tell(MemoryCopiesSet(steps=0, why=why))
+        self._record_fact(MemoryCopiesSet(steps=0, why=why))
         log.warning("no copies in memory, checkpoints on disk alone: %s", why)
 
 

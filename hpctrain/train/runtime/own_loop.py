@@ -58,7 +58,7 @@ class OwnLoop:
         used.
         """
         self.step: int | None = None
-        self._told_at = 0.0
+        self._reported_at = 0.0
         self._telemetry = telemetry
         self._begin = begin
         self._done = done
@@ -67,7 +67,7 @@ class OwnLoop:
     def at(self, step: int, values: dict[str, float]) -> None:
         """`step` updates are applied; see `Run.at`."""
         before, self.step = self.step, step
-        self._told_at = clock.monotonic()
+        self._reported_at = clock.monotonic()
         begins = before is None or step < before
         if before is None or step < before:
             # Values are a step's: the update before them was done before anybody was told of it.
@@ -87,8 +87,8 @@ class OwnLoop:
 
         What it has saved of the step since then took no longer. Asked again, it is counted anew.
         """
-        before, self._told_at = self._told_at, clock.monotonic()
-        return self._told_at - before if step == self.step else None
+        before, self._reported_at = self._reported_at, clock.monotonic()
+        return self._reported_at - before if step == self.step else None
 
 
 def earlier_save_s(run: RunDir, world_size: int) -> float | None:

@@ -88,7 +88,7 @@ class Profiler:
         world: World,
         settings: ProfileSettings,
         folder: Path | None,
-        tell: Callable[[LedgerFact], None],
+        record: Callable[[LedgerFact], None],
         watches: Mapping[str, Stopwatch] | None = None,
     ) -> None:
         """Plan what the settings ask for.
@@ -101,7 +101,7 @@ class Profiler:
         self._watches = watches or {}
         self._world = world
         self._folder = folder
-        self._tell = tell
+        self._record_fact = record
         self._plans: list[Plan] = []
         self._active = False
         self._tracer: Any = None
@@ -146,7 +146,7 @@ class Profiler:
             ranks=request.ranks,
             token=request.token,
         )
-        self._tell(fact)
+        self._record_fact(fact)
         self._plans.append(plan)
         self._plans.sort(key=lambda one: one.window)
         if not self._active:
@@ -232,7 +232,7 @@ class Profiler:
             writer.start()
             self._writers.append(writer)
         folder = str(self._folder)
-        self._tell(ProfileWritten(**asdict(window), ranks=plan.ranks, folder=folder))
+        self._record_fact(ProfileWritten(**asdict(window), ranks=plan.ranks, folder=folder))
 
     def _write(self, tracer: Any, window: StepWindow) -> None:
         try:

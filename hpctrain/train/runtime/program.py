@@ -127,7 +127,7 @@ class Program:
         self._rest: OptimizerRest | None = None
         self._gradients: Gradients | None = None
         self._has_state = self._takes_groups = False
-        self._tells_updates = False
+        self._reports_updates = False
         self._world = world
         self._loading: dict[str, Any] = {}
         self._generators_loaded: dict[str, Any] = {}
@@ -277,7 +277,7 @@ class Program:
         # A wrapper around an optimizer may have no hooks, or never call them.
         with contextlib.suppress(AttributeError):
             self.optimizer.register_step_pre_hook(lambda *_: act())
-            self._tells_updates = True
+            self._reports_updates = True
 
     def _steady(self, state: State) -> frozenset[str]:
         """Return what changes in the optimizer's step alone; see `State`.
@@ -287,7 +287,7 @@ class Program:
         of: there, only what the tracked one updates is steady.
         """
         # Nobody waits for an update otherwise, and walking through the names holds up training.
-        if not self._tells_updates or self.model is None or self.optimizer is None:
+        if not self._reports_updates or self.model is None or self.optimizer is None:
             return frozenset()
         weights = parameters(self.model)
         if self.engine is None:

@@ -116,7 +116,7 @@ class Run:
         self._guards = Guarding(
             settings.guard,
             self._program,
-            tell=self._record.event,
+            record=self._record.event,
             log_skipped=lambda: self._telemetry.log({"skipped": 1.0}),
             stop=self._end_by_guard,
         )
@@ -133,7 +133,7 @@ class Run:
         self._cause: StopCause | None = None
         self._kept = NothingKept()  # until the restore
         self._own_loop: OwnLoop | None = None
-        self._has_loop = self._has_begun = self._told_stop = False
+        self._has_loop = self._has_begun = self._reported_stop = False
         self._has_stepped = self._has_failed = False
         heartbeat.here().enter(heartbeat.START)
         self._record.event(PhaseReached(name="initialised", device=device_name(world.device)))
@@ -392,7 +392,7 @@ class Run:
         if agreed.cause is not None:
             self._cause = agreed.cause
             if not self._has_loop:
-                self._tell_stop(agreed.cause)
+                self._log_stop(agreed.cause)
         return self._cause is not None
 
     def leave(self) -> NoReturn:
@@ -407,13 +407,13 @@ class Run:
         if self._has_loop:
             raise UsageError("run.leave() is not for the loop of run.steps(), which leaves itself")
         if self._cause is not None:
-            self._tell_stop(self._cause)
+            self._log_stop(self._cause)
             self._telemetry.flush()
             self._go(self._cause)
         self._telemetry.tell(at_end=True)
         self._telemetry.flush()
         heartbeat.here().enter(heartbeat.END)
-        self._record.event(TrainingDone(step=self._step_told))
+        self._record.event(TrainingDone(step=self._step_reported))
         self._write_outcome("done", None)
         self._profiler.close()
         self._record.close()
@@ -531,7 +531,7 @@ class Run:
     def _exchange(self) -> StopRequest:
         save, memory = self._kept.wishes_save(), self._kept.wishes_copy(self.step)
         heartbeat.here().beat()
-        tell = self._telemetry.wishes_to_tell()
+        tell = self._telemetry.is_report_due()
         agreed = self._stops.exchange(save=save, tell=tell, memory=memory)
         if agreed.tell:
             self._telemetry.tell()
@@ -575,7 +575,7 @@ class Run:
     def _go(self, cause: StopCause) -> NoReturn:
         """Leave, with everything saved."""
         heartbeat.here().enter(heartbeat.END)
-        self._record.event(TrainingStopped(step=self._step_told))
+        self._record.event(TrainingStopped(step=self._step_reported))
         self._write_outcome("stopped", cause)
         self._profiler.close(self._stops.left_s(cause))
         if self.world.rank == 0 and self.dir is not None:
@@ -613,7 +613,7 @@ class Run:
     # ---- a loop of the program's own
 
     @property
-    def _step_told(self) -> int | None:
+    def _step_reported(self) -> int | None:
         """Updates applied; None where the program has not said so."""
         return self.step if self._has_loop or self._own_loop is not None else None
 
@@ -635,12 +635,12 @@ class Run:
             self._clock.earlier_s = earlier_save_s(self._place.run, self.world.world_size)
             self._record.start_trackers(step)
 
-    def _tell_stop(self, cause: StopCause) -> None:
+    def _log_stop(self, cause: StopCause) -> None:
         """All ranks will stop; a program that saves and returns without `leave` has stopped."""
-        if not self._told_stop:
-            self._told_stop = True
+        if not self._reported_stop:
+            self._reported_stop = True
             self._record.event(StopRequested(cause=cause, rank=self.world.rank))
-            self._record.outcome("left", self._step_told, cause)
+            self._record.outcome("left", self._step_reported, cause)
 
     # ---- state
 
@@ -687,4 +687,4 @@ class Run:
 
     def _write_outcome(self, outcome: str, cause: StopCause | None) -> None:
         self._record.flush()
-        self._record.outcome(outcome, self._step_told, cause)
+        self._record.outcome(outcome, self._step_reported, cause)

@@ -87,7 +87,7 @@ class Saves:
         self._flight_s: float | None = None
         self._waited_s = 0.0
         self._is_leaving = False
-        self._told: int | None = None
+        self._reported: int | None = None
         self._digest = ""
         self._has_memory = False
         self._rows_by_step: dict[int, retention.CheckpointRow] = {}
@@ -115,13 +115,13 @@ class Saves:
         """Training begins at this step, which is committed, or 0."""
         self.step = step
         self._last_at = clock.monotonic()
-        self._tell_interval()
+        self._record_interval()
 
     def wishes(self) -> bool:
         """Rank 0: whether a save is due by the clock. Also tells the ledger of a landed one."""
         outcome = self._saver.peek() if self._saver is not None else None
         if outcome is not None:
-            self._tell(outcome)
+            self._record_fact(outcome)
         if self._policy is None or self._settings.interval_steps:
             return False
         return clock.monotonic() - self._last_at >= self._policy.now.seconds
@@ -308,7 +308,7 @@ class Saves:
     def _note(self, outcome: Outcome | None) -> int | None:
         if outcome is None:
             return None
-        self._tell(outcome)
+        self._record_fact(outcome)
         if isinstance(outcome.error, Fenced):
             raise outcome.error
         if outcome.saved is not None:
@@ -316,11 +316,11 @@ class Saves:
         self.step = 0 if self.step == outcome.step else self.step
         return outcome.step
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _record_fact(self, outcome: Outcome) -> None:
         """Once for each save, as soon as rank 0 knows."""
-        if self._told == outcome.step:
+        if self._reported == outcome.step:
             return
-        self._told = outcome.step
+        self._reported = outcome.step
         if outcome.saved is not None:
             self._flight_s = outcome.saved.seconds
             self._note_saved(outcome.saved, "async")
@@ -351,13 +351,13 @@ class Saves:
         self._event(fact)
         if self._policy is not None:
             self._policy.saved(saved)
-            self._tell_interval()
+            self._record_interval()
 
     def _failed(self, step: int, error: Exception) -> None:
         self._event(SaveFailed(step=step, why=str(error)))
         log.warning("%s; training continues", error)
 
-    def _tell_interval(self) -> None:
+    def _record_interval(self) -> None:
         news = self._policy.news() if self._policy is not None else None
         if news is not None:
             self._event(news)
@@ -441,7 +441,7 @@ class SavePolicy:
         self._nodes = max(1, world.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._job_s = None if job_clock.end_time is None else job_clock.end_time - clock.now()
         self._began = clock.monotonic()
-        self._told: interval.Interval | None = None
+        self._reported: interval.Interval | None = None
         self.now = self._choose()
 
     def saved(self, saved: Saved) -> None:
@@ -451,10 +451,10 @@ class SavePolicy:
 
     def news(self) -> IntervalSet | None:
         """What the ledger should hear: the interval, if it is new; each change is told once."""
-        before = self._told
+        before = self._reported
         if before is not None and abs(self.now.seconds - before.seconds) <= NEWS * before.seconds:
             return None
-        self._told = self.now
+        self._reported = self.now
         cost = self._cost()
         is_chosen = self._is_chosen and cost is not None
         return IntervalSet(

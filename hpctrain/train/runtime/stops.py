@@ -413,7 +413,7 @@ class Rank0Requests:
         self._clock = clock
         self._control = control
         self._warned = threading.Event()
-        self._told: set[str] = set()
+        self._logged_lines: set[str] = set()
 
     def start(self) -> None:
         """Begin to watch, for the life of this process."""
@@ -490,8 +490,8 @@ class Rank0Requests:
         try:
             look()
         except Exception as error:  # noqa: BLE001 - a file server's hiccup, a stranger's file
-            if what not in self._told:
-                self._told.add(what)
+            if what not in self._logged_lines:
+                self._logged_lines.add(what)
                 log.warning("cannot look at %s (%s); looks again", what, one_line(error))
 
     def _look_for_stop(self) -> None:

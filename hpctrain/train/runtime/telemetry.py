@@ -119,13 +119,13 @@ class Telemetry:
     def log(self, values: dict[str, float]) -> None:
         """Of the step in hand; counts once it is done."""
         if self._writer is not None:
-            self._writer.told.update(values)
+            self._writer.logged.update(values)
 
     def log_late(self) -> None:
         """What was logged since is of the last step; of the next one where that mark is written."""
         if self._writer is not None and not self._writer.marks.is_empty:
-            self._writer.marks.tell(self._writer.told)
-            self._writer.told.clear()
+            self._writer.marks.tell(self._writer.logged)
+            self._writer.logged.clear()
 
     # ---- the loop
 
@@ -178,7 +178,7 @@ class Telemetry:
 
     # ---- all ranks
 
-    def wishes_to_tell(self) -> bool:
+    def is_report_due(self) -> bool:
         """Rank 0: whether all ranks should tell what their time went to."""
         if self._writer is None or not self._steps or self._gathering.in_flight:
             return False
@@ -234,7 +234,7 @@ class Rank0Writer:
         self._slow: dict[str, float] = {}
         self._silent = False
         self._before: int | None = None
-        self.told: dict[str, float] = {}
+        self.logged: dict[str, float] = {}
         self.marks = StepLog(run, attempt, self._mark_every_s)
 
     def _mark_every_s(self, now: float) -> float:
@@ -254,8 +254,8 @@ class Rank0Writer:
         self, step: int, consumed: int | None, seconds: float | None, *, steps: int, now: float
     ) -> None:
         """Count steps up to this one, and write the heartbeat if the last is old enough."""
-        self.marks.add(step, (self._before, consumed), seconds, self.told, steps=steps)
-        self.told.clear()
+        self.marks.add(step, (self._before, consumed), seconds, self.logged, steps=steps)
+        self.logged.clear()
         if now - self._beat_at < self._log_every_s:
             return
         self._beat_at = now

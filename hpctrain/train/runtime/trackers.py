@@ -272,7 +272,7 @@ class TrackerThread:
             return
         if len(self._waiting) >= self._most:
             if not self._dropped:
-                self._tell("it is too slow or hangs; steps are left out of it")
+                self._log("it is too slow or hangs; steps are left out of it")
             self._dropped += 1
             return
         self._waiting.append((step, values, t))
@@ -298,9 +298,9 @@ class TrackerThread:
         with self._condition:
             over = self._condition.wait_for(lambda: self._over, timeout=limit_s)
         if not over:
-            self._tell(f"it was given up: {len(self._waiting)} steps and its end were under way")
+            self._log(f"it was given up: {len(self._waiting)} steps and its end were under way")
         if self._dropped:
-            self._tell(f"it was too slow for {self._dropped} steps, which it lacks")
+            self._log(f"it was too slow for {self._dropped} steps, which it lacks")
         return over
 
     def _work(self) -> None:
@@ -312,7 +312,7 @@ class TrackerThread:
             tracker.close()
         except Exception as error:  # noqa: BLE001 - a tracker's bug costs its curves, not the run
             text = " ".join(str(error).split())
-            self._tell(f"{type(error).__name__}: {text}; the run continues without it")
+            self._log(f"{type(error).__name__}: {text}; the run continues without it")
         finally:
             with self._condition:
                 self._over = True
@@ -336,7 +336,7 @@ class TrackerThread:
             self._condition.notify_all()
         return last
 
-    def _tell(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         log.warning("tracker %s: %s", self.name, text)
 
 
@@ -380,7 +380,7 @@ class WandbTracker:
         self._logged = run.dir / "wandb" / LOGGED
         self._logged.parent.mkdir(exist_ok=True)
         self._step = _read_logged(self._logged)
-        self._told = self._step
+        self._logged_step = self._step
         # Output is kept in the ranks' logs; wandb would put itself between them and the program.
         wanted = {"console": "off", "finish_timeout": FINISH_S, "silent": True}
         understood = getattr(wandb.Settings, "model_fields", wanted)
@@ -397,14 +397,14 @@ class WandbTracker:
 
     def log(self, step: int, values: Mapping[str, float], t: float) -> None:
         """Tell wandb of a step, unless an earlier attempt has: it cannot take a step back."""
-        if step <= self._told:
+        if step <= self._logged_step:
             return
         self._step = max(self._step, step)
         self._run.log({**values, "_timestamp": t}, step=step)
 
     def flush(self) -> None:
         """Note how far we are, for the next attempt."""
-        if self._step > self._told or not self._logged.exists():
+        if self._step > self._logged_step or not self._logged.exists():
             staged = self._logged.with_suffix(".new")
             staged.write_text(json.dumps({"step": self._step}))
             staged.replace(self._logged)

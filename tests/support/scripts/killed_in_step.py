@@ -61,7 +61,7 @@ class Copies:
         while time.monotonic_ns() < began_ns + LASTS * self.longest_ns:
             time.sleep(POLL_S)
 
-    def wait_told(self, attempt: int) -> None:
+    def wait_notified(self, attempt: int) -> None:
         """Wait until the ledger has the step before."""
         while _told(attempt) < self.made._newest:
             time.sleep(POLL_S)
@@ -86,7 +86,7 @@ def main() -> None:
         time.sleep(STEP_S)
         copies.wait()
         if is_killed and next(begun) == steps[attempt - 1]:
-            copies.wait_told(attempt)
+            copies.wait_notified(attempt)
             os.kill(os.getpid(), signal.SIGKILL)
         return microbatches(*given)
 

@@ -1,7 +1,7 @@
 """Real agents on simulated machines: torch's part of them, and what they import, stood in.
 
 What decides is the product's: `NodeAgent`, `InPlaceAgent`, both rendezvous, both sides of the
-lifeline, the watch for hangs and the deadline of a stop.
+liveness channel, the watch for hangs and the deadline of a stop.
 """
 
 from __future__ import annotations
@@ -231,12 +231,12 @@ class StopFile:
         self.cause: Any = None
         self._node.stop_files += 1
 
-    def tell(self, cause: Any) -> None:
+    def write(self, cause: Any) -> None:
         """See the real one; so below."""
         if self.cause is None:
             self.cause = cause
             if self._job.hears == "file":
-                self._job.tell_ranks(self._node, str(cause))
+                self._job.stop_ranks(self._node, str(cause))
 
     def renew(self) -> None:
         self.cause = None
@@ -350,7 +350,7 @@ def stand_ins(job: Job) -> list[tuple[Any, str, Any]]:
         (rounds, "multiprocessing", SimpleNamespace(
             connection=SimpleNamespace(wait=lambda them, timeout: _wait(job, them, timeout)))),
         (node, "Orphans", partial(_Orphans, job)),
-        (node, "telling", list),
+        (node, "notifying", list),
         (stop_notice, "os", own_os),
         (stop_notice, "arrivals", lambda: tuple(here().arrivals)),
         (node, "kept", nullcontext),

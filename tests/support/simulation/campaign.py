@@ -137,7 +137,7 @@ def staying(seed: int) -> Job:
     """A job that outlives its nodes, whose first node lives."""
     job = _job(seed, stays=True)
     job.saves_copies = job.simulation.random.random() < 0.3
-    _hurt(job, [*LOSSES, "rank", "raises", "control", "controls_end", "lifeline", "store"])
+    _hurt(job, [*LOSSES, "rank", "raises", "control", "controls_end", "liveness", "store"])
     return job
 
 
@@ -154,10 +154,10 @@ def headless(seed: int) -> Job:
     """The first node is lost, or seems to be."""
     job = _job(seed, stays=True)
     rng = job.simulation.random
-    kind = rng.choice(["power", "dies", "freezes", "cut", "lifeline"])
+    kind = rng.choice(["power", "dies", "freezes", "cut", "liveness"])
     for_s = rng.choice([0.5, job.setup.lease_s * rng.uniform(0.5, 3.0), 30.0])
     job.simulation.after(rng.expovariate(1 / 4.0), partial(job.fault, kind, 0, for_s=for_s))
-    _hurt(job, ["power", "dies", "freezes", "rank", "lifeline"], most=2)
+    _hurt(job, ["power", "dies", "freezes", "rank", "liveness"], most=2)
     return job
 
 
@@ -295,7 +295,7 @@ def recording(seed: int, folder: Path) -> RecordedJob:
     """Nodes are lost and ranks die, and the first node lives; real records are written."""
     job = _recorded(seed, folder)
     rng = job.simulation.random
-    _hurt(job, ["power", "dies", "freezes", "cut", "rank", "rank", "raises", "lifeline"])
+    _hurt(job, ["power", "dies", "freezes", "cut", "rank", "rank", "raises", "liveness"])
     if rng.random() < 0.4:
         job.program.steps = 2000
         how = rng.choice(["preempted", "grace", "limit", "cancelled", "silent", "both"])
@@ -309,7 +309,7 @@ def succeeding(seed: int, folder: Path) -> RecordedJob:
     job = _recorded(seed, folder)
     rng = job.simulation.random
     job.program.steps = rng.choice([8, 40])
-    kinds = ["power", "dies", "freezes", "cut", "lifeline"]
+    kinds = ["power", "dies", "freezes", "cut", "liveness"]
     for_s = rng.choice([0.5, job.setup.lease_s * rng.uniform(0.5, 3.0), 30.0, 60.0])
     at_s = rng.expovariate(1 / 4.0)
     job.simulation.after(at_s, partial(job.fault, rng.choice(kinds), 0, for_s=for_s))

@@ -9,7 +9,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from hpctrain.node.agent.coordinator import GOODBYE_S
-from hpctrain.node.agent.lifeline import LEAVE_S
+from hpctrain.node.agent.liveness import LEAVE_S
 from hpctrain.node.agent.ranks import is_echo
 from hpctrain.node.agent.stop_deadline import ASK_AGAIN_S
 from hpctrain.node.agent.stop_deadline import LEAVE_S as LEAVE_DEADLINE_S
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpctrain.core.base.records import FailureReport
     from tests.support.simulation.job import Job
 
-LOSING = frozenset({"power", "dies", "agent", "agent_stops", "freezes", "cut", "lifeline"})
+LOSING = frozenset({"power", "dies", "agent", "agent_stops", "freezes", "cut", "liveness"})
 """After these a node may be lost."""
 HANGING = frozenset({"hangs", "stopped", "computes"})
 DYING = frozenset({"rank", "raises", "control", "controls_end", "store", "store_stops"})
@@ -78,8 +78,8 @@ def same_verdict(job: Job) -> Iterator[str]:
         if 0 not in {v.node for v in heard} and not is_first_hurt:
             yield f"node 0 does not know how round {number} ended"
         for one in heard:
-            if strangers := set(one.end.silent_nodes) - set(one.members):
-                yield f"round {number} ended for {sorted(strangers)}, and has {one.members}"
+            if others := set(one.end.silent_nodes) - set(one.members):
+                yield f"round {number} ended for {sorted(others)}, and has {one.members}"
 
 
 def names_the_guilty(job: Job) -> Iterator[str]:

@@ -32,12 +32,12 @@ from hpctrain.node.agent import (
     signals,
 )
 from hpctrain.node.agent import node as agent_node
-from hpctrain.node.agent.lifeline import LIFELINE_PORT, LifelinePlace
+from hpctrain.node.agent.liveness import LIVENESS_PORT, LivenessPlace
 from hpctrain.node.agent.loss_ending import Succeeds
 from hpctrain.node.agent.rounds import RoundPart
 from tests.support.simulation import agents
 from tests.support.simulation.job import KILL_WAIT_S, PORT, SECRET, Job, Node, Setup
-from tests.support.simulation.liveness import Lifeline
+from tests.support.simulation.liveness import LivenessChannel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -165,16 +165,16 @@ class RecordedJob(Job):
         node.environ = {HPCTRAIN_GENERATION: json.dumps({**vars(generation)})}
         self.simulation.sleep(self.simulation.random.uniform(0.2, EXEC_S))
 
-    def lifeline_of(self, _spec: Any, context: JobContext, _secret: str) -> Lifeline:
-        """See `hpctrain.node.agent.lifeline.lifeline_of`."""
-        place = LifelinePlace(
+    def liveness_of(self, _spec: Any, context: JobContext, _secret: str) -> LivenessChannel:
+        """See `hpctrain.node.agent.liveness.liveness_of`."""
+        place = LivenessPlace(
             context.node_rank,
             len(context.nodes),
             context.master_addr,
-            context.port + LIFELINE_PORT,
+            context.port + LIVENESS_PORT,
             self.setup.lease_s,
         )
-        return Lifeline(self, place)
+        return LivenessChannel(self, place)
 
     def highest_step(self) -> int | None:
         """That of this node's ranks."""
@@ -231,7 +231,7 @@ def _stand_ins(job: RecordedJob) -> list[tuple[Any, str, Any]]:
     return [
         (main, "job_spec", lambda _run: job.spec),
         (main, "start_secret", lambda *_: SECRET),
-        (main, "lifeline_of", job.lifeline_of),
+        (main, "liveness_of", job.liveness_of),
         (main, "NodeCheck", lambda *_: _NodeCheck()),
         (main, "NodeControl", lambda *_args, **_options: agents.Control(job)),
         (main, "_environment", lambda *_: _Environment()),

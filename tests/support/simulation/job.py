@@ -12,7 +12,7 @@ from hpctrain.core.base.records import JobContext, JobFacts
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.ledger.run.fence import Attempt as Fence
 from hpctrain.node.agent.in_place import InPlaceRendezvous
-from hpctrain.node.agent.lifeline import EARLY_END_S, LifelinePlace
+from hpctrain.node.agent.liveness import EARLY_END_S, LivenessPlace
 from hpctrain.node.agent.rendezvous import Rendezvous
 from hpctrain.node.agent.rounds import NothingToResume, RoundHooks, RoundPart
 from hpctrain.node.agent.signals import Arrival
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hpctrain.node.agent.in_place import RoundSize
     from hpctrain.node.agent.rounds import RoundEnd
     from hpctrain.node.hangs.standing import HangLimits
-    from tests.support.simulation.liveness import First, Lifeline
+    from tests.support.simulation.liveness import First, LivenessChannel
     from tests.support.simulation.stores import Store, StoreServer
 
 SECRET = "of the simulation"  # noqa: S105 - of a test
@@ -86,7 +86,7 @@ class Node:
         self.lines: list[Any] = []
         self.boards = self.stop_files = 0
         self.ended_s: float | None = None
-        self.lifeline: Lifeline | None = None
+        self.liveness: LivenessChannel | None = None
         self.task: Task | None = None
         self.agent: Any = None
         self.is_killed = False
@@ -153,7 +153,7 @@ class Job:
         self.nodes = [Node(Machine(number, f"n{number}", rng)) for number in range(setup.nodes)]
         self.ports: dict[int, StoreServer] = {}
         self.served = Bell()
-        self.lifelines: dict[int, First] = {}
+        self.channels: dict[int, First] = {}
         self.facts: list[tuple[float, int, Any]] = []
         self.attempts: dict[int, Attempt] = {}
         self.begun: list[tuple[int, tuple[str, ...], tuple[str, ...], int]] = []
@@ -256,17 +256,17 @@ class Job:
             "1", 0, node.number, names, "n0", PORT, "", self._wall(setup.end_s), KILL_WAIT_S
         )
         time = MachineClock(self.simulation)
-        lifeline = None
+        liveness = None
         rendezvous: Any
         if setup.size is None:
             rendezvous = Rendezvous("n0", PORT, node.number, names, run_id="1", timeout_s=600)
         else:
-            from tests.support.simulation.liveness import Lifeline
+            from tests.support.simulation.liveness import LivenessChannel
 
-            place = LifelinePlace(node.number, len(names), "n0", PORT + PORTS - 3, setup.lease_s)
-            lifeline = Lifeline(self, place)
+            place = LivenessPlace(node.number, len(names), "n0", PORT + PORTS - 3, setup.lease_s)
+            liveness = LivenessChannel(self, place)
             rendezvous = InPlaceRendezvous(
-                lifeline, names, port=PORT, run_id="1", timeout_s=600, size=setup.size, fits=bool
+                liveness, names, port=PORT, run_id="1", timeout_s=600, size=setup.size, fits=bool
             )
         agent = self.make_agent(node, rendezvous, context, time)
         try:
@@ -283,10 +283,10 @@ class Job:
             self.orphaned(node)
         if node.number == 0:
             self.first_ended_s = self.simulation.now_s
-        if lifeline is not None:
+        if liveness is not None:
             if node.number == 0:
-                lifeline.end("done", EARLY_END_S)
-            lifeline.stop()
+                liveness.end("done", EARLY_END_S)
+            liveness.stop()
         node.ended_s = self.simulation.now_s
 
     def orphaned(self, node: Node) -> None:
@@ -387,7 +387,7 @@ class Job:
 
     def is_left_behind(self) -> bool:
         """Whether others may have gone on without the first node, as the run's records say."""
-        hurting = {"power", "dies", "freezes", "cut", "lifeline"}
+        hurting = {"power", "dies", "freezes", "cut", "liveness"}
         was_hurt = any(fault.node == 0 and fault.kind in hurting for fault in self.faults)
         return bool(self.orphans) and was_hurt
 
@@ -467,7 +467,7 @@ class Job:
         lives = rank.state in {"runs", "computes", "starts", "works"}
         return Used(self.simulation.now_s if lives else 0.0, 0)
 
-    def tell_ranks(self, node: Node, cause: str) -> None:
+    def stop_ranks(self, node: Node, cause: str) -> None:
         """The node's ranks see that they should leave."""
         del cause
         for rank in node.live_ranks():
@@ -528,7 +528,7 @@ class Job:
             at_s = self.simulation.now_s + node.machine.booted_s
             node.arrivals.append(Arrival(signum, at_s))
             if self.listens or (signum == signal.SIGTERM and self.hears == "term"):
-                self.tell_ranks(node, signum.name)
+                self.stop_ranks(node, signum.name)
 
         self.simulation.after(0.0, heard, node.machine)
 
@@ -569,9 +569,9 @@ class Job:
                 self.was_killed_at_s = self.simulation.now_s
                 self.kill_agent(one, "is killed by the scheduler")
 
-    def _fault_lifeline(self, node: Node, _: float) -> None:
-        if node.lifeline is not None:
-            node.lifeline.die()
+    def _fault_liveness(self, node: Node, _: float) -> None:
+        if node.liveness is not None:
+            node.liveness.die()
 
     def _fault_control(self, node: Node, _: float) -> None:
         """There is no port for its ranks' agreement at the next start."""

@@ -13,7 +13,7 @@ import random
 import threading
 from typing import TYPE_CHECKING, Any
 
-from tests.support.clocks import THE_MACHINES, strangers
+from tests.support.clocks import THE_MACHINES, other_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -105,7 +105,7 @@ class Simulation:
         now_s: Simulated seconds since it began.
         current: The task that runs; None while something happens that belongs to none.
         trace: What has happened, in words, for a failure's message.
-        is_stranger: Whether a thread of the process has no part in it.
+        is_other: Whether a thread of the process has no part in it.
     """
 
     def __init__(self, seed: int | str) -> None:
@@ -115,7 +115,7 @@ class Simulation:
         self.current: Task | None = None
         self.trace: list[str] = []
         self.switches = 0
-        self.is_stranger = strangers()
+        self.is_other = other_threads()
         self._heap: list[_Event] = []
         self._numbers = itertools.count()
         self._main = threading.Lock()
@@ -339,7 +339,7 @@ class MachineClock:
 
     def now(self) -> float:
         """Seconds since the epoch, by the machine's clock."""
-        if self._simulation.is_stranger():
+        if self._simulation.is_other():
             return THE_MACHINES.now()
         machine = self._machine()
         return EPOCH_S + self._simulation.now_s + (machine.ahead_s if machine else 0.0)
@@ -352,7 +352,7 @@ class MachineClock:
 
     def monotonic(self) -> float:
         """Seconds since the machine was booted."""
-        if self._simulation.is_stranger():
+        if self._simulation.is_other():
             return THE_MACHINES.monotonic()
         machine = self._machine()
         return self._simulation.now_s + (machine.booted_s if machine else 0.0)
@@ -367,14 +367,14 @@ class MachineClock:
 
     def sleep(self, seconds: float) -> None:
         """Let simulated time go by."""
-        if self._simulation.is_stranger():
+        if self._simulation.is_other():
             THE_MACHINES.sleep(seconds)
         else:
             self._simulation.sleep(seconds)
 
     def wait(self, event: Waitable, timeout_s: float) -> bool:
         """Wait for an event that some other task sets."""
-        if self._simulation.is_stranger():
+        if self._simulation.is_other():
             return THE_MACHINES.wait(event, timeout_s)
         until_s = self._simulation.now_s + timeout_s
         while not event.wait(0):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.node.agent import lifeline as module
+from hpctrain.node.agent import liveness as module
 from tests.support.simulation.kernel import Bell
 from tests.support.simulation.network import connected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpctrain.node.agent.lifeline import LifelinePlace
+    from hpctrain.node.agent.liveness import LivenessPlace
     from tests.support.simulation.job import Job, Node
     from tests.support.simulation.network import End
     from tests.support.simulation.stores import Store
@@ -23,10 +23,10 @@ LINE_S = 0.0005
 """Between an agent and its process."""
 
 
-class Lifeline(module.Lifeline):
+class LivenessChannel(module.LivenessChannel):
     """The agent's side."""
 
-    def __init__(self, job: Job, place: LifelinePlace) -> None:
+    def __init__(self, job: Job, place: LivenessPlace) -> None:
         self.place, self.pid = place, 1
         self._job, self._node = job, job.here()
         self._is_gone = self._is_stopped = False
@@ -37,7 +37,7 @@ class Lifeline(module.Lifeline):
         side = First if place.node == 0 else Other
         self.side = side(job, self._node, place, self._put)
         self._node.children.append(self.side.end)
-        self._node.lifeline = self
+        self._node.liveness = self
 
     def say(self, message: dict[str, Any]) -> None:
         """See the real one; so below."""
@@ -96,8 +96,8 @@ class Lifeline(module.Lifeline):
 class _Side:
     """What both sides have: turns, and an end."""
 
-    def _begin_here(self, job: Job, node: Node, tell: Callable[[dict[str, Any]], None]) -> None:
-        self.job, self.node, self._put = job, node, tell
+    def _begin_here(self, job: Job, node: Node, send: Callable[[dict[str, Any]], None]) -> None:
+        self.job, self.node, self._put = job, node, send
         self.is_up = True
         self.ends: list[End] = []
         self._last_s = job.simulation.now_s
@@ -114,7 +114,7 @@ class _Side:
         for end in self.ends:
             end.close()
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         if self.is_up:
             self._put(message)
 
@@ -138,14 +138,14 @@ class First(_Side, module._First):
     """The first node's process."""
 
     def __init__(
-        self, job: Job, node: Node, place: LifelinePlace, tell: Callable[[dict[str, Any]], None]
+        self, job: Job, node: Node, place: LivenessPlace, send: Callable[[dict[str, Any]], None]
     ) -> None:
         module._First.__init__(self, place, "", None, 0)
         self.admitted: set[int] = set()
-        self._begin_here(job, node, tell)
-        job.lifelines[place.port] = self
+        self._begin_here(job, node, send)
+        job.channels[place.port] = self
 
-    def knock(self, node: int, end: End) -> bool:
+    def connect(self, node: int, end: End) -> bool:
         """Whether that node is let in, as `ChildrenListener` does."""
         if not self.is_up or node not in self._awaited or node in self.admitted:
             return False
@@ -162,33 +162,33 @@ class Other(_Side, module._Other):
     """Any other node's process."""
 
     def __init__(
-        self, job: Job, node: Node, place: LifelinePlace, tell: Callable[[dict[str, Any]], None]
+        self, job: Job, node: Node, place: LivenessPlace, send: Callable[[dict[str, Any]], None]
     ) -> None:
         module._Other.__init__(self, place, "", None, 0, None)
         self._stores: list[list[Store]] = []
-        self._begin_here(job, node, tell)
+        self._begin_here(job, node, send)
         self._until_s = job.simulation.now_s + module.FIRST_S
-        self._knock()
+        self._connect()
 
     def guard(self, stores: list[Store]) -> None:
         """Keep those of the last two calls."""
         self._stores = [*self._stores[-1:], stores]
 
-    def _knock(self) -> None:
+    def _connect(self) -> None:
         if not self.is_up:
             return
         job, machine = self.job, self.node.machine
-        first = job.lifelines.get(self._place.port)
+        first = job.channels.get(self._place.port)
         if first is not None and job.network.reaches(machine, first.node.machine):
             own, others = connected(job.network, machine, first.node.machine)
-            if first.knock(self._place.node, others):
+            if first.connect(self._place.node, others):
                 self.ends.append(own)
                 self._met(own)
                 return
         if job.simulation.now_s > self._until_s:
             self._leave("the first node's agent cannot be reached")
             return
-        job.simulation.after(module.TRY_AGAIN_S, self._knock, machine)
+        job.simulation.after(module.TRY_AGAIN_S, self._connect, machine)
 
     def _close_guarded(self) -> None:
         for store in [store for stores in self._stores for store in stores]:
@@ -200,6 +200,6 @@ class Other(_Side, module._Other):
 
         def kill() -> None:
             if self.is_up and node.task is task and not node.is_killed:
-                job.kill_agent(node, "its lifeline kills it")
+                job.kill_agent(node, "its liveness channel kills it")
 
         job.simulation.after(seconds, kill, node.machine)

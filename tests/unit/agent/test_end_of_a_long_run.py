@@ -64,7 +64,7 @@ def lost(run):
 
 
 def preempted(run):
-    deadline = SimpleNamespace(cause=StopCause.TERM, is_told_to_stop=lambda: True)
+    deadline = SimpleNamespace(cause=StopCause.TERM, is_stop_requested=lambda: True)
     assert ending(run).conclude(1, RoundEnd("left"), deadline) == 0
 
 
@@ -76,7 +76,7 @@ def crashed(run):
     write_event(run, "attempt_ended", attempt=0, reason="crashed", next="requeue")
     mine, deadline = (
         ending(run, preempt_time=None),
-        SimpleNamespace(cause=None, is_told_to_stop=lambda: False),
+        SimpleNamespace(cause=None, is_stop_requested=lambda: False),
     )
     end = RoundEnd("failed", failure=CRASH)
     assert not mine.after_crash(1, CRASH)

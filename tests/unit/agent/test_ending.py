@@ -312,7 +312,7 @@ def test_a_file_system_that_refuses_costs_an_attempt_of_its_own_budget(tmp_path,
 
     assert not mine.after_crash(number, failure)
     end = SimpleNamespace(ending="failed", failure=failure, why=REFUSED, silent_nodes=[])
-    deadline = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+    deadline = SimpleNamespace(cause=None, is_stop_requested=lambda: False)
     code = mine.conclude(number, end, deadline)
 
     told = all_fields(last(story, "attempt_ended"))
@@ -343,7 +343,7 @@ def test_ranks_that_left_between_two_steps_without_a_word_are_not_done(
         story.add("done", 1, step=7)
     scheduler = Scheduler()
     scheduler.requeue = lambda: calls.append("requeue")
-    deadline = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+    deadline = SimpleNamespace(cause=None, is_stop_requested=lambda: False)
 
     ending(story, scheduler).conclude(1, RoundEnd("left"), deadline)
 
@@ -362,7 +362,7 @@ def test_a_program_that_says_it_has_failed_for_good_does_not_start_again(story, 
     """Also after hours, and where it was to stop anyway: its word counts."""
     story.steps(1, 1, 50)
     (story.run.attempt(1) / "outcome.json").write_text('{"outcome": "failed"}')
-    deadline = SimpleNamespace(cause=heard, is_told_to_stop=lambda: heard is not None)
+    deadline = SimpleNamespace(cause=heard, is_stop_requested=lambda: heard is not None)
     failure = FailureReport(0, "n1", kind, "ValueError: x")
     mine = ending(story, Scheduler())
 
@@ -376,7 +376,7 @@ def test_a_program_that_says_it_has_failed_for_good_does_not_start_again(story, 
 def test_a_program_with_its_own_loop_that_was_asked_to_stop_and_left_has_stopped(story):
     word = {"outcome": "left", "step": 7, "cause": "clock"}
     (story.run.attempt(1) / "outcome.json").write_text(json.dumps(word))
-    deadline = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+    deadline = SimpleNamespace(cause=None, is_stop_requested=lambda: False)
     scheduler = Scheduler()
     scheduler.requeue = lambda: None
 
@@ -390,7 +390,7 @@ def test_a_program_that_knows_nothing_of_hpctrain_is_done_when_it_leaves(tmp_pat
     story = Story(tmp_path / "gpt").submitted("7")
     number = take_attempt(story.run, job_id="7", restarts=1).number
     story.started(number, "7", restarts=1)
-    deadline = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+    deadline = SimpleNamespace(cause=None, is_stop_requested=lambda: False)
 
     ending(story, Scheduler()).conclude(number, RoundEnd("left"), deadline)
 
@@ -518,7 +518,7 @@ def test_an_agent_that_was_overtaken_neither_restarts_nor_requeues(story):
     scheduler.requeue = lambda: scheduler.asked.append("requeue")
     mine = ending(story, scheduler)
     end = SimpleNamespace(ending="failed", failure=KILLED, why="", silent_nodes=[])
-    deadline = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+    deadline = SimpleNamespace(cause=None, is_stop_requested=lambda: False)
 
     assert not mine.after_crash(1, KILLED)
     assert mine.conclude(1, end, deadline) == 0
@@ -622,7 +622,7 @@ def test_an_error_of_the_users_stays_one_where_the_scheduler_was_silent(tmp_path
     scheduler, answer = Scheduler(), Scheduler().facts
     scheduler.requeue = scheduler.forbid_requeue = lambda: scheduler.asked.append("asked")
     end = RoundEnd("failed", failure=FailureReport(0, "n1", "exception", "ValueError: x"))
-    deadline = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+    deadline = SimpleNamespace(cause=None, is_stop_requested=lambda: False)
 
     def silent():
         raise ClusterUnreachable("no answer")
@@ -658,7 +658,7 @@ def test_the_agent_writes_its_decision_before_it_carries_it_out(story):
     """A requeue is what gets the agent killed."""
     scheduler, seen = Scheduler(), []
     scheduler.requeue = lambda: seen.append(all_fields(last(story, "attempt_ended"))["next"])
-    deadline = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+    deadline = SimpleNamespace(cause=None, is_stop_requested=lambda: False)
 
     ending(story, scheduler).conclude(1, RoundEnd("failed", failure=KILLED), deadline)
 
@@ -711,7 +711,7 @@ def test_a_program_that_hung_is_done_where_those_that_returned_can_say_so(
     scheduler, failure = Scheduler(), hang(*left)
     scheduler.requeue = lambda: None
     own = ending(story, scheduler)
-    deadline = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+    deadline = SimpleNamespace(cause=None, is_stop_requested=lambda: False)
     end = RoundEnd("hung", why=failure.summary, failure=failure)
 
     assert own.after_crash(number, failure) is (ends == "crashed")

@@ -14,7 +14,7 @@ from hpctrain.core.settings.spec import load_spec
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.fence import take_attempt
-from hpctrain.node.agent.ending import Convictions, convicted
+from hpctrain.node.agent.ending import ExcludedNodes, nodes_to_exclude
 from hpctrain.node.agent.loss_ending import LossEnding
 from hpctrain.node.agent.rounds import RoundEnd
 from tests.support.ledger_runs import all_fields
@@ -33,7 +33,7 @@ def name(story, node="n2", kind="replicas_differ", **more):
 
 def kept_out(story, context=CONTEXT, **settings):
     history = RunHistory.read(story.run)
-    return list(Convictions(story.run, replaced(Settings(), settings), context).keep_out(history))
+    return list(ExcludedNodes(story.run, replaced(Settings(), settings), context).keep_out(history))
 
 
 @pytest.mark.parametrize("kind", ["replicas_differ", "nonfinite"])
@@ -70,9 +70,9 @@ def test_what_is_not_certain_or_another_nodes_does_not_count(story, doubt):
 def test_a_node_that_was_left_out_begins_anew(story):
     name(name(story.started(1)))
     story.add("excluded", 1, nodes=["n2"])
-    assert convicted(RunHistory.read(story.run), 2) == {}
+    assert nodes_to_exclude(RunHistory.read(story.run), 2) == {}
     name(story)
-    assert convicted(RunHistory.read(story.run), 2) == {}
+    assert nodes_to_exclude(RunHistory.read(story.run), 2) == {}
 
 
 def test_nothing_is_left_out_where_that_is_off_or_leaves_no_node(story):
@@ -115,7 +115,7 @@ def crashed(story, times):
     return LossEnding(story.run, load_spec(story.run.spec), CONTEXT, scheduler), scheduler
 
 
-NEVER_ASKED = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+NEVER_ASKED = SimpleNamespace(cause=None, is_stop_requested=lambda: False)
 
 
 def excluded(story):
@@ -135,7 +135,7 @@ def test_the_end_of_an_attempt_has_the_job_go_on_without_it(story):
 
 def test_named_once_the_ranks_start_again_in_the_allocation(story):
     end, _ = crashed(story, 1)
-    end.convictions.leave_out = lambda _bad: pytest.fail("there is none")
+    end.excluded_nodes.leave_out = lambda _bad: pytest.fail("there is none")
     assert end.after_crash(1, FAILURE)
 
 
@@ -143,7 +143,7 @@ def test_named_once_the_ranks_start_again_in_the_allocation(story):
 def test_the_ranks_start_again_here_where_others_can_go_on_without_it(story, others_can):
     end, scheduler = crashed(story, 2)
     asked = []
-    end.convictions.leave_out = lambda bad: asked.append(dict(bad)) or others_can
+    end.excluded_nodes.leave_out = lambda bad: asked.append(dict(bad)) or others_can
 
     assert end.after_crash(1, FAILURE) is others_can
 
@@ -156,7 +156,7 @@ def test_the_ranks_start_again_here_where_others_can_go_on_without_it(story, oth
 
 def test_a_later_requeue_keeps_out_what_was_left_out_here(story):
     end, scheduler = crashed(story, 2)
-    end.convictions.leave_out = lambda _bad: True
+    end.excluded_nodes.leave_out = lambda _bad: True
     assert end.after_crash(1, FAILURE)
     number = take_attempt(story.run, job_id="7", restarts=1).number
     story.started(number, "7", by="restart").restored(number).steps(number, 41, 60)
@@ -169,7 +169,7 @@ def test_a_later_requeue_keeps_out_what_was_left_out_here(story):
 
 def test_nodes_are_left_out_only_once_all_else_has_agreed_to_another_round(story):
     end, scheduler = crashed(story, 2)
-    end.convictions.leave_out = lambda _bad: pytest.fail("none follows")
+    end.excluded_nodes.leave_out = lambda _bad: pytest.fail("none follows")
     scheduler.facts = lambda: JobFacts("RUNNING", restarts=2)  # SLURM runs the job again
     assert not end.after_crash(1, FAILURE)
     assert not end.after_loss(1, "n1 was lost")
@@ -179,7 +179,7 @@ def test_nodes_are_left_out_only_once_all_else_has_agreed_to_another_round(story
 def test_a_round_that_ends_for_another_node_leaves_it_out_too_where_that_can_be(story, others_can):
     end, _ = crashed(story, 2)
     asked = []
-    end.convictions.leave_out = lambda bad: asked.append(list(bad)) or others_can
+    end.excluded_nodes.leave_out = lambda bad: asked.append(list(bad)) or others_can
     assert end.after_loss(1, "another node")
     assert asked == [["n2"]]
 

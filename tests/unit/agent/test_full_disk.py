@@ -179,7 +179,7 @@ def training(runs):
 class Watch:
     cause = StopCause.TERM
 
-    def is_told_to_stop(self):
+    def is_stop_requested(self):
         return self.cause is not None
 
 

@@ -125,8 +125,8 @@ def test_one_who_asks_hears_of_an_incident_once_and_of_the_end_too(
     story.add("hang", 1, **HANG)
 
     for _ in range(3):
-        watch.tell(kinds.HangFound(**{**HANG, "ranks": (3,)}), 1)
-    watch.tell(kinds.HangCleared(seconds=9.0), 1)
+        watch.notify(kinds.HangFound(**{**HANG, "ranks": (3,)}), 1)
+    watch.notify(kinds.HangCleared(seconds=9.0), 1)
     (child,) = children
     wait_for(child, 60)
 
@@ -147,9 +147,9 @@ def test_another_rank_or_another_attempt_is_told_again(story, asked, monkeypatch
     watch = Incidents(story.run, settings)
 
     for attempt, rank in ((1, 5), (1, 5), (1, 6), (2, 5)):
-        watch.tell(kinds.StragglerFound(ranks=(rank,)), attempt)
+        watch.notify(kinds.StragglerFound(ranks=(rank,)), attempt)
     for node in ("n2", "n2", "n3"):
-        watch.tell(kinds.NodeLost(node=node), 2)
+        watch.notify(kinds.NodeLost(node=node), 2)
 
     slow, lost = ("straggler", ""), "node_lost"
     assert told == [(1, slow), (1, slow), (2, slow), (2, (lost, "n2")), (2, (lost, "n3"))]
@@ -158,7 +158,7 @@ def test_another_rank_or_another_attempt_is_told_again(story, asked, monkeypatch
 def test_who_has_not_asked_for_incidents_costs_no_process(story, asked, monkeypatch):
     monkeypatch.setattr(notify, "notify", lambda *_, **__: pytest.fail("a process is started"))
 
-    Incidents(story.run, asked("attempt", "failed")).tell(kinds.NodeLost(node="n2"), 1)
+    Incidents(story.run, asked("attempt", "failed")).notify(kinds.NodeLost(node="n2"), 1)
 
 
 def test_a_lost_node_is_told_by_who_writes_it_down(story, asked, monkeypatch):

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from hpctrain.core.base.env import HPCTRAIN_GENERATION
 from hpctrain.core.base.records import JobContext
-from hpctrain.node.agent.loss_ending import Succession, generation_of
+from hpctrain.node.agent.loss_ending import LeaderFailover, generation_of
 
 SECRET = "of this start"  # noqa: S105 - of a test
 
@@ -20,33 +20,33 @@ def context(node):
     return JobContext("7", 0, nodes.index(node), nodes, "127.0.0.1", 20000, "tok")
 
 
-def succession(run, node, secret=SECRET):
-    return Succession(run, secret, context(node))
+def failover(run, node, secret=SECRET):
+    return LeaderFailover(run, secret, context(node))
 
 
 def test_who_claims_first_leads_and_the_others_find_it(run):
-    assert succession(run, "n3").claimed() is None
-    begun = succession(run, "n3").claim(follows=4)
+    assert failover(run, "n3").claimed() is None
+    begun = failover(run, "n3").claim(follows=4)
     assert (begun.number, begun.leader, begun.follows, begun.lost) == (1, "n3", 4, ("n1",))
-    assert succession(run, "n2").claimed() == begun
-    assert succession(run, "n2").claim(follows=4) == begun
+    assert failover(run, "n2").claimed() == begun
+    assert failover(run, "n2").claim(follows=4) == begun
 
 
-def test_a_claim_of_another_start_of_the_job_or_of_a_stranger_is_none(run):
-    begun = succession(run, "n3", secret="of the start before").claim(follows=4)
-    assert succession(run, "n2").claimed() is None
+def test_a_claim_of_another_start_of_the_job_or_of_another_user_is_none(run):
+    begun = failover(run, "n3", secret="of the start before").claim(follows=4)
+    assert failover(run, "n2").claimed() is None
     run.successor.write_text(json.dumps(asdict(begun)))
-    assert succession(run, "n2").claimed() is None
-    assert succession(run, "n2").claim(follows=5).leader == "n2"
+    assert failover(run, "n2").claimed() is None
+    assert failover(run, "n2").claim(follows=5).leader == "n2"
 
 
 def test_nobody_else_can_read_where_the_agents_meet(run):
-    succession(run, "n3").claim(follows=4)
+    failover(run, "n3").claim(follows=4)
     assert run.successor.stat().st_mode & 0o777 == 0o600
 
 
 def test_nodes_that_were_lost_before_have_no_place(run):
-    begun = succession(run, "n3").claim(follows=4, lost=["n1", "n2", "another job's"])
+    begun = failover(run, "n3").claim(follows=4, lost=["n1", "n2", "another job's"])
 
     assert begun.lost == ("n1", "n2")
     assert begun.context(context("n4")).nodes == ["n3", "n4"]
@@ -55,7 +55,7 @@ def test_nodes_that_were_lost_before_have_no_place(run):
 def test_nodes_that_were_added_have_a_place_and_those_that_never_came_have_none(run):
     claimer = context("n3")
     claimer.nodes.extend(["", "n9", "n2"])  # n2 was lost, and was added again
-    begun = Succession(run, SECRET, claimer).claim(follows=4)
+    begun = LeaderFailover(run, SECRET, claimer).claim(follows=4)
 
     assert begun.nodes == ("n3", "n2", "n4", "n9")
     added = JobContext("7", 0, 0, ["n9"], "127.0.0.1", 20000, "tok")
@@ -63,7 +63,7 @@ def test_nodes_that_were_added_have_a_place_and_those_that_never_came_have_none(
 
 
 def test_each_finds_its_place_behind_the_leader(run):
-    begun = succession(run, "n3").claim(follows=4)
+    begun = failover(run, "n3").claim(follows=4)
     for node, place in {"n3": 0, "n2": 1, "n4": 2}.items():
         later = begun.context(context(node))
         assert (later.nodes, later.node_rank) == (["n3", "n2", "n4"], place)
@@ -72,16 +72,16 @@ def test_each_finds_its_place_behind_the_leader(run):
 
 
 def test_a_generation_goes_on_after_a_generation(run, monkeypatch):
-    first = succession(run, "n3").claim(follows=4)
+    first = failover(run, "n3").claim(follows=4)
     monkeypatch.setenv(HPCTRAIN_GENERATION, json.dumps(asdict(first)))
     assert generation_of(os.environ) == first
-    later = Succession(run, SECRET, first.context(context("n4")))
+    later = LeaderFailover(run, SECRET, first.context(context("n4")))
     assert later.claimed() is None, "that is this one"
     second = later.claim(follows=6)
     monkeypatch.delenv(HPCTRAIN_GENERATION)
     assert (second.number, second.leader, second.lost) == (2, "n4", ("n1", "n3"))
     assert second.context(context("n2")).nodes == ["n4", "n2"]
-    assert succession(run, "n2").claimed() == second, "who is late finds the newest"
+    assert failover(run, "n2").claimed() == second, "who is late finds the newest"
     assert len({SECRET, first.secret(SECRET), second.secret(SECRET)}) == 3
 
 

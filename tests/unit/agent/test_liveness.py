@@ -14,7 +14,7 @@ import time
 import pytest
 
 from hpctrain.core.base import clock
-from hpctrain.node.agent.lifeline import Lifeline, LifelinePlace
+from hpctrain.node.agent.liveness import LivenessChannel, LivenessPlace
 from tests.support.ports import free_port
 
 SECRET = "the same on all nodes"  # noqa: S105 - of a test
@@ -24,12 +24,12 @@ FOR_EVER_S = 1e6
 
 def _other(node, port, secret, line):
     """An agent of another node: hands on what it hears."""
-    place = LifelinePlace(node, 3, "127.0.0.1", port, LEASE_S)
-    with Lifeline(place, secret) as lifeline:
-        line.send(lifeline.pid)
-        lifeline.say({"ready": True, "switch": f"s{node}"})
+    place = LivenessPlace(node, 3, "127.0.0.1", port, LEASE_S)
+    with LivenessChannel(place, secret) as liveness:
+        line.send(liveness.pid)
+        liveness.say({"ready": True, "switch": f"s{node}"})
         while True:
-            for said in lifeline.news(0.1):
+            for said in liveness.news(0.1):
                 line.send(said)
             if line.poll():
                 line.recv()
@@ -37,11 +37,11 @@ def _other(node, port, secret, line):
 
 
 class Nodes:
-    """Node 0's lifeline in this process, two others in processes of their own."""
+    """Node 0's liveness channel in this process, two others in processes of their own."""
 
     def __init__(self):
         self.port = free_port()
-        self.first = Lifeline(LifelinePlace(0, 3, "127.0.0.1", self.port, LEASE_S), SECRET)
+        self.first = LivenessChannel(LivenessPlace(0, 3, "127.0.0.1", self.port, LEASE_S), SECRET)
         self.lines, self.agents, self.pids = {}, {}, {}
 
     def begin(self, node, secret=SECRET):
@@ -115,9 +115,9 @@ def test_a_node_that_stands_still_is_lost_after_a_lease_and_leaves_as_it_goes_on
 
 def test_what_an_agent_waits_on_is_closed_as_it_is_to_leave(nodes):
     """What a frozen node serves is not closed by itself, and its reader would not hear of it."""
-    place = LifelinePlace(1, 2, "127.0.0.1", nodes.port, LEASE_S)
+    place = LivenessPlace(1, 2, "127.0.0.1", nodes.port, LEASE_S)
     pairs = [socket.socketpair() for _ in range(5)]
-    with Lifeline(place, SECRET) as own:
+    with LivenessChannel(place, SECRET) as own:
         nodes.first.say({"round": {"round": 0, "members": [0, 1]}})
         assert own.news(20.0), "it has met the first node's"
         for mine, _ in pairs:

@@ -1,4 +1,4 @@
-"""Both sides of the lifeline in one event loop whose time jumps: leases to the moment.
+"""Both sides of the liveness channel in one event loop whose time jumps: leases to the moment.
 
 A node here is its process's coroutine, and the test is its agent. test_liveness.py has the
 processes, and real time.
@@ -14,13 +14,13 @@ import socket
 import pytest
 
 from hpctrain.core.base.secret import code
-from hpctrain.node.agent import lifeline
-from hpctrain.node.agent.lifeline import (
+from hpctrain.node.agent import liveness
+from hpctrain.node.agent.liveness import (
     BEATS,
     FIRST_S,
     LEAVE_S,
     RUNS,
-    LifelinePlace,
+    LivenessPlace,
     _First,
     _Other,
 )
@@ -39,7 +39,7 @@ AGENT = 4711
 
 
 def greeting(secret=SECRET):
-    return Greeting(code(secret, "lifeline"), "lifeline")
+    return Greeting(code(secret, "liveness"), "liveness")
 
 
 class Node:
@@ -82,15 +82,15 @@ class Job:
 
     def __init__(self, hands, patch):
         self.hands, self.patch = hands, patch
-        self.killed, self.doors, self.guards = [], [], []
+        self.killed, self.listeners, self.guards = [], [], []
         self.nodes = []
 
     async def open(self):
         listens, opened = asyncio.Event(), ChildrenListener.open
 
-        def kept(door, *at):
-            self.port = opened(door, *at)
-            self.doors.append(door)
+        def kept(listener, *at):
+            self.port = opened(listener, *at)
+            self.listeners.append(listener)
             listens.set()
             return self.port
 
@@ -100,14 +100,14 @@ class Job:
         return self
 
     async def node(self, number, *, nodes=3, secret=SECRET, port=None):
-        place = LifelinePlace(number, nodes, HERE, 0 if number == 0 else port or self.port, LEASE_S)
+        place = LivenessPlace(number, nodes, HERE, 0 if number == 0 else port or self.port, LEASE_S)
         mine, theirs = socket.socketpair()
         if number == 0:
-            node = Node(_First(place, code(secret, "lifeline"), theirs, AGENT), mine)
+            node = Node(_First(place, code(secret, "liveness"), theirs, AGENT), mine)
         else:
             own, guarded = socket.socketpair()
             self.guards += [own, guarded]
-            side = _Other(place, code(secret, "lifeline"), theirs, AGENT + number, guarded)
+            side = _Other(place, code(secret, "liveness"), theirs, AGENT + number, guarded)
             node = Node(side, mine, own)
         self.nodes.append(node)
         await node.begin()
@@ -124,8 +124,8 @@ class Job:
         return node
 
     def close(self):
-        for door in self.doors:
-            door.close()
+        for listener in self.listeners:
+            listener.close()
         loop = asyncio.get_running_loop()
         for transport in list(loop._transports.values()):
             transport.abort()
@@ -145,7 +145,7 @@ def run(monkeypatch):
         async def live():
             job = Job(hands, monkeypatch)
             monkeypatch.setattr(
-                lifeline.os, "kill", lambda pid, sig: job.killed.append((pid, sig, hands.passed_s))
+                liveness.os, "kill", lambda pid, sig: job.killed.append((pid, sig, hands.passed_s))
             )
             try:
                 return await act(await job.open())
@@ -163,8 +163,8 @@ class Silent:
 
     async def open(self):
         self.inside, self.come = {}, asyncio.Queue()
-        door = ChildrenListener({1, 2}, greeting, self._let_in)
-        return door.open(HERE)
+        listener = ChildrenListener({1, 2}, greeting, self._let_in)
+        return listener.open(HERE)
 
     def _let_in(self, node, end):
         self.inside[node] = end
@@ -336,7 +336,7 @@ def test_one_that_is_dropped_hears_why_and_is_not_lost_besides(run):
         said = await dropped.hear("dropped")
         await job.first.is_quiet()
         job.first.say(over="done")
-        await job.first.hear("all_told")
+        await job.first.hear("all_informed")
         return said, await other.hear("over"), job.killed
 
     said, over, killed = run(act)
@@ -352,9 +352,9 @@ def test_at_the_end_all_are_told_also_who_comes_later_and_nobody_is_killed(run):
         await job.first.is_quiet(LEASE_S)  # not all are told
         late = await job.node(2)
         told.append(await late.hear("over"))
-        await job.first.hear("all_told")
-        for door in job.doors:
-            door.close()
+        await job.first.hear("all_informed")
+        for listener in job.listeners:
+            listener.close()
         for end in list(job.first.side._others.values()):
             end.close()  # as the first node's process ends
         await late.is_quiet(10 * LEASE_S)
@@ -369,7 +369,7 @@ def test_who_is_not_awaited_any_more_does_not_hold_up_the_end_and_may_come_all_t
         job.first.say(absent=[2])
         job.first.say(over="done")
         began_s = job.hands.passed_s
-        await job.first.hear("all_told")
+        await job.first.hear("all_informed")
         waited_s = job.hands.passed_s - began_s
         return waited_s, await (await job.node(2)).hear("over")
 
@@ -379,10 +379,10 @@ def test_who_is_not_awaited_any_more_does_not_hold_up_the_end_and_may_come_all_t
 @pytest.mark.parametrize(
     ("number", "secret"), [(1, "another"), (5, SECRET)], ids=["stranger", "not awaited"]
 )
-def test_who_is_a_stranger_or_not_awaited_is_not_let_in_and_gives_up(
+def test_who_is_another_user_or_not_awaited_is_not_let_in_and_gives_up(
     run, monkeypatch, number, secret
 ):
-    monkeypatch.setattr(lifeline, "TRY_AGAIN_S", 10.0)
+    monkeypatch.setattr(liveness, "TRY_AGAIN_S", 10.0)
 
     async def act(job):
         other = await job.node(number, secret=secret)

@@ -149,7 +149,7 @@ class Begun(str):
     nodes = ("n2", "n3")
 
 
-class Succession:
+class LeaderFailover:
     """What other agents have begun, and what is begun here."""
 
     is_possible = True
@@ -170,27 +170,27 @@ class Succession:
 
 def test_agents_that_are_left_go_on_without_the_first_node_and_requeue_nothing(story):
     own = ending(story, scheduler := Scheduler())
-    own.succession = Succession()
+    own.failover = LeaderFailover()
 
     assert own.after_first_node("silent", "n2", 1, 0, no_time) == "generation after 1"
 
-    assert (own.succession.made, scheduler.requeued) == ([1], 0)
+    assert (own.failover.made, scheduler.requeued) == ([1], 0)
     assert ends(story) == [("node_failed", "restart", "n1 was lost: silent")]
 
 
 def test_nobody_waits_for_nodes_that_were_lost_before_the_first_one(story):
     own = ending(story, Scheduler())
-    own.succession = Succession()
+    own.failover = LeaderFailover()
     own.record_loss(1, Loss(1, "n2", "its ranks died twice", was_member=True), ["n1", "n3"])
 
     assert own.after_first_node("silent", "n3", 1, 0, no_time)
 
-    assert own.succession.lost == {"n2"}
+    assert own.failover.lost == {"n2"}
 
 
 def test_a_node_that_thaws_has_no_place_where_it_was_lost_before_the_first_one(story, monkeypatch):
     own = ending(story, Scheduler())
-    own.succession = Succession(["theirs"])
+    own.failover = LeaderFailover(["theirs"])
     monkeypatch.setattr(Begun, "nodes", ("n3",))
 
     assert own.after_first_node("silent", "n2", 1, 1, no_time) is None
@@ -199,7 +199,7 @@ def test_a_node_that_thaws_has_no_place_where_it_was_lost_before_the_first_one(s
 def test_a_first_node_that_thaws_calls_nobody_lost(story):
     """Else the agents that go on would find themselves there, and leave at the next loss."""
     own = ending(story, Scheduler())
-    own.succession = Succession(["theirs"] * 3)
+    own.failover = LeaderFailover(["theirs"] * 3)
 
     own.record_loss(1, Loss(1, "n2", "Broken pipe", was_member=True), [])
 
@@ -208,25 +208,25 @@ def test_a_first_node_that_thaws_calls_nobody_lost(story):
 
 def test_one_that_hears_of_another_leader_follows_it_and_writes_nothing(story):
     own = ending(story, scheduler := Scheduler())
-    own.succession = Succession([None, "theirs"])
+    own.failover = LeaderFailover([None, "theirs"])
 
     assert own.after_first_node("silent", "n3", 1, 1, no_time) == "theirs"
 
-    assert (own.succession.made, scheduler.requeued, ends(story)) == ([], 0, [])
+    assert (own.failover.made, scheduler.requeued, ends(story)) == ([], 0, [])
 
 
 def test_one_that_another_was_quicker_than_follows_it(story):
     own = ending(story, scheduler := Scheduler())
-    own.succession = Succession([None] * round(PROOF_S / LOOK_S) + ["theirs"] * 2)
+    own.failover = LeaderFailover([None] * round(PROOF_S / LOOK_S) + ["theirs"] * 2)
 
     assert own.after_first_node("silent", "n3", 1, 0, no_time) == "theirs"
 
-    assert (own.succession.made, scheduler.requeued, ends(story)) == ([], 0, [])
+    assert (own.failover.made, scheduler.requeued, ends(story)) == ([], 0, [])
 
 
 def test_a_first_node_that_thaws_ends_nothing_of_those_that_go_on_without_it(story):
     own = ending(story, scheduler := Scheduler())
-    own.succession = Succession(["theirs"] * 3)
+    own.failover = LeaderFailover(["theirs"] * 3)
 
     assert not own.after_loss(1, "n2 was lost")
     assert own.conclude(1, RoundEnd("failed", why="n2 was lost"), None) == 0
@@ -236,8 +236,8 @@ def test_a_first_node_that_thaws_ends_nothing_of_those_that_go_on_without_it(sto
 
 def test_where_nobody_can_lead_the_job_is_requeued(story):
     own = ending(story, scheduler := Scheduler())
-    own.succession = Succession()
-    own.succession.claim = lambda _follows, _lost: (_ for _ in ()).throw(OSError("no room"))
+    own.failover = LeaderFailover()
+    own.failover.claim = lambda _follows, _lost: (_ for _ in ()).throw(OSError("no room"))
 
     assert own.after_first_node("silent", "n2", 1, 0, no_time) is None
 
@@ -246,7 +246,7 @@ def test_where_nobody_can_lead_the_job_is_requeued(story):
 
 def test_too_few_agents_that_came_to_go_on_requeue_the_job(story):
     own = ending(story, scheduler := Scheduler())
-    own.succession = Succession()
+    own.failover = LeaderFailover()
     own.after_first_node("silent", "n2", 1, 0, no_time)
 
     later = ending(story, scheduler)
@@ -291,13 +291,13 @@ def test_a_job_whose_first_node_was_lost_before_its_first_attempt_is_requeued(tm
             take_attempt(story.run, job_id=job_id, restarts=restarts)
     number = 1 if newest is None else 2
     own = ending(story, scheduler := Scheduler(restarts=1), restarts=1)
-    own.succession = Succession()
+    own.failover = LeaderFailover()
 
     assert own.after_first_node("silent", "n2", 0, 0, no_time) is None
     later = ending(story, second := Scheduler(restarts=1), restarts=1)
     assert later.after_first_node("silent", "n3", 0, 1, no_time) is None
 
-    assert (scheduler.requeued, second.requeued, own.succession.made) == (1, 0, [])
+    assert (scheduler.requeued, second.requeued, own.failover.made) == (1, 0, [])
     assert ends(story) == [
         ("node_failed", "requeue", "n1 was lost before a rank had started: silent")
     ]
@@ -380,17 +380,17 @@ def test_losses_of_another_start_of_the_job_are_no_sign_that_the_first_node_live
     assert scheduler.requeued == 1
 
 
-def test_who_sees_to_the_job_is_not_ended_by_its_own_lifeline():
+def test_who_sees_to_the_job_is_not_ended_by_its_own_liveness():
     """It kills an agent that has not left after some seconds; here it proves and waits for more."""
     done = []
     agent = SimpleNamespace(attempt_number=4)
     place = SimpleNamespace(
         members=(0, 2), nodes=["n1", "n2", "n3"], node=1, can_do_without_first=lambda: True
     )
-    line = SimpleNamespace(stop=lambda: done.append("lifeline stopped"))
+    line = SimpleNamespace(stop=lambda: done.append("liveness channel stopped"))
     own = SimpleNamespace(after_first_node=lambda *told: done.append(told))  # nobody succeeds
 
     main._leave(agent, LeftOut("silent", first_is_gone=True), place, own, line)
     main._leave(agent, LeftOut("this node stood still"), place, own, line)
 
-    assert done == ["lifeline stopped", ("silent", "n2", 4, 1), "lifeline stopped"]
+    assert done == ["liveness channel stopped", ("silent", "n2", 4, 1), "liveness channel stopped"]

@@ -386,7 +386,7 @@ def test_the_batch_side_tells_of_the_end_that_agents_wrote_or_could_not(story, t
     )
 
     side.finish()
-    side.wait_told()
+    side.wait_notified()
 
     told = [all_fields(e) for e in read(story.run) if e.kind == "notified"]
     assert [one["ok"] for one in told] == [True]
@@ -401,4 +401,4 @@ def test_a_spec_that_cannot_be_read_does_not_change_the_jobs_exit_code(story):
     )
 
     assert side.finish() == 0
-    side.wait_told()
+    side.wait_notified()

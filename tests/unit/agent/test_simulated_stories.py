@@ -25,7 +25,7 @@ from hpctrain.ledger.run.event_types import (
     RanksOutOfStep,
 )
 from hpctrain.node.agent.in_place import RoundSize
-from hpctrain.node.agent.loss_ending import Succession
+from hpctrain.node.agent.loss_ending import LeaderFailover
 from hpctrain.node.agent.node import STORE_GONE
 from hpctrain.node.agent.rendezvous import ANSWER_S
 from hpctrain.node.agent.rounds import NothingToResume
@@ -153,15 +153,15 @@ def test_no_round_follows_where_the_run_may_not_go_on(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_first_node_without_a_lifeline_gives_up_and_asks_it_no_more(seed):
-    played = play(job(seed, 3, RoundSize(2, 2)), (0.01, "power", 1), (4.0, "lifeline", 0))
+def test_a_first_node_without_a_liveness_gives_up_and_asks_it_no_more(seed):
+    played = play(job(seed, 3, RoundSize(2, 2)), (0.01, "power", 1), (4.0, "liveness", 0))
     assert "has ended" in str(played.nodes[0].error)
     assert played.simulation.now_s < 60.0
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_node_without_a_lifeline_leaves_and_the_others_go_on(seed):
-    played = play(job(seed, 3, RoundSize(2, 2)), (4.0, "lifeline", 1))
+def test_a_node_without_a_liveness_leaves_and_the_others_go_on(seed):
+    played = play(job(seed, 3, RoundSize(2, 2)), (4.0, "liveness", 1))
     assert not played.nodes[1].left_out.first_is_gone
     assert told(played)[1] == (("n0", "n2"), ())
 
@@ -397,7 +397,7 @@ def test_a_node_that_was_cut_off_begins_nothing_after_a_stop_by_the_scheduler(tm
 def test_a_first_node_without_its_liveness_process_leaves_the_job_to_the_others(
     tmp_path, seed, size
 ):
-    played = play(recorded(tmp_path, seed, 3, size), (5.0, "lifeline", 0))
+    played = play(recorded(tmp_path, seed, 3, size), (5.0, "liveness", 0))
     assert ends(played) == [RESTART, DONE]
     assert {generation.leader for _, generation in played.generations} == {"n1"}
     assert played.requeued == []
@@ -406,7 +406,7 @@ def test_a_first_node_without_its_liveness_process_leaves_the_job_to_the_others(
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_first_node_without_its_liveness_process_decides_where_too_few_are_left(tmp_path, seed):
-    played = play(recorded(tmp_path, seed, 3, (3, 3)), (5.0, "lifeline", 0))
+    played = play(recorded(tmp_path, seed, 3, (3, 3)), (5.0, "liveness", 0))
     assert [following for _, following in ends(played)] == [Next.REQUEUE]
     assert len(played.requeued) == 1
 
@@ -447,7 +447,7 @@ def test_nobody_leads_after_a_first_node_that_has_begun_another_attempt(tmp_path
     taken = partial(fence.take_attempt, made.run_dir, job_id="7", restarts=0)
     taken()
     context = JobContext("7", 0, 1, ["n0", "n1", "n2"], "n0", 1, "")
-    own = Succession(made.run_dir, "secret", context)
+    own = LeaderFailover(made.run_dir, "secret", context)
     taken()
     with pytest.raises(Fenced, match="attempt 2 has begun"):
         own.claim(1)

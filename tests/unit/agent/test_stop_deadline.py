@@ -145,7 +145,7 @@ def test_a_warning_in_the_first_half_of_a_job_does_not_explain_a_return(hands, r
 
     hands.move_to(1000.0 + ran_s)
 
-    assert stop.is_told_to_stop() is told
+    assert stop.is_stop_requested() is told
 
 
 def test_a_user_signal_of_a_preemption_explains_a_return(hands):
@@ -155,7 +155,7 @@ def test_a_user_signal_of_a_preemption_explains_a_return(hands):
 
     stop.look()
 
-    assert stop.is_told_to_stop()
+    assert stop.is_stop_requested()
 
 
 @pytest.mark.parametrize("preempt_time", [None, 990.0])

@@ -116,7 +116,7 @@ def test_a_request_for_this_job_is_told_and_is_the_reason_of_the_end(tmp_path, n
     hands.advance(2)
 
     assert made.look(lambda: False) is StopCause.USER
-    assert deadline.is_told_to_stop()
+    assert deadline.is_stop_requested()
     assert deadline.cause is StopCause.USER
 
 
@@ -158,8 +158,8 @@ def test_the_clock_tells_in_the_last_eighth_at_the_earliest(
 def test_the_file_has_the_cause_and_is_gone_for_the_next_ranks():
     file = StopFile()
     assert not file.path.exists()
-    file.tell(StopCause.USER)
-    file.tell(StopCause.TERM)
+    file.write(StopCause.USER)
+    file.write(StopCause.TERM)
 
     assert file.path.read_text() == "user\n"
     assert file.path.parent.stat().st_mode & 0o777 == 0o700

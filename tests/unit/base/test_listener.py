@@ -19,7 +19,7 @@ from hpctrain.cluster.scheduler.slurm.control import RelayedControl, serve
 from hpctrain.core.base import clock, listener
 from hpctrain.core.base.listener import ACCEPTS_A_TURN, HEARD_A_TURN, Listener, listen_at
 from hpctrain.core.base.records import JobFacts, JobState
-from hpctrain.node.agent.lifeline import LifelinePlace, _First, _Other
+from hpctrain.node.agent.liveness import LivenessPlace, _First, _Other
 from hpctrain.node.control.node_server import NodeServer, TreePlace
 from tests.support.patience import PATIENCE_S, until
 from tests.support.ports import free_port
@@ -86,9 +86,9 @@ def is_closed(guest):
 
 def test_who_proves_himself_is_handed_over_and_everybody_hears_the_first_words():
     with Inn() as inn:
-        stranger, ours = inn.connect(2)
+        other_user, ours = inn.connect(2)
         inn.turns(1)
-        assert [end.recv(100) for end in (stranger, ours)] == [b"who?\n"] * 2
+        assert [end.recv(100) for end in (other_user, ours)] == [b"who?\n"] * 2
         ours.sendall(b"sec")
         inn.turns(1)
         ours.sendall(b"ret")
@@ -296,13 +296,13 @@ class Strangers:
 @pytest.fixture
 def hammered(monkeypatch):
     """Every listener that is made is hammered before its first turn. Gives what a turn accepts."""
-    strangers, accepted, listeners = Strangers(), [0], []
+    other_users, accepted, listeners = Strangers(), [0], []
     make, turn, greet = Listener.__init__, Listener.turn, Listener._greet
 
     def make_it(self, *args, **more):
         make(self, *args, **more)
         listeners.append(self)
-        strangers.hammer(self.port)
+        other_users.hammer(self.port)
 
     def turn_it(self, *args):
         accepted.append(0)
@@ -316,7 +316,7 @@ def hammered(monkeypatch):
     monkeypatch.setattr(Listener, "turn", turn_it)
     monkeypatch.setattr(Listener, "_greet", greet_it)
     yield listeners
-    strangers.close()
+    other_users.close()
     assert listeners
     assert 0 < max(accepted) <= ACCEPTS_A_TURN * len(listeners)  # some run on threads beside others
 
@@ -342,10 +342,10 @@ def test_hammered_control_processes_find_each_other(hammered, tmp_path):
 
 
 async def lives(port, listeners):
-    """A lifeline of two nodes; the second one says that it is ready and is heard of."""
+    """A liveness channel of two nodes; the second one says that it is ready and is heard of."""
     mine, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
     own, guarded = socket.socketpair()
-    places = [LifelinePlace(node, 2, HERE, port, PATIENCE_S) for node in (0, 1)]
+    places = [LivenessPlace(node, 2, HERE, port, PATIENCE_S) for node in (0, 1)]
     sides = [_First(places[0], "s", theirs[0], 1), _Other(places[1], "s", theirs[1], 1, guarded)]
     tasks = [asyncio.create_task(side.serve()) for side in sides]
     reader, _ = await asyncio.open_connection(sock=mine[0])
@@ -364,7 +364,7 @@ async def lives(port, listeners):
     await asyncio.sleep(0)
 
 
-def test_a_hammered_lifeline_hears_the_other_node(hammered):
+def test_a_hammered_liveness_hears_the_other_node(hammered):
     asyncio.run(asyncio.wait_for(lives(free_port(), hammered), PATIENCE_S))
 
 

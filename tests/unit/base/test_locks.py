@@ -140,7 +140,7 @@ def test_a_run_that_a_group_shares_on_purpose_is_locked_by_each_of_them(common_p
 
 
 @pytest.mark.two_users
-def test_a_stranger_who_would_change_a_run_is_told_whose_it_is(shared_run):
+def test_another_user_who_would_change_a_run_is_told_whose_it_is(shared_run):
     done = take(STRANGER, shared_run.root, check=False)
 
     last = done.stderr.strip().splitlines()[-1]

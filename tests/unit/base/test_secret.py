@@ -98,7 +98,7 @@ def test_a_file_that_holds_none_is_refused(tmp_path, hands, content):
 
 
 @pytest.mark.two_users
-def test_a_stranger_neither_reads_a_runs_secret_nor_sets_it(common_path):
+def test_another_user_neither_reads_a_runs_secret_nor_sets_it(common_path):
     runs = common_path / "runs"
     runs.mkdir(mode=0o777)
     runs.chmod(0o1777)

@@ -14,7 +14,7 @@ from hpctrain.cluster.preflight.rendezvous import (
     Connection,
     Coordinator,
     Peer,
-    Stranger,
+    UnauthenticatedPeer,
 )
 from hpctrain.core.base.secret import code, sign
 from hpctrain.node.agent.rendezvous import SignedStore
@@ -177,4 +177,4 @@ def test_who_answers_in_the_hosts_place_breaks_no_member(begin, end):
         theirs.close()
 
     assert faults.found == []
-    assert issubclass(Stranger, OSError)
+    assert issubclass(UnauthenticatedPeer, OSError)

@@ -240,7 +240,7 @@ def test_a_rank_that_comes_again_goes_on_where_it_was(tree):
     assert again[0] >= 3
 
 
-def test_a_process_has_one_seat(tree):
+def test_a_process_has_one_client(tree):
     with closing(ControlClient.take(tree.folder(0), 0)) as client:
         assert ControlClient.take(tree.folder(0), 0) is client
         with pytest.raises(HpctrainError, match="this process is rank 0 already, and not rank 1"):
@@ -270,15 +270,15 @@ def test_a_new_round_begins_without_the_old_ones_ranks(tree):
 
 def test_a_node_of_another_round_is_not_let_in(tree, monkeypatch):
     monkeypatch.setattr("hpctrain.node.control.node_server.JOIN_S", 0.0)
-    with ControlTree(2, 1) as strangers:
-        port = strangers.nodes[0].begin(
-            strangers.place(0), secret="ours", about="round 0", address="127.0.0.1"
+    with ControlTree(2, 1) as other_users:
+        port = other_users.nodes[0].begin(
+            other_users.place(0), secret="ours", about="round 0", address="127.0.0.1"
         )
-        strangers.nodes[1].begin(
-            strangers.place(1), secret="theirs", about="round 0", address="127.0.0.1"
+        other_users.nodes[1].begin(
+            other_users.place(1), secret="theirs", about="round 0", address="127.0.0.1"
         )
         with pytest.raises(ControlLost, match=f"127.0.0.1:{port} is not the parent of node 1"):
-            strangers.nodes[1].join("127.0.0.1", port)
+            other_users.nodes[1].join("127.0.0.1", port)
 
 
 def test_a_failure_that_an_agent_reports_reaches_every_rank(tree):
@@ -367,7 +367,7 @@ def test_a_rank_has_the_place_of_one_process(tree):
         assert why_none(tree.folder(2), 3, RANKS) == ""
 
 
-def test_a_forked_copy_of_a_seat_is_none(tree):
+def test_a_forked_copy_of_a_client_is_none(tree):
     """A data loader's worker: what it would say is the rank's own."""
     with closing(ControlClient.take(tree.folder(0), 0)) as client:
         child = os.fork()
@@ -395,14 +395,14 @@ def test_a_seat_that_was_left_can_be_taken_anew(tree):
 def process_that_says(tmp_path):
     """Stands in for a node's process of two ranks; what it says to rank 0's first exchange."""
     board = Board.create(tmp_path / BOARD, 0, 2, 2)
-    door = socket.socket(socket.AF_UNIX)
-    door.bind(str(tmp_path / SOCKET))
-    door.listen()
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(tmp_path / SOCKET))
+    server.listen()
     lines = []
 
     def serve(message):
         for said in (b"", framed(message)):  # first comes the waker, then the exchange
-            line, _ = door.accept()
+            line, _ = server.accept()
             lines.append(line)
             line.sendall(framed(packed({"is": "welcome", "ranks": 2})) + said)
 
@@ -415,7 +415,7 @@ def process_that_says(tmp_path):
 
     yield start
     threads[0].join()
-    for line in [*lines, door]:
+    for line in [*lines, server]:
         line.close()
     board.close()
 

@@ -1,4 +1,4 @@
-"""A node's door: children come in once, strangers never, however many of them knock."""
+"""A node's listener: each child is accepted once, other users never, however often they connect."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def greeting(secret: str = "s") -> Greeting:
     return Greeting(secret, "round")
 
 
-class Door:
+class Parent:
     """A parent of nodes 1 and 2 that listens. An asynchronous context manager."""
 
     def __init__(self) -> None:
         self.inside: dict[int, endpoint.Endpoint] = {}
         self.heard: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
         self.ended: asyncio.Queue[str] = asyncio.Queue()
-        self.door = ChildrenListener({1, 2}, greeting, self.let_in)
+        self.parent = ChildrenListener({1, 2}, greeting, self.let_in)
 
     def let_in(self, node, child):
         self.inside[node] = child
@@ -37,58 +37,58 @@ class Door:
         child.on_end = lambda _, why: self.ended.put_nowait(why)
 
     async def __aenter__(self):
-        self.port = self.door.open(HERE)
+        self.port = self.parent.open(HERE)
         return self
 
     async def __aexit__(self, *_):
-        self.door.close()
+        self.parent.close()
         for child in self.inside.values():
             child.close()
 
 
 def run(act):
     async def within():
-        async with asyncio.timeout(5 * endpoint.GREET_S), Door() as door:
-            return await act(door)
+        async with asyncio.timeout(5 * endpoint.GREET_S), Parent() as parent:
+            return await act(parent)
 
     return run_jumping(within())
 
 
 def test_a_child_comes_in_and_is_heard_and_spoken_to():
-    async def act(door):
-        child = await meet_parent(HERE, door.port, greeting(), 2)
+    async def act(parent):
+        child = await meet_parent(HERE, parent.port, greeting(), 2)
         heard = asyncio.Queue()
         child.on_message = lambda _, message: heard.put_nowait(message)
         child.say(b"up")
-        assert await door.heard.get() == (2, b"up")
-        door.inside[2].say(b"d" * 3_000_000)
+        assert await parent.heard.get() == (2, b"up")
+        parent.inside[2].say(b"d" * 3_000_000)
         assert await heard.get() == b"d" * 3_000_000
         child.close()
-        assert await door.ended.get() == "it has closed the connection"
+        assert await parent.ended.get() == "it has closed the connection"
 
     run(act)
 
 
 @pytest.mark.parametrize("node", [1, 3, 0])
 def test_a_node_comes_in_once_and_no_other_ones_child(node):
-    async def act(door):
-        child = await meet_parent(HERE, door.port, greeting(), 1)
+    async def act(parent):
+        child = await meet_parent(HERE, parent.port, greeting(), 1)
         with pytest.raises(
             NotAwaited, match=f" has let node {node} in before, or never awaited it"
         ):
-            await meet_parent(HERE, door.port, greeting(), node)
+            await meet_parent(HERE, parent.port, greeting(), node)
         child.say(b"still here")
-        assert await door.heard.get() == (1, b"still here")
+        assert await parent.heard.get() == (1, b"still here")
         child.close()
 
     run(act)
 
 
 def test_who_does_not_know_the_secret_stays_outside():
-    async def act(door):
+    async def act(parent):
         with pytest.raises(ControlLost, match="it has closed the connection"):
-            await meet_parent(HERE, door.port, greeting("another"), 1)
-        assert door.inside == {}
+            await meet_parent(HERE, parent.port, greeting("another"), 1)
+        assert parent.inside == {}
 
     run(act)
 
@@ -104,14 +104,14 @@ def test_who_does_not_know_the_secret_stays_outside():
     ],
 )
 def test_strangers_words_end_their_connection_and_nothing_else(said):
-    async def act(door):
-        reader, writer = await asyncio.open_connection(HERE, door.port)
+    async def act(parent):
+        reader, writer = await asyncio.open_connection(HERE, parent.port)
         writer.write(said)
         await reader.read()  # until it is closed
         writer.close()
-        child = await meet_parent(HERE, door.port, greeting(), 1)
+        child = await meet_parent(HERE, parent.port, greeting(), 1)
         child.close()
-        assert list(door.inside) == [1]
+        assert list(parent.inside) == [1]
 
     run(act)
 
@@ -119,13 +119,13 @@ def test_strangers_words_end_their_connection_and_nothing_else(said):
 def test_silent_strangers_are_sent_away_and_keep_no_child_out(monkeypatch):
     monkeypatch.setattr(listener, "PLACES", 6)  # and one for each child
 
-    async def act(door):
-        strangers = [await asyncio.open_connection(HERE, door.port) for _ in range(20)]
-        for reader, _ in strangers[:12]:
+    async def act(parent):
+        other_users = [await asyncio.open_connection(HERE, parent.port) for _ in range(20)]
+        for reader, _ in other_users[:12]:
             await reader.read()  # the oldest were closed
-        child = await meet_parent(HERE, door.port, greeting(), 1)
-        assert list(door.inside) == [1]
-        for _, writer in strangers:
+        child = await meet_parent(HERE, parent.port, greeting(), 1)
+        assert list(parent.inside) == [1]
+        for _, writer in other_users:
             writer.close()
         child.close()
 
@@ -135,40 +135,40 @@ def test_silent_strangers_are_sent_away_and_keep_no_child_out(monkeypatch):
 def test_a_child_that_is_in_stays_in():
     """The time to say who one is ends with having said it."""
 
-    async def act(door):
-        child = await meet_parent(HERE, door.port, greeting(), 1)
-        reader, writer = await asyncio.open_connection(HERE, door.port)
+    async def act(parent):
+        child = await meet_parent(HERE, parent.port, greeting(), 1)
+        reader, writer = await asyncio.open_connection(HERE, parent.port)
         await reader.read()  # a stranger who came later was sent away for its silence
         writer.close()
         child.say(b"still here")
-        assert await door.heard.get() == (1, b"still here")
-        assert door.ended.empty()
+        assert await parent.heard.get() == (1, b"still here")
+        assert parent.ended.empty()
         child.close()
 
     run(act)
 
 
 def test_an_end_is_told_once_and_nothing_is_said_behind_it():
-    async def act(door):
-        child = await meet_parent(HERE, door.port, greeting(), 1)
+    async def act(parent):
+        child = await meet_parent(HERE, parent.port, greeting(), 1)
         child.say(b"up")
-        await door.heard.get()
+        await parent.heard.get()
         child.codes = None
         child.say(b"not sealed")
         child.say(b"nor this")
-        await door.ended.get()
-        door.inside[1].say(b"to nobody")
-        door.inside[1].data_received(b"late")
-        door.inside[1].connection_lost(None)
-        assert door.ended.empty()
+        await parent.ended.get()
+        parent.inside[1].say(b"to nobody")
+        parent.inside[1].data_received(b"late")
+        parent.inside[1].connection_lost(None)
+        assert parent.ended.empty()
         child.close()
 
     run(act)
 
 
-def test_a_stranger_may_not_stay_silent_for_ever():
-    async def act(door):
-        reader, writer = await asyncio.open_connection(HERE, door.port)
+def test_another_user_may_not_stay_silent_for_ever():
+    async def act(parent):
+        reader, writer = await asyncio.open_connection(HERE, parent.port)
         await reader.read()
         writer.close()
 
@@ -183,44 +183,44 @@ def test_a_parent_that_says_nothing_is_given_up():
 
 
 def test_a_child_that_says_what_nobody_sealed_is_ended():
-    async def act(door):
-        child = await meet_parent(HERE, door.port, greeting(), 1)
+    async def act(parent):
+        child = await meet_parent(HERE, parent.port, greeting(), 1)
         child.codes = None
         child.say(b"not sealed")
-        assert "without the code of this attempt" in await door.ended.get()
+        assert "without the code of this attempt" in await parent.ended.get()
         child.close()
 
     run(act)
 
 
 def test_a_child_that_says_more_before_it_is_answered_is_not_let_in():
-    async def act(door):
-        reader, writer = await asyncio.open_connection(HERE, door.port)
+    async def act(parent):
+        reader, writer = await asyncio.open_connection(HERE, parent.port)
         own, splitter = greeting(), Splitter(GREETING_BYTES)
         (challenge,) = splitter.feed(await reader.read(GREETING_BYTES))
         said, _ = own.answer(challenge, 1)
         writer.write(framed(said) + b"\0\0")
         assert await reader.read() == b""
         writer.close()
-        child = await meet_parent(HERE, door.port, greeting(), 1)  # the place is still its own
+        child = await meet_parent(HERE, parent.port, greeting(), 1)  # the place is still its own
         child.close()
 
     run(act)
 
 
-def test_a_child_that_comes_as_the_door_closes_is_not_let_in():
-    async def act(door):
-        accept = door.door._accept
-        descriptor = door.door._listener.fileno()
+def test_a_child_that_comes_as_the_listener_closes_is_not_accepted():
+    async def act(parent):
+        accept = parent.parent._accept
+        descriptor = parent.parent._listener.fileno()
 
         def accept_and_close(*given):
             accept(*given)
-            door.door.close()
+            parent.parent.close()
 
-        door.door._accept = accept_and_close
+        parent.parent._accept = accept_and_close
         with pytest.raises((ControlLost, OSError)):
-            await meet_parent(HERE, door.port, greeting(), 1)
-        assert door.inside == {}
+            await meet_parent(HERE, parent.port, greeting(), 1)
+        assert parent.inside == {}
         assert not asyncio.get_running_loop().remove_reader(descriptor)
 
     run(act)

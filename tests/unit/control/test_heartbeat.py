@@ -156,7 +156,7 @@ def test_a_process_without_an_agent_writes_nothing(board):
     assert {one.since_ns for one in read(board)} == {0}
 
 
-def test_a_forked_child_does_not_write_its_parents_pulse(board, tmp_path, monkeypatch):
+def test_a_forked_child_does_not_write_its_parents_heartbeat(board, tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat, "_here", heartbeat.here())  # put back afterwards
     heartbeat.begin(tmp_path, RANK)
     heartbeat.here().enter(START)
@@ -169,7 +169,7 @@ def test_a_forked_child_does_not_write_its_parents_pulse(board, tmp_path, monkey
     assert seen(board) == before
 
 
-def test_a_pulse_disturbs_no_other_word_of_the_row(board, here):
+def test_a_heartbeat_disturbs_no_other_word_of_the_row(board, here):
     at = board.at(RANK - board.first_rank)
     here.at_step(3, STEP)
     assert not any(board.words[at : at + FIRST_WISH + len(KINDS)])

@@ -143,9 +143,9 @@ class Node:
             _, said, codes = greeting.admit(answer)
             let_in(reader, writer, said, codes)
 
-        door = await asyncio.start_server(greet, HERE, 0)
-        self.doors = [door]
-        await self.server.join(HERE, door.sockets[0].getsockname()[1])
+        parent = await asyncio.start_server(greet, HERE, 0)
+        self.parents = [parent]
+        await self.server.join(HERE, parent.sockets[0].getsockname()[1])
 
 
 class _Sealed(Peer):
@@ -172,7 +172,7 @@ class _Sealed(Peer):
 @asynccontextmanager
 async def node(folder, number=0):
     server = Node(folder, number)
-    server.doors = []
+    server.parents = []
     server.port = await server.server.start(HERE)
     try:
         yield server
@@ -180,8 +180,8 @@ async def node(folder, number=0):
         for peer in server.peers:
             peer.close()
         server.server.close()
-        for door in server.doors:
-            door.close()
+        for parent in server.parents:
+            parent.close()
         await asyncio.sleep(0)  # the connections' ends
 
 
@@ -583,13 +583,13 @@ def test_a_parent_that_ends_right_behind_its_proof_is_a_failure(run):
     assert "127.0.0.1" in run(act, 1)
 
 
-def test_a_child_that_its_parent_refuses_does_not_knock_again(run):
+def test_a_child_that_its_parent_refuses_does_not_connect_again(run):
     """It was let in before: that connection has failed, and with it the round."""
 
     async def act(node):
-        door = Node(node.folder.parent, 0)
+        parent = Node(node.folder.parent, 0)
         try:
-            port = await door.server.start(HERE)
+            port = await parent.server.start(HERE)
             before = await meet_parent(HERE, port, Greeting(SECRET, ABOUT), 1)
             began_s = clock.monotonic()
             with pytest.raises(ControlLost, match="has let node 1 in before"):
@@ -597,7 +597,7 @@ def test_a_child_that_its_parent_refuses_does_not_knock_again(run):
             before.close()
             return clock.monotonic() - began_s
         finally:
-            door.server.close()
+            parent.server.close()
             await asyncio.sleep(0)
 
     assert run(act, 1) == 0

@@ -22,7 +22,7 @@ def test_the_newest_step_whose_makers_are_all_there_is_memory():
     newest, older = choose(nodes, 0)
 
     assert (newest.mark, newest.world_size, newest.kept_by) == (Mark(1, 20), 3, "memory")
-    assert newest.doors == {
+    assert newest.addresses == {
         0: [DOORS[0], DOORS[1]],
         1: [DOORS[1], DOORS[2]],
         2: [DOORS[0], DOORS[2]],
@@ -36,7 +36,7 @@ def test_a_lost_nodes_part_comes_from_its_peer():
     (choice,) = choose(nodes, 0)
 
     assert choice.kept_by == "peer"
-    assert choice.doors[1] == [DOORS[2]]
+    assert choice.addresses[1] == [DOORS[2]]
 
 
 def test_a_newer_step_on_a_peer_comes_before_an_older_one_of_its_makers():
@@ -60,9 +60,9 @@ def test_a_part_that_nobody_has_and_what_the_disk_has_newer_are_no_choice():
     assert len(choose([*nodes, node(1, [(20, 1)])], 20)) == 1
 
 
-def test_lists_as_json_has_them_are_understood_and_no_door_gives_nothing():
+def test_lists_as_json_has_them_are_understood_and_no_address_gives_nothing():
     plain = [[[1, 20, 1, 0]], [], None]
 
     (choice,) = choose([plain], 0)
 
-    assert (choice.mark, choice.doors) == (Mark(1, 20), {})
+    assert (choice.mark, choice.addresses) == (Mark(1, 20), {})

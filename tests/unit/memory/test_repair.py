@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hpctrain.checkpoint.format import shard
-from hpctrain.node.memory.copy_plan import bad_ranges, blocks, mend, merged
+from hpctrain.node.memory.copy_plan import bad_ranges, blocks, merged, repair
 from hpctrain.node.memory.in_memory_copies import digests_of
 from tests.support.replica_servers import plan_of, values_of
 
@@ -37,7 +37,7 @@ def test_nothing_is_bad_in_a_whole_copy_and_nobody_is_asked(whole):
     content, plan, digest = whole
 
     assert bad_ranges(memoryview(content), plan, digest) == []
-    assert mend(memoryview(bytearray(content)), plan, digest, [reader(b"", [])])
+    assert repair(memoryview(bytearray(content)), plan, digest, [reader(b"", [])])
 
 
 def test_every_flipped_bit_is_found_and_mended_with_its_block_alone(whole):
@@ -46,21 +46,21 @@ def test_every_flipped_bit_is_found_and_mended_with_its_block_alone(whole):
     places = [*blocks(plan), (plan.size - 8 * len(list(blocks(plan))), plan.size)]
     for _ in range(200):
         byte = dice.randrange(plan.size)
-        mended, asked = bytearray(content), []
-        mended[byte] ^= 1 << dice.randrange(8)
+        repaired, asked = bytearray(content), []
+        repaired[byte] ^= 1 << dice.randrange(8)
 
-        assert mend(memoryview(mended), plan, digest, [reader(content, asked)])
+        assert repair(memoryview(repaired), plan, digest, [reader(content, asked)])
 
-        assert mended == content
+        assert repaired == content
         assert asked == [place for place in places if place[0] <= byte < place[1]]
 
 
 def test_a_copy_that_is_not_here_is_made_from_nothing(whole):
     content, plan, digest = whole
-    mended = bytearray(plan.size)
+    repaired = bytearray(plan.size)
 
-    assert mend(memoryview(mended), plan, digest, [reader(content, [])])
-    assert mended == content
+    assert repair(memoryview(repaired), plan, digest, [reader(content, [])])
+    assert repaired == content
 
 
 def test_two_copies_with_a_bad_block_each_make_a_whole_one(whole):
@@ -69,10 +69,10 @@ def test_two_copies_with_a_bad_block_each_make_a_whole_one(whole):
     others = [bytearray(content), bytearray(content)]
     for other, (low, _) in zip(others, ranges[1:3], strict=True):
         other[low] ^= 1
-    mended = bytearray(plan.size)
+    repaired = bytearray(plan.size)
 
-    assert mend(memoryview(mended), plan, digest, [reader(bytes(of), []) for of in others])
-    assert mended == content
+    assert repair(memoryview(repaired), plan, digest, [reader(bytes(of), []) for of in others])
+    assert repaired == content
 
 
 def test_one_bad_block_everywhere_is_no_whole_copy(whole):
@@ -80,8 +80,8 @@ def test_one_bad_block_everywhere_is_no_whole_copy(whole):
     other = bytearray(content)
     other[-1] ^= 1
 
-    assert not mend(memoryview(bytearray(other)), plan, digest, [reader(bytes(other), [])] * 2)
-    assert not mend(memoryview(bytearray(other)), plan, digest, [])
+    assert not repair(memoryview(bytearray(other)), plan, digest, [reader(bytes(other), [])] * 2)
+    assert not repair(memoryview(bytearray(other)), plan, digest, [])
 
 
 def test_neighbours_are_read_together_up_to_a_length():

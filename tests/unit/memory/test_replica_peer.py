@@ -47,12 +47,12 @@ def settled_by_all(lines, step):
 def choices(lines, least_step=0):
     """What all nodes together can go on from, as `restore.NodesCopies` asks them."""
     held = [line.held() for line in lines if line.is_first]
-    return choose([Inventory(node.own, node.guests, node.door) for node in held], least_step)
+    return choose([Inventory(node.own, node.guests, node.address) for node in held], least_step)
 
 
 def content(line, choice, rank):
     """A rank's copy as it is read on a node."""
-    handle = line.open(choice.mark, rank, choice.doors.get(rank, []))
+    handle = line.open(choice.mark, rank, choice.addresses.get(rank, []))
     assert handle is not None
     plan, _ = plan_of(rank, choice.world_size)
     try:
@@ -236,7 +236,7 @@ def test_flipped_bits_in_memory_are_mended_from_the_other_copy(job):
         view = memory(job, rank // 2, rank, newest.mark)
         view[dice.randrange(len(view))] ^= 1 << dice.randrange(8)
 
-        assert job.lines[rank].mend(newest.mark, rank, newest.doors[rank])
+        assert job.lines[rank].repair(newest.mark, rank, newest.addresses[rank])
         assert content(job.lines[rank], newest, rank) == expected(20, rank)
 
 
@@ -247,7 +247,7 @@ def test_a_bad_copy_is_not_fetched_where_it_is_the_only_one(job):
     newest = choices(lines)[0]
     memory(job, 1, 2, newest.mark)[5000] ^= 1  # what the peer kept of the lost node's rank 2
 
-    assert lines[5].open(newest.mark, 2, newest.doors[2]) is None
+    assert lines[5].open(newest.mark, 2, newest.addresses[2]) is None
     assert content(lines[5], newest, 3) == expected(20, 3)
 
 
@@ -270,14 +270,14 @@ def test_too_little_memory_for_the_peers_copies_ends_copies_on_all(job, monkeypa
         until(lambda line=line: line.is_off, "a node has not heard of it")
 
 
-def test_a_stranger_at_the_door_is_refused_and_noted(job, caplog):
+def test_another_user_at_the_listener_is_refused_and_noted(job, caplog):
     lines = ready(job)
-    door = lines[0].held().door
+    address = lines[0].held().address
     for said in (b"\0\0\0\2{}", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 64):
-        with socket.create_connection((door[0], door[1]), timeout=20) as stranger:
-            stranger.sendall(said)
+        with socket.create_connection((address[0], address[1]), timeout=20) as other_user:
+            other_user.sendall(said)
             heard = b""
-            while piece := stranger.recv(1 << 16):
+            while piece := other_user.recv(1 << 16):
                 heard += piece
         assert b"nonce" in heard
         assert len(heard) < 200
@@ -319,7 +319,7 @@ def test_a_round_that_is_over_takes_nothing_in(job):
 )
 def test_bytes_that_are_not_there_are_given_to_nobody(job, low, high):
     covered_by_all(ready(job), 10)
-    address, port = job.lines[0].held().door
+    address, port = job.lines[0].held().address
     line = meet((address, port), greeted("secret", "round 1/copies"), 1)
     asked = {"is": "read", "mark": [1, 10], "rank": 0}
     assert len(line.ask(asked | {"low": 0, "high": 100})[1]) == 100
@@ -342,8 +342,8 @@ def greeted(secret, about="copies"):
 def test_another_secret_round_or_node_is_not_let_in(monkeypatch, secret, about, node):
     monkeypatch.setattr(copy_line, "JOIN_S", 0.0)
     served = []
-    door = CopyListener(range(3), greeted("secret"), lambda number, _: served.append(number))
-    port = door.open("127.0.0.1")
+    address = CopyListener(range(3), greeted("secret"), lambda number, _: served.append(number))
+    port = address.open("127.0.0.1")
 
     with pytest.raises(ControlLost, match="is no replica server"):
         meet(("127.0.0.1", port), greeted(secret, about), node)
@@ -351,13 +351,13 @@ def test_another_secret_round_or_node_is_not_let_in(monkeypatch, secret, about, 
     assert served == []
     meet(("127.0.0.1", port), greeted("secret"), 2).close()
     until(lambda: served == [2], "who knows the secret is let in")
-    door.close()
+    address.close()
 
 
 def test_of_many_strangers_the_log_hears_of_the_first(caplog):
-    door = CopyListener(range(3), greeted("secret"), lambda *_: None)
+    address = CopyListener(range(3), greeted("secret"), lambda *_: None)
     for _ in range(2 * copy_line.MOST_NOTED):
-        door._note("10.0.0.1", "a stranger")
+        address._note("10.0.0.1", "a stranger")
     assert caplog.text.count("was refused copies of the state") == copy_line.MOST_NOTED
 
 
@@ -371,7 +371,7 @@ def test_a_false_replica_server_is_found_before_anything_is_sent(monkeypatch):
     false.close()
 
 
-def test_a_closed_door_lets_nobody_in_and_ends_who_was():
+def test_a_closed_listener_accepts_nobody_and_ends_who_was():
     ended = threading.Event()
 
     def serve(_node, line):
@@ -380,12 +380,12 @@ def test_a_closed_door_lets_nobody_in_and_ends_who_was():
         except OSError:
             ended.set()
 
-    door = CopyListener(range(3), greeted("secret"), serve)
-    port = door.open("127.0.0.1")
+    address = CopyListener(range(3), greeted("secret"), serve)
+    port = address.open("127.0.0.1")
     line = meet(("127.0.0.1", port), greeted("secret"), 1)
-    until(lambda: door._lines, "it is not served")
+    until(lambda: address._lines, "it is not served")
 
-    door.close()
+    address.close()
 
     assert ended.wait(20)
     with pytest.raises((OSError, Garbled)):

@@ -131,7 +131,7 @@ def test_a_replica_server_that_is_lost_ends_copies_on_the_others(three):
     assert {copy.step for copy in lines[0].held()[0]} == {10}, "they are still there"
 
 
-def test_a_stranger_is_not_let_in_between_replica_servers(tmp_path, monkeypatch):
+def test_another_user_is_not_let_in_between_replica_servers(tmp_path, monkeypatch):
     monkeypatch.setattr(replica_servers_module, "JOIN_S", 0.1)
     replica_servers = ReplicaServers(tmp_path, nodes=2, ranks=1)
     try:
@@ -153,15 +153,15 @@ def test_another_users_process_is_not_let_in(one, monkeypatch):
 )
 def test_what_makes_no_sense_ends_that_line_alone(one, packet):
     lines = ready(one)
-    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    stranger.connect(str(one.folder(0) / SOCKET))
-    stranger.settimeout(20)
+    other_user = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    other_user.connect(str(one.folder(0) / SOCKET))
+    other_user.settimeout(20)
 
     if packet:
-        stranger.send(packet)
-        assert b"error" in stranger.recv(1 << 16)
-        assert stranger.recv(1 << 16) == b""
-    stranger.close()
+        other_user.send(packet)
+        assert b"error" in other_user.recv(1 << 16)
+        assert other_user.recv(1 << 16) == b""
+    other_user.close()
 
     covered_by_all(lines, 10)
 

@@ -77,7 +77,7 @@ def lost_of(job):
 
 def choices(lines):
     held = [line.held() for line in lines]
-    return choose([Inventory(node.own, node.guests, node.door) for node in held], 0)
+    return choose([Inventory(node.own, node.guests, node.address) for node in held], 0)
 
 
 def assert_whole(lines, choice):
@@ -85,7 +85,7 @@ def assert_whole(lines, choice):
     for rank in range(NODES):
         plan, _ = plan_of(rank, NODES)
         for line in lines:
-            handle = line.open(choice.mark, rank, choice.doors[rank])
+            handle = line.open(choice.mark, rank, choice.addresses[rank])
             assert handle is not None
             try:
                 content = os.pread(handle, sum(plan.sizes), plan.head)
@@ -127,7 +127,7 @@ def test_a_replica_server_killed_while_it_fetches_costs_its_node_alone(tmp_path)
         lines = job.begin()
         choice = choices(lines)[0]
         with pytest.raises(ReplicaServerLost):
-            lines[2].open(choice.mark, 2, choice.doors[2])
+            lines[2].open(choice.mark, 2, choice.addresses[2])
 
         job.lose(lost_of(job))
 

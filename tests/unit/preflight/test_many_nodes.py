@@ -137,7 +137,7 @@ def test_those_who_do_not_tell_the_time_are_waited_for_together(port, monkeypatc
     def node(rank):
         with Peer(rank, "127.0.0.1", port, KEY, PATIENCE_S) as peer:
             if rank in told:
-                peer.tell_time(lambda: time.time() + rank)
+                peer.serve_time(lambda: time.time() + rank)
             done.wait(PATIENCE_S)
 
     with ThreadPoolExecutor(41) as pool:

@@ -21,7 +21,7 @@ from hpctrain.cluster.preflight.rendezvous import (
     Connection,
     Coordinator,
     Peer,
-    Stranger,
+    UnauthenticatedPeer,
 )
 from hpctrain.core.base import listener
 from hpctrain.core.base.secret import code
@@ -135,7 +135,7 @@ def words_of_a_stranger(their):
 def test_strangers_are_not_let_in(port, nodes):
     count = len(words_of_a_stranger(""))
 
-    def stranger(number):
+    def other_user(number):
         one, their = connected(port)
         with one:
             one.sendall(words_of_a_stranger(their)[number])
@@ -144,13 +144,13 @@ def test_strangers_are_not_let_in(port, nodes):
             except ConnectionResetError:
                 return b""
 
-    strangers = [nodes.submit(stranger, number) for number in range(count)]
-    real = nodes.submit(lambda: [s.result() for s in strangers] and say(1, port, 1))
+    other_users = [nodes.submit(other_user, number) for number in range(count)]
+    real = nodes.submit(lambda: [s.result() for s in other_users] and say(1, port, 1))
     with Coordinator(2, port, KEY, PATIENCE_S) as host:
         host.agree(0, dict, PATIENCE_S)
 
     assert real.result() == {"0": 0, "1": 1}
-    assert [one.result() for one in strangers] == [b""] * count
+    assert [one.result() for one in other_users] == [b""] * count
 
 
 def test_silent_strangers_keep_nobody_out(port, nodes, monkeypatch):
@@ -215,7 +215,7 @@ def test_a_member_takes_nothing_from_one_who_does_not_know_the_secret(port, node
     """Neither an order nor anything else: what answers on the port may be anybody."""
     said = []
 
-    def stranger():
+    def other_user():
         with socket.create_server(("127.0.0.1", port)) as server:
             while True:
                 one = server.accept()[0]
@@ -228,7 +228,7 @@ def test_a_member_takes_nothing_from_one_who_does_not_know_the_secret(port, node
                         return
                     one.sendall(b'{"proof": "' + b"0" * 64 + b'"}\n{"answer": {"ranks": 1}}\n')
 
-    nodes.submit(stranger)
+    nodes.submit(other_user)
     with pytest.raises(Alone, match="is answered by another: it does not know the secret"):
         Peer(1, "127.0.0.1", port, KEY, 0.3)
     socket.create_connection(("127.0.0.1", port)).close()  # lets it go
@@ -278,7 +278,7 @@ def test_who_passes_every_word_on_can_say_none_of_his_own(port, nodes):
 def test_a_node_that_says_something_odd_is_named_and_left_out(port, nodes, odd):
     def strange():
         with member(1, port) as one:
-            one._line.tell(odd)
+            one._line.send(odd)
             with pytest.raises(Alone):
                 one.agree(1, PATIENCE_S)
 
@@ -295,15 +295,15 @@ def test_no_line_can_be_said_twice_or_in_anothers_place(nodes):
     with left, right:
         one = Connection(left, "session", side=COORDINATOR)
         other = Connection(right, "session", side=PEER)
-        one.tell(1)
+        one.send(1)
         line = right.recv(1000)
         left.sendall(line + line)
 
         assert other.hear(1.0) == 1
-        with pytest.raises(Stranger):
+        with pytest.raises(UnauthenticatedPeer):
             other.hear(1.0)
         right.sendall(line)  # back to who said it
-        with pytest.raises(Stranger):
+        with pytest.raises(UnauthenticatedPeer):
             one.hear(1.0)
         one.close()
         other.close()
@@ -317,7 +317,7 @@ def test_a_clock_is_measured_within_its_bound(port, nodes, ahead):
 
     def other():
         with member(1, port) as one:
-            one.tell_time(slow_clock)
+            one.serve_time(slow_clock)
 
     done = nodes.submit(other)
     with Coordinator(2, port, KEY, PATIENCE_S) as host:
@@ -397,11 +397,11 @@ def test_another_user_who_has_the_port_first_gets_nothing_and_gives_nothing(comm
         f"secret = start_secret(RunDir(Path({str(run)!r})), '7', 0)\n"
         f"Peer(1, '127.0.0.1', {port}, secret, 0.0)\n"
     )
-    with start_as(STRANGER, [sys.executable, "-c", attack]) as stranger:
-        assert stranger.stdout.readline() == "ready\n"
+    with start_as(STRANGER, [sys.executable, "-c", attack]) as other_user:
+        assert other_user.stdout.readline() == "ready\n"
         done = run_as(OWNER, [sys.executable, "-c", member_of], check=False)
-        said = json.loads(stranger.stdout.readline())
-        stranger.kill()
+        said = json.loads(other_user.stdout.readline())
+        other_user.kill()
 
     assert "is answered by another: it does not know the secret of this job" in done.stderr
     assert sorted(said) == ["challenge", "proof", "rank"]

@@ -56,7 +56,7 @@ def test_points_that_rise_are_added_to_the_file_that_is_there(story):
 
 
 @pytest.mark.parametrize("number", range(20))
-def test_what_a_crash_or_a_stranger_has_left_is_made_good(story, number):
+def test_what_a_crash_or_another_user_has_left_is_made_good(story, number):
     dice = random.Random(number)
     for step in (10, 20, 30):
         evaluated(story, step, loss=step / 2)

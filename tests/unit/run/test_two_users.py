@@ -21,7 +21,7 @@ def test_a_user_runs_this_python_and_this_checkout_without_roots_rights(user):
     assert done.stdout.split("\n")[0] == f"{(user.uid,) * 3} {(user.gid,) * 3} []"
 
 
-def test_a_stranger_reads_what_is_open_and_writes_nothing(common_path):
+def test_another_user_reads_what_is_open_and_writes_nothing(common_path):
     mine = common_path / "mine"
     mine.mkdir()
     os.chown(mine, OWNER.uid, OWNER.gid)

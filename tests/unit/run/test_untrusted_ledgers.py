@@ -112,7 +112,7 @@ def _ends(run, number):
     return AttemptEnding(run, load_spec(run.spec), context, Scheduler())
 
 
-WATCH = SimpleNamespace(cause=None, is_told_to_stop=lambda: False)
+WATCH = SimpleNamespace(cause=None, is_stop_requested=lambda: False)
 
 
 def _start(run):

@@ -15,10 +15,10 @@ from hpctrain.train.runtime.saves import LastSave, Saves
 def saves(monkeypatch):
     """Of one rank, whose save of step 5 is on its way; the steps that are saved while it waits."""
     found = Saves.__new__(Saves)
-    found.step, found._told, found.made = 5, None, []
+    found.step, found._reported, found.made = 5, None, []
     found._world = SimpleNamespace(rank=0, control=None)
     found._clock = SimpleNamespace(expected_save_s=lambda: 1.0)
-    monkeypatch.setattr(Saves, "_tell", lambda *_: None)
+    monkeypatch.setattr(Saves, "_record_fact", lambda *_: None)
     monkeypatch.setattr(Saves, "_now", lambda self, step, _snapshot: self.made.append(step))
     return found
 

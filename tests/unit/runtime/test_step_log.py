@@ -279,7 +279,7 @@ def test_without_a_run_nothing_is_written_and_all_goes_on(clock):
     program.does(100.0, loss=1.0)
     program.telemetry.flush()
 
-    assert not program.telemetry.wishes_to_tell()
+    assert not program.telemetry.is_report_due()
 
 
 def test_a_full_disk_costs_the_facts_and_says_so_once(program, monkeypatch, capsys):
@@ -312,9 +312,9 @@ def test_a_shorter_heartbeat_leaves_nothing_of_a_longer_one(run, attempt):
 
 def test_ranks_are_sampled_from_time_to_time_and_at_the_end(program, run, attempt, clock):
     program.does(50.0, data=20.0)
-    assert not program.telemetry.wishes_to_tell()
+    assert not program.telemetry.is_report_due()
     program.does(50.0)
-    assert program.telemetry.wishes_to_tell()
+    assert program.telemetry.is_report_due()
     program.telemetry.tell()
     program.does(30.0, data=5.0)
     program.telemetry.tell(at_end=True)
@@ -332,16 +332,16 @@ def test_short_attempts_share_the_samples_of_a_long_run(run, attempt, clock, mon
     monkeypatch.setattr(module, "run_age_s", lambda *_: 10 * DAY)
     first = Program(run, attempt, clock, log_every_s=5.0, ranks=64)
     first.does(61.0)
-    assert first.telemetry.wishes_to_tell()
+    assert first.telemetry.is_report_due()
     first.telemetry.tell(at_end=True)
 
     later = take_attempt(run, job_id="17", restarts=1)
     run.attempt(later.number).mkdir()
     second = Program(run, later, clock, log_every_s=5.0, ranks=64)
     second.does(300.0)
-    assert not second.telemetry.wishes_to_tell()
+    assert not second.telemetry.is_report_due()
     second.does(300.0)
-    assert second.telemetry.wishes_to_tell()
+    assert second.telemetry.is_report_due()
 
 
 def test_the_slowest_is_told_by_own_work_against_the_median():

@@ -126,11 +126,11 @@ def test_a_strangers_answer_is_none(tmp_path, hands):
                 text = json.dumps({"value": None, "error": ""})
                 connection.sendall(sign("guess", "relay answers", text).encode() + b"\n")
 
-        stranger = threading.Thread(target=answer)
-        stranger.start()
+        other_user = threading.Thread(target=answer)
+        other_user.start()
         with pytest.raises(ClusterUnreachable):
             ask(tmp_path).requeue()
-        stranger.join()
+        other_user.join()
 
 
 def test_agents_and_ranks_ask_it_where_the_batch_script_says_so(tmp_path, monkeypatch):

@@ -292,7 +292,7 @@ WORD_S = 5.0
 LOOK_S = 1.0
 COMES_S = 10.0
 """How long an agent waits for the process, which starts beside srun."""
-TELLS = frozenset({"facts", "previous_end", "previous_stop"})
+FACTS_ALLOWED = frozenset({"facts", "previous_end", "previous_stop"})
 DOES = frozenset({"requeue", "exclude", "forbid_requeue", "end"})
 
 
@@ -344,7 +344,7 @@ def _answered(secret: str, control: JobControl, asked: Mapping[str, Any]) -> byt
 
 
 def _carry_out(control: JobControl, what: str, nodes: Sequence[str]) -> object:
-    if what in TELLS:
+    if what in FACTS_ALLOWED:
         value = getattr(control, what)()
         return asdict(value) if isinstance(value, JobFacts) else value
     if what not in DOES:

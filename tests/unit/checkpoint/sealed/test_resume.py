@@ -35,13 +35,13 @@ def folder_of(out, step, size=1000):
 
 def belongs_to_another(monkeypatch, path):
     """Another user's file, as lstat(2) tells it."""
-    lstat, stranger = os.lstat, os.geteuid() + 4242
+    lstat, other_user = os.lstat, os.geteuid() + 4242
 
     def told(this, **options):
         status = lstat(this, **options)
         if os.fspath(this) != str(path):
             return status
-        return os.stat_result((*status[:4], stranger, *status[5:10]))
+        return os.stat_result((*status[:4], other_user, *status[5:10]))
 
     monkeypatch.setattr(os, "lstat", told)
     monkeypatch.setattr(os, "scandir", Entries(told))
@@ -418,7 +418,7 @@ def test_older_copies_go_and_of_what_is_gone_ten_are_remembered(run, attempt, ou
     assert not re.findall("deleting", " ".join(p.name for p in run.sealed.iterdir()))
 
 
-def test_a_seal_that_a_stranger_has_put_there_is_not_believed(run, attempt, out, monkeypatch):
+def test_a_seal_that_another_user_has_put_there_is_not_believed(run, attempt, out, monkeypatch):
     seal(run, attempt, folder_of(out, 50), 50)
     stored = seal(run, attempt, folder_of(out, 100), 100)
     belongs_to_another(monkeypatch, stored.folder / "SEAL.json")

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from hpctrain.core.base.records import JobContext
     from hpctrain.core.settings.spec import Spec
 
-LIFELINE_PORT = PORTS - 3
+LIVENESS_PORT = PORTS - 3
 """Of the job's ports; those below it are the rounds', those above the preflight's."""
 BEATS = 8
 """In a lease."""
@@ -71,7 +71,7 @@ MOST_GUARDED = 8
 
 
 @dataclass(frozen=True)
-class LifelinePlace:
+class LivenessPlace:
     """Where a node's process stands.
 
     `address` and `port` are the first node's; silence for up to `lease_s` seconds counts as life.
@@ -84,10 +84,10 @@ class LifelinePlace:
     lease_s: float
 
 
-class Lifeline(ForkedProcess):
+class LivenessChannel(ForkedProcess):
     """The agent's side."""
 
-    def __init__(self, place: LifelinePlace, secret: str) -> None:
+    def __init__(self, place: LivenessPlace, secret: str) -> None:
         """Fork the process while this one has one thread; `secret` is the same on all nodes."""
         self.place = place
         self._heard = b""
@@ -95,7 +95,7 @@ class Lifeline(ForkedProcess):
         self._looked_s, self._silent_s = clock.monotonic(), 0.0
         self._guarded, guarded = socket.socketpair()
         with guarded:
-            serve = partial(_serve_until_killed, place, code(secret, "lifeline"), guarded)
+            serve = partial(_serve_until_killed, place, code(secret, "liveness"), guarded)
             super().__init__(serve)
         self._line.settimeout(0)
 
@@ -171,12 +171,12 @@ class Lifeline(ForkedProcess):
         self.say({"over": why})
         deadline = clock.monotonic() + patience_s
         while not self._is_gone and (left := deadline - clock.monotonic()) > 0:
-            if any("all_told" in said for said in self.news(left)):
+            if any("all_informed" in said for said in self.news(left)):
                 return
 
 
 def _serve_until_killed(
-    place: LifelinePlace, secret: str, guarded: socket.socket, line: socket.socket, parent: int
+    place: LivenessPlace, secret: str, guarded: socket.socket, line: socket.socket, parent: int
 ) -> NoReturn:
     """The forked process: never comes back into its parent's code."""
     try:
@@ -196,10 +196,10 @@ def _serve_until_killed(
         os._exit(1)
 
 
-class _LifelineSide:
+class _LivenessSide:
     """What both sides have: the line to the agent, and a turn eight times in a lease."""
 
-    def __init__(self, place: LifelinePlace, secret: str, line: socket.socket, agent: int) -> None:
+    def __init__(self, place: LivenessPlace, secret: str, line: socket.socket, agent: int) -> None:
         self._place, self._secret, self._line, self._agent = place, secret, line, agent
         self._writer: asyncio.StreamWriter | None = None
 
@@ -227,20 +227,20 @@ class _LifelineSide:
             now = clock.boottime()
             stood_s, last = now - last, now
             self._turn(stood_s)
-            self._tell(RUNS)
+            self._send(RUNS)
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         assert self._writer is not None  # noqa: S101 - `serve` has made it
         self._writer.write(json.dumps(message).encode() + b"\n")
 
     def _greeting(self) -> Greeting:
-        return Greeting(self._secret, "lifeline")
+        return Greeting(self._secret, "liveness")
 
 
-class _First(_LifelineSide):
+class _First(_LivenessSide):
     """The first node's process: hears all others."""
 
-    def __init__(self, place: LifelinePlace, secret: str, line: socket.socket, agent: int) -> None:
+    def __init__(self, place: LivenessPlace, secret: str, line: socket.socket, agent: int) -> None:
         super().__init__(place, secret, line, agent)
         self._others: dict[int, Endpoint] = {}
         self._spoken: set[int] = set()
@@ -252,13 +252,13 @@ class _First(_LifelineSide):
         self._absent: set[int] = set()
         """Have not come, and nobody waits for them; they may come all the same."""
         self._over = ""
-        self._told_over: set[int] = set()
+        self._over_sent: set[int] = set()
 
     async def _begin(self) -> None:
-        door = ChildrenListener(self._awaited, self._greeting, self._admit)
+        listener = ChildrenListener(self._awaited, self._greeting, self._admit)
         listen, _ = addresses(self._place.address, 0)
-        door.open(listen, self._place.port)
-        self._all_told()
+        listener.open(listen, self._place.port)
+        self._all_informed()
 
     def _admit(self, node: int, end: Endpoint) -> None:
         self._others[node], self._heard[node] = end, clock.boottime()
@@ -276,8 +276,8 @@ class _First(_LifelineSide):
         if "beat" in head:
             end.say(packed({"beat": head["beat"]}))
         if "ready" in head:
-            self._tell({"ready": node, "switch": str(head.get("switch", ""))})
-        if self._over and node not in self._told_over:
+            self._send({"ready": node, "switch": str(head.get("switch", ""))})
+        if self._over and node not in self._over_sent:
             self._say_over(node)
 
     def _lose(self, node: int, why: str) -> None:
@@ -286,8 +286,8 @@ class _First(_LifelineSide):
         self._lost.add(node)
         if (end := self._others.pop(node, None)) is not None:
             end.close()
-        self._tell({"lost": node, "why": why})
-        self._all_told()
+        self._send({"lost": node, "why": why})
+        self._all_informed()
 
     def _obey(self, order: dict[str, Any]) -> None:
         if "round" in order:
@@ -304,16 +304,16 @@ class _First(_LifelineSide):
             self._over = str(order["over"]) or "over"
             for node in self._spoken & set(self._others):
                 self._say_over(node)
-            self._all_told()
+            self._all_informed()
 
     def _say_over(self, node: int) -> None:
         self._others[node].say(packed({"over": self._over}))
-        self._told_over.add(node)
-        self._all_told()
+        self._over_sent.add(node)
+        self._all_informed()
 
-    def _all_told(self) -> None:
-        if self._over and self._awaited <= self._told_over | self._lost | self._absent:
-            self._tell({"all_told": True})
+    def _all_informed(self) -> None:
+        if self._over and self._awaited <= self._over_sent | self._lost | self._absent:
+            self._send({"all_informed": True})
 
     def _turn(self, stood_s: float) -> None:
         lease_s, now = self._place.lease_s, clock.boottime()
@@ -324,12 +324,12 @@ class _First(_LifelineSide):
             self._lose(node, f"silent for {lease_s:g} s")
 
 
-class _Other(_LifelineSide):
+class _Other(_LivenessSide):
     """Any other node's process: hears the first one."""
 
     def __init__(
         self,
-        place: LifelinePlace,
+        place: LivenessPlace,
         secret: str,
         line: socket.socket,
         agent: int,
@@ -400,10 +400,10 @@ class _Other(_LifelineSide):
         if head.get("beat") == self._question:  # asked after it woke: it was not left out
             self._stood_s = 0.0
         if "round" in head:
-            self._tell({"round": head["round"]})
+            self._send({"round": head["round"]})
         if "over" in head:
             self._is_over = True
-            self._tell({"over": head["over"]})
+            self._send({"over": head["over"]})
         if "dropped" in head:
             self._leave(head["dropped"], dropped=True)
 
@@ -432,7 +432,7 @@ class _Other(_LifelineSide):
         if self._is_over:
             return
         self._is_over = True
-        self._tell({"dropped" if dropped else "gone": why})
+        self._send({"dropped" if dropped else "gone": why})
         self._close_guarded()
         if self._may_have_ranks:  # else it still imports, and sees to the job as it hears of this
             self._kill_agent_after(min(LEAVE_S, self._place.lease_s))
@@ -447,7 +447,7 @@ class _Other(_LifelineSide):
         asyncio.get_running_loop().call_later(seconds, os.kill, self._agent, signal.SIGKILL)
 
 
-def lifeline_of(spec: Spec, context: JobContext, secret: str) -> Lifeline | None:
+def liveness_of(spec: Spec, context: JobContext, secret: str) -> LivenessChannel | None:
     """Return this node's liveness process; None if the run does not outlive a node.
 
     It does only where the batch script has said so (`HPCTRAIN_ALIVE`): under a scheduler that ends
@@ -456,11 +456,11 @@ def lifeline_of(spec: Spec, context: JobContext, secret: str) -> Lifeline | None
     alive = spec.settings.alive
     if not (alive.is_on() and os.environ.get(HPCTRAIN_ALIVE) and len(context.nodes) > 1):
         return None
-    place = LifelinePlace(
+    place = LivenessPlace(
         context.node_rank,
         len(context.nodes),
         context.master_addr,
-        context.port + LIFELINE_PORT,
+        context.port + LIVENESS_PORT,
         alive.lease_s,
     )
-    return Lifeline(place, secret)
+    return LivenessChannel(place, secret)
