@@ -173,7 +173,7 @@ def submit(
         env: Environment of the ranks; no secrets.
         snapshot: Run a copy of the script's git-tracked files; by default up to 64 MB.
         checkpoint: Where the program saves its own checkpoints, as patterns of paths.
-        resume_args: Arguments for a program that must be told to resume, in one text; added from
+        resume_args: Arguments with which the program resumes, in one text; added from
             the second start on. "{checkpoint}" in it is the newest complete registered checkpoint.
         resume_if: Add them where this pattern of paths matches instead.
         begin: RUN or RUN@STEP: begin with that checkpoint of another run.

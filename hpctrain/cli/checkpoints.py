@@ -256,7 +256,7 @@ def _sealed_verdicts(
 
 
 def _note_verified(run: RunDir, verdicts: list[dict[str, Any]]) -> None:
-    """For `status`; whoever may only read the run has read it all the same."""
+    """For `status`; a user who may only read the run reads it all the same."""
     from hpctrain.ledger.run import events as ledger
     from hpctrain.ledger.run.event_types import CheckpointVerified
 

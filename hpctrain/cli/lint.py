@@ -183,7 +183,7 @@ class _Lint:
         """Whether stdout has a program's text, or its difference, and nothing else may follow."""
 
     def take_files(self, paths: Sequence[str]) -> None:
-        """Check, and mend where asked, each file."""
+        """Check each file, and fix it where asked."""
         from hpctrain.advise.lint.check import unreadable
         from hpctrain.advise.lint.files import files_to_check
         from hpctrain.core.base.files import NotText, read_source

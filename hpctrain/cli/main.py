@@ -185,7 +185,7 @@ def cli(ctx: click.Context) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code.
 
-    An error that the user can mend is one line on stderr; anything else is a bug, with a traceback.
+    An error that the user can fix is one line on stderr; anything else is a bug, with a traceback.
     """
     try:
         with border():
@@ -248,7 +248,7 @@ def _fail(message: str, code: int, argv: Sequence[str] | None = ()) -> int:
 
 
 def _about_file(error: OSError) -> str:
-    """What a file system said, and of which file: a full disk, a stranger's directory, a quota."""
+    """A file system's error with its file: a full disk, another user's directory, a quota."""
     names = [str(name) for name in (error.filename, error.filename2) if name is not None]
     why = error.strerror or str(error) or type(error).__name__
     if not names and _is_folder_gone():

@@ -39,7 +39,7 @@ DRAW_S = 0.2
 
 @contextlib.contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Around work on `total` bytes; what it gives is told, from any thread, of bytes done.
+    """Around work on `total` bytes; call what it gives, from any thread, with bytes done.
 
     Nothing is shown for a total of 0.
     """

@@ -260,7 +260,7 @@ class Controller:
 
     def _end(self, *, reason: str | None) -> None:
         self.record.state, self.record.reason = JobState.COMPLETING, reason
-        client.write(self.record)  # before the signal: whoever gets it asks at once
+        client.write(self.record)  # before the signal: its receiver asks at once
         self._kill_at = clock.now() + KILL_WAIT_S
         self._signal(signal.SIGTERM)
 

@@ -24,7 +24,7 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc] # transformers
 
     A checkpoint at a stop is saved whatever `save_strategy` says; the evaluation that the step
     would have brought is left out. ``trainer.train(resume_from_checkpoint=run.resume_path)`` goes
-    on from it. Tokens are told where `include_num_input_tokens_seen` is set.
+    on from it. Tokens are reported if `include_num_input_tokens_seen` is set.
     """
 
     def __init__(self, run: Run) -> None:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class LightningCallback(pl.Callback):  # type: ignore[misc] # lightning is skipped by mypy
     """Tells the run where the Trainer is, saves and seals, and leaves at a stop.
 
-    ``trainer.fit(model, ckpt_path=run.resume_path)`` goes on from what was sealed. Tokens are told
-    by `Run.log` in the module's training_step. Make it after `hpctrain.init`.
+    ``trainer.fit(model, ckpt_path=run.resume_path)`` resumes from the registered checkpoint. Tokens
+    are reported by `Run.log` in the module's training_step. Make it after `hpctrain.init`.
     """
 
     def __init__(self, run: Run, *, every_n_steps: int = 0, keep: int = 2) -> None:

@@ -55,7 +55,7 @@ class BeginsAnew:
 
     pattern: str  # where it saves, as `checkpoint.sealed` takes it; PLACE where nobody can say
     save: ast.Call  # the first save
-    option: AskedOption | None  # what it has to be told to go on; None where nothing in it loads
+    option: AskedOption | None  # the option with which it resumes; None where nothing in it loads
 
     def note(self, name: str) -> str:
         """What to tell its user."""

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from hpctrain.core.settings.spec import Spec
 
     ShowProgress = Callable[[str, int], contextlib.AbstractContextManager[Callable[[int], None]]]
-    "Told what is done and of how many bytes; what it gives is told of bytes done."
+    "Called with what is done and of how many bytes; what it gives takes the bytes done."
 
 
 UNUSED_DAYS = 30

@@ -2,7 +2,7 @@
 
 Each is a run of its own in ``RUN/evaluations``, with a ledger, attempts and requeues of its own. So
 that it is made once and survives what a run survives is what runs promise already. `advance` is
-called by whoever has something to do with the run (a watcher beside its ranks, the end of its job
+called by a process of the run (a watcher beside its ranks, the end of its job
 and of each evaluation's, a command), any number of times, and may die at any point: under a lock of
 its own it looks at what there is, and does what is left to do. Training never waits for it.
 
@@ -303,7 +303,7 @@ class _EvaluationLook:
         child = self._children.get(step) or self._run.evaluation(step)
         spec = self._child_spec(step, child.name)
         make_private_folder(self._run.evaluations)
-        with contextlib.suppress(FileExistsError):  # whoever made it has died before it was whole
+        with contextlib.suppress(FileExistsError):  # its maker died before it was complete
             make_run_folder(child.root, group=spec.settings.run.group_writable)
         bad = kept_out(self._run, spec, os.environ)
         return launch(child, spec, by="submit", exclude=list(bad))

@@ -261,7 +261,7 @@ def cancel_run(
 
     Raises:
         ClusterError: the scheduler refused.
-        ClusterUnreachable: nobody can say whether there is a job, or it could not be told.
+        ClusterUnreachable: nobody can say whether there is a job, or it could not be reached.
         UsageError: its job is another run's, or a terminal's.
         HpctrainError: there is no room for the request.
     """

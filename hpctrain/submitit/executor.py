@@ -203,7 +203,7 @@ class _RunExecutor(core.PicklingExecutor):
         raise RunExists(f"{NAME_TRIES} names in {self.runs} were taken while trying; try again")
 
     def _flags(self) -> dict[str, Any]:
-        """What `hpctrain.submit` is to be told, but for what is a job's own."""
+        """The arguments of `hpctrain.submit`, but for what is a job's own."""
         limit_s = self._limit_s()
         lead_s = min(self.parameters.get("signal_delay_s", 90), limit_s / 3)
         task = {

@@ -271,7 +271,7 @@ def run_link(paths: JobPaths) -> Path:
 
 
 def dump(value: Any, path: Path) -> None:
-    """Pickle a value; the file is there whole or not at all, whoever was killed before."""
+    """Pickle a value; the file is there complete or not at all, also after a kill."""
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         utils.cloudpickle_dump(value, staged)

@@ -67,7 +67,7 @@ EVERY_RANK = "checkpoint_every_rank"
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """What the executor was told, as it hands it on."""
+    """The executor's parameters, as it hands them on."""
 
     folder: str
     lead_s: float

@@ -99,9 +99,9 @@ def began_again(
 class RehearsedAttempt:
     """One attempt."""
 
-    # each step that was told, with its loss, None where it told none
+    # each step that was reported, with its loss or None
     losses: dict[int, float | None] = field(default_factory=dict)
-    restored: int | None = None  # the step that it went on from; None before that was told
+    restored: int | None = None  # the step that it resumed from; None before it was reported
     saved: list[int] = field(default_factory=list)  # steps of committed checkpoints
     save_bytes: int | None = None  # of the last; None where that is not known
     reason: EndReason | None = None  # why it ended; None before its end
@@ -110,7 +110,7 @@ class RehearsedAttempt:
 
     @property
     def last(self) -> int:
-        """The last step that was told, 0 for none."""
+        """The last step that was reported, 0 for none."""
         return max(self.losses, default=0)
 
 

@@ -279,7 +279,7 @@ def _rule(job: ForecastFacts) -> str:
 
 
 def _foreign_lead(job: ForecastFacts, past: PastSaves) -> CheckLine:
-    """A program that does not know hpctrain is told a fixed time before the limit."""
+    """A program that does not know hpctrain is warned a fixed time before the limit."""
     span_s = max(job.margin_s, job.lead_s)
     need = interval.CLOCK_SAFETY * past.save_s + (past.step_s or 0.0)
     message = (

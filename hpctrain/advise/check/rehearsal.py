@@ -278,7 +278,7 @@ def _silent(stage: RehearsalStage, say: Say) -> list[CheckLine]:
 def resume_line(
     before: Sequence[tuple[float, float]], after: Sequence[tuple[float, float]], *, saved: bool
 ) -> CheckLine:
-    """Whether a program that was started again went on, by the epochs and steps that it prints.
+    """Whether a program that was started again resumed, by the epochs and steps that it prints.
 
     Args:
         before: Places that the first start printed.

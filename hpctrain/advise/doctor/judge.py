@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hpctrain.advise.doctor.faults import LogFacts
 
 SURVIVED = 5
-"""So many losses behind an error: training went on, and did not die of it."""
+"""So many losses behind an error: training continued, and did not die of it."""
 MESSAGE_LINES = 6
 """Lines of an error's message in which something finer is looked for."""
 EVIDENCE = 4
@@ -162,7 +162,7 @@ def _ended_for_another(death: Sighting, deaths: Iterable[Sighting]) -> bool:
 
 
 def _survived(sighting: Sighting, log: LogFacts) -> bool:
-    """Whether training went on behind it."""
+    """Whether training continued after it."""
     if sighting.role is Role.HINT or sighting.is_late:
         return False
     return sum(offset > sighting.offset for offset in log.progress) >= SURVIVED

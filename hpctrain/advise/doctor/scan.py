@@ -275,7 +275,7 @@ class LogScanner:
         return self._frame(text, stream) or text.startswith((" ", "\t", "~", "^"))
 
     def _frame(self, text: str, stream: _LogStream) -> bool:
-        """Whether the line is one of a traceback's places; what is told of them is kept."""
+        """Whether the line is one of a traceback's places; what is reported of them is kept."""
         frame = _FRAME.match(text) or _RICH_FRAME.match(text)
         if frame is None:
             stream.raises = stream.raises or _RAISES.match(text) is not None

@@ -116,7 +116,7 @@ def plant(run: RunDir, fault: str, attempt: int, rank: int, seconds: float) -> D
 
 
 def freeze(pid: int, seconds: float) -> None:
-    """Stop a process for a while; it is continued also where this one is told to end."""
+    """Stop a process for a while; it is continued also if this process ends."""
 
     def leave(*_: object) -> NoReturn:
         raise SystemExit(1)

@@ -171,7 +171,7 @@ def _trains(attempt: AttemptRecord) -> bool:
 
 
 def _reported(fault: DrillFault, planted: Planted, history: RunHistory) -> bool:
-    """A save that was refused is told before the next is made; of a late one there is no word."""
+    """A refused save is reported before the next one; a late one is not."""
     return fault.name != "fill_disk" or any(
         not one.committed or (one.step or 0) > planted.step
         for one in history.saves[planted.saves :]
@@ -271,7 +271,7 @@ def _frozen(planted: Planted, history: RunHistory, on_disk: frozenset[str]) -> D
 
 
 def _in_attempt(planted: Planted, history: RunHistory) -> Sequence[SaveRecord] | DrillVerdict:
-    """The saves since, where the attempt went on; else what to say."""
+    """The saves since, where the attempt continued; else what to say."""
     newest = history.newest
     if not planted.fired:
         return DrillVerdict("not tried", "no save came to the place where it was armed")

@@ -231,7 +231,7 @@ def _amp(facts: ProgramFacts) -> Iterator[LintFinding]:
 
 
 def _amp_call(facts: ProgramFacts, call: ast.Call, name: str) -> tuple[SourceEdit, ...]:
-    """The new call, where its arguments can be told for certain."""
+    """The new call, if its arguments are certain."""
     if any(isinstance(one, ast.Starred) for one in call.args):
         return ()
     edits = list(insert_argument(facts.syntax, call, '"cuda"'))

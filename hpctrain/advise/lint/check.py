@@ -2,8 +2,8 @@
 
 Whatever the text is, this returns: what cannot be read is a finding (HT001). The program's author
 may live with findings: `# hpctrain: ignore HT101` hides that rule on its line, or on the next one
-where it stands alone, and a file has known findings. A comment that hides nothing is told (HT002).
-tests/unit/lint/test_rules.py, test_ignores.py and test_fuzz.py hold the promises.
+where it stands alone, and a file has known findings. A comment that hides nothing is a finding
+(HT002). tests/unit/lint/test_rules.py, test_ignores.py and test_fuzz.py hold the promises.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RuleChoice:
     ignore: tuple[str, ...] = ()
 
     def takes(self, code: str) -> bool:
-        """Whether findings of this rule are told."""
+        """Whether findings of this rule are shown."""
         return (not self.select or code.startswith(self.select)) and not (
             bool(self.ignore) and code.startswith(self.ignore)
         )

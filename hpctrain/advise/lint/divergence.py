@@ -318,7 +318,7 @@ class _Walk:
             BATCH in self.facts.dependence.of(arg) for call in _calls_in(block) for arg in call.args
         )
 
-    # what is told
+    # what is reported
 
     def _expression(self, node: ast.AST, tests: tuple[_Test, ...]) -> None:
         for call in _calls_in([node]):
@@ -389,7 +389,7 @@ class _Walk:
             message = f"no_sync() holds only where {test.text} (line {_line(test.node)})"
             self._report("HT110", call, message, test.node)
 
-    def _report(  # noqa: PLR0917 - of whom it is told, then why
+    def _report(  # noqa: PLR0917 - whom it is about, then why
         self,
         code: str,
         node: ast.AST,

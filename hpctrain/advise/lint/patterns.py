@@ -180,7 +180,7 @@ class CallPattern:
         return re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name in self.call))
 
     def fits_file(self, facts: ProgramFacts) -> bool:
-        """Whether the program is one of which it may be told."""
+        """Whether the rule applies to the program."""
         return (
             all(_holds(word, lambda fact: _FILE_FACTS[fact](facts)) for word in self.file)
             and (not self.mentions or facts.mentions(*self.mentions))

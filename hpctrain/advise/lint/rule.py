@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 LEVELS = ("error", "warning", "info")
-"""The worst first: hangs or computes something else; likely wrong or dear; worth knowing."""
+"""The worst first: hangs or computes something else; likely wrong or expensive; worth knowing."""
 DOCS = "docs/check.md"
 
 
@@ -63,7 +63,7 @@ class LintFinding:
     evidence: str = ""
     """The line of the source."""
     edits: tuple[SourceEdit, ...] = ()
-    """What would mend it for certain."""
+    """Edits that fix it for certain."""
 
     @property
     def place(self) -> tuple[str, int, int, str]:

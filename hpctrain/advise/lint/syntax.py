@@ -392,7 +392,7 @@ def replace_node(syntax: ProgramSyntax, node: ast.expr | ast.alias, text: str) -
 
 
 def insert_argument(syntax: ProgramSyntax, call: ast.Call, text: str) -> tuple[SourceEdit, ...]:
-    """A new first argument; nothing where the call's bracket cannot be told for certain."""
+    """A new first argument; nothing if the call's bracket is not certain."""
     raw = syntax.raw
     place = span(syntax, call.func)[1]
     if raw[place : place + 1] != b"(":

@@ -1,7 +1,7 @@
 """A training step without memory: builds a model on no device, and tells the exact peak of a rank.
 
 A program of its own (`python -m hpctrain.advise.strategy.measure_child`), so that neither torch nor
-a stranger's module is ever imported by the command line. One JSON object comes in on stdin, one
+a foreign module is ever imported by the command line. One JSON object comes in on stdin, one
 goes out in the file that is named first on the command line; what the model's own code prints goes
 nowhere near it. The step is spread as hpctrain's engines spread it, over ranks that are not there
 (torch's process group "fake"), under FakeTensorMode: see `step`.
@@ -92,7 +92,7 @@ class Step:
 
 
 def builder(model: Mapping[str, Any]) -> Callable[[], nn.Module]:
-    """What makes the model: of a config, or of a stranger's `module:callable`.
+    """What makes the model: of a config, or of a foreign `module:callable`.
 
     Raises:
         CannotBuild: there is no such module, callable or architecture.
@@ -434,7 +434,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
             measured.append(run(build, what, tracker))
         except CannotBuild:
             raise
-        except Exception as error:  # noqa: BLE001 - a stranger's model may raise anything
+        except Exception as error:  # noqa: BLE001 - a foreign model may raise anything
             measured.append({"error": f"{type(error).__name__}: {_line(error)}"})
     return {"steps": measured}
 

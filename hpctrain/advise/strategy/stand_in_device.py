@@ -4,7 +4,7 @@ Offload moves tensors between a GPU and its host, and a build of torch without G
 alone. Torch lets Python register a device of its own (PrivateUse1); under FakeTensorMode it needs
 no kernels, so FSDP2 runs on it as on a GPU: shards wait on the host, are copied over, gathered, and
 gradients are copied back. Streams do nothing: nothing overlaps, and nothing is freed late. Where a
-GPU has one kernel and torch takes several operators without it, the device is told it has one too
+GPU has one kernel and torch takes several operators without it, the device gets one too
 (`ONE_KERNEL`): what is between these operators was counted else.
 tests/engines/test_strategy_measured.py holds it against the same step without offload.
 """

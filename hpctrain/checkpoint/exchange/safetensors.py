@@ -45,7 +45,7 @@ READ_BYTES = 64 << 20
 GB = 10**9
 MAX_AXES, MAX_SIZE = 64, 2**63
 SHOWN = 200
-"""Characters of what a stranger wrote, in an error of one line."""
+"""Most characters of foreign text in an error of one line."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _short(text: object) -> str:
-    """What a stranger wrote, in one line that is not too long."""
+    """Foreign text in one line that is not too long."""
     line = " ".join(ascii(str(text))[1:-1].split())
     return line if len(line) <= SHOWN else line[:SHOWN] + "..."
 

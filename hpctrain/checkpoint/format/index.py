@@ -2,7 +2,7 @@
 
 Ranks of a program hold boxes that differ in little else than where they begin: rank 7 of a sharded
 program holds of each tensor the seventh part. So files are put together whose chunks differ only in
-that, a layout, and a file in it is told by a few numbers: each chunk begins at such a number times
+that, a layout, and a few numbers describe a file in it: each chunk begins at such a number times
 its extent, or at the number itself, or at 0. Of 16,384 ranks and 3,400 tensors that is half a
 megabyte where rows would be a gigabyte. What is laid out in no order (parts of replicas) is a
 layout of its own, as large as its rows.
@@ -381,7 +381,7 @@ class ChunkIndex:
             ],
             np.int64,
         )
-        # Not in whole numbers: a stranger's may be so large that their product runs over.
+        # Not in whole numbers: foreign ones may be so large that their product runs over.
         begin = self._largest.astype(float) * np.where(self.unit == 1, self.extent, 1)
         inside = (begin <= MOST_ELEMENTS) & (self.extent <= limit)
         begin = np.where(inside, begin, 0).astype(np.int64)
@@ -532,7 +532,7 @@ def _misfilled(index: ChunkIndex, manifest: Manifest) -> bool:
     """A shard's digest is over all blocks in file order: in a hole, no byte would be proved."""
     if not len(index.file):
         return False
-    # Not in whole numbers: a stranger's may be so large that their sum runs over.
+    # Not in whole numbers: foreign ones may be so large that their sum runs over.
     bytes_of = np.add.reduceat(index.nbytes.astype(float), index.first_piece[:-1])
     if (bytes_of > MOST_ELEMENTS).any():
         return True

@@ -25,7 +25,7 @@ PACKED_FROM = 65
 """Shards, or ranks with tensors of their own, from which on there are rules instead of lists."""
 MOST_RANK = 10**7 - 1
 MOST_OWN = 1 << 20
-"""Tensors that ranks have for themselves; a stranger's rule could stand for any number."""
+"""Tensors that ranks have for themselves; a foreign rule could stand for any number."""
 DIGEST_DIGITS = 16
 _SHARD = re.compile(r"shard-([0-9]{5,7})\.safetensors")
 _OWN = re.compile(r"rng\.rank-([0-9]{5,7})(\..+)", re.DOTALL)

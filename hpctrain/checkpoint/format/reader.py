@@ -1,4 +1,4 @@
-"""Reading what this rank needs of a checkpoint, whoever wrote it, with a proof of every byte used.
+"""Reads this rank's part of a checkpoint of any number of ranks, and proves every byte used.
 
 `CheckpointSource.read` fills memory from the checkpoint's files. Bytes go straight from the file to
 where they are wanted, and each block is digested while it is still in the cache. Only blocks that

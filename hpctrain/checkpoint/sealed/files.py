@@ -398,7 +398,7 @@ def put_back(copy: Path, path: Path, on_bytes: Callable[[int], object] | None = 
     """Put a copy where it came from: readers find nothing there, or all of it.
 
     The copy stays. Whatever lies in the way must have been moved first. What `on_bytes` raises ends
-    it; it is told of no bytes, since they were read before.
+    it; it gets no bytes, since they were read before.
 
     Raises:
         OSError: it cannot be written; what was begun is removed.

@@ -299,7 +299,7 @@ def _stat(path: Path) -> os.statvfs_result | None:
 
 
 def _left(stat: os.statvfs_result | None) -> str:
-    """What is free, where that is told and is more than a block."""
+    """What is free, if that is known and is more than a block."""
     if stat is None or stat.f_blocks == 0 or stat.f_bavail <= 1:
         return ""
     return f" ({size(stat.f_bavail * stat.f_frsize)} of the file system are free by now)"

@@ -8,7 +8,7 @@ taken for a checkpoint, and the next sweep takes the rest.
 
 A pin is a file PINNED in the checkpoint's directory, with the reason in it: so it goes with the
 checkpoint wherever that is moved or copied, and `touch PINNED` is one too. Pins are made and taken
-away under the run's lock, and whoever deletes asks `carries` first.
+away under the run's lock, and a deletion asks `carries` first.
 
 `in_use` says which checkpoints a live attempt may be using. The ledger tells it: an attempt that
 has begun and restored nothing yet is choosing, and may read any of them; later it goes on from what

@@ -76,7 +76,7 @@ class Arena:
 
     @property
     def fd(self) -> int:
-        """The memory as a file; whoever receives it can map `size` bytes of it."""
+        """The memory as a file; its receiver can map `size` bytes of it."""
         if self._fd is None:
             raise ValueError("the arena is closed")
         return self._fd
@@ -219,7 +219,7 @@ def _cgroup_rooms() -> Iterator[Room]:
             )
         else:
             continue
-        # A container can be told its path on the host, which is not there, and see its own as root.
+        # A container may have its path on the host, which is not there, and see its own as root.
         own = files.base / path.lstrip("/")
         for level in (own, *own.parents):
             if level.is_relative_to(files.base) and (left := _level_room(level, files)):

@@ -126,7 +126,7 @@ class CopyThread:
                 np.copyto(copy, source)
                 copies.append(copy)
             self.is_torn = not np.array_equal(_probes(copies), self._probes)
-        except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
+        except Exception as error:  # noqa: BLE001 - the waiting thread must get it
             self._error = error
         self._rows = []  # a temporary's memory is free again
         with self._lock:

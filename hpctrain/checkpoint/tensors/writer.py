@@ -181,7 +181,7 @@ class ShardWriter:
         return answer
 
     def abandon(self) -> None:
-        """Kill what is in flight, at once; whoever waits for it gets an error."""
+        """Kill what is in flight, at once; a waiting caller gets an error."""
         if os.getpid() != self._owner or self._pending is None:
             return
         self._abandoned = True

@@ -48,7 +48,7 @@ SHIELDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signa
 IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273}
 IOPRIO_WHO_PROCESS = 1
 IOPRIO_LOWEST = 2 << 13 | 7
-"""The last of the best-effort class: whoever else uses the node's disk comes first."""
+"""The last of the best-effort class: other users of the node's disk come first."""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ class Order:
         return asdict(self)
 
     def to_others(self) -> dict[str, Any]:
-        """What the other nodes are told: without an environment, which they find by themselves."""
+        """What the other nodes get: without an environment, which they find by themselves."""
         return replace(self, expected=replace(self.expected, env={})).plain()
 
     @staticmethod
@@ -455,7 +455,7 @@ def _slow_ports(
 
 
 def _alike(check: str, by_node: Mapping[str, frozenset[str]], what: str, how: str) -> list[Result]:
-    """What most nodes have every node has; what only a few have is told."""
+    """What most nodes have every node has; what only a few have is reported."""
     every = sorted({name for names in by_node.values() for name in names})
     results = []
     for name in every:

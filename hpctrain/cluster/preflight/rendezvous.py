@@ -2,15 +2,15 @@
 
 Not through the shared directory, which may be what is broken, and not through torch, whose version
 may be. Every call is bounded in time: a node that says nothing is left out from then on and named.
-The first node listens to all who have connected at once, so whoever else connects keeps nobody
+The first node listens to all who have connected at once, so a foreign connection keeps nobody
 waiting. It asks for clocks a few nodes at a time: one by one, silent nodes would add up their
 time-outs; all at once, answers would queue at the first node and look slow.
 
 Nobody but the job's own nodes is heard (`Connection`). Both ends prove that they know the job's
 secret, without sending it, and each line carries a code of that secret, of the connection, and of
-its place in it. So whoever answers on the port, listens in between or repeats what was said cannot
-say anything. Nothing that is received is run. tests/unit/preflight/test_rendezvous.py holds the
-promises.
+its place in it. So a process that answers on the port, listens in between or repeats messages
+cannot say anything. Nothing that is received is run. tests/unit/preflight/test_rendezvous.py holds
+the promises.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ class _SearchState:
     def _until_good(self) -> Generator[list[Group], Results, None]:
         """Everybody with somebody else each time, until two nodes are known to be good.
 
-        Two good nodes meet in one of these rounds, whoever is bad.
+        Two good nodes meet in one of these rounds, whatever node is bad.
         """
         for pairs in _tournament(self._nodes):
             if len(self._good) >= PAIR:

@@ -1,6 +1,6 @@
 """What a run needs of a scheduler: `Cluster` on the login node, `JobControl` inside the job.
 
-Whoever writes a third scheduler reads this file, the records that it names (`base/records.py`) and,
+To write a third scheduler, read this file, the records that it names (`base/records.py`) and,
 as an example, `tests/support/third_scheduler.py`. A scheduler
 
 - is a line in `SCHEDULERS`, which names a class of each kind, imported only when asked for,
@@ -264,7 +264,7 @@ class Cluster(Protocol):
         """Have a pending job wait for these, and for no others.
 
         It starts when each of them has ended well. One that is run again has not ended; where one
-        has ended badly, the job waits until it is told otherwise.
+        has ended badly, the job waits for the next order.
 
         Raises:
             ClusterError: refused, or no answer.

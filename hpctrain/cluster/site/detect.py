@@ -109,7 +109,7 @@ def detect(sites: Iterable[Site], here: Surroundings) -> Detected | None:
     """Hold every site's [detect] against the surroundings; None where none matches.
 
     The highest priority wins, then the strongest signal: a variable, a marker file, SLURM's
-    ClusterName, the host's name. Bases are never looked for. An unverified preset is told of and
+    ClusterName, the host's name. Bases are never looked for. An unverified preset is shown and
     passed over, and so is one that only SLURM's ClusterName speaks for and that was not written at
     the site: many clusters are called `cluster`.
     """

@@ -2,7 +2,7 @@
 
 From one list of interfaces come NCCL's and Gloo's variables, which read the same list differently;
 groups for one node and for several, and conditions on versions, are resolved here for one attempt.
-What the user sets wins over all of it, and is told. tests/unit/site/test_site_environment.py holds
+What the user sets wins over all of it, and is shown. tests/unit/site/test_site_environment.py holds
 the promises.
 """
 
@@ -226,7 +226,7 @@ def _from_network(site: Site) -> dict[str, Value]:
 
 
 def _applies(when: When, where: str, nodes: int, versions: Versions, notes: list[str]) -> bool:
-    """Whether all conditions of an [env.when.X] hold; one that cannot be told does not."""
+    """Whether all conditions of an [env.when.X] hold; one that is not known does not."""
     if when.nodes and when.nodes != ("multi" if nodes > 1 else "single"):
         return False
     return all(list(_conditions(when, where, versions, notes)))

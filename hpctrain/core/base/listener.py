@@ -3,7 +3,7 @@
 Any user of a node can connect to a port, as often as he likes. So a connection gets no place beside
 the node's own work before its other end has proved that it knows the run's secret:
 
-* A turn accepts few connections. Whoever serves the listener does other work between two turns:
+* A turn accepts few connections. Its server does other work between two turns:
   a process that only accepts sends no heartbeats.
 * Those who have not proved themselves share a fixed number of places. If all are taken, the oldest
   connection is closed, never the newest: a node of ours answers at once, and is never the one that

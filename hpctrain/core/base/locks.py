@@ -2,7 +2,7 @@
 
 Never a file whose mere being there is the lock: one of a killed holder would stay for ever. And
 never a file that others may open: flock(2) asks for no right to write on most file systems, so
-whoever can read a lock's file could keep it. Standard library only; the ledger stands on it. A
+a user who can read a lock's file could keep it. Standard library only; the ledger stands on it. A
 process's own folder on its node (`NodeFolder`) is known by its lock too.
 tests/unit/base/test_locks.py holds the promises.
 """
@@ -97,7 +97,7 @@ def _opened(path: Path) -> int:
 
 
 def _shut(path: Path, descriptor: int) -> None:
-    """Keep strangers from opening the file; also one that an earlier version has made."""
+    """Keep other users from opening the file; also one that an earlier version made."""
     now = os.fstat(descriptor)
     shared = path.parent.stat().st_mode & stat.S_IWGRP
     wanted = 0o660 if shared else 0o600

@@ -63,7 +63,7 @@ def own_program(module: str, *words: str, python: str = "", unbuffered: bool = F
 
 
 class ForkedProcess:
-    """A process beside this one that does what it is told over a line, as this one handles it."""
+    """A process beside this one that takes orders over a line, as this one handles it."""
 
     def __init__(self, serve: Callable[[socket.socket, int], NoReturn]) -> None:
         """Fork it. To be made while this process has one thread.
@@ -103,7 +103,7 @@ class ForkedProcess:
 
 
 def connections_to(port: int) -> list[socket.socket]:
-    """This process's connections to a port, whoever made them; each a descriptor more."""
+    """All connections of this process to a port; each a descriptor more."""
     connections = []
     sockets = [one for one in Path("/proc/self/fd").iterdir() if one.is_socket()]
     for descriptor in sockets:
@@ -217,7 +217,7 @@ def _claim(port: int) -> bool:
     agents listen on yet, and the second one's would not come up.
     """
     with socket.socket() as listener, socket.socket() as client:
-        listener.settimeout(1)  # a stranger's connection may come before ours
+        listener.settimeout(1)  # another user's connection may come before ours
         client.settimeout(1)
         try:
             listener.bind(("127.0.0.1", port))  # without SO_REUSEADDR, which passes over TIME_WAIT

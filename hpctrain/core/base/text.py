@@ -23,7 +23,7 @@ _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 LABEL = 12
 """Columns that the label of a line takes, e.g. "checkpoint"."""
 SPARSE_S = 10.0
-"""Between two lines in a log; shorter work is told by its result alone."""
+"""Between two lines in a log; shorter work is logged by its result alone."""
 NODES_SHOWN = 8
 """More nodes than these are shown together where one row can tell their places."""
 _MOST_DIGITS = 11
@@ -171,7 +171,7 @@ def count(number: int, noun: str) -> str:
 
 @dataclass
 class Meter:
-    """Counts bytes; whoever shows them says what time it is (seconds of any one clock).
+    """Counts bytes; the caller says what time it is (seconds of any one clock).
 
     `total` may be about so many: a reader of whole blocks may read some more. Work counts as shown
     when it begins.

@@ -237,7 +237,7 @@ def _check_reductions(engine: EngineSettings, key: _Keys) -> None:
 
 
 class _Keys:
-    """How engine settings and where they came from are told."""
+    """How engine settings and their origins are shown."""
 
     def __init__(self, origins: Mapping[str, str]) -> None:
         self._origins = origins

@@ -109,7 +109,7 @@ def _hole(point: Hole) -> LineageHole:
 def _misplaced(hole: LineageHole, pieces: Sequence[LineagePiece]) -> str:
     """What is wrong with a hole: it is where its step has no samples; "" for nothing.
 
-    A step that is not told of yet, by a mark to come, has none so far.
+    A step whose mark is not written yet has none so far.
     """
     own = next((piece for piece in pieces if piece.first <= hole.step <= piece.last), None)
     if own is None or None in {hole.sample_first, hole.sample_last, own.sample_first}:

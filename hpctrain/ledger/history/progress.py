@@ -156,7 +156,7 @@ def _interval(history: RunHistory) -> SaveInterval | None:
 
 
 def _since(save: SaveRecord) -> float:
-    """Training had gone on long before a save in the background was committed."""
+    """Training continued long before a save in the background was committed."""
     if not save.committed or save.seconds is None or save.stall_s is None:
         return save.t
     return save.t - max(0.0, save.seconds - save.stall_s)
@@ -452,7 +452,7 @@ class StepsLost:
     """The steps that all attempts did in vain.
 
     Attributes:
-        steps: As far as they were told; None where no attempt told any.
+        steps: As far as they were reported; None if no attempt reported any.
         why: What is not in it, or why there is none; "" where all is known.
     """
 

@@ -76,7 +76,7 @@ class RunHistory:
         to_end: Jobs that somebody has asked to end.
         verified: Checkpoints of which a person has had every byte read, and when.
         set_aside: Checkpoints that were damaged, in order.
-        excluded: Nodes that a run was told to do without, each with the attempt that found
+        excluded: Nodes that a run excludes, each with the attempt that found
             them.
         jobs: Every job of the run, and the clusters that are said to have it.
         clusters: Those that are said to have its newest job.
@@ -84,7 +84,7 @@ class RunHistory:
         asked_evaluations: Steps whose checkpoint somebody wants evaluated.
         evaluations: The last word on the evaluation of each step's checkpoint. Where there was
             no checkpoint any more, one that is saved anew counts as new.
-        notified: Attempts of whose end somebody was told.
+        notified: Attempts whose end was notified.
         followers: Directories of the runs that are to run after this one.
         count: How many events there are.
         last_t: When the last event was written; None in an empty ledger.
@@ -229,7 +229,7 @@ def _restored(attempt: AttemptRecord, t: float, fact: facts.CheckpointRestored) 
     if not attempt.own_loop:
         attempt.from_checkpoint, attempt.skipped = fact.checkpoint, fact.skipped
     elif resumed is None or resumed.step not in {None, fact.step}:
-        attempt.from_checkpoint = None  # it has not gone on from what it was given
+        attempt.from_checkpoint = None  # it did not resume from what it was given
     attempt.read_from = fact.read_from or ("disk" if attempt.from_checkpoint else "")
     attempt.marks_before = len(attempt.marks)
 
@@ -611,7 +611,7 @@ def _evaluated(run: RunHistory, _: _Attempt, __: float, fact: facts.Evaluated) -
 
 
 def _notified(run: RunHistory, attempt: _Attempt, _: float, fact: facts.Notified) -> None:
-    if attempt is not None and fact.what != INCIDENT:  # its end is still to be told
+    if attempt is not None and fact.what != INCIDENT:  # its end is still to be notified
         run.notified.add(attempt.number)
 
 

@@ -107,7 +107,7 @@ class SaveRecord:
     """A save that was due: one that was committed, has failed or was left out.
 
     Attributes:
-        t: When it was told.
+        t: When it was recorded.
         kind: "saved", "sealed", "save_failed" or "save_skipped".
         step: Of the state; None where nobody knows.
         restores: How many times the run had restored a checkpoint before.
@@ -194,7 +194,7 @@ class AttemptRecord:
         last_step: The last step that it is known to have done since it last restored.
         highest_step: The highest one that it is known to have done.
         last_saved_step: The newest checkpoint that it committed.
-        end_step: The step that was told with its end.
+        end_step: The step that was recorded with its end.
         reason: Why it ended; None while it runs. The last word counts: the batch side may know
             more than the agent did.
         next: What followed.
@@ -205,7 +205,7 @@ class AttemptRecord:
         went_back: Whether a person resumed from an older step on purpose: what follows costs,
             but nothing was lost.
         awaited: Which ranks were waited for last, where others had returned.
-        hang: What was said last of ranks that stand still; None where they went on since.
+        hang: The last report of ranks that stand still; None if they continued since.
         straggler: Who is slower than the others, as was said last; None where nobody is.
         spares: Host names of the nodes that waited when it began.
         peers: By node rank, the host that has copies of each node's state; none without
@@ -216,7 +216,7 @@ class AttemptRecord:
         memory: How often it copies its state into memory; None where it has not said so.
         read_from: Where the state came from, "memory", "peer" (another node's) or "disk"; ""
             where nothing was restored.
-        still: Stretches in which nothing moved, in the order in which they were told.
+        still: Stretches in which nothing moved, in the order in which they were recorded.
         suspended: Those in which the scheduler had suspended its job.
         restart_pause_s: How long the ranks of the next one in its allocation wait after its
             end.

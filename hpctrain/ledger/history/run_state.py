@@ -263,7 +263,7 @@ class EndCause(StrEnum):
 
 
 WITHOUT_A_STEP = "in a row without one new committed step"
-"""How a run's stop for attempts that came to nothing is told. It is no attempt's cause: each of
+"""How a run's stop for attempts without progress is recorded. It is no attempt's cause: each of
 them has one of its own, and this is why no other follows."""
 UNFIT = "preflight: "
 """How the agent's word on an end begins where a node was not fit."""

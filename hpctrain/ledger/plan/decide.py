@@ -70,11 +70,11 @@ FIRST_PAUSE_S = 1.0
 
 @dataclass(frozen=True)
 class EndFacts:
-    """What is known of an attempt's end, by whoever saw it.
+    """What an observer knows of an attempt's end.
 
     Attributes:
         by: Who: node 0's agent, the batch side, or the agent of the next attempt.
-        job_id: The job of whoever saw it.
+        job_id: The observer's job.
         restarts: Which start of that job.
         attempt: The attempt; None for a start in which no agent came so far.
         outcome: How its ranks ended.
@@ -262,7 +262,7 @@ def allow(
 def attempts_without_progress(history: RunHistory) -> int:
     """How many attempts in a row, counted from the newest, kept no new step.
 
-    A step is kept that was committed to disk, or that a later attempt went on from in the nodes'
+    A step is kept that was committed to disk, or that a later attempt resumed from in the nodes'
     memory.
 
     Only attempts whose ranks reached the restore count: one that the scheduler took away before

@@ -63,7 +63,7 @@ NO_EFFECT: dict[str, str] = {
     "dataloader_drop_last": "hpctrain cuts the samples",
     "datastates_ckpt": "hpctrain writes the checkpoints: see [checkpoint]",
 }
-"""What is told and otherwise let pass."""
+"""Keys that are reported and otherwise let pass."""
 
 MUST_BE: dict[str, tuple[object, str]] = {
     "gradient_allreduce_op": ("mean", "it undoes the mean itself"),

@@ -223,7 +223,7 @@ class Planner:
         self.limits = bounds(engine, origins)
 
     def check(self) -> None:
-        """Refuse what no number of nodes can mend.
+        """Refuse what no number of nodes can fix.
 
         Raises:
             UsageError: the model cannot be cut so, or a tp group does not fit into a node.

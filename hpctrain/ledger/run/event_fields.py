@@ -2,9 +2,9 @@
 
 A ledger is written by other versions of hpctrain, on disks that tear lines, and may be edited by
 anybody who can write it. `typed` is the one place where what was read becomes typed: what it gives
-has the types and ranges that every reader counts on. A field that has not is left out as if it had
-not been told, and so is an event that says nothing without it. Nothing here raises because of a
-value. tests/unit/run/test_event_fields.py and test_untrusted_ledgers.py hold the promises.
+has the types and ranges that every reader counts on. A field that has not counts as missing, and an
+event that says nothing without it is left out. Nothing here raises because of a value.
+tests/unit/run/test_event_fields.py and test_untrusted_ledgers.py hold the promises.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def metrics(value: object) -> dict[str, float] | None:
 
 
 def skipped_checkpoints(value: object) -> tuple[Skipped, ...] | None:
-    """Checkpoints that were not taken, as far as it is told which."""
+    """Checkpoints that were not taken, as far as they are named."""
     if not isinstance(value, list):
         return None
     return tuple(
@@ -241,7 +241,7 @@ _NOTHING: dict[object, Any] = {
     metrics: {},
     flag: False,
 }
-"""What a field is that was not told, by its check; None for the others."""
+"""The value of a field that is missing, by its check; None for the others."""
 
 
 def maybe(passed: Check, doc: str, default: Any = _UNSET, *, was: str = "") -> Any:

@@ -1,7 +1,7 @@
 """The kinds of event that a ledger holds: a frozen, slotted dataclass for each.
 
 A field's range, its unit and its meaning stand beside it; docs/development/ledger.md is written
-from here (`make settings`). A field that was not told is None; where None would say no more than
+from here (`make settings`). A field that was not written is None; where None would say no more than
 nothing does, it is "", () or False. tests/unit/run/test_event_fields.py and
 test_untrusted_ledgers.py hold the promises.
 """
@@ -416,7 +416,7 @@ class TrainingRewound(LedgerFact):
     """A guard has ended the round: the next start goes on from a step before this one."""
 
     step: int | None = maybe(check.count, "the step at which that was decided")
-    to: int | None = maybe(check.count, "no checkpoint with more updates is gone on from")
+    to: int | None = maybe(check.count, "the run resumes from no checkpoint with more updates")
     first: int | None = maybe(check.count, "samples consumed before those that are left out")
     last: int | None = maybe(check.count, "samples consumed after them; none where none are")
     why: str = maybe(check.words, "`nonfinite`, `spike` or `replicas`")
@@ -687,7 +687,7 @@ class EnvironmentSet(LedgerFact):
 
 @event("notified", by="the agent of node 0 or the batch side")
 class Notified(LedgerFact):
-    """Somebody was told, or was to be; see docs/watching.md."""
+    """A notification was sent, or was to be; see docs/watching.md."""
 
     what: str = maybe(check.words, "of what")
     ok: bool = maybe(check.flag, "in every way that is set")

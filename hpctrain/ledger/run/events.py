@@ -5,7 +5,7 @@
 Written by several processes on several nodes. Each event is one `os.write` on a descriptor opened
 with O_APPEND, which the kernel keeps whole among the processes of one machine. NFS has no atomic
 append (each client writes where it believes the end to be), so writers hold `events.lock` for the
-moment of the write (not the ledger itself: whoever may read a file could keep its lock). Where
+moment of the write (not the ledger itself: a reader of a file could keep its lock). Where
 there are no locks, or a dead client's is not released in time, the event is written all the same.
 Closing the file hands it to the server, where the next reader on any node sees it. Nothing is
 fsync'ed: a node that loses its power may take the last seconds of events with it, never a

@@ -1,7 +1,7 @@
 """The fence of a run: the newest attempt alone may publish, whatever an older one still does.
 
 After a node failure the ranks of the old attempt may go on running beside the new one (seen for 35
-s). So every attempt has a token, and whoever publishes something asks, under the run's lock,
+s). So every attempt has a token, and a publisher checks, under the run's lock,
 whether its token is still the newest. tests/unit/run/test_fence.py and
 tests/unit/base/test_locks.py hold the promises.
 
@@ -61,7 +61,7 @@ class Attempt:
 def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
     """Hold the run's lock for a moment; the kernel frees it when the holder dies.
 
-    Whoever has it sees the run as others have left it, not as its client of the disk remembers it.
+    Its holder sees the run as others have left it, not as its client of the disk remembers it.
 
     Raises:
         RunLocked: another process has kept it for `LOCK_TIMEOUT_S`.
@@ -105,7 +105,7 @@ def take_attempt(
     Fenced.
 
     Raises:
-        Fenced: the run has gone on without this start of the job, e.g. after its node was lost.
+        Fenced: the run continued without this start of the job, e.g. after its node was lost.
         CheckpointError: the run's lock cannot be had.
     """
     with _lock_at_start(run):

@@ -92,7 +92,7 @@ def refuse_foreign(run: RunDir, *, group: bool = True, hint: str = "") -> None:
 
 
 def refuse_planted(path: Path, *, flag: str) -> None:
-    """Refuse a settings file that was found and not named, where a stranger can have put it there.
+    """Refuse a settings file that was found, not named, and may be another user's.
 
     It says what is executed as this user: in a folder that all can write, anybody leaves one. A
     file of root's is an admin's; one that the user's group can write is the project's. `flag` is
@@ -112,7 +112,7 @@ def refuse_planted(path: Path, *, flag: str) -> None:
 def own_spec(run: RunDir, *, named: str, foreign: bool | None = None) -> Spec:
     """The spec of a run, once it is certain that nobody else can have written it.
 
-    `named` is how the user named the run. With `foreign` take it whoever wrote it, as the user has
+    `named` is how the user named the run. With `foreign` take another user's too, as the user has
     asked; None for a command that has no such flag.
 
     Raises:

@@ -39,7 +39,7 @@ MOST_BYTES = 256 << 10
 MOST_METRICS = 256
 LONGEST_NAME = 128
 SHOWN = 3
-"""Problems that are told one by one."""
+"""Problems that are listed one by one."""
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,7 @@ class BatchScriptSide:
         return max(numbers, default=None)
 
     def _is_superseded(self, attempt: int | None) -> bool:
-        """Whether the run has gone on without this job: then nothing is ours to end or requeue."""
+        """Whether the run continued without this job: then this job ends and requeues nothing."""
         if self._has_left():
             return True
         if attempt is None:

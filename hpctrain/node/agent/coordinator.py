@@ -233,7 +233,7 @@ class LeadSide(FollowerSide):
         """Take the attempt, and publish it.
 
         Raises:
-            OSError: such as of a full disk; the others have been told that no attempt begins.
+            OSError: e.g. a full disk; the other nodes know that no attempt begins.
         """
         key = f"attempt/{round_.number}"
         try:

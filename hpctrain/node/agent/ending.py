@@ -89,7 +89,7 @@ class AttemptEnding:
     def is_over(self) -> str:
         """Why this job must not run, or "": an older submission's job would be a second writer.
 
-        Nor does a job start again that has ended the run, whoever ran it again.
+        A job that has ended the run does not start again either.
         """
         token, job_id = self._context.token, self._context.job_id
         newest, ours = "", set[int | None]()

@@ -5,7 +5,7 @@ set) wins over `hpctrain.toml` and `--env`, and these over the site's preset. It
 each attempt, since the number of nodes, the versions and the attempt's directory change.
 
 To it belongs the folder in which torch keeps what it has compiled: torch takes one from a name in
-the temporary folder that everybody can guess, whoever has made it, and runs what lies there. On a
+the temporary folder that everybody can guess, and runs what lies there. On a
 node that users share, the first to make that folder would run code as the others.
 
 tests/unit/agent/test_environment.py, test_compile_cache.py and test_task_variables.py hold the

@@ -55,7 +55,7 @@ LEAVE_S = 5.0
 """So long may an agent take to leave, at most a lease; then it is killed, and its ranks with it."""
 TRY_AGAIN_S = 0.2
 EARLY_END_S = 30.0
-"""Agents that have yet to come are waited for so long, to be told that there is nothing to do."""
+"""Wait for agents that have yet to come, so that they learn that there is nothing to do."""
 FIRST_S = 600.0
 """So long may the first node's agent take to come up."""
 _LINE_BYTES = 1 << 20

@@ -324,7 +324,7 @@ class LossEnding(AttemptEnding):
             return
         began = context.start_time
         if fence is not None and fence.job_id != own[0] and (not began or fence.started > began):
-            return  # as far as anybody can tell the run has gone on in that job
+            return  # the run seems to continue in that job
         try:
             taken = take_attempt(self._run, job_id=own[0], restarts=own[1])
         except (HpctrainError, OSError) as error:

@@ -1,6 +1,6 @@
 """Notifications of an attempt's end: what there is to tell, and the start of who tells it.
 
-What happens in the middle of an attempt is told in the same way (`Incidents`): hangs, lost nodes,
+Incidents in the middle of an attempt are sent in the same way (`Incidents`): hangs, lost nodes,
 slow ranks.
 
 The telling is a process of its own (`notify_child.py`), in a session of its own: it may hang, flood
@@ -185,7 +185,7 @@ def _what(attempt: AttemptRecord) -> str:
 
 
 def _loss(attempt: AttemptRecord) -> float | None:
-    """The last loss that was told; None also for one that JSON has no word for."""
+    """The last loss that was reported; None also for one that JSON has no word for."""
     losses = (mark.fact.loss for mark in reversed(attempt.marks))
     return next((loss for loss in losses if loss is not None and math.isfinite(loss)), None)
 

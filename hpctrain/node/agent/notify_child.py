@@ -43,7 +43,7 @@ TAIL = 500
 
 
 def main(argv: list[str]) -> int:
-    """Tell it, unless nobody wants to hear it or it was told."""
+    """Send the notification, unless nobody wants it or it was sent."""
     signals.ignore_all()  # the requeue that is the news sends SIGTERM to every process of the job
     run, attempt = RunDir(Path(argv[0])), int(argv[1])
     spec = job_spec(run)
@@ -158,7 +158,7 @@ def _send(url: str, content: bytes, timeout_s: float) -> str:
     except urllib.error.URLError as error:
         reason = error.reason.strerror if isinstance(error.reason, OSError) else None
         return f"webhook: {reason or type(error.reason).__name__}"
-    except Exception as error:  # noqa: BLE001 - its text may hold the URL, so only its kind is told
+    except Exception as error:  # noqa: BLE001 - its text may hold the URL, so only its kind is logged
         return f"webhook: {type(error).__name__}"
 
 

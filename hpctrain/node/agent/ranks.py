@@ -121,7 +121,7 @@ def _run(task: RankTask, rank: int, attempt_dir: Path) -> None:
             else:
                 _run_program(task, rank)
     except BaseException:
-        silence()  # before it is told: what torch raises then would end the report
+        silence()  # before it is reported: what torch raises then would end the report
         raise
 
 
@@ -295,7 +295,7 @@ def _write(attempt_dir: Path, report: FailureReport) -> None:
 def _shown(error: BaseException) -> str:
     """The traceback as people need it.
 
-    What we refuse is told by its message: our own frames, and what it was made of, would bury it.
+    A refusal of ours is reported by its message alone: our own frames would bury it.
     The program's line that led there stays. An error that no class was made for nobody foresaw.
     """
     frames = _own_frames(error.__traceback__)
@@ -380,7 +380,7 @@ _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function
 def write_crash_traces() -> None:
     """Have this rank's log say where it is when SIGSEGV, SIGABRT, SIGBUS, SIGFPE or SIGILL ends it.
 
-    Where its output is no file nothing is told. A program that sets up faulthandler itself has its
+    If its output is no file, nothing is written. A program that sets up faulthandler itself has its
     way.
     """
     try:

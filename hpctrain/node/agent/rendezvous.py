@@ -181,7 +181,7 @@ class Rendezvous(StaticTCPRendezvous):
         """Whether this node still takes part in the round; here it does while there is one."""
 
     def losses(self) -> list[Loss]:
-        """Nodes that were lost since the last call; of none can be told here."""
+        """Nodes that were lost since the last call; this rendezvous sees none."""
         return []
 
     def drop(self, places: Sequence[int], why: str) -> list[Loss]:

@@ -69,7 +69,7 @@ def install() -> None:
 def kept() -> Iterator[None]:
     """Whatever is called meanwhile, these signals stay as they are, and wait until it is over.
 
-    torch takes SIGTERM, SIGINT and SIGHUP for itself as it starts ranks (from 2.9 on it can be told
+    torch takes SIGTERM, SIGINT and SIGHUP for itself as it starts ranks (from 2.9 on it can be set
     not to), and ends the agent at the first: before any rank has saved. Processes that start
     meanwhile are born with the signals blocked, and unblock them when they are out of danger.
     """

@@ -86,7 +86,7 @@ class RankStop(RoundPart):
         self._processes: Callable[[], Sequence[Any]] = tuple
 
     def prepare(self, round_: AgentRound) -> None:
-        """Before ranks are forked: no stop is told of so far; one whose SIGTERM has come is."""
+        """Before ranks are forked: no stop is reported so far, unless its SIGTERM has come."""
         self._processes = lambda: round_.ranks.processes
         self._file.renew()
         self._to_signal = set()

@@ -38,9 +38,9 @@ _ROW = 32
 _LEASE_BYTES = 4096
 
 MAGIC, VERSION, FIRST_RANK, RANKS, SERVER_BEAT, FREE_TICKS, RANKS_IN_ALL, CLOCK = range(8)
-"""Words of the head. FREE_TICKS: so many ticks from the first on are granted, and whoever has not
-begun them yet has nothing to do at them. Nearly always that is all that a rank has to know. CLOCK:
-see `shown`."""
+"""Words of the head. FREE_TICKS: so many ticks from the first on are granted, and a rank that has
+not begun them yet has nothing to do at them. Nearly always that is all that a rank has to know.
+CLOCK: see `shown`."""
 TICK, ARRIVED, STEP, WAITS, BEAT, PROCESS, FIRST_WISH = range(7)
 """Words of a row. Ticks are written one higher, since fresh memory is zero."""
 HEARTBEAT_PROCESS, HEARTBEAT_STEP, HEARTBEAT_PHASE, HEARTBEAT_SINCE = range(12, 16)
@@ -238,7 +238,7 @@ class _Cell:
         """The newest bytes; None where their stamp is `last`, or they could not be read whole.
 
         That their writer came round twice meanwhile, or that a processor shows stores in another
-        order, is seen by the checksum. Whoever reads comes back: it does not wait here.
+        order, is seen by the checksum. A reader tries again later: it does not wait here.
         """
         for _ in range(_TRIES):
             stamp = self._stamp[0]

@@ -40,7 +40,7 @@ GREET_S = 10.0
 
 
 class NotAwaited(ControlLost):
-    """The parent itself does not let this node in: to knock again would not help."""
+    """The parent itself refuses this node: another connection would not help."""
 
 
 class Endpoint(asyncio.Protocol):

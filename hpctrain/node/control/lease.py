@@ -8,7 +8,8 @@ docs/development/architecture.md has a picture; tests/unit/control/test_model.py
 explores all that can happen.
 
 Reports and leases are states, not events: what is lost is said again by the next, what comes twice
-or late changes nothing. No clocks of two machines are compared: seconds are told as "so long ago".
+or late changes nothing. No clocks of two machines are compared: times are sent as seconds since
+then.
 """
 
 from __future__ import annotations

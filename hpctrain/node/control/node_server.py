@@ -3,7 +3,7 @@
 The ranks of the node come to a Unix socket in a folder that only their user can enter; the node's
 children and its parent are reached by TCP (`wire.py`). Connections between nodes last as long as
 the round: where one breaks, or the other end is silent for `PATIENCE_S`, the round has failed, and
-every rank is told so once. Nothing is tried again: a value that went up twice, or never, would be
+every rank gets that once. Nothing is tried again: a value that went up twice, or never, would be
 worse. `NodeLeases` decides what to send of leases: what the subtree's ranks say goes up, what the
 root grants comes down. tests/unit/control/test_node_server.py and
 tests/unit/control/test_node_leases.py hold the promises.
@@ -271,7 +271,7 @@ class NodeServer:
         self._look_in_time()
 
     async def _met(self, address: str, port: int) -> Endpoint:
-        """The parent; a stranger may have pushed in before this node, which then knocks again."""
+        """Connect to the parent; retry where another user's process was accepted first."""
         deadline_s = clock.monotonic() + JOIN_S
         while True:
             greeting = Greeting(self._secret, self._about)

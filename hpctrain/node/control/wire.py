@@ -179,7 +179,7 @@ class Greeting:
         if type(node) is not int or not is_code(
             head.get("code"), self._secret, "control", self._about, "child", node, self._own, theirs
         ):
-            raise Garbled("a stranger")
+            raise Garbled("an unauthenticated peer")
         said = packed({"code": self._said("parent", node, self._own, theirs)})
         return node, said, Codes(self._key(node, self._own, theirs), "parent")
 
@@ -203,7 +203,7 @@ class Greeting:
             Garbled: the parent has not proved it.
         """
         if not hmac.compare_digest(proof, awaited):
-            raise Garbled("a stranger")
+            raise Garbled("an unauthenticated peer")
         return Codes(self._key(node, _nonce(unpacked(challenge)[0]), self._own), "child")
 
     def _said(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 MOST_COLLECTIVES = 20_000
-"""Of a rank, the newest: torch keeps 2,000 unless it is told to keep more."""
+"""Of a rank, the newest: torch keeps 2,000 by default."""
 
 _THREAD = re.compile(r"(?m)^(?=(?:Current thread|Thread) 0x[0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)

@@ -2,7 +2,7 @@
 
 A look is harmless, and is taken as soon as ranks stand for longer than their phase may take. What
 it finds is a suspicion. It becomes a hang when nothing has moved for as long again; ten times as
-long where nothing proves that it cannot end by itself, or where whoever holds up the others
+long where nothing proves that it cannot end by itself, or where the rank that holds up the others
 computes. A rank whose stack changes, that reads or writes, or that goes on, has proved that it
 lives: the time begins anew, so that slow work costs looks and never its life.
 tests/unit/hangs/test_suspicion.py holds the promises.
@@ -29,9 +29,9 @@ LOOKS = 4
 LONGEST_PAUSE_S = 300.0
 COMPUTES = 0.02
 """Of a processor: less is used by threads that look now and then whether there is something, and
-more gets whoever computes, also where a node has far too much to do."""
+a rank that computes gets more, also where a node has far too much to do."""
 IO_BYTES = 64 * 1024
-"""Between two looks: whoever reads or writes more works."""
+"""Between two looks: a rank that reads or writes more works."""
 
 
 class Used(NamedTuple):
@@ -46,7 +46,7 @@ class JobLook:
     """What a look at all nodes has found.
 
     Attributes:
-        at_s: When, on the clock of whoever looks.
+        at_s: When, on the clock of the observer.
         stands: Of the ranks whose nodes have answered.
         evidence: Of the same ranks.
         used: Of those whose process is there.

@@ -46,7 +46,7 @@ SILENT_S = 60.0
 """A connection on which nothing moves for so long, while something is awaited, is lost."""
 JOIN_S, CONNECT_AGAIN_S = 20.0, 0.2
 MOST_NOTED = 20
-"""Strangers that the log hears of in a round."""
+"""Most unauthenticated peers that are logged in a round."""
 PIECE_BYTES = 1 << 20
 """Of a copy in one message: its code is made while the bytes are in the cache."""
 _READ_BYTES = 1 << 20

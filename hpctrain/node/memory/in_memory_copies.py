@@ -50,7 +50,7 @@ class ProvedCopy:
 
     @property
     def held(self) -> HeldCopy:
-        """As it is told."""
+        """As it is logged."""
         return HeldCopy(*self.mark, self.plan.world_size, self.plan.rank)
 
 

@@ -39,7 +39,7 @@ class NodeHeld(NamedTuple):
         own: Whole copies of its own ranks' parts.
         nbytes: Memory that is taken for copies, of whatever rank.
         guests: Whole copies of other nodes' ranks.
-        door: Address and port where its replica server gives them to others; None where it does
+        address: Address and port where its replica server gives them to others; None where it does
             not.
     """
 

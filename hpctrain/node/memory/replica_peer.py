@@ -210,7 +210,7 @@ class CopyServer:
 
 
 class CopyFetcher:
-    """Brings what other nodes have to this one, and mends with it what is bad here."""
+    """Fetches copies from other nodes, and repairs damaged ones with them."""
 
     def __init__(
         self, node_copies: NodeCopies, node: int, greeting: Callable[[], Greeting]
@@ -278,7 +278,7 @@ class PeerRing:
 
     Attributes:
         at: Where this node's replica server lets others in.
-        doors: On node 0: those of all nodes that are known, by number.
+        addresses: On node 0: those of all nodes that are known, by number.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class PeerRing:
             self.addresses[0] = self.at
 
     def of_peer(self, node: int) -> PeerAddress:
-        """On node 0, once all are known: the door of a node's peer."""
+        """On node 0, once all are known: the address of a node's peer."""
         return self.addresses[self._peers[node]]
 
     def meet_at(self, peer: PeerAddress | None) -> None:

@@ -85,7 +85,7 @@ class NodesCopies:
         return index_of(manifest, self._table)
 
     def repair(self) -> bool:
-        """Have all copies that were opened here mended from other nodes' memory. Not collective.
+        """Repair all copies that were opened here from other nodes' memory. Not collective.
 
         Returns:
             Whether one of them has another copy, and all of them are whole then.
@@ -155,7 +155,7 @@ class NodesCopies:
 
 
 class RepairedSource(CheckpointSource):
-    """A copy in memory to read from; what is damaged is mended once, where that can be."""
+    """A copy in memory to read from; damage is repaired once, if another node has the bytes."""
 
     def __init__(self, copies: NodesCopies, path: Path, manifest: Manifest) -> None:
         """Read nothing yet; `path` is for messages."""

@@ -186,7 +186,7 @@ class Inventory(NamedTuple):
     Attributes:
         own: Whole copies of this node's ranks.
         guests: Whole copies of other nodes' ranks.
-        door: Where it gives them to others; None where it does not.
+        address: Where it gives them to others; None where it does not.
     """
 
     own: Sequence[HeldCopy] = ()
@@ -203,7 +203,7 @@ class CopyChoice:
         world_size: Ranks that have made it.
         kept_by: `memory` where all nodes that have made it still have it; `peer` where one of them
             is gone, and its part lies in another node's memory.
-        doors: By rank, of all replica servers that have its part and give it to others.
+        addresses: By rank, of all replica servers that have its part and give it to others.
     """
 
     mark: Mark

@@ -227,7 +227,7 @@ def _title(view: AttemptView) -> str:
 
 
 def _restored(attempt: AttemptRecord | None) -> str:
-    """What it went on from; nothing for the first one, which has nothing to go on from."""
+    """What it resumed from; nothing for the first one."""
     step = None if attempt is None else attempt.restored_step
     if attempt is None or step is None or (attempt.number == 1 and step == 0):
         return ""
@@ -371,7 +371,7 @@ class LogSelection:
 
     @property
     def of_several(self) -> bool:
-        """Whether lines of several ranks may come, which must be told apart."""
+        """Whether lines of several ranks may come, so that each needs its rank."""
         return self.ranks in {ALL, TROUBLE} or (len(self.ranks) > 1 and _is_set(self.ranks))
 
 
@@ -540,7 +540,7 @@ def _is_set(ranks: frozenset[int] | str) -> bool:
 class LogLine:
     """One line of a log.
 
-    `about` is when it was written, as far as that can be told.
+    `about` is when it was written, as far as that is known.
     """
 
     about: float

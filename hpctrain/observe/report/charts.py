@@ -213,7 +213,7 @@ def _waterfall_words(data: ReportData) -> list[str]:
 
 
 def loss(data: ReportData) -> Chart:
-    """Each step once, with marks where an attempt went on."""
+    """Each step once, with marks where an attempt continued."""
     key, title = "loss", "Loss"
     kept = data.history.kept
     with_loss = [mark for mark in kept if mark.loss is not None]
@@ -247,7 +247,7 @@ def loss(data: ReportData) -> Chart:
 
 
 def _resume_marks(data: ReportData) -> dict[str, Any]:
-    """A triangle on the loss where an attempt went on from a checkpoint."""
+    """A triangle on the loss where an attempt resumed from a checkpoint."""
     views = {resume.number: resume for resume in data.status.attempts}
     at = {mark.last: mark.loss for mark in data.history.kept if mark.loss is not None}
     resumes = [resume for resume in data.history.resumes if resume.step in at]

@@ -361,7 +361,7 @@ class ReportData:
 
     @property
     def steps_lost(self) -> int | None:
-        """Steps that were done in vain, over all attempts; None where none was told."""
+        """Steps that were lost, over all attempts; None if none was reported."""
         return self.status.steps_lost.steps
 
 

@@ -1,7 +1,7 @@
 """The reader of a run's status: ledger, heartbeat, checkpoints, disk, and scheduler.
 
 `ask` and `job_starts` are what the scheduler and its accounting know of a run's jobs, also for
-`logs` and `cancel`; an answer that did not come is told and no error.
+`logs` and `cancel`; a missing answer is shown, and is no error.
 tests/unit/cli/test_status.py and tests/unit/scheduler/test_status_questions.py hold the promises.
 """
 

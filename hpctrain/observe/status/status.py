@@ -153,7 +153,7 @@ class RunStatus:
     day: Goodput = field(default_factory=Goodput)
     """The same for the last 24 hours."""
     speed: Speed | None = None
-    """None where no step was told lately."""
+    """None if no step was reported lately."""
     disk_free_bytes: int | None = None
     """Room left where the checkpoints go."""
     verified: Mapping[str, float] = field(default_factory=dict)

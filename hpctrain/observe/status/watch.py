@@ -195,7 +195,7 @@ def _on_screen(interval_s: float) -> Iterator[Callable[[Shown], None]]:
         with screen:
             yield show
     except (Exception, SystemExit):
-        last.clear()  # what went wrong is told where the screen would be
+        last.clear()  # the error is shown in the screen's place
         raise
     finally:
         for number, handler in before.items():

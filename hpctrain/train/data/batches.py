@@ -1,6 +1,6 @@
 """The division of a step's samples over ranks and passes, at any world size.
 
-A step takes the global positions [first, first + global_batch), whoever is there to take them.
+A step takes the global positions [first, first + global_batch), on any number of ranks.
 Every position is taken exactly once, in as many passes as `base.mesh` says. `Holes` are positions
 that a guard has left out: every resume leaves out the same ones. Standard library only. The
 promises are held by tests/unit/data/test_batches.py and test_holes.py.

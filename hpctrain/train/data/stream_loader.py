@@ -300,7 +300,7 @@ class StreamLoader:
                     break
         return self._collate(self._spare * size)
 
-    # ---- what the workers are told
+    # ---- what the workers get
 
     def _start(self) -> Iterator[_Part]:
         import torch

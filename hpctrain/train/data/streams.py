@@ -348,7 +348,7 @@ class ArrowTokens:
             ) from None
         try:
             table = load_from_disk(str(self.folder))
-        except Exception as error:  # noqa: BLE001 - a stranger's files: whatever it raises
+        except Exception as error:  # noqa: BLE001 - foreign files may raise anything
             why = (str(error).splitlines() or [""])[0]
             raise _refused(
                 self.folder, f"datasets cannot load it ({type(error).__name__}: {why[:200]})"

@@ -186,7 +186,7 @@ def _read_sidecar(path: Path) -> dict[str, Any]:
     if not isinstance(described, dict) or described.get("format") != FORMAT:
         raise _torn(path, f"{sidecar(path).name} is not of format {FORMAT}")
     wrong = [name for name, kind in _FIELDS.items() if not isinstance(described.get(name), kind)]
-    if not wrong:  # what is said of a file must not hold a stranger's escape sequences
+    if not wrong:  # a message must not hold escape sequences of a foreign file
         wrong += [] if described["dtype"] in ITEM_BYTES else ["dtype"]
         wrong += [] if _DIGEST.fullmatch(described["digest"]) else ["digest"]
     if wrong:

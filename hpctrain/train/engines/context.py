@@ -51,7 +51,7 @@ class ContextParallel:
         """Have a model, not wrapped yet, work on parts of sequences, in place. Not collective.
 
         Raises:
-            UsageError: the model's attention is none that could be told of it.
+            UsageError: the model's attention cannot take it.
         """
         self._mesh = mesh
         self._ranks, self._rank = mesh.size(), mesh.get_local_rank()

@@ -1,6 +1,6 @@
 """Training whose loss curve and weights are the same bits at any number of data-parallel ranks.
 
-A step is cut into leaves, microbatches that are the same samples whoever runs them. Each has random
+A step is cut into leaves, microbatches that are the same samples on any rank. Each has random
 numbers of its own. What leaves leave behind (gradients, losses) is added up in an order that
 depends on their number alone: gradients in the tree of `PairwiseSum`, of which each rank adds up
 the part that it owns. It gets that part of every leaf's gradient from the rank that ran the leaf:

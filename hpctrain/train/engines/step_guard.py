@@ -152,7 +152,7 @@ batch norm has, a number for each channel, changes uncounted."""
 
 
 class GuardListener(Protocol):
-    """What a guard asks of, and tells to, whoever knows the run. On every rank alike."""
+    """What a guard asks of the run and reports to it. On every rank alike."""
 
     def samples_of(self, microbatch: int) -> Sequence[int]:
         """The samples of one of this rank's microbatches of the step in hand."""

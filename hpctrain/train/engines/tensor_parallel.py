@@ -340,7 +340,7 @@ def rest(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> dict[str, Par
     """Styles for the modules that a plan leaves out.
 
     Raises:
-        UsageError: one of them has other modules inside, whose inputs cannot be told.
+        UsageError: one of them has other modules inside, whose inputs are not known.
     """
     styles_of_rest: dict[str, ParallelStyle] = {}
     for name, module in owners(model):

@@ -46,7 +46,7 @@ class BadStep:
 
     Attributes:
         step: Its number: updates that would have been applied after it.
-        loss: Of all ranks, as it was at first; None where the engine was not told.
+        loss: Of all ranks, as it was at first; None if the engine does not know it.
         norm: Of the gradient, as it was at first.
         rank: Who had it by itself, before anything travelled; None where nobody knows.
         ranks: All ranks that had it.

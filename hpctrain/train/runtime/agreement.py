@@ -1,4 +1,4 @@
-"""The agreement of all ranks on stops and saves: at the same step, whoever heard of it first.
+"""The agreement of all ranks on stops and saves: at the same step on every rank.
 
 Each rank says what it wishes, and what holds for all comes back at the same tick on every rank.
 tests/engines/test_agreement.py and tests/unit/runtime/test_leased_agreement.py hold the promises.
@@ -170,9 +170,9 @@ class LeasedAgreement:
     """By the lease of this rank's node (`control.rank_lease`): in the loop nobody waits for others.
 
     What a rank wishes on and on until it is done is wished once, by its number: the first save that
-    nobody has seen done. So whoever wishes it too, meanwhile, wishes the same one. Copies in memory
-    are wished by rank 0 alone, and each time it is one more: else none could be agreed on before
-    the one ahead of it is made, and of long steps every other one would be the most.
+    nobody has seen done. So a rank that wishes it too, meanwhile, wishes the same one. Copies in
+    memory are wished by rank 0 alone, and each time it is one more: else none could be agreed on
+    before the one ahead of it is made, and of long steps every other one would be the most.
     """
 
     def __init__(self, lease: RankLease) -> None:
@@ -227,7 +227,7 @@ class LeasedAgreement:
         values = {decision.kind: decision.value for decision in decisions}
         stop = 0
         if "warned" in values:
-            # Perhaps another rank's alone: what is warned of from now on is told of once more.
+            # Perhaps another rank's alone: a warning from now on is sent once more.
             self._is_warning = False
             stop = WARNED
         if "stop" in values:

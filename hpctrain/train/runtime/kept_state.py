@@ -243,7 +243,7 @@ class TrainingState(NothingKept):
 log = logging.getLogger("hpctrain.runtime")
 
 FEW = 2
-"""So many copies may be left out before that is told: at a start some ranks have no memory yet."""
+"""Copies left out before that is logged: at a start some ranks have no memory yet."""
 
 
 def memory_copies(

@@ -70,7 +70,7 @@ class OwnLoop:
         self._reported_at = clock.monotonic()
         begins = before is None or step < before
         if before is None or step < before:
-            # Values are a step's: the update before them was done before anybody was told of it.
+            # Values are a step's: the update before them was done before it was reported.
             before = max(0, step - 1) if values else step
             self._telemetry.flush()
             self._begin(before)

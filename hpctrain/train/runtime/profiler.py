@@ -6,7 +6,7 @@ exchanged. Outside of its steps a profile costs one comparison a step.
 
 One step before the first is traced and thrown away: the first traced step carries the start of the
 tracing itself. With the trace come the rank's numbers of memory, and on CUDA what held it. A
-profile must never break training: what fails is told once, and profiling ends.
+profile must never break training: a failure is logged once, and profiling ends.
 tests/engines/test_profile_run.py holds the promises.
 """
 

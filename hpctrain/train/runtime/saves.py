@@ -450,7 +450,7 @@ class SavePolicy:
         self.now = self._choose()
 
     def news(self) -> IntervalSet | None:
-        """What the ledger should hear: the interval, if it is new; each change is told once."""
+        """The interval to record, if it is new; each change is recorded once."""
         before = self._reported
         if before is not None and abs(self.now.seconds - before.seconds) <= NEWS * before.seconds:
             return None

@@ -302,7 +302,7 @@ class RankSignals:
         self.warned = False
         self.interrupted = False
         self.heard = threading.Event()
-        """Set with the first signal, for whoever wants to wait."""
+        """Set with the first signal, for threads that wait."""
         self.on_heard: Callable[[], None] | None = None
         """Called after each signal, on the thread that waits for them; must not raise."""
 
@@ -489,7 +489,7 @@ class Rank0Requests:
         """Look once; whatever comes of it, there is a next time: nobody else hears a stop."""
         try:
             look()
-        except Exception as error:  # noqa: BLE001 - a file server's hiccup, a stranger's file
+        except Exception as error:  # noqa: BLE001 - a file server's hiccup, a foreign file
             if what not in self._logged_lines:
                 self._logged_lines.add(what)
                 log.warning("cannot look at %s (%s); looks again", what, one_line(error))

@@ -226,7 +226,7 @@ class Rank0Writer:
         now, wall = clock.monotonic(), clock.now()
         self._born = now - run_age_s(run, wall)
         before = sampled_before(run, attempt)
-        # By the run's clock, not the attempt's: of many short attempts some are told of.
+        # By the run's clock, not the attempt's: some of many short attempts are recorded.
         self._sample_at = now - (wall - before) if before is not None else -math.inf
         self._beat_at = self._sample_due = -math.inf
         self._begun_at = now
@@ -484,7 +484,7 @@ def row_of(values: dict[str, float]) -> list[float]:
 
 
 def sample_of(t: float, step: int, steps: int, rows: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """All ranks' rows as one sample; what one rank does not know is told of none."""
+    """All ranks' rows as one sample, without what one rank does not know."""
     sample: dict[str, Any] = {"t": round(t, 3), "step": step, "steps": steps}
     for position, name in enumerate((*SECONDS, *WHOLE)):
         values = [row[position] for row in rows]

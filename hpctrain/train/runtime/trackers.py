@@ -72,7 +72,7 @@ LOGGED = "hpctrain-logged.json"
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told when it starts, once in each attempt."""
+    """What a tracker gets when it starts, once in each attempt."""
 
     run_id: str
     """Random; the same in all attempts of the run."""
@@ -82,7 +82,7 @@ class TrackedRun:
     attempt: int
     """Counts from 1 over requeues and resumes."""
     resumed_step: int
-    """Updates that the restored checkpoint has; later steps may be told once more."""
+    """Updates that the restored checkpoint has; later steps may be logged once more."""
     project: str
     config: dict[str, Any] = field(default_factory=dict)
     """The run's settings, "section.key" to value, without those that may hold a secret."""
@@ -92,7 +92,7 @@ class Tracker(Protocol):
     """An experiment tracker. All calls come from one thread; one that raises ends it."""
 
     def log(self, step: int, values: Mapping[str, float], t: float) -> None:
-        """Scalars of a step that were told at t (seconds since the epoch).
+        """Scalars of a step that were logged at t (seconds since the epoch).
 
         Steps rise. After a hard kill the next attempt tells steps after its `resumed_step` again.
         """
@@ -201,7 +201,7 @@ class Trackers(NoTrackers):
 
 
 def start_threads(loggers: Sequence[str], run: TrackedRun) -> list[TrackerThread]:
-    """A thread for each logger that can be imported; the others are told on stderr."""
+    """A thread for each logger that can be imported; the others are named on stderr."""
     threads = []
     for name in loggers:
         try:
@@ -238,9 +238,9 @@ def find(name: str) -> Callable[[TrackedRun], Tracker]:
 class TrackerThread:
     """Feeds one tracker.
 
-    The tracker is made, called and closed in a thread of its own. One that raises is told once on
-    stderr and gets nothing more; one that hangs fills its queue, and keeps `flush` and `close` no
-    longer than they allow.
+    The tracker is made, called and closed in a thread of its own. One that raises is reported once
+    on stderr and gets nothing more; one that hangs fills its queue, and keeps `flush` and `close`
+    no longer than they allow.
     """
 
     def __init__(
@@ -440,7 +440,7 @@ class TensorBoardTracker:
     """
 
     def __init__(self, run: RunDir, *, attempt: int, resumed_step: int, world_size: int) -> None:
-        """Begin the attempt's file; what was told of steps after `resumed_step` is not shown."""
+        """Begin the attempt's file; values of steps after `resumed_step` are not shown."""
         self._file = EventFile(
             run.tensorboard / file_name(attempt),
             purge_step=resumed_step + 1 if resumed_step else 0,

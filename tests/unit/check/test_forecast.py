@@ -16,9 +16,9 @@ from hpctrain.advise.check.forecast import (
 from hpctrain.core.settings.schema import CheckpointSettings
 from hpctrain.ledger.plan.interval import Costs
 
-JOB = ForecastFacts(limit_s=3600, nodes=2, margin_s=10, lead_s=90, tells=True)
+JOB = ForecastFacts(limit_s=3600, nodes=2, margin_s=10, lead_s=90, calls_hpctrain=True)
 PAST = PastSaves("lm-1", save_s=74.0, costs=Costs(1.0, 74.0), size_bytes=1 << 30, step_s=3.0)
-FOREIGN = replace(JOB, tells=False)
+FOREIGN = replace(JOB, calls_hpctrain=False)
 
 
 def answers(lines):
@@ -127,15 +127,15 @@ def test_those_kept_every_so_many_steps_count_where_the_steps_are_known():
         (JOB, replace(PAST, size_bytes=None), 1 << 40),
         (JOB, PAST, None),
         (FOREIGN, PAST, 1 << 40),
-        (replace(JOB, tells=None), PAST, 1 << 40),
+        (replace(JOB, calls_hpctrain=None), PAST, 1 << 40),
     ],
 )
 def test_a_size_or_room_that_nobody_knows_is_not_known(job, past, free):
     assert check_room_for(CheckpointSettings(), job, past, free).status == "not known"
 
 
-@pytest.mark.parametrize("tells", [False, None])
-def test_the_saves_of_a_program_that_tells_nothing_are_not_known(tells):
-    job = replace(JOB, tells=tells)
+@pytest.mark.parametrize("calls_hpctrain", [False, None])
+def test_the_saves_of_a_program_that_tells_nothing_are_not_known(calls_hpctrain):
+    job = replace(JOB, calls_hpctrain=calls_hpctrain)
 
     assert check_interval(CheckpointSettings(interval_s=60), job, PAST).status == "not known"

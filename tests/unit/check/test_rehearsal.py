@@ -57,7 +57,7 @@ def test_a_program_that_resumes_well_is_told_so_and_nothing_stays(request_for, t
     request = request_for(EXAMPLE.read_text())
     told = []
 
-    stop, loss, alone = rehearse(request, told.append, tells=True, patience_s=120)
+    stop, loss, alone = rehearse(request, told.append, calls_hpctrain=True, patience_s=120)
 
     assert stop.status == "ok", stop
     assert "no step lost" in stop.message
@@ -72,7 +72,7 @@ def test_a_program_that_resumes_well_is_told_so_and_nothing_stays(request_for, t
 
 @pytest.mark.check
 def test_what_is_not_saved_is_found(request_for):
-    _, loss = rehearse(request_for(FORGETS), lambda _: None, tells=True, patience_s=120)
+    _, loss = rehearse(request_for(FORGETS), lambda _: None, calls_hpctrain=True, patience_s=120)
 
     assert loss.status == "fail"
     assert "it differs from an undisturbed run" in loss.message
@@ -97,7 +97,10 @@ for epoch in range(first, 100_000):
 @pytest.mark.check
 def test_a_program_that_saves_and_begins_anew_is_never_called_all_right(request_for):
     lines = rehearse(
-        request_for(SAVES.format(goes_on=False)), lambda _: None, tells=False, patience_s=120
+        request_for(SAVES.format(goes_on=False)),
+        lambda _: None,
+        calls_hpctrain=False,
+        patience_s=120,
     )
 
     resume = lines[1]
@@ -109,7 +112,10 @@ def test_a_program_that_saves_and_begins_anew_is_never_called_all_right(request_
 @pytest.mark.soak
 def test_a_program_that_saves_and_goes_on_is_told_so(request_for):
     _, resume, _ = rehearse(
-        request_for(SAVES.format(goes_on=True)), lambda _: None, tells=False, patience_s=120
+        request_for(SAVES.format(goes_on=True)),
+        lambda _: None,
+        calls_hpctrain=False,
+        patience_s=120,
     )
 
     assert resume.status == "ok"
@@ -118,7 +124,9 @@ def test_a_program_that_saves_and_goes_on_is_told_so(request_for):
 
 @pytest.mark.soak
 def test_a_program_that_knows_nothing_of_hpctrain_is_watched_by_what_it_prints(request_for):
-    left, resume = rehearse(request_for(FOREIGN), lambda _: None, tells=False, patience_s=120)
+    left, resume = rehearse(
+        request_for(FOREIGN), lambda _: None, calls_hpctrain=False, patience_s=120
+    )
 
     assert left.status == "ok", left
     assert left.message.endswith("started again")
@@ -131,7 +139,7 @@ def test_a_program_that_knows_nothing_of_hpctrain_is_watched_by_what_it_prints(r
 def test_a_program_that_raises_is_one_line(request_for, tmp_path):
     request = request_for("import hpctrain\nhpctrain.init()\nraise ValueError('no data')\n")
 
-    (line,) = rehearse(request, lambda _: None, tells=True, patience_s=120)
+    (line,) = rehearse(request, lambda _: None, calls_hpctrain=True, patience_s=120)
 
     assert line.status == "fail"
     assert "ValueError: no data" in line.message
@@ -140,7 +148,7 @@ def test_a_program_that_raises_is_one_line(request_for, tmp_path):
 
 @pytest.mark.check
 def test_where_a_program_cannot_start_nothing_is_tried(request_for, tmp_path):
-    checks = CheckList([CheckLine("imports", "fail", "no einops")], tells=True)
+    checks = CheckList([CheckLine("imports", "fail", "no einops")], calls_hpctrain=True)
 
     add_rehearsal(checks, request_for("import einops\n"), lambda _: None)
 
@@ -184,7 +192,7 @@ def test_a_folder_that_cannot_be_made_is_a_line(request_for, tmp_path):
     shutil.rmtree(tmp_path / "runs", ignore_errors=True)
     (tmp_path / "runs").touch()
 
-    (line,) = rehearse(request, lambda _: None, tells=True)
+    (line,) = rehearse(request, lambda _: None, calls_hpctrain=True)
 
     assert line.status in {"not known", "fail"}
     assert str(tmp_path / "runs") in line.message

@@ -72,7 +72,7 @@ def test_both_ends_that_know_the_secret_understand_each_other():
 
 @pytest.mark.parametrize("strange", [{"other": "t"}, {"others": "2"}])
 def test_who_knows_another_secret_or_round_is_not_let_in(strange):
-    with pytest.raises(Garbled, match="stranger"):
+    with pytest.raises(Garbled, match="unauthenticated"):
         both(**strange)
 
 
@@ -82,7 +82,7 @@ def test_a_parent_that_does_not_know_the_secret_is_not_believed():
     said, awaited = child.answer(challenge, 7)
     told = packed({"code": unpacked(said)[0]["code"]})  # all that it has heard
 
-    with pytest.raises(Garbled, match="stranger"):
+    with pytest.raises(Garbled, match="unauthenticated"):
         child.trusted(challenge, 7, told, awaited)
 
 
@@ -97,7 +97,7 @@ def test_a_refusal_is_the_parents_own_and_of_this_connection():
     assert not child.is_refusal(challenge, 7, parent.admit(said)[1])
     assert not child.is_refusal(challenge, 7, Greeting("another", "1").refusal(said))
     assert not child.is_refusal(challenge, 7, Greeting("s", "1").refusal(said))
-    with pytest.raises(Garbled, match="stranger"):
+    with pytest.raises(Garbled, match="unauthenticated"):
         child.trusted(challenge, 7, refusal, awaited)
 
 
@@ -106,11 +106,11 @@ def test_an_answer_lets_nobody_in_twice_or_as_another_node():
     said, _ = child.answer(parent.challenge(), 7)
     head, _ = unpacked(said)
 
-    with pytest.raises(Garbled, match="stranger"):
+    with pytest.raises(Garbled, match="unauthenticated"):
         Greeting("s", "1").admit(said)  # said again on another connection
-    with pytest.raises(Garbled, match="stranger"):
+    with pytest.raises(Garbled, match="unauthenticated"):
         parent.admit(packed(head | {"node": 8}))
-    with pytest.raises(Garbled, match="stranger"):
+    with pytest.raises(Garbled, match="unauthenticated"):
         parent.admit(packed(head | {"node": True}))
 
 
@@ -119,7 +119,7 @@ def test_who_knows_the_secret_and_is_no_number_is_not_let_in(node):
     parent, child = Greeting("s", "1"), Greeting("s", "1")
     said, _ = child.answer(parent.challenge(), node)
 
-    with pytest.raises(Garbled, match="stranger"):
+    with pytest.raises(Garbled, match="unauthenticated"):
         parent.admit(said)
 
 

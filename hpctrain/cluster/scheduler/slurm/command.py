@@ -250,7 +250,7 @@ def _refusal(name: str, code: int, err: str) -> ClusterError:
     return ClusterError(f"SLURM refused: {first} ({name}, exit {code})")
 
 
-# ---- the cluster that answers: a site is known by its name, and a job of another is told by it
+# ---- the cluster that answers: a site is known by its name, and so is a job of another
 
 
 def cluster_name() -> str | None:

@@ -116,7 +116,7 @@ def container_start(spec: Spec, run: RunDir, site: Site | None) -> ContainerStar
     """How each node's task starts inside; None for a run without a container.
 
     Raises:
-        UsageError: no runtime is known, or a value that this one cannot be told.
+        UsageError: no runtime is known, or this one cannot take a value.
     """
     container = spec.settings.container
     runtime = runtime_of(container, site, spec.origins)

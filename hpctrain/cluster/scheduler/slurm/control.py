@@ -80,7 +80,7 @@ class SlurmControl:
         job_id: Our own job; ``A_t`` in an array, since ``A`` alone would requeue all its tasks.
         restarts: The restart count with which this process was started. With it, a process that a
             node failure left behind cannot requeue the job away from its own successor.
-        nodes: Nodes of this start; with them the loss of one can be told from other requeues.
+        nodes: Nodes of this start; with them the loss of one differs from other requeues.
         timeout_s: How long slurmctld may be silent before we give up.
     """
 

@@ -218,7 +218,7 @@ def _choose_qos(settings: Settings, _origins: Mapping[str, str], site: Site) -> 
 def _choose_cpus(settings: Settings, _origins: Mapping[str, str], site: Site) -> Chosen:
     """CPUs for each rank from those that a job can use: a node's share for its share of GPUs.
 
-    Where srun is told nothing, newer SLURM gives the agent one CPU for all its ranks.
+    Without an option of srun, newer SLURM gives the agent one CPU for all its ranks.
     """
     slurm = settings.slurm
     partition = site.partitions.get(slurm.partition)

@@ -289,7 +289,7 @@ class ZeroState:
         values, asked once for each range.
         """
         self._named, self._buffers, self._optimizer = dict(named), dict(buffers), optimizer
-        # As torch does it: weights are told under all their names, moments under the first one.
+        # As torch does it: weights are listed under all their names, moments under the first one.
         self._first_names = _first_names(named)
         self._zero, self._stage = zero, stage
         self._fragments = _fragments_of(named.values(), optimizer, zero, stage)
