@@ -110,7 +110,7 @@ class RunLocked(CheckpointError):
 
 
 class ControlLost(HpctrainError):
-    """What carries the ranks' agreement is gone or silent: a rank may not go on by itself."""
+    """What carries the ranks' agreement is gone or silent: a rank may not continue by itself."""
 
 
 class GuardStopped(HpctrainError):
@@ -118,7 +118,7 @@ class GuardStopped(HpctrainError):
 
 
 class RewindNeeded(HpctrainError):
-    """A guard has ended the round; the next one goes on from before what it has seen."""
+    """A guard has ended the round; the next one resumes from before what it has seen."""
 
 
 class ReplicasDiverged(HpctrainError):

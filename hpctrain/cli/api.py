@@ -32,8 +32,8 @@ class StartedJob:
         run: The run's name.
         dir: The run's directory, absolute.
         job_id: Of the job; None where none was to be started.
-        step: The step from which it goes on; 0 for the beginning, None where nobody knows.
-        checkpoint: The name of the checkpoint that it goes on from; None for the beginning.
+        step: The step from which it continues; 0 for the beginning, None where nobody knows.
+        checkpoint: The name of the checkpoint that it resumes from; None for the beginning.
         notes: What was adapted, has no effect, or should be known; a line each.
         following: Names of the runs that were made to follow it.
     """
@@ -267,7 +267,7 @@ def resume(
     foreign: bool = False,
     runs: str | Path | None = None,
 ) -> StartedJob:
-    """Go on with a run that is not running, as `hpctrain resume` does; not collective.
+    """Continue with a run that is not running, as `hpctrain resume` does; not collective.
 
     Args:
         run: A name, a job id, a unique beginning of a name, a path, or "-" for the newest.
@@ -283,7 +283,7 @@ def resume(
         engine: From now on.
         mesh: From now on.
         settings: Settings to change, by "section.key".
-        from_step: Go on from this checkpoint; newer ones are set aside. 0 begins anew.
+        from_step: Resume from this checkpoint; newer ones are quarantined. 0 begins anew.
         program: A program with its arguments, in the place of the run's.
         new_code: Run the checkout as it is now, not the copy that the run has.
         allow_locked: Change what the site's admins have locked; it is recorded.

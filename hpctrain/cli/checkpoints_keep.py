@@ -184,7 +184,7 @@ def rm_command(
 
 
 def _ask(question: str) -> None:
-    """Go on only where somebody says so; where nobody can be asked, nothing is deleted."""
+    """Continue only where somebody says so; where nobody can be asked, nothing is deleted."""
     from hpctrain.errors import UsageError
 
     if not sys.stdin.isatty():

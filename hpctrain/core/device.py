@@ -93,7 +93,7 @@ def random_state(device: torch.device) -> torch.Tensor:
 
 
 def set_random_state(device: torch.device, state: torch.Tensor) -> None:
-    """Go on with what `random_state` gave."""
+    """Continue with what `random_state` gave."""
     _module(device).set_rng_state(state, device)
 
 

@@ -108,7 +108,7 @@ def _cell(cell: Cell, width: int) -> Text:
 
 
 def facts(rows: Sequence[tuple[str, RenderableType]]) -> Table:
-    """Labelled lines below each other; what is long goes on beside its label."""
+    """Labelled lines below each other; what is long continues beside its label."""
     grid = Table.grid()
     grid.add_column(width=LABEL, style="dim")
     grid.add_column()

@@ -100,7 +100,7 @@ class Controller:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def give_up(self, code: int) -> int:
-        """The job cannot go on; returns its exit code."""
+        """The job cannot continue; returns its exit code."""
         self._signal(signal.SIGKILL)
         return self._over(JobState.FAILED, code)
 

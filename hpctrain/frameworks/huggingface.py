@@ -23,8 +23,8 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc] # transformers
     """Tells the run where the Trainer is, seals its checkpoints, saves and leaves at a stop.
 
     A checkpoint at a stop is saved whatever `save_strategy` says; the evaluation that the step
-    would have brought is left out. ``trainer.train(resume_from_checkpoint=run.resume_path)`` goes
-    on from it. Tokens are reported if `include_num_input_tokens_seen` is set.
+    would have brought is left out. ``trainer.train(resume_from_checkpoint=run.resume_path)``
+    resumes from it. Tokens are reported if `include_num_input_tokens_seen` is set.
     """
 
     def __init__(self, run: Run) -> None:
@@ -41,7 +41,7 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc] # transformers
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, _: TrainerControl, **__: Any
     ) -> None:
-        """Say where this start goes on."""
+        """Say where this start continues."""
         meet(self._run, "the Trainer", args.world_size, "on CPUs set use_cpu=True")
         self._has_begun = True
         self._tokens, self._flops = state.num_input_tokens_seen, state.total_flos

@@ -40,7 +40,7 @@ class LightningCallback(pl.Callback):  # type: ignore[misc] # lightning is skipp
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Say where this start goes on."""
+        """Say where this start continues."""
         meet(self._run, "Lightning", trainer.world_size, "Trainer(**lightning.where(run), ...)")
         # Lightning's own handler makes a collective in the middle of whatever a rank is doing.
         signal.signal(signal.SIGTERM, self._on_sigterm)

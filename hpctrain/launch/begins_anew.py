@@ -1,4 +1,4 @@
-"""Programs that save checkpoints and do not go on from them by themselves, found in their source.
+"""Programs that save checkpoints and do not resume from them by themselves, found in their source.
 
 A run of such a program begins at step 0 after each preemption, for as long as anybody lets it. What
 is looked for is that a program saves, and that nothing in it loads, or that it loads only under a
@@ -45,7 +45,7 @@ class AskedOption:
 
     @property
     def goes_on(self) -> bool:
-        """Whether its name says that it goes on from something."""
+        """Whether its name says that it resumes from something."""
         return any(word in self.dest.lower() for word in _ASKED)
 
 
@@ -146,7 +146,7 @@ class _Program:
                 self.loads.append(keyword.value)
 
     def _is_of_training(self, call: ast.Call) -> bool:
-        """Whether a save writes what training goes on from, and not pieces of a data set."""
+        """Whether a save writes what training resumes from, and not pieces of a data set."""
         if ast.unparse(call.func) != "torch.save":
             return True
         given = [*call.args, *(keyword.value for keyword in call.keywords)]

@@ -109,7 +109,7 @@ def outlasting(run: RunDir, cluster: Cluster) -> JobInfo | None:
 
 
 def _leaving(run: RunDir, alive: JobInfo, name: str = "it") -> str:
-    """How a job is about to end; "" for one that goes on, as far as anybody knows."""
+    """How a job is about to end; "" for one that continues, as far as anybody knows."""
     if alive.state == JobState.COMPLETING:
         return f"the cluster is ending {name}"
     now = RunHistory.read(run).state
@@ -207,7 +207,7 @@ def jobs_here(history: RunHistory, cluster: Cluster) -> list[str]:
 
 
 def as_own_run(run: RunDir, spec: Spec) -> tuple[Spec, list[str]]:
-    """The spec with which a run goes on, and what its user should know.
+    """The spec with which a run continues, and what its user should know.
 
     A copy gets an identity of its own, by which trackers tell it from the original; and what lies
     in the original's directory (the snapshot) is taken from the copy's.
@@ -268,7 +268,7 @@ def cancel_run(
     job_id = _live_job(run, answer, history)
     if job_id is None:
         return Cancelled(None, saves=False)
-    # A job that is suspended has something to save as well: it hears of it when it goes on.
+    # A job that is suspended has something to save as well: it hears of it when it continues.
     state = run_state(history.state, answer.job, asked=answer.asked)
     if save and state in {RunState.RUNNING, RunState.SUSPENDED}:
         _ask_to_save(run, job_id, history)

@@ -113,7 +113,7 @@ def _has_mesh(spec: Spec, history: RunHistory) -> bool:
 
 
 def _refuse_done(run: RunDir, spec: Spec, events: Sequence[ledger.Event]) -> None:
-    """Refuse a run that has done what it was to do, with what it needs to go on."""
+    """Refuse a run that has done what it was to do, with what it needs to continue."""
     ends = [event.fact.step for event in events if isinstance(event.fact, TrainingDone)]
     is_script = spec.entry.kind != "recipe"
     if not ends or not (is_script or (ends[-1] or 0) >= spec.settings.train.steps):
@@ -173,7 +173,7 @@ class PreparedResume:
 def prepare_resume(
     run: RunDir, spec: Spec, request: ResumeRequest, environ: Mapping[str, str]
 ) -> PreparedResume:
-    """Choose what the run goes on with. Writes nothing.
+    """Choose what the run continues with. Writes nothing.
 
     `spec` is as it was submitted.
 
@@ -352,7 +352,7 @@ def _of_copy(
 
 
 def _why_new(history: RunHistory, *, new_code: bool) -> str | None:
-    """Return why the checkout is taken, for the user's line; None where the copy is to go on."""
+    """Return why the checkout is taken, for the user's line; None where the copy is to continue."""
     if new_code:
         return ""
     attempts = history.attempts
@@ -498,7 +498,7 @@ class ResumePlan:
 
     run: str
     step: int | None
-    """None where the program goes on by itself, and nobody knows from where."""
+    """None where the program continues by itself, and nobody knows from where."""
     checkpoint: str | None
     saved_world_size: int | None
     saved_engine: str | None
@@ -512,7 +512,7 @@ class ResumePlan:
     batching: list[Batching]
     """The same; empty for a script of the user's own."""
     not_known: str = ""
-    """Why it is not known where the run goes on and how its ranks stand."""
+    """Why it is not known where the run continues and how its ranks stand."""
     has_mesh: bool = True
     """Its program is known to use an engine of hpctrain's, so that its ranks form a mesh."""
 

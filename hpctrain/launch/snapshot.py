@@ -1,6 +1,6 @@
 """The code that runs is the code that was submitted: a copy of the git-tracked files.
 
-A run waits in the queue for hours and comes back for days, while its owner goes on editing. The
+A run waits in the queue for hours and comes back for days, while its owner continues editing. The
 copy has the working tree's content, uncommitted edits included, and nothing that git does not
 track: no data, no checkpoints, no files with tokens. tests/unit/submit/test_snapshot.py holds the
 promises.

@@ -177,7 +177,7 @@ FOLDER = "submitit"
 
 @dataclass(frozen=True)
 class SavedState:
-    """Which pickles a start goes on from; written whole, when all of them are there.
+    """Which pickles a start resumes from; written whole, when all of them are there.
 
     Attributes:
         attempt: The attempt that wrote them; 0 for what was submitted.
@@ -227,14 +227,14 @@ class JobFiles:
         return self.folder / "state.json"
 
     def saved_state(self) -> SavedState:
-        """What the next start goes on from."""
+        """What the next start resumes from."""
         try:
             return SavedState(**json.loads(read_plain(self.state)))
         except FileNotFoundError:
             return SavedState()
 
     def commit(self, state: SavedState) -> None:
-        """From now on starts go on from this; older pickles are removed."""
+        """From now on starts resume from this; older pickles are removed."""
         replace_text(self.state, json.dumps(asdict(state)))
         for path in self.folder.glob("call-*.pkl"):
             if int(path.name.split("-")[1]) not in {0, state.attempt}:

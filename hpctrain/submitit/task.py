@@ -255,7 +255,7 @@ class Task:
             look_anew(self.files.folder)
 
     def _commit_for_peers(self) -> None:
-        """Rank 0 has its result, others have not: they go on in the next start."""
+        """Rank 0 has its result, others have not: they continue in the next start."""
         self.call = self.call or self._load()
         if self._every_rank():
             self._await_pickles(self.ranks)

@@ -197,7 +197,7 @@ def _lint(path: Path, settings: Settings, name: str) -> tuple[list[LintFinding],
 
 
 def _goes_on(path: Path, entry: Entry, settings: Settings, name: str) -> list[CheckLine]:
-    """Whether a program that saves goes on from its checkpoints, as it is started."""
+    """Whether a program that saves resumes from its checkpoints, as it is started."""
     if settings.run.resume_args or settings.checkpoint.sealed:
         return []
     from hpctrain.core.base.files import NotText, read_source

@@ -204,7 +204,7 @@ def _continued(first: Sighting, causes: Sequence[Sighting]) -> Sighting:
 
 
 def _is_weak(sighting: Sighting) -> bool:
-    """An error's name without a traceback, as many programs print and go on, or a mere wrapper."""
+    """An error's name without a traceback, as programs print and continue, or a mere wrapper."""
     is_bare = sighting.kind == "code" and not sighting.place
     return is_bare or sighting.certainty is Certainty.POSSIBLE
 

@@ -224,7 +224,7 @@ class LogScanner:
         return self._exception(text, stream) if begun is None else None
 
     def _signed(self, signature: Signature, match: re.Match[str], stream: _LogStream) -> Sighting:
-        """What a signature knows of a line: a program may print any words and go on."""
+        """What a signature knows of a line: a program may print any words and continue."""
         text, sure = match.string, Certainty(signature.certainty)
         inside = stream.left > 0 and _EXCEPTION.match(text) is not None
         if sure is Certainty.CERTAIN and signature.says_so == "program":

@@ -198,7 +198,7 @@ def _committed(planted: Planted, history: RunHistory, below: int | None = None) 
 
 
 def _nothing_followed(planted: Planted, history: RunHistory) -> DrillVerdict:
-    """Why the run does not go on, as far as the ledger tells."""
+    """Why the run does not continue, as far as the ledger tells."""
     met = history.attempt(planted.attempt)
     if met is None or not met.is_over:
         return DrillVerdict("broken", f"attempt {planted.attempt} neither ended nor continued")

@@ -418,7 +418,7 @@ class Dependence:
         value = constant(other)
         listed = isinstance(other, ast.Tuple | ast.List | ast.Set)
         if isinstance(operator, ast.In | ast.NotIn) and not listed:
-            return sources - _RANK_SOURCES  # a member of some group, as all others who go on
+            return sources - _RANK_SOURCES  # a member of some group, as all others who continue
         if isinstance(operator, _ORDERS) and value is None and not _is_of_world(other):
             return _unsure(sources)  # whether any rank is beyond it, nobody can tell
         there = isinstance(operator, ast.Eq | ast.NotEq | ast.Gt | ast.LtE) and value == -1

@@ -1,7 +1,7 @@
-"""The newest whole sealed checkpoint at a start, proved by its digests; torn ones set aside.
+"""The newest whole sealed checkpoint at a start, proved by its digests; torn ones quarantined.
 
 The first agent asks once for each start, before any rank is there, so nothing writes meanwhile. A
-path of which the run has its own copy is put back when a kill has torn it. What is set aside is
+path of which the run has its own copy is put back when a kill has torn it. What is quarantined is
 renamed beside itself, never deleted. An error of the file system is no damage: it is retried, then
 raised. tests/unit/checkpoint/sealed/test_resume.py holds the promises.
 """
@@ -48,7 +48,7 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class Resume:
-    """What a start goes on from.
+    """What a start resumes from.
 
     Attributes:
         path: The file or folder, whole where the program saved it; None where there is none.

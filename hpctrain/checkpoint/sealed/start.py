@@ -318,7 +318,7 @@ def resume_at_start(
 
 
 def _without_seals(run: RunDir, history: RunHistory) -> Resume | None:
-    """What a run without seals goes on from: None where that is for others to say."""
+    """What a run without seals resumes from: None where that is for others to say."""
     if history.asked_seal is not None:
         # Written down, or each start after it would go back again.
         return None if find.steps(run) else Resume()

@@ -45,7 +45,7 @@ ADVICE = "free some with `hpctrain checkpoints prune`, or keep fewer (checkpoint
 def stage(run: RunDir, step: int, attempt: Attempt) -> Path:
     """An empty directory for the shards of a step, which this attempt may later publish.
 
-    A torn directory in the way is set aside with its reason; what this attempt left of an earlier
+    A torn directory in the way is quarantined with its reason; what this attempt left of an earlier
     try at the same step is removed.
 
     Raises:
@@ -182,7 +182,7 @@ def remove_tree(path: Path) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        except FileNotFoundError:  # another one was faster with some file: go on with the rest
+        except FileNotFoundError:  # another one was faster with some file: continue with the rest
             continue
         except OSError as error:
             if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}:

@@ -11,7 +11,7 @@ checkpoint wherever that is moved or copied, and `touch PINNED` is one too. Pins
 away under the run's lock, and a deletion asks `carries` first.
 
 `in_use` says which checkpoints a live attempt may be using. The ledger tells it: an attempt that
-has begun and restored nothing yet is choosing, and may read any of them; later it goes on from what
+has begun and restored nothing yet is choosing, and may read any of them; later it resumes from what
 it restored. A dead one may have had no time to write down its end, and only the scheduler knows
 that; hence `idle`.
 

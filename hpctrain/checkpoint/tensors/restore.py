@@ -189,7 +189,7 @@ def restore(
         CheckpointError: the checkpoint is whole but does not fit the program, or the step that
             `resume --from` asked for is damaged; on every rank.
         FileSystemFault: the file system refused for longer than `checkpoint.patience_s`, on one
-            rank or all; nothing was set aside. On every rank.
+            rank or all; nothing was quarantined. On every rank.
         OtherFormat: the newest checkpoint has another hpctrain's format; on every rank.
         NoCheckpoint: the run has saved, and nothing of it can be loaded; on every rank.
         Fenced: a newer attempt has taken the run over; on every rank.
@@ -265,7 +265,7 @@ def _from_memory(
     skipped: list[dict[str, Any]] = []
     for candidate in copies.find(least_step):
         if most is not None and candidate.step > most:
-            continue  # a guard goes back behind it; of files such ones are set aside
+            continue  # a guard goes back behind it; of files such ones are quarantined
         started = clock.monotonic()
         try:
             bytes_read, damage = _try(candidate, world, wanted, reading)

@@ -1,4 +1,4 @@
-"""The process behind a rank that writes its shards while training goes on.
+"""The process behind a rank that writes its shards while training continues.
 
 A process of its own, so that digests and writes never hold the Python lock that training needs;
 exec'd, since a rank has threads and a CUDA context. It imports numpy and xxhash, and no torch. The

@@ -205,7 +205,7 @@ def counts(env: Env, context: Context) -> Found:
 
 
 def _patience(env: Env) -> Found:
-    """How long InfiniBand goes on trying, against torch's heartbeat."""
+    """How long InfiniBand continues trying, against torch's heartbeat."""
     exponent, tries = _int(env, "NCCL_IB_TIMEOUT"), _int(env, "NCCL_IB_RETRY_CNT")
     if exponent is None or not 1 <= exponent <= 31:  # noqa: PLR2004
         return

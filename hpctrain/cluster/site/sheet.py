@@ -114,7 +114,7 @@ class WrongPreset(UsageError):
 
 
 class _Fault(Exception):
-    """One value is wrong; reading goes on with the next. The message is without its place."""
+    """One value is wrong; reading continues with the next. The message is without its place."""
 
 
 class _Reader:

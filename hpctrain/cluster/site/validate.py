@@ -170,7 +170,7 @@ def _bins(at: KeyPath, partition: Partition, limit: int | None) -> Iterator[Said
 def _order(
     here: KeyPath, before: tuple[str, float] | None, max_nodes: int | None
 ) -> Iterator[Said]:
-    """Whether a bin goes on where the one before ends."""
+    """Whether a bin continues where the one before ends."""
     text = here[-1]
     least, most = _bin(text)
     if most < least:

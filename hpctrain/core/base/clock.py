@@ -37,7 +37,7 @@ class SystemClock:
 
     @staticmethod
     def boottime() -> float:
-        """Return seconds on a clock that never jumps and goes on while the machine sleeps."""
+        """Return seconds on a clock that never jumps and continues while the machine sleeps."""
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
     @staticmethod
@@ -84,7 +84,7 @@ def monotonic_ns() -> int:
 
 
 def boottime() -> float:
-    """Return seconds on a clock that never jumps and goes on while the machine sleeps."""
+    """Return seconds on a clock that never jumps and continues while the machine sleeps."""
     return _current.boottime()
 
 

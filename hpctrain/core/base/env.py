@@ -29,7 +29,7 @@ HPCTRAIN_CONTROL = "HPCTRAIN_CONTROL"
 """Folder on this node in which the ranks reach the process that carries their agreement.
 Set by agents; read by ranks."""
 HPCTRAIN_GENERATION = "HPCTRAIN_GENERATION"
-"""The agents that go on after the first node was lost, as JSON.
+"""The agents that continue after the first node was lost, as JSON.
 Set by agents; read by agents."""
 HPCTRAIN_JOB_END = "HPCTRAIN_JOB_END"
 """When the job ends, in seconds since the epoch.

@@ -199,7 +199,7 @@ def decoded(raw: bytes) -> str:
 
 
 def skip_hole(file: FileIO) -> None:
-    """Go on where the file has bytes again: reading a terabyte of nothing takes minutes."""
+    """Continue where the file has bytes again: reading a terabyte of nothing takes minutes."""
     try:
         file.seek(os.lseek(file.fileno(), file.tell(), os.SEEK_DATA))
     except OSError as error:  # other than that: the file system knows no holes
@@ -263,7 +263,7 @@ def remove_runs_folder(path: Path) -> None:
 def can_be_replaced(runs: Path) -> str:
     """Who else can put something of his in the place of a run in this folder, and what helps.
 
-    Words that go on from the path; "" where nobody can. A folder's owner may rename all that is in
+    Words that follow the path; "" where nobody can. A folder's owner may rename all that is in
     it, sticky bit or not.
     """
     try:

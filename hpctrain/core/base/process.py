@@ -121,7 +121,7 @@ def connections_to(port: int) -> list[socket.socket]:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Be killed when the parent dies: an orphan would hold its GPU, and go on writing.
+    """Be killed when the parent dies: an orphan would hold its GPU, and continue writing.
 
     If `parent_pid` is no more, this process ends at once.
     """

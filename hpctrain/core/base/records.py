@@ -86,7 +86,7 @@ class JobState(StrEnum):
     """It has its nodes, and they are being made ready."""
     RUNNING = "RUNNING"
     SUSPENDED = "SUSPENDED"
-    """It keeps its nodes, and its processes stand still until the scheduler lets them go on."""
+    """It keeps its nodes, and its processes stand still until the scheduler lets them continue."""
     COMPLETING = "COMPLETING"
     """The scheduler ends its processes, which may still write."""
     REQUEUED = "REQUEUED"
@@ -122,7 +122,7 @@ class JobFacts:
     preempt_time: float | None = None
     end_time: float | None = None
     resumed_at: float | None = None
-    """When it was let go on after it had been suspended; None where it never was."""
+    """When it continued after a suspension; None where it never was suspended."""
     held: bool = False
     """It waits, and does not start before somebody releases it."""
     comes_back: bool = False

@@ -234,7 +234,7 @@ def _delay(fault: Fault, _: Reached) -> None:
 
 
 def _hold(fault: Fault, reached: Reached) -> None:
-    """Stop this thread until the file is there; the process's other threads go on.
+    """Stop this thread until the file is there; the process's other threads continue.
 
     The arrival is appended to FILE.arrived as "rank pid", so that a test can wait for it.
     """
@@ -261,7 +261,7 @@ def _flip(fault: Fault, reached: Reached) -> None:
 
 
 def _signal(number: signal.Signals) -> Callable[[Fault, Reached], None]:
-    """To this thread, not to the process: no other thread may take it while this one goes on."""
+    """To this thread, not to the process: no other thread may take it while this one continues."""
     return lambda _fault, _reached: signal.raise_signal(number)
 
 

@@ -402,7 +402,7 @@ def _add_wait_after(
 
 
 def _until(asked: Submission | None, row: JobStart | None, after: float | None) -> float | None:
-    """When a wait ended that no start followed; None where it goes on, or nobody knows."""
+    """When a wait ended that no start followed; None where it continues, or nobody knows."""
     if row is not None and row.end is not None:
         return row.end
     cancelled = asked.cancelled if asked is not None else None

@@ -473,7 +473,7 @@ def _run_resumed(run: RunHistory, attempt: _Attempt, t: float, fact: facts.Resum
     run.restores += 1
     run.restored_t = run.seen = t
     if fact.path and fact.step is None:
-        return  # where training goes on, only the program knows
+        return  # where training continues, only the program knows
     step = fact.step or 0
     run.training.append(Restore(t, None if attempt is None else attempt.number, step))
     _went_behind(run, step)

@@ -351,7 +351,7 @@ def awaited_in_vain(attempt: AttemptRecord, t: float, fact: facts.RanksAwaited) 
 
 
 def suspended(attempt: AttemptRecord, t: float, fact: facts.JobSuspended) -> None:
-    """The attempt's job goes on after its scheduler had suspended it."""
+    """The attempt's job continues after its scheduler had suspended it."""
     if fact.seconds:
         attempt.suspended.append(StillStretch(t - fact.seconds, t))
 

@@ -41,7 +41,7 @@ class RunState(StrEnum):
     REQUEUED = "requeued"
     """Waiting to be started again."""
     SUSPENDED = "suspended"
-    """Its job keeps its nodes and stands still, until the scheduler lets it go on."""
+    """Its job keeps its nodes and stands still, until the scheduler lets it continue."""
     COMPLETING = "completing"
     """Cancelled; the scheduler still ends its processes, which may still write."""
     DONE = "done"

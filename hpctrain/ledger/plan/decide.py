@@ -115,7 +115,8 @@ class EndDecision:
         reason: Why the attempt ended.
         next: What follows.
         exit_code: Of the task that decided; what the job ends with where the run is stopped.
-        stopped: Why the run does not go on, though the attempt's end alone would let it; "" else.
+        stopped: Why the run does not continue, though the attempt's end alone would let it; ""
+            else.
     """
 
     reason: EndReason

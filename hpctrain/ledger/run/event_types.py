@@ -274,7 +274,7 @@ class CheckpointSealed(LedgerFact):
 
 @event("resume_chosen", by="the agent of node 0, or rank 0 without one")
 class ResumeChosen(LedgerFact):
-    """Before the ranks start: which sealed checkpoint the program may go on from."""
+    """Before the ranks start: which sealed checkpoint the program may resume from."""
 
     step: int | None = maybe(check.count, "its step, where that is known")
     path: str = maybe(check.path, "the file or folder; empty where none was taken")
@@ -289,7 +289,7 @@ class ResumeChosen(LedgerFact):
 
 @event("save_failed", by="rank 0")
 class SaveFailed(LedgerFact):
-    """A save did not become a checkpoint; training goes on."""
+    """A save did not become a checkpoint; training continues."""
 
     step: int | None = maybe(check.count, "the step")
     why: str = maybe(check.words, "what went wrong")
@@ -413,7 +413,7 @@ class BatchSkipped(LedgerFact):
 
 @event("rewound", by="rank 0")
 class TrainingRewound(LedgerFact):
-    """A guard has ended the round: the next start goes on from a step before this one."""
+    """A guard has ended the round: the next start resumes from a step before this one."""
 
     step: int | None = maybe(check.count, "the step at which that was decided")
     to: int | None = maybe(check.count, "the run resumes from no checkpoint with more updates")
@@ -486,7 +486,7 @@ class RanksAwaited(LedgerFact):
 
 @event("suspended", by="the agent of node 0")
 class JobSuspended(LedgerFact):
-    """The job goes on after its scheduler had suspended it: nothing moved on any node."""
+    """The job continues after its scheduler had suspended it: nothing moved on any node."""
 
     seconds: float | None = maybe(check.seconds, "for how long")
 
@@ -507,7 +507,7 @@ class HangSuspected(LedgerFact):
 
 @event("hang_cleared", by="the agent of node 0")
 class HangCleared(LedgerFact):
-    """The ranks that were suspected go on; such a phase may take longer from now on."""
+    """The ranks that were suspected continue; such a phase may take longer from now on."""
 
     seconds: float | None = maybe(check.seconds, "for how long they had stood")
 
@@ -539,7 +539,7 @@ class NodeLost(LedgerFact):
 
 @event("desync", by="the agent of node 0")
 class RanksOutOfStep(LedgerFact):
-    """Ranks do not call equally many collectives any more, and go on."""
+    """Ranks do not call equally many collectives any more, and continue."""
 
     ranks: tuple[int, ...] = maybe(check.counts, "the fewer ones that differ from the others")
     summary: str = maybe(check.words, "one line")

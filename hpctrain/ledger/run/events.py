@@ -320,7 +320,7 @@ def _ends(before: bytes, last: bytes) -> list[bytes]:
 
 @contextlib.contextmanager
 def _locked(run: RunDir) -> Iterator[None]:
-    """Hold the writers' lock, or go on without it after a while or where there are no locks."""
+    """Hold the writers' lock, or continue without it after a while or where there are no locks."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             stack.enter_context(locks.held(run.events_lock, LOCK_WAIT_S, insist=False))

@@ -1,9 +1,9 @@
 """The fence of a run: the newest attempt alone may publish, whatever an older one still does.
 
-After a node failure the ranks of the old attempt may go on running beside the new one (seen for 35
-s). So every attempt has a token, and a publisher checks, under the run's lock,
-whether its token is still the newest. tests/unit/run/test_fence.py and
-tests/unit/base/test_locks.py hold the promises.
+After a node failure the ranks of the old attempt may continue running beside the new one (seen for
+35 s). So every attempt has a token, and a publisher checks, under the run's lock, whether its token
+is still the newest. tests/unit/run/test_fence.py and tests/unit/base/test_locks.py hold the
+promises.
 
 `look_anew` and `left_text` show what another node has written just now. Clients of NFS keep for up
 to a minute what they know of a folder: its list, and which names are not in it, however often one

@@ -52,7 +52,7 @@ def is_mine(path: Path) -> bool:
 
 
 def distrust(path: Path, *, group: bool = False, roots: bool = False) -> str:
-    """Who else can have written it, as words that go on from the path; "" where nobody can.
+    """Who else can have written it, as words that follow the path; "" where nobody can.
 
     What is not there can be trusted. With `group` its group may write it: the run is shared on
     purpose. With `roots` it may be root's.

@@ -135,7 +135,7 @@ class RoundCoordinator(RoundPart):
         return RoundEnd("failed", restart=restart, why=why, failure=failure)
 
     def _after_losses(self, losses: list[Loss]) -> RoundEnd | None:
-        """Nodes were lost: go on without them, where that can be; None where only spares were."""
+        """Nodes were lost: continue without them if possible; None if only spares were."""
         if not losses:
             return None
         members = self._place.next_members()

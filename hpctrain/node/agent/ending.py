@@ -183,7 +183,7 @@ class AttemptEnding:
         return pause if end is None else max(0.0, min(pause, end - SPARE_END_S - self._now()))
 
     def _is_left_behind(self, attempt: int) -> bool:
-        """Whether the job goes on or has ended without us: a dead node's agent may live on."""
+        """Whether the job continues or has ended without us: a dead node's agent may live on."""
         if not self._is_current(attempt):
             return True
         if (facts := self._ask()) is None:
@@ -391,7 +391,7 @@ class ExcludedNodes:
         )
 
     def are_out(self, history: RunHistory) -> bool:
-        """Whether the next round here is without such nodes: there are none, or others go on."""
+        """Whether the next round here is without such nodes: there are none, or others continue."""
         bad = self.keep_out(history)
         return not bad or self.leave_out(bad)
 

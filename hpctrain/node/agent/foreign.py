@@ -172,7 +172,7 @@ def nsys_command(nsys: str, output: Path, program: Sequence[str], *, in_range: b
         "--force-overwrite=true",
         "--trace=cuda,nvtx,osrt",
         "--sample=none",
-        "--kill=none",  # training goes on when recording has ended
+        "--kill=none",  # training continues when recording has ended
         "--wait=primary",  # a DataLoader worker that lingers must not hold up the rank's end
         *window,
         *program,

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hpctrain.agent")
 
 GATHER_S = 15.0
-"""Agents that go on after others have seen the same claim, and start at once."""
+"""Agents that continue after others have seen the same claim, and start at once."""
 MEET_S = 60.0
 """So long may a member of a later round take to come; then it is left out."""
 LOOK_S = 0.05

@@ -10,7 +10,7 @@ and for the scheduler. What each side makes of it:
   for a lease takes it for ended: it may be stopped.
 * Any other process that has not heard from the first node for a lease tells its agent to leave,
   closes what that may wait on, and kills it where it does not leave: it may have been left out
-  meanwhile, and its ranks must not go on beside those of the next round. One that itself did not
+  meanwhile, and its ranks must not continue beside those of the next round. One that itself did not
   run for a lease asks first: where all nodes stood still, as in a suspended job, none was left out.
 
 It is forked while the agent has one thread, and asks the file system for nothing.

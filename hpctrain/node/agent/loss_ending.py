@@ -2,10 +2,10 @@
 
 Node 0's agent decides whether ranks start again without the node. Where node 0 itself is lost with
 its batch script nobody would end or requeue the job (SLURM keeps it running for its other nodes),
-so the agents that are left go on without it, or requeue the job, one after another.
+so the agents that are left continue without it, or requeue the job, one after another.
 
-Those that go on begin anew as the next *generation*. One of them leads it: it leaves a claim in the
-run's directory, and the others look for that. Each takes its own process over (exec), since who
+Those that continue begin anew as the next *generation*. One of them leads it: it leaves a claim in
+the run's directory, and the others look for that. Each takes its own process over (exec), since who
 leads forks what serves the others, which a process can only while it has one thread.
 tests/unit/agent/test_loss_ending.py, tests/unit/agent/test_leader_failover.py and
 tests/slurm/test_stay_alive.py hold the promises.
@@ -54,7 +54,7 @@ log = logging.getLogger("hpctrain.agent")
 TURN_S = 5.0
 """Between two agents that would requeue the job: the first one's requeue ends the others."""
 LOOK_S = 0.2
-"""So often it is looked whether another agent goes on."""
+"""So often it is looked whether another agent continues."""
 FAILURES = {EndReason.CRASHED, EndReason.NODE_FAILED, EndReason.UNKNOWN}
 """Ends after which ranks may start again in the same job."""
 PROOF_S = 5.0
@@ -73,7 +73,7 @@ class Generation:
         leader: The node whose agent leads.
         address: Under which the others reach it.
         port: The first of its ports.
-        follows: The attempt after which it goes on.
+        follows: The attempt after which it continues.
         lost: The nodes that led before it, and those that nobody is to wait for.
         nodes: All others, the leader first.
     """
@@ -222,7 +222,7 @@ class LossEnding(AttemptEnding):
     """The end of attempts, losses of nodes included.
 
     Attributes:
-        succession: How the agents that are left go on without node 0.
+        failover: How the agents that are left continue without node 0.
     """
 
     failover = NoLeader()
@@ -251,7 +251,7 @@ class LossEnding(AttemptEnding):
         log.warning("%s was lost: %s", loss.name, loss.why)
         if attempt is None:
             ledger.record(self._run, fact)
-        elif self._is_current(attempt):  # not by a first node that thaws: the others go on
+        elif self._is_current(attempt):  # not by a first node that thaws: the others continue
             self.record(attempt, fact)
 
     def after_first_node(
@@ -269,7 +269,7 @@ class LossEnding(AttemptEnding):
         last one of this node, 0 for none; `turn` is how many of the agents left come first.
 
         Returns:
-            The generation of agents that this one goes on with; None to leave.
+            The generation of agents that this one continues with; None to leave.
         """
         try:
             begun = self._next_generation(why, node, attempt, turn, sleep)
@@ -366,7 +366,7 @@ class LossEnding(AttemptEnding):
             raise Fenced(f"{begun.leader} leads the agents of this job that are left")
 
     def _is_current(self, attempt: int) -> bool:
-        # A first node that thaws must not end what others go on with, also before they take part
+        # A first node that thaws must not end what others continue with, also before they take part
         # in their first attempt.
         return super()._is_current(attempt) and self._claimed() is None
 

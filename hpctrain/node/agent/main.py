@@ -142,7 +142,7 @@ def _run_generation(
 def _failover(
     run: RunDir, secret: str, context: JobContext, liveness: LivenessChannel | None
 ) -> NoLeader:
-    """How the agents that are left go on without the first node."""
+    """How the agents that are left continue without the first node."""
     is_in_container = bool(os.environ.get(HPCTRAIN_RELAY))  # whose relay is the first node's
     if liveness is None or is_in_container:
         return NoLeader()
@@ -453,7 +453,7 @@ def _leave(
     """A node that takes part no more; where node 0 died one of them sees to the job.
 
     Raises:
-        Succeeds: this one goes on, with those that are left.
+        Succeeds: this one continues, with those that are left.
     """
     if liveness is not None:
         liveness.stop()  # its ranks have ended; it would kill who takes seconds for the job

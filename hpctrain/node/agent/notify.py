@@ -48,7 +48,7 @@ class Notification:
     """What a [notify] command and webhook get."""
 
     what: str
-    """done, failed, stopped: the run is over; attempt: an attempt ended and the run goes on;
+    """done, failed, stopped: the run is over; attempt: an attempt ended and the run continues;
     incident: something happened in the middle of one."""
     run: str
     run_dir: str
@@ -96,7 +96,7 @@ def notify(
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-    except OSError as error:  # no memory, no process to be had: the run's end goes on without it
+    except OSError as error:  # no memory, no process to be had: the run's end continues without it
         log.warning("nobody is notified: %s", error)
         return None
     _started.append(child)
@@ -172,7 +172,7 @@ def _lost(step: int | None, saved: int | None, *, is_done: bool) -> int | None:
 
 
 def _what(attempt: AttemptRecord) -> str:
-    if attempt.ended_by == "successor":  # the run goes on already
+    if attempt.ended_by == "successor":  # the run continues already
         return "attempt"
     reason = attempt.reason
     if attempt.stopped_for_good is not None:

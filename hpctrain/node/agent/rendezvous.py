@@ -99,7 +99,7 @@ class Rendezvous(StaticTCPRendezvous):
 
     @property
     def is_behind(self) -> bool:
-        """Whether others are at a later round: here all go on together."""
+        """Whether others are at a later round: here all continue together."""
         return False
 
     @property

@@ -130,7 +130,7 @@ class NodeRanks:
         )
 
     def has_returned(self, worker: Any, process: Any) -> bool:
-        """Its program may have come to its end before its process has: a thread goes on."""
+        """Its program may have come to its end before its process has: a thread continues."""
         value = getattr(self.context, "_ret_vals", {}).get(worker.local_rank)
         came_back = process.exitcode is None and value is not None and not value.empty()
         return came_back or process.exitcode == 0
@@ -203,17 +203,17 @@ class RoundHooks:
         deadline: When the ranks must be gone, once a stop has been asked for.
         may_restart: Whether the ranks may start again here after this failure.
         notice: What asks ranks to leave that ask nobody: `StopNotice.look`.
-        resume: What the ranks of this attempt go on from; may take long, since it reads what it
+        resume: What the ranks of this attempt resume from; may take long, since it reads what it
             names, and calls what it is given for each part of that. A CheckpointError of it ends
             the round before any rank is started.
         sealing: Seals what the program saves, beside the ranks of an attempt.
         awaited: Told which ranks are waited for where others have returned.
         starts: How often ranks of the run were started, this time included.
-        more_args: What the program gets beside its own arguments at this start, which goes on from
+        more_args: What the program gets beside its own arguments at this start, which resumes from
             a path or None.
         record: Writes an event into the ledger.
         asked_stacks: The token of a user's request to know where the ranks are; "" for none.
-        may_go_on: Whether ranks may start again after nodes were lost, where others can go on.
+        may_go_on: Whether ranks may start again after nodes were lost, where others can continue.
         lost: Told of each node that was lost, also of spares.
     """
 

@@ -419,8 +419,8 @@ class RankLease:
     def __init__(self, board: Board, local_rank: int, waker: Waker) -> None:
         """Stand before the first tick, as rank `local_rank` of this node's board."""
         self._board, self._local_rank, self._waker = board, local_rank, waker
-        # Where a program comes twice in one round (a script that starts it again), it goes on: with
-        # numbers that its first time has used up, nothing that it wishes would be decided.
+        # Where a program comes twice in one round (a script that starts it again), it continues:
+        # with numbers that its first time has used up, nothing that it wishes would be decided.
         self.done = self.wished
         self._words, at = board.words, board.at(local_rank)
         self._at_tick, self._at_arrived, self._at_step = at + TICK, at + ARRIVED, at + STEP

@@ -130,7 +130,7 @@ class HeartbeatWriter:
         self._put(phase)
 
     def beat(self) -> None:
-        """Go on in the same phase."""
+        """Continue in the same phase."""
         self._put(self._word)
 
     def stepped(self) -> None:

@@ -417,7 +417,7 @@ def own_work(arrivals: Sequence[Sequence[float]], period: int) -> list[OwnWork]:
     """
     columns = list(zip(*arrivals, strict=False))
     last = [max(column) for column in columns]
-    # Nobody goes on before the last one has come.
+    # Nobody continues before the last one has come.
     may_wait = [min(after) >= latest for latest, after in zip(last, columns[1:], strict=False)]
     waits = _waited_for(columns, may_wait, period)
     if not waits:

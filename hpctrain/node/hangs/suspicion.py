@@ -3,7 +3,7 @@
 A look is harmless, and is taken as soon as ranks stand for longer than their phase may take. What
 it finds is a suspicion. It becomes a hang when nothing has moved for as long again; ten times as
 long where nothing proves that it cannot end by itself, or where the rank that holds up the others
-computes. A rank whose stack changes, that reads or writes, or that goes on, has proved that it
+computes. A rank whose stack changes, that reads or writes, or that continues, has proved that it
 lives: the time begins anew, so that slow work costs looks and never its life.
 tests/unit/hangs/test_suspicion.py holds the promises.
 """

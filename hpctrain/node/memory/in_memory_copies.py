@@ -182,7 +182,7 @@ class NodeCopies:
                 self.own.setdefault(local, RankSlotMemory())
 
     def keep_only(self, mark: Mark | None) -> None:
-        """Training goes on from this copy, or from none; what was fetched for it has been read."""
+        """Training resumes from this copy, or from none; what was fetched for it has been read."""
         with self.lock:
             for rank_memory in self._rank_memories():
                 rank_memory.slots.keep_only(mark)

@@ -47,7 +47,7 @@ class RoundNeeds(Protocol):
     """What a round knows that a copy of another node has to obey."""
 
     def needed(self) -> tuple[Mark | None, Mark] | None:
-        """What is kept and what is settled; None while it is not known what training goes on from.
+        """What is kept and what is settled; None while it is not known what training resumes from.
 
         Raises:
             ControlLost: the round is over.

@@ -5,7 +5,7 @@ get memory, write a copy, and say so; the replica server takes the digests. It r
 ranks of the node have to the replica server of node 0, over TCP with codes (`control.wire`), which
 sends all others the steps that are settled and covered. Where nodes may be lost each replica server
 sends its copies on to another one (`replica_peer`). If a replica server is lost, no more copies are
-made in the round, and training goes on; the copies that were made are there at the ranks' next
+made in the round, and training continues; the copies that were made are there at the ranks' next
 start.
 tests/unit/memory/test_replica_server.py holds the promises.
 """
@@ -372,7 +372,7 @@ class ReplicaRound:
         acts[str(head.get("is"))]()
 
     def _choose(self, mark: Mark | None) -> None:
-        """Training goes on from this copy, or from none of them; the first rank's word counts."""
+        """Training resumes from this copy, or from none of them; the first rank's word counts."""
         with self._lock:
             if self._has_chosen:
                 return

@@ -102,7 +102,7 @@ class RankSlots:
     def reserve(self) -> int | None:
         """A slot for a copy from elsewhere; None unless all are free.
 
-        Two copies of the step that training goes on from would leave no slot for a newer one.
+        Two copies of the step that training resumes from would leave no slot for a newer one.
         """
         if any(slot.state != "free" for slot in self.slots):
             return None
@@ -128,7 +128,7 @@ class RankSlots:
                 self.slots[number] = Slot()
 
     def keep_only(self, mark: Mark | None) -> None:
-        """Training goes on from this copy, or from none: the others are of no use any more."""
+        """Training resumes from this copy, or from none: the others are of no use any more."""
         for number, slot in enumerate(self.slots):
             if slot.state == "whole" and slot.mark != mark:
                 self.slots[number] = Slot()

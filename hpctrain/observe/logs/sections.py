@@ -92,7 +92,7 @@ class Section:
     """The logs of one attempt, or of one submission's batch script.
 
     `key` is the attempt's number or the submission's token; `title`, `news` and `end` are lines
-    above, in and below it. `ended` is None while it goes on or where that is not known; `timed`
+    above, in and below it. `ended` is None while it continues or where that is not known; `timed`
     where the agents wrote down when its lines came; `files` looks for its logs.
     """
 

@@ -218,7 +218,7 @@ class GlobalBatches:
 
     Its state is the number of samples consumed by all ranks together, those that were left out
     counted with them. World size, micro batch and global batch may be others after a restart: the
-    walk goes on at exactly the next sample.
+    walk continues at exactly the next sample.
 
     Attributes:
         taken: The step that was handed out last; None before the first.
@@ -277,7 +277,7 @@ class GlobalBatches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken, at whatever world size and batch size there is now.
+        """Continue where the state was taken, at whatever world size and batch size there is now.
 
         Raises:
             CheckpointError: the state is of another order: samples would be skipped or seen twice.

@@ -2,8 +2,8 @@
 
 What is read is said here (which sample, in which batch, by which rank); how it is read (workers,
 prefetching, pinning, collating) is torch's own DataLoader, given lists of indices. One iterator of
-it lives as long as the loader, over the ends of epochs, so that workers go on while an epoch ends.
-A batch counts as consumed when it is handed to the program, never when a worker reads it. The
+it lives as long as the loader, over the ends of epochs, so that workers continue while an epoch
+ends. A batch counts as consumed when it is handed to the program, never when a worker reads it. The
 promises are held by tests/unit/data/test_loader.py and tests/e2e/test_loader_run.py.
 """
 
@@ -96,7 +96,7 @@ class Loader:
 
     ``for batch in loader`` gives the batches of one epoch, and those of the next epoch when it is
     iterated again; after a restart, or a ``break``, it gives what is left of the epoch.
-    ``next(loader)`` gives one batch and goes on over the ends of epochs for ever.
+    ``next(loader)`` gives one batch and continues over the ends of epochs for ever.
 
     Its state is a few numbers, the same on every rank. A batch counts as consumed from the moment
     it is handed to the program; what workers have read ahead does not.
@@ -140,7 +140,7 @@ class Loader:
     def epoch(self) -> int:
         """Of the next batch, counted from 0.
 
-        ``for epoch in range(loader.epoch, epochs)`` goes on where a restart has interrupted.
+        ``for epoch in range(loader.epoch, epochs)`` continues where a restart has interrupted.
         """
         return self._next_batch(self._at, self.consumed)[0].epoch
 
@@ -176,7 +176,8 @@ class Loader:
                 after, consumed, step = self._planned[0]
                 pieces += [next(self._stream) for _ in step.pieces[1:]]
             except BaseException:
-                # Else a program that catches the error would go on behind the batch it did not get.
+                # Else a program that catches the error would continue behind the batch it did not
+                # get.
                 self.close()
                 raise
         self._planned.popleft()
@@ -214,7 +215,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken, with whatever ranks, workers and batch size there are.
+        """Continue where the state was taken, with any ranks, workers and batch size.
 
         Raises:
             CheckpointError: the state is of another order: samples would be skipped or seen twice.

@@ -80,7 +80,7 @@ class SampleOrder:
     An epoch is a Feistel permutation of the smallest domain of an even number of bits that holds
     `size`; an index that falls outside is sent through again until it falls inside (cycle walking:
     fewer than four rounds trips on average). So nothing is stored, however large the data set is.
-    The numbers are pinned by tests: a run must go on in the same order after an upgrade.
+    The numbers are pinned by tests: a run must continue in the same order after an upgrade.
     """
 
     def __init__(self, size: int, seed: int) -> None:
@@ -220,7 +220,7 @@ class Mixture:
     goes through many epochs while another goes through its first.
 
     An epoch of the loader is as many samples as the datasets have together. Weights that are others
-    after a restart count from there on, and a line in the log says so; every dataset goes on with
+    after a restart count from there on, and a line in the log says so; every dataset continues with
     its next sample.
 
     Attributes:
@@ -306,7 +306,7 @@ class MixtureOrder:
         }
 
     def load_state_dict(self, state: Any, position: int) -> None:
-        """Go on from there; with other weights each dataset goes on with its next sample.
+        """Resume from there; with other weights each dataset continues with its next sample.
 
         Raises:
             CheckpointError: the datasets are others.

@@ -49,7 +49,7 @@ class Source:
     Attributes:
         make: The dataset of one reader, given its number and how many there are.
         shards: Files or the like that the dataset says it has; None where it does not.
-        replay: Go on by reading again what was used, and dropping it.
+        replay: Continue by reading again what was used, and dropping it.
     """
 
     make: Callable[[int, int], Any]
@@ -145,7 +145,7 @@ class OpenReader:
         """Open it where it stands.
 
         Raises:
-            CheckpointError: it cannot go on from there.
+            CheckpointError: it cannot resume from there.
         """
         self.number = number
         self.samples = place.samples

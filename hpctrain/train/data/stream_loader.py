@@ -2,12 +2,12 @@
 
 Each rank, and in it each worker, owns some of the readers, and draws the next sample from that
 which has given the fewest: so the order is a function of the readers' own places, and a run that
-comes back on as many ranks goes on as if it had not stopped. A worker sends with each batch the
+comes back on as many ranks continues as if it had not stopped. A worker sends with each batch the
 places of its readers behind it. They count when the batch is handed to the program.
 
 Nobody knows beforehand how many samples there are. So before a batch is handed out all ranks say
-how many samples they have for it, and all go on, or end the epoch, or raise, together. The promises
-are held by tests/unit/data/test_stream_loader.py and tests/engines/test_streams.py.
+how many samples they have for it, and all continue, or end the epoch, or raise, together. The
+promises are held by tests/unit/data/test_stream_loader.py and tests/engines/test_streams.py.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class StreamLoader:
 
     ``for batch in loader`` gives the batches of one epoch, and those of the next when it is
     iterated again; after a restart, or a ``break``, it gives what is left of the epoch.
-    ``next(loader)`` gives one batch and goes on over the ends of epochs for ever. Both are
+    ``next(loader)`` gives one batch and continues over the ends of epochs for ever. Both are
     collective: every rank takes equally many.
 
     Attributes:
@@ -183,7 +183,7 @@ class StreamLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken, with whatever ranks, workers and batch size there are.
+        """Continue where the state was taken, with any ranks, workers and batch size.
 
         Raises:
             CheckpointError: the state is of another dataset, or not of a stream loader.

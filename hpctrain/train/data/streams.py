@@ -390,7 +390,7 @@ class PackedDocuments:
 
     A sample is a dictionary of rows of `seq_len` numbers (int64): "tokens"; "targets", the token
     after each, -100 (which torch's cross_entropy leaves out) where that is another document's;
-    "position_ids", counted from 0 in each document, and from 0 where a document goes on from the
+    "position_ids", counted from 0 in each document, and from 0 where a document continues from the
     sequence before; "document_ids", 0, 1, ... in each sequence. A mask of attention is
     ``document_ids[:, :, None] == document_ids[:, None, :]`` (and causal); `cu_seqlens` gives what
     variable-length attention takes.

@@ -227,7 +227,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def apply(self, tensors: Mapping[str, Any], *, with_optimizer: bool = True) -> None:
-        """Go on with what `state` gave and what was filled in since. Collective."""
+        """Continue with what `state` gave and what was filled in since. Collective."""
 
     # ---- for programs with a loop of their own over microbatches
 

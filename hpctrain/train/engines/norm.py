@@ -140,7 +140,7 @@ class LossScale:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; also from the state of a torch.amp.GradScaler.
+        """Resume from there; also from the state of a torch.amp.GradScaler.
 
         Raises:
             CheckpointError: it is the state of something else.

@@ -35,7 +35,7 @@ class Ruling(StrEnum):
     """What is done about a step that was not finite."""
 
     GO_ON = "go_on"
-    """The update was left out, or is applied after all: training goes on."""
+    """The update was left out, or is applied after all: training continues."""
     STOP = "stop"
     """Training ends here, with the evidence: no other start would go better."""
 
@@ -128,7 +128,7 @@ class NonfiniteRule:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from there."""
         self._steps = [int(step) for step in state["steps"]]
         self._in_a_row = int(state["in_a_row"])
         self._last = int(state["last"])
@@ -240,7 +240,7 @@ class SpikeRule:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from there."""
         self._losses.set([float(value) for value in state["losses"]])
         self._norms.set([float(value) for value in state["log_norms"]])
         self._in_a_row = int(state["in_a_row"])

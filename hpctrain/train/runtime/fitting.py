@@ -231,7 +231,7 @@ class SavedGroup:
 
     Attributes:
         row: As `ParamGroups.state_dict` has it.
-        is_taken: A group of this program goes on from it.
+        is_taken: A group of this program resumes from it.
     """
 
     row: dict[str, Any]
@@ -256,7 +256,7 @@ class ParamGroups:
 
     Attributes:
         notes: Lines on differences that the last load has found.
-        order: For each group of the program the number of the checkpoint's group that it goes on
+        order: For each group of the program the number of the checkpoint's group that it resumes
             from, None for a new one. None before a load.
     """
 
@@ -363,7 +363,7 @@ class ParamGroups:
     # ---- loading
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the groups of a checkpoint.
+        """Resume from the groups of a checkpoint.
 
         Raises:
             CheckpointError: groups that had different values of their own have become one.

@@ -1,6 +1,6 @@
 """The random generators of a rank: those of the process, and those that `run.track` was given.
 
-A checkpoint holds each rank's own, so at the same number of ranks all go on where they were. On
+A checkpoint holds each rank's own, so at the same number of ranks all continue where they were. On
 another mesh the saved ones have no owner. Torch's and Python's start from (seed, step, rank) then,
 which is the same however often the run is disturbed. Of numpy's global one and the tracked ones the
 program decides: where it has made them alike on all ranks they must stay alike (they may shuffle
@@ -101,7 +101,7 @@ class Generators:
     def apply(
         self, state: Mapping[str, torch.Tensor], *, is_same_mesh: bool, seed: int, step: int
     ) -> None:
-        """Go on with what `wanted` gave and what was loaded into it. Collective on another mesh.
+        """Continue with what `wanted` gave and what was loaded into it. Collective on another mesh.
 
         Raises:
             CheckpointError: a tracked generator is of another kind than the saved one.
@@ -217,7 +217,7 @@ def _set(name: str, live: Any, saved: Any) -> None:
 
 
 def _set_spawned(live: Any, saved: Any) -> None:
-    """Let `spawn` go on where it was: of the seeds only the count of children can change."""
+    """Let `spawn` continue where it was: of the seeds only the count of children can change."""
     if not saved.n_children_spawned:
         return
     if (live.entropy, live.spawn_key) != (saved.entropy, saved.spawn_key):

@@ -207,7 +207,7 @@ class Guarding:
 
         Raises:
             GuardStopped: on every rank.
-            RewindNeeded: the same; training goes on from before.
+            RewindNeeded: the same; training resumes from before.
         """
         self._record_fact(
             StepNotFinite(
@@ -447,7 +447,7 @@ class Rewinds:
 def set_aside_newer(
     place: SavePlace, limit: int, why: str, record: Callable[[LedgerFact], None]
 ) -> None:
-    """Set aside the checkpoints with more updates; nothing is deleted. On rank 0.
+    """Quarantine the checkpoints with more updates; nothing is deleted. On rank 0.
 
     Raises:
         CheckpointError: one cannot be.

@@ -298,7 +298,7 @@ class MemoryCopies:
         self._clock = _StepClock()
 
     def begin(self, restored: Restored) -> None:
-        """Training goes on from here: what else is held is of no use. Not collective."""
+        """Training resumes from here: what else is held is of no use. Not collective."""
         self._newest = restored.step
         mark = self.held.mark if restored.kept_by else None
         try:

@@ -76,7 +76,7 @@ class OptimizerRest:
             self._optimizer.load_state_dict({**self._optimizer.state_dict(), **state["own"]})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the state under keys that are no parameters."""
+        """Continue with the state under keys that are no parameters."""
         self._optimizer.state.update(state["shared"])
 
     def _own(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class NamedOptimizer:
         return {**self.optimizer.state_dict(), **({NAMES: names} if names else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, whatever the order of groups and parameters was.
+        """Resume from there, whatever the order of groups and parameters was.
 
         Raises:
             CheckpointError: the optimizer has other parameters, or groups that are cut otherwise.

@@ -198,7 +198,7 @@ def _settled(plan: SealPlan, file: UnitFile, read: SealedFile | str) -> SealedFi
 
 
 def resume_path(place: SavePlace | None, world: World) -> Path | None:
-    """What this start goes on from: the agent's choice; without an agent rank 0's. Collective.
+    """What this start resumes from: the agent's choice; without an agent rank 0's. Collective.
 
     Raises:
         CheckpointError: see `Choice.choose`.

@@ -260,7 +260,7 @@ class Profiler:
         return self._folder / file_name(self._world.rank, window, suffix)
 
     def _give_up(self, error: Exception) -> None:
-        """No more profiles on this rank; the others go on, since nothing is exchanged."""
+        """No more profiles on this rank; the others continue, since nothing is exchanged."""
         window = self._traced or (self._plans[0].window if self._plans else None)
         self.due = NEVER
         self._set_recording(on=False)

@@ -89,10 +89,10 @@ class Stateful(Protocol):
     """What `Run.track` takes."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that is needed to go on."""
+        """Everything that is needed to continue."""
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
-        """Go on from there."""
+        """Resume from there."""
 
 
 Generator = np.random.Generator | np.random.RandomState | random.Random | torch.Generator
@@ -100,7 +100,7 @@ Generator = np.random.Generator | np.random.RandomState | random.Random | torch.
 
 
 class Program:
-    """What there is to save, and to go on with.
+    """What there is to save, and to continue with.
 
     Attributes:
         engine: Of a program that called `parallelize`.
@@ -133,7 +133,7 @@ class Program:
         self._generators_loaded: dict[str, Any] = {}
 
     def use(self, engine: Engine) -> None:
-        """Take an engine's model and optimizer, and what it needs to go on."""
+        """Take an engine's model and optimizer, and what it needs to continue."""
         self.engine, self.model, self.optimizer = engine, engine.model, engine.optimizer
         if engine.loss_scale is not None:
             self.tracked[SCALER] = engine.loss_scale
@@ -473,7 +473,7 @@ class Program:
         return notes * bool(dropped) + begins * bool(new)
 
     def take_over(self, manifest: Manifest) -> None:
-        """Go on from what has been loaded into the tensors that were wanted."""
+        """Resume from what has been loaded into the tensors that were wanted."""
         tensors, self._loading = self._loading, {}
         self._take_over_optimizer(manifest, tensors)
         optimizers_first = sorted(
@@ -492,7 +492,7 @@ class Program:
                 log.warning("%s", note)
 
     def _take_over_optimizer(self, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
-        """Go on with the model, the optimizer and its groups, and gradients that wait for it."""
+        """Continue with the model, the optimizer and its groups, and gradients that wait for it."""
         takes_rest = self._rest is not None and self._has_state and REST in manifest.extra
         rest = decode(manifest.extra[REST], tensors) if takes_rest else None
         if self._rest is not None and rest is not None:
@@ -512,7 +512,7 @@ class Program:
             self._notes.append(LOST)
 
     def seed(self, manifest: Manifest | None, seed: int, step: int) -> None:
-        """Start this rank's generators, or let them go on from the checkpoint's. Collective."""
+        """Start this rank's generators, or let them resume from the checkpoint's. Collective."""
         tensors, self._generators_loaded = self._generators_loaded, {}
         is_same_mesh = manifest is not None and self._has_generators(manifest)
         if not is_same_mesh:

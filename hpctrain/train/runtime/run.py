@@ -398,7 +398,7 @@ class Run:
     def leave(self) -> NoReturn:
         """End this process in order, in a program with a loop of its own: saved, or done.
 
-        Collective. After `should_stop` was True: the run goes on in its next start. Otherwise the
+        Collective. After `should_stop` was True: the run continues in its next start. Otherwise the
         run is done. Either way `Stopped`, a SystemExit with code 0, is raised.
 
         Raises:

@@ -214,7 +214,7 @@ class Rank0Writer:
 
     Attributes:
         marks: The steps since the last mark.
-        told: What the program has logged of the step in hand.
+        logged: What the program has logged of the step in hand.
     """
 
     def __init__(self, run: RunDir, attempt: int, log_every_s: float, *, ranks: int) -> None:

@@ -101,7 +101,7 @@ class Tracker(Protocol):
         """Make what was logged outlive this process; called about once a second."""
 
     def close(self) -> None:
-        """The attempt ends: the run is done, or goes on in another one."""
+        """The attempt ends: the run is done, or continues in another one."""
 
 
 class NoTrackers:
@@ -206,7 +206,7 @@ def start_threads(loggers: Sequence[str], run: TrackedRun) -> list[TrackerThread
     for name in loggers:
         try:
             make = find(name)
-        except Exception as error:  # noqa: BLE001 - whatever its import does, the run goes on
+        except Exception as error:  # noqa: BLE001 - whatever its import does, the run continues
             log.warning(
                 "tracker %s cannot be imported (%s: %s); the run continues without it",
                 name,
@@ -341,7 +341,7 @@ class TrackerThread:
 
 
 def start(run: TrackedRun) -> WandbTracker:
-    """Begin or go on with the run's wandb run; offline where the server cannot be used.
+    """Begin or continue with the run's wandb run; offline where the server cannot be used.
 
     Raises:
         Exception: whatever wandb raises, where not even its offline mode works.

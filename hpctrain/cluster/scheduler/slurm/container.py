@@ -210,7 +210,7 @@ def _normal(path: str) -> str:
 
 
 def _needed(spec: Spec, run: RunDir) -> Iterable[str]:
-    """Folders of the host without which the run cannot go on inside."""
+    """Folders of the host without which the run cannot continue inside."""
     entry, settings = spec.entry, spec.settings
     named = {
         "--runs": str(run.root.parent),

@@ -203,7 +203,7 @@ def _or_none(value: str) -> str | None:
 def accounted_job(rows: Sequence[AccountRow]) -> JobInfo | None:
     """The newest incarnation of a job that only accounting knows; None without rows.
 
-    It does not count as alive: sacct goes on saying RUNNING of a job that slurmctld has lost.
+    It does not count as alive: sacct keeps saying RUNNING of a job that slurmctld has lost.
     """
     if not rows:
         return None

@@ -2,7 +2,7 @@
 
 What DeepSpeed does otherwise than the other engines (it averages, it rounds weights before it makes
 masters of them) is set right around it, and what it does wrong is refused. Its loss scale for fp16
-is read and set in the words of `precision.LossScale`, so that it goes on under any engine. Only
+is read and set in the words of `precision.LossScale`, so that it continues under any engine. Only
 here is DeepSpeed imported. tests/engines/test_zero.py holds the promises.
 """
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedScale(LossScale):
-    """How far DeepSpeed scales losses; its state goes on under any other engine, and back.
+    """How far DeepSpeed scales losses; its state continues under any other engine, and back.
 
     DeepSpeed itself updates it. A scale that the user's own ds_config.json fixes stays as it is.
     """
