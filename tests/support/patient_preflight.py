@@ -16,7 +16,7 @@ PATIENCE_S = 900.0
 def main(argv: list[str]) -> int:
     """As a node's own."""
     node.FACTS_S = node.LOOK_S = node.NAMES_S = PATIENCE_S
-    rendezvous.ANSWER_S = rendezvous.HELLO_S = rendezvous.TELL_S = PATIENCE_S
+    rendezvous.ANSWER_S = rendezvous.HELLO_S = rendezvous.SEND_S = PATIENCE_S
     bounded.SEE_S = PATIENCE_S
     of_plain = checks.Order.from_plain
     node.Order = SimpleOrder(lambda raw: replace(of_plain(raw), meet_s=PATIENCE_S))  # type: ignore[assignment,misc]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 HELLO_BYTES = 4096
 """More than any line before both ends know each other."""
 LINE_BYTES = 64 << 20
-ANSWER_S = 10.0
+SEND_S = 10.0
 COORDINATOR, PEER = "host", "member"
 HELLO_S = 5.0
 """Who connects and says nothing is sent away after so long."""
@@ -219,7 +219,7 @@ class Connection:
 
         `session` is "" until `begin`; `side` is COORDINATOR or PEER, whichever this end is.
         """
-        connection.settimeout(ANSWER_S)
+        connection.settimeout(SEND_S)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
@@ -292,7 +292,7 @@ class Connection:
         return line[:-1]
 
     def _send(self, text: str) -> None:
-        self._connection.settimeout(ANSWER_S)
+        self._connection.settimeout(SEND_S)
         self._connection.sendall(text.encode() + b"\n")
 
 

@@ -89,9 +89,9 @@ def test_nothing_that_was_not_said_so_is_heard_on_a_connection(begin, end):
         speaker, hearer = Connection(left, "s", side=COORDINATOR), Connection(right, "s", side=PEER)
         left_out = chance.randrange(3)  # lines that never came
         for _ in range(left_out):
-            speaker.tell("left out")
+            speaker.send("left out")
             right.recv(1 << 16)
-        speaker.tell(value)
+        speaker.send(value)
         good = right.recv(1 << 20)
         line = good if left_out else spoilt(good[:-1], chance) + b"\n"
         left.sendall(line)

@@ -342,8 +342,8 @@ def greeted(secret, about="copies"):
 def test_another_secret_round_or_node_is_not_let_in(monkeypatch, secret, about, node):
     monkeypatch.setattr(copy_line, "JOIN_S", 0.0)
     served = []
-    address = CopyListener(range(3), greeted("secret"), lambda number, _: served.append(number))
-    port = address.open("127.0.0.1")
+    listener = CopyListener(range(3), greeted("secret"), lambda number, _: served.append(number))
+    port = listener.open("127.0.0.1")
 
     with pytest.raises(ControlLost, match="is no replica server"):
         meet(("127.0.0.1", port), greeted(secret, about), node)
@@ -351,13 +351,13 @@ def test_another_secret_round_or_node_is_not_let_in(monkeypatch, secret, about, 
     assert served == []
     meet(("127.0.0.1", port), greeted("secret"), 2).close()
     until(lambda: served == [2], "who knows the secret is let in")
-    address.close()
+    listener.close()
 
 
 def test_of_many_strangers_the_log_hears_of_the_first(caplog):
-    address = CopyListener(range(3), greeted("secret"), lambda *_: None)
+    listener = CopyListener(range(3), greeted("secret"), lambda *_: None)
     for _ in range(2 * copy_line.MOST_NOTED):
-        address._note("10.0.0.1", "a stranger")
+        listener._note("10.0.0.1", "a stranger")
     assert caplog.text.count("was refused copies of the state") == copy_line.MOST_NOTED
 
 
@@ -380,12 +380,12 @@ def test_a_closed_listener_accepts_nobody_and_ends_who_was():
         except OSError:
             ended.set()
 
-    address = CopyListener(range(3), greeted("secret"), serve)
-    port = address.open("127.0.0.1")
+    listener = CopyListener(range(3), greeted("secret"), serve)
+    port = listener.open("127.0.0.1")
     line = meet(("127.0.0.1", port), greeted("secret"), 1)
-    until(lambda: address._lines, "it is not served")
+    until(lambda: listener._lines, "it is not served")
 
-    address.close()
+    listener.close()
 
     assert ended.wait(20)
     with pytest.raises((OSError, Garbled)):
