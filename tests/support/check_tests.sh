@@ -10,15 +10,17 @@ export HPCTRAIN_NO_CLUSTER_LEFT=$folder/no-cluster-left # see two_clusters.py
 other_versions() {
   nice make slurm-systems || return
   until [ -e "$HPCTRAIN_NO_CLUSTER_LEFT" ]; do
+    kill -0 $$ || return # with this script's end nobody makes the file
     sleep 1
-    kill -0 $$ # with this script's end nobody makes the file
   done
   make slurm-versions
 }
 
+set -m # a group of its own, so that Ctrl-C here ends all of it
 (set +e; other_versions; echo $? >"$folder/status") >"$folder/versions" 2>&1 &
+set +m
 others=$!
-trap 'kill "$others" 2>/dev/null || true; rm -rf "$folder"' EXIT
+trap 'kill -- -"$others" 2>/dev/null || true; rm -rf "$folder"' EXIT
 
 landing=0
 make landing-tests || landing=$?
