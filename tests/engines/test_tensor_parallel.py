@@ -16,7 +16,7 @@ from tests.support.gloo import launch
 
 STEPS = 4
 LOSS, NORM, WEIGHT = 5e-6, 5e-5, 1e-5
-"""Largest difference in a loss; in a norm, of itself; in a weight after these steps at rate 1e-3."""
+"""Largest difference in a loss; in a norm, of itself; in a weight after all, at rate 1e-3."""
 HALF = {"bf16": 2e-2, "fp16": 4e-3}
 """Largest difference in a loss after three steps, by precision."""
 

@@ -27,7 +27,7 @@ ORDER = (SLURM_TESTS, "tests/engines/", "tests/unit/")
 
 
 NO_CLUSTER_LEFT = "HPCTRAIN_NO_CLUSTER_LEFT"
-"""Variable with the path of a file to make when no test of this session needs a cluster any more."""
+"""Variable: path of a file to make when no test of this session needs a cluster any more."""
 
 
 def place(nodeid: str) -> int:
@@ -65,7 +65,7 @@ class TwoClusters(LoadFileScheduling):  # type: ignore[misc] # xdist says no typ
             Path(path).touch()
 
     def _needs_cluster(self) -> bool:
-        """Whether a file that needs a cluster waits for a worker, or has tests that are not over."""
+        """Whether a file that needs a cluster waits for a worker, or is not over."""
         return any(file.startswith(SLURM_TESTS) for file in self.workqueue) or any(
             file.startswith(SLURM_TESTS) and not all(tests.values())
             for files in self.assigned_work.values()
