@@ -51,40 +51,15 @@ $(PLAIN): pyproject.toml constraints.txt
 demo: $(if $(wildcard $(STAMP)),,$(PLAIN)) ## the whole story on this machine, without SLURM: train, be preempted, come back smaller
 	@python demo/demo.py
 
-.PHONY: slurm
-slurm: $(STAMP)
-	@PYTHON=python tests/support/install_slurm.sh >.slurm-install.log 2>&1 || \
-	  { tail -n 1 .slurm-install.log >&2; \
+# What tests need beside Python's packages, and without them. One at a time: apt has one lock.
+SURROUNDINGS := slurm browser fuse container strace
+.PHONY: surroundings $(SURROUNDINGS)
+surroundings: $(SURROUNDINGS)
+$(SURROUNDINGS):
+	@PYTHON=$(PYTHON) flock .surroundings.lock tests/support/install_$@.sh >.$@-install.log 2>&1 || \
+	  { tail -n 1 .$@-install.log >&2; \
 	    [ -z "$(HPCTRAIN_REQUIRE)" ] && echo "tests that need it are skipped" >&2; }
-	@rm -f .slurm-install.log
-
-.PHONY: browser
-browser: $(STAMP)
-	@PYTHON=python tests/support/install_chromium.sh >.browser-install.log 2>&1 || \
-	  { tail -n 1 .browser-install.log >&2; \
-	    [ -z "$(HPCTRAIN_REQUIRE)" ] && echo "tests that need it are skipped" >&2; }
-	@rm -f .browser-install.log
-
-.PHONY: fuse
-fuse: $(STAMP)
-	@tests/support/install_fuse.sh >.fuse-install.log 2>&1 || \
-	  { tail -n 1 .fuse-install.log >&2; \
-	    [ -z "$(HPCTRAIN_REQUIRE)" ] && echo "tests that need it are skipped" >&2; }
-	@rm -f .fuse-install.log
-
-.PHONY: strace
-strace: $(STAMP)
-	@tests/support/install_strace.sh >.strace-install.log 2>&1 || \
-	  { tail -n 1 .strace-install.log >&2; \
-	    [ -z "$(HPCTRAIN_REQUIRE)" ] && echo "tests that need it are skipped" >&2; }
-	@rm -f .strace-install.log
-
-.PHONY: container
-container: $(STAMP)
-	@tests/support/install_container.sh >.container-install.log 2>&1 || \
-	  { tail -n 1 .container-install.log >&2; \
-	    [ -z "$(HPCTRAIN_REQUIRE)" ] && echo "tests that need it are skipped" >&2; }
-	@rm -f .container-install.log
+	@rm -f .$@-install.log
 
 # Each process of a test would compile hpctrain anew, where Python writes no caches.
 .PHONY: compiled
@@ -96,7 +71,7 @@ test: compiled ## ten minutes of tests, without root, SLURM, browser, FUSE or co
 	@PYTHONDONTWRITEBYTECODE= $(PYTEST) --tier test $(BESIDE) $(TESTS)
 
 .PHONY: landing-tests
-landing-tests: compiled slurm browser fuse container strace
+landing-tests: compiled surroundings
 	@PYTHONDONTWRITEBYTECODE= $(PYTEST) --tier check --second-run -n 4 $(BY_FILE) $(TESTS)
 
 .PHONY: slurm-systems
@@ -137,7 +112,7 @@ lint: $(STAMP) ## format, style, types, direction of imports, shell scripts, spe
 	@mypy --no-error-summary
 	@lint-imports --no-logo >.lint-imports.log || { cat .lint-imports.log; exit 1; }
 	@rm -f .lint-imports.log
-	@shellcheck -x .ci/run sbatch/body.sh sbatch/stage.sh sbatch/stage_node.sh sbatch/preflight.sh sbatch/train.sbatch tests/support/install_slurm.sh tests/support/install_chromium.sh tests/support/slurm_system.sh tests/support/install_fuse.sh tests/support/install_container.sh tests/support/install_strace.sh tests/support/torch_environment.sh tests/support/framework_environment.sh
+	@shellcheck -x .ci/run sbatch/body.sh sbatch/stage.sh sbatch/stage_node.sh sbatch/preflight.sh sbatch/train.sbatch tests/support/check_tests.sh tests/support/install_slurm.sh tests/support/install_browser.sh tests/support/slurm_system.sh tests/support/install_fuse.sh tests/support/install_container.sh tests/support/install_strace.sh tests/support/torch_environment.sh tests/support/framework_environment.sh
 	@python -m tests.support.lint_tests
 	@codespell hpctrain tests docs demo examples sbatch site-configs README.md CHANGELOG.md
 	@echo "lint: clean"
@@ -148,22 +123,17 @@ docs: $(STAMP) ## the pages of docs/ and the API as a site, in build/docs
 	@python -m sphinx -q -E -W --keep-going -d build/doctrees docs build/docs
 	@echo "docs: build/docs/index.html"
 
-# What tests need beside Python's packages. One after the other: apt has one lock.
-.PHONY: surroundings
-surroundings: slurm browser fuse container strace slurm-systems
-
 .PHONY: lint-and-docs
 lint-and-docs: lint docs
 
-# Packages are fetched while lint and docs compute. The tests on other versions of SLURM come last:
-# beside the others they missed time limits (4 of 94 needed their second run).
+# Debian's packages are fetched while Python's are, and while lint and docs compute.
 .PHONY: check
-check: $(STAMP) ## lint, docs, all tests but long campaigns: what continuous integration runs
-	@$(MAKE) -j2 lint-and-docs surroundings
-	@$(MAKE) landing-tests slurm-versions
+check: ## lint, docs, all tests but long campaigns: what continuous integration runs
+	@$(MAKE) -j3 lint-and-docs surroundings
+	@tests/support/check_tests.sh
 
 .PHONY: soak
-soak: compiled slurm browser fuse container strace ## all tests, all of tests/slurm on every version of SLURM, long campaigns: for a night
+soak: compiled surroundings ## all tests, all of tests/slurm on every version of SLURM, long campaigns: for a night
 	@$(PYTEST) --tier soak -n 3 $(BY_FILE) $(TESTS)
 	@$(call on_the_other_versions,--tier soak tests/slurm tests/stories)
 	@$(PYTEST) --tier soak -m soak --timeout=0 $(TESTS)

@@ -87,7 +87,7 @@ def _restart(slurm: SlurmCluster, folder: Path) -> None:
     )
     run.wait_step(5)
     urgent = slurm.submit_urgent(4)
-    slurm.wait_job(run.job_id, "PENDING", timeout=30)
+    slurm.wait_job(run.job_id, "PENDING")
     slurm.cancel(urgent)
     run.wait_step(20, attempt=2)
     first = {e.kind: e.t for e in run.events(attempt=1)}
@@ -140,7 +140,7 @@ def _kills(slurm: SlurmCluster, folder: Path) -> None:
     rows = [_killed(run, attempt) for attempt in range(1, KILLS + 1)]
     run.wait_event("memory_copies", attempt=KILLS + 1)
     slurm.cancel(run.job_id)
-    slurm.wait_job(run.job_id, ("CANCELLED",), timeout=60)
+    slurm.wait_job(run.job_id, ("CANCELLED",))
     slurm.drain_all()
     for name in rows[0][0]:
         seconds = sorted(row[name] for row, _ in rows)

@@ -62,7 +62,7 @@ PYTEST_CURRENT_TEST = "PYTEST_CURRENT_TEST"
 BESIDE_NICENESS = 15
 NEEDS = {
     "slurm": (missing, "no SLURM cluster here", "run tests/support/install_slurm.sh"),
-    "browser": (browser.missing, "no browser here", "run tests/support/install_chromium.sh"),
+    "browser": (browser.missing, "no browser here", "run tests/support/install_browser.sh"),
     "fuse": (client_disk.missing, "no FUSE here", "run tests/support/install_fuse.sh"),
     "container": (
         container_image.missing,

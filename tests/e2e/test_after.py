@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 from tests.support.local_runs import await_end, events, hpctrain, start
-from tests.support.patience import PATIENCE_S
 from tests.support.slurm_boot import wait_for
 
 ENDS = 'while [ ! -e "$1" ]; do sleep 0.1; done; [ -s "$1" ]'
@@ -35,7 +34,7 @@ def test_a_follower_begins_when_its_predecessor_is_done_and_follows_a_resume(tmp
     sign.touch()
     await_end(first)
     never = "DependencyNeverSatisfied"
-    wait_for(lambda: reason(tmp_path, "second") == never, PATIENCE_S, "that nothing follows")
+    wait_for(lambda: reason(tmp_path, "second") == never, "that nothing follows")
     sign.write_text("good\n")
     told = json.loads(hpctrain(tmp_path, "resume", "first", "--json"))
 
@@ -52,12 +51,12 @@ def test_a_job_that_ended_well_is_not_enough(tmp_path):
     until_told = "trap 'exit 0' TERM; while :; do sleep 0.1; done"
     first = start(tmp_path, "first", 1, 1, "--", "bash", "-c", until_told)
     second = start(tmp_path, "second", 1, 1, "--after", "first", "--", "true")
-    wait_for(lambda: events(first, "attempt_started"), PATIENCE_S, "the first run's start")
+    wait_for(lambda: events(first, "attempt_started"), "the first run's start")
 
     hpctrain(tmp_path, "cancel", "first", "--save")
-    wait_for(lambda: events(second, "held_back"), PATIENCE_S, "the second run's end")
+    wait_for(lambda: events(second, "held_back"), "the second run's end")
 
-    wait_for(lambda: status(tmp_path, "second")["state"] == "failed", PATIENCE_S, "its state")
+    wait_for(lambda: status(tmp_path, "second")["state"] == "failed", "its state")
     assert "is to run after first, which is stopped" in status(tmp_path, "second")["why"]
     refused = subprocess.run(
         [sys.executable, "-m", "hpctrain", "resume", "second"],

@@ -71,8 +71,8 @@ def test_every_start_is_forked_through_a_preemption_and_a_nodes_death(tmp_path):
     # As an agent has it; OpenMP has read it in the controller, which was started without.
     assert {node["threads"] for node in nodes} == {1}
     assert len({node["numpy"] for node in nodes}) == len({node["agent"] for node in nodes}) == 6
-    wait_for(lambda: record(tmp_path).state == "COMPLETED", PATIENCE_S, "the job's end")
-    wait_for(lambda: not processes.alive(controller), PATIENCE_S, "the controller's end")
+    wait_for(lambda: record(tmp_path).state == "COMPLETED", "the job's end")
+    wait_for(lambda: not processes.alive(controller), "the controller's end")
     assert not [node for node in nodes if processes.alive(node["agent"])]
     assert "process of its own" not in said(run)
 
@@ -80,7 +80,7 @@ def test_every_start_is_forked_through_a_preemption_and_a_nodes_death(tmp_path):
 def facts_of(run, attempt):
     """What the two ranks of an attempt have told, once both have."""
     told = [run / "output" / f"{attempt}-{rank}" for rank in range(2)]
-    wait_for(lambda: all(path.exists() for path in told), PATIENCE_S, f"attempt {attempt}")
+    wait_for(lambda: all(path.exists() for path in told), f"attempt {attempt}")
     return [json.loads(path.read_text()) for path in told]
 
 

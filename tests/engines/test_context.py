@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def _seen(engine: Any) -> Any:
-    """Gradients of one step, ten steps, and the state."""
+    """Gradients of one step, some steps, and the state."""
     tokens = lmt.microbatches(engine, 0)
     evaluated = engine.evaluate(tokens, decoders.share)
     engine.forward_backward(tokens, decoders.share)

@@ -16,9 +16,9 @@ from tests.support import sharded
 from tests.support.gloo import launch
 from tests.support.sampling import some
 
-STEPS = 10
+STEPS = 4
 LOGIT, LOSS, NORM, WEIGHT = 1e-5, 5e-6, 5e-5, 1e-4
-"""Largest difference in a logit, in a loss; in a norm, of itself; in a weight that ten
+"""Largest difference in a logit, in a loss; in a norm, of itself; in a weight that some
 steps have moved by up to 1e-2."""
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 260,
@@ -103,7 +103,7 @@ def gradients_of(model: Any) -> dict[str, Any]:
 
 
 def seen(engine: Any) -> dict[str, Any]:
-    """Logits, gradients of one step by name, ten steps, and the state. Collective."""
+    """Logits, gradients of one step by name, some steps, and the state. Collective."""
     import logging
 
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

@@ -59,7 +59,7 @@ def test_decoders_train_under_ddp_and_fsdp2_as_in_one_process(alone, families):
 
 
 def _zero(kind: str, families: tuple[str, ...]) -> dict[str, Any]:
-    """Logits, ten steps, and the state; DeepSpeed keeps gradients to itself."""
+    """Logits, some steps, and the state; DeepSpeed keeps gradients to itself."""
     from hpctrain.train.joining_ranks import join_world
 
     warnings.simplefilter("ignore")  # DeepSpeed's own, and what it imports of torch's compiler

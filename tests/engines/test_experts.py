@@ -1,7 +1,7 @@
 """Experts on several ranks train as those of one process do, whatever the tokens choose.
 
 Losses are about 5, gradient norms about 0.4; weights are compared where Adam has moved them by
-about 0.02. Whole tensors come from DTensor's own gathering.
+about 0.01. Whole tensors come from DTensor's own gathering.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hpctrain.errors import UsageError
 from tests.support import layouts
 from tests.support.gloo import launch
 
-EXPERTS, STEPS = 4, 8
+EXPERTS, STEPS = 4, 4
 LOSS, NORM, WEIGHT = 2e-6, 1e-6, 8e-6
-"""Farthest that a run may be from one process: fp32 sums in another order, eight steps long."""
+"""Farthest that a run may be from one process: fp32 sums over some steps, in another order."""
 
 ON_2 = {
     "FSDP2, no ep": {},
@@ -107,7 +107,7 @@ def test_copies_of_a_dense_model_train_as_one_process():
 
 def several_with_ep(cases):
     warnings.simplefilter("ignore")  # torch's own while it compiles: of a tensor that is no leaf
-    return train(steps=4, ep="2"), several(cases, steps=4, ep="2")
+    return train(steps=3, ep="2"), several(cases, steps=3, ep="2")
 
 
 def test_what_only_changes_when_things_are_computed_changes_no_bit():
@@ -150,10 +150,10 @@ def test_ranks_without_tokens_or_samples_take_part_and_change_nothing():
 
 
 def test_bf16_stays_close_to_one_process_in_bf16(alone):
-    ((expected, _),) = launch(train, 1, layout="one process", precision="bf16", steps=6)
+    ((expected, _),) = launch(train, 1, layout="one process", precision="bf16", steps=4)
 
-    for numbers, tensors in launch(train, 2, ep="2", precision="bf16", steps=6):
-        assert len(numbers) == 6
+    for numbers, tensors in launch(train, 2, ep="2", precision="bf16", steps=4):
+        assert len(numbers) == 4
         assert all(
             abs(loss - other) > LOSS
             for (loss, _), (other, _) in zip(numbers, alone[0], strict=False)

@@ -143,6 +143,7 @@ def test_a_hundred_ranks_killed_at_random_moments_cost_the_steps_since_a_copy(
     assert_same_bits(full_state(plain, steps), full_state(run, steps))
 
 
+@pytest.mark.realtime(proved_by="tests/unit/memory/test_pace.py")
 def test_with_a_copy_at_each_step_no_step_that_was_done_is_done_again(tmp_path, monkeypatch):
     """Whether even or odd: agreed on one by one, copies would be made at every other step."""
     monkeypatch.setenv("STEP_S", "2.0")

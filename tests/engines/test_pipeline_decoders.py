@@ -18,7 +18,7 @@ from tests.support import layouts
 from tests.support.gloo import launch
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
-STEPS, PASSES, LENGTH, SEED = 10, 2, 12, 5
+STEPS, PASSES, LENGTH, SEED = 4, 2, 12, 5
 SIZES: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 68,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "pad_token_id": 0,

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from hpctrain.checkpoint.store import find
 from hpctrain.core.world import World
 from hpctrain.errors import UsageError
 from hpctrain.ledger.run.layout import RunDir
+from hpctrain.recipes.lm import model
+from hpctrain.recipes.lm.model import Experts
 from hpctrain.train.engines.blocks import FLOAT8
 from tests.gpu.training import Training, attempt, bits, different, run_until, settings_of
 
@@ -147,3 +150,56 @@ def test_loaders_hand_out_page_locked_batches(folder, note):
     assert sorted(batch.tolist()) == sorted(set(batch.tolist()))
     if note.on_gpu("pin_memory of run.loader"):
         assert batch.is_pinned()
+
+
+class Samples:
+    """A reader's share of a stream: numbers."""
+
+    def __init__(self, reader: int, readers: int) -> None:
+        self.left = range(reader, 64, readers)
+
+    def __iter__(self) -> Any:
+        while self.left:
+            first, self.left = self.left[0], self.left[1:]
+            yield torch.tensor(first)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": list(self.left)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.left = state["left"]
+
+
+@pytest.mark.usefixtures("world")
+def test_loaders_of_streams_hand_out_page_locked_batches(folder, note):
+    import hpctrain
+
+    with attempt(folder / "run"):
+        run = hpctrain.init(settings_of())
+        batch = next(iter(run.stream_loader(Samples, global_batch=8, workers=0)))
+    assert batch.tolist() == list(range(8))
+    if note.on_gpu("pin_memory of run.stream_loader"):
+        assert batch.is_pinned()
+
+
+@pytest.mark.parametrize("counts", [[48, 0, 80, 16], [0, 144, 0, 0]], ids=str)
+def test_experts_in_one_call_compute_what_they_compute_one_by_one(monkeypatch, counts, world, note):
+    torch.manual_seed(4)
+    experts = Experts(64, 128, 4).to(world.device)
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight, std=0.05)
+    tokens = torch.randn(sum(counts), 64, device=world.device, requires_grad=True)
+    sizes, found = torch.tensor(counts, device=world.device), []
+    for together in (True, False):
+        if not together:
+            monkeypatch.setattr(model, "can_group", lambda *_: False)
+        with torch.autocast(world.device.type, torch.bfloat16):
+            if together and note.on_gpu("experts in one call of torch"):
+                is_new = TorchVersion(torch.__version__) >= "2.13"
+                is_hopper = torch.cuda.get_device_capability() >= (9, 0)
+                assert model.can_group(tokens, experts.gate) == (is_new and is_hopper)
+            said = experts(tokens, sizes)
+        inputs = (tokens, *experts.parameters())
+        found.append((said, *torch.autograd.grad(said, inputs, torch.ones_like(said))))
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)

@@ -119,7 +119,7 @@ def test_every_start_of_a_requeued_job_is_known_with_its_times(slurm):
         found = SlurmCluster().starts([job_id, "999999"])
         return found if [one.state for one in found[1:]] == ["RUNNING"] else None
 
-    first, second = slurm.wait_for(both, 30, "both starts in accounting")
+    first, second = slurm.wait_for(both, "both starts in accounting")
 
     assert (first.job_id, first.index, second.index) == (job_id, 0, 1)
     assert abs(first.start - begun) < 10
@@ -234,7 +234,7 @@ def test_a_job_that_ends_for_good_in_its_grace_time_does_not_come_back(slurm):
         "--wrap",
         f"srun {shlex.join([sys.executable, '-c', ENDS_AT_TERM])}",
     )
-    slurm.wait_for(lambda: "ready" in tail(slurm.at.work / "ends.out"), 30, "the job's task")
+    slurm.wait_for(lambda: "ready" in tail(slurm.at.work / "ends.out"), "the job's task")
 
     urgent = slurm.submit_urgent(["n1"])
     ended = slurm.wait_job(job_id, ("COMPLETED", "PREEMPTED", "PENDING", "FAILED"))
@@ -295,7 +295,7 @@ def test_dead_node_is_told_from_other_requeues(slurm):
 
     assert (facts.restarts, facts.reason) == (1, NODE_DOWN)
     slurm.wait_for(
-        lambda: control.previous_end() is EndReason.NODE_FAILED, 30, "sacct to tell of the node"
+        lambda: control.previous_end() is EndReason.NODE_FAILED, "sacct to tell of the node"
     )
 
 
@@ -315,11 +315,11 @@ def test_requeue_lives_through_the_storm(slurm, tmp_path):
     )
     step = f"REAL=$PATH PATH={tmp_path}:$PATH exec {sys.executable} {agent}"
     job_id = slurm.sbatch("--requeue", "--wrap", f"srun bash -c '{step}'; sleep 300")
-    slurm.wait_for((tmp_path / "asked").exists, 30, "scontrol to be called")
+    slurm.wait_for((tmp_path / "asked").exists, "scontrol to be called")
 
     for name in ("TERM", "USR2", "TERM"):
         slurm.run("scancel", "--signal", name, job_id, check=True)
-    slurm.wait_for(lambda: _hit(slurm, job_id), 20, "the signals to arrive")
+    slurm.wait_for(lambda: _hit(slurm, job_id), "the signals to arrive")
     (tmp_path / "go").touch()
 
     slurm.wait_job(job_id, lambda record: record["Restarts"] == "1")
@@ -463,7 +463,7 @@ def test_requeue_that_no_agent_could_do_is_done_by_the_batch_side(slurm, submit)
 
     slurm.wait_job(job_id, lambda record: record["Restarts"] == "1")
     slurm.wait_for(
-        lambda: [e for e in ledger.read(run) if e.kind == "requeued"], 10, "the requeue's record"
+        lambda: [e for e in ledger.read(run) if e.kind == "requeued"], "the requeue's record"
     )
 
     (requeued,) = [e for e in ledger.read(run) if e.kind == "requeued"]
@@ -472,12 +472,12 @@ def test_requeue_that_no_agent_could_do_is_done_by_the_batch_side(slurm, submit)
 
 def test_cancelled_job_whose_agents_die_stays_cancelled(slurm, submit):
     run, job_id = submit("work", nodes="2")
-    slurm.wait_for(lambda: ledger.read(run), 30, "the attempt to start")
+    slurm.wait_for(lambda: ledger.read(run), "the attempt to start")
 
     slurm.cancel(job_id)
     record = slurm.wait_job(job_id, "CANCELLED")
     slurm.wait_for(
-        lambda: [e for e in ledger.read(run) if e.kind == "attempt_ended"], 20, "the batch side"
+        lambda: [e for e in ledger.read(run) if e.kind == "attempt_ended"], "the batch side"
     )
 
     (ended,) = [all_fields(e) for e in ledger.read(run) if e.kind == "attempt_ended"]
@@ -487,11 +487,11 @@ def test_cancelled_job_whose_agents_die_stays_cancelled(slurm, submit):
 
 def test_tasks_note_the_step_signals(slurm, submit):
     run, job_id = submit("wait for signals", nodes="2")
-    slurm.wait_for(lambda: len(list(run.root.glob("context-*"))) == 2, 30, "two agents")
+    slurm.wait_for(lambda: len(list(run.root.glob("context-*"))) == 2, "two agents")
 
     slurm.run("scancel", "--signal=USR2", job_id, check=True)
     slurm.run("scancel", "--signal=TERM", job_id, check=True)
-    slurm.wait_for(lambda: len(list(run.root.glob("signals-*"))) == 2, 30, "their notes")
+    slurm.wait_for(lambda: len(list(run.root.glob("signals-*"))) == 2, "their notes")
 
     noted = [json.loads(p.read_text()) for p in run.root.glob("signals-*")]
     assert noted == [[12, 15], [12, 15]]
@@ -499,10 +499,10 @@ def test_tasks_note_the_step_signals(slurm, submit):
 
 def test_lost_node_leaves_a_range_that_still_fits(slurm, submit):
     run, job_id = submit("work", nodes="2-4", cpus_per_rank=2)
-    slurm.wait_for(lambda: ledger.read(run), 30, "the attempt to start")
+    slurm.wait_for(lambda: ledger.read(run), "the attempt to start")
 
     slurm.kill_node("n4")
     record = slurm.wait_job(job_id, restarted(1))
 
     assert record["NodeList"] == "n[1-3]"
-    slurm.wait_for((run.root / "context-1-2.json").exists, 30, "the third agent")
+    slurm.wait_for((run.root / "context-1-2.json").exists, "the third agent")

@@ -83,7 +83,7 @@ def disturb(slurm, run):
     """Preempt the run in its first attempt, and let it start again."""
     run.wait_event("attempt_started")
     urgent = slurm.submit_urgent(4)
-    slurm.wait_job(run.job_id, "PENDING", timeout=30)
+    slurm.wait_job(run.job_id, "PENDING")
     slurm.wait_job(urgent, "RUNNING")
     slurm.cancel(urgent)
     slurm.start_now(run.job_id)

@@ -305,7 +305,7 @@ def played(slurm, folder, count, peace, tell):
         took = disturbed(faults, count, tell)
         run.wait_event("done")
         # Where the first node was lost the batch script is gone, and another one ends the job.
-        slurm.wait_job(run.job_id, ("COMPLETED", "CANCELLED"), timeout=30)
+        slurm.wait_job(run.job_id, ("COMPLETED", "CANCELLED"))
         wrong = wrong_with(faults, peace)
         wrong += [f"file {path}" for path in temporary.iterdir()]
     except AssertionError as error:

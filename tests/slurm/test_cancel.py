@@ -30,7 +30,7 @@ def cancel_and_wait(run, cancel):
     """Cancel, wait until the job and all its processes are gone; how long that took."""
     began = time.monotonic()
     cancel(run.job_id)
-    run.slurm.wait_job(run.job_id, "CANCELLED", timeout=GONE_S + 20)
+    run.slurm.wait_job(run.job_id, "CANCELLED")
     run.wait("the end of its processes", lambda: not run.slurm.pids_of_job(run.job_id))
     return time.monotonic() - began
 
@@ -86,7 +86,7 @@ def test_a_run_that_waits_in_the_queue_stays_cancelled(slurm, tmp_path):
     first = submit(slurm, tmp_path, "--nodes=4", name="first", sets=ENDLESS)
     first.wait_step(2)
     urgent = slurm.submit_urgent(4)
-    slurm.wait_job(first.job_id, "PENDING", timeout=30)
+    slurm.wait_job(first.job_id, "PENDING")
     second = submit(slurm, tmp_path, "--nodes=1", name="second", sets=ENDLESS)
     third = submit(slurm, tmp_path, "--nodes=1", name="third", sets=ENDLESS)
 

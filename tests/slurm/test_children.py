@@ -31,7 +31,7 @@ def test_workers_and_commands_live_through_the_storm_until_the_save_and_not_long
     slurm.run("scancel", "--signal=USR2", run.job_id, check=True)
     run.wait_step(run.wait_step(3) + 5)
     urgent = slurm.submit_urgent(4)
-    back = slurm.wait_job(run.job_id, ("PENDING", "FAILED", "COMPLETED"), timeout=60)
+    back = slurm.wait_job(run.job_id, ("PENDING", "FAILED", "COMPLETED"))
 
     assert not run.events("failure")
     assert json.loads((tmp_path / "end-1.json").read_text()) == children

@@ -76,7 +76,7 @@ class Watched:
         events = [e for e in self.diaries(who)[node] if e["event"].startswith("SIG")]
         return [e["event"] for e in events if e["t"] - events[0]["t"] < within]
 
-    def event(self, name: str, timeout: float = 30, attempt: str = "unset") -> dict[str, Any]:
+    def event(self, name: str, attempt: str = "unset") -> dict[str, Any]:
         """The first event of that name in a task's diary."""
 
         def happened() -> dict[str, Any] | None:
@@ -88,7 +88,7 @@ class Watched:
             said = out.read_text() if out.exists() else "nothing"
             return f"{name} in {self.name}: {self.cluster.job(self.job_id)}\nsaid {said}"
 
-        found = self.cluster.wait_for(happened, timeout, told)
+        found = self.cluster.wait_for(happened, told)
         assert found is not None
         return found
 
@@ -96,7 +96,7 @@ class Watched:
         def all_there() -> bool:
             return len(self.diaries("", attempt)) == nodes
 
-        self.cluster.wait_for(all_there, 30, f"{self.name} on {nodes} nodes")
+        self.cluster.wait_for(all_there, f"{self.name} on {nodes} nodes")
 
     def started_again(self, node: str = "") -> None:
         """Its first restart has begun, on this node; SLURM may have begun it unasked."""
@@ -106,36 +106,35 @@ class Watched:
             found = self.cluster.job(self.job_id)
             return found["Restarts"] == "1" and found["JobState"] in at_once
 
-        self.cluster.wait_for(requeued, 30, f"the requeue of {self.name}")
+        self.cluster.wait_for(requeued, f"the requeue of {self.name}")
         words = [f"ReqNodeList={node}"] if node else []
         # Refused, harmlessly, where it runs by now.
         self.cluster.run("scontrol", "update", f"jobid={self.job_id}", *words, "StartTime=now+2")
         self.started(attempt="1")
 
-    def record(self, timeout: float = 30) -> Record:
+    def record(self) -> Record:
         """What SLURM said of the job at its first signal."""
-        return parse_record(self.event("record", timeout)["record"])
+        return parse_record(self.event("record")["record"])
 
     def seconds_left_after(self, signal: str) -> float:
         """From a signal to the task's last sign of life."""
         events = next(iter(self.diaries().values()))
         return float(events[-1]["t"] - self.event(signal)["t"])
 
-    def wait(self, *states: str, timeout: float = 30) -> Record:
-        return self.cluster.wait_job(self.job_id, states, timeout)
+    def wait(self, *states: str) -> Record:
+        return self.cluster.wait_job(self.job_id, states)
 
-    def facts(self, ends_after: float = 0, timeout: float = 30) -> dict[str, Any]:
+    def facts(self, ends_after: float = 0) -> dict[str, Any]:
         """What is recorded of a job: its first attempt, and what followed.
 
         Args:
             ends_after: So long after the signal a task that stays must live at least.
-            timeout: For the end of the first attempt.
         """
 
         def next_is_known(record: Record) -> bool:
             return bool(next_facts(record, before=0))
 
-        following = self.cluster.wait_job(self.job_id, next_is_known, timeout)
+        following = self.cluster.wait_job(self.job_id, next_is_known)
         facts = {
             "tasks": attempt_facts(min(self.diaries().items())[1], ends_after),
             "next": next_facts(following, before=0),
@@ -417,7 +416,7 @@ def test_a_cancelled_job_sees_itself_completing_with_its_own_restart_count(
 
 
 def test_the_warning_before_the_time_limit_reaches_tasks_only(limited: Watched) -> None:
-    seen = limited.record(timeout=2 * LOOP_S + SLACK_S)
+    seen = limited.record()
 
     assert limited.event("record")["at"] == "SIGUSR2"
     assert seen["JobState"] in LIVE
@@ -427,8 +426,8 @@ def test_the_warning_before_the_time_limit_reaches_tasks_only(limited: Watched) 
 
 
 def test_the_time_limit_is_told_as_the_reason(limited: Watched) -> None:
-    limited.event("SIGTERM", timeout=3 * LOOP_S + SLACK_S)
-    after = limited.wait("TIMEOUT", timeout=KILL_WAIT_S + SLACK_S)
+    limited.event("SIGTERM")
+    after = limited.wait("TIMEOUT")
 
     records = [e for e in limited.diaries()["n4"] if e["event"] == "record"]
     seen = parse_record(records[-1]["record"])
@@ -447,7 +446,7 @@ def test_a_cancelled_job_that_asks_for_a_requeue_runs_again(jobs: dict[str, Watc
 def test_the_end_of_a_grace_time_is_a_requeue(jobs: dict[str, Watched]) -> None:
     job = jobs["graced"]
 
-    after = job.wait("PENDING", timeout=GRACE_S + LOOP_S + KILL_WAIT_S + SLACK_S)
+    after = job.wait("PENDING")
 
     assert after["Restarts"] == "1"
     assert job.seconds_left_after("SIGTERM") >= GRACE_S
@@ -458,7 +457,7 @@ def test_after_a_user_signal_the_term_comes_at_the_end_of_the_grace_time(
 ) -> None:
     job = jobs["warned_graced"]
 
-    after = job.wait("PENDING", timeout=GRACE_S + LOOP_S + KILL_WAIT_S + SLACK_S)
+    after = job.wait("PENDING")
 
     assert after["Restarts"] == "1"
     assert job.event("SIGTERM")["t"] - job.event("SIGUSR2")["t"] >= GRACE_S - 1
@@ -485,6 +484,6 @@ def test_each_job_does_what_is_recorded(
 ) -> None:
     job = {"limited": limited, **jobs}[name]
 
-    facts = job.facts(STAY_S.get(name, 0), timeout=GRACE_S + 3 * LOOP_S + KILL_WAIT_S + SLACK_S)
+    facts = job.facts(STAY_S.get(name, 0))
 
     recording.hold(name, facts)

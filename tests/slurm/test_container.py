@@ -84,14 +84,14 @@ def test_a_run_inside_goes_through_a_preemption_and_a_dead_node_and_on_outside(
     run.wait_step(5)
     roots = roots_of_tasks(slurm, run.job_id)
     urgent = slurm.submit_urgent(4)
-    slurm.wait_job(run.job_id, "PENDING", timeout=30)
+    slurm.wait_job(run.job_id, "PENDING")
     slurm.cancel(urgent)
     run.wait_step(15, attempt=2)
     slurm.kill_node("n1")
     run.wait_step(25, attempt=3)
     run.cli("cancel", "run", "--save")
     run.let_go(3)
-    slurm.wait_job(run.job_id, ("COMPLETED",), timeout=60)
+    slurm.wait_job(run.job_id, ("COMPLETED",))
     run.cli("resume", "run", "--set", "container.image=")
     run.wait_event("attempt_ended", attempt=4)
 
@@ -157,7 +157,7 @@ def test_where_no_container_starts_the_run_says_why_and_is_stopped(slurm, tmp_pa
     )
     for run, words in ((no_image, str(gone)), (no_runtime, "has no apptainer on its PATH")):
         run.wait_event("run_stopped")
-        slurm.wait_job(run.job_id, ("FAILED",), timeout=30)
+        slurm.wait_job(run.job_id, ("FAILED",))
 
         assert run.ends() == [("crashed", "requeue"), ("user_error", "stop")]
         assert "no agent came up in the container: " in run.cli("logs", run.dir.name)

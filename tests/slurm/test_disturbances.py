@@ -35,7 +35,6 @@ SETTINGS = {
 LIMIT_MIN = 24 * 60
 """A limit is one of the disturbances; none other may come."""
 TWO_BY_ONE = ("--nodes=2", "--ranks-per-node=1", f"--time={LIMIT_MIN}")
-LONG_S = 300
 MANY = int(os.environ.get("HPCTRAIN_DISTURBANCES", "200"))
 PARTITIONS = ("work", "grace")
 SAVES_AFTER_A_FAULT = 2
@@ -97,28 +96,28 @@ class Disturber:
         self._graceful()
         nodes = all_fields(self.run.events("attempt_started")[-1])["nodes"]
         urgent = self.slurm.submit_urgent(nodes)
-        self.slurm.start_now(self.run.job_id, timeout=LONG_S)
+        self.slurm.start_now(self.run.job_id)
         self.slurm.cancel(urgent)
 
     def reach_the_limit(self):
         self._graceful()
         self.slurm.end_in(self.run.job_id, 5)
-        self.slurm.wait_job(self.run.job_id, "PENDING", timeout=LONG_S)
+        self.slurm.wait_job(self.run.job_id, "PENDING")
         whole = ["scontrol", "update", f"jobid={self.run.job_id}", f"TimeLimit={LIMIT_MIN}"]
         self.slurm.run(*whole, check=True)
-        self.slurm.start_now(self.run.job_id, timeout=LONG_S)
+        self.slurm.start_now(self.run.job_id)
 
     def kill_a_node(self):
         node = random.choice(all_fields(self.run.events("attempt_started")[-1])["nodes"])
         self.slurm.kill_node(node)
-        self.slurm.start_now(self.run.job_id, timeout=LONG_S)
+        self.slurm.start_now(self.run.job_id)
         self.slurm.revive_node(node)
 
     def cancel_and_resume(self):
         job_id = self.run.job_id
         ways = [lambda: self.slurm.cancel(job_id), lambda: self.run.cli("cancel", "run")]
         random.choice(ways)()
-        self.slurm.wait_job(job_id, "CANCELLED", timeout=LONG_S)
+        self.slurm.wait_job(job_id, "CANCELLED")
         self.run.wait("its end", lambda: not self.slurm.pids_of_job(job_id))
         self.cancelled[job_id] = self.run.attempt()
         self._resume()
@@ -126,7 +125,7 @@ class Disturber:
     def save_leave_and_resume(self, *words):
         self._graceful()
         self.run.cli("cancel", "run", "--save")
-        self.slurm.wait_job(self.run.job_id, "COMPLETED", timeout=LONG_S)
+        self.slurm.wait_job(self.run.job_id, "COMPLETED")
         self._resume(*words)
 
     def _resume(self, *words):

@@ -50,7 +50,7 @@ def _reached(slurm, job_id, count):
         found = [line.partition("|")[2] for line in lines if line.startswith(f"{BESIDE}|")]
         return found if len(found) >= count else None
 
-    return slurm.wait_for(rows, 60, f"{count} steps in SLURM's account of job {job_id}")
+    return slurm.wait_for(rows, f"{count} steps in SLURM's account of job {job_id}")
 
 
 @pytest.mark.story(

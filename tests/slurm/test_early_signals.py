@@ -34,7 +34,7 @@ def test_signals_during_the_import_neither_kill_the_job_nor_are_they_lost(slurm,
     run.wait("the agent's import of torch", importing.exists)
     slurm.run("scancel", "--signal=USR2", run.job_id, check=True)
     urgent = slurm.submit_urgent(4)
-    back = slurm.wait_job(run.job_id, ("PENDING", "FAILED", "COMPLETED"), timeout=60)
+    back = slurm.wait_job(run.job_id, ("PENDING", "FAILED", "COMPLETED"))
     slurm.cancel(urgent)
 
     assert (back["JobState"], back["Restarts"]) == ("PENDING", "1")

@@ -47,7 +47,7 @@ def test_a_run_takes_the_nodes_that_there_are_at_each_start(slurm, tmp_path, in_
     run.wait_step(15, attempt=3)
     run.cli("cancel", "run", "--save")
     run.let_go(3)
-    slurm.wait_job(run.job_id, "COMPLETED", timeout=40)
+    slurm.wait_job(run.job_id, "COMPLETED")
     plan = run.cli("resume", "run", "--nodes=3", "--set=engine.kind=fsdp2")
     run.job_id = plan.split("job ")[1].split()[0]
     run.wait_done()

@@ -34,11 +34,11 @@ SETTINGS = {
 def _preempt(slurm, run, *resume):
     """Take the run's nodes away; when it waits in the queue, send it elsewhere by other means."""
     urgent = slurm.submit_urgent(4)
-    slurm.wait_job(run.job_id, "PENDING", timeout=40)
+    slurm.wait_job(run.job_id, "PENDING")
     slurm.cancel(urgent)
     slurm.wait_job(urgent, "CANCELLED")
     run.cli("cancel", "run")
-    slurm.wait_job(run.job_id, "CANCELLED", timeout=40)
+    slurm.wait_job(run.job_id, "CANCELLED")
     plan = run.cli("resume", "run", *resume)
     run.job_id = plan.split("job ")[1].split()[0]
 

@@ -33,7 +33,7 @@ SETTINGS = {
 def preempt(slurm, job_id):
     """Take the job's nodes from it, and let it come back at once."""
     urgent = slurm.submit_urgent(expand_nodes(slurm.job(job_id)["NodeList"]))
-    slurm.wait_job(job_id, "PENDING", timeout=60)
+    slurm.wait_job(job_id, "PENDING")
     slurm.cancel(urgent)
     slurm.start_now(job_id)
 

@@ -134,7 +134,7 @@ def test_a_run_is_found_from_every_folder_by_its_name_and_by_its_jobs_id(desk, t
         assert shown["run"] == "found"
     assert "found" in desk.types("status", cwd=elsewhere)
     desk.types("cancel", made["job_id"], cwd=elsewhere)
-    desk.slurm.wait_job(made["job_id"], "CANCELLED", timeout=60)
+    desk.slurm.wait_job(made["job_id"], "CANCELLED")
     desk.types("cancel", "found", cwd=elsewhere)
     desk.types("rm", "found", "--yes", cwd=elsewhere)
     assert not (desk.folder / "runs" / "found").exists()

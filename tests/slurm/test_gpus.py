@@ -30,7 +30,7 @@ def submits(slurm, tmp_path):
         done = cli(slurm, tmp_path, "submit", "--name", "r", *words, "--", "./train.sh")
         assert done.returncode == 0, done.stderr
         job_id = done.stdout.partition("job ")[2].split()[0]
-        return slurm.wait_job(job_id, "RUNNING", 60), done.stderr
+        return slurm.wait_job(job_id, "RUNNING"), done.stderr
 
     return typed
 

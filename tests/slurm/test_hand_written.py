@@ -45,7 +45,7 @@ def test_a_hand_written_batch_file_survives_a_preemption_in_the_same_way(slurm, 
     urgent = slurm.submit_urgent(4)
     run.wait_preempted()
     run.let_go(1)
-    slurm.wait_job(run.job_id, "PENDING", timeout=30)
+    slurm.wait_job(run.job_id, "PENDING")
     slurm.cancel(urgent)
     run.wait_done()
 

@@ -42,7 +42,7 @@ def night(slurm, tmp_path):
     for attempt in (1, 2):
         _wait_steps(run, attempt)
         urgent = slurm.submit_urgent(4)
-        slurm.wait_job(run.job_id, "PENDING", 30)
+        slurm.wait_job(run.job_id, "PENDING")
         waiting = run.status()
         assert waiting["state"] == "requeued"
         assert f"job {run.job_id} waits in the queue after attempt {attempt}" in waiting["words"]
@@ -52,7 +52,7 @@ def night(slurm, tmp_path):
     _wait_steps(run, 3)
     slurm.end_in(run.job_id, 25)
     slurm.run("scancel", "-s", "USR2", run.job_id, check=True)
-    slurm.wait_job(run.job_id, "PENDING", 30)
+    slurm.wait_job(run.job_id, "PENDING")
     limit = ("scontrol", "update", f"jobid={run.job_id}", "TimeLimit=10")
     slurm.run(*limit, check=True)  # the nearer end was a shorter limit, which stays
     slurm.start_now(run.job_id)

@@ -80,7 +80,7 @@ def test_the_first_nodes_part_is_had_from_its_peer_by_those_that_go_on(slurm, tm
     run.wait("copies", lambda: run.events("memory_copies"))
     slurm.kill_node(run.nodes()[0][0])
     run.wait_event("done")
-    slurm.wait_job(run.job_id, ("CANCELLED",), timeout=30)
+    slurm.wait_job(run.job_id, ("CANCELLED",))
 
     (_, again) = [all_fields(event) for event in run.events("restored")]
     assert (again["read_from"], again["skipped"]) == ("peer", []), run.story()

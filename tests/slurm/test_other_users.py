@@ -288,7 +288,7 @@ def shared_folders(mode):
 def left_in_time(cluster, run):
     """The job ends soon after its program has; else what its agents said."""
     try:
-        cluster.wait_job(run.job_id, ("COMPLETED",), timeout=90)
+        cluster.wait_job(run.job_id, ("COMPLETED",))
     except AssertionError as error:
         said = "".join(path.read_text() for path in sorted(run.dir.jobs.glob("*.out")))
         kinds = [(event.kind, event.t) for event in run.events()[-12:]]
@@ -359,7 +359,7 @@ def besiege(cluster, work, marks):
         siege.job_after = cluster.job(run.job_id)
 
         urgent = cluster.submit_urgent(4)
-        cluster.wait_job(run.job_id, "PENDING", timeout=60)
+        cluster.wait_job(run.job_id, "PENDING")
         _ask_everything(siege, env)
         cluster.cancel(urgent)
         run.wait_event("restored", attempt=2)
@@ -558,7 +558,7 @@ def test_a_run_whose_port_is_taken_comes_back_and_one_that_was_replaced_ends(clu
         run.wait_event("saved", attempt=2)
 
         run_as(STRANGER, [sys.executable, "-c", SWAP], cwd=work / "runs")
-        cluster.wait_job(run.job_id, ("COMPLETED", "FAILED"), timeout=120)
+        cluster.wait_job(run.job_id, ("COMPLETED", "FAILED"))
 
         moved = RunHandle(cluster, work, RunDir(work / "runs" / "moved"), run.job_id)
         ended = "".join(path.read_text() for path in moved.dir.jobs.glob("*.out"))

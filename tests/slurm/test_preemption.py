@@ -29,7 +29,7 @@ def test_a_run_that_gets_its_user_signal_in_a_grace_time_ends_bit_equal(
         urgent = slurm.submit_urgent(4)
         run.wait_preempted()
         run.let_go(1)
-        slurm.wait_job(run.job_id, "PENDING", timeout=30)
+        slurm.wait_job(run.job_id, "PENDING")
         slurm.cancel(urgent)
         run.wait_done()
 

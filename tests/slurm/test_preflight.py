@@ -133,7 +133,7 @@ def test_ctrl_c_cancels_the_job(slurm, tmp_path):
         command.stderr.read()
 
     assert command.returncode == 130
-    slurm.wait_job(job_id, "CANCELLED", 30)
+    slurm.wait_job(job_id, "CANCELLED")
     assert not (tmp_path / "runs" / ".preflight").exists()
 
 

@@ -49,7 +49,7 @@ def test_a_shell_script_is_preempted_saves_and_comes_back_and_slurm_tells_each_r
     ready = [tmp_path / f"ready-{rank}" for rank in range(4)]
     run.wait("all ranks", lambda: all(path.exists() for path in ready))
     urgent = slurm.submit_urgent(4)
-    slurm.wait_job(run.job_id, "PENDING", timeout=60)
+    slurm.wait_job(run.job_id, "PENDING")
     slurm.cancel(urgent)
     run.wait_done()
 

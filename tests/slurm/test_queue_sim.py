@@ -80,7 +80,7 @@ def test_the_same_jobs_start_in_the_same_order_and_within_a_cycle(
         )
         for nodes, minutes, runs in sleeps
     ]
-    slurm.wait_for(lambda: not slurm.run("squeue", "-h").stdout, 240, "the end of all jobs")
+    slurm.wait_for(lambda: not slurm.run("squeue", "-h").stdout, "the end of all jobs")
     log = slurm.at.log("slurmctld").read_text()
     submitted, started, ended = (times(log, what) for what in LINES)
     zero = submitted[ids[0]]
@@ -105,7 +105,7 @@ def test_only_says_the_same_of_a_queue(slurm: SlurmCluster) -> None:
         slurm.sbatch(f"-N{nodes}", f"-t{limit}", "--exclusive", "-o/dev/null", "--wrap=sleep 600")
         for nodes, limit in ((3, 10), (4, 20), (2, 30))
     ]
-    slurm.wait_job(ids[0], "RUNNING", 30)
+    slurm.wait_job(ids[0], "RUNNING")
     asked = {}
     for nodes, minutes in ((1, 5), (1, 60), (2, 5), (4, 5)):
         said = slurm.run(

@@ -75,7 +75,7 @@ def test_a_job_that_may_not_requeue_ends_with_a_clear_code_and_can_be_resumed(sl
     for pid in slurm.pids_of_job(run.job_id):
         _signal_if_rank(pid)
     run.let_go(1)
-    slurm.wait_job(run.job_id, ("FAILED", "COMPLETED"), timeout=60)
+    slurm.wait_job(run.job_id, ("FAILED", "COMPLETED"))
 
     failed = run.wait_event("requeue_failed")
     assert "disabled" in all_fields(failed)["why"].lower()
@@ -117,7 +117,7 @@ def test_a_long_ledger_keeps_no_side_from_ending_within_kill_wait(slurm, tmp_pat
         file.write(line * (50_000_000 // len(line)))
 
     urgent = slurm.submit_urgent(4)
-    back = slurm.wait_job(run.job_id, "PENDING", timeout=60)
+    back = slurm.wait_job(run.job_id, "PENDING")
     slurm.cancel(run.job_id)
     slurm.cancel(urgent)
 
@@ -155,10 +155,10 @@ def test_a_start_after_the_end_leaves_at_once_and_does_nothing(slurm, tmp_path):
     run = submit(slurm, tmp_path, "--nodes=1", "--partition=grace", "--time=10", sets=settings)
     run.wait_step(3)
     urgent = slurm.submit_urgent(4)
-    slurm.wait_job(run.job_id, "PENDING", timeout=30)
+    slurm.wait_job(run.job_id, "PENDING")
     slurm.cancel(urgent)
     run.wait_event("done")
-    slurm.wait_job(run.job_id, "COMPLETED", timeout=120)  # after a third start, where one comes
+    slurm.wait_job(run.job_id, "COMPLETED")  # after a third start, where one comes
 
     once_more = slurm.by_version({(22, 5): 0, (24, 5): 1, (26, 5): 0})
     assert int(slurm.job(run.job_id)["Restarts"]) == 1 + once_more

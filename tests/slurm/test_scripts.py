@@ -37,7 +37,7 @@ def test_an_unchanged_torchrun_script_is_preempted_and_goes_on_from_its_own_chec
     run = submit(slurm, tmp_path, "--nodes=2", "--partition=grace", "--time=10", script=command)
     run.wait("its first checkpoint", checkpoint.exists)
     urgent = slurm.submit_urgent(4)
-    slurm.wait_job(run.job_id, "PENDING", timeout=60)
+    slurm.wait_job(run.job_id, "PENDING")
     left_at = torch.load(checkpoint)["step"]
     slurm.cancel(urgent)
     run.wait_done()
@@ -87,7 +87,7 @@ def test_a_script_that_raises_shows_its_own_traceback_once_and_is_not_started_ag
 ):
     command = [str(SCRIPTS / "raises.py")]
     run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", "--time=10", script=command)
-    ended = slurm.wait_job(run.job_id, is_over_or_again, timeout=90)
+    ended = slurm.wait_job(run.job_id, is_over_or_again)
 
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "0")
     (failure,) = run.events("failure")
@@ -120,7 +120,7 @@ def test_a_program_that_always_dies_before_a_new_save_stops_with_exit_code_93(sl
         sets={"budget.no_progress": 2, "run.log_every_s": 0.0},
         script=[str(SCRIPTS / "killed.py"), str(EXAMPLE)],
     )
-    ended = slurm.wait_job(run.job_id, is_over_or_again, timeout=120)
+    ended = slurm.wait_job(run.job_id, is_over_or_again)
 
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "93:0", "0")
     assert [all_fields(e)["by"] for e in run.events("attempt_started")] == ["start", "restart"]

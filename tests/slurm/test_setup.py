@@ -24,7 +24,7 @@ def ended(slurm, tmp_path):
             slurm, tmp_path, "--nodes=1", "--time=10", "--partition=work",
             sets={"slurm.setup": list(setup)}, script=["program.py"],
         )  # fmt: skip
-        slurm.wait_job(made.job_id, ("COMPLETED", "FAILED"), timeout=60)
+        slurm.wait_job(made.job_id, ("COMPLETED", "FAILED"))
         return made
 
     return run

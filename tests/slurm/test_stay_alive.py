@@ -154,7 +154,7 @@ def test_where_the_first_node_dies_the_others_go_on_and_end_the_job(slurm, tmp_p
     run.let_go(1)
     _next_step(run, 2, time.time(), capsys, "first node killed")
     run.wait_event("done")
-    slurm.wait_job(run.job_id, ("CANCELLED",), timeout=30)
+    slurm.wait_job(run.job_id, ("CANCELLED",))
 
     first, last = _trained(run)
     assert (first.reason, first.next) == ("node_failed", "restart")
@@ -186,7 +186,7 @@ def test_a_job_that_has_lost_its_first_node_is_requeued_at_a_preemption(slurm, t
     urgent = slurm.submit_urgent(run.nodes()[0])
     run.wait_preempted()
     run.let_go(2)
-    slurm.wait_job(run.job_id, "PENDING", timeout=60)
+    slurm.wait_job(run.job_id, "PENDING")
     slurm.cancel(urgent)
     slurm.revive_node(leader)
     run.wait_done()
@@ -253,7 +253,7 @@ def test_a_first_node_that_thaws_ends_its_ranks_and_leaves_the_others_their_job(
     with capsys.disabled():
         print(f"thawed; its ranks were gone after {time.time() - thawed:.2f} s")
     run.wait_event("done")
-    slurm.wait_job(run.job_id, ("CANCELLED",), timeout=30)
+    slurm.wait_job(run.job_id, ("CANCELLED",))
 
     assert len(ranks) >= 2
     assert [one.nodes for one in _trained(run)] == [(leader, member), (member, spare)]

@@ -61,7 +61,7 @@ def test_a_job_comes_back_from_a_preemption_by_sigterm_and_from_a_dead_node(
     await_output(job, "rank 0 at 20 ")
 
     urgent = slurm.submit_urgent(4)
-    slurm.wait_job(job.job_id, "PENDING", timeout=60)
+    slurm.wait_job(job.job_id, "PENDING")
     slurm.cancel(urgent)
     await_output(job, " in start 2")
     [node] = hpctrain.status(str(job.run)).attempts[-1].nodes

@@ -50,7 +50,7 @@ def test_a_suspended_job_is_shown_so_goes_on_and_its_time_is_no_training(
     ends = slurm.job(run.job_id)["EndTime"]
 
     slurm.run("scontrol", "suspend", run.job_id, check=True)
-    slurm.wait_job(run.job_id, "SUSPENDED", timeout=30)
+    slurm.wait_job(run.job_id, "SUSPENDED")
 
     def stood():
         classes = run.status()["goodput"]["classes"]

@@ -87,7 +87,7 @@ def test_the_switch_of_the_first_node_takes_no_state_with_it_either(slurm, tmp_p
     run.wait("copies", lambda: run.events("memory_copies"))
     slurm.kill_node(*SWITCHES["s1"])
     run.wait_event("done")
-    slurm.wait_job(run.job_id, ("CANCELLED",), timeout=30)
+    slurm.wait_job(run.job_id, ("CANCELLED",))
 
     again = [all_fields(event) for event in run.events("restored")][-1]
     done = [all_fields(event)["step"] for event in run.events("attempt_ended")]

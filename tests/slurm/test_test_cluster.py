@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support import processes
+from tests.support import patience, processes
 from tests.support.slurm_boot import MARK, _left_of, wait_for
 from tests.support.slurm_cluster import SlurmCluster, parse_record
 from tests.support.slurm_config import Ports
@@ -34,13 +34,13 @@ def sleeper(cluster: SlurmCluster, *argv: str, srun: str = "") -> str:
     """A job whose ranks daemonise, ignore SIGTERM and sleep; returns once two run on each node."""
     body = "trap '' TERM; setsid sleep 6000 & exec sleep 6001"
     job_id = cluster.sbatch(*argv, "-o", "/dev/null", "--wrap", f'srun {srun} sh -c "{body}"')
-    nodes = int(cluster.wait_job(job_id, "RUNNING", 30)["NumNodes"])
+    nodes = int(cluster.wait_job(job_id, "RUNNING")["NumNodes"])
 
     def asleep() -> bool:
         names = [processes.executable(pid) for pid in cluster.pids_of_job(job_id)]
         return names.count("sleep") == 2 * nodes
 
-    cluster.wait_for(asleep, 30, f"{2 * nodes} sleeping processes of job {job_id}")
+    cluster.wait_for(asleep, f"{2 * nodes} sleeping processes of job {job_id}")
     return job_id
 
 
@@ -61,7 +61,7 @@ def test_killing_a_node_kills_its_ranks_alone_and_requeues_the_job(slurm: SlurmC
     assert slurm.pids_of_job(job, "n2") == []
     assert slurm.pids_of_job(elsewhere) == others
     assert slurm.run("sinfo", "-h", "-n", "n2", "-p", "work", "-o", "%t").stdout.startswith("down")
-    slurm.wait_job(job, lambda record: record["Restarts"] == "1", 30)
+    slurm.wait_job(job, lambda record: record["Restarts"] == "1")
     slurm.revive_node("n2")
     assert slurm.run("srun", "-w", "n2", "printenv", "SLURMD_NODENAME").stdout == "n2\n"
 
@@ -120,21 +120,24 @@ def test_a_job_outlives_the_death_of_slurmctld(slurm: SlurmCluster) -> None:
 @pytest.mark.slurm
 def test_accounting_remembers_a_finished_job(slurm: SlurmCluster) -> None:
     job = slurm.sbatch("-o", "/dev/null", "--account=lab", "--wrap", "exit 7")
-    slurm.wait_job(job, "FAILED", 30)
+    slurm.wait_job(job, "FAILED")
 
     def told() -> str:
         rows = slurm.run("sacct", "-nPX", "-j", job, "-o", "state,exitcode,account").stdout
         return rows.strip() if "FAILED" in rows else ""
 
-    assert slurm.wait_for(told, 20, "sacct to know the end of the job") == "FAILED|7:0|lab"
+    assert slurm.wait_for(told, "sacct to know the end of the job") == "FAILED|7:0|lab"
 
 
 @pytest.mark.slurm
-def test_a_wait_in_vain_tells_the_job_and_the_log(slurm: SlurmCluster) -> None:
+def test_a_wait_in_vain_tells_the_job_and_the_log(
+    slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "PATIENCE_S", 1.0)
     job = slurm.sbatch("-H", "-o", "/dev/null", "--wrap", "true")
 
     with pytest.raises(AssertionError, match=r"(?s)RUNNING.*JobHeldUser.*_slurm_rpc_submit_batch"):
-        slurm.wait_job(job, "RUNNING", 0.3)
+        slurm.wait_job(job, "RUNNING")
 
 
 @pytest.mark.slurm
@@ -156,11 +159,11 @@ def test_nothing_outlives_a_cluster_whose_owner_was_killed(tmp_path: Path) -> No
         ours = [pid for pid in _left_of(folder) if processes.executable(pid) == "sleep"]
         return ours if len(ours) == 4 else []
 
-    wait_for(ranks, 60, f"four ranks in {conf}")
+    wait_for(ranks, f"four ranks in {conf}")
     os.killpg(owner.pid, signal.SIGKILL)
     owner.wait()
 
-    wait_for(lambda: not folder.exists() and not _left_of(folder), 20, f"the end of {folder}")
+    wait_for(lambda: not folder.exists() and not _left_of(folder), f"the end of {folder}")
 
 
 @pytest.mark.slurm
@@ -243,7 +246,7 @@ def test_a_users_shell_with_the_cluster_in_its_environment_is_not_the_clusters()
         # A parent goes on once its child's pipes are closed; the kernel gives the child its
         # environment a moment later. Read in between, it is empty.
         for child in (shell, daemon):
-            wait_for(lambda pid=child.pid: processes.environment(pid), 20, f"process {child.pid}")
+            wait_for(lambda pid=child.pid: processes.environment(pid), f"process {child.pid}")
         assert _left_of(folder) == [daemon.pid]
     finally:
         for process in (shell, daemon):

@@ -52,7 +52,6 @@ def wait_attempt(run, number, nodes):
     run.wait(
         f"logs of {nodes} ranks",
         lambda: all(rank_log_path(folder, rank).exists() for rank in range(nodes)),
-        run.slurm.patience_s,
     )
     assert len(begun.fact.nodes) == nodes
 
@@ -71,7 +70,7 @@ def wait_ends(run, *reasons):
         is_so = all(end in busy.get(reason, {reason}) for end, reason in pairs)
         return is_so and len(ends) == len(reasons)
 
-    run.wait(f"ends {reasons}", there, run.slurm.patience_s)
+    run.wait(f"ends {reasons}", there)
 
 
 def free_mib():
@@ -126,11 +125,11 @@ def disturb(cluster, diary, run, count):
     with diary.part("preempted, on all nodes again"):
         cluster.submit_urgent(1, seconds=1)
         wait_ends(run, "preempted")
-        cluster.start_now(run.job_id, cluster.patience_s)
+        cluster.start_now(run.job_id)
         wait_attempt(run, 2, count)
     with diary.part("a dead node, on the others again"):
         cluster.kill_node(cluster.nodes[count // 2])
-        cluster.start_now(run.job_id, cluster.patience_s)
+        cluster.start_now(run.job_id)
         wait_attempt(run, 3, count - 1)
     wait_ends(run, "preempted", "node_failed")
 
@@ -140,14 +139,14 @@ def resume_and_end(cluster, diary, run, count):
     with diary.part("cancel"):
         run.cli("cancel", "run")
         wait_ends(run, "preempted", "node_failed", "cancelled")
-    cluster.wait_job(run.job_id, "CANCELLED", cluster.patience_s)
+    cluster.wait_job(run.job_id, "CANCELLED")
     with diary.part("resume"):
         run = run_of(cluster, run.cwd, "resume", "run")
         wait_attempt(run, 4, count - 1)
     with diary.part("done"):
         (run.dir.root / FINISH).touch()
         run.wait_event("done")
-    cluster.wait_job(run.job_id, "COMPLETED", cluster.patience_s)
+    cluster.wait_job(run.job_id, "COMPLETED")
 
 
 def preflight(cluster, diary, cwd, own, count):

@@ -128,7 +128,7 @@ def test_a_resume_waits_for_one_that_is_talking_to_slurm_and_then_leaves(
     env = sbatch(SLOW)
 
     first = start_cli("resume", "run", env=env)
-    slurm.wait_for(calls.exists, 30, "the first sbatch")
+    slurm.wait_for(calls.exists, "the first sbatch")
     second = start_cli("resume", "run", env=env)
     while "mesh" not in second.stdout.readline():  # its plan; the lock comes next
         pass
@@ -176,7 +176,7 @@ def test_a_submit_that_died_before_it_knew_its_job_is_found_by_the_next_command(
 ):
     args = ("submit", "--cluster=slurm", "--name=run", *SETS)
     died = cli(slurm, tmp_path, *args, env=sbatch(KILLS_ITS_CALLER))
-    (job_id,) = slurm.wait_for(lambda: jobs_of_run(slurm), 10, "the job")
+    (job_id,) = slurm.wait_for(lambda: jobs_of_run(slurm), "the job")
     run = RunHandle(slurm, tmp_path, RunDir(tmp_path / "runs" / "run"), job_id)
     known = [e for e in ledger.read(run.dir) if all_fields(e).get("job_id")]
 
@@ -208,8 +208,8 @@ def test_the_job_of_an_older_submission_that_starts_late_leaves_without_writing(
     (job_id,) = jobs_of_run(slurm)
     run = RunHandle(slurm, tmp_path, RunDir(tmp_path / "runs" / "run"), job_id)
     threading.Thread(target=open_gate, args=(tmp_path,), daemon=True).start()
-    late = slurm.wait_for(lambda: set(jobs_of_run(slurm)) - {job_id}, 20, "the late job").pop()
-    slurm.wait_job(late, "COMPLETED", timeout=60)
+    late = slurm.wait_for(lambda: set(jobs_of_run(slurm)) - {job_id}, "the late job").pop()
+    slurm.wait_job(late, "COMPLETED")
     step = run.wait_step(3)
 
     assert [all_fields(e)["job_id"] for e in run.events("orphan_left")] == [late]

@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, TypeVar
 
-import pytest
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -46,7 +44,7 @@ def until(
             if hopeless or time.monotonic() > deadline:
                 raise AssertionError("what is awaited did not come")  # noqa: TRY301
             time.sleep(POLL_S)
-    except (AssertionError, pytest.fail.Exception) as error:  # the latter is pytest-timeout's
+    except BaseException as error:  # pytest-timeout's, too
         said = what() if callable(what) else what
         error.add_note(f"waited for: {said or reached}")
         raise

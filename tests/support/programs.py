@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 
 from tests.support.ledger_runs import all_fields
 from tests.support.local_runs import SCRIPTS
-from tests.support.patience import PATIENCE_S
 from tests.support.scenario import submit
 
 if TYPE_CHECKING:
@@ -186,12 +185,12 @@ class Campaign:
             slurm.end_in(job_id, 5)
         else:
             urgent = slurm.submit_urgent(nodes)
-        slurm.wait_job(job_id, "PENDING", timeout=PATIENCE_S)
+        slurm.wait_job(job_id, "PENDING")
         changes = [f"Partition={next_partition}"] if next_partition else []
         changes += [f"TimeLimit={LIMIT_MIN}"] if kind == "time limit" else []
         if changes:
             slurm.run("scontrol", "update", f"jobid={job_id}", *changes, check=True)
-        slurm.start_now(job_id, timeout=PATIENCE_S)
+        slurm.start_now(job_id)
         if kind == "dead node":
             slurm.revive_node(nodes[-1])
         elif kind != "time limit":
@@ -199,7 +198,7 @@ class Campaign:
 
     def wait_end(self) -> str:
         """Wait until the program has come to its end; its result, where it tells one."""
-        self.slurm.wait_job(self.run.job_id, "COMPLETED", timeout=PATIENCE_S)
+        self.slurm.wait_job(self.run.job_id, "COMPLETED")
         return result_of(self.program, self.run.dir.rank_log(self.attempt(), 0).read_text())
 
 

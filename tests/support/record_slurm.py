@@ -87,14 +87,14 @@ def stubborn(cluster: SlurmCluster, name: str, *options: str) -> str:
         *("--requeue", "--time=60", f"--job-name={name}", "--output=/dev/null", *options),
         f"--wrap=srun {watch}",
     )
-    cluster.wait_for(lambda: list(cluster.at.work.glob(f"{name}.*")), 30, f"{name} to run")
+    cluster.wait_for(lambda: list(cluster.at.work.glob(f"{name}.*")), f"{name} to run")
     return job_id
 
 
 def running(cluster: SlurmCluster, job_id: str) -> None:
     """Wait by squeue: one line of `scontrol show job -o` cannot hold the odd name."""
     argv = ("squeue", "--noheader", f"--jobs={job_id}", "--format=%T")
-    cluster.wait_for(lambda: cluster.run(*argv).stdout.strip() == "RUNNING", 30, job_id)
+    cluster.wait_for(lambda: cluster.run(*argv).stdout.strip() == "RUNNING", job_id)
 
 
 def record_all(cluster: SlurmCluster) -> None:
@@ -143,10 +143,10 @@ def record_all(cluster: SlurmCluster) -> None:
     cluster.wait_job(failed, lambda record: record["Restarts"] == "1")
     to.job("node_failed", failed)
     cluster.revive_node("n3")
-    cluster.wait_job(limited, "COMPLETING", timeout=90)
+    cluster.wait_job(limited, "COMPLETING")
     to.job("time_limit", limited)
 
-    cluster.wait_job(requeued, "RUNNING", timeout=60)
+    cluster.wait_job(requeued, "RUNNING")
     to.account("requeued", requeued)
     for job_id in (urgent, graced, failed, requeued):
         cluster.end_job(job_id)

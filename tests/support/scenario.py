@@ -116,7 +116,7 @@ class RunHandle:
         """Wait until the program has returned and the job is gone."""
         assert self.slurm is not None
         self.wait_event("done")
-        self.slurm.wait_job(self.job_id, ("COMPLETED",), timeout=30)
+        self.slurm.wait_job(self.job_id, ("COMPLETED",))
 
     def wait_preempted(self) -> None:
         """Wait until slurmctld has begun to preempt the job, or has ended it."""

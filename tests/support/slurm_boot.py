@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from tests.support import processes
+from tests.support.patience import until
 from tests.support.slurm_config import (
     ACCOUNT,
     CLUSTER,
@@ -85,21 +86,21 @@ def missing() -> list[str]:
     return absent
 
 
-def wait_for(predicate: Callable[[], T], timeout: float, what: str | Callable[[], str]) -> T:
-    """Poll until the predicate holds and return its value.
+def wait_for(predicate: Callable[[], T], what: str | Callable[[], str]) -> T:
+    """Poll until the predicate holds and return its value; rarer after a while: it asks SLURM.
 
     Raises:
-        AssertionError: it did not hold within `timeout` seconds; says `what` was waited for.
+        AssertionError: as of `until`; says `what` was waited for.
     """
-    deadline = time.monotonic() + timeout
-    pause = POLL_S
-    while not (value := predicate()):
-        if time.monotonic() > deadline:
-            told = what if isinstance(what, str) else what()
-            raise AssertionError(f"waited {timeout:g} s in vain for {told}")
-        time.sleep(pause)
-        pause = min(0.1, pause * 1.5)
-    return value
+    pauses = [POLL_S]
+
+    def reached() -> T:
+        if not (value := predicate()):
+            time.sleep(pauses[-1])
+            pauses.append(min(0.1, pauses[-1] * 1.5))
+        return value
+
+    return until(reached, what)
 
 
 def tail(path: Path, lines: int = 15) -> str:
@@ -191,7 +192,7 @@ class Daemons:
         """SIGKILL that daemon, if it runs, and wait until it is gone."""
         if self.alive(name):
             processes.kill_all([self._pids[name]])
-            wait_for(lambda: not self.alive(name), 5, f"the end of {name}")
+            wait_for(lambda: not self.alive(name), f"the end of {name}")
 
     def start_slurmctld(self) -> None:
         """Start slurmctld on the state it left, and wait until it answers."""
@@ -199,12 +200,12 @@ class Daemons:
         self._wait_slurmctld()
 
     def _wait_slurmctld(self) -> None:
-        self._ready("slurmctld", lambda: _listening(self._taken_ports().slurmctld), 30)
+        self._ready("slurmctld", lambda: _listening(self._taken_ports().slurmctld))
 
     def start_munged(self) -> None:
         """Start munged again, and wait until it takes requests."""
         self._start_munged()
-        self._ready("munged", self._munge_answers, 30)
+        self._ready("munged", self._munge_answers)
 
     def _munge_answers(self) -> bool:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
@@ -276,7 +277,7 @@ class Daemons:
             self._start_munged(group)
         self._start_database(user)
         self._spawn("slurmdbd", "slurmdbd", "-D")
-        self._ready("slurmdbd", lambda: _listening(self._taken_ports().slurmdbd), 60)
+        self._ready("slurmdbd", lambda: _listening(self._taken_ports().slurmdbd))
         self._sacctmgr("add", "cluster", CLUSTER)  # slurmctld ends with "no TRES" otherwise
         self._spawn("slurmctld", "slurmctld", "-D")
         self._sacctmgr("add", "account", ACCOUNT, f"cluster={CLUSTER}")  # while it starts
@@ -285,7 +286,7 @@ class Daemons:
         nodes = self.shape.nodes
         for node in nodes:
             self.start_slurmd(node)
-        wait_for(self._all_idle, 60 + len(nodes) / 2, "all nodes to be idle")
+        wait_for(self._all_idle, "all nodes to be idle")
 
     def _all_idle(self) -> bool:
         """Whether they are.
@@ -342,7 +343,7 @@ class Daemons:
             *("--innodb-flush-log-at-trx-commit=0", "--innodb-buffer-pool-size=64M"),
             *(f"--pid-file={at.folder}/run/mariadbd.pid", f"--tmpdir={at.folder}/run"),
         )
-        self._ready("mariadbd", at.database_socket.exists, 60)
+        self._ready("mariadbd", at.database_socket.exists)
 
     def _daemon_environment(self, conf: Path | None = None) -> dict[str, str]:
         return {
@@ -373,13 +374,13 @@ class Daemons:
             raise RuntimeError(f"the replica server of {self.at.folder} has ended")
         self._pids[name] = int(answer)
 
-    def _ready(self, name: str, predicate: Callable[[], bool], timeout: float) -> None:
+    def _ready(self, name: str, predicate: Callable[[], bool]) -> None:
         """Wait for a daemon, and tell at once when it has ended instead."""
 
         def settled() -> bool:
             return predicate() or not self.alive(name)
 
-        wait_for(settled, timeout, lambda: f"{name}:\n{self._said(name)}")
+        wait_for(settled, lambda: f"{name}:\n{self._said(name)}")
         if not self.alive(name):
             raise self._ended(name)
 
@@ -413,7 +414,7 @@ def sweep_stale() -> None:
 
 def clear_away(folder: Path) -> None:
     """Kill what a dead replica server left and remove its folder."""
-    wait_for(functools.partial(_nothing_left, folder), 20, f"the end of the processes of {folder}")
+    wait_for(functools.partial(_nothing_left, folder), f"the end of the processes of {folder}")
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -154,7 +154,7 @@ class SlurmCluster:
             busy = [n for n, s in states.items() if self._daemons.alive(n) and s != "idle"]
             return not left and not busy and len(states) == len(self.nodes)
 
-        wait_for(drained, 60, lambda: f"idle nodes: {self._situation()}")
+        wait_for(drained, lambda: f"idle nodes: {self._situation()}")
 
     def _end_jobs(self) -> list[str]:
         """Cancel what is queued, SIGKILL what runs; the job ids that were still there."""
@@ -188,7 +188,7 @@ class SlurmCluster:
                 "preempt_send_user_signal" in self.run("scontrol", "show", "config").stdout
             ) is on
 
-        wait_for(taken, 10, f"preempt_send_user_signal {'on' if on else 'off'}")
+        wait_for(taken, f"preempt_send_user_signal {'on' if on else 'off'}")
 
     def kill_slurmctld(self, *, saved: bool = True) -> None:
         """SIGKILL slurmctld; jobs run on.
@@ -200,7 +200,7 @@ class SlurmCluster:
         if saved:
             before = self._state_saved()
             self.run("scontrol", "reconfigure", check=True)  # marks the state as changed
-            wait_for(lambda: self._state_saved() > before, 20, "slurmctld to save its state")
+            wait_for(lambda: self._state_saved() > before, "slurmctld to save its state")
         self._daemons.kill("slurmctld")
 
     def _state_saved(self) -> int:
@@ -214,7 +214,7 @@ class SlurmCluster:
         def answers() -> bool:
             return "is UP" in self.run("scontrol", "ping").stdout
 
-        wait_for(answers, 30, lambda: f"slurmctld:\n{tail(self.at.log('slurmctld'))}")
+        wait_for(answers, lambda: f"slurmctld:\n{tail(self.at.log('slurmctld'))}")
 
     def kill_munged(self) -> None:
         """SIGKILL munged: from then on no command of SLURM's gets an answer."""
@@ -249,7 +249,7 @@ class SlurmCluster:
             processes.kill_all(steps, signal.SIGKILL)
             return not steps and not ranks
 
-        wait_for(gone, 10, f"the end of the processes of {', '.join(names)}")
+        wait_for(gone, f"the end of the processes of {', '.join(names)}")
         for name in names:
             down = ("scontrol", "update", f"nodename={name}", "state=down", "reason=test")
             self.run(*down, check=True)
@@ -266,7 +266,7 @@ class SlurmCluster:
                 return False
             return bool(state) and not state.endswith("*")
 
-        wait_for(up, 45, lambda: f"{name} to come back:\n{tail(self.at.log(name))}")
+        wait_for(up, lambda: f"{name} to come back:\n{tail(self.at.log(name))}")
 
     @contextmanager
     def own_mounts(self, mount: Callable[[str], Sequence[str]]) -> Iterator[None]:
@@ -341,15 +341,15 @@ class SlurmCluster:
             processes.kill_all(left)
             return not left and not self.run("squeue", "-h", "-j", job_id).stdout
 
-        wait_for(gone, 30, lambda: f"the end of job {job_id}:\n{self._situation()}")
+        wait_for(gone, lambda: f"the end of job {job_id}:\n{self._situation()}")
 
-    def start_now(self, job_id: str, timeout: float = 30) -> None:
+    def start_now(self, job_id: str) -> None:
         """Shorten the wait that SLURM puts before a requeued job, from 6 s to 2.
 
         Not to nothing: a start in the second of the requeue meets "Job credential revoked" on its
         nodes, and the job is FAILED for good.
         """
-        self.wait_job(job_id, "PENDING", timeout)
+        self.wait_job(job_id, "PENDING")
         done = self.run("scontrol", "update", f"jobid={job_id}", "StartTime=now+2")
         if done.returncode and "no longer pending" not in done.stderr:  # else it has begun already
             raise AssertionError(f"StartTime of job {job_id}: {done.stderr.strip()}")
@@ -374,12 +374,11 @@ class SlurmCluster:
         self,
         job_id: str,
         wanted: str | Collection[str] | Callable[[Record], object],
-        timeout: float = 60,
     ) -> Record:
         """Wait until the job is in a state (or one of several), or its record fulfils a predicate.
 
         Raises:
-            AssertionError: not within `timeout` seconds; tells the record and the log.
+            AssertionError: it never was; tells the record and the log.
         """
         states = {wanted} if isinstance(wanted, str) else wanted
         last: Record = {}
@@ -393,7 +392,7 @@ class SlurmCluster:
         def told() -> str:
             return f"job {job_id}: {wanted}\nlast seen: {last}\n{self._situation()}"
 
-        found = wait_for(reached, timeout, told)
+        found = wait_for(reached, told)
         assert found is not None
         return found
 

@@ -132,7 +132,7 @@ class OnSlurm:
 
     def back(self, run: RunHandle) -> None:
         """See `Scheduler`."""
-        self.slurm.wait_job(run.job_id, "PENDING", timeout=60)
+        self.slurm.wait_job(run.job_id, "PENDING")
         self.slurm.cancel(self._urgent)
         self.slurm.start_now(run.job_id)
 

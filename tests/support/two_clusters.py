@@ -9,7 +9,9 @@ tests/unit/test_two_clusters.py holds the promises.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from xdist.scheduler import LoadFileScheduling
 
@@ -22,6 +24,10 @@ SLURM_TESTS = ("tests/slurm/", "tests/stories/")
 """Folders of files that may need a cluster."""
 ORDER = (SLURM_TESTS, "tests/engines/", "tests/unit/")
 """What comes first; the rest, whole local runs among it, comes last."""
+
+
+NO_CLUSTER_LEFT = "HPCTRAIN_NO_CLUSTER_LEFT"
+"""Variable: path of a file to make when no test of this session needs a cluster any more."""
 
 
 def place(nodeid: str) -> int:
@@ -51,6 +57,20 @@ class TwoClusters(LoadFileScheduling):  # type: ignore[misc] # xdist says no typ
         for other in self.nodes:
             self._reschedule(other)
         return crashed
+
+    def mark_test_complete(self, node: WorkerController, *args: Any, **kwargs: Any) -> None:
+        super().mark_test_complete(node, *args, **kwargs)
+        path = os.environ.get(NO_CLUSTER_LEFT)
+        if path and not self._needs_cluster():
+            Path(path).touch()
+
+    def _needs_cluster(self) -> bool:
+        """Whether a file that needs a cluster waits for a worker, or is not over."""
+        return any(file.startswith(SLURM_TESTS) for file in self.workqueue) or any(
+            file.startswith(SLURM_TESTS) and not all(tests.values())
+            for files in self.assigned_work.values()
+            for file, tests in files.items()
+        )
 
     def _reschedule(self, node: WorkerController) -> None:
         super()._reschedule(node)

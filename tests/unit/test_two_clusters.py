@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.patience import PATIENCE_S
-from tests.support.two_clusters import TwoClusters, place
+from tests.support.two_clusters import NO_CLUSTER_LEFT, TwoClusters, place
 
 SLURM = [f"tests/slurm/test_{name}.py" for name in "abcd"]
 OTHERS = [f"tests/unit/test_{name}.py" for name in "efgh"]
@@ -33,7 +33,7 @@ class Worker:
         self.shutting_down = True
 
 
-def ran(files, count, tests=4):
+def ran(files, count, tests=4, after_test=lambda name: None):
     """The files that each of so many workers was given, all of whose tests then ran."""
     collection = [f"{file}::test_{number}" for file in files for number in range(tests)]
     option = SimpleNamespace(loadscopereorder=False)
@@ -51,6 +51,7 @@ def ran(files, count, tests=4):
                 number = worker.told[done[id(worker)]]
                 done[id(worker)] += 1
                 order.mark_test_complete(worker, number)
+                after_test(collection[number])
     assert sorted(number for worker in workers for number in worker.told) == list(
         range(len(collection))
     )
@@ -151,3 +152,15 @@ def test_whole_local_runs_wait_until_no_cluster_is_left():
     files = ["tests/docs/a", "tests/e2e/b", "tests/engines/c", "tests/slurm/d", "tests/unit/e"]
 
     assert [file[-1] for file in sorted(files, key=place)] == ["d", "c", "e", "a", "b"]
+
+
+def test_a_file_appears_with_the_end_of_the_last_test_that_needs_a_cluster(tmp_path, monkeypatch):
+    path, seen = tmp_path / "over", []
+    monkeypatch.setenv(NO_CLUSTER_LEFT, str(path))
+    ran(SLURM + OTHERS, 4, after_test=lambda name: seen.append((name, path.exists())))
+
+    of_slurm = [is_over for name, is_over in seen if name.startswith("tests/slurm/")]
+    assert of_slurm == [False] * (len(of_slurm) - 1) + [True]
+    last = max(n for n, (name, _) in enumerate(seen) if name.startswith("tests/slurm/"))
+    assert all(is_over is (n >= last) for n, (_, is_over) in enumerate(seen))
+    assert last < len(seen) - 1

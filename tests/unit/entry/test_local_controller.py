@@ -9,7 +9,6 @@ import subprocess
 import pytest
 
 from hpctrain.entry import local_controller
-from tests.support.patience import PATIENCE_S
 from tests.support.slurm_boot import wait_for
 
 
@@ -21,7 +20,7 @@ def _node(command):
 
 def test_how_an_agent_ended_is_known_before_it_is_reaped():
     with _node("exit 3") as node:
-        wait_for(lambda: local_controller._code(node) == 3, PATIENCE_S, "the end")
+        wait_for(lambda: local_controller._code(node) == 3, "the end")
         assert node.returncode is None
         os.kill(node.pid, 0)  # its number is still its own
     assert local_controller._code(node) == 3
@@ -30,9 +29,9 @@ def test_how_an_agent_ended_is_known_before_it_is_reaped():
 def test_what_a_dead_agent_left_behind_is_killed():
     with _node("trap '' HUP; sleep 600 & echo $!; exit 0") as node:
         child = int(node.stdout.readline())
-        wait_for(lambda: local_controller._code(node) == 0, PATIENCE_S, "the end")
+        wait_for(lambda: local_controller._code(node) == 0, "the end")
         local_controller._kill_group(node, signal.SIGKILL)
-        wait_for(lambda: not _lives(child), PATIENCE_S, "the child's end")
+        wait_for(lambda: not _lives(child), "the child's end")
 
 
 def test_a_group_whose_leader_was_reaped_is_nobodys(monkeypatch):

@@ -143,7 +143,7 @@ def test_of_two_starts_at_once_one_has_the_run_and_the_other_is_told_so(nodes):
 
     slow = threading.Thread(target=begin)
     slow.start()
-    wait_for(lambda: any("fsync" in hit for hit in faults.hits()), 10, "the slow one")
+    wait_for(lambda: any("fsync" in hit for hit in faults.hits()), "the slow one")
     taken["fast"] = take_attempt(there, job_id="8", restarts=0)
     slow.join()
 
