@@ -43,9 +43,8 @@ MOST_CALLS = 6
 _FAMILIES: dict[str, list[str]] = TABLE["families"]
 _EXPLAINS: dict[str, list[str]] = TABLE["explains"]
 _BRIDGE = re.compile(r"\b(?:docker\d+|br-[\da-f]{12}|virbr\d+|veth\w+|cni\d+)\b")
-_SUDDEN = frozenset({"host_oom", "native", "shared_memory"})
+_SUDDEN = frozenset({"host_oom", "shared_memory"})
 _GENERAL = frozenset({"code", "data_worker", "rendezvous"})
-_ABORTS = frozenset({"killed-sigabrt", "aborted", "aborted-code", "aborted-by-glog"})
 _SRUN, _LEFT = "srun: error: ", "srun-task-exited"
 
 
@@ -58,10 +57,13 @@ class _Case:
         self.sightings = [sighting for log in logs for sighting in log.sightings]
         self.networks = {name: what for log in logs for name, what in log.networks.items()}
         self.by_role: dict[Role, list[Sighting]] = {role: [] for role in Role}
+        self.last_resort: list[Sighting] = []
         for log in logs:
             for sighting in log.sightings:
-                if not sighting.is_handled and not _survived(sighting, log):
-                    self.by_role[sighting.role].append(sighting)
+                if not _survived(sighting, log):
+                    is_told = sighting.role is Role.HINT and sighting.kind == "code"
+                    weak = sighting.is_handled or is_told
+                    (self.last_resort if weak else self.by_role[sighting.role]).append(sighting)
         deaths = self.by_role[Role.DEATH]
         self.by_role[Role.DEATH] = [one for one in deaths if not _ended_for_another(one, deaths)]
 
@@ -79,6 +81,7 @@ def judge(logs: Sequence[LogFacts], world_size: int | None = None) -> Diagnosis:
         or _of_death(case)
         or _of_waits(case, world_size)
         or _of_the_rest(case)
+        or _of_last_resort(case)
         or _nothing(case)
     )
 
@@ -107,7 +110,8 @@ def _of_death(case: _Case) -> Diagnosis | None:
     waits = case.by_role[Role.WAIT]
     waiting = {wait.rank for wait in waits}
     for death in case.by_role[Role.DEATH]:
-        by_itself = death.kind in _SUDDEN and death.sign not in _ABORTS
+        crashed = death.kind == "native" and death.certainty is Certainty.LIKELY
+        by_itself = death.kind in _SUDDEN or crashed
         if by_itself and not (waits and (death.rank is None or death.rank in waiting)):
             return _diagnosis(case, death, death.certainty)
     return None
@@ -140,6 +144,15 @@ def _of_the_rest(case: _Case) -> Diagnosis | None:
     return replace(diagnosis, headline=f"{FAULTS[kind].title}: {name}", why=why)
 
 
+def _of_last_resort(case: _Case) -> Diagnosis | None:
+    """By an error that was handled or only told of, or whose end the log does not have."""
+    told = case.last_resort
+    if not told:
+        return None
+    first = next((one for one in told if one.role is not Role.HINT), told[-1])
+    return _diagnosis(case, first, Certainty.POSSIBLE)
+
+
 def _nothing(case: _Case) -> Diagnosis:
     read = f"{count(case.lines, 'line')} of {count(len(case.logs), 'log')}"
     return Diagnosis(
@@ -163,7 +176,7 @@ def _ended_for_another(death: Sighting, deaths: Iterable[Sighting]) -> bool:
 
 def _survived(sighting: Sighting, log: LogFacts) -> bool:
     """Whether training went on behind it."""
-    if sighting.role is Role.HINT or sighting.is_late:
+    if sighting.is_late or sighting.kind in _FAMILIES["numbers"]:
         return False
     return sum(offset > sighting.offset for offset in log.progress) >= SURVIVED
 

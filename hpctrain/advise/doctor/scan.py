@@ -52,9 +52,15 @@ _UNCAUGHT = re.compile(
     r"\b(?:Uncaught|Unhandled)(?: exception:?)? "
     r"(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception))(?:: (?P<text>.*)|:?)$"
 )
+_TOLD = re.compile(
+    r"(?:^|[\s`'\"(|:>])(?P<name>(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Invalid|NotFound)"
+    r"|\w+(?:\.\w+)*\.(?:(?:errors?|exceptions?|exc)\.[A-Z]\w*|[Ee]rror))(?=[:()`']|$| {3,}Traceback)"
+)
+"""An exception of which a line tells behind other words."""
 _RAISES = re.compile(r"^\s*(?:raise|assert)\b")
-_LIBRARY, _OF_CHILD, _LOADS = (
-    re.compile("|".join(LINES["tracebacks"][name])) for name in ("libraries", "of_child", "loads")
+_LIBRARY, _OF_CHILD, _LOADS, _NO_END = (
+    re.compile("|".join(LINES["tracebacks"][name]))
+    for name in ("libraries", "of_child", "loads", "no_end")
 )
 _WRAPPERS = re.compile(rf"(?:^|\.)(?:{'|'.join(LINES['tracebacks']['wrappers'])})$", re.IGNORECASE)
 _READ_THE_CHILD = ("read what the process that it started printed itself: its error stands there",)
@@ -166,9 +172,28 @@ class LogScanner:
     def finish(self) -> LogFacts:
         """All that was read."""
         facts = self.facts
+        for stream in self._streams.values():
+            if stream.left > 0 and stream.place and not stream.is_ignored:
+                facts.sightings.append(self._cut(stream))
         facts.progress = tuple(self._losses.offsets)
         facts.sightings += self._losses.sightings(facts.source)
         return facts
+
+    def _cut(self, stream: _LogStream) -> Sighting:
+        """A traceback whose end is not in the log."""
+        return Sighting(
+            "traceback-cut",
+            "code",
+            Role.CAUSE,
+            Certainty.POSSIBLE,
+            "a traceback without its end",
+            self.facts.source,
+            self.facts.lines,
+            self._offset,
+            self._rank,
+            place=stream.place,
+            is_handled=True,
+        )
 
     def _look(self, raw: bytes, number: int, offset: int) -> None:
         """Take one line apart, and keep what it says of a fault."""
@@ -183,6 +208,9 @@ class LogScanner:
         words = line.text if stream.failed is None else line.text.removeprefix(_TABLE_INDENT)
         reading = self._read(words, stream)
         if reading is None:
+            return
+        if stream.is_ignored and reading.role is Role.CAUSE:
+            stream.is_ignored = False
             return
         ranks = (line.rank, stream.failed, self._rank)
         rank = next((rank for rank in ranks if rank is not None), None)
@@ -199,7 +227,7 @@ class LogScanner:
             clock=clock(text),
             is_late=reading.is_late or stream.failed is not None,
             place=stream.place if reading.role is Role.CAUSE or reading.sign == FATAL else "",
-            is_handled=stream.is_ignored or (stream.follows and reading.kind == "code"),
+            is_handled=stream.follows and reading.kind == "code",
         )
         facts, key = self.facts, (sighting.sign, rank)
         facts.counts[sighting.sign] += 1
@@ -221,7 +249,7 @@ class LogScanner:
         for signature in self._table.faults:
             if (match := signature.fits(text)) is not None:
                 return self._signed(signature, match, stream)
-        return self._exception(text, stream) if begun is None else None
+        return self._exception(text, stream) if begun is None else self._told(text)
 
     def _signed(self, signature: Signature, match: re.Match[str], stream: _LogStream) -> Sighting:
         """What a signature knows of a line: a program may print any words and go on."""
@@ -306,7 +334,9 @@ class LogScanner:
         in_traceback = stream.left > 0
         pattern = _EXCEPTION if in_traceback else EXCEPTION
         match = pattern.match(text) or _UNCAUGHT.search(text)
-        if match is None or (in_traceback and not match["name"].lstrip("_")[:1].isalpha()):
+        if match is None and not in_traceback:
+            return self._told(text)
+        if match is None or not match["name"].lstrip("_")[:1].isalpha():
             return None
         name = match["name"]
         # What a library raises may be the machine's fault; what the program raises is its own word.
@@ -331,6 +361,17 @@ class LogScanner:
             sure, advice = Certainty.POSSIBLE, _READ_THE_CHILD
         sign = f"exception-{name}"
         return Sighting(sign, "code", Role.CAUSE, sure, details=details, advice=advice)
+
+    def _told(self, text: str) -> Sighting | None:
+        """An exception of which a line tells behind other words, as loggers and notebooks do."""
+        if _NO_END.search(text) is not None:
+            return None
+        names = (match["name"] for match in _TOLD.finditer(text))
+        name = next((name for name in names if _WRAPPERS.search(name) is None), None)
+        if name is None:
+            return None
+        sure, details = Certainty.POSSIBLE, {"exception": name}
+        return Sighting("exception-told", "code", Role.HINT, sure, details=details)
 
 
 def _with_a_word(lines: bytes, words: tuple[bytes, ...]) -> set[bytes]:

@@ -45,7 +45,7 @@ SHORTEST_WORD = 3
 LONGEST_S = 0.2
 """CPU time that a pattern may take for the longest line; ours take a thousandth of it."""
 EXCEPTION = re.compile(
-    r"^(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception))(?:: (?P<text>.*)|:?)$"
+    r"^(?P<name>(?:[A-Za-z_]\w*\.)*(?:[A-Za-z_]\w*(?:Error|Exception)|Exception))(?:: (?P<text>.*)|:?)$"
 )
 """A line that begins with the name of an exception."""
 
