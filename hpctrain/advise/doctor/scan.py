@@ -54,7 +54,7 @@ _UNCAUGHT = re.compile(
 )
 _TOLD = re.compile(
     r"(?:^|[\s`'\"(|:>])(?P<name>(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Invalid|NotFound)"
-    r"|\w+(?:\.\w+)*\.(?:(?:errors?|exceptions?|exc)\.[A-Z]\w*|[Ee]rror))(?=[:()`']|$| {3,}Traceback)"
+    r"|\w+(?:\.\w+)*\.(?:(?:errors?|exceptions?|exc)\.[A-Z]\w*|[Ee]rror))(?=\s{0,9}:|[()`']|$| {3,}Traceback)"
 )
 """An exception of which a line tells behind other words."""
 _RAISES = re.compile(r"^\s*(?:raise|assert)\b")
@@ -64,7 +64,7 @@ _LIBRARY, _OF_CHILD, _LOADS, _NO_END = (
 )
 _WRAPPERS = re.compile(rf"(?:^|\.)(?:{'|'.join(LINES['tracebacks']['wrappers'])})$", re.IGNORECASE)
 _READ_THE_CHILD = ("read what the process that it started printed itself: its error stands there",)
-_IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
+_PASSED_ON = re.compile(r"\bCaught (?P<name>\w+) in (?:DataLoader worker process|replica|pin memory)\b")
 _HANDLED = "During handling of the above exception"
 _CHAINED = "was the direct cause of the following exception"
 _IGNORED = re.compile(r"^Exception ignored in")
@@ -249,7 +249,7 @@ class LogScanner:
         for signature in self._table.faults:
             if (match := signature.fits(text)) is not None:
                 return self._signed(signature, match, stream)
-        return self._exception(text, stream) if begun is None else self._told(text)
+        return self._exception(text, stream) if begun is None else _mentioned(text)
 
     def _signed(self, signature: Signature, match: re.Match[str], stream: _LogStream) -> Sighting:
         """What a signature knows of a line: a program may print any words and go on."""
@@ -335,7 +335,7 @@ class LogScanner:
         pattern = _EXCEPTION if in_traceback else EXCEPTION
         match = pattern.match(text) or _UNCAUGHT.search(text)
         if match is None and not in_traceback:
-            return self._told(text)
+            return _mentioned(text)
         if match is None or not match["name"].lstrip("_")[:1].isalpha():
             return None
         name = match["name"]
@@ -346,7 +346,9 @@ class LogScanner:
         stream.left = 0
         self._watch(_AFTER_EXCEPTION)
         is_empty = name == "Exception" and not match["text"]  # torch's, round a spawned rank's own
-        if _WRAPPERS.search(name) or _IN_WORKER.search(text) or is_empty:
+        if _PASSED_ON.search(text):  # its own traceback follows, if the log has it
+            return _mentioned(text)
+        if not _is_own(name) or is_empty:
             return None
         details = {"exception": name}
         cause = cause_in(text)
@@ -362,16 +364,23 @@ class LogScanner:
         sign = f"exception-{name}"
         return Sighting(sign, "code", Role.CAUSE, sure, details=details, advice=advice)
 
-    def _told(self, text: str) -> Sighting | None:
-        """An exception of which a line tells behind other words, as loggers and notebooks do."""
-        if _NO_END.search(text) is not None:
-            return None
-        names = (match["name"] for match in _TOLD.finditer(text))
-        name = next((name for name in names if _WRAPPERS.search(name) is None), None)
-        if name is None:
-            return None
-        sure, details = Certainty.POSSIBLE, {"exception": name}
-        return Sighting("exception-told", "code", Role.HINT, sure, details=details)
+
+def _mentioned(text: str) -> Sighting | None:
+    """An exception of which a line tells behind other words, as loggers and notebooks do."""
+    if _NO_END.search(text) is not None:
+        return None
+    passed_on = _PASSED_ON.search(text)
+    names = [match["name"] for match in _TOLD.finditer(text)]
+    told = passed_on["name"] if passed_on else next(filter(_is_own, names), None)
+    if told is None:
+        return None
+    sure, details = Certainty.POSSIBLE, {"exception": told}
+    return Sighting("exception-told", "code", Role.HINT, sure, details=details)
+
+
+def _is_own(name: str) -> bool:
+    """Whether an exception of this name is none that only passes on another process's."""
+    return _WRAPPERS.search(name) is None
 
 
 def _with_a_word(lines: bytes, words: tuple[bytes, ...]) -> set[bytes]:
