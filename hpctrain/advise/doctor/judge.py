@@ -9,7 +9,6 @@ tests/unit/doctor/test_judge.py and test_corpus.py hold the promises.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpctrain.advise.doctor.faults import (
@@ -20,6 +19,7 @@ from hpctrain.advise.doctor.faults import (
     FollowOn,
     Role,
     Sighting,
+    ranks_of,
 )
 from hpctrain.advise.doctor.words import advice, headline
 from hpctrain.core.base.text import count, duration, fold_ranks
@@ -124,8 +124,7 @@ def _of_waits(case: _Case, world_size: int | None) -> Diagnosis | None:
         return None
     kind, summary = who_waited(waits, world_size)
     why = f"no error of another rank stands before it{_network(case)}"
-    diagnosis = _diagnosis(case, waits[0], Certainty.LIKELY, kind=kind)
-    return replace(diagnosis, headline=f"{FAULTS[kind].title}: {summary}", why=why)
+    return _diagnosis(case, waits[0], Certainty.LIKELY, kind=kind, told=summary, why=why)
 
 
 def _of_the_rest(case: _Case) -> Diagnosis | None:
@@ -138,10 +137,8 @@ def _of_the_rest(case: _Case) -> Diagnosis | None:
     bridge = _BRIDGE.search(sockets) if role is Role.LINK else None
     if bridge is None:
         return _diagnosis(case, first, first.certainty)
-    kind, name = "interface", bridge[0]
-    why = f"NCCL uses {name} too, which joins containers of one node and no nodes"
-    diagnosis = _diagnosis(case, first, Certainty.LIKELY, kind=kind)
-    return replace(diagnosis, headline=f"{FAULTS[kind].title}: {name}", why=why)
+    why = f"NCCL uses {bridge[0]} too, which joins containers of one node and no nodes"
+    return _diagnosis(case, first, Certainty.LIKELY, kind="interface", told=bridge[0], why=why)
 
 
 def _of_last_resort(case: _Case) -> Diagnosis | None:
@@ -252,7 +249,7 @@ def who_waited(waits: Sequence[Sighting], world_size: int | None = None) -> tupl
         operation, number = wait.details.get("operation"), wait.details.get("number")
         if wait.rank is not None and operation and number:
             calls.setdefault(wait.rank, (operation, int(number)))
-    ranks = sorted({wait.rank for wait in waits if wait.rank is not None})
+    ranks = ranks_of(waits)
     limits = [int(wait.details["limit"]) for wait in waits if wait.details.get("limit")]
     limit = f" for {duration(limits[0] / 1000)}" if limits else ""
     if not calls:
@@ -287,15 +284,17 @@ def _diagnosis(
     rivals: tuple[Sighting, ...] = (),
     *,
     kind: str = "",
+    told: str = "",
+    why: str = "",
 ) -> Diagnosis:
-    """The diagnosis that rests on one sighting, of its kind or of a finer one."""
+    """The diagnosis that rests on one sighting, of its kind or of a finer one of which is told."""
     kind = kind or first.kind
     same = [s for s in case.sightings if s.kind == first.kind and s is not first]
     return Diagnosis(
         kind,
         certainty,
-        headline(first, kind, case.sightings),
-        _why(first, rivals, case),
+        f"{FAULTS[kind].title}: {told}" if told else headline(first, kind, case.sightings),
+        why or _why(first, rivals, case),
         (first, *same[: EVIDENCE - 1]),
         _follow_ons(case, first, rivals),
         _ruled_out(case, kind, rivals),
@@ -331,12 +330,8 @@ def _follow_ons(case: _Case, first: Sighting, rivals: Sequence[Sighting]) -> tup
     for sign, sightings in groups.items():
         times = sum(log.counts[sign] for log in case.logs) or len(sightings)
         title = FAULTS[sightings[0].kind].title
-        out.append(FollowOn(title, times, _ranks(sightings), sightings[0]))
+        out.append(FollowOn(title, times, ranks_of(sightings), sightings[0]))
     return tuple(sorted(out, key=lambda follow: (follow.example.source, follow.example.offset)))
-
-
-def _ranks(sightings: Iterable[Sighting]) -> tuple[int, ...]:
-    return tuple(sorted({s.rank for s in sightings if s.rank is not None}))
 
 
 def _ruled_out(case: _Case, kind: str, rivals: Sequence[Sighting]) -> dict[str, str]:
@@ -347,7 +342,7 @@ def _ruled_out(case: _Case, kind: str, rivals: Sequence[Sighting]) -> dict[str, 
         seen = [s for s in case.sightings if s.kind in kinds and s.role is not Role.HINT]
         if seen:
             where = f"line {seen[0].line}" if seen[0].line else "the ledger"
-            ranks = _ranks(seen)
+            ranks = ranks_of(seen)
             who = f" ({fold_ranks(ranks)})" if ranks else ""
             out[family] = f"{where}{who} follows from it"
         else:

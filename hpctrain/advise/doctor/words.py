@@ -9,7 +9,7 @@ import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.advise.doctor.faults import FAULTS, TABLE, Role
+from hpctrain.advise.doctor.faults import FAULTS, TABLE, Role, ranks_of
 from hpctrain.core.base.text import count, fold_ranks
 
 if TYPE_CHECKING:
@@ -30,14 +30,7 @@ _PART = re.compile(r"\{(\w+)\}")
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "bytes": 1}
 _SIZE = r"(?<![\d.])([\d.]+) ([KMGT]iB|bytes)"
-_SIZES = {
-    "asked": re.compile(rf"Tried to allocate {_SIZE}"),
-    "capacity": re.compile(rf"total capaci?ty of {_SIZE}|; {_SIZE} total capacity"),
-    "allocated": re.compile(rf"{_SIZE} is allocated by PyTorch|{_SIZE} already allocated"),
-    "unallocated": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
-    "reserved": re.compile(rf"{_SIZE} reserved in total by PyTorch"),
-    "others": re.compile(rf"Process \d+ has {_SIZE} memory in use"),
-}
+_SIZES = {name: re.compile(text.replace("{size}", _SIZE)) for name, text in TABLE["sizes"].items()}
 """What torch's allocator tells when a GPU's memory is out."""
 FRAGMENTED = 0.1
 """Of the GPU's memory that is reserved and not in use: worth another allocator setting."""
@@ -47,7 +40,7 @@ LARGE = 0.25
 
 def headline(first: Sighting, kind: str, sightings: Sequence[Sighting]) -> str:
     """One line: what, on which rank, with its numbers."""
-    ranks = sorted({s.rank for s in sightings if s.kind == first.kind and s.rank is not None})
+    ranks = ranks_of(s for s in sightings if s.kind == first.kind)
     who = f" on {fold_ranks(ranks)}" if ranks else ""
     node = f" (node {first.node})" if first.node else ""
     if first.role is Role.DEATH and kind == "host_oom":

@@ -127,7 +127,9 @@ PREFIXED = (
     "worker-1: ValueError: no",
     "12: no",
     "(Worker pid=12, ip=10.0.0.1) no",
+    "10.0.0.1 [3] no",
     "stderr: no",
+    "100%|####| 3/3 [rank1]: no",
 )
 
 
