@@ -93,7 +93,7 @@ def test_what_explains_another_fault_is_all_tried():
 WORDS = {
     EndCause.NCCL_ERROR: ("DistNetworkError: it failed", "transport"),
     EndCause.NAN: ("FloatingPointError: at step 12", "nan"),
-    EndCause.GPU_ERROR: ("RuntimeError: HIP error: unknown", "gpu_error"),
+    EndCause.GPU_ERROR: ("torch.AcceleratorError: no", "gpu_error"),
     EndCause.HOST_OOM: ("RuntimeError: DefaultCPUAllocator: not enough", "host_oom"),
     EndCause.STORAGE_FULL: ("CheckpointError: write failed (ENOSPC)", "storage_full"),
     EndCause.STORAGE_ERROR: ("FileSystemFault: x cannot be read", "storage_error"),
