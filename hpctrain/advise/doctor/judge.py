@@ -146,7 +146,7 @@ def _of_last_resort(case: _Case) -> Diagnosis | None:
     told = case.last_resort
     if not told:
         return None
-    first = next((one for one in told if one.role is not Role.HINT), told[-1])
+    first = max(reversed(told), key=lambda one: (one.role is not Role.HINT, bool(one.details)))
     return _diagnosis(case, first, Certainty.POSSIBLE)
 
 
