@@ -124,7 +124,7 @@ def _of_waits(case: _Case, world_size: int | None) -> Diagnosis | None:
         return None
     kind, summary = who_waited(waits, world_size)
     why = f"no error of another rank stands before it{_network(case)}"
-    return _diagnosis(case, waits[0], Certainty.LIKELY, kind=kind, told=summary, why=why)
+    return _diagnosis(case, waits[0], Certainty.LIKELY, kind=kind, summary=summary, why=why)
 
 
 def _of_the_rest(case: _Case) -> Diagnosis | None:
@@ -138,15 +138,15 @@ def _of_the_rest(case: _Case) -> Diagnosis | None:
     if bridge is None:
         return _diagnosis(case, first, first.certainty)
     why = f"NCCL uses {bridge[0]} too, which joins containers of one node and no nodes"
-    return _diagnosis(case, first, Certainty.LIKELY, kind="interface", told=bridge[0], why=why)
+    return _diagnosis(case, first, Certainty.LIKELY, kind="interface", summary=bridge[0], why=why)
 
 
 def _of_last_resort(case: _Case) -> Diagnosis | None:
     """By an error that was handled or only told of, or whose end the log does not have."""
-    told = case.last_resort
-    if not told:
+    errors = case.last_resort
+    if not errors:
         return None
-    first = max(reversed(told), key=lambda one: (one.role is not Role.HINT, bool(one.details)))
+    first = max(reversed(errors), key=lambda one: (one.role is not Role.HINT, bool(one.details)))
     return _diagnosis(case, first, Certainty.POSSIBLE)
 
 
@@ -284,7 +284,7 @@ def _diagnosis(
     rivals: tuple[Sighting, ...] = (),
     *,
     kind: str = "",
-    told: str = "",
+    summary: str = "",
     why: str = "",
 ) -> Diagnosis:
     """The diagnosis that rests on one sighting, of its kind or of a finer one of which is told."""
@@ -293,7 +293,7 @@ def _diagnosis(
     return Diagnosis(
         kind,
         certainty,
-        f"{FAULTS[kind].title}: {told}" if told else headline(first, kind, case.sightings),
+        f"{FAULTS[kind].title}: {summary}" if summary else headline(first, kind, case.sightings),
         why or _why(first, rivals, case),
         (first, *same[: EVIDENCE - 1]),
         _follow_ons(case, first, rivals),

@@ -347,10 +347,10 @@ def _mentioned(text: str) -> Sighting | None:
         return None
     passed_on = _PASSED_ON.search(text)
     names = [match["name"] for match in _TOLD.finditer(text)]
-    told = passed_on["name"] if passed_on else next(filter(_is_own, names), None)
-    if told is None:
+    name = passed_on["name"] if passed_on else next(filter(_is_own, names), None)
+    if name is None:
         return None
-    sure, details = Certainty.POSSIBLE, {"exception": told}
+    sure, details = Certainty.POSSIBLE, {"exception": name}
     return Sighting("exception-told", "code", Role.HINT, sure, details=details)
 
 

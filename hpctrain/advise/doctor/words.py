@@ -10,7 +10,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.advise.doctor.faults import FAULTS, TABLE, Role, ranks_of
-from hpctrain.core.base.text import count, fold_ranks
+from hpctrain.core.base.text import count, fold_ranks, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -88,21 +88,21 @@ def gpu_memory(text: str) -> tuple[str, tuple[str, ...]]:
 
     Both are empty where the text tells no sizes.
     """
-    size = _sizes(text)
-    if not size["asked"] or not size["capacity"]:
+    sizes = _sizes(text)
+    if not sizes["asked"] or not sizes["capacity"]:
         return "", ()
-    idle = size["unallocated"] or max(0, size["reserved"] - size["allocated"])
-    is_fragmented = idle >= size["asked"] and idle > FRAGMENTED * size["capacity"]
-    words = f"asked for {_gib(size['asked'])} of {_gib(size['capacity'])}"
+    idle = sizes["unallocated"] or max(0, sizes["reserved"] - sizes["allocated"])
+    is_fragmented = idle >= sizes["asked"] and idle > FRAGMENTED * sizes["capacity"]
+    words = f"asked for {size(sizes['asked'])} of {size(sizes['capacity'])}"
     for amount, what in (
-        (size["allocated"], "in use"),
+        (sizes["allocated"], "in use"),
         (idle, "reserved but not in use"),
-        (size["others"], "held by other processes"),
+        (sizes["others"], "held by other processes"),
     ):
-        words += f", {_gib(amount)} {what}" if amount else ""
+        words += f", {size(amount)} {what}" if amount else ""
     if is_fragmented:
         return f"{words}: fragmentation, not capacity", (TABLE["gpu_memory"]["fragmented"],)
-    large = (name for name in ("others", "asked") if size[name] > LARGE * size["capacity"])
+    large = (name for name in ("others", "asked") if sizes[name] > LARGE * sizes["capacity"])
     return words, tuple(TABLE["gpu_memory"][name] for name in large)[:1]
 
 
@@ -120,10 +120,6 @@ def _bytes(number: str, unit: str) -> int:
         return int(float(number) * _UNITS[unit])
     except (ValueError, OverflowError):
         return 0
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.0f} MiB"
 
 
 def in_short(diagnosis: Diagnosis, notes: Sequence[str] = (), *, width: int = 80) -> str:
