@@ -34,11 +34,23 @@ FITS = {
 }
 
 
-def verdict(*lines):
+HANDLED = "During handling of the above exception, another exception occurred:"
+
+
+def diagnosed(*lines):
     scanner = LogScanner("train.log")
     scanner.feed("".join(f"{line}\n" for line in lines).encode())
-    diagnosis = judge([scanner.finish()])
+    return judge([scanner.finish()])
+
+
+def verdict(*lines):
+    diagnosis = diagnosed(*lines)
     return diagnosis.kind, diagnosis.certainty
+
+
+def shown(*lines):
+    """The line on which the verdict rests."""
+    return diagnosed(*lines).evidence[0].text
 
 
 @pytest.mark.parametrize("form", LINES["forms"])
@@ -93,10 +105,8 @@ def test_a_traceback_without_its_end_is_told_where_nothing_else_is():
 
 
 def test_an_error_that_was_handled_is_told_where_what_came_of_it_is_missing():
-    handled = "During handling of the above exception, another exception occurred:"
-
-    assert verdict(*BEGUN, "ValueError: no", "", handled) == CODE
-    assert verdict(*BEGUN, "ValueError: no", "", handled, *BEGUN, "MemoryError")[0] == "host_oom"
+    assert verdict(*BEGUN, "ValueError: no", "", HANDLED) == CODE
+    assert verdict(*BEGUN, "ValueError: no", "", HANDLED, *BEGUN, "MemoryError")[0] == "host_oom"
 
 
 def test_what_python_ignores_hides_no_error_behind_it():
@@ -113,6 +123,18 @@ def test_training_that_goes_on_takes_away_what_was_told_but_no_overflow():
     assert verdict("main | OwnError: no", *losses) == NOTHING
     assert verdict(scale.format(2, 1), *losses) == ("fp16_overflow", Certainty.LIKELY)
     assert verdict(scale.format(65536, 32768), *losses) == NOTHING
+
+
+def test_an_error_that_is_only_told_of_explains_less_than_a_death():
+    assert verdict("main | OwnError: no", "Process 12 got signal: 15")[0] == "killed"
+
+
+def test_of_what_is_told_an_error_of_its_own_line_comes_first_then_the_newest():
+    told, left = "main | OwnError: {}", "Replica 3 exited with a non-zero status code 1"
+
+    assert shown(*BEGUN, "ValueError: no", "", HANDLED, told.format(1)) == "ValueError: no"
+    assert shown(told.format(1), told.format(2), left) == told.format(2)
+    assert shown(left) == left
 
 
 def test_a_library_s_exception_may_have_any_name_with_a_module():
