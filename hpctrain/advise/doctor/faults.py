@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.ledger.history.run_state import EndCause
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from hpctrain.advise.doctor.lines import Stamp
 
@@ -114,6 +114,11 @@ class Sighting:
         if self.clock is None or other.clock is None or self.clock.form != other.clock.form:
             return None
         return self.clock.at < other.clock.at if self.clock.at != other.clock.at else None
+
+
+def ranks_of(sightings: Iterable[Sighting]) -> tuple[int, ...]:
+    """The ranks that they name."""
+    return tuple(sorted({s.rank for s in sightings if s.rank is not None}))
 
 
 @dataclass

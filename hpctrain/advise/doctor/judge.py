@@ -9,7 +9,6 @@ tests/unit/doctor/test_judge.py and test_corpus.py hold the promises.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpctrain.advise.doctor.faults import (
@@ -20,6 +19,7 @@ from hpctrain.advise.doctor.faults import (
     FollowOn,
     Role,
     Sighting,
+    ranks_of,
 )
 from hpctrain.advise.doctor.words import advice, headline
 from hpctrain.core.base.text import count, duration, fold_ranks
@@ -43,9 +43,8 @@ MOST_CALLS = 6
 _FAMILIES: dict[str, list[str]] = TABLE["families"]
 _EXPLAINS: dict[str, list[str]] = TABLE["explains"]
 _BRIDGE = re.compile(r"\b(?:docker\d+|br-[\da-f]{12}|virbr\d+|veth\w+|cni\d+)\b")
-_SUDDEN = frozenset({"host_oom", "native", "shared_memory"})
+_SUDDEN = frozenset({"host_oom", "shared_memory"})
 _GENERAL = frozenset({"code", "data_worker", "rendezvous"})
-_ABORTS = frozenset({"killed-sigabrt", "aborted", "aborted-code", "aborted-by-glog"})
 _SRUN, _LEFT = "srun: error: ", "srun-task-exited"
 
 
@@ -58,10 +57,13 @@ class _Case:
         self.sightings = [sighting for log in logs for sighting in log.sightings]
         self.networks = {name: what for log in logs for name, what in log.networks.items()}
         self.by_role: dict[Role, list[Sighting]] = {role: [] for role in Role}
+        self.last_resort: list[Sighting] = []
         for log in logs:
             for sighting in log.sightings:
-                if not sighting.is_handled and not _survived(sighting, log):
-                    self.by_role[sighting.role].append(sighting)
+                if not _survived(sighting, log):
+                    is_told = sighting.role is Role.HINT and sighting.kind == "code"
+                    weak = sighting.is_handled or is_told
+                    (self.last_resort if weak else self.by_role[sighting.role]).append(sighting)
         deaths = self.by_role[Role.DEATH]
         self.by_role[Role.DEATH] = [one for one in deaths if not _ended_for_another(one, deaths)]
 
@@ -79,6 +81,7 @@ def judge(logs: Sequence[LogFacts], world_size: int | None = None) -> Diagnosis:
         or _of_death(case)
         or _of_waits(case, world_size)
         or _of_the_rest(case)
+        or _of_last_resort(case)
         or _nothing(case)
     )
 
@@ -107,7 +110,8 @@ def _of_death(case: _Case) -> Diagnosis | None:
     waits = case.by_role[Role.WAIT]
     waiting = {wait.rank for wait in waits}
     for death in case.by_role[Role.DEATH]:
-        by_itself = death.kind in _SUDDEN and death.sign not in _ABORTS
+        crashed = death.kind == "native" and death.certainty is Certainty.LIKELY
+        by_itself = death.kind in _SUDDEN or crashed
         if by_itself and not (waits and (death.rank is None or death.rank in waiting)):
             return _diagnosis(case, death, death.certainty)
     return None
@@ -120,8 +124,7 @@ def _of_waits(case: _Case, world_size: int | None) -> Diagnosis | None:
         return None
     kind, summary = who_waited(waits, world_size)
     why = f"no error of another rank stands before it{_network(case)}"
-    diagnosis = _diagnosis(case, waits[0], Certainty.LIKELY, kind=kind)
-    return replace(diagnosis, headline=f"{FAULTS[kind].title}: {summary}", why=why)
+    return _diagnosis(case, waits[0], Certainty.LIKELY, kind=kind, summary=summary, why=why)
 
 
 def _of_the_rest(case: _Case) -> Diagnosis | None:
@@ -134,10 +137,17 @@ def _of_the_rest(case: _Case) -> Diagnosis | None:
     bridge = _BRIDGE.search(sockets) if role is Role.LINK else None
     if bridge is None:
         return _diagnosis(case, first, first.certainty)
-    kind, name = "interface", bridge[0]
-    why = f"NCCL uses {name} too, which joins containers of one node and no nodes"
-    diagnosis = _diagnosis(case, first, Certainty.LIKELY, kind=kind)
-    return replace(diagnosis, headline=f"{FAULTS[kind].title}: {name}", why=why)
+    why = f"NCCL uses {bridge[0]} too, which joins containers of one node and no nodes"
+    return _diagnosis(case, first, Certainty.LIKELY, kind="interface", summary=bridge[0], why=why)
+
+
+def _of_last_resort(case: _Case) -> Diagnosis | None:
+    """By an error that was handled or only told of, or whose end the log does not have."""
+    errors = case.last_resort
+    if not errors:
+        return None
+    first = max(reversed(errors), key=lambda one: (one.role is not Role.HINT, bool(one.details)))
+    return _diagnosis(case, first, Certainty.POSSIBLE)
 
 
 def _nothing(case: _Case) -> Diagnosis:
@@ -163,7 +173,7 @@ def _ended_for_another(death: Sighting, deaths: Iterable[Sighting]) -> bool:
 
 def _survived(sighting: Sighting, log: LogFacts) -> bool:
     """Whether training continued after it."""
-    if sighting.role is Role.HINT or sighting.is_late:
+    if sighting.is_late or sighting.kind in _FAMILIES["numbers"]:
         return False
     return sum(offset > sighting.offset for offset in log.progress) >= SURVIVED
 
@@ -239,7 +249,7 @@ def who_waited(waits: Sequence[Sighting], world_size: int | None = None) -> tupl
         operation, number = wait.details.get("operation"), wait.details.get("number")
         if wait.rank is not None and operation and number:
             calls.setdefault(wait.rank, (operation, int(number)))
-    ranks = sorted({wait.rank for wait in waits if wait.rank is not None})
+    ranks = ranks_of(waits)
     limits = [int(wait.details["limit"]) for wait in waits if wait.details.get("limit")]
     limit = f" for {duration(limits[0] / 1000)}" if limits else ""
     if not calls:
@@ -274,15 +284,17 @@ def _diagnosis(
     rivals: tuple[Sighting, ...] = (),
     *,
     kind: str = "",
+    summary: str = "",
+    why: str = "",
 ) -> Diagnosis:
-    """The diagnosis that rests on one sighting, of its kind or of a finer one."""
+    """The diagnosis that rests on one sighting, of its kind or of a finer one of which is told."""
     kind = kind or first.kind
     same = [s for s in case.sightings if s.kind == first.kind and s is not first]
     return Diagnosis(
         kind,
         certainty,
-        headline(first, kind, case.sightings),
-        _why(first, rivals, case),
+        f"{FAULTS[kind].title}: {summary}" if summary else headline(first, kind, case.sightings),
+        why or _why(first, rivals, case),
         (first, *same[: EVIDENCE - 1]),
         _follow_ons(case, first, rivals),
         _ruled_out(case, kind, rivals),
@@ -318,12 +330,8 @@ def _follow_ons(case: _Case, first: Sighting, rivals: Sequence[Sighting]) -> tup
     for sign, sightings in groups.items():
         times = sum(log.counts[sign] for log in case.logs) or len(sightings)
         title = FAULTS[sightings[0].kind].title
-        out.append(FollowOn(title, times, _ranks(sightings), sightings[0]))
+        out.append(FollowOn(title, times, ranks_of(sightings), sightings[0]))
     return tuple(sorted(out, key=lambda follow: (follow.example.source, follow.example.offset)))
-
-
-def _ranks(sightings: Iterable[Sighting]) -> tuple[int, ...]:
-    return tuple(sorted({s.rank for s in sightings if s.rank is not None}))
 
 
 def _ruled_out(case: _Case, kind: str, rivals: Sequence[Sighting]) -> dict[str, str]:
@@ -334,7 +342,7 @@ def _ruled_out(case: _Case, kind: str, rivals: Sequence[Sighting]) -> dict[str, 
         seen = [s for s in case.sightings if s.kind in kinds and s.role is not Role.HINT]
         if seen:
             where = f"line {seen[0].line}" if seen[0].line else "the ledger"
-            ranks = _ranks(seen)
+            ranks = ranks_of(seen)
             who = f" ({fold_ranks(ranks)})" if ranks else ""
             out[family] = f"{where}{who} follows from it"
         else:

@@ -14,30 +14,18 @@ from typing import Any, NamedTuple
 
 LONGEST_LINE = 8192
 """Characters of a line that are looked at."""
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _FRAME = ("│", "┃", "|")
-_COLLECTED = re.compile(r"^\S+ \[?(?:stdout|stderr)\]? ")
-TABLE_RANK = re.compile(r"^\s*rank\s*: (?P<rank>\d{1,6}) \(local_rank: \d+\)")
-"""A line of torchrun's table of failures; the lines behind it are of that rank."""
 _MOST_PREFIXES = 8
 LINES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("lines.toml").read_text("utf-8"))
 _BEGINS = "|".join(LINES["begins"])
 _PREFIXES = [re.compile(prefix.replace("{begins}", _BEGINS)) for prefix in LINES["prefixes"]]
-_INSIDE_RANK = re.compile(
-    r"\[(?:PG [^\]]{0,80}?)?Rank (?P<rank>\d{1,6})\]|\(RANK (?P<rank2>\d{1,6})\)"
+FORMS = {name: re.compile(form) for name, form in LINES["forms"].items()}
+_CLOCKS = {name: re.compile(form) for name, form in LINES["clocks"].items()}
+_ESCAPE, _RANK_INSIDE, _NODE, _RANK_OF_FILE = (
+    FORMS[name] for name in ("escape", "rank_inside", "node_of_nccl", "rank_of_file")
 )
-_GLOG = re.compile(
-    r"\[?[EWIF](?P<month>1[0-2]|0?[1-9])(?P<day>[0-3]\d) "
-    r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d(?:\.\d+)?)"
-)
-_ISO = re.compile(
-    r"(?P<year>20\d\d)[-/](?P<month>\d\d)[-/](?P<day>\d\d)[ T_]"
-    r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d(?:[.,]\d+)?)"
-)
-_NODE = re.compile(r"^(?P<node>[A-Za-z][\w.-]*):\d+:\d+ \[(?P<device>\d+)\] ")
 _NEAR = 120
 """Characters in which the time is looked for: it stands at the beginning."""
-_FILE_RANK = re.compile(r"(?:rank|task|_|local)[-_.]?(\d{1,6})(?:\.\w+){0,8}$", re.IGNORECASE)
 
 
 class Stamp(NamedTuple):
@@ -65,7 +53,7 @@ class PlainLine(NamedTuple):
 
 def plain(raw: str) -> PlainLine:
     """The line's words, and who wrote it."""
-    text = _ESCAPES.sub("", raw) if "\x1b" in raw else raw
+    text = _ESCAPE.sub("", raw) if "\x1b" in raw else raw
     text, rank, node, stream = text.rstrip(), None, "", ""
     for _ in range(_MOST_PREFIXES):
         match = next(filter(None, (prefix.match(text) for prefix in _PREFIXES)), None)
@@ -81,7 +69,7 @@ def plain(raw: str) -> PlainLine:
     if text.startswith(_FRAME) and text[1:2].isspace():
         text = text[2:]
         text = (text[:-1] if text.endswith(_FRAME) else text).rstrip()
-    inside = _INSIDE_RANK.search(text, 0, _NEAR) if rank is None and "ank" in text.lower() else None
+    inside = _RANK_INSIDE.search(text, 0, _NEAR) if rank is None and "ank" in text.lower() else None
     if inside is not None:
         rank = int(inside["rank"] or inside["rank2"])
     nccl = _NODE.match(text)
@@ -90,7 +78,7 @@ def plain(raw: str) -> PlainLine:
 
 def clock(text: str) -> Stamp | None:
     """When a line says that it was written; None where it does not."""
-    for form, pattern in (("glog", _GLOG), ("iso", _ISO)):
+    for form, pattern in _CLOCKS.items():
         if (match := pattern.search(text, 0, _NEAR)) is not None:
             at = 0.0
             for part, size in (("month", 0), ("day", 31), ("hour", 24), ("minute", 60)):
@@ -101,5 +89,5 @@ def clock(text: str) -> Stamp | None:
 
 def rank_of_file(name: str) -> int | None:
     """The rank that a log's name tells: rank-00003.log, log_3.err; None for none."""
-    match = _FILE_RANK.search(name)
+    match = _RANK_OF_FILE.search(name)
     return int(match[1]) if match else None

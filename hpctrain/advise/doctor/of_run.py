@@ -46,6 +46,9 @@ _FROM_OUTSIDE = frozenset(
     {EndCause.PREEMPTED, EndCause.WALLTIME, EndCause.REQUEUED, EndCause.NODE_FAIL}
 )
 """Causes that are no fault of the run's: a run that was stopped behind them has another reason."""
+_OF_RUN_STATE = {
+    RunState(state): row for row, each in TABLE["states"].items() for state in each.get("of", ())
+}
 
 
 def diagnose(
@@ -230,10 +233,8 @@ def _of_unended(
     attempt: AttemptView, judged: Diagnosis, history: RunHistory, state: RunState
 ) -> Diagnosis:
     """Of an attempt without an end: what the scheduler says of it, a hang, or what its logs say."""
-    if state in {RunState.COMPLETING, RunState.CANCELLED}:
-        return _of_state("cancelled", attempt, replace(judged, evidence=()))
-    if state is RunState.SUSPENDED:
-        return _of_state("suspended", attempt, replace(judged, evidence=()))
+    if (row := _OF_RUN_STATE.get(state)) is not None:
+        return _of_state(row, attempt, replace(judged, evidence=()))
     if (hang := attempt.hang) is not None:
         kind = "desync" if hang.kind_of in {"mismatch", "deadlock"} else "hang"
         sign, sure = "hang_suspected", Certainty.LIKELY

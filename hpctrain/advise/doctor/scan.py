@@ -1,15 +1,14 @@
 """One log as a stream of blocks: what it says of faults, in bounded memory however long it is.
 
 A block is searched for a few words at once; only lines with one of them, and those of a traceback
-that has begun, are taken apart. Losses and loss scales are followed to where they cease to be
-numbers, rise, or overflow: a loss is what stands behind a word that ends with "loss"; those of
-validation are left out. Whatever comes, nothing raises: a log may hold anything.
+that has begun, are taken apart. Losses are followed to where they cease to be numbers, or rise: a
+loss is what stands behind a word that ends with "loss"; those of validation are left out.
+Whatever comes, nothing raises: a log may hold anything.
 tests/unit/doctor/test_corpus.py, test_judge.py and test_losses.py hold the promises.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections import Counter, deque
@@ -17,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.advise.doctor.faults import OF_WORDS, Certainty, LogFacts, Role, Sighting
-from hpctrain.advise.doctor.lines import LINES, LONGEST_LINE, TABLE_RANK, clock, plain
+from hpctrain.advise.doctor.lines import FORMS, LINES, LONGEST_LINE, clock, plain
 from hpctrain.advise.doctor.signature import EXCEPTION, FATAL, packaged
 from hpctrain.ledger.history.run_state import cause_in
 
@@ -42,44 +41,31 @@ _TABLE_INDENT = "  "
 _AFTER_ERROR = 3
 """Lines that are looked at after "Last error:"."""
 
-_TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
-_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
-_RICH_FRAME = re.compile(r"^(?P<file>/\S+\.py):(?P<line>\d+) in (?P<function>\S+)")
-_CRASHED = re.compile(r"^Current thread 0x[0-9a-f]{1,16}\b.*\(most recent call first\):$")
-"""faulthandler's, behind what it says of the crash; that thread's frames follow, newest first."""
-_EXCEPTION = re.compile(r"^(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: (?P<text>.*)|:?)$")
-_UNCAUGHT = re.compile(
-    r"\b(?:Uncaught|Unhandled)(?: exception:?)? "
-    r"(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception))(?:: (?P<text>.*)|:?)$"
+_TRACEBACK, _FRAME, _RICH_FRAME, _RAISES, _CRASHED, _EXCEPTION, _UNCAUGHT, _TOLD, _PASSED_ON = (
+    FORMS[name]
+    for name in (
+        *("traceback", "frame", "rich_frame", "raises", "crashed"),
+        *("error_in_traceback", "uncaught", "told", "passed_on"),
+    )
 )
-_RAISES = re.compile(r"^\s*(?:raise|assert)\b")
-_LIBRARY, _OF_CHILD, _LOADS = (
-    re.compile("|".join(LINES["tracebacks"][name])) for name in ("libraries", "of_child", "loads")
+_IGNORED, _TABLE_RANK, _OF_ATTEMPT, _NETWORK = (
+    FORMS[name] for name in ("ignored", "table_rank", "of_attempt", "network")
+)
+_LIBRARY, _OF_CHILD, _LOADS, _NO_END = (
+    re.compile("|".join(LINES["tracebacks"][name]))
+    for name in ("libraries", "of_child", "loads", "no_end")
 )
 _WRAPPERS = re.compile(rf"(?:^|\.)(?:{'|'.join(LINES['tracebacks']['wrappers'])})$", re.IGNORECASE)
 _READ_THE_CHILD = ("read what the process that it started printed itself: its error stands there",)
-_IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
 _HANDLED = "During handling of the above exception"
 _CHAINED = "was the direct cause of the following exception"
-_IGNORED = re.compile(r"^Exception ignored in")
-_OF_ATTEMPT = re.compile(
-    r"20\d\d-\d\d-\d\d [\d:]{8} \S+ (?:\w+ )*?(?:\d+ )?attempt (?P<attempt>\d{1,9}) "
-)
-"""A line of hpctrain's own: see `base.log`."""
-_NETWORK = re.compile(r"NCCL INFO NET/(?P<network>IB|Socket|OFI)\S* ?: Using (?P<what>.{1,120})")
 _NEWLINES = bytes.maketrans(b"\r", b"\n")
 _DIGITS = b"0123456789"
-
-
 _LOSS = re.compile(
     rb"oss['\"]?\]?\s{0,3}[:=]?\s{0,3}(?:tensor\()?(?P<value>[-+]?(?:[Nn]a[Nn]|[Ii]nf|\d+(?:\.\d*)?"
     rb"(?:[eE][-+]?\d+)?))(?![\w%]|/\d)"
 )
 _NAME = re.compile(rb"(?<![\w./-])[\w./-]*[lL]$")
-_SCALE = re.compile(
-    rb"(?:Attempted loss scale: (?P<tried>[\d.]+), reducing to (?P<to>[\d.e+-]+)"
-    rb"|reducing loss scale to (?P<apex>[\d.e+-]+))"
-)
 _NOT_TRAINING = re.compile(rb"val|eval|test|aux|best|valid", re.IGNORECASE)
 REMEMBERED = 64
 MOST_SERIES = 16
@@ -88,7 +74,6 @@ LEAST = 20
 RISE = 3.0
 STAYED = 10
 """Values for which a rise must last."""
-LOWEST_SCALE = 1.0
 _WORDS = 16
 """Bytes before "oss" that tell which loss it is."""
 _MOST_WORDS = 4096
@@ -166,9 +151,28 @@ class LogScanner:
     def finish(self) -> LogFacts:
         """All that was read."""
         facts = self.facts
+        for stream in self._streams.values():
+            if stream.left > 0 and stream.place and not stream.is_ignored:
+                facts.sightings.append(self._cut(stream))
         facts.progress = tuple(self._losses.offsets)
         facts.sightings += self._losses.sightings(facts.source)
         return facts
+
+    def _cut(self, stream: _LogStream) -> Sighting:
+        """A traceback whose end is not in the log."""
+        return Sighting(
+            "traceback-cut",
+            "code",
+            Role.CAUSE,
+            Certainty.POSSIBLE,
+            "a traceback without its end",
+            self.facts.source,
+            self.facts.lines,
+            self._offset,
+            self._rank,
+            place=stream.place,
+            is_handled=True,
+        )
 
     def _look(self, raw: bytes, number: int, offset: int) -> None:
         """Take one line apart, and keep what it says of a fault."""
@@ -183,6 +187,9 @@ class LogScanner:
         words = line.text if stream.failed is None else line.text.removeprefix(_TABLE_INDENT)
         reading = self._read(words, stream)
         if reading is None:
+            return
+        if stream.is_ignored and reading.role is Role.CAUSE:
+            stream.is_ignored = False
             return
         ranks = (line.rank, stream.failed, self._rank)
         rank = next((rank for rank in ranks if rank is not None), None)
@@ -199,7 +206,7 @@ class LogScanner:
             clock=clock(text),
             is_late=reading.is_late or stream.failed is not None,
             place=stream.place if reading.role is Role.CAUSE or reading.sign == FATAL else "",
-            is_handled=stream.is_ignored or (stream.follows and reading.kind == "code"),
+            is_handled=stream.follows and reading.kind == "code",
         )
         facts, key = self.facts, (sighting.sign, rank)
         facts.counts[sighting.sign] += 1
@@ -221,7 +228,7 @@ class LogScanner:
         for signature in self._table.faults:
             if (match := signature.fits(text)) is not None:
                 return self._signed(signature, match, stream)
-        return self._exception(text, stream) if begun is None else None
+        return self._exception(text, stream) if begun is None else _mentioned(text)
 
     def _signed(self, signature: Signature, match: re.Match[str], stream: _LogStream) -> Sighting:
         """What a signature knows of a line: a program may print any words and continue."""
@@ -264,7 +271,7 @@ class LogScanner:
             return True
         if text.endswith(("Last error:", "ChildFailedError:")):
             self._watch(_AFTER_ERROR if "Last" in text else _TABLE)
-        if (table := TABLE_RANK.match(text)) is not None:
+        if (table := _TABLE_RANK.match(text)) is not None:
             stream.failed = int(table["rank"])
         elif text.startswith("==="):
             stream.failed = None
@@ -306,8 +313,8 @@ class LogScanner:
         in_traceback = stream.left > 0
         pattern = _EXCEPTION if in_traceback else EXCEPTION
         match = pattern.match(text) or _UNCAUGHT.search(text)
-        if match is None or (in_traceback and not match["name"].lstrip("_")[:1].isalpha()):
-            return None
+        if match is None:
+            return None if in_traceback else _mentioned(text)
         name = match["name"]
         # What a library raises may be the machine's fault; what the program raises is its own word.
         is_own = in_traceback and stream.place != "" and stream.place == stream.innermost
@@ -316,7 +323,9 @@ class LogScanner:
         stream.left = 0
         self._watch(_AFTER_EXCEPTION)
         is_empty = name == "Exception" and not match["text"]  # torch's, round a spawned rank's own
-        if _WRAPPERS.search(name) or _IN_WORKER.search(text) or is_empty:
+        if _PASSED_ON.search(text):  # its own traceback follows, if the log has it
+            return _mentioned(text)
+        if not _is_own(name) or is_empty:
             return None
         details = {"exception": name}
         cause = cause_in(text)
@@ -325,12 +334,29 @@ class LogScanner:
         if in_traceback and stream.loads:
             sure = Certainty.LIKELY
             return Sighting("checkpoint-read", "checkpoint", Role.CAUSE, sure, details=details)
+        of_child = _OF_CHILD.search(text) is not None
         sure = Certainty.CERTAIN if is_own else Certainty.LIKELY
-        advice: tuple[str, ...] = ()
-        if _OF_CHILD.search(text):
-            sure, advice = Certainty.POSSIBLE, _READ_THE_CHILD
+        sure, advice = (Certainty.POSSIBLE, _READ_THE_CHILD) if of_child else (sure, ())
         sign = f"exception-{name}"
         return Sighting(sign, "code", Role.CAUSE, sure, details=details, advice=advice)
+
+
+def _mentioned(text: str) -> Sighting | None:
+    """An exception of which a line tells behind other words, as loggers and notebooks do."""
+    if _NO_END.search(text) is not None:
+        return None
+    passed_on = _PASSED_ON.search(text)
+    names = [match["name"] for match in _TOLD.finditer(text)]
+    name = passed_on["name"] if passed_on else next(filter(_is_own, names), None)
+    if name is None:
+        return None
+    sure, details = Certainty.POSSIBLE, {"exception": name}
+    return Sighting("exception-told", "code", Role.HINT, sure, details=details)
+
+
+def _is_own(name: str) -> bool:
+    """Whether an exception of this name is none that only passes on another process's."""
+    return _WRAPPERS.search(name) is None
 
 
 def _with_a_word(lines: bytes, words: tuple[bytes, ...]) -> set[bytes]:
@@ -395,8 +421,6 @@ class LossWatch:
         self.offsets: deque[int] = deque(maxlen=REMEMBERED)
         self._series: dict[bytes, _Series] = {}
         self._before: dict[bytes, _Series | None] = {}
-        self._scale: tuple[int, int, float, str] | None = None
-        self._overflows = 0
 
     def feed(self, block: bytes, offset: int, line: int) -> None:
         """Read a block of whole lines.
@@ -424,8 +448,6 @@ class LossWatch:
                 number += block.count(b"\n", counted, start)
                 counted = start
                 series.unusual(value, number, offset + start)
-        if b"loss scale" in block:
-            self._scales(block, offset, line)
 
     def _named(self, words: bytes) -> _Series | None:
         """The series of which these words tell; None where it is no training loss."""
@@ -440,17 +462,6 @@ class LossWatch:
             self._before.clear()
         self._before[words] = series
         return series
-
-    def _scales(self, block: bytes, offset: int, line: int) -> None:
-        number, counted = line + 1, 0
-        for match in _SCALE.finditer(block):
-            self._overflows += 1
-            number += block.count(b"\n", counted, match.start())
-            counted = match.start()
-            shown = match[0].decode("ascii", "replace")
-            with contextlib.suppress(ValueError):  # "1.2.3": it says no scale
-                scale = float((match["to"] or match["apex"]).rstrip(b".,"))
-                self._scale = (number, offset + match.start(), scale, shown)
 
     def sightings(self, source: str) -> list[Sighting]:
         """What the losses tell at the log's end."""
@@ -469,7 +480,4 @@ class LossWatch:
                 before, after = f"{rise[3]:.3g}", f"{rise[2]:.3g}"
                 text = f"{series.name} rose from about {before} to {after} and stayed high"
                 add("loss_spike", "loss-spike", text, rise[:2], sure=True)
-        if self._scale is not None and self._scale[2] <= LOWEST_SCALE:
-            text = f"{self._scale[3]} ({self._overflows} overflows)"
-            add("fp16_overflow", "scale-fell", text, self._scale[:2], sure=True)
         return out

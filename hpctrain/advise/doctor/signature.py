@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.advise.doctor.faults import FAULTS, Certainty, Role
-from hpctrain.advise.doctor.lines import LINES, LONGEST_LINE, plain
+from hpctrain.advise.doctor.lines import FORMS, LINES, LONGEST_LINE, plain
 from hpctrain.cluster.scheduler.base import name_here
 from hpctrain.cluster.site.detect import choose, look_around
 from hpctrain.cluster.site.load import site_files, user_folder
@@ -44,10 +44,7 @@ _REQUIRED = ("name", "role", "words", "pattern", "matches", "near_misses")
 SHORTEST_WORD = 3
 LONGEST_S = 0.2
 """CPU time that a pattern may take for the longest line; ours take a thousandth of it."""
-EXCEPTION = re.compile(
-    r"^(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception))(?:: (?P<text>.*)|:?)$"
-)
-"""A line that begins with the name of an exception."""
+EXCEPTION = FORMS["error"]
 
 
 class Signature(Table):

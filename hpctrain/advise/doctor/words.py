@@ -9,8 +9,8 @@ import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.advise.doctor.faults import FAULTS, TABLE, Role
-from hpctrain.core.base.text import count, fold_ranks
+from hpctrain.advise.doctor.faults import FAULTS, TABLE, Role, ranks_of
+from hpctrain.core.base.text import count, fold_ranks, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -30,14 +30,7 @@ _PART = re.compile(r"\{(\w+)\}")
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "bytes": 1}
 _SIZE = r"(?<![\d.])([\d.]+) ([KMGT]iB|bytes)"
-_SIZES = {
-    "asked": re.compile(rf"Tried to allocate {_SIZE}"),
-    "capacity": re.compile(rf"total capaci?ty of {_SIZE}|; {_SIZE} total capacity"),
-    "allocated": re.compile(rf"{_SIZE} is allocated by PyTorch|{_SIZE} already allocated"),
-    "unallocated": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
-    "reserved": re.compile(rf"{_SIZE} reserved in total by PyTorch"),
-    "others": re.compile(rf"Process \d+ has {_SIZE} memory in use"),
-}
+_SIZES = {name: re.compile(text.replace("{size}", _SIZE)) for name, text in TABLE["sizes"].items()}
 """What torch's allocator tells when a GPU's memory is out."""
 FRAGMENTED = 0.1
 """Of the GPU's memory that is reserved and not in use: worth another allocator setting."""
@@ -47,7 +40,7 @@ LARGE = 0.25
 
 def headline(first: Sighting, kind: str, sightings: Sequence[Sighting]) -> str:
     """One line: what, on which rank, with its numbers."""
-    ranks = sorted({s.rank for s in sightings if s.kind == first.kind and s.rank is not None})
+    ranks = ranks_of(s for s in sightings if s.kind == first.kind)
     who = f" on {fold_ranks(ranks)}" if ranks else ""
     node = f" (node {first.node})" if first.node else ""
     if first.role is Role.DEATH and kind == "host_oom":
@@ -95,21 +88,21 @@ def gpu_memory(text: str) -> tuple[str, tuple[str, ...]]:
 
     Both are empty where the text tells no sizes.
     """
-    size = _sizes(text)
-    if not size["asked"] or not size["capacity"]:
+    sizes = _sizes(text)
+    if not sizes["asked"] or not sizes["capacity"]:
         return "", ()
-    idle = size["unallocated"] or max(0, size["reserved"] - size["allocated"])
-    is_fragmented = idle >= size["asked"] and idle > FRAGMENTED * size["capacity"]
-    words = f"asked for {_gib(size['asked'])} of {_gib(size['capacity'])}"
+    idle = sizes["unallocated"] or max(0, sizes["reserved"] - sizes["allocated"])
+    is_fragmented = idle >= sizes["asked"] and idle > FRAGMENTED * sizes["capacity"]
+    words = f"asked for {size(sizes['asked'])} of {size(sizes['capacity'])}"
     for amount, what in (
-        (size["allocated"], "in use"),
+        (sizes["allocated"], "in use"),
         (idle, "reserved but not in use"),
-        (size["others"], "held by other processes"),
+        (sizes["others"], "held by other processes"),
     ):
-        words += f", {_gib(amount)} {what}" if amount else ""
+        words += f", {size(amount)} {what}" if amount else ""
     if is_fragmented:
         return f"{words}: fragmentation, not capacity", (TABLE["gpu_memory"]["fragmented"],)
-    large = (name for name in ("others", "asked") if size[name] > LARGE * size["capacity"])
+    large = (name for name in ("others", "asked") if sizes[name] > LARGE * sizes["capacity"])
     return words, tuple(TABLE["gpu_memory"][name] for name in large)[:1]
 
 
@@ -127,10 +120,6 @@ def _bytes(number: str, unit: str) -> int:
         return int(float(number) * _UNITS[unit])
     except (ValueError, OverflowError):
         return 0
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.0f} MiB"
 
 
 def in_short(diagnosis: Diagnosis, notes: Sequence[str] = (), *, width: int = 80) -> str:

@@ -1,4 +1,4 @@
-"""Losses that a log prints: where they cease to be numbers, rise and stay, or overflow."""
+"""Losses that a log prints: where they cease to be numbers, or rise and stay."""
 
 from __future__ import annotations
 
@@ -47,15 +47,6 @@ def test_a_rise_that_stays_is_told_and_one_that_passes_is_not():
     [spike] = seen(*calm, *(["loss: 9.0"] * 12))
     assert (spike.kind, spike.line) == ("loss_spike", 41)
     assert "rose from about 2.0" in spike.text
-
-
-def test_a_scale_that_falls_to_its_end_is_told_and_one_that_recovers_is_not():
-    falls = "OVERFLOW! Rank 0 Skipping step. Attempted loss scale: {}, reducing to {}"
-
-    assert seen(falls.format(65536, 32768), falls.format(32768, 16384)) == []
-    [fell] = seen(falls.format(4, 2), falls.format(2, 1))
-    assert (fell.kind, fell.line) == ("fp16_overflow", 2)
-    assert "2 overflows" in fell.text
 
 
 def test_the_offsets_of_the_last_losses_are_kept():

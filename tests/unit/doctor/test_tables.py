@@ -93,7 +93,7 @@ def test_what_explains_another_fault_is_all_tried():
 WORDS = {
     EndCause.NCCL_ERROR: ("DistNetworkError: it failed", "transport"),
     EndCause.NAN: ("FloatingPointError: at step 12", "nan"),
-    EndCause.GPU_ERROR: ("RuntimeError: HIP error: unknown", "gpu_error"),
+    EndCause.GPU_ERROR: ("torch.AcceleratorError: no", "gpu_error"),
     EndCause.HOST_OOM: ("RuntimeError: DefaultCPUAllocator: not enough", "host_oom"),
     EndCause.STORAGE_FULL: ("CheckpointError: write failed (ENOSPC)", "storage_full"),
     EndCause.STORAGE_ERROR: ("FileSystemFault: x cannot be read", "storage_error"),
@@ -127,7 +127,9 @@ PREFIXED = (
     "worker-1: ValueError: no",
     "12: no",
     "(Worker pid=12, ip=10.0.0.1) no",
+    "10.0.0.1 [3] no",
     "stderr: no",
+    "100%|####| 3/3 [rank1]: no",
 )
 
 
