@@ -1,7 +1,5 @@
 """Named tensors and the state beside them, as every source of an import or an export gives them.
 
-A `Tensor` has its name, its dtype, and its bytes when they are asked for; `NestedValue` and
-`Contents` are what a foreign source holds before it has our names (`naming.py` gives those).
 `committed` and `tensors` are the same for a committed checkpoint of ours, each tensor verified
 while it is read.
 

@@ -1,10 +1,8 @@
 """Safetensors files and Hugging Face folders: import, export, and what lies beside the weights.
 
-An export is one file `model.safetensors`, or `model-00001-of-0000N.safetensors` and an index; each
-file is written tensor by tensor. Headers, indices and configs are read with distrust. No torch. The
-promises are held by test_exchange_export.py, test_exchange_import.py and test_exchange_untrusted.py
-in tests/unit/checkpoint/exchange, tests/unit/plan/test_decoders.py and
-tests/engines/test_adapters.py.
+Headers, indices and configs are read with distrust. No torch. The promises are held by
+test_exchange_export.py, test_exchange_import.py and test_exchange_untrusted.py in
+tests/unit/checkpoint/exchange, tests/unit/plan/test_decoders.py and tests/engines/test_adapters.py.
 """
 
 from __future__ import annotations

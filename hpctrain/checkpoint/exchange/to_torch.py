@@ -1,8 +1,7 @@
 """Export as one file that `torch.load(weights_only=True)` opens.
 
 Written as torch.save would, but tensor by tensor: torch.save wants all of them in memory at once.
-The pickle in it names where each tensor's bytes lie in the archive, and holds nothing else. The
-promises are held by tests/unit/checkpoint/exchange/test_exchange_export.py.
+The promises are held by tests/unit/checkpoint/exchange/test_exchange_export.py.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 The manifest is written last. Its last entry is the digest of all bytes before that entry, so every
 byte counts, also white space and the order in which the chunk table counts the tensors. A key that
-this version does not know is ignored; one that a reader must know needs a higher FORMAT. A manifest
-that proves itself was written as it is, by whatever program: its digest says nothing about its
-values. So each field is looked at once, where it is read, and what passes is safe to count with, to
-show, and to ask memory for.
+this version does not know is ignored; one that a reader must know needs a higher FORMAT. Each
+field is looked at once, where it is read, and what passes is safe to count with, to show, and to
+ask memory for.
 
 The directories of a run's checkpoints:
 

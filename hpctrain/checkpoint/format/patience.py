@@ -2,8 +2,8 @@
 
 A name that is not there is damage. Any other error (a stale handle, a server that is away, an
 expired ticket, no descriptors left) says nothing about the bytes: taken for damage it would cost a
-run all its checkpoints. So it is tried again for a while, and then raised as what it is. The
-promises are held by tests/unit/checkpoint/test_reader.py and test_beginning.py.
+run all its checkpoints. The promises are held by tests/unit/checkpoint/test_reader.py and
+test_beginning.py.
 """
 
 from __future__ import annotations

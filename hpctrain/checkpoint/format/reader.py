@@ -1,12 +1,9 @@
 """Reading what this rank needs of a checkpoint, whoever wrote it, with a proof of every byte used.
 
 `CheckpointSource.read` fills memory from the checkpoint's files. Bytes go straight from the file to
-where they are wanted, and each block is digested while it is still in the cache. Only blocks that
-are wanted in part, or whose bytes go to many places, take a detour through a scratch buffer.
+where they are wanted, and each block is digested while it is still in the cache.
 
-`ChunkFiles` does the reads, one file open for each thread, and names the file system's errors;
-`in_threads` divides them. The promises are held by tests/unit/checkpoint/test_reader.py and
-test_damage.py.
+The promises are held by tests/unit/checkpoint/test_reader.py and test_damage.py.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Integer columns instead of JSON rows or pickled plans: half a million chunks are read in hundredths
 of a second. On disk it is a safetensors file of 1-D columns, each in the narrowest type that holds
 it, under another suffix than the shards', so that nobody takes it for weights: `index.py` knows
-which. `read_file` reads it and proves it by the manifest's digest; `tiles` tells whether chunks lie
-beside each other.
+which.
 
 The promises are held by tests/unit/checkpoint/test_table.py; the format itself by test_format_3.py,
 and docs/development/checkpoint-format.md describes it.

@@ -1,19 +1,15 @@
 """Which checkpoints may go: never the last valid one, never a pinned one, never one being loaded.
 
 The newest, every so many steps, the best by a metric, the pinned, and those whose evaluation is
-awaited stay. `why_kept` decides and is
-pure; `prune` and `remove` act, under the run's lock. Each directory is renamed before its first
-byte goes, and the manifest goes first of all: whatever dies in between leaves nothing that could be
-taken for a checkpoint, and the next sweep takes the rest.
+awaited stay. Each directory is renamed before its first byte goes, and the manifest goes first of
+all: whatever dies in between leaves nothing that could be taken for a checkpoint, and the next
+sweep takes the rest.
 
 A pin is a file PINNED in the checkpoint's directory, with the reason in it: so it goes with the
-checkpoint wherever that is moved or copied, and `touch PINNED` is one too. Pins are made and taken
-away under the run's lock, and whoever deletes asks `carries` first.
+checkpoint wherever that is moved or copied, and `touch PINNED` is one too.
 
-`in_use` says which checkpoints a live attempt may be using. The ledger tells it: an attempt that
-has begun and restored nothing yet is choosing, and may read any of them; later it goes on from what
-it restored. A dead one may have had no time to write down its end, and only the scheduler knows
-that; hence `idle`.
+`in_use` says which checkpoints a live attempt may be using. A dead one may have had no time to
+write down its end, and only the scheduler knows that; hence `idle`.
 
 The promises are held by tests/unit/checkpoint/test_retention.py, test_pins.py and
 tests/unit/cli/test_checkpoints_keep.py.

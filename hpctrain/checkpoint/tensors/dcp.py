@@ -5,9 +5,8 @@
 
 Torch's planners stay; bytes, digests and the commit are ours: what is written this way is a
 checkpoint of our format, and a load proves every byte that it uses. Without a run there is no
-fence: two programs must not write to one path. A run does not go this way: DCP's plans travel
-through rank 0 as pickles, which takes tens of seconds at a thousand ranks
-(docs/development/decisions.md). The promises are held by tests/engines/test_save_and_restore.py.
+fence: two programs must not write to one path. The promises are held by
+tests/engines/test_save_and_restore.py.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """Processes of ours: their commands, their first acts, their open files, and the job's ports.
 
-A forked process dies with its parent and prints to its own log. Each rank may have a connection to
-every other in the program's own process group; what we exchange goes through the node's process.
-`needed` says how many open files that takes, and tests/engines/test_open_files.py measures it with
-real ranks. The ports on which the agents of a job meet are derived from the job, checked to be
-free, and claimed.
+A forked process dies with its parent and prints to its own log.
 """
 
 from __future__ import annotations

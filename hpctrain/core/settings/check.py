@@ -1,12 +1,8 @@
 """What the values of settings must be by themselves and together, before anything is written.
 
-`check` looks at all of them. `check_hooks` is for [notify] and [track] (who hears of a run's end,
-where its scalars go), `check_profile` for [profile] (which steps of which ranks are looked at, and
-what cannot be), `check_engine` for [engine]; `profile_flags` and `engine_flags` read `--profile`,
-`--nsys`, `--engine` and `--mesh`. Types and choices are refused earlier, by `layers.py`; what only
-the cluster knows (its partitions) is SLURM's; what depends on the number of ranks or on the model
-is `plan/mesh.py`'s; whether a tracker can be imported is looked at where the run is submitted
-(`missing_tracker`).
+Types and choices are refused earlier, by `layers.py`; what only the cluster knows (its partitions)
+is SLURM's; what depends on the number of ranks or on the model is `plan/mesh.py`'s; whether a
+tracker can be imported is looked at where the run is submitted (`missing_tracker`).
 
 Pure otherwise. The promises are held by tests/unit/settings/test_check.py,
 test_profile_settings.py, tests/unit/runtime/test_trackers.py, tests/unit/agent/test_notify.py and
@@ -41,6 +37,19 @@ BOUNDED = ("tp", "pp", "ep", "cp", "dp_replicate")
 
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 MESH_EXAMPLE = "--mesh tp=4,pp=2"
+NEWS = ("done", "failed", "stopped", "attempt", INCIDENT)
+BUILT_IN = {"wandb": "hpctrain.train.runtime.trackers:start"}
+"""Trackers that hpctrain knows by name: the package's name to our factory."""
+_OWN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+MOST_STEPS = 100
+"""A trace of one step is some MB; of many, on many ranks, it fills a quota."""
+EXAMPLE = "--profile steps=100:103,ranks=0,7"
+_STEPS = re.compile(r"([0-9]{1,15})(?::([0-9]{1,15}))?")
+_RANKS = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*")
+_NODES = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+_SPAN = re.compile(r"(?:([0-9]{1,9})d)?(?:([0-9]{1,9})h)?(?:([0-9]{1,9})m)?(?:([0-9]{1,9})s)?")
+_TIME = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?")
+_MAX_LEAD_S = 65535  # sbatch's own limit for --signal
 
 
 def axis_range(text: str, *, where: str) -> tuple[int, int]:
@@ -288,21 +297,6 @@ def engine_flags(
     flags: dict[str, tuple[str, object]] = {"engine.kind": ("--engine", engine)}
     flags |= {f"engine.{axis}": ("--mesh", value) for axis, value in (mesh or {}).items()}
     return flags
-
-
-NEWS = ("done", "failed", "stopped", "attempt", INCIDENT)
-BUILT_IN = {"wandb": "hpctrain.train.runtime.trackers:start"}
-"""Trackers that hpctrain knows by name: the package's name to our factory."""
-_OWN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-MOST_STEPS = 100
-"""A trace of one step is some MB; of many, on many ranks, it fills a quota."""
-EXAMPLE = "--profile steps=100:103,ranks=0,7"
-_STEPS = re.compile(r"([0-9]{1,15})(?::([0-9]{1,15}))?")
-_RANKS = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*")
-_NODES = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
-_SPAN = re.compile(r"(?:([0-9]{1,9})d)?(?:([0-9]{1,9})h)?(?:([0-9]{1,9})m)?(?:([0-9]{1,9})s)?")
-_TIME = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?")
-_MAX_LEAD_S = 65535  # sbatch's own limit for --signal
 
 
 def check_hooks(settings: Settings, origins: Mapping[str, str]) -> None:

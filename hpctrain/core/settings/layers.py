@@ -2,9 +2,9 @@
 
 Layers come in as data, and unknown or ill-typed values are refused with the place they came from:
 `read_toml` gives a TOML file whose keys know their line, so that every message can say
-`hpctrain.toml:14`. What values mean together is `check.py`'s. The environment that the site and
-the user give to the ranks is read here too (`from_table`, `from_flag`); the submitting shell's own
-never comes in: tokens live there, and what this module returns is written into spec.json.
+`hpctrain.toml:14`. The environment that the site and the user give to the ranks is read here too
+(`from_table`, `from_flag`); the submitting shell's own never comes in: tokens live there, and what
+this module returns is written into spec.json.
 
 Pure, but for `read_toml`. tests/unit/settings/test_layers.py and test_toml_lines.py hold the
 promises.

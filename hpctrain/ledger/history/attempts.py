@@ -1,7 +1,5 @@
 """Return the attempts of a run, and its allocations on one time line. Pure.
 
-An attempt: where, when, from which step to which, why it ended, what it cost. An allocation: when
-a job waited and when it held nodes, by accounting where it answered, else by the ranks' own times.
 Clocks differ between nodes; `allocations_of` sorts the times so that no second counts twice.
 tests/unit/history/test_attempts.py and test_goodput.py hold the promises.
 """

@@ -1,10 +1,9 @@
 """Goodput: every second since the first submission in one of a closed set of time classes. Pure.
 
-From events, and what the scheduler's accounting knows of the job's starts where there is any. Each
-start of a job (`Allocation`) is cut into slices without a gap; the moments of an attempt are put in
-order first, so that a clock that jumps makes a slice shorter and never negative.
-docs/development/ledger.md says how each class is measured. tests/unit/history/test_goodput.py
-holds the promises.
+Each start of a job (`Allocation`) is cut into slices without a gap; the moments of an attempt are
+put in order first, so that a clock that jumps makes a slice shorter and never negative.
+docs/development/ledger.md says how each class is measured. tests/unit/history/test_goodput.py holds
+the promises.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ COMPLETED and never comes back, or comes back by itself (SLURM since 24.05). Onl
 knows which it is, so its facts come in as an argument.
 
 `allow` is the budget, one for each cause: a single counter would let preemptions use up the budget
-for crashes. SLURM has no guard against crash loops: a job that requeues itself was started 11 times
-in a row.
+for crashes.
 
 `is_users` tells an error that comes at every start from a crash; docs/staying-alive.md has the
 rule. A script that knows nothing of hpctrain reports no steps: then time decides.

@@ -1,11 +1,8 @@
 """DeepSpeed's configuration: from our settings, with the user's own file merged under them.
 
-`engine_config` makes it; what must hold overrules the user's file. `check_user_config` looks at
-that file at submit, and refuses what DeepSpeed would not read, or what hpctrain cannot hold to,
-with the key and the setting that it meets; nothing in the file is left out in silence. That takes
-the tables of all keys as deepspeed 0.19.8 reads them: it ignores a top-level key that it does not
-know, so that `zero_optimisation` trains without ZeRO and says nothing, and in sections it finds the
-mistake when the job has started.
+`check_user_config` looks at the user's file at submit, and refuses what DeepSpeed would not read,
+or what hpctrain cannot hold to, with the key and the setting that it meets; nothing in the file is
+left out in silence.
 
 Pure. tests/unit/plan/test_ds_config.py holds the promises, compares the tables to what the
 installed DeepSpeed reads, and has its own parser take what comes out.

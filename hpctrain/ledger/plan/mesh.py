@@ -1,11 +1,7 @@
 """The mesh that so many ranks make, within what the user allows and what the model can be cut into.
 
-`plan_mesh` and `Planner` choose it for a number of ranks. `meshes` asks before a submit whether
-every number of nodes that a run may start on has one. `ModelShape` has the numbers that the axes
-have to divide, and `passes_of` says what a mesh asks of the way a step is cut, before there is an
-engine to say so. `shape_of_config` reads a Hugging Face config.json by the table `FAMILIES`.
-`balance` cuts layers into pipeline stages of about equal parameters. `refusal` says which torch and
-DeepSpeed an engine needs, from runs on older ones (docs/development/torch-versions.md).
+`refusal` says which torch and DeepSpeed an engine needs, from runs on older ones
+(docs/development/torch-versions.md).
 
 Pure, without torch. tests/unit/plan/test_mesh.py, which compares `shape_of` with the recipe's
 model, test_decoders.py, test_balance.py, test_versions.py and tests/engines/test_pretrained.py hold

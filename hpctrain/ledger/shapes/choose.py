@@ -2,8 +2,7 @@
 
 Expected finish = wait + remaining steps x step time at that size + what each restart costs. If the
 remaining steps or their time are not known, shapes are compared by `speed`: the work done per
-second of waiting and running. `run_facts` takes step times, the cost of a restart and preemptions
-from the ledgers of this run and of earlier ones.
+second of waiting and running.
 
 `prefer` "time" takes the shape that finishes first. "balanced" takes the first to finish of those
 that cost little more than the middle of the range, "cost" of those that cost hardly more than the

@@ -2,10 +2,8 @@
 
 It carries out what the agent could not (no scontrol in a container, killed too early), and decides
 where no agent was left to do it. Standard library only, so that it starts at once: KillWait is
-short. Before a start it looks whether the runs that must be done first are (`held_back`): a
-scheduler may start a follower after jobs that ended with 0 and are not done.
-tests/unit/agent/test_batch_side.py, test_full_disk.py and test_predecessors.py hold the promises,
-and tests/slurm/test_requeue_path.py and test_after.py.
+short. tests/unit/agent/test_batch_side.py, test_full_disk.py and test_predecessors.py hold the
+promises, and tests/slurm/test_requeue_path.py and test_after.py.
 """
 
 from __future__ import annotations

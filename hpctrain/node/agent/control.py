@@ -1,9 +1,6 @@
 """The agent's part in its ranks' agreement: before each round the nodes' processes join to a tree.
 
-The process itself is `control/node_process.py`'s. Where a node can be reached its agent says in the
-agents' signed store. So it is with the replica server: where it cannot serve a round, the ranks
-make no copies in it, and train on (`NodeMemory`). tests/engines/test_agent_control.py and
-tests/engines/test_memory.py hold the promises.
+tests/engines/test_agent_control.py and tests/engines/test_memory.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """What sets node 0's agent apart in a round: it begins the attempt, and decides how a round ends.
 
-`RoundCoordinator` is a part of node 0's rounds. `LeadSide` is node 0's side of what lies around a
-round, and `FollowerSide` that of all other nodes; `node.py` calls either alike. Nodes that are
-lost, or that are better left out, are the rendezvous' to name: one whose nodes are fixed names
-none.
-tests/engines/test_node_agent.py, tests/engines/test_in_place.py and
+`LeadSide` is node 0's side of what lies around a round, and `FollowerSide` that of all other nodes;
+`node.py` calls either alike. tests/engines/test_node_agent.py, tests/engines/test_in_place.py and
 tests/unit/agent/test_simulated_stories.py hold the promises.
 """
 

@@ -1,10 +1,8 @@
 """What ends are written by: the ledger, read once, and the one place that carries an end out.
 
-KillWait is short and a ledger long: it is read once, most step marks unread. The decision is
-written down before it is carried out, because carrying it out (`scontrol requeue`) is what gets the
-agent killed. Where it could not be written, on a full disk, it is carried out all the same.
-`ending.AttemptEnding` and `batch_side.BatchScriptSide` decide. Standard library only, so that the
-batch side starts at once. tests/unit/agent/test_ending.py and test_full_disk.py hold the promises.
+The decision is written down before it is carried out, because carrying it out (`scontrol requeue`)
+is what gets the agent killed. Standard library only, so that the batch side starts at once.
+tests/unit/agent/test_ending.py and test_full_disk.py hold the promises.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 It asks the scheduler what is meant and decides with `plan.decide.decide_end`, as the batch script
 does (`batch_side.py`) where no agent is left; both write and carry out by `end_writer.EndWriter`.
-Nodes that guards have named again and again are left out by then (`Convictions`).
 tests/unit/agent/test_ending.py, test_full_disk.py and test_convictions.py and
 tests/slurm/test_requeue_path.py and test_convicted_node.py hold the promises.
 """

@@ -1,8 +1,7 @@
 """The environment of this node's ranks: what the site, the run and the job give, and who won.
 
 The job's own environment (what sbatch handed on, what the site's modules and the setup lines have
-set) wins over `hpctrain.toml` and `--env`, and these over the site's preset. It is derived anew for
-each attempt, since the number of nodes, the versions and the attempt's directory change.
+set) wins over `hpctrain.toml` and `--env`, and these over the site's preset.
 
 To it belongs the folder in which torch keeps what it has compiled: torch takes one from a name in
 the temporary folder that everybody can guess, whoever has made it, and runs what lies there. On a

@@ -2,8 +2,7 @@
 
 Every node of the job has a connection to the first one's process, on which both speak eight times
 in a lease. A connection that closes is a node that died; silence for a lease is one that died
-without a word, or stands still. The agent could not do this by itself: it waits for file systems
-and for the scheduler. What each side makes of it:
+without a word, or stands still.
 
 * The first node's process tells its agent who was lost. Nobody who was lost is let in again.
 * Each process tells its own agent eight times in a lease that it runs. An agent that hears nothing

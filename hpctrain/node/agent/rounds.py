@@ -1,7 +1,5 @@
 """A round of ranks, as the parts of one node's agent share it.
 
-A round is one start of the ranks, and one attempt of the run. Beside its ranks each node's agent
-has parts with one job each (`RoundPart`); the loop that calls them is in `node.py`.
 tests/engines/test_node_agent.py holds the promises.
 """
 
@@ -17,7 +15,6 @@ from hpctrain.node.agent.resume import ResumeArgs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
     from typing import Self
 
     from hpctrain.core.base.records import FailureReport, StopCause
@@ -72,12 +69,7 @@ class RoundPart:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Let go of what belongs to the round."""
 
     def tick(self) -> RoundEnd | None:

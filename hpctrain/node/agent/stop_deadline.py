@@ -1,8 +1,7 @@
 """The deadline of a stop: when the ranks must be gone, by the signals and the scheduler's word.
 
-One for each agent. Ranks stop by themselves (`runtime/run.py`, `runtime/agreement.py`); this
-watches that they are gone before the scheduler kills the job, so that there is time left to
-requeue. A rank stuck in C code or in a collective cannot eat the whole grace time.
+Ranks stop by themselves (`runtime/run.py`, `runtime/agreement.py`); this watches that they are gone
+before the scheduler kills the job, so that there is time left to requeue.
 tests/unit/agent/test_stop_deadline.py holds the promises.
 """
 

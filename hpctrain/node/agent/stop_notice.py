@@ -1,11 +1,10 @@
 """How a program hears of a stop that asks nobody: a file on its node, and SIGTERM if it catches it.
 
-A program that calls `hpctrain.init()` hears of every stop by itself (`runtime/`). Any other can
-look for the file that HPCTRAIN_STOP_FILE names. The agent of node 0 decides that the ranks should
-leave (`StopNotice`) and tells all agents; each makes its file and then sends SIGTERM to its ranks,
-but where the scheduler has sent that to every process itself. Only to those that catch it: a
-program that does not would die of it, instead of training on for as long as it can.
-tests/unit/agent/test_stop_notice.py and tests/engines/test_stop_file.py hold the promises.
+The agent of node 0 decides that the ranks should leave (`StopNotice`) and tells all agents; each
+makes its file and then sends SIGTERM to its ranks, but where the scheduler has sent that to every
+process itself. Only to those that catch it: a program that does not would die of it, instead of
+training on for as long as it can. tests/unit/agent/test_stop_notice.py and
+tests/engines/test_stop_file.py hold the promises.
 """
 
 from __future__ import annotations

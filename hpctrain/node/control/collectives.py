@@ -1,9 +1,7 @@
 """A node's part in the gathers and broadcasts of all ranks, through a tree of nodes. Pure.
 
-A value goes up once: a node hands its subtree's values to its parent as soon as all of them are
-there. What is for all ranks comes down the same way. Calls are told apart by the channel of an
-`Exchange` and the how-manieth call of it this is; every rank makes the same ones in one order.
-tests/unit/control/test_collectives.py holds the promises.
+Calls are told apart by the channel of an `Exchange` and the how-manieth call of it this is; every
+rank makes the same ones in one order. tests/unit/control/test_collectives.py holds the promises.
 
 ```
  ranks 4 5, node 2 --.

@@ -1,9 +1,7 @@
 """The process of a node that carries the control plane, as the node's agent handles it.
 
-It is forked from the agent, while that has one thread, and serves one round of ranks after another
-(`node_server.py`), as it is told over a line. It ends with the agent. The agent itself could not do
-it: it waits in torch's and the scheduler's calls, and ranks would wait with it.
-tests/unit/control/test_node_process.py holds the promises.
+The agent itself could not do it: it waits in torch's and the scheduler's calls, and ranks would
+wait with it. tests/unit/control/test_node_process.py holds the promises.
 """
 
 from __future__ import annotations

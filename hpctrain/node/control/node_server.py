@@ -1,11 +1,8 @@
 """What a node's process serves during a round of ranks: leases and calls, up and down the tree.
 
-The ranks of the node come to a Unix socket in a folder that only their user can enter; the node's
-children and its parent are reached by TCP (`wire.py`). Connections between nodes last as long as
-the round: where one breaks, or the other end is silent for `PATIENCE_S`, the round has failed, and
-every rank is told so once. Nothing is tried again: a value that went up twice, or never, would be
-worse. `NodeLeases` decides what to send of leases: what the subtree's ranks say goes up, what the
-root grants comes down. tests/unit/control/test_node_server.py and
+Connections between nodes last as long as the round: where one breaks, or the other end is silent
+for `PATIENCE_S`, the round has failed, and every rank is told so once. Nothing is tried again: a
+value that went up twice, or never, would be worse. tests/unit/control/test_node_server.py and
 tests/unit/control/test_node_leases.py hold the promises.
 """
 

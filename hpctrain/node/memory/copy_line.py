@@ -1,8 +1,7 @@
 """Connections between replica servers for the bytes of copies: threads at both ends, all signed.
 
 What goes over them are weights, so both ends first prove that they know the attempt's secret
-(`control.wire`), and an unauthenticated peer hears nothing but a nonce. What replica servers say
-about steps has connections of its own, which never wait behind gigabytes.
+(`control.wire`), and an unauthenticated peer hears nothing but a nonce.
 tests/unit/memory/test_buddy.py holds the promises.
 """
 

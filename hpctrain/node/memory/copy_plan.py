@@ -1,10 +1,8 @@
 """How a copy in memory lies in its slot, what it says, and how it is repaired by blocks. Pure.
 
 What is whole is known from the copy's digest, which its replica server has sent over a connection
-with codes: it proves the proof at the copy's end, and that proves the header and each block. So a
-copy that is not here at all, and one in which a byte has changed, are repaired alike: what does not
-prove is read from elsewhere. tests/unit/memory/test_stock.py and tests/unit/memory/test_mending.py
-hold the promises.
+with codes: it proves the proof at the copy's end, and that proves the header and each block.
+tests/unit/memory/test_stock.py and tests/unit/memory/test_mending.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Copies on another node: a replica server sends its ranks' copies on to its replica peer's.
 
 Who is whose peer node 0's agent says (`replica_peers_of`): nodes of one switch can go all at once,
-and must not have each other's copies. Sorted by their switches, each node takes the one that is as
-many places further as the largest switch has nodes.
+and must not have each other's copies.
 
 A rank's copy that is proved is sent on behind training, one connection for each rank; the peer
-proves the bytes it has by the copy's own digests before it says that it has them. The same
-connections serve other nodes what they lack at a restart.
+proves the bytes it has by the copy's own digests before it says that it has them.
 tests/unit/memory/test_pairing.py and tests/unit/memory/test_buddy.py hold the promises.
 """
 

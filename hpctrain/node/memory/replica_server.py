@@ -1,13 +1,8 @@
 """What the process beside an agent does that keeps copies of the state: it owns their memory.
 
-Ranks come to a Unix socket in the folder of their round, each served by a thread of its own: they
-get memory, write a copy, and say so; the replica server takes the digests. It reports what all
-ranks of the node have to the replica server of node 0, over TCP with codes (`control.wire`), which
-sends all others the steps that are settled and covered. Where nodes may be lost each replica server
-sends its copies on to another one (`replica_peer`). If a replica server is lost, no more copies are
-made in the round, and training goes on; the copies that were made are there at the ranks' next
-start.
-tests/unit/memory/test_replica_server.py holds the promises.
+If a replica server is lost, no more copies are made in the round, and training goes on; the copies
+that were made are there at the ranks' next start. tests/unit/memory/test_replica_server.py holds
+the promises.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The process that keeps a node's copies, as the node's agent handles it.
 
-Forked from the agent while that has one thread, as `control.node_process`; it ends with the agent,
-and lives through all rounds of its ranks. tests/unit/memory/test_replica_server_process.py holds
-the promises.
+tests/unit/memory/test_replica_server_process.py holds the promises.
 """
 
 from __future__ import annotations

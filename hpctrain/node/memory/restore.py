@@ -2,10 +2,7 @@
 
 Collective on the ranks' own exchange, before any weight is touched: each node's first rank asks its
 replica server, rank 0 chooses, and puts together what a checkpoint's manifest and chunk table would
-say. Bytes are read and proved by `checkpoint.format.reader`, as those of files are. A copy that
-lies on another node alone is brought here by the replica server, and one in which bytes have
-changed is repaired from another node's, where there is one.
-tests/engines/test_memory.py holds the promises.
+say. tests/engines/test_memory.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Token files: little-endian integers, and beside them a JSON file that proves them whole.
 
-The JSON file is written last, so a token file without it is unfinished. Reading maps the file into
-memory: only the pages that are used are read, and all ranks of a node share them. Numpy is needed
-to read only. The promises are held by tests/unit/data/test_tokens.py.
+The JSON file is written last, so a token file without it is unfinished. The promises are held by
+tests/unit/data/test_tokens.py.
 """
 
 from __future__ import annotations

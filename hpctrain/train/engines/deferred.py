@@ -1,9 +1,9 @@
 """A model that is built without its values, and each value made later, by itself.
 
 `DeferredModel` runs a model's constructor on torch's meta device, which it takes for the CPU, and
-writes down each operation that would have made or changed a value. `value` runs those again that
-one tensor comes from. So a rank never holds more than one whole tensor beside its own shards,
-whatever the constructor does: torch's inits, the program's own, rotary tables, tied weights.
+writes down each operation that would have made or changed a value. So a rank never holds more than
+one whole tensor beside its own shards, whatever the constructor does: torch's inits, the program's
+own, rotary tables, tied weights.
 
 Each random operation draws from a seed of its own: the run's (or its generator's, where it names
 one), and its number among them. A value is a function of seed and constructor then, not of the

@@ -6,9 +6,8 @@ depends on their number alone: gradients in the tree of `PairwiseSum`, of which 
 the part that it owns. It gets that part of every leaf's gradient from the rank that ran the leaf:
 as many bytes travel as in a reduce-scatter, but for every leaf.
 
-`exact_norm` is exact too. An fp32 number has an exact square in fp64; scaled by a power of two that
-all ranks agree on, it is cut into `LIMBS` integers so small that no sum of them overflows 63 bits.
-The promises are held by tests/engines/test_exact.py and test_pairwise_sum.py.
+`exact_norm` is exact too. The promises are held by tests/engines/test_exact.py and
+test_pairwise_sum.py.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Weights of a Hugging Face folder, read by range into what each rank keeps; and peft's adapters.
 
-Rank 0 reads the headers and broadcasts which tensor lies where. Each rank then reads the rows of
-its own shards: no rank holds a whole model, nor a whole file. What the folder lacks is left to the
-model's own constructor; what the model lacks, or has in another shape, is refused before anything
-is read.
+Each rank then reads the rows of its own shards: no rank holds a whole model, nor a whole file. What
+the folder lacks is left to the model's own constructor; what the model lacks, or has in another
+shape, is refused before anything is read.
 
 Of a model that peft has wrapped, checkpoints hold the adapters, their config, and a digest of the
 weights under them, which every start reads again. tests/engines/test_pretrained.py and

@@ -1,10 +1,9 @@
 """Cutting a model into pipeline stages: which layers go together, and what a rank keeps of them.
 
 A model is taken to be a chain: one tensor passes through its children in order, through the blocks
-of its block list one by one. A stage keeps a run of the chain. What it does not keep is replaced by
-a module that hands its input on, so that the model's own forward can be called for each stage, and
-every parameter keeps the name that it has in the whole model. What the forward makes beside the
-chain for its blocks (masks, rotary tables) each stage makes for itself.
+of its block list one by one. What it does not keep is replaced by a module that hands its input on,
+so that the model's own forward can be called for each stage, and every parameter keeps the name
+that it has in the whole model.
 
 No communication; the same on every rank. tests/engines/test_pipeline.py holds the promises.
 """

@@ -4,9 +4,8 @@ Every rank calls everything here alike; rank 0 looks at checkpoints and writes. 
 round by an error, and ranks that start again restore a checkpoint from before the bad steps, whose
 samples no later start takes.
 
-Copies of a model change alike on every rank; where their bits differ, a bit has flipped or a device
-computes wrong. A rank digests a slice of its weights at each step, and after a turn through all
-slices sends one number to rank 0, in the background and beside the gradients' group.
+A rank digests a slice of its weights at each step, and after a turn through all slices sends one
+number to rank 0, in the background and beside the gradients' group.
 tests/engines/test_guarded_runs.py, test_rewinds.py, test_replicas.py and
 tests/unit/guards/test_replicas.py hold the promises.
 """

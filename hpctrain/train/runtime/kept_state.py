@@ -1,10 +1,8 @@
 """What a run keeps of its state, on disk and in the nodes' memory, and how it gets it back.
 
 `TrainingState` is there from the restore on, where the program runs under hpctrain. Before, and
-outside hpctrain, `NothingKept` stands in its place. Copies in memory are off where `alive.memory`
-says so, and where no agent's replica server is there; rank 0 alone decides when, and all ranks
-agree on the step through `runtime.agreement`. tests/engines/test_resume.py, test_save_behind.py and
-test_memory.py hold the promises.
+outside hpctrain, `NothingKept` stands in its place. tests/engines/test_resume.py,
+test_save_behind.py and test_memory.py hold the promises.
 """
 
 from __future__ import annotations

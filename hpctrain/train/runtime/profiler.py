@@ -1,12 +1,9 @@
 """A look at some steps of some ranks by torch.profiler, without touching the program.
 
 Which steps are known to all ranks: by the settings, or by a request that rank 0 broadcast when all
-had agreed to hear it. So every rank begins and ends at the same step, and nothing more needs to be
-exchanged. Outside of its steps a profile costs one comparison a step.
+had agreed to hear it.
 
-One step before the first is traced and thrown away: the first traced step carries the start of the
-tracing itself. With the trace come the rank's numbers of memory, and on CUDA what held it. A
-profile must never break training: what fails is told once, and profiling ends.
+A profile must never break training: what fails is told once, and profiling ends.
 tests/engines/test_profile_run.py holds the promises.
 """
 
