@@ -223,7 +223,6 @@ def _differing(key: str, first: Any, other: Any) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """As strict JSON has it."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, list):

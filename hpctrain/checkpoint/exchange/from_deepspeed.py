@@ -290,7 +290,6 @@ def _groups_of(rows: _Rows, low: int, high: int) -> list[tuple[int, int, int]]:
 def _parameter(
     rows: _Rows, name: str, shape: tuple[int, ...], spans: Sequence[tuple[int, int, int, int]]
 ) -> list[NestedValue]:
-    """A parameter's weights and its optimizer's state, put together from ranges of the rows."""
     group = spans[0][0] if spans else 0
     leaves = []
     for what in rows.groups[group]:

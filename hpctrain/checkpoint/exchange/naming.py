@@ -125,7 +125,6 @@ class _StateFinder:
         self.notes: list[str] = []
 
     def weights(self) -> list[_Named]:
-        """The model's tensors, in the source's order."""
         section = self._section(self._weight_keys(), "weights")
         if section is None and self._request.weights:
             leaves = []
@@ -151,7 +150,6 @@ class _StateFinder:
         return self._weights
 
     def state(self) -> list[_Named]:
-        """The optimizer's tensors, by the weights' names."""
         section = self._section(OPTIMIZERS, "optimizer states")
         if section is None or self._request.model_only:
             return []

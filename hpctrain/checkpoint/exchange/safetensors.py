@@ -144,7 +144,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _short(text: object) -> str:
-    """What a stranger wrote, in one line that is not too long."""
     line = " ".join(ascii(str(text))[1:-1].split())
     return line if len(line) <= SHOWN else line[:SHOWN] + "..."
 

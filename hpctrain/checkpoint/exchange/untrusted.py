@@ -253,7 +253,6 @@ def _flat(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shared(tree: dict[str, Any]) -> frozenset[str]:
-    """Tensors that lie where an earlier one lies, as tied weights do."""
     seen: dict[tuple[int, tuple[int, ...]], str] = {}
     again = set()
     for leaf, tensor in _tensors(tree, ()):

@@ -422,7 +422,6 @@ class _Bounds:
     def of(
         self, region: NDArray[np.int64], dimension: int, flat: NDArray[np.bool_]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """From where to where in a dimension; of flat chunks, in elements."""
         low, high = (
             np.where(flat, line[region], box[region, dimension])
             for line, box in zip(self._lines, self._boxes, strict=True)
@@ -431,7 +430,6 @@ class _Bounds:
 
 
 def _box(region: ShardPiece) -> tuple[list[int], list[int]]:
-    """The box around a region: where it begins, and ends, in each dimension."""
     if not region.flat:
         ends = [at + count for at, count in zip(region.begin, region.extent, strict=True)]
         return list(region.begin), ends
@@ -444,7 +442,6 @@ def _box(region: ShardPiece) -> tuple[list[int], list[int]]:
 
 
 def _line(region: ShardPiece) -> tuple[int, int]:
-    """The first element of a region, and one past its last, by row-major number."""
     if region.flat:
         return region.begin[0], region.begin[0] + region.extent[0]
     first = last = 0

@@ -38,9 +38,8 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from hpctrain.checkpoint.format import packing
-from hpctrain.checkpoint.format.patience import proves_absence
 from hpctrain.core.base import clock
-from hpctrain.core.base.files import open_plain, read_plain
+from hpctrain.core.base.files import open_plain, proves_absence, read_plain
 from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError, FileSystemFault, OtherFormat, TornCheckpoint
 
@@ -239,7 +238,6 @@ def _tensor_of(name: str, text: Any) -> tuple[str, tuple[int, ...]]:
 
 @lru_cache(maxsize=1024)
 def _form(text: str) -> tuple[str, tuple[int, ...]] | None:
-    """Parse ``F32[1024,512]``; None for what is none. Thousands of tensors have a dozen forms."""
     match = _TENSOR.fullmatch(text)
     if match is None:
         return None
@@ -517,7 +515,6 @@ def _built(raw: dict[str, Any]) -> Manifest:
 
 
 def _files(raw: Any) -> list[FileEntry]:
-    """The files of a manifest, from their list or from what stands for it."""
     if type(raw) is list:
         return [FileEntry(*file_of(file)) for file in raw]
     shards, others = packing.unpack_files(raw, BLOCKS_PREFIX)
@@ -528,7 +525,6 @@ def _files(raw: Any) -> list[FileEntry]:
 
 
 def _tensors(written: dict[str, Any], own: list[Any]) -> list[TensorEntry]:
-    """The tensors of a manifest: those that are written out, then those that ranks have alone."""
     entries = [TensorEntry(name, *_tensor_of(name, text)) for name, text in written.items()]
     for tensors, ranks in packing.unpack_tensors(own):
         alike = [(name.split("*", 1), _tensor_of(name, text)) for name, text in tensors.items()]
@@ -593,7 +589,6 @@ def _packed(manifest: Manifest) -> dict[str, Any]:
 
 
 def _seal(digest: str) -> bytes:
-    """The last entry and the end of the file."""
     return f',\n "self_digest": {json.dumps(digest)}\n}}\n'.encode("ascii")
 
 

@@ -23,9 +23,8 @@ from hpctrain.checkpoint.format import index as indices
 from hpctrain.checkpoint.format import table as tables
 from hpctrain.checkpoint.format.geometry import overlap
 from hpctrain.checkpoint.format.manifest import PREFIX, block_digest
-from hpctrain.checkpoint.format.patience import Patience, proves_absence
 from hpctrain.checkpoint.format.shard import DIGEST_BYTES, proof_bytes, proof_digest
-from hpctrain.core.base.files import plain_descriptor
+from hpctrain.core.base.files import Patience, plain_descriptor, proves_absence
 from hpctrain.core.testing import points
 from hpctrain.errors import (
     CheckpointError,
@@ -425,7 +424,6 @@ class CheckpointSource:
         return reading, reading.windows(shared, [memory for _, memory in wanted])
 
     def _memory(self, target: Target) -> memoryview:
-        """The target's memory as bytes, if the target is what the checkpoint has."""
         piece = target.piece
         number = self._numbers.get(piece.name)
         if number is None:
@@ -618,7 +616,6 @@ def _stretches(needed: NDArray[np.bool_], most: int) -> Iterator[tuple[int, int]
 
 
 def _copy(grid: Grid, content: memoryview, begin: int, memory: memoryview) -> None:
-    """Copy a grid's bytes out of a part of its chunk that starts at byte `begin`."""
     source = grid.source - begin
     # In the widest numbers that the innermost loop is a multiple of: fewer steps than by bytes.
     unit = math.gcd(8, grid.counts[-1])

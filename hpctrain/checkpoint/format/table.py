@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpctrain.checkpoint.format.manifest import TABLE_NAME, FileEntry, TensorEntry, bytes_digest
-from hpctrain.checkpoint.format.patience import proves_absence
 from hpctrain.checkpoint.format.shard import DTYPES, encode_header
-from hpctrain.core.base.files import SMALL_BYTES, read_plain
+from hpctrain.core.base.files import SMALL_BYTES, proves_absence, read_plain
 from hpctrain.core.testing import points
 from hpctrain.errors import (
     CheckpointError,

@@ -45,9 +45,14 @@ from hpctrain.checkpoint.format.manifest import (
     file_of,
     shown,
 )
-from hpctrain.checkpoint.format.patience import proves_absence
-from hpctrain.checkpoint.store.commit import flush_directory, remove_tree
-from hpctrain.core.base.files import ROOT, plain_descriptor, read_plain
+from hpctrain.checkpoint.store.commit import remove_tree
+from hpctrain.core.base.files import (
+    ROOT,
+    flush_directory,
+    plain_descriptor,
+    proves_absence,
+    read_plain,
+)
 from hpctrain.errors import CheckpointError, FileSystemFault, OtherFormat, TornCheckpoint
 
 if TYPE_CHECKING:

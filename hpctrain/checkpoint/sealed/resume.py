@@ -15,14 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpctrain.checkpoint.format.patience import Patience, proves_absence
 from hpctrain.checkpoint.format.reader import in_threads
 from hpctrain.checkpoint.sealed import files as unit
 from hpctrain.checkpoint.sealed import seals
 from hpctrain.checkpoint.sealed.files import proves_itself
-from hpctrain.checkpoint.store.commit import flush_directory
 from hpctrain.core.base import clock
-from hpctrain.core.base.files import NOT_PLAIN
+from hpctrain.core.base.files import NOT_PLAIN, Patience, flush_directory, proves_absence
 from hpctrain.core.base.records import Skipped
 from hpctrain.core.base.text import size
 from hpctrain.errors import CheckpointError, FileSystemFault, NoCheckpoint, NotWritten

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.checkpoint.format.manifest import MAX_STEP
-from hpctrain.checkpoint.format.patience import proves_absence
 from hpctrain.checkpoint.sealed import files as unit
 from hpctrain.checkpoint.sealed.files import FILES_NAME, SEAL_NAME, Seal
-from hpctrain.checkpoint.store.commit import describe, flush_directory, remove_tree
+from hpctrain.checkpoint.store.commit import describe, remove_tree
 from hpctrain.core.base import clock
-from hpctrain.core.base.files import ROOT
+from hpctrain.core.base.files import ROOT, flush_directory, proves_absence
 from hpctrain.errors import (
     CheckpointError,
     FileSystemFault,

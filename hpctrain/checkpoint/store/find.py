@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint.format import manifest as manifests
 from hpctrain.checkpoint.format.manifest import parse_step
-from hpctrain.checkpoint.format.patience import proves_absence
-from hpctrain.core.base.files import read_plain
+from hpctrain.core.base.files import proves_absence, read_plain
 from hpctrain.core.base.records import Skipped
 from hpctrain.core.testing import points
 from hpctrain.errors import FileSystemFault, NoCheckpoint, OtherFormat, TornCheckpoint

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, PINNED_NAME
 from hpctrain.checkpoint.store import find
-from hpctrain.checkpoint.store.commit import flush_directory, one_line, remove_tree, rename_away
-from hpctrain.core.base.files import read_plain
+from hpctrain.checkpoint.store.commit import one_line, remove_tree, rename_away
+from hpctrain.core.base.files import flush_directory, read_plain, replace_text
 from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError, ChecksFailed, NotFound, RunAlive
 from hpctrain.ledger.history.evaluations import Evaluations
@@ -69,7 +69,8 @@ def pin(run: RunDir, step: int, reason: str = "") -> bool:
                 )
             if carries(path) and reason_of(path) == text:
                 return False
-            _write(path, text)
+            # A full disk leaves no empty pin.
+            replace_text(path / PINNED_NAME, text + "\n", durable=True)
     except OSError as error:
         raise CheckpointError(f"step {step} of {run.name} cannot be pinned: {error}") from error
     return True
@@ -110,7 +111,6 @@ def carries(path: Path) -> bool:
 
 
 def _take_away(path: Path) -> bool:
-    """Remove a directory's pin, durably; the caller has the run's lock."""
     if not carries(path):
         return False
     (path / PINNED_NAME).unlink()
@@ -137,21 +137,6 @@ def reason_of(path: Path) -> str:
         return one_line(read_plain(path / PINNED_NAME).decode(errors="replace"))
     except OSError as error:  # it is pinned all the same
         return f"the reason cannot be read: {error.strerror}"
-
-
-def _write(path: Path, reason: str) -> None:
-    """The pin replaces nothing until its last byte is on disk: a full disk leaves no empty pin."""
-    staged = path / f"{PINNED_NAME}.new"
-    try:
-        with staged.open("w") as file:
-            file.write(reason + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        staged.replace(path / PINNED_NAME)
-    except OSError:
-        staged.unlink(missing_ok=True)
-        raise
-    flush_directory(path)
 
 
 @dataclass(frozen=True)
@@ -586,7 +571,6 @@ def _renamed(run: RunDir, steps: Iterable[int]) -> list[Path]:
 
 
 def _remove(paths: Iterable[Path]) -> None:
-    """Delete what was renamed, the manifest first: no half checkpoint then has what proves one."""
     for path in paths:
         points.reach("prune.delete", path=path)
         if path.is_dir() and not path.is_symlink():

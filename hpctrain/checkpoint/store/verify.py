@@ -264,7 +264,6 @@ class _Scrub:
         return end + proof_bytes(int(last - first))
 
     def _whole(self, number: int) -> int:
-        """A file that is no shard."""
         entry = self.manifest.files[number]
         try:
             digest = file_digest(self.path / entry.name)

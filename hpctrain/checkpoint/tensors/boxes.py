@@ -221,7 +221,6 @@ def _whole(name: str, tensor: torch.Tensor, replica: int, replicas: int) -> Held
 
 
 def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a type that torch can copy."""
     return tensor.view(AS_STORED[tensor.dtype]) if tensor.dtype in AS_STORED else tensor
 
 

@@ -25,13 +25,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hpctrain.checkpoint.format.geometry import my_part
-from hpctrain.checkpoint.format.patience import Patience
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.store import find, retention, verify
 from hpctrain.checkpoint.store.find import refuse_to_forget
 from hpctrain.checkpoint.tensors.arena import aligned
 from hpctrain.checkpoint.tensors.boxes import Flat, bytes_of, held, sharers, view_of
 from hpctrain.core.base import clock
+from hpctrain.core.base.files import Patience
 from hpctrain.core.base.text import Meter
 from hpctrain.core.device import has_host_backend
 from hpctrain.core.world import gather, on_rank_0, one_line
@@ -399,7 +399,6 @@ class _Shared:
     boxes: list[Held]
 
     def parts_of(self, rank: int) -> list[tuple[Held, ShardPiece]]:
-        """What one of the ranks reads."""
         pieces = [box.piece for box in self.boxes]
         parts = my_part(pieces, self.ranks.index(rank), len(self.ranks))
         return [(self.boxes[number], piece) for number, piece in parts]
@@ -491,7 +490,6 @@ class _Filling:
         return count
 
     def finish(self) -> None:
-        """Put into place what was read, and hand out what was read once. Collective."""
         for live, host in self._staged:
             live.copy_(host)
         self._staged.clear()
@@ -544,7 +542,6 @@ def _untied(state: State) -> tuple[State, dict[str, str]]:
 
 
 def _elements(tensor: Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
     if isinstance(tensor, Flat):
         return tensor.local.detach()
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
@@ -676,7 +673,6 @@ def _staged_leftovers(run: RunDir) -> list[dict[str, Any]]:
 
 
 def _unique(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each directory once; the first word on it stands."""
     by_name: dict[str, dict[str, Any]] = {}
     for row in rows:
         by_name.setdefault(str(row["name"]), row)

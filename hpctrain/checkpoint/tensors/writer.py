@@ -347,11 +347,9 @@ class _Process:
         return bool(poll.poll(timeout_s * 1000))
 
     def dead(self) -> bool:
-        """Whether it has ended."""
         return self.popen.poll() is not None
 
     def fate(self) -> str:
-        """How it ended, for people."""
         if not self._gone(PATIENCE_S):
             return "has stopped answering"
         code = self.popen.returncode

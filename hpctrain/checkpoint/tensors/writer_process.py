@@ -130,7 +130,6 @@ class _Mapped:
         self._view = memoryview(b"")
 
     def take(self, fd: int) -> None:
-        """Use the arena behind a descriptor from now on."""
         about = os.fstat(fd)
         identity = (about.st_dev, about.st_ino, about.st_size)
         if identity == self._id:
@@ -150,7 +149,6 @@ class _Mapped:
             os.close(fd)
 
     def part(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes of it, not copied."""
         if offset < 0 or offset + nbytes > len(self._view):
             raise ValueError(f"[{offset}, {offset} + {nbytes}) is not in {len(self._view)} bytes")
         return self._view[offset : offset + nbytes]

@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import sys
+import traceback
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
             """Return its descriptor."""
 
 
+OF_STEPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+"""SLURM's reach every process of the step."""
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PER_RANK = 1
@@ -61,7 +64,7 @@ def own_program(module: str, *words: str, python: str = "", unbuffered: bool = F
 class ForkedProcess:
     """A process beside this one that does what it is told over a line, as this one handles it."""
 
-    def __init__(self, serve: Callable[[socket.socket, int], NoReturn]) -> None:
+    def __init__(self, serve: Callable[[socket.socket, int], None]) -> None:
         """Fork it. To be made while this process has one thread.
 
         `serve` is its life, given its end of the line and the id of its parent; it must not return
@@ -73,7 +76,7 @@ class ForkedProcess:
         self.pid = os.fork()
         if self.pid == 0:
             self._line.close()
-            serve(theirs, parent)
+            _serve_until_killed(serve, theirs, parent)
         theirs.close()
 
     def adopt(self, pid: int, line: int) -> None:
@@ -96,6 +99,22 @@ class ForkedProcess:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _serve_until_killed(
+    serve: Callable[[socket.socket, int], None], line: socket.socket, parent: int
+) -> NoReturn:
+    """The forked process: never comes back into its parent's code."""
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        for signum in OF_STEPS:
+            signal.signal(signum, signal.SIG_IGN)
+        die_with_parent(parent)
+        serve(line, parent)
+    except BaseException:  # noqa: BLE001 - who is beside it sees that it is gone, not why
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 def connections_to(port: int) -> list[socket.socket]:

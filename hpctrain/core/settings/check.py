@@ -78,16 +78,13 @@ def bounds(engine: EngineSettings, origins: Mapping[str, str] | None = None) -> 
     Raises:
         UsageError: one is no range, or it is used with an engine that has no such axis.
     """
-    where = _Keys(origins or {})
+    where = _Keys(engine, origins or {})
     ranges: dict[str, range] = {}
     for axis in BOUNDED:
         text: str = getattr(engine, axis)
         least, most = axis_range(text, where=where.of(axis))
         if least > 1 and engine.kind != "fsdp2":
-            raise UsageError(
-                f"{where.of(axis)} is {text}, which needs engine.kind fsdp2; it is {engine.kind}"
-                f"{where.origin('kind')}: choose --engine fsdp2, or engine.{axis} 1"
-            )
+            raise where.needs(axis, "kind", "fsdp2", f": choose --engine fsdp2, or engine.{axis} 1")
         ranges[axis] = range(least, most + 1)
     if ranges["ep"].start > 1 and ranges["tp"].start > 1:
         raise UsageError(
@@ -110,14 +107,13 @@ def check_engine(settings: Settings, origins: Mapping[str, str]) -> list[str]:
     Raises:
         UsageError: settings that do not go together.
     """
-    engine, where = settings.engine, _Keys(origins)
+    engine, where = settings.engine, _Keys(settings.engine, origins)
     bounds(engine, origins)
     if engine.exact:
         _check_exact(engine, where)
     _check_precision(settings, where)
     _check_offload(engine, where)
     _check_reductions(engine, where)
-    _check_compile(engine, where)
     _check_float8(settings, where)
     _check_schedule(engine, where)
     return _unused(engine, where)
@@ -128,45 +124,34 @@ def _unused(engine: EngineSettings, key: _Keys) -> list[str]:
 
     Its text, which a run keeps in the place of its path, may wait for the engine that reads it.
     """
-    notes = []
-    if engine.ds_config.lstrip().startswith("{") and not engine.kind.startswith("zero"):
-        notes.append(f"engine.ds_config has no effect with engine.kind {engine.kind}")
-    elif engine.ds_config and not engine.kind.startswith("zero"):
-        raise UsageError(
-            f'{key.of("ds_config")} is "{engine.ds_config}", which only zero0 to zero3 read; '
-            f"engine.kind is {engine.kind}{key.origin('kind')}: leave it out, or choose "
-            "--engine zero1"
-        )
-    return notes
+    if not engine.ds_config or engine.kind.startswith("zero"):
+        return []
+    if engine.ds_config.lstrip().startswith("{"):
+        return [f"engine.ds_config has no effect with engine.kind {engine.kind}"]
+    raise UsageError(
+        f'{key.of("ds_config")} is "{engine.ds_config}", which only zero0 to zero3 read; '
+        f"engine.kind is {engine.kind}{key.origin('kind')}: leave it out, or choose --engine zero1"
+    )
 
 
 def _check_exact(engine: EngineSettings, key: _Keys) -> None:
     if engine.kind not in {"ddp", "fsdp2"}:
-        raise UsageError(
-            f"{key.of('exact')} is true, which needs engine.kind ddp or fsdp2; it is "
-            f"{engine.kind}{key.origin('kind')}, which adds gradients in an order of its own"
+        raise key.needs(
+            "exact", "kind", "ddp or fsdp2", ", which adds gradients in an order of its own"
         )
     for axis in ("pp", "ep", "cp", "dp_replicate"):
         text: str = getattr(engine, axis)
         if text != "1" and axis_range(text, where=key.of(axis))[1] > 1:
-            raise UsageError(
-                f"{key.of('exact')} is true, which needs engine.{axis} 1; it is {text}"
-                f"{key.origin(axis)}: sums would be taken in another order"
-            )
+            raise key.needs("exact", axis, "1", ": sums would be taken in another order")
     least, most = axis_range(engine.tp, where=key.of("tp"))
     if least != most:
         raise UsageError(
             f"{key.of('exact')} is true, which needs one number for engine.tp; it is {engine.tp}"
             f"{key.origin('tp')}: another number would give other bits"
         )
-
-
-def _check_compile(engine: EngineSettings, key: _Keys) -> None:
-    if engine.exact and engine.compile == "inductor":
-        raise UsageError(
-            f"{key.of('exact')} is true, which needs engine.compile no, eager or aot_eager; it is "
-            f"inductor{key.origin('compile')}, which chooses kernels by timing them"
-        )
+    if engine.compile == "inductor":
+        timing = ", which chooses kernels by timing them"
+        raise key.needs("exact", "compile", "no, eager or aot_eager", timing)
 
 
 def _check_float8(settings: Settings, key: _Keys) -> None:
@@ -181,18 +166,11 @@ def _check_float8(settings: Settings, key: _Keys) -> None:
         )
     needs = {"kind": ("ddp", "fsdp2"), "exact": (False,), "precision": ("auto", "bf16")}
     for other, values in needs.items():
-        if (value := getattr(engine, other)) not in values:
-            raise UsageError(
-                f"{key.of('float8')} is true, which needs engine.{other} "
-                f"{' or '.join(str(v).lower() for v in values)}; it is {str(value).lower()}"
-                f"{key.origin(other)}"
-            )
+        if getattr(engine, other) not in values:
+            raise key.needs("float8", other, " or ".join(str(v).lower() for v in values))
     for axis in ("tp", "pp", "ep"):
         if axis_range(getattr(engine, axis), where=key.of(axis))[1] > 1:
-            raise UsageError(
-                f"{key.of('float8')} is true, which needs engine.{axis} 1; it is "
-                f"{getattr(engine, axis)}{key.origin(axis)}: cut models are multiplied in 16 bits"
-            )
+            raise key.needs("float8", axis, "1", ": cut models are multiplied in 16 bits")
 
 
 def _check_schedule(engine: EngineSettings, key: _Keys) -> None:
@@ -203,12 +181,12 @@ def _check_schedule(engine: EngineSettings, key: _Keys) -> None:
     if engine.pp_schedule != "zero_bubble" or axis_range(engine.pp, where=key.of("pp"))[1] == 1:
         return
     for name in ("activation_checkpointing", "compile"):
-        if (value := getattr(engine, name)) != "no":
-            raise UsageError(
-                f"{key.of('pp_schedule')} is zero_bubble, which needs engine.{name} no; it is "
-                f"{value}{key.origin(name)}, whose work would be done again in each half of a "
-                "backward pass; choose engine.pp_schedule interleaved"
+        if getattr(engine, name) != "no":
+            twice = (
+                ", whose work would be done again in each half of a backward pass; choose "
+                "engine.pp_schedule interleaved"
             )
+            raise key.needs("pp_schedule", name, "no", twice)
 
 
 def _check_precision(settings: Settings, key: _Keys) -> None:
@@ -227,11 +205,10 @@ def _check_precision(settings: Settings, key: _Keys) -> None:
 
 
 def _check_offload(engine: EngineSettings, key: _Keys) -> None:
-    where = f"{key.of('offload')} is {engine.offload}"
     if engine.offload == "cpu" and engine.kind in {"ddp", "zero0"}:
         raise UsageError(
-            f"{where}, which fsdp2 and zero1 to zero3 can do; engine.kind is {engine.kind}"
-            f"{key.origin('kind')}"
+            f"{key.of('offload')} is cpu, which fsdp2 and zero1 to zero3 can do; engine.kind is "
+            f"{engine.kind}{key.origin('kind')}"
         )
 
 
@@ -248,15 +225,20 @@ def _check_reductions(engine: EngineSettings, key: _Keys) -> None:
 class _Keys:
     """How engine settings and where they came from are told."""
 
-    def __init__(self, origins: Mapping[str, str]) -> None:
-        self._origins = origins
+    def __init__(self, engine: EngineSettings, origins: Mapping[str, str]) -> None:
+        self._engine, self._origins = engine, origins
+
+    def needs(self, key: str, other: str, wanted: str, why: str = "") -> UsageError:
+        is_, has = (str(getattr(self._engine, name)).lower() for name in (key, other))
+        return UsageError(
+            f"{self.of(key)} is {is_}, which needs engine.{other} {wanted}; it is {has}"
+            f"{self.origin(other)}{why}"
+        )
 
     def origin(self, key: str) -> str:
-        """Where its value came from, in brackets."""
         return f" ({self._origin(key)})" if self._origins else ""
 
     def of(self, key: str) -> str:
-        """Its name, behind where its value came from."""
         return f"{self._origin(key)}: engine.{key}" if self._origins else f"engine.{key}"
 
     def _origin(self, key: str) -> str:
@@ -435,17 +417,13 @@ def check_profile(settings: Settings, origins: Mapping[str, str], most_ranks: in
         UsageError: steps or ranks of another form, or a rank that there will never be.
     """
     profile = settings.profile
-
-    def origin_of(key: str) -> str:
-        return f"{origins.get(f'profile.{key}', 'default')}: profile.{key}"
-
-    steps = step_range(profile.steps, where=origin_of("steps"))
-    ranks = rank_set(profile.ranks, where=origin_of("ranks"))
+    steps = step_range(profile.steps, where=_named("profile.steps", origins))
+    ranks = rank_set(profile.ranks, where=_named("profile.ranks", origins))
     asked = {"ranks": ranks or (), "nsys_rank": (profile.nsys_rank,)}
     for key, wanted in asked.items():
         if most_ranks and max(wanted, default=-1) >= most_ranks:
             raise UsageError(
-                f"{origin_of(key)} names rank {max(wanted)}; there are {most_ranks} at most: "
+                f"{_named(f'profile.{key}', origins)} names rank {max(wanted)}; there are {most_ranks} at most: "
                 f"0 to {most_ranks - 1}"
             )
     notes = []
@@ -580,14 +558,10 @@ def _check_environment(settings: Settings, origins: Mapping[str, str]) -> list[s
 
 
 def _idle_alive(settings: Settings) -> list[str]:
-    """Of [alive], what will have no effect."""
-    alive, idle = settings.alive, []
     least, most = node_range(settings.slurm.nodes)
-    if alive.shrink != "no" and least == most:
-        idle.append(
-            f"alive.shrink has no effect with slurm.nodes {settings.slurm.nodes}: give MIN-MAX"
-        )
-    return idle
+    if settings.alive.shrink == "no" or least != most:
+        return []
+    return [f"alive.shrink has no effect with slurm.nodes {settings.slurm.nodes}: give MIN-MAX"]
 
 
 def split_spares(nodes: str | None) -> tuple[str | None, int | None]:
@@ -621,7 +595,6 @@ def allocated(settings: Settings) -> SlurmSettings:
 
 
 def _idle_evaluate(settings: Settings, origins: Mapping[str, str]) -> list[str]:
-    """Of [evaluate], what will have no effect."""
     evaluate = settings.evaluate
     if evaluate.script:
         never = not evaluate.every and not evaluate.last

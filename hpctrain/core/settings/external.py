@@ -69,7 +69,6 @@ def _names_of_word(word: str) -> list[str]:
 
 
 def _full(name: str) -> str:
-    """The name that sbatch takes this one for."""
     if name in LONG:
         return SAME.get(name, name)
     longer = sorted(option for option in LONG if option.startswith(name))

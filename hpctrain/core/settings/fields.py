@@ -231,7 +231,6 @@ def convert(key: Key, value: Any, name: str) -> Any:
 
 
 def _converted(value: Any, form: str, *, free: bool) -> Any:  # noqa: PLR0911 - a line per type
-    """The value as that form, or None where it is of another."""
     if form == "texts":
         texts = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
         return list(value) if texts else None

@@ -255,7 +255,6 @@ def _held(history: RunHistory, starts: Sequence[JobStart], *, gone: bool) -> lis
 
 
 def _groups(attempts: Sequence[AttemptRecord]) -> list[list[AttemptRecord]]:
-    """The attempts of each start of a job together."""
     groups: list[list[AttemptRecord]] = []
     for attempt in attempts:
         last = groups[-1][-1] if groups else None
@@ -439,7 +438,6 @@ def _in_line(
 
 
 def _asked(allocation: Allocation, before: Allocation | None, history: RunHistory) -> float | None:
-    """When its wait began."""
     if allocation.asked is not None:
         return allocation.asked
     if before is not None and before.job_id == allocation.job_id:

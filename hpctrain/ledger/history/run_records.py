@@ -385,7 +385,6 @@ def within(attempt: AttemptRecord, start: float, end: float) -> list[StoodStill]
 def _apart(
     stretches: Sequence[StillStretch], start: float, end: float
 ) -> list[tuple[float, float]]:
-    """Those between two moments, in order, none within another."""
     apart: list[tuple[float, float]] = []
     for stretch in sorted(stretches, key=lambda stretch: stretch.start):
         first = max(stretch.start, apart[-1][1] if apart else start)
@@ -398,7 +397,6 @@ def _apart(
 def _outside(
     stretch: tuple[float, float], others: Sequence[tuple[float, float]]
 ) -> Iterator[tuple[float, float]]:
-    """What of a stretch lies in none of the others."""
     begin, end = stretch
     for first, last in others:
         if begin < min(first, end):

@@ -265,7 +265,6 @@ def _musts(engine: EngineSettings, precision: str, data_ranks: int) -> dict[str,
 
 
 def _merge(config: dict[str, Any], over: Mapping[str, Any]) -> None:
-    """Lay values over a configuration, section by section, in place."""
     for key, value in over.items():
         section = config.get(key)
         if isinstance(section, dict) and isinstance(value, dict):
@@ -460,7 +459,6 @@ def _is_set(value: Any) -> bool:
 
 
 def _walk(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key, with its path `section.key`, from the top down."""
     for key, value in config.items():
         path = f"{above}{key}"
         yield path, value

@@ -157,7 +157,6 @@ def _cp_misfit(cp: int, engine: EngineSettings, shape: ModelShape) -> str:
 
 
 def _divisors(number: int) -> str:
-    """All divisors of a number as one says them."""
     return one_of(divisors(number))
 
 
@@ -250,7 +249,6 @@ class Planner:
         return next(self._meshes(world_size), None)
 
     def _meshes(self, world_size: int) -> Iterator[Mesh]:
-        """All meshes, in the order of preference."""
         for pp in self._sizes("pp", world_size):
             for tp in self._sizes("tp", world_size // pp):
                 if world_size > self.ranks_per_node and self.ranks_per_node % tp:
@@ -652,6 +650,5 @@ def _newer(version: str, bound: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...] | None:
-    """`2.8.0a0+git` as (2, 8, 0); None for what does not begin like a version."""
     match = _NUMBERS.match(version.strip())
     return tuple(int(part) for part in match[1].split(".")) if match else None

@@ -147,7 +147,6 @@ def _at_path(path: Path) -> RunDir:
 
 
 def _can_be_run(path: Path) -> bool:
-    """Whether a run is there."""
     try:
         return _is_run(path)
     except OSError as error:
@@ -172,7 +171,6 @@ def _newest_submission_t(run: RunDir) -> float:
 
 
 def _with_job(job_id: str, runs: Sequence[RunDir]) -> list[RunDir]:
-    """The runs that had a job of this id."""
     return [
         run
         for run in runs

@@ -107,7 +107,6 @@ def _checked(file: str, raw: dict[Any, Any]) -> Results:
 
 
 def _number(value: object) -> float | None:
-    """A JSON number, and null for one that is not finite; None of what is neither."""
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):

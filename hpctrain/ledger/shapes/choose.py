@@ -591,7 +591,6 @@ def _best(rows: Sequence[ShapeForecast], prefer: Prefer, *, by_finish: bool) -> 
 
 
 def _middle(rows: Sequence[ShapeForecast]) -> list[ShapeForecast]:
-    """The rows of the size in the middle of all, by ratios."""
     sizes = {row.shape.nodes for row in rows}
     middle = math.sqrt(min(sizes) * max(sizes))
     size = min(sizes, key=lambda nodes: (abs(math.log(nodes / middle)), nodes))

@@ -170,7 +170,6 @@ def _owns(given: Collection[int], environ: Mapping[str, str]) -> bool:
 
 
 def _cores(cpus: Cpus, machine: Machine) -> list[Cpus]:
-    """These CPUs as cores, NUMA node by NUMA node."""
     cores = {core & cpus for core in machine.cores} - {frozenset()}
     left = cpus.difference(*cores) if cores else cpus
     cores |= {frozenset({cpu}) for cpu in left}
@@ -236,7 +235,6 @@ def _cpus(path: Path) -> Cpus:
 
 
 def _text(path: Path) -> str:
-    """A file of the kernel's; "" where there is none that can be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

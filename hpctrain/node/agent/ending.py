@@ -255,7 +255,6 @@ class AttemptEnding:
         return decision.exit_code
 
     def _is_current(self, attempt: int) -> bool:
-        """Whether no newer attempt has taken the run over."""
         fence = read_fence(self._run)
         return fence is not None and fence.number == attempt
 
@@ -333,7 +332,6 @@ class AttemptEnding:
         self._incidents.tell(fact, attempt)
 
     def _crash_kind(self, attempt: int, failure: FailureReport | None) -> Outcome:
-        """What the failure of a rank was to its attempt."""
         if read_outcome(self._run, attempt).get("outcome") == "failed":
             return "user_error"
         if failure is None or failure.kind in {"signal", HANG, DESYNC} or is_echo(failure):

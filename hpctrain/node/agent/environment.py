@@ -45,6 +45,7 @@ from hpctrain.core.base.env import (
     HPCTRAIN_RESULTS,
     HPCTRAIN_RUN_DIR,
 )
+from hpctrain.core.base.files import replace_text
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import EnvironmentSet
 from hpctrain.ledger.run.fence import look_anew
@@ -139,9 +140,7 @@ class RankEnvironment:
         }
         path = self._run.environment(number)
         path.parent.mkdir(parents=True, exist_ok=True)
-        staged = path.with_name(f"{path.name}.new")
-        staged.write_text(json.dumps(fact.fields_set() | {"values": shown}, indent=1) + "\n")
-        staged.replace(path)
+        replace_text(path, json.dumps(fact.fields_set() | {"values": shown}, indent=1) + "\n")
 
 
 def versions_here() -> Versions:

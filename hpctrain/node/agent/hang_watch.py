@@ -112,7 +112,6 @@ class NodeHangs(RoundPart):
             self._round.say("counts", counts.plain())
 
     def _look(self, number: int) -> None:
-        """Look at the ranks, and report to node 0 what was found."""
         heartbeats = self._heartbeats()
         where = {seen.rank: seen for seen in heartbeats}
         processes = self._processes()

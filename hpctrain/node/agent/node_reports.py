@@ -212,7 +212,6 @@ class RankEnds(RoundPart):
         self._round.store.count(self._round.key("ends"), 1)
 
     def _look(self) -> NodeEnds | None:
-        """Which ranks have returned, and how the others do; None where all ended."""
         ranks = self._round.ranks
         returned: list[int] = []
         left: list[int] = []

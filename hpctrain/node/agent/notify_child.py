@@ -63,7 +63,6 @@ def main(argv: list[str]) -> int:
 
 
 def _tell(news: Notification, run: RunDir, spec: Spec) -> None:
-    """Tell it, and write down how that went."""
     folder = Path(spec.entry.cwd) if Path(spec.entry.cwd).is_dir() else run.root
     problems = deliver(news, spec.settings.notify, folder)
     notified = Notified(what=news.what, ok=not problems, why="; ".join(problems))

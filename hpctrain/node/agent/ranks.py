@@ -140,7 +140,6 @@ def _run_hooks() -> None:
 
 
 def _with_args(task: RankTask, rank: int) -> RankTask:
-    """The task with the arguments that only this rank, or only this start, has."""
     if HPCTRAIN_NSYS in os.environ:
         return task  # it has them
     first = [f"{task.local_rank}={os.environ['LOCAL_RANK']}"] if task.local_rank else []

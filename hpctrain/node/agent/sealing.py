@@ -84,7 +84,7 @@ class SealWatch(RoundPart):
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._unsealed is None:
             return
         self._over.set()
@@ -92,7 +92,7 @@ class SealWatch(RoundPart):
         if self._thread.is_alive():
             log.warning("a disk does not answer; what the program saved last is not registered")
             return
-        if self.returned and kind is None:
+        if self.returned and error[0] is None:
             self._leave_word()
             if not self._is_stopping():
                 self._guarded(self._seal_rest)

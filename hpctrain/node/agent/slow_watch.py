@@ -164,7 +164,6 @@ class JobStragglers:
             self._hear([heard[node] for node in self._nodes])
 
     def _hear(self, said: Sequence[Mapping[str, Any]]) -> None:
-        """What all nodes have read at one moment."""
         if len({one["group"] for one in said}) > 1:
             return
         group = said[0]["group"]

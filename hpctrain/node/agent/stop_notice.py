@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_STOP_FILE
+from hpctrain.core.base.files import replace_text
 from hpctrain.core.base.locks import NodeFolder
 from hpctrain.core.base.records import StopCause
 from hpctrain.ledger.plan.decide import is_ending
@@ -58,10 +59,8 @@ class StopFile:
         if self.cause is not None:
             return
         self.cause = cause
-        staged = self.path.with_suffix(".new")
         try:
-            staged.write_text(f"{cause}\n")
-            staged.replace(self.path)
+            replace_text(self.path, f"{cause}\n")
         except OSError as error:
             log.warning("the ranks are not told of the stop by %s: %s", self.path, error)
 

@@ -179,7 +179,6 @@ class _Line:
         self._socket.close()
 
     def welcome(self) -> int:
-        """Wait to be let in; how many ranks there are."""
         head, _ = self.hear(CONNECT_S)
         if why := head.get("why"):
             raise HpctrainError(str(why))

@@ -231,7 +231,6 @@ def _way(calls: _Calls, side: Sequence[int], group: _Group, number: int) -> str:
 
 
 def _signature(call: Collective) -> tuple[object, ...]:
-    """What has to be the same on all ranks."""
     return (call.name, *((call.sizes, call.dtypes) if call.name in SAME_SHAPES else ()))
 
 

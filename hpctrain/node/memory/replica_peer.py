@@ -253,7 +253,6 @@ class CopyFetcher:
     def _read(
         self, copy: ProvedCopy, address: Address, ranges: Sequence[Range]
     ) -> Iterator[tuple[int, bytes]]:
-        """Ranges of the copy that this replica server has; fewer where it is lost."""
         asked = {"is": "read", "mark": copy.mark, "rank": copy.plan.rank}
         try:
             with closing(meet(address, self._greeting, self._node)) as line:

@@ -318,7 +318,6 @@ class Loader:
         )
 
     def _read(self) -> Iterator[Any]:
-        """An iterator of torch's over all that is left; it starts the workers."""
         import torch
         from torch.utils.data import DataLoader
 

@@ -233,7 +233,6 @@ class StreamLoader:
         return None
 
     def _read_part(self) -> tuple[_Part | None, Exception | None]:
-        """This rank's part, or why there is none; without a word to the others."""
         if self._is_dry:
             return None, None
         try:

@@ -217,7 +217,6 @@ class ContextParallel:
 
 
 def _has(tensor: Tensor, positions: int) -> bool:
-    """Whether a tensor has so many positions, and not another dimension there."""
     return tensor.ndim > SEQUENCE and tensor.shape[SEQUENCE] == positions
 
 

@@ -327,7 +327,6 @@ def _places(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def _like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Another tensor as a parameter, where this one is."""
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(other, requires_grad=tensor.requires_grad)
     return other

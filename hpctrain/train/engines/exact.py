@@ -450,7 +450,6 @@ class ExactCopies(Exact):
             yield slice_, part
 
     def _exchange(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
-        """This rank's share of every rank's bucket."""
         if self.data_ranks == 1:
             return [flat]
         received = torch.empty_like(flat)
@@ -458,7 +457,6 @@ class ExactCopies(Exact):
         return received.chunk(self.data_ranks)
 
     def _join(self, share: torch.Tensor) -> torch.Tensor:
-        """The bucket of which each rank has a share."""
         if self.data_ranks == 1:
             return share
         flat = share.new_empty(share.numel() * self.data_ranks)

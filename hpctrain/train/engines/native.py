@@ -317,7 +317,6 @@ def shard(
 
 
 def _cuts(model: nn.Module, meshes: DeviceMeshes) -> Callable[[nn.Parameter], Any]:
-    """Where each parameter is cut, and over which ranks."""
     names = {
         id(weight): f"{prefix}.{name}"
         for prefix, module in find_experts(model).items()

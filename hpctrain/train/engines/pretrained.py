@@ -189,7 +189,6 @@ def _tensors_of(folder: Path, model: nn.Module) -> dict[str, list[StoredTensor]]
 
 
 def _plain(name: str) -> str:
-    """A tensor's name as the folder has it: peft wraps a model, and the layers that it adapts."""
     if not name.startswith(WRAPPED):
         return name
     return _LAYER.sub(".", name.removeprefix(WRAPPED))
@@ -332,7 +331,6 @@ def refuse_adapted(model: nn.Module, settings: EngineSettings, mesh: Mesh) -> No
 
 
 def _config_of(model: Any, *, is_built: bool) -> Any:
-    """The adapters' config as peft writes it."""
     if len(model.peft_config) != 1 or "default" not in model.peft_config:
         raise UsageError(
             f"the model has the adapters {', '.join(sorted(model.peft_config))}; one is trained, "

@@ -114,7 +114,6 @@ class PassThrough(nn.Identity):
 
 
 def _fingerprint(value: object) -> object:
-    """The same for values that are the same; of objects their class alone."""
     if isinstance(value, DTensor):
         value = value.to_local()
     if isinstance(value, Tensor):
@@ -413,6 +412,5 @@ def _tied(links: Sequence[ChainModule], runs: Sequence[range], pp: int) -> list[
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Names in one short line."""
     shown = list(names) if len(names) <= 8 else [*names[:3], "...", *names[-3:]]  # noqa: PLR2004
     return ", ".join(shown) if shown else "nothing"

@@ -335,7 +335,6 @@ class StepGuard(StepRules):
         return noting
 
     def _clear(self) -> None:
-        """Forget the step."""
         self._calls, self._losses = [], []
         self._loss, self._spike, self._suspect = None, None, ""
 

@@ -169,7 +169,6 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _number(value: Any) -> float | None:
-    """Of Python, torch or numpy; None of what is no single number."""
     if isinstance(value, bool | str | bytes):
         return None
     try:

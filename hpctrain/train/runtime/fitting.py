@@ -520,7 +520,6 @@ def _same_form(earlier: Any, other: Any) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """The number in a tensor of one element; None of a tensor with none, or of no number."""
     if not isinstance(value, torch.Tensor):
         return value if type(value) in NUMBERS else None
     try:
@@ -530,7 +529,6 @@ def _number(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it can be saved."""
     if value is None or type(value) in {bool, int, float, str}:
         return True
     try:

@@ -333,7 +333,6 @@ def in_words(bad: BadStep) -> str:
 
 
 def _whose(divergence: Divergence, nodes: Sequence[str]) -> str:
-    """Whose weights are wrong, in words."""
     where = ", ".join(dict.fromkeys(nodes))
     who = f"{fold_ranks(divergence.suspects)} on {where}"
     if divergence.is_certain:

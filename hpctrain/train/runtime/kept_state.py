@@ -417,7 +417,6 @@ class _StepClock:
         self._at = 0.0
 
     def at(self, step: int) -> None:
-        """The loop has come to this step."""
         now = clock.monotonic()
         if self._step >= 0 and step > self._step:
             each = (now - self._at) / (step - self._step)
@@ -425,5 +424,4 @@ class _StepClock:
         self._step, self._at = step, now
 
     def leave_out(self, seconds: float) -> None:
-        """So much of the time since then is no step's."""
         self._at += seconds

@@ -561,7 +561,6 @@ class Run:
         return consumed
 
     def _before_save(self) -> None:
-        """Lest the ledger or the curves be behind a checkpoint."""
         self._telemetry.flush(at_save=True)
         self._record.flush()
 
@@ -653,7 +652,6 @@ class Run:
         self._open(self.step)
 
     def _open(self, step: int) -> None:
-        """Training begins."""
         self._telemetry.open(
             self._place, log_every_s=self.settings.run.log_every_s, model=self._program.model
         )

@@ -32,7 +32,7 @@ def write(folder, attempt, first, last, *, clock=0.0, name=""):
     file.text(first - 1, "hpctrain/attempts", f"attempt {attempt}")
     for step in range(first, last + 1):
         t = 1_763_700_000.0 + clock + step
-        file.scalars(step, t, {"loss": float(attempt), "lr": 0.5})
+        file.log(step, {"loss": float(attempt), "lr": 0.5}, t)
     file.close()
     return path
 

@@ -243,7 +243,6 @@ def _import_deepspeed() -> ModuleType:
 def _initialize(
     deepspeed: Any, model: nn.Module, optimizer: Optimizer, config: dict[str, Any]
 ) -> tuple[nn.Module, Any]:
-    """DeepSpeed's engine and its optimizer. Collective."""
     engine, zero, _, _ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config, dist_init_required=False
     )

@@ -128,7 +128,6 @@ def _range_of(parameter: Any) -> tuple[int, int]:
 
 
 def _each(named: Mapping[str, nn.Parameter]) -> Iterable[tuple[str, nn.Parameter]]:
-    """Every parameter once, by its first name."""
     first = dict[int, str]()
     for name, parameter in named.items():
         first.setdefault(id(parameter), name)
@@ -466,7 +465,6 @@ class ZeroState:
 
 
 def _first_names(named: Mapping[str, nn.Parameter]) -> frozenset[str]:
-    """One name of each parameter."""
     first: dict[int, str] = {}
     for name, parameter in named.items():
         first.setdefault(id(parameter), name)
