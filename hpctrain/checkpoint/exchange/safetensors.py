@@ -454,9 +454,6 @@ def require_weights(folder: Path) -> None:
 def beside(folder: Path, tensors: Sequence[Tensor]) -> dict[str, bytes]:
     """Return the files beside an export's weights by name, from the weights' original folder.
 
-    config.json gets the dtype that the weights have now. Otherwise `from_pretrained` would round
-    them to the dtype that they were loaded in.
-
     Raises:
         UsageError: it is no such folder, or a file of it cannot be read.
     """

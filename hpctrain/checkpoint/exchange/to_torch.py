@@ -138,10 +138,7 @@ def _as_python(tensor: Tensor, kind: str, others: Mapping[str, _Slot]) -> Any:
 
 
 def _plain(form: Any, others: Mapping[str, _Slot]) -> Any:
-    """Turn a form of docs/development/checkpoint-format.md into plain data, as far as possible.
-
-    Other types keep their form: few programs open a file that names classes.
-    """
+    """Turn a form of docs/development/checkpoint-format.md into plain data, as far as possible."""
     if isinstance(form, list):
         return [_plain(each, others) for each in form]
     if not isinstance(form, dict):

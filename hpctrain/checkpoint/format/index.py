@@ -495,10 +495,7 @@ def _lengths(columns: dict[str, NDArray[np.int64]]) -> Iterator[str]:
 
 
 def _problems(index: ChunkIndex, manifest: Manifest) -> Iterator[str]:
-    """Yield what is at odds in an index; its bytes are proved, so these are a writer's mistakes.
-
-    Each check relies on those before it: take the first only.
-    """
+    """Yield what is at odds in an index; its bytes are proved, so these are a writer's mistakes."""
     count = len(manifest.tensors)
     if (index.pieces == 0).any() or (index.files == 0).any():
         yield "has a layout of nothing"

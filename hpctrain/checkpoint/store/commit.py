@@ -276,10 +276,7 @@ def describe(error: OSError, path: Path) -> str:
 
 
 def _stat(path: Path) -> os.statvfs_result | None:
-    """Return the statistics of the nearest existing directory; None if the file system gives none.
-
-    It must not fail a save, which meets whatever is wrong and names it.
-    """
+    """Return the nearest existing directory's statistics; None if the file system gives none."""
     for place in (path, *path.parents):
         try:
             return os.statvfs(place)

@@ -173,10 +173,7 @@ class _Scrub:
                     yield from self._block_tasks(number, table)
 
     def _rows(self, files: ChunkFiles, number: int) -> ChunkTable | None:
-        """Return one file's chunks with digests; None if what proves them is damaged.
-
-        One file at a time: a checkpoint of thousands of ranks has millions of chunks.
-        """
+        """Return one file's chunks with digests; None if what proves them is damaged."""
         table = self.chunks.of_file(number)
         try:
             Proofs(self.manifest, table).need(files, number)

@@ -115,11 +115,7 @@ class Part:
 
     @functools.cached_property
     def view(self) -> torch.Tensor:
-        """Its elements, contiguous in memory; see `cut`.
-
-        Made when it is asked for: a copy may find no memory, on this rank alone, which then has to
-        be where the other ranks hear of it.
-        """
+        """Its elements, contiguous in memory; see `cut`."""
         return cut(self.box, self.piece)
 
 

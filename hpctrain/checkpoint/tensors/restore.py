@@ -405,10 +405,7 @@ class _Shared:
 
 
 def _shared(boxes: Sequence[Held], state: State, world: World) -> list[_Shared]:
-    """Return what this rank holds together with others that it can speak to, by who they are.
-
-    The order is that of the ranks' numbers. Else two ranks in two groups would wait for each other.
-    """
+    """Return what this rank holds together with others that it can speak to, by who they are."""
     everyone = tuple(range(world.world_size))
     shared: dict[tuple[int, ...], _Shared] = {}
     for box in boxes:

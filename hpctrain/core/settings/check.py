@@ -290,8 +290,7 @@ def check_hooks(settings: Settings, origins: Mapping[str, str]) -> None:
     _check_notify(settings, origins)
     for name in settings.track.loggers:
         if name not in BUILT_IN and _OWN.fullmatch(name) is None:
-            trackers = [*BUILT_IN, "tensorboard"]
-            near = difflib.get_close_matches(name, trackers, n=1)
+            near = difflib.get_close_matches(name, [*BUILT_IN, "tensorboard"], n=1)
             if near == ["tensorboard"]:
                 hint = "TensorBoard's files are always written, it needs no entry"
             else:
@@ -423,8 +422,8 @@ def check_profile(settings: Settings, origins: Mapping[str, str], most_ranks: in
     for key, wanted in asked.items():
         if most_ranks and max(wanted, default=-1) >= most_ranks:
             raise UsageError(
-                f"{_named(f'profile.{key}', origins)} names rank {max(wanted)}; there are {most_ranks} at most: "
-                f"0 to {most_ranks - 1}"
+                f"{_named(f'profile.{key}', origins)} names rank {max(wanted)}; there are "
+                f"{most_ranks} at most: 0 to {most_ranks - 1}"
             )
     notes = []
     if steps is None:
@@ -503,10 +502,7 @@ def _slurm_time(days: str | None, *rest: str | None) -> tuple[int, int, int, int
 
 def sbatch_time(text: str) -> str:
     """The time limit in a form that sbatch reads; as it stands where it has no units."""
-    plain = text.strip()
-    if plain[-1:].lower() not in set("dhms"):
-        return text
-    return hms(time_s(plain))
+    return hms(time_s(text)) if text.strip()[-1:].lower() in set("dhms") else text
 
 
 def check(settings: Settings, origins: Mapping[str, str]) -> Chosen:

@@ -186,10 +186,7 @@ class EndWriter:
         return step
 
     def _last_seen(self, attempt: int, seen_step: int | None) -> dict[str, Any]:
-        """How far an attempt came and when it was last heard of, as fields of its end.
-
-        Step marks may be a minute old, a heartbeat some seconds; what the agent saw is no older.
-        """
+        """How far an attempt came and when it was last heard of, as fields of its end."""
         beat, own = read_heartbeat(self._run, attempt), self.history.attempt(attempt)
         step, heard = (own.highest_step, own.last_t) if own else (None, None)
         if beat is not None:

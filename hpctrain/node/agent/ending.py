@@ -120,10 +120,7 @@ class AttemptEnding:
         return sum(attempt.world_size > 0 for attempt in attempts)
 
     def record_lost_attempt(self) -> None:
-        """Write down the end of an attempt that could not do so itself.
-
-        Its node died, or it was killed; or it wrote what it thought, and accounting knows better.
-        """
+        """Write down the end of an attempt that could not do so itself."""
         fence = read_fence(self._run)
         if fence is None or fence.job_id.startswith(IMPORT):
             return

@@ -109,11 +109,7 @@ class _LogIndex:
 
 
 def _written(log: Path, pid: int | None) -> int:
-    """Return how long a log is; raise OSError if it is not there, or cannot be seen.
-
-    A rank appends, so its own output stands at the end. Looking at thousands of logs would ask one
-    file server thousands of questions.
-    """
+    """Return how long a log is; raise OSError if it is not there, or cannot be seen."""
     if pid is not None:
         with contextlib.suppress(OSError):
             to = os.readlink(f"/proc/{pid}/fd/1")  # noqa: PTH115 - a bare system call beside forks

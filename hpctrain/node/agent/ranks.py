@@ -186,11 +186,7 @@ def first_causal(reports: Iterable[FailureReport]) -> FailureReport | None:
 
 
 def settle_s(reports: Iterable[FailureReport]) -> float:
-    """How long other nodes have to report failures after these first ones: one may be the cause.
-
-    A rank that was killed from outside needs no other cause. SIGABRT comes from inside, such as
-    from NCCL's watchdog where a peer went away.
-    """
+    """How long other nodes have to report failures after these first ones: one may be the cause."""
     killed = (report for report in reports if report.kind == "signal")
     is_clear = any("SIGABRT" not in report.summary for report in killed)
     return CLEAR_SETTLE_S if is_clear else SETTLE_S

@@ -168,11 +168,7 @@ class AgentRound:
         self.store.count(self.key("reports"), 1)
 
     def say_again(self) -> None:
-        """Say again what was written over, and have node 0 look at once.
-
-        It looks by itself as seldom as this is called. Somebody who writes over a report in between
-        would be seen by each of its looks, and the run held until its time limit.
-        """
+        """Say again what was written over, and have node 0 look at once."""
         if self.store.say_again():
             self.store.count(self.key("reports"), 1)
 

@@ -148,10 +148,7 @@ class StopDeadline:
         return self.end_time - clock.now() + spare_s
 
     def _after_suspension(self) -> None:
-        """Where this process stood still: hear whether the job was suspended, and when it ends now.
-
-        SLURM gives back the time; by the old end the ranks would be killed in the middle of a step.
-        """
+        """If this process stood still: hear whether the job was suspended, and when it ends."""
         stood_s = clock.monotonic() - self._looked_at
         if stood_s >= STOOD_S and self._ask is not None:
             since = clock.now() - stood_s

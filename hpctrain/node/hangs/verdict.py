@@ -190,10 +190,7 @@ def _does_not_run(evidence: RankEvidence) -> bool:
 
 
 def _of_stopped(stopped: Sequence[RankEvidence]) -> HangVerdict:
-    """A process that does not run is a cause: no other rank's wait explains it.
-
-    But for "D", in which a rank is now and then that only reads slowly.
-    """
+    """A process that does not run is a cause: no other rank's wait explains it."""
     ranks = tuple(sorted(evidence.rank for evidence in stopped))
     states = sorted({STATES[evidence.process] for evidence in stopped})
     summary = f"{ranks_in_words(ranks)} {_is(ranks)} {' or '.join(states)}"

@@ -124,8 +124,6 @@ class CopyLine:
 def meet(address: tuple[str, int], greeting: Callable[[], Greeting], node: int) -> CopyLine:
     """Connect to another replica server; both prove that they know the secret.
 
-    This retries for a while, since unauthenticated peers may have filled its listener.
-
     Raises:
         ControlLost: it cannot be reached, or something else is there.
     """

@@ -197,10 +197,7 @@ def _plain(name: str) -> str:
 def _named(
     contents: Contents, model: nn.Module, wanted: AbstractSet[str]
 ) -> dict[str, StoredTensor]:
-    """Return the folder's tensors by the model's names: as they are, or with or without its prefix.
-
-    Names of a model without its head begin in another way; transformers accepts either.
-    """
+    """Return the folder's tensors by the model's names, which may lack or have its prefix."""
     base = getattr(model, "base_model_prefix", "") or "model"
     names = [
         str(leaf.path[0]).removeprefix(MODEL * contents.full_names) for leaf in contents.leaves

@@ -289,10 +289,7 @@ def _children(prefix: str, module: nn.Module, blocks: Collection[int]) -> Iterat
 
 
 def _makes_tables(module: nn.Module) -> bool:
-    """Return whether all that a module has is computed when it is made, as rotary frequencies.
-
-    What it returns goes to the blocks beside their tensor.
-    """
+    """Return whether all that a module has is computed when it is made, as rotary frequencies."""
     return any(True for _ in module.buffers()) and not module.state_dict()
 
 
@@ -334,10 +331,7 @@ def _stand_ins(
 
 
 def _lend(absent: Mapping[str, nn.Module], name: str, parameter: nn.Parameter) -> None:
-    """Have a layer's stand-in hold a parameter that is tied to a kept one.
-
-    So it has all its names of the whole model, for the optimizer and for checkpoints.
-    """
+    """Have a layer's stand-in hold a parameter that is tied to a kept one."""
     link = next((link for link in absent if name.startswith(link + ".")), None)
     if link is None:
         return

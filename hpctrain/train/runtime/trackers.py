@@ -161,11 +161,7 @@ class Trackers(NoTrackers):
             self._threads += start_threads(spec.settings.track.loggers, tracked_run)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take scalars of a step; never waits.
-
-        They reach the trackers with the next step's, so that a name that a program tells several
-        times in a step counts once, with its last value.
-        """
+        """Take scalars of a step; never waits."""
         if step != self._step:
             self._hand_over()
             self._step = step
