@@ -16,7 +16,7 @@ from __future__ import annotations
 import bisect
 import functools
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -32,6 +32,7 @@ from hpctrain.checkpoint.tensors.arena import aligned
 from hpctrain.checkpoint.tensors.boxes import Flat, bytes_of, held, sharers, view_of
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import Patience
+from hpctrain.core.base.records import Skipped
 from hpctrain.core.base.text import Meter
 from hpctrain.core.device import has_host_backend
 from hpctrain.core.world import gather, on_rank_0, one_line
@@ -102,7 +103,7 @@ class Restored:
         step: Updates in it.
         path: Its directory.
         manifest: Its manifest.
-        skipped: Newer ones that were passed over: step, name, reason.
+        skipped: Newer ones that were passed over.
         bytes_read: By this rank, from files or the nodes' memory.
         seconds: For the reading.
         kept_by: See `CopiesInMemory.kept_by`; "" where it lay on disk.
@@ -112,7 +113,7 @@ class Restored:
     step: int = 0
     path: Path | None = None
     manifest: Manifest | None = None
-    skipped: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
     bytes_read: int = 0
     seconds: float = 0.0
     kept_by: str = ""
@@ -208,10 +209,9 @@ def restore(
             return restored
     while True:
         choice = on_rank_0(world, lambda: patience(lambda: find.choose(run, at_step=asked)))
-        newer = [{"step": s.step, "name": s.name, "reason": s.reason} for s in choice.skipped]
         candidate = choice.checkpoint
         if candidate is None or candidate.manifest is None:
-            skipped = _unique(skipped + newer)
+            skipped = _unique(skipped + choice.skipped)
             on_rank_0(world, functools.partial(_begin_anew, run, attempt, asked, skipped))
             return Restored(skipped=skipped)
         started = clock.monotonic()
@@ -221,23 +221,18 @@ def restore(
             if asked is not None:
                 on_rank_0(world, lambda: _set_newer_aside(run, attempt, asked))
             seconds = clock.monotonic() - started
-            skipped = _unique(skipped + newer)
+            skipped = _unique(skipped + choice.skipped)
             return Restored(
-                step=candidate.step,
-                path=candidate.path,
-                manifest=candidate.manifest,
-                skipped=skipped,
-                bytes_read=bytes_read,
-                seconds=seconds,
+                candidate.step, candidate.path, candidate.manifest, skipped, bytes_read, seconds
             )
         if asked is not None:
             raise CheckpointError(
                 f"step {asked}, which `resume --from` asked for, is damaged: {damage}; "
                 "resume from another step"
             )
-        damaged = {"step": candidate.step, "name": candidate.path.name, "reason": damage}
+        damaged = Skipped(candidate.step, candidate.name, damage)
         skipped = [*skipped, damaged]
-        on_rank_0(world, functools.partial(_give_up, run, attempt, candidate, damaged))
+        on_rank_0(world, functools.partial(_give_up, run, attempt, damaged))
 
 
 def _bounds(run: RunDir) -> tuple[int | None, int | None]:
@@ -262,7 +257,7 @@ def _from_memory(
     steps = functools.partial(find.steps, place.run)
     least_step = on_rank_0(world, lambda: max(_or_nothing(steps), default=0))
     reading = _Reading(arena, Patience(), copies)
-    skipped: list[dict[str, Any]] = []
+    skipped: list[Skipped] = []
     for candidate in copies.find(least_step):
         if most is not None and candidate.step > most:
             continue  # a guard goes back behind it; of files such ones are set aside
@@ -284,7 +279,7 @@ def _from_memory(
                 is_saved=candidate.step == least_step,
             )
         log.warning("the copy of step %d in memory is not taken: %s", candidate.step, damage)
-        skipped.append({"step": candidate.step, "name": candidate.path.name, "reason": damage})
+        skipped.append(Skipped(candidate.step, candidate.name, damage))
     return Restored(skipped=skipped)
 
 
@@ -643,9 +638,7 @@ def _broadcast(tensor: torch.Tensor, rank: int, world: World, group: Any) -> Non
         dist.broadcast(flat, src=rank, group=group)
 
 
-def _begin_anew(
-    run: RunDir, attempt: Attempt, asked: int | None, skipped: list[dict[str, Any]]
-) -> None:
+def _begin_anew(run: RunDir, attempt: Attempt, asked: int | None, skipped: list[Skipped]) -> None:
     if asked is None:
         refuse_to_forget(run, skipped)
     else:
@@ -662,32 +655,25 @@ def _bar(run: RunDir, attempt: Attempt) -> None:
         log.warning("%s; older attempts are kept out by the run's lock alone", error)
 
 
-def _staged_leftovers(run: RunDir) -> list[dict[str, Any]]:
-    return [
-        {"step": left.step, "name": left.path.name, "reason": left.reason}
-        for left in find.staged(run)
-    ]
+def _staged_leftovers(run: RunDir) -> list[Skipped]:
+    return [Skipped(left.step, left.path.name, left.reason) for left in find.staged(run)]
 
 
-def _unique(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    by_name: dict[str, dict[str, Any]] = {}
+def _unique(rows: list[Skipped]) -> list[Skipped]:
+    by_name: dict[str, Skipped] = {}
     for row in rows:
-        by_name.setdefault(str(row["name"]), row)
+        by_name.setdefault(row.name, row)
     return list(by_name.values())
 
 
-def _give_up(
-    run: RunDir, attempt: Attempt, candidate: FoundCheckpoint, damaged: dict[str, Any]
-) -> None:
-    verify.set_aside(run, candidate, damaged["reason"], attempt)
-    ledger.append(run, CheckpointSetAside(**damaged), attempt=attempt.number)
+def _give_up(run: RunDir, attempt: Attempt, damaged: Skipped) -> None:
+    verify.set_aside(run, damaged.step, damaged.reason, attempt)
+    ledger.append(run, CheckpointSetAside(**asdict(damaged)), attempt=attempt.number)
 
 
 def _set_newer_aside(run: RunDir, attempt: Attempt, step: int) -> None:
     """So that their steps can be saved anew; nothing is deleted."""
     for newer in find.steps(run):
         if newer > step:
-            path = find.step_path(run, newer)
-            row = {"step": newer, "name": path.name}
-            row["reason"] = f"newer than `resume --from {step}`"
-            _give_up(run, attempt, find.FoundCheckpoint(newer, path, None, None), row)
+            name, why = find.step_path(run, newer).name, f"newer than `resume --from {step}`"
+            _give_up(run, attempt, Skipped(newer, name, why))

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpctrain.checkpoint.format import index, shard
 from hpctrain.checkpoint.format import manifest as manifests
+from hpctrain.checkpoint.format import shard
 from hpctrain.checkpoint.format.layout import FileLayout, RankPart, assemble, placed
 from hpctrain.checkpoint.format.manifest import FileEntry, block_digest
 from hpctrain.checkpoint.format.shard import file_name
@@ -25,7 +25,6 @@ from hpctrain.errors import TornCheckpoint
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from hpctrain.checkpoint.format.index import ChunkIndex
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.format.shard import ShardPiece
 
@@ -218,12 +217,3 @@ def joined(answers: Mapping[int, Sequence[Any]]) -> tuple[Manifest, bytes]:
     content = chunks.dump()
     manifest.files = [*files, entry_of(content)]
     return manifest, content
-
-
-def index_of(manifest: Manifest, table: bytes) -> ChunkIndex:
-    """The chunk table that `joined` made.
-
-    Raises:
-        TornCheckpoint: it is another.
-    """
-    return index.parse(table, manifest)

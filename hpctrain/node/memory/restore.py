@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.checkpoint.format import index
 from hpctrain.checkpoint.format.manifest import step_name
 from hpctrain.checkpoint.format.reader import CheckpointSource
 from hpctrain.checkpoint.format.shard import rank_of
@@ -18,7 +19,7 @@ from hpctrain.checkpoint.store.find import FoundCheckpoint
 from hpctrain.core.testing import points
 from hpctrain.core.world import broadcast, gather, gather_on_0, one_line
 from hpctrain.errors import HpctrainError, TornCheckpoint
-from hpctrain.node.memory.copy_plan import index_of, joined
+from hpctrain.node.memory.copy_plan import joined
 from hpctrain.node.memory.replica_client import ReplicaServerLost
 from hpctrain.node.memory.slots import Inventory, choose
 
@@ -79,7 +80,7 @@ class NodesCopies:
         Raises:
             TornCheckpoint: it is another's.
         """
-        return index_of(manifest, self._table)
+        return index.parse(self._table, manifest)
 
     def mend(self) -> bool:
         """Have all copies that were opened here mended from other nodes' memory. Not collective.

@@ -453,10 +453,9 @@ def set_aside_newer(
     for step in find.steps(place.run):
         if step <= limit:
             continue
-        path = find.step_path(place.run, step)
-        checkpoint = find.FoundCheckpoint(step, path, None, None)
-        verify.set_aside(place.run, checkpoint, why, place.attempt)
-        tell(CheckpointSetAside(step=step, name=path.name, reason=why))
+        verify.set_aside(place.run, step, why, place.attempt)
+        name = find.step_path(place.run, step).name
+        tell(CheckpointSetAside(step=step, name=name, reason=why))
 
 
 def _told(place: SavePlace) -> Sequence[tuple[int, tuple[int, int]]]:

@@ -20,7 +20,6 @@ from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.tensors.restore import Restored, Wanted, restore
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_CONTROL
-from hpctrain.core.base.records import Skipped
 from hpctrain.core.world import on_rank_0
 from hpctrain.errors import CheckpointError
 from hpctrain.ledger.run.event_types import CheckpointRestored, MemoryCopiesSet
@@ -140,7 +139,7 @@ class TrainingState(NothingKept):
             world_size=self._world.world_size,
             seconds=round(clock.monotonic() - started, 3),
             bytes_read=restored.bytes_read,
-            skipped=tuple(Skipped(**row) for row in restored.skipped),
+            skipped=tuple(restored.skipped),
             read_from=restored.kept_by,
         )
         self._record.event(fact)
