@@ -28,13 +28,13 @@ import xxhash
 from hpctrain.checkpoint.format.shard import ShardReport
 from hpctrain.checkpoint.tensors.writer_process import (
     FRAME,
-    SHIELDED,
     WriteFailure,
     WriteRequest,
     frame,
 )
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import PACKAGE
+from hpctrain.core.base.process import OF_STEPS
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -396,7 +396,7 @@ def _signals_held() -> Iterator[None]:
 
     Without that, a signal would find it without handlers until it is set up.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_STEPS)
     try:
         yield
     finally:

@@ -20,7 +20,6 @@ import mmap
 import os
 import pickle
 import platform
-import signal
 import socket
 import struct
 import sys
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from hpctrain.checkpoint.format import shard
-from hpctrain.core.base.process import die_with_parent, show_as
+from hpctrain.core.base.process import die_with_parent, ignore_signals, show_as
 from hpctrain.core.testing import points
 from hpctrain.errors import HpctrainError
 
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
 
 FRAME = struct.Struct("<QQQ")
 """Number of the request, bytes of the body, digest of the body."""
-SHIELDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
-"""SLURM signals every process of a step; the rank alone decides what that means."""
 IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273}
 IOPRIO_WHO_PROCESS = 1
 IOPRIO_LOWEST = 2 << 13 | 7
@@ -84,7 +81,7 @@ class WriteFailure:
 
 def main(handle: int, rank_pid: int) -> None:
     """Write what the rank requests over socket `handle`, until the rank closes its end or dies."""
-    _shield()
+    ignore_signals()  # the rank started this process with them blocked
     die_with_parent(rank_pid)
     show_as("hpctrain-writer")
     _step_back()
@@ -98,13 +95,6 @@ def main(handle: int, rank_pid: int) -> None:
 def frame(number: int, body: bytes) -> bytes:
     """What stands before a body on the socket."""
     return FRAME.pack(number, len(body), xxhash.xxh3_64_intdigest(body))
-
-
-def _shield() -> None:
-    # The rank started this process with these blocked: none gets through before it is ignored.
-    for signum in SHIELDED:
-        signal.signal(signum, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
 
 
 def _step_back() -> None:

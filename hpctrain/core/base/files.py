@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import shlex
 import stat
@@ -43,7 +42,6 @@ MOST_SOURCE_BYTES = 4 << 20
 """Of a program that is read: a generated one beyond is no training program."""
 _OF_HOST_NAMES = frozenset({"idna", "punycode", "undefined"})
 """Codecs that Python takes in a first line: they raise, or take minutes for megabytes."""
-log = logging.getLogger("hpctrain.checkpoint")
 T = TypeVar("T")
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 15.0
@@ -423,7 +421,9 @@ class Patience:
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     def _tell(self, error: Exception, wait_s: float) -> None:
-        log.warning(
+        import logging  # here: every command reads this module, and none of them waits
+
+        logging.getLogger("hpctrain.checkpoint").warning(
             "%s; tried again in %g s, for %g s more of %g s (checkpoint.patience_s)",
             error,
             wait_s,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 OF_STEPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-"""SLURM's reach every process of the step."""
+"""SLURM sends them to every process of a step; the rank, or the agent, decides what they mean."""
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PER_RANK = 1
@@ -101,14 +101,19 @@ class ForkedProcess:
         self.stop()
 
 
+def ignore_signals() -> None:
+    """Ignore SLURM's signals; the parent may have had them blocked, so that none came before."""
+    for signum in OF_STEPS:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_STEPS)
+
+
 def _serve_until_killed(
     serve: Callable[[socket.socket, int], None], line: socket.socket, parent: int
 ) -> NoReturn:
     """The forked process: never comes back into its parent's code."""
     try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        for signum in OF_STEPS:
-            signal.signal(signum, signal.SIG_IGN)
+        ignore_signals()
         die_with_parent(parent)
         serve(line, parent)
     except BaseException:  # noqa: BLE001 - who is beside it sees that it is gone, not why
