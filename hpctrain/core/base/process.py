@@ -155,14 +155,14 @@ def show_as(name: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
-def print_to(path: Path, mode: int = 0o644) -> None:
+def print_to(path: Path) -> None:
     """Append what this process prints, and what its libraries print, to a file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     try:
-        log = os.open(path, flags, mode)
+        log = os.open(path, flags, 0o644)
     except FileNotFoundError:  # an agent has made the folder for all of its ranks
         path.parent.mkdir(parents=True, exist_ok=True)
-        log = os.open(path, flags, mode)
+        log = os.open(path, flags, 0o644)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(log, 1)

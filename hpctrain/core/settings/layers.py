@@ -181,17 +181,17 @@ class SettingsFile:
     """Its keys outside any table, among those that were allowed."""
 
 
-def from_toml(file: TomlFile, *, name: str, top: Sequence[str], origin: str = "{}") -> SettingsFile:
+def from_toml(file: TomlFile, *, name: str, top: Sequence[str]) -> SettingsFile:
     """Take a settings file apart.
 
-    `top` are text keys that it may have outside any table; `{}` in `origin` stands for `file:line`.
+    `top` are text keys that it may have outside any table.
 
     Raises:
         UsageError: a key outside any table is unknown, or is not text; [env] is not a table.
     """
 
     def where(section: str, key: str) -> str:
-        return origin.format(file.where(section, key) if key else file.where(section))
+        return file.where(section, key) if key else file.where(section)
 
     values = dict(file.values)
     env = values.pop(ENV_SECTION, {})

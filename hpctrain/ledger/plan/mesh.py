@@ -172,7 +172,6 @@ def plan_mesh(
     ranks_per_node: int,
     *,
     shape: ModelShape | None = None,
-    origins: Mapping[str, str] | None = None,
 ) -> Mesh:
     """The mesh of so many ranks, within the settings' bounds; the same wherever it is asked for.
 
@@ -180,13 +179,12 @@ def plan_mesh(
     the user allowed at least, since each of these costs more than plain sharding, which takes the
     ranks that are left. The ranks of a tp group lie in one node.
 
-    If the model's `shape` is known, its numbers are divided without a rest. `origins` are for
-    messages.
+    If the model's `shape` is known, its numbers are divided without a rest.
 
     Raises:
         UsageError: the bounds leave no mesh; with the nearest numbers of nodes that have one.
     """
-    planner = Planner(engine, ranks_per_node, shape, origins or {})
+    planner = Planner(engine, ranks_per_node, shape, {})
     planner.check()
     mesh = planner.find(world_size)
     if mesh is None:

@@ -207,12 +207,12 @@ class SealWatch(RoundPart):
         return True
 
 
-def is_open_for_writing(save: UnsealedSave, proc: Path = PROC) -> bool:
+def is_open_for_writing(save: UnsealedSave) -> bool:
     """Whether a process of this user's on this node can still write into one of the files."""
     path = save.match.path.resolve()
     root = path.parent if save.is_file else path
     names = {str(root / file.name) for file in save.files}
-    return any(_opens(folder, names) for folder in proc.iterdir() if folder.name.isdigit())
+    return any(_opens(folder, names) for folder in PROC.iterdir() if folder.name.isdigit())
 
 
 def _opens(process: Path, names: set[str]) -> bool:
