@@ -88,8 +88,6 @@ class Contents:
 
     Attributes:
         kind: As `--from` calls it.
-        source: Where it lies.
-        leaves: Every value in it.
         full_names: Whether the names are ours already (``model.``, ``optim.``, ...).
         step: The step that the source says it is of.
         state: Of a checkpoint of our own: fields of its manifest, see CARRIED.
@@ -131,7 +129,6 @@ class Tensor:
     Attributes:
         name: Its name where it is going; see `naming`.
         dtype: In safetensors' words.
-        shape: Its sizes.
         read: Its bytes, row-major and little-endian; may be asked more than once.
     """
 

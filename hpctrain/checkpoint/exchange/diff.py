@@ -39,9 +39,6 @@ class Changed:
     """A tensor that is not the same in both.
 
     Attributes:
-        name: Its name.
-        before: Dtype and shape.
-        after: Dtype and shape.
         elements: How many are not the same; None where that cannot be said.
         max_abs: The largest difference of two values; None for what are no fractions, and where
             shapes differ or the values were not read. Not a number if one of the two is none.

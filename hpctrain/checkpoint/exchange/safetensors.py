@@ -51,7 +51,6 @@ class StoredTensor(Tensor):
     """A tensor in a file: whole, or some of its rows.
 
     Attributes:
-        path: The file.
         position: Of its first byte in the file.
     """
 

@@ -80,7 +80,6 @@ class SealedFile:
 
     Attributes:
         name: Relative to the sealed folder, with slashes; of a sealed file its own name.
-        size: Bytes.
         digest: ``xxh3_64:`` and 16 hexadecimal digits, of all its bytes.
         mtime_ns: When it was last changed, by its file system. Tells that a file need not be looked
             at again; proves nothing.
@@ -104,7 +103,6 @@ class Seal:
         created: Seconds since the epoch; for people, never for choosing.
         by: The program, which called `run.sealed`, or the agent of node 0.
         is_copy: The seal has the bytes too, since the program writes over them with its next save.
-        files: Every file of it.
     """
 
     format: int = FORMAT

@@ -36,7 +36,6 @@ class NamedPath:
     """A path that one of the patterns stands for.
 
     Attributes:
-        path: The file or folder.
         step: From the digits of its name, else None.
         is_written_over: Each save writes over the same path.
     """

@@ -51,9 +51,7 @@ class Resume:
     Attributes:
         path: The file or folder, whole where the program saved it; None where there is none.
         step: Its step, where that is known.
-        name: Its seal's.
         put_back: Whether it was put back from the run's copy.
-        size_bytes: Its size.
         read_bytes: How many bytes were read to prove it and those before it.
         seconds: How long that took.
         skipped: Newer ones that were not taken, each with the reason.
@@ -187,7 +185,6 @@ class Looked:
     """A seal with what became of its files; to be shown.
 
     Attributes:
-        stored: The seal.
         state: "ok"; "gone": the program has removed it; "changed", "torn"; or "unreadable".
         problems: What is wrong, a line each; none where it is ok or gone.
     """

@@ -50,7 +50,6 @@ class StoredSeal:
 
     Attributes:
         number: The higher one is the newer one.
-        folder: Where it lies.
         seal: What it says; None where it could not be read.
         problem: Why it could not.
         doubt: Whether nobody could judge it: the disk refused, or a newer hpctrain wrote it.
@@ -81,11 +80,8 @@ class SealPlan:
     """What is about to be sealed; plain data, the same on every rank.
 
     Attributes:
-        path: The file or folder.
         is_folder: Which of the two.
-        files: Every file of it.
         staged: Where the seal is put together.
-        is_copy: The bytes are copied too.
         began: Seconds since the epoch.
     """
 

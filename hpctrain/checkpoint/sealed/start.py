@@ -54,7 +54,6 @@ class UnsealedSave:
 
     Attributes:
         match: The path, and what its name says.
-        files: Every file of it.
     """
 
     match: NamedPath

@@ -52,7 +52,6 @@ class FoundCheckpoint:
 
     Attributes:
         step: From its name.
-        path: The directory.
         manifest: None if it could not be read.
         problem: Why it must not be loaded; None if the cheap checks found nothing.
         doubt: "unreadable" or "other format" where nobody could judge it; only from `glance`.

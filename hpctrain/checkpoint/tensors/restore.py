@@ -101,11 +101,7 @@ class Restored:
 
     Attributes:
         step: Updates in it.
-        path: Its directory.
-        manifest: Its manifest.
-        skipped: Newer ones that were passed over.
         bytes_read: By this rank, from files or the nodes' memory.
-        seconds: For the reading.
         kept_by: See `CopiesInMemory.kept_by`; "" where it lay on disk.
         is_saved: Whether it lies on disk, too.
     """

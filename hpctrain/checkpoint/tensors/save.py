@@ -55,9 +55,7 @@ class Saved:
     """A committed checkpoint.
 
     Attributes:
-        step: Optimizer updates in it.
         path: Its directory's name.
-        bytes: Of all its files.
         seconds: From the copy or the first byte to the commit.
         stall_s: How long training waited for it.
         state_digest: Of all tensors but the random generators: equal only if the state is.

@@ -58,8 +58,6 @@ class WriteRequest:
         offsets: Where each piece's bytes begin in the arena.
         block_bytes: See `shard.write`, as for the next.
         threads: How many write at a time.
-        step: The checkpoint's.
-        rank: Whose shard it is.
     """
 
     path: Path

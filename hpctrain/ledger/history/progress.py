@@ -56,7 +56,6 @@ class SaveInterval:
     """How often the run saves, as its newest attempt said; in seconds or in steps.
 
     Attributes:
-        why: What decided.
         cost_s: What training loses to one save, as it was measured.
         mtbf_s: Seconds between failures, as they were expected.
     """

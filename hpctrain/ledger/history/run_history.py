@@ -85,7 +85,6 @@ class RunHistory:
             no checkpoint any more, one that is saved anew counts as new.
         notified: Attempts of whose end somebody was told.
         followers: Directories of the runs that are to run after this one.
-        count: How many events there are.
         last_t: When the last event was written; None in an empty ledger.
         written_in: The submission's script or the run's folder, as last written there.
     """

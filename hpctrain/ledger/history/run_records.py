@@ -72,7 +72,6 @@ class Submission:
     """A job that was asked for.
 
     Attributes:
-        asked: When.
         job_id: "" where the answer is not on record.
         accepted: When the answer came; None where it is not on record.
         refused: Whether it was not accepted.
@@ -117,7 +116,6 @@ class SaveRecord:
             tell.
         waited_s: How long it waited for the save before.
         mode: "async" or "sync".
-        why: Why it was not committed.
         own_s: Before the seconds of a seal: the program's own save.
     """
 
@@ -160,7 +158,6 @@ class AttemptRecord:
         submitted_job: The newest job that was submitted when it was first heard of.
         job_id: Whose job it ran in; "" where its beginning is torn.
         restarts: How often the scheduler had restarted that job.
-        nodes: Host names.
         world_size: Ranks; 0 where no agent came so far.
         cpus: Of each rank of its first node; empty where they are not bound.
         by: "start", "restart" inside the allocation, or "batch".

@@ -76,10 +76,8 @@ class EndFacts:
         job_id: The job of whoever saw it.
         restarts: Which start of that job.
         attempt: The attempt; None for a start in which no agent came so far.
-        outcome: How its ranks ended.
         cause: What asked them to stop; None where nothing did.
         scheduler: What the scheduler says of the job; None where it was not or could not be asked.
-        why: In words.
         step: The step that it told of last; None where it told of none.
         seen_step: The step that its ranks were seen at last; None where nobody looked.
         nodes_failed: Nodes died or are not fit, so that a crash is theirs.
@@ -111,8 +109,6 @@ class EndDecision:
     """What an end is called and what follows.
 
     Attributes:
-        reason: Why the attempt ended.
-        next: What follows.
         exit_code: Of the task that decided; what the job ends with where the run is stopped.
         stopped: Why the run does not go on, though the attempt's end alone would let it; "" else.
     """

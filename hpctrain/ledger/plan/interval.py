@@ -85,7 +85,6 @@ class Interval:
 
     Attributes:
         seconds: After the last one; 0 where steps count.
-        why: What decided, in a few words.
         steps: Save every so many steps; 0 where seconds count.
     """
 

@@ -42,8 +42,6 @@ class ModelShape:
 
     Attributes:
         layers: Blocks, which a pipeline shares out.
-        dim: Width.
-        heads: Attention heads.
         hidden: Width of the MLP, or of each expert.
         seq_len: Positions of a sequence; 0 where it is not known.
         experts: In each block; 0 for a dense model.
@@ -172,6 +170,7 @@ def plan_mesh(
     ranks_per_node: int,
     *,
     shape: ModelShape | None = None,
+    origins: Mapping[str, str] | None = None,
 ) -> Mesh:
     """The mesh of so many ranks, within the settings' bounds; the same wherever it is asked for.
 
@@ -179,12 +178,13 @@ def plan_mesh(
     the user allowed at least, since each of these costs more than plain sharding, which takes the
     ranks that are left. The ranks of a tp group lie in one node.
 
-    If the model's `shape` is known, its numbers are divided without a rest.
+    If the model's `shape` is known, its numbers are divided without a rest. `origins` are for
+    messages.
 
     Raises:
         UsageError: the bounds leave no mesh; with the nearest numbers of nodes that have one.
     """
-    planner = Planner(engine, ranks_per_node, shape, {})
+    planner = Planner(engine, ranks_per_node, shape, origins or {})
     planner.check()
     mesh = planner.find(world_size)
     if mesh is None:

@@ -454,7 +454,6 @@ class Wish:
     """What the user asked for.
 
     Attributes:
-        prefer: What counts.
         most_node_hours: For the whole run, what it has used so far included; None for no limit.
     """
 
@@ -468,7 +467,6 @@ class ShapeChoice:
 
     Attributes:
         row: The chosen one; None where every candidate is refused.
-        rows: All candidates, as enumerated.
         why: Two lines.
         kept: Whether it is the shape that the run had before.
     """

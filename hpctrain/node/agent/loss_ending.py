@@ -105,7 +105,6 @@ class Succeeds(Exception):
     """This process is to become an agent of the next generation.
 
     Attributes:
-        generation: Which.
         replica_server: The process with copies of the state, as `NodeControl.hand_over` gave it.
     """
 

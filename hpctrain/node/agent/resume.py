@@ -35,7 +35,6 @@ class ResumeArgs:
     """What is added to a program's arguments at one start.
 
     Attributes:
-        words: The arguments; empty for none.
         why: Why they are added, or not; "" where run.resume_args is empty.
     """
 

@@ -36,8 +36,6 @@ class RoundEnd:
         ending: All ranks returned; one failed; they were killed because a stop took too long; or
             some had returned, and the others did nothing any more.
         restart: The agents start the ranks again in this allocation.
-        why: In words.
-        failure: The first causal failure.
         silent_nodes: Nodes that are dead, by their numbers in the job: their agents did not answer
             after it, or they were lost.
         left_out: Why this node takes part in no round any more; then nobody else waits for it.
@@ -86,7 +84,6 @@ class NodeRanks:
     """The ranks of this node in one round, in torch's order.
 
     Attributes:
-        workers: torch's, one for each rank.
         context: torch's, with the processes; None before they are forked.
     """
 
@@ -138,7 +135,6 @@ class AgentRound:
         place: Of this node in the round.
         nodes: How many nodes the round has.
         store: The agents' store of this round.
-        ranks: This node's.
         directory: The attempt's; known once node 0 has begun it.
         has_reported: This node has no rank left, and has told node 0.
     """

@@ -50,9 +50,7 @@ class Call(NamedTuple):
     """Which call of the ranks.
 
     Attributes:
-        channel: Of which exchange.
         number: The how-manieth of it.
-        kind: What they called.
     """
 
     channel: str
@@ -79,7 +77,6 @@ class Delivery(NamedTuple):
 
     Attributes:
         to: `UP`, `DOWN` (to each child), or a rank of this node.
-        call: Whose values.
         entries: The values of some ranks, as `entries_of` reads them.
     """
 

@@ -63,9 +63,7 @@ class HeartbeatSeen(NamedTuple):
     """A rank's heartbeat as it was read.
 
     Attributes:
-        rank: Whose.
         process: Its process; 0 for one that has not begun.
-        step: The step that it is in.
         phase: The number of its phase, in `PHASES` or a section's; 0 for not known.
         is_first: It has not done a step yet.
         limit_s: What the program has said the phase may take; None for nothing.

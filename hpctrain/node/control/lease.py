@@ -196,8 +196,6 @@ class Decision:
     """What all ranks do at a tick.
 
     Attributes:
-        tick: At which.
-        kind: What.
         value: The code of a stop; else up to which number wishes of this kind are fulfilled by it.
     """
 

@@ -148,11 +148,8 @@ class TreePlace:
 
     Attributes:
         node: Its number; 0 is the root.
-        nodes: How many there are.
         first_rank: The number of its first rank.
-        ranks: How many ranks it has.
         ranks_in_all: How many all nodes have.
-        name: For people.
     """
 
     node: int

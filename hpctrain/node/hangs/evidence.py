@@ -86,8 +86,6 @@ class RankEvidence:
     """What a look has found of one rank.
 
     Attributes:
-        rank: Its number.
-        node: Its node's name.
         process: Its state as the kernel says it: a letter such as "R", "S", "D" (waits for a disk
             or a server and cannot be interrupted), "T" (stopped), "Z" (dead); "" where there is no
             such process any more.

@@ -66,7 +66,6 @@ class HangVerdict:
             collectives; "deadlock": they wait for each other in a circle; "network": all have
             called the same, and it does not end; "unknown".
         ranks: Who is to blame; for a deadlock all of the circle; else empty.
-        summary: In one line.
         details: A line for each rank, or for each group of ranks that do the same.
         is_certain: Nothing else explains what was found.
     """
@@ -82,7 +81,6 @@ class _Group(NamedTuple):
     """A process group, by what is the same on all of its ranks: its name need not be.
 
     Attributes:
-        members: Its ranks.
         which: Of several groups of the same members, in the order in which they were made.
     """
 
@@ -94,7 +92,6 @@ class _Wait(NamedTuple):
     """A rank's wait in a collective.
 
     Attributes:
-        group: Of which group.
         number: The how-manieth of it.
         ranks: Those that have not called it.
     """
@@ -108,7 +105,6 @@ class _Calls:
     """What all ranks have called, by what their groups are called everywhere.
 
     Attributes:
-        evidence: By rank.
         fronts: How far each rank of a group has come; ranks that do not say are left out.
         calls: The ranks' collectives, by group, number and rank.
     """

@@ -35,8 +35,6 @@ class CopyPlan:
 
     Attributes:
         world_size: Ranks that make copies of this step.
-        rank: Whose.
-        head: Bytes of the header.
         sizes: Bytes of each part, one behind the other behind the header.
         block_bytes: That one digest covers.
         facts: What the readers need beside the bytes: JSON.

@@ -36,9 +36,7 @@ class ProvedCopy:
     """A whole copy.
 
     Attributes:
-        mark: Its step.
         plan: How it lies in its slot.
-        size: Its bytes.
         digest: As a manifest has it.
     """
 
@@ -136,7 +134,6 @@ class CopyInMemory:
     """A whole copy, and where it lies.
 
     Attributes:
-        copy: What it is.
         arena: Its memory, from the first byte on.
     """
 

@@ -199,8 +199,8 @@ class PeerRing:
         """Send a copy to the peer; return why it has none, or "", and whether it is unreachable."""
         copy, view = there.copy, there.view
         head = {"is": "copy", "local": local, "mark": copy.mark, "digest": copy.digest}
-        points.reach("memory.send", step=copy.mark.step, rank=copy.plan.rank)
         try:
+            points.reach("memory.send", step=copy.mark.step, rank=copy.plan.rank)
             with self._turns[local]:
                 line = self._line(local)
                 said, _ = line.ask(head, copy.plan.dump())

@@ -20,12 +20,7 @@ NEVER = -1
 
 
 class Mark(NamedTuple):
-    """A step of an attempt; of two marks, the later training is the greater one.
-
-    Attributes:
-        attempt: Its number.
-        step: Updates applied.
-    """
+    """A step of an attempt; of two marks, the later training is the greater one."""
 
     attempt: int
     step: int
@@ -196,7 +191,6 @@ class CopyChoice:
     """A step that all parts can be had of.
 
     Attributes:
-        mark: Which.
         world_size: Ranks that have made it.
         kept_by: `memory` where all nodes that have made it still have it; `buddy` where one of them
             is gone, and its part lies in another node's memory.

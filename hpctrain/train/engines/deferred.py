@@ -68,7 +68,6 @@ class _Operation:
 
     Attributes:
         seed: Of what it draws at random; None for one that draws nothing.
-        function: Torch's operator.
         args: Tensors without values as `_View`.
         kwargs: The same.
         made: What it returned, in order; None for a tensor in the memory of an argument.

@@ -105,7 +105,6 @@ class Layout:
 
     Attributes:
         embedding: Tokens to activations.
-        blocks: In order.
         norm: Behind the blocks.
         head: Activations to logits.
         tables: What makes tables of positions from the embedding's output.

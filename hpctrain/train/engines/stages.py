@@ -38,8 +38,6 @@ class ChainModule:
     """One link of the chain.
 
     Attributes:
-        name: In the whole model.
-        module: Itself.
         is_block: Whether it is one of the repeated blocks.
     """
 
@@ -70,7 +68,6 @@ class Stages:
     Attributes:
         parts: Its stages, each to be called like the whole model, with one tensor.
         numbers: Which of all stages they are.
-        count: How many stages there are.
         model: All that the rank keeps, by the whole model's names; not to be called.
         hollow: The whole model without any layer.
         tied: Parameters that other ranks have too.
@@ -93,7 +90,6 @@ class PassThrough(nn.Identity):
     It has the layer's plain attributes: a model may choose by them what it hands to a layer.
 
     Attributes:
-        name: Of the layer.
         calls: Where it is not None, each call is noted there: the name, and what the layer was
             given beside its tensor.
     """

@@ -68,8 +68,6 @@ class Place(NamedTuple):
 
     Attributes:
         name: The tensor's full name.
-        module: The module that holds it.
-        key: Its name in the module.
     """
 
     name: str

@@ -476,7 +476,6 @@ class Comparison:
     """Copies that differ.
 
     Attributes:
-        step: After which they were compared.
         clean: The last one whose weights were surely right.
         wrong: Whose differ.
         were_same: All of them were the same before in this attempt: else it may be the

@@ -78,7 +78,6 @@ class JobClock:
         state_bytes: What this rank writes in a save; a first guess of its time comes from it.
         earlier_s: Longest of the newest saves of earlier attempts.
         save_s: Longest save measured in this attempt.
-        step_s: Time of a step.
         has_stepped: Whether this attempt has done a step.
     """
 
