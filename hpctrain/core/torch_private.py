@@ -38,7 +38,6 @@ _COLLECTIVES = "torch.distributed._functional_collectives"
 
 
 def _get(module: str, name: str, what_for: str) -> Any:
-    """Return one of torch's own names; refuse a torch that lacks it."""
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError):

@@ -4,10 +4,8 @@
     python -P -m hpctrain.entry.evaluations RUN look       once
     python -P -m hpctrain.entry.evaluations RUN look STEP  once, also at what this one has come to
 
-A process of its own without torch, on the batch script's node and outside any container, where
-SLURM's commands are. Whatever goes wrong here is a line in its output and no more: training and the
-job's exit code know nothing of it. What it submits gets the environment that the batch script got,
-without what is true for one job. tests/unit/entry/test_evaluations.py holds the promises.
+Whatever goes wrong here is a line in its output and no more: training and the job's exit code know
+nothing of it. tests/unit/entry/test_evaluations.py holds the promises.
 """
 
 from __future__ import annotations

@@ -231,7 +231,6 @@ class Controller:
         self.record.end_time = clock.now() + seconds
 
     def _on_free(self) -> None:
-        """The nodes are free again."""
         self._available = self.record.max_nodes
 
     def _on_fail_node(self, node: int) -> None:

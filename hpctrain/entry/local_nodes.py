@@ -219,7 +219,6 @@ def _as_at_import(run: RunDir, spec: Spec, context: JobContext) -> Iterator[dict
 
 
 def _environment(context: JobContext) -> dict[str, str]:
-    """The environment with which a node starts."""
     return {**os.environ, HPCTRAIN_LOCAL_CONTEXT: json.dumps(asdict(context))}
 
 

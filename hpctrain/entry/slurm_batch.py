@@ -95,7 +95,6 @@ def _after(root: str, token: str, rc: str, term: str, why: str = "") -> int:
 
 
 def _before(root: str) -> int:
-    """Print what the batch script needs before its srun; the exit code."""
     if many := one_of_many(os.environ):
         raise UsageError(many)
     if _is_held_back(root):
@@ -233,7 +232,6 @@ def _raw_spec(root: str) -> dict[str, Any]:
 
 
 def _meeting_point(spec: dict[str, Any]) -> MeetingPoint | None:
-    """The one of the run's preset."""
     with contextlib.suppress(KeyError, TypeError):  # no preset in it
         network = spec["preset"]["network"]
         meeting = MeetingPoint(network["rendezvous_host"], network["resolve"])
@@ -259,7 +257,6 @@ def _staging(root: str) -> list[str]:
 
 
 def _staged(root: Path, lines: Iterable[str], *, way: str, seconds: float, why: str) -> None:
-    """Write down what became of it, in the ledger and in the job's log."""
     from hpctrain.cluster.scheduler.slurm.script import outcome
     from hpctrain.ledger.run import events as ledger
     from hpctrain.ledger.run.layout import RunDir

@@ -81,7 +81,7 @@ def plan_resume(
     choice = find.choose(run, at_step=from_step) if own is None else CheckpointChoice(None)
     checkpoint = choice.checkpoint
     if checkpoint is None and own is None and from_step is None:
-        refuse_to_forget(run, [asdict(skipped) for skipped in choice.skipped])
+        refuse_to_forget(run, choice.skipped)
         _refuse_lost_seals(run, spec, events)
     manifest = checkpoint.manifest if checkpoint is not None else None
     taken = (checkpoint.step, checkpoint.path.name) if checkpoint else None

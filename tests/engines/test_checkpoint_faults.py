@@ -126,7 +126,7 @@ def _load(world, mesh, engine, root):
     else:
         answer["step"] = restored.step
         answer["wrong"] = sharded.wrong(tensors, restored.step) if restored.step else []
-        answer["skipped"] = [row["step"] for row in restored.skipped]
+        answer["skipped"] = [row.step for row in restored.skipped]
     answer["touched"] = [
         name for name, bits in before.items() if not torch.equal(bits, _bits(tensors[name]))
     ]

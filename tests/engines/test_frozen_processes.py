@@ -7,10 +7,9 @@ import signal
 
 import pytest
 
-from hpctrain.node.agent import rendezvous
+from hpctrain.node.agent import control, rendezvous
 from hpctrain.node.control import node_process
 from hpctrain.node.hangs.standing import HangLimits
-from hpctrain.node.memory import replica_server_process
 from tests.support import node_processes
 from tests.support.rank_agents import Agents
 from tests.support.scenario import copies_in_memory, submit
@@ -54,7 +53,7 @@ if not again:
 
 @pytest.fixture
 def agents(tmp_path, monkeypatch):
-    for module in (node_process, replica_server_process):
+    for module in (node_process, control):
         monkeypatch.setattr(module, "BEGIN_S", 2.0)
     monkeypatch.setattr(rendezvous, "SERVE_S", 2.0)
     monkeypatch.setattr(rendezvous, "ANSWER_S", 2.0)

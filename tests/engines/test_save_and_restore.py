@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import shutil
+from dataclasses import asdict
 
 import pytest
 import safetensors
@@ -90,7 +91,7 @@ def _load(world, root, engine, **settings):
     return {
         "step": restored.step,
         "wrong": sharded.wrong(tensors, restored.step) if restored.step else None,
-        "skipped": restored.skipped,
+        "skipped": [asdict(row) for row in restored.skipped],
         "read": restored.bytes_read,
         "touched": _touched(before, tensors, names),
     }

@@ -25,7 +25,7 @@ import pytest
 from hpctrain.core.base.process import PORTS, first_port, own_program
 from hpctrain.ledger.run.layout import RunDir
 from hpctrain.node.agent.environment import COMPILE_CACHE_NAME, COMPILE_CACHE_VARIABLE
-from hpctrain.node.agent.node_check import PORT as MEETING
+from hpctrain.node.agent.preload import PORT as MEETING
 from tests.support import processes
 from tests.support.ledger_runs import Story, all_fields
 from tests.support.other_user import listening, ports_of

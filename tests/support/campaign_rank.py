@@ -176,7 +176,9 @@ class _Rank:
             right = sharded.own(self.world, restored.step)
             wrong = sharded.wrong(tensors, restored.step)
             wrong += [name for name in own if own[name].tolist() != right[name].tolist()]
-        self.say("restored", restored.step, wrong=wrong, skipped=restored.skipped)
+        self.say(
+            "restored", restored.step, wrong=wrong, skipped=[vars(row) for row in restored.skipped]
+        )
         return restored.step
 
     def _save(self, step: int) -> None:

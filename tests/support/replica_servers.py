@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpctrain.checkpoint.format.shard import ShardPiece, file_name, header
+from hpctrain.node.agent.control import ReplicaServerProcess
 from hpctrain.node.control.node_server import TreePlace
 from hpctrain.node.memory.copy_plan import CopyPlan, part_facts
 from hpctrain.node.memory.replica_client import ReplicaClient
 from hpctrain.node.memory.replica_server import ReplicaServer
-from hpctrain.node.memory.replica_server_process import ReplicaServerProcess
 from tests.support import patience
 from tests.support.patience import PATIENCE_S
 

@@ -1,7 +1,5 @@
 """Named tensors and the state beside them, as every source of an import or an export gives them.
 
-A `Tensor` has its name, its dtype, and its bytes when they are asked for; `NestedValue` and
-`Contents` are what a foreign source holds before it has our names (`naming.py` gives those).
 `committed` and `tensors` are the same for a committed checkpoint of ours, each tensor verified
 while it is read.
 
@@ -90,8 +88,6 @@ class Contents:
 
     Attributes:
         kind: As `--from` calls it.
-        source: Where it lies.
-        leaves: Every value in it.
         full_names: Whether the names are ours already (``model.``, ``optim.``, ...).
         step: The step that the source says it is of.
         state: Of a checkpoint of our own: fields of its manifest, see CARRIED.
@@ -133,7 +129,6 @@ class Tensor:
     Attributes:
         name: Its name where it is going; see `naming`.
         dtype: In safetensors' words.
-        shape: Its sizes.
         read: Its bytes, row-major and little-endian; may be asked more than once.
     """
 

@@ -39,9 +39,6 @@ class Changed:
     """A tensor that is not the same in both.
 
     Attributes:
-        name: Its name.
-        before: Dtype and shape.
-        after: Dtype and shape.
         elements: How many are not the same; None where that cannot be said.
         max_abs: The largest difference of two values; None for what are no fractions, and where
             shapes differ or the values were not read. Not a number if one of the two is none.
@@ -223,7 +220,6 @@ def _differing(key: str, first: Any, other: Any) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """As strict JSON has it."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, list):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint.exchange import contents
 from hpctrain.checkpoint.exchange.contents import CARRIED, same, to_dtype
-from hpctrain.checkpoint.store.commit import flush_directory
+from hpctrain.core.base.files import flush_directory
 from hpctrain.core.base.text import size
 from hpctrain.errors import CheckpointError, UsageError
 
@@ -97,7 +97,6 @@ def placing(directory: Path, names: Sequence[str], need_bytes: int) -> Iterator[
 
 @contextlib.contextmanager
 def _errors_named(where: Path) -> Iterator[None]:
-    """Errors of the file system in one line."""
     try:
         yield
     except OSError as error:

@@ -1,9 +1,8 @@
 """Import from DeepSpeed's ZeRO-1, 2 and 3 directories: fp32 weights and moments, by name.
 
-DeepSpeed itself is not needed. What its files hold of its own classes becomes inert records. Each
-rank has a part of one long row of numbers for each group of parameters: ZeRO-1 and 2 cut the row in
-equal parts, ZeRO-3 cuts each parameter in equal parts; both pad the end. The promises are held by
-tests/engines/test_exchange_deepspeed.py.
+DeepSpeed itself is not needed. Each rank has a part of one long row of numbers for each group of
+parameters: ZeRO-1 and 2 cut the row in equal parts, ZeRO-3 cuts each parameter in equal parts; both
+pad the end. The promises are held by tests/engines/test_exchange_deepspeed.py.
 """
 
 from __future__ import annotations
@@ -291,7 +290,6 @@ def _groups_of(rows: _Rows, low: int, high: int) -> list[tuple[int, int, int]]:
 def _parameter(
     rows: _Rows, name: str, shape: tuple[int, ...], spans: Sequence[tuple[int, int, int, int]]
 ) -> list[NestedValue]:
-    """A parameter's weights and its optimizer's state, put together from ranges of the rows."""
     group = spans[0][0] if spans else 0
     leaves = []
     for what in rows.groups[group]:

@@ -1,9 +1,7 @@
 """Other programs' names of tensors made ours: `model.<name>` and `optim.<name>.<what>`.
 
-What a source holds is nested dictionaries. Weights are looked for under the usual keys, or at the
-top; an optimizer's state may go by name, by name in one string, or by number. A number counts only
-where it is certain whose it is: two weights of one shape, swapped, would train on without a word.
-The promises are held by tests/unit/checkpoint/exchange/test_exchange_import.py.
+A number counts only where it is certain whose it is: two weights of one shape, swapped, would train
+on without a word. The promises are held by tests/unit/checkpoint/exchange/test_exchange_import.py.
 """
 
 from __future__ import annotations
@@ -127,7 +125,6 @@ class _StateFinder:
         self.notes: list[str] = []
 
     def weights(self) -> list[_Named]:
-        """The model's tensors, in the source's order."""
         section = self._section(self._weight_keys(), "weights")
         if section is None and self._request.weights:
             leaves = []
@@ -153,7 +150,6 @@ class _StateFinder:
         return self._weights
 
     def state(self) -> list[_Named]:
-        """The optimizer's tensors, by the weights' names."""
         section = self._section(OPTIMIZERS, "optimizer states")
         if section is None or self._request.model_only:
             return []

@@ -1,10 +1,8 @@
 """Safetensors files and Hugging Face folders: import, export, and what lies beside the weights.
 
-An export is one file `model.safetensors`, or `model-00001-of-0000N.safetensors` and an index; each
-file is written tensor by tensor. Headers, indices and configs are read with distrust. No torch. The
-promises are held by test_exchange_export.py, test_exchange_import.py and test_exchange_untrusted.py
-in tests/unit/checkpoint/exchange, tests/unit/plan/test_decoders.py and
-tests/engines/test_adapters.py.
+Headers, indices and configs are read with distrust. No torch. The promises are held by
+test_exchange_export.py, test_exchange_import.py and test_exchange_untrusted.py in
+tests/unit/checkpoint/exchange, tests/unit/plan/test_decoders.py and tests/engines/test_adapters.py.
 """
 
 from __future__ import annotations
@@ -53,7 +51,6 @@ class StoredTensor(Tensor):
     """A tensor in a file: whole, or some of its rows.
 
     Attributes:
-        path: The file.
         position: Of its first byte in the file.
     """
 
@@ -146,7 +143,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _short(text: object) -> str:
-    """Foreign text in one line that is not too long."""
     line = " ".join(ascii(str(text))[1:-1].split())
     return line if len(line) <= SHOWN else line[:SHOWN] + "..."
 
@@ -456,9 +452,6 @@ def require_weights(folder: Path) -> None:
 
 def beside(folder: Path, tensors: Sequence[Tensor]) -> dict[str, bytes]:
     """Return the files beside an export's weights by name, from the weights' original folder.
-
-    config.json gets the dtype that the weights have now. Otherwise `from_pretrained` would round
-    them to the dtype that they were loaded in.
 
     Raises:
         UsageError: it is no such folder, or a file of it cannot be read.

@@ -1,8 +1,7 @@
 """Export as one file that `torch.load(weights_only=True)` opens.
 
 Written as torch.save would, but tensor by tensor: torch.save wants all of them in memory at once.
-The pickle in it names where each tensor's bytes lie in the archive, and holds nothing else. The
-promises are held by tests/unit/checkpoint/exchange/test_exchange_export.py.
+The promises are held by tests/unit/checkpoint/exchange/test_exchange_export.py.
 """
 
 from __future__ import annotations
@@ -139,10 +138,7 @@ def _as_python(tensor: Tensor, kind: str, others: Mapping[str, _Slot]) -> Any:
 
 
 def _plain(form: Any, others: Mapping[str, _Slot]) -> Any:
-    """Turn a form of docs/development/checkpoint-format.md into plain data, as far as possible.
-
-    Other types keep their form: few programs open a file that names classes.
-    """
+    """Turn a form of docs/development/checkpoint-format.md into plain data, as far as possible."""
     if isinstance(form, list):
         return [_plain(each, others) for each in form]
     if not isinstance(form, dict):

@@ -1,10 +1,9 @@
 """Readers for torch's files that anybody may have written: nothing that such a file says is run.
 
-A pickle is a program. Torch's own restricted reader (`weights_only`) takes tensors and plain data.
-`.metadata` of a torch DCP checkpoint, which torch itself reads with plain pickle, is read here with
-a list of the names that it may use, each of which becomes an inert record of ours. `read` imports a
-file of torch.save. The promises are held by
-tests/unit/checkpoint/exchange/test_exchange_untrusted.py and test_exchange_import.py.
+A pickle is a program. `.metadata` of a torch DCP checkpoint, which torch itself reads with plain
+pickle, is read here with a list of the names that it may use, each of which becomes an inert record
+of ours. The promises are held by tests/unit/checkpoint/exchange/test_exchange_untrusted.py and
+test_exchange_import.py.
 """
 
 from __future__ import annotations
@@ -254,7 +253,6 @@ def _flat(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shared(tree: dict[str, Any]) -> frozenset[str]:
-    """Tensors that lie where an earlier one lies, as tied weights do."""
     seen: dict[tuple[int, tuple[int, ...]], str] = {}
     again = set()
     for leaf, tensor in _tensors(tree, ()):

@@ -3,9 +3,7 @@
 `overlap` answers what a load asks: for each piece that is wanted, a region (a box of a tensor, or a
 range of its row-major elements), where its bytes lie in the chunks that the table names. A
 checkpoint of a thousand ranks has half a million chunks, so this is done for all of them at once,
-in numpy columns. What a chunk and a region share is mostly one run of neighbouring bytes on both
-sides, a column of `Overlap.runs`; else (some columns of what is stored by rows) it is a `Grid`:
-nested loops with strides on both sides, whose size does not depend on how much the box holds.
+in numpy columns.
 
 A tensor of 4 x 6 elements, its bytes counted in elements. Two ranks stored it by rows, chunk 0 has
 rows 0 and 1, chunk 1 rows 2 and 3. Wanted now is the box that begins at (1, 2), of extent (2, 3):
@@ -26,9 +24,7 @@ Here each chunk gives one row, which is a run. Were the tensor one chunk, the bo
 counts (2, 3), strides (6, 1) in the chunk and (3, 1) in the box, from 8 to 0.
 
 `my_part` answers what a save asks: which part of what several ranks hold alike does this one write?
-All replicas compute the same cuts from the same boxes, so nothing is exchanged. The boxes are laid
-end to end as one line of bytes and the line is cut into equal parts; a cut inside a box goes to the
-nearest row, so that every part of it is a box again.
+All replicas compute the same cuts from the same boxes, so nothing is exchanged.
 
 No file is touched here. The promises are held by tests/unit/checkpoint/test_overlap.py and
 test_spread.py.

@@ -8,8 +8,7 @@ megabyte where rows would be a gigabyte. What is laid out in no order (parts of 
 layout of its own, as large as its rows.
 
 The digests of the blocks are not in here: each shard ends with its own, and the manifest's digest
-of the shard proves them. `select` makes rows of the chunks that may hold what is wanted, and of no
-others; a reader fills in their digests when it opens the file that they lie in.
+of the shard proves them.
 
 The promises are held by tests/unit/checkpoint/test_index.py, test_reader.py and
 test_untrusted_checkpoints.py; docs/development/checkpoint-format.md describes
@@ -423,7 +422,6 @@ class _Bounds:
     def of(
         self, region: NDArray[np.int64], dimension: int, flat: NDArray[np.bool_]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """From where to where in a dimension; of flat chunks, in elements."""
         low, high = (
             np.where(flat, line[region], box[region, dimension])
             for line, box in zip(self._lines, self._boxes, strict=True)
@@ -432,7 +430,6 @@ class _Bounds:
 
 
 def _box(region: ShardPiece) -> tuple[list[int], list[int]]:
-    """The box around a region: where it begins, and ends, in each dimension."""
     if not region.flat:
         ends = [at + count for at, count in zip(region.begin, region.extent, strict=True)]
         return list(region.begin), ends
@@ -445,7 +442,6 @@ def _box(region: ShardPiece) -> tuple[list[int], list[int]]:
 
 
 def _line(region: ShardPiece) -> tuple[int, int]:
-    """The first element of a region, and one past its last, by row-major number."""
     if region.flat:
         return region.begin[0], region.begin[0] + region.extent[0]
     first = last = 0
@@ -499,10 +495,7 @@ def _lengths(columns: dict[str, NDArray[np.int64]]) -> Iterator[str]:
 
 
 def _problems(index: ChunkIndex, manifest: Manifest) -> Iterator[str]:
-    """Yield what is at odds in an index; its bytes are proved, so these are a writer's mistakes.
-
-    Each check relies on those before it: take the first only.
-    """
+    """Yield what is at odds in an index; its bytes are proved, so these are a writer's mistakes."""
     count = len(manifest.tensors)
     if (index.pieces == 0).any() or (index.files == 0).any():
         yield "has a layout of nothing"

@@ -2,10 +2,9 @@
 
 The manifest is written last. Its last entry is the digest of all bytes before that entry, so every
 byte counts, also white space and the order in which the chunk table counts the tensors. A key that
-this version does not know is ignored; one that a reader must know needs a higher FORMAT. A manifest
-that proves itself was written as it is, by whatever program: its digest says nothing about its
-values. So each field is looked at once, where it is read, and what passes is safe to count with, to
-show, and to ask memory for.
+this version does not know is ignored; one that a reader must know needs a higher FORMAT. Each
+field is looked at once, where it is read, and what passes is safe to count with, to show, and to
+ask memory for.
 
 The directories of a run's checkpoints:
 
@@ -39,9 +38,8 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from hpctrain.checkpoint.format import packing
-from hpctrain.checkpoint.format.patience import proves_absence
 from hpctrain.core.base import clock
-from hpctrain.core.base.files import open_plain, read_plain
+from hpctrain.core.base.files import open_plain, proves_absence, read_plain
 from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError, FileSystemFault, OtherFormat, TornCheckpoint
 
@@ -240,7 +238,6 @@ def _tensor_of(name: str, text: Any) -> tuple[str, tuple[int, ...]]:
 
 @lru_cache(maxsize=1024)
 def _form(text: str) -> tuple[str, tuple[int, ...]] | None:
-    """Parse ``F32[1024,512]``; None for what is none. Thousands of tensors have a dozen forms."""
     match = _TENSOR.fullmatch(text)
     if match is None:
         return None
@@ -518,7 +515,6 @@ def _built(raw: dict[str, Any]) -> Manifest:
 
 
 def _files(raw: Any) -> list[FileEntry]:
-    """The files of a manifest, from their list or from what stands for it."""
     if type(raw) is list:
         return [FileEntry(*file_of(file)) for file in raw]
     shards, others = packing.unpack_files(raw, BLOCKS_PREFIX)
@@ -529,7 +525,6 @@ def _files(raw: Any) -> list[FileEntry]:
 
 
 def _tensors(written: dict[str, Any], own: list[Any]) -> list[TensorEntry]:
-    """The tensors of a manifest: those that are written out, then those that ranks have alone."""
     entries = [TensorEntry(name, *_tensor_of(name, text)) for name, text in written.items()]
     for tensors, ranks in packing.unpack_tensors(own):
         alike = [(name.split("*", 1), _tensor_of(name, text)) for name, text in tensors.items()]
@@ -594,7 +589,6 @@ def _packed(manifest: Manifest) -> dict[str, Any]:
 
 
 def _seal(digest: str) -> bytes:
-    """The last entry and the end of the file."""
     return f',\n "self_digest": {json.dumps(digest)}\n}}\n'.encode("ascii")
 
 

@@ -1,9 +1,7 @@
 """Files and tensors of a manifest in few bytes, where ranks are many: by rules instead of lists.
 
 A list with an entry for each rank's shard and for each rank's random generators is 5 MB at 16,384
-ranks, and every rank takes it. Shards are named by their ranks, most are equally long, and only
-their digests differ; generators are alike but for the rank in their name. Small checkpoints keep
-their lists, which people can read. docs/development/checkpoint-format.md describes both forms.
+ranks, and every rank takes it. docs/development/checkpoint-format.md describes both forms.
 
 Pure, and of plain values alone. The promises are held by tests/unit/checkpoint/test_packing.py.
 """

@@ -1,12 +1,9 @@
 """Reads this rank's part of a checkpoint of any number of ranks, and proves every byte used.
 
 `CheckpointSource.read` fills memory from the checkpoint's files. Bytes go straight from the file to
-where they are wanted, and each block is digested while it is still in the cache. Only blocks that
-are wanted in part, or whose bytes go to many places, take a detour through a scratch buffer.
+where they are wanted, and each block is digested while it is still in the cache.
 
-`ChunkFiles` does the reads, one file open for each thread, and names the file system's errors;
-`in_threads` divides them. The promises are held by tests/unit/checkpoint/test_reader.py and
-test_damage.py.
+The promises are held by tests/unit/checkpoint/test_reader.py and test_damage.py.
 """
 
 from __future__ import annotations
@@ -26,9 +23,8 @@ from hpctrain.checkpoint.format import index as indices
 from hpctrain.checkpoint.format import table as tables
 from hpctrain.checkpoint.format.geometry import overlap
 from hpctrain.checkpoint.format.manifest import PREFIX, block_digest
-from hpctrain.checkpoint.format.patience import Patience, proves_absence
 from hpctrain.checkpoint.format.shard import DIGEST_BYTES, proof_bytes, proof_digest
-from hpctrain.core.base.files import plain_descriptor
+from hpctrain.core.base.files import Patience, plain_descriptor, proves_absence
 from hpctrain.core.testing import points
 from hpctrain.errors import (
     CheckpointError,
@@ -428,7 +424,6 @@ class CheckpointSource:
         return reading, reading.windows(shared, [memory for _, memory in wanted])
 
     def _memory(self, target: Target) -> memoryview:
-        """The target's memory as bytes, if the target is what the checkpoint has."""
         piece = target.piece
         number = self._numbers.get(piece.name)
         if number is None:
@@ -621,7 +616,6 @@ def _stretches(needed: NDArray[np.bool_], most: int) -> Iterator[tuple[int, int]
 
 
 def _copy(grid: Grid, content: memoryview, begin: int, memory: memoryview) -> None:
-    """Copy a grid's bytes out of a part of its chunk that starts at byte `begin`."""
     source = grid.source - begin
     # In the widest numbers that the innermost loop is a multiple of: fewer steps than by bytes.
     unit = math.gcd(8, grid.counts[-1])

@@ -63,7 +63,6 @@ class ShardPiece:
     """A part of a tensor that is stored together: a box of it, or a range of its elements.
 
     Attributes:
-        name: The tensor's full name.
         dtype: One of DTYPES.
         shape: Of the whole tensor.
         begin: Where the box starts in each dimension; of a flat piece, its first element.
@@ -101,8 +100,6 @@ class ShardReport:
     """What has been written.
 
     Attributes:
-        name: The file's name.
-        size: Its bytes.
         digest: See `proof_digest`.
         head: Bytes before the first piece.
         offsets: Where each piece starts in the file, in bytes: int64 of shape [pieces].

@@ -3,8 +3,7 @@
 Integer columns instead of JSON rows or pickled plans: half a million chunks are read in hundredths
 of a second. On disk it is a safetensors file of 1-D columns, each in the narrowest type that holds
 it, under another suffix than the shards', so that nobody takes it for weights: `index.py` knows
-which. `read_file` reads it and proves it by the manifest's digest; `tiles` tells whether chunks lie
-beside each other.
+which.
 
 The promises are held by tests/unit/checkpoint/test_table.py; the format itself by test_format_3.py,
 and docs/development/checkpoint-format.md describes it.
@@ -25,9 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpctrain.checkpoint.format.manifest import TABLE_NAME, FileEntry, TensorEntry, bytes_digest
-from hpctrain.checkpoint.format.patience import proves_absence
 from hpctrain.checkpoint.format.shard import DTYPES, encode_header
-from hpctrain.core.base.files import SMALL_BYTES, read_plain
+from hpctrain.core.base.files import SMALL_BYTES, proves_absence, read_plain
 from hpctrain.core.testing import points
 from hpctrain.errors import (
     CheckpointError,

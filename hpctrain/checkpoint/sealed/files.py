@@ -45,9 +45,14 @@ from hpctrain.checkpoint.format.manifest import (
     file_of,
     shown,
 )
-from hpctrain.checkpoint.format.patience import proves_absence
-from hpctrain.checkpoint.store.commit import flush_directory, remove_tree
-from hpctrain.core.base.files import ROOT, plain_descriptor, read_plain
+from hpctrain.checkpoint.store.commit import remove_tree
+from hpctrain.core.base.files import (
+    ROOT,
+    flush_directory,
+    plain_descriptor,
+    proves_absence,
+    read_plain,
+)
 from hpctrain.errors import CheckpointError, FileSystemFault, OtherFormat, TornCheckpoint
 
 if TYPE_CHECKING:
@@ -75,7 +80,6 @@ class SealedFile:
 
     Attributes:
         name: Relative to the sealed folder, with slashes; of a sealed file its own name.
-        size: Bytes.
         digest: ``xxh3_64:`` and 16 hexadecimal digits, of all its bytes.
         mtime_ns: When it was last changed, by its file system. Tells that a file need not be looked
             at again; proves nothing.
@@ -99,7 +103,6 @@ class Seal:
         created: Seconds since the epoch; for people, never for choosing.
         by: The program, which called `run.sealed`, or the agent of node 0.
         is_copy: The seal has the bytes too, since the program writes over them with its next save.
-        files: Every file of it.
     """
 
     format: int = FORMAT

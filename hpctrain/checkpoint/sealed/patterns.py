@@ -1,7 +1,6 @@
 """`checkpoint.sealed`: which of a program's files are its checkpoints, by name.
 
 A pattern is absolute, or relative to the program's working directory and to the run's `output`.
-Each part of it is matched in one folder, so a look costs one listing for each folder on the way.
 Without a wildcard each save writes over the same path; with one each has a name of its own, and the
 step is among the digits that the wildcards stand for. tests/unit/checkpoint/sealed/test_patterns.py
 holds the promises.
@@ -37,7 +36,6 @@ class NamedPath:
     """A path that one of the patterns stands for.
 
     Attributes:
-        path: The file or folder.
         step: From the digits of its name, else None.
         is_written_over: Each save writes over the same path.
     """

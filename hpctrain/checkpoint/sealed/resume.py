@@ -15,14 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpctrain.checkpoint.format.patience import Patience, proves_absence
 from hpctrain.checkpoint.format.reader import in_threads
 from hpctrain.checkpoint.sealed import files as unit
 from hpctrain.checkpoint.sealed import seals
 from hpctrain.checkpoint.sealed.files import proves_itself
-from hpctrain.checkpoint.store.commit import flush_directory
 from hpctrain.core.base import clock
-from hpctrain.core.base.files import NOT_PLAIN
+from hpctrain.core.base.files import NOT_PLAIN, Patience, flush_directory, proves_absence
 from hpctrain.core.base.records import Skipped
 from hpctrain.core.base.text import size
 from hpctrain.errors import CheckpointError, FileSystemFault, NoCheckpoint, NotWritten
@@ -53,9 +51,7 @@ class Resume:
     Attributes:
         path: The file or folder, whole where the program saved it; None where there is none.
         step: Its step, where that is known.
-        name: Its seal's.
         put_back: Whether it was put back from the run's copy.
-        size_bytes: Its size.
         read_bytes: How many bytes were read to prove it and those before it.
         seconds: How long that took.
         skipped: Newer ones that were not taken, each with the reason.
@@ -189,7 +185,6 @@ class Looked:
     """A seal with what became of its files; to be shown.
 
     Attributes:
-        stored: The seal.
         state: "ok"; "gone": the program has removed it; "changed", "torn"; or "unreadable".
         problems: What is wrong, a line each; none where it is ok or gone.
     """

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.checkpoint.format.manifest import MAX_STEP
-from hpctrain.checkpoint.format.patience import proves_absence
 from hpctrain.checkpoint.sealed import files as unit
 from hpctrain.checkpoint.sealed.files import FILES_NAME, SEAL_NAME, Seal
-from hpctrain.checkpoint.store.commit import describe, flush_directory, remove_tree
+from hpctrain.checkpoint.store.commit import describe, remove_tree
 from hpctrain.core.base import clock
-from hpctrain.core.base.files import ROOT
+from hpctrain.core.base.files import ROOT, flush_directory, proves_absence
 from hpctrain.errors import (
     CheckpointError,
     FileSystemFault,
@@ -51,7 +50,6 @@ class StoredSeal:
 
     Attributes:
         number: The higher one is the newer one.
-        folder: Where it lies.
         seal: What it says; None where it could not be read.
         problem: Why it could not.
         doubt: Whether nobody could judge it: the disk refused, or a newer hpctrain wrote it.
@@ -82,11 +80,8 @@ class SealPlan:
     """What is about to be sealed; plain data, the same on every rank.
 
     Attributes:
-        path: The file or folder.
         is_folder: Which of the two.
-        files: Every file of it.
         staged: Where the seal is put together.
-        is_copy: The bytes are copied too.
         began: Seconds since the epoch.
     """
 

@@ -14,14 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.checkpoint.format.patience import Patience
 from hpctrain.checkpoint.sealed import files as unit
 from hpctrain.checkpoint.sealed import seals
 from hpctrain.checkpoint.sealed.files import proves_itself
 from hpctrain.checkpoint.sealed.patterns import parse
 from hpctrain.checkpoint.sealed.resume import Choice, Resume, refuse_lost_seals, set_aside
 from hpctrain.checkpoint.store import find
-from hpctrain.core.base.files import read_plain, replace_text
+from hpctrain.core.base.files import Patience, read_plain, replace_text
 from hpctrain.errors import CheckpointError, FileSystemFault
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.run import events as ledger
@@ -55,7 +54,6 @@ class UnsealedSave:
 
     Attributes:
         match: The path, and what its name says.
-        files: Every file of it.
     """
 
     match: NamedPath

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.checkpoint.format import manifest as manifests
 from hpctrain.checkpoint.store import find
+from hpctrain.core.base.files import flush_directory
 from hpctrain.core.base.text import size
 from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError, NotWritten
@@ -190,15 +191,6 @@ def remove_tree(path: Path) -> None:
             raise
 
 
-def flush_directory(path: Path) -> None:
-    """Make names in a directory survive a power loss."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _clear_way(run: RunDir, step: int) -> None:
     target = find.step_path(run, step)
     if not os.path.lexists(target):
@@ -284,10 +276,7 @@ def describe(error: OSError, path: Path) -> str:
 
 
 def _stat(path: Path) -> os.statvfs_result | None:
-    """Return the statistics of the nearest existing directory; None if the file system gives none.
-
-    It must not fail a save, which meets whatever is wrong and names it.
-    """
+    """Return the nearest existing directory's statistics; None if the file system gives none."""
     for place in (path, *path.parents):
         try:
             return os.statvfs(place)
@@ -299,7 +288,6 @@ def _stat(path: Path) -> os.statvfs_result | None:
 
 
 def _left(stat: os.statvfs_result | None) -> str:
-    """What is free, if that is known and is more than a block."""
     if stat is None or stat.f_blocks == 0 or stat.f_bavail <= 1:
         return ""
     return f" ({size(stat.f_bavail * stat.f_frsize)} of the file system are free by now)"

@@ -18,19 +18,18 @@ import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpctrain.checkpoint.format import manifest as manifests
 from hpctrain.checkpoint.format.manifest import parse_step
-from hpctrain.checkpoint.format.patience import proves_absence
-from hpctrain.core.base.files import read_plain
+from hpctrain.core.base.files import proves_absence, read_plain
 from hpctrain.core.base.records import Skipped
 from hpctrain.core.testing import points
 from hpctrain.errors import FileSystemFault, NoCheckpoint, OtherFormat, TornCheckpoint
 from hpctrain.ledger.history.run_history import RunHistory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from hpctrain.checkpoint.format.manifest import FileEntry, Manifest
@@ -53,7 +52,6 @@ class FoundCheckpoint:
 
     Attributes:
         step: From its name.
-        path: The directory.
         manifest: None if it could not be read.
         problem: Why it must not be loaded; None if the cheap checks found nothing.
         doubt: "unreadable" or "other format" where nobody could judge it; only from `glance`.
@@ -340,21 +338,21 @@ def _reason(path: Path) -> str:
         return f"the reason cannot be read: {error.strerror}"
 
 
-def refuse_to_forget(run: RunDir, passed_over: Sequence[Mapping[str, Any]]) -> None:
+def refuse_to_forget(run: RunDir, passed_over: Sequence[Skipped]) -> None:
     """Refuse to begin at step 0 if the run has saved; called if nothing can be loaded.
 
-    `passed_over` are checkpoints that are damaged or were never committed: step, name, reason.
+    `passed_over` are checkpoints that are damaged or were never committed.
 
     Raises:
         NoCheckpoint: with what became of the checkpoints, and how to begin anew.
     """
     # A committed name is a save as well, whatever the ledger has lost.
-    saved_steps = [row["step"] for row in passed_over if parse_step(row["name"]) is not None]
+    saved_steps = [row.step for row in passed_over if parse_step(row.name) is not None]
     newest = RunHistory.read(run).newest_saved
     saved_steps += [] if newest is None else [newest]
     if not saved_steps:
         return
-    shown = [f"{row['name']}: {row['reason']}" for row in passed_over[:SHOWN]]
+    shown = [f"{row.name}: {row.reason}" for row in passed_over[:SHOWN]]
     more = [f"and {len(passed_over) - SHOWN} more"] if len(passed_over) > SHOWN else []
     why = "; ".join(shown + more) or f"none lies in {run.checkpoints}"
     raise NoCheckpoint(

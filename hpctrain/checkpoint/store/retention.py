@@ -1,19 +1,15 @@
 """Which checkpoints may go: never the last valid one, never a pinned one, never one being loaded.
 
 The newest, every so many steps, the best by a metric, the pinned, and those whose evaluation is
-awaited stay. `why_kept` decides and is
-pure; `prune` and `remove` act, under the run's lock. Each directory is renamed before its first
-byte goes, and the manifest goes first of all: whatever dies in between leaves nothing that could be
-taken for a checkpoint, and the next sweep takes the rest.
+awaited stay. Each directory is renamed before its first byte goes, and the manifest goes first of
+all: whatever dies in between leaves nothing that could be taken for a checkpoint, and the next
+sweep takes the rest.
 
 A pin is a file PINNED in the checkpoint's directory, with the reason in it: so it goes with the
-checkpoint wherever that is moved or copied, and `touch PINNED` is one too. Pins are made and taken
-away under the run's lock, and a deletion asks `carries` first.
+checkpoint wherever that is moved or copied, and `touch PINNED` is one too.
 
-`in_use` says which checkpoints a live attempt may be using. The ledger tells it: an attempt that
-has begun and restored nothing yet is choosing, and may read any of them; later it resumes from what
-it restored. A dead one may have had no time to write down its end, and only the scheduler knows
-that; hence `idle`.
+`in_use` says which checkpoints a live attempt may be using. A dead one may have had no time to
+write down its end, and only the scheduler knows that; hence `idle`.
 
 The promises are held by tests/unit/checkpoint/test_retention.py, test_pins.py and
 tests/unit/cli/test_checkpoints_keep.py.
@@ -31,8 +27,8 @@ from typing import TYPE_CHECKING
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, PINNED_NAME
 from hpctrain.checkpoint.store import find
-from hpctrain.checkpoint.store.commit import flush_directory, one_line, remove_tree, rename_away
-from hpctrain.core.base.files import read_plain
+from hpctrain.checkpoint.store.commit import one_line, remove_tree, rename_away
+from hpctrain.core.base.files import flush_directory, read_plain, replace_text
 from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError, ChecksFailed, NotFound, RunAlive
 from hpctrain.ledger.history.evaluations import Evaluations
@@ -73,7 +69,8 @@ def pin(run: RunDir, step: int, reason: str = "") -> bool:
                 )
             if carries(path) and reason_of(path) == text:
                 return False
-            _write(path, text)
+            # A full disk leaves no empty pin.
+            replace_text(path / PINNED_NAME, text + "\n", durable=True)
     except OSError as error:
         raise CheckpointError(f"step {step} of {run.name} cannot be pinned: {error}") from error
     return True
@@ -114,7 +111,6 @@ def carries(path: Path) -> bool:
 
 
 def _take_away(path: Path) -> bool:
-    """Remove a directory's pin, durably; the caller has the run's lock."""
     if not carries(path):
         return False
     (path / PINNED_NAME).unlink()
@@ -141,21 +137,6 @@ def reason_of(path: Path) -> str:
         return one_line(read_plain(path / PINNED_NAME).decode(errors="replace"))
     except OSError as error:  # it is pinned all the same
         return f"the reason cannot be read: {error.strerror}"
-
-
-def _write(path: Path, reason: str) -> None:
-    """The pin replaces nothing until its last byte is on disk: a full disk leaves no empty pin."""
-    staged = path / f"{PINNED_NAME}.new"
-    try:
-        with staged.open("w") as file:
-            file.write(reason + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        staged.replace(path / PINNED_NAME)
-    except OSError:
-        staged.unlink(missing_ok=True)
-        raise
-    flush_directory(path)
 
 
 @dataclass(frozen=True)
@@ -590,7 +571,6 @@ def _renamed(run: RunDir, steps: Iterable[int]) -> list[Path]:
 
 
 def _remove(paths: Iterable[Path]) -> None:
-    """Delete what was renamed, the manifest first: no half checkpoint then has what proves one."""
     for path in paths:
         points.reach("prune.delete", path=path)
         if path.is_dir() and not path.is_symlink():

@@ -116,9 +116,7 @@ def _small(
     return problems, chunks
 
 
-def set_aside(
-    run: RunDir, checkpoint: FoundCheckpoint, reason: str, attempt: Attempt | None
-) -> Path:
+def set_aside(run: RunDir, step: int, reason: str, attempt: Attempt | None) -> Path:
     """Move a damaged checkpoint away; return where it lies then.
 
     `reason` is one line, kept in its `SET-ASIDE.txt`. `attempt` is None for a person at the login
@@ -128,11 +126,12 @@ def set_aside(
         Fenced: a newer attempt has taken the run over.
         CheckpointError: it is gone, or cannot be renamed.
     """
+    path = find.step_path(run, step)
     try:
         with run_lock(run) if attempt is None else publishing(run, attempt):
-            return set_aside_locked(checkpoint.path, checkpoint.step, reason)
+            return set_aside_locked(path, step, reason)
     except OSError as error:
-        raise CheckpointError(f"{checkpoint.path} cannot be set aside: {error}") from error
+        raise CheckpointError(f"{path} cannot be set aside: {error}") from error
 
 
 class _Task(NamedTuple):
@@ -173,10 +172,7 @@ class _Scrub:
                     yield from self._block_tasks(number, table)
 
     def _rows(self, files: ChunkFiles, number: int) -> ChunkTable | None:
-        """Return one file's chunks with digests; None if what proves them is damaged.
-
-        One file at a time: a checkpoint of thousands of ranks has millions of chunks.
-        """
+        """Return one file's chunks with digests; None if what proves them is damaged."""
         table = self.chunks.of_file(number)
         try:
             Proofs(self.manifest, table).need(files, number)
@@ -264,7 +260,6 @@ class _Scrub:
         return end + proof_bytes(int(last - first))
 
     def _whole(self, number: int) -> int:
-        """A file that is no shard."""
         entry = self.manifest.files[number]
         try:
             digest = file_digest(self.path / entry.name)

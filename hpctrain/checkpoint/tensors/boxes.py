@@ -115,11 +115,7 @@ class Part:
 
     @functools.cached_property
     def view(self) -> torch.Tensor:
-        """Its elements, contiguous in memory; see `cut`.
-
-        Made when it is asked for: a copy may find no memory, on this rank alone, which then has to
-        be where the other ranks hear of it.
-        """
+        """Its elements, contiguous in memory; see `cut`."""
         return cut(self.box, self.piece)
 
 
@@ -221,7 +217,6 @@ def _whole(name: str, tensor: torch.Tensor, replica: int, replicas: int) -> Held
 
 
 def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a type that torch can copy."""
     return tensor.view(AS_STORED[tensor.dtype]) if tensor.dtype in AS_STORED else tensor
 
 

@@ -5,9 +5,8 @@
 
 Torch's planners stay; bytes, digests and the commit are ours: what is written this way is a
 checkpoint of our format, and a load proves every byte that it uses. Without a run there is no
-fence: two programs must not write to one path. A run does not go this way: DCP's plans travel
-through rank 0 as pickles, which takes tens of seconds at a thousand ranks
-(docs/development/decisions.md). The promises are held by tests/engines/test_save_and_restore.py.
+fence: two programs must not write to one path. The promises are held by
+tests/engines/test_save_and_restore.py.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.checkpoint.store import commit, find
 from hpctrain.checkpoint.tensors.boxes import DTYPES, bytes_of
+from hpctrain.core.base.files import flush_directory
 from hpctrain.errors import CheckpointError, TornCheckpoint
 
 if TYPE_CHECKING:
@@ -142,13 +142,13 @@ class Writer(StorageWriter):
         )
         commit.write_table(self._staged, manifest, [part for part, _ in answers])
         manifests.dump(manifest, self._staged / manifests.MANIFEST_NAME)
-        commit.flush_directory(self._staged)
+        flush_directory(self._staged)
         if self._path.exists():
             raise CheckpointError(
                 f"{self._path} is there already; a checkpoint is never overwritten"
             )
         self._staged.rename(self._path)
-        commit.flush_directory(self._path.parent)
+        flush_directory(self._path.parent)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

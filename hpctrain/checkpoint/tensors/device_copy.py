@@ -314,7 +314,6 @@ def _copy(rows: Sequence[_Row], stream: torch.Stream | None = None) -> None:
 
 
 def _own_stream(device: torch.device) -> torch.Stream:
-    """The one that this thread's work goes to."""
     return torch.accelerator.current_stream(device)
 
 

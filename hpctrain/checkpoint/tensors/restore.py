@@ -16,7 +16,7 @@ from __future__ import annotations
 import bisect
 import functools
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -25,13 +25,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hpctrain.checkpoint.format.geometry import my_part
-from hpctrain.checkpoint.format.patience import Patience
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.store import find, retention, verify
 from hpctrain.checkpoint.store.find import refuse_to_forget
 from hpctrain.checkpoint.tensors.arena import aligned
 from hpctrain.checkpoint.tensors.boxes import Flat, bytes_of, held, sharers, view_of
 from hpctrain.core.base import clock
+from hpctrain.core.base.files import Patience
+from hpctrain.core.base.records import Skipped
 from hpctrain.core.base.text import Meter
 from hpctrain.core.device import has_host_backend
 from hpctrain.core.world import gather, on_rank_0, one_line
@@ -100,11 +101,7 @@ class Restored:
 
     Attributes:
         step: Updates in it.
-        path: Its directory.
-        manifest: Its manifest.
-        skipped: Newer ones that were passed over: step, name, reason.
         bytes_read: By this rank, from files or the nodes' memory.
-        seconds: For the reading.
         kept_by: See `CopiesInMemory.kept_by`; "" where it lay on disk.
         is_saved: Whether it lies on disk, too.
     """
@@ -112,7 +109,7 @@ class Restored:
     step: int = 0
     path: Path | None = None
     manifest: Manifest | None = None
-    skipped: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
     bytes_read: int = 0
     seconds: float = 0.0
     kept_by: str = ""
@@ -208,10 +205,9 @@ def restore(
             return restored
     while True:
         choice = on_rank_0(world, lambda: patience(lambda: find.choose(run, at_step=asked)))
-        newer = [{"step": s.step, "name": s.name, "reason": s.reason} for s in choice.skipped]
         candidate = choice.checkpoint
         if candidate is None or candidate.manifest is None:
-            skipped = _unique(skipped + newer)
+            skipped = _unique(skipped + choice.skipped)
             on_rank_0(world, functools.partial(_begin_anew, run, attempt, asked, skipped))
             return Restored(skipped=skipped)
         started = clock.monotonic()
@@ -221,23 +217,18 @@ def restore(
             if asked is not None:
                 on_rank_0(world, lambda: _set_newer_aside(run, attempt, asked))
             seconds = clock.monotonic() - started
-            skipped = _unique(skipped + newer)
+            skipped = _unique(skipped + choice.skipped)
             return Restored(
-                step=candidate.step,
-                path=candidate.path,
-                manifest=candidate.manifest,
-                skipped=skipped,
-                bytes_read=bytes_read,
-                seconds=seconds,
+                candidate.step, candidate.path, candidate.manifest, skipped, bytes_read, seconds
             )
         if asked is not None:
             raise CheckpointError(
                 f"step {asked}, which `resume --from` asked for, is damaged: {damage}; "
                 "resume from another step"
             )
-        damaged = {"step": candidate.step, "name": candidate.path.name, "reason": damage}
+        damaged = Skipped(candidate.step, candidate.name, damage)
         skipped = [*skipped, damaged]
-        on_rank_0(world, functools.partial(_give_up, run, attempt, candidate, damaged))
+        on_rank_0(world, functools.partial(_give_up, run, attempt, damaged))
 
 
 def _bounds(run: RunDir) -> tuple[int | None, int | None]:
@@ -262,7 +253,7 @@ def _from_memory(
     steps = functools.partial(find.steps, place.run)
     least_step = on_rank_0(world, lambda: max(_or_nothing(steps), default=0))
     reading = _Reading(arena, Patience(), copies)
-    skipped: list[dict[str, Any]] = []
+    skipped: list[Skipped] = []
     for candidate in copies.find(least_step):
         if most is not None and candidate.step > most:
             continue  # a guard goes back behind it; of files such ones are quarantined
@@ -284,7 +275,7 @@ def _from_memory(
                 is_saved=candidate.step == least_step,
             )
         log.warning("the copy of step %d in memory is not taken: %s", candidate.step, damage)
-        skipped.append({"step": candidate.step, "name": candidate.path.name, "reason": damage})
+        skipped.append(Skipped(candidate.step, candidate.name, damage))
     return Restored(skipped=skipped)
 
 
@@ -399,17 +390,13 @@ class _Shared:
     boxes: list[Held]
 
     def parts_of(self, rank: int) -> list[tuple[Held, ShardPiece]]:
-        """What one of the ranks reads."""
         pieces = [box.piece for box in self.boxes]
         parts = my_part(pieces, self.ranks.index(rank), len(self.ranks))
         return [(self.boxes[number], piece) for number, piece in parts]
 
 
 def _shared(boxes: Sequence[Held], state: State, world: World) -> list[_Shared]:
-    """Return what this rank holds together with others that it can speak to, by who they are.
-
-    The order is that of the ranks' numbers. Else two ranks in two groups would wait for each other.
-    """
+    """Return what this rank holds together with others that it can speak to, by who they are."""
     everyone = tuple(range(world.world_size))
     shared: dict[tuple[int, ...], _Shared] = {}
     for box in boxes:
@@ -491,7 +478,6 @@ class _Filling:
         return count
 
     def finish(self) -> None:
-        """Put into place what was read, and hand out what was read once. Collective."""
         for live, host in self._staged:
             live.copy_(host)
         self._staged.clear()
@@ -544,7 +530,6 @@ def _untied(state: State) -> tuple[State, dict[str, str]]:
 
 
 def _elements(tensor: Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
     if isinstance(tensor, Flat):
         return tensor.local.detach()
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
@@ -649,9 +634,7 @@ def _broadcast(tensor: torch.Tensor, rank: int, world: World, group: Any) -> Non
         dist.broadcast(flat, src=rank, group=group)
 
 
-def _begin_anew(
-    run: RunDir, attempt: Attempt, asked: int | None, skipped: list[dict[str, Any]]
-) -> None:
+def _begin_anew(run: RunDir, attempt: Attempt, asked: int | None, skipped: list[Skipped]) -> None:
     if asked is None:
         refuse_to_forget(run, skipped)
     else:
@@ -668,33 +651,25 @@ def _bar(run: RunDir, attempt: Attempt) -> None:
         log.warning("%s; older attempts are kept out by the run's lock alone", error)
 
 
-def _staged_leftovers(run: RunDir) -> list[dict[str, Any]]:
-    return [
-        {"step": left.step, "name": left.path.name, "reason": left.reason}
-        for left in find.staged(run)
-    ]
+def _staged_leftovers(run: RunDir) -> list[Skipped]:
+    return [Skipped(left.step, left.path.name, left.reason) for left in find.staged(run)]
 
 
-def _unique(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each directory once; the first word on it stands."""
-    by_name: dict[str, dict[str, Any]] = {}
+def _unique(rows: list[Skipped]) -> list[Skipped]:
+    by_name: dict[str, Skipped] = {}
     for row in rows:
-        by_name.setdefault(str(row["name"]), row)
+        by_name.setdefault(row.name, row)
     return list(by_name.values())
 
 
-def _give_up(
-    run: RunDir, attempt: Attempt, candidate: FoundCheckpoint, damaged: dict[str, Any]
-) -> None:
-    verify.set_aside(run, candidate, damaged["reason"], attempt)
-    ledger.append(run, CheckpointSetAside(**damaged), attempt=attempt.number)
+def _give_up(run: RunDir, attempt: Attempt, damaged: Skipped) -> None:
+    verify.set_aside(run, damaged.step, damaged.reason, attempt)
+    ledger.append(run, CheckpointSetAside(**asdict(damaged)), attempt=attempt.number)
 
 
 def _set_newer_aside(run: RunDir, attempt: Attempt, step: int) -> None:
     """So that their steps can be saved anew; nothing is deleted."""
     for newer in find.steps(run):
         if newer > step:
-            path = find.step_path(run, newer)
-            row = {"step": newer, "name": path.name}
-            row["reason"] = f"newer than `resume --from {step}`"
-            _give_up(run, attempt, find.FoundCheckpoint(newer, path, None, None), row)
+            name, why = find.step_path(run, newer).name, f"newer than `resume --from {step}`"
+            _give_up(run, attempt, Skipped(newer, name, why))

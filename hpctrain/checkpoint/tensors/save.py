@@ -7,13 +7,10 @@ host memory alone:
     thread:          | wait for the copies, stage, wait for the writer, gather, commit, prune |
     process:                                     | digest, write, flush |
 
-With `checkpoint.overlap_copy` what changes in the optimizer's step alone is copied beside the next
-forward and backward pass (device_copy.py), and training waits before that step. The thread only
-waits, so it holds Python's lock for moments. At most one save is in flight; the arena belongs to it
-until it is over. How it ended is the same on every rank, and is noted where all ranks meet anyway:
-before the next save, and at a stop. The promises are held by test_save_and_restore.py,
-test_checkpoint_faults.py and test_save_behind.py in tests/engines, and
-tests/unit/runtime/test_saves.py.
+At most one save is in flight; the arena belongs to it until it is over. How it ended is the same on
+every rank, and is noted where all ranks meet anyway: before the next save, and at a stop. The
+promises are held by test_save_and_restore.py, test_checkpoint_faults.py and test_save_behind.py in
+tests/engines, and tests/unit/runtime/test_saves.py.
 """
 
 from __future__ import annotations
@@ -58,9 +55,7 @@ class Saved:
     """A committed checkpoint.
 
     Attributes:
-        step: Optimizer updates in it.
         path: Its directory's name.
-        bytes: Of all its files.
         seconds: From the copy or the first byte to the commit.
         stall_s: How long training waited for it.
         state_digest: Of all tensors but the random generators: equal only if the state is.

@@ -134,7 +134,6 @@ class _Decoder:
         self._count = 0
 
     def value(self, form: Any) -> Any:
-        """The value of a form."""
         if isinstance(form, list):
             return self._numbered(lambda: self._values(form))
         if not isinstance(form, dict):

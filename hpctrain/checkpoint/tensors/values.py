@@ -93,7 +93,6 @@ class _Encoder:
     # ---- the walk
 
     def form(self, value: Any) -> Any:
-        """The JSON form of a value."""
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value
@@ -372,7 +371,6 @@ class _Encoder:
 
     @property
     def where(self) -> str:
-        """The path of the place in hand, e.g. ``scheduler.milestones[3]``."""
         path = "".join(
             f".{part}" if isinstance(part, str) and part.isidentifier() else f"[{part!r}]"
             for part in self._path

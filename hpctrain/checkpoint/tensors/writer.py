@@ -28,13 +28,13 @@ import xxhash
 from hpctrain.checkpoint.format.shard import ShardReport
 from hpctrain.checkpoint.tensors.writer_process import (
     FRAME,
-    SHIELDED,
     WriteFailure,
     WriteRequest,
     frame,
 )
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import PACKAGE
+from hpctrain.core.base.process import OF_STEPS
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ ANSWER_S = 10.0
 """For the rest of an answer that has begun: it comes out of memory, and a shard that was written
 must not be given up for it."""
 MAX_ANSWER_BYTES = 1 << 30
+NICE = 10
+"""How much the process steps back behind training."""
 
 BOOT = """
 import sys
@@ -79,16 +81,15 @@ class ShardWriter:
     In a process that was forked from the rank it does nothing: it is the rank's.
     """
 
-    def __init__(self, *, nice: int = 10, at_once: bool = True) -> None:
+    def __init__(self, *, at_once: bool = True) -> None:
         """Start the process; it is ready about 0.2 s later, and `begin` does not wait for that.
 
-        Without `at_once`, `ready` starts it. `nice` is its niceness.
+        Without `at_once`, `ready` starts it.
 
         Raises:
             CheckpointError: it cannot be started.
             RuntimeError: this is not the main thread; the process would die with its thread.
         """
-        self._nice = nice
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._number = 0
@@ -97,7 +98,7 @@ class ShardWriter:
         self._closed = False
         self._left: list[subprocess.Popen[bytes]] = []
         _require_main_thread()
-        self._process: _Process | None = _Process(nice) if at_once else None
+        self._process: _Process | None = _Process() if at_once else None
 
     @property
     def pid(self) -> int | None:
@@ -117,7 +118,7 @@ class ShardWriter:
         with self._lock:
             if self._process is None or self._process.dead():
                 self._end()
-                self._process = _Process(self._nice)
+                self._process = _Process()
 
     def begin(self, request: WriteRequest, arena: Arena) -> None:
         """Have a shard written; returns at once. The arena's bytes must stay until `wait` returns.
@@ -227,7 +228,7 @@ class ShardWriter:
                 f"{request.path} was not written: its writer process has died; "
                 "the next save gets a new one"
             )
-        self._process = _Process(self._nice)
+        self._process = _Process()
         self._process.send(self._number, request, arena)
 
     def _answer(
@@ -284,7 +285,7 @@ def _require_main_thread() -> None:
 class _Process:
     """A writer process and this end of the socket to it."""
 
-    def __init__(self, nice: int) -> None:
+    def __init__(self) -> None:
         _require_main_thread()
         self._socket, theirs = socket.socketpair()
         package = str(PACKAGE)
@@ -310,7 +311,7 @@ class _Process:
         # refusal costs training a little speed, no save.
         with contextlib.suppress(OSError):
             own = os.getpriority(os.PRIO_PROCESS, 0)
-            os.setpriority(os.PRIO_PROCESS, self.popen.pid, min(own + nice, 19))
+            os.setpriority(os.PRIO_PROCESS, self.popen.pid, min(own + NICE, 19))
 
     def send(self, number: int, request: WriteRequest, arena: Arena) -> None:
         """Hand a request over; what goes through the socket fits in its buffer."""
@@ -347,11 +348,9 @@ class _Process:
         return bool(poll.poll(timeout_s * 1000))
 
     def dead(self) -> bool:
-        """Whether it has ended."""
         return self.popen.poll() is not None
 
     def fate(self) -> str:
-        """How it ended, for people."""
         if not self._gone(PATIENCE_S):
             return "has stopped answering"
         code = self.popen.returncode
@@ -398,7 +397,7 @@ def _signals_held() -> Iterator[None]:
 
     Without that, a signal would find it without handlers until it is set up.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_STEPS)
     try:
         yield
     finally:

@@ -20,7 +20,6 @@ import mmap
 import os
 import pickle
 import platform
-import signal
 import socket
 import struct
 import sys
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from hpctrain.checkpoint.format import shard
-from hpctrain.core.base.process import die_with_parent, show_as
+from hpctrain.core.base.process import die_with_parent, ignore_signals, show_as
 from hpctrain.core.testing import points
 from hpctrain.errors import HpctrainError
 
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
 
 FRAME = struct.Struct("<QQQ")
 """Number of the request, bytes of the body, digest of the body."""
-SHIELDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
-"""SLURM signals every process of a step; the rank alone decides what that means."""
 IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273}
 IOPRIO_WHO_PROCESS = 1
 IOPRIO_LOWEST = 2 << 13 | 7
@@ -61,8 +58,6 @@ class WriteRequest:
         offsets: Where each piece's bytes begin in the arena.
         block_bytes: See `shard.write`, as for the next.
         threads: How many write at a time.
-        step: The checkpoint's.
-        rank: Whose shard it is.
     """
 
     path: Path
@@ -84,7 +79,7 @@ class WriteFailure:
 
 def main(handle: int, rank_pid: int) -> None:
     """Write what the rank requests over socket `handle`, until the rank closes its end or dies."""
-    _shield()
+    ignore_signals()  # the rank started this process with them blocked
     die_with_parent(rank_pid)
     show_as("hpctrain-writer")
     _step_back()
@@ -98,13 +93,6 @@ def main(handle: int, rank_pid: int) -> None:
 def frame(number: int, body: bytes) -> bytes:
     """What stands before a body on the socket."""
     return FRAME.pack(number, len(body), xxhash.xxh3_64_intdigest(body))
-
-
-def _shield() -> None:
-    # The rank started this process with these blocked: none gets through before it is ignored.
-    for signum in SHIELDED:
-        signal.signal(signum, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
 
 
 def _step_back() -> None:
@@ -130,7 +118,6 @@ class _Mapped:
         self._view = memoryview(b"")
 
     def take(self, fd: int) -> None:
-        """Use the arena behind a descriptor from now on."""
         about = os.fstat(fd)
         identity = (about.st_dev, about.st_ino, about.st_size)
         if identity == self._id:
@@ -150,7 +137,6 @@ class _Mapped:
             os.close(fd)
 
     def part(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes of it, not copied."""
         if offset < 0 or offset + nbytes > len(self._view):
             raise ValueError(f"[{offset}, {offset} + {nbytes}) is not in {len(self._view)} bytes")
         return self._view[offset : offset + nbytes]

@@ -19,11 +19,13 @@ import os
 import shlex
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from hpctrain.errors import HpctrainError
+from hpctrain.core.base import clock
+from hpctrain.errors import FileSystemFault, HpctrainError, IncompleteCheckpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from io import FileIO
 
 SMALL_BYTES = 64 << 20
@@ -40,6 +42,12 @@ MOST_SOURCE_BYTES = 4 << 20
 """Of a program that is read: a generated one beyond is no training program."""
 _OF_HOST_NAMES = frozenset({"idna", "punycode", "undefined"})
 """Codecs that Python takes in a first line: they raise, or take minutes for megabytes."""
+T = TypeVar("T")
+FIRST_WAIT_S = 0.5
+LONGEST_WAIT_S = 15.0
+_PROOF = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP})
+"""The file system has answered: there is no such file. Any other error (a stale handle, a server
+that is away, an expired ticket) says nothing about the bytes."""
 
 
 class NotText(ValueError):
@@ -122,8 +130,10 @@ def all_of(file: FileIO, path: Path, most_bytes: int = SMALL_BYTES) -> bytes:
     return file.readall()
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str, *, durable: bool = False) -> None:
     """Put a text where readers find either all of it or what was there before.
+
+    With `durable` it outlives a power loss.
 
     Raises:
         OSError: it could not be written, e.g. the disk is full; names the file. What was there
@@ -131,15 +141,26 @@ def replace_text(path: Path, text: str) -> None:
     """
     staged = path.with_name(f"{path.name}.new")
     try:
-        write_plain(staged, text)
+        write_plain(staged, text, durable=durable)
         staged.replace(path)
+        if durable:
+            flush_directory(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             staged.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def write_plain(path: Path, text: str) -> None:
+def flush_directory(path: Path) -> None:
+    """Make names in a directory survive a power loss."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_plain(path: Path, text: str, *, durable: bool = False) -> None:
     """Write an ordinary file anew.
 
     Raises:
@@ -148,6 +169,9 @@ def write_plain(path: Path, text: str) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     with open(plain_descriptor(path, flags), "w", encoding="utf-8") as file:
         file.write(text)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def read_text(path: Path, most_bytes: int = SMALL_BYTES) -> str:
@@ -358,3 +382,51 @@ def data_dir(kind: Literal["site-configs", "sbatch", "docs"]) -> Path:
         if place.is_dir():
             return place
     raise HpctrainError(f"{places[0]} is missing from this installation; install hpctrain again")
+
+
+def proves_absence(error: OSError) -> bool:
+    """Whether the error says that there is no such file, and not that nobody can tell."""
+    return error.errno in _PROOF
+
+
+class Patience:
+    """Tries again what the file system refuses, for so many seconds in all; then raises it.
+
+    The sum is bounded, not each wait: other ranks wait meanwhile in a collective with a time-out.
+    """
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        """Wait so long in all; without any seconds every error is raised at once."""
+        self._all_s = seconds
+        self._left_s = seconds
+
+    def __call__(self, act: Callable[[], T]) -> T:
+        """What the action returns, once it does; it may be called several times.
+
+        Raises:
+            FileSystemFault: and OSError, as the action's last try raised them.
+            IncompleteCheckpoint: the same; a node may see a file later than others.
+        """
+        wait_s = FIRST_WAIT_S
+        while True:
+            try:
+                return act()
+            except (OSError, FileSystemFault, IncompleteCheckpoint) as error:
+                if self._left_s <= 0:
+                    raise
+                wait_s = min(wait_s, self._left_s)
+                self._tell(error, wait_s)
+            clock.sleep(wait_s)
+            self._left_s -= wait_s
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    def _tell(self, error: Exception, wait_s: float) -> None:
+        import logging  # here: every command reads this module, and none of them waits
+
+        logging.getLogger("hpctrain.checkpoint").warning(
+            "%s; tried again in %g s, for %g s more of %g s (checkpoint.patience_s)",
+            error,
+            wait_s,
+            self._left_s,
+            self._all_s,
+        )

@@ -36,7 +36,6 @@ class _Form(logging.Formatter):
         self.who = who
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record; another library's names its logger, and of its traceback the last line."""
         is_ours = record.name.partition(".")[0] == OURS
         error = "error: " if is_ours and record.levelno >= logging.ERROR else ""
         text = f"{OURS if is_ours else record.name}: {error}{record.getMessage()}"
@@ -64,7 +63,6 @@ class _Stderr(logging.Handler):
         self.yields = yields
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one line."""
         if self.yields and _is_configured():
             return
         try:

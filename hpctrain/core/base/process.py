@@ -1,10 +1,6 @@
 """Processes of ours: their commands, their first acts, their open files, and the job's ports.
 
-A forked process dies with its parent and prints to its own log. Each rank may have a connection to
-every other in the program's own process group; what we exchange goes through the node's process.
-`needed` says how many open files that takes, and tests/engines/test_open_files.py measures it with
-real ranks. The ports on which the agents of a job meet are derived from the job, checked to be
-free, and claimed.
+A forked process dies with its parent and prints to its own log.
 """
 
 from __future__ import annotations
@@ -17,6 +13,7 @@ import select
 import signal
 import socket
 import sys
+import traceback
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +32,8 @@ if TYPE_CHECKING:
             """Return its descriptor."""
 
 
+OF_STEPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+"""SLURM sends them to every process of a step; the rank, or the agent, decides what they mean."""
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PER_RANK = 1
@@ -65,7 +64,7 @@ def own_program(module: str, *words: str, python: str = "", unbuffered: bool = F
 class ForkedProcess:
     """A process beside this one that takes orders over a line, as this one handles it."""
 
-    def __init__(self, serve: Callable[[socket.socket, int], NoReturn]) -> None:
+    def __init__(self, serve: Callable[[socket.socket, int], None]) -> None:
         """Fork it. To be made while this process has one thread.
 
         `serve` is its life, given its end of the line and the id of its parent; it must not return
@@ -77,7 +76,7 @@ class ForkedProcess:
         self.pid = os.fork()
         if self.pid == 0:
             self._line.close()
-            serve(theirs, parent)
+            _serve_until_killed(serve, theirs, parent)
         theirs.close()
 
     def adopt(self, pid: int, line: int) -> None:
@@ -100,6 +99,27 @@ class ForkedProcess:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def ignore_signals() -> None:
+    """Ignore SLURM's signals; the parent may have had them blocked, so that none came before."""
+    for signum in OF_STEPS:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_STEPS)
+
+
+def _serve_until_killed(
+    serve: Callable[[socket.socket, int], None], line: socket.socket, parent: int
+) -> NoReturn:
+    """The forked process: never comes back into its parent's code."""
+    try:
+        ignore_signals()
+        die_with_parent(parent)
+        serve(line, parent)
+    except BaseException:  # noqa: BLE001 - who is beside it sees that it is gone, not why
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 def connections_to(port: int) -> list[socket.socket]:
@@ -135,14 +155,14 @@ def show_as(name: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
-def print_to(path: Path, mode: int = 0o644) -> None:
+def print_to(path: Path) -> None:
     """Append what this process prints, and what its libraries print, to a file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     try:
-        log = os.open(path, flags, mode)
+        log = os.open(path, flags, 0o644)
     except FileNotFoundError:  # an agent has made the folder for all of its ranks
         path.parent.mkdir(parents=True, exist_ok=True)
-        log = os.open(path, flags, mode)
+        log = os.open(path, flags, 0o644)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(log, 1)

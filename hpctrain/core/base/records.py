@@ -165,9 +165,7 @@ class JobStart:
     """One start of a job, as the scheduler's accounting remembers it.
 
     Attributes:
-        job_id: Whose.
         index: 0, 1... in the order of the job's starts; a requeue begins another.
-        state: Of that start.
         start: Seconds since the epoch; None while it is pending.
         end: The same; None while it runs.
         nodes: Host names with commas between them.

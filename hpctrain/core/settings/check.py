@@ -1,12 +1,8 @@
 """What the values of settings must be by themselves and together, before anything is written.
 
-`check` looks at all of them. `check_hooks` is for [notify] and [track] (who hears of a run's end,
-where its scalars go), `check_profile` for [profile] (which steps of which ranks are looked at, and
-what cannot be), `check_engine` for [engine]; `profile_flags` and `engine_flags` read `--profile`,
-`--nsys`, `--engine` and `--mesh`. Types and choices are refused earlier, by `layers.py`; what only
-the cluster knows (its partitions) is SLURM's; what depends on the number of ranks or on the model
-is `plan/mesh.py`'s; whether a tracker can be imported is looked at where the run is submitted
-(`missing_tracker`).
+Types and choices are refused earlier, by `layers.py`; what only the cluster knows (its partitions)
+is SLURM's; what depends on the number of ranks or on the model is `plan/mesh.py`'s; whether a
+tracker can be imported is looked at where the run is submitted (`missing_tracker`).
 
 Pure otherwise. The promises are held by tests/unit/settings/test_check.py,
 test_profile_settings.py, tests/unit/runtime/test_trackers.py, tests/unit/agent/test_notify.py and
@@ -41,6 +37,19 @@ BOUNDED = ("tp", "pp", "ep", "cp", "dp_replicate")
 
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 MESH_EXAMPLE = "--mesh tp=4,pp=2"
+NEWS = ("done", "failed", "stopped", "attempt", INCIDENT)
+BUILT_IN = {"wandb": "hpctrain.train.runtime.trackers:start"}
+"""Trackers that hpctrain knows by name: the package's name to our factory."""
+_OWN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+MOST_STEPS = 100
+"""A trace of one step is some MB; of many, on many ranks, it fills a quota."""
+EXAMPLE = "--profile steps=100:103,ranks=0,7"
+_STEPS = re.compile(r"([0-9]{1,15})(?::([0-9]{1,15}))?")
+_RANKS = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*")
+_NODES = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+_SPAN = re.compile(r"(?:([0-9]{1,9})d)?(?:([0-9]{1,9})h)?(?:([0-9]{1,9})m)?(?:([0-9]{1,9})s)?")
+_TIME = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?")
+_MAX_LEAD_S = 65535  # sbatch's own limit for --signal
 
 
 def axis_range(text: str, *, where: str) -> tuple[int, int]:
@@ -69,16 +78,13 @@ def bounds(engine: EngineSettings, origins: Mapping[str, str] | None = None) -> 
     Raises:
         UsageError: one is no range, or it is used with an engine that has no such axis.
     """
-    where = _Keys(origins or {})
+    where = _Keys(engine, origins or {})
     ranges: dict[str, range] = {}
     for axis in BOUNDED:
         text: str = getattr(engine, axis)
         least, most = axis_range(text, where=where.of(axis))
         if least > 1 and engine.kind != "fsdp2":
-            raise UsageError(
-                f"{where.of(axis)} is {text}, which needs engine.kind fsdp2; it is {engine.kind}"
-                f"{where.origin('kind')}: choose --engine fsdp2, or engine.{axis} 1"
-            )
+            raise where.needs(axis, "kind", "fsdp2", f": choose --engine fsdp2, or engine.{axis} 1")
         ranges[axis] = range(least, most + 1)
     if ranges["ep"].start > 1 and ranges["tp"].start > 1:
         raise UsageError(
@@ -101,14 +107,13 @@ def check_engine(settings: Settings, origins: Mapping[str, str]) -> list[str]:
     Raises:
         UsageError: settings that do not go together.
     """
-    engine, where = settings.engine, _Keys(origins)
+    engine, where = settings.engine, _Keys(settings.engine, origins)
     bounds(engine, origins)
     if engine.exact:
         _check_exact(engine, where)
     _check_precision(settings, where)
     _check_offload(engine, where)
     _check_reductions(engine, where)
-    _check_compile(engine, where)
     _check_float8(settings, where)
     _check_schedule(engine, where)
     return _unused(engine, where)
@@ -119,45 +124,34 @@ def _unused(engine: EngineSettings, key: _Keys) -> list[str]:
 
     Its text, which a run keeps in the place of its path, may wait for the engine that reads it.
     """
-    notes = []
-    if engine.ds_config.lstrip().startswith("{") and not engine.kind.startswith("zero"):
-        notes.append(f"engine.ds_config has no effect with engine.kind {engine.kind}")
-    elif engine.ds_config and not engine.kind.startswith("zero"):
-        raise UsageError(
-            f'{key.of("ds_config")} is "{engine.ds_config}", which only zero0 to zero3 read; '
-            f"engine.kind is {engine.kind}{key.origin('kind')}: leave it out, or choose "
-            "--engine zero1"
-        )
-    return notes
+    if not engine.ds_config or engine.kind.startswith("zero"):
+        return []
+    if engine.ds_config.lstrip().startswith("{"):
+        return [f"engine.ds_config has no effect with engine.kind {engine.kind}"]
+    raise UsageError(
+        f'{key.of("ds_config")} is "{engine.ds_config}", which only zero0 to zero3 read; '
+        f"engine.kind is {engine.kind}{key.origin('kind')}: leave it out, or choose --engine zero1"
+    )
 
 
 def _check_exact(engine: EngineSettings, key: _Keys) -> None:
     if engine.kind not in {"ddp", "fsdp2"}:
-        raise UsageError(
-            f"{key.of('exact')} is true, which needs engine.kind ddp or fsdp2; it is "
-            f"{engine.kind}{key.origin('kind')}, which adds gradients in an order of its own"
+        raise key.needs(
+            "exact", "kind", "ddp or fsdp2", ", which adds gradients in an order of its own"
         )
     for axis in ("pp", "ep", "cp", "dp_replicate"):
         text: str = getattr(engine, axis)
         if text != "1" and axis_range(text, where=key.of(axis))[1] > 1:
-            raise UsageError(
-                f"{key.of('exact')} is true, which needs engine.{axis} 1; it is {text}"
-                f"{key.origin(axis)}: sums would be taken in another order"
-            )
+            raise key.needs("exact", axis, "1", ": sums would be taken in another order")
     least, most = axis_range(engine.tp, where=key.of("tp"))
     if least != most:
         raise UsageError(
             f"{key.of('exact')} is true, which needs one number for engine.tp; it is {engine.tp}"
             f"{key.origin('tp')}: another number would give other bits"
         )
-
-
-def _check_compile(engine: EngineSettings, key: _Keys) -> None:
-    if engine.exact and engine.compile == "inductor":
-        raise UsageError(
-            f"{key.of('exact')} is true, which needs engine.compile no, eager or aot_eager; it is "
-            f"inductor{key.origin('compile')}, which chooses kernels by timing them"
-        )
+    if engine.compile == "inductor":
+        timing = ", which chooses kernels by timing them"
+        raise key.needs("exact", "compile", "no, eager or aot_eager", timing)
 
 
 def _check_float8(settings: Settings, key: _Keys) -> None:
@@ -172,18 +166,11 @@ def _check_float8(settings: Settings, key: _Keys) -> None:
         )
     needs = {"kind": ("ddp", "fsdp2"), "exact": (False,), "precision": ("auto", "bf16")}
     for other, values in needs.items():
-        if (value := getattr(engine, other)) not in values:
-            raise UsageError(
-                f"{key.of('float8')} is true, which needs engine.{other} "
-                f"{' or '.join(str(v).lower() for v in values)}; it is {str(value).lower()}"
-                f"{key.origin(other)}"
-            )
+        if getattr(engine, other) not in values:
+            raise key.needs("float8", other, " or ".join(str(v).lower() for v in values))
     for axis in ("tp", "pp", "ep"):
         if axis_range(getattr(engine, axis), where=key.of(axis))[1] > 1:
-            raise UsageError(
-                f"{key.of('float8')} is true, which needs engine.{axis} 1; it is "
-                f"{getattr(engine, axis)}{key.origin(axis)}: cut models are multiplied in 16 bits"
-            )
+            raise key.needs("float8", axis, "1", ": cut models are multiplied in 16 bits")
 
 
 def _check_schedule(engine: EngineSettings, key: _Keys) -> None:
@@ -194,12 +181,12 @@ def _check_schedule(engine: EngineSettings, key: _Keys) -> None:
     if engine.pp_schedule != "zero_bubble" or axis_range(engine.pp, where=key.of("pp"))[1] == 1:
         return
     for name in ("activation_checkpointing", "compile"):
-        if (value := getattr(engine, name)) != "no":
-            raise UsageError(
-                f"{key.of('pp_schedule')} is zero_bubble, which needs engine.{name} no; it is "
-                f"{value}{key.origin(name)}, whose work would be done again in each half of a "
-                "backward pass; choose engine.pp_schedule interleaved"
+        if getattr(engine, name) != "no":
+            twice = (
+                ", whose work would be done again in each half of a backward pass; choose "
+                "engine.pp_schedule interleaved"
             )
+            raise key.needs("pp_schedule", name, "no", twice)
 
 
 def _check_precision(settings: Settings, key: _Keys) -> None:
@@ -218,11 +205,10 @@ def _check_precision(settings: Settings, key: _Keys) -> None:
 
 
 def _check_offload(engine: EngineSettings, key: _Keys) -> None:
-    where = f"{key.of('offload')} is {engine.offload}"
     if engine.offload == "cpu" and engine.kind in {"ddp", "zero0"}:
         raise UsageError(
-            f"{where}, which fsdp2 and zero1 to zero3 can do; engine.kind is {engine.kind}"
-            f"{key.origin('kind')}"
+            f"{key.of('offload')} is cpu, which fsdp2 and zero1 to zero3 can do; engine.kind is "
+            f"{engine.kind}{key.origin('kind')}"
         )
 
 
@@ -239,15 +225,20 @@ def _check_reductions(engine: EngineSettings, key: _Keys) -> None:
 class _Keys:
     """How engine settings and their origins are shown."""
 
-    def __init__(self, origins: Mapping[str, str]) -> None:
-        self._origins = origins
+    def __init__(self, engine: EngineSettings, origins: Mapping[str, str]) -> None:
+        self._engine, self._origins = engine, origins
+
+    def needs(self, key: str, other: str, wanted: str, why: str = "") -> UsageError:
+        is_, has = (str(getattr(self._engine, name)).lower() for name in (key, other))
+        return UsageError(
+            f"{self.of(key)} is {is_}, which needs engine.{other} {wanted}; it is {has}"
+            f"{self.origin(other)}{why}"
+        )
 
     def origin(self, key: str) -> str:
-        """Where its value came from, in brackets."""
         return f" ({self._origin(key)})" if self._origins else ""
 
     def of(self, key: str) -> str:
-        """Its name, behind where its value came from."""
         return f"{self._origin(key)}: engine.{key}" if self._origins else f"engine.{key}"
 
     def _origin(self, key: str) -> str:
@@ -290,21 +281,6 @@ def engine_flags(
     return flags
 
 
-NEWS = ("done", "failed", "stopped", "attempt", INCIDENT)
-BUILT_IN = {"wandb": "hpctrain.train.runtime.trackers:start"}
-"""Trackers that hpctrain knows by name: the package's name to our factory."""
-_OWN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-MOST_STEPS = 100
-"""A trace of one step is some MB; of many, on many ranks, it fills a quota."""
-EXAMPLE = "--profile steps=100:103,ranks=0,7"
-_STEPS = re.compile(r"([0-9]{1,15})(?::([0-9]{1,15}))?")
-_RANKS = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*")
-_NODES = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
-_SPAN = re.compile(r"(?:([0-9]{1,9})d)?(?:([0-9]{1,9})h)?(?:([0-9]{1,9})m)?(?:([0-9]{1,9})s)?")
-_TIME = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?")
-_MAX_LEAD_S = 65535  # sbatch's own limit for --signal
-
-
 def check_hooks(settings: Settings, origins: Mapping[str, str]) -> None:
     """Refuse news and trackers that cannot be.
 
@@ -314,8 +290,7 @@ def check_hooks(settings: Settings, origins: Mapping[str, str]) -> None:
     _check_notify(settings, origins)
     for name in settings.track.loggers:
         if name not in BUILT_IN and _OWN.fullmatch(name) is None:
-            trackers = [*BUILT_IN, "tensorboard"]
-            near = difflib.get_close_matches(name, trackers, n=1)
+            near = difflib.get_close_matches(name, [*BUILT_IN, "tensorboard"], n=1)
             if near == ["tensorboard"]:
                 hint = "TensorBoard's files are always written, it needs no entry"
             else:
@@ -441,18 +416,14 @@ def check_profile(settings: Settings, origins: Mapping[str, str], most_ranks: in
         UsageError: steps or ranks of another form, or a rank that there will never be.
     """
     profile = settings.profile
-
-    def origin_of(key: str) -> str:
-        return f"{origins.get(f'profile.{key}', 'default')}: profile.{key}"
-
-    steps = step_range(profile.steps, where=origin_of("steps"))
-    ranks = rank_set(profile.ranks, where=origin_of("ranks"))
+    steps = step_range(profile.steps, where=_named("profile.steps", origins))
+    ranks = rank_set(profile.ranks, where=_named("profile.ranks", origins))
     asked = {"ranks": ranks or (), "nsys_rank": (profile.nsys_rank,)}
     for key, wanted in asked.items():
         if most_ranks and max(wanted, default=-1) >= most_ranks:
             raise UsageError(
-                f"{origin_of(key)} names rank {max(wanted)}; there are {most_ranks} at most: "
-                f"0 to {most_ranks - 1}"
+                f"{_named(f'profile.{key}', origins)} names rank {max(wanted)}; there are "
+                f"{most_ranks} at most: 0 to {most_ranks - 1}"
             )
     notes = []
     if steps is None:
@@ -531,10 +502,7 @@ def _slurm_time(days: str | None, *rest: str | None) -> tuple[int, int, int, int
 
 def sbatch_time(text: str) -> str:
     """The time limit in a form that sbatch reads; as it stands where it has no units."""
-    plain = text.strip()
-    if plain[-1:].lower() not in set("dhms"):
-        return text
-    return hms(time_s(plain))
+    return hms(time_s(text)) if text.strip()[-1:].lower() in set("dhms") else text
 
 
 def check(settings: Settings, origins: Mapping[str, str]) -> Chosen:
@@ -586,14 +554,10 @@ def _check_environment(settings: Settings, origins: Mapping[str, str]) -> list[s
 
 
 def _idle_alive(settings: Settings) -> list[str]:
-    """Of [alive], what will have no effect."""
-    alive, idle = settings.alive, []
     least, most = node_range(settings.slurm.nodes)
-    if alive.shrink != "no" and least == most:
-        idle.append(
-            f"alive.shrink has no effect with slurm.nodes {settings.slurm.nodes}: give MIN-MAX"
-        )
-    return idle
+    if settings.alive.shrink == "no" or least != most:
+        return []
+    return [f"alive.shrink has no effect with slurm.nodes {settings.slurm.nodes}: give MIN-MAX"]
 
 
 def split_spares(nodes: str | None) -> tuple[str | None, int | None]:
@@ -627,7 +591,6 @@ def allocated(settings: Settings) -> SlurmSettings:
 
 
 def _idle_evaluate(settings: Settings, origins: Mapping[str, str]) -> list[str]:
-    """Of [evaluate], what will have no effect."""
     evaluate = settings.evaluate
     if evaluate.script:
         never = not evaluate.every and not evaluate.last

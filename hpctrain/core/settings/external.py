@@ -1,10 +1,9 @@
 """Names that programs of others take: options of sbatch, however they are spelt, DeepSpeed's keys.
 
-sbatch takes any unambiguous beginning of a long name (-pX, --partition=X, --partit X), a value
-right behind a short one, and several short ones in a word. What is locked, forbidden, required or
-hpctrain's own is compared by the names that this module gives. external.toml has the names.
-tests/unit/settings/test_sbatch_options.py, tests/unit/lint/test_deepspeed_rules.py and
-tests/unit/plan/test_ds_config.py hold the promises, against the DeepSpeed that is installed.
+What is locked, forbidden, required or hpctrain's own is compared by the names that this module
+gives. external.toml has the names. tests/unit/settings/test_sbatch_options.py,
+tests/unit/lint/test_deepspeed_rules.py and tests/unit/plan/test_ds_config.py hold the promises,
+against the DeepSpeed that is installed.
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ def _names_of_word(word: str) -> list[str]:
 
 
 def _full(name: str) -> str:
-    """The name that sbatch takes this one for."""
     if name in LONG:
         return SAME.get(name, name)
     longer = sorted(option for option in LONG if option.startswith(name))

@@ -1,9 +1,6 @@
 """Keys of settings and of site presets: a value's rule stands beside the field that holds it.
 
-`field`, `table` and `tables` declare the keys of a `Table`, a frozen dataclass. Reading, the
-refusing of unknown keys, the JSON Schema and the reference pages are derived from them: `keys_of`
-gives a class as data, `make` an instance from plain values, `convert` a raw value as its key takes
-it, and `fault` says what is wrong with one, in words without its place, which the caller knows.
+`field`, `table` and `tables` declare the keys of a `Table`, a frozen dataclass.
 
 Pure, standard library only. tests/unit/settings/test_layers.py, test_check.py and
 tests/unit/site/test_schema.py hold the promises.
@@ -234,7 +231,6 @@ def convert(key: Key, value: Any, name: str) -> Any:
 
 
 def _converted(value: Any, form: str, *, free: bool) -> Any:  # noqa: PLR0911 - a line per type
-    """The value as that form, or None where it is of another."""
     if form == "texts":
         texts = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
         return list(value) if texts else None

@@ -2,9 +2,9 @@
 
 Layers come in as data, and unknown or ill-typed values are refused with the place they came from:
 `read_toml` gives a TOML file whose keys know their line, so that every message can say
-`hpctrain.toml:14`. What values mean together is `check.py`'s. The environment that the site and
-the user give to the ranks is read here too (`from_table`, `from_flag`); the submitting shell's own
-never comes in: tokens live there, and what this module returns is written into spec.json.
+`hpctrain.toml:14`. The environment that the site and the user give to the ranks is read here too
+(`from_table`, `from_flag`); the submitting shell's own never comes in: tokens live there, and what
+this module returns is written into spec.json.
 
 Pure, but for `read_toml`. tests/unit/settings/test_layers.py and test_toml_lines.py hold the
 promises.
@@ -181,17 +181,17 @@ class SettingsFile:
     """Its keys outside any table, among those that were allowed."""
 
 
-def from_toml(file: TomlFile, *, name: str, top: Sequence[str], origin: str = "{}") -> SettingsFile:
+def from_toml(file: TomlFile, *, name: str, top: Sequence[str]) -> SettingsFile:
     """Take a settings file apart.
 
-    `top` are text keys that it may have outside any table; `{}` in `origin` stands for `file:line`.
+    `top` are text keys that it may have outside any table.
 
     Raises:
         UsageError: a key outside any table is unknown, or is not text; [env] is not a table.
     """
 
     def where(section: str, key: str) -> str:
-        return origin.format(file.where(section, key) if key else file.where(section))
+        return file.where(section, key) if key else file.where(section)
 
     values = dict(file.values)
     env = values.pop(ENV_SECTION, {})

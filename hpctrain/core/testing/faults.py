@@ -165,7 +165,6 @@ class _Armed:
         self.start_over()
 
     def start_over(self) -> None:
-        """Count from nothing, as a process of its own."""
         self._counted = [_Counted(fault) for fault in self._faults]
         self._lock = threading.Lock()
 
@@ -314,7 +313,6 @@ def _values(
 
 
 def _known(kind: str, name: str, choices: Iterable[str], place: str) -> str:
-    """The name, if there is one such; else an error with the nearest."""
     names = list(choices)
     if name in names:
         return name

@@ -1,7 +1,5 @@
 """Return the attempts of a run, and its allocations on one time line. Pure.
 
-An attempt: where, when, from which step to which, why it ended, what it cost. An allocation: when
-a job waited and when it held nodes, by accounting where it answered, else by the ranks' own times.
 Clocks differ between nodes; `allocations_of` sorts the times so that no second counts twice.
 tests/unit/history/test_attempts.py and test_goodput.py hold the promises.
 """
@@ -257,7 +255,6 @@ def _held(history: RunHistory, starts: Sequence[JobStart], *, gone: bool) -> lis
 
 
 def _groups(attempts: Sequence[AttemptRecord]) -> list[list[AttemptRecord]]:
-    """The attempts of each start of a job together."""
     groups: list[list[AttemptRecord]] = []
     for attempt in attempts:
         last = groups[-1][-1] if groups else None
@@ -441,7 +438,6 @@ def _in_line(
 
 
 def _asked(allocation: Allocation, before: Allocation | None, history: RunHistory) -> float | None:
-    """When its wait began."""
     if allocation.asked is not None:
         return allocation.asked
     if before is not None and before.job_id == allocation.job_id:

@@ -1,10 +1,9 @@
 """Goodput: every second since the first submission in one of a closed set of time classes. Pure.
 
-From events, and what the scheduler's accounting knows of the job's starts where there is any. Each
-start of a job (`Allocation`) is cut into slices without a gap; the moments of an attempt are put in
-order first, so that a clock that jumps makes a slice shorter and never negative.
-docs/development/ledger.md says how each class is measured. tests/unit/history/test_goodput.py
-holds the promises.
+Each start of a job (`Allocation`) is cut into slices without a gap; the moments of an attempt are
+put in order first, so that a clock that jumps makes a slice shorter and never negative.
+docs/development/ledger.md says how each class is measured. tests/unit/history/test_goodput.py holds
+the promises.
 """
 
 from __future__ import annotations
@@ -272,11 +271,7 @@ def _part(
     kept: int | None,
     still: Sequence[StoodStill],
 ) -> Iterator[TimeSlice]:
-    """A part of an attempt's time, of which nothing moved in `still`.
-
-    It is cut by a clock that stands meanwhile, so that what else is known of it (data, saves, steps
-    in vain) keeps its own time.
-    """
+    """A part of an attempt's time, of which nothing moved in `still`."""
     pairs = [(stood.start, stood.end) for stood in still]
 
     def clock(t: float) -> float:
@@ -360,10 +355,7 @@ def _training(
     nodes: int,
     clock: Callable[[float], float],
 ) -> Iterator[TimeSlice]:
-    """The stretch of steps: those that count with their data and saves, then those in vain.
-
-    The stretch, and what comes of it, are by that clock.
-    """
+    """The stretch of steps: those that count with their data and saves, then those in vain."""
     start, end = stretch
     points = _points(attempt, start, end, clock)
     last = points[-1]

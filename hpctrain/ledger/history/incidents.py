@@ -103,7 +103,6 @@ def _members(history: RunHistory) -> JobMembers:
 
 
 def _rounds(attempts: Sequence[AttemptRecord]) -> list[AttemptRecord]:
-    """The attempts of the newest start of the newest job, in order; at least the newest."""
     ordered = sorted(attempts, key=lambda attempt: attempt.number)
     newest = ordered[-1]
     rounds = [newest]

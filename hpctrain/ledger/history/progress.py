@@ -56,7 +56,6 @@ class SaveInterval:
     """How often the run saves, as its newest attempt said; in seconds or in steps.
 
     Attributes:
-        why: What decided.
         cost_s: What training loses to one save, as it was measured.
         mtbf_s: Seconds between failures, as they were expected.
     """
@@ -121,8 +120,7 @@ def progress(history: RunHistory) -> Progress:
 
 
 def _marks(history: RunHistory) -> Iterator[StepMark]:
-    """The newest first."""
-    return (fact for fact in reversed(history.training) if isinstance(fact, StepMark))
+    return (told for told in reversed(history.training) if isinstance(told, StepMark))
 
 
 def saving(history: RunHistory) -> Saving:
@@ -222,7 +220,6 @@ def newest_sample(content: bytes, attempt: int) -> RankSample | None:
 
 
 def _each(value: object, ranks: int = 0) -> tuple[float, ...] | None:
-    """A number per rank, else None."""
     if not isinstance(value, list) or (ranks and len(value) != ranks):
         return None
     numbers = [finite(one) for one in value]
@@ -351,7 +348,6 @@ def _seconds(mark: StepMark) -> float:
 
 
 def _window(marks: Sequence[StepMark]) -> Sequence[StepMark]:
-    """The newest marks: those of the last ten minutes, 20 at most, one at least."""
     newest = marks[-1].t
     return [m for m in marks[-MARKS:] if newest - m.t < WINDOW_S or m is marks[-1]]
 

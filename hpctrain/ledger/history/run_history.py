@@ -1,9 +1,8 @@
 """The history of a run: its ledger's events put together in one pass. Pure.
 
-Everything that is derived from a ledger (state, attempts, goodput, lineage, budgets, news) is a
-function of this. It can be extended as the ledger grows, and is then the same as if it had been
-built in one go. Times are as their writers' clocks had them; who uses them puts them in order
-(`allocations_of`, `goodput.cut`). tests/unit/history/test_run_history.py holds the promises.
+It can be extended as the ledger grows, and is then the same as if it had been built in one go.
+Times are as their writers' clocks had them; who uses them puts them in order (`allocations_of`,
+`goodput.cut`). tests/unit/history/test_run_history.py holds the promises.
 """
 
 from __future__ import annotations
@@ -86,7 +85,6 @@ class RunHistory:
             no checkpoint any more, one that is saved anew counts as new.
         notified: Attempts whose end was notified.
         followers: Directories of the runs that are to run after this one.
-        count: How many events there are.
         last_t: When the last event was written; None in an empty ledger.
         written_in: The submission's script or the run's folder, as last written there.
     """

@@ -72,7 +72,6 @@ class Submission:
     """A job that was asked for.
 
     Attributes:
-        asked: When.
         job_id: "" where the answer is not on record.
         accepted: When the answer came; None where it is not on record.
         refused: Whether it was not accepted.
@@ -117,7 +116,6 @@ class SaveRecord:
             tell.
         waited_s: How long it waited for the save before.
         mode: "async" or "sync".
-        why: Why it was not committed.
         own_s: Before the seconds of a seal: the program's own save.
     """
 
@@ -160,7 +158,6 @@ class AttemptRecord:
         submitted_job: The newest job that was submitted when it was first heard of.
         job_id: Whose job it ran in; "" where its beginning is torn.
         restarts: How often the scheduler had restarted that job.
-        nodes: Host names.
         world_size: Ranks; 0 where no agent came so far.
         cpus: Of each rank of its first node; empty where they are not bound.
         by: "start", "restart" inside the allocation, or "batch".
@@ -385,7 +382,6 @@ def within(attempt: AttemptRecord, start: float, end: float) -> list[StoodStill]
 def _apart(
     stretches: Sequence[StillStretch], start: float, end: float
 ) -> list[tuple[float, float]]:
-    """Those between two moments, in order, none within another."""
     apart: list[tuple[float, float]] = []
     for stretch in sorted(stretches, key=lambda stretch: stretch.start):
         first = max(stretch.start, apart[-1][1] if apart else start)
@@ -398,7 +394,6 @@ def _apart(
 def _outside(
     stretch: tuple[float, float], others: Sequence[tuple[float, float]]
 ) -> Iterator[tuple[float, float]]:
-    """What of a stretch lies in none of the others."""
     begin, end = stretch
     for first, last in others:
         if begin < min(first, end):

@@ -1,10 +1,9 @@
 """Where a run stands, and what ended its attempts. Pure.
 
-The state is what the ledger says, and the scheduler where the ledger has no end. A cause is finer
-than `EndReason`, which only has to tell what follows: the scheduler's reason comes first, what the
-failed rank said second, the scheduler's state of the job third. Where none of them tells, the cause
-is `crashed` or `unknown`, never a guess. tests/unit/history/test_attempts.py and test_causes.py
-hold the promises.
+A cause is finer than `EndReason`, which only has to tell what follows: the scheduler's reason comes
+first, what the failed rank said second, the scheduler's state of the job third. Where none of them
+tells, the cause is `crashed` or `unknown`, never a guess. tests/unit/history/test_attempts.py and
+test_causes.py hold the promises.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ COMPLETED and never comes back, or comes back by itself (SLURM since 24.05). Onl
 knows which it is, so its facts come in as an argument.
 
 `allow` is the budget, one for each cause: a single counter would let preemptions use up the budget
-for crashes. SLURM has no guard against crash loops: a job that requeues itself was started 11 times
-in a row.
+for crashes.
 
 `is_users` tells an error that comes at every start from a crash; docs/staying-alive.md has the
 rule. A script that knows nothing of hpctrain reports no steps: then time decides.
@@ -77,10 +76,8 @@ class EndFacts:
         job_id: The observer's job.
         restarts: Which start of that job.
         attempt: The attempt; None for a start in which no agent came so far.
-        outcome: How its ranks ended.
         cause: What asked them to stop; None where nothing did.
         scheduler: What the scheduler says of the job; None where it was not or could not be asked.
-        why: In words.
         step: The step that it told of last; None where it told of none.
         seen_step: The step that its ranks were seen at last; None where nobody looked.
         nodes_failed: Nodes died or are not fit, so that a crash is theirs.
@@ -112,8 +109,6 @@ class EndDecision:
     """What an end is called and what follows.
 
     Attributes:
-        reason: Why the attempt ended.
-        next: What follows.
         exit_code: Of the task that decided; what the job ends with where the run is stopped.
         stopped: Why the run does not continue, though the attempt's end alone would let it; ""
             else.

@@ -1,11 +1,8 @@
 """DeepSpeed's configuration: from our settings, with the user's own file merged under them.
 
-`engine_config` makes it; what must hold overrules the user's file. `check_user_config` looks at
-that file at submit, and refuses what DeepSpeed would not read, or what hpctrain cannot hold to,
-with the key and the setting that it meets; nothing in the file is left out in silence. That takes
-the tables of all keys as deepspeed 0.19.8 reads them: it ignores a top-level key that it does not
-know, so that `zero_optimisation` trains without ZeRO and says nothing, and in sections it finds the
-mistake when the job has started.
+`check_user_config` looks at the user's file at submit, and refuses what DeepSpeed would not read,
+or what hpctrain cannot hold to, with the key and the setting that it meets; nothing in the file is
+left out in silence.
 
 Pure. tests/unit/plan/test_ds_config.py holds the promises, compares the tables to what the
 installed DeepSpeed reads, and has its own parser take what comes out.
@@ -268,7 +265,6 @@ def _musts(engine: EngineSettings, precision: str, data_ranks: int) -> dict[str,
 
 
 def _merge(config: dict[str, Any], over: Mapping[str, Any]) -> None:
-    """Lay values over a configuration, section by section, in place."""
     for key, value in over.items():
         section = config.get(key)
         if isinstance(section, dict) and isinstance(value, dict):
@@ -463,7 +459,6 @@ def _is_set(value: Any) -> bool:
 
 
 def _walk(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key, with its path `section.key`, from the top down."""
     for key, value in config.items():
         path = f"{above}{key}"
         yield path, value

@@ -1,9 +1,7 @@
 """The time between two saves: from what a save costs and how often runs die, within bounds.
 
-Pure. Saving too often wastes time on saves, too seldom wastes what a failure throws away; Young and
-Daly say where the two meet. The bounds are promises and beat the formula: what a hard kill may
-cost, and that every job leaves something behind. tests/unit/plan/test_interval.py holds the
-promises.
+Pure. The bounds are promises and beat the formula: what a hard kill may cost, and that every job
+leaves something behind. tests/unit/plan/test_interval.py holds the promises.
 """
 
 from __future__ import annotations
@@ -87,7 +85,6 @@ class Interval:
 
     Attributes:
         seconds: After the last one; 0 where steps count.
-        why: What decided, in a few words.
         steps: Save every so many steps; 0 where seconds count.
     """
 

@@ -1,11 +1,7 @@
 """The mesh that so many ranks make, within what the user allows and what the model can be cut into.
 
-`plan_mesh` and `Planner` choose it for a number of ranks. `meshes` asks before a submit whether
-every number of nodes that a run may start on has one. `ModelShape` has the numbers that the axes
-have to divide, and `passes_of` says what a mesh asks of the way a step is cut, before there is an
-engine to say so. `shape_of_config` reads a Hugging Face config.json by the table `FAMILIES`.
-`balance` cuts layers into pipeline stages of about equal parameters. `refusal` says which torch and
-DeepSpeed an engine needs, from runs on older ones (docs/development/torch-versions.md).
+`refusal` says which torch and DeepSpeed an engine needs, from runs on older ones
+(docs/development/torch-versions.md).
 
 Pure, without torch. tests/unit/plan/test_mesh.py, which compares `shape_of` with the recipe's
 model, test_decoders.py, test_balance.py, test_versions.py and tests/engines/test_pretrained.py hold
@@ -46,8 +42,6 @@ class ModelShape:
 
     Attributes:
         layers: Blocks, which a pipeline shares out.
-        dim: Width.
-        heads: Attention heads.
         hidden: Width of the MLP, or of each expert.
         seq_len: Positions of a sequence; 0 where it is not known.
         experts: In each block; 0 for a dense model.
@@ -161,7 +155,6 @@ def _cp_misfit(cp: int, engine: EngineSettings, shape: ModelShape) -> str:
 
 
 def _divisors(number: int) -> str:
-    """All divisors of a number as one says them."""
     return one_of(divisors(number))
 
 
@@ -254,7 +247,6 @@ class Planner:
         return next(self._meshes(world_size), None)
 
     def _meshes(self, world_size: int) -> Iterator[Mesh]:
-        """All meshes, in the order of preference."""
         for pp in self._sizes("pp", world_size):
             for tp in self._sizes("tp", world_size // pp):
                 if world_size > self.ranks_per_node and self.ranks_per_node % tp:
@@ -656,6 +648,5 @@ def _newer(version: str, bound: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...] | None:
-    """`2.8.0a0+git` as (2, 8, 0); None for what does not begin like a version."""
     match = _NUMBERS.match(version.strip())
     return tuple(int(part) for part in match[1].split(".")) if match else None

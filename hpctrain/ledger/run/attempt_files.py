@@ -4,8 +4,8 @@ Nothing here waits or watches: inotify does not see what other nodes write over 
 no times; the node's agent notes `T SIZE` lines in rank-00007.times (`agent/log_index.py`), and a
 line's time is estimated between two of them.
 
-The heartbeat is one line with time and step, which rank 0 overwrites in place every few seconds.
-Its length is constant: a reader on another node never sees it empty, and a full disk has room.
+The heartbeat's length is constant: a reader on another node never sees it empty, and a full disk
+has room.
 tests/unit/cli/test_logs.py, tests/unit/agent/test_log_index.py and
 tests/unit/runtime/test_step_log.py hold the promises.
 """

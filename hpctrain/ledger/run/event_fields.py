@@ -1,9 +1,8 @@
 """How a line of a ledger becomes a fact: the checks of fields, and the base class of every kind.
 
-A ledger is written by other versions of hpctrain, on disks that tear lines, and may be edited by
-anybody who can write it. `typed` is the one place where what was read becomes typed: what it gives
-has the types and ranges that every reader counts on. A field that has not counts as missing, and an
-event that says nothing without it is left out. Nothing here raises because of a value.
+`typed` is the one place where what was read becomes typed: what it gives has the types and ranges
+that every reader counts on. A field that has not is left out as if it had not been told, and so is
+an event that says nothing without it. Nothing here raises because of a value.
 tests/unit/run/test_event_fields.py and test_untrusted_ledgers.py hold the promises.
 """
 

@@ -73,7 +73,6 @@ class Event:
     Attributes:
         t: Seconds since the epoch, by the clock of the node that wrote it.
         attempt: Number of the attempt it belongs to; None for facts about the run.
-        fact: What happened: see `event_types`.
         extra: Fields that this version does not know.
     """
 

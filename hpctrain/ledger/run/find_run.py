@@ -1,9 +1,8 @@
 """Find the run that a user means by name, job id, beginning of a name, path or `-` (the newest).
 
-Every command calls it, so it parses only a ledger's lines about submissions. The user's index of
-runs finds runs of other folders. It is append-only and nothing depends on it: what cannot be
-written or read is left out. tests/unit/run/test_find_run.py and test_run_index.py hold the
-promises.
+The user's index of runs finds runs of other folders. It is append-only and nothing depends on it:
+what cannot be written or read is left out. tests/unit/run/test_find_run.py and test_run_index.py
+hold the promises.
 """
 
 from __future__ import annotations
@@ -148,7 +147,6 @@ def _at_path(path: Path) -> RunDir:
 
 
 def _can_be_run(path: Path) -> bool:
-    """Whether a run is there."""
     try:
         return _is_run(path)
     except OSError as error:
@@ -173,7 +171,6 @@ def _newest_submission_t(run: RunDir) -> float:
 
 
 def _with_job(job_id: str, runs: Sequence[RunDir]) -> list[RunDir]:
-    """The runs that had a job of this id."""
     return [
         run
         for run in runs

@@ -3,12 +3,10 @@
 Any program may write the JSON file: `read_results` always returns, and says what is wrong. A number
 that is not finite is refused, because NaN could pass for the best value.
 
-`write_curves` writes `eval/NAME` below the run's attempts. The file follows from the ledger alone,
-so a writer that dies is made good by the next one. TensorBoard needs rising steps: an older step
-makes a new file. The records are written by hand, here and for the run's own curves, because the
-batch script's side cannot wait for TensorBoard's import. Standard library only.
-tests/unit/run/test_results.py, test_evaluation_curves.py and tests/unit/runtime/test_event_file.py
-hold the promises.
+The file of curves follows from the ledger alone, so a writer that dies is made good by the next
+one. The records are written by hand, here and for the run's own curves, because the batch script's
+side cannot wait for TensorBoard's import. tests/unit/run/test_results.py, test_evaluation_curves.py
+and tests/unit/runtime/test_event_file.py hold the promises.
 """
 
 from __future__ import annotations
@@ -109,7 +107,6 @@ def _checked(file: str, raw: dict[Any, Any]) -> Results:
 
 
 def _number(value: object) -> float | None:
-    """A JSON number, and null for one that is not finite; None of what is neither."""
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):

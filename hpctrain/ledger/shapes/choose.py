@@ -2,8 +2,7 @@
 
 Expected finish = wait + remaining steps x step time at that size + what each restart costs. If the
 remaining steps or their time are not known, shapes are compared by `speed`: the work done per
-second of waiting and running. `run_facts` takes step times, the cost of a restart and preemptions
-from the ledgers of this run and of earlier ones.
+second of waiting and running.
 
 `prefer` "time" takes the shape that finishes first. "balanced" takes the first to finish of those
 that cost little more than the middle of the range, "cost" of those that cost hardly more than the
@@ -455,7 +454,6 @@ class Wish:
     """What the user asked for.
 
     Attributes:
-        prefer: What counts.
         most_node_hours: For the whole run, what it has used so far included; None for no limit.
     """
 
@@ -469,7 +467,6 @@ class ShapeChoice:
 
     Attributes:
         row: The chosen one; None where every candidate is refused.
-        rows: All candidates, as enumerated.
         why: Two lines.
         kept: Whether it is the shape that the run had before.
     """
@@ -592,7 +589,6 @@ def _best(rows: Sequence[ShapeForecast], prefer: Prefer, *, by_finish: bool) -> 
 
 
 def _middle(rows: Sequence[ShapeForecast]) -> list[ShapeForecast]:
-    """The rows of the size in the middle of all, by ratios."""
     sizes = {row.shape.nodes for row in rows}
     middle = math.sqrt(min(sizes) * max(sizes))
     size = min(sizes, key=lambda nodes: (abs(math.log(nodes / middle)), nodes))

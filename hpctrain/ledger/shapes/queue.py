@@ -46,7 +46,6 @@ class JobShape:
 
     Attributes:
         nodes: Nodes that train; spares are not counted.
-        limit_s: Its time limit in seconds.
     """
 
     nodes: int

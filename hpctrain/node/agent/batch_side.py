@@ -2,10 +2,8 @@
 
 It carries out what the agent could not (no scontrol in a container, killed too early), and decides
 where no agent was left to do it. Standard library only, so that it starts at once: KillWait is
-short. Before a start it looks whether the runs that must be done first are (`held_back`): a
-scheduler may start a follower after jobs that ended with 0 and are not done.
-tests/unit/agent/test_batch_side.py, test_full_disk.py and test_predecessors.py hold the promises,
-and tests/slurm/test_requeue_path.py and test_after.py.
+short. tests/unit/agent/test_batch_side.py, test_full_disk.py and test_predecessors.py hold the
+promises, and tests/slurm/test_requeue_path.py and test_after.py.
 """
 
 from __future__ import annotations
@@ -278,22 +276,14 @@ class BatchScriptSide:
         return decision.exit_code or self._exit_code(facts.attempt, decision.reason, decision.next)
 
     def _of_setup(self, facts: EndFacts) -> EndFacts:
-        """What is known of a start whose script ended before its srun.
-
-        Where an earlier start came further, this start's node may be at fault: the next one may get
-        another. Else, and where that fails in the same way, every start would.
-        """
+        """What is known of a start whose script ended before its srun."""
         earlier = since_resume(self._end.history)
         came_further = bool(earlier) and earlier[-1].by != "batch"
         outcome: Outcome = "crashed" if came_further else "user_error"
         return replace(facts, outcome=outcome, why=self._start.ended_early)
 
     def _of_container(self, facts: EndFacts, said: str) -> EndFacts:
-        """What is known of a start in a container in which no agent came, though nothing ended it.
-
-        Its nodes may be at fault, and the next start gets others; where that fails as well, or what
-        is missing is the image's, none would help.
-        """
+        """What is known of a start in a container in which no agent came; nothing ended it."""
         earlier = since_resume(self._end.history)
         again = bool(earlier) and earlier[-1].by == "batch"
         is_images = self._start.rc == UsageError.exit_code or NO_PACKAGE in said

@@ -1,9 +1,7 @@
 """The agent's part in its ranks' agreement: before each round the nodes' processes join to a tree.
 
-The process itself is `control/node_process.py`'s. Where a node can be reached its agent says in the
-agents' signed store. So it is with the replica server: where it cannot serve a round, the ranks
-make no copies in it, and train on (`NodeMemory`). tests/engines/test_agent_control.py and
-tests/engines/test_memory.py hold the promises.
+tests/engines/test_agent_control.py, tests/engines/test_memory.py and
+tests/unit/memory/test_replica_server_process.py hold the promises.
 """
 
 from __future__ import annotations
@@ -11,23 +9,25 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_CONTROL
 from hpctrain.core.base.listener import is_loopback
+from hpctrain.core.base.process import show_as
 from hpctrain.core.base.records import FailureReport
 from hpctrain.core.base.secret import code
 from hpctrain.errors import ControlLost
 from hpctrain.node.agent.rounds import RoundPart
 from hpctrain.node.control.collectives import parent_of
-from hpctrain.node.control.node_process import NodeProcess, ServerSilent
+from hpctrain.node.control.node_process import BEGIN_S, ForkedServer, NodeProcess, ServerSilent
 from hpctrain.node.memory.replica_client import ReplicaClient, ReplicaServerLost
-from hpctrain.node.memory.replica_server_process import ReplicaServerProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
 
     from hpctrain.node.agent.rendezvous import SignedStore
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("hpctrain.agent")
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - who connects has to prove that he knows the run's secret
+NICE = 10
+"""How much it steps back behind training."""
 
 
 class NodeControl(RoundPart):
@@ -281,3 +283,57 @@ class NodeMemory:
     def stop(self) -> None:
         """End the process. Harmless when repeated."""
         self._process.stop()
+
+
+class ReplicaServerProcess(ForkedServer):
+    """The agent's side: tells the replica server of each round."""
+
+    def __init__(self, handed_over: str = "") -> None:
+        """Fork it, with nothing kept, or take over one that is there; see `ForkedServer`."""
+        super().__init__(_serve_copies, "the process that keeps copies of the state", handed_over)
+
+    def begin(
+        self,
+        place: TreePlace,
+        *,
+        folder: Path,
+        secret: str,
+        about: str,
+        address: str,
+        shown: str = "",
+        peers: Sequence[int] = (),
+    ) -> int:
+        """Serve a new round of ranks, end the one before; return node 0's port for others, else 0.
+
+        All nodes give the same `secret`, the attempt's, and the same `about`, which names the
+        round. Only the user can enter `folder`. Other nodes' replica servers are awaited at
+        `address`; they reach it as `shown`, "" if no copies go on to another node. On node 0,
+        `peers` gives by place the node that has each one's copies; () for the next one.
+
+        Raises:
+            ServerSilent: the process does not answer, or is gone.
+            ControlLost: it cannot be served.
+        """
+        order: dict[str, Any] = {"folder": str(folder), "place": asdict(place), "secret": secret}
+        order |= {"about": about, "address": address, "shown": shown, "peers": list(peers)}
+        return self.ask({"begin": order}, BEGIN_S)
+
+    def join(self, address: str, port: int) -> None:
+        """Have it go to the replica server of node 0; not on node 0.
+
+        Raises:
+            ControlLost: that replica server cannot be reached, is another, or the process is gone.
+        """
+        self.ask({"join": [address, port]})
+
+
+def _serve_copies() -> Callable[[dict[str, Any]], Awaitable[int]]:
+    """In the process: numpy's threads would only be in the way of training."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+    from hpctrain.node.memory.replica_server import ReplicaServer
+
+    show_as("hpctrain-replica-server")
+    with suppress(OSError):  # a refusal costs training a little speed
+        os.nice(NICE)
+    return ReplicaServer().do

@@ -1,10 +1,7 @@
 """What sets node 0's agent apart in a round: it begins the attempt, and decides how a round ends.
 
-`RoundCoordinator` is a part of node 0's rounds. `LeadSide` is node 0's side of what lies around a
-round, and `FollowerSide` that of all other nodes; `node.py` calls either alike. Nodes that are
-lost, or that are better left out, are the rendezvous' to name: one whose nodes are fixed names
-none.
-tests/engines/test_node_agent.py, tests/engines/test_in_place.py and
+`LeadSide` is node 0's side of what lies around a round, and `FollowerSide` that of all other nodes;
+`node.py` calls either alike. tests/engines/test_node_agent.py, tests/engines/test_in_place.py and
 tests/unit/agent/test_simulated_stories.py hold the promises.
 """
 
@@ -112,11 +109,7 @@ class RoundCoordinator(RoundPart):
             self._reports.fail_now()
 
     def _after_failure(self, first_failure_at: float) -> RoundEnd | None:
-        """A rank has failed: wait for the other nodes' word, then restart or end; None meanwhile.
-
-        A node of which nothing is heard is dead, and ranks that were started again would wait for
-        it in the rendezvous.
-        """
+        """A rank has failed: await the other nodes' word, then restart or end; None meanwhile."""
         failures = self._reports.failures
         waited = clock.monotonic() - first_failure_at
         if len(self._reports.nodes) < self._round.nodes and waited < settle_s(failures):
@@ -153,10 +146,7 @@ class RoundCoordinator(RoundPart):
         return RoundEnd("failed", restart=restart, why=why, silent_nodes=nodes)
 
     def _leave_out_again(self, failure: FailureReport) -> None:
-        """A node whose ranks die again and again is left out, where a round can do without it.
-
-        What a program raises it raises anywhere; a rank that is killed may lie on a bad node.
-        """
+        """A node whose ranks die again and again is left out, where a round can do without it."""
         if failure.kind == "signal" and self._place.note_death(failure.node):
             place = self._place.names().index(failure.node)
             for loss in self._place.drop([place], AGAIN):
@@ -197,10 +187,7 @@ class FollowerSide:
         return RoundPart()
 
     def after_store_loss(self, failure: FailureReport) -> RoundEnd:
-        """Return how a round ends whose store is gone.
-
-        It is no more to see here than that nothing answers: go where a new store would be.
-        """
+        """Return how a round ends whose store is gone."""
         return RoundEnd("failed", restart=True, why=failure.summary)
 
     def is_job_to_end(self) -> bool:

@@ -1,10 +1,7 @@
 """Copies in memory written to disk, where their job is to end by a node's loss.
 
 A requeued job has new agents, whose memory is empty: without this it would begin at the newest
-checkpoint, though the nodes that are left hold a newer step whole. Each agent says what its replica
-server holds; node 0's chooses the newest step that all parts can be had of, and says who writes
-which; each writes, and node 0 commits what the replica servers say of it, as rank 0 does at a save.
-Nothing here keeps a job from its end: what fails is said in a line.
+checkpoint, though the nodes that are left hold a newer step whole.
 tests/unit/agent/test_copies_to_disk.py holds the promises.
 """
 

@@ -1,12 +1,10 @@
 """CPUs of ranks: the machine's cores, NUMA nodes and GPUs read, a share for each rank, its binding.
 
-An agent plans for its node, by the site's map or by what Linux tells, and the ranks bind
-themselves, first of all that they do: what they start (data loaders, the writer of checkpoints)
-stays there with them. Each gets CPUs near its GPU, never one that the job was not given; nothing is
-run, and nothing is guessed. NVIDIA's GPUs are taken in the order of their PCI addresses and AMD's
-in that of the kernel driver, which is how CUDA (with one model in a node) and HIP number them.
-docs/plan.md; tests/unit/agent/test_cpus.py holds the promises, and test_rank_topology.py those
-of the reading, on trees as machines have them.
+Each gets CPUs near its GPU, never one that the job was not given; nothing is run, and nothing is
+guessed. NVIDIA's GPUs are taken in the order of their PCI addresses and AMD's in that of the kernel
+driver, which is how CUDA (with one model in a node) and HIP number them. docs/plan.md;
+tests/unit/agent/test_cpus.py holds the promises, and test_rank_topology.py those of the reading, on
+trees as machines have them.
 """
 
 from __future__ import annotations
@@ -172,7 +170,6 @@ def _owns(given: Collection[int], environ: Mapping[str, str]) -> bool:
 
 
 def _cores(cpus: Cpus, machine: Machine) -> list[Cpus]:
-    """These CPUs as cores, NUMA node by NUMA node."""
     cores = {core & cpus for core in machine.cores} - {frozenset()}
     left = cpus.difference(*cores) if cores else cpus
     cores |= {frozenset({cpu}) for cpu in left}
@@ -238,7 +235,6 @@ def _cpus(path: Path) -> Cpus:
 
 
 def _text(path: Path) -> str:
-    """A file of the kernel's; "" where there is none that can be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -1,10 +1,8 @@
 """What ends are written by: the ledger, read once, and the one place that carries an end out.
 
-KillWait is short and a ledger long: it is read once, most step marks unread. The decision is
-written down before it is carried out, because carrying it out (`scontrol requeue`) is what gets the
-agent killed. Where it could not be written, on a full disk, it is carried out all the same.
-`ending.AttemptEnding` and `batch_side.BatchScriptSide` decide. Standard library only, so that the
-batch side starts at once. tests/unit/agent/test_ending.py and test_full_disk.py hold the promises.
+The decision is written down before it is carried out, because carrying it out (`scontrol requeue`)
+is what gets the agent killed. Standard library only, so that the batch side starts at once.
+tests/unit/agent/test_ending.py and test_full_disk.py hold the promises.
 """
 
 from __future__ import annotations
@@ -188,10 +186,7 @@ class EndWriter:
         return step
 
     def _last_seen(self, attempt: int, seen_step: int | None) -> dict[str, Any]:
-        """How far an attempt came and when it was last heard of, as fields of its end.
-
-        Step marks may be a minute old, a heartbeat some seconds; what the agent saw is no older.
-        """
+        """How far an attempt came and when it was last heard of, as fields of its end."""
         beat, own = read_heartbeat(self._run, attempt), self.history.attempt(attempt)
         step, heard = (own.highest_step, own.last_t) if own else (None, None)
         if beat is not None:

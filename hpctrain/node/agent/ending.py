@@ -2,9 +2,8 @@
 
 It asks the scheduler what is meant and decides with `plan.decide.decide_end`, as the batch script
 does (`batch_side.py`) where no agent is left; both write and carry out by `end_writer.EndWriter`.
-Nodes that guards have named again and again are left out by then (`ExcludedNodes`).
-tests/unit/agent/test_ending.py, test_full_disk.py and test_excluded_nodes.py and
-tests/slurm/test_requeue_path.py and test_excluded_node.py hold the promises.
+tests/unit/agent/test_ending.py, test_full_disk.py and test_convictions.py and
+tests/slurm/test_requeue_path.py and test_convicted_node.py hold the promises.
 """
 
 from __future__ import annotations
@@ -121,10 +120,7 @@ class AttemptEnding:
         return sum(attempt.world_size > 0 for attempt in attempts)
 
     def record_lost_attempt(self) -> None:
-        """Write down the end of an attempt that could not do so itself.
-
-        Its node died, or it was killed; or it wrote what it thought, and accounting knows better.
-        """
+        """Write down the end of an attempt that could not do so itself."""
         fence = read_fence(self._run)
         if fence is None or fence.job_id.startswith(IMPORT):
             return
@@ -256,7 +252,6 @@ class AttemptEnding:
         return decision.exit_code
 
     def _is_current(self, attempt: int) -> bool:
-        """Whether no newer attempt has taken the run over."""
         fence = read_fence(self._run)
         return fence is not None and fence.number == attempt
 
@@ -334,7 +329,6 @@ class AttemptEnding:
         self._incidents.notify(fact, attempt)
 
     def _crash_kind(self, attempt: int, failure: FailureReport | None) -> Outcome:
-        """What the failure of a rank was to its attempt."""
         if read_outcome(self._run, attempt).get("outcome") == "failed":
             return "user_error"
         if failure is None or failure.kind in {"signal", HANG, DESYNC} or is_echo(failure):

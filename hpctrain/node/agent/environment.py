@@ -1,8 +1,7 @@
 """The environment of this node's ranks: what the site, the run and the job give, and who won.
 
 The job's own environment (what sbatch handed on, what the site's modules and the setup lines have
-set) wins over `hpctrain.toml` and `--env`, and these over the site's preset. It is derived anew for
-each attempt, since the number of nodes, the versions and the attempt's directory change.
+set) wins over `hpctrain.toml` and `--env`, and these over the site's preset.
 
 To it belongs the folder in which torch keeps what it has compiled: torch takes one from a name in
 the temporary folder that everybody can guess, and runs what lies there. On a
@@ -46,6 +45,7 @@ from hpctrain.core.base.env import (
     HPCTRAIN_RESULTS,
     HPCTRAIN_RUN_DIR,
 )
+from hpctrain.core.base.files import replace_text
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import EnvironmentSet
 from hpctrain.ledger.run.fence import look_anew
@@ -140,9 +140,7 @@ class RankEnvironment:
         }
         path = self._run.environment(number)
         path.parent.mkdir(parents=True, exist_ok=True)
-        staged = path.with_name(f"{path.name}.new")
-        staged.write_text(json.dumps(fact.fields_set() | {"values": shown}, indent=1) + "\n")
-        staged.replace(path)
+        replace_text(path, json.dumps(fact.fields_set() | {"values": shown}, indent=1) + "\n")
 
 
 def versions_here() -> Versions:

@@ -1,18 +1,10 @@
 """A rank's program that is no Python of ours: a shell script, a binary, another interpreter.
 
-The rank starts it with torchrun's environment and stays as its parent: torch's elastic agent awaits
-a value from the rank, and its log, its CPUs, its share in the agent's death and its report of a
-failure are the rank's own.
-
-**Signals.** A rank ignores SLURM's, and what is ignored stays so over exec: a shell could not trap
-it any more. So the program is born with SIGTERM's default action, and with the others (SIGUSR1,
-SIGUSR2, SIGHUP) ignored: those are warnings, of which nothing that has not asked for them may die.
-The scheduler's SIGTERM reaches every process of the job by itself, so the rank passes none of those
-on; of a stop of which it sends none (`agent/stop_notice.py`) the rank tells a program that catches
-SIGTERM, once.
-A program that ends by it, or after it, has left as it was asked to; were that told as a failure,
-the agent would end the other ranks in the midst of their saves. tests/engines/test_foreign.py holds
-the promises.
+The program is born with SIGTERM's default action, and with the others (SIGUSR1, SIGUSR2, SIGHUP)
+ignored: those are warnings, of which nothing that has not asked for them may die. The scheduler's
+SIGTERM reaches every process of the job by itself, so the rank passes none of those on; of a stop
+of which it sends none (`agent/stop_notice.py`) the rank tells a program that catches SIGTERM, once.
+tests/engines/test_foreign.py holds the promises.
 """
 
 from __future__ import annotations

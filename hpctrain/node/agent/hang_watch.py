@@ -1,10 +1,6 @@
 """The agent's watch for hangs: reads its ranks' heartbeats, looks at all ranks at once, judges.
 
-Each agent reads the heartbeats of its own ranks from the board, without their help, and says so in
-the agents' store where some stand for too long. Then node 0 has all agents look at once, puts
-together what they found (`hangs/suspicion.py`), writes it down, and in the end has the round fail.
-`hpctrain stacks` asks for a look in the same way. tests/engines/test_hang_watch.py holds the
-promises.
+tests/engines/test_hang_watch.py holds the promises.
 """
 
 from __future__ import annotations
@@ -30,12 +26,11 @@ from hpctrain.node.hangs.evidence import evidence_of, plain_of, plain_stand, sta
 from hpctrain.node.hangs.look import RankProcess, look
 from hpctrain.node.hangs.outliers import CountsByTick, JobCounts
 from hpctrain.node.hangs.standing import RankHeartbeat, Standing, in_words
-from hpctrain.node.hangs.suspicion import JobLook, Suspicion, Used
+from hpctrain.node.hangs.verdict import JobLook, Suspicion, Used
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-    from types import TracebackType
 
     from hpctrain.node.agent.rounds import AgentRound, RoundHooks
     from hpctrain.node.hangs.standing import HangLimits
@@ -83,12 +78,7 @@ class NodeHangs(RoundPart):
             log.warning("the ranks' heartbeats cannot be read: %s", error)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._board is not None:
             self._board.close()
             self._board = None
@@ -122,7 +112,6 @@ class NodeHangs(RoundPart):
             self._round.say("counts", counts.plain())
 
     def _look(self, number: int) -> None:
-        """Look at the ranks, and report to node 0 what was found."""
         heartbeats = self._heartbeats()
         where = {seen.rank: seen for seen in heartbeats}
         processes = self._processes()

@@ -2,8 +2,7 @@
 
 `liveness.LivenessChannel` reports to node 0's agent who lives. It chooses the members of each round
 (`choose_members`, which is pure), and announces them with the round's number, which is part of the
-store's prefix and of every signed key: ranks and agents meet those of their own round alone. A
-spare waits here until a round has it.
+store's prefix and of every signed key: ranks and agents meet those of their own round alone.
 tests/engines/test_in_place.py and tests/unit/agent/test_members.py hold the promises.
 """
 

@@ -2,8 +2,7 @@
 
 Every node of the job has a connection to the first one's process, on which both speak eight times
 in a lease. A connection that closes is a node that died; silence for a lease is one that died
-without a word, or stands still. The agent could not do this by itself: it waits for file systems
-and for the scheduler. What each side makes of it:
+without a word, or stands still.
 
 * The first node's process tells its agent who was lost. Nobody who was lost is let in again.
 * Each process tells its own agent eight times in a lease that it runs. An agent that hears nothing
@@ -25,18 +24,16 @@ import logging
 import os
 import signal
 import socket
-import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_ALIVE
-from hpctrain.core.base.process import PORTS, ForkedProcess, die_with_parent, is_readable, show_as
+from hpctrain.core.base.process import PORTS, ForkedProcess, is_readable, show_as
 from hpctrain.core.base.secret import code
 from hpctrain.errors import ControlLost
-from hpctrain.node.agent import signals
 from hpctrain.node.agent.control import addresses
 from hpctrain.node.control.endpoint import ChildrenListener, Endpoint, meet_parent
 from hpctrain.node.control.wire import Greeting, packed, unpacked
@@ -95,7 +92,7 @@ class LivenessChannel(ForkedProcess):
         self._looked_s, self._silent_s = clock.monotonic(), 0.0
         self._guarded, guarded = socket.socketpair()
         with guarded:
-            serve = partial(_serve_until_killed, place, code(secret, "liveness"), guarded)
+            serve = partial(_live, place, code(secret, "lifeline"), guarded)
             super().__init__(serve)
         self._line.settimeout(0)
 
@@ -175,25 +172,16 @@ class LivenessChannel(ForkedProcess):
                 return
 
 
-def _serve_until_killed(
-    place: LivenessPlace, secret: str, guarded: socket.socket, line: socket.socket, parent: int
-) -> NoReturn:
-    """The forked process: never comes back into its parent's code."""
-    try:
-        # It has a line for each message to a node that is gone; here that is said once.
-        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-        signals.ignore_all()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        die_with_parent(parent)
-        show_as("hpctrain-liveness")
-        if place.node == 0:
-            asyncio.run(_First(place, secret, line, parent).serve())
-        else:
-            asyncio.run(_Other(place, secret, line, parent, guarded).serve())
-    except BaseException:  # noqa: BLE001 - the agent sees that it is gone, not why
-        traceback.print_exc()
-    finally:
-        os._exit(1)
+def _live(
+    place: LifelinePlace, secret: str, guarded: socket.socket, line: socket.socket, agent: int
+) -> None:
+    # asyncio has a line for each message to a node that is gone; here that is said once.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    show_as("hpctrain-liveness")
+    if place.node == 0:
+        asyncio.run(_First(place, secret, line, agent).serve())
+    else:
+        asyncio.run(_Other(place, secret, line, agent, guarded).serve())
 
 
 class _LivenessSide:

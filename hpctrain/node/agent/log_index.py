@@ -1,10 +1,7 @@
 """An index of when the ranks of this node wrote their logs, for `hpctrain logs`.
 
-Ranks write their logs themselves, so that a line is there even when everything else is dead; this
-looks at how long the logs are. It asks this node's kernel where a rank's output stands, and the
-file system only where that is no answer. It runs in a thread of its own and makes system calls
-only: a file system that stalls must keep neither the agent's watch nor a fork waiting. What cannot
-be written is left out. `run/attempt_files.py` says what is written.
+It runs in a thread of its own and makes system calls only: a file system that stalls must keep
+neither the agent's watch nor a fork waiting. What cannot be written is left out.
 tests/unit/agent/test_log_index.py holds the promises.
 """
 
@@ -22,7 +19,6 @@ from hpctrain.node.agent.rounds import RoundPart
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
-    from types import TracebackType
 
 LOOK_S = 2.0
 LOOKS_PER_S = 500
@@ -60,12 +56,7 @@ class LogIndexer(RoundPart):
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join(PATIENCE_S)
 
@@ -118,11 +109,7 @@ class _LogIndex:
 
 
 def _written(log: Path, pid: int | None) -> int:
-    """Return how long a log is; raise OSError if it is not there, or cannot be seen.
-
-    A rank appends, so its own output stands at the end. Looking at thousands of logs would ask one
-    file server thousands of questions.
-    """
+    """Return how long a log is; raise OSError if it is not there, or cannot be seen."""
     if pid is not None:
         with contextlib.suppress(OSError):
             to = os.readlink(f"/proc/{pid}/fd/1")  # noqa: PTH115 - a bare system call beside forks

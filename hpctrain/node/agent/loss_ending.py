@@ -1,13 +1,12 @@
 """The end of an attempt by the loss of a node, where the run stays alive in its allocation.
 
-Node 0's agent decides whether ranks start again without the node. Where node 0 itself is lost with
-its batch script nobody would end or requeue the job (SLURM keeps it running for its other nodes),
-so the agents that are left continue without it, or requeue the job, one after another.
+Where node 0 itself is lost with its batch script nobody would end or requeue the job (SLURM keeps
+it running for its other nodes), so the agents that are left go on without it, or requeue the job,
+one after another.
 
-Those that continue begin anew as the next *generation*. One of them leads it: it leaves a claim in
-the run's directory, and the others look for that. Each takes its own process over (exec), since who
-leads forks what serves the others, which a process can only while it has one thread.
-tests/unit/agent/test_loss_ending.py, tests/unit/agent/test_leader_failover.py and
+Those that go on begin anew as the next *generation*. Each takes its own process over (exec), since
+who leads forks what serves the others, which a process can only while it has one thread.
+tests/unit/agent/test_loss_ending.py, tests/unit/agent/test_succession.py and
 tests/slurm/test_stay_alive.py hold the promises.
 """
 
@@ -106,7 +105,6 @@ class Succeeds(Exception):
     """This process is to become an agent of the next generation.
 
     Attributes:
-        generation: Which.
         replica_server: The process with copies of the state, as `NodeControl.hand_over` gave it.
     """
 

@@ -40,8 +40,7 @@ from hpctrain.node.agent.loss_ending import (
     generation_of,
     take_over,
 )
-from hpctrain.node.agent.node_check import NodeCheck
-from hpctrain.node.agent.preload import preload
+from hpctrain.node.agent.preload import NodeCheck, preload
 from hpctrain.node.agent.rounds import NothingToResume, RoundHooks
 from hpctrain.node.control import heartbeat
 from hpctrain.node.hangs import stacks
@@ -488,7 +487,6 @@ def _lead_s(spec: Spec) -> float:
 
 
 def _hang_limits(spec: Spec) -> HangLimits:
-    """After what time ranks that stand still are looked at."""
     alive, save_s = spec.settings.alive, spec.settings.checkpoint.timeout_s
     return HangLimits(
         alive.hang_s or FEWEST_S,

@@ -354,7 +354,6 @@ class NodeAgent(LocalElasticAgent):
         ]
 
     def _watch_round(self, parts: Sequence[RoundPart]) -> RoundEnd:
-        """Call the parts until one of them knows how the round ends."""
         while True:
             self._round.ranks.wait(POLL_S)
             for part in parts:

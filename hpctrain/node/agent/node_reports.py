@@ -1,10 +1,7 @@
 """What each node reports in a round, and what node 0 makes of reports and of silence.
 
-An agent that reports has no rank left. Of the others it is known which ranks have returned and
-whether the rest live. What stays behind may have work of its own (rank 0 evaluates, writes,
-uploads), or wait for the others for ever. Only a rank that does nothing at all is at its end: it
+An agent that reports has no rank left. Only a rank that does nothing at all is at its end: it
 prints nothing, uses no processor, reads and writes nothing, nor does anything that it has started.
-Node 0 shows that it is there, too: an agent without ranks waits for its word only so long.
 tests/engines/test_node_agent.py, tests/engines/test_mixed_ends.py,
 tests/unit/agent/test_lingering_ranks.py, tests/engines/test_lingering_ranks.py and
 tests/unit/agent/test_simulated_stories.py hold the promises.
@@ -215,7 +212,6 @@ class RankEnds(RoundPart):
         self._round.store.count(self._round.key("ends"), 1)
 
     def _look(self) -> NodeEnds | None:
-        """Which ranks have returned, and how the others do; None where all ended."""
         ranks = self._round.ranks
         returned: list[int] = []
         left: list[int] = []

@@ -1,12 +1,7 @@
 """Notifications of an attempt's end: what there is to tell, and the start of who tells it.
 
-Incidents in the middle of an attempt are sent in the same way (`Incidents`): hangs, lost nodes,
-slow ranks.
-
 The telling is a process of its own (`notify_child.py`), in a session of its own: it may hang, flood
-its output or be missing, and nobody here waits for it. Started where its starter lives on: by node
-0's agent when ranks start again in the allocation, else by the batch side, since SLURM kills what a
-step leaves behind when its last task exits. docs/watching.md documents every field;
+its output or be missing, and nobody here waits for it. docs/watching.md documents every field;
 tests/unit/agent/test_notify.py holds the promises.
 """
 

@@ -1,9 +1,8 @@
 """The process that tells news: ``-m hpctrain.node.agent.notify_child RUN ATTEMPT [INCIDENT NODE]``.
 
-Started by `notify.py` and left alone. It ends within `notify.timeout_s` for each way of telling,
-whatever the command or the server does, and writes into the ledger how that went. The webhook's URL
-is a secret: it appears in no message. Standard library only. tests/unit/agent/test_notify.py holds
-the promises.
+It ends within `notify.timeout_s` for each way of telling, whatever the command or the server does,
+and writes into the ledger how that went. The webhook's URL is a secret: it appears in no message.
+tests/unit/agent/test_notify.py holds the promises.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _notify(news: Notification, run: RunDir, spec: Spec) -> None:
-    """Tell it, and write down how that went."""
+def _tell(news: Notification, run: RunDir, spec: Spec) -> None:
     folder = Path(spec.entry.cwd) if Path(spec.entry.cwd).is_dir() else run.root
     problems = deliver(news, spec.settings.notify, folder)
     notified = Notified(what=news.what, ok=not problems, why="; ".join(problems))

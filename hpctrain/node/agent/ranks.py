@@ -1,16 +1,11 @@
 """A rank from first to last: its signals, its output, the program, its failure.
 
-A rank is forked from an agent that has imported torch once (`docs/development/decisions.md`), or
-spawned where `run.start_method` says so. CUDA must not have been initialised in the agent.
-tests/engines/test_rank_life.py holds the promises.
+CUDA must not have been initialised in the agent. tests/engines/test_rank_life.py holds the
+promises.
 
 When one rank dies, the others fail in their collectives soon after: the agent collects all reports
-and shows the first that is no echo. Two failures say less than can be known. A rank that a signal
-kills from inside (in torch, in NCCL) writes no report: Python's faulthandler writes all frames into
-its log, where the agent reads them. And the kernel closes the files of a killed DataLoader worker
-before its parent hears of it: torch then raises what the connection said, which is nobody's cause.
-tests/unit/agent/test_first_failure.py, test_failure_files.py and
-tests/engines/test_worker_deaths.py hold the promises.
+and shows the first that is no echo. tests/unit/agent/test_first_failure.py, test_failure_files.py
+and tests/engines/test_worker_deaths.py hold the promises.
 """
 
 from __future__ import annotations
@@ -145,7 +140,6 @@ def _run_hooks() -> None:
 
 
 def _with_args(task: RankTask, rank: int) -> RankTask:
-    """The task with the arguments that only this rank, or only this start, has."""
     if HPCTRAIN_NSYS in os.environ:
         return task  # it has them
     first = [f"{task.local_rank}={os.environ['LOCAL_RANK']}"] if task.local_rank else []
@@ -192,11 +186,7 @@ def first_causal(reports: Iterable[FailureReport]) -> FailureReport | None:
 
 
 def settle_s(reports: Iterable[FailureReport]) -> float:
-    """How long other nodes have to report failures after these first ones: one may be the cause.
-
-    A rank that was killed from outside needs no other cause. SIGABRT comes from inside, such as
-    from NCCL's watchdog where a peer went away.
-    """
+    """How long other nodes have to report failures after these first ones: one may be the cause."""
     killed = (report for report in reports if report.kind == "signal")
     is_clear = any("SIGABRT" not in report.summary for report in killed)
     return CLEAR_SETTLE_S if is_clear else SETTLE_S

@@ -2,11 +2,10 @@
 
 The store is served by a process of its own (`StoreProcess`): torch's server looks up the name of
 everyone who connects, in a thread, and a rank forked during such a lookup would inherit glibc's
-resolver lock as taken. The agent forks that process while it has one thread. The store asks nobody
-who he is, and every user of the cluster may reach its port. What agents believe decides how a run
-ends, so each value has a code of the run's secret (`SignedStore`), and they believe nothing that
-another has written. Counts cannot be signed and are hints at most.
-tests/unit/agent/test_signed_store.py and tests/engines/test_store_process.py hold the promises.
+resolver lock as taken. What agents believe decides how a run ends, so each value has a code of the
+run's secret (`SignedStore`), and they believe nothing that another has written. Counts cannot be
+signed and are hints at most. tests/unit/agent/test_signed_store.py and
+tests/engines/test_store_process.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """What the ranks of a start resume from, and the arguments that a program gets only then.
 
-Most programs resume when an option says so, and fail if it is there at the first start
-(`--init_from=resume`). Node 0's agent decides before each start, for all ranks alike. It may have
-terabytes to read before it starts a rank, so it reads in a thread and hears a stop meanwhile:
-killed in the middle of reading, it would not have asked for the job's next start.
-tests/unit/agent/test_resume_args.py, tests/unit/agent/test_resume_choice.py and
-tests/engines/test_resume_args.py hold the promises.
+Node 0's agent decides before each start, for all ranks alike. It may have terabytes to read before
+it starts a rank, so it reads in a thread and hears a stop meanwhile: killed in the middle of
+reading, it would not have asked for the job's next start. tests/unit/agent/test_resume_args.py,
+tests/unit/agent/test_resume_choice.py and tests/engines/test_resume_args.py hold the promises.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ class ResumeArgs:
     """What is added to a program's arguments at one start.
 
     Attributes:
-        words: The arguments; empty for none.
         why: Why they are added, or not; "" where run.resume_args is empty.
     """
 

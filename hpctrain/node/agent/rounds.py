@@ -1,7 +1,5 @@
 """A round of ranks, as the parts of one node's agent share it.
 
-A round is one start of the ranks, and one attempt of the run. Beside its ranks each node's agent
-has parts with one job each (`RoundPart`); the loop that calls them is in `node.py`.
 tests/engines/test_node_agent.py holds the promises.
 """
 
@@ -17,7 +15,6 @@ from hpctrain.node.agent.resume import ResumeArgs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
     from typing import Self
 
     from hpctrain.core.base.records import FailureReport, StopCause
@@ -39,8 +36,6 @@ class RoundEnd:
         ending: All ranks returned; one failed; they were killed because a stop took too long; or
             some had returned, and the others did nothing any more.
         restart: The agents start the ranks again in this allocation.
-        why: In words.
-        failure: The first causal failure.
         silent_nodes: Nodes that are dead, by their numbers in the job: their agents did not answer
             after it, or they were lost.
         left_out: Why this node takes part in no round any more; then nobody else waits for it.
@@ -72,12 +67,7 @@ class RoundPart:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Let go of what belongs to the round."""
 
     def tick(self) -> RoundEnd | None:
@@ -94,7 +84,6 @@ class NodeRanks:
     """The ranks of this node in one round, in torch's order.
 
     Attributes:
-        workers: torch's, one for each rank.
         context: torch's, with the processes; None before they are forked.
     """
 
@@ -146,7 +135,6 @@ class AgentRound:
         place: Of this node in the round.
         nodes: How many nodes the round has.
         store: The agents' store of this round.
-        ranks: This node's.
         directory: The attempt's; known once node 0 has begun it.
         has_reported: This node has no rank left, and has told node 0.
     """
@@ -176,11 +164,7 @@ class AgentRound:
         self.store.count(self.key("reports"), 1)
 
     def say_again(self) -> None:
-        """Say again what was written over, and have node 0 look at once.
-
-        It looks by itself as seldom as this is called. Somebody who writes over a report in between
-        would be seen by each of its looks, and the run held until its time limit.
-        """
+        """Say again what was written over, and have node 0 look at once."""
         if self.store.say_again():
             self.store.count(self.key("reports"), 1)
 

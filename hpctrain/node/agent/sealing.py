@@ -1,11 +1,8 @@
 """The agent of node 0 seals what the program saves, by the patterns of `checkpoint.sealed`.
 
-A thread looks beside the ranks: sizes and times alone, and less often where a look takes long. What
-has not changed for `checkpoint.seal_settle_s`, is open for writing in no process of this node, and
-is not cut by its own format's word, is sealed. When all ranks have returned nothing is half
-written, so what is left is sealed then, or at the next start where a stop leaves no time. After a
-kill nothing is sealed here. The thread is gone before ranks are forked again.
-tests/unit/agent/test_sealing.py holds the promises.
+What has not changed for `checkpoint.seal_settle_s`, is open for writing in no process of this node,
+and is not cut by its own format's word, is sealed. After a kill nothing is sealed here. The thread
+is gone before ranks are forked again. tests/unit/agent/test_sealing.py holds the promises.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from hpctrain.node.agent.rounds import RoundPart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import TracebackType
     from typing import Self
 
     from hpctrain.checkpoint.sealed.start import UnsealedSave
@@ -88,12 +84,7 @@ class SealWatch(RoundPart):
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._unsealed is None:
             return
         self._over.set()
@@ -101,7 +92,7 @@ class SealWatch(RoundPart):
         if self._thread.is_alive():
             log.warning("a disk does not answer; what the program saved last is not registered")
             return
-        if self.returned and kind is None:
+        if self.returned and error[0] is None:
             self._leave_word()
             if not self._is_stopping():
                 self._guarded(self._seal_rest)
@@ -216,12 +207,12 @@ class SealWatch(RoundPart):
         return True
 
 
-def is_open_for_writing(save: UnsealedSave, proc: Path = PROC) -> bool:
+def is_open_for_writing(save: UnsealedSave) -> bool:
     """Whether a process of this user's on this node can still write into one of the files."""
     path = save.match.path.resolve()
     root = path.parent if save.is_file else path
     names = {str(root / file.name) for file in save.files}
-    return any(_opens(folder, names) for folder in proc.iterdir() if folder.name.isdigit())
+    return any(_opens(folder, names) for folder in PROC.iterdir() if folder.name.isdigit())
 
 
 def _opens(process: Path, names: set[str]) -> bool:

@@ -1,15 +1,13 @@
 """Signals of an agent, noted from before the first heavy import on, and the end of orphans.
 
-Standard library only, for that reason. SLURM's step signals reach every process of the step, and
-the default action of SIGUSR2 and SIGTERM kills (submitit#1760, pytorch#154849). So the batch body
-starts the task with both ignored, and `install` turns that into "note it" within the first
-milliseconds of Python. A handler only notes; the agent's loop acts.
-tests/slurm/test_early_signals.py holds the promises.
+Standard library only, for that reason. The batch body starts the task with SIGUSR2 and SIGTERM
+ignored, and `install` turns that into "note it" within the first milliseconds of Python. A handler
+only notes; the agent's loop acts. tests/slurm/test_early_signals.py holds the promises.
 
-What ranks leave behind ends with their attempt (`Orphans`). A program's children ignore SIGTERM as
-their rank did. Where SLURM has no cgroups it follows parents (proctrack/linuxproc) and so loses the
-children of a rank that has ended; and between two attempts inside one job nobody would look for
-them at all. tests/unit/agent/test_orphans.py holds the promises.
+What ranks leave behind ends with their attempt (`Orphans`). Where SLURM has no cgroups it follows
+parents (proctrack/linuxproc) and so loses the children of a rank that has ended; and between two
+attempts inside one job nobody would look for them at all. tests/unit/agent/test_orphans.py holds
+the promises.
 """
 
 from __future__ import annotations

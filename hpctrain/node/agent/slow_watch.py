@@ -1,10 +1,7 @@
 """The agent's watch for slow ranks: when each came to the collectives that all ranks call.
 
 All agents read their ranks' flight recorders at the same moments of one clock, without the ranks'
-help and without a word to each other. They leave what they read in the agents' store. Node 0 puts
-it together: `hangs/outliers.py` makes each rank's own work of it, and judges that. The loop pays
-nothing; a native thread of each rank writes down what torch has recorded anyway.
-tests/engines/test_slow_watch.py holds the promises.
+help and without a word to each other. tests/engines/test_slow_watch.py holds the promises.
 """
 
 from __future__ import annotations
@@ -167,7 +164,6 @@ class JobStragglers:
             self._hear([heard[node] for node in self._nodes])
 
     def _hear(self, said: Sequence[Mapping[str, Any]]) -> None:
-        """What all nodes have read at one moment."""
         if len({one["group"] for one in said}) > 1:
             return
         group = said[0]["group"]

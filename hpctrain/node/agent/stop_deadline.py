@@ -1,8 +1,7 @@
 """The deadline of a stop: when the ranks must be gone, by the signals and the scheduler's word.
 
-One for each agent. Ranks stop by themselves (`runtime/run.py`, `runtime/agreement.py`); this
-watches that they are gone before the scheduler kills the job, so that there is time left to
-requeue. A rank stuck in C code or in a collective cannot eat the whole grace time.
+Ranks stop by themselves (`runtime/run.py`, `runtime/agreement.py`); this watches that they are gone
+before the scheduler kills the job, so that there is time left to requeue.
 tests/unit/agent/test_stop_deadline.py holds the promises.
 """
 
@@ -149,10 +148,7 @@ class StopDeadline:
         return self.end_time - clock.now() + spare_s
 
     def _after_suspension(self) -> None:
-        """Where this process stood still: hear whether the job was suspended, and when it ends now.
-
-        SLURM gives back the time; by the old end the ranks would be killed in the middle of a step.
-        """
+        """If this process stood still: hear whether the job was suspended, and when it ends."""
         stood_s = clock.monotonic() - self._looked_at
         if stood_s >= STOOD_S and self._ask is not None:
             since = clock.now() - stood_s

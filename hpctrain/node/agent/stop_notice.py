@@ -1,11 +1,10 @@
 """How a program hears of a stop that asks nobody: a file on its node, and SIGTERM if it catches it.
 
-A program that calls `hpctrain.init()` hears of every stop by itself (`runtime/`). Any other can
-look for the file that HPCTRAIN_STOP_FILE names. The agent of node 0 decides that the ranks should
-leave (`StopNotice`) and tells all agents; each makes its file and then sends SIGTERM to its ranks,
-but where the scheduler has sent that to every process itself. Only to those that catch it: a
-program that does not would die of it, instead of training on for as long as it can.
-tests/unit/agent/test_stop_notice.py and tests/engines/test_stop_file.py hold the promises.
+The agent of node 0 decides that the ranks should leave (`StopNotice`) and tells all agents; each
+makes its file and then sends SIGTERM to its ranks, but where the scheduler has sent that to every
+process itself. Only to those that catch it: a program that does not would die of it, instead of
+training on for as long as it can. tests/unit/agent/test_stop_notice.py and
+tests/engines/test_stop_file.py hold the promises.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_STOP_FILE
+from hpctrain.core.base.files import replace_text
 from hpctrain.core.base.locks import NodeFolder
 from hpctrain.core.base.records import StopCause
 from hpctrain.ledger.plan.decide import is_ending
@@ -59,10 +59,8 @@ class StopFile:
         if self.cause is not None:
             return
         self.cause = cause
-        staged = self.path.with_suffix(".new")
         try:
-            staged.write_text(f"{cause}\n")
-            staged.replace(self.path)
+            replace_text(self.path, f"{cause}\n")
         except OSError as error:
             log.warning("the ranks are not told of the stop by %s: %s", self.path, error)
 

@@ -1,9 +1,7 @@
 """A node's board: memory by which its ranks and the process beside its agent see each other.
 
-A rank writes its own row and reads the lease; the node's process writes the lease and reads all
-rows. Each word has one writer and is one store of 64 bits, so it is never torn; a value of several
-words lies there twice, with a checksum, and is written where nobody reads. It shows besides by how
-much this node's clock differs from the root's, since moments on two nodes can be compared only so.
+Each word has one writer and is one store of 64 bits, so it is never torn; a value of several words
+lies there twice, with a checksum, and is written where nobody reads.
 tests/unit/control/test_board.py and tests/unit/control/test_root_clock.py hold the promises.
 """
 

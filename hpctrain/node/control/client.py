@@ -99,7 +99,6 @@ class ControlClient:
     Attributes:
         ranks_in_all: How many ranks the node's process knows of.
         lease: What this rank may do.
-        rank: Which it is.
     """
 
     _taken: ClassVar[dict[Path, ControlClient]] = {}
@@ -179,7 +178,6 @@ class _Line:
         self._socket.close()
 
     def welcome(self) -> int:
-        """Wait to be let in; how many ranks there are."""
         head, _ = self.hear(CONNECT_S)
         if why := head.get("why"):
             raise HpctrainError(str(why))
@@ -271,11 +269,7 @@ class _SocketWaker:
 
 
 class TreeExchange:
-    """Through the node's process and the tree of all nodes': one connection for each exchange.
-
-    Attributes:
-        client: This rank's.
-    """
+    """Through the node's process and the tree of all nodes': one connection for each exchange."""
 
     def __init__(self, client: ControlClient, channel: str, timeout_s: float) -> None:
         """Not for others: see `ControlClient.exchange`. No other exchange has this `channel`."""

@@ -1,9 +1,7 @@
 """A node's part in the gathers and broadcasts of all ranks, through a tree of nodes. Pure.
 
-A value goes up once: a node hands its subtree's values to its parent as soon as all of them are
-there. What is for all ranks comes down the same way. Calls differ by the channel of an
-`Exchange` and the how-manieth call of it this is; every rank makes the same ones in one order.
-tests/unit/control/test_collectives.py holds the promises.
+Calls are told apart by the channel of an `Exchange` and the how-manieth call of it this is; every
+rank makes the same ones in one order. tests/unit/control/test_collectives.py holds the promises.
 
 ```
  ranks 4 5, node 2 --.
@@ -52,9 +50,7 @@ class Call(NamedTuple):
     """Which call of the ranks.
 
     Attributes:
-        channel: Of which exchange.
         number: The how-manieth of it.
-        kind: What they called.
     """
 
     channel: str
@@ -81,7 +77,6 @@ class Delivery(NamedTuple):
 
     Attributes:
         to: `UP`, `DOWN` (to each child), or a rank of this node.
-        call: Whose values.
         entries: The values of some ranks, as `entries_of` reads them.
     """
 

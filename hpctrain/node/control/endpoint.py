@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 GREET_S = 10.0
 """So long may it take to say who one is."""
+KNOCK_AGAIN_S = 0.2
 
 
 class NotAwaited(ControlLost):
@@ -244,6 +245,26 @@ async def meet_parent(address: str, port: int, greeting: Greeting, node: int) ->
         parent.close()
         raise NotAwaited(f"{address}:{port} has let node {node} in before, or never awaited it")
     return parent
+
+
+async def join_parent(
+    address: str, port: int, greeting: Callable[[], Greeting], node: int, within_s: float
+) -> Endpoint:
+    """As `meet_parent`, again for `within_s`: a stranger may have pushed in before this node.
+
+    Raises:
+        OSError: and ControlLost, as the last try raised them.
+    """
+    deadline_s = clock.monotonic() + within_s
+    while True:
+        try:
+            return await meet_parent(address, port, greeting(), node)
+        except NotAwaited:
+            raise
+        except (OSError, ControlLost):
+            if clock.monotonic() + KNOCK_AGAIN_S > deadline_s:
+                raise
+        await asyncio.sleep(KNOCK_AGAIN_S)
 
 
 def _message(heard: bytes | str) -> bytes:

@@ -2,8 +2,7 @@
 
 Five words of the board's row, written by the rank at each change of phase and read by the agent
 without its help: its process, its step, its phase, since when, and how long it has waited for its
-data in all. A change costs less than a microsecond, and nobody waits for it.
-tests/unit/control/test_heartbeat.py holds the promises.
+data in all. tests/unit/control/test_pulse.py holds the promises.
 """
 
 from __future__ import annotations
@@ -64,9 +63,7 @@ class HeartbeatSeen(NamedTuple):
     """A rank's heartbeat as it was read.
 
     Attributes:
-        rank: Whose.
         process: Its process; 0 for one that has not begun.
-        step: The step that it is in.
         phase: The number of its phase, in `PHASES` or a section's; 0 for not known.
         is_first: It has not done a step yet.
         limit_s: What the program has said the phase may take; None for nothing.

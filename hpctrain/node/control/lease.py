@@ -1,11 +1,9 @@
 """How far ranks may go, and what they do at which tick: the protocol, without a word of I/O. Pure.
 
-A tick is one call of the agreement. Ranks say where they are and what they wish; the root grants
-ticks a little ahead of the fastest one. What is to hold for all ranks is put at the first tick that
-nobody was granted so far: no rank can be past it, and the lease that lets a rank begin that tick
-holds the decision. A stop is a tick behind which nothing is granted.
-docs/development/architecture.md has a picture; tests/unit/control/test_model.py
-explores all that can happen.
+What is to hold for all ranks is put at the first tick that nobody was granted so far: no rank can
+be past it, and the lease that lets a rank begin that tick holds the decision.
+docs/development/architecture.md has a picture; tests/unit/control/test_model.py explores all that
+can happen.
 
 Reports and leases are states, not events: what is lost is said again by the next, what comes twice
 or late changes nothing. No clocks of two machines are compared: times are sent as seconds since
@@ -199,8 +197,6 @@ class Decision:
     """What all ranks do at a tick.
 
     Attributes:
-        tick: At which.
-        kind: What.
         value: The code of a stop; else up to which number wishes of this kind are fulfilled by it.
     """
 

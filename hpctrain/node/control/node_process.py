@@ -1,9 +1,7 @@
 """The process of a node that carries the control plane, as the node's agent handles it.
 
-It is forked from the agent, while that has one thread, and serves one round of ranks after another
-(`node_server.py`), as its line orders. It ends with the agent. The agent itself could not do
-it: it waits in torch's and the scheduler's calls, and ranks would wait with it.
-tests/unit/control/test_node_process.py holds the promises.
+The agent itself could not do it: it waits in torch's and the scheduler's calls, and ranks would
+wait with it. tests/unit/control/test_node_process.py holds the promises.
 """
 
 from __future__ import annotations
@@ -13,14 +11,13 @@ import json
 import os
 import signal
 import tempfile
-import traceback
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base.locks import MEMORY, NodeFolder
-from hpctrain.core.base.process import ForkedProcess, die_with_parent, show_as
+from hpctrain.core.base.process import ForkedProcess, show_as
 from hpctrain.errors import ControlLost
 from hpctrain.node.control.node_server import NodeServer, TreePlace
 
@@ -58,7 +55,7 @@ class ForkedServer(ForkedProcess):
             pid, line = map(int, handed_over.split(":"))
             self.adopt(pid, line)
         else:
-            super().__init__(partial(_serve_until_killed, make))
+            super().__init__(partial(_serve_orders, make))
 
     def hand_over(self) -> str:
         """Leave the process to the program that takes this one's place (exec), as its child.
@@ -111,24 +108,8 @@ class ForkedServer(ForkedProcess):
         return self._ended
 
 
-def _serve_until_killed(make: Callable[[], Do], line: socket.socket, parent: int) -> NoReturn:
-    """The forked process: never comes back into its parent's code."""
-    try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        for signum in (
-            signal.SIGTERM,
-            signal.SIGINT,
-            signal.SIGUSR1,
-            signal.SIGUSR2,
-            signal.SIGHUP,
-        ):
-            signal.signal(signum, signal.SIG_IGN)  # SLURM's reach every process of the step
-        die_with_parent(parent)
-        asyncio.run(_serve(line, make))
-    except BaseException:  # noqa: BLE001 - the agent and the ranks see that it is gone, not why
-        traceback.print_exc()
-    finally:
-        os._exit(1)
+def _serve_orders(make: Callable[[], Do], line: socket.socket, _: int) -> None:
+    asyncio.run(_serve(line, make))
 
 
 async def _serve(line: socket.socket, make: Callable[[], Do]) -> None:

@@ -1,11 +1,8 @@
 """What a node's process serves during a round of ranks: leases and calls, up and down the tree.
 
-The ranks of the node come to a Unix socket in a folder that only their user can enter; the node's
-children and its parent are reached by TCP (`wire.py`). Connections between nodes last as long as
-the round: where one breaks, or the other end is silent for `PATIENCE_S`, the round has failed, and
-every rank gets that once. Nothing is tried again: a value that went up twice, or never, would be
-worse. `NodeLeases` decides what to send of leases: what the subtree's ranks say goes up, what the
-root grants comes down. tests/unit/control/test_node_server.py and
+Connections between nodes last as long as the round: where one breaks, or the other end is silent
+for `PATIENCE_S`, the round has failed, and every rank is told so once. Nothing is tried again: a
+value that went up twice, or never, would be worse. tests/unit/control/test_node_server.py and
 tests/unit/control/test_node_leases.py hold the promises.
 """
 
@@ -23,7 +20,7 @@ from hpctrain.core.base import clock
 from hpctrain.errors import ControlLost
 from hpctrain.node.control.board import BOARD, SOCKET, Board, RootClock
 from hpctrain.node.control.collectives import DOWN, UP, Call, Collectives, Delivery, children_of
-from hpctrain.node.control.endpoint import ChildrenListener, Endpoint, NotAwaited, meet_parent
+from hpctrain.node.control.endpoint import ChildrenListener, Endpoint, join_parent
 from hpctrain.node.control.lease import Lease, Report, Root, Subtree
 from hpctrain.node.control.wire import Garbled, Greeting, packed, unpacked
 
@@ -34,7 +31,6 @@ if TYPE_CHECKING:
 PATIENCE_S = 60.0
 """So long may the other end of a connection between nodes be silent."""
 JOIN_S = 20.0
-CONNECT_AGAIN_S = 0.2
 _LONGEST_LOOK_S = 0.25
 """So much of a pause between two looks counts as another's silence: where it was longer, this
 process itself was stopped."""
@@ -152,11 +148,8 @@ class TreePlace:
 
     Attributes:
         node: Its number; 0 is the root.
-        nodes: How many there are.
         first_rank: The number of its first rank.
-        ranks: How many ranks it has.
         ranks_in_all: How many all nodes have.
-        name: For people.
     """
 
     node: int
@@ -211,7 +204,7 @@ class NodeServer:
         """Make the board in `folder`, which only the user can enter; nothing is served yet."""
         self.lost = ""
         self._folder, self._place = folder, place
-        self._secret, self._about = secret, about
+        self._greeting = partial(Greeting, secret, about)
         self._children = children_of(place.node, place.nodes)
         ranks = range(place.first_rank, place.first_rank + place.ranks)
         is_root = place.node == 0
@@ -229,9 +222,7 @@ class NodeServer:
         self._wakers: dict[int, Endpoint] = {}
         self._names: dict[Endpoint, str] = {}
         """Of the nodes that were let in or have let this one in, before they say anything, too."""
-        self._listener = ChildrenListener(
-            self._children, partial(Greeting, secret, about), self._greet_child
-        )
+        self._door = ChildrenListener(self._children, self._greeting, self._greet_child)
         self._servers: list[asyncio.Server] = []
         self._look_timer: asyncio.TimerHandle | None = None
         self._looked_s = clock.monotonic()
@@ -260,7 +251,7 @@ class NodeServer:
             ControlLost: something else is there, or the parent knows this node and refuses it.
         """
         place = self._place
-        parent = await self._met(address, port)
+        parent = await join_parent(address, port, self._greeting, place.node, JOIN_S)
         parent.on_message, parent.on_end = self._hear_parent, self._lose
         self._names[parent] = f"the node above ({address})"
         parent.say(packed({"is": "here", "name": place.name}))
@@ -269,20 +260,6 @@ class NodeServer:
             parent.say(packed({"is": "lost", "why": self.lost}))
         self._leases.meet_parent()
         self._look_in_time()
-
-    async def _met(self, address: str, port: int) -> Endpoint:
-        """Connect to the parent; retry where another user's process was accepted first."""
-        deadline_s = clock.monotonic() + JOIN_S
-        while True:
-            greeting = Greeting(self._secret, self._about)
-            try:
-                return await meet_parent(address, port, greeting, self._place.node)
-            except NotAwaited:
-                raise
-            except (OSError, ControlLost):
-                if clock.monotonic() + CONNECT_AGAIN_S > deadline_s:
-                    raise
-            await asyncio.sleep(CONNECT_AGAIN_S)
 
     def close(self) -> None:
         """Serve no more. What was said before is still sent while the loop runs."""
@@ -428,7 +405,6 @@ class NodeServer:
     # ---- leases
 
     def _look_in_time(self) -> None:
-        """Look at the board when it is time to, which may be now."""
         if self._look_timer is not None:
             self._look_timer.cancel()
         wait_s = self._leases.next_look_s() - clock.monotonic()

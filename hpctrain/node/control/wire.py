@@ -1,10 +1,9 @@
 """What node processes and ranks send each other, as bytes. Pure.
 
-A message is a head, which JSON holds, and a body of any bytes. On a node's own socket, which only
-its user can reach, it goes as it is. Between nodes every user of the cluster can connect, so both
-sides first prove that they know the attempt's secret, without sending it; each message after that
-carries its number and a code (keyed BLAKE2b), so that nobody can make one up, change one, or say
-one again. tests/unit/control/test_wire.py holds the promises.
+A message is a head, which JSON holds, and a body of any bytes. Between nodes every user of the
+cluster can connect, so both sides first prove that they know the attempt's secret, without sending
+it; each message after that carries its number and a code (keyed BLAKE2b), so that nobody can make
+one up, change one, or say one again. tests/unit/control/test_wire.py holds the promises.
 """
 
 from __future__ import annotations

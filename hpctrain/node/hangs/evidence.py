@@ -2,8 +2,8 @@
 
 Sources work without the rank's help and while it holds the GIL: torch's flight recorder (as torch
 2.13 writes it, `torch/csrc/distributed/c10d/FlightRecorder*`), faulthandler's stacks, and
-`/proc/PID/stat`. What is missing is not known. Its plain form is small enough for a thousand
-nodes to report at once. tests/unit/hangs/test_evidence.py and test_plain.py hold the promises.
+`/proc/PID/stat`. What is missing is not known. tests/unit/hangs/test_evidence.py and test_plain.py
+hold the promises.
 """
 
 from __future__ import annotations
@@ -86,8 +86,6 @@ class RankEvidence:
     """What a look has found of one rank.
 
     Attributes:
-        rank: Its number.
-        node: Its node's name.
         process: Its state as the kernel says it: a letter such as "R", "S", "D" (waits for a disk
             or a server and cannot be interrupted), "T" (stopped), "Z" (dead); "" where there is no
             such process any more.

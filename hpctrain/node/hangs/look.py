@@ -40,8 +40,6 @@ class RankProcess:
     """A rank of this node.
 
     Attributes:
-        rank: Its number.
-        pid: Its process.
         step: The step it is in; None for not known.
         phase: Such as "data"; "" for not known.
         has_returned: Its program has ended by itself.

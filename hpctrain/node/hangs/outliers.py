@@ -296,7 +296,6 @@ class OutOfStep(NamedTuple):
 
     Attributes:
         ranks: The fewer ones; of two equal halves either may be wrong.
-        summary: In one line.
     """
 
     ranks: tuple[int, ...]
@@ -374,7 +373,6 @@ class OwnWork(NamedTuple):
     """What ranks took by themselves in one step.
 
     Attributes:
-        seconds: By rank.
         step_s: What the step took, with what was waited.
     """
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.node.hangs.evidence import Frame, RankEvidence
-    from hpctrain.node.hangs.suspicion import JobLook
-    from hpctrain.node.hangs.verdict import HangVerdict
+    from hpctrain.node.hangs.verdict import HangVerdict, JobLook
 
 REQUEST_HOLDS_S = 120.0
 """An older request was meant for a job that is over."""

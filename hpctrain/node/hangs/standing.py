@@ -56,10 +56,7 @@ class RankHeartbeat(NamedTuple):
     """Where a rank is.
 
     Attributes:
-        rank: Which.
-        step: The step that it is in.
         phase: Its phase by name; "" for a program that says nothing.
-        is_first: No step was done yet.
         limit_s: What the program has said that it may take; None for nothing.
         mark: Another one after each change.
     """
@@ -76,8 +73,6 @@ class Stand(NamedTuple):
     """For how long a rank has not moved.
 
     Attributes:
-        rank: Which.
-        step: The step that it is in.
         phase: Its phase by name; "" for a program that says nothing.
         stood_s: Seconds without a change.
         limit_s: What such a phase may take; infinite for whatever it takes.

@@ -1,9 +1,8 @@
 """Set up what a rank leaves for an inspection when it stands still; free while it trains.
 
 torch's flight recorder answers from a native thread, and faulthandler writes from a C signal
-handler: both work while the GIL is held. Members of process groups are written at each change.
-Private names of torch that this torch lacks are left out, and their facts are then not known.
-tests/engines/test_look.py holds the promises.
+handler: both work while the GIL is held. Private names of torch that this torch lacks are left out,
+and their facts are then not known. tests/engines/test_look.py holds the promises.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Copies of a rank's state into its node's memory, in the course of training, and how often.
 
-Rank 0 wishes for a copy when the one before is settled on all nodes and enough steps were done
-(`Pace`, which is pure); all ranks then make it before the same step, by their agreement
-(`runtime.agreement`). Training waits for the copy of memory to memory alone; digests are the
-replica server's. Where a rank has no slot free, or something goes wrong, the step has no copy, and
-training continues. tests/engines/test_memory.py and tests/unit/memory/test_pace.py hold the
-promises.
+Where a rank has no slot free, or something goes wrong, the step has no copy, and training goes on.
+tests/engines/test_memory.py and tests/unit/memory/test_pace.py hold the promises.
 """
 
 from __future__ import annotations

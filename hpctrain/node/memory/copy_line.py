@@ -1,9 +1,8 @@
 """Connections between replica servers for the bytes of copies: threads at both ends, all signed.
 
 What goes over them are weights, so both ends first prove that they know the attempt's secret
-(`control.wire`), and an unauthenticated peer hears nothing but a nonce. What replica servers say
-about steps has connections of its own, which never wait behind gigabytes.
-tests/unit/memory/test_replica_peer.py holds the promises.
+(`control.wire`), and an unauthenticated peer hears nothing but a nonce.
+tests/unit/memory/test_buddy.py holds the promises.
 """
 
 from __future__ import annotations
@@ -124,8 +123,6 @@ class CopyLine:
 
 def meet(address: tuple[str, int], greeting: Callable[[], Greeting], node: int) -> CopyLine:
     """Connect to another replica server; both prove that they know the secret.
-
-    This retries for a while, since unauthenticated peers may have filled its listener.
 
     Raises:
         ControlLost: it cannot be reached, or something else is there.

@@ -1,10 +1,8 @@
 """How a copy in memory lies in its slot, what it says, and how it is repaired by blocks. Pure.
 
 What is whole is known from the copy's digest, which its replica server has sent over a connection
-with codes: it proves the proof at the copy's end, and that proves the header and each block. So a
-copy that is not here at all, and one in which a byte has changed, are repaired alike: what does not
-prove is read from elsewhere. tests/unit/memory/test_in_memory_copies.py and test_repair.py hold the
-promises.
+with codes: it proves the proof at the copy's end, and that proves the header and each block.
+tests/unit/memory/test_stock.py and tests/unit/memory/test_mending.py hold the promises.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpctrain.checkpoint.format import index, shard
 from hpctrain.checkpoint.format import manifest as manifests
+from hpctrain.checkpoint.format import shard
 from hpctrain.checkpoint.format.layout import FileLayout, RankPart, assemble, placed
 from hpctrain.checkpoint.format.manifest import FileEntry, block_digest
 from hpctrain.checkpoint.format.shard import file_name
@@ -27,7 +25,6 @@ from hpctrain.errors import TornCheckpoint
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from hpctrain.checkpoint.format.index import ChunkIndex
     from hpctrain.checkpoint.format.manifest import Manifest
     from hpctrain.checkpoint.format.shard import ShardPiece
 
@@ -38,8 +35,6 @@ class CopyPlan:
 
     Attributes:
         world_size: Ranks that make copies of this step.
-        rank: Whose.
-        head: Bytes of the header.
         sizes: Bytes of each part, one behind the other behind the header.
         block_bytes: That one digest covers.
         facts: What the readers need beside the bytes: JSON.
@@ -220,12 +215,3 @@ def joined(answers: Mapping[int, Sequence[Any]]) -> tuple[Manifest, bytes]:
     content = chunks.dump()
     manifest.files = [*files, entry_of(content)]
     return manifest, content
-
-
-def index_of(manifest: Manifest, table: bytes) -> ChunkIndex:
-    """The chunk table that `joined` made.
-
-    Raises:
-        TornCheckpoint: it is another.
-    """
-    return index.parse(table, manifest)

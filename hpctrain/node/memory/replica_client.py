@@ -1,8 +1,6 @@
 """A rank's connection to its node's replica server: messages, memory for copies, and copies.
 
-Messages are packets on a Unix socket: a head, which JSON holds, and descriptors beside it. What may
-be long goes in a memfd. In words of shared memory each side says what the other must know without
-asking; the training thread reads them, and sends packets for which it waits for nobody.
+Messages are packets on a Unix socket: a head, which JSON holds, and descriptors beside it.
 tests/unit/memory/test_replica_server.py holds the promises.
 """
 

@@ -1,13 +1,11 @@
 """Copies on another node: a replica server sends its ranks' copies on to its replica peer's.
 
 Who is whose peer node 0's agent says (`replica_peers_of`): nodes of one switch can go all at once,
-and must not have each other's copies. Sorted by their switches, each node takes the one that is as
-many places further as the largest switch has nodes.
+and must not have each other's copies.
 
 A rank's copy that is proved is sent on behind training, one connection for each rank; the peer
-proves the bytes it has by the copy's own digests before it says that it has them. The same
-connections serve other nodes what they lack at a restart.
-tests/unit/memory/test_peer_assignment.py and test_replica_peer.py hold the promises.
+proves the bytes it has by the copy's own digests before it says that it has them.
+tests/unit/memory/test_pairing.py and tests/unit/memory/test_buddy.py hold the promises.
 """
 
 from __future__ import annotations
@@ -41,6 +39,9 @@ Address = tuple[str, int]
 
 RING_S = 60.0
 """So long may it take until a node hears where its peer is: the slowest node joins last."""
+LOST = (OSError, Garbled, ControlLost, KeyError, TypeError, ValueError)
+"""The connection, or the sense of what is said on it."""
+HINT = 'alive.memory_buddy = "no" needs half of it, and survives no lost node'
 
 
 class RoundNeeds(Protocol):
@@ -52,84 +53,6 @@ class RoundNeeds(Protocol):
         Raises:
             ControlLost: the round is over.
         """
-
-
-class PeerLines:
-    """A node's connections to its peer, one for each of its ranks."""
-
-    def __init__(self, node: int, greeting: Callable[[], Greeting]) -> None:
-        """Know no replica peer yet; `greeting` makes a greeting for each connection."""
-        self._node, self._greeting = node, greeting
-        self._address: Address | None = None
-        self._is_known = threading.Event()
-        self._lock = threading.Lock()
-        self._lines: dict[int, CopyLine] = {}
-        self._turns: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-        self._is_over = False
-
-    def meet_at(self, address: Address | None) -> None:
-        """The peer is there; None where it will not be."""
-        self._address = address
-        self._is_known.set()
-
-    def room(self, local: int, nbytes: int) -> str:
-        """Have the peer take memory, slots of `nbytes`, for a rank's copies; return why not, or "".
-
-        `local` is the rank's number on this node.
-
-        Raises:
-            OSError: the connection is lost.
-            Garbled: the peer's answer cannot be understood.
-            ControlLost: the peer cannot be met.
-        """
-        with self._turns[local]:
-            said, _ = self._line(local).ask({"is": "room", "local": local, "bytes": nbytes})
-        return str(said["why"])
-
-    def send(self, local: int, there: CopyInMemory) -> str:
-        """Send a copy on; return "" once the peer has all of it, else why not.
-
-        `local` is the rank's number on this node.
-
-        Raises:
-            OSError: the connection is lost.
-            Garbled: the peer's answer cannot be understood.
-            ControlLost: the peer cannot be met.
-        """
-        copy, view = there.copy, there.view
-        head = {"is": "copy", "local": local, "mark": copy.mark, "digest": copy.digest}
-        points.reach("memory.send", step=copy.mark.step, rank=copy.plan.rank)
-        with self._turns[local]:
-            line = self._line(local)
-            said, _ = line.ask(head, copy.plan.dump())
-            if said["why"]:
-                return str(said["why"])
-            for low, high in merged([(0, copy.size)], PIECE_BYTES):
-                line.say({"at": low}, bytes(view[low:high]))
-            said, _ = line.hear()
-        return str(said["why"])
-
-    def close(self) -> None:
-        """End the connections."""
-        with self._lock:
-            self._is_over = True
-            lines = list(self._lines.values())
-        self.meet_at(None)
-        for line in lines:
-            line.close()
-
-    def _line(self, local: int) -> CopyLine:
-        if local in self._lines:
-            return self._lines[local]
-        if not clock.wait(self._is_known, RING_S) or self._address is None:
-            raise ControlLost("its peer is not there")
-        line = meet(self._address, self._greeting, self._node)
-        with self._lock:
-            if not self._is_over:
-                self._lines[local] = line
-                return line
-        line.close()
-        raise ControlLost("the round is over")
 
 
 class CopyServer:
@@ -209,72 +132,8 @@ class CopyServer:
         line.say({}, bytes(there.view[low:high]))
 
 
-class CopyFetcher:
-    """Fetches copies from other nodes, and repairs damaged ones with them."""
-
-    def __init__(
-        self, node_copies: NodeCopies, node: int, greeting: Callable[[], Greeting]
-    ) -> None:
-        """Fetch nothing yet; `greeting` makes a greeting for each connection."""
-        self._copies, self._node, self._greeting = node_copies, node, greeting
-
-    def fetch(
-        self, mark: Mark, rank: int, local: int | None, where: Sequence[Address]
-    ) -> CopyInMemory | None:
-        """Return a rank's copy from the replica server that has it; None if none has it complete.
-
-        `where` lists those that have it; `local` is as for `NodeCopies.fetch`.
-
-        Raises:
-            CheckpointError: there is no memory for it.
-        """
-        points.reach("memory.fetch", step=mark.step, rank=rank)
-        for number, address in enumerate(where):
-            awaited = self._asked(mark, rank, address)
-            if awaited is not None:
-                fill = partial(self.repair, where=where[number:])
-                return self._copies.fetch(awaited, local, fill)
-        return None
-
-    def repair(self, view: memoryview, copy: ProvedCopy, where: Sequence[Address]) -> bool:
-        """Read what is bad in a copy from these replica servers; whether it is whole then."""
-        others = (partial(self._read, copy, address) for address in where)
-        return repair(view, copy.plan, copy.digest, others)
-
-    def _asked(self, mark: Mark, rank: int, address: Address) -> ProvedCopy | None:
-        try:
-            with closing(meet(address, self._greeting, self._node)) as line:
-                said, plan = line.ask({"is": "look", "mark": mark, "rank": rank})
-            if not said["digest"]:
-                return None
-            parsed = CopyPlan.parse(plan)
-        except (OSError, Garbled, ControlLost, ValueError, KeyError):
-            return None
-        return ProvedCopy(mark, parsed, parsed.size, str(said["digest"]))
-
-    def _read(
-        self, copy: ProvedCopy, address: Address, ranges: Sequence[Range]
-    ) -> Iterator[tuple[int, bytes]]:
-        """Ranges of the copy that this replica server has; fewer where it is lost."""
-        asked = {"is": "read", "mark": copy.mark, "rank": copy.plan.rank}
-        try:
-            with closing(meet(address, self._greeting, self._node)) as line:
-                for low, high in merged(ranges, PIECE_BYTES):
-                    content = line.ask(asked | {"low": low, "high": high})[1]
-                    if len(content) != high - low:
-                        return
-                    yield low, content
-        except (OSError, Garbled, ControlLost):
-            return
-
-
-LOST = (OSError, Garbled, ControlLost, KeyError, TypeError, ValueError)
-"""The connection, or the sense of what is said on it."""
-HINT = 'alive.memory_peer = "no" needs half of it, and survives no lost node'
-
-
 class PeerRing:
-    """One node's part, in one round.
+    """One node's part, in one round: connections to its peer, one for each of its ranks.
 
     Attributes:
         at: Where this node's replica server lets others in.
@@ -290,14 +149,19 @@ class PeerRing:
         peers: Sequence[int],
     ) -> None:
         """Accept nobody yet; `peers`: by place, the node with its copies, as node 0 says."""
-        self.at: PeerAddress = []
-        self.addresses: dict[int, PeerAddress] = {}
-        self._place, self._peers = place, peers
-        self._lines = PeerLines(place.node, greeting)
-        self._listener = CopyListener(
+        self.at: Door = []
+        self.doors: dict[int, Door] = {}
+        self._place, self._copies, self._peers = place, node_copies, peers
+        self._greeting = greeting
+        self._door = CopyListener(
             range(place.nodes), greeting, CopyServer(node_copies, needs).serve
         )
-        self._fetcher = CopyFetcher(node_copies, place.node, greeting)
+        self._address: Address | None = None
+        self._is_known = threading.Event()
+        self._lock = threading.Lock()
+        self._lines: dict[int, CopyLine] = {}
+        self._turns: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        self._is_over = False
 
     def open(self, address: str, shown: str) -> None:
         """Listen at `address`, which others reach as `shown`.
@@ -315,20 +179,36 @@ class PeerRing:
 
     def meet_at(self, peer: PeerAddress | None) -> None:
         """Where this node's peer lets others in; None where copies are off."""
-        self._lines.meet_at((str(peer[0]), int(peer[1])) if peer is not None else None)
+        self._address = (str(peer[0]), int(peer[1])) if peer is not None else None
+        self._is_known.set()
 
     def room(self, local: int, nbytes: int) -> str:
-        """Have the peer take memory for a rank's copies; why it does not, or ""."""
+        """Have the peer take memory, slots of `nbytes`, for a rank's copies; return why not, or "".
+
+        `local` is the rank's number on this node; so below.
+        """
         try:
-            why = self._lines.room(local, nbytes)
+            with self._turns[local]:
+                said, _ = self._line(local).ask({"is": "room", "local": local, "bytes": nbytes})
+            why = str(said["why"])
         except LOST as error:
             return f"{self._place.name}: copies cannot be sent to another node: {error}"
         return f"the node for copies of {self._place.name}: {why}; {HINT}" if why else ""
 
     def send(self, local: int, there: CopyInMemory) -> tuple[str, bool]:
         """Send a copy to the peer; return why it has none, or "", and whether it is unreachable."""
+        copy, view = there.copy, there.view
+        head = {"is": "copy", "local": local, "mark": copy.mark, "digest": copy.digest}
         try:
-            return self._lines.send(local, there), False
+            points.reach("memory.send", step=copy.mark.step, rank=copy.plan.rank)
+            with self._turns[local]:
+                line = self._line(local)
+                said, _ = line.ask(head, copy.plan.dump())
+                if not said["why"]:
+                    for low, high in merged([(0, copy.size)], PIECE_BYTES):
+                        line.say({"at": low}, bytes(view[low:high]))
+                    said, _ = line.hear()
+            return str(said["why"]), False
         except LOST as error:
             return f"copies cannot be sent to another node: {error}", True
 
@@ -338,23 +218,73 @@ class PeerRing:
         Raises:
             CheckpointError: there is no memory for it.
         """
+        points.reach("memory.fetch", step=mark.step, rank=rank)
         local = rank - self._place.first_rank
         own = local if 0 <= local < self._place.ranks else None
-        return self._fetcher.fetch(mark, rank, own, self._others(addresses))
+        where = self._others(doors)
+        for number, address in enumerate(where):
+            if (awaited := self._asked(mark, rank, address)) is not None:
+                return self._copies.fetch(awaited, own, partial(self._mend, where=where[number:]))
+        return None
 
     def repair(self, there: CopyInMemory, addresses: Sequence[PeerAddress]) -> bool:
         """Read what is bad in a copy from others that have it; return whether it is whole then."""
-        return self._fetcher.repair(there.view, there.copy, self._others(addresses))
+        return self._mend(there.view, there.copy, self._others(doors))
 
     def close(self) -> None:
         """Let nobody in any more, and send nothing."""
-        self._listener.close()
-        self._lines.close()
+        self._door.close()
+        with self._lock:
+            self._is_over = True
+            lines = list(self._lines.values())
+        self.meet_at(None)
+        for line in lines:
+            line.close()
 
-    def _others(self, addresses: Sequence[PeerAddress]) -> list[tuple[str, int]]:
-        return [
-            (str(address[0]), int(address[1])) for address in addresses if list(address) != self.at
-        ]
+    def _line(self, local: int) -> CopyLine:
+        if local in self._lines:
+            return self._lines[local]
+        if not clock.wait(self._is_known, RING_S) or self._address is None:
+            raise ControlLost("its peer is not there")
+        line = meet(self._address, self._greeting, self._place.node)
+        with self._lock:
+            if not self._is_over:
+                self._lines[local] = line
+                return line
+        line.close()
+        raise ControlLost("the round is over")
+
+    def _mend(self, view: memoryview, copy: ProvedCopy, where: Sequence[Address]) -> bool:
+        others = (partial(self._read, copy, address) for address in where)
+        return mend(view, copy.plan, copy.digest, others)
+
+    def _asked(self, mark: Mark, rank: int, address: Address) -> ProvedCopy | None:
+        try:
+            with closing(meet(address, self._greeting, self._place.node)) as line:
+                said, plan = line.ask({"is": "look", "mark": mark, "rank": rank})
+            if not said["digest"]:
+                return None
+            parsed = CopyPlan.parse(plan)
+        except (OSError, Garbled, ControlLost, ValueError, KeyError):
+            return None
+        return ProvedCopy(mark, parsed, parsed.size, str(said["digest"]))
+
+    def _read(
+        self, copy: ProvedCopy, address: Address, ranges: Sequence[Range]
+    ) -> Iterator[tuple[int, bytes]]:
+        asked = {"is": "read", "mark": copy.mark, "rank": copy.plan.rank}
+        try:
+            with closing(meet(address, self._greeting, self._place.node)) as line:
+                for low, high in merged(ranges, PIECE_BYTES):
+                    content = line.ask(asked | {"low": low, "high": high})[1]
+                    if len(content) != high - low:
+                        return
+                    yield low, content
+        except (OSError, Garbled, ControlLost):
+            return
+
+    def _others(self, doors: Sequence[Door]) -> list[Address]:
+        return [(str(door[0]), int(door[1])) for door in doors if list(door) != self.at]
 
 
 def replica_peers_of(switches: Sequence[str]) -> tuple[int, ...]:

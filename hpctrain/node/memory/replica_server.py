@@ -1,13 +1,8 @@
 """What the process beside an agent does that keeps copies of the state: it owns their memory.
 
-Ranks come to a Unix socket in the folder of their round, each served by a thread of its own: they
-get memory, write a copy, and say so; the replica server takes the digests. It reports what all
-ranks of the node have to the replica server of node 0, over TCP with codes (`control.wire`), which
-sends all others the steps that are settled and covered. Where nodes may be lost each replica server
-sends its copies on to another one (`replica_peer`). If a replica server is lost, no more copies are
-made in the round, and training continues; the copies that were made are there at the ranks' next
-start.
-tests/unit/memory/test_replica_server.py holds the promises.
+If a replica server is lost, no more copies are made in the round, and training goes on; the copies
+that were made are there at the ranks' next start. tests/unit/memory/test_replica_server.py holds
+the promises.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.core.base import clock
 from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError, ControlLost, HpctrainError
-from hpctrain.node.control.endpoint import ChildrenListener, meet_parent
+from hpctrain.node.control.endpoint import ChildrenListener, join_parent
 from hpctrain.node.control.node_server import TreePlace
 from hpctrain.node.control.wire import Greeting, packed, unpacked
 from hpctrain.node.memory.copy_plan import CopyPlan
@@ -60,7 +55,7 @@ log = logging.getLogger("hpctrain.agent")
 
 _CREDENTIALS = struct.Struct("3i")
 BACKLOG = 256
-JOIN_S, CONNECT_AGAIN_S = 20.0, 0.2
+JOIN_S = 20.0
 
 
 class ReplicaServer:
@@ -197,23 +192,12 @@ class ReplicaRound:
             OSError: it cannot be reached, or says nothing.
             ControlLost: something else is there.
         """
-        above = await self._met(address, port)
+        above = await join_parent(address, port, self._greeting, self._place.node, JOIN_S)
         above.on_message = self._hear_above
         above.on_end = lambda _, why: self._turn_off(f"the replica server of node 0 is lost: {why}")
         self._above = above
         at = self._ring.at if self._ring is not None else None
         above.say(self._off_news() if self._why_off else packed({"is": "here", "at": at}))
-
-    async def _met(self, address: str, port: int) -> Endpoint:
-        """Connect to node 0's replica server, again where another user took the place before."""
-        deadline_s = clock.monotonic() + JOIN_S
-        while True:
-            try:
-                return await meet_parent(address, port, self._greeting(), self._place.node)
-            except (OSError, ControlLost):
-                if clock.monotonic() + CONNECT_AGAIN_S > deadline_s:
-                    raise
-            await asyncio.sleep(CONNECT_AGAIN_S)
 
     def close(self) -> None:
         """Serve no more; what ranks have not finished is none. Harmless when repeated."""
@@ -505,6 +489,5 @@ def _send_text(peer: socket.socket, value: dict[str, Any]) -> None:
 
 
 def _is_own(peer: socket.socket) -> bool:
-    """Whether the process at the other end is this user's."""
     said = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(said)[1] == os.getuid())

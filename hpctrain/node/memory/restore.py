@@ -2,10 +2,7 @@
 
 Collective on the ranks' own exchange, before any weight is touched: each node's first rank asks its
 replica server, rank 0 chooses, and puts together what a checkpoint's manifest and chunk table would
-say. Bytes are read and proved by `checkpoint.format.reader`, as those of files are. A copy that
-lies on another node alone is brought here by the replica server, and one in which bytes have
-changed is repaired from another node's, where there is one.
-tests/engines/test_memory.py holds the promises.
+say. tests/engines/test_memory.py holds the promises.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.checkpoint.format import index
 from hpctrain.checkpoint.format.manifest import step_name
 from hpctrain.checkpoint.format.reader import CheckpointSource
 from hpctrain.checkpoint.format.shard import rank_of
@@ -21,7 +19,7 @@ from hpctrain.checkpoint.store.find import FoundCheckpoint
 from hpctrain.core.testing import points
 from hpctrain.core.world import broadcast, gather, gather_on_0, one_line
 from hpctrain.errors import HpctrainError, TornCheckpoint
-from hpctrain.node.memory.copy_plan import index_of, joined
+from hpctrain.node.memory.copy_plan import joined
 from hpctrain.node.memory.replica_client import ReplicaServerLost
 from hpctrain.node.memory.slots import Inventory, choose
 
@@ -82,7 +80,7 @@ class NodesCopies:
         Raises:
             TornCheckpoint: it is another's.
         """
-        return index_of(manifest, self._table)
+        return index.parse(self._table, manifest)
 
     def repair(self) -> bool:
         """Repair all copies that were opened here from other nodes' memory. Not collective.

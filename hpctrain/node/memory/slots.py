@@ -1,11 +1,8 @@
 """Which memory holds which copy, which step all ranks have, and which is resumed from. Pure.
 
 A rank has two slots. It writes into one while the other holds a step that all ranks have whole, so
-at every moment one step is whole in memory that nobody writes (docs/staying-alive.md). A step is
-*settled* when every rank has its copy whole or has said that it has none; it is *covered* when
-every rank has it whole. What is covered stays until a newer step is; what is not settled may yet be
-covered, and stays, too. tests/unit/memory/test_slots.py and
-tests/unit/memory/test_choice.py hold the promises.
+at every moment one step is whole in memory that nobody writes (docs/staying-alive.md).
+tests/unit/memory/test_slots.py and tests/unit/memory/test_choice.py hold the promises.
 """
 
 from __future__ import annotations
@@ -23,12 +20,7 @@ NEVER = -1
 
 
 class Mark(NamedTuple):
-    """A step of an attempt; of two marks, the later training is the greater one.
-
-    Attributes:
-        attempt: Its number.
-        step: Updates applied.
-    """
+    """A step of an attempt; of two marks, the later training is the greater one."""
 
     attempt: int
     step: int
@@ -199,7 +191,6 @@ class CopyChoice:
     """A step that all parts can be had of.
 
     Attributes:
-        mark: Which.
         world_size: Ranks that have made it.
         kept_by: `memory` where all nodes that have made it still have it; `peer` where one of them
             is gone, and its part lies in another node's memory.

@@ -1,10 +1,8 @@
 """torch's DataLoader over a dataset with a length, in an order that no restart and no rank changes.
 
 What is read is said here (which sample, in which batch, by which rank); how it is read (workers,
-prefetching, pinning, collating) is torch's own DataLoader, given lists of indices. One iterator of
-it lives as long as the loader, over the ends of epochs, so that workers continue while an epoch
-ends. A batch counts as consumed when it is handed to the program, never when a worker reads it. The
-promises are held by tests/unit/data/test_loader.py and tests/e2e/test_loader_run.py.
+prefetching, pinning, collating) is torch's own DataLoader, given lists of indices. The promises are
+held by tests/unit/data/test_loader.py and tests/e2e/test_loader_run.py.
 """
 
 from __future__ import annotations
@@ -321,7 +319,6 @@ class Loader:
         )
 
     def _read(self) -> Iterator[Any]:
-        """An iterator of torch's over all that is left; it starts the workers."""
         import torch
         from torch.utils.data import DataLoader
 

@@ -192,7 +192,6 @@ def mixed(value: int) -> int:
 
 
 def _mixed_many(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """`mixed` of each; numpy's arrays of 64 bits drop what overflows."""
     import numpy as np
 
     mixed = values + np.uint64(_GOLDEN)

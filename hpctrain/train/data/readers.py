@@ -1,7 +1,6 @@
 """What an iterable dataset is divided into: readers, numbered, each with a share and a state.
 
-How many there are is settled when a run first starts. Ranks and workers only own them, so that
-another number of ranks deals the same readers anew. A reader's state is what its dataset's own
+How many there are is settled when a run first starts. A reader's state is what its dataset's own
 `state_dict` says, as JSON, or, replayed, the number of its samples. The promises are held by
 tests/unit/data/test_readers.py.
 """

@@ -2,8 +2,7 @@
 
 Each rank, and in it each worker, owns some of the readers, and draws the next sample from that
 which has given the fewest: so the order is a function of the readers' own places, and a run that
-comes back on as many ranks continues as if it had not stopped. A worker sends with each batch the
-places of its readers behind it. They count when the batch is handed to the program.
+comes back on as many ranks goes on as if it had not stopped.
 
 Nobody knows beforehand how many samples there are. So before a batch is handed out all ranks say
 how many samples they have for it, and all continue, or end the epoch, or raise, together. The
@@ -234,7 +233,6 @@ class StreamLoader:
         return None
 
     def _read_part(self) -> tuple[_Part | None, Exception | None]:
-        """This rank's part, or why there is none; without a word to the others."""
         if self._is_dry:
             return None, None
         try:

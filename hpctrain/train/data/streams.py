@@ -2,8 +2,7 @@
 
 nanoGPT's `.bin` (bare numbers), Megatron's `.bin` with its `.idx`, a folder that Hugging Face's
 datasets has saved, and our own token files. Others' files are read with distrust: every length is
-compared with the file before anything is mapped or counted with. `TokenSequences` cuts the row into
-sequences, `PackedDocuments` also says where documents begin in them. The promises are held by
+compared with the file before anything is mapped or counted with. The promises are held by
 tests/unit/data/test_streams.py and test_packing.py.
 """
 

@@ -1,8 +1,7 @@
 """Token files: little-endian integers, and beside them a JSON file that proves them whole.
 
-The JSON file is written last, so a token file without it is unfinished. Reading maps the file into
-memory: only the pages that are used are read, and all ranks of a node share them. Numpy is needed
-to read only. The promises are held by tests/unit/data/test_tokens.py.
+The JSON file is written last, so a token file without it is unfinished. The promises are held by
+tests/unit/data/test_tokens.py.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.core.base.files import is_plain, read_plain
+from hpctrain.core.base.files import is_plain, read_plain, replace_text
 from hpctrain.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
@@ -136,38 +135,21 @@ def write_tokens(
     if size % ITEM_BYTES[dtype]:
         raise ValueError(f"{size} bytes are not a whole number of {dtype} tokens")
     staged.replace(path)
-    _write_sidecar(
-        path,
-        {
-            "format": FORMAT,
-            "dtype": dtype,
-            "length": size // ITEM_BYTES[dtype],
-            "vocabulary": vocabulary,
-            "digest": _named(digest.hexdigest()),
-            "source": dict(source),
-        },
-    )
+    described = {
+        "format": FORMAT,
+        "dtype": dtype,
+        "length": size // ITEM_BYTES[dtype],
+        "vocabulary": vocabulary,
+        "digest": _named(digest.hexdigest()),
+        "source": dict(source),
+    }
+    replace_text(sidecar(path), json.dumps(described, indent=1) + "\n", durable=True)
     return TokenFile(path)
 
 
 def sidecar(path: Path) -> Path:
     """The JSON file that describes a token file."""
     return path.with_name(path.name + ".json")
-
-
-def _write_sidecar(path: Path, described: dict[str, Any]) -> None:
-    staged = path.with_name(path.name + ".json.new")
-    with staged.open("w") as file:
-        json.dump(described, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    staged.replace(sidecar(path))
-    parent = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(parent)
-    finally:
-        os.close(parent)
 
 
 def _read_sidecar(path: Path) -> dict[str, Any]:

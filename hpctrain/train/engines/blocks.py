@@ -1,8 +1,7 @@
 """A model's repeated blocks, and what is done block by block: compiling, recomputation, float8.
 
-`find_blocks` and `every_block` say which submodules they are, `find_ends` what is before and behind
-them; sharding too goes by them. The promises are held by tests/engines/test_recompute_compile.py
-and test_hardware.py, which trains in torchao's emulation of 8 bits. No GPU has run float8.
+The promises are held by tests/engines/test_recompute_compile.py and test_hardware.py, which trains
+in torchao's emulation of 8 bits. No GPU has run float8.
 """
 
 from __future__ import annotations

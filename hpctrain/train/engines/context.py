@@ -217,15 +217,11 @@ class ContextParallel:
 
 
 def _has(tensor: Tensor, positions: int) -> bool:
-    """Whether a tensor has so many positions, and not another dimension there."""
     return tensor.ndim > SEQUENCE and tensor.shape[SEQUENCE] == positions
 
 
 def _mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Return True where a query sees a key; the last query stands at the last key.
-
-    Torch's `causal_lower_right` needs no memory, but selective recomputation cannot make it again.
-    """
+    """Return True where a query sees a key; the last query stands at the last key."""
     at = torch.arange(keys - queries, keys, device=device)[:, None]
     keyed = torch.arange(keys, device=device)
     return (keyed <= at) & (keyed > at - window)

@@ -1,9 +1,9 @@
 """A model that is built without its values, and each value made later, by itself.
 
 `DeferredModel` runs a model's constructor on torch's meta device, which it takes for the CPU, and
-writes down each operation that would have made or changed a value. `value` runs those again that
-one tensor comes from. So a rank never holds more than one whole tensor beside its own shards,
-whatever the constructor does: torch's inits, the program's own, rotary tables, tied weights.
+writes down each operation that would have made or changed a value. So a rank never holds more than
+one whole tensor beside its own shards, whatever the constructor does: torch's inits, the program's
+own, rotary tables, tied weights.
 
 Each random operation draws from a seed of its own: the run's (or its generator's, where it names
 one), and its number among them. A value is a function of seed and constructor then, not of the
@@ -68,7 +68,6 @@ class _Operation:
 
     Attributes:
         seed: Of what it draws at random; None for one that draws nothing.
-        function: Torch's operator.
         args: Tensors without values as `_View`.
         kwargs: The same.
         made: What it returned, in order; None for a tensor in the memory of an argument.
@@ -327,7 +326,6 @@ def _places(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def _like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Another tensor as a parameter, where this one is."""
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(other, requires_grad=tensor.requires_grad)
     return other

@@ -1,8 +1,7 @@
 """What every engine can do: one training step, one evaluation, its state by full names.
 
-An engine is a model that is spread over the ranks, with its optimizer. What differs between them
-(how the model is cut, when gradients travel, how state is named) stays behind this class. The
-promises are held by tests/engines/test_every_engine.py and test_what_steps_do.py.
+An engine is a model that is spread over the ranks, with its optimizer. The promises are held by
+tests/engines/test_every_engine.py and test_what_steps_do.py.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ depends on their number alone: gradients in the tree of `PairwiseSum`, of which 
 the part that it owns. It gets that part of every leaf's gradient from the rank that ran the leaf:
 as many bytes travel as in a reduce-scatter, but for every leaf.
 
-`exact_norm` is exact too. An fp32 number has an exact square in fp64; scaled by a power of two that
-all ranks agree on, it is cut into `LIMBS` integers so small that no sum of them overflows 63 bits.
-The promises are held by tests/engines/test_exact.py and test_pairwise_sum.py.
+`exact_norm` is exact too. The promises are held by tests/engines/test_exact.py and
+test_pairwise_sum.py.
 """
 
 from __future__ import annotations
@@ -451,7 +450,6 @@ class ExactCopies(Exact):
             yield slice_, part
 
     def _exchange(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
-        """This rank's share of every rank's bucket."""
         if self.data_ranks == 1:
             return [flat]
         received = torch.empty_like(flat)
@@ -459,7 +457,6 @@ class ExactCopies(Exact):
         return received.chunk(self.data_ranks)
 
     def _join(self, share: torch.Tensor) -> torch.Tensor:
-        """The bucket of which each rank has a share."""
         if self.data_ranks == 1:
             return share
         flat = share.new_empty(share.numel() * self.data_ranks)

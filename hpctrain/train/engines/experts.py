@@ -109,10 +109,7 @@ def _travel(
 
 @contextlib.contextmanager
 def _plain_parameters(module: nn.Module) -> Iterator[None]:
-    """Let a module's own code see this rank's experts as plain tensors, as it does in one process.
-
-    A plain token and a DTensor of weights cannot be multiplied.
-    """
+    """Let a module's own code see this rank's experts as plain tensors, as in one process."""
     held: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for part in module.modules():
         parameters: dict[str, Any] = part._parameters  # noqa: SLF001 - setattr takes no plain tensor

@@ -1,9 +1,8 @@
 """The layout of a decoder model, told by names and structure, and the mesh's axes as device meshes.
 
-`recognise` says which of a model's modules does what. The names are a table. A model fits when
-every parameter has a place in it; what does not is named, since a matrix that is cut the wrong way
-trains on wrong numbers without an error. `make_meshes` makes the groups of ranks that speak to each
-other, axis by axis. tests/engines/test_tensor_parallel.py and test_experts.py hold the promises.
+A model fits when every parameter has a place in it; what does not is named, since a matrix that is
+cut the wrong way trains on wrong numbers without an error. tests/engines/test_tensor_parallel.py
+and test_experts.py hold the promises.
 """
 
 from __future__ import annotations
@@ -106,7 +105,6 @@ class Layout:
 
     Attributes:
         embedding: Tokens to activations.
-        blocks: In order.
         norm: Behind the blocks.
         head: Activations to logits.
         tables: What makes tables of positions from the embedding's output.

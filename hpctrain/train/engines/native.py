@@ -1,8 +1,7 @@
 """The engines that torch has itself: one process, DDP, and FSDP2 with what builds on it.
 
-They differ in how a model is wrapped and when gradients travel; the rest is the same code. Under
-FSDP2 (`shard`) every parameter is spread over the ranks, and gathered when it is used: block by
-block, with embedding and head by themselves. tests/engines/test_every_engine.py, test_parity.py,
+Under FSDP2 (`shard`) every parameter is spread over the ranks, and gathered when it is used: block
+by block, with embedding and head by themselves. tests/engines/test_every_engine.py, test_parity.py,
 test_what_steps_do.py, test_averaged.py and test_buffers.py hold the promises.
 """
 
@@ -318,7 +317,6 @@ def shard(
 
 
 def _cuts(model: nn.Module, meshes: DeviceMeshes) -> Callable[[nn.Parameter], Any]:
-    """Where each parameter is cut, and over which ranks."""
     names = {
         id(weight): f"{prefix}.{name}"
         for prefix, module in find_experts(model).items()

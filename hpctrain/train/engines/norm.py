@@ -1,9 +1,7 @@
 """One gradient norm over the whole mesh, clipping by it, and the scale of losses under fp16.
 
 Each rank adds up the squares of what it holds in fp64; what several ranks hold alike counts once.
-One sum over the world follows, so all ranks have the same number. `LossScale` follows the rule of
-torch.amp.GradScaler by that norm: by each rank's gradients alone, as there, pipeline stages would
-disagree about a step. tests/engines/test_norm.py holds the promises.
+tests/engines/test_norm.py holds the promises.
 """
 
 from __future__ import annotations

@@ -248,10 +248,7 @@ def _require_versions(settings: EngineSettings) -> None:
 
 
 def _refuse_without_effect(model: nn.Module, settings: EngineSettings) -> None:
-    """Refuse settings for blocks in a model without any, or recomputation that cannot work.
-
-    Such settings would silently do nothing.
-    """
+    """Refuse settings for blocks in a model without any, or recomputation that cannot work."""
     name = type(model).__name__
     if not every_block(model):
         for key in ("activation_checkpointing", "compile"):

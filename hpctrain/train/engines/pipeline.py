@@ -320,21 +320,18 @@ class _Stage(PipelineStage):
     output: Any = None
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """One microbatch's forward pass."""
         output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.is_last:
             self.output = output
         return passed_on(output)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        """The second half of one microbatch's backward pass."""
         super().backward_weight_one_chunk(*args, **kwargs)
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
                 add_up_gradients(module)  # else several microbatches' would be added in 16 bits
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """The same; what torch keeps of it."""
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if self.is_last and not self.has_backward:
             self.fwd_cache[fwd_chunk_id] = ((), [])
@@ -374,7 +371,6 @@ def _form(microbatches: Sequence[Microbatch]) -> Form:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """Of a parameter; zeros where there was none so far."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad

@@ -1,9 +1,8 @@
 """Weights of a Hugging Face folder, read by range into what each rank keeps; and peft's adapters.
 
-Rank 0 reads the headers and broadcasts which tensor lies where. Each rank then reads the rows of
-its own shards: no rank holds a whole model, nor a whole file. What the folder lacks is left to the
-model's own constructor; what the model lacks, or has in another shape, is refused before anything
-is read.
+Each rank then reads the rows of its own shards: no rank holds a whole model, nor a whole file. What
+the folder lacks is left to the model's own constructor; what the model lacks, or has in another
+shape, is refused before anything is read.
 
 Of a model that peft has wrapped, checkpoints hold the adapters, their config, and a digest of the
 weights under them, which every start reads again. tests/engines/test_pretrained.py and
@@ -190,7 +189,6 @@ def _tensors_of(folder: Path, model: nn.Module) -> dict[str, list[StoredTensor]]
 
 
 def _plain(name: str) -> str:
-    """A tensor's name as the folder has it: peft wraps a model, and the layers that it adapts."""
     if not name.startswith(WRAPPED):
         return name
     return _LAYER.sub(".", name.removeprefix(WRAPPED))
@@ -199,10 +197,7 @@ def _plain(name: str) -> str:
 def _named(
     contents: Contents, model: nn.Module, wanted: AbstractSet[str]
 ) -> dict[str, StoredTensor]:
-    """Return the folder's tensors by the model's names: as they are, or with or without its prefix.
-
-    Names of a model without its head begin in another way; transformers accepts either.
-    """
+    """Return the folder's tensors by the model's names, which may lack or have its prefix."""
     base = getattr(model, "base_model_prefix", "") or "model"
     names = [
         str(leaf.path[0]).removeprefix(MODEL * contents.full_names) for leaf in contents.leaves
@@ -333,7 +328,6 @@ def refuse_adapted(model: nn.Module, settings: EngineSettings, mesh: Mesh) -> No
 
 
 def _config_of(model: Any, *, is_built: bool) -> Any:
-    """The adapters' config as peft writes it."""
     if len(model.peft_config) != 1 or "default" not in model.peft_config:
         raise UsageError(
             f"the model has the adapters {', '.join(sorted(model.peft_config))}; one is trained, "

@@ -1,10 +1,9 @@
 """Cutting a model into pipeline stages: which layers go together, and what a rank keeps of them.
 
 A model is taken to be a chain: one tensor passes through its children in order, through the blocks
-of its block list one by one. A stage keeps a run of the chain. What it does not keep is replaced by
-a module that hands its input on, so that the model's own forward can be called for each stage, and
-every parameter keeps the name that it has in the whole model. What the forward makes beside the
-chain for its blocks (masks, rotary tables) each stage makes for itself.
+of its block list one by one. What it does not keep is replaced by a module that hands its input on,
+so that the model's own forward can be called for each stage, and every parameter keeps the name
+that it has in the whole model.
 
 No communication; the same on every rank. tests/engines/test_pipeline.py holds the promises.
 """
@@ -39,8 +38,6 @@ class ChainModule:
     """One link of the chain.
 
     Attributes:
-        name: In the whole model.
-        module: Itself.
         is_block: Whether it is one of the repeated blocks.
     """
 
@@ -71,7 +68,6 @@ class Stages:
     Attributes:
         parts: Its stages, each to be called like the whole model, with one tensor.
         numbers: Which of all stages they are.
-        count: How many stages there are.
         model: All that the rank keeps, by the whole model's names; not to be called.
         hollow: The whole model without any layer.
         tied: Parameters that other ranks have too.
@@ -94,7 +90,6 @@ class PassThrough(nn.Identity):
     It has the layer's plain attributes: a model may choose by them what it hands to a layer.
 
     Attributes:
-        name: Of the layer.
         calls: Where it is not None, each call is noted there: the name, and what the layer was
             given beside its tensor.
     """
@@ -115,7 +110,6 @@ class PassThrough(nn.Identity):
 
 
 def _fingerprint(value: object) -> object:
-    """The same for values that are the same; of objects their class alone."""
     if isinstance(value, DTensor):
         value = value.to_local()
     if isinstance(value, Tensor):
@@ -291,10 +285,7 @@ def _children(prefix: str, module: nn.Module, blocks: Collection[int]) -> Iterat
 
 
 def _makes_tables(module: nn.Module) -> bool:
-    """Return whether all that a module has is computed when it is made, as rotary frequencies.
-
-    What it returns goes to the blocks beside their tensor.
-    """
+    """Return whether all that a module has is computed when it is made, as rotary frequencies."""
     return any(True for _ in module.buffers()) and not module.state_dict()
 
 
@@ -336,10 +327,7 @@ def _stand_ins(
 
 
 def _lend(absent: Mapping[str, nn.Module], name: str, parameter: nn.Parameter) -> None:
-    """Have a layer's stand-in hold a parameter that is tied to a kept one.
-
-    So it has all its names of the whole model, for the optimizer and for checkpoints.
-    """
+    """Have a layer's stand-in hold a parameter that is tied to a kept one."""
     link = next((link for link in absent if name.startswith(link + ".")), None)
     if link is None:
         return
@@ -414,6 +402,5 @@ def _tied(links: Sequence[ChainModule], runs: Sequence[range], pp: int) -> list[
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Names in one short line."""
     shown = list(names) if len(names) <= 8 else [*names[:3], "...", *names[-3:]]  # noqa: PLR2004
     return ", ".join(shown) if shown else "nothing"

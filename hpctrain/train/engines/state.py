@@ -68,8 +68,6 @@ class Place(NamedTuple):
 
     Attributes:
         name: The tensor's full name.
-        module: The module that holds it.
-        key: Its name in the module.
     """
 
     name: str
@@ -254,7 +252,6 @@ def buffers_of_other_form(model: nn.Module, entries: Entries) -> list[tuple[str,
 
 
 def _form(tensor: torch.Tensor | TensorEntry) -> str:
-    """Type and shape for a message, such as `F32[2,3]`."""
     dtype = DTYPES.get(tensor.dtype, "") if isinstance(tensor, torch.Tensor) else tensor.dtype
     return f"{dtype}[{','.join(map(str, tensor.shape))}]"
 
@@ -467,7 +464,6 @@ def _is_other(buffer: torch.Tensor | None, entry: TensorEntry | None) -> bool:
 
 
 def _is_same(loaded: Any, buffer: torch.Tensor | None) -> bool:
-    """Whether what was loaded lies where the model's buffer does."""
     if buffer is None or isinstance(buffer, UninitializedBuffer):
         return False
     return loaded.shape == buffer.shape and (_local(loaded).data_ptr() == _local(buffer).data_ptr())
@@ -483,7 +479,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Free what a pass has left gathered, which would hide the shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,10 +1,7 @@
 """A step under guard: what becomes of an update whose numbers are not finite, or jump.
 
-Loss and norm are the same numbers on every rank, so every rank decides alike without asking. Only
-where something is wrong do ranks speak: the step is computed again from the same state, and hooks
-(`BadNumbers`) look at what this rank computes by itself, before anything travels; gradients that
-have travelled tell nothing. tests/engines/test_nonfinite.py and test_spiking_steps.py hold the
-promises.
+Loss and norm are the same numbers on every rank, so every rank decides alike without asking.
+tests/engines/test_nonfinite.py and test_spiking_steps.py hold the promises.
 """
 
 from __future__ import annotations
@@ -338,7 +335,6 @@ class StepGuard(StepRules):
         return noting
 
     def _clear(self) -> None:
-        """Forget the step."""
         self._calls, self._losses = [], []
         self._loss, self._spike, self._suspect = None, None, ""
 

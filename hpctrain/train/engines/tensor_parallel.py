@@ -3,7 +3,6 @@
 With sequence parallelism the norms and the residual stream between two matrices are cut too, along
 the sequence. Every parameter becomes a DTensor that knows the `tp` axis, cut or not: so FSDP2
 shards all of them over one mesh, and a norm or a checkpoint can tell a part from a copy.
-`cross_entropy` takes logits that stay cut over the vocabulary; two numbers of each token travel.
 tests/engines/test_tensor_parallel.py and test_loss.py hold the promises.
 """
 

@@ -1,6 +1,5 @@
 """The agreement of all ranks on stops and saves: at the same step on every rank.
 
-Each rank says what it wishes, and what holds for all comes back at the same tick on every rank.
 tests/engines/test_agreement.py and tests/unit/runtime/test_leased_agreement.py hold the promises.
 """
 

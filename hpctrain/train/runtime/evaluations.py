@@ -1,8 +1,7 @@
 """What a program calls in the job of an evaluation: its checkpoint's weights, and its results.
 
-The job is a run of its own; the run that made the checkpoint is read and never touched. A program
-without hpctrain does the same with HPCTRAIN_CHECKPOINT and HPCTRAIN_RESULTS. The promises are held
-by tests/engines/test_evaluation.py and tests/unit/runtime/test_evaluations.py.
+The job is a run of its own; the run that made the checkpoint is read and never touched. The
+promises are held by tests/engines/test_evaluation.py and tests/unit/runtime/test_evaluations.py.
 """
 
 from __future__ import annotations
@@ -170,7 +169,6 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _number(value: Any) -> float | None:
-    """Of Python, torch or numpy; None of what is no single number."""
     if isinstance(value, bool | str | bytes):
         return None
     try:

@@ -1,15 +1,8 @@
 """What a checkpoint and a program have in common, what each has alone, and what follows.
 
 What would be lost, or begin anew, without a word is refused with the flag that allows it: tensors
-of the model, the state of another optimizer, and parameter groups. Of a group's values a checkpoint
-has each twice: as the program set it before the first step of that start, and as it was at the
-save. A value that was the same both times is the program's, and the new program's counts. A value
-that changed during the run (by the optimizer, as Prodigy's ``d``, or by the loop) comes from the
-checkpoint, unless the new program sets another one for an argument of the optimizer's constructor:
-then a person has changed it, and the program's counts. What a tracked scheduler sets comes from the
-checkpoint. Where the two differ, a line says which one counts. Groups are matched by the names of
-their parameters, never by place. docs/checkpoints.md has the rule for users;
-tests/engines/test_changed_programs.py and test_param_groups.py hold the promises.
+of the model, the state of another optimizer, and parameter groups. docs/checkpoints.md has the rule
+for users; tests/engines/test_changed_programs.py and test_param_groups.py hold the promises.
 """
 
 from __future__ import annotations
@@ -527,7 +520,6 @@ def _same_form(earlier: Any, other: Any) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """The number in a tensor of one element; None of a tensor with none, or of no number."""
     if not isinstance(value, torch.Tensor):
         return value if type(value) in NUMBERS else None
     try:
@@ -537,7 +529,6 @@ def _number(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it can be saved."""
     if value is None or type(value) in {bool, int, float, str}:
         return True
     try:

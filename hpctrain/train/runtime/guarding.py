@@ -4,9 +4,8 @@ Every rank calls everything here alike; rank 0 looks at checkpoints and writes. 
 round by an error, and ranks that start again restore a checkpoint from before the bad steps, whose
 samples no later start takes.
 
-Copies of a model change alike on every rank; where their bits differ, a bit has flipped or a device
-computes wrong. A rank digests a slice of its weights at each step, and after a turn through all
-slices sends one number to rank 0, in the background and beside the gradients' group.
+A rank digests a slice of its weights at each step, and after a turn through all slices sends one
+number to rank 0, in the background and beside the gradients' group.
 tests/engines/test_guarded_runs.py, test_rewinds.py, test_replicas.py and
 tests/unit/guards/test_replicas.py hold the promises.
 """
@@ -334,7 +333,6 @@ def in_words(bad: BadStep) -> str:
 
 
 def _whose(divergence: Divergence, nodes: Sequence[str]) -> str:
-    """Whose weights are wrong, in words."""
     where = ", ".join(dict.fromkeys(nodes))
     who = f"{fold_ranks(divergence.suspects)} on {where}"
     if divergence.is_certain:
@@ -455,10 +453,9 @@ def set_aside_newer(
     for step in find.steps(place.run):
         if step <= limit:
             continue
-        path = find.step_path(place.run, step)
-        checkpoint = find.FoundCheckpoint(step, path, None, None)
-        verify.set_aside(place.run, checkpoint, why, place.attempt)
-        record(CheckpointSetAside(step=step, name=path.name, reason=why))
+        verify.set_aside(place.run, step, why, place.attempt)
+        name = find.step_path(place.run, step).name
+        tell(CheckpointSetAside(step=step, name=name, reason=why))
 
 
 def _reported_ranges(place: SavePlace) -> Sequence[tuple[int, tuple[int, int]]]:
@@ -479,7 +476,6 @@ class Comparison:
     """Copies that differ.
 
     Attributes:
-        step: After which they were compared.
         clean: The last one whose weights were surely right.
         wrong: Whose differ.
         were_same: All of them were the same before in this attempt: else it may be the

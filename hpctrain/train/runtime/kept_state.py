@@ -1,10 +1,8 @@
 """What a run keeps of its state, on disk and in the nodes' memory, and how it gets it back.
 
 `TrainingState` is there from the restore on, where the program runs under hpctrain. Before, and
-outside hpctrain, `NothingKept` stands in its place. Copies in memory are off where `alive.memory`
-says so, and where no agent's replica server is there; rank 0 alone decides when, and all ranks
-agree on the step through `runtime.agreement`. tests/engines/test_resume.py, test_save_behind.py and
-test_memory.py hold the promises.
+outside hpctrain, `NothingKept` stands in its place. tests/engines/test_resume.py,
+test_save_behind.py and test_memory.py hold the promises.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.tensors.restore import Restored, Wanted, restore
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_CONTROL
-from hpctrain.core.base.records import Skipped
 from hpctrain.core.world import on_rank_0
 from hpctrain.errors import CheckpointError
 from hpctrain.ledger.run.event_types import CheckpointRestored, MemoryCopiesSet
@@ -142,7 +139,7 @@ class TrainingState(NothingKept):
             world_size=self._world.world_size,
             seconds=round(clock.monotonic() - started, 3),
             bytes_read=restored.bytes_read,
-            skipped=tuple(Skipped(**row) for row in restored.skipped),
+            skipped=tuple(restored.skipped),
             read_from=restored.kept_by,
         )
         self._record.event(fact)
@@ -419,7 +416,6 @@ class _StepClock:
         self._at = 0.0
 
     def at(self, step: int) -> None:
-        """The loop has come to this step."""
         now = clock.monotonic()
         if self._step >= 0 and step > self._step:
             each = (now - self._at) / (step - self._step)
@@ -427,5 +423,4 @@ class _StepClock:
         self._step, self._at = step, now
 
     def leave_out(self, seconds: float) -> None:
-        """So much of the time since then is no step's."""
         self._at += seconds

@@ -118,7 +118,6 @@ class NamedOptimizer:
     """An optimizer as something that is tracked.
 
     Attributes:
-        optimizer: The program's.
         order: As `ParamGroups.order`; None where nothing was loaded by names.
     """
 

@@ -1,10 +1,8 @@
 """A program that counts its own steps and saves in its own way: a framework's trainer, a script.
 
 It says after each update how many are applied (`Run.at`): its steps are counted, timed and recorded
-as those of hpctrain's own loop; that is not collective. It registers its checkpoints
-(`Run.sealed`): the ranks share the reading of the files by size, rank 0 lists them and commits, and
-the newest complete one is `Run.resume_path`. tests/engines/test_external_loop.py and test_sealed.py
-hold the promises.
+as those of hpctrain's own loop; that is not collective. tests/engines/test_told_steps.py and
+test_sealed.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """A look at some steps of some ranks by torch.profiler, without touching the program.
 
 Which steps are known to all ranks: by the settings, or by a request that rank 0 broadcast when all
-had agreed to hear it. So every rank begins and ends at the same step, and nothing more needs to be
-exchanged. Outside of its steps a profile costs one comparison a step.
+had agreed to hear it.
 
-One step before the first is traced and thrown away: the first traced step carries the start of the
-tracing itself. With the trace come the rank's numbers of memory, and on CUDA what held it. A
-profile must never break training: a failure is logged once, and profiling ends.
+A profile must never break training: what fails is told once, and profiling ends.
 tests/engines/test_profile_run.py holds the promises.
 """
 
@@ -27,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_NSYS
+from hpctrain.core.base.files import replace_text
 from hpctrain.core.device import is_accelerator, memory_stats, synchronize
 from hpctrain.core.settings.check import rank_set, step_range
 from hpctrain.core.world import broadcast
@@ -329,9 +327,7 @@ def measure(world: World) -> RankMemory:
 
 def write(memory: RankMemory, path: Path) -> None:
     """Leave the numbers, whole or not at all."""
-    staged = path.with_name(path.name + ".new")
-    staged.write_text(json.dumps(asdict(memory)) + "\n")
-    staged.replace(path)
+    replace_text(path, json.dumps(asdict(memory)) + "\n")
 
 
 def _peak_of_process() -> int | None:
@@ -350,19 +346,15 @@ class _Kineto:
         self._profile = profile(activities=activities)
 
     def prepare(self) -> None:
-        """Get ready: what follows is traced and thrown away."""
         self._profile.prepare_trace()
 
     def start(self) -> None:
-        """Keep what follows."""
         self._profile.start_trace()
 
     def stop(self) -> None:
-        """Keep no more."""
         self._profile.stop_trace()
 
     def write(self, path: str) -> bool:
-        """Write the Chrome trace; True."""
         self._profile.export_chrome_trace(path)
         return True
 
@@ -374,12 +366,10 @@ class _CudaRange:
         """Nothing."""
 
     def start(self) -> None:
-        """From here on nsys records."""
         if torch.cuda.is_available():
             torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
-        """It stops, and writes a file of its own."""
         if torch.cuda.is_available():
             torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
 

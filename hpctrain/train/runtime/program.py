@@ -618,7 +618,6 @@ def _cycles_momentum(scheduler: Any) -> bool:
 
 
 def _scheduled_groups(thing: Any) -> list[dict[str, Any]]:
-    """The parameter groups of a scheduler's optimizer; none of anything else."""
     if not hasattr(thing, "get_last_lr") or not hasattr(thing, "optimizer"):
         return []
     groups: list[dict[str, Any]] = thing.optimizer.param_groups

@@ -1,9 +1,8 @@
 """The training-side API: ``run = hpctrain.init()``, then a loop that saves, stops and resumes.
 
 Order of a step: exchange requests, leave if all agreed to, save when due, hand the step to the
-program, count it. The loop's parts: `kept_state.py` (saves, copies, restore), `trackers.py`
-(events, scalars, outcome), guards, telemetry, profiler, stops. Nothing collective runs in a signal
-handler. tests/engines/test_resume.py, test_own_loop.py, test_external_loop.py hold the promises.
+program, count it. Nothing collective runs in a signal handler. tests/engines/test_resume.py,
+test_own_loop.py, test_told_steps.py hold the promises.
 """
 
 from __future__ import annotations
@@ -562,7 +561,6 @@ class Run:
         return consumed
 
     def _before_save(self) -> None:
-        """Lest the ledger or the curves be behind a checkpoint."""
         self._telemetry.flush(at_save=True)
         self._record.flush()
 
@@ -654,7 +652,6 @@ class Run:
         self._open(self.step)
 
     def _open(self, step: int) -> None:
-        """Training begins."""
         self._telemetry.open(
             self._place, log_every_s=self.settings.run.log_every_s, model=self._program.model
         )

@@ -254,10 +254,7 @@ class Saves:
         self.step = step
 
     def _take_memory(self, saver: Saver, state: State) -> bool:
-        """Return, before the first background save, whether every rank has the memory for its copy.
-
-        If not, training waits for its saves from here on: a run without any would lose more.
-        """
+        """Return, before the first background save, whether every rank has memory for its copy."""
         missing = next((why for why in gather(self._world, saver.prepare(state)) if why), "")
         self._has_memory = not missing
         if missing:
@@ -504,10 +501,7 @@ class LastSave(StrEnum):
 
 
 def flight_left_s(usual_s: float, flying_s: float) -> float:
-    """What a save that has taken so long is likely to take yet.
-
-    One that takes longer than usual may hang: it is believed less and less to end soon.
-    """
+    """What a save that has taken so long is likely to take yet."""
     return max(usual_s - flying_s, flying_s / 4)
 
 

@@ -1,15 +1,13 @@
 """When to stop: what this rank has heard, what all ranks agree on, and how long there is then.
 
 A rank hears of a stop by a signal (`RankSignals`); rank 0 also by a request of the user and by the
-scheduler's word on a warning (`Rank0Requests`), and by the clock. The loop asks once before each
-step.
+scheduler's word on a warning (`Rank0Requests`), and by the clock.
 
 Signals are blocked in every thread, and one thread waits for them: so they are heard while the main
-thread is inside a long C call, and no Python code is interrupted. A blocked mask is inherited over
-fork and exec: DataLoader workers and a `scontrol` child live through SLURM's step-wide signals
-(submitit#1760, pytorch#154849). Requests are files; a thread of rank 0 looks for them, because a
-silent slurmctld must not hold up training. tests/unit/runtime/test_clock.py, test_signals.py,
-test_requests.py and tests/engines/test_agreement.py hold the promises.
+thread is inside a long C call, and no Python code is interrupted. Requests are files; a thread of
+rank 0 looks for them, because a silent slurmctld must not hold up training.
+tests/unit/runtime/test_clock.py, test_signals.py, test_requests.py and
+tests/engines/test_agreement.py hold the promises.
 """
 
 from __future__ import annotations
@@ -80,7 +78,6 @@ class JobClock:
         state_bytes: What this rank writes in a save; a first guess of its time comes from it.
         earlier_s: Longest of the newest saves of earlier attempts.
         save_s: Longest save measured in this attempt.
-        step_s: Time of a step.
         has_stepped: Whether this attempt has done a step.
     """
 

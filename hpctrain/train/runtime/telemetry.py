@@ -7,10 +7,9 @@ gradients' group. What cannot be written costs the fact, never the training. A s
 steps since the last, and the older a run is the further apart marks are, so that the ledger of a
 month stays small.
 
-In a step all ranks take equally long: the slow one keeps the rest waiting. What tells them apart is
-the time up to a rank's last gradient (`ComputeTime`), which can be seen under DDP alone: where a
-model is sharded, ranks wait for each other all along the way. tests/unit/runtime/test_step_log.py
-and tests/engines/test_telemetry.py hold the promises.
+What tells ranks apart is the time up to a rank's last gradient (`ComputeTime`), which can be seen
+under DDP alone: where a model is sharded, ranks wait for each other all along the way.
+tests/unit/runtime/test_step_log.py and tests/engines/test_telemetry.py hold the promises.
 """
 
 from __future__ import annotations

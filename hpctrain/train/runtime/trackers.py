@@ -135,7 +135,7 @@ class Trackers(NoTrackers):
         `resumed_step` is 0 for a fresh start.
         """
         board = partial(
-            TensorBoardTracker,
+            tensorboard_file,
             run,
             attempt=attempt,
             resumed_step=resumed_step,
@@ -161,11 +161,7 @@ class Trackers(NoTrackers):
             self._threads += start_threads(spec.settings.track.loggers, tracked_run)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take scalars of a step; never waits.
-
-        They reach the trackers with the next step's, so that a name that a program tells several
-        times in a step counts once, with its last value.
-        """
+        """Take scalars of a step; never waits."""
         if step != self._step:
             self._hand_over()
             self._step = step
@@ -404,10 +400,8 @@ class WandbTracker:
 
     def flush(self) -> None:
         """Note how far we are, for the next attempt."""
-        if self._step > self._logged_step or not self._logged.exists():
-            staged = self._logged.with_suffix(".new")
-            staged.write_text(json.dumps({"step": self._step}))
-            staged.replace(self._logged)
+        if self._step > self._told or not self._logged.exists():
+            replace_text(self._logged, json.dumps({"step": self._step}))
 
     def close(self) -> None:
         """End this attempt's part; wandb marks the run as finished until the next one comes."""
@@ -432,48 +426,27 @@ _HPARAMS = ("engine", "train")
 _OF_ATTEMPTS = (b'"attempt_', b'"restored"')
 
 
-class TensorBoardTracker:
-    """Implements `trackers.Tracker` for TensorBoard.
+def tensorboard_file(run: RunDir, *, attempt: int, resumed_step: int, world_size: int) -> EventFile:
+    """Begin the attempt's file; what was told of steps after `resumed_step` is not shown.
 
     Raises:
-        OSError: from any method, where the folder cannot be written.
+        OSError: the folder cannot be written.
     """
-
-    def __init__(self, run: RunDir, *, attempt: int, resumed_step: int, world_size: int) -> None:
-        """Begin the attempt's file; values of steps after `resumed_step` are not shown."""
-        self._file = EventFile(
-            run.tensorboard / file_name(attempt),
-            purge_step=resumed_step + 1 if resumed_step else 0,
-        )
-        if run.spec.exists():
-            spec = load_spec(run.spec)
-            self._file.text(resumed_step, "hpctrain/core/settings", settings_page(spec))
-            self._write_hparams(spec, world_size)
-        self._file.text(resumed_step, "hpctrain/attempts", attempts_page(_attempts(run)))
-        self._file.flush()
-
-    def log(self, step: int, values: Mapping[str, float], t: float) -> None:
-        """Keep scalars of a step until the next flush."""
-        self._file.scalars(step, t, values)
-
-    def flush(self) -> None:
-        """Hand everything to the kernel: the process may be killed next."""
-        self._file.flush()
-
-    def close(self) -> None:
-        """Flush and close the file."""
-        self._file.close()
-
-    def _write_hparams(self, spec: Spec, world_size: int) -> None:
-        """Write one session for the whole run; TensorBoard shows what its first attempt wrote.
-
-        torch's add_hparams would begin another "run" beside it, one for each attempt.
-        """
-        self._file.session(spec.run_id, spec.created, hparams(spec, world_size))
+    file = EventFile(
+        run.tensorboard / file_name(attempt), purge_step=resumed_step + 1 if resumed_step else 0
+    )
+    if run.spec.exists():
+        spec = load_spec(run.spec)
+        file.text(resumed_step, "hpctrain/core/settings", settings_page(spec))
+        # One session for the whole run: torch's add_hparams begins another "run" for each attempt.
+        file.session(spec.run_id, spec.created, hparams(spec, world_size))
+    file.text(resumed_step, "hpctrain/attempts", attempts_page(_attempts(run)))
+    file.flush()
+    return file
 
 
 class EventFile:
-    """One attempt's event file.
+    """One attempt's event file: the `Tracker` of TensorBoard.
 
     Nothing is kept in a buffer that a forked child could write a second time: records are collected
     in a list and handed to the kernel by `flush`.
@@ -492,8 +465,8 @@ class EventFile:
         self._descriptor = os.open(path, flags, 0o666)
         self._records = results.file_head(clock.now(), purge_step)
 
-    def scalars(self, step: int, t: float, values: Mapping[str, float]) -> None:
-        """Write scalars of one step (may be NaN) as one record; `t` is seconds since the epoch."""
+    def log(self, step: int, values: Mapping[str, float], t: float) -> None:
+        """Keep scalars of one step (may be NaN), as one record, until the next flush."""
         self._records.append(results.scalars_record(t, step, values))
 
     def text(self, step: int, tag: str, markdown: str) -> None:
@@ -536,7 +509,6 @@ class EventFile:
 
 
 def _value(value: bool | float | str) -> bytes:
-    """As protobuf's `Value`."""
     if isinstance(value, bool):
         return varint(4, value)
     return content(3, value) if isinstance(value, str) else double(2, value)

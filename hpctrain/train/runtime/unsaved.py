@@ -201,7 +201,6 @@ def _progress(thing: Any) -> int:
 
 
 def _number(value: Any) -> int:
-    """Return a count, 1 if it is none."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else 1
@@ -216,7 +215,6 @@ def _parameter_name(thing: Any) -> str:
 
 
 def _reachable(roots: Iterable[Any]) -> set[int]:
-    """Return ids of the roots and of what their attributes lead to."""
     reached: set[int] = set()
     layer = list(roots)
     for _ in range(DEPTH + 1):
@@ -251,7 +249,6 @@ class Seen:
 
 
 def _values(program: Program) -> Iterator[tuple[str, Seen]]:
-    """Yield the path and value of what state of a program no checkpoint has."""
     if program.model is not None:
         yield from _of_module("model", program.model)
     if isinstance(program.optimizer, Optimizer):

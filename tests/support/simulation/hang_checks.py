@@ -11,7 +11,7 @@ from hpctrain.ledger.run.event_types import (
     RanksAwaited,
     RanksOutOfStep,
 )
-from hpctrain.node.hangs.suspicion import DOUBTFUL
+from hpctrain.node.hangs.verdict import DOUBTFUL
 from tests.support.simulation.checks import HANGING, LOSING
 
 if TYPE_CHECKING:

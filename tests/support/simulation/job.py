@@ -19,7 +19,7 @@ from hpctrain.node.agent.signals import Arrival
 from hpctrain.node.agent.stop_deadline import StopDeadline
 from hpctrain.node.agent.stop_notice import StopNotice
 from hpctrain.node.control.heartbeat import PHASES
-from hpctrain.node.hangs.suspicion import Used
+from hpctrain.node.hangs.verdict import Used
 from tests.support.agent_parts import NO_LOOKS
 from tests.support.simulation import agents
 from tests.support.simulation.kernel import EPOCH_S, Bell, Machine, MachineClock, Simulation, Task

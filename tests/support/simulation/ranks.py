@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hpctrain.core.base.records import FailureReport
 from hpctrain.node.control.heartbeat import PHASES, STEP
 from hpctrain.node.hangs.evidence import Collective, Frame, Front, RankEvidence, Recorded
-from hpctrain.node.hangs.suspicion import Used
+from hpctrain.node.hangs.verdict import Used
 from tests.support.simulation.kernel import EPOCH_S, Bell
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-from hpctrain.checkpoint.format.patience import Patience
 from hpctrain.checkpoint.store import find
 from hpctrain.cli.main import main
+from hpctrain.core.base.files import Patience
 from hpctrain.core.settings.spec import Entry, Spec
 from hpctrain.errors import FileSystemFault, TornCheckpoint
 from hpctrain.ledger.history.run_history import RunHistory

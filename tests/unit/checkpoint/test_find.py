@@ -69,7 +69,7 @@ def test_one_flipped_bit_is_found_by_reading_and_then_the_older_one_is_taken(run
 
     found = find.choose(run).checkpoint
     (problem,) = verify.verify(found)
-    verify.set_aside(run, found, problem, attempt)
+    verify.set_aside(run, found.step, problem, attempt)
 
     assert problem.startswith("shard-00001.safetensors: model.w, block 3 of box [56:96, 0:16]: ")
     assert problem.endswith("(damaged bytes)")

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from hpctrain.checkpoint.format import index, reader, shard
 from hpctrain.checkpoint.format.manifest import BLOCK_BYTES, TABLE_NAME, TensorEntry
-from hpctrain.checkpoint.format.patience import Patience
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.format.shard import ShardPiece
+from hpctrain.core.base.files import Patience
 from hpctrain.core.testing import points
 from hpctrain.errors import CheckpointError, FileSystemFault, TornCheckpoint
 from tests.support import checkpoints as support

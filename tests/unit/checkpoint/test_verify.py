@@ -275,7 +275,7 @@ def test_a_table_that_leaves_bytes_without_a_digest_is_damage(run, attempt, shif
 def test_what_is_set_aside_keeps_its_bytes_and_gets_a_name_of_its_own(run, attempt):
     for _ in range(2):
         support.save(run, attempt, 1000)
-        verify.set_aside(run, find.look(run, 1000), "damaged bytes", attempt)
+        verify.set_aside(run, 1000, "damaged bytes", attempt)
 
     assert [(one.path.name, one.reason) for one in find.set_aside(run)] == [
         ("step-0000001000.set-aside-2", "damaged bytes"),
@@ -290,14 +290,14 @@ def test_an_old_attempt_sets_nothing_aside(run, attempt):
     support.next_attempt(run)
 
     with pytest.raises(Fenced):
-        verify.set_aside(run, find.look(run, 1000), "why", attempt)
+        verify.set_aside(run, 1000, "why", attempt)
     assert support.chosen(run) == 1000
 
 
 def test_a_person_sets_aside_without_an_attempt(run, attempt):
     support.save(run, attempt, 1000)
 
-    verify.set_aside(run, find.look(run, 1000), "why", None)
+    verify.set_aside(run, 1000, "why", None)
 
     assert support.chosen(run) is None
 
@@ -305,16 +305,16 @@ def test_a_person_sets_aside_without_an_attempt(run, attempt):
 def test_setting_aside_what_is_gone_is_an_error(run, attempt):
     support.save(run, attempt, 1000)
     found = find.look(run, 1000)
-    verify.set_aside(run, found, "why", attempt)
+    verify.set_aside(run, found.step, "why", attempt)
 
     with pytest.raises(CheckpointError, match="cannot be set aside"):
-        verify.set_aside(run, found, "why", attempt)
+        verify.set_aside(run, found.step, "why", attempt)
 
 
 def test_dying_before_the_note_leaves_nothing_to_choose(run, attempt, monkeypatch):
     support.save(run, attempt, 1000, 2000)
     monkeypatch.setattr("hpctrain.checkpoint.store.commit.find.REASON_NAME", "no/such/place")
     with pytest.raises(CheckpointError, match="cannot be set aside"):
-        verify.set_aside(run, find.look(run, 2000), "why", attempt)
+        verify.set_aside(run, 2000, "why", attempt)
 
     assert support.chosen(run) == 1000

@@ -25,12 +25,8 @@ from hpctrain.checkpoint.format.shard import ShardPiece
 from hpctrain.checkpoint.tensors import writer
 from hpctrain.checkpoint.tensors.arena import Arena, aligned
 from hpctrain.checkpoint.tensors.writer import ShardWriter, WriterTimeout
-from hpctrain.checkpoint.tensors.writer_process import (
-    SHIELDED,
-    WriteFailure,
-    WriteRequest,
-    frame,
-)
+from hpctrain.checkpoint.tensors.writer_process import WriteFailure, WriteRequest, frame
+from hpctrain.core.base.process import OF_STEPS
 from hpctrain.core.testing.faults import armed
 from hpctrain.errors import CheckpointError
 from tests.support import patience
@@ -568,10 +564,10 @@ def test_the_process_is_gone_when_its_rank_is_killed(tmp_path):
 def test_slurms_signals_do_not_end_the_process_not_even_as_it_starts(arena, tmp_path):
     with ShardWriter() as one:
         pid = one.pid
-        for signum in SHIELDED:
+        for signum in OF_STEPS:
             os.kill(pid, signum)
         assert ready(one, arena, tmp_path / "first") == pid
-        for signum in SHIELDED:
+        for signum in OF_STEPS:
             os.kill(pid, signum)
         assert ready(one, arena, tmp_path / "second") == pid
 

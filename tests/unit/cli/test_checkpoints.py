@@ -40,7 +40,7 @@ def test_list_tells_each_state_with_its_reason(run, attempt):
     (torn,) = support.save(run, attempt, 2000)
     (torn / "chunks.table").unlink()
     support.save(run, attempt, 3000)
-    verify.set_aside(run, find.look(run, 3000), "damaged bytes", attempt)
+    verify.set_aside(run, 3000, "damaged bytes", attempt)
     support.stage(run, attempt, 4000)
 
     code, out = call(run, "list", "gpt-a")

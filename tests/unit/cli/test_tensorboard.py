@@ -27,7 +27,7 @@ def a_run(folder, name, *, attempts=1, scalars=True):
         file = EventFile(run.tensorboard / file_name(attempt), purge_step=0)
         file.text(0, "hpctrain/attempts", "a page")
         if scalars:
-            file.scalars(attempt, 0.0, {"loss": 1.0})
+            file.log(attempt, {"loss": 1.0}, 0.0)
         file.close()
     return run
 

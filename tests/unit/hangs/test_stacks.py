@@ -11,8 +11,7 @@ import pytest
 from hpctrain.node.hangs import stacks
 from hpctrain.node.hangs.evidence import Frame, Front, RankEvidence, Recorded
 from hpctrain.node.hangs.standing import Stand
-from hpctrain.node.hangs.suspicion import JobLook
-from hpctrain.node.hangs.verdict import HangVerdict
+from hpctrain.node.hangs.verdict import HangVerdict, JobLook
 
 FRAMES = (Frame("/env/lib/python3.11/threading.py", 3, "wait"), Frame("/home/me/train.py", 7, "f"))
 

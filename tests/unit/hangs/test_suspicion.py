@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.node.hangs.evidence import Collective, Frame, Front, RankEvidence, Recorded
 from hpctrain.node.hangs.standing import Stand
-from hpctrain.node.hangs.suspicion import DOUBTFUL, IO_BYTES, JobLook, Suspicion, Used
+from hpctrain.node.hangs.verdict import DOUBTFUL, IO_BYTES, JobLook, Suspicion, Used
 
 LIMIT_S = 60.0
 ALL = {"0": (0, 1, 2)}

@@ -7,11 +7,12 @@ import random
 import numpy as np
 import pytest
 
+from hpctrain.checkpoint.format import index
 from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.format.reader import CheckpointSource, Target
 from hpctrain.checkpoint.format.shard import ShardPiece, rank_of
 from hpctrain.errors import CheckpointError, TornCheckpoint
-from hpctrain.node.memory.copy_plan import CopyPlan, index_of, joined, part_of
+from hpctrain.node.memory.copy_plan import CopyPlan, joined, part_of
 from hpctrain.node.memory.in_memory_copies import NodeCopies, RankSlotMemory
 from hpctrain.node.memory.slots import Mark
 from tests.support.replica_servers import BLOCK_BYTES, plan_of, values_of
@@ -70,7 +71,7 @@ def source(stocks):
         copy = node_of(stocks).find(MARK, rank).copy
         told[rank] = [copy.size, copy.digest, copy.plan.head, copy.plan.facts]
     manifest, table = joined(told)
-    chunks = index_of(manifest, table)
+    chunks = index.parse(table, manifest)
     return CheckpointSource(
         Path("memory/step"),
         manifest,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hpctrain.cluster.preflight.checks import Expected
 from hpctrain.cluster.preflight.slow_nodes import Limits, search
 from hpctrain.core.settings.schema import Settings
-from hpctrain.node.agent.node_check import NodeCheck
+from hpctrain.node.agent.preload import NodeCheck
 
 FAST, SLOW = 40.0, 10.0
 BASELINE = Limits({1: 60.0, 2: 40.0, 8: 38.0})

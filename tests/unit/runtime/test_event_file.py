@@ -32,7 +32,7 @@ def write(folder, attempt, first, last, *, clock=0.0, name=""):
     file.text(first - 1, "hpctrain/attempts", f"attempt {attempt}")
     for step in range(first, last + 1):
         t = 1_763_700_000.0 + clock + step
-        file.scalars(step, t, {"loss": float(attempt), "lr": 0.5})
+        file.log(step, {"loss": float(attempt), "lr": 0.5}, t)
     file.close()
     return path
 
@@ -177,7 +177,7 @@ def test_checksums_are_tensorboards():
 
 def test_nothing_waits_in_a_buffer_that_a_forked_child_would_write_again(tmp_path):
     file = EventFile(tmp_path / file_name(1), purge_step=0)
-    file.scalars(1, 0.0, {"loss": 1.0})
+    file.log(1, {"loss": 1.0}, 0.0)
     before = (tmp_path / file_name(1)).stat().st_size
 
     file.flush()

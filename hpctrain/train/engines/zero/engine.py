@@ -1,9 +1,8 @@
 """DeepSpeed's engine, ZeRO stages 0 to 3, behind the same protocol as all others.
 
 What DeepSpeed does otherwise than the other engines (it averages, it rounds weights before it makes
-masters of them) is set right around it, and what it does wrong is refused. Its loss scale for fp16
-is read and set in the words of `precision.LossScale`, so that it continues under any engine. Only
-here is DeepSpeed imported. tests/engines/test_zero.py holds the promises.
+masters of them) is set right around it, and what it does wrong is refused. Only here is DeepSpeed
+imported. tests/engines/test_zero.py holds the promises.
 """
 
 from __future__ import annotations
@@ -244,7 +243,6 @@ def _import_deepspeed() -> ModuleType:
 def _initialize(
     deepspeed: Any, model: nn.Module, optimizer: Optimizer, config: dict[str, Any]
 ) -> tuple[nn.Module, Any]:
-    """DeepSpeed's engine and its optimizer. Collective."""
     engine, zero, _, _ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config, dist_init_required=False
     )

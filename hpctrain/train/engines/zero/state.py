@@ -5,10 +5,8 @@ DeepSpeed keeps its fp32 masters and moments in flat tensors; a rank has a range
 are not trained have no master there; where the model works in 16 bits each rank keeps its range of
 them as they were, in host memory.
 
-`fill` and `spread` give DeepSpeed the parameters one by one: each is made whole, cut at stage 3,
-and let go before the next one is made. DeepSpeed rounds weights to 16 bits before it makes fp32
-masters of them; `Before` gives what they were. The promises are held by tests/engines/test_zero.py
-and test_deferred.py.
+DeepSpeed rounds weights to 16 bits before it makes fp32 masters of them; `Before` gives what they
+were. The promises are held by tests/engines/test_zero.py and test_deferred.py.
 """
 
 from __future__ import annotations
@@ -130,7 +128,6 @@ def _range_of(parameter: Any) -> tuple[int, int]:
 
 
 def _each(named: Mapping[str, nn.Parameter]) -> Iterable[tuple[str, nn.Parameter]]:
-    """Every parameter once, by its first name."""
     first = dict[int, str]()
     for name, parameter in named.items():
         first.setdefault(id(parameter), name)
@@ -468,7 +465,6 @@ class ZeroState:
 
 
 def _first_names(named: Mapping[str, nn.Parameter]) -> frozenset[str]:
-    """One name of each parameter."""
     first: dict[int, str] = {}
     for name, parameter in named.items():
         first.setdefault(id(parameter), name)

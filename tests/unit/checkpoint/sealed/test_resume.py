@@ -335,7 +335,7 @@ def test_it_is_tried_again_for_a_while(run, attempt, out, monkeypatch):
         return digest_of(path, on_bytes)
 
     monkeypatch.setattr(unit, "digest_of", stale_once)
-    monkeypatch.setattr("hpctrain.checkpoint.format.patience.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("hpctrain.core.base.files.FIRST_WAIT_S", 0.01)
     taken = choosing.Choice(run, attempt, patience_s=60).choose()
 
     assert (taken.step, len(tries)) == (50, 3)
