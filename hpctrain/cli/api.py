@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.core.base.files import follow_folder
 from hpctrain.errors import UsageError
 from hpctrain.ledger.run.find_run import LATEST, find_run
 from hpctrain.ledger.run.layout import runs_root
+from hpctrain.ledger.run.ownership import own_spec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -324,8 +326,6 @@ def resume(
         program=list(program),
         new_code=new_code,
     )
-    from hpctrain.ledger.run.ownership import own_spec
-
     run_dir = find_run(run, runs=runs)
     spec = own_spec(run_dir, named=run, foreign=foreign)
     prepared = prepare_resume(run_dir, spec, request, os.environ)
@@ -366,10 +366,8 @@ def cancel(
         UsageError: its newest job is another run's, or runs in a terminal.
         ClusterError: the scheduler refused, or did not answer.
     """
-    from hpctrain.core.base.files import follow_folder
     from hpctrain.launch.live_job import cancel_run
     from hpctrain.ledger.history.run_history import RunHistory
-    from hpctrain.ledger.run.ownership import own_spec
     from hpctrain.observe.status.reader import ask
 
     run_dir = find_run(run, runs=runs)

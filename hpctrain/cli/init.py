@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.options import complete_partition
+from hpctrain.cluster.scheduler.base import Accounting, default_cluster, get_cluster
 from hpctrain.errors import HpctrainError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from hpctrain.cluster.scheduler.base import Accounting
 
     Facts = Mapping[str, Any]
 
@@ -78,7 +77,6 @@ def command(*, yes: bool, force: bool, **given: str | int | None) -> None:
     Detects your program, its checkpoints, partitions, GPUs and account, and asks about each.
     Without a terminal it uses flags and detected values.
     """
-    from hpctrain.cluster.scheduler.base import default_cluster
     from hpctrain.launch.prepare import CONFIG_NAME, SubmitRequest, prepare
 
     path = Path.cwd() / CONFIG_NAME
@@ -107,8 +105,6 @@ def command(*, yes: bool, force: bool, **given: str | int | None) -> None:
 
 def _gather(cluster: str, given: Facts, *, asks: bool) -> Facts:
     """What was given, else asked, else found."""
-    from hpctrain.cluster.scheduler.base import get_cluster
-
     facts: dict[str, Any] = dict(given)
 
     def settle(name: str, question: str, detected: str | int) -> None:

@@ -5,6 +5,7 @@ tests/unit/cli/test_logs.py and test_events.py hold the promises.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections import deque
@@ -14,11 +15,14 @@ import click
 
 from hpctrain.cli.options import run_argument, runs_option, since_option
 from hpctrain.core.base import clock
+from hpctrain.core.terminal import echo_note
+from hpctrain.errors import NotFound, UsageError
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run.find_run import find_run
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpctrain.ledger.history.run_history import RunHistory
     from hpctrain.ledger.run.layout import RunDir
     from hpctrain.observe.logs.follow import Reading
     from hpctrain.observe.logs.sections import LogSelection
@@ -81,8 +85,6 @@ def command(
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
-    from hpctrain.errors import UsageError
-    from hpctrain.ledger.run.find_run import find_run
     from hpctrain.observe.logs.sections import LogSelection, both
 
     if context and not err and grep is None:
@@ -104,7 +106,6 @@ def command(
 
 def _evaluation(run: RunDir, step: int) -> RunDir:
     """The run that evaluates a checkpoint."""
-    from hpctrain.errors import NotFound
     from hpctrain.launch.evaluations import children
 
     there = children(run)
@@ -140,8 +141,6 @@ def _print(
 
 def _check_ranks(run: RunDir, history: RunHistory, ranks: frozenset[int]) -> None:
     """See that the run has had one of these ranks, as far as anybody knows."""
-    from hpctrain.errors import NotFound
-
     most = max((attempt.world_size for attempt in history.attempts), default=0)
     if most and min(ranks) >= most:
         there = "rank 0 only" if most == 1 else f"ranks 0 to {most - 1}"
@@ -150,8 +149,6 @@ def _check_ranks(run: RunDir, history: RunHistory, ranks: frozenset[int]) -> Non
 
 def colored() -> bool:
     """Whether stdout takes colour."""
-    import os
-
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
@@ -161,8 +158,6 @@ def wanted_attempt(text: str | None) -> int | None:
     Raises:
         UsageError: neither a number from 1 on nor "all".
     """
-    from hpctrain.errors import UsageError
-
     if text is None or text == "all":
         return None
     if re.fullmatch("0*[1-9][0-9]{0,8}", text) is None:
@@ -176,15 +171,12 @@ def check_attempt(run: RunDir, history: RunHistory, attempt: int) -> None:
     Raises:
         NotFound: it has not.
     """
-    from hpctrain.errors import NotFound
-
     if history.attempt(attempt) is None:
         raise NotFound(f"{run.name} has no attempt {attempt}; it has {len(history.attempts)}")
 
 
 def _wanted(text: str | None, *, err: bool) -> frozenset[int] | str:
     """The ranks that were asked for, or ALL, BATCH, TROUBLE."""
-    from hpctrain.errors import UsageError
     from hpctrain.observe.logs.sections import ALL, BATCH, TROUBLE
 
     if text is None:
@@ -199,8 +191,6 @@ def _wanted(text: str | None, *, err: bool) -> frozenset[int] | str:
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:
     """The expression that lines must match."""
-    from hpctrain.errors import UsageError
-
     if text is None:
         return None
     try:
@@ -254,9 +244,6 @@ def events(
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
-    from hpctrain.errors import NotFound
-    from hpctrain.ledger.history.run_history import RunHistory
-    from hpctrain.ledger.run.find_run import find_run
     from hpctrain.observe.logs.follow import EventLines, Reading
 
     run_dir = find_run(run, runs=runs)
@@ -277,7 +264,6 @@ def events(
 
 
 def _follow(run: RunDir, reading: Reading, attempt: int | None) -> None:
-    from hpctrain.core.terminal import echo_note
     from hpctrain.observe.logs import follow as log_follow
 
     watch = log_follow.EndWatch(run, attempt, echo_note)

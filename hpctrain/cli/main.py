@@ -7,6 +7,7 @@ wheel carries. tests/unit/cli/test_main.py and test_help.py hold the promises.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -241,8 +242,6 @@ def _fail(message: str, code: int, argv: Sequence[str] | None = ()) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     own = words[: words.index("--")] if "--" in words else words
     if "--json" in own and not getattr(sys.stdout, "has_written", True):
-        import json
-
         print(json.dumps({"error": message, "exit_code": code}))
     return code
 

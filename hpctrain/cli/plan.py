@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.options import complete_site, json_option
+from hpctrain.core.terminal import echo_json, echo_note
+from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
     from hpctrain.advise.strategy.choice import StrategyPlan
@@ -131,7 +133,6 @@ def command(*, model: str | None, as_json: bool, **flags: Any) -> None:
     written = _write(plan, row, flags) if flags["output"] and row is not None else []
     if as_json:
         from hpctrain.advise.strategy.screen import as_plain
-        from hpctrain.core.terminal import echo_json
 
         echo_json(as_plain(plan) | {"written": written})
     else:
@@ -148,7 +149,6 @@ def _plan(model: str | None, flags: dict[str, Any]) -> StrategyPlan:
     rows = choice.rows_of(asked)
     if flags["measure"]:
         from hpctrain.advise.strategy.measure import measured
-        from hpctrain.errors import UsageError
 
         if not source.question:
             raise UsageError("--measure builds a model, and numbers are none: give MODEL")
@@ -196,7 +196,6 @@ def _assumed(flags: dict[str, Any]) -> list[str]:
 def _model(model: str | None, flags: dict[str, Any]) -> ModelSource:
     from hpctrain.advise.strategy.facts import count_of, of_numbers
     from hpctrain.advise.strategy.measure import ModelSource, read_model
-    from hpctrain.errors import UsageError
 
     given = [name for name in NUMBERS if flags[name] is not None]
     if model is not None:
@@ -265,8 +264,6 @@ def _node_memory(given_gb: float | None, partition: Partition | None) -> int | N
 
 
 def _require_time(given: str | None, limit_s: int | None) -> None:
-    from hpctrain.errors import UsageError
-
     if given and not limit_s:
         raise UsageError(f"--time {given!r} is no time limit; write e.g. 12:00:00 or 1-00:00:00")
 
@@ -289,7 +286,6 @@ def _links(flags: dict[str, Any], inside: float | None, site: Site | None, gpus:
 def _partition(flags: dict[str, Any]) -> tuple[Site | None, Partition | None]:
     """The preset and its partition: as named, or the only one with GPUs."""
     from hpctrain.cluster.site.load import load_site
-    from hpctrain.errors import UsageError
 
     if flags["site"] is None:
         return None, None
@@ -313,7 +309,6 @@ def _partition(flags: dict[str, Any]) -> tuple[Site | None, Partition | None]:
 def _show(plan: StrategyPlan, flags: dict[str, Any], written: list[str]) -> None:
     from hpctrain.advise.strategy import screen
     from hpctrain.core.drawing import echo_table
-    from hpctrain.core.terminal import echo_note
 
     row = plan.chosen
     click.echo(screen.heading(plan))

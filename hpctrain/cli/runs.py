@@ -12,7 +12,6 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -25,18 +24,13 @@ from hpctrain.cli.options import (
     runs_option,
     yes_option,
 )
-from hpctrain.errors import (
-    ChecksFailed,
-    ClusterUnreachable,
-    HpctrainError,
-    RunAlive,
-    UsageError,
-)
-from hpctrain.ledger.run.layout import runs_flag
-
-if TYPE_CHECKING:
-    from hpctrain.ledger.history.run_history import RunHistory
-    from hpctrain.ledger.run.layout import RunDir
+from hpctrain.core.base.env import HPCTRAIN_STOP_FILE
+from hpctrain.core.base.text import count, size
+from hpctrain.core.terminal import echo_json, echo_note
+from hpctrain.errors import ChecksFailed, ClusterUnreachable, HpctrainError, RunAlive, UsageError
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run.find_run import find_run
+from hpctrain.ledger.run.layout import RunDir, runs_flag
 
 
 @click.command(
@@ -62,8 +56,6 @@ def command(
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest. Without
     RUN, shows the newest and asks.
     """
-    from hpctrain.core.terminal import echo_json
-
     if not names and not yes:
         newest = newest_to_act_on("cancel", runs)
         ask_to_act("cancel", newest)
@@ -86,8 +78,6 @@ def command(
 def _cancel(named: str, *, save: bool, foreign: bool, runs: Path, quiet: bool) -> dict[str, object]:
     """Cancel a run, and say so unless a program reads what is returned."""
     from hpctrain.cli.api import cancel, status
-    from hpctrain.ledger.history.run_history import RunHistory
-    from hpctrain.ledger.run.layout import RunDir
 
     ended = cancel(named, save=save, foreign=foreign, runs=runs)
     run_dir = RunDir(ended.dir)
@@ -107,7 +97,6 @@ def _cancel(named: str, *, save: bool, foreign: bool, runs: Path, quiet: bool) -
 
 
 def _report(name: str, job_id: str, history: RunHistory, *, asked: bool, saves: bool) -> str:
-    from hpctrain.core.base.env import HPCTRAIN_STOP_FILE
     from hpctrain.ledger.history.progress import listens, progress, reported
 
     step = progress(history).saved_step
@@ -144,9 +133,6 @@ def remove(*, names: tuple[str, ...], yes: bool, runs: Path) -> None:
 
     Refuses a run that has a job, or for which another run waits.
     """
-    from hpctrain.core.base.text import count, size
-    from hpctrain.ledger.run.find_run import find_run
-
     chosen = list(dict.fromkeys(find_run(name, runs=runs) for name in names))
     for run in chosen:
         _refuse_needed(run)
@@ -272,10 +258,6 @@ def status(
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
-    from hpctrain.core.base.text import count
-    from hpctrain.core.terminal import echo_note
-    from hpctrain.errors import UsageError
-    from hpctrain.ledger.run.find_run import find_run
     from hpctrain.observe.status.reader import StatusReader
     from hpctrain.observe.status.watch import keep_looking, look_at, look_at_all
 
@@ -304,8 +286,6 @@ def status(
 
 
 def _require_run(given: dict[str, bool]) -> None:
-    from hpctrain.errors import UsageError
-
     for flag, on in given.items():
         if on:
             raise UsageError(f"{flag} is about one run: name it, or - for the newest")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.cluster.scheduler.base import get_cluster
+from hpctrain.cluster.scheduler.base import Accounting, get_cluster
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import PACKAGE
 from hpctrain.core.base.records import TERMINAL_JOB, JobState
@@ -28,7 +28,7 @@ from hpctrain.core.settings.external import names_of
 from hpctrain.core.settings.fields import keys_of
 from hpctrain.core.settings.layers import DEFAULT, Layer
 from hpctrain.core.settings.schema import EvaluateSettings, Settings, replaced, value_at
-from hpctrain.core.settings.spec import load_spec
+from hpctrain.core.settings.spec import Entry, Spec, load_spec
 from hpctrain.errors import ClusterError, HpctrainError, RunExists, UsageError
 from hpctrain.launch.change import ResumeRequest, resettle
 from hpctrain.launch.checks import runs_inside
@@ -45,8 +45,6 @@ from hpctrain.ledger.run.ownership import own_spec
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpctrain.cluster.scheduler.base import Accounting
-    from hpctrain.core.settings.spec import Entry, Spec
     from hpctrain.launch.snapshot import Checkout
 
 _WORDS = {

@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.checkpoint.sealed.patterns import may_meet, parse, places, refuse_wrong
-from hpctrain.cluster.scheduler.base import get_cluster
+from hpctrain.cluster.scheduler.base import Cluster, get_cluster
 from hpctrain.core.base.env import HPCTRAIN_OUTPUT_DIR
 from hpctrain.core.base.records import COPIES_PER_RANK
 from hpctrain.core.base.text import size
 from hpctrain.core.settings.check import missing_tracker, node_range
-from hpctrain.core.settings.schema import replaced
-from hpctrain.core.settings.spec import load_spec
+from hpctrain.core.settings.schema import Settings, replaced
+from hpctrain.core.settings.spec import Entry, Spec, load_spec
 from hpctrain.errors import ChecksFailed, ClusterError, HpctrainError, NotFound, UsageError
 from hpctrain.launch.live_job import outlasting
 from hpctrain.launch.program import seen_saves
@@ -43,18 +43,14 @@ from hpctrain.ledger.plan.deepspeed import (
     read_user_config,
     resolve_ds_config,
 )
-from hpctrain.ledger.plan.mesh import meshes, refusal, shape_of_config, untried
+from hpctrain.ledger.plan.mesh import ModelShape, meshes, refusal, shape_of_config, untried
 from hpctrain.ledger.run.find_run import indexed
 from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from hpctrain.cluster.scheduler.base import Cluster
     from hpctrain.core.base.mesh import Mesh
-    from hpctrain.core.settings.schema import Settings
-    from hpctrain.core.settings.spec import Entry, Spec
-    from hpctrain.ledger.plan.mesh import ModelShape
 
 
 _INFO = (".dist-info", ".egg-info")

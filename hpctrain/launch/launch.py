@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint.store import find
 from hpctrain.cluster.preflight.report import bad_nodes_of_user, bad_nodes_path, read_bad
-from hpctrain.cluster.scheduler.base import get_cluster
+from hpctrain.cluster.scheduler.base import Cluster, get_cluster
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import follow_folder, make_private_folder, write_private
 from hpctrain.core.base.records import JobRequest
@@ -33,19 +33,14 @@ from hpctrain.errors import (
     TornCheckpoint,
     UsageError,
 )
-from hpctrain.launch.after import (
-    check_after,
-    live_notes,
-    note_follower,
-    resume_command,
-    then_specs,
-)
+from hpctrain.launch.after import check_after, live_notes, note_follower, resume_command, then_specs
 from hpctrain.launch.checks import check_disk
 from hpctrain.launch.live_job import live_job, refusal
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import SubmitFailed, SubmitIntent, Submitted
 from hpctrain.ledger.run.fence import run_lock
 from hpctrain.ledger.run.find_run import IndexedRun, find_run, record
+from hpctrain.ledger.run.layout import RunDir
 from hpctrain.ledger.run.ownership import own_spec, renew_secret
 
 if TYPE_CHECKING:
@@ -54,12 +49,10 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.exchange.contents import Tensor
     from hpctrain.checkpoint.format.manifest import Manifest
-    from hpctrain.cluster.scheduler.base import Cluster
     from hpctrain.core.settings.spec import Spec
     from hpctrain.launch.environment_archive import ShowProgress
     from hpctrain.launch.prepare import Prepared, SubmitRequest
     from hpctrain.launch.shape import ShapedJob
-    from hpctrain.ledger.run.layout import RunDir
     from hpctrain.ledger.run.staging import Staging
 
 
@@ -141,7 +134,6 @@ def choose_shape_of(prepared: Prepared) -> ShapedJob | None:
     if prepared.spec.settings.shape.choose == "no":
         return None
     from hpctrain.launch.shape import choose_for
-    from hpctrain.ledger.run.layout import RunDir
 
     return choose_for(prepared.spec, RunDir(prepared.runs / prepared.spec.name))
 

@@ -9,12 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.cluster.scheduler.base import SCHEDULERS, default_cluster, get_cluster
+from hpctrain.cluster.scheduler.base import (
+    SCHEDULERS,
+    Accounting,
+    Cluster,
+    default_cluster,
+    get_cluster,
+)
 from hpctrain.cluster.site.load import user_folder
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import (
@@ -23,12 +30,7 @@ from hpctrain.core.base.files import (
     make_runs_folder,
     remove_runs_folder,
 )
-from hpctrain.core.settings.check import (
-    check,
-    engine_flags,
-    profile_flags,
-    split_spares,
-)
+from hpctrain.core.settings.check import check, engine_flags, profile_flags, split_spares
 from hpctrain.core.settings.layers import (
     AUTO,
     ENV_SECTION,
@@ -40,7 +42,14 @@ from hpctrain.core.settings.layers import (
     read_toml,
     resolve,
 )
-from hpctrain.core.settings.spec import Entry, Spec, secret_warnings, secrets_in, secrets_of
+from hpctrain.core.settings.spec import (
+    Entry,
+    SecretFinding,
+    Spec,
+    secret_warnings,
+    secrets_in,
+    secrets_of,
+)
 from hpctrain.errors import ChecksFailed, ClusterError, RunExists, UsageError
 from hpctrain.launch.after import (
     Awaited,
@@ -51,6 +60,7 @@ from hpctrain.launch.after import (
     take_then,
 )
 from hpctrain.launch.change import (
+    SiteChoice,
     changed,
     changed_by_shell,
     dropped_locks,
@@ -71,6 +81,7 @@ from hpctrain.launch.checks import (
     take_ds_config,
     with_own_places,
 )
+from hpctrain.launch.launchers import disagreements
 from hpctrain.launch.program import NamedProgram, read_program, refuse_absent
 from hpctrain.ledger.run.layout import RunDir
 from hpctrain.ledger.run.ownership import refuse_planted
@@ -78,12 +89,9 @@ from hpctrain.ledger.run.ownership import refuse_planted
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpctrain.cluster.scheduler.base import Accounting, Cluster
     from hpctrain.cluster.site.schema import Site
     from hpctrain.core.base.mesh import Mesh
     from hpctrain.core.settings.schema import RunSettings, Settings
-    from hpctrain.core.settings.spec import SecretFinding
-    from hpctrain.launch.change import SiteChoice
     from hpctrain.launch.snapshot import Checkout
 
     LintProgram = Callable[[Entry, Settings, Path], list[str]]
@@ -216,8 +224,6 @@ def prepare(request: SubmitRequest) -> Prepared:
             f"{runs} {who}"
         )
     if program.asked:
-        from hpctrain.launch.launchers import disagreements
-
         notes += disagreements(program.asked, settings.slurm)
     notes += [
         *(request.lint(entry, settings, request.cwd) if request.lint is not None else ()),
@@ -400,8 +406,6 @@ def discard_run(run: RunDir, new_parent: Path | None = None) -> None:
 
     `new_parent` is the topmost folder above it that was made for it; it stays if it has other runs.
     """
-    import shutil
-
     shutil.rmtree(run.root)
     _remove_empty(run.root.parent, new_parent)
 

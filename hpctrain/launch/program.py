@@ -28,12 +28,10 @@ from hpctrain.core.base.files import NotText, read_source
 from hpctrain.core.settings.layers import nearest
 from hpctrain.core.settings.spec import Entry
 from hpctrain.errors import ChecksFailed, NotFound, UsageError
-from hpctrain.launch.launchers import MODULES, inside, launchers, unwrap
+from hpctrain.launch.launchers import MODULES, AskedCount, inside, launchers, unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-    from hpctrain.launch.launchers import AskedCount
 
 
 _PYTHON = re.compile(r"python[0-9.]*")
@@ -186,8 +184,6 @@ def find_module(name: str, folders: Sequence[str]) -> Path:
 
 def _find(part: str, places: Sequence[str], *, top: bool) -> ModuleSpec | None:
     """A part of a module's name. Finders of editable installs know top-level names only."""
-    from importlib.util import find_spec
-
     spec = PathFinder.find_spec(part, places)
     if spec is None and top:
         with suppress(ImportError, ValueError, AttributeError):

@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.core.base.files import make_private_folder
-from hpctrain.core.settings.spec import Snapshot
+from hpctrain.core.settings.spec import Entry, Snapshot, Spec
 from hpctrain.errors import ChecksFailed, UsageError
 from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from hpctrain.core.settings.spec import Entry, Spec
 
 MAX_AUTO_BYTES = 64 * 1024 * 1024
 _GIT_TIMEOUT_S = 60.0

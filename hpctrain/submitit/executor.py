@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shlex
 import sys
@@ -31,7 +32,6 @@ from hpctrain.ledger.run.layout import RunDir
 from hpctrain.submitit.job import Job, JobFiles, cancel_all, dump
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping, Sequence
 
     from submitit.core.core import EquivalenceDict
@@ -258,8 +258,6 @@ class SlurmExecutor(_RunExecutor, slurm.SlurmExecutor):
     @classmethod
     def affinity(cls) -> int:
         """Usable where there is an sbatch: a login node may have no srun."""
-        import os
-
         return -1 if get_cluster(cls.cluster).missing(os.environ) else 2
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
@@ -401,8 +399,6 @@ class AutoExecutor(submitit.AutoExecutor):
     @staticmethod
     def which() -> str:
         """The cluster that is detected."""
-        import os
-
         return default_cluster(os.environ)
 
 

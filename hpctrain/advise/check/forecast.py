@@ -20,7 +20,7 @@ from hpctrain.advise.lint.render import sarif as sarif_of_lint
 from hpctrain.advise.lint.render import uri_of
 from hpctrain.core.base import VERSION
 from hpctrain.core.base.text import count, duration, size
-from hpctrain.core.settings.spec import load_spec
+from hpctrain.core.settings.spec import Spec, load_spec
 from hpctrain.errors import ChecksFailed, HpctrainError
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_records import StepMark
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from hpctrain.advise.lint.rule import LintFinding
     from hpctrain.core.settings.schema import CheckpointSettings
-    from hpctrain.core.settings.spec import Spec
 
 OK, NOTE, FAIL, NOT_KNOWN = "ok", "note", "fail", "not known"
 STATUSES = (OK, NOTE, FAIL, NOT_KNOWN)

@@ -25,7 +25,7 @@ from hpctrain.advise.check.comparison import (
     printed_places,
     rehearsed,
 )
-from hpctrain.advise.check.forecast import FAIL, NOT_KNOWN, NOTE, OK, CheckLine
+from hpctrain.advise.check.forecast import FAIL, NOT_KNOWN, NOTE, OK, CheckLine, CheckList
 from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_FAULTS, HPCTRAIN_LOCAL_DIR
@@ -34,15 +34,13 @@ from hpctrain.core.base.records import EndReason
 from hpctrain.core.base.text import size
 from hpctrain.errors import HpctrainError
 from hpctrain.launch.launch import submit_run
-from hpctrain.launch.prepare import flags_of
+from hpctrain.launch.prepare import SubmitRequest, flags_of
 from hpctrain.ledger.run import events as ledger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from hpctrain.advise.check.forecast import CheckList
-    from hpctrain.launch.prepare import SubmitRequest
     from hpctrain.ledger.run.layout import RunDir
 
     Say = Callable[[str], None]

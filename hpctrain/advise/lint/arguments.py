@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.advise.lint.collectives import always_comes_to
 from hpctrain.advise.lint.dependence import LOCAL_VARIABLES, RANK_VARIABLES, environment_name
-from hpctrain.advise.lint.rule import SourceEdit
+from hpctrain.advise.lint.rule import LintFinding, SourceEdit
 from hpctrain.advise.lint.syntax import (
     argument,
     constant,
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hpctrain.advise.lint.reporting import ProgramFacts
-    from hpctrain.advise.lint.rule import LintFinding
 
 _OF_TENSORS = frozenset({"all_reduce", "reduce", "broadcast", "all_gather_into_tensor"})
 _HOME = "torch.distributed."

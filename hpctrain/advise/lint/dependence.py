@@ -13,14 +13,19 @@ import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.advise.lint.definitions import NameDefinitions, definitions_in
-from hpctrain.advise.lint.syntax import NAMES, ProgramSyntax, argument, constant, given, last
+from hpctrain.advise.lint.definitions import Definition, NameDefinitions, Place, definitions_in
+from hpctrain.advise.lint.syntax import (
+    NAMES,
+    LintScope,
+    ProgramSyntax,
+    argument,
+    constant,
+    given,
+    last,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from hpctrain.advise.lint.definitions import Definition, Place
-    from hpctrain.advise.lint.syntax import LintScope
 
 RANK, LOCAL, BATCH, CHANCE, CLOCK = "rank", "local rank", "batch", "chance", "clock"
 RANKS = frozenset({RANK, LOCAL})

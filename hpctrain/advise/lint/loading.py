@@ -10,17 +10,24 @@ import ast
 from typing import TYPE_CHECKING
 
 from hpctrain.advise.lint.dependence import RANKS
-from hpctrain.advise.lint.reporting import for_main_only, is_backward
-from hpctrain.advise.lint.syntax import argument, constant, given, is_true, keyword, last, spreads
+from hpctrain.advise.lint.reporting import ProgramFacts, for_main_only, is_backward
+from hpctrain.advise.lint.syntax import (
+    LintScope,
+    argument,
+    constant,
+    given,
+    is_true,
+    keyword,
+    last,
+    spreads,
+)
 from hpctrain.core.base.text import count
 from hpctrain.launch.begins_anew import begins_anew
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpctrain.advise.lint.reporting import ProgramFacts
     from hpctrain.advise.lint.rule import LintFinding
-    from hpctrain.advise.lint.syntax import LintScope
 
 _SAMPLERS = ("DistributedSampler",)
 _BY_OTHERS = (

@@ -10,14 +10,12 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from hpctrain.advise.lint.rule import LEVELS, RULES, finding_plain
+from hpctrain.advise.lint.rule import LEVELS, RULES, LintFinding, LintRule, finding_plain
 from hpctrain.core.base import VERSION
 from hpctrain.core.base.text import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from hpctrain.advise.lint.rule import LintFinding, LintRule
 
 SARIF_VERSION = "2.1.0"
 _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"

@@ -10,12 +10,8 @@ tests/engines/test_strategy_measured.py holds the sums against what autograd kep
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from hpctrain.advise.strategy.facts import BERT, GPT2, LLAMA, MOE
-
-if TYPE_CHECKING:
-    from hpctrain.advise.strategy.facts import ModelFacts
+from hpctrain.advise.strategy.facts import BERT, GPT2, LLAMA, MOE, ModelFacts
 
 FP32 = 4
 LOGITS_FORWARD = 2 * FP32

@@ -11,19 +11,21 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from hpctrain.advise.strategy.activations import FP32
 from hpctrain.advise.strategy.hardware import GPUS
 from hpctrain.advise.strategy.rows import PlanRequest, Row, row_of
-from hpctrain.advise.strategy.strategies import adapted, candidates, of_other_engines
+from hpctrain.advise.strategy.strategies import (
+    Machines,
+    Strategy,
+    adapted,
+    candidates,
+    of_other_engines,
+)
 from hpctrain.core.base.text import count
 from hpctrain.errors import ChecksFailed, UsageError
 from hpctrain.ledger.plan import interval
 from hpctrain.ledger.plan.interval import Failures
-
-if TYPE_CHECKING:
-    from hpctrain.advise.strategy.strategies import Machines, Strategy
 
 STATE_BYTES = 3 * FP32
 """A parameter's in a checkpoint: its master and two moments, whatever the strategy."""

@@ -14,17 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.advise.strategy.activations import FP32
-from hpctrain.advise.strategy.facts import of_config, of_description
+from hpctrain.advise.strategy.facts import ModelFacts, of_config, of_description
 from hpctrain.advise.strategy.memory import CONTEXT_BYTES, FRAGMENTED
-from hpctrain.advise.strategy.rows import gigabytes, on_host
+from hpctrain.advise.strategy.rows import PlanRequest, Row, gigabytes, on_host
 from hpctrain.core.base.process import own_program
 from hpctrain.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from hpctrain.advise.strategy.facts import ModelFacts
-    from hpctrain.advise.strategy.rows import PlanRequest, Row
 
 CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 MOST_BYTES = 4 << 20

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from hpctrain.advise.strategy.memory import Batch, Peak
 from hpctrain.advise.strategy.peaks import host_bytes, peak
 from hpctrain.advise.strategy.timing import (
+    Links,
     StepTime,
     Traffic,
     flops_of_step,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from hpctrain.advise.strategy.facts import ModelFacts
     from hpctrain.advise.strategy.hardware import Accelerator
     from hpctrain.advise.strategy.strategies import Machines, Strategy
-    from hpctrain.advise.strategy.timing import Links
 
 LITTLE = 50_000_000
 """Bytes below which a number in GB with one digit says 0."""

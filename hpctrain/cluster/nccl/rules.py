@@ -11,8 +11,7 @@ here. variables.toml has all names, ranges and sets of words. Pure: what is know
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hpctrain.cluster.nccl import lists, values
 from hpctrain.cluster.nccl.names import (
@@ -30,9 +29,6 @@ from hpctrain.cluster.nccl.names import (
     warning,
 )
 from hpctrain.cluster.nccl.values import FAMILIES, LIBFABRIC_NETS, c_number
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = [
     "DEBUG",

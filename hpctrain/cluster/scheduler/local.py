@@ -12,11 +12,12 @@ import json
 import os
 import shlex
 import signal
+import threading
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.cluster.scheduler.base import Cluster
+from hpctrain.cluster.scheduler.base import Accounting, Cluster, PreflightJob
 from hpctrain.cluster.scheduler.slurm.command import clean
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import (
@@ -27,9 +28,9 @@ from hpctrain.core.base.env import (
     HPCTRAIN_PREFLIGHT_KEY,
 )
 from hpctrain.core.base.process import free_port, own_program
-from hpctrain.core.base.records import EndReason, JobFacts, JobInfo, JobStart, JobState
+from hpctrain.core.base.records import EndReason, JobFacts, JobInfo, JobRequest, JobStart, JobState
 from hpctrain.core.settings.check import node_range, time_s
-from hpctrain.core.settings.spec import load_spec
+from hpctrain.core.settings.spec import Spec, load_spec
 from hpctrain.errors import ClusterError, ClusterUnreachable, UsageError
 from hpctrain.ledger.run.event_fields import is_job_id
 from hpctrain.ledger.run.layout import RunDir
@@ -37,11 +38,8 @@ from hpctrain.ledger.run.layout import RunDir
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpctrain.cluster.scheduler.base import Accounting, PreflightJob
     from hpctrain.cluster.site.schema import Site
-    from hpctrain.core.base.records import JobRequest
     from hpctrain.core.settings.schema import Settings
-    from hpctrain.core.settings.spec import Spec
 
 
 PREFIX = "local-"
@@ -230,7 +228,6 @@ class LocalCluster(Cluster):
     def submit(self, request: JobRequest) -> str:
         """Start the job's controller, detached from this terminal."""
         import subprocess  # not for a dry run
-        import threading
 
         spec = load_spec(RunDir(request.run_dir).spec)
         low, high = node_range(spec.settings.slurm.nodes)

@@ -13,12 +13,12 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from hpctrain.cluster.site.schema import KeyPath, Site, When, site_of
 from hpctrain.cluster.site.sheet import DERIVED, locked_changes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from hpctrain.cluster.site.schema import KeyPath, Site, When
     from hpctrain.core.settings.spec import Spec
 
 FLIGHT_RECORDER = "hpctrain's flight recorder"
@@ -169,7 +169,6 @@ def expected_environment(spec: Spec) -> Environment:
     Versions are the nodes' to tell, so conditions on them do not hold here; the job's own
     environment, which wins over all of it, is not there yet either.
     """
-    from hpctrain.cluster.site.schema import site_of
     from hpctrain.core.settings.check import node_range
 
     _, most = node_range(spec.settings.slurm.nodes)

@@ -29,13 +29,11 @@ from hpctrain.cluster.site.schema import (
 )
 from hpctrain.core.base.text import count
 from hpctrain.core.settings.fields import TAKES, Key, convert, in_words, keys_of, make, shown
-from hpctrain.core.settings.layers import did_you_mean, from_table
+from hpctrain.core.settings.layers import TomlFile, did_you_mean, from_table
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from hpctrain.core.settings.layers import TomlFile
 
 ADD = "_add"
 SOURCE = "source"

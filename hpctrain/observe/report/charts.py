@@ -14,9 +14,9 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base.text import count, duration, size
-from hpctrain.ledger.history.goodput import TimeClass
+from hpctrain.ledger.history.goodput import TimeClass, TimeSlice
 from hpctrain.observe.report import gather
-from hpctrain.observe.report.gather import groups
+from hpctrain.observe.report.gather import ReportData, groups
 from hpctrain.observe.report.summary import (
     COLOURS,
     NAMES,
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from hpctrain.ledger.history.attempts import AttemptView
-    from hpctrain.ledger.history.goodput import TimeSlice
-    from hpctrain.observe.report.gather import ReportData
 
 
 MOST_RESUMES = 400

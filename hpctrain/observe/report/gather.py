@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.core.base.files import read_plain
-from hpctrain.core.settings.spec import spec_or_why
+from hpctrain.core.settings.spec import Spec, spec_or_why
 from hpctrain.ledger.history.progress import RankSample, rank_sample
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_records import Restore, SaveRecord, StepMark
@@ -26,7 +26,6 @@ from hpctrain.observe.status.text import unaccounted
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpctrain.core.settings.spec import Spec
     from hpctrain.ledger.run.layout import RunDir
     from hpctrain.observe.status.status import RunStatus
 

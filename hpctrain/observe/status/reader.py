@@ -14,24 +14,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hpctrain.core.base import clock
-from hpctrain.core.base.records import TERMINAL_JOB, JobInfo, JobState
+from hpctrain.core.base.records import TERMINAL_JOB, JobInfo, JobStart, JobState, Skipped
 from hpctrain.errors import AccountingSilent, ClusterError, UsageError, WrongState
 from hpctrain.ledger.run.find_run import IndexedRun, indexed, record
 from hpctrain.ledger.run.layout import RunDir, runs_flag
-from hpctrain.observe.status.status import Answer
+from hpctrain.observe.status.status import Answer, Checkpoint, RunStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.cluster.scheduler.base import Cluster
-    from hpctrain.core.base.records import JobStart, Skipped
     from hpctrain.core.settings.spec import Spec
     from hpctrain.ledger.history.evaluations import EvaluationView
     from hpctrain.ledger.history.progress import RankSample
     from hpctrain.ledger.history.run_history import RunHistory
     from hpctrain.ledger.run.event_types import AttemptStarted
     from hpctrain.ledger.run.events import Event
-    from hpctrain.observe.status.status import Checkpoint, RunStatus
 
     _T = TypeVar("_T")
     _Schedulers = Mapping[str, Cluster] | None

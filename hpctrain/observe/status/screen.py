@@ -31,11 +31,19 @@ from hpctrain.core.base.text import (
     time_of_day,
 )
 from hpctrain.core.drawing import Column, facts, fitted, rank_map, uncut
-from hpctrain.ledger.history.goodput import TimeClass
-from hpctrain.ledger.history.progress import HOW_TO_REPORT, NO_STEP
+from hpctrain.ledger.history.goodput import Goodput, TimeClass
+from hpctrain.ledger.history.progress import (
+    HOW_TO_REPORT,
+    NO_STEP,
+    Missed,
+    Progress,
+    RankSample,
+    Saving,
+    StepsLost,
+)
 from hpctrain.ledger.history.run_state import RunState
 from hpctrain.observe.status.event_lines import EVALUATION_FAILED, evaluation_lines, incident_lines
-from hpctrain.observe.status.status import ALIVE
+from hpctrain.observe.status.status import ALIVE, Checkpoint, RunStatus
 from hpctrain.observe.status.text import in_words, next_commands, nodes_of, unaccounted
 
 if TYPE_CHECKING:
@@ -44,9 +52,6 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from hpctrain.ledger.history.attempts import AttemptView
-    from hpctrain.ledger.history.goodput import Goodput
-    from hpctrain.ledger.history.progress import Missed, Progress, RankSample, Saving, StepsLost
-    from hpctrain.observe.status.status import Checkpoint, RunStatus
 
 SMALL = 0.005
 """Classes with a smaller share are added up."""

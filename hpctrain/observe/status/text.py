@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.cluster.scheduler.base import title_of
 from hpctrain.core.base.records import JobState, Next
 from hpctrain.core.base.text import count, duration, fold_nodes, fold_ranks, placed, time_of_day
-from hpctrain.ledger.history.goodput import TimeClass
-from hpctrain.ledger.history.run_state import EndCause, RunState
-from hpctrain.observe.status.status import ALIVE, UNDER_WAY_STATES, Link
+from hpctrain.ledger.history.goodput import Goodput, TimeClass
+from hpctrain.ledger.history.run_state import EndCause, LedgerState, RunState
+from hpctrain.observe.status.status import ALIVE, UNDER_WAY_STATES, Link, RunStatus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpctrain.ledger.history.attempts import AttemptView
-    from hpctrain.ledger.history.goodput import Goodput
     from hpctrain.ledger.history.progress import RankSample, Saving
-    from hpctrain.ledger.history.run_state import LedgerState
-    from hpctrain.observe.status.status import RunStatus
 
 
 FORESEEN_S = 3 * 86_400.0

@@ -30,6 +30,7 @@ from hpctrain.cluster.scheduler.slurm.jobs import job_facts
 from hpctrain.cluster.scheduler.slurm.parse import (
     NOTHING,
     SACCT_COMMAND,
+    AccountRow,
     parse_config,
     parse_jobs,
     parse_sacct,
@@ -39,7 +40,7 @@ from hpctrain.core.base.env import HPCTRAIN_RELAY, HPCTRAIN_RUN_DIR
 from hpctrain.core.base.files import read_plain, write_private
 from hpctrain.core.base.host_list import expand_nodes
 from hpctrain.core.base.listener import Listener, listen_at
-from hpctrain.core.base.records import NODE_DOWN, EndReason, JobFacts, JobState
+from hpctrain.core.base.records import NODE_DOWN, EndReason, JobContext, JobFacts, JobState
 from hpctrain.core.base.secret import sign, verify
 from hpctrain.core.base.text import fold_nodes
 from hpctrain.errors import ClusterError, ClusterUnreachable
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.cluster.scheduler.base import JobControl
-    from hpctrain.cluster.scheduler.slurm.parse import AccountRow
-    from hpctrain.core.base.records import JobContext
     from hpctrain.ledger.shapes.queue import JobShape
 
 

@@ -21,21 +21,19 @@ from hpctrain.core.base.files import data_dir
 from hpctrain.core.base.text import count, fold_nodes
 from hpctrain.core.settings.check import allocated, node_range, sbatch_time
 from hpctrain.core.settings.external import name_of, names_of
-from hpctrain.core.settings.schema import AUTO_STAGE_NODES
+from hpctrain.core.settings.schema import AUTO_STAGE_NODES, Settings, SlurmSettings
 from hpctrain.errors import ClusterError, UsageError
 from hpctrain.ledger.run.event_fields import is_job_id
 from hpctrain.ledger.run.event_types import EnvironmentStaged
-from hpctrain.ledger.run.staging import is_staged, places_of
+from hpctrain.ledger.run.staging import Staging, is_staged, places_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from hpctrain.cluster.site.schema import Site
-    from hpctrain.core.settings.schema import Settings, SlurmSettings
     from hpctrain.core.settings.spec import Spec
     from hpctrain.ledger.run.layout import RunDir
-    from hpctrain.ledger.run.staging import Staging
 
 
 EXPORT_NONE = "#SBATCH --export=NONE"
