@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.checkpoint.store import find, retention, verify
+from hpctrain.checkpoint.store import find, retention
 from hpctrain.checkpoint.store.find import FoundCheckpoint, step_path
 from hpctrain.cli.checkpoints_exchange import diff_command, export_command, import_command
 from hpctrain.cli.checkpoints_keep import (
@@ -219,6 +219,8 @@ def _verdicts(
     wanted: list[FoundCheckpoint], *, deep: bool, threads: int, echo: bool
 ) -> list[dict[str, Any]]:
     """Check the checkpoints; all problems of each."""
+    from hpctrain.checkpoint.store import verify
+
     verdicts: list[dict[str, Any]] = []
     total = sum(_size(checkpoint) or 0 for checkpoint in wanted) if deep else 0
     with progress("reading", total) as on_bytes:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.checkpoint.sealed import resume, seals
+from hpctrain.checkpoint.sealed import seals
 from hpctrain.checkpoint.store import retention
 from hpctrain.checkpoint.store.retention import WAIT, KeepDecision, Rules, Why, in_use, pinned
 from hpctrain.cli.options import complete_run, json_option
@@ -332,6 +332,8 @@ def _counted(number: int) -> str:
 
 def sealed_rows(run: RunDir) -> list[dict[str, Any]]:
     """Every seal, newest first, with the state of its files by their sizes."""
+    from hpctrain.checkpoint.sealed import resume
+
     return [_sealed_row(resume.look(stored)) for stored in sealed_of_step(run, None)]
 
 
@@ -395,6 +397,8 @@ def sealed_verdicts(
     on_bytes: Callable[[int], object],
 ) -> list[dict[str, Any]]:
     """Check them; all problems of each. What its program has removed is no damage."""
+    from hpctrain.checkpoint.sealed import resume
+
     checked = []
     for stored in wanted:
         looked = resume.look(stored, deep=deep, threads=threads, on_bytes=on_bytes)
@@ -426,6 +430,8 @@ def path_command(runs: Path, run: str, step: int | None, *, as_json: bool) -> No
     By sizes alone; a start reads every byte. Of one that the program has written over since, it is
     the run's own copy.
     """
+    from hpctrain.checkpoint.sealed import resume
+
     directory = find_run(run, runs=runs)
     looked, _ = resume.glance(directory, at_step=step)
     if looked is None or looked.stored.seal is None:
@@ -446,6 +452,8 @@ def prune_sealed(run: RunDir, keep: int, *, is_idle: bool, dry_run: bool, as_jso
         RunAlive: its program may be loading or writing them.
         CheckpointError: one cannot be deleted.
     """
+    from hpctrain.checkpoint.sealed import resume
+
     if not is_idle and not dry_run:
         raise RunAlive(
             f"nothing of {run.name} was deleted: its program may be using its checkpoints; try "
