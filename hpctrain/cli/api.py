@@ -194,7 +194,7 @@ def submit(
         ClusterError: the scheduler refused; nothing was started and nothing is left.
         ClusterUnreachable: no answer; the job may run, so the run stays and `resume` finds it.
     """
-    from hpctrain.advise.lint.submit_notes import lint_notes
+    from hpctrain.advise.lint.render import lint_notes
     from hpctrain.launch.launch import submit_run
     from hpctrain.launch.prepare import SubmitRequest, flags_of
 

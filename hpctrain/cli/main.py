@@ -62,7 +62,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "rm": ("runs:remove", "Delete a run's folder with its checkpoints; asks first."),
     },
     "Clusters": {
-        "init": ("init", "Write this project's hpctrain.toml, from a few questions."),
+        "init": ("plan:init", "Write this project's hpctrain.toml, from a few questions."),
         "sites": ("sites", "Show the clusters that hpctrain has settings for."),
         "local": (
             "clusters:local_command",

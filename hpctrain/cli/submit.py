@@ -142,7 +142,7 @@ def command(
     Settings come from the site, then ./hpctrain.toml, then flags; the later wins. The site
     comes from --site, HPCTRAIN_SITE or hpctrain.toml; otherwise it is detected.
     """
-    from hpctrain.advise.lint.submit_notes import lint_notes
+    from hpctrain.advise.lint.render import lint_notes
 
     if whole and not dry_run:
         raise UsageError("--script shows the batch script of a --dry-run: give both")

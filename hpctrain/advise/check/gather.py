@@ -176,7 +176,7 @@ def _program(
 def _lint(path: Path, settings: Settings, name: str) -> tuple[list[LintFinding], CheckLine | None]:
     from hpctrain.advise.lint.check import RuleChoice, check_text
     from hpctrain.advise.lint.folder import LintFolder
-    from hpctrain.advise.lint.submit_notes import BEGINS_ANEW
+    from hpctrain.advise.lint.render import BEGINS_ANEW
 
     try:
         text = read_source(path)

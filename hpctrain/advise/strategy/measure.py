@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.advise.strategy.activations import FP32
+from hpctrain.advise.strategy.choice import PlanRequest, Row, gigabytes, on_host
 from hpctrain.advise.strategy.facts import ModelFacts, of_config, of_description
 from hpctrain.advise.strategy.memory import CONTEXT_BYTES, FRAGMENTED
-from hpctrain.advise.strategy.rows import PlanRequest, Row, gigabytes, on_host
 from hpctrain.core.base.process import own_program
 from hpctrain.errors import NotFound, UsageError
 

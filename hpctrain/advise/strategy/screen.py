@@ -37,8 +37,7 @@ from hpctrain.core.base.text import duration, step_time
 from hpctrain.ledger.plan.deepspeed import BUCKET_ELEMENTS
 
 if TYPE_CHECKING:
-    from hpctrain.advise.strategy.choice import StrategyPlan
-    from hpctrain.advise.strategy.rows import PlanRequest, Row
+    from hpctrain.advise.strategy.choice import PlanRequest, Row, StrategyPlan
 
 _TABLE = tomllib.loads(Path(__file__).with_name("templates.toml").read_text("utf-8"))
 SOURCES: dict[str, str] = _TABLE.pop("sources")

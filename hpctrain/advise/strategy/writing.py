@@ -18,9 +18,8 @@ from hpctrain.ledger.plan.deepspeed import engine_config
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpctrain.advise.strategy.choice import StrategyPlan
+    from hpctrain.advise.strategy.choice import Row, StrategyPlan
     from hpctrain.advise.strategy.memory import Spread
-    from hpctrain.advise.strategy.rows import Row
 
 _WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
