@@ -19,9 +19,10 @@ from hpctrain.advise.drill.promises import FAULTS, DrillFault, chosen
 from hpctrain.advise.drill.schedule import Course, row, summary
 from hpctrain.advise.drill.schedule import as_json as results_json
 from hpctrain.advise.drill.schedule import page as results_page
-from hpctrain.cli.options import cluster_option, json_option, runs_option
+from hpctrain.cli.options import cluster_option, json_option, runs_option, set_option
 from hpctrain.core.base.env import HPCTRAIN_FAULTS
 from hpctrain.core.base.files import make_runs_folder, replace_text
+from hpctrain.core.settings.layers import parse_set
 from hpctrain.core.settings.spec import load_spec
 from hpctrain.core.terminal import echo_json, echo_note
 from hpctrain.errors import ChecksFailed, HpctrainError, UsageError
@@ -76,7 +77,7 @@ Exit codes: 0 no promise was broken; 3 one was.
 @click.option("--nodes", default="1", metavar="N", help="Nodes of the drill's own run.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1), default=2, help="Ranks on each.")
 @cluster_option("Where its own run is; slurm if there is an sbatch.")
-@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="A setting of its own run.")
+@set_option("A setting of its own run.")
 @click.option(
     "--patience",
     type=click.FloatRange(min=1),
@@ -153,10 +154,8 @@ def _own(
     name = f"drill-{secrets.token_hex(3)}"
     settings = _ANY | (_SCRIPT if words else _RECIPE)
     for setting in flags["sets"]:
-        key, sign, value = setting.partition("=")
-        if not sign:
-            raise UsageError(f"--set {setting}: write SECTION.KEY=VALUE")
-        settings[key] = _value(value)
+        section, key, value = parse_set(setting)
+        settings[f"{section}.{key}"] = value
     make_runs_folder(runs)
     armed = runs / f".{name}"
     armed.mkdir(mode=0o700)
@@ -207,15 +206,6 @@ def _armed(folder: Path) -> Iterator[None]:
         os.environ.pop(HPCTRAIN_FAULTS)
         if before is not None:
             os.environ[HPCTRAIN_FAULTS] = before
-
-
-def _value(text: str) -> Any:
-    import tomllib
-
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def _end(run: Any, runs: Path) -> None:

@@ -47,6 +47,33 @@ if TYPE_CHECKING:
 
     from hpctrain.launch.snapshot import Checkout
 
+THEN = "then"
+_NAME_LENGTH = 100
+EVALUATE = "evaluate"
+SECTIONS = (EVALUATE,)
+"""Sections of settings that name the program of a job beside the run as their `script`."""
+NOT_SEALED = (
+    "evaluate: only hpctrain's own checkpoints are evaluated, not those of checkpoint.sealed"
+)
+_ALLOCATION = ("nodes", "ranks_per_node", "gpus_per_node", "time", "partition", "qos")
+_RUNS_OWN = ("", -1)
+_OF_THE_RUN_ALONE = (
+    "alive.shrink",
+    "alive.spares",
+    "checkpoint.keep_best",
+    "checkpoint.sealed",
+    "environment.stage",
+    *(f"evaluate.{key}" for key in keys_of(EvaluateSettings)),
+    "profile.memory",
+    "profile.nsys_rank",
+    "profile.ranks",
+    "profile.steps",
+    "run.resume_args",
+    "run.resume_if",
+    "run.snapshot",
+)
+"""They are about the run's own program, or would make a job beside the job beside it."""
+_MESH = tuple(f"engine.{axis}" for axis in BOUNDED)
 _WORDS = {
     RunState.CREATED: "was never submitted",
     RunState.FAILED: "has failed",
@@ -228,10 +255,6 @@ def _after_of(root: Path) -> list[str]:
         return []
 
 
-THEN = "then"
-_NAME_LENGTH = 100
-
-
 def take_then(
     spec: Spec,
     scripts: Sequence[str],
@@ -286,33 +309,6 @@ def then_specs(
 def _key(at: int) -> str:
     """What the program is called in the spec, and its run behind the run's name."""
     return THEN if at == 0 else f"{THEN}-{at + 1}"
-
-
-EVALUATE = "evaluate"
-SECTIONS = (EVALUATE,)
-"""Sections of settings that name the program of a job beside the run as their `script`."""
-NOT_SEALED = (
-    "evaluate: only hpctrain's own checkpoints are evaluated, not those of checkpoint.sealed"
-)
-_ALLOCATION = ("nodes", "ranks_per_node", "gpus_per_node", "time", "partition", "qos")
-_RUNS_OWN = ("", -1)
-_OF_THE_RUN_ALONE = (
-    "alive.shrink",
-    "alive.spares",
-    "checkpoint.keep_best",
-    "checkpoint.sealed",
-    "environment.stage",
-    *(f"evaluate.{key}" for key in keys_of(EvaluateSettings)),
-    "profile.memory",
-    "profile.nsys_rank",
-    "profile.ranks",
-    "profile.steps",
-    "run.resume_args",
-    "run.resume_if",
-    "run.snapshot",
-)
-"""They are about the run's own program, or would make a job beside the job beside it."""
-_MESH = tuple(f"engine.{axis}" for axis in BOUNDED)
 
 
 def take_beside(

@@ -49,6 +49,12 @@ BODY = "body.sh"
 _STARTERS = frozenset({"#SBATCH", "sbatch", "srun", "salloc"})
 
 # The setting behind an option that hpctrain writes itself, so that a refusal can name it.
+SUBMIT_TIMEOUT_S = 60.0
+STAGE, STAGE_NODE = "stage.sh", "stage_node.sh"
+_MARK = "hpctrain-stage"
+_TO_NODE = "STAGE_NODE"
+"""Ends the node's text in a batch script."""
+_MOST_REASONS = 5
 _SETTINGS = {
     "--mincpus": "slurm.cpus_per_rank",
     "--cpus-per-task": "slurm.cpus_per_rank",
@@ -512,13 +518,6 @@ def _options(line: str) -> list[str]:
     return [word for word in words[1:] if word.startswith("-") and word.strip("-")]
 
 
-STAGE, STAGE_NODE = "stage.sh", "stage_node.sh"
-_MARK = "hpctrain-stage"
-_TO_NODE = "STAGE_NODE"
-"""Ends the node's text in a batch script."""
-_MOST_REASONS = 5
-
-
 def notes_of(settings: Settings, site: Site | None) -> list[str]:
     """What `environment.stage` will do, for the user to read."""
     if not is_staged(settings):
@@ -611,9 +610,6 @@ def _reasons(reasons: dict[str, list[str]]) -> str:
     words = [f"{fold_nodes(nodes)}: {why}" for why, nodes in ordered[:_MOST_REASONS]]
     left = len(ordered) - _MOST_REASONS
     return "; ".join([*words, *([f"{count(left, 'more reason')}"] if left > 0 else [])])
-
-
-SUBMIT_TIMEOUT_S = 60.0
 
 
 def sbatch(script: Path, after: Sequence[str] = (), *, timeout_s: float = SUBMIT_TIMEOUT_S) -> str:
