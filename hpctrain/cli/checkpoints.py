@@ -1,7 +1,4 @@
-"""`hpctrain checkpoints` and `evaluate`: what a run has saved, whether its bytes are as written.
-
-tests/unit/cli/test_checkpoints.py and test_evaluate.py hold the promises.
-"""
+"""`hpctrain checkpoints` and `evaluate`: what a run has saved, whether its bytes are as written."""
 
 from __future__ import annotations
 

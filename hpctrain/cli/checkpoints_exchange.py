@@ -1,7 +1,4 @@
-"""`hpctrain checkpoints export`, `import` and `diff`: to, from and beside what others wrote.
-
-tests/unit/checkpoint/test_exchange_{export,import,diff}.py hold the promises.
-"""
+"""`hpctrain checkpoints export`, `import` and `diff`: to, from and beside what others wrote."""
 
 from __future__ import annotations
 
@@ -262,10 +259,7 @@ def _to_safetensors(
 def _like(
     run: RunDir, manifest: Manifest, like: Path | None, tensors: list[Tensor], *, is_folder: bool
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """The weights and the files beside them as the folder has them that they once came from.
-
-    Of adapters as peft has them: in one file, whatever its size.
-    """
+    """The weights and the files beside them as the folder has them that they once came from."""
     from hpctrain.checkpoint.exchange import safetensors
 
     if like is not None and not is_folder:

@@ -1,7 +1,4 @@
-"""`hpctrain checkpoints pin`, `prune`, `rm` and `path`, and a program's own checkpoints.
-
-tests/unit/cli/test_checkpoints_keep.py and test_checkpoints_sealed.py hold the promises.
-"""
+"""`hpctrain checkpoints pin`, `prune`, `rm` and `path`, and a program's own checkpoints."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`hpctrain queue` and `local`: when a job would start; the embedded cluster, seen and disturbed.
-
-tests/unit/cli/test_queue.py and test_local.py hold the promises.
-"""
+"""`hpctrain queue` and `local`: when a job would start; the embedded cluster, seen, disturbed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`hpctrain doctor`: why a run, or any training job by its logs, died, and what to do next.
-
-tests/unit/cli/test_doctor.py holds the promises.
-"""
+"""`hpctrain doctor`: why a run, or any training job by its logs, died, and what to do next."""
 
 from __future__ import annotations
 
@@ -187,10 +184,7 @@ def _of_run(name: str, attempt: int | None, runs: Path) -> tuple[Diagnosis, list
 def _logs(
     run: RunDir, views: Mapping[int, AttemptView], number: int, history: RunHistory
 ) -> list[LogInput]:
-    """The logs of an attempt's ranks, and of its job's batch side where it was the job's last.
-
-    What the batch side prints has no attempt; what an earlier attempt died of is not this one's.
-    """
+    """The logs of an attempt's ranks, and of its job's batch side where it was the job's last."""
     from hpctrain.advise.doctor.files import LogInput
     from hpctrain.advise.doctor.lines import rank_of_file
 

@@ -1,7 +1,4 @@
-"""`hpctrain lint`: what would hang, go wrong or waste time in a training program.
-
-tests/unit/cli/test_lint.py holds the promises.
-"""
+"""`hpctrain lint`: what would hang, go wrong or waste time in a training program."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`hpctrain logs` prints what ranks wrote, across attempts; `hpctrain events` prints the ledger.
-
-tests/unit/cli/test_logs.py and test_events.py hold the promises.
-"""
+"""`hpctrain logs` prints what ranks wrote, across attempts; `hpctrain events` prints the ledger."""
 
 from __future__ import annotations
 

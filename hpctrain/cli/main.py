@@ -2,7 +2,7 @@
 
 Commands live in modules of their own, imported only when they are called: the table below is all
 that `--help` and completion of command names need. The manual's pages are those of docs/, which the
-wheel carries. tests/unit/cli/test_main.py and test_help.py hold the promises.
+wheel carries.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Among them `--since`, how far back one looks, as people write it (`parse_since`), and what sbatch is
 asked for (`job_options`), as sbatch spells it; `JobCommand` answers an option that only sbatch has
-with the line to write. tests/unit/cli/test_job_options.py holds the promises.
+with the line to write.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`hpctrain plan` and `init`: a strategy that fits, with its cost; a project's hpctrain.toml.
-
-tests/unit/cli/test_plan.py and test_init.py hold the promises.
-"""
+"""`hpctrain plan` and `init`: a strategy that fits, with its cost; a project's hpctrain.toml."""
 
 from __future__ import annotations
 

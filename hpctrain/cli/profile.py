@@ -415,10 +415,7 @@ def one_rank(document: Mapping[str, Any], rank: int) -> str:
 
 
 def _program(frames: Sequence[str]) -> Sequence[str]:
-    """The frames, innermost first, without those by which the agent has started the program.
-
-    All of them where a rank has not come to its program, or is no child of an agent.
-    """
+    """The frames, innermost first, without those by which the agent has started the program."""
     start = next((at for at, frame in enumerate(frames) if _LAUNCHER.search(frame)), len(frames))
     while start and "runpy>:" in frames[start - 1]:
         start -= 1

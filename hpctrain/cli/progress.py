@@ -1,7 +1,6 @@
 """Progress of long work on stderr, and `--wait`: follow a run until its first step or its end.
 
 Stdout belongs to the command's answer and is never written. Work of some seconds leaves nothing.
-tests/unit/base/test_progress.py and tests/unit/cli/test_wait.py hold the promises.
 """
 
 from __future__ import annotations

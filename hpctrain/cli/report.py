@@ -1,7 +1,4 @@
-"""`hpctrain report` and `tensorboard`: what runs did, as a page, as text, as curves.
-
-tests/unit/report/test_report.py and tests/unit/cli/test_tensorboard.py hold the promises.
-"""
+"""`hpctrain report` and `tensorboard`: what runs did, as a page, as text, as curves."""
 
 from __future__ import annotations
 

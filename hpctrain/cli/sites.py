@@ -1,8 +1,4 @@
-"""`hpctrain sites`: list, show, detect, check, draft, probe and test presets of clusters.
-
-tests/unit/cli/test_sites.py, test_sites_validate.py, tests/unit/site/test_draft.py and
-tests/unit/submit/test_sbatch_test.py hold the promises.
-"""
+"""`hpctrain sites`: list, show, detect, check, draft, probe and test presets of clusters."""
 
 from __future__ import annotations
 

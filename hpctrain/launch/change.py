@@ -2,8 +2,6 @@
 
 `find_site` reads --site, HPCTRAIN_SITE, hpctrain.toml, then what is detected. `changed` and
 `take_locks` list what the user changes of the preset, and hold its locks against that.
-tests/unit/submit/test_chosen.py, test_site_submit.py, test_site_lock.py and test_side_job.py hold
-the promises.
 """
 
 from __future__ import annotations

@@ -3,9 +3,7 @@
 `refuse_shared` keeps two live runs from one set of checkpoint files (`checkpoint.sealed`): each
 would resume from the other's weights. The disk must have flock(2), rename(2), fsync(2), O_APPEND;
 locks between nodes are `hpctrain preflight`'s. Releases of torch and DeepSpeed are read from the
-interpreter's packages without an import. tests/unit/submit/test_shared_files.py, test_disk.py,
-test_memory_notes.py, tests/unit/runtime/test_trackers.py, tests/unit/agent/test_notify.py,
-tests/unit/plan/test_ds_config.py, test_decoders.py and test_versions.py hold the promises.
+interpreter's packages without an import.
 """
 
 from __future__ import annotations
@@ -391,10 +389,7 @@ def _others(run: Path) -> Iterator[tuple[RunDir, Spec]]:
 
 
 def _saved_by(run: RunDir, spec: Spec) -> list[str]:
-    """What a run registers; of one that registers nothing, where its program is seen to save.
-
-    A user who adds `--checkpoint` at the second submit has a first run that lacks it.
-    """
+    """What a run registers; of one that registers nothing, where its program is seen to save."""
     if spec.settings.checkpoint.sealed or _is_over(run):
         return spec.settings.checkpoint.sealed
     return seen_saves(spec.entry)
@@ -405,10 +400,7 @@ def _is_over(run: RunDir) -> bool:
 
 
 def _may_write(run: RunDir, spec: Spec) -> bool:
-    """Whether a job of the run may still save; one that is ending is waited for a while.
-
-    Asked only of a run that shares files.
-    """
+    """Whether a job of the run may still save; one that is ending is waited for a while."""
     if _is_over(run):
         return False
     try:

@@ -185,10 +185,7 @@ def _launch_follower(
 
 
 def _make_following(prepared: Prepared, run: RunDir) -> list[tuple[RunDir, Spec]]:
-    """Make the runs that are to follow; they are known to the run before anything is submitted.
-
-    Where one cannot be made, nothing is left, of the run neither.
-    """
+    """Make the runs that are to follow; they are known to the run before anything is submitted."""
     if not prepared.following:
         return []
     from hpctrain.launch.prepare import create_run, discard_run
@@ -262,10 +259,7 @@ def launch(
 def _staging(
     run: RunDir, spec: Spec, notes: list[str], progress: ShowProgress | None
 ) -> Staging | None:
-    """What the job's nodes are to start from; None for the environment as it lies there.
-
-    It may take minutes.
-    """
+    """What the job's nodes are to start from; None for the environment as it lies there."""
     if spec.settings.environment.stage == "no":
         return None
     from hpctrain.launch.environment_archive import staging_for

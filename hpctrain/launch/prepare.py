@@ -1,7 +1,7 @@
 """From what was asked to a checked spec, and from the spec to a run directory.
 
 `prepare` reads and decides, `create_run` writes. Nothing is left behind when a check fails. The job
-is `launch.py`'s. tests/unit/submit/test_prepare.py holds the promises.
+is `launch.py`'s.
 """
 
 from __future__ import annotations
@@ -327,10 +327,7 @@ def _with_others(
 
 
 def _look_after(request: SubmitRequest, spec: Spec, runs: Path, notes: list[str]) -> list[Awaited]:
-    """Put the predecessors into the spec; those that must be waited for.
-
-    Where no job is to be started now, that none could be is a note.
-    """
+    """Put the predecessors into the spec; those that must be waited for."""
     spec.after = find_predecessors(request.after, request.name, runs)
     refuse_circle(runs / spec.name, spec.after)
     try:

@@ -5,7 +5,7 @@ started by their rank (`agent/foreign.py`); a launcher's command gives its progr
 A file's first bytes decide, not its name. A leading `python` is removed.
 
 `refuse_absent` refuses imports that the ranks' Python lacks, read through the program's own files
-by `imports_of`. tests/unit/submit/test_program.py and test_imports.py hold the promises.
+by `imports_of`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The shape of a run's next job, chosen from what the scheduler, the site and ledgers say.
 
 `choose_for` gathers, `shapes.choose` decides. Whatever cannot be answered leaves the plain shape,
-with one line that says why; only a ceiling of the user's refuses the job. tests/unit/submit/
-test_shape.py holds the promises.
+with one line that says why; only a ceiling of the user's refuses the job.
 """
 
 from __future__ import annotations
@@ -262,10 +261,7 @@ def _seen(
 
 
 def _own_waits(name: str, cluster: Cluster) -> list[WaitRecord]:
-    """What accounting says of own waits behind others; asked once a minute at most.
-
-    Homes are shared between clusters, so `name` is of the site or the scheduler.
-    """
+    """What accounting says of own waits behind others; asked once a minute at most."""
     path = index_path().with_name(f"waits-{name}.json")
     now = clock.now()
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no file, or torn

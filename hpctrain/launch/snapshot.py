@@ -2,8 +2,7 @@
 
 A run waits in the queue for hours and comes back for days, while its owner goes on editing. The
 copy has the working tree's content, uncommitted edits included, and nothing that git does not
-track: no data, no checkpoints, no files with tokens. tests/unit/submit/test_snapshot.py holds the
-promises.
+track: no data, no checkpoints, no files with tokens.
 """
 
 from __future__ import annotations

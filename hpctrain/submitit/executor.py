@@ -2,7 +2,6 @@
 
 Parameters, their names, their checks and the pickling are submitit's own. Only how a job is started
 is ours: `hpctrain.submit`. What no run can do is refused in a line.
-tests/unit/submitit/test_executor.py holds the promises.
 """
 
 from __future__ import annotations

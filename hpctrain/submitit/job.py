@@ -1,7 +1,6 @@
 """submitit's job: its state is its run's (the ledger's word before the scheduler's); its files.
 
 A job's files lie in its run's folder; links in the executor's folder have submitit's names.
-tests/unit/submitit/test_job.py and test_folder.py hold the promises.
 """
 
 from __future__ import annotations

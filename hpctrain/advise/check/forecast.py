@@ -2,8 +2,7 @@
 
 Saves are compared with the disk, the time limit and the notice of a preemption. Numbers come from
 the newest earlier run of the program that saved; without one they are not known. The rules are
-those of the ranks: `plan.interval` and docs/staying-alive.md. tests/unit/check/test_forecast.py,
-test_past.py, test_lines.py and test_render.py hold the promises.
+those of the ranks: `plan.interval` and docs/staying-alive.md.
 """
 
 from __future__ import annotations

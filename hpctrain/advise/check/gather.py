@@ -2,7 +2,6 @@
 
 `submit.prepare` refuses at its first mistake; the program is checked all the same where it is
 found. Imports are tried in a process of their own: an import may take a minute, print, or exit.
-tests/unit/cli/test_check.py and tests/unit/check/test_import_probe.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rehearse a program on two processors: a few steps, preempted, resumed, and compared.
 
 The comparison is with an undisturbed run and with one rank. Jobs and folder go at the end, also
-after Ctrl-C. tests/unit/check/test_rehearsal.py and test_comparison.py hold the promises.
+after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -318,10 +318,7 @@ def printed_line(
 
 
 class _Printing:
-    """Whether an attempt has printed so many places, and has saved where that is asked.
-
-    One that prints none, or does not save, is given a while.
-    """
+    """Whether an attempt has printed so many places, and has saved where that is asked."""
 
     def __init__(
         self, run: RunDir, number: int, steps: int, has_saved: Callable[[], bool] = lambda: True

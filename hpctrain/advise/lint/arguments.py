@@ -1,7 +1,4 @@
-"""Rules HT103, HT401, HT402, HT407 and HT506: what calls are given, and old names of torch.
-
-tests/unit/lint/test_rules.py and test_fixes.py hold the promises.
-"""
+"""Rules HT103, HT401, HT402, HT407 and HT506: what calls are given, and old names of torch."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 Whatever the text is, this returns: what cannot be read is a finding (HT001). The program's author
 may live with findings: `# hpctrain: ignore HT101` hides that rule on its line, or on the next one
 where it stands alone, and a file has known findings. A comment that hides nothing is told (HT002).
-tests/unit/lint/test_rules.py, test_ignores.py and test_fuzz.py hold the promises.
 """
 
 from __future__ import annotations

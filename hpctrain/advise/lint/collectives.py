@@ -1,7 +1,7 @@
 """Which calls all ranks must make together, and which functions of the program make them.
 
 Calls on a group of their own are left out: only the members meet there, and who they are is seldom
-written where one can read it. tests/unit/lint/test_rules.py holds the promises.
+written where one can read it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Rules HT101 to HT113: ranks that do not come to the same collectives.
 
 A walk over each function's statements, with the tests around each of them in hand.
-tests/unit/lint/test_rules.py holds the promises.
 """
 
 from __future__ import annotations

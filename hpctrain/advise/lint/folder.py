@@ -2,7 +2,6 @@
 
 Of each module a summary is kept and its syntax tree forgotten, so that a large folder takes little
 memory. Links to folders are not followed, so that no circle of them is walked.
-tests/unit/lint/test_folder.py and test_files.py hold the promises.
 """
 
 from __future__ import annotations

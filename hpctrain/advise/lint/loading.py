@@ -1,7 +1,6 @@
 """Rules HT301, HT302, HT306 to HT308, HT511, HT512, HT601, HT605 and HT608.
 
-Samplers, loaders and their workers; signals, saves and loads. tests/unit/lint/test_rules.py holds
-the promises.
+Samplers, loaders and their workers; signals, saves and loads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Rules HT203 to HT205, HT208 to HT211, HT213, HT515 and HT518: the order of a training step.
-
-tests/unit/lint/test_rules.py holds the promises.
-"""
+"""Rules HT203 to HT205, HT208 to HT211, HT213, HT515 and HT518: the order of a training step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Findings as people read them, as SARIF for code hosts and editors, and as notes of a submit.
 
-The notes never refuse a submit. tests/unit/cli/test_lint.py and tests/unit/lint/
-test_submit_notes.py hold the promises.
+The notes never refuse a submit.
 """
 
 from __future__ import annotations

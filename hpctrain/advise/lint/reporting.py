@@ -1,7 +1,4 @@
-"""How a rule tells what it has found: a finding with its place and the line of the source.
-
-tests/unit/lint/test_rules.py holds the promises.
-"""
+"""How a rule tells what it has found: a finding with its place and the line of the source."""
 
 from __future__ import annotations
 

@@ -122,10 +122,7 @@ def _reducing(way: Strategy, batch: Batch) -> list[Strategy]:
 
 
 def _tried(asked: PlanRequest, way: Strategy) -> list[Batch]:
-    """Return what a rank may be given, the largest micro-batch first.
-
-    Refuse a batch that cannot be shared so, or not in passes enough for a pipeline.
-    """
+    """Return what a rank may be given, the largest micro-batch first."""
     share = samples_per_rank(asked.global_batch, way.data_ranks)
     if asked.micro:
         passes = passes_per_step(asked.global_batch, way.data_ranks, asked.micro)
@@ -336,10 +333,7 @@ def ways_of(asked: PlanRequest) -> list[Strategy]:
 
 
 def _taken(asked: PlanRequest) -> str:
-    """Return the title of the simplest way that fits on the GPUs; empty if none does.
-
-    If no micro-batch was asked for, the smallest decides.
-    """
+    """Return the title of the simplest way that fits on the GPUs; empty if none does."""
     asked = replace(asked, micro=asked.micro or 1)
     for way in ways_of(asked):
         if way.layout.offload or way.aside:

@@ -404,11 +404,7 @@ def _spread(model: nn.Module, what: Step, meshes: Any) -> list[torch.Tensor]:
 
 
 def _buckets(model: nn.Module) -> list[torch.Tensor]:
-    """Stand in for DDP's buckets: gradients are copied into them, and are views of them then.
-
-    DDP's own would look at gradients' values, which are not there.
-    tests/engines/test_strategy_measured.py holds this against a real DDP.
-    """
+    """Stand in for DDP's buckets: gradients are copied into them, and are views of them then."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     whole = [torch.zeros_like(weight) for weight in weights]
     for weight, view in zip(weights, whole, strict=True):

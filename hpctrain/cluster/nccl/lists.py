@@ -1,7 +1,4 @@
-"""Rules for lists: interfaces, adapters, algorithms and protocols, as NCCL and Gloo split them.
-
-tests/unit/nccl/test_nccl_rules.py holds the promises.
-"""
+"""Rules for lists: interfaces, adapters, algorithms and protocols, as NCCL and Gloo split them."""
 
 from __future__ import annotations
 

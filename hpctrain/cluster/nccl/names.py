@@ -6,7 +6,6 @@ A message says the value, what its reader would make of it and why that is wrong
 `check_name` warns of misspelt and dead names, of NVIDIA's debugging class, and of what no preset
 sets. A name that is missing in these tables is not wrong for certain: it is warned of, with the
 nearest one that is known. variables.toml has them, and the releases whose source was read.
-tests/unit/nccl/test_nccl_rules.py holds the promises.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 NCCL reads a number with C's strtoll in base 0 and keeps what it got: `true` is 0, `010` is 8,
 `1abc` is 1, all without a word. torch reads decimal numbers and its own words for yes and no, and
 stops the program at others. libfabric reads numbers as NCCL does, and switches by words.
-tests/unit/nccl/test_nccl_rules.py holds the promises.
 """
 
 from __future__ import annotations

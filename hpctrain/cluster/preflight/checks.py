@@ -2,7 +2,7 @@
 
 What a node lacks that others have is its fault; where there is no majority nobody is named. What
 could not be read is unknown. `Expected` is what healthy nodes of this site have, `Order` what
-travels from the login node to the nodes. tests/unit/preflight/test_checks.py holds the promises.
+travels from the login node to the nodes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 None is unknown, not "none there". Every source comes in from outside (`FactSources`). Nothing is
 changed, and nothing may hang: commands and file systems are asked with a time-out. Rehearsals put
-faults in (`testing/faults.py`). Standard library only. tests/unit/preflight/test_checks.py,
-test_node_faults.py and test_probe.py hold the promises.
+faults in (`testing/faults.py`). Standard library only.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 There is no daemon. Each job has a controller process (`entry/local_controller.py`), the only writer
 of the job's record; everybody else writes request files and reads the record. Standard library
-only. tests/unit/cli/test_local.py and tests/unit/entry/test_local_controller.py hold the promises.
+only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A site's files, found in their layers and read.
-
-tests/unit/site/test_load.py and test_site.py hold the promises.
-"""
+"""A site's files, found in their layers and read."""
 
 from __future__ import annotations
 

@@ -3,9 +3,6 @@
 `take_apart` checks one file that was read, and each of its values keeps its line. `build` makes the
 preset of several of them: bases, layers, `_add`, sources. [lock] names values that a user changes
 only with --allow-locked: `check_locked` holds changes against it. Reads no files.
-
-tests/unit/site/test_schema.py, test_load.py and tests/unit/submit/test_site_lock.py hold the
-promises.
 """
 
 from __future__ import annotations

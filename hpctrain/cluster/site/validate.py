@@ -5,8 +5,7 @@ Types, choices and unknown keys are refused earlier, when the file is read. `env
 node only, or under one version only, so each environment that a job can get is judged as a whole.
 `facts` is for [slurm], [partitions] and the rest: facts that contradict each other or nature.
 
-Pure: the day comes in as an argument. tests/unit/site/test_validate.py holds the promises.
-
+Pure: the day comes in as an argument.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Followers of a run: its logs as they grow, until it is over, and its ledger as lines.
 
-They poll: inotify is blind to what other nodes write over NFS. tests/unit/cli/test_logs.py and
-test_events.py hold the promises.
+They poll: inotify is blind to what other nodes write over NFS.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Charts are plain dictionaries, so only the page needs plotly. Names that users chose are escaped:
 plotly reads HTML in its texts. A chart without data has a line that says why. In the time line,
-data waits and saves inside a stretch of steps are known as sums only, so a stretch is one bar;
-bars below a pixel are merged. tests/unit/report/test_report.py holds the promises.
+data waits and saves inside a stretch of steps are known as sums only, so a stretch is one bar; bars
+below a pixel are merged.
 """
 
 from __future__ import annotations

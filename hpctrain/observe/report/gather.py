@@ -2,8 +2,7 @@
 
 What is missing or torn is left out and named in `problems`; no content of a run directory makes it
 raise. A curve is a list of (x, y); y is None where nothing is known, which breaks the line.
-Thinning keeps the extremes, so no spike is hidden. tests/unit/report/test_report.py holds the
-promises.
+Thinning keeps the extremes, so no spike is hidden.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Numbers, words, colours and layout of a report, of one run or several, for page and text. Pure.
-
-tests/unit/report/test_report.py holds the promises.
-"""
+"""Numbers, words, colours and layout of a report of one run or several, as page and text. Pure."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 `ask` and `job_starts` are what the scheduler and its accounting know of a run's jobs, also for
 `logs` and `cancel`; an answer that did not come is told and no error.
-tests/unit/cli/test_status.py and tests/unit/scheduler/test_status_questions.py hold the promises.
 """
 
 from __future__ import annotations
@@ -352,10 +351,7 @@ def _bulk_queries(runs: Sequence[_RunFiles]) -> dict[str, Cluster]:
 
 
 def _chain(first: _RunFiles) -> list[_RunFiles]:
-    """The other runs that wait for this one or are waited for, however far away.
-
-    And who follows the original of a copy: `chained` goes by what the runs themselves follow.
-    """
+    """The other runs that wait for this one or are waited for, however far away."""
     members, todo = {str(first.run.root): first}, [first]
     while todo and len(members) < LONGEST_CHAIN:
         files = todo.pop()
@@ -387,10 +383,7 @@ def _read_other(path: str) -> _RunFiles | None:
 
 
 def _evaluations(files: _RunFiles) -> list[EvaluationView]:
-    """Of the run's checkpoints; of those that are not decided the ledger of their own run is read.
-
-    Few are alive at a time (`evaluate.at_once`), and the others have none yet.
-    """
+    """Of the run's checkpoints; of those that are not decided, by the ledgers of their own runs."""
     from hpctrain.core.settings.schema import Settings
 
     history, settings = files.history, files.spec.settings if files.spec else Settings()

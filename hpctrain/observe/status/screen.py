@@ -2,7 +2,6 @@
 
 The parts of the screen are in the order in which people look: is it alive, why does it wait, what
 happened, is it fast, is it safe, is the model fine, what did it cost. Each line has its label.
-tests/unit/cli/test_status.py and tests/unit/history/test_speed.py hold the promises.
 """
 
 from __future__ import annotations

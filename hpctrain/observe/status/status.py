@@ -1,7 +1,6 @@
 """The status of a run, from its ledger, its heartbeat and its scheduler's answer. Pure.
 
 Also when it will be done (`finish`), by its queue waits, restarts and preemptions so far.
-tests/unit/cli/test_status.py and tests/unit/status/test_finish.py hold the promises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Tables of a run's attempts and of its ranks, for a console.
-
-tests/unit/cli/test_status.py and tests/unit/agent/test_cpus.py hold the promises.
-"""
+"""Tables of a run's attempts and of its ranks, for a console."""
 
 from __future__ import annotations
 

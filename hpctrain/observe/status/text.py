@@ -1,8 +1,7 @@
 """A run's state in a sentence and as JSON, why its job waits, its chain, what to type next. Pure.
 
-As JSON: seconds since the epoch and bytes, as plain numbers; what is not known, or has no number
-in JSON (NaN), is null. tests/unit/cli/test_status.py and tests/unit/status/test_chain.py hold the
-promises.
+As JSON: seconds since the epoch and bytes, as plain numbers; what is not known, or has no number in
+JSON (NaN), is null.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ It checks that the image is there, is for the nodes' machines, and that a runtim
 module, a setup line or the site may bring is a note, not a refusal. The machine is read from the
 image's own bytes: SIF headers, OCI and docker configurations, the header of a root file system's
 shell. SquashFS cannot be read. Bytes that are cut off, nonsense or too large are "not known".
-tests/unit/scheduler/test_container_checks.py and test_image_file.py hold the promises.
 """
 
 from __future__ import annotations

@@ -260,10 +260,7 @@ def _is_held_next(job: Mapping[str, str], config: Mapping[str, str]) -> bool:
 def _preempt_mode(
     job: Mapping[str, str], config: Mapping[str, str], ask: Callable[[list[str]], str]
 ) -> list[str]:
-    """What preemption does to this job: the words of its partition or QOS, else the cluster's.
-
-    Beside the one that counts there may be others, such as GANG and (since 25.05) PRIORITY.
-    """
+    """What preemption does to this job: the words of its partition or QOS, else the cluster's."""
     mode = ""
     if config.get("PreemptType") == "preempt/partition_prio":
         text = ask(["scontrol", "show", "partition", job.get("Partition", "")])

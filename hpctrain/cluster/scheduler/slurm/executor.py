@@ -2,7 +2,6 @@
 
 What is kept of submitit: the executor and job classes, and the callable in its checkpointable form.
 Which of its rules are overruled, and why: docs/development/decisions.md.
-tests/unit/scheduler/test_slurm_executor.py holds the promises.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ What is chosen is a layer of its own (`Chosen`), which a resume drops, to choose
 `choose_partition` goes by the limits in the preset; one that the preset does not have is unknown,
 and refuses nothing: SLURM will. `preemption_notes` puts what preemption costs into words for the
 user; the facts behind it are in docs/staying-alive.md. Pure, but for a few questions to SLURM that
-a caller may hand in. tests/unit/submit/test_site_submit.py holds the promises.
+a caller may hand in.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 The #SBATCH lines have no task layout: `--ntasks-per-node` fixes the number of tasks at the first
 start, so a `--nodes 2-4` job that lost a node would wait for ever (seen with 22.05). The srun line
 has it. For `environment.stage`, `shell_variables` gives sbatch/stage.sh its variables; `outcome`
-makes one event of the nodes' answers. tests/unit/scheduler/test_slurm_script.py,
-test_site_script.py, test_untrusted_scripts.py and test_slurm_staging.py hold the promises.
+makes one event of the nodes' answers.
 """
 
 from __future__ import annotations
@@ -282,10 +281,7 @@ def _site_option(option: str, settings: SlurmSettings, site: Site | None) -> str
 
 
 def _checked(option: str) -> str:
-    """One of the user's own options, unless it keeps the job from coming back on fewer nodes.
-
-    Nor one by which the run would be several jobs, or a job that is not where we would ask for it.
-    """
+    """One of the user's own options, unless it keeps the job from coming back on fewer nodes."""
     if not option.startswith("-"):
         raise UsageError(
             f"slurm.extra: {option!r} is not an option: give each as one string, e.g. --switches=1"
@@ -309,10 +305,7 @@ def _checked(option: str) -> str:
 
 
 def _setup(modules: Sequence[str], settings: SlurmSettings, site: Site | None) -> list[str]:
-    """The site's and the user's shell lines, as a function: the body calls it once it has traps.
-
-    Each line that fails is named by the body with where it comes from.
-    """
+    """The site's and the user's shell lines, as a function: the body calls it once it has traps."""
     if not modules and not settings.setup:
         return []
     lines = []
