@@ -35,16 +35,18 @@ from hpctrain.core.base.text import count, duration, size, time_of_day
 from hpctrain.core.terminal import can_redraw, echo_json, echo_note
 from hpctrain.errors import ChecksFailed, ClusterUnreachable, HpctrainError, RunAlive, UsageError
 from hpctrain.ledger.history.run_history import RunHistory
-from hpctrain.ledger.run.find_run import find_run
+from hpctrain.ledger.history.run_state import OVER, RunState
+from hpctrain.ledger.run.find_run import find_run, indexed
 from hpctrain.ledger.run.layout import RunDir, runs_flag
+from hpctrain.ledger.run.ownership import refuse_foreign
+from hpctrain.observe.status.reader import StatusReader, newest_ranks
+from hpctrain.observe.status.status import UNDER_WAY_STATES, RunStatus, exit_status
+from hpctrain.observe.status.text import as_json, ranks_as_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import RenderableType
-
-    from hpctrain.observe.status.reader import StatusReader
-    from hpctrain.observe.status.status import RunStatus
 
 
 @click.command(
@@ -163,11 +165,6 @@ def remove(*, names: tuple[str, ...], yes: bool, runs: Path) -> None:
 
 def _refuse_needed(run: RunDir) -> None:
     """Refuse to delete a run that something still needs."""
-    from hpctrain.ledger.history.run_state import OVER
-    from hpctrain.ledger.run.ownership import refuse_foreign
-    from hpctrain.observe.status.reader import StatusReader
-    from hpctrain.observe.status.status import UNDER_WAY_STATES
-
     refuse_foreign(run, group=False)
     if run.root.is_symlink():
         target = run.root.readlink()
@@ -272,8 +269,6 @@ def status(
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
-    from hpctrain.observe.status.reader import StatusReader
-
     if interval is not None and not watch:
         raise UsageError(f"--interval {interval:g} is for --watch: give both, or neither")
     if every and (names or runs_flag(runs)):
@@ -347,10 +342,6 @@ class Shown:
 
 def look_at(reader: StatusReader, run: RunDir, *, attempts: bool, ranks: bool) -> Shown:
     """Everything about one run."""
-    from hpctrain.observe.status.reader import newest_ranks
-    from hpctrain.observe.status.status import exit_status
-    from hpctrain.observe.status.text import as_json, ranks_as_json
-
     status = reader.look(run)
     newest = status.attempts[-1].number if status.attempts else None
     sample = newest_ranks(run, newest) if ranks and newest is not None else None
@@ -372,8 +363,6 @@ def look_at_all(
     reader: StatusReader, *, thorough: bool, named: Sequence[RunDir] = (), elsewhere: str = ""
 ) -> Shown:
     """The table of runs."""
-    from hpctrain.observe.status.text import as_json
-
     runs = reader.look_at_all(thorough=thorough, named=named, elsewhere=elsewhere)
 
     def screen() -> RenderableType:
@@ -381,8 +370,6 @@ def look_at_all(
         from hpctrain.observe.status.screen import RunsScreen
 
         if not runs:
-            from hpctrain.ledger.run.find_run import indexed
-
             older = elsewhere == "live" and indexed()
             more = "; `hpctrain status --all` lists those of other folders" if older else ""
             return uncut(f"no runs in {reader.runs}; `hpctrain submit` starts one{more}")
@@ -413,9 +400,6 @@ def keep_looking(look: Callable[[], Shown], interval_s: float, *, as_json: bool 
 
 def _over(runs: Sequence[RunStatus]) -> tuple[bool, bool]:
     """Whether nothing is under way, and whether that is certain."""
-    from hpctrain.ledger.history.run_state import RunState
-    from hpctrain.observe.status.status import UNDER_WAY_STATES
-
     over = all(run.state not in UNDER_WAY_STATES for run in runs)
     return over, all(run.state is not RunState.LOST for run in runs)
 
