@@ -315,7 +315,7 @@ def _progress(
 
 ANSWER_S = 30.0
 """So long may the agents take, and the shared disk to show what they have written."""
-_LAUNCHER = re.compile(r"/hpctrain/agent/ranks\.py:\d+ ")
+_LAUNCHER = re.compile(r"/hpctrain/node/agent/ranks\.py:\d+ ")
 STANDS_S = 5.0
 """Ranks that have not moved for so long stand: who waits for whom is then worth a line."""
 

@@ -151,7 +151,6 @@ _FABRIC_POLICY = frozenset({"NCCL_IB_FIFO_TC", "NCCL_IB_SL", "NCCL_IB_TC"})
 
 def check_name(name: str, value: str, context: Context) -> Iterator[Problem]:
     """What is to be said of the name, and of any value that this name may have."""
-    del context
     if name in _DEAD:
         yield from _dead(name)
     else:

@@ -197,12 +197,10 @@ class LocalCluster(Cluster):
 
     def missing(self, environ: Mapping[str, str]) -> str:
         """Nothing: there is always this machine."""
-        del environ
         return ""
 
     def here(self, environ: Mapping[str, str] | None = None) -> str:
         """No name: its jobs are known by their files alone."""
-        del environ
         return ""
 
     def notes(
@@ -216,7 +214,6 @@ class LocalCluster(Cluster):
 
         A job ends with its first lost node, so no spare takes a place, and nothing shrinks.
         """
-        del origins, site, accounting
         image, stage = settings.container.image, settings.environment.stage
         idle = [f"container.image {image}"] if image else []
         idle += [f"environment.stage {stage}"] if stage != "no" else []
@@ -278,7 +275,6 @@ class LocalCluster(Cluster):
 
     def bulk_query(self, job_ids: Sequence[str]) -> LocalCluster:
         """Itself: it reads files, and asks nobody."""
-        del job_ids
         return self
 
     def cancel(self, job_id: str) -> None:
@@ -300,18 +296,15 @@ class LocalCluster(Cluster):
 
     def dropped(self, environ: Mapping[str, str], site: Site | None) -> list[str]:
         """A shell inside a job has variables of it, which would tell the ranks of another run."""
-        del site
         return clean(environ).dropped
 
     def render(self, spec: Spec, run: RunDir, token: str) -> str:
         """A note for who looks for the script; a job's name is known by it."""
-        del run, token
         start = f"{spec.python} -P -m hpctrain.entry.local_controller JOB_ID"
         return f"#!/bin/sh\n# local cluster: {start}\n"
 
     def preview(self, spec: Spec, run: RunDir, env: Callable[[], Mapping[str, str]]) -> str:
         """What each rank executes, as one would type it."""
-        del run
         words = [f"{name}={value}" for name, value in env().items()]
         command = shlex.join(["env", *words, *spec.command()])
         return (
@@ -370,7 +363,6 @@ class LocalControl:
 
     def __init__(self, job_id: str, *, restarts: int | None = None) -> None:
         """Speak of this job; its record counts the restarts."""
-        del restarts
         self._job_id = job_id
 
     def facts(self) -> JobFacts:

@@ -318,7 +318,6 @@ class SlurmCluster(Cluster):
         self, spec: Spec, run: RunDir, token: str, environ: Mapping[str, str]
     ) -> PreflightJob:
         """Submit its script."""
-        del spec, environ
         return SlurmPreflight(self, run.script(token))
 
     def _accounted(self, job_id: str) -> JobInfo | None:

@@ -77,6 +77,5 @@ class HpctrainExecutor(submitit.SlurmExecutor):
             ClusterError: refused; nothing was started.
             ClusterUnreachable: no answer in time; the job may or may not have been accepted.
         """
-        del fn, args, kwargs
         job_id = sbatch(self.script_path, self.after, timeout_s=self.timeout_s)
         return self.job_class(folder=self.folder, job_id=job_id, tasks=[0])
