@@ -88,7 +88,7 @@ def command(
         raise UsageError("-C shows lines around those of --grep or --err; neither is given")
     choice = LogSelection(
         ranks=_wanted(ranks, err=err),
-        attempt=wanted_attempt(attempt),
+        attempt=_wanted_attempt(attempt),
         since=since,
         lines=both(_pattern(grep), err=err) if err or grep is not None else None,
         context=context,
@@ -123,7 +123,7 @@ def _print(
     watch = EndWatch(run, choice.attempt, notes_to(printer))
     watch.add(ledger.new())
     if choice.attempt is not None and not follow:
-        check_attempt(run, watch.history, choice.attempt)
+        _check_attempt(run, watch.history, choice.attempt)
     if isinstance(choice.ranks, frozenset) and not follow:
         _check_ranks(run, watch.history, choice.ranks)
     if tail is not None:
@@ -149,12 +149,8 @@ def colored() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
-def wanted_attempt(text: str | None) -> int | None:
-    """The attempt that was asked for; None for all.
-
-    Raises:
-        UsageError: neither a number from 1 on nor "all".
-    """
+def _wanted_attempt(text: str | None) -> int | None:
+    """The attempt that was asked for; None for all."""
     if text is None or text == "all":
         return None
     if re.fullmatch("0*[1-9][0-9]{0,8}", text) is None:
@@ -162,12 +158,8 @@ def wanted_attempt(text: str | None) -> int | None:
     return int(text)
 
 
-def check_attempt(run: RunDir, history: RunHistory, attempt: int) -> None:
-    """See that the run has this attempt.
-
-    Raises:
-        NotFound: it has not.
-    """
+def _check_attempt(run: RunDir, history: RunHistory, attempt: int) -> None:
+    """See that the run has this attempt."""
     if history.attempt(attempt) is None:
         raise NotFound(f"{run.name} has no attempt {attempt}; it has {len(history.attempts)}")
 
@@ -246,14 +238,14 @@ def events(
     run_dir = find_run(run, runs=runs)
     if not run_dir.events.is_file():
         raise NotFound(f"{run_dir.name} has no ledger: {run_dir.events} is not there")
-    number = wanted_attempt(attempt)
+    number = _wanted_attempt(attempt)
     lines = EventLines(_kinds(kinds), number, since, fold=not (every or as_json), as_json=as_json)
     reading = Reading(run_dir, lines)
     first = reading.new(last=not follow)
     for text in first if tail is None else deque(first, maxlen=tail):
         click.echo(text)
     if number is not None and not follow:
-        check_attempt(run_dir, RunHistory.of(reading.turns), number)
+        _check_attempt(run_dir, RunHistory.of(reading.turns), number)
     for problem in [*reading.left_out, *([] if follow else reading.nothing(kinds))]:
         click.echo(f"{run_dir.name}: {problem}", err=True)
     if follow:

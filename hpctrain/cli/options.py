@@ -223,7 +223,7 @@ def submit_request(flags: dict[str, Any], *, time: str = "", **more: Any) -> Sub
     """
     from hpctrain.launch.prepare import SubmitRequest, flags_of
 
-    of_run, config = run_flags(flags), flags.pop("config")
+    of_run, config = _run_flags(flags), flags.pop("config")
     if time:
         given = {path: flag for path, flag in of_run.items() if flag[1] is not None}
         of_run = {**flags_of(time=time), **given}
@@ -531,12 +531,8 @@ def job_flags(values: dict[str, Any]) -> Flags:
     return flags
 
 
-def run_flags(values: dict[str, Any]) -> Flags:
-    """Take the values of a new run's options out of a command's keywords, as flags of settings.
-
-    Raises:
-        click.UsageError, UsageError: see `job_flags`.
-    """
+def _run_flags(values: dict[str, Any]) -> Flags:
+    """Take the values of a new run's options out of a command's keywords, as flags of settings."""
     from hpctrain.launch.prepare import flags_of
 
     own = {name: values.pop(name) for name in _OF_RUN if name in values}

@@ -106,7 +106,7 @@ def command(
         _show(run_dir, name, as_json=as_json)
         return
     own_spec(run_dir, named=run, foreign=foreign)
-    request, expected = ask_for(
+    request, expected = _ask_for(
         run_dir, steps=STEPS if steps is None else steps, ranks=ranks or "0", memory=memory
     )
     if wait:
@@ -169,15 +169,10 @@ class NotProfiled(HpctrainError):
     """The run ended before it was profiled."""
 
 
-def ask_for(
+def _ask_for(
     run: RunDir, *, steps: int, ranks: str, memory: bool
 ) -> tuple[ProfileRequest, set[int]]:
-    """Leave the request that rank 0 looks for; and the ranks that will be traced.
-
-    Raises:
-        UsageError: the run does not run, cannot hear of it, or is being profiled already; steps or
-            ranks that there are not.
-    """
+    """Leave the request that rank 0 looks for; and the ranks that will be traced."""
     if not 1 <= steps <= MOST_STEPS:
         raise UsageError(f"--steps is {steps}; it takes 1 to {MOST_STEPS}")
     wanted = rank_set(ranks, where="--ranks")

@@ -157,11 +157,8 @@ class Waited:
         return facts
 
 
-def wait_for_first_step(run: RunDir, runs: Path) -> Waited:
-    """Return when the job that was submitted last has done a step, or is over. Reads only.
-
-    A program that tells hpctrain of no steps is waited for until its job ends.
-    """
+def _wait_for_first_step(run: RunDir, runs: Path) -> Waited:
+    """Return when the job that was submitted last has done a step, or is over. Reads only."""
     from hpctrain.ledger.history.run_history import RunHistory
     from hpctrain.ledger.run.events import Tail
 
@@ -180,7 +177,7 @@ def conclude(run: RunDir, runs: Path, facts: dict[str, Any] | None, *, wait: boo
 
     `facts` are what it prints as JSON, None where it has printed text.
     """
-    waited = wait_for_first_step(run, runs) if wait else None
+    waited = _wait_for_first_step(run, runs) if wait else None
     if facts is not None:
         echo_json(facts | ({"waited": waited.as_json()} if waited else {}))
     elif waited is not None and not waited.interrupted:

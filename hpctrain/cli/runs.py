@@ -287,7 +287,7 @@ def status(
         click.echo(shown.as_json(indent=2) if as_json else shown.as_text())
     else:
         reader.ask_every_s, reader.account_every_s = ASK_EVERY_S, ACCOUNT_EVERY_S
-        shown = keep_looking(look, interval or INTERVAL_S, as_json=as_json)
+        shown = _keep_looking(look, interval or INTERVAL_S, as_json=as_json)
     if reader.unreadable:
         echo_note(f"{count(reader.unreadable, 'folder')} in {runs} cannot be read")
     return shown.exit_status if exit_status else 0
@@ -378,14 +378,8 @@ def look_at_all(
     return Shown(screen, lambda: [as_json(one) for one in runs], *_over(runs))
 
 
-def keep_looking(look: Callable[[], Shown], interval_s: float, *, as_json: bool = False) -> Shown:
-    """Look again and again until all is over; returns the last look.
-
-    With `as_json` it prints a line whenever something has happened.
-
-    Raises:
-        KeyboardInterrupt: the user had enough; the terminal is as it was, with the last look on it.
-    """
+def _keep_looking(look: Callable[[], Shown], interval_s: float, *, as_json: bool = False) -> Shown:
+    """Look again and again until all is over; returns the last look."""
     drawn_over = not as_json and can_redraw(sys.stdout)
     lost = False
     with _on_screen(interval_s) if drawn_over else nullcontext(_of_news(as_json=as_json)) as show:

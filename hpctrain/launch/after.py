@@ -337,20 +337,15 @@ def take_beside(
             continue
         same = before is not None and value_at(before.settings, f"{section}.script") == script
         entry = kept.get(section) if same else None
-        spec.beside[section] = entry or read_command(spec, section, environ)
+        spec.beside[section] = entry or _read_command(spec, section, environ)
         notes += side_spec(spec, section, name=spec.name, accounting=accounting)[1]
         if section == EVALUATE and spec.settings.checkpoint.sealed:
             notes.append(NOT_SEALED)
     return notes
 
 
-def read_command(spec: Spec, section: str, environ: Mapping[str, str]) -> Entry:
-    """What a section's `script` is to run, found as `submit` finds what stands behind `--`.
-
-    Raises:
-        NotFound: there is no such program.
-        UsageError: it cannot run.
-    """
+def _read_command(spec: Spec, section: str, environ: Mapping[str, str]) -> Entry:
+    """What a section's `script` is to run, found as `submit` finds what stands behind `--`."""
     where = f"{spec.origins.get(f'{section}.script', DEFAULT)}: {section}.script"
     script = value_at(spec.settings, f"{section}.script")
     return read_script(spec, section, script, environ, where=where)

@@ -1,6 +1,6 @@
 """Check what the login node can see of a job: files, programs, accounts, releases, disk and meshes.
 
-`refuse_shared` keeps two live runs from one set of checkpoint files (`checkpoint.sealed`): each
+`_refuse_shared` keeps two live runs from one set of checkpoint files (`checkpoint.sealed`): each
 would resume from the other's weights. The disk must have flock(2), rename(2), fsync(2), O_APPEND;
 locks between nodes are `hpctrain preflight`'s. Releases of torch and DeepSpeed are read from the
 interpreter's packages without an import.
@@ -151,7 +151,7 @@ def check_sealed(settings: Settings, cwd: str, run: Path, after: Sequence[str] =
     """
     if settings.checkpoint.sealed:
         refuse_wrong(settings.checkpoint.sealed, Path(cwd) if cwd else None, run)
-        refuse_shared(settings, cwd, run, after)
+        _refuse_shared(settings, cwd, run, after)
 
 
 def plan_meshes(
@@ -333,14 +333,8 @@ def installed_version(package: str) -> str:
     return ""
 
 
-def refuse_shared(settings: Settings, cwd: str, run: Path, after: Sequence[str] = ()) -> None:
-    """Refuse a run whose checkpoints would be another live run's too.
-
-    See `check_sealed`. The directory `run` need not exist.
-
-    Raises:
-        UsageError: one does; with its name and how to separate them.
-    """
+def _refuse_shared(settings: Settings, cwd: str, run: Path, after: Sequence[str] = ()) -> None:
+    """Refuse a run whose checkpoints would be another live run's too."""
     if not settings.checkpoint.sealed:
         return
     own = _places(settings.checkpoint.sealed, cwd, run)

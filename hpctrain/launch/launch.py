@@ -368,11 +368,8 @@ def without_nodes(spec: Spec, exclude: Sequence[str]) -> Spec:
     return replace(spec, settings=settings)
 
 
-def list_of_user(spec: Spec, environ: Mapping[str, str]) -> Path:
-    """The user's list for the run's cluster: by its site's name, else by the scheduler's for it.
-
-    Homes are shared between clusters, and n001 of one is not n001 of another.
-    """
+def _list_of_user(spec: Spec, environ: Mapping[str, str]) -> Path:
+    """The user's list for the run's cluster: by its site's name, else by the scheduler's for it."""
     folder = bad_nodes_of_user(environ, "any").parent
     if spec.site or not folder.is_dir():
         return bad_nodes_of_user(environ, spec.site or spec.cluster)
@@ -392,7 +389,7 @@ def kept_out(run: RunDir, spec: Spec, environ: Mapping[str, str]) -> dict[str, s
     """
     if get_cluster(spec.cluster).on_this_machine:
         return {}
-    lists = (list_of_user(spec, environ), bad_nodes_path(run))
+    lists = (_list_of_user(spec, environ), bad_nodes_path(run))
     return {
         name: f"{bad.reason} ({path})" for path in lists for name, bad in read_bad(path).items()
     }

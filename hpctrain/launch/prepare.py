@@ -181,7 +181,7 @@ def prepare(request: SubmitRequest) -> Prepared:
         RunExists: there is a run of that name.
         ChecksFailed: the run directory could not be written, or the container could not start.
     """
-    configs = read_configs(request)
+    configs = _read_configs(request)
     cluster = _choose_cluster(request, configs)
     site_choice = _find_site(request, configs, cluster)
     site = site_choice.site
@@ -429,14 +429,8 @@ def free_name(runs: Path, stem: str) -> str:
     return f"{stem}-{max(taken, default=0) + 1}"
 
 
-def read_configs(request: SubmitRequest) -> list[SettingsFile]:
-    """The settings files that count, the lowest first: the user's own, and the project's.
-
-    Raises:
-        ChecksFailed: one of them was not named, and is another user's.
-        NotFound: the one that was named is not there.
-        UsageError: one cannot be read, or makes no sense.
-    """
+def _read_configs(request: SubmitRequest) -> list[SettingsFile]:
+    """The settings files that count, the lowest first: the user's own, and the project's."""
     folder = user_folder(request.environ)
     unnamed = [] if folder is None else [folder / CONFIG_NAME]
     unnamed += [] if request.config else [request.cwd / CONFIG_NAME]

@@ -144,7 +144,7 @@ def _module(words: Sequence[str], cwd: Path, *, inside: bool) -> Entry:
 
     name, args = words[0], list(words[1:])
     try:
-        path = str(find_module(name, [str(cwd), *import_path()]))
+        path = str(_find_module(name, [str(cwd), *import_path()]))
     except NotFound:
         if not inside:
             raise
@@ -152,13 +152,8 @@ def _module(words: Sequence[str], cwd: Path, *, inside: bool) -> Entry:
     return Entry(kind="module", module=name, path=path, args=args, python_path=[str(cwd)])
 
 
-def find_module(name: str, folders: Sequence[str]) -> Path:
-    """The file that `python -m NAME` would run, without importing the packages above it.
-
-    Raises:
-        NotFound: there is none.
-        UsageError: it is no name of a module, or a package that cannot be run.
-    """
+def _find_module(name: str, folders: Sequence[str]) -> Path:
+    """The file that `python -m NAME` would run, without importing the packages above it."""
     if _MODULE.fullmatch(name) is None:
         hint = f"; a file is named without -m: -- {name}" if name.endswith(".py") else ""
         raise UsageError(f"-- -m {name}: {name!r} is not the name of a module{hint}")

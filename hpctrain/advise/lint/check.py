@@ -148,7 +148,7 @@ def _check_program(
     if facts.folder is not None:
         facts.folder.learn(facts.syntax)
     findings = sorted(findings_of_rules, key=lambda one: one.place)
-    return list(without_ignored(text, path, findings, every_rule=choice.all_rules))
+    return list(_without_ignored(text, path, findings, every_rule=choice.all_rules))
 
 
 def unreadable(path: str, why: str, line: int = 0) -> LintFinding:
@@ -288,13 +288,10 @@ def ignore_comments(text: str) -> list[IgnoreComment]:
     return comments
 
 
-def without_ignored(
+def _without_ignored(
     text: str, path: str, findings: Iterable[LintFinding], *, every_rule: bool
 ) -> Iterator[LintFinding]:
-    """Yield the findings that no comment hides, and the comments that hide none.
-
-    Unless `every_rule` has looked, a comment for another rule would seem idle.
-    """
+    """Yield the findings that no comment hides, and the comments that hide none."""
     comments = ignore_comments(text)
     if not comments:
         yield from findings

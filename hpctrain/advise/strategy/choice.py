@@ -123,7 +123,7 @@ def _reducing(way: Strategy, batch: Batch) -> list[Strategy]:
 
 def _tried(asked: PlanRequest, way: Strategy) -> list[Batch]:
     """Return what a rank may be given, the largest micro-batch first."""
-    share = samples_per_rank(asked.global_batch, way.data_ranks)
+    share = _samples_per_rank(asked.global_batch, way.data_ranks)
     if asked.micro:
         passes = passes_per_step(asked.global_batch, way.data_ranks, asked.micro)
         tried = [Batch(asked.micro, asked.seq, passes)]
@@ -165,12 +165,8 @@ def _too_much(asked: PlanRequest, most: Peak, over: int) -> str:
 # ---- global batch = micro batch x passes x data-parallel ranks
 
 
-def samples_per_rank(global_batch: int, data_ranks: int) -> int:
-    """Samples of one rank in a step.
-
-    Raises:
-        UsageError: ranks would have unequal shares; with the nearest batches that all can share.
-    """
+def _samples_per_rank(global_batch: int, data_ranks: int) -> int:
+    """Samples of one rank in a step."""
     if global_batch % data_ranks:
         below = global_batch // data_ranks * data_ranks
         near = [n for n in (below, below + data_ranks) if n]
@@ -188,7 +184,7 @@ def passes_per_step(global_batch: int, data_ranks: int, micro: int) -> int:
     Raises:
         UsageError: they do not come out even; with the nearest values that do.
     """
-    share = samples_per_rank(global_batch, data_ranks)
+    share = _samples_per_rank(global_batch, data_ranks)
     if share % micro:
         near = _nearest(divisors(share), micro)
         raise UsageError(

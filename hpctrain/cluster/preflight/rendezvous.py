@@ -100,9 +100,9 @@ class Coordinator:
     def skews(self, clock: Callable[[], float] = clock.now) -> dict[int, Skew]:
         """Each other node's clock against this one's, by the midpoint of the quickest exchange.
 
-        Some are asked at a time: see `ask_clocks`.
+        Some are asked at a time: see `_ask_clocks`.
         """
-        return ask_clocks(dict(self._peers), clock, self._leave_out)
+        return _ask_clocks(dict(self._peers), clock, self._leave_out)
 
     def agree(self, own: Any, decide: Decide, timeout_s: float) -> Any:
         """What `decide` makes of all nodes' values, which every node gets.
@@ -430,15 +430,12 @@ class _Ping:
     left: int
 
 
-def ask_clocks(
+def _ask_clocks(
     peers: Mapping[int, Connection],
     clock: Callable[[], float],
     leave_out: Callable[[int, Exception], None],
 ) -> dict[int, Skew]:
-    """Each node's clock against this one's, by the midpoint of the quickest of its exchanges.
-
-    `leave_out` gets a node that has gone or gives no answer, with the error, and closes it.
-    """
+    """Each node's clock against this one's, by the midpoint of the quickest of its exchanges."""
     with _Asking(peers, clock, leave_out) as asking:
         return asking.all()
 

@@ -291,12 +291,8 @@ def _differs(name: str, before: Value, now: str, by: str, *, keeps: bool) -> str
     return f"{name} is {now} by {by}, not {before.value} ({before.origin})"
 
 
-def parse_condition(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """The parts of a condition, all of which must hold: `[(">=", (2, 21)), ("<", (2, 24))]`.
-
-    Raises:
-        ValueError: a part is not an operator with a version.
-    """
+def _parse_condition(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """The parts of a condition, all of which must hold: `[(">=", (2, 21)), ("<", (2, 24))]`."""
     parts = []
     for part in text.split(","):
         match = _CONDITION.fullmatch(part.strip())
@@ -318,7 +314,7 @@ def holds(condition: str, version: str) -> bool:
     match = _NUMBERS.match(version.strip())
     if match is None:
         raise ValueError(f'"{version}" does not begin like a version')
-    return all(_COMPARE[sign](_key(match[1]), bound) for sign, bound in parse_condition(condition))
+    return all(_COMPARE[sign](_key(match[1]), bound) for sign, bound in _parse_condition(condition))
 
 
 def _key(digits: str) -> tuple[int, ...]:
