@@ -104,7 +104,7 @@ def body_path() -> Path:
 
 
 def _srun_options(settings: SlurmSettings, site: Site | None = None) -> list[str]:
-    """Return what the run adds to the srun line; of equal options srun takes the last, the user's."""
+    """What the run adds to the srun line: CPUs of a node's ranks, the site's, the user's own."""
     cpus = settings.cpus_per_rank * settings.ranks()
     own = [f"--cpus-per-task={cpus}"] if cpus else []
     return [*own, *_srun_options_of(site), *settings.srun_args]
