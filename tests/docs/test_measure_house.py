@@ -33,12 +33,12 @@ def test_a_class_name_means_one_thing(house):
 
 def test_modules_and_lines_do_not_grow_unseen(house):
     """Whoever needs more says so here, and why in the commit."""
-    assert len(house.modules) <= 333
-    assert sum(house.lines.values()) <= 115_950
+    assert len(house.modules) <= 334
+    assert sum(house.lines.values()) <= 116_050
 
 
 def test_modules_are_not_cut_thin_and_functions_fit_a_screen(house):
-    assert len(house.thin()) <= 4
+    assert len(house.thin()) <= 5
     assert len(house.long_functions()) <= 8
     assert sum(lines > 700 for lines in house.lines.values()) <= 1
 
