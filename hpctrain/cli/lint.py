@@ -20,7 +20,8 @@ from hpctrain.advise.lint.check import (
     renamed,
     unreadable,
 )
-from hpctrain.advise.lint.folder import LintFolder, files_to_check
+from hpctrain.advise.lint.files import files_to_check
+from hpctrain.advise.lint.folder import LintFolder
 from hpctrain.advise.lint.render import finding_lines, findings_plain, sarif, summary
 from hpctrain.advise.lint.rule import RULES, LintFinding
 from hpctrain.cli.options import json_option
