@@ -21,7 +21,6 @@ from hpctrain.advise.lint.check import (
     unreadable,
 )
 from hpctrain.advise.lint.files import files_to_check
-from hpctrain.advise.lint.folder import LintFolder
 from hpctrain.advise.lint.render import finding_lines, findings_plain, sarif, summary
 from hpctrain.advise.lint.rule import RULES, LintFinding
 from hpctrain.cli.options import json_option
@@ -42,6 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from click.shell_completion import CompletionItem
+
+    from hpctrain.advise.lint.folder import LintFolder
 
 EXAMPLES = """\b
 Examples:
