@@ -230,7 +230,7 @@ def _print_status(console: Console) -> None:
 
 
 def _print_attempts(console: Console) -> None:
-    from hpctrain.observe.status.screen import attempts_table
+    from hpctrain.observe.status.tables import attempts_table
 
     console.print(*attempts_table(_done_status(), COLUMNS), sep="\n")
 

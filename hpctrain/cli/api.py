@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.core.base.files import follow_folder
 from hpctrain.errors import UsageError
 from hpctrain.ledger.run.find_run import LATEST, find_run
 from hpctrain.ledger.run.layout import runs_root
+from hpctrain.ledger.run.ownership import own_spec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -192,7 +194,7 @@ def submit(
         ClusterError: the scheduler refused; nothing was started and nothing is left.
         ClusterUnreachable: no answer; the job may run, so the run stays and `resume` finds it.
     """
-    from hpctrain.advise.lint.submit_notes import lint_notes
+    from hpctrain.advise.lint.render import lint_notes
     from hpctrain.launch.launch import submit_run
     from hpctrain.launch.prepare import SubmitRequest, flags_of
 
@@ -324,8 +326,6 @@ def resume(
         program=list(program),
         new_code=new_code,
     )
-    from hpctrain.ledger.run.ownership import own_spec
-
     run_dir = find_run(run, runs=runs)
     spec = own_spec(run_dir, named=run, foreign=foreign)
     prepared = prepare_resume(run_dir, spec, request, os.environ)
@@ -366,10 +366,8 @@ def cancel(
         UsageError: its newest job is another run's, or runs in a terminal.
         ClusterError: the scheduler refused, or did not answer.
     """
-    from hpctrain.core.base.files import follow_folder
     from hpctrain.launch.live_job import cancel_run
     from hpctrain.ledger.history.run_history import RunHistory
-    from hpctrain.ledger.run.ownership import own_spec
     from hpctrain.observe.status.reader import ask
 
     run_dir = find_run(run, runs=runs)

@@ -5,6 +5,7 @@ tests/unit/cli/test_check.py, test_preflight.py and tests/slurm/test_preflight.p
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,11 @@ from hpctrain.cli.options import (
     submission_options,
     submit_request,
 )
+from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.core.base import clock
+from hpctrain.core.base.files import replace_text
+from hpctrain.core.terminal import clean, echo_json, echo_note
+from hpctrain.errors import ChecksFailed, ClusterError
 
 if TYPE_CHECKING:
     from hpctrain.advise.check.forecast import CheckList
@@ -121,15 +126,11 @@ def _ask(request: SubmitRequest, *, rehearse_s: float | None) -> CheckList:
 
 def _write(checks: CheckList, junit: str, sarif: str) -> None:
     """Write the files that pipelines read; "" for none."""
-    from hpctrain.core.base.files import replace_text
-
     if junit:
         from hpctrain.advise.check.forecast import junit as as_junit
 
         replace_text(Path(junit), as_junit(checks))
     if sarif:
-        import json
-
         from hpctrain.advise.check.forecast import sarif as as_sarif
 
         replace_text(Path(sarif), json.dumps(as_sarif(checks), indent=1) + "\n")
@@ -138,7 +139,6 @@ def _write(checks: CheckList, junit: str, sarif: str) -> None:
 def _print_list(checks: CheckList, *, as_json: bool) -> None:
     """Print the list."""
     from hpctrain.advise.check.forecast import summary, text_lines
-    from hpctrain.core.terminal import clean, echo_json
 
     if as_json:
         echo_json(checks.plain())
@@ -251,7 +251,6 @@ def _login(flags: dict[str, Any]) -> tuple[Spec | None, Site | None, Path, list[
     """T0: what would be submitted, and what is to be said of it."""
     from hpctrain.cluster.preflight.report import OK, WARN, Result
     from hpctrain.cluster.site.schema import Site
-    from hpctrain.errors import ChecksFailed, ClusterError
     from hpctrain.launch.preflight import check_login, refused
     from hpctrain.launch.prepare import prepare
 
@@ -273,13 +272,10 @@ def _accepted(preflight: Preflight, cluster: str) -> list[Result]:
     """What the scheduler says of the job before it is submitted."""
     if preflight.script is None:
         return []
-    from hpctrain.cluster.scheduler.base import get_cluster
-
     return get_cluster(cluster).check_script(preflight.script)
 
 
 def _job(preflight: Preflight, spec: Spec, *, timeout_s: float, quiet: bool) -> PreflightReport:
-    from hpctrain.core.terminal import echo_note
     from hpctrain.launch.preflight import start, wait
 
     job = start(preflight, spec, os.environ)
@@ -291,7 +287,6 @@ def _job(preflight: Preflight, spec: Spec, *, timeout_s: float, quiet: bool) -> 
 def _note_bad(report: PreflightReport, spec: Spec, hours: float) -> None:
     """Keep bad nodes out of later jobs, and let those back in that are well."""
     from hpctrain.cluster.preflight.report import bad_nodes_of_user, record_bad
-    from hpctrain.cluster.scheduler.base import get_cluster
     from hpctrain.launch.launch import name_here
 
     if get_cluster(spec.cluster).on_this_machine:
@@ -303,7 +298,6 @@ def _note_bad(report: PreflightReport, spec: Spec, hours: float) -> None:
 def _print_report(report: PreflightReport, *, as_json: bool, strict: bool) -> int:
     """Print the report; the exit code."""
     from hpctrain.cluster.preflight.report import lines, names
-    from hpctrain.core.terminal import echo_json
 
     if as_json:
         echo_json(report.plain())

@@ -1,16 +1,16 @@
-"""`hpctrain checkpoints` and `evaluate`: what a run has saved, whether its bytes are as written.
-
-tests/unit/cli/test_checkpoints.py and test_evaluate.py hold the promises.
-"""
+"""`hpctrain checkpoints` and `evaluate`: what a run has saved, whether its bytes are as written."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.checkpoint.store import find, retention
+from hpctrain.checkpoint.store.find import FoundCheckpoint, step_path
 from hpctrain.cli.checkpoints_exchange import diff_command, export_command, import_command
 from hpctrain.cli.checkpoints_keep import (
     echo_sealed,
@@ -35,12 +35,19 @@ from hpctrain.cli.options import (
 )
 from hpctrain.cli.progress import progress
 from hpctrain.core.base.text import size
+from hpctrain.core.terminal import echo_json
+from hpctrain.errors import ClusterError, FileSystemFault, NotFound, UsageError
+from hpctrain.ledger.history.evaluations import due
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.event_types import CheckpointVerified, EvaluationAsked
+from hpctrain.ledger.run.find_run import LATEST, find_run
+from hpctrain.ledger.run.ownership import own_spec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.checkpoint.sealed.seals import StoredSeal
-    from hpctrain.checkpoint.store.find import FoundCheckpoint
     from hpctrain.core.settings.spec import Spec
     from hpctrain.launch.evaluations import Advanced
     from hpctrain.ledger.run.layout import RunDir
@@ -80,8 +87,6 @@ def list_command(runs: Path, run: str, *, as_json: bool) -> None:
 
     Compares sizes with the manifests; `verify` reads bytes.
     """
-    from hpctrain.core.terminal import echo_json
-
     directory = _run(run, runs)
     rows, sealed = _rows(directory), sealed_rows(directory)
     if as_json:
@@ -125,8 +130,6 @@ def _echo_rows(rows: list[dict[str, Any]]) -> None:
 @click.pass_obj
 def show_command(runs: Path, run: str, step: int, *, as_json: bool) -> None:
     """Show what the manifest of one checkpoint says."""
-    from hpctrain.core.terminal import echo_json
-
     checkpoint = _one(_run(run, runs), step)
     facts = _facts(checkpoint)
     if as_json:
@@ -169,9 +172,6 @@ def verify_command(
     Without --deep it reads only manifests, chunk tables and file sizes. It changes no
     checkpoint: a run quarantines damaged ones. The ledger records what --deep verified.
     """
-    from hpctrain.checkpoint.store import find
-    from hpctrain.core.terminal import echo_json
-
     directory = _run(run, ctx.obj)
     sealed = sealed_of_step(directory, step)
     if step is None:
@@ -201,15 +201,10 @@ def verify_command(
 
 
 def _run(name: str, runs: Path) -> RunDir:
-    from hpctrain.ledger.run.find_run import find_run
-
     return find_run(name, runs=runs)
 
 
 def _one(run: RunDir, step: int) -> FoundCheckpoint:
-    from hpctrain.checkpoint.store import find
-    from hpctrain.errors import NotFound
-
     there = find.steps(run)
     if step not in there:
         listed = ", ".join(map(str, there)) or "none"
@@ -256,10 +251,7 @@ def _sealed_verdicts(
 
 
 def _note_verified(run: RunDir, verdicts: list[dict[str, Any]]) -> None:
-    """For `status`; a user who may only read the run reads it all the same."""
-    from hpctrain.ledger.run import events as ledger
-    from hpctrain.ledger.run.event_types import CheckpointVerified
-
+    """For `status`; whoever may only read the run has read it all the same."""
     try:
         for verdict in verdicts:
             if not verdict["problems"] and not verdict["unreadable"]:
@@ -270,9 +262,6 @@ def _note_verified(run: RunDir, verdicts: list[dict[str, Any]]) -> None:
 
 
 def _rows(run: RunDir) -> list[dict[str, Any]]:
-    from hpctrain.checkpoint.store import find
-    from hpctrain.ledger.history.run_history import RunHistory
-
     facts = RunHistory.read(run, marks="few").evaluations
     metrics = {step: dict(fact.metrics) for step, fact in facts.items()}
     rows = [
@@ -313,9 +302,6 @@ def _bare(step: int, path: Path, state: str, why: str | None) -> dict[str, Any]:
 
 def _bytes_in(path: Path) -> int | None:
     """Bytes of all files; None where the file system does not say."""
-    from hpctrain.checkpoint.store import find
-    from hpctrain.errors import FileSystemFault
-
     try:
         return sum(size or 0 for size in find.file_sizes(path).values())
     except FileSystemFault:  # the row's state tells it
@@ -324,8 +310,6 @@ def _bytes_in(path: Path) -> int | None:
 
 def _pin(checkpoint: FoundCheckpoint) -> str | None:
     """Why a checkpoint is pinned, maybe without a word; None if it is not, or nobody can say."""
-    from hpctrain.checkpoint.store import retention
-
     try:
         return retention.reason_of(checkpoint.path) if retention.carries(checkpoint.path) else None
     except OSError as error:
@@ -373,8 +357,6 @@ def _state(row: dict[str, Any]) -> str:
 
 
 def _inline(value: Any) -> str | None:
-    import json
-
     if value is None:
         return None
     text = value if isinstance(value, str) else json.dumps(value)
@@ -416,11 +398,7 @@ def evaluate(
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
-    from hpctrain.core.terminal import echo_json
-    from hpctrain.errors import ClusterError, UsageError
     from hpctrain.launch.evaluations import advance
-    from hpctrain.ledger.run.find_run import LATEST, find_run
-    from hpctrain.ledger.run.ownership import own_spec
 
     if run is None and not yes and not dry_run:
         ask_to_act("evaluate", newest_to_act_on("evaluate", runs))
@@ -444,13 +422,6 @@ def evaluate(
 
 def _ask_evaluation(run: RunDir, spec: Spec, step: int) -> None:
     """Write down that this step is to be evaluated, unless it was due anyway."""
-    from hpctrain.checkpoint.store.find import step_path
-    from hpctrain.errors import NotFound, UsageError
-    from hpctrain.ledger.history.evaluations import due
-    from hpctrain.ledger.history.run_history import RunHistory
-    from hpctrain.ledger.run import events as ledger
-    from hpctrain.ledger.run.event_types import EvaluationAsked
-
     history, settings = RunHistory.read(run, marks="few"), spec.settings.evaluate
     said = history.evaluations.get(step)
     if said is not None and said.run:

@@ -1,10 +1,8 @@
-"""`hpctrain checkpoints export`, `import` and `diff`: to, from and beside what others wrote.
-
-tests/unit/checkpoint/test_exchange_{export,import,diff}.py hold the promises.
-"""
+"""`hpctrain checkpoints export`, `import` and `diff`: to, from and beside what others wrote."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +11,13 @@ import click
 
 from hpctrain.cli.options import complete_run, json_option
 from hpctrain.cli.progress import progress
+from hpctrain.core.base.files import follow_folder
+from hpctrain.core.base.text import size
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.core.terminal import echo_json, echo_note, echo_warning
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.ledger.run.find_run import find_run
+from hpctrain.ledger.run.ownership import refuse_foreign
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,7 +113,6 @@ def export_command(
     from hpctrain.checkpoint.exchange import contents as source_contents
     from hpctrain.checkpoint.exchange import export
     from hpctrain.checkpoint.exchange.contents import TARGETS
-    from hpctrain.ledger.run.find_run import find_run
 
     directory = find_run(run, runs=runs)
     path, manifest = source_contents.committed(directory, step)
@@ -203,12 +207,7 @@ def import_command(
     """
     from hpctrain.checkpoint.exchange import import_into, naming
     from hpctrain.checkpoint.exchange.contents import TARGETS
-    from hpctrain.core.base.files import follow_folder
-    from hpctrain.core.settings.spec import load_spec
-    from hpctrain.core.terminal import echo_note
     from hpctrain.launch.live_job import refuse_alive
-    from hpctrain.ledger.run.find_run import find_run
-    from hpctrain.ledger.run.ownership import refuse_foreign
 
     directory = find_run(run, runs=runs)
     refuse_foreign(directory)
@@ -235,7 +234,6 @@ def _to_torch(
     place: Path, tensors: Sequence[Tensor], step: int, state: Any, on_bytes: Callable[[int], None]
 ) -> Written:
     from hpctrain.checkpoint.exchange.import_into import needs_torch
-    from hpctrain.errors import UsageError
 
     if place.is_dir():
         raise UsageError(f"{place} is a folder; --to torch takes the name of a file")
@@ -251,7 +249,6 @@ def _to_safetensors(
     extras: dict[str, Any],
 ) -> Written:
     from hpctrain.checkpoint.exchange import safetensors
-    from hpctrain.errors import UsageError
 
     if place.exists() and not place.is_dir():
         raise UsageError(f"{place} is a file; --to safetensors takes a folder")
@@ -262,12 +259,8 @@ def _to_safetensors(
 def _like(
     run: RunDir, manifest: Manifest, like: Path | None, tensors: list[Tensor], *, is_folder: bool
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """The weights and the files beside them as the folder has them that they once came from.
-
-    Of adapters as peft has them: in one file, whatever its size.
-    """
+    """The weights and the files beside them as the folder has them that they once came from."""
     from hpctrain.checkpoint.exchange import safetensors
-    from hpctrain.errors import UsageError
 
     if like is not None and not is_folder:
         raise UsageError(f"--like {like} goes with --to safetensors and --what model")
@@ -284,9 +277,6 @@ def _like(
 
 def _begun_with(run: RunDir) -> Path | None:
     """The folder that the run's settings name, where it is still there."""
-    from hpctrain.core.settings.spec import load_spec
-    from hpctrain.errors import HpctrainError
-
     try:
         named = load_spec(run.spec).settings.engine.pretrained
     except HpctrainError:  # its checkpoints can be exported all the same
@@ -295,8 +285,6 @@ def _begun_with(run: RunDir) -> Path | None:
 
 
 def _pairs(renames: Sequence[str]) -> list[tuple[str, str]]:
-    from hpctrain.errors import UsageError
-
     pairs = []
     for text in renames:
         old, equals, new = text.partition("=")
@@ -307,10 +295,6 @@ def _pairs(renames: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _table(path: Path | None) -> dict[str, str | None] | None:
-    import json
-
-    from hpctrain.errors import UsageError
-
     if path is None:
         return None
     try:
@@ -342,9 +326,6 @@ def _notes(
 
 
 def _print_written(written: Written, name: str, *, as_json: bool) -> None:
-    from hpctrain.core.base.text import size
-    from hpctrain.core.terminal import echo_json
-
     if as_json:
         files = [{"path": str(path), "size_bytes": count} for path, count in written.files]
         echo_json(
@@ -366,9 +347,6 @@ def _print_written(written: Written, name: str, *, as_json: bool) -> None:
 def _print_imported(
     made: Imported, run: RunDir, contents: Contents, notes: Sequence[str], *, as_json: bool
 ) -> None:
-    from hpctrain.core.base.text import size
-    from hpctrain.core.terminal import echo_json, echo_warning
-
     if as_json:
         echo_json(
             {
@@ -408,8 +386,6 @@ def diff_command(ctx: click.Context, what: tuple[str, ...], *, quick: bool, as_j
     Tensors are compared by their blocks' digests where both were cut alike, else by reading them.
     """
     from hpctrain.checkpoint.exchange import contents, diff
-    from hpctrain.core.terminal import echo_json
-    from hpctrain.ledger.run.find_run import find_run
 
     (left, before), (right, after) = _two(what)
     left_checkpoint = contents.committed(find_run(left, runs=ctx.obj), before)
@@ -445,7 +421,6 @@ def _two(what: Sequence[str]) -> tuple[tuple[str, int], tuple[str, int]]:
 
 
 def _print_difference(difference: Difference) -> None:
-    from hpctrain.core.base.text import size
     from hpctrain.core.drawing import echo_table
 
     for sign, names in (("-", difference.removed), ("+", difference.added)):
@@ -476,7 +451,5 @@ def _print_difference(difference: Difference) -> None:
 
 
 def _short(value: Any) -> str:
-    import json
-
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."  # noqa: PLR2004

@@ -1,7 +1,4 @@
-"""`hpctrain checkpoints pin`, `prune`, `rm` and `path`, and a program's own checkpoints.
-
-tests/unit/cli/test_checkpoints_keep.py and test_checkpoints_sealed.py hold the promises.
-"""
+"""`hpctrain checkpoints pin`, `prune`, `rm` and `path`, and a program's own checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.checkpoint.sealed import seals
+from hpctrain.checkpoint.store import retention
+from hpctrain.checkpoint.store.retention import WAIT, KeepDecision, Rules, Why, in_use, pinned
 from hpctrain.cli.options import complete_run, json_option
+from hpctrain.core.base.files import follow_folder
+from hpctrain.core.base.text import size
+from hpctrain.core.settings.spec import Spec, load_spec
+from hpctrain.core.terminal import echo_json
+from hpctrain.errors import NotFound, RunAlive, UsageError
+from hpctrain.ledger.history.evaluations import Evaluations, evaluations_of
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run.find_run import find_run
+from hpctrain.ledger.run.ownership import refuse_foreign
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,10 +28,7 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.sealed.resume import Looked
     from hpctrain.checkpoint.sealed.seals import StoredSeal
-    from hpctrain.checkpoint.store.retention import KeepDecision, Rules
     from hpctrain.core.settings.schema import CheckpointSettings
-    from hpctrain.core.settings.spec import Spec
-    from hpctrain.ledger.history.evaluations import Evaluations
     from hpctrain.ledger.history.run_state import LedgerState
     from hpctrain.ledger.run.layout import RunDir
 
@@ -48,12 +54,6 @@ def pin_command(runs: Path, run: str, step: int, *, reason: str, remove: bool) -
 
     A pin is a file PINNED in the checkpoint's directory.
     """
-    from hpctrain.checkpoint.store import retention
-    from hpctrain.core.base.files import follow_folder
-    from hpctrain.errors import UsageError
-    from hpctrain.ledger.run.find_run import find_run
-    from hpctrain.ledger.run.ownership import refuse_foreign
-
     if remove and reason:
         raise UsageError("--reason does not go with --remove")
     directory = find_run(run, runs=runs)
@@ -112,11 +112,6 @@ def prune_command(
     Defaults are the run's settings. Never deletes the last valid one, pinned ones, those in
     use and those that wait for an evaluation.
     """
-    from hpctrain.checkpoint.store import retention
-    from hpctrain.core.settings.spec import load_spec
-    from hpctrain.ledger.run.find_run import find_run
-    from hpctrain.ledger.run.ownership import refuse_foreign
-
     directory = find_run(run, runs=runs)
     refuse_foreign(directory)
     spec = load_spec(directory.spec)
@@ -156,13 +151,6 @@ def rm_command(
     runs: Path, run: str, steps: tuple[int, ...], *, yes: bool, force: bool, as_json: bool
 ) -> None:
     """Delete these checkpoints: all of them or, where one is refused, none."""
-    from hpctrain.checkpoint.store import retention
-    from hpctrain.core.base.text import size
-    from hpctrain.core.settings.spec import load_spec
-    from hpctrain.core.terminal import echo_json
-    from hpctrain.ledger.run.find_run import find_run
-    from hpctrain.ledger.run.ownership import refuse_foreign
-
     directory = find_run(run, runs=runs)
     refuse_foreign(directory)
     spec = load_spec(directory.spec)
@@ -184,9 +172,7 @@ def rm_command(
 
 
 def _ask(question: str) -> None:
-    """Continue only where somebody says so; where nobody can be asked, nothing is deleted."""
-    from hpctrain.errors import UsageError
-
+    """Go on only where somebody says so; where nobody can be asked, nothing is deleted."""
     if not sys.stdin.isatty():
         raise UsageError("nothing was deleted: there is no terminal to ask on; add --yes")
     click.confirm(question, abort=True, err=True)
@@ -194,8 +180,6 @@ def _ask(question: str) -> None:
 
 def _print_taken(run: RunDir, going: Sequence[int], evaluations: Evaluations) -> None:
     """What --force takes away beside the bytes, before anybody says yes."""
-    from hpctrain.checkpoint.store.retention import pinned
-
     for kind, steps in (("pinned", pinned(run)), ("to be evaluated", evaluations.awaited)):
         taken = ", ".join(str(step) for step in going if step in steps)
         if taken:
@@ -203,9 +187,6 @@ def _print_taken(run: RunDir, going: Sequence[int], evaluations: Evaluations) ->
 
 
 def _evaluations(run: RunDir, spec: Spec) -> Evaluations:
-    from hpctrain.ledger.history.evaluations import evaluations_of
-    from hpctrain.ledger.history.run_history import RunHistory
-
     return evaluations_of(RunHistory.read(run), spec.settings.evaluate)
 
 
@@ -215,7 +196,6 @@ def _idle(run: RunDir, cluster: str) -> LedgerState | None:
     An attempt that died with its node has left no end in the ledger: without this its checkpoints
     would count as in use until the run is resumed. None where the scheduler does not answer.
     """
-    from hpctrain.ledger.history.run_history import RunHistory
     from hpctrain.ledger.history.run_state import OVER
     from hpctrain.observe.status.reader import ask
 
@@ -231,8 +211,6 @@ def _idle(run: RunDir, cluster: str) -> LedgerState | None:
 def _only_keep_last(
     *, highest: bool | None, keep_last: int | None, **others: int | str | None
 ) -> int:
-    from hpctrain.errors import UsageError
-
     if keep_last is None:
         raise UsageError("--sealed deletes the program's own files: say how many stay, --keep-last")
     if highest is not None or any(value is not None for value in others.values()):
@@ -250,9 +228,6 @@ def _rules(
     metric: str | None,
 ) -> Rules:
     """The settings, with what the flags say instead."""
-    from hpctrain.checkpoint.store.retention import Rules
-    from hpctrain.errors import UsageError
-
     best = settings.keep_best if keep_best is None else keep_best
     if not best and (metric is not None or highest is not None):
         raise UsageError("--metric, --highest and --lowest need --keep-best")
@@ -270,8 +245,6 @@ def _rules(
 
 def _require_metric(run: RunDir, rules: Rules, decisions: Sequence[KeepDecision]) -> None:
     """A name that is spelled wrong must not delete what is best by the right one."""
-    from hpctrain.errors import UsageError
-
     metrics = sorted({name for decision in decisions for name in decision.row.metrics})
     if rules.keep_best and decisions and rules.best_metric not in metrics:
         raise UsageError(
@@ -284,10 +257,6 @@ def _refuse_if_all_in_use(
     run: RunDir, decisions: Sequence[KeepDecision], idle: LedgerState | None
 ) -> None:
     """Say so where a live attempt is the only reason that nothing goes."""
-    from hpctrain.checkpoint.store.retention import WAIT, Why, in_use
-    from hpctrain.errors import RunAlive
-    from hpctrain.ledger.history.run_history import RunHistory
-
     usage = in_use(RunHistory.read(run), idle)
     only = any(decision.why == (Why.IN_USE,) for decision in decisions)
     if usage is not None and only and all(decision.why for decision in decisions):
@@ -298,18 +267,12 @@ def _settled(decision: KeepDecision, *, gone: bool) -> KeepDecision:
     """What became of a checkpoint, which may be other than was planned."""
     from dataclasses import replace
 
-    from hpctrain.checkpoint.store.retention import Why
-
     return replace(decision, why=() if gone else decision.why or (Why.IN_USE,))
 
 
 def _print_pruned(
     run: RunDir, rules: Rules, decisions: Sequence[KeepDecision], *, dry_run: bool, as_json: bool
 ) -> None:
-    from hpctrain.checkpoint.store.retention import pinned
-    from hpctrain.core.base.text import size
-    from hpctrain.core.terminal import echo_json
-
     going = [decision for decision in decisions if not decision.why]
     freed = sum(decision.size_bytes for decision in going)
     if as_json:
@@ -350,8 +313,6 @@ def _fact(decision: KeepDecision) -> dict[str, Any]:
 
 
 def _in_words(decision: KeepDecision, rules: Rules, reasons: dict[int, str]) -> str:
-    from hpctrain.checkpoint.store.retention import Why
-
     row = decision.row
     said = {Why.EVERY: f"every {rules.keep_every}", Why.EVALUATION: "to be evaluated"}
     if Why.BEST in decision.why:
@@ -375,8 +336,6 @@ def sealed_rows(run: RunDir) -> list[dict[str, Any]]:
 
 def sealed_of_step(run: RunDir, step: int | None) -> list[StoredSeal]:
     """The seals of a step, or all of them, newest first."""
-    from hpctrain.checkpoint.sealed import seals
-
     wanted = seals.listing(run)
     return [s for s in wanted if step is None or (s.seal is not None and s.seal.step == step)]
 
@@ -407,7 +366,6 @@ def when(created: float | None) -> str | None:
 
 def echo_sealed(sealed: Sequence[dict[str, Any]]) -> None:
     """A table of them."""
-    from hpctrain.core.base.text import size
     from hpctrain.core.drawing import echo_table
 
     cells = [
@@ -470,9 +428,6 @@ def path_command(runs: Path, run: str, step: int | None, *, as_json: bool) -> No
     the run's own copy.
     """
     from hpctrain.checkpoint.sealed import resume
-    from hpctrain.core.terminal import echo_json
-    from hpctrain.errors import NotFound
-    from hpctrain.ledger.run.find_run import find_run
 
     directory = find_run(run, runs=runs)
     looked, _ = resume.glance(directory, at_step=step)
@@ -494,10 +449,7 @@ def prune_sealed(run: RunDir, keep: int, *, is_idle: bool, dry_run: bool, as_jso
         RunAlive: its program may be loading or writing them.
         CheckpointError: one cannot be deleted.
     """
-    from hpctrain.checkpoint.sealed import resume, seals
-    from hpctrain.core.base.text import size
-    from hpctrain.core.terminal import echo_json
-    from hpctrain.errors import RunAlive
+    from hpctrain.checkpoint.sealed import resume
 
     if not is_idle and not dry_run:
         raise RunAlive(

@@ -1,11 +1,9 @@
-"""`hpctrain queue` and `local`: when a job would start; the embedded cluster, seen and disturbed.
-
-tests/unit/cli/test_queue.py and test_local.py hold the promises.
-"""
+"""`hpctrain queue` and `local`: when a job would start; the embedded cluster, seen, disturbed."""
 
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,7 +15,13 @@ from hpctrain.cli.options import (
     json_option,
     runs_option,
 )
+from hpctrain.cluster.scheduler.base import default_cluster, get_cluster
 from hpctrain.core.base.text import count, duration, in_nodes
+from hpctrain.core.terminal import echo_json
+from hpctrain.errors import ClusterUnreachable, UsageError
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run.find_run import find_run
+from hpctrain.ledger.run.ownership import refuse_foreign
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,12 +51,6 @@ def command(partition: str, cluster: str | None, *, as_json: bool) -> None:
     Calculated from the jobs and nodes that you can see and from SLURM's planned starts. A node with
     a job on it counts as taken. SLURM may start a job earlier: most jobs end before their limit.
     """
-    import os
-
-    from hpctrain.cluster.scheduler.base import default_cluster, get_cluster
-    from hpctrain.core.terminal import echo_json
-    from hpctrain.errors import ClusterUnreachable, UsageError
-
     scheduler = get_cluster(cluster or default_cluster(os.environ))
     if scheduler.on_this_machine:
         raise UsageError(f"cluster {scheduler.name} has no queue; use it where there is an sbatch")
@@ -170,11 +168,7 @@ def local_command() -> None:
 
 
 def _job_id(run: str, runs: Path) -> str:
-    from hpctrain.errors import UsageError
     from hpctrain.launch.live_job import newest_submission
-    from hpctrain.ledger.history.run_history import RunHistory
-    from hpctrain.ledger.run.find_run import find_run
-    from hpctrain.ledger.run.ownership import refuse_foreign
 
     run_dir = find_run(run, runs=runs)
     refuse_foreign(run_dir, group=False, hint="; name a run of your own")  # it may name our job
@@ -191,7 +185,6 @@ def list_jobs(as_json: bool) -> None:
     from dataclasses import asdict
 
     from hpctrain.cluster.scheduler import local as client
-    from hpctrain.core.terminal import echo_json
 
     jobs = client.all_jobs()
     if as_json:
@@ -217,8 +210,6 @@ def list_jobs(as_json: bool) -> None:
 def preempt(run: str, leave: int | None, grace_s: float, runs: Path) -> None:
     """Preempt RUN: another job takes its nodes."""
     from hpctrain.cluster.scheduler import local as client
-    from hpctrain.core.base.text import count
-    from hpctrain.errors import UsageError
 
     job_id = _job_id(run, runs)
     record = client.read(job_id)

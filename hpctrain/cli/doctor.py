@@ -1,7 +1,4 @@
-"""`hpctrain doctor`: why a run, or any training job by its logs, died, and what to do next.
-
-tests/unit/cli/test_doctor.py holds the promises.
-"""
+"""`hpctrain doctor`: why a run, or any training job by its logs, died, and what to do next."""
 
 from __future__ import annotations
 
@@ -13,7 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.options import complete_run, json_option, runs_option
+from hpctrain.core.base.text import count
+from hpctrain.core.terminal import echo_json, echo_note
 from hpctrain.errors import NotFound, UsageError
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run import events as ledger
+from hpctrain.ledger.run.find_run import find_run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from hpctrain.advise.doctor.faults import Diagnosis, LogFacts
     from hpctrain.advise.doctor.files import LogInput
     from hpctrain.ledger.history.attempts import AttemptView
-    from hpctrain.ledger.history.run_history import RunHistory
     from hpctrain.ledger.run.layout import RunDir
 
 TAIL_BYTES = 64 << 20
@@ -106,8 +107,6 @@ def _show(
     from hpctrain.advise.doctor.words import as_text, in_short
 
     if as_json:
-        from hpctrain.core.terminal import echo_json
-
         echo_json({"run": named or None, **document(diagnosis, notes)})
         return
     width = min(120, shutil.get_terminal_size((100, 24)).columns)
@@ -132,8 +131,6 @@ def _read(logs: Sequence[LogInput]) -> tuple[list[LogFacts], list[str]]:
 def _check(name: str) -> int:
     """Say of each file of signatures whether it does what its examples say."""
     from hpctrain.advise.doctor.signature import faults_of, files_in, paths_here, read
-    from hpctrain.core.base.text import count
-    from hpctrain.core.terminal import echo_note
 
     paths, notes = (files_in(Path(name)), []) if name else paths_here(os.environ)
     for note in notes:
@@ -160,9 +157,6 @@ def _check(name: str) -> int:
 def _of_run(name: str, attempt: int | None, runs: Path) -> tuple[Diagnosis, list[str], str]:
     """The diagnosis of one attempt of a run."""
     from hpctrain.advise.doctor.of_run import diagnose
-    from hpctrain.ledger.history.run_history import RunHistory
-    from hpctrain.ledger.run import events as ledger
-    from hpctrain.ledger.run.find_run import find_run
     from hpctrain.observe.status.reader import StatusReader
 
     run = find_run(name, runs=runs)
@@ -190,10 +184,7 @@ def _of_run(name: str, attempt: int | None, runs: Path) -> tuple[Diagnosis, list
 def _logs(
     run: RunDir, views: Mapping[int, AttemptView], number: int, history: RunHistory
 ) -> list[LogInput]:
-    """The logs of an attempt's ranks, and of its job's batch side where it was the job's last.
-
-    What the batch side prints has no attempt; what an earlier attempt died of is not this one's.
-    """
+    """The logs of an attempt's ranks, and of its job's batch side where it was the job's last."""
     from hpctrain.advise.doctor.files import LogInput
     from hpctrain.advise.doctor.lines import rank_of_file
 

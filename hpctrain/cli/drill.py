@@ -15,15 +15,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.options import cluster_option, json_option, runs_option
-from hpctrain.core.base.files import make_runs_folder
-from hpctrain.errors import ChecksFailed, UsageError
+from hpctrain.advise.drill.promises import FAULTS, DrillFault, chosen
+from hpctrain.advise.drill.schedule import Course, row, summary
+from hpctrain.advise.drill.schedule import as_json as results_json
+from hpctrain.advise.drill.schedule import page as results_page
+from hpctrain.cli.options import cluster_option, json_option, runs_option, set_option
+from hpctrain.core.base.env import HPCTRAIN_FAULTS
+from hpctrain.core.base.files import make_runs_folder, replace_text
+from hpctrain.core.settings.layers import parse_set
+from hpctrain.core.settings.spec import load_spec
+from hpctrain.core.terminal import echo_json, echo_note
+from hpctrain.errors import ChecksFailed, HpctrainError, UsageError
+from hpctrain.ledger.run.find_run import find_run
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.ledger.run.ownership import own_spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from hpctrain.advise.drill.promises import DrillFault
-    from hpctrain.advise.drill.schedule import Course
 
 _RECIPE = {
     "train.steps": 1_000_000,
@@ -69,7 +77,7 @@ Exit codes: 0 no promise was broken; 3 one was.
 @click.option("--nodes", default="1", metavar="N", help="Nodes of the drill's own run.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1), default=2, help="Ranks on each.")
 @cluster_option("Where its own run is; slurm if there is an sbatch.")
-@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="A setting of its own run.")
+@set_option("A setting of its own run.")
 @click.option(
     "--patience",
     type=click.FloatRange(min=1),
@@ -89,8 +97,6 @@ def command(
     Without RUN it starts its own run and cancels it at the end. On a live RUN it skips faults
     that could lose data.
     """
-    from hpctrain.advise.drill.promises import chosen
-
     named = bool(words) and not click.get_current_context().meta[_DASHES]
     if named and len(words) > 1:
         raise UsageError(
@@ -121,8 +127,6 @@ def _stop_as_interrupt() -> Iterator[None]:
 
 
 def _list(faults: Sequence[DrillFault], *, live: bool, as_json: bool) -> None:
-    from hpctrain.core.terminal import echo_json
-
     if as_json:
         echo_json([{"name": f.name, "does": f.does, "promise": f.promise} for f in faults])
         return
@@ -132,10 +136,6 @@ def _list(faults: Sequence[DrillFault], *, live: bool, as_json: bool) -> None:
 
 
 def _live(name: str, faults: list[DrillFault], runs: Path, *, as_json: bool, **flags: Any) -> int:
-    from hpctrain.advise.drill.schedule import Course
-    from hpctrain.ledger.run.find_run import find_run
-    from hpctrain.ledger.run.ownership import own_spec
-
     run = find_run(name, runs=runs)
     spec = own_spec(run, named=name)
     if not flags["yes"]:
@@ -149,18 +149,13 @@ def _live(name: str, faults: list[DrillFault], runs: Path, *, as_json: bool, **f
 def _own(
     words: list[str], faults: list[DrillFault], runs: Path, *, as_json: bool, **flags: Any
 ) -> int:
-    from hpctrain.advise.drill.schedule import Course
     from hpctrain.cli import api
-    from hpctrain.core.settings.spec import load_spec
-    from hpctrain.ledger.run.layout import RunDir
 
     name = f"drill-{secrets.token_hex(3)}"
     settings = _ANY | (_SCRIPT if words else _RECIPE)
     for setting in flags["sets"]:
-        key, sign, value = setting.partition("=")
-        if not sign:
-            raise UsageError(f"--set {setting}: write SECTION.KEY=VALUE")
-        settings[key] = _value(value)
+        section, key, value = parse_set(setting)
+        settings[f"{section}.{key}"] = value
     make_runs_folder(runs)
     armed = runs / f".{name}"
     armed.mkdir(mode=0o700)
@@ -198,9 +193,6 @@ def _armed(folder: Path) -> Iterator[None]:
 
     A fault whose marker is there does not fire; the drill takes it away when its turn has come.
     """
-    from hpctrain.advise.drill.promises import FAULTS
-    from hpctrain.core.base.env import HPCTRAIN_FAULTS
-
     before = os.environ.get(HPCTRAIN_FAULTS)
     texts = [before] if before else []
     for fault in FAULTS.values():
@@ -216,20 +208,9 @@ def _armed(folder: Path) -> Iterator[None]:
             os.environ[HPCTRAIN_FAULTS] = before
 
 
-def _value(text: str) -> Any:
-    import tomllib
-
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
 def _end(run: Any, runs: Path) -> None:
     """Cancel the drill's own run, whatever it is at."""
     from hpctrain.cli import api
-    from hpctrain.core.terminal import echo_note
-    from hpctrain.errors import HpctrainError
 
     try:
         api.cancel(run.name, runs=runs)
@@ -238,12 +219,6 @@ def _end(run: Any, runs: Path) -> None:
 
 
 def _inject(course: Course, faults: list[DrillFault], page: str | None, *, as_json: bool) -> int:
-    from hpctrain.advise.drill.schedule import as_json as results_json
-    from hpctrain.advise.drill.schedule import page as results_page
-    from hpctrain.advise.drill.schedule import row, summary
-    from hpctrain.core.base.files import replace_text
-    from hpctrain.core.terminal import echo_json
-
     width = shutil.get_terminal_size((100, 24)).columns
     results = []
     if not as_json:

@@ -1,7 +1,4 @@
-"""`hpctrain lint`: what would hang, go wrong or waste time in a training program.
-
-tests/unit/cli/test_lint.py holds the promises.
-"""
+"""`hpctrain lint`: what would hang, go wrong or waste time in a training program."""
 
 from __future__ import annotations
 
@@ -13,7 +10,30 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpctrain.advise.lint.check import (
+    RuleChoice,
+    baseline_text,
+    beyond_baseline,
+    check_text,
+    fixed_text,
+    read_baseline,
+    renamed,
+    unreadable,
+)
+from hpctrain.advise.lint.files import files_to_check
+from hpctrain.advise.lint.render import finding_lines, findings_plain, sarif, summary
+from hpctrain.advise.lint.rule import RULES, LintFinding
 from hpctrain.cli.options import json_option
+from hpctrain.core.base.files import (
+    MOST_SOURCE_BYTES,
+    NotText,
+    decoded,
+    read_source,
+    read_text,
+    replace_text,
+)
+from hpctrain.core.base.text import count
+from hpctrain.core.terminal import echo_json, echo_warning
 from hpctrain.errors import ChecksFailed, NotFound, UsageError
 
 if TYPE_CHECKING:
@@ -22,9 +42,7 @@ if TYPE_CHECKING:
 
     from click.shell_completion import CompletionItem
 
-    from hpctrain.advise.lint.check import RuleChoice
     from hpctrain.advise.lint.folder import LintFolder
-    from hpctrain.advise.lint.rule import LintFinding
 
 EXAMPLES = """\b
 Examples:
@@ -48,8 +66,6 @@ def _complete_code(
     """Codes of rules that begin so."""
     from click.shell_completion import CompletionItem
 
-    from hpctrain.advise.lint.rule import RULES
-
     return [
         CompletionItem(code, help=rule.name)
         for code, rule in RULES.items()
@@ -59,8 +75,6 @@ def _complete_code(
 
 def _codes(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
     """Beginnings of codes, from several options with commas, refused where no rule has them."""
-    from hpctrain.advise.lint.rule import RULES
-
     given = [part.strip() for value in values for part in value.split(",") if part.strip()]
     for code in given:
         if not any(rule.startswith(code) for rule in RULES):
@@ -128,8 +142,6 @@ def command(
     `# hpctrain: ignore HT101` in a program hides a finding on its line.
     Exit code 3 for an error; with --strict, for a warning.
     """  # noqa: D301 - click wants the control character
-    from hpctrain.advise.lint.check import RuleChoice
-
     if explain is not None:
         _explain(explain)
         return
@@ -156,8 +168,6 @@ def command(
 
 
 def _explain(code: str) -> None:
-    from hpctrain.advise.lint.rule import RULES
-
     rule = RULES.get(code)
     if rule is None:
         raise NotFound(f"there is no rule {code}; `hpctrain help check.md` lists them")
@@ -183,12 +193,7 @@ class _Lint:
         """Whether stdout has a program's text, or its difference, and nothing else may follow."""
 
     def take_files(self, paths: Sequence[str]) -> None:
-        """Check each file, and fix it where asked."""
-        from hpctrain.advise.lint.check import unreadable
-        from hpctrain.advise.lint.files import files_to_check
-        from hpctrain.core.base.files import NotText, read_source
-        from hpctrain.core.terminal import echo_warning
-
+        """Check, and mend where asked, each file."""
         for path, folder in files_to_check(paths, echo_warning):
             self.files += 1
             self.folder = folder
@@ -204,9 +209,6 @@ class _Lint:
 
     def take_stdin(self, name: str) -> None:
         """Check what comes in; with --fix print it as it should be."""
-        from hpctrain.advise.lint.check import fixed_text, unreadable
-        from hpctrain.core.base.files import MOST_SOURCE_BYTES, NotText, decoded
-
         self.files = 1
         try:
             text = decoded(sys.stdin.buffer.read(MOST_SOURCE_BYTES + 1))
@@ -221,9 +223,7 @@ class _Lint:
         self.printed = self.diff
 
     def _take(self, text: str, name: str, path: Path | None) -> None:
-        from hpctrain.advise.lint.check import check_text, fixed_text, unreadable
         from hpctrain.advise.lint.syntax import as_diff, write_source
-        from hpctrain.core.base.files import NotText
 
         findings = check_text(text, name, self.choice, cpus=self.cpus, folder=self.folder)
         if (self.fix or self.diff) and any(one.edits for one in findings):
@@ -242,8 +242,6 @@ class _Lint:
 
     def _relative(self, beside: Path) -> list[LintFinding]:
         """The findings with paths as seen from a baseline's folder."""
-        from hpctrain.advise.lint.check import renamed
-
         folder = beside.resolve().parent
         return [
             renamed(one, Path(os.path.relpath(Path(one.path).resolve(), folder)).as_posix())
@@ -252,10 +250,6 @@ class _Lint:
 
     def write_baseline(self, path: Path) -> None:
         """Write what was found."""
-        from hpctrain.advise.lint.check import baseline_text
-        from hpctrain.core.base.files import replace_text
-        from hpctrain.core.base.text import count
-
         replace_text(path, baseline_text(self._relative(path)))
         number = len(self.findings)
         verb = "is" if number == 1 else "are"
@@ -264,8 +258,6 @@ class _Lint:
 
     def forget_known(self, path: Path) -> None:
         """Leave out what a baseline knows."""
-        from hpctrain.advise.lint.check import beyond_baseline
-
         baseline = _known(path)
         relative = self._relative(path)
         places = {id(one): original for one, original in zip(relative, self.findings, strict=True)}
@@ -273,9 +265,6 @@ class _Lint:
 
     def show(self, level: str, form: str) -> None:
         """Print what was found, from a level on."""
-        from hpctrain.advise.lint.render import findings_plain, sarif, summary
-        from hpctrain.core.terminal import echo_json
-
         shown_levels = _LEVELS[: _LEVELS.index(level) + 1]
         shown = [one for one in self.findings if one.rule.level in shown_levels]
         if form != "text":
@@ -286,8 +275,6 @@ class _Lint:
         click.echo(summary(shown, self.files, hidden))
 
     def _print(self, shown: Sequence[LintFinding]) -> None:
-        from hpctrain.advise.lint.render import finding_lines
-
         explained: set[str] = set()
         for finding in shown:
             for text, style in finding_lines(finding, explained=finding.rule.code in explained):
@@ -300,8 +287,6 @@ class _Lint:
         Raises:
             ChecksFailed: there is one; with `strict`, a warning.
         """
-        from hpctrain.advise.lint.render import summary
-
         failing = [
             one
             for one in self.findings
@@ -313,9 +298,6 @@ class _Lint:
 
 
 def _known(path: Path) -> Counter[tuple[str, str, str]]:
-    from hpctrain.advise.lint.check import read_baseline
-    from hpctrain.core.base.files import read_text
-
     try:
         return read_baseline(read_text(path), str(path))
     except FileNotFoundError:

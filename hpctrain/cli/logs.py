@@ -1,10 +1,8 @@
-"""`hpctrain logs` prints what ranks wrote, across attempts; `hpctrain events` prints the ledger.
-
-tests/unit/cli/test_logs.py and test_events.py hold the promises.
-"""
+"""`hpctrain logs` prints what ranks wrote, across attempts; `hpctrain events` prints the ledger."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections import deque
@@ -14,11 +12,14 @@ import click
 
 from hpctrain.cli.options import run_argument, runs_option, since_option
 from hpctrain.core.base import clock
+from hpctrain.core.terminal import echo_note
+from hpctrain.errors import NotFound, UsageError
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.run.find_run import find_run
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpctrain.ledger.history.run_history import RunHistory
     from hpctrain.ledger.run.layout import RunDir
     from hpctrain.observe.logs.follow import Reading
     from hpctrain.observe.logs.sections import LogSelection
@@ -81,15 +82,13 @@ def command(
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
-    from hpctrain.errors import UsageError
-    from hpctrain.ledger.run.find_run import find_run
     from hpctrain.observe.logs.sections import LogSelection, both
 
     if context and not err and grep is None:
         raise UsageError("-C shows lines around those of --grep or --err; neither is given")
     choice = LogSelection(
         ranks=_wanted(ranks, err=err),
-        attempt=wanted_attempt(attempt),
+        attempt=_wanted_attempt(attempt),
         since=since,
         lines=both(_pattern(grep), err=err) if err or grep is not None else None,
         context=context,
@@ -104,7 +103,6 @@ def command(
 
 def _evaluation(run: RunDir, step: int) -> RunDir:
     """The run that evaluates a checkpoint."""
-    from hpctrain.errors import NotFound
     from hpctrain.launch.evaluations import children
 
     there = children(run)
@@ -125,7 +123,7 @@ def _print(
     watch = EndWatch(run, choice.attempt, notes_to(printer))
     watch.add(ledger.new())
     if choice.attempt is not None and not follow:
-        check_attempt(run, watch.history, choice.attempt)
+        _check_attempt(run, watch.history, choice.attempt)
     if isinstance(choice.ranks, frozenset) and not follow:
         _check_ranks(run, watch.history, choice.ranks)
     if tail is not None:
@@ -140,8 +138,6 @@ def _print(
 
 def _check_ranks(run: RunDir, history: RunHistory, ranks: frozenset[int]) -> None:
     """See that the run has had one of these ranks, as far as anybody knows."""
-    from hpctrain.errors import NotFound
-
     most = max((attempt.world_size for attempt in history.attempts), default=0)
     if most and min(ranks) >= most:
         there = "rank 0 only" if most == 1 else f"ranks 0 to {most - 1}"
@@ -150,19 +146,11 @@ def _check_ranks(run: RunDir, history: RunHistory, ranks: frozenset[int]) -> Non
 
 def colored() -> bool:
     """Whether stdout takes colour."""
-    import os
-
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
-def wanted_attempt(text: str | None) -> int | None:
-    """The attempt that was asked for; None for all.
-
-    Raises:
-        UsageError: neither a number from 1 on nor "all".
-    """
-    from hpctrain.errors import UsageError
-
+def _wanted_attempt(text: str | None) -> int | None:
+    """The attempt that was asked for; None for all."""
     if text is None or text == "all":
         return None
     if re.fullmatch("0*[1-9][0-9]{0,8}", text) is None:
@@ -170,21 +158,14 @@ def wanted_attempt(text: str | None) -> int | None:
     return int(text)
 
 
-def check_attempt(run: RunDir, history: RunHistory, attempt: int) -> None:
-    """See that the run has this attempt.
-
-    Raises:
-        NotFound: it has not.
-    """
-    from hpctrain.errors import NotFound
-
+def _check_attempt(run: RunDir, history: RunHistory, attempt: int) -> None:
+    """See that the run has this attempt."""
     if history.attempt(attempt) is None:
         raise NotFound(f"{run.name} has no attempt {attempt}; it has {len(history.attempts)}")
 
 
 def _wanted(text: str | None, *, err: bool) -> frozenset[int] | str:
     """The ranks that were asked for, or ALL, BATCH, TROUBLE."""
-    from hpctrain.errors import UsageError
     from hpctrain.observe.logs.sections import ALL, BATCH, TROUBLE
 
     if text is None:
@@ -199,8 +180,6 @@ def _wanted(text: str | None, *, err: bool) -> frozenset[int] | str:
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:
     """The expression that lines must match."""
-    from hpctrain.errors import UsageError
-
     if text is None:
         return None
     try:
@@ -254,22 +233,19 @@ def events(
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
-    from hpctrain.errors import NotFound
-    from hpctrain.ledger.history.run_history import RunHistory
-    from hpctrain.ledger.run.find_run import find_run
     from hpctrain.observe.logs.follow import EventLines, Reading
 
     run_dir = find_run(run, runs=runs)
     if not run_dir.events.is_file():
         raise NotFound(f"{run_dir.name} has no ledger: {run_dir.events} is not there")
-    number = wanted_attempt(attempt)
+    number = _wanted_attempt(attempt)
     lines = EventLines(_kinds(kinds), number, since, fold=not (every or as_json), as_json=as_json)
     reading = Reading(run_dir, lines)
     first = reading.new(last=not follow)
     for text in first if tail is None else deque(first, maxlen=tail):
         click.echo(text)
     if number is not None and not follow:
-        check_attempt(run_dir, RunHistory.of(reading.turns), number)
+        _check_attempt(run_dir, RunHistory.of(reading.turns), number)
     for problem in [*reading.left_out, *([] if follow else reading.nothing(kinds))]:
         click.echo(f"{run_dir.name}: {problem}", err=True)
     if follow:
@@ -277,7 +253,6 @@ def events(
 
 
 def _follow(run: RunDir, reading: Reading, attempt: int | None) -> None:
-    from hpctrain.core.terminal import echo_note
     from hpctrain.observe.logs import follow as log_follow
 
     watch = log_follow.EndWatch(run, attempt, echo_note)

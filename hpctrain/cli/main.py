@@ -2,11 +2,12 @@
 
 Commands live in modules of their own, imported only when they are called: the table below is all
 that `--help` and completion of command names need. The manual's pages are those of docs/, which the
-wheel carries. tests/unit/cli/test_main.py and test_help.py hold the promises.
+wheel carries.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -61,7 +62,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "rm": ("runs:remove", "Delete a run's folder with its checkpoints; asks first."),
     },
     "Clusters": {
-        "init": ("init", "Write this project's hpctrain.toml, from a few questions."),
+        "init": ("plan:init", "Write this project's hpctrain.toml, from a few questions."),
         "sites": ("sites", "Show the clusters that hpctrain has settings for."),
         "local": (
             "clusters:local_command",
@@ -241,8 +242,6 @@ def _fail(message: str, code: int, argv: Sequence[str] | None = ()) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     own = words[: words.index("--")] if "--" in words else words
     if "--json" in own and not getattr(sys.stdout, "has_written", True):
-        import json
-
         print(json.dumps({"error": message, "exit_code": code}))
     return code
 

@@ -2,7 +2,7 @@
 
 Among them `--since`, how far back one looks, as people write it (`parse_since`), and what sbatch is
 asked for (`job_options`), as sbatch spells it; `JobCommand` answers an option that only sbatch has
-with the line to write. tests/unit/cli/test_job_options.py holds the promises.
+with the line to write.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,9 +21,10 @@ from hpctrain.cluster.scheduler.base import SCHEDULERS
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_RUNS
 from hpctrain.core.settings.fields import keys_of
-from hpctrain.core.settings.layers import nearest
+from hpctrain.core.settings.layers import nearest, setting_names
 from hpctrain.core.settings.schema import EngineSettings, ShapeSettings
-from hpctrain.ledger.run.layout import runs_flag
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.ledger.run.layout import RunDir, runs_flag, runs_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from hpctrain.launch.prepare import SubmitRequest
-    from hpctrain.ledger.run.layout import RunDir
 
     _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -105,9 +106,6 @@ def newest_to_act_on(verb: str, runs: Path) -> RunDir:
         NotFound: there is no run.
         UsageError: no terminal is there to ask; with the words to type.
     """
-    import sys
-
-    from hpctrain.errors import UsageError
     from hpctrain.ledger.run.find_run import LATEST, find_run
 
     run = find_run(LATEST, runs=runs)
@@ -225,7 +223,7 @@ def submit_request(flags: dict[str, Any], *, time: str = "", **more: Any) -> Sub
     """
     from hpctrain.launch.prepare import SubmitRequest, flags_of
 
-    of_run, config = run_flags(flags), flags.pop("config")
+    of_run, config = _run_flags(flags), flags.pop("config")
     if time:
         given = {path: flag for path, flag in of_run.items() if flag[1] is not None}
         of_run = {**flags_of(time=time), **given}
@@ -295,8 +293,6 @@ def parse_since(text: str, now: float | None = None) -> float:
     Raises:
         UsageError: neither a span of time nor a time.
     """
-    from hpctrain.errors import UsageError
-
     moment = clock.now() if now is None else now
     if _SPAN.fullmatch(text):
         parts = re.findall(r"(?<![\d.])([\d.]+)([smhdw])", text)
@@ -322,7 +318,6 @@ def complete_run(
     from click.shell_completion import CompletionItem
 
     from hpctrain.ledger.run.find_run import indexed
-    from hpctrain.ledger.run.layout import RunDir, runs_root
 
     if "/" in incomplete or incomplete.startswith("."):
         return [CompletionItem(incomplete, type="dir")]
@@ -341,8 +336,6 @@ def complete_setting(
 ) -> list[CompletionItem]:
     """Settings that begin so, as `--set` takes them."""
     from click.shell_completion import CompletionItem
-
-    from hpctrain.core.settings.layers import setting_names
 
     return [CompletionItem(f"{n}=") for n in setting_names() if n.startswith(incomplete)]
 
@@ -378,7 +371,6 @@ def complete_site(
     from click.shell_completion import CompletionItem
 
     from hpctrain.cluster.site.load import site_names
-    from hpctrain.errors import HpctrainError
 
     path = [CompletionItem(incomplete, type="file")]
     if "/" in incomplete or incomplete.startswith("."):
@@ -539,12 +531,8 @@ def job_flags(values: dict[str, Any]) -> Flags:
     return flags
 
 
-def run_flags(values: dict[str, Any]) -> Flags:
-    """Take the values of a new run's options out of a command's keywords, as flags of settings.
-
-    Raises:
-        click.UsageError, UsageError: see `job_flags`.
-    """
+def _run_flags(values: dict[str, Any]) -> Flags:
+    """Take the values of a new run's options out of a command's keywords, as flags of settings."""
     from hpctrain.launch.prepare import flags_of
 
     own = {name: values.pop(name) for name in _OF_RUN if name in values}
@@ -614,7 +602,6 @@ class JobCommand(click.Command):
 def _of_sbatch(name: str, args: list[str]) -> str:
     """What to type in the place of an option that hpctrain lacks and sbatch has; "" for others."""
     from hpctrain.core.settings.external import INSTEAD, OURS, PASSED, REFUSED, name_of
-    from hpctrain.errors import UsageError
 
     try:
         option = name_of(name)[2:]

@@ -15,26 +15,32 @@ import click
 from hpctrain.cli.options import foreign_option, json_option, run_argument, runs_option
 from hpctrain.cli.progress import line
 from hpctrain.core.base import clock
+from hpctrain.core.base.files import follow_folder
 from hpctrain.core.base.text import count, duration, fold_ranks
 from hpctrain.core.settings.check import MOST_STEPS, rank_set
 from hpctrain.core.settings.spec import load_spec
+from hpctrain.core.terminal import echo_json
 from hpctrain.errors import HpctrainError, UsageError, WrongState
 from hpctrain.ledger.history.progress import listens
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_state import OVER, RunState, run_state
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import AttemptStarted, ProfileRequested, ProfileWritten
-from hpctrain.ledger.run.layout import runs_flag
+from hpctrain.ledger.run.find_run import find_run
+from hpctrain.ledger.run.layout import RunDir, runs_flag
+from hpctrain.ledger.run.ownership import own_spec
 from hpctrain.node.hangs import stacks
 from hpctrain.observe.profile.trace import (
     PROBLEM,
     TRACE,
+    FoundProfile,
     ProfileRequest,
     StepWindow,
     find,
+    nsys_reports,
     read_request,
 )
-from hpctrain.observe.profile.verdict import examine
+from hpctrain.observe.profile.verdict import Profile, as_text, examine
 from hpctrain.observe.status.reader import ask, running_attempt
 
 if TYPE_CHECKING:
@@ -42,9 +48,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hpctrain.ledger.run.events import Event
-    from hpctrain.ledger.run.layout import RunDir
-    from hpctrain.observe.profile.trace import FoundProfile
-    from hpctrain.observe.profile.verdict import Profile
 
 
 STEPS = 3
@@ -93,9 +96,6 @@ def command(
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest. The traces
     themselves open in ui.perfetto.dev and in TensorBoard.
     """
-    from hpctrain.core.base.files import follow_folder
-    from hpctrain.ledger.run.find_run import find_run
-
     run_dir = find_run(run, runs=runs)
     follow_folder(run_dir.root)
     name = f"{run_dir.name}{runs_flag(runs)}" if run_dir.root.parent == runs else str(run_dir.root)
@@ -105,10 +105,8 @@ def command(
             raise UsageError(f"{idle[0]} needs --now; without it old profiles are shown")
         _show(run_dir, name, as_json=as_json)
         return
-    from hpctrain.ledger.run.ownership import own_spec
-
     own_spec(run_dir, named=run, foreign=foreign)
-    request, expected = ask_for(
+    request, expected = _ask_for(
         run_dir, steps=STEPS if steps is None else steps, ranks=ranks or "0", memory=memory
     )
     if wait:
@@ -143,9 +141,6 @@ def _show(run: RunDir, name: str, *, as_json: bool) -> None:
 
 
 def _print(run: RunDir, profiles: list[Profile], *, as_json: bool) -> None:
-    from hpctrain.observe.profile.trace import nsys_reports
-    from hpctrain.observe.profile.verdict import as_text
-
     reports = nsys_reports(run.profile)
     if as_json:
         _echo(
@@ -167,8 +162,6 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 def _echo(value: Any) -> None:
-    from hpctrain.core.terminal import echo_json
-
     echo_json(value)
 
 
@@ -176,15 +169,10 @@ class NotProfiled(HpctrainError):
     """The run ended before it was profiled."""
 
 
-def ask_for(
+def _ask_for(
     run: RunDir, *, steps: int, ranks: str, memory: bool
 ) -> tuple[ProfileRequest, set[int]]:
-    """Leave the request that rank 0 looks for; and the ranks that will be traced.
-
-    Raises:
-        UsageError: the run does not run, cannot hear of it, or is being profiled already; steps or
-            ranks that there are not.
-    """
+    """Leave the request that rank 0 looks for; and the ranks that will be traced."""
     if not 1 <= steps <= MOST_STEPS:
         raise UsageError(f"--steps is {steps}; it takes 1 to {MOST_STEPS}")
     wanted = rank_set(ranks, where="--ranks")
@@ -322,7 +310,7 @@ def _progress(
 
 ANSWER_S = 30.0
 """So long may the agents take, and the shared disk to show what they have written."""
-_LAUNCHER = re.compile(r"/hpctrain/agent/ranks\.py:\d+ ")
+_LAUNCHER = re.compile(r"/hpctrain/node/agent/ranks\.py:\d+ ")
 STANDS_S = 5.0
 """Ranks that have not moved for so long stand: who waits for whom is then worth a line."""
 
@@ -353,10 +341,6 @@ def stacks_command(*, run: str, rank: int | None, foreign: bool, as_json: bool, 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest. Ranks
     at one place share a line. If ranks hang, shows which rank blocks the others.
     """
-    from hpctrain.core.base.files import follow_folder
-    from hpctrain.ledger.run.find_run import find_run
-    from hpctrain.ledger.run.ownership import own_spec
-
     run_dir = find_run(run, runs=runs)
     follow_folder(run_dir.root)
     own_spec(run_dir, named=run, foreign=foreign)
@@ -367,13 +351,11 @@ def stacks_command(*, run: str, rank: int | None, foreign: bool, as_json: bool, 
     if rank is not None:
         document = {**document, "ranks": [row for row in document["ranks"] if row["rank"] == rank]}
     if as_json:
-        from hpctrain.core.terminal import echo_json
-
         echo_json({"run": run_dir.name, "attempt": attempt, **document})
     elif rank is not None:
         click.echo(one_rank(document, rank))
     else:
-        click.echo(as_text(document))
+        click.echo(stacks_text(document))
 
 
 def _running_ranks(run: RunDir) -> tuple[int, str, int]:
@@ -405,7 +387,7 @@ def _answer(run: RunDir, attempt: int, job_id: str) -> dict[str, Any]:
     return document
 
 
-def as_text(document: Mapping[str, Any]) -> str:
+def stacks_text(document: Mapping[str, Any]) -> str:
     """Ranks by the place where they are, and what their standing means."""
     places: dict[str, list[int]] = {}
     for row in document["ranks"]:
@@ -428,10 +410,7 @@ def one_rank(document: Mapping[str, Any], rank: int) -> str:
 
 
 def _program(frames: Sequence[str]) -> Sequence[str]:
-    """The frames, innermost first, without those by which the agent has started the program.
-
-    All of them where a rank has not come to its program, or is no child of an agent.
-    """
+    """The frames, innermost first, without those by which the agent has started the program."""
     start = next((at for at, frame in enumerate(frames) if _LAUNCHER.search(frame)), len(frames))
     while start and "runpy>:" in frames[start - 1]:
         start -= 1

@@ -1,7 +1,6 @@
 """Progress of long work on stderr, and `--wait`: follow a run until its first step or its end.
 
 Stdout belongs to the command's answer and is never written. Work of some seconds leaves nothing.
-tests/unit/base/test_progress.py and tests/unit/cli/test_wait.py hold the promises.
 """
 
 from __future__ import annotations
@@ -10,26 +9,24 @@ import contextlib
 import sys
 import threading
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from hpctrain.core.base import clock
-from hpctrain.core.base.text import SPARSE_S, Meter
-from hpctrain.core.terminal import can_redraw, clean
-from hpctrain.ledger.run.layout import runs_flag
+from hpctrain.core.base.text import SPARSE_S, Meter, duration
+from hpctrain.core.terminal import can_redraw, clean, echo_json, echo_note
+from hpctrain.ledger.run.layout import RunDir, runs_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-    from typing import TextIO
 
     from rich.progress import Progress
 
     from hpctrain.ledger.history.run_history import RunHistory
     from hpctrain.ledger.history.run_records import AttemptRecord
     from hpctrain.ledger.run.events import Tail
-    from hpctrain.ledger.run.layout import RunDir
     from hpctrain.observe.status.status import RunStatus
 
 
@@ -160,12 +157,8 @@ class Waited:
         return facts
 
 
-def wait_for_first_step(run: RunDir, runs: Path) -> Waited:
-    """Return when the job that was submitted last has done a step, or is over. Reads only.
-
-    A program that tells hpctrain of no steps is waited for until its job ends.
-    """
-    from hpctrain.core.terminal import echo_note
+def _wait_for_first_step(run: RunDir, runs: Path) -> Waited:
+    """Return when the job that was submitted last has done a step, or is over. Reads only."""
     from hpctrain.ledger.history.run_history import RunHistory
     from hpctrain.ledger.run.events import Tail
 
@@ -184,9 +177,7 @@ def conclude(run: RunDir, runs: Path, facts: dict[str, Any] | None, *, wait: boo
 
     `facts` are what it prints as JSON, None where it has printed text.
     """
-    from hpctrain.core.terminal import echo_json
-
-    waited = wait_for_first_step(run, runs) if wait else None
+    waited = _wait_for_first_step(run, runs) if wait else None
     if facts is not None:
         echo_json(facts | ({"waited": waited.as_json()} if waited else {}))
     elif waited is not None and not waited.interrupted:
@@ -195,8 +186,6 @@ def conclude(run: RunDir, runs: Path, facts: dict[str, Any] | None, *, wait: boo
 
 
 def _result_text(waited: Waited, name: str) -> str:
-    from hpctrain.core.base.text import duration
-
     if not waited.first_step:
         return f"no step      the run is {waited.state}; `hpctrain status {name}` shows why"
     queued = "" if waited.queued_s is None else f", {duration(waited.queued_s)} in the queue"
@@ -234,7 +223,6 @@ def _look_on(
 
 def _words(status: RunStatus, seconds: float | None) -> str:
     """Why it waits; how long so far only where the line is drawn anew, else each would be news."""
-    from hpctrain.core.base.text import duration
     from hpctrain.observe.status.text import in_words
 
     silent = (

@@ -1,11 +1,9 @@
-"""`hpctrain report` and `tensorboard`: what runs did, as a page, as text, as curves.
-
-tests/unit/report/test_report.py and tests/unit/cli/test_tensorboard.py hold the promises.
-"""
+"""`hpctrain report` and `tensorboard`: what runs did, as a page, as text, as curves."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -22,13 +20,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.options import complete_run, json_option, runs_option
+from hpctrain.core.base.files import open_plain
 from hpctrain.core.base.process import own_program
+from hpctrain.core.base.text import count, percent, size
+from hpctrain.core.terminal import echo_json, echo_note
+from hpctrain.errors import UsageError
+from hpctrain.ledger.run.events import read_marked
+from hpctrain.ledger.run.find_run import find_run, look_into
+from hpctrain.ledger.run.layout import RunDir
+from hpctrain.ledger.run.ownership import refuse_foreign
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hpctrain.ledger.history.incidents import NodePast
-    from hpctrain.ledger.run.layout import RunDir
     from hpctrain.observe.report.gather import ReportData
 
 
@@ -82,7 +87,6 @@ def command(
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
-    from hpctrain.ledger.run.find_run import find_run
     from hpctrain.observe.report.gather import gather
     from hpctrain.observe.status.reader import StatusReader
 
@@ -116,16 +120,12 @@ def command(
 
 
 def _refuse_foreign(runs: Sequence[RunDir]) -> None:
-    from hpctrain.ledger.run.ownership import refuse_foreign
-
     for run in runs:
         refuse_foreign(run, hint="; name a file of your own for the page: -o FILE")
 
 
 def _check(named: int, output: str | None, *, compare: bool, as_text: bool, show: bool) -> None:
     """Refuse flags that contradict each other."""
-    from hpctrain.errors import UsageError
-
     if as_text and output is not None:
         raise UsageError(f"--text prints and writes no page: leave out -o {output}, or --text")
     if as_text and show:
@@ -137,8 +137,6 @@ def _check(named: int, output: str | None, *, compare: bool, as_text: bool, show
 
 
 def _check_nodes(given: dict[str, bool]) -> None:
-    from hpctrain.errors import UsageError
-
     for flag, is_given in given.items():
         if is_given:
             raise UsageError(f"--nodes prints a table and writes no page: leave {flag} out")
@@ -148,10 +146,7 @@ def _report_nodes(named: Sequence[str], runs: Path, *, as_json: bool) -> None:
     """Which nodes were found slow: by the ledgers alone, no scheduler is asked."""
     from dataclasses import asdict
 
-    from hpctrain.core.terminal import echo_json, echo_note
     from hpctrain.ledger.history.incidents import MARKERS, node_pasts
-    from hpctrain.ledger.run.events import read_marked
-    from hpctrain.ledger.run.find_run import find_run, look_into
 
     folder = None if named else look_into(runs, own=True)
     looked_at = folder.runs if folder else dict.fromkeys(find_run(one, runs=runs) for one in named)
@@ -177,7 +172,6 @@ def _report_nodes(named: Sequence[str], runs: Path, *, as_json: bool) -> None:
 def _print_nodes(pasts: Sequence[NodePast], runs: int) -> None:
     from datetime import datetime
 
-    from hpctrain.core.base.text import count, percent
     from hpctrain.core.drawing import echo_table
 
     if not pasts:
@@ -204,7 +198,6 @@ def _print_nodes(pasts: Sequence[NodePast], runs: int) -> None:
 
 
 def _write(data: ReportData, output: str | None) -> Path:
-    from hpctrain.ledger.run.layout import RunDir
     from hpctrain.observe.report.page import page
 
     target = Path(output) if output else RunDir(Path(data.status.root)).report
@@ -222,8 +215,6 @@ def _write_together(gathered: Sequence[ReportData], output: str | None) -> Path:
 
 def _put(target: Path, text: str) -> Path:
     """Write a page, whole or not at all."""
-    from hpctrain.errors import UsageError
-
     # A name that nobody can guess, and no link is followed: others may write into that folder.
     staged = target.with_name(f".{target.name}.{secrets.token_hex(8)}.new")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -243,7 +234,6 @@ def _print_json(gathered: Sequence[ReportData], pages: Sequence[Path]) -> None:
     """What `status --json` tells of each run, its advice, and where the pages are."""
     from dataclasses import asdict
 
-    from hpctrain.core.terminal import echo_json
     from hpctrain.observe.report.advice import advice
     from hpctrain.observe.status.text import as_json as status_json
 
@@ -265,16 +255,12 @@ def _print(gathered: Sequence[ReportData], *, compare: bool) -> None:
 
 
 def _size(page: Path) -> str:
-    from hpctrain.core.base.text import size
-
     return size(page.stat().st_size)
 
 
 def _open(page: Path) -> None:
     """Show a page in the browser of the user's screen, or say how to bring it there."""
     import webbrowser
-
-    from hpctrain.core.terminal import echo_note
 
     screen = sys.platform == "darwin" or any(
         os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")
@@ -343,8 +329,6 @@ def tensorboard(
     RUN is a name, a job id, a unique prefix, or - for the newest. It runs here, on the login node,
     until Ctrl-C; the printed ssh line, run on your own machine, brings it to your browser.
     """  # noqa: D301 - click wants the control character
-    from hpctrain.ledger.run.find_run import find_run
-
     run_dirs = [find_run(name, runs=runs) for name in names or ("-",)]
     shown = [_look(run, label) for run, label in zip(run_dirs, _labels(run_dirs), strict=True)]
     port = _free_port(host, port)
@@ -384,8 +368,6 @@ def _has_scalars(path: Path) -> bool:
     """Whether one of the file's first records is of a scalar."""
     from tensorboard.compat.proto.event_pb2 import Event
 
-    from hpctrain.core.base.files import open_plain
-
     try:
         with open_plain(path) as file:
             for _ in range(_RECORDS_READ):
@@ -405,8 +387,6 @@ def _has_scalars(path: Path) -> bool:
 
 def _free_port(host: str, wanted: int | None) -> int:
     """The port that was asked for, or the first free one from 6006 on."""
-    from hpctrain.errors import UsageError
-
     tried = [wanted] if wanted else [*range(PORT, PORT + PORTS_TRIED), 0]
     for port in tried:
         try:
@@ -421,8 +401,6 @@ def _free_port(host: str, wanted: int | None) -> int:
         except PermissionError:
             raise UsageError(f"--port {port} needs root; take one above 1023") from None
         except OSError as error:
-            import errno
-
             if error.errno != errno.EADDRINUSE:
                 raise UsageError(f"--host {host}: {error.strerror}") from None
     raise UsageError(f"--port {wanted} is taken on {host}; without --port a free one is found")
@@ -465,8 +443,6 @@ def _own_name() -> str:
 
 
 def _print_address(facts: dict[str, Any], shown: Sequence[_Shown], *, as_json: bool) -> None:
-    from hpctrain.core.terminal import echo_json, echo_note
-
     if as_json:
         echo_json(facts)
         return

@@ -6,13 +6,17 @@ tests/unit/cli/test_status.py, test_cancel.py and tests/slurm/test_cancel.py hol
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
+import signal
 import sys
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,18 +29,24 @@ from hpctrain.cli.options import (
     runs_option,
     yes_option,
 )
-from hpctrain.errors import (
-    ChecksFailed,
-    ClusterUnreachable,
-    HpctrainError,
-    RunAlive,
-    UsageError,
-)
-from hpctrain.ledger.run.layout import runs_flag
+from hpctrain.core.base import clock
+from hpctrain.core.base.env import HPCTRAIN_STOP_FILE
+from hpctrain.core.base.text import count, duration, size, time_of_day
+from hpctrain.core.terminal import can_redraw, echo_json, echo_note
+from hpctrain.errors import ChecksFailed, ClusterUnreachable, HpctrainError, RunAlive, UsageError
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.history.run_state import OVER, RunState
+from hpctrain.ledger.run.find_run import find_run, indexed
+from hpctrain.ledger.run.layout import RunDir, runs_flag
+from hpctrain.ledger.run.ownership import refuse_foreign
+from hpctrain.observe.status.reader import StatusReader, newest_ranks
+from hpctrain.observe.status.status import UNDER_WAY_STATES, RunStatus, exit_status
+from hpctrain.observe.status.text import as_json, ranks_as_json
 
 if TYPE_CHECKING:
-    from hpctrain.ledger.history.run_history import RunHistory
-    from hpctrain.ledger.run.layout import RunDir
+    from collections.abc import Callable, Iterator, Sequence
+
+    from rich.console import RenderableType
 
 
 @click.command(
@@ -62,8 +72,6 @@ def command(
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest. Without
     RUN, shows the newest and asks.
     """
-    from hpctrain.core.terminal import echo_json
-
     if not names and not yes:
         newest = newest_to_act_on("cancel", runs)
         ask_to_act("cancel", newest)
@@ -86,8 +94,6 @@ def command(
 def _cancel(named: str, *, save: bool, foreign: bool, runs: Path, quiet: bool) -> dict[str, object]:
     """Cancel a run, and say so unless a program reads what is returned."""
     from hpctrain.cli.api import cancel, status
-    from hpctrain.ledger.history.run_history import RunHistory
-    from hpctrain.ledger.run.layout import RunDir
 
     ended = cancel(named, save=save, foreign=foreign, runs=runs)
     run_dir = RunDir(ended.dir)
@@ -107,7 +113,6 @@ def _cancel(named: str, *, save: bool, foreign: bool, runs: Path, quiet: bool) -
 
 
 def _report(name: str, job_id: str, history: RunHistory, *, asked: bool, saves: bool) -> str:
-    from hpctrain.core.base.env import HPCTRAIN_STOP_FILE
     from hpctrain.ledger.history.progress import listens, progress, reported
 
     step = progress(history).saved_step
@@ -144,9 +149,6 @@ def remove(*, names: tuple[str, ...], yes: bool, runs: Path) -> None:
 
     Refuses a run that has a job, or for which another run waits.
     """
-    from hpctrain.core.base.text import count, size
-    from hpctrain.ledger.run.find_run import find_run
-
     chosen = list(dict.fromkeys(find_run(name, runs=runs) for name in names))
     for run in chosen:
         _refuse_needed(run)
@@ -163,11 +165,6 @@ def remove(*, names: tuple[str, ...], yes: bool, runs: Path) -> None:
 
 def _refuse_needed(run: RunDir) -> None:
     """Refuse to delete a run that something still needs."""
-    from hpctrain.ledger.history.run_state import OVER
-    from hpctrain.ledger.run.ownership import refuse_foreign
-    from hpctrain.observe.status.reader import StatusReader
-    from hpctrain.observe.status.status import UNDER_WAY_STATES
-
     refuse_foreign(run, group=False)
     if run.root.is_symlink():
         target = run.root.readlink()
@@ -272,13 +269,6 @@ def status(
 
     RUN is a name, a job id, a unique beginning of a name, a path, or - for the newest.
     """
-    from hpctrain.core.base.text import count
-    from hpctrain.core.terminal import echo_note
-    from hpctrain.errors import UsageError
-    from hpctrain.ledger.run.find_run import find_run
-    from hpctrain.observe.status.reader import StatusReader
-    from hpctrain.observe.status.watch import keep_looking, look_at, look_at_all
-
     if interval is not None and not watch:
         raise UsageError(f"--interval {interval:g} is for --watch: give both, or neither")
     if every and (names or runs_flag(runs)):
@@ -297,15 +287,169 @@ def status(
         click.echo(shown.as_json(indent=2) if as_json else shown.as_text())
     else:
         reader.ask_every_s, reader.account_every_s = ASK_EVERY_S, ACCOUNT_EVERY_S
-        shown = keep_looking(look, interval or INTERVAL_S, as_json=as_json)
+        shown = _keep_looking(look, interval or INTERVAL_S, as_json=as_json)
     if reader.unreadable:
         echo_note(f"{count(reader.unreadable, 'folder')} in {runs} cannot be read")
     return shown.exit_status if exit_status else 0
 
 
 def _require_run(given: dict[str, bool]) -> None:
-    from hpctrain.errors import UsageError
-
     for flag, on in given.items():
         if on:
             raise UsageError(f"{flag} is about one run: name it, or - for the newest")
+
+
+TERMINATED = 128 + signal.SIGTERM
+_AGES = frozenset({"words", "last_seen", "goodput", "last_24h", "disk_free_bytes"})
+"""What changes as time goes by although nothing happens."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One look.
+
+    Attributes:
+        screen: Makes what is drawn; rich is imported only where somebody wants to see it.
+        as_value: The same for programs; made when it is asked for, since it takes its time.
+        over: Nothing of it is under way.
+        sure: False where a run seems lost: between two starts of a job a scheduler may not know it.
+        exit_status: The run's state for scripts; 0 for all runs.
+    """
+
+    screen: Callable[[], RenderableType]
+    as_value: Callable[[], Any]
+    over: bool
+    sure: bool = True
+    exit_status: int = 0
+
+    def as_json(self, indent: int | None = None) -> str:
+        """One JSON value."""
+        return json.dumps(self.as_value(), indent=indent, allow_nan=False)
+
+    def as_text(self) -> str:
+        """The screen for stdout as it is."""
+        from hpctrain.core.drawing import colored, drawn, width
+
+        return drawn(self.screen(), width(), color=colored())
+
+    @property
+    def news(self) -> Any:
+        """What two looks have in common unless something happened: all but ages."""
+        value = self.as_value()
+        runs = value if isinstance(value, list) else [value]
+        return [{key: run[key] for key in run if key not in _AGES} for run in runs]
+
+
+def look_at(reader: StatusReader, run: RunDir, *, attempts: bool, ranks: bool) -> Shown:
+    """Everything about one run."""
+    status = reader.look(run)
+    newest = status.attempts[-1].number if status.attempts else None
+    sample = newest_ranks(run, newest) if ranks and newest is not None else None
+
+    def screen() -> RenderableType:
+        from hpctrain.observe.status.screen import StatusScreen
+
+        return StatusScreen(status, attempts, ranks, sample)
+
+    def value() -> dict[str, Any]:
+        more = {"ranks": ranks_as_json(sample)} if ranks else {}
+        return {**as_json(status), **more}
+
+    over, sure = _over([status])
+    return Shown(screen, value, over, sure, exit_status(status))
+
+
+def look_at_all(
+    reader: StatusReader, *, thorough: bool, named: Sequence[RunDir] = (), elsewhere: str = ""
+) -> Shown:
+    """The table of runs."""
+    runs = reader.look_at_all(thorough=thorough, named=named, elsewhere=elsewhere)
+
+    def screen() -> RenderableType:
+        from hpctrain.core.drawing import uncut
+        from hpctrain.observe.status.screen import RunsScreen
+
+        if not runs:
+            older = elsewhere == "live" and indexed()
+            more = "; `hpctrain status --all` lists those of other folders" if older else ""
+            return uncut(f"no runs in {reader.runs}; `hpctrain submit` starts one{more}")
+        return RunsScreen(runs)
+
+    return Shown(screen, lambda: [as_json(one) for one in runs], *_over(runs))
+
+
+def _keep_looking(look: Callable[[], Shown], interval_s: float, *, as_json: bool = False) -> Shown:
+    """Look again and again until all is over; returns the last look."""
+    drawn_over = not as_json and can_redraw(sys.stdout)
+    lost = False
+    with _on_screen(interval_s) if drawn_over else nullcontext(_of_news(as_json=as_json)) as show:
+        while True:
+            shown = look()
+            show(shown)
+            if shown.over and (shown.sure or lost):
+                return shown
+            lost = shown.over
+            clock.sleep(interval_s)
+
+
+def _over(runs: Sequence[RunStatus]) -> tuple[bool, bool]:
+    """Whether nothing is under way, and whether that is certain."""
+    over = all(run.state not in UNDER_WAY_STATES for run in runs)
+    return over, all(run.state is not RunState.LOST for run in runs)
+
+
+def _of_news(*, as_json: bool) -> Callable[[Shown], None]:
+    """Prints a look where it has news."""
+    news: list[Any] = []
+
+    def show(shown: Shown) -> None:
+        if news and news[-1] == shown.news:
+            return
+        gap = "\n" if news else ""
+        click.echo(shown.as_json() if as_json else gap + shown.as_text())
+        news[:] = [shown.news]
+
+    return show
+
+
+@contextmanager
+def _on_screen(interval_s: float) -> Iterator[Callable[[Shown], None]]:
+    """Draws a look over the one before; the last one stays when the screen is given back."""
+    from hpctrain.core.drawing import Framed, live_screen
+
+    last: list[Shown] = []
+
+    def framed() -> RenderableType:
+        now = clock.now()
+        footer = f"{time_of_day(now, now)}, again every {duration(interval_s)}; Ctrl-C ends"
+        return Framed(last[-1].screen() if last else "", footer)
+
+    def show(shown: Shown) -> None:
+        last[:] = [shown]
+        screen.refresh()
+
+    def stop() -> None:
+        """Ctrl-Z: give the terminal back until the shell continues us."""
+        screen.stop()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        screen.start(refresh=True)
+
+    screen = live_screen(framed)
+    # Ended or stopped in another way than by Ctrl-C, it would leave a screen without a cursor.
+    handlers: dict[int, Callable[[], object]] = {
+        signal.SIGTERM: partial(sys.exit, TERMINATED),
+        signal.SIGTSTP: stop,
+        signal.SIGWINCH: screen.refresh,
+    }
+    before = {n: signal.signal(n, lambda n, _: handlers[n]() and None) for n in handlers}
+    try:
+        with screen:
+            yield show
+    except (Exception, SystemExit):
+        last.clear()  # what went wrong is told where the screen would be
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if last:
+            click.echo(last[-1].as_text())

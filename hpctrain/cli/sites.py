@@ -1,8 +1,4 @@
-"""`hpctrain sites`: list, show, detect, check, draft, probe and test presets of clusters.
-
-tests/unit/cli/test_sites.py, test_sites_validate.py, tests/unit/site/test_draft.py and
-tests/unit/submit/test_sbatch_test.py hold the promises.
-"""
+"""`hpctrain sites`: list, show, detect, check, draft, probe and test presets of clusters."""
 
 from __future__ import annotations
 
@@ -13,8 +9,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.options import complete_site, json_option, site_argument
+from hpctrain.cluster.scheduler.base import get_cluster, name_here
+from hpctrain.cluster.site.load import identities, load_site, site_files
+from hpctrain.cluster.site.schema import PACKAGED, PresetFinding, Site, dotted
+from hpctrain.cluster.site.sheet import WrongPreset
+from hpctrain.cluster.site.validate import validate
 from hpctrain.core.base import clock
-from hpctrain.errors import ChecksFailed, UsageError
+from hpctrain.core.base.text import count
+from hpctrain.core.settings.fields import shown
+from hpctrain.core.terminal import echo_json, echo_note, echo_warning
+from hpctrain.errors import ChecksFailed, HpctrainError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,7 +26,6 @@ if TYPE_CHECKING:
     from hpctrain.cluster.preflight.facts import NodeFacts
     from hpctrain.cluster.site.detect import Detected, Match
     from hpctrain.cluster.site.environment import Environment
-    from hpctrain.cluster.site.schema import PresetFinding, Site
     from hpctrain.launch.preflight import SbatchTrial
 
 
@@ -67,9 +70,6 @@ def list_command(*, with_bases: bool, as_json: bool) -> None:
     base        only for other presets to extend (--all)
     broken      its file cannot be read; stderr has the reason
     """  # noqa: D301 - click wants the control character
-    from hpctrain.cluster.site.load import site_files
-    from hpctrain.core.terminal import echo_json, echo_warning
-
     rows = [_listed(name, files) for name, files in site_files().items()]
     rows = sorted(
         (row for row in rows if with_bases or row["stability"] != "base"),
@@ -91,10 +91,7 @@ def list_command(*, with_bases: bool, as_json: bool) -> None:
 
 
 def _listed(name: str, files: list[tuple[str, Path]]) -> dict[str, Any]:
-    """What is shown of a site; one that cannot be read hides none of the others."""
-    from hpctrain.cluster.site.load import load_site
-    from hpctrain.errors import HpctrainError
-
+    """What is told of a site; one that cannot be read hides none of the others."""
     row: dict[str, Any] = {
         "name": name,
         "stability": BROKEN,
@@ -114,8 +111,6 @@ def _listed(name: str, files: list[tuple[str, Path]]) -> dict[str, Any]:
 
 def _files(row: dict[str, Any]) -> str:
     """The packaged file by its name, others by their path: they are what an admin looks for."""
-    from hpctrain.cluster.site.schema import PACKAGED
-
     return ", ".join(
         PACKAGED if one["layer"] == PACKAGED else str(one["path"]) for one in row["files"]
     )
@@ -165,9 +160,6 @@ def show_command(
     hpctrain sites show frontier --env --nodes 2 --assume nccl=2.27
     hpctrain sites show ./mine.toml --json
     """  # noqa: D301 - click wants the control character
-    from hpctrain.cluster.site.load import load_site
-    from hpctrain.core.terminal import echo_json
-
     if not with_env and (nodes is not None or assume):
         raise click.UsageError(f"{'--nodes' if nodes else '--assume'} is for --env; add it.")
     site = load_site(name, project=Path.cwd())
@@ -190,8 +182,6 @@ def _derived(site: Site, nodes: int, assume: dict[str, str]) -> Environment:
 
 def _site_plain(site: Site, derived: Environment | None) -> dict[str, Any]:
     from dataclasses import asdict
-
-    from hpctrain.cluster.site.schema import dotted
 
     plain: dict[str, Any] = {"name": site.name}
     plain |= {key: getattr(site.about, key) for key in _ABOUT}
@@ -220,9 +210,7 @@ def _echo_head(site: Site) -> None:
 
 
 def _echo_values(site: Site, *, origin: bool) -> None:
-    from hpctrain.cluster.site.schema import dotted
     from hpctrain.core.drawing import echo_table
-    from hpctrain.core.settings.fields import shown
 
     rows: list[tuple[object, ...]] = []
     for path, leaf in site.leaves.items():
@@ -241,7 +229,6 @@ def _echo_values(site: Site, *, origin: bool) -> None:
 
 def _echo_environment(derived: Environment, *, origin: bool) -> None:
     from hpctrain.core.drawing import echo_table
-    from hpctrain.core.terminal import echo_note
 
     click.echo()
     rows = [
@@ -268,10 +255,7 @@ def detect_command(*, as_json: bool) -> None:
     hpctrain sites detect
     hpctrain sites detect --json | jq -r .site
     """  # noqa: D301 - click wants the control character
-    from hpctrain.cluster.scheduler.base import name_here
     from hpctrain.cluster.site.detect import detect, look_around
-    from hpctrain.cluster.site.load import identities
-    from hpctrain.core.terminal import echo_json
 
     here = look_around(os.environ, lambda: name_here(os.environ))
     detected = detect(identities(os.environ, project=Path.cwd()), here)
@@ -343,12 +327,6 @@ def validate_command(*, sites: Sequence[str], strict: bool, as_json: bool) -> No
 
     Exit code 3 for an error; with --strict, for anything. Exit code 2 if a file is no preset.
     """  # noqa: D301 - click wants the control character
-    from hpctrain.cluster.site.load import load_site
-    from hpctrain.cluster.site.sheet import WrongPreset
-    from hpctrain.cluster.site.validate import validate
-    from hpctrain.core.base.text import count
-    from hpctrain.core.terminal import echo_json
-
     try:
         read = [load_site(one) for one in sites]
     except WrongPreset as error:
@@ -437,9 +415,7 @@ def init_command(*, source: str | None, name: str | None, output: Path | None) -
     """  # noqa: D301 - click wants the control character
     from datetime import date
 
-    from hpctrain.cluster.scheduler.base import get_cluster
     from hpctrain.cluster.site.detect import draft, site_name
-    from hpctrain.errors import UsageError
 
     if source is None:
         raise click.UsageError("nothing to draft from; say --from-slurm.")
@@ -469,8 +445,6 @@ def probe_command(*, as_toml: bool, as_json: bool) -> None:
     Run it on a compute node, as in `srun -N1 hpctrain sites probe`. Changes nothing.
     """
     from hpctrain.cluster.preflight.facts import draft, probe
-    from hpctrain.core.terminal import echo_json
-    from hpctrain.errors import UsageError
 
     if as_toml and as_json:
         raise UsageError("--toml and --json: choose one")
@@ -548,9 +522,6 @@ def test_command(
     """  # noqa: D301 - click wants the control character
     from dataclasses import asdict
 
-    from hpctrain.cluster.scheduler.base import get_cluster
-    from hpctrain.core.terminal import echo_json
-    from hpctrain.errors import ChecksFailed
     from hpctrain.launch.preflight import try_site
 
     cluster = get_cluster(OF_PRESETS)

@@ -31,8 +31,12 @@ from hpctrain.cli.options import (
     submit_request,
     yes_option,
 )
-from hpctrain.cli.progress import conclude, wait_option
-from hpctrain.ledger.run.layout import runs_flag
+from hpctrain.cli.progress import conclude, progress, wait_option
+from hpctrain.cluster.scheduler.base import get_cluster
+from hpctrain.core.base.text import count
+from hpctrain.core.terminal import echo_json, echo_warning
+from hpctrain.errors import ClusterError, UsageError
+from hpctrain.ledger.run.layout import RunDir, runs_flag
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -138,8 +142,7 @@ def command(
     Settings come from the site, then ./hpctrain.toml, then flags; the later wins. The site
     comes from --site, HPCTRAIN_SITE or hpctrain.toml; otherwise it is detected.
     """
-    from hpctrain.advise.lint.submit_notes import lint_notes
-    from hpctrain.errors import ClusterError, UsageError
+    from hpctrain.advise.lint.render import lint_notes
 
     if whole and not dry_run:
         raise UsageError("--script shows the batch script of a --dry-run: give both")
@@ -154,7 +157,6 @@ def command(
     if dry_run:
         _dry_run(request, whole=whole, as_json=as_json)
         return 0
-    from hpctrain.cli.progress import progress
     from hpctrain.launch.launch import submit_run
 
     submitted = submit_run(request, start=not no_submit, progress=progress)
@@ -211,10 +213,7 @@ def _show(
     more: Mapping[str, Any] | None = None,
 ) -> None:
     """Print what would be submitted."""
-    from hpctrain.cluster.scheduler.base import get_cluster
     from hpctrain.core.settings.spec import hide
-    from hpctrain.core.terminal import echo_json, echo_warning
-    from hpctrain.ledger.run.layout import RunDir
 
     spec = prepared.spec
     if spec.settings.run.snapshot == "yes":
@@ -270,7 +269,6 @@ def _environment(spec: Spec) -> dict[str, str]:
 
 def _report(submitted: SubmittedRun, *, wait: bool, as_json: bool) -> int:
     """Print what was made; with `wait` look on until its first step. Returns the exit code."""
-    from hpctrain.core.terminal import echo_warning
     from hpctrain.launch.program import hears_requests
 
     prepared, run, job_id = submitted.prepared, submitted.run, submitted.job_id
@@ -294,8 +292,6 @@ def _report(submitted: SubmittedRun, *, wait: bool, as_json: bool) -> int:
     if spec.settings.engine.kind == "fsdp2":
         rows.append(("mesh", meshes_text(prepared.meshes)))
     if spec.snapshot:
-        from hpctrain.core.base.text import count
-
         edits = " with uncommitted edits" if spec.snapshot.dirty else ""
         commit = spec.snapshot.commit[:10] or "no commit yet"
         rows.append(("code", f"a copy of {count(spec.snapshot.files, 'file')}, {commit}{edits}"))
@@ -322,9 +318,6 @@ def _shape(spec: Spec) -> str:
 
 def _spares_text(spec: Spec) -> str:
     """The nodes that are asked for besides, where the scheduler gives any."""
-    from hpctrain.cluster.scheduler.base import get_cluster
-    from hpctrain.core.base.text import count
-
     spares = spec.settings.alive.spares
     if not spares or get_cluster(spec.cluster).on_this_machine:
         return ""
@@ -468,10 +461,8 @@ def resume(
     """
     from dataclasses import asdict
 
-    from hpctrain.cli.progress import progress
     from hpctrain.core.settings.check import engine_flags, profile_flags
     from hpctrain.core.settings.spec import hide, secrets_in
-    from hpctrain.errors import UsageError
     from hpctrain.launch.change import ResumeRequest
     from hpctrain.launch.resume import prepare_resume, resume_run
     from hpctrain.ledger.run.find_run import LATEST, find_run

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.cluster.scheduler.base import get_cluster
+from hpctrain.cluster.scheduler.base import Accounting, get_cluster
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import PACKAGE
 from hpctrain.core.base.records import TERMINAL_JOB, JobState
@@ -28,7 +28,7 @@ from hpctrain.core.settings.external import names_of
 from hpctrain.core.settings.fields import keys_of
 from hpctrain.core.settings.layers import DEFAULT, Layer
 from hpctrain.core.settings.schema import EvaluateSettings, Settings, replaced, value_at
-from hpctrain.core.settings.spec import load_spec
+from hpctrain.core.settings.spec import Entry, Spec, load_spec
 from hpctrain.errors import ClusterError, HpctrainError, RunExists, UsageError
 from hpctrain.launch.change import ResumeRequest, resettle
 from hpctrain.launch.checks import runs_inside
@@ -45,10 +45,35 @@ from hpctrain.ledger.run.ownership import own_spec
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hpctrain.cluster.scheduler.base import Accounting
-    from hpctrain.core.settings.spec import Entry, Spec
     from hpctrain.launch.snapshot import Checkout
 
+THEN = "then"
+_NAME_LENGTH = 100
+EVALUATE = "evaluate"
+SECTIONS = (EVALUATE,)
+"""Sections of settings that name the program of a job beside the run as their `script`."""
+NOT_SEALED = (
+    "evaluate: only hpctrain's own checkpoints are evaluated, not those of checkpoint.sealed"
+)
+_ALLOCATION = ("nodes", "ranks_per_node", "gpus_per_node", "time", "partition", "qos")
+_RUNS_OWN = ("", -1)
+_OF_THE_RUN_ALONE = (
+    "alive.shrink",
+    "alive.spares",
+    "checkpoint.keep_best",
+    "checkpoint.sealed",
+    "environment.stage",
+    *(f"evaluate.{key}" for key in keys_of(EvaluateSettings)),
+    "profile.memory",
+    "profile.nsys_rank",
+    "profile.ranks",
+    "profile.steps",
+    "run.resume_args",
+    "run.resume_if",
+    "run.snapshot",
+)
+"""They are about the run's own program, or would make a job beside the job beside it."""
+_MESH = tuple(f"engine.{axis}" for axis in BOUNDED)
 _WORDS = {
     RunState.CREATED: "was never submitted",
     RunState.FAILED: "has failed",
@@ -230,10 +255,6 @@ def _after_of(root: Path) -> list[str]:
         return []
 
 
-THEN = "then"
-_NAME_LENGTH = 100
-
-
 def take_then(
     spec: Spec,
     scripts: Sequence[str],
@@ -290,33 +311,6 @@ def _key(at: int) -> str:
     return THEN if at == 0 else f"{THEN}-{at + 1}"
 
 
-EVALUATE = "evaluate"
-SECTIONS = (EVALUATE,)
-"""Sections of settings that name the program of a job beside the run as their `script`."""
-NOT_SEALED = (
-    "evaluate: only hpctrain's own checkpoints are evaluated, not those of checkpoint.sealed"
-)
-_ALLOCATION = ("nodes", "ranks_per_node", "gpus_per_node", "time", "partition", "qos")
-_RUNS_OWN = ("", -1)
-_OF_THE_RUN_ALONE = (
-    "alive.shrink",
-    "alive.spares",
-    "checkpoint.keep_best",
-    "checkpoint.sealed",
-    "environment.stage",
-    *(f"evaluate.{key}" for key in keys_of(EvaluateSettings)),
-    "profile.memory",
-    "profile.nsys_rank",
-    "profile.ranks",
-    "profile.steps",
-    "run.resume_args",
-    "run.resume_if",
-    "run.snapshot",
-)
-"""They are about the run's own program, or would make a job beside the job beside it."""
-_MESH = tuple(f"engine.{axis}" for axis in BOUNDED)
-
-
 def take_beside(
     spec: Spec,
     environ: Mapping[str, str],
@@ -343,20 +337,15 @@ def take_beside(
             continue
         same = before is not None and value_at(before.settings, f"{section}.script") == script
         entry = kept.get(section) if same else None
-        spec.beside[section] = entry or read_command(spec, section, environ)
+        spec.beside[section] = entry or _read_command(spec, section, environ)
         notes += side_spec(spec, section, name=spec.name, accounting=accounting)[1]
         if section == EVALUATE and spec.settings.checkpoint.sealed:
             notes.append(NOT_SEALED)
     return notes
 
 
-def read_command(spec: Spec, section: str, environ: Mapping[str, str]) -> Entry:
-    """What a section's `script` is to run, found as `submit` finds what stands behind `--`.
-
-    Raises:
-        NotFound: there is no such program.
-        UsageError: it cannot run.
-    """
+def _read_command(spec: Spec, section: str, environ: Mapping[str, str]) -> Entry:
+    """What a section's `script` is to run, found as `submit` finds what stands behind `--`."""
     where = f"{spec.origins.get(f'{section}.script', DEFAULT)}: {section}.script"
     script = value_at(spec.settings, f"{section}.script")
     return read_script(spec, section, script, environ, where=where)

@@ -2,8 +2,6 @@
 
 `find_site` reads --site, HPCTRAIN_SITE, hpctrain.toml, then what is detected. `changed` and
 `take_locks` list what the user changes of the preset, and hold its locks against that.
-tests/unit/submit/test_chosen.py, test_site_submit.py, test_site_lock.py and test_side_job.py hold
-the promises.
 """
 
 from __future__ import annotations
@@ -14,18 +12,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.cluster.scheduler.base import get_cluster, name_here
+from hpctrain.cluster.scheduler.base import Accounting, get_cluster, name_here
 from hpctrain.cluster.site.detect import choose as choose_here
 from hpctrain.cluster.site.detect import look_around
 from hpctrain.cluster.site.environment import Versions, derive, locked_names, paths_of
 from hpctrain.cluster.site.load import site_files
-from hpctrain.cluster.site.schema import SYSTEM, site_of
+from hpctrain.cluster.site.schema import SYSTEM, Site, site_of
 from hpctrain.cluster.site.sheet import check_locked, locked_changes
 from hpctrain.core.base.env import HPCTRAIN_SITE
 from hpctrain.core.settings.check import check
-from hpctrain.core.settings.layers import AUTO, DEFAULT, flag_layer, resolve
-from hpctrain.core.settings.schema import value_at
-from hpctrain.core.settings.spec import secret_warnings, secrets_in
+from hpctrain.core.settings.layers import AUTO, DEFAULT, Layer, SettingsFile, flag_layer, resolve
+from hpctrain.core.settings.schema import Settings, value_at
+from hpctrain.core.settings.spec import Spec, secret_warnings, secrets_in
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.launch.checks import (
     check_hooks_here,
@@ -37,12 +35,6 @@ from hpctrain.launch.checks import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from hpctrain.cluster.scheduler.base import Accounting
-    from hpctrain.cluster.site.schema import Site
-    from hpctrain.core.settings.layers import Layer, SettingsFile
-    from hpctrain.core.settings.schema import Settings
-    from hpctrain.core.settings.spec import Spec
 
 
 SAME_RUN = (

@@ -1,11 +1,9 @@
 """Check what the login node can see of a job: files, programs, accounts, releases, disk and meshes.
 
-`refuse_shared` keeps two live runs from one set of checkpoint files (`checkpoint.sealed`): each
+`_refuse_shared` keeps two live runs from one set of checkpoint files (`checkpoint.sealed`): each
 would resume from the other's weights. The disk must have flock(2), rename(2), fsync(2), O_APPEND;
 locks between nodes are `hpctrain preflight`'s. Releases of torch and DeepSpeed are read from the
-interpreter's packages without an import. tests/unit/submit/test_shared_files.py, test_disk.py,
-test_memory_notes.py, tests/unit/runtime/test_trackers.py, tests/unit/agent/test_notify.py,
-tests/unit/plan/test_ds_config.py, test_decoders.py and test_versions.py hold the promises.
+interpreter's packages without an import.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.checkpoint.sealed.patterns import may_meet, parse, places, refuse_wrong
-from hpctrain.cluster.scheduler.base import get_cluster
+from hpctrain.cluster.scheduler.base import Cluster, get_cluster
 from hpctrain.core.base.env import HPCTRAIN_OUTPUT_DIR
 from hpctrain.core.base.records import COPIES_PER_RANK
 from hpctrain.core.base.text import size
 from hpctrain.core.settings.check import missing_tracker, node_range
-from hpctrain.core.settings.schema import replaced
-from hpctrain.core.settings.spec import load_spec
+from hpctrain.core.settings.schema import Settings, replaced
+from hpctrain.core.settings.spec import Entry, Spec, load_spec
 from hpctrain.errors import ChecksFailed, ClusterError, HpctrainError, NotFound, UsageError
 from hpctrain.launch.live_job import outlasting
 from hpctrain.launch.program import seen_saves
@@ -43,18 +41,14 @@ from hpctrain.ledger.plan.deepspeed import (
     read_user_config,
     resolve_ds_config,
 )
-from hpctrain.ledger.plan.mesh import meshes, refusal, shape_of_config, untried
+from hpctrain.ledger.plan.mesh import ModelShape, meshes, refusal, shape_of_config, untried
 from hpctrain.ledger.run.find_run import indexed
 from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from hpctrain.cluster.scheduler.base import Cluster
     from hpctrain.core.base.mesh import Mesh
-    from hpctrain.core.settings.schema import Settings
-    from hpctrain.core.settings.spec import Entry, Spec
-    from hpctrain.ledger.plan.mesh import ModelShape
 
 
 _INFO = (".dist-info", ".egg-info")
@@ -157,7 +151,7 @@ def check_sealed(settings: Settings, cwd: str, run: Path, after: Sequence[str] =
     """
     if settings.checkpoint.sealed:
         refuse_wrong(settings.checkpoint.sealed, Path(cwd) if cwd else None, run)
-        refuse_shared(settings, cwd, run, after)
+        _refuse_shared(settings, cwd, run, after)
 
 
 def plan_meshes(
@@ -339,14 +333,8 @@ def installed_version(package: str) -> str:
     return ""
 
 
-def refuse_shared(settings: Settings, cwd: str, run: Path, after: Sequence[str] = ()) -> None:
-    """Refuse a run whose checkpoints would be another live run's too.
-
-    See `check_sealed`. The directory `run` need not exist.
-
-    Raises:
-        UsageError: one does; with its name and how to separate them.
-    """
+def _refuse_shared(settings: Settings, cwd: str, run: Path, after: Sequence[str] = ()) -> None:
+    """Refuse a run whose checkpoints would be another live run's too."""
     if not settings.checkpoint.sealed:
         return
     own = _places(settings.checkpoint.sealed, cwd, run)
@@ -395,10 +383,7 @@ def _others(run: Path) -> Iterator[tuple[RunDir, Spec]]:
 
 
 def _saved_by(run: RunDir, spec: Spec) -> list[str]:
-    """What a run registers; of one that registers nothing, where its program is seen to save.
-
-    A user who adds `--checkpoint` at the second submit has a first run that lacks it.
-    """
+    """What a run registers; of one that registers nothing, where its program is seen to save."""
     if spec.settings.checkpoint.sealed or _is_over(run):
         return spec.settings.checkpoint.sealed
     return seen_saves(spec.entry)
@@ -409,10 +394,7 @@ def _is_over(run: RunDir) -> bool:
 
 
 def _may_write(run: RunDir, spec: Spec) -> bool:
-    """Whether a job of the run may still save; one that is ending is waited for a while.
-
-    Asked only of a run that shares files.
-    """
+    """Whether a job of the run may still save; one that is ending is waited for a while."""
     if _is_over(run):
         return False
     try:

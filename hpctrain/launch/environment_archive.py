@@ -8,7 +8,6 @@ why nothing is packed.
 `env` is the prefix of the ranks' interpreter; `base` is what a virtual environment needs of its own
 interpreter. Folders of `.pth` files and PYTHONPATH are read where they lie. The key is a digest of
 names, sizes and times; bytecode is packed and does not count.
-tests/unit/submit/test_environment_archive.py and test_environment_files.py hold the promises.
 """
 
 from __future__ import annotations

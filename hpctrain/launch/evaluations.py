@@ -24,7 +24,7 @@ from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.core.base import clock, locks
 from hpctrain.core.base.files import make_private_folder, make_run_folder
 from hpctrain.core.settings.schema import replaced
-from hpctrain.core.settings.spec import Evaluates
+from hpctrain.core.settings.spec import Evaluates, Spec
 from hpctrain.errors import (
     AccountingSilent,
     CheckpointError,
@@ -48,8 +48,6 @@ from hpctrain.ledger.run.results import read_results, write_curves
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from hpctrain.core.settings.spec import Spec
 
 log = logging.getLogger("hpctrain.submit")
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint.store import find
 from hpctrain.cluster.preflight.report import bad_nodes_of_user, bad_nodes_path, read_bad
-from hpctrain.cluster.scheduler.base import get_cluster
+from hpctrain.cluster.scheduler.base import Cluster, get_cluster
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import follow_folder, make_private_folder, write_private
 from hpctrain.core.base.records import JobRequest
@@ -33,19 +33,14 @@ from hpctrain.errors import (
     TornCheckpoint,
     UsageError,
 )
-from hpctrain.launch.after import (
-    check_after,
-    live_notes,
-    note_follower,
-    resume_command,
-    then_specs,
-)
+from hpctrain.launch.after import check_after, live_notes, note_follower, resume_command, then_specs
 from hpctrain.launch.checks import check_disk
 from hpctrain.launch.live_job import live_job, refusal
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import SubmitFailed, SubmitIntent, Submitted
 from hpctrain.ledger.run.fence import run_lock
 from hpctrain.ledger.run.find_run import IndexedRun, find_run, record
+from hpctrain.ledger.run.layout import RunDir
 from hpctrain.ledger.run.ownership import own_spec, renew_secret
 
 if TYPE_CHECKING:
@@ -54,12 +49,10 @@ if TYPE_CHECKING:
 
     from hpctrain.checkpoint.exchange.contents import Tensor
     from hpctrain.checkpoint.format.manifest import Manifest
-    from hpctrain.cluster.scheduler.base import Cluster
     from hpctrain.core.settings.spec import Spec
     from hpctrain.launch.environment_archive import ShowProgress
     from hpctrain.launch.prepare import Prepared, SubmitRequest
     from hpctrain.launch.shape import ShapedJob
-    from hpctrain.ledger.run.layout import RunDir
     from hpctrain.ledger.run.staging import Staging
 
 
@@ -141,7 +134,6 @@ def choose_shape_of(prepared: Prepared) -> ShapedJob | None:
     if prepared.spec.settings.shape.choose == "no":
         return None
     from hpctrain.launch.shape import choose_for
-    from hpctrain.ledger.run.layout import RunDir
 
     return choose_for(prepared.spec, RunDir(prepared.runs / prepared.spec.name))
 
@@ -193,10 +185,7 @@ def _launch_follower(
 
 
 def _make_following(prepared: Prepared, run: RunDir) -> list[tuple[RunDir, Spec]]:
-    """Make the runs that are to follow; they are known to the run before anything is submitted.
-
-    Where one cannot be made, nothing is left, of the run neither.
-    """
+    """Make the runs that are to follow; they are known to the run before anything is submitted."""
     if not prepared.following:
         return []
     from hpctrain.launch.prepare import create_run, discard_run
@@ -270,10 +259,7 @@ def launch(
 def _staging(
     run: RunDir, spec: Spec, notes: list[str], progress: ShowProgress | None
 ) -> Staging | None:
-    """What the job's nodes are to start from; None for the environment as it lies there.
-
-    It may take minutes.
-    """
+    """What the job's nodes are to start from; None for the environment as it lies there."""
     if spec.settings.environment.stage == "no":
         return None
     from hpctrain.launch.environment_archive import staging_for
@@ -382,11 +368,8 @@ def without_nodes(spec: Spec, exclude: Sequence[str]) -> Spec:
     return replace(spec, settings=settings)
 
 
-def list_of_user(spec: Spec, environ: Mapping[str, str]) -> Path:
-    """The user's list for the run's cluster: by its site's name, else by the scheduler's for it.
-
-    Homes are shared between clusters, and n001 of one is not n001 of another.
-    """
+def _list_of_user(spec: Spec, environ: Mapping[str, str]) -> Path:
+    """The user's list for the run's cluster: by its site's name, else by the scheduler's for it."""
     folder = bad_nodes_of_user(environ, "any").parent
     if spec.site or not folder.is_dir():
         return bad_nodes_of_user(environ, spec.site or spec.cluster)
@@ -406,7 +389,7 @@ def kept_out(run: RunDir, spec: Spec, environ: Mapping[str, str]) -> dict[str, s
     """
     if get_cluster(spec.cluster).on_this_machine:
         return {}
-    lists = (list_of_user(spec, environ), bad_nodes_path(run))
+    lists = (_list_of_user(spec, environ), bad_nodes_path(run))
     return {
         name: f"{bad.reason} ({path})" for path in lists for name, bad in read_bad(path).items()
     }

@@ -3,7 +3,7 @@
 hpctrain starts the ranks, so of such a command only what it starts is left, and what its options
 mean to that: how many ranks it counts on, variables that it would set. launchers.toml has each
 option of each launcher. One that is not there is refused, never guessed: whether it takes a value
-decides what the program is. Pure. tests/unit/submit/test_launchers.py holds the promises.
+decides what the program is. Pure.
 """
 
 from __future__ import annotations

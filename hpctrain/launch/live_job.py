@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpctrain.cluster.scheduler.base import get_cluster
+from hpctrain.cluster.scheduler.base import Cluster, get_cluster
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import write_plain
-from hpctrain.core.base.records import TERMINAL_JOB, JobState
+from hpctrain.core.base.records import TERMINAL_JOB, JobInfo, JobState
 from hpctrain.core.terminal import echo_note
 from hpctrain.errors import (
     AccountingSilent,
@@ -35,8 +35,6 @@ from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import CancelRequested, SubmitAdopted, SubmitFailed
 
 if TYPE_CHECKING:
-    from hpctrain.cluster.scheduler.base import Cluster
-    from hpctrain.core.base.records import JobInfo
     from hpctrain.core.settings.spec import Entry, Spec
     from hpctrain.ledger.run.layout import RunDir
     from hpctrain.observe.status.status import Answer

@@ -25,19 +25,20 @@ from hpctrain.cluster.preflight.checks import Order, expected_of
 from hpctrain.cluster.preflight.checks_between import LOGIN
 from hpctrain.cluster.preflight.node import ORDER, PROGRESS, REPORT
 from hpctrain.cluster.preflight.report import FAIL, OK, UNKNOWN, WARN, PreflightReport, Result
-from hpctrain.cluster.scheduler.base import get_cluster
+from hpctrain.cluster.scheduler.base import Cluster, PreflightJob, get_cluster
 from hpctrain.cluster.site.environment import Versions, derive
 from hpctrain.cluster.site.load import load_site
 from hpctrain.core.base import clock
-from hpctrain.core.base.files import (
-    follow_folder,
-    make_runs_folder,
-    read_text,
-    remove_runs_folder,
-)
+from hpctrain.core.base.files import follow_folder, make_runs_folder, read_text, remove_runs_folder
 from hpctrain.core.settings.check import node_range
 from hpctrain.core.settings.layers import nearest
-from hpctrain.errors import ChecksFailed, ClusterError, ClusterUnreachable, UsageError
+from hpctrain.errors import (
+    ChecksFailed,
+    ClusterError,
+    ClusterUnreachable,
+    HpctrainError,
+    UsageError,
+)
 from hpctrain.launch.checks import MOUNTS, mount_of
 from hpctrain.launch.prepare import SubmitRequest, flags_of, prepare
 from hpctrain.ledger.run.layout import RunDir
@@ -45,10 +46,8 @@ from hpctrain.ledger.run.layout import RunDir
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpctrain.cluster.scheduler.base import Cluster, PreflightJob
     from hpctrain.cluster.site.schema import Site
     from hpctrain.core.settings.spec import Spec
-    from hpctrain.errors import HpctrainError
 
     Say = Callable[[str], None]
 

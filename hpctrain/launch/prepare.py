@@ -1,7 +1,7 @@
 """From what was asked to a checked spec, and from the spec to a run directory.
 
 `prepare` reads and decides, `create_run` writes. Nothing is left behind when a check fails. The job
-is `launch.py`'s. tests/unit/submit/test_prepare.py holds the promises.
+is `launch.py`'s.
 """
 
 from __future__ import annotations
@@ -9,12 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.cluster.scheduler.base import SCHEDULERS, default_cluster, get_cluster
+from hpctrain.cluster.scheduler.base import (
+    SCHEDULERS,
+    Accounting,
+    Cluster,
+    default_cluster,
+    get_cluster,
+)
 from hpctrain.cluster.site.load import user_folder
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import (
@@ -23,12 +30,7 @@ from hpctrain.core.base.files import (
     make_runs_folder,
     remove_runs_folder,
 )
-from hpctrain.core.settings.check import (
-    check,
-    engine_flags,
-    profile_flags,
-    split_spares,
-)
+from hpctrain.core.settings.check import check, engine_flags, profile_flags, split_spares
 from hpctrain.core.settings.layers import (
     AUTO,
     ENV_SECTION,
@@ -40,7 +42,14 @@ from hpctrain.core.settings.layers import (
     read_toml,
     resolve,
 )
-from hpctrain.core.settings.spec import Entry, Spec, secret_warnings, secrets_in, secrets_of
+from hpctrain.core.settings.spec import (
+    Entry,
+    SecretFinding,
+    Spec,
+    secret_warnings,
+    secrets_in,
+    secrets_of,
+)
 from hpctrain.errors import ChecksFailed, ClusterError, RunExists, UsageError
 from hpctrain.launch.after import (
     Awaited,
@@ -51,6 +60,7 @@ from hpctrain.launch.after import (
     take_then,
 )
 from hpctrain.launch.change import (
+    SiteChoice,
     changed,
     changed_by_shell,
     dropped_locks,
@@ -71,6 +81,7 @@ from hpctrain.launch.checks import (
     take_ds_config,
     with_own_places,
 )
+from hpctrain.launch.launchers import disagreements
 from hpctrain.launch.program import NamedProgram, read_program, refuse_absent
 from hpctrain.ledger.run.layout import RunDir
 from hpctrain.ledger.run.ownership import refuse_planted
@@ -78,12 +89,9 @@ from hpctrain.ledger.run.ownership import refuse_planted
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpctrain.cluster.scheduler.base import Accounting, Cluster
     from hpctrain.cluster.site.schema import Site
     from hpctrain.core.base.mesh import Mesh
     from hpctrain.core.settings.schema import RunSettings, Settings
-    from hpctrain.core.settings.spec import SecretFinding
-    from hpctrain.launch.change import SiteChoice
     from hpctrain.launch.snapshot import Checkout
 
     LintProgram = Callable[[Entry, Settings, Path], list[str]]
@@ -173,7 +181,7 @@ def prepare(request: SubmitRequest) -> Prepared:
         RunExists: there is a run of that name.
         ChecksFailed: the run directory could not be written, or the container could not start.
     """
-    configs = read_configs(request)
+    configs = _read_configs(request)
     cluster = _choose_cluster(request, configs)
     site_choice = _find_site(request, configs, cluster)
     site = site_choice.site
@@ -216,8 +224,6 @@ def prepare(request: SubmitRequest) -> Prepared:
             f"{runs} {who}"
         )
     if program.asked:
-        from hpctrain.launch.launchers import disagreements
-
         notes += disagreements(program.asked, settings.slurm)
     notes += [
         *(request.lint(entry, settings, request.cwd) if request.lint is not None else ()),
@@ -321,10 +327,7 @@ def _with_others(
 
 
 def _look_after(request: SubmitRequest, spec: Spec, runs: Path, notes: list[str]) -> list[Awaited]:
-    """Put the predecessors into the spec; those that must be waited for.
-
-    Where no job is to be started now, that none could be is a note.
-    """
+    """Put the predecessors into the spec; those that must be waited for."""
     spec.after = find_predecessors(request.after, request.name, runs)
     refuse_circle(runs / spec.name, spec.after)
     try:
@@ -400,8 +403,6 @@ def discard_run(run: RunDir, new_parent: Path | None = None) -> None:
 
     `new_parent` is the topmost folder above it that was made for it; it stays if it has other runs.
     """
-    import shutil
-
     shutil.rmtree(run.root)
     _remove_empty(run.root.parent, new_parent)
 
@@ -428,14 +429,8 @@ def free_name(runs: Path, stem: str) -> str:
     return f"{stem}-{max(taken, default=0) + 1}"
 
 
-def read_configs(request: SubmitRequest) -> list[SettingsFile]:
-    """The settings files that count, the lowest first: the user's own, and the project's.
-
-    Raises:
-        ChecksFailed: one of them was not named, and is another user's.
-        NotFound: the one that was named is not there.
-        UsageError: one cannot be read, or makes no sense.
-    """
+def _read_configs(request: SubmitRequest) -> list[SettingsFile]:
+    """The settings files that count, the lowest first: the user's own, and the project's."""
     folder = user_folder(request.environ)
     unnamed = [] if folder is None else [folder / CONFIG_NAME]
     unnamed += [] if request.config else [request.cwd / CONFIG_NAME]

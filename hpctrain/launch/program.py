@@ -5,7 +5,7 @@ started by their rank (`agent/foreign.py`); a launcher's command gives its progr
 A file's first bytes decide, not its name. A leading `python` is removed.
 
 `refuse_absent` refuses imports that the ranks' Python lacks, read through the program's own files
-by `imports_of`. tests/unit/submit/test_program.py and test_imports.py hold the promises.
+by `imports_of`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ from hpctrain.core.base.files import NotText, read_source
 from hpctrain.core.settings.layers import nearest
 from hpctrain.core.settings.spec import Entry
 from hpctrain.errors import ChecksFailed, NotFound, UsageError
-from hpctrain.launch.launchers import MODULES, inside, launchers, unwrap
+from hpctrain.launch.launchers import MODULES, AskedCount, inside, launchers, unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-    from hpctrain.launch.launchers import AskedCount
 
 
 _PYTHON = re.compile(r"python[0-9.]*")
@@ -146,7 +144,7 @@ def _module(words: Sequence[str], cwd: Path, *, inside: bool) -> Entry:
 
     name, args = words[0], list(words[1:])
     try:
-        path = str(find_module(name, [str(cwd), *import_path()]))
+        path = str(_find_module(name, [str(cwd), *import_path()]))
     except NotFound:
         if not inside:
             raise
@@ -154,13 +152,8 @@ def _module(words: Sequence[str], cwd: Path, *, inside: bool) -> Entry:
     return Entry(kind="module", module=name, path=path, args=args, python_path=[str(cwd)])
 
 
-def find_module(name: str, folders: Sequence[str]) -> Path:
-    """The file that `python -m NAME` would run, without importing the packages above it.
-
-    Raises:
-        NotFound: there is none.
-        UsageError: it is no name of a module, or a package that cannot be run.
-    """
+def _find_module(name: str, folders: Sequence[str]) -> Path:
+    """The file that `python -m NAME` would run, without importing the packages above it."""
     if _MODULE.fullmatch(name) is None:
         hint = f"; a file is named without -m: -- {name}" if name.endswith(".py") else ""
         raise UsageError(f"-- -m {name}: {name!r} is not the name of a module{hint}")
@@ -186,8 +179,6 @@ def find_module(name: str, folders: Sequence[str]) -> Path:
 
 def _find(part: str, places: Sequence[str], *, top: bool) -> ModuleSpec | None:
     """A part of a module's name. Finders of editable installs know top-level names only."""
-    from importlib.util import find_spec
-
     spec = PathFinder.find_spec(part, places)
     if spec is None and top:
         with suppress(ImportError, ValueError, AttributeError):

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpctrain.checkpoint.store import find
 from hpctrain.checkpoint.store.find import CheckpointChoice, refuse_to_forget
 from hpctrain.cluster.scheduler.base import get_cluster
-from hpctrain.core.base.mesh import axes_text, plan_micro_batches
-from hpctrain.core.base.records import EndReason
+from hpctrain.core.base.mesh import Mesh, axes_text, plan_micro_batches
+from hpctrain.core.base.records import EndReason, Skipped
 from hpctrain.core.base.text import count, in_nodes, placed
-from hpctrain.core.settings.schema import EngineSettings
+from hpctrain.core.settings.schema import EngineSettings, Settings
 from hpctrain.errors import UsageError, WrongState
 from hpctrain.launch.after import Awaited, check_after, redirect_followers, take_beside
 from hpctrain.launch.change import ResumeRequest, change_spec
@@ -49,9 +49,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from hpctrain.checkpoint.sealed.files import Seal
-    from hpctrain.core.base.mesh import Mesh
-    from hpctrain.core.base.records import Skipped
-    from hpctrain.core.settings.schema import Settings
     from hpctrain.core.settings.spec import Entry, Snapshot, Spec
     from hpctrain.launch.environment_archive import ShowProgress
     from hpctrain.launch.shape import ShapedJob

@@ -1,8 +1,7 @@
 """The shape of a run's next job, chosen from what the scheduler, the site and ledgers say.
 
 `choose_for` gathers, `shapes.choose` decides. Whatever cannot be answered leaves the plain shape,
-with one line that says why; only a ceiling of the user's refuses the job. tests/unit/submit/
-test_shape.py holds the promises.
+with one line that says why; only a ceiling of the user's refuses the job.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.cluster.scheduler.base import StartEstimate, get_cluster
-from hpctrain.cluster.site.schema import site_of
+from hpctrain.cluster.scheduler.base import Accounting, Cluster, StartEstimate, get_cluster
+from hpctrain.cluster.site.schema import Site, site_of
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import read_plain, write_private
 from hpctrain.core.base.records import Next
@@ -23,7 +22,7 @@ from hpctrain.core.base.text import duration, hms
 from hpctrain.core.settings.check import node_range, time_s
 from hpctrain.core.settings.layers import AUTO, DEFAULT
 from hpctrain.core.settings.schema import Settings, replaced
-from hpctrain.core.settings.spec import load_spec
+from hpctrain.core.settings.spec import Spec, load_spec
 from hpctrain.errors import ClusterError, HpctrainError, UsageError
 from hpctrain.launch.checks import plan_meshes
 from hpctrain.ledger.history.run_history import RunHistory
@@ -31,12 +30,22 @@ from hpctrain.ledger.plan.mesh import cuts_batch
 from hpctrain.ledger.run import events as ledger
 from hpctrain.ledger.run.event_types import ShapeChosen
 from hpctrain.ledger.run.find_run import index_path, indexed
-from hpctrain.ledger.shapes.choose import ShapeChoice, Wish, choose_shape, run_facts, waits_of
+from hpctrain.ledger.shapes.choose import (
+    Prefer,
+    RunFacts,
+    ShapeChoice,
+    ShapeForecast,
+    Wish,
+    choose_shape,
+    run_facts,
+    waits_of,
+)
 from hpctrain.ledger.shapes.queue import (
     AT_ONCE_S,
     MOST_RESTART_SHARE,
     UNLIMITED_S,
     JobShape,
+    QueueView,
     WaitRecord,
     enumerate_shapes,
 )
@@ -44,12 +53,7 @@ from hpctrain.ledger.shapes.queue import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from hpctrain.cluster.scheduler.base import Accounting, Cluster
-    from hpctrain.cluster.site.schema import Site
-    from hpctrain.core.settings.spec import Spec
     from hpctrain.ledger.run.layout import RunDir
-    from hpctrain.ledger.shapes.choose import Prefer, RunFacts, ShapeForecast
-    from hpctrain.ledger.shapes.queue import QueueView
 
 EARLIER_RUNS = 20
 """Ledgers of so many of the user's newest runs are read for step times and waits."""
@@ -257,10 +261,7 @@ def _seen(
 
 
 def _own_waits(name: str, cluster: Cluster) -> list[WaitRecord]:
-    """What accounting says of own waits behind others; asked once a minute at most.
-
-    Homes are shared between clusters, so `name` is of the site or the scheduler.
-    """
+    """What accounting says of own waits behind others; asked once a minute at most."""
     path = index_path().with_name(f"waits-{name}.json")
     now = clock.now()
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no file, or torn

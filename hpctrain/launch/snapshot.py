@@ -2,8 +2,7 @@
 
 A run waits in the queue for hours and comes back for days, while its owner continues editing. The
 copy has the working tree's content, uncommitted edits included, and nothing that git does not
-track: no data, no checkpoints, no files with tokens. tests/unit/submit/test_snapshot.py holds the
-promises.
+track: no data, no checkpoints, no files with tokens.
 """
 
 from __future__ import annotations
@@ -17,14 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.core.base.files import make_private_folder
-from hpctrain.core.settings.spec import Snapshot
+from hpctrain.core.settings.spec import Entry, Snapshot, Spec
 from hpctrain.errors import ChecksFailed, UsageError
 from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from hpctrain.core.settings.spec import Entry, Spec
 
 MAX_AUTO_BYTES = 64 * 1024 * 1024
 _GIT_TIMEOUT_S = 60.0

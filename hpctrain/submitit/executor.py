@@ -2,13 +2,13 @@
 
 Parameters, their names, their checks and the pickling are submitit's own. Only how a job is started
 is ours: `hpctrain.submit`. What no run can do is refused in a line.
-tests/unit/submitit/test_executor.py holds the promises.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shlex
 import sys
@@ -31,7 +31,6 @@ from hpctrain.ledger.run.layout import RunDir
 from hpctrain.submitit.job import Job, JobFiles, cancel_all, dump
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping, Sequence
 
     from submitit.core.core import EquivalenceDict
@@ -258,8 +257,6 @@ class SlurmExecutor(_RunExecutor, slurm.SlurmExecutor):
     @classmethod
     def affinity(cls) -> int:
         """Usable where there is an sbatch: a login node may have no srun."""
-        import os
-
         return -1 if get_cluster(cls.cluster).missing(os.environ) else 2
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
@@ -401,8 +398,6 @@ class AutoExecutor(submitit.AutoExecutor):
     @staticmethod
     def which() -> str:
         """The cluster that is detected."""
-        import os
-
         return default_cluster(os.environ)
 
 

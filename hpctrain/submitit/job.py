@@ -1,7 +1,6 @@
 """submitit's job: its state is its run's (the ledger's word before the scheduler's); its files.
 
 A job's files lie in its run's folder; links in the executor's folder have submitit's names.
-tests/unit/submitit/test_job.py and test_folder.py hold the promises.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from submitit.core import core, utils
 
+from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import read_plain, replace_text
 from hpctrain.core.base.records import JobState
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.ledger.history.run_state import OVER, RunState
+from hpctrain.ledger.history.run_state import OVER, RunState, run_state
 from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
@@ -83,8 +83,6 @@ class RunWatcher(core.InfoWatcher):
         self._finished |= {one for one in self._registered if self.is_done(one, mode="cache")}
 
     def _ask(self, cluster: str, jobs: dict[str, tuple[RunDir, RunHistory]]) -> None:
-        from hpctrain.cluster.scheduler.base import get_cluster
-        from hpctrain.ledger.history.run_state import run_state
         from hpctrain.observe.status.reader import ask
 
         ids = [history.state.job_id or job_id for job_id, (_, history) in jobs.items()]
@@ -146,8 +144,6 @@ class Job(core.Job[R]):
 
     def _interrupt(self, timeout: bool = False) -> None:
         """Send the signal of a preemption, or of a time limit that is near, to rehearse it."""
-        from hpctrain.cluster.scheduler.base import get_cluster
-
         get_cluster(_cluster_of(RunDir(self.run))).rehearse(self.job_id, time_limit=timeout)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -190,10 +190,7 @@ class Task:
         self._leave()
 
     def _save(self, call: DelayedSubmission, *, final: bool) -> bool | None:
-        """Call `checkpoint()` and write what it returns; None where the callable has none.
-
-        An error is the call's if `final`; else the job continues from what was saved before.
-        """
+        """Call `checkpoint()` and write what it returns; None where the callable has none."""
         if not _is_checkpointable(call):
             return None
         try:
@@ -266,10 +263,7 @@ class Task:
     # ---- when
 
     def _due(self) -> float | None:
-        """When the call must stop so that it is saved before the job's end.
-
-        Not in the first third of a job: one that stopped at once would never come to its work.
-        """
+        """When the call must stop so that it is saved before the job's end."""
         end = self.clock.end_time
         if end is None:
             return None

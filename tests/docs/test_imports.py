@@ -36,8 +36,6 @@ LOGIN_MODULES = ("errors", "terminal", "entry.slurm_task", "entry.slurm_batch")
 TENSORS = {
     "preflight.collective",
     "strategy.measure_child",
-    "strategy.measure_pipeline",
-    "strategy.peak_tracker",
     "strategy.stand_in_device",
 }
 BYTES = {

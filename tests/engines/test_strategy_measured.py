@@ -75,7 +75,7 @@ def test_parameters_are_counted_as_the_models_own_code_makes_them():
 def test_the_tracker_counts_what_lives_and_forgets_what_is_gone():
     import torch
 
-    from hpctrain.advise.strategy.peak_tracker import PeakTracker
+    from hpctrain.advise.strategy.stand_in_device import PeakTracker
 
     with PeakTracker() as tracker:
         kept = torch.zeros(1000)
@@ -113,7 +113,7 @@ def test_what_stands_in_for_ddp_takes_what_ddp_takes():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from hpctrain.advise.strategy import measure_child
-    from hpctrain.advise.strategy.peak_tracker import PeakTracker
+    from hpctrain.advise.strategy.stand_in_device import PeakTracker
 
     config = plan_cases.MODELS["gpt2-124M"] | {"n_layer": 2, "n_embd": 128, "n_head": 4}
     config |= {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0}

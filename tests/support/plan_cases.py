@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.advise.strategy.choice import PlanRequest
 from hpctrain.advise.strategy.facts import of_config
 from hpctrain.advise.strategy.hardware import Accelerator
 from hpctrain.advise.strategy.measure import ask as child
 from hpctrain.advise.strategy.memory import Batch, Spread
 from hpctrain.advise.strategy.peaks import peak, stage_peaks
-from hpctrain.advise.strategy.rows import PlanRequest
 from hpctrain.advise.strategy.strategies import Machines
 from hpctrain.advise.strategy.timing import Links
 

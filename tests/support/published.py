@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.advise.strategy import choice
+from hpctrain.advise.strategy.choice import PlanRequest
 from hpctrain.advise.strategy.facts import of_config
 from hpctrain.advise.strategy.hardware import gpu_of
-from hpctrain.advise.strategy.rows import PlanRequest
 from hpctrain.advise.strategy.strategies import Machines
 from hpctrain.advise.strategy.timing import ALIKE, ANY, Links, flops_of_step, kind_of
 
 if TYPE_CHECKING:
-    from hpctrain.advise.strategy.rows import Row
+    from hpctrain.advise.strategy.choice import Row
 
 DATA = Path(__file__).parents[1] / "data" / "published-runs.toml"
 GB = 1e9

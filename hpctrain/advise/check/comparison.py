@@ -1,7 +1,4 @@
-"""Two runs of one program, by their ledgers: what each came to, and where their losses part. Pure.
-
-tests/unit/check/test_comparison.py holds the promises.
-"""
+"""Two runs of one program, by their ledgers: what each came to, where their losses part. Pure."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Saves are compared with the disk, the time limit and the notice of a preemption. Numbers come from
 the newest earlier run of the program that saved; without one they are not known. The rules are
-those of the ranks: `plan.interval` and docs/staying-alive.md. tests/unit/check/test_forecast.py,
-test_past.py, test_lines.py and test_render.py hold the promises.
+those of the ranks: `plan.interval` and docs/staying-alive.md.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from hpctrain.advise.lint.render import sarif as sarif_of_lint
 from hpctrain.advise.lint.render import uri_of
 from hpctrain.core.base import VERSION
 from hpctrain.core.base.text import count, duration, size
-from hpctrain.core.settings.spec import load_spec
+from hpctrain.core.settings.spec import Spec, load_spec
 from hpctrain.errors import ChecksFailed, HpctrainError
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_records import StepMark
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
     from hpctrain.advise.lint.rule import LintFinding
     from hpctrain.core.settings.schema import CheckpointSettings
-    from hpctrain.core.settings.spec import Spec
 
 OK, NOTE, FAIL, NOT_KNOWN = "ok", "note", "fail", "not known"
 STATUSES = (OK, NOTE, FAIL, NOT_KNOWN)

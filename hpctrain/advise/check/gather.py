@@ -2,7 +2,6 @@
 
 `submit.prepare` refuses at its first mistake; the program is checked all the same where it is
 found. Imports are tried in a process of their own: an import may take a minute, print, or exit.
-tests/unit/cli/test_check.py and tests/unit/check/test_import_probe.py hold the promises.
 """
 
 from __future__ import annotations
@@ -29,21 +28,24 @@ from hpctrain.advise.check.forecast import (
     past_saves,
 )
 from hpctrain.cluster.preflight import report as nodes_report
+from hpctrain.cluster.preflight.bounded import Unanswered, bounded
 from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.cluster.site.schema import Site
 from hpctrain.core.base import clock
+from hpctrain.core.base.files import NotText, read_source
 from hpctrain.core.base.text import count
 from hpctrain.core.settings.check import node_range, time_s
 from hpctrain.core.settings.schema import Settings
 from hpctrain.errors import ClusterError, HpctrainError
 from hpctrain.launch.checks import ranks_python
-from hpctrain.launch.preflight import check_login
-from hpctrain.launch.prepare import SubmitRequest, prepare
+from hpctrain.launch.preflight import TIMEOUT_S, check_login
+from hpctrain.launch.prepare import Prepared, SubmitRequest, prepare
 from hpctrain.launch.program import (
     ProgramImports,
     WantedImport,
     imports_of,
     own_folders,
+    read_program,
 )
 from hpctrain.ledger.run.layout import RunDir
 
@@ -52,7 +54,6 @@ if TYPE_CHECKING:
 
     from hpctrain.advise.lint.rule import LintFinding
     from hpctrain.core.settings.spec import Entry, Spec
-    from hpctrain.launch.prepare import Prepared
 
     Say = Callable[[str], None]
 
@@ -109,8 +110,6 @@ def check_all(request: SubmitRequest, say: Say) -> tuple[CheckList, Prepared | N
 
 def _look_alone(request: SubmitRequest, checks: CheckList, say: Say) -> None:
     """Lint of a program whose settings are wrong, where it can be found."""
-    from hpctrain.launch.program import read_program
-
     if not request.command:
         return
     with suppress(HpctrainError):  # then that is what submit has refused
@@ -178,8 +177,7 @@ def _program(
 def _lint(path: Path, settings: Settings, name: str) -> tuple[list[LintFinding], CheckLine | None]:
     from hpctrain.advise.lint.check import RuleChoice, check_text
     from hpctrain.advise.lint.folder import LintFolder
-    from hpctrain.advise.lint.submit_notes import BEGINS_ANEW
-    from hpctrain.core.base.files import NotText, read_source
+    from hpctrain.advise.lint.render import BEGINS_ANEW
 
     try:
         text = read_source(path)
@@ -200,7 +198,6 @@ def _goes_on(path: Path, entry: Entry, settings: Settings, name: str) -> list[Ch
     """Whether a program that saves resumes from its checkpoints, as it is started."""
     if settings.run.resume_args or settings.checkpoint.sealed:
         return []
-    from hpctrain.core.base.files import NotText, read_source
     from hpctrain.launch.begins_anew import begins_anew
 
     try:
@@ -323,9 +320,6 @@ def _forecasts(
 
 def _free(folder: Path) -> int | None:
     """Bytes free where the runs will lie; None where nobody says."""
-    from hpctrain.cluster.preflight.bounded import Unanswered, bounded
-    from hpctrain.launch.preflight import TIMEOUT_S
-
     place = folder
     while not place.exists() and place != place.parent:
         place = place.parent

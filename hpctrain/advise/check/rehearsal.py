@@ -1,7 +1,7 @@
 """Rehearse a program on two processors: a few steps, preempted, resumed, and compared.
 
 The comparison is with an undisturbed run and with one rank. Jobs and folder go at the end, also
-after Ctrl-C. tests/unit/check/test_rehearsal.py and test_comparison.py hold the promises.
+after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpctrain.advise.check.comparison import (
     printed_places,
     rehearsed,
 )
-from hpctrain.advise.check.forecast import FAIL, NOT_KNOWN, NOTE, OK, CheckLine
+from hpctrain.advise.check.forecast import FAIL, NOT_KNOWN, NOTE, OK, CheckLine, CheckList
 from hpctrain.cluster.scheduler.base import get_cluster
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_FAULTS, HPCTRAIN_LOCAL_DIR
@@ -34,15 +34,13 @@ from hpctrain.core.base.records import EndReason
 from hpctrain.core.base.text import size
 from hpctrain.errors import HpctrainError
 from hpctrain.launch.launch import submit_run
-from hpctrain.launch.prepare import flags_of
+from hpctrain.launch.prepare import SubmitRequest, flags_of
 from hpctrain.ledger.run import events as ledger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from hpctrain.advise.check.forecast import CheckList
-    from hpctrain.launch.prepare import SubmitRequest
     from hpctrain.ledger.run.layout import RunDir
 
     Say = Callable[[str], None]
@@ -322,10 +320,7 @@ def printed_line(
 
 
 class _Printing:
-    """Whether an attempt has printed so many places, and has saved where that is asked.
-
-    One that prints none, or does not save, is given a while.
-    """
+    """Whether an attempt has printed so many places, and has saved where that is asked."""
 
     def __init__(
         self, run: RunDir, number: int, steps: int, has_saved: Callable[[], bool] = lambda: True

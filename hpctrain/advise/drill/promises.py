@@ -1,7 +1,6 @@
 """The faults of a drill (faults.toml), the promise that each tests, and whether it was kept. Pure.
 
 What the ledger cannot show is "not tried", with the reason: "kept" would be a false promise.
-tests/unit/drill/test_catalogue.py and test_judging.py hold the promises.
 """
 
 from __future__ import annotations

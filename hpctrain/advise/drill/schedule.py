@@ -17,6 +17,7 @@ from hpctrain.advise.drill import injectors
 from hpctrain.advise.drill.promises import (
     FAULTS,
     FREEZE_S,
+    DrillFault,
     DrillVerdict,
     Planted,
     is_settled,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from hpctrain.advise.drill.promises import DrillFault
     from hpctrain.ledger.history.run_records import AttemptRecord
     from hpctrain.ledger.run.layout import RunDir
 

@@ -1,7 +1,4 @@
-"""Rules HT103, HT401, HT402, HT407 and HT506: what calls are given, and old names of torch.
-
-tests/unit/lint/test_rules.py and test_fixes.py hold the promises.
-"""
+"""Rules HT103, HT401, HT402, HT407 and HT506: what calls are given, and old names of torch."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.advise.lint.collectives import always_comes_to
 from hpctrain.advise.lint.dependence import LOCAL_VARIABLES, RANK_VARIABLES, environment_name
-from hpctrain.advise.lint.rule import SourceEdit
+from hpctrain.advise.lint.rule import LintFinding, SourceEdit
 from hpctrain.advise.lint.syntax import (
     argument,
     constant,
@@ -26,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hpctrain.advise.lint.reporting import ProgramFacts
-    from hpctrain.advise.lint.rule import LintFinding
 
 _OF_TENSORS = frozenset({"all_reduce", "reduce", "broadcast", "all_gather_into_tensor"})
 _HOME = "torch.distributed."

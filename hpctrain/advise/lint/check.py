@@ -2,8 +2,7 @@
 
 Whatever the text is, this returns: what cannot be read is a finding (HT001). The program's author
 may live with findings: `# hpctrain: ignore HT101` hides that rule on its line, or on the next one
-where it stands alone, and a file has known findings. A comment that hides nothing is a finding
-(HT002). tests/unit/lint/test_rules.py, test_ignores.py and test_fuzz.py hold the promises.
+where it stands alone, and a file has known findings. A comment that hides nothing is told (HT002).
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ def _check_program(
     if facts.folder is not None:
         facts.folder.learn(facts.syntax)
     findings = sorted(findings_of_rules, key=lambda one: one.place)
-    return list(without_ignored(text, path, findings, every_rule=choice.all_rules))
+    return list(_without_ignored(text, path, findings, every_rule=choice.all_rules))
 
 
 def unreadable(path: str, why: str, line: int = 0) -> LintFinding:
@@ -289,13 +288,10 @@ def ignore_comments(text: str) -> list[IgnoreComment]:
     return comments
 
 
-def without_ignored(
+def _without_ignored(
     text: str, path: str, findings: Iterable[LintFinding], *, every_rule: bool
 ) -> Iterator[LintFinding]:
-    """Yield the findings that no comment hides, and the comments that hide none.
-
-    Unless `every_rule` has looked, a comment for another rule would seem idle.
-    """
+    """Yield the findings that no comment hides, and the comments that hide none."""
     comments = ignore_comments(text)
     if not comments:
         yield from findings

@@ -1,7 +1,7 @@
 """Which calls all ranks must make together, and which functions of the program make them.
 
 Calls on a group of their own are left out: only the members meet there, and who they are is seldom
-written where one can read it. tests/unit/lint/test_rules.py holds the promises.
+written where one can read it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.advise.lint.definitions import blocks_of
-from hpctrain.advise.lint.syntax import GROUP_PLACES, NAMES, argument, given, last
+from hpctrain.advise.lint.syntax import (
+    GROUP_PLACES,
+    NAMES,
+    LintScope,
+    ProgramSyntax,
+    argument,
+    given,
+    last,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
-
-    from hpctrain.advise.lint.syntax import LintScope, ProgramSyntax
 
 _MAKERS = frozenset({"new_group", "new_subgroups", "init_device_mesh", "split_group"})
 """What every rank must call, also those that are in none of the groups that it makes."""

@@ -1,7 +1,4 @@
-"""Rules HT701 to HT707, HT709 and HT710: DeepSpeed's configuration, which takes any key.
-
-tests/unit/lint/test_deepspeed_rules.py holds the promises.
-"""
+"""Rules HT701 to HT707, HT709 and HT710: DeepSpeed's configuration, which takes any key."""
 
 from __future__ import annotations
 

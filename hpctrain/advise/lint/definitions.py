@@ -1,8 +1,7 @@
 """Which assignments may have given a name its value at the place where the name is used.
 
 Statements count in their order, and branches of one test apart: an assignment below a use, or in
-the other branch, does not reach it unless a loop leads back. tests/unit/lint/test_definitions.py
-tests it.
+the other branch, does not reach it unless a loop leads back.
 """
 
 from __future__ import annotations

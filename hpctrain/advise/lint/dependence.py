@@ -1,10 +1,9 @@
 """What a value depends on: the rank, the batch, chance, the clock; followed through assignments.
 
-A name depends on what the assignments that reach its use depend on (`definitions`).
-What a collective has been given, or an agreement has returned, is the same on all ranks and depends
-on nothing. A mark with a question mark may be wrong: it passed through a call of unknown effect, or
+A name depends on what the assignments that reach its use depend on (`definitions`). What a
+collective has been given, or an agreement has returned, is the same on all ranks and depends on
+nothing. A mark with a question mark may be wrong: it passed through a call of unknown effect, or
 only some assignments have it. Such a mark never makes an error.
-tests/unit/lint/test_rules.py holds the promises.
 """
 
 from __future__ import annotations
@@ -13,14 +12,19 @@ import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.advise.lint.definitions import NameDefinitions, definitions_in
-from hpctrain.advise.lint.syntax import NAMES, ProgramSyntax, argument, constant, given, last
+from hpctrain.advise.lint.definitions import Definition, NameDefinitions, Place, definitions_in
+from hpctrain.advise.lint.syntax import (
+    NAMES,
+    LintScope,
+    ProgramSyntax,
+    argument,
+    constant,
+    given,
+    last,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from hpctrain.advise.lint.definitions import Definition, Place
-    from hpctrain.advise.lint.syntax import LintScope
 
 RANK, LOCAL, BATCH, CHANCE, CLOCK = "rank", "local rank", "batch", "chance", "clock"
 RANKS = frozenset({RANK, LOCAL})

@@ -1,7 +1,6 @@
 """Rules HT101 to HT113: ranks that do not come to the same collectives.
 
 A walk over each function's statements, with the tests around each of them in hand.
-tests/unit/lint/test_rules.py holds the promises.
 """
 
 from __future__ import annotations
@@ -10,18 +9,15 @@ import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.advise.lint.collectives import SEVERAL
+from hpctrain.advise.lint.collectives import SEVERAL, CollectiveCall
 from hpctrain.advise.lint.dependence import BATCH, CHANCE, CLOCK, RANKS, UNSURE, on_rank
-from hpctrain.advise.lint.reporting import MAIN_ONLY, exclusive, is_backward
-from hpctrain.advise.lint.syntax import NAMES, last
+from hpctrain.advise.lint.reporting import MAIN_ONLY, ProgramFacts, exclusive, is_backward
+from hpctrain.advise.lint.syntax import NAMES, LintScope, last
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hpctrain.advise.lint.collectives import CollectiveCall
-    from hpctrain.advise.lint.reporting import ProgramFacts
     from hpctrain.advise.lint.rule import LintFinding
-    from hpctrain.advise.lint.syntax import LintScope
 
 _MAYBE = "maybe"
 """The kind of a test that may come out differently, or alike: a hint."""

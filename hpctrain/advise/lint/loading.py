@@ -1,7 +1,6 @@
 """Rules HT301, HT302, HT306 to HT308, HT511, HT512, HT601, HT605 and HT608.
 
-Samplers, loaders and their workers; signals, saves and loads. tests/unit/lint/test_rules.py holds
-the promises.
+Samplers, loaders and their workers; signals, saves and loads.
 """
 
 from __future__ import annotations
@@ -10,17 +9,24 @@ import ast
 from typing import TYPE_CHECKING
 
 from hpctrain.advise.lint.dependence import RANKS
-from hpctrain.advise.lint.reporting import for_main_only, is_backward
-from hpctrain.advise.lint.syntax import argument, constant, given, is_true, keyword, last, spreads
+from hpctrain.advise.lint.reporting import ProgramFacts, for_main_only, is_backward
+from hpctrain.advise.lint.syntax import (
+    LintScope,
+    argument,
+    constant,
+    given,
+    is_true,
+    keyword,
+    last,
+    spreads,
+)
 from hpctrain.core.base.text import count
 from hpctrain.launch.begins_anew import begins_anew
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpctrain.advise.lint.reporting import ProgramFacts
     from hpctrain.advise.lint.rule import LintFinding
-    from hpctrain.advise.lint.syntax import LintScope
 
 _SAMPLERS = ("DistributedSampler",)
 _BY_OTHERS = (

@@ -14,15 +14,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.advise.lint.arguments import rank_origin
-from hpctrain.advise.lint.reporting import for_main_only
-from hpctrain.advise.lint.rule import ROWS, SourceEdit
+from hpctrain.advise.lint.reporting import ProgramFacts, for_main_only
+from hpctrain.advise.lint.rule import ROWS, LintFinding, SourceEdit
 from hpctrain.advise.lint.syntax import constant, insert_argument, is_vendors, keyword, last, span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from hpctrain.advise.lint.reporting import ProgramFacts
-    from hpctrain.advise.lint.rule import LintFinding
 
 _NOT = "not "
 

@@ -1,22 +1,17 @@
-"""Rules HT203 to HT205, HT208 to HT211, HT213, HT515 and HT518: the order of a training step.
-
-tests/unit/lint/test_rules.py holds the promises.
-"""
+"""Rules HT203 to HT205, HT208 to HT211, HT213, HT515 and HT518: the order of a training step."""
 
 from __future__ import annotations
 
 import ast
 from typing import TYPE_CHECKING
 
-from hpctrain.advise.lint.reporting import exclusive, inside_loop, is_backward
-from hpctrain.advise.lint.syntax import constant, given, keyword, last
+from hpctrain.advise.lint.reporting import ProgramFacts, exclusive, inside_loop, is_backward
+from hpctrain.advise.lint.syntax import LintScope, constant, given, keyword, last
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpctrain.advise.lint.reporting import ProgramFacts
     from hpctrain.advise.lint.rule import LintFinding
-    from hpctrain.advise.lint.syntax import LintScope
 
 _CLIPS = frozenset({"clip_grad_norm_", "clip_grad_value_"})
 

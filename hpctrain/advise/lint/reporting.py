@@ -1,7 +1,4 @@
-"""How a rule tells what it has found: a finding with its place and the line of the source.
-
-tests/unit/lint/test_rules.py holds the promises.
-"""
+"""How a rule tells what it has found: a finding with its place and the line of the source."""
 
 from __future__ import annotations
 
@@ -12,15 +9,13 @@ from typing import TYPE_CHECKING
 from hpctrain.advise.lint.collectives import CollectiveCalls, is_distributed
 from hpctrain.advise.lint.definitions import blocks_of
 from hpctrain.advise.lint.dependence import RANKS, Dependence
-from hpctrain.advise.lint.rule import RULES, LintFinding
-from hpctrain.advise.lint.syntax import NAMES
+from hpctrain.advise.lint.rule import RULES, LintFinding, SourceEdit
+from hpctrain.advise.lint.syntax import NAMES, LintScope, ProgramSyntax
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from hpctrain.advise.lint.folder import LintFolder, ModuleSummary
-    from hpctrain.advise.lint.rule import SourceEdit
-    from hpctrain.advise.lint.syntax import LintScope, ProgramSyntax
 
 
 class ProgramFacts:

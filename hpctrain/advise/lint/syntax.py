@@ -2,8 +2,7 @@
 
 The text is read in the encoding that it names, changed in places, and written back. Names are
 followed through imports to where they come from: `dist.barrier` is `torch.distributed.barrier`
-whatever the program calls the module. tests/unit/lint/test_rules.py, test_files.py and
-test_fixes.py hold the promises.
+whatever the program calls the module.
 """
 
 from __future__ import annotations

@@ -10,12 +10,8 @@ tests/engines/test_strategy_measured.py holds the sums against what autograd kep
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from hpctrain.advise.strategy.facts import BERT, GPT2, LLAMA, MOE
-
-if TYPE_CHECKING:
-    from hpctrain.advise.strategy.facts import ModelFacts
+from hpctrain.advise.strategy.facts import BERT, GPT2, LLAMA, MOE, ModelFacts
 
 FP32 = 4
 LOGITS_FORWARD = 2 * FP32
@@ -175,10 +171,7 @@ def _shared(model: ModelFacts, low: int, tp: int, *, fused: bool) -> Widths:
 
 
 def _adapted(whole: Widths, model: ModelFacts, low: int, rank: int, *, autocast: bool) -> Widths:
-    """Return widths for frozen weights: norms keep their input alone, adapters what is between.
-
-    Under autocast each adapter copies its input to 16 bits: five of the norms', one of attention's.
-    """
+    """Return widths for frozen weights: norms keep their input alone, adapters what is between."""
     hidden = float(model.hidden)
     norms = 8 * hidden if autocast else 2 * low * hidden
     more = low * model.query if autocast else 0

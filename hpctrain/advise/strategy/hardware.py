@@ -1,7 +1,7 @@
 """What a plan knows of GPUs: memory, peak, links. gpus.toml has the numbers and their sources.
 
 `find_gpu` takes a name as people and presets write it. Where a name fits several GPUs, or none,
-their memory has to be given: `--gpu-mem`. Pure. tests/unit/strategy/test_hardware.py holds it.
+their memory has to be given: `--gpu-mem`. Pure.
 """
 
 from __future__ import annotations

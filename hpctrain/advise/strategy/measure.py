@@ -14,17 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.advise.strategy.activations import FP32
-from hpctrain.advise.strategy.facts import of_config, of_description
+from hpctrain.advise.strategy.choice import PlanRequest, Row, gigabytes, on_host
+from hpctrain.advise.strategy.facts import ModelFacts, of_config, of_description
 from hpctrain.advise.strategy.memory import CONTEXT_BYTES, FRAGMENTED
-from hpctrain.advise.strategy.rows import gigabytes, on_host
 from hpctrain.core.base.process import own_program
 from hpctrain.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from hpctrain.advise.strategy.facts import ModelFacts
-    from hpctrain.advise.strategy.rows import PlanRequest, Row
 
 CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 MOST_BYTES = 4 << 20
@@ -121,12 +118,8 @@ def question_of(row: Row) -> dict[str, Any]:
     }
 
 
-def is_measurable(row: Row) -> bool:
-    """Whether one step tells it, without values.
-
-    Tensor parallel layers, experts on several ranks and DeepSpeed look at some, no 4-bit weights
-    are trained here, and a pipeline has as many steps as stages.
-    """
+def _is_measurable(row: Row) -> bool:
+    """Whether one step tells it, without values."""
     layout = row.way.layout
     is_whole = layout.tp == layout.pp == layout.ep == 1 and not layout.quantised
     is_ours = row.way.is_trained and not layout.kind.startswith("zero")
@@ -141,7 +134,7 @@ def measured(
     Raises:
         UsageError: the model does not build, or takes too long.
     """
-    chosen = [row for row in rows if is_measurable(row)]
+    chosen = [row for row in rows if _is_measurable(row)]
     said = ask({"model": model, "steps": [question_of(row) for row in chosen]}, timeout_s)
     answers = {id(row): answer for row, answer in zip(chosen, said["steps"], strict=True)}
     return [_with(row, answers.get(id(row)), asked) for row in rows]

@@ -6,6 +6,10 @@ goes out in the file that is named first on the command line; what the model's o
 nowhere near it. The step is spread as hpctrain's engines spread it, over ranks that are not there
 (torch's process group "fake"), under FakeTensorMode: see `step`.
 
+Of a pipeline one stage is measured. The other stages answer nothing: the fake group takes what is
+sent, and what is received has the right shape. So a step of one stage is a whole step, with as many
+microbatches in flight as its schedule has there.
+
 tests/engines/test_strategy_measured.py holds the promises.
 """
 
@@ -24,16 +28,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining._utils import InferenceMode
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hpctrain.advise.strategy.peak_tracker import PeakTracker
-from hpctrain.advise.strategy.stand_in_device import fill, flash_attention, stand_in
+from hpctrain.advise.strategy.stand_in_device import (
+    PeakTracker,
+    even_exchange,
+    fill,
+    flash_attention,
+    stand_in,
+)
 from hpctrain.core.base.mesh import Mesh
 from hpctrain.core.settings.schema import EngineSettings
+from hpctrain.core.world import World
+from hpctrain.errors import UsageError
 from hpctrain.train.engines.blocks import every_block, recompute_blocks
-from hpctrain.train.engines.layouts import make_meshes
+from hpctrain.train.engines.engine import EngineInputs, Microbatch
+from hpctrain.train.engines.layouts import DeviceMeshes, make_meshes
 from hpctrain.train.engines.native import shard
+from hpctrain.train.engines.pipeline import Pipeline, cut
 from hpctrain.train.engines.tensor_parallel import tensor_parallelize
 
 if TYPE_CHECKING:
@@ -217,8 +231,6 @@ def _no_values(what: Step) -> Iterator[None]:
         if what.offload:
             stack.enter_context(flash_attention())
         if what.ep > 1:
-            from hpctrain.advise.strategy.stand_in_device import even_exchange
-
             stack.enter_context(even_exchange())
         yield
 
@@ -251,21 +263,18 @@ def _ready(build: Callable[[], nn.Module], what: Step, meshes: Any, device: torc
 
 def _stage(model: nn.Module, what: Step, meshes: Any) -> _Ready:
     """One of a pipeline's."""
-    from hpctrain.advise.strategy import measure_pipeline
-
-    engine = measure_pipeline.stage_of(
+    engine = _stage_of(
         model,
         what.mesh,
         meshes,
         stage=what.stage,
         recompute=what.recompute,
         low=what.low,
-        optimizer_of=_adamw,
     )
     ids = torch.zeros((what.micro, what.seq), dtype=torch.long)
 
     def passes(_tracker: PeakTracker) -> None:
-        measure_pipeline.passes(engine, model, ids, what.passes, _loss_of)
+        _run_stage(engine, model, ids, what.passes)
 
     return _Ready(engine.optimizer, passes, engine)
 
@@ -395,11 +404,7 @@ def _spread(model: nn.Module, what: Step, meshes: Any) -> list[torch.Tensor]:
 
 
 def _buckets(model: nn.Module) -> list[torch.Tensor]:
-    """Stand in for DDP's buckets: gradients are copied into them, and are views of them then.
-
-    DDP's own would look at gradients' values, which are not there.
-    tests/engines/test_strategy_measured.py holds this against a real DDP.
-    """
+    """Stand in for DDP's buckets: gradients are copied into them, and are views of them then."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     whole = [torch.zeros_like(weight) for weight in weights]
     for weight, view in zip(weights, whole, strict=True):
@@ -451,6 +456,82 @@ def main() -> None:
     except CannotBuild as error:
         said = {"cannot": str(error)}
     Path(sys.argv[1]).write_text(json.dumps(said))
+
+
+class _Alone(Pipeline):
+    """A stage of which the others cannot be asked."""
+
+    def total(self, local: torch.Tensor) -> float:  # noqa: ARG002 - it has no value here
+        """The step's loss is not known: nothing was computed."""
+        return 0.0
+
+    def _loss(self, stage: Any, tensor: torch.Tensor, _number: torch.Tensor) -> torch.Tensor:
+        """Of any microbatch: all are alike, and their numbers have no values."""
+        return super()._loss(stage, tensor, 0)  # type: ignore[arg-type]
+
+    def _make(self, *form: Any) -> Any:
+        """A schedule that does not ask the other stages what they know: all know the same."""
+        schedule = super()._make(*form)
+
+        def agreed(stages: list[Any], has_backward: bool, _done: bool) -> None:
+            for stage in stages:
+                late = InferenceMode.needs_dynamic(stage._user_meta, has_backward)  # noqa: SLF001
+                if late:
+                    raise UsageError("this torch asks the other stages for shapes: not measured")
+                stage._inference_mode = InferenceMode.STATIC  # noqa: SLF001 - what the vote sets
+
+        schedule._warmup_p2p = agreed  # noqa: SLF001
+        return schedule
+
+    def between(self, ids: torch.Tensor, width: int, dtype: torch.dtype, vocab: int) -> None:
+        """Tell what goes from stage to stage, which the stages would tell each other."""
+        count = self._stages.count
+        hidden = [(width, dtype)] * (count - 1) + [(vocab, dtype)]
+        self._forms[ids.shape, ids.dtype] = [
+            torch.empty_like(ids, device="meta"),
+            *(
+                torch.empty((*ids.shape, size), dtype=kind, device="meta", requires_grad=True)
+                for size, kind in hidden
+            ),
+        ]
+
+
+def _stage_of(
+    model: nn.Module,
+    mesh: Mesh,
+    meshes: DeviceMeshes,
+    *,
+    stage: int,
+    recompute: bool,
+    low: torch.dtype,
+) -> _Alone:
+    """Keep a stage's layers of a model (cut in place), shard them, and make its engine.
+
+    `recompute` recomputes blocks in full; `low` is the dtype computed in.
+    """
+    words = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+    settings = EngineSettings(kind="fsdp2", precision=words[low], pp=str(mesh.pp))
+    rank = stage * mesh.stage_ranks
+    world = World(rank, 0, mesh.world_size, torch.device("cpu"), dist.group.WORLD, mesh.world_size)  # type: ignore[arg-type]
+    names = frozenset(model.state_dict())
+    stages = cut(model, stage, mesh.pp, settings)
+    for part in stages.parts:
+        if recompute:
+            recompute_blocks(part, "full")
+        shard(part, meshes, low, settings)
+    inputs = EngineInputs(settings, world, mesh, names)
+    left = stages.model
+    return _Alone(left, _adamw(left), inputs, stages=stages, meshes=meshes)
+
+
+def _run_stage(engine: _Alone, model: Any, ids: torch.Tensor, count: int) -> None:
+    """Run the forward and backward passes of a step's `count` microbatches.
+
+    `model.config` has the model's sizes; `ids` are the tokens of one microbatch.
+    """
+    config = model.config
+    engine.between(ids, config.hidden_size, engine.precision, config.vocab_size)
+    engine.accumulate([Microbatch(ids, ids) for _ in range(count)], _loss_of)
 
 
 if __name__ == "__main__":

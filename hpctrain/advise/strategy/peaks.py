@@ -22,8 +22,11 @@ from hpctrain.advise.strategy.memory import (
     SHARDS_GRADIENTS,
     UPDATE,
     WEIGHTS,
+    Batch,
+    Parts,
     Peak,
     Sharded,
+    Spread,
     StepMemory,
     Whole,
     edges,
@@ -36,7 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hpctrain.advise.strategy.facts import ModelFacts
-    from hpctrain.advise.strategy.memory import Batch, Parts, Spread
 
 MICROBATCHES = 4
 """For each stage, so that a rank waits for no more than a fifth of the step."""

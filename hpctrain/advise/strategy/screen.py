@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.advise.strategy.activations import FP32, LOGITS_BACKWARD
-from hpctrain.advise.strategy.facts import FAMILIES
+from hpctrain.advise.strategy.facts import FAMILIES, ModelFacts
 from hpctrain.advise.strategy.memory import (
     ACTIVATIONS,
     BUFFERS,
@@ -27,6 +27,8 @@ from hpctrain.advise.strategy.memory import (
     QUANTISED,
     UPDATE,
     WEIGHTS,
+    Batch,
+    Spread,
     widths_of,
 )
 from hpctrain.advise.strategy.peaks import stages_of
@@ -35,10 +37,7 @@ from hpctrain.core.base.text import duration, step_time
 from hpctrain.ledger.plan.deepspeed import BUCKET_ELEMENTS
 
 if TYPE_CHECKING:
-    from hpctrain.advise.strategy.choice import StrategyPlan
-    from hpctrain.advise.strategy.facts import ModelFacts
-    from hpctrain.advise.strategy.memory import Batch, Spread
-    from hpctrain.advise.strategy.rows import PlanRequest, Row
+    from hpctrain.advise.strategy.choice import PlanRequest, Row, StrategyPlan
 
 _TABLE = tomllib.loads(Path(__file__).with_name("templates.toml").read_text("utf-8"))
 SOURCES: dict[str, str] = _TABLE.pop("sources")

@@ -12,15 +12,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.advise.strategy.activations import FP32
-from hpctrain.advise.strategy.facts import LLAMA, MOE
+from hpctrain.advise.strategy.facts import LLAMA, MOE, ModelFacts
 from hpctrain.advise.strategy.memory import Spread
 from hpctrain.advise.strategy.peaks import MICROBATCHES
 from hpctrain.ledger.plan.mesh import divisors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from hpctrain.advise.strategy.facts import ModelFacts
 
 
 @dataclass(frozen=True)

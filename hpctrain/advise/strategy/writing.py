@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING
 
 from hpctrain.advise.strategy.activations import FP32
-from hpctrain.advise.strategy.facts import BERT, GPT2, MOE
+from hpctrain.advise.strategy.facts import BERT, GPT2, MOE, ModelFacts
 from hpctrain.advise.strategy.screen import TEXTS, as_plain, heading
 from hpctrain.core.settings.schema import EngineSettings
 from hpctrain.ledger.plan.deepspeed import engine_config
@@ -18,10 +18,8 @@ from hpctrain.ledger.plan.deepspeed import engine_config
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpctrain.advise.strategy.choice import StrategyPlan
-    from hpctrain.advise.strategy.facts import ModelFacts
+    from hpctrain.advise.strategy.choice import Row, StrategyPlan
     from hpctrain.advise.strategy.memory import Spread
-    from hpctrain.advise.strategy.rows import Row
 
 _WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 

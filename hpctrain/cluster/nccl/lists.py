@@ -1,7 +1,4 @@
-"""Rules for lists: interfaces, adapters, algorithms and protocols, as NCCL and Gloo split them.
-
-tests/unit/nccl/test_nccl_rules.py holds the promises.
-"""
+"""Rules for lists: interfaces, adapters, algorithms and protocols, as NCCL and Gloo split them."""
 
 from __future__ import annotations
 
@@ -87,7 +84,6 @@ def _grammar(value: str, kind: str, example: str) -> Iterator[Problem]:
 
 def socket_ifname(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_SOCKET_IFNAME: beginnings of interface names, or whole ones after =."""
-    del name
     if len(value) < 2:  # noqa: PLR2004 - NCCL's own condition
         yield error(
             "NCCL ignores a value of one character and chooses interfaces by itself; write at "
@@ -150,7 +146,6 @@ def _missing(
 
 def gloo_ifname(name: str, value: str, context: Context) -> Iterator[Problem]:
     """GLOO_SOCKET_IFNAME: whole names of interfaces, between commas, nothing else."""
-    del name
     names = value.split(",")
     plain = [entry.strip().lstrip("^=") for entry in names]
     good = ",".join(entry for entry in plain if entry)
@@ -195,7 +190,6 @@ def _gloo_name(entry: str) -> Iterator[Problem]:
 
 def ib_hca(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_IB_HCA: beginnings of adapter names, or whole ones after =, each with its port."""
-    del name
     yield from _grammar(value, "adapter", "=mlx5_0")
     parsed = read_filter(value)
     for entry in parsed.entries:
@@ -240,7 +234,6 @@ def _adapter(entry: str, interfaces: InterfaceFilter, context: Context) -> Itera
 
 def alloc_conf(name: str, value: str, context: Context) -> Iterator[Problem]:
     """PYTORCH_ALLOC_CONF: `option:value,...`; torch stops the program at an option it lacks."""
-    del name, context
     plain = re.sub(r"\[[^\[\]]*\]", "", value)
     for entry in filter(None, (part.strip() for part in plain.split(","))):
         option, colon, _ = entry.partition(":")
@@ -258,7 +251,6 @@ def alloc_conf(name: str, value: str, context: Context) -> Iterator[Problem]:
 
 def algo(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_ALGO: algorithms that NCCL may choose from, for all functions or each."""
-    del name
     old = {"collnet": "CollNetDirect", "nvls_tree": "NVLSTree"}
     yield from _choices(value, ALGORITHMS, old, context)
     first = value.partition(";")[0]
@@ -274,7 +266,6 @@ def algo(name: str, value: str, context: Context) -> Iterator[Problem]:
 
 def proto(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_PROTO: protocols that NCCL may choose from, for all functions or each."""
-    del name
     yield from _choices(value, PROTOCOLS, {}, context)
     for part in value.split(";"):
         words = part.rpartition(":")[2]
@@ -332,7 +323,6 @@ def _instead(word: str, value: str, choices: Sequence[str], renamed: dict[str, s
 
 def ib_gid(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_IB_GID_INDEX has no effect on InfiniBand links, and is found by itself on RoCE."""
-    del name
     if context.kind == "ib":
         yield warning("NCCL ignores it on InfiniBand links, it is for RoCE; leave it out")
     elif value != "-1" and not context.older_than((2, 21)):

@@ -6,21 +6,16 @@ A message says the value, what its reader would make of it and why that is wrong
 `check_name` warns of misspelt and dead names, of NVIDIA's debugging class, and of what no preset
 sets. A name that is missing in these tables is not wrong for certain: it is warned of, with the
 nearest one that is known. variables.toml has them, and the releases whose source was read.
-tests/unit/nccl/test_nccl_rules.py holds the promises.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ERROR = "error"
 WARNING = "warning"
@@ -156,7 +151,6 @@ _FABRIC_POLICY = frozenset({"NCCL_IB_FIFO_TC", "NCCL_IB_SL", "NCCL_IB_TC"})
 
 def check_name(name: str, value: str, context: Context) -> Iterator[Problem]:
     """What is to be said of the name, and of any value that this name may have."""
-    del context
     if name in _DEAD:
         yield from _dead(name)
     else:

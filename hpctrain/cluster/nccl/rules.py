@@ -11,8 +11,7 @@ here. variables.toml has all names, ranges and sets of words. Pure: what is know
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hpctrain.cluster.nccl import lists, values
 from hpctrain.cluster.nccl.names import (
@@ -30,9 +29,6 @@ from hpctrain.cluster.nccl.names import (
     warning,
 )
 from hpctrain.cluster.nccl.values import FAMILIES, LIBFABRIC_NETS, c_number
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = [
     "DEBUG",
@@ -176,7 +172,6 @@ def other_fabric(env: Env, context: Context) -> Found:
 
 def counts(env: Env, context: Context) -> Found:
     """Numbers that must agree."""
-    del context
     for least, most in (
         ("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS"),
         ("NCCL_MIN_CTAS", "NCCL_MAX_CTAS"),
@@ -222,7 +217,6 @@ def _patience(env: Env) -> Found:
 
 def addresses(env: Env, context: Context) -> Found:
     """NCCL_IB_ADDR_RANGE is read in the family of NCCL_IB_ADDR_FAMILY, by default AF_INET."""
-    del context
     name, family = "NCCL_IB_ADDR_RANGE", env.get("NCCL_IB_ADDR_FAMILY") or "AF_INET"
     try:
         version = ipaddress.ip_network(env.get(name, ""), strict=False).version
@@ -239,7 +233,6 @@ def addresses(env: Env, context: Context) -> Found:
 
 def choices(env: Env, context: Context) -> Found:
     """Algorithms and transports that one variable asks for and another turns off."""
-    del context
     algo = env.get("NCCL_ALGO", "")
     wanted = set() if algo.startswith("^") or ":" in algo else set(algo.lower().split(","))
     nvls_off = _int(env, "NCCL_NVLS_ENABLE") == 0
@@ -256,7 +249,6 @@ def choices(env: Env, context: Context) -> Found:
 
 def logs(env: Env, context: Context) -> Found:
     """NCCL writes the log that these shape only where NCCL_DEBUG asks for it."""
-    del context
     shown = env.get("NCCL_DEBUG", "").upper()
     if "NCCL_DEBUG_FILE" in env and shown in {"", "VERSION"}:
         yield _without_debug(env, "NCCL_DEBUG_FILE", "WARN")
@@ -276,7 +268,6 @@ _FR_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 def recorder(env: Env, context: Context) -> Found:
     """The flight recorder of torch, which hpctrain turns on, against what stops its dump."""
-    del context
     sizes = [env[name] for name in _FR_SIZES if env.get(name)]
     off = bool(sizes) and all(size == "0" for size in sizes)
     yield from _error_handling(env, off=off)

@@ -3,7 +3,6 @@
 NCCL reads a number with C's strtoll in base 0 and keeps what it got: `true` is 0, `010` is 8,
 `1abc` is 1, all without a word. torch reads decimal numbers and its own words for yes and no, and
 stops the program at others. libfabric reads numbers as NCCL does, and switches by words.
-tests/unit/nccl/test_nccl_rules.py holds the promises.
 """
 
 from __future__ import annotations
@@ -101,7 +100,6 @@ def c_number(text: str) -> tuple[int, str]:
 
 def number(name: str, value: str, context: Context) -> Iterator[Problem]:
     """A number that C reads in base 0: NCCL's and libfabric's."""
-    del context
     reader = "libfabric" if name.startswith("FI_") else "NCCL"
     if name in _WORDY and value.upper() in {"T", "TRUE", "F", "FALSE"}:
         digit = "1" if value.upper().startswith("T") else "0"
@@ -140,7 +138,6 @@ def _as_read(name: str, value: str) -> str:
 
 def torch_number(name: str, value: str, context: Context) -> Iterator[Problem]:
     """A number that torch reads: decimal; what follows is dropped, other texts stop the program."""
-    del context
     begins = re.match(r"\s*([+-]?[0-9]+)", value, re.ASCII)
     read = int(begins[1][:_ENOUGH_DIGITS]) if begins else 0
     if begins is None:
@@ -157,7 +154,6 @@ def torch_number(name: str, value: str, context: Context) -> Iterator[Problem]:
 
 def torch_switch(name: str, value: str, context: Context) -> Iterator[Problem]:
     """A switch of torch's, which stops the program at words that it does not know."""
-    del name, context
     if value.lower() not in {"y", "yes", "1", "t", "true", "n", "no", "0", "f", "false"}:
         meant = "0" if value.strip().lower() in _FALSE else "1"
         yield error(
@@ -168,7 +164,6 @@ def torch_switch(name: str, value: str, context: Context) -> Iterator[Problem]:
 
 def fi_switch(name: str, value: str, context: Context) -> Iterator[Problem]:
     """A switch of libfabric's, which keeps its default at words that it does not know."""
-    del name, context
     if value.lower() not in _FI_WORDS | {"0", "1"}:
         yield error(
             "libfabric keeps its default: it takes 1, true, yes, on or 0, false, no, off; write "
@@ -231,7 +226,6 @@ class Words:
 
     def __call__(self, name: str, value: str, context: Context) -> Iterator[Problem]:
         """The rule."""
-        del name, context
         folded = {word.lower(): word for word in self.words}
         if value in self.words + self.also or (not self.exact and value.lower() in folded):
             return
@@ -243,7 +237,6 @@ class Words:
 
 def family(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_SOCKET_FAMILY, NCCL_IB_ADDR_FAMILY."""
-    del name, context
     if value in FAMILIES:
         return
     meant = "AF_INET6" if "6" in value else "AF_INET"
@@ -255,7 +248,6 @@ def family(name: str, value: str, context: Context) -> Iterator[Problem]:
 
 def level(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_NET_GDR_LEVEL, NCCL_P2P_LEVEL: how far apart two devices may be."""
-    del context
     levels = (*_LEVELS, "NVL") if name == "NCCL_P2P_LEVEL" else _LEVELS
     if value in levels:
         return
@@ -283,7 +275,6 @@ def level(name: str, value: str, context: Context) -> Iterator[Problem]:
 
 def net(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_NET: the name of a network, as its module or plugin calls itself."""
-    del name, context
     folded = value.strip().lower()
     hint = _NET_HINTS.get(folded)
     if hint:
@@ -299,7 +290,6 @@ def net(name: str, value: str, context: Context) -> Iterator[Problem]:
 
 def net_plugin(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_NET_PLUGIN: a library or the end of its name, not a network."""
-    del name, context
     if value.lower() in {"ib", "socket"}:
         yield error(
             f'NCCL looks for a library libnccl-net-{value}.so; a network is chosen by NCCL_NET: "'
@@ -319,7 +309,6 @@ def debug_level(name: str, value: str, context: Context) -> Iterator[Problem]:
 
 def subsystems(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_DEBUG_SUBSYS."""
-    del name, context
     for word in value.removeprefix("^").split(","):
         if word.upper() not in _SUBSYSTEMS:
             bare = word.strip(" ^").upper()
@@ -350,7 +339,6 @@ def debug_file(name: str, value: str, context: Context) -> Iterator[Problem]:
 
 def path(name: str, value: str, context: Context) -> Iterator[Problem]:
     """A file that a library opens by itself, with no shell to expand its name."""
-    del name, context
     if value.startswith("~"):
         yield error("nobody expands ~ here, so the file is not found; write the whole path")
     elif not value.startswith("/") and "$" not in value:
@@ -377,7 +365,6 @@ def library(name: str, value: str, context: Context) -> Iterator[Problem]:
 
 def addr_range(name: str, value: str, context: Context) -> Iterator[Problem]:
     """NCCL_IB_ADDR_RANGE: a network in CIDR form."""
-    del name, context
     try:
         ipaddress.ip_network(value, strict=False)
         what = "" if "/" in value else "has no /"
@@ -400,7 +387,6 @@ def netdevs_policy(name: str, value: str, context: Context) -> Iterator[Problem]
 
 def provider(name: str, value: str, context: Context) -> Iterator[Problem]:
     """FI_PROVIDER: libfabric's providers, the ones to take or, after ^, to leave out."""
-    del name, context
     words = re.split(r"[,;]", value.removeprefix("^"))
     for word in words:
         if word.strip().lower() in _PROVIDERS and word != word.strip():
@@ -418,7 +404,6 @@ def provider(name: str, value: str, context: Context) -> Iterator[Problem]:
 
 def per_job(name: str, value: str, context: Context) -> Iterator[Problem]:
     """Variables that must differ from job to job or from node to node."""
-    del value, context
     yield error(f"{TABLE['per_job'][name]}; leave it out")
 
 

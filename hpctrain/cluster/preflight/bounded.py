@@ -4,8 +4,7 @@ A mount whose server is gone blocks a process that looks at it, for ever and dea
 look is a child's, and a child that cannot be killed is left behind rather than waited for. Each
 node writes a file as a checkpoint is written and looks for those of others (`checks_between` says
 whose). Then the first node holds a lock that the others try. `CollectiveProcess` is this node's
-part in the tries of `collective.py`, which imports torch. tests/unit/preflight/test_probe.py holds
-the promises.
+part in the tries of `collective.py`, which imports torch.
 """
 
 from __future__ import annotations

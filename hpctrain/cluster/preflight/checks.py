@@ -2,7 +2,7 @@
 
 What a node lacks that others have is its fault; where there is no majority nobody is named. What
 could not be read is unknown. `Expected` is what healthy nodes of this site have, `Order` what
-travels from the login node to the nodes. tests/unit/preflight/test_checks.py holds the promises.
+travels from the login node to the nodes.
 """
 
 from __future__ import annotations
@@ -11,14 +11,21 @@ import re
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.cluster.preflight.facts import ACTIVE, UNLIMITED, VIRTUAL, by_value, outliers
+from hpctrain.cluster.preflight.facts import (
+    ACTIVE,
+    UNLIMITED,
+    VIRTUAL,
+    NodeFacts,
+    Port,
+    by_value,
+    outliers,
+)
 from hpctrain.cluster.preflight.report import FAIL, OK, UNKNOWN, WARN, Result, names
 from hpctrain.cluster.preflight.slow_nodes import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpctrain.cluster.preflight.facts import NodeFacts, Port
     from hpctrain.cluster.site.schema import Site
 
 CHECK_IFS, CHECK_HCAS = "interfaces", "adapters"

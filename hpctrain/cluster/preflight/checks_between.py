@@ -3,7 +3,6 @@
 Up to `ALL_UP_TO` nodes, each looks for the files of all others. Beyond that the looks would grow
 with the square of the nodes at one file server: each looks for the first node and for those at
 distances 1, 2, 4, ... to both sides. A node that stands apart is missed by all that look for it.
-tests/unit/preflight/test_checks.py and test_checks_between.py hold the promises.
 """
 
 from __future__ import annotations

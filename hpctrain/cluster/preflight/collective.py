@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from hpctrain.cluster.preflight.bounded import Unanswered, start
+from hpctrain.cluster.preflight.bounded import Child, Unanswered, start
 from hpctrain.core.base import clock
 from hpctrain.core.base.listener import is_loopback, listen
 from hpctrain.core.base.process import die_with_parent
@@ -31,8 +31,6 @@ from hpctrain.core.device import device_of_rank, is_accelerator, synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from hpctrain.cluster.preflight.bounded import Child
 
 MIB = 1024**2
 GB = 10**9

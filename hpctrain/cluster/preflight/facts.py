@@ -2,8 +2,7 @@
 
 None is unknown, not "none there". Every source comes in from outside (`FactSources`). Nothing is
 changed, and nothing may hang: commands and file systems are asked with a time-out. Rehearsals put
-faults in (`testing/faults.py`). Standard library only. tests/unit/preflight/test_checks.py,
-test_node_faults.py and test_probe.py hold the promises.
+faults in (`testing/faults.py`). Standard library only.
 """
 
 from __future__ import annotations
@@ -37,6 +36,16 @@ if TYPE_CHECKING:
 
     Command = Callable[[Sequence[str]], str]
 
+NVIDIA_FIELDS = "index,name,driver_version,ecc.errors.uncorrected.volatile.total"
+_CARD = re.compile(r"card(\d+)")
+COMMAND_TIMEOUT_S = 10.0
+DISK_TIMEOUT_S = 5.0
+GIB = 1024**3
+SIOCGIFADDR = 0x8915
+IFF_UP = 0x1
+IFF_LOOPBACK = 0x8
+NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+UNLIMITED = "unlimited"
 VIRTUAL = ("docker", "veth", "virbr", "br-", "cni", "flannel", "cali", "tun", "tap", "ifb", "dummy")
 """Beginnings of names of interfaces that lead to no other node."""
 ACTIVE = "ACTIVE"
@@ -244,18 +253,6 @@ def _expect(facts: NodeFacts) -> dict[str, Any]:
         "shm_gib_min": round(facts.shm_gib * 0.9, 1) if facts.shm_gib else None,
         "nccl_conf": None if facts.nccl_conf is None else bool(facts.nccl_conf),
     }
-
-
-NVIDIA_FIELDS = "index,name,driver_version,ecc.errors.uncorrected.volatile.total"
-_CARD = re.compile(r"card(\d+)")
-COMMAND_TIMEOUT_S = 10.0
-DISK_TIMEOUT_S = 5.0
-GIB = 1024**3
-SIOCGIFADDR = 0x8915
-IFF_UP = 0x1
-IFF_LOOPBACK = 0x8
-NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
-UNLIMITED = "unlimited"
 
 
 def read_gpus(root: Path, command: Command) -> list[Gpu]:

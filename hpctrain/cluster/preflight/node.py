@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 from hpctrain.cluster.preflight import checks_between as between
 from hpctrain.cluster.preflight.bounded import (
     START_S,
+    Child,
     CollectiveProcess,
     HeldLock,
     Unanswered,
@@ -33,9 +34,9 @@ from hpctrain.cluster.preflight.bounded import (
 )
 from hpctrain.cluster.preflight.checks import Order, check_facts
 from hpctrain.cluster.preflight.facts import NodeFacts, changed, probe, resolves, seconds
-from hpctrain.cluster.preflight.rendezvous import Alone, Coordinator, Peer
+from hpctrain.cluster.preflight.rendezvous import Alone, Coordinator, Peer, Skew
 from hpctrain.cluster.preflight.report import UNKNOWN, PreflightReport, Result, lines
-from hpctrain.cluster.preflight.slow_nodes import SlowNodeSearch
+from hpctrain.cluster.preflight.slow_nodes import SlowNodeSearch, Tests
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import (
     HPCTRAIN_MASTER_ADDR,
@@ -52,10 +53,6 @@ from hpctrain.ledger.run.ownership import distrust
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from hpctrain.cluster.preflight.bounded import Child
-    from hpctrain.cluster.preflight.rendezvous import Skew
-    from hpctrain.cluster.preflight.slow_nodes import Tests
 
     Say = Callable[[str], None]
     Faults = dict[str, NodeFault]

@@ -8,9 +8,8 @@ time-outs; all at once, answers would queue at the first node and look slow.
 
 Nobody but the job's own nodes is heard (`Connection`). Both ends prove that they know the job's
 secret, without sending it, and each line carries a code of that secret, of the connection, and of
-its place in it. So a process that answers on the port, listens in between or repeats messages
-cannot say anything. Nothing that is received is run. tests/unit/preflight/test_rendezvous.py holds
-the promises.
+its place in it. So whoever answers on the port, listens in between or repeats what was said cannot
+say anything. Nothing that is received is run.
 """
 
 from __future__ import annotations
@@ -101,9 +100,9 @@ class Coordinator:
     def skews(self, clock: Callable[[], float] = clock.now) -> dict[int, Skew]:
         """Each other node's clock against this one's, by the midpoint of the quickest exchange.
 
-        Some are asked at a time: see `ask_clocks`.
+        Some are asked at a time: see `_ask_clocks`.
         """
-        return ask_clocks(dict(self._peers), clock, self._leave_out)
+        return _ask_clocks(dict(self._peers), clock, self._leave_out)
 
     def agree(self, own: Any, decide: Decide, timeout_s: float) -> Any:
         """What `decide` makes of all nodes' values, which every node gets.
@@ -431,15 +430,12 @@ class _Ping:
     left: int
 
 
-def ask_clocks(
+def _ask_clocks(
     peers: Mapping[int, Connection],
     clock: Callable[[], float],
     leave_out: Callable[[int, Exception], None],
 ) -> dict[int, Skew]:
-    """Each node's clock against this one's, by the midpoint of the quickest of its exchanges.
-
-    `leave_out` gets a node that has gone or gives no answer, with the error, and closes it.
-    """
+    """Each node's clock against this one's, by the midpoint of the quickest of its exchanges."""
     with _Asking(peers, clock, leave_out) as asking:
         return asking.all()
 

@@ -2,8 +2,7 @@
 
 Bad nodes are kept out until a date: one list beside the user's state for `hpctrain preflight`, one
 in a run's directory for its attempts. Nodes that a run knows to be fast together are not tried
-again at a requeue. tests/unit/preflight/test_checks.py, test_bad_nodes.py and test_known_good.py
-hold the promises.
+again at a requeue.
 """
 
 from __future__ import annotations

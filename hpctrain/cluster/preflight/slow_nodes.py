@@ -240,10 +240,7 @@ class _SearchState:
                 self._good |= set(group)
 
     def _until_good(self) -> Generator[list[Group], Results, None]:
-        """Everybody with somebody else each time, until two nodes are known to be good.
-
-        Two good nodes meet in one of these rounds, whatever node is bad.
-        """
+        """Everybody with somebody else each time, until two nodes are known to be good."""
         for pairs in _tournament(self._nodes):
             if len(self._good) >= PAIR:
                 return

@@ -279,7 +279,6 @@ class Cluster(Protocol):
             ClusterError: refused, or no answer.
             UsageError: it cannot be rehearsed here.
         """
-        del job_id, time_limit
         raise UsageError(f"{self.name} has no signals to rehearse with")
 
     def on_nodes(self, job_id: str, nodes: Sequence[str], command: Sequence[str]) -> str:
@@ -293,7 +292,6 @@ class Cluster(Protocol):
             ClusterError: refused, no answer, or it failed.
             UsageError: this scheduler starts nothing beside a job's ranks.
         """
-        del job_id, nodes
         if not self.on_this_machine:
             raise UsageError(f"{self.name} starts no program on the nodes of a running job")
         return _run_here(command)
@@ -311,7 +309,6 @@ class Cluster(Protocol):
         `run` is where it would lie; `env` gives what the ranks will find in their environment, as
         far as it is known.
         """
-        del env
         return self.render(spec, run, "dry-run")
 
     def facts(self) -> ClusterFacts:
@@ -324,17 +321,14 @@ class Cluster(Protocol):
 
     def dropped(self, environ: Mapping[str, str], site: Site | None) -> list[str]:
         """Variables of the user's shell that are not passed on, since they would change the job."""
-        del environ, site
         return []
 
     def shell_layer(self, environ: Mapping[str, str], site: Site | None) -> Layer | None:
         """What the user's shell decides: a layer above the site's and below hpctrain.toml."""
-        del environ, site
         return None
 
     def setup_lines(self, site: Site | None) -> list[str]:
         """Lines of the preset's that a job runs before its ranks; they may bring another torch."""
-        del site
         return []
 
     def accounting(self) -> Accounting | None:
@@ -363,7 +357,6 @@ class Cluster(Protocol):
         """
         from hpctrain.core.settings.layers import Chosen
 
-        del settings, origins, site, is_script, accounting
         return Chosen()
 
     def notes(
@@ -374,7 +367,6 @@ class Cluster(Protocol):
         accounting: Accounting | None,
     ) -> list[str]:
         """What the user should know of the job, with a site and without."""
-        del settings, origins, site, accounting
         return []
 
     def notice(self, settings: Settings, site: Site | None) -> tuple[int, str] | None:
@@ -382,7 +374,6 @@ class Cluster(Protocol):
 
         None where jobs are not preempted, or nobody says how long it is.
         """
-        del settings, site
         return None
 
     def check_container(
@@ -406,12 +397,10 @@ class Cluster(Protocol):
         Raises:
             HpctrainError: it can start on no node.
         """
-        del origins, site, folder, environ, accounting
         return settings, []
 
     def check_settings(self, spec: Spec) -> list[Result]:
         """What to warn of before a job, in a preflight."""
-        del spec
         return []
 
     def preflight_script(self, spec: Spec, run: RunDir, token: str) -> str:
@@ -422,12 +411,10 @@ class Cluster(Protocol):
         Raises:
             UsageError: a setting that no script can hold.
         """
-        del spec, run, token
         return ""
 
     def check_script(self, script: Path) -> list[Result]:
         """Whether the scheduler would take the script. Nothing is submitted."""
-        del script
         return []
 
     def queue_view(self, partition: str) -> QueueView | None:
@@ -435,7 +422,6 @@ class Cluster(Protocol):
 
         `partition` is a name, or several with commas between them; "" for the default one.
         """
-        del partition
         return None
 
     def own_waits(self) -> list[WaitRecord]:
@@ -454,7 +440,6 @@ class Cluster(Protocol):
         Returns:
             Seconds; 0 where no job of that size is allowed.
         """
-        del settings, site
         return None
 
     def start_estimates(self, scripts: Mapping[JobShape, str]) -> dict[JobShape, StartEstimate]:
@@ -475,7 +460,6 @@ class Cluster(Protocol):
             ClusterError: refused.
             ClusterUnreachable: no answer.
         """
-        del spec, run, token, environ
         raise UsageError(f"{self.name} cannot look at its nodes")
 
 

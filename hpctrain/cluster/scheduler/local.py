@@ -2,7 +2,7 @@
 
 There is no daemon. Each job has a controller process (`entry/local_controller.py`), the only writer
 of the job's record; everybody else writes request files and reads the record. Standard library
-only. tests/unit/cli/test_local.py and tests/unit/entry/test_local_controller.py hold the promises.
+only.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import json
 import os
 import shlex
 import signal
+import threading
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.cluster.scheduler.base import Cluster
+from hpctrain.cluster.scheduler.base import Accounting, Cluster, PreflightJob
 from hpctrain.cluster.scheduler.slurm.command import clean
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import (
@@ -27,9 +28,9 @@ from hpctrain.core.base.env import (
     HPCTRAIN_PREFLIGHT_KEY,
 )
 from hpctrain.core.base.process import free_port, own_program
-from hpctrain.core.base.records import EndReason, JobFacts, JobInfo, JobStart, JobState
+from hpctrain.core.base.records import EndReason, JobFacts, JobInfo, JobRequest, JobStart, JobState
 from hpctrain.core.settings.check import node_range, time_s
-from hpctrain.core.settings.spec import load_spec
+from hpctrain.core.settings.spec import Spec, load_spec
 from hpctrain.errors import ClusterError, ClusterUnreachable, UsageError
 from hpctrain.ledger.run.event_fields import is_job_id
 from hpctrain.ledger.run.layout import RunDir
@@ -37,11 +38,8 @@ from hpctrain.ledger.run.layout import RunDir
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpctrain.cluster.scheduler.base import Accounting, PreflightJob
     from hpctrain.cluster.site.schema import Site
-    from hpctrain.core.base.records import JobRequest
     from hpctrain.core.settings.schema import Settings
-    from hpctrain.core.settings.spec import Spec
 
 
 PREFIX = "local-"
@@ -199,12 +197,10 @@ class LocalCluster(Cluster):
 
     def missing(self, environ: Mapping[str, str]) -> str:
         """Nothing: there is always this machine."""
-        del environ
         return ""
 
     def here(self, environ: Mapping[str, str] | None = None) -> str:
         """No name: its jobs are known by their files alone."""
-        del environ
         return ""
 
     def notes(
@@ -218,7 +214,6 @@ class LocalCluster(Cluster):
 
         A job ends with its first lost node, so no spare takes a place, and nothing shrinks.
         """
-        del origins, site, accounting
         image, stage = settings.container.image, settings.environment.stage
         idle = [f"container.image {image}"] if image else []
         idle += [f"environment.stage {stage}"] if stage != "no" else []
@@ -230,7 +225,6 @@ class LocalCluster(Cluster):
     def submit(self, request: JobRequest) -> str:
         """Start the job's controller, detached from this terminal."""
         import subprocess  # not for a dry run
-        import threading
 
         spec = load_spec(RunDir(request.run_dir).spec)
         low, high = node_range(spec.settings.slurm.nodes)
@@ -281,7 +275,6 @@ class LocalCluster(Cluster):
 
     def bulk_query(self, job_ids: Sequence[str]) -> LocalCluster:
         """Itself: it reads files, and asks nobody."""
-        del job_ids
         return self
 
     def cancel(self, job_id: str) -> None:
@@ -303,18 +296,15 @@ class LocalCluster(Cluster):
 
     def dropped(self, environ: Mapping[str, str], site: Site | None) -> list[str]:
         """A shell inside a job has variables of it, which would tell the ranks of another run."""
-        del site
         return clean(environ).dropped
 
     def render(self, spec: Spec, run: RunDir, token: str) -> str:
         """A note for who looks for the script; a job's name is known by it."""
-        del run, token
         start = f"{spec.python} -P -m hpctrain.entry.local_controller JOB_ID"
         return f"#!/bin/sh\n# local cluster: {start}\n"
 
     def preview(self, spec: Spec, run: RunDir, env: Callable[[], Mapping[str, str]]) -> str:
         """What each rank executes, as one would type it."""
-        del run
         words = [f"{name}={value}" for name, value in env().items()]
         command = shlex.join(["env", *words, *spec.command()])
         return (
@@ -373,7 +363,6 @@ class LocalControl:
 
     def __init__(self, job_id: str, *, restarts: int | None = None) -> None:
         """Speak of this job; its record counts the restarts."""
-        del restarts
         self._job_id = job_id
 
     def facts(self) -> JobFacts:

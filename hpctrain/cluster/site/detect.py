@@ -3,7 +3,6 @@
 `Surroundings` has what is looked at. Patterns match whole texts: names that begin alike (`nid...`)
 sent other tools' users to the wrong cluster. A value that SLURM does not report, or reports
 differently per node, is None or "", and the draft says how to find it.
-tests/unit/site/test_detect.py and test_draft.py hold the promises.
 """
 
 from __future__ import annotations

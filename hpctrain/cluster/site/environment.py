@@ -2,8 +2,7 @@
 
 From one list of interfaces come NCCL's and Gloo's variables, which read the same list differently;
 groups for one node and for several, and conditions on versions, are resolved here for one attempt.
-What the user sets wins over all of it, and is shown. tests/unit/site/test_site_environment.py holds
-the promises.
+What the user sets wins over all of it, and is told.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from hpctrain.cluster.site.schema import KeyPath, Site, When, site_of
 from hpctrain.cluster.site.sheet import DERIVED, locked_changes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from hpctrain.cluster.site.schema import KeyPath, Site, When
     from hpctrain.core.settings.spec import Spec
 
 FLIGHT_RECORDER = "hpctrain's flight recorder"
@@ -169,7 +168,6 @@ def expected_environment(spec: Spec) -> Environment:
     Versions are the nodes' to tell, so conditions on them do not hold here; the job's own
     environment, which wins over all of it, is not there yet either.
     """
-    from hpctrain.cluster.site.schema import site_of
     from hpctrain.core.settings.check import node_range
 
     _, most = node_range(spec.settings.slurm.nodes)
@@ -293,12 +291,8 @@ def _differs(name: str, before: Value, now: str, by: str, *, keeps: bool) -> str
     return f"{name} is {now} by {by}, not {before.value} ({before.origin})"
 
 
-def parse_condition(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """The parts of a condition, all of which must hold: `[(">=", (2, 21)), ("<", (2, 24))]`.
-
-    Raises:
-        ValueError: a part is not an operator with a version.
-    """
+def _parse_condition(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """The parts of a condition, all of which must hold: `[(">=", (2, 21)), ("<", (2, 24))]`."""
     parts = []
     for part in text.split(","):
         match = _CONDITION.fullmatch(part.strip())
@@ -320,7 +314,7 @@ def holds(condition: str, version: str) -> bool:
     match = _NUMBERS.match(version.strip())
     if match is None:
         raise ValueError(f'"{version}" does not begin like a version')
-    return all(_COMPARE[sign](_key(match[1]), bound) for sign, bound in parse_condition(condition))
+    return all(_COMPARE[sign](_key(match[1]), bound) for sign, bound in _parse_condition(condition))
 
 
 def _key(digits: str) -> tuple[int, ...]:

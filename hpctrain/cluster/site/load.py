@@ -1,7 +1,4 @@
-"""A site's files, found in their layers and read.
-
-tests/unit/site/test_load.py and test_site.py hold the promises.
-"""
+"""A site's files, found in their layers and read."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.cluster.site.schema import GIVEN, PACKAGED, PROJECT, SYSTEM, USER
+from hpctrain.cluster.site.schema import GIVEN, PACKAGED, PROJECT, SYSTEM, USER, Site
 from hpctrain.cluster.site.sheet import OF_ITS_OWN, SiteFileValues, build, take_apart
 from hpctrain.core.base.env import HPCTRAIN_SITE_PATH
 from hpctrain.core.base.files import data_dir
@@ -23,8 +20,6 @@ from hpctrain.ledger.run.ownership import ROOT, refuse_planted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from hpctrain.cluster.site.schema import Site
 
 SYSTEM_SITES = Path("/etc/hpctrain/sites")
 PROJECT_FILE = "site.toml"

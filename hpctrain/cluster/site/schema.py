@@ -3,7 +3,6 @@
 A field here is all it takes: reading, refusal of unknown keys, JSON Schema and reference page are
 derived (`settings/fields.py`). A missing key is unknown (None, "" or empty); nothing is guessed. A
 `PresetFinding` says how bad a value is and where it stands. Pure, standard library only.
-tests/unit/site/test_schema.py and test_site.py hold the promises.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 `take_apart` checks one file that was read, and each of its values keeps its line. `build` makes the
 preset of several of them: bases, layers, `_add`, sources. [lock] names values that a user changes
 only with --allow-locked: `check_locked` holds changes against it. Reads no files.
-
-tests/unit/site/test_schema.py, test_load.py and tests/unit/submit/test_site_lock.py hold the
-promises.
 """
 
 from __future__ import annotations
@@ -29,14 +26,11 @@ from hpctrain.cluster.site.schema import (
 )
 from hpctrain.core.base.text import count
 from hpctrain.core.settings.fields import TAKES, Key, convert, in_words, keys_of, make, shown
-from hpctrain.core.settings.layers import did_you_mean, from_table
-from hpctrain.core.settings.schema import current_name
+from hpctrain.core.settings.layers import TomlFile, did_you_mean, from_table
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from hpctrain.core.settings.layers import TomlFile
 
 ADD = "_add"
 SOURCE = "source"

@@ -5,8 +5,7 @@ Types, choices and unknown keys are refused earlier, when the file is read. `env
 node only, or under one version only, so each environment that a job can get is judged as a whole.
 `facts` is for [slurm], [partitions] and the rest: facts that contradict each other or nature.
 
-Pure: the day comes in as an argument. tests/unit/site/test_validate.py holds the promises.
-
+Pure: the day comes in as an argument.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.cluster.nccl.lists import LONGEST_NETDEV, MOST_HCAS, MOST_NETDEVS
 from hpctrain.cluster.nccl.rules import DEBUG, ERROR, Context, check_environment, check_variable
-from hpctrain.cluster.site.schema import PresetFinding, dotted
+from hpctrain.cluster.site.schema import KeyPath, Partition, PresetFinding, Site, When, dotted
 from hpctrain.cluster.site.sheet import DERIVED
 from hpctrain.core.base import clock
 from hpctrain.core.settings.check import node_range, time_s
@@ -28,8 +27,6 @@ from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from hpctrain.cluster.site.schema import KeyPath, Partition, Site, When
 
 _LINK_OF = {"ib": "InfiniBand", "roce": "Ethernet"}
 _GPU_FLAGS = {

@@ -1,7 +1,6 @@
 """Followers of a run: its logs as they grow, until it is over, and its ledger as lines.
 
-They poll: inotify is blind to what other nodes write over NFS. tests/unit/cli/test_logs.py and
-test_events.py hold the promises.
+They poll: inotify is blind to what other nodes write over NFS.
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpctrain.core.base import clock
-from hpctrain.core.base.text import count
+from hpctrain.core.base.text import count, time_of_day
+from hpctrain.errors import HpctrainError
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_state import OVER, RunState, run_state
 from hpctrain.ledger.run.attempt_files import LogFile
 from hpctrain.ledger.run.event_fields import as_number
-from hpctrain.ledger.run.events import LONGEST_BYTES, parse
+from hpctrain.ledger.run.events import LONGEST_BYTES, Event, parse
 from hpctrain.observe.status.event_lines import folded, line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from hpctrain.ledger.run.events import Event
     from hpctrain.ledger.run.layout import RunDir
     from hpctrain.observe.logs.sections import Printer
     from hpctrain.observe.status.status import Answer
@@ -110,7 +109,6 @@ class EndWatch:
 
     def _ask(self) -> Answer:
         from hpctrain.core.settings.spec import load_spec
-        from hpctrain.errors import HpctrainError
         from hpctrain.observe.status.reader import ask
 
         if self._cluster is None:
@@ -125,8 +123,6 @@ class EndWatch:
 
     def _note_waiting(self, state: RunState, answer: Answer) -> None:
         """New words for each new reason: an expected start that moves is no news."""
-        from hpctrain.core.base.text import time_of_day
-
         job = answer.job
         if state is RunState.SUSPENDED and job is not None:
             if self._why != job.shown:

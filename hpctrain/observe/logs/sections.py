@@ -3,7 +3,6 @@
 A filter sees one log's lines in order, so a rank's traceback stays whole while others print. The
 printer gives each line once, in the order of writing: by the agents' times
 (`run/attempt_files.py`), else by its place between the attempt's start and the file's last change.
-tests/unit/cli/test_logs.py holds the promises.
 """
 
 from __future__ import annotations

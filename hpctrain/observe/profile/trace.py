@@ -280,15 +280,11 @@ def read_trace(path: Path, rank: int) -> RankShares:
         events = [e for e in raw["traceEvents"] if e.get("ph") == "X"]
     except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
         raise TraceUnreadable(f"{path} cannot be read ({error}); was it cut off?") from None
-    return shares_of(events, rank, where=str(path))
+    return _shares_of(events, rank, where=str(path))
 
 
-def shares_of(events: Sequence[dict[str, Any]], rank: int, *, where: str) -> RankShares:
-    """A rank's shares from its trace's complete events.
-
-    Raises:
-        TraceUnreadable: they hold no profiled step.
-    """
+def _shares_of(events: Sequence[dict[str, Any]], rank: int, *, where: str) -> RankShares:
+    """A rank's shares from its trace's complete events."""
     host = [e for e in events if not _is_on_gpu(e)]
     steps = {
         int(e["name"].removeprefix(STEP_MARK)): _span(e)

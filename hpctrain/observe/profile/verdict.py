@@ -25,6 +25,7 @@ from hpctrain.observe.profile.trace import (
     PROBLEM,
     SNAPSHOT,
     TRACE,
+    FoundProfile,
     Kind,
     RankShares,
     TraceUnreadable,
@@ -34,8 +35,6 @@ from hpctrain.observe.profile.trace import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-
-    from hpctrain.observe.profile.trace import FoundProfile
 
 
 LARGE = 0.25

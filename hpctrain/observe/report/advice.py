@@ -1,7 +1,7 @@
 """What could go better, each with its evidence and what to do. Pure; no advice without numbers.
 
 A rule looks at what was gathered and gives an advice or nothing. Its thresholds stand here, beside
-their reasons. tests/unit/report/test_report.py holds the promises.
+their reasons.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Charts are plain dictionaries, so only the page needs plotly. Names that users chose are escaped:
 plotly reads HTML in its texts. A chart without data has a line that says why. In the time line,
-data waits and saves inside a stretch of steps are known as sums only, so a stretch is one bar;
-bars below a pixel are merged. tests/unit/report/test_report.py holds the promises.
+data waits and saves inside a stretch of steps are known as sums only, so a stretch is one bar; bars
+below a pixel are merged.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base.text import count, duration, size
-from hpctrain.ledger.history.goodput import TimeClass
+from hpctrain.ledger.history.goodput import TimeClass, TimeSlice
 from hpctrain.observe.report import gather
-from hpctrain.observe.report.gather import groups
+from hpctrain.observe.report.gather import ReportData, groups
 from hpctrain.observe.report.summary import (
     COLOURS,
     NAMES,
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from hpctrain.ledger.history.attempts import AttemptView
-    from hpctrain.ledger.history.goodput import TimeSlice
-    from hpctrain.observe.report.gather import ReportData
 
 
 MOST_RESUMES = 400

@@ -2,8 +2,7 @@
 
 What is missing or torn is left out and named in `problems`; no content of a run directory makes it
 raise. A curve is a list of (x, y); y is None where nothing is known, which breaks the line.
-Thinning keeps the extremes, so no spike is hidden. tests/unit/report/test_report.py holds the
-promises.
+Thinning keeps the extremes, so no spike is hidden.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.core.base.files import read_plain
-from hpctrain.core.settings.spec import spec_or_why
+from hpctrain.core.settings.spec import Spec, spec_or_why
 from hpctrain.ledger.history.progress import RankSample, rank_sample
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.history.run_records import Restore, SaveRecord, StepMark
@@ -26,7 +25,6 @@ from hpctrain.observe.status.text import unaccounted
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpctrain.core.settings.spec import Spec
     from hpctrain.ledger.run.layout import RunDir
     from hpctrain.observe.status.status import RunStatus
 

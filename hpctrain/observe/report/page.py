@@ -24,6 +24,7 @@ from hpctrain.observe.report.summary import (
     ATTEMPT_TITLES,
     EVALUATION_TITLES,
     NUMBERS,
+    Chart,
     attempt_rows,
     classes,
     comparison_charts,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpctrain.observe.report.gather import ReportData
-    from hpctrain.observe.report.summary import Chart
 
 
 POLICY = (

@@ -1,7 +1,4 @@
-"""Numbers, words, colours and layout of a report, of one run or several, for page and text. Pure.
-
-tests/unit/report/test_report.py holds the promises.
-"""
+"""Numbers, words, colours and layout of a report of one run or several, as page and text. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.base.text import count, duration, fold_nodes
-from hpctrain.ledger.history.goodput import TimeClass
+from hpctrain.ledger.history.goodput import Goodput, TimeClass
 from hpctrain.ledger.history.progress import NO_STEP
 from hpctrain.ledger.history.run_state import OVER
 from hpctrain.observe.report import gather
@@ -24,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpctrain.ledger.history.attempts import AttemptView
-    from hpctrain.ledger.history.goodput import Goodput
     from hpctrain.observe.report.gather import Point, ReportData
 
 

@@ -1,8 +1,7 @@
 """Lines that a person can read: events, what a run survived, its evaluations. Pure.
 
 Kinds that this version does not know, and fields that a kind had in no version we know, are shown
-as they are: a newer hpctrain's ledger can be read with an older one. tests/unit/cli/test_events.py
-and tests/unit/status/test_incident_lines.py hold the promises.
+as they are: a newer hpctrain's ledger can be read with an older one.
 """
 
 from __future__ import annotations

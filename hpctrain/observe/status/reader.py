@@ -1,8 +1,7 @@
 """The reader of a run's status: ledger, heartbeat, checkpoints, disk, and scheduler.
 
 `ask` and `job_starts` are what the scheduler and its accounting know of a run's jobs, also for
-`logs` and `cancel`; a missing answer is shown, and is no error.
-tests/unit/cli/test_status.py and tests/unit/scheduler/test_status_questions.py hold the promises.
+`logs` and `cancel`; an answer that did not come is told and no error.
 """
 
 from __future__ import annotations
@@ -13,25 +12,39 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from hpctrain.core.base import clock
-from hpctrain.core.base.records import TERMINAL_JOB, JobInfo, JobState
-from hpctrain.errors import AccountingSilent, ClusterError, UsageError, WrongState
-from hpctrain.ledger.run.find_run import IndexedRun, indexed, record
+from hpctrain.checkpoint.sealed import seals
+from hpctrain.checkpoint.store import find
+from hpctrain.cluster.scheduler.base import Cluster, get_cluster
+from hpctrain.core.base import clock, records
+from hpctrain.core.base.files import open_plain
+from hpctrain.core.base.records import TERMINAL_JOB, JobInfo, JobStart, JobState, Skipped
+from hpctrain.core.settings.schema import Settings
+from hpctrain.core.settings.spec import Spec, load_spec, spec_or_why
+from hpctrain.errors import AccountingSilent, ClusterError, FileSystemFault, UsageError, WrongState
+from hpctrain.launch.live_job import copied_from, elsewhere, jobs_here, newest_submission, not_own
+from hpctrain.ledger.history.evaluations import EvaluationView, evaluations_of, views
+from hpctrain.ledger.history.progress import RankSample, newest_sample
+from hpctrain.ledger.history.run_history import RunHistory
+from hpctrain.ledger.history.run_state import OVER, RunState, run_state
+from hpctrain.ledger.run.attempt_files import read_heartbeat
+from hpctrain.ledger.run.event_types import AttemptStarted
+from hpctrain.ledger.run.find_run import Folder, IndexedRun, indexed, look_into, record
 from hpctrain.ledger.run.layout import RunDir, runs_flag
-from hpctrain.observe.status.status import Answer
+from hpctrain.ledger.run.ownership import is_mine
+from hpctrain.observe.status.status import (
+    UNDER_WAY_STATES,
+    Answer,
+    Checkpoint,
+    RunStatus,
+    status_of,
+    with_heartbeat,
+)
+from hpctrain.observe.status.text import chained
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpctrain.cluster.scheduler.base import Cluster
-    from hpctrain.core.base.records import JobStart, Skipped
-    from hpctrain.core.settings.spec import Spec
-    from hpctrain.ledger.history.evaluations import EvaluationView
-    from hpctrain.ledger.history.progress import RankSample
-    from hpctrain.ledger.history.run_history import RunHistory
-    from hpctrain.ledger.run.event_types import AttemptStarted
     from hpctrain.ledger.run.events import Event
-    from hpctrain.observe.status.status import Checkpoint, RunStatus
 
     _T = TypeVar("_T")
     _Schedulers = Mapping[str, Cluster] | None
@@ -67,8 +80,6 @@ class StatusReader:
         `thorough` also looks at its checkpoints, each of which costs a few file operations, and
         asks accounting.
         """
-        from hpctrain.observe.status.text import chained
-
         files = _read(run)
         status = self._status(files, thorough=thorough, account=thorough)
         others = _chain(files)
@@ -85,9 +96,6 @@ class StatusReader:
         self, files: _RunFiles, *, thorough: bool, account: bool, schedulers: _Schedulers = None
     ) -> RunStatus:
         """Put together with the scheduler's word; of a run that is over it is not asked."""
-        from hpctrain.ledger.run.attempt_files import read_heartbeat
-        from hpctrain.observe.status.status import status_of, with_heartbeat
-
         run, history, spec = files.run, files.history, files.spec
         answer, starts = self._scheduler(files, account=account, schedulers=schedulers or {})
         newest, skipped = _checkpoints(run, history) if thorough else (None, [])
@@ -129,11 +137,6 @@ class StatusReader:
             named: These runs; all of the folder where there are none.
             elsewhere: With the user's runs in other folders: "live" or "all"; "" for none of them.
         """
-        from hpctrain.ledger.run.find_run import Folder, look_into
-        from hpctrain.ledger.run.ownership import is_mine
-        from hpctrain.observe.status.status import UNDER_WAY_STATES
-        from hpctrain.observe.status.text import chained
-
         folder = Folder(self.runs, named) if named else look_into(self.runs)
         self.unreadable = folder.unreadable
 
@@ -170,8 +173,6 @@ class StatusReader:
         self, files: _RunFiles, *, account: bool, schedulers: Mapping[str, Cluster]
     ) -> tuple[Answer, list[JobStart]]:
         """The scheduler's word on the newest job and, beside it, accounting's on all starts."""
-        from hpctrain.observe.status.status import Answer
-
         run, history, spec = files.run, files.history, files.spec
         if spec is None:  # a ledger alone still tells most
             return Answer(None, asked=False, problem=files.problem), []
@@ -202,8 +203,6 @@ class StatusReader:
 
 def image_of(spec: Spec | None) -> str:
     """The image in which its ranks run; "" where they run in none."""
-    from hpctrain.cluster.scheduler.base import get_cluster
-
     if (
         spec is None
         or not spec.settings.container.image
@@ -219,9 +218,6 @@ def ask(run: RunDir, cluster: str, history: RunHistory, scheduler: Cluster | Non
     An answer that did not come is no error. A job that is another run's, of which this is a copy,
     is none; `scheduler` may be a `bulk_query`.
     """
-    from hpctrain.cluster.scheduler.base import get_cluster
-    from hpctrain.launch.live_job import copied_from, elsewhere, newest_submission, not_own
-
     token, job_id = newest_submission(history)
     if token is None and job_id is None:
         return Answer()
@@ -248,11 +244,6 @@ def running_attempt(run: RunDir, events: Sequence[Event]) -> tuple[int, AttemptS
     Raises:
         WrongState: by its ledger and its scheduler the run does not run.
     """
-    from hpctrain.core.settings.spec import load_spec
-    from hpctrain.ledger.history.run_history import RunHistory
-    from hpctrain.ledger.history.run_state import RunState, run_state
-    from hpctrain.ledger.run.event_types import AttemptStarted
-
     history = RunHistory.of(events)
     answer = ask(run, load_spec(run.spec).cluster, history)
     state = run_state(history.state, answer.job, asked=answer.asked)
@@ -269,8 +260,6 @@ def job_starts(
 
     The jobs that it had on other clusters are left out: the ledger's own times do without.
     """
-    from hpctrain.cluster.scheduler.base import get_cluster
-
     try:
         scheduler = scheduler or get_cluster(cluster)
         ids = job_ids(history, scheduler)
@@ -281,16 +270,11 @@ def job_starts(
 
 def job_ids(history: RunHistory, scheduler: Cluster) -> list[str]:
     """Every job that a run had here, as far as its ledger names them."""
-    from hpctrain.launch.live_job import jobs_here
-
     return [one for one in jobs_here(history, scheduler) if not one.startswith(TERMINAL_JOB)]
 
 
 def newest_ranks(run: RunDir, attempt: int) -> RankSample | None:
     """The attempt's newest sample of its ranks; only the end of the file is read."""
-    from hpctrain.core.base.files import open_plain
-    from hpctrain.ledger.history.progress import newest_sample
-
     try:
         with open_plain(run.rank_times(attempt)) as file:
             end = file.seek(0, os.SEEK_END)
@@ -314,10 +298,6 @@ class _RunFiles:
 
 
 def _read(run: RunDir) -> _RunFiles:
-    from hpctrain.core.settings.spec import spec_or_why
-    from hpctrain.ledger.history.run_history import RunHistory
-    from hpctrain.ledger.history.run_state import OVER
-
     history = RunHistory.read(run, marks="few")
     spec, problem = spec_or_why(run.spec)
     return _RunFiles(run, history, spec, problem, history.state.phase in OVER)
@@ -329,8 +309,6 @@ def _is_in(runs: Path, files: _RunFiles) -> bool:
 
 def _repair(seen: Sequence[_RunFiles], listed: Mapping[Path, IndexedRun]) -> None:
     """Add to the user's index what it does not have of these runs."""
-    from hpctrain.ledger.run.ownership import is_mine
-
     new = []
     for files in seen:
         before = listed.get(files.run.root)
@@ -342,8 +320,6 @@ def _repair(seen: Sequence[_RunFiles], listed: Mapping[Path, IndexedRun]) -> Non
 
 def _bulk_queries(runs: Sequence[_RunFiles]) -> dict[str, Cluster]:
     """Schedulers by their names, each of which is asked about all of these runs at once."""
-    from hpctrain.cluster.scheduler.base import get_cluster
-
     ids: dict[str, list[str]] = {}
     for files in runs:
         if files.spec is not None and not files.is_over:
@@ -354,10 +330,7 @@ def _bulk_queries(runs: Sequence[_RunFiles]) -> dict[str, Cluster]:
 
 
 def _chain(first: _RunFiles) -> list[_RunFiles]:
-    """The other runs that wait for this one or are waited for, however far away.
-
-    And who follows the original of a copy: `chained` goes by what the runs themselves follow.
-    """
+    """The other runs that wait for this one or are waited for, however far away."""
     members, todo = {str(first.run.root): first}, [first]
     while todo and len(members) < LONGEST_CHAIN:
         files = todo.pop()
@@ -389,18 +362,11 @@ def _read_other(path: str) -> _RunFiles | None:
 
 
 def _evaluations(files: _RunFiles) -> list[EvaluationView]:
-    """Of the run's checkpoints; of those that are not decided the ledger of their own run is read.
-
-    Few are alive at a time (`evaluate.at_once`), and the others have none yet.
-    """
-    from hpctrain.core.settings.schema import Settings
-
+    """Of the run's checkpoints; of those that are not decided, by the ledgers of their own runs."""
     history, settings = files.history, files.spec.settings if files.spec else Settings()
     if not (settings.evaluate.script or history.evaluations or history.asked_evaluations):
         return []
     from hpctrain.launch.evaluations import children
-    from hpctrain.ledger.history.evaluations import evaluations_of, views
-    from hpctrain.ledger.history.run_history import RunHistory
 
     awaited = evaluations_of(history, settings.evaluate).awaited
     try:
@@ -433,9 +399,6 @@ def _lately(
 
 def _checkpoints(run: RunDir, history: RunHistory) -> tuple[Checkpoint | None, Sequence[Skipped]]:
     """The newest that could be loaded, and what was passed over for it."""
-    from hpctrain.checkpoint.store import find
-    from hpctrain.observe.status.status import Checkpoint
-
     choice = find.choose(run, to_show=True)
     writing = _being_written(run, history)
     newest = None
@@ -452,11 +415,6 @@ def _checkpoints(run: RunDir, history: RunHistory) -> tuple[Checkpoint | None, S
 
 def _sealed(run: RunDir) -> tuple[Checkpoint | None, Sequence[Skipped]]:
     """The same of a program with checkpoints of its own."""
-    from hpctrain.checkpoint.sealed import seals
-    from hpctrain.core.base import records
-    from hpctrain.errors import FileSystemFault
-    from hpctrain.observe.status.status import Checkpoint
-
     try:
         listing = seals.listing(run) if seals.has_any(run) else []
     except FileSystemFault as error:
@@ -478,9 +436,6 @@ def _sealed(run: RunDir) -> tuple[Checkpoint | None, Sequence[Skipped]]:
 
 def _being_written(run: RunDir, history: RunHistory) -> set[str]:
     """Checkpoints that the newest attempt has begun, and may yet commit."""
-    from hpctrain.checkpoint.store import find
-    from hpctrain.ledger.history.run_state import RunState
-
     now = history.state
     if now.phase is not RunState.RUNNING:
         return set()

@@ -1,7 +1,6 @@
 """The status of a run, from its ledger, its heartbeat and its scheduler's answer. Pure.
 
 Also when it will be done (`finish`), by its queue waits, restarts and preemptions so far.
-tests/unit/cli/test_status.py and tests/unit/status/test_finish.py hold the promises.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.core.base import clock
 from hpctrain.core.base.mesh import Mesh
-from hpctrain.core.base.records import JobState
+from hpctrain.core.base.records import JobInfo, JobStart, JobState, Skipped
 from hpctrain.core.base.text import duration, step_time
 from hpctrain.ledger.history.attempts import AttemptView, allocations_of, attempts
 from hpctrain.ledger.history.goodput import Goodput, goodput, window
@@ -33,19 +32,16 @@ from hpctrain.ledger.history.progress import (
     steps_lost,
 )
 from hpctrain.ledger.history.run_state import LedgerState, RunState, run_state
-from hpctrain.ledger.shapes.choose import done_in, run_facts, step_at
-from hpctrain.ledger.shapes.queue import JobShape, expected_wait, own_wait
+from hpctrain.ledger.shapes.choose import RunFacts, done_in, run_facts, step_at
+from hpctrain.ledger.shapes.queue import JobShape, QueueWait, expected_wait, own_wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from hpctrain.core.base.records import JobInfo, JobStart, Skipped
     from hpctrain.ledger.history.evaluations import EvaluationView
     from hpctrain.ledger.history.run_history import RunHistory
     from hpctrain.ledger.history.run_records import Failure
-    from hpctrain.ledger.shapes.choose import RunFacts
-    from hpctrain.ledger.shapes.queue import QueueWait
 
 ALIVE = frozenset(
     {

@@ -1,8 +1,7 @@
 """A run's state in a sentence and as JSON, why its job waits, its chain, what to type next. Pure.
 
-As JSON: seconds since the epoch and bytes, as plain numbers; what is not known, or has no number
-in JSON (NaN), is null. tests/unit/cli/test_status.py and tests/unit/status/test_chain.py hold the
-promises.
+As JSON: seconds since the epoch and bytes, as plain numbers; what is not known, or has no number in
+JSON (NaN), is null.
 """
 
 from __future__ import annotations
@@ -14,18 +13,15 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.cluster.scheduler.base import title_of
 from hpctrain.core.base.records import JobState, Next
 from hpctrain.core.base.text import count, duration, fold_nodes, fold_ranks, placed, time_of_day
-from hpctrain.ledger.history.goodput import TimeClass
-from hpctrain.ledger.history.run_state import EndCause, RunState
-from hpctrain.observe.status.status import ALIVE, UNDER_WAY_STATES, Link
+from hpctrain.ledger.history.goodput import Goodput, TimeClass
+from hpctrain.ledger.history.run_state import EndCause, LedgerState, RunState
+from hpctrain.observe.status.status import ALIVE, UNDER_WAY_STATES, Link, RunStatus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hpctrain.ledger.history.attempts import AttemptView
-    from hpctrain.ledger.history.goodput import Goodput
     from hpctrain.ledger.history.progress import RankSample, Saving
-    from hpctrain.ledger.history.run_state import LedgerState
-    from hpctrain.observe.status.status import RunStatus
 
 
 FORESEEN_S = 3 * 86_400.0

@@ -14,7 +14,7 @@ from hpctrain.core.settings.schema import Settings, replaced
 from hpctrain.ledger.history.progress import RankSample
 from hpctrain.node.agent import cpus
 from hpctrain.node.agent.cpus import Machine, as_list, cpus_of, plan
-from hpctrain.observe.status.screen import _bound, ranks_table
+from hpctrain.observe.status.tables import _bound, ranks_table
 
 NUMA = [frozenset(range(4)), frozenset(range(4, 8))]
 THREADS = [frozenset({core, core + 4}) for core in range(4)]

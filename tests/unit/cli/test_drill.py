@@ -53,7 +53,7 @@ def alone(tmp_path, monkeypatch):
         (["--faults", "kil_rank"], 2, "did you mean kill_rank?"),
         (["lm-3", "lm-4"], 2, "one RUN at a time; a script stands behind --: drill -- lm-3 lm-4"),
         (["lm-3"], 4, "lm-3"),
-        (["--set", "x", "--", "train.py"], 2, "--set x: write SECTION.KEY=VALUE"),
+        (["--set", "x", "--", "train.py"], 2, "--set x: not of the form section.key=value"),
         (["--cluster", "local", "--", "nothere.py"], 4, "script nothere.py is not there"),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -112,7 +114,7 @@ def test_one_rank_is_shown_whole(running, capsys):
     ]
 
 
-AGENT = "/env/lib/python3.11/site-packages/hpctrain/agent/"
+AGENT = f"{Path(find_spec('hpctrain.node.agent.ranks').origin).parent}/"
 STARTED_BY = [
     "<frozen runpy>:98 _run_module_code",
     "<frozen runpy>:291 run_path",

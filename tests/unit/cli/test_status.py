@@ -357,7 +357,7 @@ def test_status_and_resume_have_one_word_for_a_cancelled_run_that_still_ends(
     story.add("cancel_requested", save=False, job_id="17")
     scheduler = StillEnding()
     # Whatever is imported meanwhile would keep the patched name for ever.
-    for module in (launch, live_job, change, base):
+    for module in (launch, live_job, change, base, reader_module):
         monkeypatch.setattr(module, "get_cluster", lambda _: scheduler)
 
     _, table, _ = run(capsys=capsys)

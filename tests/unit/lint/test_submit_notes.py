@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from hpctrain.advise.lint.submit_notes import lint_notes
+from hpctrain.advise.lint.render import lint_notes
 from hpctrain.core.settings.schema import RunSettings, Settings, SlurmSettings
 from hpctrain.core.settings.spec import Entry
 from hpctrain.launch.prepare import SubmitRequest, prepare

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.advise.strategy.rows import passes_per_step
+from hpctrain.advise.strategy.choice import passes_per_step
 from hpctrain.errors import UsageError
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.advise.strategy import choice
-from hpctrain.advise.strategy.rows import gigabytes
+from hpctrain.advise.strategy.choice import gigabytes
 from hpctrain.errors import ChecksFailed, UsageError
 from tests.support.plan_cases import ask
 

@@ -13,11 +13,11 @@ import os
 import shutil
 import threading
 from dataclasses import replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from hpctrain.cluster.preflight.report import FAIL, OK, UNKNOWN, WARN, Result
-from hpctrain.cluster.scheduler.base import Accounting, Cluster
+from hpctrain.cluster.scheduler.base import Accounting, Cluster, PreflightJob, StartEstimate
 from hpctrain.cluster.scheduler.slurm import limits
 from hpctrain.cluster.scheduler.slurm.command import (
     QUERY_TIMEOUT_S,
@@ -40,6 +40,7 @@ from hpctrain.cluster.scheduler.slurm.parse import (
     BULK_FORMAT,
     QUEUE_FORMAT,
     SACCT_COMMAND,
+    AccountRow,
     parse_bulk,
     parse_jobs,
     parse_queue,
@@ -55,19 +56,15 @@ from hpctrain.cluster.scheduler.slurm.script import (
     sbatch,
 )
 from hpctrain.core.base.files import data_dir
-from hpctrain.core.base.records import JobState
+from hpctrain.core.base.records import JobInfo, JobRequest, JobStart, JobState
 from hpctrain.errors import AccountingSilent, ClusterError, ClusterUnreachable
 from hpctrain.ledger.run.event_fields import is_job_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
-    from hpctrain.cluster.scheduler.base import PreflightJob, StartEstimate
-    from hpctrain.cluster.scheduler.slurm.parse import AccountRow
     from hpctrain.cluster.site.detect import ClusterFacts
     from hpctrain.cluster.site.schema import Site
-    from hpctrain.core.base.records import JobInfo, JobRequest, JobStart
     from hpctrain.core.settings.layers import Chosen, Layer
     from hpctrain.core.settings.schema import Settings
     from hpctrain.core.settings.spec import Spec
@@ -321,7 +318,6 @@ class SlurmCluster(Cluster):
         self, spec: Spec, run: RunDir, token: str, environ: Mapping[str, str]
     ) -> PreflightJob:
         """Submit its script."""
-        del spec, environ
         return SlurmPreflight(self, run.script(token))
 
     def _accounted(self, job_id: str) -> JobInfo | None:

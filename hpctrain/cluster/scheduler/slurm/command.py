@@ -3,11 +3,10 @@
 A command is bounded in time, deaf to a dying step's signals, and fails with our own errors.
 
 SLURM sends SIGTERM, SIGCONT and SIGUSR2 to every process of a step, also to those in a session of
-their own, so an unprotected `scontrol requeue` dies of the very signal that asks for it.
-sbatch takes SBATCH_* before the script's own header, and a shell inside salloc or srun carries
-SLURM_* that would tell our srun of somebody else's allocation. squeue, sacct and scancel have such
-families too: SQUEUE_STATES alone is enough to hide a job that is alive.
-tests/unit/scheduler/test_slurm_command.py and test_slurm_environment.py hold the promises.
+their own, so an unprotected `scontrol requeue` dies of the very signal that asks for it. sbatch
+takes SBATCH_* before the script's own header, and a shell inside salloc or srun carries SLURM_*
+that would tell our srun of somebody else's allocation. squeue, sacct and scancel have such families
+too: SQUEUE_STATES alone is enough to hide a job that is alive.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ the CSCS engine are options of srun. docs/containers.md says what of each was re
 
 The variables are the same for all: what `container.env`, the site and the run's own `[env]` name is
 set by `env` in the image, after the image's own, so that no runtime's syntax is in its way.
-tests/unit/scheduler/test_container.py holds the promises.
 """
 
 from __future__ import annotations
@@ -361,10 +360,7 @@ def _toml(text: str) -> str:
 
 
 def _gpus(runtime: str, site: Site | None, options: Sequence[str]) -> list[str]:
-    """What makes the node's GPUs seen inside; nothing where the user's own words do it.
-
-    Pyxis and the CSCS engine see to it by hooks; Charliecloud's images hold the driver's libraries.
-    """
+    """What makes the node's GPUs seen inside; nothing where the user's own words do it."""
     gpus = [partition.gpu for partition in (site.partitions if site else {}).values()]
     amd = bool(gpus) and all(_AMD.search(gpu) for gpu in gpus if gpu) and any(gpus)
     nvidia = {

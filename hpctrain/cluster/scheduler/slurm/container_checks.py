@@ -4,7 +4,6 @@ It checks that the image is there, is for the nodes' machines, and that a runtim
 module, a setup line or the site may bring is a note, not a refusal. The machine is read from the
 image's own bytes: SIF headers, OCI and docker configurations, the header of a root file system's
 shell. SquashFS cannot be read. Bytes that are cut off, nonsense or too large are "not known".
-tests/unit/scheduler/test_container_checks.py and test_image_file.py hold the promises.
 """
 
 from __future__ import annotations
@@ -18,22 +17,20 @@ import shutil
 import stat
 import tomllib
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hpctrain.cluster.scheduler.slurm.container import mounts_of, runtime_of
 from hpctrain.cluster.scheduler.slurm.script import module_lines
 from hpctrain.core.base.files import is_plain, open_plain, read_plain, read_text
-from hpctrain.core.settings.schema import replaced
+from hpctrain.core.settings.schema import Settings, replaced
 from hpctrain.errors import ChecksFailed, NotFound, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from io import FileIO
-    from typing import TypeAlias
 
     from hpctrain.cluster.scheduler.base import Accounting
     from hpctrain.cluster.site.schema import Site
-    from hpctrain.core.settings.schema import Settings
     from hpctrain.core.settings.spec import Spec
     from hpctrain.ledger.run.layout import RunDir
 

@@ -30,6 +30,7 @@ from hpctrain.cluster.scheduler.slurm.jobs import job_facts
 from hpctrain.cluster.scheduler.slurm.parse import (
     NOTHING,
     SACCT_COMMAND,
+    AccountRow,
     parse_config,
     parse_jobs,
     parse_sacct,
@@ -38,7 +39,7 @@ from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_RELAY, HPCTRAIN_RUN_DIR
 from hpctrain.core.base.files import read_plain, write_private
 from hpctrain.core.base.listener import Listener, listen_at
-from hpctrain.core.base.records import NODE_DOWN, EndReason, JobFacts, JobState
+from hpctrain.core.base.records import NODE_DOWN, EndReason, JobContext, JobFacts, JobState
 from hpctrain.core.base.secret import sign, verify
 from hpctrain.core.base.text import expand_nodes, fold_nodes
 from hpctrain.errors import ClusterError, ClusterUnreachable
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpctrain.cluster.scheduler.base import JobControl
-    from hpctrain.cluster.scheduler.slurm.parse import AccountRow
-    from hpctrain.core.base.records import JobContext
     from hpctrain.ledger.shapes.queue import JobShape
 
 
@@ -260,10 +259,7 @@ def _is_held_next(job: Mapping[str, str], config: Mapping[str, str]) -> bool:
 def _preempt_mode(
     job: Mapping[str, str], config: Mapping[str, str], ask: Callable[[list[str]], str]
 ) -> list[str]:
-    """What preemption does to this job: the words of its partition or QOS, else the cluster's.
-
-    Beside the one that counts there may be others, such as GANG and (since 25.05) PRIORITY.
-    """
+    """What preemption does to this job: the words of its partition or QOS, else the cluster's."""
     mode = ""
     if config.get("PreemptType") == "preempt/partition_prio":
         text = ask(["scontrol", "show", "partition", job.get("Partition", "")])

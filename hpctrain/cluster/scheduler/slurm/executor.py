@@ -2,7 +2,6 @@
 
 What is kept of submitit: the executor and job classes, and the callable in its checkpointable form.
 Which of its rules are overruled, and why: docs/development/decisions.md.
-tests/unit/scheduler/test_slurm_executor.py holds the promises.
 """
 
 from __future__ import annotations
@@ -78,6 +77,5 @@ class HpctrainExecutor(submitit.SlurmExecutor):
             ClusterError: refused; nothing was started.
             ClusterUnreachable: no answer in time; the job may or may not have been accepted.
         """
-        del fn, args, kwargs
         job_id = sbatch(self.script_path, self.after, timeout_s=self.timeout_s)
         return self.job_class(folder=self.folder, job_id=job_id, tasks=[0])

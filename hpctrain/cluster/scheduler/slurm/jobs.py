@@ -1,7 +1,6 @@
 """SLURM's answers as the records that the rest of hpctrain knows. Pure.
 
 Its words for why a job waits are in reasons.toml beside this file.
-tests/unit/scheduler/test_slurm_parse.py and test_slurm_reasons.py hold the promises.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 What is chosen is a layer of its own (`Chosen`), which a resume drops, to choose anew.
 `choose_partition` goes by the limits in the preset; one that the preset does not have is unknown,
-and refuses nothing: SLURM will. `preemption_notes` puts what preemption costs into words for the
+and refuses nothing: SLURM will. `_preemption_notes` puts what preemption costs into words for the
 user; the facts behind it are in docs/staying-alive.md. Pure, but for a few questions to SLURM that
-a caller may hand in. tests/unit/submit/test_site_submit.py holds the promises.
+a caller may hand in.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def check_site(
         _refuse_unknown("qos", settings.slurm.qos, accounting.qos, origins)
     notes += _setup_notes(settings, origins, site)
     partition = site.partitions.get(settings.slurm.partition)
-    notes += preemption_notes(settings, site, partition, is_script=is_script)
+    notes += _preemption_notes(settings, site, partition, is_script=is_script)
     return chosen + Chosen(notes=notes)
 
 
@@ -458,14 +458,10 @@ def _rank(partition: Partition, need: Need) -> tuple[bool, int]:
     return is_preemptable(partition), max(spare, 0)
 
 
-def preemption_notes(
+def _preemption_notes(
     settings: Settings, site: Site, partition: Partition | None, *, is_script: bool
 ) -> list[str]:
-    """Return what the user should know before a job may be preempted; empty if nothing is lost.
-
-    `partition` has the facts of the partition in `settings`; None if the preset has none. A script
-    (`is_script`) hears signals for itself.
-    """
+    """Return what the user should know before a job may be preempted; empty if nothing is lost."""
     notes = []
     if site.slurm.requeue is False:
         notes.append(

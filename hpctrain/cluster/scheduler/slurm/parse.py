@@ -2,7 +2,7 @@
 
 `scontrol show job` is read in its many-line form: there a value with spaces and '=' (a job name, a
 path) ends at its line's end, while in the one-line form it could pass itself off as the job's
-state. tests/unit/scheduler/test_slurm_parse.py holds the promises, on recorded output.
+state.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 The #SBATCH lines have no task layout: `--ntasks-per-node` fixes the number of tasks at the first
 start, so a `--nodes 2-4` job that lost a node would wait for ever (seen with 22.05). The srun line
 has it. For `environment.stage`, `shell_variables` gives sbatch/stage.sh its variables; `outcome`
-makes one event of the nodes' answers. tests/unit/scheduler/test_slurm_script.py,
-test_site_script.py, test_untrusted_scripts.py and test_slurm_staging.py hold the promises.
+makes one event of the nodes' answers.
 """
 
 from __future__ import annotations
@@ -21,21 +20,19 @@ from hpctrain.core.base.files import data_dir
 from hpctrain.core.base.text import count, fold_nodes
 from hpctrain.core.settings.check import allocated, node_range, sbatch_time
 from hpctrain.core.settings.external import name_of, names_of
-from hpctrain.core.settings.schema import AUTO_STAGE_NODES
+from hpctrain.core.settings.schema import AUTO_STAGE_NODES, Settings, SlurmSettings
 from hpctrain.errors import ClusterError, UsageError
 from hpctrain.ledger.run.event_fields import is_job_id
 from hpctrain.ledger.run.event_types import EnvironmentStaged
-from hpctrain.ledger.run.staging import is_staged, places_of
+from hpctrain.ledger.run.staging import Staging, is_staged, places_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from hpctrain.cluster.site.schema import Site
-    from hpctrain.core.settings.schema import Settings, SlurmSettings
     from hpctrain.core.settings.spec import Spec
     from hpctrain.ledger.run.layout import RunDir
-    from hpctrain.ledger.run.staging import Staging
 
 
 EXPORT_NONE = "#SBATCH --export=NONE"
@@ -51,6 +48,12 @@ BODY = "body.sh"
 _STARTERS = frozenset({"#SBATCH", "sbatch", "srun", "salloc"})
 
 # The setting behind an option that hpctrain writes itself, so that a refusal can name it.
+SUBMIT_TIMEOUT_S = 60.0
+STAGE, STAGE_NODE = "stage.sh", "stage_node.sh"
+_MARK = "hpctrain-stage"
+_TO_NODE = "STAGE_NODE"
+"""Ends the node's text in a batch script."""
+_MOST_REASONS = 5
 _SETTINGS = {
     "--mincpus": "slurm.cpus_per_rank",
     "--cpus-per-task": "slurm.cpus_per_rank",
@@ -80,12 +83,12 @@ def render_script(spec: Spec, run: RunDir, token: str) -> str:
     }
     lines = [
         "#!/bin/bash",
-        *header_lines(settings, spec.name, run, token, site),
+        *_header_lines(settings, spec.name, run, token, site),
         *(["#SBATCH --no-kill"] if spec.settings.alive.is_on() else []),
         "",
         "# Written by hpctrain; it is what was submitted, so change settings and resume instead.",
         *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
-        f"hpctrain_srun_args=({_join(srun_options(settings, site))})",
+        f"hpctrain_srun_args=({_join(_srun_options(settings, site))})",
         *_setup(module_lines(site), settings, site),
         *_container(spec, run, token, site),
         *_stage(spec),
@@ -100,38 +103,27 @@ def body_path() -> Path:
     return data_dir("sbatch") / BODY
 
 
-def srun_options(settings: SlurmSettings, site: Site | None = None) -> list[str]:
-    """What the run adds to the srun line; srun takes the last of equal options, so the user's win.
-
-    CPUs for all ranks of a node, then the site's, then the user's own.
-
-    Raises:
-        UsageError: the site starts tasks by something else than srun.
-    """
+def _srun_options(settings: SlurmSettings, site: Site | None = None) -> list[str]:
+    """What the run adds to the srun line: CPUs of a node's ranks, the site's, the user's own."""
     cpus = settings.cpus_per_rank * settings.ranks()
     own = [f"--cpus-per-task={cpus}"] if cpus else []
-    return [*own, *srun_options_of(site), *settings.srun_args]
+    return [*own, *_srun_options_of(site), *settings.srun_args]
 
 
-def header_lines(
+def _header_lines(
     settings: SlurmSettings, name: str, run: RunDir, token: str, site: Site | None = None
 ) -> list[str]:
-    """All #SBATCH lines, in a fixed order.
-
-    Raises:
-        UsageError: a value that a header cannot hold, an option that would fix the task layout, or
-            one that the site refuses.
-    """
+    """All #SBATCH lines, in a fixed order."""
     check_options(settings, site, {})
     options = [
         ("job-name", name),
-        *asked_options(settings, site),
+        *_asked_options(settings, site),
         ("open-mode", "append"),
         ("output", pattern(str(run.jobs / f"{token}.out"))),
     ]
     flags = [*_requeue(site), *(["--exclusive"] if is_exclusive(settings, site) else [])]
     written = [*(f"--{option}={value}" for option, value in options if value), *flags]
-    theirs = [_site_option(o, settings, site) for o in more_options(settings, site, written)]
+    theirs = [_site_option(o, settings, site) for o in _more_options(settings, site, written)]
     more = [*theirs, *map(_checked, settings.extra)]
     return [
         *(f"#SBATCH --{option}={quote(value)}" for option, value in options if value),
@@ -141,16 +133,12 @@ def header_lines(
     ]
 
 
-def asked_options(settings: SlurmSettings, site: Site | None) -> list[tuple[str, str]]:
-    """The options that the settings ask for, with their values; "" for what is not asked for.
-
-    Raises:
-        UsageError: the site has no way to ask for GPUs on a range of nodes.
-    """
+def _asked_options(settings: SlurmSettings, site: Site | None) -> list[tuple[str, str]]:
+    """The options that the settings ask for, with their values; "" for what is not asked for."""
     cpus = settings.cpus_per_rank * settings.ranks()
     return [
         ("nodes", settings.nodes),
-        *gpu_options(settings, site),
+        *_gpu_options(settings, site),
         ("mincpus", str(cpus) if cpus else ""),
         ("mem", settings.mem),
         ("time", sbatch_time(settings.time)),
@@ -173,12 +161,12 @@ def check_options(settings: SlurmSettings, site: Site | None, origins: Mapping[s
     """
     if site is None:
         return
-    refuse_launcher(site)
-    asked = [f"--{option}={value}" for option, value in asked_options(settings, site) if value]
+    _refuse_launcher(site)
+    asked = [f"--{option}={value}" for option, value in _asked_options(settings, site) if value]
     asked += ["--exclusive"] if is_exclusive(settings, site) else []
     theirs = [(option, setting_of(option)) for option in asked] + asked_by_user(settings)
-    refuse_forbidden(theirs, site, origins)
-    more_options(settings, site, asked)
+    _refuse_forbidden(theirs, site, origins)
+    _more_options(settings, site, asked)
 
 
 def is_exclusive(settings: SlurmSettings, site: Site | None = None) -> bool:
@@ -209,12 +197,8 @@ def dependency(after: Sequence[str]) -> str:
     return ":".join(["afterok", *after]) if after else ""
 
 
-def dependency_arguments(after: Sequence[str]) -> list[str]:
-    """What sbatch's command line has to say of the jobs to wait for.
-
-    It belongs to one submission, so it is no header of the script. A site may cancel what can never
-    start; here it waits, since who is waited for may be resumed.
-    """
+def _dependency_arguments(after: Sequence[str]) -> list[str]:
+    """What sbatch's command line has to say of the jobs to wait for."""
     if not after:
         return []
     return [f"--dependency={dependency(after)}", "--kill-on-invalid-dep=no"]
@@ -278,10 +262,7 @@ def _site_option(option: str, settings: SlurmSettings, site: Site | None) -> str
 
 
 def _checked(option: str) -> str:
-    """One of the user's own options, unless it keeps the job from coming back on fewer nodes.
-
-    Nor one by which the run would be several jobs, or a job that is not where we would ask for it.
-    """
+    """One of the user's own options, unless it keeps the job from coming back on fewer nodes."""
     if not option.startswith("-"):
         raise UsageError(
             f"slurm.extra: {option!r} is not an option: give each as one string, e.g. --switches=1"
@@ -305,10 +286,7 @@ def _checked(option: str) -> str:
 
 
 def _setup(modules: Sequence[str], settings: SlurmSettings, site: Site | None) -> list[str]:
-    """The site's and the user's shell lines, as a function: the body calls it once it has traps.
-
-    Each line that fails is named by the body with where it comes from.
-    """
+    """The site's and the user's shell lines, as a function: the body calls it once it has traps."""
     if not modules and not settings.setup:
         return []
     lines = []
@@ -344,12 +322,8 @@ def _join(words: Sequence[str]) -> str:
 # ---- what a site demands and refuses
 
 
-def gpu_options(settings: SlurmSettings, site: Site | None) -> list[tuple[str, str]]:
-    """How the GPUs of a job are asked for here.
-
-    Raises:
-        UsageError: the site's way has no form for a range of nodes.
-    """
+def _gpu_options(settings: SlurmSettings, site: Site | None) -> list[tuple[str, str]]:
+    """How the GPUs of a job are asked for here."""
     count = settings.gpus_per_node
     if not count:
         return []
@@ -391,12 +365,8 @@ def network(settings: SlurmSettings, site: Site | None) -> str:
     return ",".join(parts)
 
 
-def more_options(settings: SlurmSettings, site: Site | None, header: Iterable[str]) -> list[str]:
-    """Return the site's options that `header` lacks; the user's win over the site's extras.
-
-    Raises:
-        UsageError: the user's extras change an option that the site requires.
-    """
+def _more_options(settings: SlurmSettings, site: Site | None, header: Iterable[str]) -> list[str]:
+    """Return the site's options that `header` lacks; the user's win over the site's extras."""
     if site is None:
         return []
     given = [*header, *settings.extra]
@@ -417,26 +387,18 @@ def more_options(settings: SlurmSettings, site: Site | None, header: Iterable[st
     return options + [option for option in site.slurm.extra if name_of(option) not in names]
 
 
-def srun_options_of(site: Site | None) -> list[str]:
-    """What the site adds to the srun line.
-
-    Raises:
-        UsageError: it starts tasks by something else than srun.
-    """
+def _srun_options_of(site: Site | None) -> list[str]:
+    """What the site adds to the srun line."""
     if site is None:
         return []
-    refuse_launcher(site)
+    _refuse_launcher(site)
     export = ["--export=ALL"] if site.slurm.export == "none" else []
     mpi = [f"--mpi={site.slurm.mpi}"] if site.slurm.mpi else []
     return [*export, *mpi, *site.slurm.srun_args]
 
 
-def refuse_launcher(site: Site) -> None:
-    """Refuse a site whose launcher cannot start agents: one on each node, signalled by SLURM.
-
-    Raises:
-        UsageError: it is ibrun or mpirun, which start MPI's ranks and hide the node's number.
-    """
+def _refuse_launcher(site: Site) -> None:
+    """Refuse a site whose launcher cannot start agents: one on each node, signalled by SLURM."""
     launcher = site.slurm.launcher
     if launcher != "srun":
         raise UsageError(
@@ -447,16 +409,10 @@ def refuse_launcher(site: Site) -> None:
         )
 
 
-def refuse_forbidden(
+def _refuse_forbidden(
     options: Iterable[tuple[str, str]], site: Site | None, origins: Mapping[str, str]
 ) -> None:
-    """Refuse options that sbatch rejects here, before it does.
-
-    Each option comes with its setting, `("--mem=4G", "slurm.mem")`.
-
-    Raises:
-        UsageError: one of them is forbidden, with who asked and who forbids.
-    """
+    """Refuse options that sbatch rejects here, before it does."""
     refused = site.slurm.forbidden if site else ()
     forbidden = {name for option in refused for name in names_of(option)}
     for option, path in options:
@@ -512,13 +468,6 @@ def _options(line: str) -> list[str]:
     if not words or words[0] not in _STARTERS:
         return []
     return [word for word in words[1:] if word.startswith("-") and word.strip("-")]
-
-
-STAGE, STAGE_NODE = "stage.sh", "stage_node.sh"
-_MARK = "hpctrain-stage"
-_TO_NODE = "STAGE_NODE"
-"""Ends the node's text in a batch script."""
-_MOST_REASONS = 5
 
 
 def notes_of(settings: Settings, site: Site | None) -> list[str]:
@@ -615,9 +564,6 @@ def _reasons(reasons: dict[str, list[str]]) -> str:
     return "; ".join([*words, *([f"{count(left, 'more reason')}"] if left > 0 else [])])
 
 
-SUBMIT_TIMEOUT_S = 60.0
-
-
 def sbatch(script: Path, after: Sequence[str] = (), *, timeout_s: float = SUBMIT_TIMEOUT_S) -> str:
     """Submit a script that is already written, and return the job's id.
 
@@ -630,7 +576,7 @@ def sbatch(script: Path, after: Sequence[str] = (), *, timeout_s: float = SUBMIT
         ClusterError: refused; nothing was started.
         ClusterUnreachable: no answer in time; the job may or may not have been accepted.
     """
-    arguments = [*export_arguments(script.read_text()), *dependency_arguments(after)]
+    arguments = [*export_arguments(script.read_text()), *_dependency_arguments(after)]
     command = ["sbatch", "--parsable", *arguments, str(script)]
     try:
         answer = run(command, timeout_s=timeout_s, query=False)
