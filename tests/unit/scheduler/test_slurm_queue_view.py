@@ -142,7 +142,7 @@ broken|row
 
 @pytest.fixture
 def scontrol(tmp_path, monkeypatch):
-    """A scontrol that notes what it is asked but `show`, and says the lines of `says`, one a call."""
+    """A scontrol that notes what it is asked, except `show`, and says one line of `says` a call."""
     (tmp_path / "scontrol").write_text(
         '#!/bin/sh\n[ "$1" != show ] || { echo "JobId=17 JobState=COMPLETING Restarts=0"; exit; }\n'
         f'echo "$*" >> {tmp_path}/asked\n'
