@@ -17,7 +17,7 @@ from hpctrain.cli.main import COMMANDS, cli
 TOP = Path(__file__).parents[2]
 DOCS = TOP / "docs"
 PROGRAM = runpy.run_path(str(DOCS / "measure_house.py"))
-MOST_WORDS = 59_900
+MOST_WORDS = 60_000
 """Of README and docs/, without the presets' pages."""
 MOST_UNRELEASED = 2_500
 ADMIN = {"preflight", "security", "site-presets", "sites"}

@@ -126,6 +126,27 @@ def test_a_save_that_is_due_while_one_is_written_waits_and_says_how_long(
         assert round(landed[f"{step}"], 3) <= waited[step] <= round(begun[f"{step}"], 3)
 
 
+def test_a_save_that_is_written_as_the_first_step_ends_keeps_its_memory_and_its_process(
+    tmp_path, fault, gate, monkeypatch, undisturbed
+):
+    """An attempt from copies in memory begins with a save of their step, if that one was due."""
+    fault(f"hold:shard.flush,step=1,{gate.until}")
+    real = saves.Saves.warm_up
+
+    def warm_up(self, snapshot):
+        self.periodic(1, snapshot)
+        gate.wait(2)
+        real(self, snapshot)
+        gate.open()
+
+    monkeypatch.setattr(saves.Saves, "warm_up", warm_up)
+    run = make_run(tmp_path / "run", **EACH)
+    train(run, 2)
+
+    assert _committed(run) == list(range(STEPS, 0, -1))
+    assert_same_bits(full_state(undisturbed, 1), full_state(run, 1))
+
+
 def test_a_writer_that_dies_costs_its_save_only(tmp_path, fault, undisturbed):
     fault(
         f"kill:shard.write,step=3,rank=0,once={tmp_path / 'of_0'};"

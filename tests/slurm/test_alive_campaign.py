@@ -74,6 +74,7 @@ SETTINGS = {
     "budget.storage": 0,
     "alive.lease_s": LEASE_S,
     "alive.hang_s": 4,
+    "alive.first_step_s": 40,
     "checkpoint.timeout_s": 15,
     "alive.memory": "auto",
     "alive.memory_steps": 2,
@@ -230,13 +231,22 @@ class Faults:
         return found
 
 
+def _has_saved_since(run, saves):
+    """Whether the newest attempt has saved since there were so many saves, or the run is done.
+
+    What a full disk has delayed is over then: no fault meets an attempt before its first step.
+    """
+    newest = run.events("attempt_started")[-1:]
+    later = run.events("saved")[saves:]
+    return run.events("done") or (newest and any(one.attempt == newest[0].attempt for one in later))
+
+
 def disturbed(faults, count, tell):
     """So many faults, each behind a save; seconds until the next step was done, by kind."""
-    run, took = faults.run, []
-    run.wait_event("saved")
+    run, took, saves = faults.run, [], 0
     for _ in range(count):
+        run.wait("a save", partial(_has_saved_since, run, saves))
         attempt = run.events("attempt_started")[-1].attempt
-        run.wait_event("saved", attempt=attempt)
         if run.events("done"):
             break
         faults.look()
@@ -263,6 +273,7 @@ def disturbed(faults, count, tell):
         stepped = run.wait(f"steps after {name} in attempt {attempt}", steps_on)
         took.append((name, stepped - began))
         tell(f"{name}: next step after {took[-1][1]:.2f} s")
+        saves = len(run.events("saved"))
     faults.look()
     faults.thaw()
     return took

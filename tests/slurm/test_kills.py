@@ -29,6 +29,9 @@ SETTINGS = {
 }
 
 
+ONE_EACH = ("--nodes=2", "--ranks-per-node=1", "--time=10")
+
+
 def _rank_pid(slurm, job_id, rank):
     """The process of the job that is this rank: the one that has its log open."""
     for pid in slurm.pids_of_job(job_id):
@@ -52,6 +55,56 @@ def _agent_pid(slurm, run, node):
 
 def _stat(pid):
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+
+
+def _agents(run):
+    """The processes of agents and ranks."""
+    pids = run.slurm.pids_of_job(run.job_id)
+    return [pid for pid in pids if "hpctrain.entry.slurm_task" in processes.command(pid)]
+
+
+def _outside(run, what):
+    """The batch script of the job, or its srun and that one's helper."""
+    pids = run.slurm.pids_of_job(run.job_id)
+    if what == "srun":
+        return [pid for pid in pids if processes.executable(pid) == "srun"]
+    return [pid for pid in pids if "slurm_script" in " ".join(processes.command(pid))]
+
+
+@pytest.mark.soak  # tests/unit/agent/test_batch_side.py has what the batch script decides
+def test_a_killed_srun_has_the_job_requeued_and_ranks_save_before(slurm, tmp_path):
+    run = submit(slurm, tmp_path, *ONE_EACH, sets=SETTINGS, held={1: 20})
+    run.wait_event("saved", attempt=1)
+
+    processes.kill_all(_outside(run, "srun"))
+    run.let_go(1)
+    run.wait_done()
+
+    assert run.ends() == [("crashed", "requeue"), ("completed", "stop")], run.story()
+    assert slurm.job(run.job_id)["Restarts"] == "1"
+    assert all(lost <= 5 for lost in run.steps_lost())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("what", ["srun", "batch script"])
+def test_a_stopped_srun_or_batch_script_keeps_the_nodes_until_somebody_cancels(
+    slurm, tmp_path, what
+):
+    run = submit(slurm, tmp_path, *ONE_EACH, sets=SETTINGS, held={1: 20})
+    run.wait_event("saved", attempt=1)
+
+    stopped = _outside(run, what)
+    processes.kill_all(stopped, signal.SIGSTOP)
+    run.let_go(1)
+    run.wait("the end of the agents", lambda: not _agents(run))
+    assert run.ends() == [("completed", "stop")], run.story()
+    assert slurm.job(run.job_id)["JobState"] == "RUNNING"
+    assert all(map(processes.alive, stopped))
+
+    assert f"cancelled job {run.job_id}" in run.cli("cancel", "run")
+    slurm.wait_job(run.job_id, "CANCELLED", timeout=60)
+    run.wait("an empty job", lambda: not slurm.pids_of_job(run.job_id))
+    assert run.status()["state"] == "done"
 
 
 def test_a_killed_rank_agent_and_slurmctld_each_end_in_a_finished_run(slurm, tmp_path):

@@ -222,6 +222,13 @@ def test_a_job_whose_first_node_dies_before_its_first_attempt_is_requeued(slurm,
     assert slurm.job(run.job_id)["Restarts"] == "1"
 
 
+def _last_words_of_batch_script(run):
+    """What the batch script has printed, once it has ended."""
+    if any(run.slurm.pids_of_job(run.job_id)):
+        return None
+    return "".join(path.read_text() for path in run.dir.jobs.glob("*.out"))
+
+
 @pytest.mark.soak
 def test_a_first_node_that_thaws_ends_its_ranks_and_leaves_the_others_their_job(
     slurm, tmp_path, capsys
@@ -255,6 +262,8 @@ def test_a_first_node_that_thaws_ends_its_ranks_and_leaves_the_others_their_job(
     run.wait_event("done")
     slurm.wait_job(run.job_id, ("CANCELLED",))
 
+    told = run.wait("the batch script's end", lambda: _last_words_of_batch_script(run))
+    assert "may start once more" not in told
     assert len(ranks) >= 2
     assert [one.nodes for one in _trained(run)] == [(leader, member), (member, spare)]
     assert run.events("saved", attempt=1)[-1].t < frozen + 3

@@ -310,8 +310,11 @@ class Saver:
     def prepare_behind(self, state: State) -> None:
         """The same, without waiting for it: the pages are touched behind training.
 
-        And start the writer process. One that cannot be started costs saves, which say why.
+        And start the writer process. One that cannot be started costs saves, which say why. While a
+        save is in flight this does nothing: it has the process, and reads the memory.
         """
+        if self._flight is not None:
+            return
         with contextlib.suppress(CheckpointError):
             self._writer.ready()
         size = _layout(parts_to_write(held(state, self._world)))[1]

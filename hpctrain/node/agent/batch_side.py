@@ -204,7 +204,7 @@ class BatchScriptSide:
         try:
             self._control.forbid_requeue()
         except ClusterError as error:
-            log.warning("the job may be started once more, in vain: %s", error)
+            log.warning("the run is over; the job may start once more and end at once: %s", error)
 
     def _has_stopped(self) -> bool:
         """Whether an agent left with a stopped run's code; a script before its srun did not."""

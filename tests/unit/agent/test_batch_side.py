@@ -312,7 +312,8 @@ def test_where_slurm_cannot_be_told_the_exit_code_stays_and_a_line_says_so(run, 
 
     assert finish(run, scheduler, rc=0) == 0
 
-    assert "may be started once more, in vain: scontrol is not on PATH" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "the job may start once more and end at once: scontrol is not on PATH" in told
 
 
 def test_a_budget_that_is_used_up_ends_a_job_that_slurm_would_run_again(run):

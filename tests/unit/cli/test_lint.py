@@ -178,6 +178,7 @@ def test_wrong_usage_is_one_line(program, capsys, argv, code, said):
         (b"def f(:\n", "x.py:1:1  HT001 error  no Python that this version reads"),
         (b"x = 1\n\0", "x.py:2:1  HT001 error  holds NUL bytes"),
         (b"\xff\xfe", "x.py  HT001 error  cannot be read: invalid or missing encoding"),
+        (b"# coding: undefined\n", "x.py  HT001 error  cannot be read: undefined is no encoding"),
         (b"(" * 100_000, "x.py:1:1  HT001 error  no Python that this version reads"),
     ],
 )

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
+from types import SimpleNamespace
 
 import pytest
 
+from hpctrain.core.base import locks
 from hpctrain.entry import local_controller
 from tests.support.slurm_boot import wait_for
+from tests.unit.base.test_locks import killed_with
 
 
 def _node(command):
@@ -47,3 +51,15 @@ def _lives(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_folders_of_agents_that_were_killed_are_removed_with_their_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(locks, "MEMORY", tmp_path)
+    killed_with(tmp_path)
+    assert list(tmp_path.iterdir())
+
+    record = SimpleNamespace(starts=[(0, 1.0, 0.0, ["n1"])], previous_stop=2.0)
+    local_controller.Controller._let_go(SimpleNamespace(record=record))
+
+    assert list(tmp_path.iterdir()) == []

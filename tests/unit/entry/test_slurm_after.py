@@ -1,10 +1,14 @@
-"""What the batch script's last act reads of a start in a container."""
+"""What the batch script's last act reads of a start in a container, and what it removes."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 
+from hpctrain.core.base import locks
+from hpctrain.entry import slurm_after
 from hpctrain.entry.slurm_after import last_words
+from tests.unit.base.test_locks import killed_with
 
 STEP = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-23T06:00:00 ***"
 
@@ -55,3 +59,17 @@ def test_of_a_long_log_the_end_is_read(tmp_path):
     (tmp_path / "tok-0.out").write_bytes(b"x" * 100_000 + b"\nthe end\xff\n")
 
     assert last_words(tmp_path / "tok", since=None) == "the end\ufffd"
+
+
+def test_folders_of_agents_that_were_killed_on_this_node_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(locks, "MEMORY", tmp_path)
+    monkeypatch.setattr(slurm_after, "finish", lambda *_: 3)
+    killed_with(tmp_path)
+    assert list(tmp_path.iterdir())
+
+    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    code = slurm_after.after(str(tmp_path / "run"), "", rc=3, term=False, env=env)
+
+    assert code == 3
+    assert list(tmp_path.iterdir()) == []

@@ -114,6 +114,16 @@ def test_where_the_process_is_gone_the_batch_script_decides(tmp_path, hands):
     assert control.previous_stop() is None
 
 
+def test_where_the_process_is_stopped_it_is_not_waited_for_for_ever(tmp_path, monkeypatch):
+    """The kernel accepts connections for a process that SIGSTOP has stopped."""
+    monkeypatch.setattr(relay, "WORD_S", 0.05)
+    with socket.create_server((relay.HOST, 0)) as server:
+        (tmp_path / "port").write_text(f"{server.getsockname()[1]}\n")
+
+        with pytest.raises(ClusterUnreachable, match="nobody beside the batch script"):
+            RelayedControl(tmp_path / "port", "secret", timeout_s=0.05).requeue()
+
+
 def test_a_strangers_answer_is_none(tmp_path, hands):
     """Whoever takes the port of one that is gone does not decide what becomes of a run."""
     with socket.create_server((relay.HOST, 0)) as server:

@@ -142,13 +142,15 @@ broken|row
 
 @pytest.fixture
 def scontrol(tmp_path, monkeypatch):
-    """A scontrol that notes what it is asked and says the lines of `says`, one a call."""
+    """A scontrol that notes what it is asked, except `show`, and says one line of `says` a call."""
     (tmp_path / "scontrol").write_text(
-        f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\n'
+        '#!/bin/sh\n[ "$1" != show ] || { echo "JobId=17 JobState=COMPLETING Restarts=0"; exit; }\n'
+        f'echo "$*" >> {tmp_path}/asked\n'
         f"said=$(sed -n 1p {tmp_path}/says); sed -i 1d {tmp_path}/says\n"
         '[ -z "$said" ] || { echo "$said" >&2; exit 1; }\n'
     )
     (tmp_path / "scontrol").chmod(0o755)
+    (tmp_path / "scancel").symlink_to("scontrol")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     return tmp_path
 
@@ -176,3 +178,24 @@ def test_a_refusal_that_stays_is_told(scontrol, hands):
 
     with pytest.raises(ClusterError, match="already finished"):
         reshaped(scontrol, *["Job has already finished"] * 50)
+
+
+@pytest.mark.parametrize("doing", ["forbid_requeue", "end"])
+@pytest.mark.parametrize(
+    "says", ["Job has already finished for job 17", "Job/step already completing"]
+)
+def test_of_a_job_that_is_over_nothing_more_is_asked(scontrol, doing, says):
+    """After a takeover another agent cancels the job, and its batch script ends afterwards."""
+    (scontrol / "says").write_text(f"{says}\n")
+
+    getattr(SlurmControl("17", restarts=0), doing)()
+
+    assert len((scontrol / "asked").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("doing", ["forbid_requeue", "end"])
+def test_another_refusal_of_a_jobs_end_is_told(scontrol, doing):
+    (scontrol / "says").write_text("Access/permission denied for job 17\n")
+
+    with pytest.raises(ClusterError, match="denied"):
+        getattr(SlurmControl("17", restarts=0), doing)()

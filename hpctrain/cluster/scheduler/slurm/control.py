@@ -55,7 +55,9 @@ if TYPE_CHECKING:
 
 SINCE = (24, 5)
 TIMEOUT_S = 5.0
-STILL_ENDING = ("already finished", "already completing", "no longer pending")
+IS_OVER = ("already finished", "already completing")
+"""What SLURM says of a job that has ended, also of one that another process has cancelled."""
+STILL_ENDING = (*IS_OVER, "no longer pending")
 """What it says of a job that is about to pend."""
 ALREADY_REQUEUED = "pending execution"
 """scontrol's rc 1 where SLURM requeues the job by itself (submitit#1617)."""
@@ -156,18 +158,19 @@ class SlurmControl:
         """End our own job: one whose first node is dead stays RUNNING, with nothing in it."""
         deadline = clock.monotonic() + self.timeout_s
         if not self._is_requeued(job_facts(self._record(deadline))):
-            run_until(["scancel", self.job_id], deadline=deadline)
+            _run_unless_over(["scancel", self.job_id], deadline)
 
     def forbid_requeue(self) -> None:
         """Keep SLURM from running this job again, as `--no-requeue` would have.
 
         Since 24.05 a job that leaves in its grace time is run again whatever its exit code. Some
-        versions do so at its next end as well, where it was requeued in a grace time before.
+        versions do so at its next end as well, where it was requeued in a grace time before. SLURM
+        does not run a job again that is over, such as one that the agents have cancelled.
         """
         deadline = clock.monotonic() + min(self.timeout_s, FORBID_TIMEOUT_S)
         if not self._is_requeued(job_facts(self._record(deadline))):
             update = ["scontrol", "update", f"JobId={self.job_id}", "Requeue=0"]
-            run_until(update, deadline=deadline)
+            _run_unless_over(update, deadline)
 
     def previous_end(self) -> EndReason:
         """Why the incarnation before this one ended, as far as accounting tells; else UNKNOWN.
@@ -215,6 +218,17 @@ class SlurmControl:
         except ClusterError:  # the reason stays unknown, and what follows is the same
             return False
         return any(state.startswith("down") for state in states.split())
+
+
+def _run_unless_over(args: Sequence[str], deadline: float) -> None:
+    """Like `run_until`; a job that is over needs no more."""
+    try:
+        run_until(args, deadline=deadline)
+    except ClusterUnreachable:
+        raise
+    except ClusterError as error:
+        if not any(sign in str(error).lower() for sign in IS_OVER):
+            raise
 
 
 def of_agent(
