@@ -251,7 +251,7 @@ def _sealed_verdicts(
 
 
 def _note_verified(run: RunDir, verdicts: list[dict[str, Any]]) -> None:
-    """For `status`; whoever may only read the run has read it all the same."""
+    """For `status`; a user who may only read the run gets the verdict all the same."""
     try:
         for verdict in verdicts:
             if not verdict["problems"] and not verdict["unreadable"]:

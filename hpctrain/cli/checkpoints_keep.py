@@ -172,7 +172,7 @@ def rm_command(
 
 
 def _ask(question: str) -> None:
-    """Go on only where somebody says so; where nobody can be asked, nothing is deleted."""
+    """Continue only where somebody says so; where nobody can be asked, nothing is deleted."""
     if not sys.stdin.isatty():
         raise UsageError("nothing was deleted: there is no terminal to ask on; add --yes")
     click.confirm(question, abort=True, err=True)

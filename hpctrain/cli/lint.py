@@ -193,7 +193,7 @@ class _Lint:
         """Whether stdout has a program's text, or its difference, and nothing else may follow."""
 
     def take_files(self, paths: Sequence[str]) -> None:
-        """Check, and mend where asked, each file."""
+        """Check each file, and fix it where asked."""
         for path, folder in files_to_check(paths, echo_warning):
             self.files += 1
             self.folder = folder

@@ -52,7 +52,7 @@ def test_the_site_is_built_before_the_tests_and_its_warnings_are_errors():
     assert re.search(r"^lint-and-docs: lint docs$", makefile, re.MULTILINE)
     check = re.search(r"^check: [^\n]*\n((?:\t[^\n]*\n)+)", makefile, re.MULTILINE)
     assert re.match(
-        r"\t@\$\(MAKE\) -j2 lint-and-docs surroundings\n\t.*landing-tests", check[1], re.DOTALL
+        r"\t@\$\(MAKE\) -j3 lint-and-docs surroundings\n\t.*check_tests", check[1], re.DOTALL
     )
     assert "nitpicky = True" in (DOCS / "conf.py").read_text()
 

@@ -103,7 +103,7 @@ class Sighting:
     advice: Sequence[str] = ()  # where the signature has its own
 
     def precedes(self, other: Sighting) -> bool | None:
-        """Whether it came before the other one; None where nothing tells.
+        """Whether it came before the other one; None where that is not known.
 
         Lines of one log are in order; those of several are where their clocks are of one kind.
         """

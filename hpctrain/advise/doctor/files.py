@@ -65,7 +65,7 @@ class LogInput:
 
     @property
     def size(self) -> int:
-        """Bytes to read, as far as the file system tells."""
+        """Bytes to read, as far as the file system knows."""
         try:
             size = self.path.stat().st_size if self.path is not None else 0
         except OSError:

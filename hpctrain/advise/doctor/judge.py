@@ -61,8 +61,8 @@ class _Case:
         for log in logs:
             for sighting in log.sightings:
                 if not _survived(sighting, log):
-                    is_told = sighting.role is Role.HINT and sighting.kind == "code"
-                    weak = sighting.is_handled or is_told
+                    is_reported = sighting.role is Role.HINT and sighting.kind == "code"
+                    weak = sighting.is_handled or is_reported
                     (self.last_resort if weak else self.by_role[sighting.role]).append(sighting)
         deaths = self.by_role[Role.DEATH]
         self.by_role[Role.DEATH] = [one for one in deaths if not _ended_for_another(one, deaths)]
@@ -73,7 +73,7 @@ def judge(logs: Sequence[LogFacts], world_size: int | None = None) -> Diagnosis:
 
     Args:
         logs: What was read of each.
-        world_size: How many ranks there are; None where nobody told.
+        world_size: How many ranks there are; None where not known.
     """
     case = _Case(logs)
     return (
@@ -142,7 +142,7 @@ def _of_the_rest(case: _Case) -> Diagnosis | None:
 
 
 def _of_last_resort(case: _Case) -> Diagnosis | None:
-    """By an error that was handled or only told of, or whose end the log does not have."""
+    """By an error that was handled or only reported, or whose end the log does not have."""
     errors = case.last_resort
     if not errors:
         return None
@@ -239,7 +239,7 @@ def who_waited(waits: Sequence[Sighting], world_size: int | None = None) -> tupl
 
     Args:
         waits: Time-outs of collectives, in the order of the logs.
-        world_size: How many ranks there are; None where nobody told.
+        world_size: How many ranks there are; None where not known.
 
     Returns:
         The kind of fault, and one line: who waited in what, and who did not report.
@@ -287,7 +287,7 @@ def _diagnosis(
     summary: str = "",
     why: str = "",
 ) -> Diagnosis:
-    """The diagnosis that rests on one sighting, of its kind or of a finer one of which is told."""
+    """The diagnosis that rests on one sighting, of its kind or of a finer one that stands."""
     kind = kind or first.kind
     same = [s for s in case.sightings if s.kind == first.kind and s is not first]
     return Diagnosis(

@@ -88,6 +88,6 @@ def clock(text: str) -> Stamp | None:
 
 
 def rank_of_file(name: str) -> int | None:
-    """The rank that a log's name tells: rank-00003.log, log_3.err; None for none."""
+    """The rank in a log's name: rank-00003.log, log_3.err; None for none."""
     match = _RANK_OF_FILE.search(name)
     return int(match[1]) if match else None

@@ -41,7 +41,7 @@ _TABLE_INDENT = "  "
 _AFTER_ERROR = 3
 """Lines that are looked at after "Last error:"."""
 
-_TRACEBACK, _FRAME, _RICH_FRAME, _RAISES, _CRASHED, _EXCEPTION, _UNCAUGHT, _TOLD, _PASSED_ON = (
+_TRACEBACK, _FRAME, _RICH_FRAME, _RAISES, _CRASHED, _EXCEPTION, _UNCAUGHT, _REPORTED, _PASSED_ON = (
     FORMS[name]
     for name in (
         *("traceback", "frame", "rich_frame", "raises", "crashed"),
@@ -86,10 +86,10 @@ class _LogStream:
     left: int = 0  # lines of its traceback that are still looked at
     place: str = ""  # the innermost line of the program itself so far
     innermost: str = ""  # the innermost line of all
-    is_ignored: bool = False  # Python ignores what this traceback tells
+    is_ignored: bool = False  # Python ignores this traceback's error
     follows: bool = False  # what comes next follows from the exception before
     last: int | None = None  # where its last exception stands among the sightings
-    failed: int | None = None  # the rank of which a launcher's table of failures tells
+    failed: int | None = None  # the rank in a launcher's table of failures
     crashed: bool = False  # the next line of the program itself is where it crashed
     raises: bool = False  # the innermost line is one that raises
     loads: bool = False  # a function that reads a checkpoint is among the lines
@@ -100,7 +100,7 @@ class LogScanner:
 
     Args:
         source: The log's name.
-        rank: Who writes it, where its name tells.
+        rank: Who writes it, where its name has that.
         signatures: What to look for; those of the package by default.
         attempt: Lines that name another attempt of a run are left out; None leaves out none.
     """
@@ -239,7 +239,7 @@ class LogScanner:
         if inside:
             stream.left = 0
         if signature.name == FATAL and stream.left <= 0:
-            # Its place stands behind this line; a traceback before it tells of it as well.
+            # Its place stands behind this line; a traceback before it has it as well.
             stream.left, stream.place = self._watch(_ATTENTION), ""
         return Sighting(
             signature.name,
@@ -342,11 +342,11 @@ class LogScanner:
 
 
 def _mentioned(text: str) -> Sighting | None:
-    """An exception of which a line tells behind other words, as loggers and notebooks do."""
+    """An exception that a line reports behind other words, as loggers and notebooks do."""
     if _NO_END.search(text) is not None:
         return None
     passed_on = _PASSED_ON.search(text)
-    names = [match["name"] for match in _TOLD.finditer(text)]
+    names = [match["name"] for match in _REPORTED.finditer(text)]
     name = passed_on["name"] if passed_on else next(filter(_is_own, names), None)
     if name is None:
         return None

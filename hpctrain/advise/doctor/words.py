@@ -31,7 +31,7 @@ _PART = re.compile(r"\{(\w+)\}")
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "bytes": 1}
 _SIZE = r"(?<![\d.])([\d.]+) ([KMGT]iB|bytes)"
 _SIZES = {name: re.compile(text.replace("{size}", _SIZE)) for name, text in TABLE["sizes"].items()}
-"""What torch's allocator tells when a GPU's memory is out."""
+"""What torch's allocator prints when a GPU's memory is out."""
 FRAGMENTED = 0.1
 """Of the GPU's memory that is reserved and not in use: worth another allocator setting."""
 LARGE = 0.25
@@ -84,9 +84,9 @@ def advice(first: Sighting, kind: str, sightings: Iterable[Sighting]) -> Sequenc
 
 
 def gpu_memory(text: str) -> tuple[str, tuple[str, ...]]:
-    """What torch's allocator tells, in words, and what its numbers call for before anything else.
+    """What torch's allocator prints, in words, and what its numbers call for before anything else.
 
-    Both are empty where the text tells no sizes.
+    Both are empty where the text has no sizes.
     """
     sizes = _sizes(text)
     if not sizes["asked"] or not sizes["capacity"]:

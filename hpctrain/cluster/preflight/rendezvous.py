@@ -8,7 +8,7 @@ time-outs; all at once, answers would queue at the first node and look slow.
 
 Nobody but the job's own nodes is heard (`Connection`). Both ends prove that they know the job's
 secret, without sending it, and each line carries a code of that secret, of the connection, and of
-its place in it. So whoever answers on the port, listens in between or repeats what was said cannot
+its place in it. So a user who answers on the port, listens in between or repeats a line cannot
 say anything. Nothing that is received is run.
 """
 

@@ -27,6 +27,7 @@ from hpctrain.cluster.site.schema import (
 from hpctrain.core.base.text import count
 from hpctrain.core.settings.fields import TAKES, Key, convert, in_words, keys_of, make, shown
 from hpctrain.core.settings.layers import TomlFile, did_you_mean, from_table
+from hpctrain.core.settings.schema import current_name
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:

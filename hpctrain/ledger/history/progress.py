@@ -120,7 +120,7 @@ def progress(history: RunHistory) -> Progress:
 
 
 def _marks(history: RunHistory) -> Iterator[StepMark]:
-    return (told for told in reversed(history.training) if isinstance(told, StepMark))
+    return (fact for fact in reversed(history.training) if isinstance(fact, StepMark))
 
 
 def saving(history: RunHistory) -> Saving:

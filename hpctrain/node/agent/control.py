@@ -307,7 +307,7 @@ class ReplicaServerProcess(ForkedServer):
 
         All nodes give the same `secret`, the attempt's, and the same `about`, which names the
         round. Only the user can enter `folder`. Other nodes' replica servers are awaited at
-        `address`; they reach it as `shown`, "" if no copies go on to another node. On node 0,
+        `address`; they reach it as `shown`, "" if no copies continue to another node. On node 0,
         `peers` gives by place the node that has each one's copies; () for the next one.
 
         Raises:

@@ -173,7 +173,7 @@ class LivenessChannel(ForkedProcess):
 
 
 def _live(
-    place: LifelinePlace, secret: str, guarded: socket.socket, line: socket.socket, agent: int
+    place: LivenessPlace, secret: str, guarded: socket.socket, line: socket.socket, agent: int
 ) -> None:
     # asyncio has a line for each message to a node that is gone; here that is said once.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)

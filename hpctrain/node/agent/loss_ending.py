@@ -1,12 +1,12 @@
 """The end of an attempt by the loss of a node, where the run stays alive in its allocation.
 
 Where node 0 itself is lost with its batch script nobody would end or requeue the job (SLURM keeps
-it running for its other nodes), so the agents that are left go on without it, or requeue the job,
-one after another.
+it running for its other nodes), so the agents that are left continue without it, or requeue the
+job, one after another.
 
-Those that go on begin anew as the next *generation*. Each takes its own process over (exec), since
-who leads forks what serves the others, which a process can only while it has one thread.
-tests/unit/agent/test_loss_ending.py, tests/unit/agent/test_succession.py and
+Those that continue begin anew as the next *generation*. Each takes its own process over (exec),
+since who leads forks what serves the others, which a process can only while it has one thread.
+tests/unit/agent/test_loss_ending.py, tests/unit/agent/test_leader_failover.py and
 tests/slurm/test_stay_alive.py hold the promises.
 """
 

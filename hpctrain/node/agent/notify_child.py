@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _tell(news: Notification, run: RunDir, spec: Spec) -> None:
+def _notify(news: Notification, run: RunDir, spec: Spec) -> None:
     folder = Path(spec.entry.cwd) if Path(spec.entry.cwd).is_dir() else run.root
     problems = deliver(news, spec.settings.notify, folder)
     notified = Notified(what=news.what, ok=not problems, why="; ".join(problems))

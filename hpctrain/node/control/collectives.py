@@ -1,6 +1,6 @@
 """A node's part in the gathers and broadcasts of all ranks, through a tree of nodes. Pure.
 
-Calls are told apart by the channel of an `Exchange` and the how-manieth call of it this is; every
+Calls differ by the channel of an `Exchange` and the how-manieth call of it this is; every
 rank makes the same ones in one order. tests/unit/control/test_collectives.py holds the promises.
 
 ```

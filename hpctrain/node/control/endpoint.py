@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 GREET_S = 10.0
 """So long may it take to say who one is."""
-KNOCK_AGAIN_S = 0.2
+CONNECT_AGAIN_S = 0.2
 
 
 class NotAwaited(ControlLost):
@@ -250,7 +250,7 @@ async def meet_parent(address: str, port: int, greeting: Greeting, node: int) ->
 async def join_parent(
     address: str, port: int, greeting: Callable[[], Greeting], node: int, within_s: float
 ) -> Endpoint:
-    """As `meet_parent`, again for `within_s`: a stranger may have pushed in before this node.
+    """As `meet_parent`, again for `within_s`: another user may have connected before this node.
 
     Raises:
         OSError: and ControlLost, as the last try raised them.
@@ -262,9 +262,9 @@ async def join_parent(
         except NotAwaited:
             raise
         except (OSError, ControlLost):
-            if clock.monotonic() + KNOCK_AGAIN_S > deadline_s:
+            if clock.monotonic() + CONNECT_AGAIN_S > deadline_s:
                 raise
-        await asyncio.sleep(KNOCK_AGAIN_S)
+        await asyncio.sleep(CONNECT_AGAIN_S)
 
 
 def _message(heard: bytes | str) -> bytes:

@@ -2,7 +2,7 @@
 
 Five words of the board's row, written by the rank at each change of phase and read by the agent
 without its help: its process, its step, its phase, since when, and how long it has waited for its
-data in all. tests/unit/control/test_pulse.py holds the promises.
+data in all. tests/unit/control/test_heartbeat.py holds the promises.
 """
 
 from __future__ import annotations

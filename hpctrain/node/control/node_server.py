@@ -1,7 +1,7 @@
 """What a node's process serves during a round of ranks: leases and calls, up and down the tree.
 
 Connections between nodes last as long as the round: where one breaks, or the other end is silent
-for `PATIENCE_S`, the round has failed, and every rank is told so once. Nothing is tried again: a
+for `PATIENCE_S`, the round has failed, and every rank gets that once. Nothing is tried again: a
 value that went up twice, or never, would be worse. tests/unit/control/test_node_server.py and
 tests/unit/control/test_node_leases.py hold the promises.
 """
@@ -222,7 +222,7 @@ class NodeServer:
         self._wakers: dict[int, Endpoint] = {}
         self._names: dict[Endpoint, str] = {}
         """Of the nodes that were let in or have let this one in, before they say anything, too."""
-        self._door = ChildrenListener(self._children, self._greeting, self._greet_child)
+        self._listener = ChildrenListener(self._children, self._greeting, self._greet_child)
         self._servers: list[asyncio.Server] = []
         self._look_timer: asyncio.TimerHandle | None = None
         self._looked_s = clock.monotonic()

@@ -49,9 +49,9 @@ LOOKS = 4
 LONGEST_PAUSE_S = 300.0
 COMPUTES = 0.02
 """Of a processor: less is used by threads that look now and then whether there is something, and
-more gets whoever computes, also where a node has far too much to do."""
+a process that computes gets more, also where a node has far too much to do."""
 IO_BYTES = 64 * 1024
-"""Between two looks: whoever reads or writes more works."""
+"""Between two looks: a process that reads or writes more works."""
 Finding = Literal["calm", "suspected", "waiting", "cleared", "hang"]
 """Nothing is wrong; it was said first now; it still is; it is over; it is certain, said once."""
 
@@ -392,7 +392,7 @@ class JobLook:
     """What a look at all nodes has found.
 
     Attributes:
-        at_s: When, on the clock of whoever looks.
+        at_s: When, on the looking node's clock.
         stands: Of the ranks whose nodes have answered.
         evidence: Of the same ranks.
         used: Of those whose process is there.
@@ -410,8 +410,8 @@ class Suspicion:
     """What the looks at a job have come to, on node 0.
 
     A suspicion becomes a hang when nothing has moved for as long again as the phase may take; ten
-    times as long where nothing proves that it cannot end by itself, or where whoever holds up the
-    others computes. Whoever shows life begins that time anew: slow work costs looks, never its run.
+    times as long where nothing proves that it cannot end by itself, or where the rank that
+    holds up the others computes. A sign of life begins that time anew: slow work costs looks only.
 
     Attributes:
         verdict: Of the newest look; None while nothing is suspected.

@@ -1,7 +1,7 @@
 """Copies of a rank's state into its node's memory, in the course of training, and how often.
 
-Where a rank has no slot free, or something goes wrong, the step has no copy, and training goes on.
-tests/engines/test_memory.py and tests/unit/memory/test_pace.py hold the promises.
+Where a rank has no slot free, or something goes wrong, the step has no copy, and training
+continues. tests/engines/test_memory.py and tests/unit/memory/test_pace.py hold the promises.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What goes over them are weights, so both ends first prove that they know the attempt's secret
 (`control.wire`), and an unauthenticated peer hears nothing but a nonce.
-tests/unit/memory/test_buddy.py holds the promises.
+tests/unit/memory/test_replica_peer.py holds the promises.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What is whole is known from the copy's digest, which its replica server has sent over a connection
 with codes: it proves the proof at the copy's end, and that proves the header and each block.
-tests/unit/memory/test_stock.py and tests/unit/memory/test_mending.py hold the promises.
+tests/unit/memory/test_in_memory_copies.py and tests/unit/memory/test_repair.py hold the promises.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A slot holds just what a rank's file of a checkpoint would hold: header, parts, and the proof of
 them (`checkpoint.format.shard`), so that the readers of checkpoints read it. Behind the copy the
-replica server takes the digests; a copy without them is none. tests/unit/memory/test_stock.py and
-tests/unit/memory/test_buddy.py hold the promises.
+replica server takes the digests; a copy without them is none.
+tests/unit/memory/test_in_memory_copies.py and test_replica_peer.py hold the promises.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ and must not have each other's copies.
 
 A rank's copy that is proved is sent on behind training, one connection for each rank; the peer
 proves the bytes it has by the copy's own digests before it says that it has them.
-tests/unit/memory/test_pairing.py and tests/unit/memory/test_buddy.py hold the promises.
+tests/unit/memory/test_peer_assignment.py and test_replica_peer.py hold the promises.
 """
 
 from __future__ import annotations
@@ -149,11 +149,11 @@ class PeerRing:
         peers: Sequence[int],
     ) -> None:
         """Accept nobody yet; `peers`: by place, the node with its copies, as node 0 says."""
-        self.at: Door = []
-        self.doors: dict[int, Door] = {}
+        self.at: PeerAddress = []
+        self.addresses: dict[int, PeerAddress] = {}
         self._place, self._copies, self._peers = place, node_copies, peers
         self._greeting = greeting
-        self._door = CopyListener(
+        self._listener = CopyListener(
             range(place.nodes), greeting, CopyServer(node_copies, needs).serve
         )
         self._address: Address | None = None
@@ -221,19 +221,19 @@ class PeerRing:
         points.reach("memory.fetch", step=mark.step, rank=rank)
         local = rank - self._place.first_rank
         own = local if 0 <= local < self._place.ranks else None
-        where = self._others(doors)
+        where = self._others(addresses)
         for number, address in enumerate(where):
             if (awaited := self._asked(mark, rank, address)) is not None:
-                return self._copies.fetch(awaited, own, partial(self._mend, where=where[number:]))
+                return self._copies.fetch(awaited, own, partial(self._repair, where=where[number:]))
         return None
 
     def repair(self, there: CopyInMemory, addresses: Sequence[PeerAddress]) -> bool:
         """Read what is bad in a copy from others that have it; return whether it is whole then."""
-        return self._mend(there.view, there.copy, self._others(doors))
+        return self._repair(there.view, there.copy, self._others(addresses))
 
     def close(self) -> None:
         """Let nobody in any more, and send nothing."""
-        self._door.close()
+        self._listener.close()
         with self._lock:
             self._is_over = True
             lines = list(self._lines.values())
@@ -254,9 +254,9 @@ class PeerRing:
         line.close()
         raise ControlLost("the round is over")
 
-    def _mend(self, view: memoryview, copy: ProvedCopy, where: Sequence[Address]) -> bool:
+    def _repair(self, view: memoryview, copy: ProvedCopy, where: Sequence[Address]) -> bool:
         others = (partial(self._read, copy, address) for address in where)
-        return mend(view, copy.plan, copy.digest, others)
+        return repair(view, copy.plan, copy.digest, others)
 
     def _asked(self, mark: Mark, rank: int, address: Address) -> ProvedCopy | None:
         try:
@@ -283,8 +283,10 @@ class PeerRing:
         except (OSError, Garbled, ControlLost):
             return
 
-    def _others(self, doors: Sequence[Door]) -> list[Address]:
-        return [(str(door[0]), int(door[1])) for door in doors if list(door) != self.at]
+    def _others(self, addresses: Sequence[PeerAddress]) -> list[Address]:
+        return [
+            (str(address[0]), int(address[1])) for address in addresses if list(address) != self.at
+        ]
 
 
 def replica_peers_of(switches: Sequence[str]) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """What the process beside an agent does that keeps copies of the state: it owns their memory.
 
-If a replica server is lost, no more copies are made in the round, and training goes on; the copies
-that were made are there at the ranks' next start. tests/unit/memory/test_replica_server.py holds
-the promises.
+If a replica server is lost, no more copies are made in the round, and training continues; the
+copies that were made are there at the ranks' next start. tests/unit/memory/test_replica_server.py
+holds the promises.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each rank, and in it each worker, owns some of the readers, and draws the next sample from that
 which has given the fewest: so the order is a function of the readers' own places, and a run that
-comes back on as many ranks goes on as if it had not stopped.
+comes back on as many ranks continues as if it had not stopped.
 
 Nobody knows beforehand how many samples there are. So before a batch is handed out all ranks say
 how many samples they have for it, and all continue, or end the epoch, or raise, together. The

@@ -455,7 +455,7 @@ def set_aside_newer(
             continue
         verify.set_aside(place.run, step, why, place.attempt)
         name = find.step_path(place.run, step).name
-        tell(CheckpointSetAside(step=step, name=name, reason=why))
+        record(CheckpointSetAside(step=step, name=name, reason=why))
 
 
 def _reported_ranges(place: SavePlace) -> Sequence[tuple[int, tuple[int, int]]]:

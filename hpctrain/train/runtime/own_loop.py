@@ -1,7 +1,7 @@
 """A program that counts its own steps and saves in its own way: a framework's trainer, a script.
 
 It says after each update how many are applied (`Run.at`): its steps are counted, timed and recorded
-as those of hpctrain's own loop; that is not collective. tests/engines/test_told_steps.py and
+as those of hpctrain's own loop; that is not collective. tests/engines/test_external_loop.py and
 test_sealed.py hold the promises.
 """
 

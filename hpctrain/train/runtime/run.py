@@ -2,7 +2,7 @@
 
 Order of a step: exchange requests, leave if all agreed to, save when due, hand the step to the
 program, count it. Nothing collective runs in a signal handler. tests/engines/test_resume.py,
-test_own_loop.py, test_told_steps.py hold the promises.
+test_own_loop.py, test_external_loop.py hold the promises.
 """
 
 from __future__ import annotations

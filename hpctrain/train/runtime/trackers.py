@@ -400,7 +400,7 @@ class WandbTracker:
 
     def flush(self) -> None:
         """Note how far we are, for the next attempt."""
-        if self._step > self._told or not self._logged.exists():
+        if self._step > self._logged_step or not self._logged.exists():
             replace_text(self._logged, json.dumps({"step": self._step}))
 
     def close(self) -> None:
