@@ -72,7 +72,7 @@ test: compiled ## ten minutes of tests, without root, SLURM, browser, FUSE or co
 
 .PHONY: landing-tests
 landing-tests: compiled surroundings
-	@PYTHONDONTWRITEBYTECODE= $(PYTEST) --tier check --second-run -n 4 $(BY_FILE) $(TESTS)
+	@PYTHONDONTWRITEBYTECODE= $(PYTEST) --tier check --second-run -n 5 $(BY_FILE) $(TESTS)
 
 .PHONY: slurm-systems
 slurm-systems: $(STAMP)

@@ -1,6 +1,6 @@
 """Fixtures for all tests, and what to do where a test's surroundings are missing.
 
-`make check` runs four files at a time (pytest-xdist). Two workers begin with those that need
+`make check` runs five files at a time (pytest-xdist). Two workers begin with those that need
 SLURM, each with a cluster of its own; they mostly wait for it. The others take what needs none
 (`support.two_clusters`), and get what they leave of the CPUs (`nice`), so that no time limit of
 a real job is missed because of a unit test. Whole local runs come last, when no cluster is left.
