@@ -33,14 +33,14 @@ def test_a_class_name_means_one_thing(house):
 
 def test_modules_and_lines_do_not_grow_unseen(house):
     """Whoever needs more says so here, and why in the commit."""
-    assert len(house.modules) <= 334
-    assert sum(house.lines.values()) <= 115_960
+    assert len(house.modules) <= 329
+    assert sum(house.lines.values()) <= 115_200
 
 
 def test_modules_are_not_cut_thin_and_functions_fit_a_screen(house):
     assert len(house.thin()) <= 4
     assert len(house.long_functions()) <= 8
-    assert sum(lines > 700 for lines in house.lines.values()) <= 1
+    assert all(lines <= 700 for lines in house.lines.values())
 
 
 def test_commands_do_not_walk_through_more_rooms():
