@@ -69,11 +69,11 @@ def _load(world, root, text, spoil=None):
     """What was restored or refused, what this rank said, and how long it took not to."""
     import torch
 
-    from hpctrain.checkpoint.format import patience
     from hpctrain.checkpoint.tensors.boxes import State
     from hpctrain.checkpoint.tensors.restore import Wanted, restore
+    from hpctrain.core.base import files
 
-    patience.FIRST_WAIT_S = 0.01
+    files.FIRST_WAIT_S = 0.01
     place = sharded.place(world, root, patience_s=0.04)
     tensors = sharded.spread(world, "ddp", None)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
