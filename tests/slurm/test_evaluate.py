@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.core.base.text import expand_nodes
+from hpctrain.core.base.host_list import expand_nodes
 from hpctrain.ledger.history.evaluations import due
 from hpctrain.ledger.history.run_history import RunHistory
 from tests.support.scenario import RunHandle, submit

@@ -5,11 +5,11 @@
 set -euo pipefail
 
 folder=$(mktemp -d)
-export HPCTRAIN_NO_CLUSTER_LEFT=$folder/no-cluster-left # see two_clusters.py
+left=$folder/no-cluster-left # see two_clusters.py
 
 other_versions() {
   nice make slurm-systems || return
-  until [ -e "$HPCTRAIN_NO_CLUSTER_LEFT" ]; do
+  until [ -e "$left" ]; do
     kill -0 $$ || return # with this script's end nobody makes the file
     sleep 1
   done
@@ -23,8 +23,8 @@ others=$!
 trap 'kill -- -"$others" 2>/dev/null || true; rm -rf "$folder"' EXIT
 
 landing=0
-make landing-tests || landing=$?
-touch "$HPCTRAIN_NO_CLUSTER_LEFT"
+HPCTRAIN_NO_CLUSTER_LEFT=$left make landing-tests || landing=$?
+touch "$left"
 wait "$others" || true
 cat "$folder/versions"
 [ "$landing" -eq 0 ] && [ "$(cat "$folder/status")" = 0 ]

@@ -46,7 +46,7 @@ from hpctrain.core.base.env import (
     HPCTRAIN_PREFLIGHT_KEY,
 )
 from hpctrain.core.base.files import read_plain
-from hpctrain.core.base.text import expand_nodes
+from hpctrain.core.base.host_list import expand_nodes
 from hpctrain.core.testing.faults import NodeFault, of_node
 from hpctrain.errors import ChecksFailed, ClusterError, HpctrainError
 from hpctrain.ledger.run.ownership import distrust

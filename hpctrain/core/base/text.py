@@ -8,7 +8,6 @@ tests/unit/plan/test_mesh.py hold the promises.
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,9 +30,6 @@ _MOST_DIGITS = 11
 """Of a host's number; a name with more is no number that could be counted on."""
 ROWS_SHOWN = 12
 RANKS_LENGTH = 60
-MOST_NAMES = 100_000
-"""Hosts of one node list: a few damaged digits would ask for all memory."""
-_NUMBER = re.compile(r"[0-9]{1,11}")
 
 
 def pack(items: Sequence[str], width: int, *, gap: str = ", ") -> str:
@@ -264,58 +260,3 @@ def _is_block(mesh: Mesh, ranks: range) -> bool:
 
 def _places(mesh: Mesh, ranks: range, axis: str) -> set[int]:
     return {mesh.place(rank)[axis] for rank in ranks}
-
-
-def expand_nodes(nodelist: str) -> list[str]:
-    """Host names of a node list such as ``n[1-3,07],gpu01``, in SLURM's order.
-
-    Raises:
-        ValueError: brackets that do not match, ranges that are none, or too many names.
-    """
-    names: list[str] = []
-    for group in _split_groups(nodelist):
-        expanded = [""]
-        for literal, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", group):
-            parts = _expand_ranges(ranges) if ranges else [literal]
-            _refuse_many(len(expanded) * len(parts))
-            expanded = [head + part for head in expanded for part in parts]
-        names += expanded
-        _refuse_many(len(names))
-    return names
-
-
-def _refuse_many(count: int) -> None:
-    if count > MOST_NAMES:
-        raise ValueError(f"a node list of {count} names; there are {MOST_NAMES} at most")
-
-
-def _split_groups(nodelist: str) -> list[str]:
-    """The parts between commas that stand outside of brackets."""
-    groups, depth, start = [], 0, 0
-    for position, char in enumerate(nodelist):
-        depth += (char == "[") - (char == "]")
-        if depth not in {0, 1}:
-            break
-        if char == "," and depth == 0:
-            groups.append(nodelist[start:position])
-            start = position + 1
-    if depth != 0:
-        raise ValueError(f"node list {nodelist!r} has brackets that do not match")
-    groups.append(nodelist[start:])
-    return [group for group in groups if group]
-
-
-def _expand_ranges(ranges: str) -> list[str]:
-    """``1-3,07`` as ``1 2 3 07``; leading zeros are kept."""
-    numbers = []
-    for part in ranges.split(","):
-        low, dash, high = part.partition("-")
-        if dash:
-            if not (_NUMBER.fullmatch(low) and _NUMBER.fullmatch(high)):
-                raise ValueError(f"a node list with the range {part!r}")
-            first, last = int(low), int(high)
-            _refuse_many(last - first)
-            numbers += [f"{n:0{len(low)}d}" for n in range(first, last + 1)]
-        else:
-            numbers.append(low)
-    return numbers

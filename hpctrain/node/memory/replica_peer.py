@@ -41,7 +41,7 @@ RING_S = 60.0
 """So long may it take until a node hears where its peer is: the slowest node joins last."""
 LOST = (OSError, Garbled, ControlLost, KeyError, TypeError, ValueError)
 """The connection, or the sense of what is said on it."""
-HINT = 'alive.memory_buddy = "no" needs half of it, and survives no lost node'
+HINT = 'alive.memory_peer = "no" needs half of it, and survives no lost node'
 
 
 class RoundNeeds(Protocol):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.core.base.text import expand_nodes
+from hpctrain.core.base.host_list import expand_nodes
 
 
 @pytest.mark.parametrize(

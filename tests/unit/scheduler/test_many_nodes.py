@@ -16,8 +16,8 @@ from hpctrain.cluster.preflight.node import place_of
 from hpctrain.cluster.scheduler.slurm import command
 from hpctrain.cluster.scheduler.slurm.command import job_context
 from hpctrain.cluster.scheduler.slurm.control import SlurmControl
+from hpctrain.core.base.host_list import expand_nodes
 from hpctrain.core.base.records import NODE_DOWN
-from hpctrain.core.base.text import expand_nodes
 from hpctrain.entry.slurm_batch import exports
 from hpctrain.errors import ClusterError
 

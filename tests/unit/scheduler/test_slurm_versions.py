@@ -10,7 +10,7 @@ from hpctrain.cluster.scheduler.slurm.control import comes_back
 from hpctrain.cluster.scheduler.slurm.facts import read_cpus_per_gpu, read_facts, read_qos
 from hpctrain.cluster.scheduler.slurm.jobs import job_facts, job_id_of, job_info
 from hpctrain.cluster.scheduler.slurm.parse import parse_queue, parse_records, parse_sacct
-from hpctrain.core.base.text import expand_nodes
+from hpctrain.core.base.host_list import expand_nodes
 from hpctrain.ledger.plan.decide import is_cancelled, is_requeued
 from tests.support.record_slurm import ODD_NAME
 

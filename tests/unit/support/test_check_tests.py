@@ -18,6 +18,10 @@ echo "begin $1" >>"$DIARY"
 [ "$1" != landing-tests ] || while [ ! -e "$LANDED" ]; do sleep 0.05; done
 echo "end $1" >>"$DIARY"
 echo "printed by $1"
+case $1 in
+  landing-tests) [ "$HPCTRAIN_NO_CLUSTER_LEFT" ] || exit 1 ;;
+  *) [ -z "$HPCTRAIN_NO_CLUSTER_LEFT" ] || exit 1 ;;  # that path is not in the other systems
+esac
 [ "$1" != "$FAILS" ]
 """
 

@@ -357,8 +357,8 @@ def job_context(environ: Mapping[str, str] | None = None) -> JobContext:
         ClusterError: this process was not started by srun inside a job.
     """
     # the batch side uses this module without them
+    from hpctrain.core.base.host_list import expand_nodes
     from hpctrain.core.base.records import JobContext
-    from hpctrain.core.base.text import expand_nodes
 
     env = os.environ if environ is None else environ
     for name in ("SLURM_JOB_ID", "SLURM_NODEID"):

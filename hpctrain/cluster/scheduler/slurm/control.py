@@ -38,10 +38,11 @@ from hpctrain.cluster.scheduler.slurm.parse import (
 from hpctrain.core.base import clock
 from hpctrain.core.base.env import HPCTRAIN_RELAY, HPCTRAIN_RUN_DIR
 from hpctrain.core.base.files import read_plain, write_private
+from hpctrain.core.base.host_list import expand_nodes
 from hpctrain.core.base.listener import Listener, listen_at
 from hpctrain.core.base.records import NODE_DOWN, EndReason, JobContext, JobFacts, JobState
 from hpctrain.core.base.secret import sign, verify
-from hpctrain.core.base.text import expand_nodes, fold_nodes
+from hpctrain.core.base.text import fold_nodes
 from hpctrain.errors import ClusterError, ClusterUnreachable
 from hpctrain.ledger.run.layout import RunDir
 from hpctrain.ledger.run.ownership import start_secret

@@ -18,8 +18,8 @@ from hpctrain.cluster.scheduler.slurm.parse import (
     parse_state,
     parse_time,
 )
+from hpctrain.core.base.host_list import expand_nodes
 from hpctrain.core.base.records import JobFacts, JobInfo, JobStart, JobState
-from hpctrain.core.base.text import expand_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

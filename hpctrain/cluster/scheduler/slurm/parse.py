@@ -12,7 +12,7 @@ import re
 import time
 from typing import NamedTuple
 
-from hpctrain.core.base.text import expand_nodes
+from hpctrain.core.base.host_list import expand_nodes
 
 log = logging.getLogger("hpctrain.scheduler")
 
