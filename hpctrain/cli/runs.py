@@ -446,7 +446,7 @@ def _on_screen(interval_s: float) -> Iterator[Callable[[Shown], None]]:
         with screen:
             yield show
     except (Exception, SystemExit):
-        last.clear()  # what went wrong is told where the screen would be
+        last.clear()  # the error stands where the screen would be
         raise
     finally:
         for number, handler in before.items():

@@ -91,7 +91,7 @@ def list_command(*, with_bases: bool, as_json: bool) -> None:
 
 
 def _listed(name: str, files: list[tuple[str, Path]]) -> dict[str, Any]:
-    """What is told of a site; one that cannot be read hides none of the others."""
+    """The row of a site; one that cannot be read hides none of the others."""
     row: dict[str, Any] = {
         "name": name,
         "stability": BROKEN,

@@ -102,7 +102,7 @@ def test_a_stopped_srun_or_batch_script_keeps_the_nodes_until_somebody_cancels(
     assert all(map(processes.alive, stopped))
 
     assert f"cancelled job {run.job_id}" in run.cli("cancel", "run")
-    slurm.wait_job(run.job_id, "CANCELLED", timeout=60)
+    slurm.wait_job(run.job_id, "CANCELLED")
     run.wait("an empty job", lambda: not slurm.pids_of_job(run.job_id))
     assert run.status()["state"] == "done"
 

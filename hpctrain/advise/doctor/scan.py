@@ -45,7 +45,7 @@ _TRACEBACK, _FRAME, _RICH_FRAME, _RAISES, _CRASHED, _EXCEPTION, _UNCAUGHT, _REPO
     FORMS[name]
     for name in (
         *("traceback", "frame", "rich_frame", "raises", "crashed"),
-        *("error_in_traceback", "uncaught", "told", "passed_on"),
+        *("error_in_traceback", "uncaught", "reported", "passed_on"),
     )
 )
 _IGNORED, _TABLE_RANK, _OF_ATTEMPT, _NETWORK = (
@@ -351,7 +351,7 @@ def _mentioned(text: str) -> Sighting | None:
     if name is None:
         return None
     sure, details = Certainty.POSSIBLE, {"exception": name}
-    return Sighting("exception-told", "code", Role.HINT, sure, details=details)
+    return Sighting("exception-reported", "code", Role.HINT, sure, details=details)
 
 
 def _is_own(name: str) -> bool:

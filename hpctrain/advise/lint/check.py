@@ -2,7 +2,8 @@
 
 Whatever the text is, this returns: what cannot be read is a finding (HT001). The program's author
 may live with findings: `# hpctrain: ignore HT101` hides that rule on its line, or on the next one
-where it stands alone, and a file has known findings. A comment that hides nothing is told (HT002).
+where it stands alone, and a file has known findings. HT002 reports a comment
+that hides nothing.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ class Arena:
     def ensure(self, nbytes: int) -> None:
         """Grow to at least so many bytes; what is in it stays.
 
-        Views from before the growth continue to be views of the same bytes. They keep the old
-        mapping (address space, no memory) until they are gone.
+        Views from before the growth stay views of the same bytes. They keep the old mapping
+        (address space, no memory) until they are gone.
 
         Raises:
             CheckpointError: there is not so much memory, and the arena is as it was; or it was

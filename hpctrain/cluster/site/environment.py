@@ -2,7 +2,7 @@
 
 From one list of interfaces come NCCL's and Gloo's variables, which read the same list differently;
 groups for one node and for several, and conditions on versions, are resolved here for one attempt.
-What the user sets wins over all of it, and is told.
+What the user sets wins over all of it, and is shown.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The reader of a run's status: ledger, heartbeat, checkpoints, disk, and scheduler.
 
 `ask` and `job_starts` are what the scheduler and its accounting know of a run's jobs, also for
-`logs` and `cancel`; an answer that did not come is told and no error.
+`logs` and `cancel`; an answer that did not come is reported, and no error.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Which steps are known to all ranks: by the settings, or by a request that rank 0 broadcast when all
 had agreed to hear it.
 
-A profile must never break training: what fails is told once, and profiling ends.
+A profile must never break training: what fails is reported once, and profiling ends.
 tests/engines/test_profile_run.py holds the promises.
 """
 

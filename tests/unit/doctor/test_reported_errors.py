@@ -22,7 +22,7 @@ FITS = {
     "error": ("my.OwnError: no", "Error rate: 3"),
     "error_in_traceback": ("queue.Empty", "_1: no"),
     "uncaught": ("Uncaught exception: my.OwnError: no", "Uncaught: no"),
-    "told": ("main | OwnError: no", "main | OwnErrors: no"),
+    "reported": ("main | OwnError: no", "main | OwnErrors: no"),
     "passed_on": ("Caught X in replica 0 on device 0.", "Caught X in the act"),
     "ignored": ("Exception ignored in: <x>", "it was ignored in: <x>"),
     "table_rank": ("  rank      : 3 (local_rank: 1)", "  rank      : 3"),
