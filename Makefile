@@ -64,7 +64,8 @@ $(SURROUNDINGS):
 # Each process of a test would compile hpctrain anew, where Python writes no caches.
 .PHONY: compiled
 compiled: $(STAMP)
-	@PYTHONDONTWRITEBYTECODE= python -m compileall -q hpctrain tests
+	@PYTHONDONTWRITEBYTECODE= python -m compileall -q -j 0 hpctrain tests/support
+	@PYTHONDONTWRITEBYTECODE= python -m tests.support.compile_tests
 
 .PHONY: test
 test: compiled ## ten minutes of tests, without root, SLURM, browser, FUSE or containers; TESTS=tests/unit for some of them

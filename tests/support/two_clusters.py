@@ -1,9 +1,11 @@
-"""Which worker of pytest-xdist runs which file: two take those that need SLURM, all take the rest.
+"""Which worker of pytest-xdist runs which file: two take those that need SLURM, one the unit tests.
 
 Tests with SLURM mostly wait, for it and for ranks that start; whoever needs none runs beside, with
 what they leave of the CPUs. More than two clusters at once would have each other's time limits
 missed. Beside them come first the tests that compute and watch no clock (`ORDER`): whole local
-runs, whose commands and steps race, would get too little of the CPUs there.
+runs, whose commands and steps race, would get too little of the CPUs there. The last of many
+workers begins with unit tests: they wait for nothing, and take the CPUs that stand idle while the
+others' ranks wait for each other and for `support.cpus`.
 tests/unit/test_two_clusters.py holds the promises.
 """
 
@@ -22,7 +24,8 @@ CLUSTERS = 2
 """So many workers may have a cluster."""
 SLURM_TESTS = ("tests/slurm/", "tests/stories/")
 """Folders of files that may need a cluster."""
-ORDER = (SLURM_TESTS, "tests/engines/", "tests/unit/")
+UNIT_TESTS = "tests/unit/"
+ORDER = (SLURM_TESTS, "tests/engines/", UNIT_TESTS)
 """What comes first; the rest, whole local runs among it, comes last."""
 
 
@@ -82,11 +85,13 @@ class TwoClusters(LoadFileScheduling):  # type: ignore[misc] # xdist says no typ
         return int(self._pending_of(self.assigned_work[node]))
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        if self.nodes.index(node) >= CLUSTERS:
-            without = (file for file in self.workqueue if not file.startswith(SLURM_TESTS))
-            file = next(without, None)
-            if file is None:
+        number, nodes = self.nodes.index(node), len(self.nodes)
+        if number >= CLUSTERS:
+            files = [file for file in self.workqueue if not file.startswith(SLURM_TESTS)]
+            if not files:
                 node.shutdown()
                 return
-            self.workqueue.move_to_end(file, last=False)
+            begins_with_units = CLUSTERS < number == nodes - 1
+            units = (file for file in files if begins_with_units and file.startswith(UNIT_TESTS))
+            self.workqueue.move_to_end(next(units, files[0]), last=False)
         super()._assign_work_unit(node)

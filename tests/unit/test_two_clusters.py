@@ -73,6 +73,16 @@ def test_two_workers_take_what_needs_slurm_first(count):
     assert others[0][0] == OTHERS[0]
 
 
+def test_the_last_of_many_begins_with_unit_tests():
+    engines = [f"tests/engines/test_{name}.py" for name in "abcd"]
+    *others, third, last = ran(SLURM + engines + OTHERS, 4)
+
+    assert last[0] == OTHERS[0]
+    assert third[0] == engines[0]
+    assert not any(file in SLURM for file in third + last)
+    assert not any(file in OTHERS for file in [files[0] for files in others])
+
+
 def test_two_workers_share_all_files_in_order():
     first, second = ran(SLURM + OTHERS, 2)
 
