@@ -11,6 +11,7 @@ import pytest
 
 from tests.support import processes
 from tests.support.patience import PATIENCE_S, until
+from tests.support.two_clusters import NO_CLUSTER_LEFT
 
 SCRIPT = Path(__file__).parents[2] / "support" / "check_tests.sh"
 MAKE = """#!/bin/sh
@@ -34,29 +35,37 @@ def begin(tmp_path):
     make.chmod(0o755)
     diary = tmp_path / "diary"
     diary.touch()
+    scripts = []
 
     def begin(fails=""):
         environ = {**os.environ, "DIARY": str(diary), "LANDED": str(tmp_path / "landed")}
         environ |= {"FAILS": fails, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
         environ |= {"TMPDIR": str(tmp_path)}
-        return subprocess.Popen(
-            [SCRIPT], env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        environ.pop(NO_CLUSTER_LEFT, None)  # of the script that runs this test
+        scripts.append(
+            subprocess.Popen(
+                [SCRIPT], env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
         )
+        return scripts[-1]
 
-    return begin, lambda: diary.read_text().splitlines(), tmp_path
+    yield begin, lambda: diary.read_text().splitlines(), tmp_path
+    for script in scripts:  # of a test that failed
+        processes.kill_all([*processes.descendants(script.pid), script.pid])
+        script.communicate()
 
 
 def test_other_versions_begin_when_no_cluster_is_left(begin):
     begin, diary, folder = begin
-    with begin() as script:
-        until(lambda: "end slurm-systems" in diary())
-        assert "begin slurm-versions" not in diary()
-        (made,) = folder.glob("tmp.*")
-        (made / "no-cluster-left").touch()
-        until(lambda: "end slurm-versions" in diary())
-        assert "end landing-tests" not in diary()
-        (folder / "landed").touch()
-        printed, _ = script.communicate(timeout=PATIENCE_S)
+    script = begin()
+    until(lambda: "end slurm-systems" in diary())
+    assert "begin slurm-versions" not in diary()
+    (made,) = folder.glob("tmp.*")
+    (made / "no-cluster-left").touch()
+    until(lambda: "end slurm-versions" in diary())
+    assert "end landing-tests" not in diary()
+    (folder / "landed").touch()
+    printed, _ = script.communicate(timeout=PATIENCE_S)
     assert script.returncode == 0
     assert printed.splitlines() == [
         "printed by landing-tests", "printed by slurm-systems", "printed by slurm-versions"
@@ -68,8 +77,8 @@ def test_other_versions_begin_when_no_cluster_is_left(begin):
 def test_what_fails_fails_the_whole(begin, fails):
     begin, diary, folder = begin
     (folder / "landed").touch()
-    with begin(fails) as script:
-        script.communicate(timeout=PATIENCE_S)
+    script = begin(fails)
+    script.communicate(timeout=PATIENCE_S)
     assert script.returncode == 1
     assert "end landing-tests" in diary()
     assert ("end slurm-versions" in diary()) == (fails != "slurm-systems")
@@ -77,11 +86,11 @@ def test_what_fails_fails_the_whole(begin, fails):
 
 def test_with_its_end_ends_what_runs_beside(begin):
     begin, diary, folder = begin
-    with begin() as script:
-        until(lambda: "end slurm-systems" in diary())
-        beside = processes.descendants(script.pid)
-        script.send_signal(signal.SIGTERM)
-        (folder / "landed").touch()
-        script.communicate(timeout=PATIENCE_S)
+    script = begin()
+    until(lambda: "end slurm-systems" in diary())
+    beside = processes.descendants(script.pid)
+    script.send_signal(signal.SIGTERM)
+    (folder / "landed").touch()
+    script.communicate(timeout=PATIENCE_S)
     until(lambda: not any(map(processes.alive, beside)))
     assert "begin slurm-versions" not in diary()
