@@ -19,9 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.core.base import clock
 from hpctrain.errors import ClusterError
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable
     from typing import NoReturn, Protocol, Self
 
@@ -41,6 +43,9 @@ BASE = 256
 """Logs, data files, libraries, GPU devices, DataLoader workers' pipes."""
 MOST = 1 << 20
 """Programs that go through all that may be open would take minutes where there is no limit."""
+EXIT_LOOK_S = 0.001
+EXIT_LOOKS = 1000
+"""Its number may be another's by then."""
 PORT_BASE = 20000
 PORTS = 8
 """Ports a job may use side by side. 20000..31999 lies below Linux' ephemeral range, from which any
@@ -48,6 +53,20 @@ outgoing connection may take a port at any moment (enroot#243)."""
 PORT_BLOCK = PORTS + 1
 """The last port of a block is nobody's to listen on: who has it has claimed the others."""
 PORT_BLOCKS = 12_000 // PORT_BLOCK
+
+
+def join_before_fork(thread: threading.Thread, timeout_s: float | None = None) -> None:
+    """Wait for a thread's end, at most so long; then also until the kernel has ended it.
+
+    Python lets go of a thread a moment before that, and a fork in this moment is a fork of a
+    process with two threads: a lock of the C library that it holds would be held for ever there.
+    """
+    thread.join(timeout_s)
+    task = Path(f"/proc/self/task/{thread.native_id}")
+    for _ in range(EXIT_LOOKS):
+        if thread.is_alive() or not task.exists():
+            return
+        clock.sleep(EXIT_LOOK_S)
 
 
 def own_program(module: str, *words: str, python: str = "", unbuffered: bool = False) -> list[str]:

@@ -13,6 +13,7 @@ import threading
 from typing import TYPE_CHECKING, Self
 
 from hpctrain.core.base import clock
+from hpctrain.core.base.process import join_before_fork
 from hpctrain.ledger.run.attempt_files import LogMark, mark_line, times_path
 from hpctrain.node.agent.rounds import RoundPart
 
@@ -58,7 +59,7 @@ class LogIndexer(RoundPart):
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._thread.join(PATIENCE_S)
+        join_before_fork(self._thread, PATIENCE_S)
 
     def look(self, *, last: bool = False) -> None:
         """Mark the logs that have grown enough; with `last` all that have grown at all."""

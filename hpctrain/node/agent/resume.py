@@ -18,6 +18,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from hpctrain.core.base.process import join_before_fork
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -132,7 +134,7 @@ def choose(look: Callable[[Callable[[int], None]], T], why_not: Callable[[], str
         if why := why_not():
             log.warning("what the ranks would go on from is not looked for any more: %s", why)
             over.set()
-            thread.join(LEAVE_S)
+            join_before_fork(thread, LEAVE_S)
             raise StopHeard(why)
-    thread.join()
+    join_before_fork(thread)
     return future.result()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from hpctrain.checkpoint.sealed import start
 from hpctrain.checkpoint.sealed.seals import listing
 from hpctrain.core.base import clock
+from hpctrain.core.base.process import join_before_fork
 from hpctrain.errors import CheckpointError, Fenced
 from hpctrain.node.agent.rounds import RoundPart
 
@@ -88,7 +89,7 @@ class SealWatch(RoundPart):
         if self._unsealed is None:
             return
         self._over.set()
-        self._thread.join(JOIN_S)
+        join_before_fork(self._thread, JOIN_S)
         if self._thread.is_alive():
             log.warning("a disk does not answer; what the program saved last is not registered")
             return

@@ -1,12 +1,16 @@
-"""What a process finds out about its own open files."""
+"""What a process finds out about its own open files, and the end of its threads."""
 
 from __future__ import annotations
 
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import pytest
+
+from hpctrain.core.base import process
 from hpctrain.core.base.process import connections_to
 
 
@@ -49,3 +53,36 @@ os.close(writing)
 assert is_readable(reading, 10)  # its end
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_thread_that_is_joined_before_a_fork_is_gone_from_the_kernel_too(monkeypatch):
+    """Its number is that of one that still lives, which ends at the first look."""
+    gate, over = threading.Event(), threading.Thread(target=lambda: None)
+    other = threading.Thread(target=gate.wait)
+    for thread in (over, other):
+        thread.start()
+    over.join()
+    monkeypatch.setattr(over, "_native_id", other.native_id)
+    looks = []
+
+    def sleep(seconds):
+        looks.append(seconds)
+        gate.set()
+        other.join()
+
+    monkeypatch.setattr(process.clock, "sleep", sleep)
+    monkeypatch.setattr(process, "EXIT_LOOKS", 10**9)  # the kernel's end takes what it takes
+    process.join_before_fork(over)
+
+    assert looks
+    assert not Path(f"/proc/self/task/{other.native_id}").exists()
+
+
+def test_a_thread_that_does_not_end_is_waited_for_as_long_as_was_said(monkeypatch):
+    gate = threading.Event()
+    thread = threading.Thread(target=gate.wait, daemon=True)
+    thread.start()
+    monkeypatch.setattr(process.clock, "sleep", lambda _: pytest.fail("its limit is over"))
+    process.join_before_fork(thread, 0.01)
+    assert thread.is_alive()
+    gate.set()
