@@ -99,6 +99,7 @@ def plan_resume(
         meshes=sizes,
         batching=batching(spec.settings, sizes) if is_recipe else [],
         not_known=not_known,
+        resume_args=spec.settings.run.resume_args,
         has_mesh=is_recipe or manifest is not None or _has_mesh(spec, history),
     )
 
@@ -510,6 +511,8 @@ class ResumePlan:
     """The same; empty for a script of the user's own."""
     not_known: str = ""
     """Why it is not known where the run continues and how its ranks stand."""
+    resume_args: str = ""
+    """Of run.resume_args: what its program's arguments get where run.resume_if lets them."""
     has_mesh: bool = True
     """Its program is known to use an engine of hpctrain's, so that its ranks form a mesh."""
 
@@ -567,7 +570,10 @@ def as_text(plan: ResumePlan, *, width: int = 80) -> str:
         for row in plan.looked_at
     )
     if not plan.looked_at:
-        none = f"not known ({plan.not_known}): the program decides where it resumes"
+        how = "the program decides where it resumes"
+        if plan.resume_args:
+            how = f"the program resumes by its arguments ({plan.resume_args})"
+        none = f"not known ({plan.not_known}): {how}"
         lines.append(f"checkpoint   {none if plan.not_known else NONE_YET}")
     if plan.saved_world_size is not None:
         lines.append(f"saved by     {count(plan.saved_world_size, 'rank')}, {plan.saved_engine}")

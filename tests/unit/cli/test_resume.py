@@ -54,6 +54,14 @@ def test_where_a_program_that_tells_nothing_goes_on_and_how_it_spreads_is_not_kn
     assert (plan["step"], plan["not_known"]) == (None, "the program has reported no step")
 
 
+def test_a_program_that_resumes_by_its_arguments_is_said_to(plain, capsys):
+    ended(plain)
+
+    out = dry_run(capsys, "--set", "run.resume_args=--resume last.pt")
+
+    assert "reported no step): the program resumes by its arguments (--resume last.pt)" in out
+
+
 def test_one_that_trained_with_hpctrain_and_saved_nothing_starts_from_the_beginning(plain, capsys):
     ended(plain, ("restored", {"step": 0}))
 
