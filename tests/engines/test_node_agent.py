@@ -77,6 +77,11 @@ mask.rename(folder / f"mask-{os.environ['RANK']}")
 while not (folder / "signalled").exists():
     time.sleep(0.01)
 """
+HELD = """
+import os, pathlib, time
+while not pathlib.Path(os.environ["HPCTRAIN_ATTEMPT_DIR"]).with_name("let-go").exists():
+    time.sleep(0.01)
+"""
 RANKS = 1
 
 
@@ -259,8 +264,9 @@ def test_a_verdict_that_somebody_writes_over_is_said_again(start, tmp_path):
     """The second agent looks so seldom that it sees what was written over it first."""
     from torch.distributed import TCPStore
 
-    start("pass", POLL_S=1.5)
+    start(HELD, POLL_S=1.5)
     store = TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
+    (tmp_path / "let-go").touch()
     found = patience.until(lambda: [key for key in store.list_keys() if key.endswith("news/0")])
     store.set(found[0].removeprefix("/"), "a stranger's")
 
