@@ -79,7 +79,8 @@ while not (folder / "signalled").exists():
 """
 HELD = """
 import os, pathlib, time
-while not pathlib.Path(os.environ["HPCTRAIN_ATTEMPT_DIR"]).with_name("let-go").exists():
+own = f"let-go-{os.environ['RANK']}"
+while not pathlib.Path(os.environ["HPCTRAIN_ATTEMPT_DIR"]).with_name(own).exists():
     time.sleep(0.01)
 """
 RANKS = 1
@@ -261,14 +262,21 @@ def test_the_first_agent_stays_until_the_others_have_read_the_verdict(start, tmp
 
 
 def test_a_verdict_that_somebody_writes_over_is_said_again(start, tmp_path):
-    """The second agent looks so seldom that it sees what was written over it first."""
+    """The second agent stands still until it can only see what was written over it."""
     from torch.distributed import TCPStore
 
-    start(HELD, POLL_S=1.5)
+    agents = start(HELD)
     store = TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
-    (tmp_path / "let-go").touch()
-    found = patience.until(lambda: [key for key in store.list_keys() if key.endswith("news/0")])
-    store.set(found[0].removeprefix("/"), "a stranger's")
+
+    def until_there(end):
+        return patience.until(lambda: [key for key in store.list_keys() if key.endswith(end)])[0]
+
+    (tmp_path / "let-go-1").touch()
+    until_there("report/1")
+    os.kill(agents[1].pid, signal.SIGSTOP)
+    (tmp_path / "let-go-0").touch()
+    store.set(until_there("news/0").removeprefix("/"), "a stranger's")
+    os.kill(agents[1].pid, signal.SIGCONT)
 
     ends = [json.loads(_wait(tmp_path / f"end-{node}"))[0] for node in (0, 1)]
 
