@@ -96,7 +96,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT_OUT] = Counter()
-    config.pluginmanager.register(last_resort, last_resort.NAME)
+    config.pluginmanager.register(last_resort.LastResort(), last_resort.NAME)
     if config.getoption("--second-run") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(second_run.SecondRun(config), "hpctrain-second-run")
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", default=None):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,7 @@ from tests.support import last_resort
 last_resort.LIMITS = 0.5  # pytest-timeout's own clock is not the one that is proved here
 
 def pytest_configure(config):
-    config.pluginmanager.register(last_resort, last_resort.NAME)
+    config.pluginmanager.register(last_resort.LastResort(), last_resort.NAME)
 """
 ROOT = Path(__file__).parents[3]
 HANGS = {
@@ -62,5 +65,22 @@ def test_a_hang_is_a_crash_with_stacks_and_the_next_test_runs(tmp_path, where):
     assert "in wait" in done.stderr, "all stacks"
 
 
+def test_the_kernel_sends_the_signal_and_a_forked_process_has_no_such_timer():
+    heard = threading.Event()
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.set())
+    timer = last_resort.KernelTimer(signal.SIGUSR1)
+    pid = os.fork()
+    if not pid:
+        with contextlib.suppress(OSError):
+            timer.start(60)
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+
+    timer.start(0.01)
+    assert heard.wait(PATIENCE_S)
+    signal.signal(signal.SIGUSR1, before)
+
+
 def test_every_test_of_this_session_has_it(request):
-    assert request.config.pluginmanager.get_plugin(last_resort.NAME) is last_resort
+    assert request.config.pluginmanager.has_plugin(last_resort.NAME)
