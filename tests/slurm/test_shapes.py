@@ -83,7 +83,7 @@ def test_a_run_starts_in_a_hole_comes_back_in_the_next_and_ends_bit_equal(
     assert consumed(run.dir) == consumed(undisturbed)
 
 
-@pytest.mark.every_slurm
+# On the other versions the two beside it show what SLURM does to such a job.
 def test_a_requeued_run_takes_the_nodes_that_have_become_free(slurm, tmp_path, request):
     pilot(slurm, tmp_path / "pilot")
     blockers = request.getfixturevalue("queue_with_a_hole")
