@@ -212,6 +212,7 @@ def test_threads_that_outlive_a_fork_and_cuda_are_in_the_way(job, threads, cuda,
 
 def test_a_thread_is_counted_and_a_fork_in_vain_leaves_no_process():
     before, gate = local_nodes._threads(), threading.Event()
+    dead = _dead_children()  # of earlier tests of this process
     thread = threading.Thread(target=gate.wait)
     thread.start()
     counted = local_nodes._threads()
@@ -220,8 +221,12 @@ def test_a_thread_is_counted_and_a_fork_in_vain_leaves_no_process():
     thread.join()
 
     assert counted == before + 1
+    assert _dead_children() == dead
+
+
+def _dead_children():
     children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text()
-    assert not [pid for pid in children.split() if not Path(f"/proc/{pid}/exe").exists()]
+    return {pid for pid in children.split() if not Path(f"/proc/{pid}/exe").exists()}
 
 
 COUNTS = """
