@@ -15,7 +15,7 @@ from hpctrain.advise.strategy.choice import PlanRequest
 from hpctrain.advise.strategy.facts import of_config
 from hpctrain.advise.strategy.hardware import gpu_of
 from hpctrain.advise.strategy.strategies import Machines
-from hpctrain.advise.strategy.timing import ALIKE, ANY, Links, flops_of_step, kind_of
+from hpctrain.advise.strategy.timing import ALIKE, ANY, Links, kind_of, work_of_step
 
 if TYPE_CHECKING:
     from hpctrain.advise.strategy.choice import Row
@@ -115,7 +115,7 @@ def shares(*, calibration: bool) -> dict[tuple[str, str], list[float]]:
     for run in runs():
         gpu, batch, seconds = run.asked.gpu, run.row.batch, run.step_s
         if seconds and batch and gpu.flops and not (calibration and run.is_held_out):
-            share = flops_of_step(run.asked.model, batch, run.row.way) / seconds / gpu.flops
+            share = work_of_step(run.asked.model, batch, run.row.way) / seconds / gpu.flops
             found.setdefault((gpu.family, kind_of(run.row.way.layout)), []).append(share)
     return found
 

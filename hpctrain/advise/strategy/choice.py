@@ -28,9 +28,9 @@ from hpctrain.advise.strategy.timing import (
     Links,
     StepTime,
     Traffic,
-    flops_of_step,
     step_time,
     traffic_of_step,
+    work_of_step,
 )
 from hpctrain.core.base.text import count, one_of
 from hpctrain.errors import ChecksFailed, UsageError
@@ -96,8 +96,8 @@ def row_of(asked: PlanRequest, way: Strategy) -> Row:
     host = host_bytes(asked.model, way.layout) * min(asked.cluster.gpus, way.ranks)
     is_held, of_host = on_host(host, asked.cluster.memory)
     traffic = traffic_of_step(asked.model, batch, way, asked.cluster)
-    flops = flops_of_step(asked.model, batch, way)
-    time = step_time(flops, traffic, asked.gpu, asked.links, way.layout)
+    work = work_of_step(asked.model, batch, way)
+    time = step_time(work, traffic, asked.gpu, asked.links, way.layout)
     return Row(
         way,
         batch,
