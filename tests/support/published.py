@@ -65,10 +65,17 @@ class Published:
 
     @property
     def memory_ratio(self) -> float | None:
-        """Planned need, with its allowance, over the published memory."""
+        """Planned tensors over published ones; planned need over what was reserved."""
         if "memory_gb" not in self.said or self.row.peak is None:
             return None
-        return float(self.row.peak.needed / GB / self.said["memory_gb"])
+        return float(self.comparable / self.said["memory_gb"])
+
+    @property
+    def comparable(self) -> float:
+        """GB of the plan that stand beside the published memory."""
+        assert self.row.peak is not None
+        tensors = self.said.get("reading") == "allocated"
+        return (self.row.peak.nbytes if tensors else self.row.peak.needed) / GB
 
 
 @cache
@@ -179,8 +186,8 @@ def page_rows() -> list[str]:
         batch = f"{said['seq']:,} x {said['micro']} x {said['passes']}"
         memory = f"{peak.needed / GB:.1f}"
         if "memory_gb" in said:
-            memory += f" ({said['memory_gb']:g})"
-        fits = "yes" if run.row.is_held else "**no**"
+            memory += f"; {run.comparable:.1f} for {said['memory_gb']:g} {said['reading']}"
+        fits = "yes" if run.row.is_held else "may" if run.row.may_fit else "**no**"
         tokens = f"{said['tokens']:,}" if "tokens" in said else ""
         ratio = f"{run.step_ratio:.2f}" if run.step_ratio else ""
         source = f"[{said['source']}]({table()['sources'][said['source']]})"

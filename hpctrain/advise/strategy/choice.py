@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.advise.strategy.activations import FP32
 from hpctrain.advise.strategy.hardware import GPUS, Accelerator
-from hpctrain.advise.strategy.memory import Batch, Peak
+from hpctrain.advise.strategy.memory import FORMULA_ERROR, Batch, Peak
 from hpctrain.advise.strategy.peaks import host_bytes, peak
 from hpctrain.advise.strategy.strategies import (
     Machines,
@@ -75,6 +75,7 @@ class Row:
     host: int = 0  # bytes of a node's own memory that offloaded state takes
     measured: int | None = None  # the exact peak of tensors, bytes; None where it was not measured
     is_held: bool = False  # whether a GPU's memory holds it, in hpctrain's or another engine
+    may_fit: bool = False  # whether it fits if the plan's error is in its favour; not if it fits
 
 
 def row_of(asked: PlanRequest, way: Strategy) -> Row:
@@ -89,8 +90,10 @@ def row_of(asked: PlanRequest, way: Strategy) -> Row:
     peaks = [(batch, each, peak(asked.model, batch, each.layout)) for batch, each in ways]
     fitting = [tried for tried in peaks if tried[2].needed <= asked.gpu.memory]
     batch, way, most = fitting[0] if fitting else min(peaks, key=lambda tried: tried[2].needed)
-    over = most.needed - asked.gpu.memory
+    over, may_fit = excess(asked.gpu, most.nbytes, most.allowance, FORMULA_ERROR)
     why = _too_much(asked, most, over) if over > 0 else f"{gigabytes(-over)} free"
+    if may_fit:
+        why = _uncertain(asked.gpu, most.nbytes, most.needed, f"known to {FORMULA_ERROR:.0%}")
     if way.elsewhere:
         why = f"{why}; {way.aside}"
     host = host_bytes(asked.model, way.layout) * min(asked.cluster.gpus, way.ranks)
@@ -108,6 +111,24 @@ def row_of(asked: PlanRequest, way: Strategy) -> Row:
         time=time,
         host=host,
         is_held=over <= 0 and is_held,
+        may_fit=may_fit and is_held,
+    )
+
+
+def excess(gpu: Accelerator, tensors: int, allowance: int, error: float) -> tuple[int, bool]:
+    """Return bytes that a GPU has too few, and whether it may hold the peak all the same.
+
+    It may, if tensors without `allowance`, less the share `error` by which they may be too high,
+    are no more than its memory.
+    """
+    over = tensors + allowance - gpu.memory
+    return over, over > 0 and tensors * (1 - error) <= gpu.memory
+
+
+def _uncertain(gpu: Accelerator, tensors: int, needed: int, known: str) -> str:
+    return (
+        f"may fit: {gigabytes(tensors)} of tensors, {known}; with allowances "
+        f"{gigabytes(needed)} of {gpu.shown}"
     )
 
 
@@ -414,13 +435,16 @@ SHOWN_RANK = 16
 def choose(rows: list[Row], wanted: str | None = None) -> Row | None:
     """The simplest that fits, on the GPUs if it can be; or the one that is wanted, fitting or not.
 
+    Where none fits for sure, one that may fit.
+
     Raises:
         UsageError: there is none of that name.
     """
     if wanted is None:
+        fitting = [row for row in rows if row.fits]
+        fitting = fitting or [row for row in rows if row.may_fit and not row.way.aside]
         # What rests on the host is slow in each step, so that it comes last.
-        fitting = sorted((row for row in rows if row.fits), key=lambda row: row.way.layout.offload)
-        return fitting[0] if fitting else None
+        return min(fitting, key=lambda row: row.way.layout.offload, default=None)
     named = {row.way.key: row for row in rows}
     if wanted not in named:
         raise UsageError(f"--strategy {wanted}: there is none here; choose from {', '.join(named)}")
@@ -462,6 +486,11 @@ def advice(asked: PlanRequest, row: Row) -> list[str]:
     notes = []
     batch, layout = row.batch, row.way.layout
     assert batch is not None  # noqa: S101 - a chosen row has one
+    if row.may_fit:
+        notes.append(
+            "the strategy may run out of memory: --measure gives its exact peak; a smaller "
+            "--micro-batch leaves room"
+        )
     if layout.each_pass:
         notes.append(
             f"{batch.passes} passes: set engine.reduce_each_pass to true, so that each GPU holds "

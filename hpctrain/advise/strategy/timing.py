@@ -240,8 +240,8 @@ def step_time(
 ) -> StepTime:
     """Compute a step's time; not known if the GPU's peak or the rate of a used link is not.
 
-    `work` (see `work_of_step`) and `traffic` are of one GPU. `layout` says what is computed again, which decides on the
-    share of the peak.
+    `work` (see `work_of_step`) and `traffic` are of one GPU. `layout` says what is computed again,
+    which decides on the share of the peak.
     """
     sides = (
         (traffic.inside, links.inside, "in a node"),
