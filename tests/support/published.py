@@ -106,7 +106,7 @@ def planned(said: dict[str, Any]) -> Published:
         seq=said["seq"],
         global_batch=said["micro"] * said["passes"] * (cluster.ranks // tp),
         micro=said["micro"],
-        lora=16 if way.startswith("lora") else 0,
+        lora=said.get("lora", 16) if way.startswith("lora") else 0,
     )
     rows = {row.way.key: row for row in choice.rows_of(asked)}
     assert way in rows, (said["name"], way, list(rows))
