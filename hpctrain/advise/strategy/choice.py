@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.advise.strategy.activations import FP32
 from hpctrain.advise.strategy.hardware import GPUS, Accelerator
-from hpctrain.advise.strategy.memory import FORMULA_ERROR, Batch, Peak
+from hpctrain.advise.strategy.memory import ELSEWHERE_ERROR, FORMULA_ERROR, Batch, Peak
 from hpctrain.advise.strategy.peaks import host_bytes, peak
 from hpctrain.advise.strategy.strategies import (
     Machines,
@@ -90,10 +90,11 @@ def row_of(asked: PlanRequest, way: Strategy) -> Row:
     peaks = [(batch, each, peak(asked.model, batch, each.layout)) for batch, each in ways]
     fitting = [tried for tried in peaks if tried[2].needed <= asked.gpu.memory]
     batch, way, most = fitting[0] if fitting else min(peaks, key=lambda tried: tried[2].needed)
-    over, may_fit = excess(asked.gpu, most.nbytes, most.allowance, FORMULA_ERROR)
+    error = ELSEWHERE_ERROR if way.elsewhere else FORMULA_ERROR
+    over, may_fit = excess(asked.gpu, most.nbytes, most.allowance, error)
     why = _too_much(asked, most, over) if over > 0 else f"{gigabytes(-over)} free"
     if may_fit:
-        why = _uncertain(asked.gpu, most.nbytes, most.needed, f"known to {FORMULA_ERROR:.0%}")
+        why = _uncertain(asked.gpu, most.nbytes, most.needed, f"known to {error:.0%}")
     if way.elsewhere:
         why = f"{why}; {way.aside}"
     host = host_bytes(asked.model, way.layout) * min(asked.cluster.gpus, way.ranks)
@@ -287,7 +288,10 @@ def cost(steps: int | None, step_s: float | None, ranks: int, limit_s: float | N
     return Cost(seconds / 3600, seconds / 3600 * ranks, jobs, limit_s)
 
 
-SIBLINGS = ("selective", "recompute", "fused", "half", "bf16-weights", "bf16", "recompute+bf16")
+SIBLINGS = (
+    *("selective", "recompute", "loss-parallel", "fused", "half", "bf16-weights", "bf16"),
+    "recompute+bf16",
+)
 """What a key may be followed by, the least costly first."""
 MOST_TIMES = 64
 """Times the nodes that there are: a plan proposes no more."""

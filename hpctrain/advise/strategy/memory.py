@@ -49,6 +49,8 @@ constants (Dettmers et al., QLoRA, 2023, section 3)."""
 SHARDS_GRADIENTS = 2
 FORMULA_ERROR = 0.06
 """Share by which a formula's tensors were off at most: 5.3 % in tests/data/plan-peaks.md."""
+ELSEWHERE_ERROR = 0.2
+"""The same of other engines' rows, in tests/data/plan-published.md: their optimizers differ."""
 LIVE_ELEMENTS = 1_000_000_000
 """DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance: so many stay gathered."""
 
@@ -94,6 +96,7 @@ class Spread:
     moment: int = FP32  # bytes of each of Adam's two moments
     fused: bool = False  # norms, activation functions and the loss are one kernel each
     loss: int = FP32  # bytes of a number in the loss
+    loss_parallel: bool = False  # each tensor-parallel rank has a part of the classes
     casts: bool = False  # adapters compute in fp32, and cast each matrix' input for themselves
 
     @property
@@ -207,7 +210,7 @@ class StepMemory:
         of_block = self.kept.of_block(recompute=layout.recompute, selective=layout.selective)
         self.of_block = of_block * self.tokens
         self.outside = self.kept.outside * self.tokens
-        self.logits = float(self.tokens * model.vocab)
+        self.logits = self.tokens * model.vocab / (layout.tp if layout.loss_parallel else 1)
         self.logit_bytes = logit_bytes(layout)
 
     def activations(self, blocks: int, *, outside: bool = False) -> float:

@@ -75,6 +75,7 @@ FUSED = "norms, activations and loss of one kernel each (Liger, MPT's own, torch
 HALF = "torchtitan's selective recomputation; hpctrain's keeps every matrix product"
 BF16 = "weights, gradients, moments and loss in bf16 (torchtune, KempnerForge); hpctrain keeps fp32"
 BF16_WEIGHTS = "weights and gradients in bf16, moments in fp32; hpctrain keeps all in fp32"
+LOSS_PARALLEL = "a loss cut over the tp ranks (torchtitan, Megatron-LM)"
 FROZEN = "frozen weights, adapters and loss in bf16 (litgpt, torchtune); hpctrain keeps fp32"
 PEFT = "frozen weights in bf16, adapters and loss in fp32 (peft); hpctrain keeps all in fp32"
 
@@ -104,6 +105,7 @@ def of_other_engines(
             ways += [_elsewhere(each, "bf16-weights", BF16_WEIGHTS, stored=low)]
     cut = [_recomputing(way) for way in _cut(model, cluster, low)]
     in_16_bits = {"stored": low, "moment": low, "loss": low}
+    ways += [_elsewhere(way, "loss-parallel", LOSS_PARALLEL, loss_parallel=True) for way in cut]
     return [*ways, *(_elsewhere(way, "bf16", BF16, **in_16_bits) for way in cut)]
 
 

@@ -106,6 +106,17 @@ def test_a_row_within_the_plans_own_error_may_fit_and_is_taken_where_nothing_sur
         assert choice.choose([row, sure]) is (sure if sure.fits else row if may_fit else None)
 
 
+def test_a_row_of_another_engine_is_known_to_a_fifth_and_never_taken():
+    asked = ask(micro=1)
+    rows = {row.way.key: row for row in choice.rows_of(asked)}
+    peak = rows["fsdp2+bf16"].peak
+    for share, may_fit in ((0.81, True), (0.79, False)):
+        gpu = replace(asked.gpu, memory=round(peak.nbytes * share))
+        row = choice.row_of(replace(asked, gpu=gpu), rows["fsdp2+bf16"].way)
+        assert (row.is_held, row.may_fit) == (False, may_fit)
+        assert choice.choose([row]) is None
+
+
 @pytest.mark.parametrize(
     ("memory", "fits", "said"),
     [

@@ -111,6 +111,15 @@ def test_a_loss_in_16_bits_takes_8_bytes_of_a_token_and_class():
     assert peak(LLAMA, Batch(8, 8192), layout).parts["logits"] == 8 * 8 * 8192 * LLAMA.vocab
 
 
+def test_a_loss_cut_over_tensor_parallel_ranks_has_a_part_of_the_classes():
+    whole, cut = (
+        peak(LLAMA, LONG, Spread("fsdp2", shards=8, tp=4, loss_parallel=on)) for on in (False, True)
+    )
+
+    assert whole.parts["logits"] == 12 * LONG.tokens * LLAMA.vocab
+    assert cut.parts["logits"] == whole.parts["logits"] / 4
+
+
 def test_pefts_adapters_keep_their_inputs_in_fp32():
     """As counted in peft 0.21: a copy for each of seven matrices; the two 16-bit inputs go."""
     both = [

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from hpctrain.advise.strategy import choice, timing
-from hpctrain.advise.strategy.memory import Spread
+from hpctrain.advise.strategy.memory import ELSEWHERE_ERROR, Spread
 from hpctrain.advise.strategy.timing import share_of
 from tests.support import published
 
 TOLERANCE = 0.25
-TOO_SLOW = {"H25"}
-"""A program that takes 1.9 times as long as others of its kind, on H100 and on A100."""
+TOO_SLOW = {"H25", "H47", "H48"}
+"""One program, which takes 1.9 times as long as others of its kind, on H100 and on A100."""
 RESERVED = (0.85, 1.3)
 """Planned need over what the allocator reserved: that keeps what is freed where there is room."""
-ALLOCATED = 0.08
-"""By how much planned tensors are off, at most, where tensors were published."""
+ALLOCATED = (0.9, 1 + ELSEWHERE_ERROR)
+"""Planned tensors over published ones. The highest is H31, whose optimizer is fused."""
 
 
 def test_there_are_runs_of_both_kinds_from_several_engines():
@@ -76,7 +76,7 @@ def test_planned_memory_is_near_what_was_published():
     assert len(tensors) >= 7
     for run, ratio in ratios:
         if run.name in tensors:
-            assert abs(ratio - 1) <= ALLOCATED, (run.name, ratio)
+            assert ALLOCATED[0] <= ratio <= ALLOCATED[1], (run.name, ratio)
         else:
             assert RESERVED[0] <= ratio <= RESERVED[1], (run.name, ratio)
 

@@ -48,6 +48,13 @@ def test_attention_takes_half_as_long_again_as_products_of_the_same_operations()
     assert longer / (1 + 400 / LLAMA.hidden) == pytest.approx(1.5 * more)
 
 
+def test_adapters_that_cast_take_longer():
+    layouts = [way(lora=16), way(lora=16, casts=True)]
+    plain, cast = (work_of_step(LLAMA, BATCH, each) for each in layouts)
+
+    assert cast == pytest.approx(1.3 * plain)
+
+
 def test_narrow_models_reach_less_of_the_peak():
     narrow = replace(LLAMA, hidden=LLAMA.hidden // 4)
     wide, thin = (
