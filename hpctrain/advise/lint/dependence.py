@@ -50,7 +50,11 @@ _RANK_FUNCTIONS = NAMES["rank_functions"]
 _LOCAL_CALLS = frozenset({"get_local_rank", "get_node_local_rank", "get_local_process_index"})
 _ORDERS = (ast.Gt, ast.GtE, ast.Lt, ast.LtE)
 _AGREEING = NAMES["agreeing"]
+_TO_ONE = frozenset({"torch.distributed.reduce", "torch.distributed.gather"})
+"""Collectives whose result one rank alone has."""
 _PLAIN = NAMES["plain"]
+_LISTING = frozenset({"enumerate", "list", "round", "sorted", "sum", "tuple", "zip"})
+"""Calls whose result is as random as what they are given."""
 _TEXTS = frozenset({"str", "format", "repr", "strftime", "isoformat", "ctime", "asctime", "join"})
 """Calls that make a text: a name that is made of the clock decides nothing."""
 _COMPUTING = frozenset({"torch", "math", "cmath", "numpy", "operator"})
@@ -142,6 +146,8 @@ class Dependence:
             dotted = self.syntax.dotted(call.func)
             in_place = isinstance(self.syntax.parents[call], ast.Expr)
             if not in_place and not dotted.startswith("torch.distributed."):
+                continue
+            if dotted in _TO_ONE:
                 continue
             if any(word in last(dotted).lower() for word in _AGREEING):
                 names.update(one.id for one in call.args if isinstance(one, ast.Name))
@@ -387,6 +393,8 @@ class Dependence:
         if name in _PLAIN or dotted.startswith("os.path"):
             return sources | owner
         sources -= RANKS
+        if dotted in _LISTING:
+            return owner | _unsure(sources - {CHANCE}) | (sources & {CHANCE})
         is_known = dotted.partition(".")[0] in _COMPUTING and name not in _READING
         return owner | (sources if is_known else _unsure(sources))
 

@@ -1,4 +1,4 @@
-"""Rules HT301, HT302, HT306 to HT308, HT511, HT512, HT601, HT605 and HT608.
+"""Rules HT301, HT302, HT306 to HT309, HT511, HT512, HT601, HT605 and HT608.
 
 Samplers, loaders and their workers; signals, saves and loads.
 """
@@ -42,11 +42,19 @@ _BY_OTHERS = (
 )
 """Libraries that give ranks samples of their own without a sampler in the program."""
 _SAMPLER_PLACE, _WORKERS_PLACE, _SHUFFLE_PLACE = 3, 5, 2
+_SEED_PLACE = 4
+_SHARING = ("rank", "world", "shard", "replica", "process", "worker_id", "node", "split")
+"""Parts of words in a dataset that may give each rank a share of its own."""
 
 
 def check_loading(facts: ProgramFacts) -> Iterator[LintFinding]:
-    """HT301, HT302 and HT306 to HT308."""
+    """HT301, HT302 and HT306 to HT309."""
     yield from _set_epoch(facts)
+    for call in facts.syntax.calls_to(*_SAMPLERS, root="torch.utils.data"):
+        seed = argument(call, "seed", _SEED_PLACE)
+        if seed is not None and not spreads(call) and facts.dependence.of(seed) & RANKS:
+            text = facts.syntax.code(seed)
+            yield facts.finding("HT309", call, f"seed={text} is another number on each rank")
     loaders = [
         call
         for call in facts.syntax.calls_to("DataLoader")
@@ -131,7 +139,9 @@ def _trains_alone(facts: ProgramFacts, call: ast.Call) -> bool:
     """Whether a loader feeds a backward pass of several ranks, and none has a share of its own."""
     if not facts.distributed or not facts.trains or facts.syntax.imports_any(*_BY_OTHERS):
         return False
-    if facts.mentions("DistributedSampler", "IterableDataset", "split_dataset_by_node", "Subset"):
+    if facts.mentions("DistributedSampler", "split_dataset_by_node", "Subset"):
+        return False
+    if facts.mentions("IterableDataset") and not _yields_alike(facts, call):
         return False
     if any("sampler" in word.lower() for word in facts.words):
         return False
@@ -143,6 +153,25 @@ def _trains_alone(facts: ProgramFacts, call: ast.Call) -> bool:
         isinstance(loop, ast.For) and _goes_over(loop.iter, name) and _has_backward(loop)
         for scope in facts.syntax.scopes
         for loop in scope.of(ast.For)
+    )
+
+
+def _yields_alike(facts: ProgramFacts, call: ast.Call) -> bool:
+    """Whether a loader reads an IterableDataset of this file that knows of no ranks."""
+    dataset = argument(call, "dataset", 0)
+    if dataset is None:
+        return False
+    made = nearest_value(facts, dataset)
+    name = last(facts.syntax.dotted(made.func)) if isinstance(made, ast.Call) else ""
+    kinds = [
+        one
+        for scope in facts.syntax.scopes
+        for one in scope.of(ast.ClassDef)
+        if one.name == name
+        and [last(facts.syntax.dotted(base)) for base in one.bases] == ["IterableDataset"]
+    ]
+    return len(kinds) == 1 and not any(
+        word in ast.unparse(node).lower() for word in _SHARING for node in (kinds[0], made)
     )
 
 

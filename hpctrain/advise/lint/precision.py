@@ -1,4 +1,4 @@
-"""Rules HT203 to HT205, HT208 to HT211, HT213, HT515 and HT518: the order of a training step."""
+"""Rules HT203 to HT205, HT208 to HT211, HT213, HT215, HT515 and HT518: a training step's order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CLIPS = frozenset({"clip_grad_norm_", "clip_grad_value_"})
 
 
 def check_precision(facts: ProgramFacts) -> Iterator[LintFinding]:
-    """HT203 to HT205, HT208 to HT211, HT213, HT515 and HT518."""
+    """HT203 to HT205, HT208 to HT211, HT213, HT215, HT515 and HT518."""
     yield from _scalers(facts)
     yield from _steps(facts)
     yield from _items(facts)
@@ -25,6 +25,37 @@ def check_precision(facts: ProgramFacts) -> Iterator[LintFinding]:
     yield from _clipped_shards(facts)
     yield from _no_sync(facts)
     yield from _profilers(facts)
+    yield from _running_totals(facts)
+
+
+def _running_totals(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """HT215: `total += x` and `all_reduce(total)` in one loop, which begins no total anew."""
+    for call in facts.syntax.calls_to("all_reduce", root="torch.distributed"):
+        loop = inside_loop(facts.syntax, call)
+        name = call.args[0].id if call.args and isinstance(call.args[0], ast.Name) else ""
+        statement = facts.syntax.parents[call]
+        if loop is None or not name or statement not in loop.body or len(call.args) > 1:
+            continue
+        op = keyword(call, "op")
+        if op is not None and last(facts.syntax.dotted(op)) != "SUM":
+            continue
+        uses = [one for one in ast.walk(loop) if isinstance(one, ast.Name) and one.id == name]
+        changes = [one for one in uses if not isinstance(one.ctx, ast.Load)]
+        adds = [facts.syntax.parents[one] for one in changes]
+        added = all(isinstance(one, ast.AugAssign) and isinstance(one.op, ast.Add) for one in adds)
+        methods = [facts.syntax.parents[one] for one in uses if isinstance(one.ctx, ast.Load)]
+        only_once = loop.body.index(statement) + 1 < len(loop.body) and isinstance(
+            loop.body[-1], ast.Break | ast.Return
+        )
+        if (
+            changes
+            and added
+            and not only_once
+            and not any(
+                isinstance(one, ast.Attribute) and one.attr.endswith("_") for one in methods
+            )
+        ):
+            yield facts.finding("HT215", call, f"{name} holds earlier sums over ranks already")
 
 
 def _clipped_shards(facts: ProgramFacts) -> Iterator[LintFinding]:
