@@ -122,6 +122,7 @@ class Dependence:
         self.agreed: dict[LintScope, set[str]] = {}
         self.losses: dict[LintScope, set[str]] = {}
         self.seeded = self._is_seeded()
+        self.rank_parameters = self._rank_parameters()
         self._cache: dict[ast.AST, frozenset[str]] = {}
         for scope in syntax.scopes:
             self.agreed[scope] = self._agreed_in(scope)
@@ -130,10 +131,26 @@ class Dependence:
                 key = self._key(scope, definition.target)
                 if key is not None:
                     self.definitions.setdefault(key, NameDefinitions(syntax)).add(definition)
+        # Names that are assigned once are not looked at: without that they have no value.
+        self._under_tests = {
+            one
+            for names in self.definitions.values()
+            if len(names.all) > 1
+            for one in names.all
+            if one.kind == "assign" and isinstance(one.target, ast.Name) and one.place == ()
+        }
         self._settle()
 
     def _is_seeded(self) -> bool:
         return any(last(self.syntax.dotted(call.func)) in _SEEDS for call in self.syntax.calls)
+
+    def _rank_parameters(self) -> set[tuple[LintScope, str]]:
+        """Return names that a function gives init_process_group() as the rank."""
+        return {
+            (self.syntax.scope_of[call], value.id)
+            for call in self.syntax.calls_to("init_process_group")
+            if isinstance(value := argument(call, "rank", 4), ast.Name)
+        }
 
     def _agreed_in(self, scope: LintScope) -> set[str]:
         """Return names whose values a collective of this function makes equal in place.
@@ -185,11 +202,25 @@ class Dependence:
             return frozenset({RANK})
         if definition.kind == "add":
             sources |= self.of(definition.target)
+        if definition in self._under_tests and self._is_of_some_ranks(definition):
+            sources |= {RANK}
         if not isinstance(definition.target, ast.Name):
             return sources
         if definition.target.id in self.losses[definition.scope] and maybe(BATCH) in sources:
             return sources - {maybe(BATCH)} | {BATCH}  # what has gradients was computed of a batch
         return sources
+
+    def _is_of_some_ranks(self, definition: Definition) -> bool:
+        """Whether rank 0, or all others, cannot come to an assignment."""
+        child: ast.AST = definition.target
+        for around in self.syntax.outer(definition.target):
+            if isinstance(around, ast.If) and self.of(around.test) & RANKS:
+                ways = [on_rank(self, around.test, rank) for rank in (0, 1)]
+                barred = child not in around.body
+                if ways.count(barred) == 1:
+                    return True
+            child = around
+        return False
 
     def _of_returns(self, values: list[ast.expr]) -> _Returned:
         """What a function returns: as a whole, and part by part where each return is a tuple."""
@@ -322,6 +353,8 @@ class Dependence:
             if names is not None:
                 return self._of_definitions(names, node if scope is own else None)
             if node.id in scope.parameters:
+                if (scope, node.id) in self.rank_parameters:
+                    return frozenset({RANK})
                 return self._of_parameter(node.id, scope is own)
             if scope.outer is None:
                 break

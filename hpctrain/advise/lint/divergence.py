@@ -1,4 +1,4 @@
-"""Rules HT101 to HT114: ranks that do not come to the same collectives.
+"""Rules HT101 to HT115: ranks that do not come to the same collectives.
 
 A walk over each function's statements, with the tests around each of them in hand.
 """
@@ -10,10 +10,15 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.advise.lint.collectives import LIBRARY_SAVES, SEVERAL, CollectiveCall
+from hpctrain.advise.lint.collectives import (
+    LIBRARY_SAVES,
+    SEVERAL,
+    CollectiveCall,
+    asks_for_several,
+)
 from hpctrain.advise.lint.dependence import BATCH, CHANCE, CLOCK, RANKS, UNSURE, on_rank
 from hpctrain.advise.lint.reporting import MAIN_ONLY, ProgramFacts, exclusive, is_backward
-from hpctrain.advise.lint.syntax import NAMES, LintScope, constant, last
+from hpctrain.advise.lint.syntax import NAMES, LintScope, constant, keyword, last
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -335,14 +340,17 @@ class _Walk:
             self._report(code, handler, message, handler)
 
     def _goes_on(self, handler: ast.ExceptHandler) -> bool:
+        """Whether a rank alone may get to the end of a handler."""
         for node in ast.walk(handler):
-            if isinstance(node, ast.Raise | ast.Return):
+            if isinstance(node, ast.Return):
+                return False
+            if isinstance(node, ast.If) and asks_for_several(node.test, self.scope):
                 return False
             if isinstance(node, ast.Call):
                 dotted = self.facts.syntax.dotted(node.func)
                 if dotted in _EXITS or self.facts.collectives.of(node, self.scope) is not None:
                     return False
-        return True
+        return not _always_raises(handler.body)
 
     def _is_step(self, block: Sequence[ast.stmt]) -> bool:
         """Whether a block computes with a batch."""
@@ -360,8 +368,24 @@ class _Walk:
                 self._report_collective(made, call, around)
             elif around and is_backward(call) and self.facts.distributed:
                 self._report_backward(call, around)
+            elif around and self._is_wrapped(call) and _strongest(around).kind == "rank":
+                test = _strongest(around)
+                message = f"{ast.unparse(call.func)}() is DDP's, and runs only where {test.text}"
+                self._report("HT115", call, message, test.node)
             elif around and isinstance(call.func, ast.Attribute) and call.func.attr == "no_sync":
                 self._report_no_sync(call, around)
+
+    def _is_wrapped(self, call: ast.Call) -> bool:
+        """Whether it calls a model that this function has wrapped by DDP, buffers and all."""
+        if not isinstance(call.func, ast.Name):
+            return False
+        values = self.facts.dependence.values_at(call.func)
+        return bool(values) and all(
+            isinstance(one, ast.Call)
+            and last(self.facts.syntax.dotted(one.func)) == "DistributedDataParallel"
+            and keyword(one, "broadcast_buffers") is None
+            for one in values
+        )
 
     def _inline(self, call: ast.Call) -> Iterator[_Test]:
         """Tests within the expression: `a and f()`, `f() if a else b`."""
@@ -439,7 +463,7 @@ class _Walk:
 
 
 def check_divergence(facts: ProgramFacts) -> Iterator[LintFinding]:
-    """HT101, HT102, HT105 to HT114."""
+    """HT101, HT102, HT105 to HT115."""
     for scope in facts.syntax.scopes:
         yield from _Walk(facts, scope).run()
 
@@ -475,6 +499,15 @@ def _is_text(node: ast.expr) -> bool:
         of_tensor = isinstance(func, ast.Attribute) and func.attr == "type" and not node.args
         return of_tensor or (isinstance(func, ast.Name) and func.id == "str")
     return isinstance(node, ast.JoinedStr) or isinstance(constant(node), str)
+
+
+def _always_raises(block: Sequence[ast.stmt]) -> bool:
+    """Whether each way through a block raises."""
+    return any(
+        isinstance(one, ast.Raise)
+        or (isinstance(one, ast.If) and _always_raises(one.body) and _always_raises(one.orelse))
+        for one in block
+    )
 
 
 def _strongest(tests: Sequence[_Test]) -> _Test:

@@ -219,6 +219,8 @@ def check_saving(facts: ProgramFacts) -> Iterator[LintFinding]:
             yield from _handler(facts, call)
         elif dotted == "torch.save":
             yield from _save(facts, call)
+        elif dotted == "shutil.rmtree":
+            yield from _removed(facts, call)
         elif dotted == "torch.load":
             yield from _load(facts, call)
         elif dotted == "open":
@@ -273,6 +275,15 @@ def _save(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
         yield from _shared_file(facts, call, path)
 
 
+def _removed(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
+    """`shutil.rmtree(folder)` by all ranks: all but the first find nothing, and raise."""
+    path = argument(call, "path", 0)
+    if path is None or argument(call, "ignore_errors", 1) is not None:
+        return
+    if "tmp" not in ast.unparse(path) and "temp" not in ast.unparse(nearest_value(facts, path)):
+        yield from _shared_file(facts, call, path, "remove")
+
+
 def _opened(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
     """`open("log.txt", "w")` by all ranks; a text that is written out, so that it is one file."""
     mode = constant(argument(call, "mode", 1))
@@ -283,7 +294,9 @@ def _opened(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
         yield from _shared_file(facts, call, path)
 
 
-def _shared_file(facts: ProgramFacts, call: ast.Call, path: ast.expr) -> Iterator[LintFinding]:
+def _shared_file(
+    facts: ProgramFacts, call: ast.Call, path: ast.expr, does: str = "write"
+) -> Iterator[LintFinding]:
     """HT601: one file that all ranks write."""
     if not facts.distributed or not (facts.trains or facts.starts_ranks):
         return
@@ -298,7 +311,7 @@ def _shared_file(facts: ProgramFacts, call: ast.Call, path: ast.expr) -> Iterato
         or not _is_reached(facts, scope)
     ):
         return
-    yield facts.finding("HT601", call, f"all ranks write {facts.syntax.code(path, 40)}")
+    yield facts.finding("HT601", call, f"all ranks {does} {facts.syntax.code(path, 40)}")
 
 
 def nearest_value(facts: ProgramFacts, node: ast.expr) -> ast.expr:

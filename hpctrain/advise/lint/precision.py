@@ -88,11 +88,34 @@ def _scalers(facts: ProgramFacts) -> Iterator[LintFinding]:
             yield facts.finding(
                 "HT209", names[name], f"{name}.step() is called, {name}.update() never"
             )
+    yield from _left_scaled(facts, names)
     dtypes = {last(facts.syntax.dotted(call_dtype)) for call_dtype in _dtypes(facts)}
     if dtypes == {"bfloat16"}:
         for name, call in names.items():
             if keyword(call, "enabled") is None and "scale" in methods[name]:
                 yield facts.finding("HT208", call, "every autocast of this file is bfloat16")
+
+
+def _left_scaled(facts: ProgramFacts, names: dict[str, ast.Call]) -> Iterator[LintFinding]:
+    """HT209: unscale_() at each step, update() at some: the next unscale_() raises."""
+    calls: dict[tuple[str, str], list[ast.Call]] = {}
+    for call in facts.syntax.calls:
+        if isinstance(call.func, ast.Attribute):
+            calls.setdefault((ast.unparse(call.func.value), call.func.attr), []).append(call)
+    for name in names:
+        unscaled, updated = calls.get((name, "unscale_"), []), calls.get((name, "update"), [])
+        if len(unscaled) != 1 or len(updated) != 1:
+            continue
+        loop = inside_loop(facts.syntax, unscaled[0])
+        is_each = loop is not None and facts.syntax.parents[unscaled[0]] in loop.body
+        tests = [
+            one
+            for one in facts.syntax.outer(updated[0])
+            if isinstance(one, ast.If | ast.For | ast.While)
+        ]
+        if is_each and isinstance(tests[0], ast.If) and tests[0] in ast.walk(loop or tests[0]):
+            message = f"{name}.unscale_() is called at each step, update() only under a test"
+            yield facts.finding("HT209", updated[0], message)
 
 
 def _dtypes(facts: ProgramFacts) -> Iterator[ast.expr]:
