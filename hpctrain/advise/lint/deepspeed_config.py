@@ -182,7 +182,7 @@ def check_config(
 
 def _top(config: ConfigText | ConfigInProgram, value: Mapping[str, Any]) -> Iterator[LintFinding]:
     """Keys at the top; of a file with many unknown ones most are some other program's."""
-    unknown = _unknown_keys(value)
+    unknown = list(_unknown_keys(value))
     reported = 0
     for key in value:
         if key in REMOVED_KEYS:
