@@ -228,7 +228,7 @@ def _amp(facts: ProgramFacts) -> Iterator[LintFinding]:
 
 def _amp_call(facts: ProgramFacts, call: ast.Call, name: str) -> tuple[SourceEdit, ...]:
     """The new call, if its arguments are certain."""
-    if any(isinstance(one, ast.Starred) for one in call.args):
+    if any(isinstance(one, ast.Starred) for one in call.args) or keyword(call, "device_type"):
         return ()
     edits = list(insert_argument(facts.syntax, call, '"cuda"'))
     if not edits:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from hpctrain.advise.lint.accumulation import check_accumulation
 from hpctrain.advise.lint.arguments import check_arguments, check_legacy
 from hpctrain.advise.lint.deepspeed_config import check_deepspeed, check_initialize
 from hpctrain.advise.lint.divergence import check_divergence
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 SETTINGS_NAME = "hpctrain.toml"
 _CHECKS = (
     check_divergence,
+    check_accumulation,
     check_arguments,
     check_patterns,
     check_precision,

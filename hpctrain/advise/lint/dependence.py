@@ -458,8 +458,11 @@ class Dependence:
         operator, other = node.ops[0], node.comparators[0]
         if isinstance(operator, ast.Is | ast.IsNot) and not given(other):
             return _unsure(sources - RANKS)  # whether there is a value says little of the value
-        if not sources & _RANK_SOURCES or len(node.ops) != 1:
+        if not sources & _RANK_SOURCES:
             return sources
+        if len(node.ops) != 1:
+            plain = constant(node.left) is not None or constant(node.comparators[-1]) is not None
+            return sources if plain else sources - _RANK_SOURCES  # one of a group's range of ranks
         value = constant(other)
         listed = isinstance(other, ast.Tuple | ast.List | ast.Set)
         if isinstance(operator, ast.In | ast.NotIn) and not listed:

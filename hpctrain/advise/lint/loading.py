@@ -356,6 +356,10 @@ def _seems_main(facts: ProgramFacts, call: ast.Call, depth: int = 0) -> bool:
         ):
             return True
     scope = facts.syntax.scope_of[call]
+    for one in scope.of(ast.If):
+        leaves = isinstance(one.body[-1], ast.Raise | ast.Return)
+        if leaves and one.lineno < call.lineno and "world" in ast.unparse(one.test).lower():
+            return True
     calls = [
         other
         for other in facts.syntax.calls

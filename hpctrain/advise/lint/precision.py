@@ -1,4 +1,4 @@
-"""Rules HT203 to HT205, HT208 to HT211, HT213, HT215, HT515 and HT518: a training step's order."""
+"""Rules HT203 to HT205, HT208 to HT211, HT213, HT215 and HT518: a training step's order."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ _CLIPS = frozenset({"clip_grad_norm_", "clip_grad_value_"})
 
 
 def check_precision(facts: ProgramFacts) -> Iterator[LintFinding]:
-    """HT203 to HT205, HT208 to HT211, HT213, HT215, HT515 and HT518."""
+    """HT203 to HT205, HT208 to HT211, HT213, HT215 and HT518."""
     yield from _scalers(facts)
     yield from _steps(facts)
     yield from _items(facts)
     yield from _sharded_later(facts)
     yield from _clipped_shards(facts)
-    yield from _no_sync(facts)
     yield from _profilers(facts)
     yield from _running_totals(facts)
 
@@ -289,38 +288,3 @@ def _profilers(facts: ProgramFacts) -> Iterator[LintFinding]:
         ]
         if not stepped and not elsewhere:
             yield facts.finding("HT518", call, f"{name.id}.step() is never called")
-
-
-def _no_sync(facts: ProgramFacts) -> Iterator[LintFinding]:
-    """HT515: `optimizer.step()` under `% accumulation`, DDP, and no no_sync in the file."""
-    if not facts.mentions("DistributedDataParallel"):
-        return
-    if facts.mentions("no_sync", "require_backward_grad_sync", "set_requires_gradient_sync"):
-        return
-    for call in facts.syntax.calls:
-        if not is_backward(call):
-            continue
-        loop = inside_loop(facts.syntax, call)
-        for node in ast.walk(loop) if loop is not None else ():
-            if isinstance(node, ast.If) and _is_each_nth(node.test) and _steps_in(node):
-                yield facts.finding(
-                    "HT515",
-                    call,
-                    f"every backward() reduces, and line {node.lineno} steps now and then",
-                )
-                return
-
-
-def _is_each_nth(test: ast.expr) -> bool:
-    return any(isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod) for one in ast.walk(test))
-
-
-def _steps_in(node: ast.If) -> bool:
-    return any(
-        isinstance(one, ast.Call)
-        and isinstance(one.func, ast.Attribute)
-        and one.func.attr == "step"
-        and "opt" in ast.unparse(one.func.value).lower()
-        for part in node.body
-        for one in ast.walk(part)
-    )
