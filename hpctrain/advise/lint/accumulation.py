@@ -5,7 +5,14 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from hpctrain.advise.lint.reporting import ProgramFacts, inside_loop, is_backward
+from hpctrain.advise.lint.reporting import (
+    ProgramFacts,
+    inside_loop,
+    is_backward,
+    last_attribute,
+    methods,
+    owner_of,
+)
 from hpctrain.advise.lint.syntax import constant, keyword, last
 
 if TYPE_CHECKING:
@@ -25,14 +32,14 @@ def check_accumulation(facts: ProgramFacts) -> Iterator[LintFinding]:
 
 def _cleared_by_hand(facts: ProgramFacts) -> Iterator[LintFinding]:
     """HT216: `zero_grad()` for each batch, the same optimizer's `step()` for each nth."""
-    for call in _methods(facts, "zero_grad"):
-        owner, loop = _owner(call), inside_loop(facts.syntax, call)
+    for call in methods(facts, "zero_grad"):
+        owner, loop = owner_of(call), inside_loop(facts.syntax, call)
         if loop is None or not _is_each_round(facts, call, loop):
             continue
         steps = [
             one
-            for one in _methods(facts, "step")
-            if _owner(one) == owner and inside_loop(facts.syntax, one) is loop
+            for one in methods(facts, "step")
+            if owner_of(one) == owner and inside_loop(facts.syntax, one) is loop
         ]
         tests = [around for one in steps if (around := _nth_around(facts, one)) is not None]
         backward = any(
@@ -50,7 +57,7 @@ def _with_accelerate(facts: ProgramFacts) -> Iterator[LintFinding]:
     if not divisors:
         return
     for call in facts.syntax.calls:
-        if is_backward(call) and last(_owner(call)) == "accelerator" and call.args:
+        if is_backward(call) and last(owner_of(call)) == "accelerator" and call.args:
             divided = _division(facts, call)
             if divided is not None and (
                 ast.unparse(divided) in divisors or last(facts.syntax.dotted(divided)) == _STEPS
@@ -69,8 +76,8 @@ def _cleared_in(facts: ProgramFacts, block: ast.With) -> Iterator[LintFinding]:
         for one in facts.syntax.calls
         if is_backward(one) and block in facts.syntax.outer(one)
     ]
-    for call in _methods(facts, "zero_grad"):
-        owner = _owner(call)
+    for call in methods(facts, "zero_grad"):
+        owner = owner_of(call)
         waits = "opt" in owner.lower() and call.lineno > min(backward, default=0)
         if backward and not waits and facts.syntax.parents[call] in block.body:
             yield facts.finding("HT216", call, f"{owner}.zero_grad() for each batch of a step")
@@ -101,16 +108,6 @@ def _division(facts: ProgramFacts, call: ast.Call) -> ast.expr | None:
 
 def _targets(node: ast.Assign | ast.AugAssign) -> list[ast.expr]:
     return node.targets if isinstance(node, ast.Assign) else [node.target]
-
-
-def _methods(facts: ProgramFacts, name: str) -> Iterator[ast.Call]:
-    for call in facts.syntax.calls:
-        if isinstance(call.func, ast.Attribute) and call.func.attr == name:
-            yield call
-
-
-def _owner(call: ast.Call) -> str:
-    return ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
 
 
 def _is_each_round(facts: ProgramFacts, call: ast.Call, loop: ast.For | ast.While) -> bool:
@@ -163,9 +160,8 @@ def _is_each_nth(test: ast.expr) -> bool:
 def _steps_in(node: ast.If) -> bool:
     return any(
         isinstance(one, ast.Call)
-        and isinstance(one.func, ast.Attribute)
-        and one.func.attr == "step"
-        and "opt" in ast.unparse(one.func.value).lower()
+        and last_attribute(one) == "step"
+        and "opt" in owner_of(one).lower()
         for part in node.body
         for one in ast.walk(part)
     )

@@ -26,6 +26,7 @@ from hpctrain.advise.lint.loading import check_loading, check_saving
 from hpctrain.advise.lint.patterns import check_patterns
 from hpctrain.advise.lint.precision import check_precision
 from hpctrain.advise.lint.reporting import ProgramFacts
+from hpctrain.advise.lint.resuming import check_resuming
 from hpctrain.advise.lint.rule import RULES, LintFinding
 from hpctrain.advise.lint.syntax import NotPython, ProgramSyntax, apply_edits
 from hpctrain.errors import HpctrainError, UsageError
@@ -44,6 +45,7 @@ _CHECKS = (
     check_arguments,
     check_patterns,
     check_precision,
+    check_resuming,
     check_loading,
     check_legacy,
     check_saving,

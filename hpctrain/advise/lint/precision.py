@@ -5,7 +5,13 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from hpctrain.advise.lint.reporting import ProgramFacts, exclusive, inside_loop, is_backward
+from hpctrain.advise.lint.reporting import (
+    ProgramFacts,
+    exclusive,
+    inside_loop,
+    is_backward,
+    last_attribute,
+)
 from hpctrain.advise.lint.syntax import LintScope, constant, given, keyword, last
 
 if TYPE_CHECKING:
@@ -150,11 +156,6 @@ def _moves(scope: LintScope) -> list[tuple[str, ast.Call, str]]:
         elif name in ("unscale_", "step", "zero_grad", "unscale_gradients"):
             moves.append((name, call, owner))
     return sorted(moves, key=lambda one: (one[1].lineno, one[1].col_offset))
-
-
-def last_attribute(call: ast.Call) -> str:
-    """The attribute that is called, if it is one."""
-    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
 def _clip_order(

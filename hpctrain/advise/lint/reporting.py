@@ -141,7 +141,22 @@ class ProgramFacts:
 
 def is_backward(call: ast.Call) -> bool:
     """Whether a call computes gradients."""
-    return isinstance(call.func, ast.Attribute) and call.func.attr == "backward"
+    return last_attribute(call) == "backward"
+
+
+def last_attribute(call: ast.Call) -> str:
+    """The attribute that is called, if it is one."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+
+
+def methods(facts: ProgramFacts, name: str) -> list[ast.Call]:
+    """All calls of an attribute of this name."""
+    return [call for call in facts.syntax.calls if last_attribute(call) == name]
+
+
+def owner_of(call: ast.Call) -> str:
+    """Whose attribute is called, as it is written."""
+    return ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
 
 
 def inside_loop(syntax: ProgramSyntax, node: ast.AST) -> ast.For | ast.While | None:
