@@ -18,15 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from hpctrain.advise.lint.accumulation import check_accumulation
 from hpctrain.advise.lint.arguments import check_arguments, check_legacy
 from hpctrain.advise.lint.deepspeed_config import check_deepspeed, check_initialize
 from hpctrain.advise.lint.divergence import check_divergence
-from hpctrain.advise.lint.loading import check_loading, check_saving
+from hpctrain.advise.lint.loading import check_loading, check_resuming, check_saving
 from hpctrain.advise.lint.patterns import check_patterns
 from hpctrain.advise.lint.precision import check_precision
 from hpctrain.advise.lint.reporting import ProgramFacts
-from hpctrain.advise.lint.resuming import check_resuming
 from hpctrain.advise.lint.rule import RULES, LintFinding
 from hpctrain.advise.lint.syntax import NotPython, ProgramSyntax, apply_edits
 from hpctrain.errors import HpctrainError, UsageError
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
 SETTINGS_NAME = "hpctrain.toml"
 _CHECKS = (
     check_divergence,
-    check_accumulation,
     check_arguments,
     check_patterns,
     check_precision,

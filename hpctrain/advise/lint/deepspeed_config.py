@@ -131,10 +131,10 @@ def _edits(first: str, second: str, most: int) -> int:
 
 def _unknown_keys(value: Mapping[str, Any]) -> Iterator[str]:
     """Yield keys that are not DeepSpeed's, nor nearly, nor those of remarks and other programs."""
-    known = TOP_KEYS | OTHERS_KEYS | REMOVED_KEYS | _REMARKS
+    every = TOP_KEYS | OTHERS_KEYS | REMOVED_KEYS | _REMARKS
     for key in value:
         is_remark = key.startswith(("_", "//", "#"))
-        if key not in known and not is_remark and not nearest_key(key, TOP_KEYS):
+        if key not in every and not is_remark and not nearest_key(key, TOP_KEYS):
             yield key
 
 

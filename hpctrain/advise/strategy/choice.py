@@ -126,9 +126,9 @@ def excess(gpu: Accelerator, tensors: int, allowance: int, error: float) -> tupl
     return over, over > 0 and tensors * (1 - error) <= gpu.memory
 
 
-def _uncertain(gpu: Accelerator, tensors: int, needed: int, known: str) -> str:
+def _uncertain(gpu: Accelerator, tensors: int, needed: int, error: str) -> str:
     return (
-        f"may fit: {gigabytes(tensors)} of tensors, {known}; with allowances "
+        f"may fit: {gigabytes(tensors)} of tensors, {error}; with allowances "
         f"{gigabytes(needed)} of {gpu.shown}"
     )
 
