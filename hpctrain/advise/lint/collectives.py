@@ -20,6 +20,7 @@ from hpctrain.advise.lint.syntax import (
     argument,
     given,
     last,
+    owner_of,
 )
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ class CollectiveCalls:
 
     def _is_library_save(self, call: ast.Call, name: str) -> bool:
         """Whether it is `accelerator.save_state()`, or `trainer.save_checkpoint()` of Lightning."""
-        owner = ast.unparse(call.func.value).lower() if isinstance(call.func, ast.Attribute) else ""
+        owner = owner_of(call).lower()
         libraries = LIBRARY_SAVES.get(name, ())
         is_owner = "accelerator" in owner if libraries == ("accelerate",) else "trainer" in owner
         return bool(libraries) and is_owner and self.syntax.imports_any(*libraries)

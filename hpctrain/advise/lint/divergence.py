@@ -18,7 +18,7 @@ from hpctrain.advise.lint.collectives import (
 )
 from hpctrain.advise.lint.dependence import BATCH, CHANCE, CLOCK, RANKS, UNSURE, on_rank
 from hpctrain.advise.lint.reporting import MAIN_ONLY, ProgramFacts, exclusive, is_backward
-from hpctrain.advise.lint.syntax import NAMES, LintScope, constant, keyword, last
+from hpctrain.advise.lint.syntax import NAMES, LintScope, constant, keyword, last, last_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -372,7 +372,7 @@ class _Walk:
                 test = _strongest(around)
                 message = f"{ast.unparse(call.func)}() is DDP's, and runs only where {test.text}"
                 self._report("HT115", call, message, test.node)
-            elif around and isinstance(call.func, ast.Attribute) and call.func.attr == "no_sync":
+            elif around and last_attribute(call) == "no_sync":
                 self._report_no_sync(call, around)
 
     def _is_wrapped(self, call: ast.Call) -> bool:

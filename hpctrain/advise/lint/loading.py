@@ -15,8 +15,6 @@ from hpctrain.advise.lint.reporting import (
     for_main_only,
     inside_loop,
     is_backward,
-    methods,
-    owner_of,
     under_rank_test,
 )
 from hpctrain.advise.lint.syntax import (
@@ -27,6 +25,7 @@ from hpctrain.advise.lint.syntax import (
     is_true,
     keyword,
     last,
+    owner_of,
     spreads,
 )
 from hpctrain.core.base.text import count
@@ -372,12 +371,8 @@ def _seems_main(facts: ProgramFacts, call: ast.Call, depth: int = 0) -> bool:
         leaves = isinstance(test.body[-1], ast.Raise | ast.Return)
         if leaves and test.lineno < call.lineno and "world" in ast.unparse(test.test).lower():
             return True
-    calls = [
-        other
-        for other in facts.syntax.calls
-        if facts.syntax.resolve(other, facts.syntax.scope_of[other]) is scope
-    ]
-    return depth < 2 and any(_seems_main(facts, other, depth + 1) for other in calls)  # noqa: PLR2004
+    calls = facts.syntax.callers(scope) if depth < 2 else []  # noqa: PLR2004 - as deep as helpers go
+    return any(_seems_main(facts, other, depth + 1) for other in calls)
 
 
 def _differs(facts: ProgramFacts, path: ast.expr) -> bool:
@@ -396,12 +391,7 @@ def _is_reached(facts: ProgramFacts, scope: LintScope) -> bool:
     """Whether a function of this file, known to all ranks, calls it without a test of the rank."""
     if isinstance(scope.node, ast.Module) or scope.name == "main":
         return True
-    calls = [
-        call
-        for call in facts.syntax.calls
-        if facts.syntax.resolve(call, facts.syntax.scope_of[call]) is scope
-    ]
-    return any(not for_main_only(facts, call) for call in calls)
+    return any(not for_main_only(facts, call) for call in facts.syntax.callers(scope))
 
 
 def _load(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
@@ -436,7 +426,7 @@ def _loaded_by_one(facts: ProgramFacts) -> Iterator[LintFinding]:
         if isinstance(one.value, ast.Call) and last(facts.syntax.dotted(one.value.func)) == _DDP
         for target in one.targets
     }
-    for call in methods(facts, "load_state_dict"):
+    for call in facts.syntax.methods("load_state_dict"):
         owner = owner_of(call)
         since = wrapped.get(owner.removesuffix(".module"), call.lineno)
         if (since < call.lineno or "opt" in owner.lower()) and under_rank_test(facts, call):
@@ -471,7 +461,7 @@ def _numbered(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
         )
     named = call.args[0]
     is_sorted = isinstance(named, ast.Name) and any(
-        owner_of(one) == named.id for one in methods(facts, "sort")
+        owner_of(one) == named.id for one in facts.syntax.methods("sort")
     )
     if kept and not is_sorted:
         yield facts.finding(
@@ -481,8 +471,8 @@ def _numbered(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
 
 def _schedule_left_out(facts: ProgramFacts) -> Iterator[LintFinding]:
     """HT609: the optimizer's state is saved and loaded, the schedule's is not."""
-    saved = {owner_of(one) for one in methods(facts, "state_dict")}
-    loaded = {owner_of(one) for one in methods(facts, "load_state_dict")}
+    saved = {owner_of(one) for one in facts.syntax.methods("state_dict")}
+    loaded = {owner_of(one) for one in facts.syntax.methods("load_state_dict")}
     if not any("opt" in last(one).lower() for one in saved & loaded):
         return
     for scope in facts.syntax.scopes:
@@ -511,7 +501,7 @@ def _only_steps(facts: ProgramFacts, name: str) -> bool:
         if isinstance(one.ctx, ast.Load) and ast.unparse(one) == name
     ]
     attributes = [one.attr for one in uses if isinstance(one, ast.Attribute)]
-    steps = [one for one in methods(facts, "step") if owner_of(one) == name]
+    steps = [one for one in facts.syntax.methods("step") if owner_of(one) == name]
     return (
         len(attributes) == len(uses)
         and set(attributes) <= {"step", "get_last_lr", "get_lr"}

@@ -10,11 +10,16 @@ from hpctrain.advise.lint.reporting import (
     exclusive,
     inside_loop,
     is_backward,
+)
+from hpctrain.advise.lint.syntax import (
+    LintScope,
+    constant,
+    given,
+    keyword,
+    last,
     last_attribute,
-    methods,
     owner_of,
 )
-from hpctrain.advise.lint.syntax import LintScope, constant, given, keyword, last
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,7 +84,7 @@ def _clipped_shards(facts: ProgramFacts) -> Iterator[LintFinding]:
     for call in facts.syntax.calls_to("clip_grad_norm_", root="torch.nn.utils"):
         first = call.args[0] if call.args else None
         if isinstance(first, ast.Call) and last_attribute(first) == "parameters":
-            model = ast.unparse(first.func).removesuffix(".parameters")
+            model = owner_of(first)
             if model in wrapped:
                 yield facts.finding("HT213", call, f"{model} is FSDP1's: its own clip_grad_norm_()")
 
@@ -90,11 +95,12 @@ def _scalers(facts: ProgramFacts) -> Iterator[LintFinding]:
         parent = facts.syntax.parents[call]
         if isinstance(parent, ast.Assign) and constant(keyword(call, "enabled")) is not False:
             names[ast.unparse(parent.targets[0])] = call
-    methods: dict[str, set[str]] = {name: set() for name in names}
+    if not names:
+        return
+    called: dict[str, set[str]] = {name: set() for name in names}
     for call in facts.syntax.calls:
-        if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) in methods:
-            methods[ast.unparse(call.func.value)].add(call.func.attr)
-    for name, used in methods.items():
+        called.get(owner_of(call), set()).add(last_attribute(call))
+    for name, used in called.items():
         if "step" in used and "update" not in used:
             yield facts.finding(
                 "HT209", names[name], f"{name}.step() is called, {name}.update() never"
@@ -103,18 +109,16 @@ def _scalers(facts: ProgramFacts) -> Iterator[LintFinding]:
     dtypes = {last(facts.syntax.dotted(call_dtype)) for call_dtype in _dtypes(facts)}
     if dtypes == {"bfloat16"}:
         for name, call in names.items():
-            if keyword(call, "enabled") is None and "scale" in methods[name]:
+            if keyword(call, "enabled") is None and "scale" in called[name]:
                 yield facts.finding("HT208", call, "every autocast of this file is bfloat16")
 
 
 def _left_scaled(facts: ProgramFacts, names: dict[str, ast.Call]) -> Iterator[LintFinding]:
     """HT209: unscale_() at each step, update() at some: the next unscale_() raises."""
-    calls: dict[tuple[str, str], list[ast.Call]] = {}
-    for call in facts.syntax.calls:
-        if isinstance(call.func, ast.Attribute):
-            calls.setdefault((ast.unparse(call.func.value), call.func.attr), []).append(call)
+    unscales, updates = facts.syntax.methods("unscale_"), facts.syntax.methods("update")
     for name in names:
-        unscaled, updated = calls.get((name, "unscale_"), []), calls.get((name, "update"), [])
+        unscaled = [one for one in unscales if owner_of(one) == name]
+        updated = [one for one in updates if owner_of(one) == name]
         if len(unscaled) != 1 or len(updated) != 1:
             continue
         loop = inside_loop(facts.syntax, unscaled[0])
@@ -149,10 +153,7 @@ def _moves(scope: LintScope) -> list[tuple[str, ast.Call, str]]:
     """(what, call, of whom) for each move of a training step, in the order of the text."""
     moves: list[tuple[str, ast.Call, str]] = []
     for call in scope.of(ast.Call):
-        name = (
-            call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        )
-        owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        name, owner = last(ast.unparse(call.func)), owner_of(call)
         if is_backward(call):
             inner = call.func.value if isinstance(call.func, ast.Attribute) else call
             scaled = isinstance(inner, ast.Call) and last_attribute(inner) == "scale"
@@ -259,7 +260,7 @@ def _sharded_later(facts: ProgramFacts) -> Iterator[LintFinding]:
         first = call.args[0]
         if not (isinstance(first, ast.Call) and last_attribute(first) == "parameters"):
             continue
-        model = ast.unparse(first.func.value) if isinstance(first.func, ast.Attribute) else ""
+        model = owner_of(first)
         scope = facts.syntax.scope_of[call]
         if facts.mentions("param_groups"):
             continue  # it is given the new parameters by hand
@@ -299,13 +300,13 @@ def _profilers(facts: ProgramFacts) -> Iterator[LintFinding]:
 
 def _cleared_by_hand(facts: ProgramFacts) -> Iterator[LintFinding]:
     """HT216: `zero_grad()` for each batch, the same optimizer's `step()` for each nth."""
-    for call in methods(facts, "zero_grad"):
+    for call in facts.syntax.methods("zero_grad"):
         owner, loop = owner_of(call), inside_loop(facts.syntax, call)
         if loop is None or not _is_each_round(facts, call, loop):
             continue
         steps = [
             one
-            for one in methods(facts, "step")
+            for one in facts.syntax.methods("step")
             if owner_of(one) == owner and inside_loop(facts.syntax, one) is loop
         ]
         tests = [around for one in steps if (around := _nth_around(facts, one)) is not None]
@@ -343,7 +344,7 @@ def _cleared_in(facts: ProgramFacts, block: ast.With) -> Iterator[LintFinding]:
         for one in facts.syntax.calls
         if is_backward(one) and block in facts.syntax.outer(one)
     ]
-    for call in methods(facts, "zero_grad"):
+    for call in facts.syntax.methods("zero_grad"):
         owner = owner_of(call)
         waits = "opt" in owner.lower() and call.lineno > min(backward, default=0)
         if backward and not waits and facts.syntax.parents[call] in block.body:
