@@ -1,8 +1,9 @@
-"""Rules HT203 to HT205, HT208 to HT211, HT213, HT215 to HT217, HT515, HT518: a step's order."""
+"""Rules HT117, HT203 to HT205, HT208 to HT211, HT213, HT215 to HT217, HT515 and HT518: a step."""
 
 from __future__ import annotations
 
 import ast
+import re
 from typing import TYPE_CHECKING
 
 from hpctrain.advise.lint.reporting import (
@@ -31,7 +32,7 @@ _CLIPS = frozenset({"clip_grad_norm_", "clip_grad_value_"})
 
 
 def check_precision(facts: ProgramFacts) -> Iterator[LintFinding]:
-    """HT203 to HT205, HT208 to HT211, HT213, HT215 to HT217, HT515 and HT518."""
+    """HT117, HT203 to HT205, HT208 to HT211, HT213, HT215 to HT217, HT515 and HT518."""
     yield from _scalers(facts)
     yield from _steps(facts)
     yield from _items(facts)
@@ -40,6 +41,7 @@ def check_precision(facts: ProgramFacts) -> Iterator[LintFinding]:
     yield from _cleared_by_hand(facts)
     yield from _with_accelerate(facts)
     yield from _no_sync(facts)
+    yield from _bypassed(facts)
     yield from _profilers(facts)
     yield from _running_totals(facts)
 
@@ -433,3 +435,66 @@ def _steps_in(node: ast.If) -> bool:
         for part in node.body
         for one in ast.walk(part)
     )
+
+
+def _bypassed(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """HT117: a loss of `model.module(x)`, in a loop that never calls the DDP model itself."""
+    averaged = ("grad" in ast.unparse(one).lower() for one in facts.syntax.calls_to("all_reduce"))
+    if not facts.mentions("DistributedDataParallel") or any(averaged):
+        return
+    for call in facts.syntax.calls:
+        loop = inside_loop(facts.syntax, call)
+        if not is_backward(call) or loop is None:
+            continue
+        inside = [part for part in ast.walk(loop) if isinstance(part, ast.Call)]
+        called = {ast.unparse(part.func) for part in inside}
+        for part in inside:
+            model = _behind_module(facts, part.func)
+            if model and model not in called and _feeds(facts, part, call, loop):
+                yield facts.finding("HT117", part, f"{model} of DDP is never called in this loop")
+                break
+
+
+def _behind_module(facts: ProgramFacts, func: ast.expr) -> str:
+    """The DDP model whose `.module`, or a method of it, is called, as far as that is plain."""
+    owner = func
+    while isinstance(owner, ast.Attribute) and owner.attr != "module":
+        owner = owner.value
+    values = [owner]
+    if isinstance(owner, ast.Name):
+        values = facts.dependence.values_at(owner)
+    elif isinstance(owner, ast.Call):
+        scope = facts.syntax.resolve(owner, facts.syntax.scope_of[owner])
+        returns = scope.of(ast.Return) if scope is not None else []
+        values = [one.value for one in returns if one.value is not None]
+    for value in values:
+        plain = value.body if isinstance(value, ast.IfExp) else value
+        if isinstance(plain, ast.Attribute) and plain.attr == "module":
+            return ast.unparse(plain.value)
+    return ""
+
+
+def _feeds(facts: ProgramFacts, part: ast.Call, backward: ast.Call, loop: ast.AST) -> bool:
+    """Whether a loss is made of what a call gives, by the names in between."""
+    for around in facts.syntax.outer(part):
+        if isinstance(around, ast.With) and re.search("no_grad|inference_mode", _heads(around)):
+            return False
+    made = [one for one in ast.walk(loop) if isinstance(one, ast.Assign)]
+    names: set[str] = set()
+    parts: list[ast.expr] = [backward]
+    for _ in range(5):
+        seen = {one for value in parts for one in ast.walk(value)}
+        if part in seen:
+            return True
+        names |= {one.id for one in seen if isinstance(one, ast.Name)}
+        parts = [one.value for one in made if names & _stored(one)]
+    return False
+
+
+def _heads(node: ast.With) -> str:
+    return " ".join(ast.unparse(item.context_expr) for item in node.items)
+
+
+def _stored(node: ast.Assign) -> set[str]:
+    names = [one for target in node.targets for one in ast.walk(target)]
+    return {one.id for one in names if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
