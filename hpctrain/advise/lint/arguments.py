@@ -152,6 +152,8 @@ def rank_origin(facts: ProgramFacts, node: ast.expr, depth: int = 0) -> str:
 
 def _device(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
     """HT506: set_device(rank), .to(rank), .cuda(rank), device_ids=[rank], f"cuda:{rank}"."""
+    if facts.spawns:
+        return  # all of its ranks are on one node
     dotted = facts.syntax.dotted(call.func)
     values: list[ast.expr] = []
     ids = keyword(call, "device_ids") or (
