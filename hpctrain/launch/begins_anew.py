@@ -147,8 +147,9 @@ class _Program:
 
     def _is_of_training(self, call: ast.Call) -> bool:
         """Whether a save writes what training resumes from, and not pieces of a data set."""
-        if ast.unparse(call.func) != "torch.save":
-            return True
+        name = ast.unparse(call.func).lower()
+        if name != "torch.save":
+            return not any(word in name for word in ("tokenizer", "processor"))
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
         names = [one for node in given for one in ast.walk(node) if isinstance(one, ast.Name)]
         followed = [self._constants[one.id] for one in names if one.id in self._constants]

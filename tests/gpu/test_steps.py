@@ -18,7 +18,7 @@ from hpctrain.advise.strategy.hardware import Accelerator
 from hpctrain.advise.strategy.measure_child import builder
 from hpctrain.advise.strategy.memory import Batch, Spread
 from hpctrain.advise.strategy.strategies import Strategy
-from hpctrain.advise.strategy.timing import Links, Traffic, flops_of_step, step_time
+from hpctrain.advise.strategy.timing import Links, Traffic, step_time, work_of_step
 from hpctrain.core.device import synchronize
 from hpctrain.core.settings.schema import EngineSettings
 from hpctrain.core.world import World
@@ -184,10 +184,10 @@ def test_plan_says_the_time_of_a_step(case, world, note):
     name, step = planned.case
     peak = peak_flops(torch.cuda.get_device_name()) if note.is_cuda else 1e12
     way = Strategy("one", "one process", Spread("single", low=2), data_ranks=1)
-    flops = flops_of_step(
+    work = work_of_step(
         of_config(plan_cases.MODELS[name], name), Batch(step["micro"], step["seq"], 1), way
     )
-    said = step_time(flops, Traffic(0, 0), Accelerator("it", 1, flops=peak), Links(None, None))
+    said = step_time(work, Traffic(0, 0), Accelerator("it", 1, flops=peak), Links(None, None))
     assert said.seconds
     title = plan_cases.title(case)
     off = abs(said.seconds / seconds - 1)

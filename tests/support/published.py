@@ -15,7 +15,7 @@ from hpctrain.advise.strategy.choice import PlanRequest
 from hpctrain.advise.strategy.facts import of_config
 from hpctrain.advise.strategy.hardware import gpu_of
 from hpctrain.advise.strategy.strategies import Machines
-from hpctrain.advise.strategy.timing import ALIKE, ANY, Links, flops_of_step, kind_of
+from hpctrain.advise.strategy.timing import ALIKE, ANY, Links, kind_of, work_of_step
 
 if TYPE_CHECKING:
     from hpctrain.advise.strategy.choice import Row
@@ -65,10 +65,17 @@ class Published:
 
     @property
     def memory_ratio(self) -> float | None:
-        """Planned need, with its allowance, over the published memory."""
+        """Planned tensors over published ones; planned need over what was reserved."""
         if "memory_gb" not in self.said or self.row.peak is None:
             return None
-        return float(self.row.peak.needed / GB / self.said["memory_gb"])
+        return float(self.comparable / self.said["memory_gb"])
+
+    @property
+    def comparable(self) -> float:
+        """GB of the plan that stand beside the published memory."""
+        assert self.row.peak is not None
+        tensors = self.said.get("reading") == "allocated"
+        return (self.row.peak.nbytes if tensors else self.row.peak.needed) / GB
 
 
 @cache
@@ -99,7 +106,7 @@ def planned(said: dict[str, Any]) -> Published:
         seq=said["seq"],
         global_batch=said["micro"] * said["passes"] * (cluster.ranks // tp),
         micro=said["micro"],
-        lora=16 if way.startswith("lora") else 0,
+        lora=said.get("lora", 16) if way.startswith("lora") else 0,
     )
     rows = {row.way.key: row for row in choice.rows_of(asked)}
     assert way in rows, (said["name"], way, list(rows))
@@ -115,7 +122,7 @@ def shares(*, calibration: bool) -> dict[tuple[str, str], list[float]]:
     for run in runs():
         gpu, batch, seconds = run.asked.gpu, run.row.batch, run.step_s
         if seconds and batch and gpu.flops and not (calibration and run.is_held_out):
-            share = flops_of_step(run.asked.model, batch, run.row.way) / seconds / gpu.flops
+            share = work_of_step(run.asked.model, batch, run.row.way) / seconds / gpu.flops
             found.setdefault((gpu.family, kind_of(run.row.way.layout)), []).append(share)
     return found
 
@@ -179,8 +186,8 @@ def page_rows() -> list[str]:
         batch = f"{said['seq']:,} x {said['micro']} x {said['passes']}"
         memory = f"{peak.needed / GB:.1f}"
         if "memory_gb" in said:
-            memory += f" ({said['memory_gb']:g})"
-        fits = "yes" if run.row.is_held else "**no**"
+            memory += f"; {run.comparable:.1f} for {said['memory_gb']:g} {said['reading']}"
+        fits = "yes" if run.row.is_held else "may" if run.row.may_fit else "**no**"
         tokens = f"{said['tokens']:,}" if "tokens" in said else ""
         ratio = f"{run.step_ratio:.2f}" if run.step_ratio else ""
         source = f"[{said['source']}]({table()['sources'][said['source']]})"

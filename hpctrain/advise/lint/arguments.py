@@ -15,6 +15,7 @@ from hpctrain.advise.lint.syntax import (
     insert_argument,
     keyword,
     last,
+    last_attribute,
     replace_node,
     span,
 )
@@ -69,10 +70,7 @@ def _passed_in(facts: ProgramFacts, call: ast.Call, name: str) -> Iterator[LintF
     )
     if stored or not always_comes_to(facts.syntax, call, facts.collectives.direct):
         return
-    for other in facts.syntax.calls:
-        outer = facts.syntax.scope_of[other]
-        if facts.syntax.resolve(other, outer) is not scope:
-            continue
+    for other in facts.syntax.callers(scope):
         passed = argument(other, value.id, scope.parameters.index(value.id))
         kind = _plain_kind(facts, passed) if passed is not None else ""
         if passed is not None and kind:
@@ -89,8 +87,7 @@ def _plain_kind(  # noqa: PLR0911 - a line per kind
     if isinstance(node, ast.JoinedStr | ast.Dict):
         return "no tensor"
     if isinstance(node, ast.Call):
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        if name in _READERS and not node.args:
+        if last_attribute(node) in _READERS and not node.args:
             return "a Python number"
         builtin = isinstance(node.func, ast.Name) and node.func.id in _PLAIN_CALLS - {
             "sum",
@@ -108,14 +105,8 @@ def _compares_plain(node: ast.Compare) -> bool:
     """Whether a comparison gives a bool: of numbers in hand, not of tensors."""
     if all(isinstance(one, ast.In | ast.NotIn | ast.Is | ast.IsNot) for one in node.ops):
         return True
-    left = node.left
-    return isinstance(left, ast.Call) and last_name(left) in _PLAIN_CALLS | _READERS
-
-
-def last_name(call: ast.Call) -> str:
-    """The last name of what is called."""
-    func = call.func
-    return func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
+    left = ast.unparse(node.left.func) if isinstance(node.left, ast.Call) else ""
+    return last(left) in _PLAIN_CALLS | _READERS
 
 
 def _kind_of_name(facts: ProgramFacts, node: ast.Name) -> str:
@@ -161,6 +152,8 @@ def rank_origin(facts: ProgramFacts, node: ast.expr, depth: int = 0) -> str:
 
 def _device(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
     """HT506: set_device(rank), .to(rank), .cuda(rank), device_ids=[rank], f"cuda:{rank}"."""
+    if facts.spawns:
+        return  # all of its ranks are on one node
     dotted = facts.syntax.dotted(call.func)
     values: list[ast.expr] = []
     ids = keyword(call, "device_ids") or (
@@ -170,7 +163,7 @@ def _device(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
         values += ids.elts
     if dotted in _DEVICE_CALLS:
         values += call.args
-    elif isinstance(call.func, ast.Attribute) and call.func.attr in ("to", "cuda"):
+    elif last_attribute(call) in ("to", "cuda"):
         values += call.args[:1]
     if last(dotted) == "init_process_group":
         device = keyword(call, "device_id")
@@ -228,7 +221,7 @@ def _amp(facts: ProgramFacts) -> Iterator[LintFinding]:
 
 def _amp_call(facts: ProgramFacts, call: ast.Call, name: str) -> tuple[SourceEdit, ...]:
     """The new call, if its arguments are certain."""
-    if any(isinstance(one, ast.Starred) for one in call.args):
+    if any(isinstance(one, ast.Starred) for one in call.args) or keyword(call, "device_type"):
         return ()
     edits = list(insert_argument(facts.syntax, call, '"cuda"'))
     if not edits:

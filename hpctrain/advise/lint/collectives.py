@@ -20,6 +20,7 @@ from hpctrain.advise.lint.syntax import (
     argument,
     given,
     last,
+    owner_of,
 )
 
 if TYPE_CHECKING:
@@ -44,8 +45,15 @@ _OTHER_HOMES = {
     "horovod.torch": _HOROVOD,
     "horovod.tensorflow": _HOROVOD,
     "torch_xla.core.xla_model": _XLA,
+    "accelerate.utils": NAMES["accelerate"],
+    "accelerate.utils.operations": NAMES["accelerate"],
 }
 """Collectives of other libraries than torch."""
+LIBRARY_SAVES = {
+    "save_state": ("accelerate",),
+    "save_checkpoint": ("lightning", "pytorch_lightning"),
+}
+"""Saves that a library wants on all ranks, and which hang alone in some of its strategies."""
 _PASSING = NAMES["passing"]
 """Decorators that call the function each time."""
 _GROUP_WORDS = frozenset({"groups", "process_set", "replicas"})
@@ -90,7 +98,8 @@ class CollectiveCall:
     def text(self) -> str:
         """How a message speaks of it."""
         if not self.via:
-            return f"{self.name}()" if self.is_certain else f"{self.name}(), of a sharded model,"
+            plain = self.is_certain or self.name in LIBRARY_SAVES
+            return f"{self.name}()" if plain else f"{self.name}(), of a sharded model,"
         verb = "calls" if self.is_certain else "may call"
         where = f"line {self.line}{' of its module' if self.is_elsewhere else ''}"
         return f"{self.via}(), which {verb} {self.name}() at {where},"
@@ -107,14 +116,17 @@ class CollectiveCalls:
         self.joins = any(True for _ in syntax.calls_to("join", root="horovod"))
         """Whether ranks may stay away from Horovod's collectives, as join() allows."""
         self.sharded = self._targets_of(*FSDP_NAMES)
+        self.sharded |= {
+            ast.unparse(call.args[0]) for call in syntax.calls_to("state_dict_type") if call.args
+        }
         self.engines = self._targets_of("initialize", root="deepspeed")
         self.direct: dict[ast.Call, CollectiveCall] = {}
         for call in syntax.calls:
             name = self._name(call)
             if name:
-                self.direct[call] = CollectiveCall(
-                    call, name, is_certain=name not in _STATE_CALLS or self._is_sharded(call)
-                )
+                certain = name not in _STATE_CALLS or self._is_sharded(call)
+                certain = certain and not self._is_library_save(call, name)
+                self.direct[call] = CollectiveCall(call, name, is_certain=certain)
 
     @cached_property
     def made_by(self) -> dict[LintScope, CollectiveCall]:
@@ -155,7 +167,15 @@ class CollectiveCalls:
             return ""
         if name == "full_tensor" and not call.args and self.syntax.imports_any("torch.distributed"):
             return name
-        return name if self._is_of_library(call.func, name) else ""
+        of_library = self._is_of_library(call.func, name) or self._is_library_save(call, name)
+        return name if of_library else ""
+
+    def _is_library_save(self, call: ast.Call, name: str) -> bool:
+        """Whether it is `accelerator.save_state()`, or `trainer.save_checkpoint()` of Lightning."""
+        owner = owner_of(call).lower()
+        libraries = LIBRARY_SAVES.get(name, ())
+        is_owner = "accelerator" in owner if libraries == ("accelerate",) else "trainer" in owner
+        return bool(libraries) and is_owner and self.syntax.imports_any(*libraries)
 
     def _is_sharded(self, call: ast.Call) -> bool:
         """Whether a state is that of a sharded model: of any other model it is taken alone."""

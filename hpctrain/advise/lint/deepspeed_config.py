@@ -102,9 +102,11 @@ def is_deepspeed(value: object, *, is_named: bool = False) -> bool:
         return False
     if is_named:
         return not TOP_KEYS.isdisjoint(value)
+    if next(_unknown_keys(value), None) is not None:
+        return False
     recognised = {key for key in value if key in TOP_KEYS or nearest_key(key, TOP_KEYS)}
     certain = {key for key in recognised if key in _CERTAIN or nearest_key(key, _CERTAIN)}
-    return len(recognised) > 1 and bool(certain) and not _unknown_keys(value)
+    return len(recognised) > 1 and bool(certain)
 
 
 def nearest_key(key: str, recognised: Collection[str]) -> str:
@@ -127,15 +129,13 @@ def _edits(first: str, second: str, most: int) -> int:
     return row[-1]
 
 
-def _unknown_keys(value: Mapping[str, Any]) -> list[str]:
-    """Return keys that are not DeepSpeed's, nor nearly, nor those of remarks and other programs."""
-    return [
-        key
-        for key in value
-        if key not in TOP_KEYS | OTHERS_KEYS | REMOVED_KEYS | _REMARKS
-        and not key.startswith(("_", "//", "#"))
-        and not nearest_key(key, TOP_KEYS)
-    ]
+def _unknown_keys(value: Mapping[str, Any]) -> Iterator[str]:
+    """Yield keys that are not DeepSpeed's, nor nearly, nor those of remarks and other programs."""
+    every = TOP_KEYS | OTHERS_KEYS | REMOVED_KEYS | _REMARKS
+    for key in value:
+        is_remark = key.startswith(("_", "//", "#"))
+        if key not in every and not is_remark and not nearest_key(key, TOP_KEYS):
+            yield key
 
 
 def check_deepspeed(text: str, path: str, *, is_named: bool = False) -> Iterator[LintFinding]:
@@ -182,7 +182,7 @@ def check_config(
 
 def _top(config: ConfigText | ConfigInProgram, value: Mapping[str, Any]) -> Iterator[LintFinding]:
     """Keys at the top; of a file with many unknown ones most are some other program's."""
-    unknown = _unknown_keys(value)
+    unknown = list(_unknown_keys(value))
     reported = 0
     for key in value:
         if key in REMOVED_KEYS:

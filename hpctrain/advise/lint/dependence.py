@@ -50,7 +50,11 @@ _RANK_FUNCTIONS = NAMES["rank_functions"]
 _LOCAL_CALLS = frozenset({"get_local_rank", "get_node_local_rank", "get_local_process_index"})
 _ORDERS = (ast.Gt, ast.GtE, ast.Lt, ast.LtE)
 _AGREEING = NAMES["agreeing"]
+_TO_ONE = frozenset({"torch.distributed.reduce", "torch.distributed.gather"})
+"""Collectives whose result one rank alone has."""
 _PLAIN = NAMES["plain"]
+_LISTING = frozenset({"enumerate", "list", "round", "sorted", "sum", "tuple", "zip"})
+"""Calls whose result is as random as what they are given."""
 _TEXTS = frozenset({"str", "format", "repr", "strftime", "isoformat", "ctime", "asctime", "join"})
 """Calls that make a text: a name that is made of the clock decides nothing."""
 _COMPUTING = frozenset({"torch", "math", "cmath", "numpy", "operator"})
@@ -118,6 +122,7 @@ class Dependence:
         self.agreed: dict[LintScope, set[str]] = {}
         self.losses: dict[LintScope, set[str]] = {}
         self.seeded = self._is_seeded()
+        self.rank_parameters = self._rank_parameters()
         self._cache: dict[ast.AST, frozenset[str]] = {}
         for scope in syntax.scopes:
             self.agreed[scope] = self._agreed_in(scope)
@@ -126,10 +131,26 @@ class Dependence:
                 key = self._key(scope, definition.target)
                 if key is not None:
                     self.definitions.setdefault(key, NameDefinitions(syntax)).add(definition)
+        # Names that are assigned once are not looked at: without that they have no value.
+        self._under_tests = {
+            one
+            for names in self.definitions.values()
+            if len(names.all) > 1
+            for one in names.all
+            if one.kind == "assign" and isinstance(one.target, ast.Name) and one.place == ()
+        }
         self._settle()
 
     def _is_seeded(self) -> bool:
         return any(last(self.syntax.dotted(call.func)) in _SEEDS for call in self.syntax.calls)
+
+    def _rank_parameters(self) -> set[tuple[LintScope, str]]:
+        """Return names that a function gives init_process_group() as the rank."""
+        return {
+            (self.syntax.scope_of[call], value.id)
+            for call in self.syntax.calls_to("init_process_group")
+            if isinstance(value := argument(call, "rank", 4), ast.Name)
+        }
 
     def _agreed_in(self, scope: LintScope) -> set[str]:
         """Return names whose values a collective of this function makes equal in place.
@@ -142,6 +163,8 @@ class Dependence:
             dotted = self.syntax.dotted(call.func)
             in_place = isinstance(self.syntax.parents[call], ast.Expr)
             if not in_place and not dotted.startswith("torch.distributed."):
+                continue
+            if dotted in _TO_ONE:
                 continue
             if any(word in last(dotted).lower() for word in _AGREEING):
                 names.update(one.id for one in call.args if isinstance(one, ast.Name))
@@ -179,11 +202,25 @@ class Dependence:
             return frozenset({RANK})
         if definition.kind == "add":
             sources |= self.of(definition.target)
+        if definition in self._under_tests and self._is_of_some_ranks(definition):
+            sources |= {RANK}
         if not isinstance(definition.target, ast.Name):
             return sources
         if definition.target.id in self.losses[definition.scope] and maybe(BATCH) in sources:
             return sources - {maybe(BATCH)} | {BATCH}  # what has gradients was computed of a batch
         return sources
+
+    def _is_of_some_ranks(self, definition: Definition) -> bool:
+        """Whether rank 0, or all others, cannot come to an assignment."""
+        child: ast.AST = definition.target
+        for around in self.syntax.outer(definition.target):
+            if isinstance(around, ast.If) and self.of(around.test) & RANKS:
+                ways = [on_rank(self, around.test, rank) for rank in (0, 1)]
+                barred = child not in around.body
+                if ways.count(barred) == 1:
+                    return True
+            child = around
+        return False
 
     def _of_returns(self, values: list[ast.expr]) -> _Returned:
         """What a function returns: as a whole, and part by part where each return is a tuple."""
@@ -316,6 +353,8 @@ class Dependence:
             if names is not None:
                 return self._of_definitions(names, node if scope is own else None)
             if node.id in scope.parameters:
+                if (scope, node.id) in self.rank_parameters:
+                    return frozenset({RANK})
                 return self._of_parameter(node.id, scope is own)
             if scope.outer is None:
                 break
@@ -387,6 +426,8 @@ class Dependence:
         if name in _PLAIN or dotted.startswith("os.path"):
             return sources | owner
         sources -= RANKS
+        if dotted in _LISTING:
+            return owner | _unsure(sources - {CHANCE}) | (sources & {CHANCE})
         is_known = dotted.partition(".")[0] in _COMPUTING and name not in _READING
         return owner | (sources if is_known else _unsure(sources))
 
@@ -417,8 +458,11 @@ class Dependence:
         operator, other = node.ops[0], node.comparators[0]
         if isinstance(operator, ast.Is | ast.IsNot) and not given(other):
             return _unsure(sources - RANKS)  # whether there is a value says little of the value
-        if not sources & _RANK_SOURCES or len(node.ops) != 1:
+        if not sources & _RANK_SOURCES:
             return sources
+        if len(node.ops) != 1:
+            plain = constant(node.left) is not None or constant(node.comparators[-1]) is not None
+            return sources if plain else sources - _RANK_SOURCES  # one of a group's range of ranks
         value = constant(other)
         listed = isinstance(other, ast.Tuple | ast.List | ast.Set)
         if isinstance(operator, ast.In | ast.NotIn) and not listed:

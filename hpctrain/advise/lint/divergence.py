@@ -1,4 +1,4 @@
-"""Rules HT101 to HT113: ranks that do not come to the same collectives.
+"""Rules HT101 to HT115: ranks that do not come to the same collectives.
 
 A walk over each function's statements, with the tests around each of them in hand.
 """
@@ -6,13 +6,19 @@ A walk over each function's statements, with the tests around each of them in ha
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.advise.lint.collectives import SEVERAL, CollectiveCall
+from hpctrain.advise.lint.collectives import (
+    LIBRARY_SAVES,
+    SEVERAL,
+    CollectiveCall,
+    asks_for_several,
+)
 from hpctrain.advise.lint.dependence import BATCH, CHANCE, CLOCK, RANKS, UNSURE, on_rank
 from hpctrain.advise.lint.reporting import MAIN_ONLY, ProgramFacts, exclusive, is_backward
-from hpctrain.advise.lint.syntax import NAMES, LintScope, last
+from hpctrain.advise.lint.syntax import NAMES, LintScope, constant, keyword, last, last_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -96,6 +102,7 @@ class _Walk:
         elif isinstance(node, ast.For | ast.AsyncFor | ast.While):
             head = node.test if isinstance(node, ast.While) else node.iter
             self._expression(head, tests)
+            self._rounds(node, head)
             self._block(node.body, tests, (_After((), node), *after))
             self._block(node.orelse, tests, after)
         elif isinstance(node, ast.Try):
@@ -257,6 +264,40 @@ class _Walk:
 
     # try
 
+    def _rounds(self, node: ast.For | ast.AsyncFor | ast.While, head: ast.expr) -> None:
+        """A loop that makes collectives a random number of times, or in the order of a set."""
+        made = self._first(node.body)
+        if isinstance(node, ast.While) or made is None:
+            return
+        text, called = self.facts.syntax.code(head), f"{made[1]}() at line {made[0].lineno}"
+        if CHANCE in self._drawn_of(head):
+            message = f"ranks call {called} a different number of times: {text} is random"
+            self._report("HT106", node, message, node)
+        elif self._is_set_of_texts(head):
+            message = f"ranks call {called} in a different order: {text} is a set"
+            self._report("HT109", node, message, node)
+
+    def _drawn_of(self, head: ast.expr) -> frozenset[str]:
+        """What the length of a `range` depends on; nothing where the program sets a seed."""
+        dependence = self.facts.dependence
+        is_range = isinstance(head, ast.Call) and self.facts.syntax.dotted(head.func) == "range"
+        args = head.args if isinstance(head, ast.Call) and is_range else []
+        drawn = frozenset[str]().union(*(dependence.of(one) for one in args))
+        return frozenset() if dependence.seeded else drawn
+
+    def _is_set_of_texts(self, node: ast.expr) -> bool:
+        """Whether a loop goes over texts whose order is another in each process."""
+        if isinstance(node, ast.Name):
+            values = self.facts.dependence.values_at(node)
+            return (
+                len(values) == 1
+                and not isinstance(values[0], ast.Name)
+                and (self._is_set_of_texts(values[0]))
+            )
+        if isinstance(node, ast.Set):
+            return all(isinstance(constant(one), str) for one in node.elts)
+        return isinstance(node, ast.SetComp) and _is_text(node.elt)
+
     def _try(self, node: ast.Try, tests: tuple[_Test, ...], after: tuple[_After, ...]) -> None:
         self._block(node.body, tests, after)
         self._block(node.orelse, tests, after)
@@ -299,14 +340,17 @@ class _Walk:
             self._report(code, handler, message, handler)
 
     def _goes_on(self, handler: ast.ExceptHandler) -> bool:
+        """Whether a rank alone may get to the end of a handler."""
         for node in ast.walk(handler):
-            if isinstance(node, ast.Raise | ast.Return):
+            if isinstance(node, ast.Return):
+                return False
+            if isinstance(node, ast.If) and asks_for_several(node.test, self.scope):
                 return False
             if isinstance(node, ast.Call):
                 dotted = self.facts.syntax.dotted(node.func)
                 if dotted in _EXITS or self.facts.collectives.of(node, self.scope) is not None:
                     return False
-        return True
+        return not _always_raises(handler.body)
 
     def _is_step(self, block: Sequence[ast.stmt]) -> bool:
         """Whether a block computes with a batch."""
@@ -324,8 +368,24 @@ class _Walk:
                 self._report_collective(made, call, around)
             elif around and is_backward(call) and self.facts.distributed:
                 self._report_backward(call, around)
-            elif around and isinstance(call.func, ast.Attribute) and call.func.attr == "no_sync":
+            elif around and self._is_wrapped(call) and _strongest(around).kind == "rank":
+                test = _strongest(around)
+                message = f"{ast.unparse(call.func)}() is DDP's, and runs only where {test.text}"
+                self._report("HT115", call, message, test.node)
+            elif around and last_attribute(call) == "no_sync":
                 self._report_no_sync(call, around)
+
+    def _is_wrapped(self, call: ast.Call) -> bool:
+        """Whether it calls a model that this function has wrapped by DDP, buffers and all."""
+        if not isinstance(call.func, ast.Name):
+            return False
+        values = self.facts.dependence.values_at(call.func)
+        return bool(values) and all(
+            isinstance(one, ast.Call)
+            and last(self.facts.syntax.dotted(one.func)) == "DistributedDataParallel"
+            and keyword(one, "broadcast_buffers") is None
+            for one in values
+        )
 
     def _inline(self, call: ast.Call) -> Iterator[_Test]:
         """Tests within the expression: `a and f()`, `f() if a else b`."""
@@ -357,6 +417,8 @@ class _Walk:
             self._report("HT108" if made.is_certain else "HT113", call, message, test.node)
             return
         code = _CODES.get(test.kind, "HT101") if made.is_certain else "HT113"
+        if test.kind == "rank" and not made.is_certain and made.name in LIBRARY_SAVES:
+            code = "HT114"
         if test.kind in (BATCH, _MAYBE) and not self.facts.distributed:
             return
         message = f"{made.text} is called only where {test.text} (line {_line(test.node)})"
@@ -401,7 +463,7 @@ class _Walk:
 
 
 def check_divergence(facts: ProgramFacts) -> Iterator[LintFinding]:
-    """HT101, HT102 and HT105 to HT113."""
+    """HT101, HT102, HT105 to HT115."""
     for scope in facts.syntax.scopes:
         yield from _Walk(facts, scope).run()
 
@@ -430,6 +492,24 @@ def _leaves(facts: ProgramFacts, block: Sequence[ast.stmt]) -> ast.stmt | None:
     return None
 
 
+def _is_text(node: ast.expr) -> bool:
+    """Whether a value is certainly a text: `f"{x}"`, `str(x)`, `tensor.type()`."""
+    if isinstance(node, ast.Call) and not node.keywords:
+        func = node.func
+        of_tensor = isinstance(func, ast.Attribute) and func.attr == "type" and not node.args
+        return of_tensor or (isinstance(func, ast.Name) and func.id == "str")
+    return isinstance(node, ast.JoinedStr) or isinstance(constant(node), str)
+
+
+def _always_raises(block: Sequence[ast.stmt]) -> bool:
+    """Whether each way through a block raises."""
+    return any(
+        isinstance(one, ast.Raise)
+        or (isinstance(one, ast.If) and _always_raises(one.body) and _always_raises(one.orelse))
+        for one in block
+    )
+
+
 def _strongest(tests: Sequence[_Test]) -> _Test:
     """The innermost test that is certain to part ranks, or else the innermost."""
     return next((one for one in reversed(tests) if one.kind != _MAYBE), tests[-1])
@@ -437,7 +517,7 @@ def _strongest(tests: Sequence[_Test]) -> _Test:
 
 def _is_for_several(test: ast.expr) -> bool:
     """Whether a test without a rank asks if there are several."""
-    text = ast.unparse(test).lower()
+    text = re.sub("distributed_?type", "", ast.unparse(test).lower())
     return any(word in text for word in (*SEVERAL, "is_initialized", "is_available"))
 
 

@@ -1,4 +1,4 @@
-"""Rules HT301, HT302, HT306 to HT308, HT511, HT512, HT601, HT605 and HT608.
+"""Rules HT116, HT301, HT302, HT306 to HT310, HT511, HT512, HT601, HT605, HT608 and HT609.
 
 Samplers, loaders and their workers; signals, saves and loads.
 """
@@ -6,10 +6,17 @@ Samplers, loaders and their workers; signals, saves and loads.
 from __future__ import annotations
 
 import ast
+import re
 from typing import TYPE_CHECKING
 
 from hpctrain.advise.lint.dependence import RANKS
-from hpctrain.advise.lint.reporting import ProgramFacts, for_main_only, is_backward
+from hpctrain.advise.lint.reporting import (
+    ProgramFacts,
+    for_main_only,
+    inside_loop,
+    is_backward,
+    under_rank_test,
+)
 from hpctrain.advise.lint.syntax import (
     LintScope,
     argument,
@@ -18,6 +25,7 @@ from hpctrain.advise.lint.syntax import (
     is_true,
     keyword,
     last,
+    owner_of,
     spreads,
 )
 from hpctrain.core.base.text import count
@@ -28,6 +36,9 @@ if TYPE_CHECKING:
 
     from hpctrain.advise.lint.rule import LintFinding
 
+_DDP = "DistributedDataParallel"
+_TEXTS = re.compile(r"word|token|char|vocab|text|name|split\(|lower\(|\bstr")
+_SCHEDULE = re.compile(r"lr_scheduler\.\w+$|get_\w*schedule\w*$")
 _SAMPLERS = ("DistributedSampler",)
 _BY_OTHERS = (
     "accelerate",
@@ -42,11 +53,19 @@ _BY_OTHERS = (
 )
 """Libraries that give ranks samples of their own without a sampler in the program."""
 _SAMPLER_PLACE, _WORKERS_PLACE, _SHUFFLE_PLACE = 3, 5, 2
+_SEED_PLACE = 4
+_SHARING = ("rank", "world", "shard", "replica", "process", "worker_id", "node", "split")
+"""Parts of words in a dataset that may give each rank a share of its own."""
 
 
 def check_loading(facts: ProgramFacts) -> Iterator[LintFinding]:
-    """HT301, HT302 and HT306 to HT308."""
+    """HT301, HT302 and HT306 to HT309."""
     yield from _set_epoch(facts)
+    for call in facts.syntax.calls_to(*_SAMPLERS, root="torch.utils.data"):
+        seed = argument(call, "seed", _SEED_PLACE)
+        if seed is not None and not spreads(call) and facts.dependence.of(seed) & RANKS:
+            text = facts.syntax.code(seed)
+            yield facts.finding("HT309", call, f"seed={text} is another number on each rank")
     loaders = [
         call
         for call in facts.syntax.calls_to("DataLoader")
@@ -131,7 +150,9 @@ def _trains_alone(facts: ProgramFacts, call: ast.Call) -> bool:
     """Whether a loader feeds a backward pass of several ranks, and none has a share of its own."""
     if not facts.distributed or not facts.trains or facts.syntax.imports_any(*_BY_OTHERS):
         return False
-    if facts.mentions("DistributedSampler", "IterableDataset", "split_dataset_by_node", "Subset"):
+    if facts.mentions("DistributedSampler", "split_dataset_by_node", "Subset"):
+        return False
+    if facts.mentions("IterableDataset") and not _yields_alike(facts, call):
         return False
     if any("sampler" in word.lower() for word in facts.words):
         return False
@@ -143,6 +164,25 @@ def _trains_alone(facts: ProgramFacts, call: ast.Call) -> bool:
         isinstance(loop, ast.For) and _goes_over(loop.iter, name) and _has_backward(loop)
         for scope in facts.syntax.scopes
         for loop in scope.of(ast.For)
+    )
+
+
+def _yields_alike(facts: ProgramFacts, call: ast.Call) -> bool:
+    """Whether a loader reads an IterableDataset of this file that knows of no ranks."""
+    dataset = argument(call, "dataset", 0)
+    if dataset is None:
+        return False
+    made = nearest_value(facts, dataset)
+    name = last(facts.syntax.dotted(made.func)) if isinstance(made, ast.Call) else ""
+    kinds = [
+        one
+        for scope in facts.syntax.scopes
+        for one in scope.of(ast.ClassDef)
+        if one.name == name
+        and [last(facts.syntax.dotted(base)) for base in one.bases] == ["IterableDataset"]
+    ]
+    return len(kinds) == 1 and not any(
+        word in ast.unparse(node).lower() for word in _SHARING for node in (kinds[0], made)
     )
 
 
@@ -190,6 +230,8 @@ def check_saving(facts: ProgramFacts) -> Iterator[LintFinding]:
             yield from _handler(facts, call)
         elif dotted == "torch.save":
             yield from _save(facts, call)
+        elif dotted == "shutil.rmtree":
+            yield from _removed(facts, call)
         elif dotted == "torch.load":
             yield from _load(facts, call)
         elif dotted == "open":
@@ -244,6 +286,15 @@ def _save(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
         yield from _shared_file(facts, call, path)
 
 
+def _removed(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
+    """`shutil.rmtree(folder)` by all ranks: all but the first find nothing, and raise."""
+    path = argument(call, "path", 0)
+    if path is None or argument(call, "ignore_errors", 1) is not None:
+        return
+    if "tmp" not in ast.unparse(path) and "temp" not in ast.unparse(nearest_value(facts, path)):
+        yield from _shared_file(facts, call, path, "remove")
+
+
 def _opened(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
     """`open("log.txt", "w")` by all ranks; a text that is written out, so that it is one file."""
     mode = constant(argument(call, "mode", 1))
@@ -254,7 +305,9 @@ def _opened(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
         yield from _shared_file(facts, call, path)
 
 
-def _shared_file(facts: ProgramFacts, call: ast.Call, path: ast.expr) -> Iterator[LintFinding]:
+def _shared_file(
+    facts: ProgramFacts, call: ast.Call, path: ast.expr, does: str = "write"
+) -> Iterator[LintFinding]:
     """HT601: one file that all ranks write."""
     if not facts.distributed or not (facts.trains or facts.starts_ranks):
         return
@@ -269,7 +322,7 @@ def _shared_file(facts: ProgramFacts, call: ast.Call, path: ast.expr) -> Iterato
         or not _is_reached(facts, scope)
     ):
         return
-    yield facts.finding("HT601", call, f"all ranks write {facts.syntax.code(path, 40)}")
+    yield facts.finding("HT601", call, f"all ranks {does} {facts.syntax.code(path, 40)}")
 
 
 def nearest_value(facts: ProgramFacts, node: ast.expr) -> ast.expr:
@@ -314,12 +367,12 @@ def _seems_main(facts: ProgramFacts, call: ast.Call, depth: int = 0) -> bool:
         ):
             return True
     scope = facts.syntax.scope_of[call]
-    calls = [
-        other
-        for other in facts.syntax.calls
-        if facts.syntax.resolve(other, facts.syntax.scope_of[other]) is scope
-    ]
-    return depth < 2 and any(_seems_main(facts, other, depth + 1) for other in calls)  # noqa: PLR2004
+    for test in scope.of(ast.If):
+        leaves = isinstance(test.body[-1], ast.Raise | ast.Return)
+        if leaves and test.lineno < call.lineno and "world" in ast.unparse(test.test).lower():
+            return True
+    calls = facts.syntax.callers(scope) if depth < 2 else []  # noqa: PLR2004 - as deep as helpers go
+    return any(_seems_main(facts, other, depth + 1) for other in calls)
 
 
 def _differs(facts: ProgramFacts, path: ast.expr) -> bool:
@@ -338,12 +391,7 @@ def _is_reached(facts: ProgramFacts, scope: LintScope) -> bool:
     """Whether a function of this file, known to all ranks, calls it without a test of the rank."""
     if isinstance(scope.node, ast.Module) or scope.name == "main":
         return True
-    calls = [
-        call
-        for call in facts.syntax.calls
-        if facts.syntax.resolve(call, facts.syntax.scope_of[call]) is scope
-    ]
-    return any(not for_main_only(facts, call) for call in calls)
+    return any(not for_main_only(facts, call) for call in facts.syntax.callers(scope))
 
 
 def _load(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
@@ -355,3 +403,108 @@ def _load(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
     by_rank = facts.distributed and _by_rank(facts, path)
     if sharded or by_rank:
         yield facts.finding("HT605", call, f"{facts.syntax.code(path, 40)} is the part of one rank")
+
+
+def check_resuming(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """HT116, HT310 and HT609."""
+    if facts.mentions(_DDP) and not facts.mentions("broadcast", "broadcast_object_list"):
+        yield from _loaded_by_one(facts)
+    if facts.syntax.imports_any("torch", "lightning", "pytorch_lightning"):
+        for call in facts.syntax.calls_to("enumerate"):
+            yield from _numbered(facts, call)
+    yield from _schedule_left_out(facts)
+
+
+def _loaded_by_one(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """HT116: DDP has sent its model to all ranks already; an optimizer's state, it never sends."""
+    if facts.mentions("FullyShardedDataParallel", "ZeroRedundancyOptimizer"):
+        return
+    wrapped = {
+        ast.unparse(target): one.lineno
+        for scope in facts.syntax.scopes
+        for one in scope.of(ast.Assign)
+        if isinstance(one.value, ast.Call) and last(facts.syntax.dotted(one.value.func)) == _DDP
+        for target in one.targets
+    }
+    for call in facts.syntax.methods("load_state_dict"):
+        owner = owner_of(call)
+        since = wrapped.get(owner.removesuffix(".module"), call.lineno)
+        if (since < call.lineno or "opt" in owner.lower()) and under_rank_test(facts, call):
+            yield facts.finding("HT116", call, f"{owner} is loaded on one rank only")
+
+
+def _numbered(facts: ProgramFacts, call: ast.Call) -> Iterator[LintFinding]:
+    """HT310: `{word: number for number, word in enumerate(set(words))}`, or such a loop."""
+    value = nearest_value(facts, call.args[0]) if call.args else None
+    while isinstance(value, ast.Call) and facts.syntax.dotted(value.func) in ("list", "tuple"):
+        value = nearest_value(facts, value.args[0]) if value.args else None
+    if not isinstance(value, ast.SetComp) and not (
+        isinstance(value, ast.Call) and facts.syntax.dotted(value.func) == "set" and value.args
+    ):
+        return
+    around = facts.syntax.parents[call]
+    if not isinstance(around, ast.For | ast.comprehension):
+        return
+    both = around.target.elts if isinstance(around.target, ast.Tuple) else []
+    if len(both) != 2 or not _TEXTS.search(ast.unparse(both[1]) + ast.unparse(value).lower()):  # noqa: PLR2004 - number, text
+        return
+    number = ast.unparse(both[0])
+    if isinstance(around, ast.comprehension):
+        made = facts.syntax.parents[around]
+        kept = isinstance(made, ast.DictComp) and number in ast.unparse(made.value)
+    else:
+        kept = any(
+            isinstance(one, ast.Assign)
+            and isinstance(one.targets[0], ast.Subscript)
+            and number == ast.unparse(one.value)
+            for one in around.body
+        )
+    named = call.args[0]
+    is_sorted = isinstance(named, ast.Name) and any(
+        owner_of(one) == named.id for one in facts.syntax.methods("sort")
+    )
+    if kept and not is_sorted:
+        yield facts.finding(
+            "HT310", call, f"{facts.syntax.code(call.args[0], 40)} has a set's order"
+        )
+
+
+def _schedule_left_out(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """HT609: the optimizer's state is saved and loaded, the schedule's is not."""
+    saved = {owner_of(one) for one in facts.syntax.methods("state_dict")}
+    loaded = {owner_of(one) for one in facts.syntax.methods("load_state_dict")}
+    if not any("opt" in last(one).lower() for one in saved & loaded):
+        return
+    for scope in facts.syntax.scopes:
+        for made in scope.of(ast.Assign):
+            name = ast.unparse(made.targets[0])
+            if (
+                isinstance(made.value, ast.Call)
+                and _SCHEDULE.search(facts.syntax.dotted(made.value.func))
+                and keyword(made.value, "last_epoch") is None
+                and inside_loop(facts.syntax, made) is None
+                and _only_steps(facts, name)
+            ):
+                yield facts.finding(
+                    "HT609", made, f"{name} begins anew where its optimizer resumes"
+                )
+
+
+def _only_steps(facts: ProgramFacts, name: str) -> bool:
+    """Whether a schedule is given to nothing, and goes one step on at one place."""
+    read: list[ast.Name | ast.Attribute] = []
+    for scope in facts.syntax.scopes:
+        read += [*scope.of(ast.Name), *scope.of(ast.Attribute)]
+    uses = [
+        facts.syntax.parents[one]
+        for one in read
+        if isinstance(one.ctx, ast.Load) and ast.unparse(one) == name
+    ]
+    attributes = [one.attr for one in uses if isinstance(one, ast.Attribute)]
+    steps = [one for one in facts.syntax.methods("step") if owner_of(one) == name]
+    return (
+        len(attributes) == len(uses)
+        and set(attributes) <= {"step", "get_last_lr", "get_lr"}
+        and len(steps) == 1
+        and not steps[0].args
+    )

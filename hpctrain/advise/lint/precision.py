@@ -1,30 +1,79 @@
-"""Rules HT203 to HT205, HT208 to HT211, HT213, HT515 and HT518: the order of a training step."""
+"""Rules HT117, HT203 to HT205, HT208 to HT211, HT213, HT215 to HT217, HT515 and HT518: a step."""
 
 from __future__ import annotations
 
 import ast
+import re
 from typing import TYPE_CHECKING
 
-from hpctrain.advise.lint.reporting import ProgramFacts, exclusive, inside_loop, is_backward
-from hpctrain.advise.lint.syntax import LintScope, constant, given, keyword, last
+from hpctrain.advise.lint.reporting import (
+    ProgramFacts,
+    exclusive,
+    inside_loop,
+    is_backward,
+)
+from hpctrain.advise.lint.syntax import (
+    LintScope,
+    constant,
+    given,
+    keyword,
+    last,
+    last_attribute,
+    owner_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hpctrain.advise.lint.rule import LintFinding
 
+_STEPS = "gradient_accumulation_steps"
 _CLIPS = frozenset({"clip_grad_norm_", "clip_grad_value_"})
 
 
 def check_precision(facts: ProgramFacts) -> Iterator[LintFinding]:
-    """HT203 to HT205, HT208 to HT211, HT213, HT515 and HT518."""
+    """HT117, HT203 to HT205, HT208 to HT211, HT213, HT215 to HT217, HT515 and HT518."""
     yield from _scalers(facts)
     yield from _steps(facts)
     yield from _items(facts)
     yield from _sharded_later(facts)
     yield from _clipped_shards(facts)
+    yield from _cleared_by_hand(facts)
+    yield from _with_accelerate(facts)
     yield from _no_sync(facts)
+    yield from _bypassed(facts)
     yield from _profilers(facts)
+    yield from _running_totals(facts)
+
+
+def _running_totals(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """HT215: `total += x` and `all_reduce(total)` in one loop, which begins no total anew."""
+    for call in facts.syntax.calls_to("all_reduce", root="torch.distributed"):
+        loop = inside_loop(facts.syntax, call)
+        name = call.args[0].id if call.args and isinstance(call.args[0], ast.Name) else ""
+        statement = facts.syntax.parents[call]
+        if loop is None or not name or statement not in loop.body or len(call.args) > 1:
+            continue
+        op = keyword(call, "op")
+        if op is not None and last(facts.syntax.dotted(op)) != "SUM":
+            continue
+        uses = [one for one in ast.walk(loop) if isinstance(one, ast.Name) and one.id == name]
+        changes = [one for one in uses if not isinstance(one.ctx, ast.Load)]
+        adds = [facts.syntax.parents[one] for one in changes]
+        added = all(isinstance(one, ast.AugAssign) and isinstance(one.op, ast.Add) for one in adds)
+        methods = [facts.syntax.parents[one] for one in uses if isinstance(one.ctx, ast.Load)]
+        only_once = loop.body.index(statement) + 1 < len(loop.body) and isinstance(
+            loop.body[-1], ast.Break | ast.Return
+        )
+        if (
+            changes
+            and added
+            and not only_once
+            and not any(
+                isinstance(one, ast.Attribute) and one.attr.endswith("_") for one in methods
+            )
+        ):
+            yield facts.finding("HT215", call, f"{name} holds earlier sums over ranks already")
 
 
 def _clipped_shards(facts: ProgramFacts) -> Iterator[LintFinding]:
@@ -37,7 +86,7 @@ def _clipped_shards(facts: ProgramFacts) -> Iterator[LintFinding]:
     for call in facts.syntax.calls_to("clip_grad_norm_", root="torch.nn.utils"):
         first = call.args[0] if call.args else None
         if isinstance(first, ast.Call) and last_attribute(first) == "parameters":
-            model = ast.unparse(first.func).removesuffix(".parameters")
+            model = owner_of(first)
             if model in wrapped:
                 yield facts.finding("HT213", call, f"{model} is FSDP1's: its own clip_grad_norm_()")
 
@@ -48,20 +97,42 @@ def _scalers(facts: ProgramFacts) -> Iterator[LintFinding]:
         parent = facts.syntax.parents[call]
         if isinstance(parent, ast.Assign) and constant(keyword(call, "enabled")) is not False:
             names[ast.unparse(parent.targets[0])] = call
-    methods: dict[str, set[str]] = {name: set() for name in names}
+    if not names:
+        return
+    called: dict[str, set[str]] = {name: set() for name in names}
     for call in facts.syntax.calls:
-        if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) in methods:
-            methods[ast.unparse(call.func.value)].add(call.func.attr)
-    for name, used in methods.items():
+        called.get(owner_of(call), set()).add(last_attribute(call))
+    for name, used in called.items():
         if "step" in used and "update" not in used:
             yield facts.finding(
                 "HT209", names[name], f"{name}.step() is called, {name}.update() never"
             )
+    yield from _left_scaled(facts, names)
     dtypes = {last(facts.syntax.dotted(call_dtype)) for call_dtype in _dtypes(facts)}
     if dtypes == {"bfloat16"}:
         for name, call in names.items():
-            if keyword(call, "enabled") is None and "scale" in methods[name]:
+            if keyword(call, "enabled") is None and "scale" in called[name]:
                 yield facts.finding("HT208", call, "every autocast of this file is bfloat16")
+
+
+def _left_scaled(facts: ProgramFacts, names: dict[str, ast.Call]) -> Iterator[LintFinding]:
+    """HT209: unscale_() at each step, update() at some: the next unscale_() raises."""
+    unscales, updates = facts.syntax.methods("unscale_"), facts.syntax.methods("update")
+    for name in names:
+        unscaled = [one for one in unscales if owner_of(one) == name]
+        updated = [one for one in updates if owner_of(one) == name]
+        if len(unscaled) != 1 or len(updated) != 1:
+            continue
+        loop = inside_loop(facts.syntax, unscaled[0])
+        is_each = loop is not None and facts.syntax.parents[unscaled[0]] in loop.body
+        tests = [
+            one
+            for one in facts.syntax.outer(updated[0])
+            if isinstance(one, ast.If | ast.For | ast.While)
+        ]
+        if is_each and isinstance(tests[0], ast.If) and tests[0] in ast.walk(loop or tests[0]):
+            message = f"{name}.unscale_() is called at each step, update() only under a test"
+            yield facts.finding("HT209", updated[0], message)
 
 
 def _dtypes(facts: ProgramFacts) -> Iterator[ast.expr]:
@@ -84,10 +155,7 @@ def _moves(scope: LintScope) -> list[tuple[str, ast.Call, str]]:
     """(what, call, of whom) for each move of a training step, in the order of the text."""
     moves: list[tuple[str, ast.Call, str]] = []
     for call in scope.of(ast.Call):
-        name = (
-            call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        )
-        owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        name, owner = last(ast.unparse(call.func)), owner_of(call)
         if is_backward(call):
             inner = call.func.value if isinstance(call.func, ast.Attribute) else call
             scaled = isinstance(inner, ast.Call) and last_attribute(inner) == "scale"
@@ -97,11 +165,6 @@ def _moves(scope: LintScope) -> list[tuple[str, ast.Call, str]]:
         elif name in ("unscale_", "step", "zero_grad", "unscale_gradients"):
             moves.append((name, call, owner))
     return sorted(moves, key=lambda one: (one[1].lineno, one[1].col_offset))
-
-
-def last_attribute(call: ast.Call) -> str:
-    """The attribute that is called, if it is one."""
-    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
 def _clip_order(
@@ -199,7 +262,7 @@ def _sharded_later(facts: ProgramFacts) -> Iterator[LintFinding]:
         first = call.args[0]
         if not (isinstance(first, ast.Call) and last_attribute(first) == "parameters"):
             continue
-        model = ast.unparse(first.func.value) if isinstance(first.func, ast.Attribute) else ""
+        model = owner_of(first)
         scope = facts.syntax.scope_of[call]
         if facts.mentions("param_groups"):
             continue  # it is given the new parameters by hand
@@ -237,6 +300,109 @@ def _profilers(facts: ProgramFacts) -> Iterator[LintFinding]:
             yield facts.finding("HT518", call, f"{name.id}.step() is never called")
 
 
+def _cleared_by_hand(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """HT216: `zero_grad()` for each batch, the same optimizer's `step()` for each nth."""
+    for call in facts.syntax.methods("zero_grad"):
+        owner, loop = owner_of(call), inside_loop(facts.syntax, call)
+        if loop is None or not _is_each_round(facts, call, loop):
+            continue
+        steps = [
+            one
+            for one in facts.syntax.methods("step")
+            if owner_of(one) == owner and inside_loop(facts.syntax, one) is loop
+        ]
+        tests = [around for one in steps if (around := _nth_around(facts, one)) is not None]
+        backward = any(
+            is_backward(one) and _is_each_round(facts, one, loop) for one in facts.syntax.calls
+        )
+        if backward and tests and len(tests) == len(steps) and _accumulates(tests[0], owner):
+            message = f"{owner}.zero_grad() for each batch, step() only at line {steps[0].lineno}"
+            yield facts.finding("HT216", call, message)
+
+
+def _with_accelerate(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """HT216 and HT217 where `Accelerator(gradient_accumulation_steps=...)` is more than 1."""
+    given = [keyword(one, _STEPS) for one in facts.syntax.calls_to("Accelerator")]
+    divisors = {ast.unparse(one) for one in given if one is not None and constant(one) != 1}
+    if not divisors:
+        return
+    for call in facts.syntax.calls:
+        if is_backward(call) and last(owner_of(call)) == "accelerator" and call.args:
+            divided = _division(facts, call)
+            if divided is not None and (
+                ast.unparse(divided) in divisors or last(facts.syntax.dotted(divided)) == _STEPS
+            ):
+                message = f"backward() divides by {ast.unparse(divided)}, too"
+                yield facts.finding("HT217", call, message)
+    for block in (one for scope in facts.syntax.scopes for one in scope.of(ast.With)):
+        if any(".accumulate(" in ast.unparse(item.context_expr) for item in block.items):
+            yield from _cleared_in(facts, block)
+
+
+def _cleared_in(facts: ProgramFacts, block: ast.With) -> Iterator[LintFinding]:
+    """An optimizer that accelerate wraps waits for the last batch; its model does not wait."""
+    backward = [
+        one.lineno
+        for one in facts.syntax.calls
+        if is_backward(one) and block in facts.syntax.outer(one)
+    ]
+    for call in facts.syntax.methods("zero_grad"):
+        owner = owner_of(call)
+        waits = "opt" in owner.lower() and call.lineno > min(backward, default=0)
+        if backward and not waits and facts.syntax.parents[call] in block.body:
+            yield facts.finding("HT216", call, f"{owner}.zero_grad() for each batch of a step")
+
+
+def _division(facts: ProgramFacts, call: ast.Call) -> ast.expr | None:
+    """What the loss that a call is given was divided by last."""
+    value = call.args[0]
+    if isinstance(value, ast.Name):
+        scope = facts.syntax.scope_of[call]
+        changes: list[ast.Assign | ast.AugAssign] = [
+            *scope.of(ast.Assign),
+            *scope.of(ast.AugAssign),
+        ]
+        changes = [
+            one
+            for one in changes
+            if one.lineno < call.lineno
+            and value.id in {ast.unparse(target) for target in _targets(one)}
+        ]
+        latest = max(changes, key=lambda one: one.lineno, default=None)
+        if isinstance(latest, ast.AugAssign):
+            return latest.value if isinstance(latest.op, ast.Div) else None
+        value = latest.value if latest is not None else value
+    is_division = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div)
+    return value.right if isinstance(value, ast.BinOp) and is_division else None
+
+
+def _targets(node: ast.Assign | ast.AugAssign) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [node.target]
+
+
+def _is_each_round(facts: ProgramFacts, call: ast.Call, loop: ast.For | ast.While) -> bool:
+    """Whether a call is made in each round of this loop: under no test, in no inner loop."""
+    for around in facts.syntax.outer(call):
+        if around is loop:
+            return True
+        if not isinstance(around, ast.With | ast.Expr):
+            return False
+    return False
+
+
+def _nth_around(facts: ProgramFacts, call: ast.Call) -> ast.If | None:
+    for around in facts.syntax.outer(call):
+        if isinstance(around, ast.If) and _is_each_nth(around.test):
+            return around
+    return None
+
+
+def _accumulates(test: ast.If, owner: str) -> bool:
+    """Whether every nth batch is meant to end a sum, and not to train something less often."""
+    cleared = f"{owner}.zero_grad(" in ast.unparse(ast.Module(test.body, []))
+    return cleared or "accum" in ast.unparse(test.test).lower()
+
+
 def _no_sync(facts: ProgramFacts) -> Iterator[LintFinding]:
     """HT515: `optimizer.step()` under `% accumulation`, DDP, and no no_sync in the file."""
     if not facts.mentions("DistributedDataParallel"):
@@ -264,9 +430,71 @@ def _is_each_nth(test: ast.expr) -> bool:
 def _steps_in(node: ast.If) -> bool:
     return any(
         isinstance(one, ast.Call)
-        and isinstance(one.func, ast.Attribute)
-        and one.func.attr == "step"
-        and "opt" in ast.unparse(one.func.value).lower()
+        and last_attribute(one) == "step"
+        and "opt" in owner_of(one).lower()
         for part in node.body
         for one in ast.walk(part)
     )
+
+
+def _bypassed(facts: ProgramFacts) -> Iterator[LintFinding]:
+    """HT117: a loss of `model.module(x)`, in a loop that never calls the DDP model itself."""
+    averaged = ("grad" in ast.unparse(one).lower() for one in facts.syntax.calls_to("all_reduce"))
+    if not facts.mentions("DistributedDataParallel") or any(averaged):
+        return
+    for call in facts.syntax.calls:
+        loop = inside_loop(facts.syntax, call)
+        if not is_backward(call) or loop is None:
+            continue
+        inside = [part for part in ast.walk(loop) if isinstance(part, ast.Call)]
+        called = {ast.unparse(part.func) for part in inside}
+        for part in inside:
+            model = _behind_module(facts, part.func)
+            if model and model not in called and _feeds(facts, part, call, loop):
+                yield facts.finding("HT117", part, f"{model} of DDP is never called in this loop")
+                break
+
+
+def _behind_module(facts: ProgramFacts, func: ast.expr) -> str:
+    """The DDP model whose `.module`, or a method of it, is called, as far as that is plain."""
+    owner = func
+    while isinstance(owner, ast.Attribute) and owner.attr != "module":
+        owner = owner.value
+    values = [owner]
+    if isinstance(owner, ast.Name):
+        values = facts.dependence.values_at(owner)
+    elif isinstance(owner, ast.Call):
+        scope = facts.syntax.resolve(owner, facts.syntax.scope_of[owner])
+        returns = scope.of(ast.Return) if scope is not None else []
+        values = [one.value for one in returns if one.value is not None]
+    for value in values:
+        plain = value.body if isinstance(value, ast.IfExp) else value
+        if isinstance(plain, ast.Attribute) and plain.attr == "module":
+            return ast.unparse(plain.value)
+    return ""
+
+
+def _feeds(facts: ProgramFacts, part: ast.Call, backward: ast.Call, loop: ast.AST) -> bool:
+    """Whether a loss is made of what a call gives, by the names in between."""
+    for around in facts.syntax.outer(part):
+        if isinstance(around, ast.With) and re.search("no_grad|inference_mode", _heads(around)):
+            return False
+    made = [one for one in ast.walk(loop) if isinstance(one, ast.Assign)]
+    names: set[str] = set()
+    parts: list[ast.expr] = [backward]
+    for _ in range(5):
+        seen = {one for value in parts for one in ast.walk(value)}
+        if part in seen:
+            return True
+        names |= {one.id for one in seen if isinstance(one, ast.Name)}
+        parts = [one.value for one in made if names & _stored(one)]
+    return False
+
+
+def _heads(node: ast.With) -> str:
+    return " ".join(ast.unparse(item.context_expr) for item in node.items)
+
+
+def _stored(node: ast.Assign) -> set[str]:
+    names = [one for target in node.targets for one in ast.walk(target)]
+    return {one.id for one in names if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}

@@ -10,7 +10,7 @@ from hpctrain.advise.lint.collectives import CollectiveCalls, is_distributed
 from hpctrain.advise.lint.definitions import blocks_of
 from hpctrain.advise.lint.dependence import RANKS, Dependence
 from hpctrain.advise.lint.rule import RULES, LintFinding, SourceEdit
-from hpctrain.advise.lint.syntax import NAMES, LintScope, ProgramSyntax
+from hpctrain.advise.lint.syntax import NAMES, LintScope, ProgramSyntax, last_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -74,8 +74,7 @@ class ProgramFacts:
     def on_gpus(self) -> bool:
         """Whether it brings something to a GPU whatever there is."""
         return not self.mentions("is_available") and any(
-            isinstance(call.func, ast.Attribute) and call.func.attr == "cuda" and not call.args
-            for call in self.syntax.calls
+            not call.args for call in self.syntax.methods("cuda")
         )
 
     @cached_property
@@ -141,7 +140,7 @@ class ProgramFacts:
 
 def is_backward(call: ast.Call) -> bool:
     """Whether a call computes gradients."""
-    return isinstance(call.func, ast.Attribute) and call.func.attr == "backward"
+    return last_attribute(call) == "backward"
 
 
 def inside_loop(syntax: ProgramSyntax, node: ast.AST) -> ast.For | ast.While | None:
@@ -225,10 +224,5 @@ def for_main_only(facts: ProgramFacts, node: ast.AST) -> bool:
     """The same as `under_rank_test`, also where all calls of its function are under one."""
     if under_rank_test(facts, node):
         return True
-    scope = facts.syntax.scope_of[node]
-    calls = [
-        call
-        for call in facts.syntax.calls
-        if facts.syntax.resolve(call, facts.syntax.scope_of[call]) is scope
-    ]
+    calls = facts.syntax.callers(facts.syntax.scope_of[node])
     return bool(calls) and all(under_rank_test(facts, call) for call in calls)

@@ -218,6 +218,14 @@ class ProgramSyntax:
             if dotted.rpartition(".")[2] in names and (not root or comes_from(dotted, root)):
                 yield call
 
+    def methods(self, name: str) -> list[ast.Call]:
+        """All calls of an attribute of this name."""
+        return [call for call in self.calls if last_attribute(call) == name]
+
+    def callers(self, scope: LintScope) -> list[ast.Call]:
+        """All calls of a function of this file."""
+        return [one for one in self.calls if self.resolve(one, self.scope_of[one]) is scope]
+
     def outer(self, node: ast.AST) -> Iterator[ast.AST]:
         """The nodes around one, from the inside, up to its function or module."""
         while not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
@@ -336,6 +344,16 @@ def constant(node: ast.AST | None) -> object:
 def is_true(node: ast.AST | None) -> bool:
     """Whether it is a literal True."""
     return constant(node) is True
+
+
+def last_attribute(call: ast.Call) -> str:
+    """The attribute that is called, if it is one."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+
+
+def owner_of(call: ast.Call) -> str:
+    """Whose attribute is called, as it is written."""
+    return ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
 
 
 def last(dotted: str) -> str:

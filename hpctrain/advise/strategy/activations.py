@@ -56,17 +56,19 @@ def widths(
     lora: int = 0,
     ep: int = 1,
     fused: bool = False,
+    casts: bool = False,
 ) -> Widths:
     """Return the widths of a token, whatever of a block is computed again.
 
     `low` is 2 bytes for products in 16 bits, 4 for fp32. With `autocast`, weights and the residual
     stream stay in fp32. `tp` ranks share each matrix, and the positions between matrices; `ep`
     ranks share experts. `lora` is the rank of adapters, which alone are trained; 0 means all
-    weights. With `fused`, norms and activation functions are one kernel each.
+    weights; with `casts` these compute in fp32. With `fused`, norms and activation functions are
+    one kernel each.
     """
     if lora:
         whole = widths(model, low=low, autocast=autocast, fused=fused)
-        return _adapted(whole, model, low, lora, autocast=autocast)
+        return _adapted(whole, model, low, lora, autocast=autocast, casts=casts)
     if tp > 1:
         return _shared(model, low, tp, fused=fused)
     if not autocast and low == FP32:
@@ -170,11 +172,20 @@ def _shared(model: ModelFacts, low: int, tp: int, *, fused: bool) -> Widths:
     )
 
 
-def _adapted(whole: Widths, model: ModelFacts, low: int, rank: int, *, autocast: bool) -> Widths:
-    """Return widths for frozen weights: norms keep their input alone, adapters what is between."""
+def _adapted(
+    whole: Widths, model: ModelFacts, low: int, rank: int, *, autocast: bool, casts: bool
+) -> Widths:
+    """Return widths for frozen weights: norms keep their input alone, adapters what is between.
+
+    Adapters that cast keep each matrix' input in fp32, in place of those in 16 bits that query, key
+    and value share, that the MLP's first two share, and that its last has.
+    """
     hidden = float(model.hidden)
     norms = 8 * hidden if autocast else 2 * low * hidden
-    more = low * model.query if autocast else 0
+    more = float(low * model.query if autocast else 0)
+    if casts:
+        inputs = sum(into for _, into in products_of(model))
+        more += FP32 * inputs + (FP32 - low) * 7 * rank - low * (2 * hidden + model.inner)
     return replace(
         whole,
         block=whole.block - norms + more + 7 * low * rank,

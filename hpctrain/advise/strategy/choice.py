@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.advise.strategy.activations import FP32
 from hpctrain.advise.strategy.hardware import GPUS, Accelerator
-from hpctrain.advise.strategy.memory import Batch, Peak
+from hpctrain.advise.strategy.memory import ELSEWHERE_ERROR, FORMULA_ERROR, Batch, Peak
 from hpctrain.advise.strategy.peaks import host_bytes, peak
 from hpctrain.advise.strategy.strategies import (
     Machines,
@@ -28,9 +28,9 @@ from hpctrain.advise.strategy.timing import (
     Links,
     StepTime,
     Traffic,
-    flops_of_step,
     step_time,
     traffic_of_step,
+    work_of_step,
 )
 from hpctrain.core.base.text import count, one_of
 from hpctrain.errors import ChecksFailed, UsageError
@@ -75,6 +75,7 @@ class Row:
     host: int = 0  # bytes of a node's own memory that offloaded state takes
     measured: int | None = None  # the exact peak of tensors, bytes; None where it was not measured
     is_held: bool = False  # whether a GPU's memory holds it, in hpctrain's or another engine
+    may_fit: bool = False  # whether it fits if the plan's error is in its favour; not if it fits
 
 
 def row_of(asked: PlanRequest, way: Strategy) -> Row:
@@ -89,15 +90,18 @@ def row_of(asked: PlanRequest, way: Strategy) -> Row:
     peaks = [(batch, each, peak(asked.model, batch, each.layout)) for batch, each in ways]
     fitting = [tried for tried in peaks if tried[2].needed <= asked.gpu.memory]
     batch, way, most = fitting[0] if fitting else min(peaks, key=lambda tried: tried[2].needed)
-    over = most.needed - asked.gpu.memory
+    error = ELSEWHERE_ERROR if way.elsewhere else FORMULA_ERROR
+    over, may_fit = excess(asked.gpu, most.nbytes, most.allowance, error)
     why = _too_much(asked, most, over) if over > 0 else f"{gigabytes(-over)} free"
+    if may_fit:
+        why = _uncertain(asked.gpu, most.nbytes, most.needed, f"known to {error:.0%}")
     if way.elsewhere:
         why = f"{why}; {way.aside}"
     host = host_bytes(asked.model, way.layout) * min(asked.cluster.gpus, way.ranks)
     is_held, of_host = on_host(host, asked.cluster.memory)
     traffic = traffic_of_step(asked.model, batch, way, asked.cluster)
-    flops = flops_of_step(asked.model, batch, way)
-    time = step_time(flops, traffic, asked.gpu, asked.links, way.layout)
+    work = work_of_step(asked.model, batch, way)
+    time = step_time(work, traffic, asked.gpu, asked.links, way.layout)
     return Row(
         way,
         batch,
@@ -108,6 +112,24 @@ def row_of(asked: PlanRequest, way: Strategy) -> Row:
         time=time,
         host=host,
         is_held=over <= 0 and is_held,
+        may_fit=may_fit and is_held,
+    )
+
+
+def excess(gpu: Accelerator, tensors: int, allowance: int, error: float) -> tuple[int, bool]:
+    """Return bytes that a GPU has too few, and whether it may hold the peak all the same.
+
+    It may, if tensors without `allowance`, less the share `error` by which they may be too high,
+    are no more than its memory.
+    """
+    over = tensors + allowance - gpu.memory
+    return over, over > 0 and tensors * (1 - error) <= gpu.memory
+
+
+def _uncertain(gpu: Accelerator, tensors: int, needed: int, error: str) -> str:
+    return (
+        f"may fit: {gigabytes(tensors)} of tensors, {error}; with allowances "
+        f"{gigabytes(needed)} of {gpu.shown}"
     )
 
 
@@ -266,7 +288,10 @@ def cost(steps: int | None, step_s: float | None, ranks: int, limit_s: float | N
     return Cost(seconds / 3600, seconds / 3600 * ranks, jobs, limit_s)
 
 
-SIBLINGS = ("selective", "recompute", "fused", "half", "bf16-weights", "bf16", "recompute+bf16")
+SIBLINGS = (
+    *("selective", "recompute", "loss-parallel", "fused", "half", "bf16-weights", "bf16"),
+    "recompute+bf16",
+)
 """What a key may be followed by, the least costly first."""
 MOST_TIMES = 64
 """Times the nodes that there are: a plan proposes no more."""
@@ -414,13 +439,16 @@ SHOWN_RANK = 16
 def choose(rows: list[Row], wanted: str | None = None) -> Row | None:
     """The simplest that fits, on the GPUs if it can be; or the one that is wanted, fitting or not.
 
+    Where none fits for sure, one that may fit.
+
     Raises:
         UsageError: there is none of that name.
     """
     if wanted is None:
+        fitting = [row for row in rows if row.fits]
+        fitting = fitting or [row for row in rows if row.may_fit and not row.way.aside]
         # What rests on the host is slow in each step, so that it comes last.
-        fitting = sorted((row for row in rows if row.fits), key=lambda row: row.way.layout.offload)
-        return fitting[0] if fitting else None
+        return min(fitting, key=lambda row: row.way.layout.offload, default=None)
     named = {row.way.key: row for row in rows}
     if wanted not in named:
         raise UsageError(f"--strategy {wanted}: there is none here; choose from {', '.join(named)}")
@@ -462,6 +490,11 @@ def advice(asked: PlanRequest, row: Row) -> list[str]:
     notes = []
     batch, layout = row.batch, row.way.layout
     assert batch is not None  # noqa: S101 - a chosen row has one
+    if row.may_fit:
+        notes.append(
+            "the strategy may run out of memory: --measure gives its exact peak; a smaller "
+            "--micro-batch leaves room"
+        )
     if layout.each_pass:
         notes.append(
             f"{batch.passes} passes: set engine.reduce_each_pass to true, so that each GPU holds "

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.advise.strategy.activations import FP32
-from hpctrain.advise.strategy.choice import PlanRequest, Row, gigabytes, on_host
+from hpctrain.advise.strategy.choice import PlanRequest, Row, excess, gigabytes, on_host
 from hpctrain.advise.strategy.facts import ModelFacts, of_config, of_description
-from hpctrain.advise.strategy.memory import CONTEXT_BYTES, FRAGMENTED
 from hpctrain.core.base.process import own_program
 from hpctrain.errors import NotFound, UsageError
 
@@ -145,9 +144,12 @@ def _with(row: Row, answer: dict[str, Any] | None, asked: PlanRequest) -> Row:
         return row
     if "error" in answer:
         return replace(row, fits=False, why=f"not measured: {answer['error']}")
-    peak, memory = int(answer["peak"]), asked.gpu.memory
-    over = round(peak * (1 + FRAGMENTED)) + CONTEXT_BYTES - memory
+    assert row.peak is not None  # noqa: S101 - what has a batch has one
+    peak = int(answer["peak"])
+    over, may_fit = excess(asked.gpu, peak, row.peak.allowance, 0.0)
     why = f"{gigabytes(over)} over {asked.gpu.shown}" if over > 0 else f"{gigabytes(-over)} free"
+    if may_fit:
+        why = f"may fit: {why} with allowances"
     aside = row.way.aside
     is_held, of_host = on_host(row.host, asked.cluster.memory)
     return replace(
@@ -155,5 +157,6 @@ def _with(row: Row, answer: dict[str, Any] | None, asked: PlanRequest) -> Row:
         measured=peak,
         fits=over <= 0 and is_held and not aside,
         is_held=over <= 0 and is_held,
+        may_fit=may_fit and is_held,
         why=aside or f"{why}, measured{of_host}",
     )

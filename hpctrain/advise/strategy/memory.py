@@ -39,13 +39,18 @@ PARTS = (
     WEIGHTS, COPIES, GRADIENTS, MOMENTS, ACTIVATIONS, LOGITS, GATHERED, BUFFERS, UPDATE
 )  # fmt: skip
 FRAGMENTED = 0.05
-"""Share of the peak that the allocator is allowed beside it, in pieces that nothing fits into."""
+"""Share of what comes and goes in a step that the allocator is allowed beside it, in pieces that
+nothing fits into. Weights and moments stay where they are, without such pieces."""
 CONTEXT_BYTES = 1_000_000_000
 """The driver's context, kernels and NCCL's buffers. Both are allowances, no measurements."""
 QUANTISED = 4 / 8 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a weight in NF4: 4 bits, a constant of 8 bits for 64 of them, and one of 32 bits for 256
 constants (Dettmers et al., QLoRA, 2023, section 3)."""
 SHARDS_GRADIENTS = 2
+FORMULA_ERROR = 0.06
+"""Share by which a formula's tensors were off at most: 5.3 % in tests/data/plan-peaks.md."""
+ELSEWHERE_ERROR = 0.2
+"""The same of other engines' rows, in tests/data/plan-published.md: their optimizers differ."""
 LIVE_ELEMENTS = 1_000_000_000
 """DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance: so many stay gathered."""
 
@@ -90,6 +95,9 @@ class Spread:
     stored: int = FP32
     moment: int = FP32  # bytes of each of Adam's two moments
     fused: bool = False  # norms, activation functions and the loss are one kernel each
+    loss: int = FP32  # bytes of a number in the loss
+    loss_parallel: bool = False  # each tensor-parallel rank has a part of the classes
+    casts: bool = False  # adapters compute in fp32, and cast each matrix' input for themselves
 
     @property
     def autocast(self) -> bool:
@@ -121,7 +129,8 @@ class Peak:
     @property
     def allowance(self) -> int:
         """Bytes kept free for the allocator and the driver."""
-        return round(self.nbytes * FRAGMENTED) + CONTEXT_BYTES
+        rests = self.parts.get(WEIGHTS, 0) + self.parts.get(MOMENTS, 0)
+        return round((self.nbytes - rests) * FRAGMENTED) + CONTEXT_BYTES
 
     @property
     def needed(self) -> int:
@@ -152,7 +161,21 @@ def widths_of(model: ModelFacts, layout: Spread) -> Widths:
         lora=layout.lora,
         ep=layout.ep,
         fused=layout.fused,
+        casts=layout.casts,
     )
+
+
+def logit_bytes(layout: Spread) -> int:
+    """Return bytes of a logit at the loss.
+
+    A loss of one kernel turns the model's own logits, and one copy of them, into gradients. One in
+    16 bits has the logits, their log-softmax, its gradient and theirs.
+    """
+    if layout.fused:
+        return layout.low + FP32
+    if layout.loss != FP32:
+        return 4 * layout.loss
+    return max(LOGITS_BACKWARD, LOGITS_FORWARD + layout.low)
 
 
 def own_matrix(model: ModelFacts, layout: Spread) -> float:
@@ -187,10 +210,8 @@ class StepMemory:
         of_block = self.kept.of_block(recompute=layout.recompute, selective=layout.selective)
         self.of_block = of_block * self.tokens
         self.outside = self.kept.outside * self.tokens
-        self.logits = float(self.tokens * model.vocab)
-        # A loss of one kernel turns the model's own logits, and one copy of them, into gradients.
-        eager = max(LOGITS_BACKWARD, LOGITS_FORWARD + layout.low)
-        self.logit_bytes = layout.low + FP32 if layout.fused else eager
+        self.logits = self.tokens * model.vocab / (layout.tp if layout.loss_parallel else 1)
+        self.logit_bytes = logit_bytes(layout)
 
     def activations(self, blocks: int, *, outside: bool = False) -> float:
         """Kept for the backward pass by the first so many blocks."""

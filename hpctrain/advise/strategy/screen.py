@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.advise.strategy.activations import FP32, LOGITS_BACKWARD
 from hpctrain.advise.strategy.facts import FAMILIES, ModelFacts
 from hpctrain.advise.strategy.memory import (
     ACTIVATIONS,
@@ -29,6 +28,7 @@ from hpctrain.advise.strategy.memory import (
     WEIGHTS,
     Batch,
     Spread,
+    logit_bytes,
     widths_of,
 )
 from hpctrain.advise.strategy.peaks import stages_of
@@ -88,7 +88,7 @@ def shown_rows(plan: StrategyPlan, *, compare: bool) -> list[Row]:
 
 def _is_near(plan: StrategyPlan, row: Row) -> bool:
     """Return whether a row is worth a look where nothing fits."""
-    return not row.way.layout.lora or bool(plan.asked.lora) or row.is_held
+    return not row.way.layout.lora or bool(plan.asked.lora) or row.is_held or row.may_fit
 
 
 def cells(row: Row, plan: StrategyPlan) -> tuple[str, ...]:
@@ -103,9 +103,14 @@ def cells(row: Row, plan: StrategyPlan) -> tuple[str, ...]:
     seconds = row.time.seconds if row.time else None
     step = "not known" if seconds is None else step_time(seconds)
     is_chosen = row is plan.chosen
-    mark = "✓ chosen: the simplest that fits, " if is_chosen and row.fits else "✓ "
-    elsewhere = "~ fits, " if row.way.elsewhere and row.is_held else "✗ "
-    verdict = (mark if row.fits else elsewhere) + row.why
+    mark = "✗ "
+    if row.fits:
+        mark = "✓ chosen: the simplest that fits, " if is_chosen else "✓ "
+    elif row.way.elsewhere and row.is_held:
+        mark = "~ fits, "
+    elif row.may_fit:
+        mark = "? chosen: " if is_chosen else "? "
+    verdict = mark + row.why
     memory = [f"{nbytes / GB:.1f}" for nbytes in (rest, held, whole)]
     return (row.way.title, batch, *memory, step, verdict)
 
@@ -239,6 +244,7 @@ def row_as_plain(row: Row) -> dict[str, Any]:
         "trained_by_hpctrain": row.way.is_trained,
         "other_engine": row.way.elsewhere or None,
         "memory_fits": row.is_held,
+        "may_fit": row.may_fit,
         "recompute": layout.recompute,
         "selective": layout.selective or None,
         "reduce_each_pass": layout.each_pass,
@@ -267,8 +273,7 @@ def formulas(asked: PlanRequest, row: Row) -> dict[str, str]:
         COPIES: f"{layout.low} B x the matrices' parameters",
         **_learnt(model, batch, layout),
         ACTIVATIONS: _activations(model, batch, layout),
-        LOGITS: f"{layout.low + FP32 if layout.fused else LOGITS_BACKWARD} B x {batch.tokens:,} "
-        f"tokens x {model.vocab:,} classes",
+        LOGITS: f"{logit_bytes(layout)} B x {batch.tokens:,} tokens x {model.vocab:,} classes",
         **_gathered(model, batch, layout),
     }
     if layout.quantised:
@@ -389,7 +394,8 @@ def explained(asked: PlanRequest, row: Row) -> list[str]:
             ]
     if away := [part for part in said if not most.parts.get(part)]:
         lines += ["", f"  not at this moment: {', '.join(away)}"]
-    beside = f"{FRAGMENTED:.0%} of the peak for fragments, {CONTEXT_BYTES / 1e9:g} GB for context"
+    comes = f"{FRAGMENTED:.0%} of all but weights and moments for fragments"
+    beside = f"{comes}, {CONTEXT_BYTES / 1e9:g} GB for context"
     allowed = f"an allowance, no measurement: {beside} and NCCL"
     there = f"of {asked.gpu.shown} ({asked.gpu.source})"
     lines += [

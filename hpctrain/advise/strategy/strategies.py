@@ -73,9 +73,11 @@ def candidates(model: ModelFacts, cluster: Machines, *, low: int = 2) -> list[St
 
 FUSED = "norms, activations and loss of one kernel each (Liger, MPT's own, torch.compile)"
 HALF = "torchtitan's selective recomputation; hpctrain's keeps every matrix product"
-BF16 = "weights, gradients and moments in bf16 (torchtune, KempnerForge); hpctrain keeps fp32"
+BF16 = "weights, gradients, moments and loss in bf16 (torchtune, KempnerForge); hpctrain keeps fp32"
 BF16_WEIGHTS = "weights and gradients in bf16, moments in fp32; hpctrain keeps all in fp32"
-FROZEN = "frozen weights in bf16 (peft, litgpt, torchtune); hpctrain keeps them in fp32"
+LOSS_PARALLEL = "a loss cut over the tp ranks (torchtitan, Megatron-LM)"
+FROZEN = "frozen weights, adapters and loss in bf16 (litgpt, torchtune); hpctrain keeps fp32"
+PEFT = "frozen weights in bf16, adapters and loss in fp32 (peft); hpctrain keeps all in fp32"
 
 
 def of_other_engines(
@@ -90,7 +92,8 @@ def of_other_engines(
         return []
     if lora:
         ours = [way for way in adapted(model, cluster, lora, asked=True) if way.is_trained]
-        return [_elsewhere(way, "bf16", FROZEN, stored=low) for way in ours]
+        theirs = [_elsewhere(way, "bf16", FROZEN, stored=low, loss=low) for way in ours]
+        return theirs + [_elsewhere(way, "peft", PEFT, stored=low, casts=True) for way in ours]
     bases = [way for way in (*_copied(cluster, low), *_sharded(cluster, low)) if _is_plain(way)]
     wanted = "single" if cluster.ranks == 1 else "fsdp2"
     ways = []
@@ -98,10 +101,12 @@ def of_other_engines(
         ways += [_elsewhere(way, "fused", FUSED, fused=True)]
         ways += [_elsewhere(way, "half", HALF, selective="half")]
         for each in (way, _recomputing(way)):
-            ways += [_elsewhere(each, "bf16", BF16, stored=low, moment=low)]
+            ways += [_elsewhere(each, "bf16", BF16, stored=low, moment=low, loss=low)]
             ways += [_elsewhere(each, "bf16-weights", BF16_WEIGHTS, stored=low)]
     cut = [_recomputing(way) for way in _cut(model, cluster, low)]
-    return [*ways, *(_elsewhere(way, "bf16", BF16, stored=low, moment=low) for way in cut)]
+    in_16_bits = {"stored": low, "moment": low, "loss": low}
+    ways += [_elsewhere(way, "loss-parallel", LOSS_PARALLEL, loss_parallel=True) for way in cut]
+    return [*ways, *(_elsewhere(way, "bf16", BF16, **in_16_bits) for way in cut)]
 
 
 def _is_plain(way: Strategy) -> bool:

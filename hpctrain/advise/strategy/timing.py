@@ -1,10 +1,9 @@
 """How long a step takes by arithmetic, and what travels for it; not known where a fact is missing.
 
-Compute is the model's operations by a share of the GPU's peak, traffic is bytes by the link's rate,
-and the longer of the two counts: they overlap at best. utilization.toml has the share that training
-reaches, a range for each kind of run, fitted to published runs; it counts all operations, those of
-a recomputation too (hardware FLOP utilisation). Pure. tests/unit/strategy/test_published.py holds
-that against published runs, test_timing.py the volumes.
+Compute is the model's work (`work_of_step`) by a share of the GPU's peak, traffic is bytes by the
+link's rate, and the longer of the two counts: they overlap at best. utilization.toml has the share
+that training reaches, a range for each kind of run, fitted to published runs. Pure.
+tests/unit/strategy/test_published.py holds that against published runs, test_timing.py the volumes.
 """
 
 from __future__ import annotations
@@ -122,26 +121,50 @@ class StepTime:
     most_s: float | None = None  # at the lowest
 
 
-def flops_of_step(model: ModelFacts, batch: Batch, way: Strategy) -> float:
-    """FLOP of one GPU in a step.
+ATTENTION_COST = 1.5
+"""Time of attention's operations, where that of a matrix product's is 1: flash kernels are slower
+(Dao, FlashAttention-2, 2023: 1.3 on an A100; 1.8 on an H100)."""
+ELEMENTWISE_COLUMNS = 400
+"""Norms, activation functions and additions read and write memory; they take as long as products
+over so many more columns. Calibration runs of 2,048 to 4,096 columns give 300 to 700."""
 
-    Two for each weight and token, thrice: forward, and twice that backward; and attention's
-    products of positions, 12 times layers x width x sequence for a token, half of it where
-    positions see only those before them. Recomputation adds a forward pass of the blocks. Frozen
-    weights have no gradients: two for each, twice. A stage of a pipeline has its part of the model,
-    and waits for the others (`bubble`).
+CASTS_COST = 1.3
+"""Time of a step whose adapters cast their inputs to fp32 (peft), where that of others is 1: the
+published runs of such programs took 1.2 to 1.5."""
+
+
+def work_of_step(model: ModelFacts, batch: Batch, way: Strategy) -> float:
+    """Return FLOP of matrix products that take as long as all that a GPU computes in a step."""
+    products, attention = _operations(model, batch, way)
+    work = (products + ATTENTION_COST * attention) * (CASTS_COST if way.layout.casts else 1)
+    return work * (1 + ELEMENTWISE_COLUMNS / model.hidden)
+
+
+def flops_of_step(model: ModelFacts, batch: Batch, way: Strategy) -> float:
+    """Return FLOP of one GPU in a step."""
+    return sum(_operations(model, batch, way))
+
+
+def _operations(model: ModelFacts, batch: Batch, way: Strategy) -> tuple[float, float]:
+    """Return FLOP of weights, and of attention's products of positions.
+
+    Two for each weight and token, thrice: forward, and twice that backward; and 12 times layers x
+    width x sequence for a token, half of it where positions see only those before them.
+    Recomputation adds a forward pass of the blocks. Frozen weights have no gradients: two for each,
+    twice. A stage of a pipeline has its part of the model, and waits for the others (`bubble`).
     """
     causal = 1.0 if model.family == "bert" else 0.5
     attention = 12 * model.layers * model.query * batch.seq * causal
-    token = (4 if way.layout.lora else 6) * model.active_params + attention
+    token = (4 if way.layout.lora else 6) * model.active_params
     if way.layout.recompute:
-        blocks = 2 * (model.active_params - model.vocab * model.hidden)
-        token += blocks + attention / 3
+        token += 2 * (model.active_params - model.vocab * model.hidden)
+        attention *= 4 / 3
     if way.layout.selective == "half":
         token += 2 * model.layers * sum(out * into for out, into in products_of(model)[1::2])
     token += 6 * model.layers * model.adapter_params(way.layout.lora)
-    own = token * batch.tokens * batch.passes / way.layout.tp / way.layout.pp
-    return own / (1 - bubble(batch, way))
+    tokens = batch.tokens * batch.passes / way.layout.tp / way.layout.pp
+    busy = 1 - bubble(batch, way)
+    return token * tokens / busy, attention * tokens / busy
 
 
 def bubble(batch: Batch, way: Strategy) -> float:
@@ -213,7 +236,7 @@ def _to_host(params: float, batch: Batch, layout: Spread) -> float:
 
 
 def step_time(
-    flops: float,
+    work: float,
     traffic: Traffic,
     gpu: Accelerator,
     links: Links,
@@ -221,8 +244,8 @@ def step_time(
 ) -> StepTime:
     """Compute a step's time; not known if the GPU's peak or the rate of a used link is not.
 
-    `flops` and `traffic` are of one GPU. `layout` says what is computed again, which decides on the
-    share of the peak.
+    `work` (see `work_of_step`) and `traffic` are of one GPU. `layout` says what is computed again,
+    which decides on the share of the peak.
     """
     sides = (
         (traffic.inside, links.inside, "in a node"),
@@ -236,7 +259,7 @@ def step_time(
                if nbytes and not rate and not (slow and place == "in a node")]  # fmt: skip
     sent = None if missing else sum(n / rate for n, rate, _ in sides if n and rate)
     share = share_of(gpu.family, layout)
-    compute = None if gpu.flops is None else flops / (gpu.flops * share.typical)
+    compute = None if gpu.flops is None else work / (gpu.flops * share.typical)
     if compute is None:
         missing.insert(0, f"the peak of {gpu.name}")
     if compute is None or sent is None:

@@ -59,7 +59,7 @@ def test_other_engines_rows_are_compared_and_cannot_be_taken(config, capsys):
     theirs = rows["fsdp2+recompute+bf16"]
     assert theirs["memory_fits"]
     assert not theirs["fits"]
-    assert theirs["other_engine"].startswith("weights, gradients and moments in bf16")
+    assert theirs["other_engine"].startswith("weights, gradients, moments and loss in bf16")
     assert rows["fsdp2"]["other_engine"] is None
     assert main(["plan", config, *ASKED, "--strategy", "fsdp2+recompute+bf16"]) == 2
     assert "another engine's: weights" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import time
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,13 @@ def test_what_earlier_versions_read_of_zero_is_what_deepspeed_refuses():
 )
 def test_whose_configuration_it_is(value, is_one):
     assert is_deepspeed(value) is is_one
+
+
+def test_a_tokenizers_vocabulary_is_not_compared_word_by_word():
+    began = time.process_time()
+
+    assert not is_deepspeed({f"token{number}": number for number in range(20_000)})
+    assert time.process_time() - began < 0.5
 
 
 def test_a_finding_names_the_line_of_its_key():

@@ -66,6 +66,7 @@ LEFT = [
     ("HT403", "import torch.distributed.checkpoint as dcp\ndcp.save_state_dict(s, **options)"),
     ("HT402", "with torch.cuda.amp.autocast(True, torch.float16):\n    f()"),
     ("HT402", "from torch.cuda import amp\nwith amp.autocast():\n    f()"),
+    ("HT402", 'with torch.cuda.amp.autocast(device_type="cuda"):\n    f()'),
     (
         "HT403",
         "import torch.distributed.checkpoint as dcp\ndcp.save_state_dict(s, w)",

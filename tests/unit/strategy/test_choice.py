@@ -86,6 +86,37 @@ def test_the_host_is_used_where_nothing_that_stays_on_the_gpus_fits():
     assert taken(ask(gb=8, micro=1)) == "fsdp2+recompute+offload"
 
 
+def test_a_row_within_the_plans_own_error_may_fit_and_is_taken_where_nothing_surely_does():
+    """By tensors, without what is allowed beside them, 6 % less."""
+    asked = replace(ask(micro=1), gpu=replace(ask().gpu, memory=1))
+    needs = {row.way.key: row.peak for row in choice.rows_of(asked) if row.peak}
+    peak = needs["fsdp2+recompute"]
+    for memory, may_fit in (
+        (peak.needed - 1, True),
+        (round(peak.nbytes * 0.95), True),
+        (round(peak.nbytes * 0.93), False),
+    ):
+        gpu = replace(asked.gpu, memory=memory)
+        rows = {row.way.key: row for row in choice.rows_of(replace(asked, gpu=gpu))}
+        row = rows["fsdp2+recompute"]
+        assert (row.fits, row.may_fit) == (False, may_fit)
+        assert row.why.startswith("may fit: ") is may_fit
+        sure = rows["fsdp2+recompute+offload"]
+        assert choice.choose([row]) is (row if may_fit else None)
+        assert choice.choose([row, sure]) is (sure if sure.fits else row if may_fit else None)
+
+
+def test_a_row_of_another_engine_is_known_to_a_fifth_and_never_taken():
+    asked = ask(micro=1)
+    rows = {row.way.key: row for row in choice.rows_of(asked)}
+    peak = rows["fsdp2+bf16"].peak
+    for share, may_fit in ((0.81, True), (0.79, False)):
+        gpu = replace(asked.gpu, memory=round(peak.nbytes * share))
+        row = choice.row_of(replace(asked, gpu=gpu), rows["fsdp2+bf16"].way)
+        assert (row.is_held, row.may_fit) == (False, may_fit)
+        assert choice.choose([row]) is None
+
+
 @pytest.mark.parametrize(
     ("memory", "fits", "said"),
     [

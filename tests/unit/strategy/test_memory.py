@@ -104,10 +104,38 @@ def test_logits_take_12_bytes_of_a_token_and_class():
     assert peak(LLAMA, LONG, FSDP2).parts["logits"] == 12 * LONG.tokens * LLAMA.vocab
 
 
+def test_a_loss_in_16_bits_takes_8_bytes_of_a_token_and_class():
+    """The model's logits, their log-softmax, its gradient and theirs, 2 bytes each."""
+    layout = replace(FSDP2, recompute=True, stored=2, moment=2, loss=2)
+
+    assert peak(LLAMA, Batch(8, 8192), layout).parts["logits"] == 8 * 8 * 8192 * LLAMA.vocab
+
+
+def test_a_loss_cut_over_tensor_parallel_ranks_has_a_part_of_the_classes():
+    whole, cut = (
+        peak(LLAMA, LONG, Spread("fsdp2", shards=8, tp=4, loss_parallel=on)) for on in (False, True)
+    )
+
+    assert whole.parts["logits"] == 12 * LONG.tokens * LLAMA.vocab
+    assert cut.parts["logits"] == whole.parts["logits"] / 4
+
+
+def test_pefts_adapters_keep_their_inputs_in_fp32():
+    """As counted in peft 0.21: a copy for each of seven matrices; the two 16-bit inputs go."""
+    both = [
+        widths(LLAMA, low=2, autocast=False, lora=16, casts=casts).block for casts in (False, True)
+    ]
+
+    copies = 4 * (6 * LLAMA.hidden + LLAMA.inner) + 7 * 2 * 16
+    assert both[1] - both[0] == copies - 2 * (2 * LLAMA.hidden + LLAMA.inner)
+
+
 def test_what_the_allocator_takes_is_apart():
+    """Weights and moments are there from the first step on: between them nothing is left over."""
     fullest = peak(LLAMA, LONG, FSDP2)
 
-    assert fullest.allowance == pytest.approx(0.05 * fullest.nbytes + CONTEXT_BYTES, rel=1e-6)
+    comes = fullest.nbytes - fullest.parts["weights"] - fullest.parts["moments"]
+    assert fullest.allowance == pytest.approx(0.05 * comes + CONTEXT_BYTES, rel=1e-6)
     assert fullest.needed == fullest.nbytes + fullest.allowance
     assert set(fullest.parts) <= set(PARTS)
 

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.advise.strategy import timing
-from hpctrain.advise.strategy.memory import Spread
+from hpctrain.advise.strategy import choice, timing
+from hpctrain.advise.strategy.memory import ELSEWHERE_ERROR, Spread
 from hpctrain.advise.strategy.timing import share_of
 from tests.support import published
 
 TOLERANCE = 0.25
-TOO_LARGE = {"H12", "H25"}
-"""Runs that trained and that a plan calls too large for the GPU: by 4 and 0.4 %."""
-TOO_SLOW_OR_FAST = {"H3", "H10", "H25"}
-"""1B at 8,192 positions, 125M, and a program without compiled kernels."""
-MEMORY = (0.85, 1.5)
-"""Planned need over published peak. A plan has to be above rather than below."""
+TOO_SLOW = {"H25", "H47", "H48"}
+"""One program, which takes 1.9 times as long as others of its kind, on H100 and on A100."""
+RESERVED = (0.85, 1.3)
+"""Planned need over what the allocator reserved: that keeps what is freed where there is room."""
+ALLOCATED = (0.9, 1 / (1 - ELSEWHERE_ERROR))
+"""Planned tensors over published ones. The highest is H31, whose optimizer is fused."""
 
 
 def test_there_are_runs_of_both_kinds_from_several_engines():
@@ -30,8 +30,16 @@ def test_there_are_runs_of_both_kinds_from_several_engines():
     assert len({run.name for run in published.runs()}) == len(published.runs())
 
 
-def test_what_was_trained_fits_but_for_two():
-    assert {run.name for run in published.runs() if not run.row.is_held} == TOO_LARGE
+def test_what_was_trained_fits():
+    assert [run.name for run in published.runs() if not run.row.is_held] == []
+
+
+def test_what_was_trained_within_the_plans_error_is_not_refused():
+    """H12's layers with norms of several kernels, as hpctrain's own row has them."""
+    (run,) = [run for run in published.runs() if run.name == "H12"]
+    (row,) = [row for row in choice.rows_of(run.asked) if row.way.key == "fsdp2"]
+
+    assert (row.fits, row.may_fit) == (False, True)
 
 
 @pytest.mark.parametrize("held_out", [False, True])
@@ -43,7 +51,7 @@ def test_a_step_takes_what_was_published_within_a_quarter(held_out):
     }
     off = {name for name, ratio in ratios.items() if abs(ratio - 1) > TOLERANCE}
 
-    assert off == (TOO_SLOW_OR_FAST if held_out else set())
+    assert off == (TOO_SLOW if held_out else set())
     assert len(off) <= (0.15 if held_out else 0.0) * len(ratios)
 
 
@@ -61,12 +69,16 @@ def test_published_times_lie_in_the_range_that_a_plan_shows():
 
 
 def test_planned_memory_is_near_what_was_published():
-    ratios = {run.name: run.memory_ratio for run in published.runs() if run.memory_ratio}
+    ratios = [(run, run.memory_ratio) for run in published.runs() if run.memory_ratio]
+    tensors = {run.name for run, _ in ratios if run.said["reading"] == "allocated"}
 
     assert len(ratios) >= 10
-    assert {
-        name: ratio for name, ratio in ratios.items() if not MEMORY[0] <= ratio <= MEMORY[1]
-    } == {}
+    assert len(tensors) >= 7
+    for run, ratio in ratios:
+        if run.name in tensors:
+            assert ALLOCATED[0] <= ratio <= ALLOCATED[1], (run.name, ratio)
+        else:
+            assert RESERVED[0] <= ratio <= RESERVED[1], (run.name, ratio)
 
 
 def test_computing_blocks_again_never_makes_a_step_shorter():

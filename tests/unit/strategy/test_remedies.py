@@ -36,7 +36,9 @@ def test_where_nothing_of_hpctrains_fits_other_engines_and_more_gpus_are_named()
     assert choice.choose(rows) is None
     assert found[0].startswith("2 GPUs (--nodes 2 --global-batch 2): ")
     assert any(text.startswith("one GPU, recompute, bf16: ") for text in found)
-    assert any("another engine's: weights, gradients and moments in bf16" in text for text in found)
+    assert any(
+        "another engine's: weights, gradients, moments and loss in bf16" in text for text in found
+    )
     assert any(text.startswith("LoRA 16, one GPU") for text in found)
     assert found[-1].startswith("a GPU with ")
     assert "(gh200-144gb, h200, b200, mi300x)" in found[-1], "those with enough, smallest first"

@@ -15,6 +15,7 @@ from hpctrain.advise.strategy.timing import (
     share_of,
     step_time,
     traffic_of_step,
+    work_of_step,
 )
 from tests.support.plan_cases import MODELS
 
@@ -36,6 +37,33 @@ def test_a_token_costs_six_operations_for_each_weight_and_attention_on_top():
     assert flops == pytest.approx(weights + attention, rel=1e-6)
     again = flops_of_step(LLAMA, BATCH, way(recompute=True))
     assert 1.25 < again / flops < 4 / 3
+
+
+def test_attention_takes_half_as_long_again_as_products_of_the_same_operations():
+    """Twice the sequence adds attention alone to a token's operations."""
+    short, long = Batch(2, 2048), Batch(1, 4096)
+    more = flops_of_step(LLAMA, long, way()) - flops_of_step(LLAMA, short, way())
+    longer = work_of_step(LLAMA, long, way()) - work_of_step(LLAMA, short, way())
+
+    assert longer / (1 + 400 / LLAMA.hidden) == pytest.approx(1.5 * more)
+
+
+def test_adapters_that_cast_take_longer():
+    layouts = [way(lora=16), way(lora=16, casts=True)]
+    plain, cast = (work_of_step(LLAMA, BATCH, each) for each in layouts)
+
+    assert cast == pytest.approx(1.3 * plain)
+
+
+def test_narrow_models_reach_less_of_the_peak():
+    narrow = replace(LLAMA, hidden=LLAMA.hidden // 4)
+    wide, thin = (
+        work_of_step(model, BATCH, way()) / flops_of_step(model, BATCH, way())
+        for model in (LLAMA, narrow)
+    )
+
+    assert 1.05 < wide < 1.15
+    assert 1.35 < thin < 1.45
 
 
 def test_gathers_and_reductions_are_counted_with_what_a_ring_sends():
