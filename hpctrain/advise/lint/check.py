@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from hpctrain.advise.lint.arguments import check_arguments, check_legacy
 from hpctrain.advise.lint.deepspeed_config import check_deepspeed, check_initialize
 from hpctrain.advise.lint.divergence import check_divergence
-from hpctrain.advise.lint.loading import check_loading, check_resuming, check_saving
+from hpctrain.advise.lint.loading import check_loading, check_saving
 from hpctrain.advise.lint.patterns import check_patterns
 from hpctrain.advise.lint.precision import check_precision
 from hpctrain.advise.lint.reporting import ProgramFacts
@@ -42,7 +42,6 @@ _CHECKS = (
     check_arguments,
     check_patterns,
     check_precision,
-    check_resuming,
     check_loading,
     check_legacy,
     check_saving,

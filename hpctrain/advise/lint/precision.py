@@ -1,4 +1,4 @@
-"""Rules HT117, HT203 to HT205, HT208 to HT211, HT213, HT215 to HT217, HT515 and HT518: a step."""
+"""Rules HT117, HT203 to HT205, HT208 to HT211, HT213, HT215, HT515 and HT518: a step."""
 
 from __future__ import annotations
 
@@ -27,19 +27,16 @@ if TYPE_CHECKING:
 
     from hpctrain.advise.lint.rule import LintFinding
 
-_STEPS = "gradient_accumulation_steps"
 _CLIPS = frozenset({"clip_grad_norm_", "clip_grad_value_"})
 
 
 def check_precision(facts: ProgramFacts) -> Iterator[LintFinding]:
-    """HT117, HT203 to HT205, HT208 to HT211, HT213, HT215 to HT217, HT515 and HT518."""
+    """HT117, HT203 to HT205, HT208 to HT211, HT213, HT215, HT515 and HT518."""
     yield from _scalers(facts)
     yield from _steps(facts)
     yield from _items(facts)
     yield from _sharded_later(facts)
     yield from _clipped_shards(facts)
-    yield from _cleared_by_hand(facts)
-    yield from _with_accelerate(facts)
     yield from _no_sync(facts)
     yield from _bypassed(facts)
     yield from _profilers(facts)
@@ -298,109 +295,6 @@ def _profilers(facts: ProgramFacts) -> Iterator[LintFinding]:
         ]
         if not stepped and not elsewhere:
             yield facts.finding("HT518", call, f"{name.id}.step() is never called")
-
-
-def _cleared_by_hand(facts: ProgramFacts) -> Iterator[LintFinding]:
-    """HT216: `zero_grad()` for each batch, the same optimizer's `step()` for each nth."""
-    for call in facts.syntax.methods("zero_grad"):
-        owner, loop = owner_of(call), inside_loop(facts.syntax, call)
-        if loop is None or not _is_each_round(facts, call, loop):
-            continue
-        steps = [
-            one
-            for one in facts.syntax.methods("step")
-            if owner_of(one) == owner and inside_loop(facts.syntax, one) is loop
-        ]
-        tests = [around for one in steps if (around := _nth_around(facts, one)) is not None]
-        backward = any(
-            is_backward(one) and _is_each_round(facts, one, loop) for one in facts.syntax.calls
-        )
-        if backward and tests and len(tests) == len(steps) and _accumulates(tests[0], owner):
-            message = f"{owner}.zero_grad() for each batch, step() only at line {steps[0].lineno}"
-            yield facts.finding("HT216", call, message)
-
-
-def _with_accelerate(facts: ProgramFacts) -> Iterator[LintFinding]:
-    """HT216 and HT217 where `Accelerator(gradient_accumulation_steps=...)` is more than 1."""
-    given = [keyword(one, _STEPS) for one in facts.syntax.calls_to("Accelerator")]
-    divisors = {ast.unparse(one) for one in given if one is not None and constant(one) != 1}
-    if not divisors:
-        return
-    for call in facts.syntax.calls:
-        if is_backward(call) and last(owner_of(call)) == "accelerator" and call.args:
-            divided = _division(facts, call)
-            if divided is not None and (
-                ast.unparse(divided) in divisors or last(facts.syntax.dotted(divided)) == _STEPS
-            ):
-                message = f"backward() divides by {ast.unparse(divided)}, too"
-                yield facts.finding("HT217", call, message)
-    for block in (one for scope in facts.syntax.scopes for one in scope.of(ast.With)):
-        if any(".accumulate(" in ast.unparse(item.context_expr) for item in block.items):
-            yield from _cleared_in(facts, block)
-
-
-def _cleared_in(facts: ProgramFacts, block: ast.With) -> Iterator[LintFinding]:
-    """An optimizer that accelerate wraps waits for the last batch; its model does not wait."""
-    backward = [
-        one.lineno
-        for one in facts.syntax.calls
-        if is_backward(one) and block in facts.syntax.outer(one)
-    ]
-    for call in facts.syntax.methods("zero_grad"):
-        owner = owner_of(call)
-        waits = "opt" in owner.lower() and call.lineno > min(backward, default=0)
-        if backward and not waits and facts.syntax.parents[call] in block.body:
-            yield facts.finding("HT216", call, f"{owner}.zero_grad() for each batch of a step")
-
-
-def _division(facts: ProgramFacts, call: ast.Call) -> ast.expr | None:
-    """What the loss that a call is given was divided by last."""
-    value = call.args[0]
-    if isinstance(value, ast.Name):
-        scope = facts.syntax.scope_of[call]
-        changes: list[ast.Assign | ast.AugAssign] = [
-            *scope.of(ast.Assign),
-            *scope.of(ast.AugAssign),
-        ]
-        changes = [
-            one
-            for one in changes
-            if one.lineno < call.lineno
-            and value.id in {ast.unparse(target) for target in _targets(one)}
-        ]
-        latest = max(changes, key=lambda one: one.lineno, default=None)
-        if isinstance(latest, ast.AugAssign):
-            return latest.value if isinstance(latest.op, ast.Div) else None
-        value = latest.value if latest is not None else value
-    is_division = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div)
-    return value.right if isinstance(value, ast.BinOp) and is_division else None
-
-
-def _targets(node: ast.Assign | ast.AugAssign) -> list[ast.expr]:
-    return node.targets if isinstance(node, ast.Assign) else [node.target]
-
-
-def _is_each_round(facts: ProgramFacts, call: ast.Call, loop: ast.For | ast.While) -> bool:
-    """Whether a call is made in each round of this loop: under no test, in no inner loop."""
-    for around in facts.syntax.outer(call):
-        if around is loop:
-            return True
-        if not isinstance(around, ast.With | ast.Expr):
-            return False
-    return False
-
-
-def _nth_around(facts: ProgramFacts, call: ast.Call) -> ast.If | None:
-    for around in facts.syntax.outer(call):
-        if isinstance(around, ast.If) and _is_each_nth(around.test):
-            return around
-    return None
-
-
-def _accumulates(test: ast.If, owner: str) -> bool:
-    """Whether every nth batch is meant to end a sum, and not to train something less often."""
-    cleared = f"{owner}.zero_grad(" in ast.unparse(ast.Module(test.body, []))
-    return cleared or "accum" in ast.unparse(test.test).lower()
 
 
 def _no_sync(facts: ProgramFacts) -> Iterator[LintFinding]:
