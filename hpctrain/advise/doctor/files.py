@@ -1,13 +1,11 @@
-"""Logs from disks and pipes, as blocks of whole lines in UTF-8, however they were written.
+"""Read logs from disks and pipes, plain or packed, as blocks of whole lines.
 
-Plain, gzip, bzip2 and xz; UTF-16 is recognised; what cannot be decoded is replaced. One block is
-held at a time. tests/unit/doctor/test_files.py holds the promises.
+One block is held at a time. tests/unit/doctor/test_files.py holds the promises.
 """
 
 from __future__ import annotations
 
 import bz2
-import codecs
 import itertools
 import lzma
 import os
@@ -48,8 +46,6 @@ _PIECE = 64
 BINARY_SHARE = 0.1
 """Of control characters in a file's beginning: it is no text."""
 _CONTROLS = bytes([*range(9), *range(14, 27)])
-_UTF16_SHARE = 0.7
-"""Of null bytes in every other place of a file's beginning: it is UTF-16 without a mark."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +109,11 @@ def _of_folder(folder: Path) -> list[LogInput]:
     return files
 
 
-class _NotText(Exception):
-    """Nothing of it can be read as a log."""
-
-
 _EMPTY = "it is empty"
+
+
+class _NotText(OSError):
+    """Nothing of it can be read as a log."""
 
 
 def scan(
@@ -146,26 +142,22 @@ def scan(
         try:
             for block in _blocks(log, advance, notes):
                 scanner.feed(block)
-        except _NotText as error:
-            why = str(error)
-            refusal = f"{log.name}: {why}"
         except OSError as error:
             why = error.strerror or str(error)
-            refusal = f"{log.name} cannot be read: {why}"
+            if log.is_named:
+                verb = "" if isinstance(error, _NotText) else " cannot be read"
+                raise UsageError(f"{log.name}{verb}: {why}") from None
+            if why != _EMPTY:
+                notes.append(f"{log.name} was left out: {why}")
         else:
             facts.append(scanner.finish())
-            continue
-        if log.is_named:
-            raise UsageError(refusal)
-        if why != _EMPTY:
-            notes.append(f"{log.name} was left out: {why}")
     if not facts:
         raise UsageError(f"none of {len(logs)} files has text: {'; '.join(notes[:3]) or _EMPTY}")
     return facts, notes
 
 
 def _blocks(log: LogInput, advance: Callable[[int], None], notes: list[str]) -> Iterator[bytes]:
-    """A log's blocks of whole lines in UTF-8, or of ASCII's like; notes get what was left out."""
+    """Yield a log's blocks of whole lines; notes get what was left out."""
     with nullcontext(sys.stdin.buffer) if log.path is None else open_plain(log.path) as opened:
         file = cast("IO[bytes]", opened)
         if log.tail_bytes is not None and log.tail_bytes < os.fstat(file.fileno()).st_size:
@@ -182,35 +174,31 @@ def _blocks(log: LogInput, advance: Callable[[int], None], notes: list[str]) -> 
 
 
 def _unpacked(read: Callable[[int], bytes], name: str, notes: list[str]) -> Iterator[bytes]:
-    """A file's content; of a packed one up to where it is torn or damaged, which is noted.
-
-    Raises:
-        _NotText: it is packed, and nothing of it can be unpacked.
-    """
+    """Yield a file's content; of a packed one up to where it is torn or damaged, which is noted."""
     first = read(_SAMPLE)
     packing = next((packing for packing in _MAGIC if first.startswith(packing[0])), None)
     if packing is None:
         yield from itertools.chain(filter(None, [first]), iter(lambda: read(BLOCK), b""))
         return
-    content, fault, has_some = bytearray(), "", False
+    content = bytearray()
+    is_new = True
     try:
         for part in _parts(_small_pieces(first, read), *packing):
             content += part
             if len(content) >= BLOCK:
                 yield bytes(content)
-                content, has_some = bytearray(), True
+                content, is_new = bytearray(), False
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, MemoryError) as error:
         fault = str(error) or "it needs more memory than there is"
+        if is_new and not content:
+            raise _NotText(f"nothing of it can be unpacked ({fault})") from None
+        notes.append(f"{name} ends early: {fault}")
     if content:
         yield bytes(content)
-    elif fault and not has_some:
-        raise _NotText(f"nothing of it can be unpacked ({fault})")
-    if fault:
-        notes.append(f"{name} ends early: {fault}")
 
 
 def _parts(pieces: Iterator[bytes], magic: bytes, new: Callable[[], Any]) -> Iterator[bytes]:
-    """What packed pieces hold, also of several packed files behind each other; zeros are padding.
+    """Yield what packed pieces hold, also of several packed files behind each other.
 
     Raises:
         ValueError: the end is missing, or something else follows; or as of the decoder.
@@ -218,16 +206,15 @@ def _parts(pieces: Iterator[bytes], magic: bytes, new: Callable[[], Any]) -> Ite
     decoder, rest = new(), b""
     for piece in pieces:
         rest += piece
-        # Few packed bytes may be megabytes: a decoder that was given them has more to say.
+        # Few packed bytes may be megabytes: a decoder that was given them has more to give.
         while rest or not (decoder.eof or getattr(decoder, "needs_input", True)):
-            if not decoder.eof:
-                yield decoder.decompress(rest, BLOCK)
-                rest = decoder.unused_data if decoder.eof else b""
-                continue
-            rest = rest.lstrip(b"\0")
-            if not rest.startswith(magic):
-                break
-            decoder = new()
+            if decoder.eof:
+                rest = rest.lstrip(b"\0")  # padding
+                if not rest.startswith(magic):
+                    break
+                decoder = new()
+            yield decoder.decompress(rest, BLOCK)
+            rest = decoder.unused_data if decoder.eof else b""
         if decoder.eof and len(rest) >= len(magic):
             break
     if rest or not decoder.eof:
@@ -235,10 +222,7 @@ def _parts(pieces: Iterator[bytes], magic: bytes, new: Callable[[], Any]) -> Ite
 
 
 def _small_pieces(first: bytes, read: Callable[[int], bytes]) -> Iterator[bytes]:
-    """A packed file in small pieces, and its end byte by byte.
-
-    Its last words matter most, and a checksum that may be wrong comes behind them.
-    """
+    """Yield a packed file in small pieces, and its end byte by byte: its last words matter most."""
     while first:
         size = _PIECE if len(first) == _SAMPLE else 1
         yield from (first[at : at + size] for at in range(0, len(first), size))
@@ -246,45 +230,23 @@ def _small_pieces(first: bytes, read: Callable[[int], bytes]) -> Iterator[bytes]
 
 
 def _whole_lines(contents: Iterator[bytes]) -> Iterator[bytes]:
-    """Blocks that end with a line's end, in UTF-8."""
-    first = next(contents, b"")
-    if not first:
+    """Yield blocks that end with a line's end."""
+    rest = next(contents, b"")
+    if not rest:
         raise _NotText(_EMPTY)
-    contents = itertools.chain([first], contents)
-    encoding = _utf_16(first[:_SAMPLE])
-    if encoding:
-        texts = codecs.iterdecode(contents, encoding, "replace")
-        contents = (text.encode("utf-8", "replace") for text in texts)
-    elif _is_binary(first[:_SAMPLE]):
+    if _is_binary(rest[:_SAMPLE]):
         raise _NotText("it is no text")
-    rest = b""
-    for content in contents:
-        end = content.rfind(b"\n") + 1
+    for content in itertools.chain([b""], contents):
+        rest += content
+        end = rest.rfind(b"\n") + 1 or len(rest) * (len(rest) > MOST_LINE)
         if end:
-            yield rest + content[:end]
-            rest = content[end:]
-        else:
-            rest += content
-        if len(rest) > MOST_LINE:
-            yield rest
-            rest = b""
+            yield rest[:end]
+            rest = rest[end:]
     if rest:
         yield rest
 
 
-def _utf_16(first: bytes) -> str:
-    """Which UTF-16 it is, by its mark or by every other byte being null; "" for all else."""
-    if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "utf-16"
-    if len(first) >= 8:  # noqa: PLR2004 - too short to tell
-        even, odd = (first[at::2].count(0) * 2 / len(first) for at in (0, 1))
-        for name, nulls, others in (("utf-16-le", odd, even), ("utf-16-be", even, odd)):
-            if nulls > _UTF16_SHARE and others < BINARY_SHARE:
-                return name
-    return ""
-
-
 def _is_binary(first: bytes) -> bool:
-    """Whether much of it is control characters; holes of a network's disk are no sign."""
+    """Return whether much of it is control characters; holes of a network's disk are no sign."""
     sample = first.replace(b"\0" * 64, b"")
     return len(sample) - len(sample.translate(None, _CONTROLS)) > BINARY_SHARE * len(sample)

@@ -1,9 +1,8 @@
-"""The judgement: of all that speaks of faults the first in time that explains the others. Pure.
+"""Judge: find the first fault in time that explains the others. Pure.
 
-A fault that ends a process explains the time-outs of those that waited for it, the connections that
-broke, and the signals by which a launcher cleans up; none of these explains a fault. Where two
-faults have no order in time, or the sign itself is weak, the diagnosis is not called certain.
-tests/unit/doctor/test_judge.py and test_corpus.py hold the promises.
+A fault that ends a process explains others' time-outs, broken connections, and the signals by which
+a launcher cleans up. If two faults have no order in time, or the sign is weak, the diagnosis is not
+certain. tests/unit/doctor/test_judge.py and test_corpus.py hold the promises.
 """
 
 from __future__ import annotations
@@ -46,6 +45,7 @@ _BRIDGE = re.compile(r"\b(?:docker\d+|br-[\da-f]{12}|virbr\d+|veth\w+|cni\d+)\b"
 _SUDDEN = frozenset({"host_oom", "shared_memory"})
 _GENERAL = frozenset({"code", "data_worker", "rendezvous"})
 _SRUN, _LEFT = "srun: error: ", "srun-task-exited"
+_CALL = {"operation", "number"}
 
 
 class _Case:
@@ -69,7 +69,7 @@ class _Case:
 
 
 def judge(logs: Sequence[LogFacts], world_size: int | None = None) -> Diagnosis:
-    """What ended the job whose logs these are.
+    """Return what ended the job whose logs these are.
 
     Args:
         logs: What was read of each.
@@ -82,7 +82,6 @@ def judge(logs: Sequence[LogFacts], world_size: int | None = None) -> Diagnosis:
         or _of_waits(case, world_size)
         or _of_the_rest(case)
         or _of_last_resort(case)
-        or _nothing(case)
     )
 
 
@@ -92,10 +91,11 @@ def _of_causes(case: _Case) -> Diagnosis | None:
     if not causes:
         return None
     first, rivals = _first(causes)
-    hint = _numbers_before(first, case)
-    if hint is not None:
-        return _diagnosis(case, hint, Certainty.LIKELY)
-    waited_before = any(wait.precedes(first) is True for wait in waits)
+    if first.kind in _EXPLAINS["nan"]:  # was a loss no number before the end to which that leads?
+        for hint in case.by_role[Role.HINT]:
+            if hint.kind == "nan" and not _is_weak(hint) and hint.precedes(first):
+                return _diagnosis(case, hint, Certainty.LIKELY)
+    waited_before = any(wait.precedes(first) for wait in waits)
     if waited_before and (first.rank is None or first.rank in {wait.rank for wait in waits}):
         return None
     is_sure = not rivals or first.certainty is not Certainty.CERTAIN
@@ -107,12 +107,11 @@ def _of_death(case: _Case) -> Diagnosis | None:
 
     One that aborted or was asked to end has most often waited, or was cleaned up.
     """
-    waits = case.by_role[Role.WAIT]
-    waiting = {wait.rank for wait in waits}
+    waiting = {wait.rank for wait in case.by_role[Role.WAIT]}
     for death in case.by_role[Role.DEATH]:
         crashed = death.kind == "native" and death.certainty is Certainty.LIKELY
         by_itself = death.kind in _SUDDEN or crashed
-        if by_itself and not (waits and (death.rank is None or death.rank in waiting)):
+        if by_itself and not (waiting and (death.rank is None or death.rank in waiting)):
             return _diagnosis(case, death, death.certainty)
     return None
 
@@ -122,7 +121,7 @@ def _of_waits(case: _Case, world_size: int | None) -> Diagnosis | None:
     waits = case.by_role[Role.WAIT]
     if not waits:
         return None
-    kind, summary = who_waited(waits, world_size)
+    kind, summary = _who_waited(waits, world_size)
     why = f"no error of another rank stands before it{_network(case)}"
     return _diagnosis(case, waits[0], Certainty.LIKELY, kind=kind, summary=summary, why=why)
 
@@ -141,16 +140,11 @@ def _of_the_rest(case: _Case) -> Diagnosis | None:
     return _diagnosis(case, first, Certainty.LIKELY, kind="interface", summary=bridge[0], why=why)
 
 
-def _of_last_resort(case: _Case) -> Diagnosis | None:
+def _of_last_resort(case: _Case) -> Diagnosis:
     """By an error that was handled or only reported, or whose end the log does not have."""
-    errors = case.last_resort
-    if not errors:
-        return None
-    first = max(reversed(errors), key=lambda one: (one.role is not Role.HINT, bool(one.details)))
-    return _diagnosis(case, first, Certainty.POSSIBLE)
-
-
-def _nothing(case: _Case) -> Diagnosis:
+    if errors := case.last_resort[::-1]:
+        first = max(errors, key=lambda one: (one.role is not Role.HINT, bool(one.details)))
+        return _diagnosis(case, first, Certainty.POSSIBLE)
     read = f"{count(case.lines, 'line')} of {count(len(case.logs), 'log')}"
     return Diagnosis(
         "unknown",
@@ -226,42 +220,24 @@ def _strength(sighting: Sighting) -> tuple[int, int, int, float]:
     return (general, sighting.certainty.rank, sighting.kind not in _EXPLAINS, at)
 
 
-def _numbers_before(first: Sighting, case: _Case) -> Sighting | None:
-    """A loss that was no number before the kind of end to which that leads."""
-    if first.kind not in _EXPLAINS["nan"]:
-        return None
-    hints = (h for h in case.by_role[Role.HINT] if h.kind == "nan" and not _is_weak(h))
-    return next((hint for hint in hints if hint.precedes(first)), None)
-
-
-def who_waited(waits: Sequence[Sighting], world_size: int | None = None) -> tuple[str, str]:
-    """Who waited in collectives, and for whom.
-
-    Args:
-        waits: Time-outs of collectives, in the order of the logs.
-        world_size: How many ranks there are; None where not known.
-
-    Returns:
-        The kind of fault, and one line: who waited in what, and who did not report.
-    """
-    calls: dict[int, tuple[str, int]] = {}
+def _who_waited(waits: Sequence[Sighting], world_size: int | None) -> tuple[str, str]:
+    """Return the kind of fault, and one line: who waited in what, and who did not report."""
+    ranks, calls = ranks_of(waits), dict[int, tuple[str, int]]()
     for wait in waits:
-        operation, number = wait.details.get("operation"), wait.details.get("number")
-        if wait.rank is not None and operation and number:
-            calls.setdefault(wait.rank, (operation, int(number)))
-    ranks = ranks_of(waits)
-    limits = [int(wait.details["limit"]) for wait in waits if wait.details.get("limit")]
-    limit = f" for {duration(limits[0] / 1000)}" if limits else ""
-    if not calls:
-        return "hang", f"{fold_ranks(ranks) if ranks else 'ranks'} waited for the others{limit}"
+        if wait.rank is not None and wait.details.keys() >= _CALL:
+            call = (wait.details["operation"], int(wait.details["number"]))
+            calls.setdefault(wait.rank, call)
     by_call: dict[tuple[str, int], list[int]] = {}
     for rank, call in sorted(calls.items()):
         by_call.setdefault(call, []).append(rank)
+    limits = (int(wait.details["limit"]) for wait in waits if "limit" in wait.details)
+    limit = next((f" for {duration(one / 1000)}" for one in limits), "")
+    if not by_call:
+        return "hang", f"{fold_ranks(ranks) if ranks else 'ranks'} waited for the others{limit}"
     if len(by_call) == 1:
         ((name, place),) = by_call
         text = f"{fold_ranks(ranks)} waited in {name} #{place}{limit}"
-        reported = set(ranks)
-        missing = [rank for rank in range(world_size or ranks[-1] + 1) if rank not in reported]
+        missing = sorted({*range(world_size or ranks[-1] + 1)}.difference(ranks))
         if 0 < len(missing) < len(ranks):
             text += f"; {fold_ranks(missing)} did not report: look there first"
         return "hang", text
@@ -319,19 +295,22 @@ def _why(first: Sighting, rivals: Sequence[Sighting], case: _Case) -> str:
 
 
 def _follow_ons(case: _Case, first: Sighting, rivals: Sequence[Sighting]) -> tuple[FollowOn, ...]:
-    """The other failures, by signature, with how often."""
+    """The other failures, by signature, with how often; in the order of their first lines."""
     left_out = {rival.sign for rival in rivals}
     groups: dict[str, list[Sighting]] = {}
-    for sighting in case.sightings:
+    for sighting in sorted(case.sightings, key=lambda one: (one.source, one.offset)):
         is_same = sighting.kind == first.kind and sighting.role is first.role
         if not is_same and sighting.sign not in left_out and sighting.role is not Role.HINT:
             groups.setdefault(sighting.sign, []).append(sighting)
-    out = []
-    for sign, sightings in groups.items():
-        times = sum(log.counts[sign] for log in case.logs) or len(sightings)
-        title = FAULTS[sightings[0].kind].title
-        out.append(FollowOn(title, times, ranks_of(sightings), sightings[0]))
-    return tuple(sorted(out, key=lambda follow: (follow.example.source, follow.example.offset)))
+    return tuple(
+        FollowOn(
+            FAULTS[some[0].kind].title,
+            sum(log.counts[sign] for log in case.logs) or len(some),
+            ranks_of(some),
+            some[0],
+        )
+        for sign, some in groups.items()
+    )
 
 
 def _ruled_out(case: _Case, kind: str, rivals: Sequence[Sighting]) -> dict[str, str]:

