@@ -1,9 +1,7 @@
-"""One log as a stream of blocks: what it says of faults, in bounded memory however long it is.
+"""Scan one log as a stream of blocks for what it says of faults, in bounded memory.
 
 A block is searched for a few words at once; only lines with one of them, and those of a traceback
-that has begun, are taken apart. Losses are followed to where they cease to be numbers, or rise: a
-loss is what stands behind a word that ends with "loss"; those of validation are left out.
-Whatever comes, nothing raises: a log may hold anything.
+that has begun, are taken apart. A log may hold anything: nothing raises.
 tests/unit/doctor/test_corpus.py, test_judge.py and test_losses.py hold the promises.
 """
 
@@ -41,19 +39,10 @@ _TABLE_INDENT = "  "
 _AFTER_ERROR = 3
 """Lines that are looked at after "Last error:"."""
 
-_TRACEBACK, _FRAME, _RICH_FRAME, _RAISES, _CRASHED, _EXCEPTION, _UNCAUGHT, _REPORTED, _PASSED_ON = (
-    FORMS[name]
-    for name in (
-        *("traceback", "frame", "rich_frame", "raises", "crashed"),
-        *("error_in_traceback", "uncaught", "reported", "passed_on"),
-    )
-)
-_IGNORED, _TABLE_RANK, _OF_ATTEMPT, _NETWORK = (
-    FORMS[name] for name in ("ignored", "table_rank", "of_attempt", "network")
-)
-_LIBRARY, _OF_CHILD, _LOADS, _NO_END = (
+_TRACEBACK, _FRAME, _PASSED_ON = FORMS["traceback"], FORMS["frame"], FORMS["passed_on"]
+_LIBRARY, _LAUNCHER, _OF_CHILD, _LOADS, _NO_END = (
     re.compile("|".join(LINES["tracebacks"][name]))
-    for name in ("libraries", "of_child", "loads", "no_end")
+    for name in ("libraries", "launchers", "of_child", "loads", "no_end")
 )
 _WRAPPERS = re.compile(rf"(?:^|\.)(?:{'|'.join(LINES['tracebacks']['wrappers'])})$", re.IGNORECASE)
 _READ_THE_CHILD = ("read what the process that it started printed itself: its error stands there",)
@@ -86,6 +75,7 @@ class _LogStream:
     left: int = 0  # lines of its traceback that are still looked at
     place: str = ""  # the innermost line of the program itself so far
     innermost: str = ""  # the innermost line of all
+    cut_at: str = ""  # the innermost line of an open traceback that is no launcher's
     is_ignored: bool = False  # Python ignores this traceback's error
     follows: bool = False  # what comes next follows from the exception before
     last: int | None = None  # where its last exception stands among the sightings
@@ -93,6 +83,11 @@ class _LogStream:
     crashed: bool = False  # the next line of the program itself is where it crashed
     raises: bool = False  # the innermost line is one that raises
     loads: bool = False  # a function that reads a checkpoint is among the lines
+
+    def begin(self, lines: int) -> None:
+        """A traceback has begun, of which so many lines are looked at."""
+        self.left, self.place, self.innermost, self.cut_at = lines, "", "", ""
+        self.raises = self.loads = False
 
 
 class LogScanner:
@@ -149,35 +144,32 @@ class LogScanner:
         self.facts.lines = self._line + (not block.endswith(b"\n") and bool(block))
 
     def finish(self) -> LogFacts:
-        """All that was read."""
+        """Return all that was read, with the tracebacks whose ends are not in the log."""
         facts = self.facts
-        for stream in self._streams.values():
-            if stream.left > 0 and stream.place and not stream.is_ignored:
-                facts.sightings.append(self._cut(stream))
+        facts.sightings += [
+            _code(
+                "traceback-cut",
+                Role.CAUSE,
+                Certainty.POSSIBLE,
+                text="a traceback without its end",
+                source=facts.source,
+                line=facts.lines,
+                offset=self._offset,
+                rank=self._rank,
+                place=stream.place or stream.cut_at,
+                is_handled=True,
+            )
+            for stream in self._streams.values()
+            if stream.left > 0 and stream.cut_at and not stream.is_ignored
+        ]
         facts.progress = tuple(self._losses.offsets)
         facts.sightings += self._losses.sightings(facts.source)
         return facts
 
-    def _cut(self, stream: _LogStream) -> Sighting:
-        """A traceback whose end is not in the log."""
-        return Sighting(
-            "traceback-cut",
-            "code",
-            Role.CAUSE,
-            Certainty.POSSIBLE,
-            "a traceback without its end",
-            self.facts.source,
-            self.facts.lines,
-            self._offset,
-            self._rank,
-            place=stream.place,
-            is_handled=True,
-        )
-
     def _look(self, raw: bytes, number: int, offset: int) -> None:
         """Take one line apart, and keep what it says of a fault."""
         text = raw[:LONGEST_LINE].decode("utf-8", "replace")
-        of = _OF_ATTEMPT.match(text) if self._attempt is not None else None
+        of = FORMS["of_attempt"].match(text) if self._attempt is not None else None
         if of is not None and int(of["attempt"]) != self._attempt:
             return
         line = plain(text)
@@ -191,10 +183,8 @@ class LogScanner:
         if stream.is_ignored and reading.role is Role.CAUSE:
             stream.is_ignored = False
             return
-        ranks = (line.rank, stream.failed, self._rank)
-        rank = next((rank for rank in ranks if rank is not None), None)
-        if rank is None and reading.details.get("rank"):
-            rank = int(reading.details["rank"])
+        ranks = (line.rank, stream.failed, self._rank, reading.details.get("rank"))
+        rank = next((int(rank) for rank in ranks if rank is not None), None)
         sighting = replace(
             reading,
             text=words.strip()[:SHOWN],
@@ -218,7 +208,7 @@ class LogScanner:
 
     def _read(self, text: str, stream: _LogStream) -> Sighting | None:
         """What a line says: of a fault, or of what its stream is in the middle of."""
-        if "NET/" in text and (match := _NETWORK.search(text)) is not None:
+        if "NET/" in text and (match := FORMS["network"].search(text)) is not None:
             self.facts.networks.setdefault(match["network"], match["what"].strip())
         if any(one.fits(text) for one in self._table.harmless):
             return None
@@ -233,14 +223,14 @@ class LogScanner:
     def _signed(self, signature: Signature, match: re.Match[str], stream: _LogStream) -> Sighting:
         """What a signature knows of a line: a program may print any words and continue."""
         text, sure = match.string, Certainty(signature.certainty)
-        inside = stream.left > 0 and _EXCEPTION.match(text) is not None
+        inside = stream.left > 0 and FORMS["error_in_traceback"].match(text) is not None
         if sure is Certainty.CERTAIN and signature.says_so == "program":
             sure = sure if inside or EXCEPTION.match(text) else Certainty.LIKELY
         if inside:
             stream.left = 0
         if signature.name == FATAL and stream.left <= 0:
             # Its place stands behind this line; a traceback before it has it as well.
-            stream.left, stream.place = self._watch(_ATTENTION), ""
+            stream.begin(self._watch(_ATTENTION))
         return Sighting(
             signature.name,
             signature.fault,
@@ -259,10 +249,9 @@ class LogScanner:
     def _belongs(self, text: str, stream: _LogStream) -> bool:
         """Whether the line only belongs to a traceback, of which the place is kept."""
         if _TRACEBACK.search(text) is not None:
-            stream.left, stream.place, stream.innermost = self._watch(_ATTENTION), "", ""
-            stream.raises = stream.loads = False
+            stream.begin(self._watch(_ATTENTION))
             return True
-        if _IGNORED.match(text) is not None:
+        if FORMS["ignored"].match(text) is not None:
             stream.is_ignored = True
             self._watch(_AFTER_ERROR)
             return True
@@ -271,25 +260,30 @@ class LogScanner:
             return True
         if text.endswith(("Last error:", "ChildFailedError:")):
             self._watch(_AFTER_ERROR if "Last" in text else _TABLE)
-        if (table := _TABLE_RANK.match(text)) is not None:
+        if (table := FORMS["table_rank"].match(text)) is not None:
             stream.failed = int(table["rank"])
         elif text.startswith("==="):
             stream.failed = None
         if stream.left <= 0:
-            return False
+            frame = _FRAME.match(text)
+            if frame is None or not frame["comma"]:  # without it it is faulthandler's
+                return False
+            stream.begin(self._watch(_AFTER_EXCEPTION))  # its beginning is not in the log
         stream.left -= 1
-        stream.crashed = stream.crashed or _CRASHED.match(text) is not None
+        stream.crashed = stream.crashed or FORMS["crashed"].match(text) is not None
         return self._frame(text, stream) or text.startswith((" ", "\t", "~", "^"))
 
     def _frame(self, text: str, stream: _LogStream) -> bool:
         """Whether the line is one of a traceback's places; what is reported of them is kept."""
-        frame = _FRAME.match(text) or _RICH_FRAME.match(text)
+        frame = _FRAME.match(text) or FORMS["rich_frame"].match(text)
         if frame is None:
-            stream.raises = stream.raises or _RAISES.match(text) is not None
+            stream.raises = stream.raises or FORMS["raises"].match(text) is not None
             return False
         stream.innermost = f"{frame['file']}:{frame['line']} in {frame['function']}"
         stream.raises = False
         stream.loads = stream.loads or _LOADS.match(frame["function"]) is not None
+        if _LAUNCHER.search(frame["file"]) is None:
+            stream.cut_at = stream.innermost
         if _LIBRARY.search(frame["file"]) is None:
             stream.place = stream.innermost
             if stream.crashed and stream.last is not None:
@@ -311,8 +305,8 @@ class LogScanner:
     def _exception(self, text: str, stream: _LogStream) -> Sighting | None:
         """An exception that no signature knows: the ledger's words for it, else the program's."""
         in_traceback = stream.left > 0
-        pattern = _EXCEPTION if in_traceback else EXCEPTION
-        match = pattern.match(text) or _UNCAUGHT.search(text)
+        pattern = FORMS["error_in_traceback"] if in_traceback else EXCEPTION
+        match = pattern.match(text) or FORMS["uncaught"].search(text)
         if match is None:
             return None if in_traceback else _mentioned(text)
         name = match["name"]
@@ -325,7 +319,7 @@ class LogScanner:
         is_empty = name == "Exception" and not match["text"]  # torch's, round a spawned rank's own
         if _PASSED_ON.search(text):  # its own traceback follows, if the log has it
             return _mentioned(text)
-        if not _is_own(name) or is_empty:
+        if _WRAPPERS.search(name) is not None or is_empty:
             return None
         details = {"exception": name}
         cause = cause_in(text)
@@ -334,29 +328,28 @@ class LogScanner:
         if in_traceback and stream.loads:
             sure = Certainty.LIKELY
             return Sighting("checkpoint-read", "checkpoint", Role.CAUSE, sure, details=details)
-        of_child = _OF_CHILD.search(text) is not None
-        sure = Certainty.CERTAIN if is_own else Certainty.LIKELY
-        sure, advice = (Certainty.POSSIBLE, _READ_THE_CHILD) if of_child else (sure, ())
-        sign = f"exception-{name}"
-        return Sighting(sign, "code", Role.CAUSE, sure, details=details, advice=advice)
+        sign, sure = f"exception-{name}", Certainty.CERTAIN if is_own else Certainty.LIKELY
+        if _OF_CHILD.search(text) is None:
+            return _code(sign, Role.CAUSE, sure, details=details)
+        sure, advice = Certainty.POSSIBLE, _READ_THE_CHILD
+        return _code(sign, Role.CAUSE, sure, details=details, advice=advice)
+
+
+def _code(sign: str, role: Role, sure: Certainty, **fields: Any) -> Sighting:
+    return Sighting(sign, "code", role, sure, **fields)
 
 
 def _mentioned(text: str) -> Sighting | None:
     """An exception that a line reports behind other words, as loggers and notebooks do."""
     if _NO_END.search(text) is not None:
         return None
-    passed_on = _PASSED_ON.search(text)
-    names = [match["name"] for match in _REPORTED.finditer(text)]
-    name = passed_on["name"] if passed_on else next(filter(_is_own, names), None)
+    match = _PASSED_ON.search(text)
+    names = [match["name"]] if match else [one["name"] for one in FORMS["reported"].finditer(text)]
+    name = next((name for name in names if match or _WRAPPERS.search(name) is None), None)
     if name is None:
         return None
-    sure, details = Certainty.POSSIBLE, {"exception": name}
-    return Sighting("exception-reported", "code", Role.HINT, sure, details=details)
-
-
-def _is_own(name: str) -> bool:
-    """Whether an exception of this name is none that only passes on another process's."""
-    return _WRAPPERS.search(name) is None
+    details = {"exception": name}
+    return _code("exception-reported", Role.HINT, Certainty.POSSIBLE, details=details)
 
 
 def _with_a_word(lines: bytes, words: tuple[bytes, ...]) -> set[bytes]:
@@ -386,32 +379,30 @@ class _Series:
     values: int = 0  # how many were finite and usual so far
     mean: float = 0.0  # of those, with the newest counting most
     limit: float = math.inf  # a value above it is a rise; infinite while too few are known
-    first_nan: tuple[int, int] | None = None  # line and offset of the first since the last number
-    nans: int = 0  # how many there were in a row
-    high_since: tuple[int, int, float, float] | None = None  # line, offset, value, mean before it
-    high: int = 0  # for how many values a rise has lasted
+    is_nan: bool = False  # the odd values in a row, at the end, are no numbers; else they are high
+    odd: int = 0  # how many they are
+    first: tuple[int, int] = (0, 0)  # line and offset of their first
+    risen: float = 0.0  # their first value
 
     def usual(self, value: float) -> None:
-        """The next value, one as those before it."""
-        if self.nans or self.high:
-            self.first_nan, self.nans, self.high_since, self.high = None, 0, None, 0
+        """Count the next value, one as those before it."""
+        self.odd = 0
         self.values += 1
         self.mean += (value - self.mean) * max(1 / self.values, 0.05)
         self.limit = RISE * self.mean if self.values >= LEAST and self.mean > 0 else math.inf
 
     def unusual(self, value: float, line: int, offset: int) -> None:
-        """The next value, one that is no number or far higher."""
-        if not math.isfinite(value):
-            self.first_nan = self.first_nan or (line, offset)
-            self.nans += 1
-            return
-        self.first_nan, self.nans = None, 0
-        self.high_since = self.high_since or (line, offset, value, self.mean)
-        self.high += 1
+        """Count the next value, one that is no number or far higher."""
+        is_nan = not math.isfinite(value)
+        if not self.odd or is_nan is not self.is_nan:
+            self.is_nan, self.odd, self.first, self.risen = is_nan, 0, (line, offset), value
+        self.odd += 1
 
 
 class LossWatch:
-    """Follows the losses of one log.
+    """Follows the losses of one log: what stands behind a word that ends with "loss".
+
+    Losses of validation are left out.
 
     Attributes:
         offsets: Where the last losses were printed, oldest first.
@@ -464,20 +455,19 @@ class LossWatch:
         return series
 
     def sightings(self, source: str) -> list[Sighting]:
-        """What the losses tell at the log's end."""
-        out: list[Sighting] = []
-
-        def add(kind: str, sign: str, text: str, at: tuple[int, int], *, sure: bool) -> None:
-            certainty = Certainty.LIKELY if sure else Certainty.POSSIBLE
-            out.append(Sighting(sign, kind, Role.HINT, certainty, text, source, *at))
-
-        for series in self._series.values():
-            nan, rise = series.first_nan, series.high_since
-            if nan is not None and (series.nans > 1 or series.values == 0):
-                text = f"{series.name} is no number from here to the end ({series.nans} times)"
-                add("nan", "loss-nan", text, nan, sure=series.nans > 1)
-            elif rise is not None and series.high >= STAYED:
-                before, after = f"{rise[3]:.3g}", f"{rise[2]:.3g}"
-                text = f"{series.name} rose from about {before} to {after} and stayed high"
-                add("loss_spike", "loss-spike", text, rise[:2], sure=True)
+        """Return what the losses tell at the log's end."""
+        out = []
+        for one in self._series.values():
+            sign, kind, sure = "loss-nan", "nan", Certainty.LIKELY
+            if one.is_nan and (one.odd > 1 or (one.odd and not one.values)):
+                text = f"{one.name} is no number from here to the end ({one.odd} times)"
+                sure = sure if one.odd > 1 else Certainty.POSSIBLE
+            elif not one.is_nan and one.odd >= STAYED:
+                sign, kind = "loss-spike", "loss_spike"
+                text = (
+                    f"{one.name} rose from about {one.mean:.3g} to {one.risen:.3g} and stayed high"
+                )
+            else:
+                continue
+            out.append(Sighting(sign, kind, Role.HINT, sure, text, source, *one.first))
         return out

@@ -1,14 +1,13 @@
 """Signatures: what a line of a log looks like that speaks of a fault. Read from TOML files.
 
-A signature is looked for in a line only where one of its words stands in it, and a line is looked
-at only where one of `SignatureTable.words` stands in it: searching for a few plain words is what
-makes a log of a gigabyte a matter of seconds. docs/doctor.md describes the fields for users.
+A signature is tried on a line only where one of its words stands in it: plain words are found fast.
 tests/unit/doctor/test_own_signatures.py and test_corpus.py hold the promises.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -28,7 +27,6 @@ from hpctrain.errors import HpctrainError, NotFound, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from types import FrameType
 
 FOLDER = "signatures"
 """Beside this module, and in the folder of a user's own settings."""
@@ -94,7 +92,7 @@ class SignatureTable:
     Attributes:
         faults: Those that speak of a fault.
         harmless: Those whose lines are passed over.
-        words: One of them stands in every line that is worth a look, once its digits are taken out.
+        words: One of them stands in every line, without its digits, that is worth a look.
     """
 
     def __init__(self, signatures: Iterable[Signature]) -> None:
@@ -165,36 +163,32 @@ def _signature(row: Mapping[str, Any], place: str) -> Signature:
 
 
 def paths_here(environ: Mapping[str, str]) -> tuple[list[Path], list[str]]:
-    """The files that hold here, a user's before the site's, and what hinders the site's."""
+    """Return the files that hold here, a user's before the site's, and what hinders the site's."""
     own = user_folder(environ)
     paths = sorted((own / FOLDER).glob("*.toml")) if own is not None else []
     try:
-        if not _a_preset_has_some(environ):
+        named = environ.get(HPCTRAIN_SITE, "")
+        presets = [path for layers in site_files(environ).values() for _, path in layers]
+        presets += [Path(named)] if named.endswith(".toml") else []
+        # Which site this is may take SLURM's answer: a diagnosis must not wait for a dead one.
+        if not any(_names_signatures(preset) for preset in presets):
             return paths, []
         here = look_around(environ, lambda: name_here(environ))
         site, _ = choose(environ.get(HPCTRAIN_SITE), environ, here)
-        named = [Path(os.path.expandvars(text)) for text in site.doctor.signatures] if site else []
-        return [*paths, *(path for place in named for path in files_in(place))], []
+        places = [Path(os.path.expandvars(text)) for text in site.doctor.signatures] if site else []
+        return [*paths, *(path for place in places for path in files_in(place))], []
     except HpctrainError as error:
         return paths, [f"the site's signatures were left out: {error}"]
 
 
-def _a_preset_has_some(environ: Mapping[str, str]) -> bool:
-    """Whether any preset names signatures: else nobody has to know which site this is.
-
-    To find that out may take SLURM's answer, and a diagnosis must not wait for a dead one.
-    """
-    files = [path for layers in site_files(environ).values() for _, path in layers]
-    named = environ.get(HPCTRAIN_SITE, "")
-    for path in [*files, *([Path(named)] if named.endswith(".toml") else [])]:
-        with contextlib.suppress(OSError):  # choosing the site says what is wrong with it
-            if FOLDER.encode() in path.read_bytes():
-                return True
+def _names_signatures(preset: Path) -> bool:
+    with contextlib.suppress(OSError):  # choosing the site says what is wrong with it
+        return FOLDER.encode() in preset.read_bytes()
     return False
 
 
 def files_in(path: Path) -> list[Path]:
-    """A file itself, or all *.toml of a folder.
+    """Return a file itself, or all *.toml of a folder.
 
     Raises:
         NotFound: there is no such file or folder, or none in it.
@@ -208,7 +202,7 @@ def files_in(path: Path) -> list[Path]:
 
 
 def with_own(environ: Mapping[str, str]) -> tuple[SignatureTable, list[str]]:
-    """Ours and those that are found here; a file that is wrong is left out, which is said."""
+    """Return ours and those that are found here, and a note for each file that is left out."""
     paths, notes = paths_here(environ)
     more: list[Signature] = []
     for path in paths:
@@ -220,61 +214,42 @@ def with_own(environ: Mapping[str, str]) -> tuple[SignatureTable, list[str]]:
 
 
 def faults_of(signatures: Iterable[Signature]) -> list[str]:
-    """What their own examples say against them, in a line each."""
+    """Return what their own examples say against them, in a line each."""
     faults: list[str] = []
-    for signature in signatures:
-        slow = _slow_on(signature)
-        if slow:
-            faults.append(
-                f"{signature.name}: its pattern takes too long on lines like {slow[:60]!r}..."
-            )
+    for one in signatures:
+        if slow := _slow_on(one):
+            faults.append(f"{one.name}: its pattern takes too long on lines like {slow[:60]!r}...")
             continue
-        faults += [
-            f"{signature.name}: does not fit its example {line!r}: {why}"
-            for line in signature.matches
-            if (why := _why_not(signature, plain(line).text))
-        ]
-        misses = (
-            line for line in signature.near_misses if signature.fits(plain(line).text) is not None
-        )
-        faults += [f"{signature.name}: fits its near miss {line!r}" for line in misses]
+        for line in one.matches:
+            text = plain(line).text
+            if one.fits(text) is None:
+                why = f"it does not stand where it should ({one.where})"
+                if one.compiled.search(text) is None:
+                    why = "its pattern does not"
+                if not any(word in text for word in one.words):
+                    why = "none of its words stands there"
+                faults.append(f"{one.name}: does not fit its example {line!r}: {why}")
+        misses = (line for line in one.near_misses if one.fits(plain(line).text) is not None)
+        faults += [f"{one.name}: fits its near miss {line!r}" for line in misses]
     return faults
 
 
-def _why_not(signature: Signature, text: str) -> str:
-    """Why it does not fit; "" where it does."""
-    if signature.fits(text) is not None:
-        return ""
-    if not any(word in text for word in signature.words):
-        return "none of its words stands there"
-    if signature.compiled.search(text) is None:
-        return "its pattern does not"
-    return f"it does not stand where it should ({signature.where})"
-
-
-class _TooSlow(Exception):
-    """A pattern's time is up."""
-
-
 def _slow_on(signature: Signature) -> str:
-    """A line on which the pattern takes too long; "" where it takes long on none."""
-    pieces = ["a", "0", " ", "\t", "/", "a.", "a ", "0,", "a=", *signature.matches]
+    """Return a line on which the pattern takes too long; "" where it takes long on none."""
+    pieces, text = ["a", "0", " ", "\t", "/", "a.", "a ", "0,", "a=", *signature.matches], ""
 
-    def up(_number: int, _frame: FrameType | None) -> None:
-        raise _TooSlow
+    def stop(*_: object) -> None:
+        raise TimeoutError
 
-    before = signal.signal(signal.SIGVTALRM, up)
+    before = signal.signal(signal.SIGVTALRM, stop)
     try:
-        for begin in ("", *signature.matches):
-            for piece in pieces:
-                text = (begin + piece * (LONGEST_LINE // len(piece)))[:LONGEST_LINE]
-                signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST_S)
-                try:
-                    signature.compiled.search(text)
-                except _TooSlow:
-                    return text
-                finally:
-                    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        for begin, piece in itertools.product(("", *signature.matches), pieces):
+            text = (begin + piece * (LONGEST_LINE // len(piece)))[:LONGEST_LINE]
+            signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST_S)
+            signature.compiled.search(text)
+    except TimeoutError:
+        return text
     finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
     return ""
