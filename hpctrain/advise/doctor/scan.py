@@ -28,34 +28,23 @@ KEPT_OF_KIND = 3
 MOST_SIGHTINGS = 4000
 """Of one log: ranks times signatures that a job of thousands of ranks may show."""
 MOST_STREAMS = 20_000
-_ATTENTION = 400
-"""Lines that are looked at after a traceback's first one."""
-_AFTER_EXCEPTION = 12
-"""Lines that are looked at after an exception's first one: its message may have several."""
-_TABLE = 2000
-"""Lines of a launcher's table of failures that are looked at."""
+_AFTER: dict[str, int] = LINES["after"]
 _TABLE_INDENT = "  "
-"""Before each line of that table, and so before a rank's traceback in it."""
-_AFTER_ERROR = 3
-"""Lines that are looked at after "Last error:"."""
+"""Before each line of a launcher's table, and so before a rank's traceback in it."""
 
 _TRACEBACK, _FRAME, _PASSED_ON = FORMS["traceback"], FORMS["frame"], FORMS["passed_on"]
-_LIBRARY, _LAUNCHER, _OF_CHILD, _LOADS, _NO_END = (
+_LIBRARY, _LAUNCHER, _LOADS, _NO_END = (
     re.compile("|".join(LINES["tracebacks"][name]))
-    for name in ("libraries", "launchers", "of_child", "loads", "no_end")
+    for name in ("libraries", "launchers", "loads", "no_end")
 )
 _WRAPPERS = re.compile(rf"(?:^|\.)(?:{'|'.join(LINES['tracebacks']['wrappers'])})$", re.IGNORECASE)
-_READ_THE_CHILD = ("read what the process that it started printed itself: its error stands there",)
 _HANDLED = "During handling of the above exception"
 _CHAINED = "was the direct cause of the following exception"
 _NEWLINES = bytes.maketrans(b"\r", b"\n")
 _DIGITS = b"0123456789"
-_LOSS = re.compile(
-    rb"oss['\"]?\]?\s{0,3}[:=]?\s{0,3}(?:tensor\()?(?P<value>[-+]?(?:[Nn]a[Nn]|[Ii]nf|\d+(?:\.\d*)?"
-    rb"(?:[eE][-+]?\d+)?))(?![\w%]|/\d)"
+_LOSS, _LOSS_NAME, _NOT_TRAINING = (
+    re.compile(LINES["losses"][name].encode()) for name in ("value", "name", "not_training")
 )
-_NAME = re.compile(rb"(?<![\w./-])[\w./-]*[lL]$")
-_NOT_TRAINING = re.compile(rb"val|eval|test|aux|best|valid", re.IGNORECASE)
 REMEMBERED = 64
 MOST_SERIES = 16
 LEAST = 20
@@ -147,8 +136,9 @@ class LogScanner:
         """Return all that was read, with the tracebacks whose ends are not in the log."""
         facts = self.facts
         facts.sightings += [
-            _code(
+            Sighting(
                 "traceback-cut",
+                "code",
                 Role.CAUSE,
                 Certainty.POSSIBLE,
                 text="a traceback without its end",
@@ -230,7 +220,7 @@ class LogScanner:
             stream.left = 0
         if signature.name == FATAL and stream.left <= 0:
             # Its place stands behind this line; a traceback before it has it as well.
-            stream.begin(self._watch(_ATTENTION))
+            stream.begin(self._watch("traceback"))
         return Sighting(
             signature.name,
             signature.fault,
@@ -241,25 +231,30 @@ class LogScanner:
             advice=signature.advice,
         )
 
-    def _watch(self, lines: int) -> int:
-        """Have so many lines looked at that come next."""
-        self._attention = max(self._attention, lines)
-        return lines
+    def _watch(self, what: str) -> int:
+        """Have the lines looked at that come after it; return how many."""
+        self._attention = max(self._attention, _AFTER[what])
+        return _AFTER[what]
 
     def _belongs(self, text: str, stream: _LogStream) -> bool:
         """Whether the line only belongs to a traceback, of which the place is kept."""
         if _TRACEBACK.search(text) is not None:
-            stream.begin(self._watch(_ATTENTION))
+            stream.begin(self._watch("traceback"))
             return True
         if FORMS["ignored"].match(text) is not None:
             stream.is_ignored = True
-            self._watch(_AFTER_ERROR)
+            self._watch("error")
             return True
-        if text.startswith(_HANDLED) or _CHAINED in text:
-            self._chain(stream, handled=text.startswith(_HANDLED))
+        if _CHAINED in text:
+            stream.follows = bool(self._watch("traceback"))
+            return True
+        if text.startswith(_HANDLED):
+            self._watch("traceback")
+            if stream.last is not None and self.facts.sightings[stream.last].kind == "code":
+                self._change(stream.last, is_handled=True)
             return True
         if text.endswith(("Last error:", "ChildFailedError:")):
-            self._watch(_AFTER_ERROR if "Last" in text else _TABLE)
+            self._watch("error" if "Last" in text else "table")
         if (table := FORMS["table_rank"].match(text)) is not None:
             stream.failed = int(table["rank"])
         elif text.startswith("==="):
@@ -268,7 +263,7 @@ class LogScanner:
             frame = _FRAME.match(text)
             if frame is None or not frame["comma"]:  # without it it is faulthandler's
                 return False
-            stream.begin(self._watch(_AFTER_EXCEPTION))  # its beginning is not in the log
+            stream.begin(self._watch("exception"))  # its beginning is not in the log
         stream.left -= 1
         stream.crashed = stream.crashed or FORMS["crashed"].match(text) is not None
         return self._frame(text, stream) or text.startswith((" ", "\t", "~", "^"))
@@ -294,14 +289,6 @@ class LogScanner:
     def _change(self, at: int, **changes: Any) -> None:
         self.facts.sightings[at] = replace(self.facts.sightings[at], **changes)
 
-    def _chain(self, stream: _LogStream, *, handled: bool) -> None:
-        """An exception came of the one before: in its handling, or because of it."""
-        self._watch(_ATTENTION)
-        if not handled:
-            stream.follows = True
-        elif stream.last is not None and self.facts.sightings[stream.last].kind == "code":
-            self._change(stream.last, is_handled=True)
-
     def _exception(self, text: str, stream: _LogStream) -> Sighting | None:
         """An exception that no signature knows: the ledger's words for it, else the program's."""
         in_traceback = stream.left > 0
@@ -315,28 +302,21 @@ class LogScanner:
         # A RuntimeError at a line that raises nothing came out of torch's own code below it.
         is_own = is_own and (stream.raises or name != "RuntimeError")
         stream.left = 0
-        self._watch(_AFTER_EXCEPTION)
-        is_empty = name == "Exception" and not match["text"]  # torch's, round a spawned rank's own
+        self._watch("exception")
         if _PASSED_ON.search(text):  # its own traceback follows, if the log has it
             return _mentioned(text)
+        is_empty = name == "Exception" and not match["text"]  # torch's, round a spawned rank's own
         if _WRAPPERS.search(name) is not None or is_empty:
             return None
-        details = {"exception": name}
-        cause = cause_in(text)
-        if cause is not None and cause in OF_WORDS:
-            return Sighting(f"ledger-{cause.value}", *OF_WORDS[cause], details=details)
+        sign, kind, sure = f"exception-{name}", "code", Certainty.LIKELY
+        if (cause := cause_in(text)) is not None and cause in OF_WORDS:
+            kind, role, sure = OF_WORDS[cause]
+            return Sighting(f"ledger-{cause.value}", kind, role, sure, details={"exception": name})
         if in_traceback and stream.loads:
-            sure = Certainty.LIKELY
-            return Sighting("checkpoint-read", "checkpoint", Role.CAUSE, sure, details=details)
-        sign, sure = f"exception-{name}", Certainty.CERTAIN if is_own else Certainty.LIKELY
-        if _OF_CHILD.search(text) is None:
-            return _code(sign, Role.CAUSE, sure, details=details)
-        sure, advice = Certainty.POSSIBLE, _READ_THE_CHILD
-        return _code(sign, Role.CAUSE, sure, details=details, advice=advice)
-
-
-def _code(sign: str, role: Role, sure: Certainty, **fields: Any) -> Sighting:
-    return Sighting(sign, "code", role, sure, **fields)
+            sign, kind = "checkpoint-read", "checkpoint"
+        elif is_own:
+            sure = Certainty.CERTAIN
+        return Sighting(sign, kind, Role.CAUSE, sure, details={"exception": name})
 
 
 def _mentioned(text: str) -> Sighting | None:
@@ -348,8 +328,8 @@ def _mentioned(text: str) -> Sighting | None:
     name = next((name for name in names if match or _WRAPPERS.search(name) is None), None)
     if name is None:
         return None
-    details = {"exception": name}
-    return _code("exception-reported", Role.HINT, Certainty.POSSIBLE, details=details)
+    sure, details = Certainty.POSSIBLE, {"exception": name}
+    return Sighting("exception-reported", "code", Role.HINT, sure, details=details)
 
 
 def _with_a_word(lines: bytes, words: tuple[bytes, ...]) -> set[bytes]:
@@ -442,7 +422,7 @@ class LossWatch:
 
     def _named(self, words: bytes) -> _Series | None:
         """The series of which these words tell; None where it is no training loss."""
-        match = _NAME.search(words)
+        match = _LOSS_NAME.search(words)
         series = None
         if match is not None and _NOT_TRAINING.search(match[0]) is None:
             name = match[0]

@@ -101,7 +101,15 @@ def test_a_traceback_without_its_end_is_told_where_nothing_else_is():
     assert verdict(*BEGUN) == CODE
     assert verdict(*BEGUN, "    x()", "MemoryError")[0] != "code"
     assert verdict("Exception ignored in: <x>", *BEGUN) == NOTHING
-    assert verdict(BEGUN[0], '  File "/opt/site-packages/x.py", line 3, in x') == NOTHING
+    assert verdict(BEGUN[0], '  File "/opt/site-packages/x.py", line 3, in x') == CODE
+    assert verdict(BEGUN[0], "without a line of its own") == NOTHING
+
+
+def test_a_traceback_without_its_beginning_is_told_where_nothing_else_is():
+    assert verdict(*BEGUN[1:]) == CODE
+    assert verdict(*BEGUN[1:], "    x()", "MemoryError")[0] == "host_oom"
+    assert verdict(BEGUN[1].replace("24,", "24")) == NOTHING  # as faulthandler prints it
+    assert verdict(*BEGUN[1:], *[f"step {n}" for n in range(20)]) == NOTHING
 
 
 def test_an_error_that_was_handled_is_told_where_what_came_of_it_is_missing():
