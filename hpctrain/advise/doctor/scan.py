@@ -38,8 +38,6 @@ _LIBRARY, _LAUNCHER, _LOADS, _NO_END = (
     for name in ("libraries", "launchers", "loads", "no_end")
 )
 _WRAPPERS = re.compile(rf"(?:^|\.)(?:{'|'.join(LINES['tracebacks']['wrappers'])})$", re.IGNORECASE)
-_HANDLED = "During handling of the above exception"
-_CHAINED = "was the direct cause of the following exception"
 _NEWLINES = bytes.maketrans(b"\r", b"\n")
 _DIGITS = b"0123456789"
 _LOSS, _LOSS_NAME, _NOT_TRAINING = (
@@ -237,43 +235,39 @@ class LogScanner:
         return _AFTER[what]
 
     def _belongs(self, text: str, stream: _LogStream) -> bool:
-        """Whether the line only belongs to a traceback, of which the place is kept."""
+        """Return whether the line only belongs to a traceback, of which the place is kept."""
         if _TRACEBACK.search(text) is not None:
             stream.begin(self._watch("traceback"))
             return True
-        if FORMS["ignored"].match(text) is not None:
-            stream.is_ignored = True
-            self._watch("error")
-            return True
-        if _CHAINED in text:
-            stream.follows = bool(self._watch("traceback"))
-            return True
-        if text.startswith(_HANDLED):
+        if (between := FORMS["between"].match(text)) is not None:
             self._watch("traceback")
-            if stream.last is not None and self.facts.sightings[stream.last].kind == "code":
-                self._change(stream.last, is_handled=True)
+            stream.is_ignored = stream.is_ignored or between["ignored"] is not None
+            stream.follows = stream.follows or between["chained"] is not None
+            last = None if stream.last is None else self.facts.sightings[stream.last]
+            if between["handled"] and last is not None and last.kind == "code":
+                self._change(stream, is_handled=True)
             return True
-        if text.endswith(("Last error:", "ChildFailedError:")):
-            self._watch("error" if "Last" in text else "table")
+        if (ends := FORMS["ends"].search(text)) is not None:
+            self._watch(ends[0])
         if (table := FORMS["table_rank"].match(text)) is not None:
             stream.failed = int(table["rank"])
         elif text.startswith("==="):
             stream.failed = None
+        frame = _FRAME.match(text)
         if stream.left <= 0:
-            frame = _FRAME.match(text)
             if frame is None or not frame["comma"]:  # without it it is faulthandler's
                 return False
             stream.begin(self._watch("exception"))  # its beginning is not in the log
         stream.left -= 1
+        if (frame := frame or FORMS["rich_frame"].match(text)) is not None:
+            self._frame(frame, stream)
+            return True
         stream.crashed = stream.crashed or FORMS["crashed"].match(text) is not None
-        return self._frame(text, stream) or text.startswith((" ", "\t", "~", "^"))
+        stream.raises = stream.raises or FORMS["raises"].match(text) is not None
+        return text.startswith((" ", "\t", "~", "^"))
 
-    def _frame(self, text: str, stream: _LogStream) -> bool:
-        """Whether the line is one of a traceback's places; what is reported of them is kept."""
-        frame = _FRAME.match(text) or FORMS["rich_frame"].match(text)
-        if frame is None:
-            stream.raises = stream.raises or FORMS["raises"].match(text) is not None
-            return False
+    def _frame(self, frame: re.Match[str], stream: _LogStream) -> None:
+        """Keep what is reported of a traceback's places."""
         stream.innermost = f"{frame['file']}:{frame['line']} in {frame['function']}"
         stream.raises = False
         stream.loads = stream.loads or _LOADS.match(frame["function"]) is not None
@@ -282,11 +276,11 @@ class LogScanner:
         if _LIBRARY.search(frame["file"]) is None:
             stream.place = stream.innermost
             if stream.crashed and stream.last is not None:
-                self._change(stream.last, place=stream.place)
+                self._change(stream, place=stream.place)
                 stream.crashed, stream.left = False, 0
-        return True
 
-    def _change(self, at: int, **changes: Any) -> None:
+    def _change(self, stream: _LogStream, **changes: Any) -> None:
+        at = stream.last or 0
         self.facts.sightings[at] = replace(self.facts.sightings[at], **changes)
 
     def _exception(self, text: str, stream: _LogStream) -> Sighting | None:
