@@ -6,12 +6,13 @@ One block is held at a time. tests/unit/doctor/test_files.py holds the promises.
 from __future__ import annotations
 
 import bz2
+import contextlib
+import gzip
 import itertools
 import lzma
 import os
 import sys
 import zlib
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -34,15 +35,11 @@ MOST_LINE = 8 << 20
 MOST_FILES = 20_000
 """Of a folder: more are somebody's data set."""
 _SAMPLE = 1 << 16
-_XZ_MEMORY = 256 << 20
-"""Of a packed log's dictionary: four times what `xz -9` needs, and no header can ask for more."""
-_MAGIC: tuple[tuple[bytes, Callable[[], Any]], ...] = (
-    (b"\x1f\x8b", lambda: zlib.decompressobj(wbits=31)),
-    (b"BZh", bz2.BZ2Decompressor),
-    (b"\xfd7zXZ\x00", lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY)),
-)
-_PIECE = 64
-"""Packed bytes at a time: so much of what lies before a damaged place is lost with it."""
+_PACKED: dict[bytes, Callable[[Any], IO[bytes]]] = {
+    b"\x1f\x8b": lambda file: cast("IO[bytes]", gzip.GzipFile(fileobj=file, mode="rb")),
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ\x00": lzma.LZMAFile,
+}
 BINARY_SHARE = 0.1
 """Of control characters in a file's beginning: it is no text."""
 _CONTROLS = bytes([*range(9), *range(14, 27)])
@@ -62,11 +59,10 @@ class LogInput:
     @property
     def size(self) -> int:
         """Bytes to read, as far as the file system knows."""
-        try:
+        with contextlib.suppress(OSError):
             size = self.path.stat().st_size if self.path is not None else 0
-        except OSError:
-            return 0
-        return size if self.tail_bytes is None else min(size, self.tail_bytes)
+            return size if self.tail_bytes is None else min(size, self.tail_bytes)
+        return 0
 
 
 def inputs(names: Sequence[str]) -> list[LogInput]:
@@ -93,20 +89,17 @@ def inputs(names: Sequence[str]) -> list[LogInput]:
 
 
 def _of_folder(folder: Path) -> list[LogInput]:
-    files: list[LogInput] = []
-    for where, folders, names in os.walk(folder):
-        folders.sort()
-        for name in sorted(names):
-            path = Path(where) / name
-            plain_name = path.with_suffix("") if path.suffix in {".gz", ".xz", ".bz2"} else path
-            if plain_name.suffix not in LINES["no_logs"] and path.is_file():
-                rank = rank_of_file(plain_name.name)
-                files.append(LogInput(str(path), path, is_named=False, rank=rank))
-        if len(files) > MOST_FILES:
-            raise UsageError(f"{folder} has more than {MOST_FILES:,} files: name the logs")
-    if not files:
+    paths = [*itertools.islice(folder.rglob("*"), MOST_FILES + 1)]
+    if len(paths) > MOST_FILES:
+        raise UsageError(f"{folder} has more than {MOST_FILES:,} files: name the logs")
+    logs = []
+    for path in sorted(paths):
+        plain = path.with_suffix("") if path.suffix in {".gz", ".xz", ".bz2"} else path
+        if plain.suffix not in LINES["no_logs"] and path.is_file():
+            logs.append(LogInput(str(path), path, is_named=False, rank=rank_of_file(plain.name)))
+    if not logs:
         raise NotFound(f"{folder} has no log")
-    return files
+    return logs
 
 
 _EMPTY = "it is empty"
@@ -158,95 +151,70 @@ def scan(
 
 def _blocks(log: LogInput, advance: Callable[[int], None], notes: list[str]) -> Iterator[bytes]:
     """Yield a log's blocks of whole lines; notes get what was left out."""
-    with nullcontext(sys.stdin.buffer) if log.path is None else open_plain(log.path) as opened:
+    with (
+        contextlib.nullcontext(sys.stdin.buffer)
+        if log.path is None
+        else open_plain(log.path) as opened
+    ):
         file = cast("IO[bytes]", opened)
         if log.tail_bytes is not None and log.tail_bytes < os.fstat(file.fileno()).st_size:
             file.seek(-log.tail_bytes, os.SEEK_END)
             file.readline()
             notes.append(f"of {log.name} only the last {log.tail_bytes >> 20} MiB were read")
 
-        def read(size: int) -> bytes:
-            content = file.read(size)
-            advance(len(content))
-            return content
-
-        yield from _whole_lines(_unpacked(read, log.name, notes))
+        yield from _whole_lines(_contents(_Source(file, advance), log.name, notes))
 
 
-def _unpacked(read: Callable[[int], bytes], name: str, notes: list[str]) -> Iterator[bytes]:
+class _Source:
+    """What a log is read from; its first bytes may be looked at before."""
+
+    def __init__(self, file: IO[bytes], advance: Callable[[int], None]) -> None:
+        self._file, self._advance = file, advance
+        self.first = self._next(_SAMPLE)
+
+    def _next(self, size: int) -> bytes:
+        content = self._file.read(size)
+        self._advance(len(content))
+        return content
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes, no more than so many."""
+        content = self.first[:size] or self._next(size)
+        self.first = self.first[size:]
+        return content
+
+
+def _contents(source: _Source, name: str, notes: list[str]) -> Iterator[bytes]:
     """Yield a file's content; of a packed one up to where it is torn or damaged, which is noted."""
-    first = read(_SAMPLE)
-    packing = next((packing for packing in _MAGIC if first.startswith(packing[0])), None)
-    if packing is None:
-        yield from itertools.chain(filter(None, [first]), iter(lambda: read(BLOCK), b""))
+    unpack = next((_PACKED[magic] for magic in _PACKED if source.first.startswith(magic)), None)
+    if unpack is None:
+        yield from iter(lambda: source.read(BLOCK), b"")
         return
-    content = bytearray()
-    is_new = True
+    has_some, file = False, cast("Any", unpack(source))
     try:
-        for part in _parts(_small_pieces(first, read), *packing):
-            content += part
-            if len(content) >= BLOCK:
-                yield bytes(content)
-                content, is_new = bytearray(), False
-    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, MemoryError) as error:
+        while content := file.read1(BLOCK):
+            yield content
+            has_some = True
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, MemoryError) as error:
         fault = str(error) or "it needs more memory than there is"
-        if is_new and not content:
+        if not has_some:
             raise _NotText(f"nothing of it can be unpacked ({fault})") from None
         notes.append(f"{name} ends early: {fault}")
-    if content:
-        yield bytes(content)
-
-
-def _parts(pieces: Iterator[bytes], magic: bytes, new: Callable[[], Any]) -> Iterator[bytes]:
-    """Yield what packed pieces hold, also of several packed files behind each other.
-
-    Raises:
-        ValueError: the end is missing, or something else follows; or as of the decoder.
-    """
-    decoder, rest = new(), b""
-    for piece in pieces:
-        rest += piece
-        # Few packed bytes may be megabytes: a decoder that was given them has more to give.
-        while rest or not (decoder.eof or getattr(decoder, "needs_input", True)):
-            if decoder.eof:
-                rest = rest.lstrip(b"\0")  # padding
-                if not rest.startswith(magic):
-                    break
-                decoder = new()
-            yield decoder.decompress(rest, BLOCK)
-            rest = decoder.unused_data if decoder.eof else b""
-        if decoder.eof and len(rest) >= len(magic):
-            break
-    if rest or not decoder.eof:
-        raise ValueError("what follows is not packed" if decoder.eof else "its end is missing")
-
-
-def _small_pieces(first: bytes, read: Callable[[int], bytes]) -> Iterator[bytes]:
-    """Yield a packed file in small pieces, and its end byte by byte: its last words matter most."""
-    while first:
-        size = _PIECE if len(first) == _SAMPLE else 1
-        yield from (first[at : at + size] for at in range(0, len(first), size))
-        first = read(_SAMPLE)
 
 
 def _whole_lines(contents: Iterator[bytes]) -> Iterator[bytes]:
     """Yield blocks that end with a line's end."""
-    rest = next(contents, b"")
+    rest = bytearray(next(contents, b""))
     if not rest:
         raise _NotText(_EMPTY)
-    if _is_binary(rest[:_SAMPLE]):
+    sample = rest[:_SAMPLE].replace(b"\0" * 64, b"")  # holes of a network's disk are no sign
+    if len(sample) - len(sample.translate(None, _CONTROLS)) > BINARY_SHARE * len(sample):
         raise _NotText("it is no text")
-    for content in itertools.chain([b""], contents):
+    for content in contents:
         rest += content
-        end = rest.rfind(b"\n") + 1 or len(rest) * (len(rest) > MOST_LINE)
-        if end:
-            yield rest[:end]
-            rest = rest[end:]
+        if len(rest) >= BLOCK:
+            end = rest.rfind(b"\n") + 1 or len(rest) * (len(rest) > MOST_LINE)
+            yield bytes(rest[:end])
+            del rest[:end]
     if rest:
-        yield rest
-
-
-def _is_binary(first: bytes) -> bool:
-    """Return whether much of it is control characters; holes of a network's disk are no sign."""
-    sample = first.replace(b"\0" * 64, b"")
-    return len(sample) - len(sample.translate(None, _CONTROLS)) > BINARY_SHARE * len(sample)
+        yield bytes(rest)
