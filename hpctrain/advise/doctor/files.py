@@ -213,7 +213,9 @@ def _whole_lines(contents: Iterator[bytes]) -> Iterator[bytes]:
     for content in contents:
         rest += content
         if len(rest) >= BLOCK:
-            end = rest.rfind(b"\n") + 1 or len(rest) * (len(rest) > MOST_LINE)
+            end = rest.rfind(b"\n", max(0, len(rest) - len(content) - BLOCK)) + 1 or len(rest) * (
+                len(rest) > MOST_LINE
+            )
             yield bytes(rest[:end])
             del rest[:end]
     if rest:

@@ -7,7 +7,6 @@ certain. tests/unit/doctor/test_judge.py and test_corpus.py hold the promises.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from hpctrain.advise.doctor.faults import (
@@ -24,7 +23,7 @@ from hpctrain.advise.doctor.words import advice, headline
 from hpctrain.core.base.text import count, duration, fold_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from hpctrain.advise.doctor.faults import LogFacts
 
@@ -41,7 +40,6 @@ MOST_CALLS = 6
 
 _FAMILIES: dict[str, list[str]] = TABLE["families"]
 _EXPLAINS: dict[str, list[str]] = TABLE["explains"]
-_BRIDGE = re.compile(r"\b(?:docker\d+|br-[\da-f]{12}|virbr\d+|veth\w+|cni\d+)\b")
 _SUDDEN = frozenset({"host_oom", "shared_memory"})
 _GENERAL = frozenset({"code", "data_worker", "rendezvous"})
 _SRUN, _LEFT = "srun: error: ", "srun-task-exited"
@@ -55,17 +53,32 @@ class _Case:
         self.logs = logs
         self.lines = sum(log.lines for log in logs)
         self.sightings = [sighting for log in logs for sighting in log.sightings]
-        self.networks = {name: what for log in logs for name, what in log.networks.items()}
         self.by_role: dict[Role, list[Sighting]] = {role: [] for role in Role}
         self.last_resort: list[Sighting] = []
         for log in logs:
             for sighting in log.sightings:
-                if not _survived(sighting, log):
-                    is_reported = sighting.role is Role.HINT and sighting.kind == "code"
-                    weak = sighting.is_handled or is_reported
-                    (self.last_resort if weak else self.by_role[sighting.role]).append(sighting)
-        deaths = self.by_role[Role.DEATH]
-        self.by_role[Role.DEATH] = [one for one in deaths if not _ended_for_another(one, deaths)]
+                losses = sum(offset > sighting.offset for offset in log.progress)
+                is_one_of_numbers = sighting.kind in _FAMILIES["numbers"]
+                if losses >= SURVIVED and not sighting.is_late and not is_one_of_numbers:
+                    continue  # training continued after it
+                is_hint = sighting.role is Role.HINT and sighting.kind in {"code", "interface"}
+                weak = sighting.is_handled or is_hint
+                (self.last_resort if weak else self.by_role[sighting.role]).append(sighting)
+        # srun ends a task or the step because another task has left with an error
+        left = [one for one in self.by_role[Role.DEATH] if one.sign == _LEFT]
+        self.by_role[Role.DEATH] = [
+            one
+            for one in self.by_role[Role.DEATH]
+            if one.sign == _LEFT
+            or not (one.text.startswith(_SRUN) or "*** STEP" in one.text)
+            or not any(other.source == one.source and other.offset < one.offset for other in left)
+        ]
+
+    @property
+    def network(self) -> str:
+        """What NCCL's lines say of the network that it used."""
+        used = {name: what for log in self.logs for name, what in log.networks.items()}
+        return "".join(f"; NCCL used {name}: {what}" for name, what in sorted(used.items()))
 
 
 def judge(logs: Sequence[LogFacts], world_size: int | None = None) -> Diagnosis:
@@ -122,7 +135,7 @@ def _of_waits(case: _Case, world_size: int | None) -> Diagnosis | None:
     if not waits:
         return None
     kind, summary = _who_waited(waits, world_size)
-    why = f"no error of another rank stands before it{_network(case)}"
+    why = f"no error of another rank stands before it{case.network}"
     return _diagnosis(case, waits[0], Certainty.LIKELY, kind=kind, summary=summary, why=why)
 
 
@@ -131,19 +144,17 @@ def _of_the_rest(case: _Case) -> Diagnosis | None:
     role = next((r for r in (Role.LINK, Role.HINT, Role.DEATH) if case.by_role[r]), None)
     if role is None:
         return None
-    first = min(case.by_role[role], key=lambda sighting: sighting.certainty.rank)
-    sockets = " ".join(log.networks.get("Socket", "") for log in case.logs)
-    bridge = _BRIDGE.search(sockets) if role is Role.LINK else None
-    if bridge is None:
-        return _diagnosis(case, first, first.certainty)
-    why = f"NCCL uses {bridge[0]} too, which joins containers of one node and no nodes"
-    return _diagnosis(case, first, Certainty.LIKELY, kind="interface", summary=bridge[0], why=why)
+    signs = case.by_role[role]
+    if role is Role.LINK:  # one that broke says less than the interface over which it went
+        signs = [*signs, *(one for one in case.last_resort if one.kind == "interface")]
+    first = min(signs, key=lambda sign: (sign.certainty.rank, sign.kind != "interface"))
+    return _diagnosis(case, first, first.certainty)
 
 
 def _of_last_resort(case: _Case) -> Diagnosis:
     """By an error that was handled or only reported, or whose end the log does not have."""
-    if errors := case.last_resort[::-1]:
-        first = max(errors, key=lambda one: (one.role is not Role.HINT, bool(one.details)))
+    if errors := [one for one in case.last_resort if one.kind == "code"]:
+        first = max(errors[::-1], key=lambda one: (one.role is not Role.HINT, bool(one.details)))
         return _diagnosis(case, first, Certainty.POSSIBLE)
     read = f"{count(case.lines, 'line')} of {count(len(case.logs), 'log')}"
     return Diagnosis(
@@ -154,22 +165,6 @@ def _of_last_resort(case: _Case) -> Diagnosis:
         lines=case.lines,
         logs=len(case.logs),
     )
-
-
-def _ended_for_another(death: Sighting, deaths: Iterable[Sighting]) -> bool:
-    """Whether srun ended a task or the step because another task had left with an error."""
-    is_srun = death.text.startswith(_SRUN) and death.sign != _LEFT
-    return (is_srun or "*** STEP" in death.text) and any(
-        other.sign == _LEFT and other.source == death.source and other.offset < death.offset
-        for other in deaths
-    )
-
-
-def _survived(sighting: Sighting, log: LogFacts) -> bool:
-    """Whether training continued after it."""
-    if sighting.is_late or sighting.kind in _FAMILIES["numbers"]:
-        return False
-    return sum(offset > sighting.offset for offset in log.progress) >= SURVIVED
 
 
 def _first(causes: Sequence[Sighting]) -> tuple[Sighting, tuple[Sighting, ...]]:
@@ -249,10 +244,6 @@ def _who_waited(waits: Sequence[Sighting], world_size: int | None) -> tuple[str,
     return "hang", f"{text} (they may be of different groups)"
 
 
-def _network(case: _Case) -> str:
-    return "".join(f"; NCCL used {name}: {what}" for name, what in sorted(case.networks.items()))
-
-
 def _diagnosis(
     case: _Case,
     first: Sighting,
@@ -285,13 +276,8 @@ def _why(first: Sighting, rivals: Sequence[Sighting], case: _Case) -> str:
     if rivals:
         titles = sorted({FAULTS[rival.kind].title for rival in rivals})
         return f"nothing tells whether it came before: {'; '.join(titles)}"
-    if first.role is Role.CAUSE and any(other.kind != first.kind for other in case.sightings):
-        return "it is the first fault in time, and explains what came after it"
-    if first.role is Role.DEATH:
-        return "a process is said to have died so; no line says why"
-    if first.role is Role.LINK:
-        return "connections broke, and no line says that a process at the other end died first"
-    return ""
+    is_alone = all(other.kind == first.kind for other in case.sightings)
+    return "" if first.role is Role.CAUSE and is_alone else TABLE["whys"].get(first.role, "")
 
 
 def _follow_ons(case: _Case, first: Sighting, rivals: Sequence[Sighting]) -> tuple[FollowOn, ...]:
@@ -325,6 +311,6 @@ def _ruled_out(case: _Case, kind: str, rivals: Sequence[Sighting]) -> dict[str, 
             who = f" ({fold_ranks(ranks)})" if ranks else ""
             out[family] = f"{where}{who} follows from it"
         else:
-            network = _network(case) if family == "the network" else ""
+            network = case.network if family == "the network" else ""
             out[family] = f"no sign of it in {count(case.lines, 'line')}{network}"
     return out
