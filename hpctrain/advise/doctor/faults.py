@@ -98,11 +98,12 @@ class Sighting:
         """Return whether it came before the other one; None where no order or clock tells."""
         if self.is_late or other.is_late:
             return None
-        if self.source == other.source:
-            return self.offset < other.offset if self.offset != other.offset else None
-        if self.clock is None or other.clock is None or self.clock.form != other.clock.form:
-            return None
-        return self.clock.at < other.clock.at if self.clock.at != other.clock.at else None
+        here, there = float(self.offset), float(other.offset)
+        if self.source != other.source:
+            if self.clock is None or other.clock is None or self.clock.form != other.clock.form:
+                return None
+            here, there = self.clock.at, other.clock.at
+        return here < there if here != there else None
 
 
 def ranks_of(sightings: Iterable[Sighting]) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bz2
 import contextlib
 import gzip
+import io
 import itertools
 import lzma
 import os
@@ -15,7 +16,7 @@ import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from hpctrain.advise.doctor.lines import LINES, rank_of_file
 from hpctrain.advise.doctor.scan import LogScanner
@@ -35,8 +36,8 @@ MOST_LINE = 8 << 20
 MOST_FILES = 20_000
 """Of a folder: more are somebody's data set."""
 _SAMPLE = 1 << 16
-_PACKED: dict[bytes, Callable[[Any], IO[bytes]]] = {
-    b"\x1f\x8b": lambda file: cast("IO[bytes]", gzip.GzipFile(fileobj=file, mode="rb")),
+_PACKED: dict[bytes, Callable[[Any], Any]] = {
+    b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file, mode="rb"),
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ\x00": lzma.LZMAFile,
 }
@@ -66,7 +67,7 @@ class LogInput:
 
 
 def inputs(names: Sequence[str]) -> list[LogInput]:
-    """The logs that are meant: files, all files of folders, `-` for standard input.
+    """Return the logs that are meant: files, all files of folders, `-` for standard input.
 
     Raises:
         NotFound: a file is not there, or a folder has no log.
@@ -114,19 +115,15 @@ def scan(
     advance: Callable[[int], None] = lambda _count: None,
     signatures: SignatureTable | None = None,
 ) -> tuple[list[LogFacts], list[str]]:
-    """Read logs, one after the other.
+    """Read logs; return what was read of each, and a note for each that could not be read.
 
     Args:
         logs: Which.
         advance: Is called with the number of bytes that were read.
         signatures: What to look for; those of the package by default.
 
-    Returns:
-        What was read of each, and what could not be read, in a line each.
-
     Raises:
-        UsageError: one that the user named is empty, no text, or cannot be read; or none of a
-            folder can.
+        UsageError: one that the user named has no text or cannot be read, or none of a folder can.
     """
     facts: list[LogFacts] = []
     notes: list[str] = []
@@ -151,54 +148,34 @@ def scan(
 
 def _blocks(log: LogInput, advance: Callable[[int], None], notes: list[str]) -> Iterator[bytes]:
     """Yield a log's blocks of whole lines; notes get what was left out."""
-    with (
-        contextlib.nullcontext(sys.stdin.buffer)
-        if log.path is None
-        else open_plain(log.path) as opened
-    ):
-        file = cast("IO[bytes]", opened)
+    path, stdin = log.path, cast("io.BufferedReader", sys.stdin.buffer)
+    opened = contextlib.nullcontext(stdin) if path is None else io.BufferedReader(open_plain(path))
+    with opened as file:
         if log.tail_bytes is not None and log.tail_bytes < os.fstat(file.fileno()).st_size:
             file.seek(-log.tail_bytes, os.SEEK_END)
             file.readline()
             notes.append(f"of {log.name} only the last {log.tail_bytes >> 20} MiB were read")
-
-        yield from _whole_lines(_contents(_Source(file, advance), log.name, notes))
-
-
-class _Source:
-    """What a log is read from; its first bytes may be looked at before."""
-
-    def __init__(self, file: IO[bytes], advance: Callable[[int], None]) -> None:
-        self._file, self._advance = file, advance
-        self.first = self._next(_SAMPLE)
-
-    def _next(self, size: int) -> bytes:
-        content = self._file.read(size)
-        self._advance(len(content))
-        return content
-
-    def read(self, size: int) -> bytes:
-        """Return the next bytes, no more than so many."""
-        content = self.first[:size] or self._next(size)
-        self.first = self.first[size:]
-        return content
+        at = file.tell() if log.path is not None else 0
+        for block in _whole_lines(_contents(file, log.name, notes)):
+            yield block
+            if log.path is not None:
+                advance(file.tell() - at)
+                at = file.tell()
 
 
-def _contents(source: _Source, name: str, notes: list[str]) -> Iterator[bytes]:
+def _contents(file: Any, name: str, notes: list[str]) -> Iterator[bytes]:
     """Yield a file's content; of a packed one up to where it is torn or damaged, which is noted."""
-    unpack = next((_PACKED[magic] for magic in _PACKED if source.first.startswith(magic)), None)
-    if unpack is None:
-        yield from iter(lambda: source.read(BLOCK), b"")
-        return
-    has_some, file = False, cast("Any", unpack(source))
+    begin, has_some = file.peek(8), False
+    unpack = next((unpack for magic, unpack in _PACKED.items() if begin.startswith(magic)), None)
+    unpacked = file if unpack is None else unpack(file)
     try:
-        while content := file.read1(BLOCK):
+        while content := unpacked.read1(BLOCK):
             yield content
             has_some = True
     except (OSError, EOFError, zlib.error, lzma.LZMAError, MemoryError) as error:
         fault = str(error) or "it needs more memory than there is"
         if not has_some:
-            raise _NotText(f"nothing of it can be unpacked ({fault})") from None
+            raise _NotText(f"nothing of it can be read ({fault})") from None
         notes.append(f"{name} ends early: {fault}")
 
 

@@ -7,6 +7,7 @@ certain. tests/unit/doctor/test_judge.py and test_corpus.py hold the promises.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpctrain.advise.doctor.faults import (
@@ -27,17 +28,7 @@ if TYPE_CHECKING:
 
     from hpctrain.advise.doctor.faults import LogFacts
 
-SURVIVED = 5
-"""So many losses behind an error: training continued, and did not die of it."""
-MESSAGE_LINES = 6
-"""Lines of an error's message in which something finer is looked for."""
-EVIDENCE = 4
-"""Lines that are shown."""
-NEAR = 8
-"""Collectives of one group that differ by no more than so many numbers are of one place."""
-MOST_CALLS = 6
-"""Different collectives that are shown."""
-
+_LIMITS: dict[str, int] = TABLE["limits"]
 _FAMILIES: dict[str, list[str]] = TABLE["families"]
 _EXPLAINS: dict[str, list[str]] = TABLE["explains"]
 _SUDDEN = frozenset({"host_oom", "shared_memory"})
@@ -59,7 +50,11 @@ class _Case:
             for sighting in log.sightings:
                 losses = sum(offset > sighting.offset for offset in log.progress)
                 is_one_of_numbers = sighting.kind in _FAMILIES["numbers"]
-                if losses >= SURVIVED and not sighting.is_late and not is_one_of_numbers:
+                if (
+                    losses >= _LIMITS["losses_survived"]
+                    and not sighting.is_late
+                    and not is_one_of_numbers
+                ):
                     continue  # training continued after it
                 is_hint = sighting.role is Role.HINT and sighting.kind in {"code", "interface"}
                 weak = sighting.is_handled or is_hint
@@ -116,10 +111,7 @@ def _of_causes(case: _Case) -> Diagnosis | None:
 
 
 def _of_death(case: _Case) -> Diagnosis | None:
-    """By a process that died by itself or was killed, and did not wait for others.
-
-    One that aborted or was asked to end has most often waited, or was cleaned up.
-    """
+    """By a process that died by itself, not after waiting nor because it was cleaned up."""
     waiting = {wait.rank for wait in case.by_role[Role.WAIT]}
     for death in case.by_role[Role.DEATH]:
         crashed = death.kind == "native" and death.certainty is Certainty.LIKELY
@@ -136,7 +128,8 @@ def _of_waits(case: _Case, world_size: int | None) -> Diagnosis | None:
         return None
     kind, summary = _who_waited(waits, world_size)
     why = f"no error of another rank stands before it{case.network}"
-    return _diagnosis(case, waits[0], Certainty.LIKELY, kind=kind, summary=summary, why=why)
+    diagnosis = _diagnosis(case, waits[0], Certainty.LIKELY, kind=kind, summary=summary)
+    return replace(diagnosis, why=why)
 
 
 def _of_the_rest(case: _Case) -> Diagnosis | None:
@@ -170,11 +163,7 @@ def _of_last_resort(case: _Case) -> Diagnosis:
 def _first(causes: Sequence[Sighting]) -> tuple[Sighting, tuple[Sighting, ...]]:
     """The first in time, and others of another kind that nothing puts behind it."""
     strong = [cause for cause in causes if not _is_weak(cause)]
-    open_ends = [
-        cause
-        for cause in causes
-        if not any(other.precedes(cause) for other in strong if other is not cause)
-    ]
+    open_ends = [one for one in causes if not any(other.precedes(one) for other in strong)]
     first = _continued(min(open_ends or causes, key=_strength), causes)
     explained = _EXPLAINS.get(first.kind, ())
     rivals = {
@@ -197,7 +186,7 @@ def _continued(first: Sighting, causes: Sequence[Sighting]) -> Sighting:
         if first.kind == "code"
         and other.kind != "code"
         and (other.source, other.rank) == (first.source, first.rank)
-        and 0 < other.line - first.line <= MESSAGE_LINES
+        and 0 < other.line - first.line <= _LIMITS["message_lines"]
     )
     return next(finer, first)
 
@@ -237,9 +226,10 @@ def _who_waited(waits: Sequence[Sighting], world_size: int | None) -> tuple[str,
             text += f"; {fold_ranks(missing)} did not report: look there first"
         return "hang", text
     parts = [f"{fold_ranks(who)} in {name} #{number}" for (name, number), who in by_call.items()]
-    text = f"ranks waited in different collectives{limit}: {', '.join(parts[:MOST_CALLS])}"
+    shown = ", ".join(parts[: _LIMITS["calls_shown"]])
+    text = f"ranks waited in different collectives{limit}: {shown}"
     numbers = [number for _, number in by_call]
-    if max(numbers) - min(numbers) <= NEAR:
+    if max(numbers) - min(numbers) <= _LIMITS["near_calls"]:
         return "desync", text
     return "hang", f"{text} (they may be of different groups)"
 
@@ -252,17 +242,21 @@ def _diagnosis(
     *,
     kind: str = "",
     summary: str = "",
-    why: str = "",
 ) -> Diagnosis:
-    """The diagnosis that rests on one sighting, of its kind or of a finer one that stands."""
+    """Return the diagnosis that rests on one sighting, of its kind or of a finer one."""
     kind = kind or first.kind
+    is_alone = all(other.kind == first.kind for other in case.sightings)
+    why = "" if first.role is Role.CAUSE and is_alone else TABLE["whys"].get(first.role, "")
+    if rivals:
+        titles = sorted({FAULTS[rival.kind].title for rival in rivals})
+        why = f"nothing tells whether it came before: {'; '.join(titles)}"
     same = [s for s in case.sightings if s.kind == first.kind and s is not first]
     return Diagnosis(
         kind,
         certainty,
         f"{FAULTS[kind].title}: {summary}" if summary else headline(first, kind, case.sightings),
-        why or _why(first, rivals, case),
-        (first, *same[: EVIDENCE - 1]),
+        why,
+        (first, *same[: _LIMITS["evidence"] - 1]),
         _follow_ons(case, first, rivals),
         _ruled_out(case, kind, rivals),
         advice(first, kind, case.sightings),
@@ -270,14 +264,6 @@ def _diagnosis(
         case.lines,
         len(case.logs),
     )
-
-
-def _why(first: Sighting, rivals: Sequence[Sighting], case: _Case) -> str:
-    if rivals:
-        titles = sorted({FAULTS[rival.kind].title for rival in rivals})
-        return f"nothing tells whether it came before: {'; '.join(titles)}"
-    is_alone = all(other.kind == first.kind for other in case.sightings)
-    return "" if first.role is Role.CAUSE and is_alone else TABLE["whys"].get(first.role, "")
 
 
 def _follow_ons(case: _Case, first: Sighting, rivals: Sequence[Sighting]) -> tuple[FollowOn, ...]:

@@ -62,7 +62,11 @@ def diagnose(
         history: The run's.
         state: Where the run stands: an attempt without an end need not run.
     """
-    facts = [*_without_requeues(logs, attempt), _of_failure(attempt)]
+    facts = [*logs, _of_failure(attempt)]
+    if attempt.cause not in {None, EndCause.REQUEUED, EndCause.UNKNOWN}:
+        # The ledger knows more than SLURM's line that the job was requeued: by hpctrain, mostly.
+        kept = [[s for s in log.sightings if s.kind != "requeued"] for log in facts]
+        facts = [replace(log, sightings=own) for log, own in zip(facts, kept, strict=True)]
     case = _Case(attempt, history, facts, judge(facts, attempt.world_size or None))
     if attempt.reason is None and attempt.ended is None:
         return case.unended(state)
@@ -74,28 +78,15 @@ def diagnose(
     return case.by_ledger(OF_CAUSE[cause], Certainty.CERTAIN)
 
 
-def _without_requeues(logs: Sequence[LogFacts], attempt: AttemptView) -> list[LogFacts]:
-    """Leave out that the job was requeued, where the ledger knows why the attempt ended.
-
-    SLURM's line in the log is then the requeue that hpctrain has asked for, or its own of a
-    preemption.
-    """
-    if attempt.cause in {None, EndCause.REQUEUED, EndCause.UNKNOWN}:
-        return list(logs)
-    kept = [[s for s in log.sightings if s.kind != "requeued"] for log in logs]
-    return [replace(log, sightings=sightings) for log, sightings in zip(logs, kept, strict=True)]
-
-
 def _of_failure(attempt: AttemptView) -> LogFacts:
     """Read the ledger's failure as if it stood in a log."""
     failure = attempt.failure
     if failure is None:
         return LogFacts(LEDGER)
     scanner = LogScanner(f"{LEDGER} (failure)", failure.rank)
-    text = f"{failure.traceback.rstrip()}\n" if failure.traceback else ""
-    if failure.summary and failure.summary not in failure.traceback:
-        text += f"{failure.summary}\n"
-    scanner.feed(text.encode())
+    summary = "" if failure.summary in failure.traceback else failure.summary
+    parts = (part.rstrip() for part in (failure.traceback, summary) if part)
+    scanner.feed("".join(f"{part}\n" for part in parts).encode())
     facts = scanner.finish()
     facts.sightings = [replace(s, line=0, node=s.node or failure.node) for s in facts.sightings]
     return facts
@@ -111,12 +102,9 @@ class _Case:
     judged: Diagnosis
 
     def of_program(self, cause: EndCause) -> Diagnosis:
-        """Of a cause that the ledger has read from words: what the logs say is finer, or an echo.
-
-        Of a rank that died its connections break in the others' logs, if these get to say so
-        before they are ended; else the verdict would hang on who was quicker.
-        """
+        """Of a cause that the ledger has read from words: the logs are finer, or an echo."""
         judged, kind = self.judged, OF_CAUSE[cause]
+        # Others' logs tell of a dead rank's connections where these break before they are ended.
         echoes = {"transport"} if self.attempt.failure is None else {"transport", "host_oom"}
         is_echo = cause is EndCause.CRASHED and judged.kind in echoes
         is_finer = cause in _WEAK and judged.certainty is not Certainty.NOT_KNOWN and not is_echo

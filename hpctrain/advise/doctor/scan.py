@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.advise.doctor.faults import OF_WORDS, Certainty, LogFacts, Role, Sighting
@@ -43,16 +43,12 @@ _DIGITS = b"0123456789"
 _LOSS, _LOSS_NAME, _NOT_TRAINING = (
     re.compile(LINES["losses"][name].encode()) for name in ("value", "name", "not_training")
 )
-REMEMBERED = 64
-MOST_SERIES = 16
-LEAST = 20
-"""Values before which nothing is said of a rise."""
-RISE = 3.0
-STAYED = 10
-"""Values for which a rise must last."""
+_REMEMBERED, _MOST_SERIES, _MOST_WORDS, _LEAST, _RISE, _STAYED = (
+    LINES["losses"][name]
+    for name in ("remembered", "most_series", "most_words", "least", "rise", "stayed")
+)
 _WORDS = 16
 """Bytes before "oss" that tell which loss it is."""
-_MOST_WORDS = 4096
 
 
 @dataclass
@@ -77,31 +73,19 @@ class _LogStream:
         self.raises = self.loads = False
 
 
+@dataclass
 class LogScanner:
-    """Reads one log, block by block.
+    """Reads one log, block by block."""
 
-    Args:
-        source: The log's name.
-        rank: Who writes it, where its name has that.
-        signatures: What to look for; those of the package by default.
-        attempt: Lines that name another attempt of a run are left out; None leaves out none.
-    """
+    source: str
+    rank: int | None = None  # who writes it, where its name has that
+    signatures: SignatureTable | None = None  # what to look for; None: those of the package
+    attempt: int | None = field(default=None, kw_only=True)  # lines that name others are left out
 
-    def __init__(
-        self,
-        source: str,
-        rank: int | None = None,
-        signatures: SignatureTable | None = None,
-        *,
-        attempt: int | None = None,
-    ) -> None:
-        self._attempt = attempt
-        self.facts = LogFacts(source)
-        self._rank = rank
-        self._table = signatures or packaged()
-        self._line = 0
-        self._offset = 0
-        self._attention = 0
+    def __post_init__(self) -> None:
+        self.facts = LogFacts(self.source)
+        self._table = self.signatures or packaged()
+        self._line = self._offset = self._attention = 0
         self._streams: dict[str, _LogStream] = {}
         self._kept: Counter[tuple[str, int | None]] = Counter()
         self._losses = LossWatch()
@@ -110,8 +94,7 @@ class LogScanner:
         """Read a block of whole lines, each ended by a newline but for the log's last.
 
         What a progress bar draws over itself are lines of their own, which are not counted. Lines
-        that differ in digits alone are searched once: most lines of a long log are the same but
-        for their numbers.
+        that differ in digits alone are searched once.
         """
         self._losses.feed(block, self._offset, self._line)
         shapes = block.translate(_NEWLINES, _DIGITS).split(b"\n")
@@ -132,24 +115,13 @@ class LogScanner:
 
     def finish(self) -> LogFacts:
         """Return all that was read, with the tracebacks whose ends are not in the log."""
-        facts = self.facts
-        facts.sightings += [
-            Sighting(
-                "traceback-cut",
-                "code",
-                Role.CAUSE,
-                Certainty.POSSIBLE,
-                text="a traceback without its end",
-                source=facts.source,
-                line=facts.lines,
-                offset=self._offset,
-                rank=self._rank,
-                place=stream.place or stream.cut_at,
-                is_handled=True,
-            )
-            for stream in self._streams.values()
-            if stream.left > 0 and stream.cut_at and not stream.is_ignored
-        ]
+        facts, text = self.facts, "a traceback without its end"
+        at, sure = (facts.source, facts.lines, self._offset, self.rank), Certainty.POSSIBLE
+        for one in self._streams.values():
+            if one.left > 0 and one.cut_at and not one.is_ignored:
+                cut = Sighting("traceback-cut", "code", Role.CAUSE, sure, text, *at)
+                place = one.place or one.cut_at
+                facts.sightings.append(replace(cut, place=place, is_handled=True))
         facts.progress = tuple(self._losses.offsets)
         facts.sightings += self._losses.sightings(facts.source)
         return facts
@@ -157,8 +129,8 @@ class LogScanner:
     def _look(self, raw: bytes, number: int, offset: int) -> None:
         """Take one line apart, and keep what it says of a fault."""
         text = raw[:LONGEST_LINE].decode("utf-8", "replace")
-        of = FORMS["of_attempt"].match(text) if self._attempt is not None else None
-        if of is not None and int(of["attempt"]) != self._attempt:
+        of = FORMS["of_attempt"].match(text) if self.attempt is not None else None
+        if of is not None and int(of["attempt"]) != self.attempt:
             return
         line = plain(text)
         if len(self._streams) > MOST_STREAMS:
@@ -171,7 +143,7 @@ class LogScanner:
         if stream.is_ignored and reading.role is Role.CAUSE:
             stream.is_ignored = False
             return
-        ranks = (line.rank, stream.failed, self._rank, reading.details.get("rank"))
+        ranks = (line.rank, stream.failed, self.rank, reading.details.get("rank"))
         rank = next((int(rank) for rank in ranks if rank is not None), None)
         sighting = replace(
             reading,
@@ -314,12 +286,13 @@ class LogScanner:
 
 
 def _mentioned(text: str) -> Sighting | None:
-    """An exception that a line reports behind other words, as loggers and notebooks do."""
+    """Return an exception that a line reports behind other words, as loggers and notebooks do."""
     if _NO_END.search(text) is not None:
         return None
-    match = _PASSED_ON.search(text)
-    names = [match["name"]] if match else [one["name"] for one in FORMS["reported"].finditer(text)]
-    name = next((name for name in names if match or _WRAPPERS.search(name) is None), None)
+    names = (match["name"] for match in FORMS["reported"].finditer(text))
+    name = next((name for name in names if _WRAPPERS.search(name) is None), None)
+    if (passed_on := _PASSED_ON.search(text)) is not None:
+        name = passed_on["name"]
     if name is None:
         return None
     sure, details = Certainty.POSSIBLE, {"exception": name}
@@ -363,7 +336,7 @@ class _Series:
         self.odd = 0
         self.values += 1
         self.mean += (value - self.mean) * max(1 / self.values, 0.05)
-        self.limit = RISE * self.mean if self.values >= LEAST and self.mean > 0 else math.inf
+        self.limit = _RISE * self.mean if self.values >= _LEAST and self.mean > 0 else math.inf
 
     def unusual(self, value: float, line: int, offset: int) -> None:
         """Count the next value, one that is no number or far higher."""
@@ -374,27 +347,15 @@ class _Series:
 
 
 class LossWatch:
-    """Follows the losses of one log: what stands behind a word that ends with "loss".
-
-    Losses of validation are left out.
-
-    Attributes:
-        offsets: Where the last losses were printed, oldest first.
-    """
+    """Follows the losses of one log: what lines.toml says that a loss is."""
 
     def __init__(self) -> None:
-        self.offsets: deque[int] = deque(maxlen=REMEMBERED)
+        self.offsets: deque[int] = deque(maxlen=_REMEMBERED)  # of the last ones, oldest first
         self._series: dict[bytes, _Series] = {}
         self._before: dict[bytes, _Series | None] = {}
 
     def feed(self, block: bytes, offset: int, line: int) -> None:
-        """Read a block of whole lines.
-
-        Args:
-            block: Its bytes.
-            offset: Where it lies in the log.
-            line: Lines before it.
-        """
+        """Read a block of whole lines that lies at an offset of the log, behind so many lines."""
         before, number, counted = self._before, line + 1, 0
         for match in _LOSS.finditer(block):
             start = match.start()
@@ -415,14 +376,12 @@ class LossWatch:
                 series.unusual(value, number, offset + start)
 
     def _named(self, words: bytes) -> _Series | None:
-        """The series of which these words tell; None where it is no training loss."""
+        """Return the series of which these words tell; None where it is no training loss."""
         match = _LOSS_NAME.search(words)
-        series = None
-        if match is not None and _NOT_TRAINING.search(match[0]) is None:
-            name = match[0]
-            series = self._series.get(name)
-            if series is None and len(self._series) < MOST_SERIES:
-                series = self._series[name] = _Series(name.decode("utf-8", "replace") + "oss")
+        series = None if match is None else self._series.get(match[0])
+        is_new = match is not None and series is None and len(self._series) < _MOST_SERIES
+        if match is not None and is_new and _NOT_TRAINING.search(match[0]) is None:
+            series = self._series[match[0]] = _Series(match[0].decode("utf-8", "replace") + "oss")
         if len(self._before) > _MOST_WORDS:
             self._before.clear()
         self._before[words] = series
@@ -432,12 +391,15 @@ class LossWatch:
         """Return what the losses tell at the log's end."""
         out = []
         for one in self._series.values():
-            sign, kind, sure = "loss-nan", "nan", Certainty.LIKELY
-            if one.is_nan and (one.odd > 1 or (one.odd and not one.values)):
+            if one.is_nan and one.odd > bool(one.values):
+                sign, kind, sure = (
+                    "loss-nan",
+                    "nan",
+                    Certainty.LIKELY if one.odd > 1 else Certainty.POSSIBLE,
+                )
                 text = f"{one.name} is no number from here to the end ({one.odd} times)"
-                sure = sure if one.odd > 1 else Certainty.POSSIBLE
-            elif not one.is_nan and one.odd >= STAYED:
-                sign, kind = "loss-spike", "loss_spike"
+            elif not one.is_nan and one.odd >= _STAYED:
+                sign, kind, sure = "loss-spike", "loss_spike", Certainty.LIKELY
                 text = (
                     f"{one.name} rose from about {one.mean:.3g} to {one.risen:.3g} and stayed high"
                 )

@@ -87,13 +87,7 @@ class Signature(Table):
 
 
 class SignatureTable:
-    """All signatures, in the order in which they are tried: the first that fits a line counts.
-
-    Attributes:
-        faults: Those that speak of a fault.
-        harmless: Those whose lines are passed over.
-        words: One of them stands in every line, without its digits, that is worth a look.
-    """
+    """All signatures, in the order in which they are tried: the first that fits a line counts."""
 
     def __init__(self, signatures: Iterable[Signature]) -> None:
         every = tuple(signatures)
@@ -102,6 +96,7 @@ class SignatureTable:
         words = {word for one in self.faults for word in one.words}
         own = {word for word in words if not any(common in word for common in COMMON)}
         shortest = sorted(w for w in own if not any(o in w for o in own if o != w))
+        # One of these stands in every line, without its digits, that is worth a look.
         self.words = tuple(dict.fromkeys(map(_without_digits, (*COMMON, *shortest))))
 
     def with_more(self, more: Sequence[Signature]) -> SignatureTable:

@@ -32,10 +32,7 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "bytes": 1}
 _SIZE = r"(?<![\d.])(\d{1,15}(?:\.\d{1,15})?) ([KMGT]iB|bytes)"
 _SIZES = {name: re.compile(text.replace("{size}", _SIZE)) for name, text in TABLE["sizes"].items()}
 """What torch's allocator prints when a GPU's memory is out."""
-FRAGMENTED = 0.1
-"""Of the GPU's memory that is reserved and not in use: worth another allocator setting."""
-LARGE = 0.25
-"""Of the GPU's memory: much for one block, or for other processes."""
+_MEMORY: dict[str, Any] = TABLE["gpu_memory"]
 
 
 def headline(first: Sighting, kind: str, sightings: Sequence[Sighting]) -> str:
@@ -93,10 +90,10 @@ def gpu_memory(text: str) -> tuple[str, tuple[str, ...]]:
     idle_words, others = "reserved but not in use", "held by other processes"
     for amount, what in ((used, "in use"), (idle, idle_words), (sizes["others"], others)):
         words += f", {size(amount)} {what}" if amount else ""
-    if idle >= asked and idle > FRAGMENTED * capacity:
-        return f"{words}: fragmentation, not capacity", (TABLE["gpu_memory"]["fragmented"],)
-    large = (name for name in ("others", "asked") if sizes[name] > LARGE * capacity)
-    return words, tuple(TABLE["gpu_memory"][name] for name in large)[:1]
+    if idle >= asked and idle > _MEMORY["worth_a_setting"] * capacity:
+        return f"{words}: fragmentation, not capacity", (_MEMORY["fragmented"],)
+    large = (name for name in ("others", "asked") if sizes[name] > _MEMORY["much"] * capacity)
+    return words, tuple(_MEMORY[name] for name in large)[:1]
 
 
 def in_short(diagnosis: Diagnosis, notes: Sequence[str] = (), *, width: int = 80) -> str:

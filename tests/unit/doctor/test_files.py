@@ -75,7 +75,7 @@ def test_a_packed_log_gives_what_came_wherever_it_is_torn(tmp_path, pack):
             kept.append(facts.lines)
             said.update(notes)
 
-    refused = f"{log}: nothing of it can be unpacked ({TORN})"
+    refused = f"{log}: nothing of it can be read ({TORN})"
     assert said == {f"{log} ends early: {TORN}", *([refused] if 0 in kept else [])}
     assert kept == sorted(kept, reverse=True)
     assert kept[0] == STORY.count("\n")
@@ -139,7 +139,7 @@ def test_a_packed_log_for_which_there_is_no_memory_is_told_of(tmp_path, monkeypa
     log = tmp_path / "job.log"
     log.write_bytes(gzip.compress(FULL.encode()))
 
-    with pytest.raises(UsageError, match="unpacked \\(it needs more memory than there is"):
+    with pytest.raises(UsageError, match="read \\(it needs more memory than there is"):
         scan(inputs([str(log)]))
 
 
@@ -157,9 +157,22 @@ def test_whatever_a_packed_log_holds_it_is_read_or_refused(tmp_path, seed):
 
 
 def test_standard_input_is_read(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(FULL.encode())))
+    monkeypatch.setattr(
+        sys, "stdin", SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(FULL.encode())))
+    )
 
     assert kind_of("-") == ("storage_full", [])
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_how_much_was_read_is_told_as_it_is_on_disk(tmp_path, pack):
+    log, told = tmp_path / "job.log", []
+    log.write_bytes(pack(random.Random(1).randbytes(3 << 20).hex().encode()))
+
+    scan(inputs([str(log)]), told.append)
+
+    assert sum(told) == log.stat().st_size
+    assert len(told) > 2
 
 
 def test_a_folder_gives_its_logs_and_leaves_out_what_is_none(tmp_path):
