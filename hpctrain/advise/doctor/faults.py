@@ -57,9 +57,7 @@ class FaultRow:
     all_of: list[str] = field(default_factory=list)
 
 
-TABLE: dict[str, dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("faults.toml").read_text("utf-8")
-)
+TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("faults.toml").read_text("utf-8"))
 FAULTS: dict[str, FaultRow] = {name: FaultRow(**row) for name, row in TABLE["faults"].items()}
 """Each kind of fault by its name."""
 OF_CAUSE = {

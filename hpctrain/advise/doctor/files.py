@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hpctrain.advise.doctor.lines import LINES, rank_of_file
 from hpctrain.advise.doctor.scan import LogScanner
-from hpctrain.core.base.files import open_plain
+from hpctrain.core.base.files import NotText, open_plain
 from hpctrain.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from hpctrain.advise.doctor.faults import LogFacts
     from hpctrain.advise.doctor.signature import SignatureTable
 
-STDIN = "-"
 BLOCK = 1 << 20
 MOST_LINE = 8 << 20
 """A line without an end is cut here, as a progress bar's may be."""
@@ -76,7 +75,7 @@ def inputs(names: Sequence[str]) -> list[LogInput]:
     out: list[LogInput] = []
     for name in names:
         path = Path(name)
-        if name == STDIN:
+        if name == "-":
             if any(log.path is None for log in out):
                 raise UsageError("standard input (-) can be read once")
             out.append(LogInput("standard input", None))
@@ -106,10 +105,6 @@ def _of_folder(folder: Path) -> list[LogInput]:
 _EMPTY = "it is empty"
 
 
-class _NotText(OSError):
-    """Nothing of it can be read as a log."""
-
-
 def scan(
     logs: Sequence[LogInput],
     advance: Callable[[int], None] = lambda _count: None,
@@ -132,10 +127,10 @@ def scan(
         try:
             for block in _blocks(log, advance, notes):
                 scanner.feed(block)
-        except OSError as error:
-            why = error.strerror or str(error)
+        except (OSError, NotText) as error:
+            why = getattr(error, "strerror", None) or str(error)
             if log.is_named:
-                verb = "" if isinstance(error, _NotText) else " cannot be read"
+                verb = "" if isinstance(error, NotText) else " cannot be read"
                 raise UsageError(f"{log.name}{verb}: {why}") from None
             if why != _EMPTY:
                 notes.append(f"{log.name} was left out: {why}")
@@ -175,7 +170,7 @@ def _contents(file: Any, name: str, notes: list[str]) -> Iterator[bytes]:
     except (OSError, EOFError, zlib.error, lzma.LZMAError, MemoryError) as error:
         fault = str(error) or "it needs more memory than there is"
         if not has_some:
-            raise _NotText(f"nothing of it can be read ({fault})") from None
+            raise NotText(f"nothing of it can be read ({fault})") from None
         notes.append(f"{name} ends early: {fault}")
 
 
@@ -183,10 +178,10 @@ def _whole_lines(contents: Iterator[bytes]) -> Iterator[bytes]:
     """Yield blocks that end with a line's end."""
     rest = bytearray(next(contents, b""))
     if not rest:
-        raise _NotText(_EMPTY)
+        raise NotText(_EMPTY)
     sample = rest[:_SAMPLE].replace(b"\0" * 64, b"")  # holes of a network's disk are no sign
     if len(sample) - len(sample.translate(None, _CONTROLS)) > BINARY_SHARE * len(sample):
-        raise _NotText("it is no text")
+        raise NotText("it is no text")
     for content in contents:
         rest += content
         if len(rest) >= BLOCK:

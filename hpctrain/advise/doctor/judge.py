@@ -34,7 +34,6 @@ _EXPLAINS: dict[str, list[str]] = TABLE["explains"]
 _SUDDEN = frozenset({"host_oom", "shared_memory"})
 _GENERAL = frozenset({"code", "data_worker", "rendezvous"})
 _SRUN, _LEFT = "srun: error: ", "srun-task-exited"
-_CALL = {"operation", "number"}
 
 
 class _Case:
@@ -149,15 +148,9 @@ def _of_last_resort(case: _Case) -> Diagnosis:
     if errors := [one for one in case.last_resort if one.kind == "code"]:
         first = max(errors[::-1], key=lambda one: (one.role is not Role.HINT, bool(one.details)))
         return _diagnosis(case, first, Certainty.POSSIBLE)
-    read = f"{count(case.lines, 'line')} of {count(len(case.logs), 'log')}"
-    return Diagnosis(
-        "unknown",
-        Certainty.NOT_KNOWN,
-        f"nothing in {read} says why",
-        do=FAULTS["unknown"].do,
-        lines=case.lines,
-        logs=len(case.logs),
-    )
+    words = f"nothing in {count(case.lines, 'line')} of {count(len(case.logs), 'log')} says why"
+    do, logs = FAULTS["unknown"].do, len(case.logs)
+    return Diagnosis("unknown", Certainty.NOT_KNOWN, words, do=do, lines=case.lines, logs=logs)
 
 
 def _first(causes: Sequence[Sighting]) -> tuple[Sighting, tuple[Sighting, ...]]:
@@ -208,7 +201,7 @@ def _who_waited(waits: Sequence[Sighting], world_size: int | None) -> tuple[str,
     """Return the kind of fault, and one line: who waited in what, and who did not report."""
     ranks, calls = ranks_of(waits), dict[int, tuple[str, int]]()
     for wait in waits:
-        if wait.rank is not None and wait.details.keys() >= _CALL:
+        if wait.rank is not None and wait.details.keys() >= {"operation", "number"}:
             call = (wait.details["operation"], int(wait.details["number"]))
             calls.setdefault(wait.rank, call)
     by_call: dict[tuple[str, int], list[int]] = {}

@@ -124,8 +124,9 @@ class _Case:
             title = FAULTS["no_progress"].title
             words = f"{title}: {stopped}; the last of them: {self.attempt.cause}"
             why = "the ledger says why the run was stopped"
-            diagnosis = self.by_ledger("no_progress", Certainty.CERTAIN)
-            return replace(diagnosis, headline=words, why=why)
+            return replace(
+                self.by_ledger("no_progress", Certainty.CERTAIN), headline=words, why=why
+            )
         diagnosis = self.by_ledger(kind, Certainty.CERTAIN)
         if record is not None and record.stuck is not None:
             words = f"{diagnosis.headline}; the job could not be requeued: {record.stuck}"
@@ -133,12 +134,8 @@ class _Case:
             return replace(diagnosis, headline=words, do=do)
         if self.attempt.next not in {Next.REQUEUE, Next.LEAVE}:
             return diagnosis
-        do = ["nothing: the job was requeued and the run continues"]
-        if reported(self.history).is_silent:
-            do.append(
-                "the program reported no step and no checkpoint: see that it loads its newest "
-                "checkpoint when it starts (`hpctrain logs RUN`)"
-            )
+        texts = TABLE["requeued"]
+        do = [texts["do"], texts["silent"]] if reported(self.history).is_silent else [texts["do"]]
         return replace(diagnosis, do=do)
 
     def by_ledger(self, kind: str, certainty: Certainty) -> Diagnosis:
@@ -196,9 +193,8 @@ class _Case:
             return replace(self._state(row), evidence=())
         if (hang := self.attempt.hang) is not None:
             kind = "desync" if hang.kind_of in {"mismatch", "deadlock"} else "hang"
-            sign, sure = "hang_suspected", Certainty.LIKELY
-            if isinstance(hang, HangFound):
-                sign, sure = "hang", Certainty.CERTAIN
+            found, suspected = ("hang", Certainty.CERTAIN), ("hang_suspected", Certainty.LIKELY)
+            sign, sure = found if isinstance(hang, HangFound) else suspected
             rank = hang.ranks[0] if len(hang.ranks) == 1 else None
             event = Sighting(sign, kind, Role.WAIT, sure, hang.summary, LEDGER, rank=rank)
             do = ("`hpctrain stacks RUN` shows every rank's line", *FAULTS[kind].do)

@@ -29,8 +29,6 @@ MOST_SIGHTINGS = 4000
 """Of one log: ranks times signatures that a job of thousands of ranks may show."""
 MOST_STREAMS = 20_000
 _AFTER: dict[str, int] = LINES["after"]
-_TABLE_INDENT = "  "
-"""Before each line of a launcher's table, and so before a rank's traceback in it."""
 
 _TRACEBACK, _FRAME, _PASSED_ON = FORMS["traceback"], FORMS["frame"], FORMS["passed_on"]
 _LIBRARY, _LAUNCHER, _LOADS, _NO_END = (
@@ -38,17 +36,14 @@ _LIBRARY, _LAUNCHER, _LOADS, _NO_END = (
     for name in ("libraries", "launchers", "loads", "no_end")
 )
 _WRAPPERS = re.compile(rf"(?:^|\.)(?:{'|'.join(LINES['tracebacks']['wrappers'])})$", re.IGNORECASE)
-_NEWLINES = bytes.maketrans(b"\r", b"\n")
-_DIGITS = b"0123456789"
+_NEWLINES, _DIGITS = bytes.maketrans(b"\r", b"\n"), b"0123456789"
 _LOSS, _LOSS_NAME, _NOT_TRAINING = (
     re.compile(LINES["losses"][name].encode()) for name in ("value", "name", "not_training")
 )
-_REMEMBERED, _MOST_SERIES, _MOST_WORDS, _LEAST, _RISE, _STAYED = (
+_REMEMBERED, _MOST_SERIES, _MOST_WORDS, _WORDS, _LEAST, _RISE, _STAYED = (
     LINES["losses"][name]
-    for name in ("remembered", "most_series", "most_words", "least", "rise", "stayed")
+    for name in ("remembered", "most_series", "most_words", "words", "least", "rise", "stayed")
 )
-_WORDS = 16
-"""Bytes before "oss" that tell which loss it is."""
 
 
 @dataclass
@@ -136,7 +131,8 @@ class LogScanner:
         if len(self._streams) > MOST_STREAMS:
             self._streams.clear()
         stream = self._streams.setdefault(line.stream, _LogStream())
-        words = line.text if stream.failed is None else line.text.removeprefix(_TABLE_INDENT)
+        # A launcher's table of failures indents each line, and so a rank's traceback in it.
+        words = line.text if stream.failed is None else line.text.removeprefix("  ")
         reading = self._read(words, stream)
         if reading is None:
             return

@@ -6,7 +6,6 @@ tests/unit/doctor/test_own_signatures.py and test_corpus.py hold the promises.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
@@ -149,8 +148,7 @@ def _signature(row: Mapping[str, Any], place: str) -> Signature:
         raise UsageError(f"{place}: {error}") from None
     if short := [word for word in signature.words if len(_without_digits(word)) < SHORTEST_WORD]:
         raise UsageError(
-            f"{place}: the word {short[0]!r} stands in too many lines: write {SHORTEST_WORD} "
-            "characters or more that are no digits"
+            f"{place}: the word {short[0]!r} stands in too many lines: take a longer one"
         )
     if (signature.fault == "") != (signature.role == Role.HARMLESS):
         raise UsageError(f"{place}: a fault belongs to every role but harmless, which has none")
@@ -166,20 +164,14 @@ def paths_here(environ: Mapping[str, str]) -> tuple[list[Path], list[str]]:
         presets = [path for layers in site_files(environ).values() for _, path in layers]
         presets += [Path(named)] if named.endswith(".toml") else []
         # Which site this is may take SLURM's answer: a diagnosis must not wait for a dead one.
-        if not any(_names_signatures(preset) for preset in presets):
+        if not any(FOLDER.encode() in one.read_bytes() for one in presets if one.is_file()):
             return paths, []
         here = look_around(environ, lambda: name_here(environ))
         site, _ = choose(environ.get(HPCTRAIN_SITE), environ, here)
         places = [Path(os.path.expandvars(text)) for text in site.doctor.signatures] if site else []
         return [*paths, *(path for place in places for path in files_in(place))], []
-    except HpctrainError as error:
+    except (HpctrainError, OSError) as error:
         return paths, [f"the site's signatures were left out: {error}"]
-
-
-def _names_signatures(preset: Path) -> bool:
-    with contextlib.suppress(OSError):  # choosing the site says what is wrong with it
-        return FOLDER.encode() in preset.read_bytes()
-    return False
 
 
 def files_in(path: Path) -> list[Path]:

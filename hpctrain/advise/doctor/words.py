@@ -45,8 +45,8 @@ def headline(first: Sighting, kind: str, sightings: Sequence[Sighting]) -> str:
         return f"a process {how}{who}{node}: most often a node's memory is out"
     parts = {key: value.strip() for key, value in first.details.items()}
     parts["peer"] = parts.get("peer", "").strip("[]()").rstrip(".")
-    is_short = len(first.text) <= _LONGEST_MESSAGE
-    parts["message"] = first.text if is_short else f"{first.text[: _LONGEST_MESSAGE - 3]}..."
+    is_long = len(first.text) > _LONGEST_MESSAGE
+    parts["message"] = f"{first.text[: _LONGEST_MESSAGE - 3]}..." if is_long else first.text
     parts["place"] = first.place
     parts["memory"] = gpu_memory(first.text)[0] if kind == "gpu_oom" else ""
     parts["meaning"] = TABLE["xids"].get(parts.get("xid", ""), "see NVIDIA's list of Xid errors")
@@ -80,15 +80,15 @@ def gpu_memory(text: str) -> tuple[str, tuple[str, ...]]:
     sizes = {}
     for name, pattern in _SIZES.items():
         found = (filter(None, match.groups()) for match in pattern.finditer(text))
-        amounts = [int(float(number) * _UNITS[unit]) for number, unit in found]
-        sizes[name] = sum(amounts) if name == "others" else next(iter(amounts), 0)
+        each = [int(float(number) * _UNITS[unit]) for number, unit in found]
+        sizes[name] = sum(each) if name == "others" else next(iter(each), 0)
     asked, capacity, used = sizes["asked"], sizes["capacity"], sizes["allocated"]
     if not asked or not capacity:
         return "", ()
     idle = sizes["unallocated"] or max(0, sizes["reserved"] - used)
     words = f"asked for {size(asked)} of {size(capacity)}"
-    idle_words, others = "reserved but not in use", "held by other processes"
-    for amount, what in ((used, "in use"), (idle, idle_words), (sizes["others"], others)):
+    amounts = (used, idle, sizes["others"])
+    for amount, what in zip(amounts, _MEMORY["words"], strict=True):
         words += f", {size(amount)} {what}" if amount else ""
     if idle >= asked and idle > _MEMORY["worth_a_setting"] * capacity:
         return f"{words}: fragmentation, not capacity", (_MEMORY["fragmented"],)
