@@ -295,13 +295,13 @@ def _mentioned(text: str) -> Sighting | None:
     return Sighting("exception-reported", "code", Role.HINT, sure, details=details)
 
 
-def _with_a_word(lines: bytes, words: tuple[bytes, ...]) -> set[bytes]:
+def _with_a_word(lines: bytes, words: dict[bytes, list[bytes]]) -> set[bytes]:
     """The lines that hold one of the words."""
     hits: set[bytes] = set()
     # The different words of a block are a small part of it: most of ours are soon found missing.
     vocabulary = b" ".join(set(lines.split()))
-    for word in words:
-        if max(word.split(), key=len) not in vocabulary:
+    for word, parts in words.items():
+        if not all(part in vocabulary for part in parts):
             continue
         at, end = lines.find(word), 0
         while at >= 0:

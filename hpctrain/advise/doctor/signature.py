@@ -95,8 +95,8 @@ class SignatureTable:
         words = {word for one in self.faults for word in one.words}
         own = {word for word in words if not any(common in word for common in COMMON)}
         shortest = sorted(w for w in own if not any(o in w for o in own if o != w))
-        # One of these stands in every line, without its digits, that is worth a look.
-        self.words = tuple(dict.fromkeys(map(_without_digits, (*COMMON, *shortest))))
+        # One of these, with its parts, stands in every line, without its digits, worth a look.
+        self.words = {one: one.split() for one in map(_without_digits, (*COMMON, *shortest))}
 
     def with_more(self, more: Sequence[Signature]) -> SignatureTable:
         """Others before these, which may take the name of one of these and then replace it."""

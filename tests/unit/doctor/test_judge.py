@@ -181,6 +181,8 @@ def test_interfaces_of_containers_are_named_where_connections_break():
 
     assert (diagnosis.kind, diagnosis.certainty) == ("interface", Certainty.LIKELY)
     assert "docker0" in diagnosis.headline
+    assert judge([log(uses)]).kind == "unknown"
+    assert judge([log(uses, "grad_norm: nan")]).kind == "nan"
 
 
 def test_a_process_that_was_killed_explains_broken_connections():
