@@ -154,3 +154,9 @@ def test_the_words_of_a_pod_of_tpus_are_read_behind_its_node():
     line = plain("2026-11-28 10:11:12 10.0.0.7 [3] ValueError: no")
 
     assert (line.text, line.node, line.rank) == ("ValueError: no", "10.0.0.7", None)
+
+
+def test_a_name_of_c_plus_plus_is_no_exception():
+    """A frame of XLA's stack: xla::util::ReportComputationError(tensorflow::Status const&)."""
+    assert verdict("xla_util.cc:76] \txla::util::ReportComputationError(x)") == NOTHING
+    assert verdict("main:util.ComputationError(x)") == CODE
