@@ -139,7 +139,7 @@ def _of_the_rest(case: _Case) -> Diagnosis | None:
     signs = case.by_role[role]
     if role is Role.LINK:  # one that broke says less than the interface over which it went
         signs = [*signs, *(one for one in case.last_resort if one.kind == "interface")]
-    first = min(signs, key=lambda sign: (sign.certainty.rank, sign.kind != "interface"))
+    first = min(signs, key=lambda sign: sign.certainty.rank)
     return _diagnosis(case, first, first.certainty)
 
 

@@ -37,6 +37,16 @@ def test_a_log_of_any_encoding_of_ascii_is_read(tmp_path, encoding):
     assert kind_of(log) == ("storage_full", [])
 
 
+def test_a_line_that_the_last_part_of_a_log_cuts_is_not_read(tmp_path):
+    path = tmp_path / "rank-0.log"
+    path.write_text("the words of a KeyError: 'w'\nstep 1\n")
+    log = files.LogInput("rank-0.log", path, tail_bytes=len("KeyError: 'w'\nstep 1\n"))
+
+    [facts], notes = scan([log])
+
+    assert (facts.sightings, facts.lines, len(notes)) == ([], 1, 1)
+
+
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
 def test_packed_logs_are_unpacked(tmp_path, pack):
     log = tmp_path / "job.log.packed"

@@ -325,6 +325,20 @@ def test_a_connection_that_broke_explains_an_abort_without_a_word():
         assert judge([log(f"[rank1]: {CLOSED}", death)]).kind == "transport"
 
 
+def test_numbers_that_are_none_after_an_assertion_do_not_explain_it():
+    assertion = "x.cu:12: f: block: [0,0,0], thread: [1,0,0] Assertion `input_val >= 0` failed."
+    losses = [*(f"loss: {n}.5" for n in range(4))]
+
+    assert judge([log(*losses, assertion, "loss: nan", "loss: nan")]).kind == "gpu_assert"
+
+
+def test_a_checkpoint_of_another_shape_is_not_called_damaged():
+    sizes = "Size mismatch between saved torch.Size([4, 4]) and current: torch.Size([8, 4]) for w"
+
+    assert len(judge([log(f"ValueError: {sizes}")]).do) == 1
+    assert len(judge([log("RuntimeError: Missing key in checkpoint state_dict: w.")]).do) > 1
+
+
 def test_one_loss_that_is_no_number_does_not_explain_an_assertion_on_the_device():
     diagnosis = judge([log("step 1 loss: nan", "CUDA error: device-side assert triggered")])
 
