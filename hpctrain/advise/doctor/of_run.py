@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     from hpctrain.ledger.history.run_history import RunHistory
 
 LEDGER = RunDir(Path()).events.name
-_WEAK, _FROM_OUTSIDE = (
-    frozenset(map(EndCause, TABLE["ledger"][name])) for name in ("weak", "from_outside")
-)
+_WEAK = frozenset(map(EndCause, TABLE["ledger"]["weak"]))
+_FROM_OUTSIDE = frozenset(map(EndCause, TABLE["ledger"]["from_outside"]))
 _FROM_WORDS = _WEAK | OF_WORDS.keys() | {EndCause.GPU_OOM, EndCause.DATA_WORKER}
 """Causes that the ledger has read from words too, so that logs may know better."""
 _OF_RUN_STATE = {
@@ -67,7 +66,7 @@ def diagnose(
         # The ledger knows more than SLURM's line that the job was requeued: by hpctrain, mostly.
         kept = [[s for s in log.sightings if s.kind != "requeued"] for log in facts]
         facts = [replace(log, sightings=own) for log, own in zip(facts, kept, strict=True)]
-    case = _Case(attempt, history, facts, judge(facts, attempt.world_size or None))
+    case = _RunCase(attempt, history, facts, judge(facts, attempt.world_size or None))
     if attempt.reason is None and attempt.ended is None:
         return case.unended(state)
     cause = attempt.cause or EndCause.UNKNOWN
@@ -93,7 +92,7 @@ def _of_failure(attempt: AttemptView) -> LogFacts:
 
 
 @dataclass(frozen=True)
-class _Case:
+class _RunCase:
     """An attempt, what its logs and its failure say, and the verdict of these alone."""
 
     attempt: AttemptView
@@ -193,8 +192,8 @@ class _Case:
             return replace(self._state(row), evidence=())
         if (hang := self.attempt.hang) is not None:
             kind = "desync" if hang.kind_of in {"mismatch", "deadlock"} else "hang"
-            found, suspected = ("hang", Certainty.CERTAIN), ("hang_suspected", Certainty.LIKELY)
-            sign, sure = found if isinstance(hang, HangFound) else suspected
+            proven, suspected = ("hang", Certainty.CERTAIN), ("hang_suspected", Certainty.LIKELY)
+            sign, sure = proven if isinstance(hang, HangFound) else suspected
             rank = hang.ranks[0] if len(hang.ranks) == 1 else None
             event = Sighting(sign, kind, Role.WAIT, sure, hang.summary, LEDGER, rank=rank)
             do = ("`hpctrain stacks RUN` shows every rank's line", *FAULTS[kind].do)

@@ -112,10 +112,10 @@ class LogScanner:
         """Return all that was read, with the tracebacks whose ends are not in the log."""
         facts, text = self.facts, "a traceback without its end"
         at, sure = (facts.source, facts.lines, self._offset, self.rank), Certainty.POSSIBLE
-        for one in self._streams.values():
-            if one.left > 0 and one.cut_at and not one.is_ignored:
+        for stream in self._streams.values():
+            if stream.left > 0 and stream.cut_at and not stream.is_ignored:
                 cut = Sighting("traceback-cut", "code", Role.CAUSE, sure, text, *at)
-                place = one.place or one.cut_at
+                place = stream.place or stream.cut_at
                 facts.sightings.append(replace(cut, place=place, is_handled=True))
         facts.progress = tuple(self._losses.offsets)
         facts.sightings += self._losses.sightings(facts.source)
@@ -386,20 +386,18 @@ class LossWatch:
     def sightings(self, source: str) -> list[Sighting]:
         """Return what the losses tell at the log's end."""
         out = []
-        for one in self._series.values():
-            if one.is_nan and one.odd > bool(one.values):
+        for loss in self._series.values():
+            if loss.is_nan and loss.odd > bool(loss.values):
                 sign, kind, sure = (
                     "loss-nan",
                     "nan",
-                    Certainty.LIKELY if one.odd > 1 else Certainty.POSSIBLE,
+                    Certainty.LIKELY if loss.odd > 1 else Certainty.POSSIBLE,
                 )
-                text = f"{one.name} is no number from here to the end ({one.odd} times)"
-            elif not one.is_nan and one.odd >= _STAYED:
+                text = f"{loss.name} is no number from here to the end ({loss.odd} times)"
+            elif not loss.is_nan and loss.odd >= _STAYED:
                 sign, kind, sure = "loss-spike", "loss_spike", Certainty.LIKELY
-                text = (
-                    f"{one.name} rose from about {one.mean:.3g} to {one.risen:.3g} and stayed high"
-                )
+                text = f"{loss.name} rose from about {loss.mean:.3g} to {loss.risen:.3g} and stayed high"
             else:
                 continue
-            out.append(Sighting(sign, kind, Role.HINT, sure, text, source, *one.first))
+            out.append(Sighting(sign, kind, Role.HINT, sure, text, source, *loss.first))
         return out

@@ -203,21 +203,25 @@ def with_own(environ: Mapping[str, str]) -> tuple[SignatureTable, list[str]]:
 def faults_of(signatures: Iterable[Signature]) -> list[str]:
     """Return what their own examples say against them, in a line each."""
     faults: list[str] = []
-    for one in signatures:
-        if slow := _slow_on(one):
-            faults.append(f"{one.name}: its pattern takes too long on lines like {slow[:60]!r}...")
+    for signature in signatures:
+        if slow := _slow_on(signature):
+            faults.append(
+                f"{signature.name}: its pattern takes too long on lines like {slow[:60]!r}..."
+            )
             continue
-        for line in one.matches:
+        for line in signature.matches:
             text = plain(line).text
-            if one.fits(text) is None:
-                why = f"it does not stand where it should ({one.where})"
-                if one.compiled.search(text) is None:
+            if signature.fits(text) is None:
+                why = f"it does not stand where it should ({signature.where})"
+                if signature.compiled.search(text) is None:
                     why = "its pattern does not"
-                if not any(word in text for word in one.words):
+                if not any(word in text for word in signature.words):
                     why = "none of its words stands there"
-                faults.append(f"{one.name}: does not fit its example {line!r}: {why}")
-        misses = (line for line in one.near_misses if one.fits(plain(line).text) is not None)
-        faults += [f"{one.name}: fits its near miss {line!r}" for line in misses]
+                faults.append(f"{signature.name}: does not fit its example {line!r}: {why}")
+        misses = (
+            line for line in signature.near_misses if signature.fits(plain(line).text) is not None
+        )
+        faults += [f"{signature.name}: fits its near miss {line!r}" for line in misses]
     return faults
 
 

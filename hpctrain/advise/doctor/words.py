@@ -57,8 +57,8 @@ def headline(first: Sighting, kind: str, sightings: Sequence[Sighting]) -> str:
 
 def _filled(templates: Iterable[str], parts: Mapping[str, str]) -> list[str]:
     """Return the texts whose parts are all known, with these filled in."""
-    known = (each for each in templates if all(parts.get(name) for name in _PART.findall(each)))
-    return [_PART.sub(lambda match: parts[match[1]], each) for each in known]
+    filled = (each for each in templates if all(parts.get(name) for name in _PART.findall(each)))
+    return [_PART.sub(lambda match: parts[match[1]], each) for each in filled]
 
 
 def advice(first: Sighting, kind: str, sightings: Iterable[Sighting]) -> Sequence[str]:
@@ -79,8 +79,8 @@ def gpu_memory(text: str) -> tuple[str, tuple[str, ...]]:
     """
     sizes = {}
     for name, pattern in _SIZES.items():
-        found = (filter(None, match.groups()) for match in pattern.finditer(text))
-        each = [int(float(number) * _UNITS[unit]) for number, unit in found]
+        matched = (filter(None, match.groups()) for match in pattern.finditer(text))
+        each = [int(float(number) * _UNITS[unit]) for number, unit in matched]
         sizes[name] = sum(each) if name == "others" else next(iter(each), 0)
     asked, capacity, used = sizes["asked"], sizes["capacity"], sizes["allocated"]
     if not asked or not capacity:
