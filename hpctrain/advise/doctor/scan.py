@@ -388,15 +388,13 @@ class LossWatch:
         out = []
         for loss in self._series.values():
             if loss.is_nan and loss.odd > bool(loss.values):
-                sign, kind, sure = (
-                    "loss-nan",
-                    "nan",
-                    Certainty.LIKELY if loss.odd > 1 else Certainty.POSSIBLE,
-                )
+                sign, kind = "loss-nan", "nan"
+                sure = Certainty.LIKELY if loss.odd > 1 else Certainty.POSSIBLE
                 text = f"{loss.name} is no number from here to the end ({loss.odd} times)"
             elif not loss.is_nan and loss.odd >= _STAYED:
                 sign, kind, sure = "loss-spike", "loss_spike", Certainty.LIKELY
-                text = f"{loss.name} rose from about {loss.mean:.3g} to {loss.risen:.3g} and stayed high"
+                rise = f"from about {loss.mean:.3g} to {loss.risen:.3g}"
+                text = f"{loss.name} rose {rise} and stayed high"
             else:
                 continue
             out.append(Sighting(sign, kind, Role.HINT, sure, text, source, *loss.first))
