@@ -1,7 +1,6 @@
-"""What a job can die of, and what is read of that in logs and ledgers. Pure.
+"""What a job can die of (faults.toml), and what is read of that in logs and ledgers. Pure.
 
-faults.toml has the faults with their codes, advice and groups; `docs/doctor.md` has a row for each.
-tests/unit/doctor/test_faults.py switches each row of it off.
+`docs/doctor.md` has a row for each fault. tests/unit/doctor/test_faults.py switches each off.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 class Certainty(StrEnum):
     """How sure a diagnosis is."""
 
-    CERTAIN = "certain"
-    """What failed said so itself, and nothing before it explains it."""
+    CERTAIN = "certain"  # what failed said so itself, and nothing before it explains it
     LIKELY = "likely"
     POSSIBLE = "possible"
     NOT_KNOWN = "not known"
@@ -39,18 +37,12 @@ class Certainty(StrEnum):
 class Role(StrEnum):
     """What a line can explain; an earlier role explains the later ones."""
 
-    CAUSE = "cause"
-    """A fault that ends a process by itself."""
-    WAIT = "wait"
-    """A collective's time was up: somebody did not come, for one reason or another."""
-    LINK = "link"
-    """A connection broke: the other end may have died first."""
-    DEATH = "death"
-    """A process is said to be dead, and by what; not why."""
-    HINT = "hint"
-    """No end by itself: it may explain one."""
-    HARMLESS = "harmless"
-    """It reads like a fault and is none."""
+    CAUSE = "cause"  # a fault that ends a process by itself
+    WAIT = "wait"  # a collective's time was up: somebody did not come
+    LINK = "link"  # a connection broke: the other end may have died first
+    DEATH = "death"  # a process is said to be dead, and by what; not why
+    HINT = "hint"  # no end by itself: it may explain one
+    HARMLESS = "harmless"  # it reads like a fault and is none
 
 
 @dataclass(frozen=True)
@@ -65,9 +57,7 @@ class FaultRow:
     all_of: list[str] = field(default_factory=list)
 
 
-TABLE: dict[str, dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("faults.toml").read_text("utf-8")
-)
+TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("faults.toml").read_text("utf-8"))
 FAULTS: dict[str, FaultRow] = {name: FaultRow(**row) for name, row in TABLE["faults"].items()}
 """Each kind of fault by its name."""
 OF_CAUSE = {
@@ -103,21 +93,19 @@ class Sighting:
     advice: Sequence[str] = ()  # where the signature has its own
 
     def precedes(self, other: Sighting) -> bool | None:
-        """Whether it came before the other one; None where that is not known.
-
-        Lines of one log are in order; those of several are where their clocks are of one kind.
-        """
+        """Return whether it came before the other one; None where no order or clock tells."""
         if self.is_late or other.is_late:
             return None
-        if self.source == other.source:
-            return self.offset < other.offset if self.offset != other.offset else None
-        if self.clock is None or other.clock is None or self.clock.form != other.clock.form:
-            return None
-        return self.clock.at < other.clock.at if self.clock.at != other.clock.at else None
+        here, there = float(self.offset), float(other.offset)
+        if self.source != other.source:
+            if self.clock is None or other.clock is None or self.clock.form != other.clock.form:
+                return None
+            here, there = self.clock.at, other.clock.at
+        return here < there if here != there else None
 
 
 def ranks_of(sightings: Iterable[Sighting]) -> tuple[int, ...]:
-    """The ranks that they name."""
+    """Return the ranks that they name."""
     return tuple(sorted({s.rank for s in sightings if s.rank is not None}))
 
 

@@ -1,26 +1,26 @@
-"""Logs from disks and pipes, as blocks of whole lines in UTF-8, however they were written.
+"""Read logs from disks and pipes, plain or packed, as blocks of whole lines.
 
-Plain, gzip, bzip2 and xz; UTF-16 is recognised; what cannot be decoded is replaced. One block is
-held at a time. tests/unit/doctor/test_files.py holds the promises.
+One block is held at a time. tests/unit/doctor/test_files.py holds the promises.
 """
 
 from __future__ import annotations
 
 import bz2
-import codecs
+import contextlib
+import gzip
+import io
 import itertools
 import lzma
 import os
 import sys
 import zlib
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from hpctrain.advise.doctor.lines import LINES, rank_of_file
 from hpctrain.advise.doctor.scan import LogScanner
-from hpctrain.core.base.files import open_plain
+from hpctrain.core.base.files import NotText, open_plain
 from hpctrain.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
@@ -29,27 +29,20 @@ if TYPE_CHECKING:
     from hpctrain.advise.doctor.faults import LogFacts
     from hpctrain.advise.doctor.signature import SignatureTable
 
-STDIN = "-"
 BLOCK = 1 << 20
 MOST_LINE = 8 << 20
 """A line without an end is cut here, as a progress bar's may be."""
 MOST_FILES = 20_000
 """Of a folder: more are somebody's data set."""
 _SAMPLE = 1 << 16
-_XZ_MEMORY = 256 << 20
-"""Of a packed log's dictionary: four times what `xz -9` needs, and no header can ask for more."""
-_MAGIC: tuple[tuple[bytes, Callable[[], Any]], ...] = (
-    (b"\x1f\x8b", lambda: zlib.decompressobj(wbits=31)),
-    (b"BZh", bz2.BZ2Decompressor),
-    (b"\xfd7zXZ\x00", lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY)),
-)
-_PIECE = 64
-"""Packed bytes at a time: so much of what lies before a damaged place is lost with it."""
+_PACKED: dict[bytes, Callable[[Any], Any]] = {
+    b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file, mode="rb"),
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ\x00": lzma.LZMAFile,
+}
 BINARY_SHARE = 0.1
 """Of control characters in a file's beginning: it is no text."""
 _CONTROLS = bytes([*range(9), *range(14, 27)])
-_UTF16_SHARE = 0.7
-"""Of null bytes in every other place of a file's beginning: it is UTF-16 without a mark."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +59,14 @@ class LogInput:
     @property
     def size(self) -> int:
         """Bytes to read, as far as the file system knows."""
-        try:
+        with contextlib.suppress(OSError):
             size = self.path.stat().st_size if self.path is not None else 0
-        except OSError:
-            return 0
-        return size if self.tail_bytes is None else min(size, self.tail_bytes)
+            return size if self.tail_bytes is None else min(size, self.tail_bytes)
+        return 0
 
 
 def inputs(names: Sequence[str]) -> list[LogInput]:
-    """The logs that are meant: files, all files of folders, `-` for standard input.
+    """Return the logs that are meant: files, all files of folders, `-` for standard input.
 
     Raises:
         NotFound: a file is not there, or a folder has no log.
@@ -83,7 +75,7 @@ def inputs(names: Sequence[str]) -> list[LogInput]:
     out: list[LogInput] = []
     for name in names:
         path = Path(name)
-        if name == STDIN:
+        if name == "-":
             if any(log.path is None for log in out):
                 raise UsageError("standard input (-) can be read once")
             out.append(LogInput("standard input", None))
@@ -97,24 +89,17 @@ def inputs(names: Sequence[str]) -> list[LogInput]:
 
 
 def _of_folder(folder: Path) -> list[LogInput]:
-    files: list[LogInput] = []
-    for where, folders, names in os.walk(folder):
-        folders.sort()
-        for name in sorted(names):
-            path = Path(where) / name
-            plain_name = path.with_suffix("") if path.suffix in {".gz", ".xz", ".bz2"} else path
-            if plain_name.suffix not in LINES["no_logs"] and path.is_file():
-                rank = rank_of_file(plain_name.name)
-                files.append(LogInput(str(path), path, is_named=False, rank=rank))
-        if len(files) > MOST_FILES:
-            raise UsageError(f"{folder} has more than {MOST_FILES:,} files: name the logs")
-    if not files:
+    paths = [*itertools.islice(folder.rglob("*"), MOST_FILES + 1)]
+    if len(paths) > MOST_FILES:
+        raise UsageError(f"{folder} has more than {MOST_FILES:,} files: name the logs")
+    logs = []
+    for path in sorted(paths):
+        plain = path.with_suffix("") if path.suffix in {".gz", ".xz", ".bz2"} else path
+        if plain.suffix not in LINES["no_logs"] and path.is_file():
+            logs.append(LogInput(str(path), path, is_named=False, rank=rank_of_file(plain.name)))
+    if not logs:
         raise NotFound(f"{folder} has no log")
-    return files
-
-
-class _NotText(Exception):
-    """Nothing of it can be read as a log."""
+    return logs
 
 
 _EMPTY = "it is empty"
@@ -125,19 +110,15 @@ def scan(
     advance: Callable[[int], None] = lambda _count: None,
     signatures: SignatureTable | None = None,
 ) -> tuple[list[LogFacts], list[str]]:
-    """Read logs, one after the other.
+    """Read logs; return what was read of each, and a note for each that could not be read.
 
     Args:
         logs: Which.
         advance: Is called with the number of bytes that were read.
         signatures: What to look for; those of the package by default.
 
-    Returns:
-        What was read of each, and what could not be read, in a line each.
-
     Raises:
-        UsageError: one that the user named is empty, no text, or cannot be read; or none of a
-            folder can.
+        UsageError: one that the user named has no text or cannot be read, or none of a folder can.
     """
     facts: list[LogFacts] = []
     notes: list[str] = []
@@ -146,145 +127,68 @@ def scan(
         try:
             for block in _blocks(log, advance, notes):
                 scanner.feed(block)
-        except _NotText as error:
-            why = str(error)
-            refusal = f"{log.name}: {why}"
-        except OSError as error:
-            why = error.strerror or str(error)
-            refusal = f"{log.name} cannot be read: {why}"
+        except (OSError, NotText) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            if log.is_named:
+                verb = "" if isinstance(error, NotText) else " cannot be read"
+                raise UsageError(f"{log.name}{verb}: {why}") from None
+            if why != _EMPTY:
+                notes.append(f"{log.name} was left out: {why}")
         else:
             facts.append(scanner.finish())
-            continue
-        if log.is_named:
-            raise UsageError(refusal)
-        if why != _EMPTY:
-            notes.append(f"{log.name} was left out: {why}")
     if not facts:
         raise UsageError(f"none of {len(logs)} files has text: {'; '.join(notes[:3]) or _EMPTY}")
     return facts, notes
 
 
 def _blocks(log: LogInput, advance: Callable[[int], None], notes: list[str]) -> Iterator[bytes]:
-    """A log's blocks of whole lines in UTF-8, or of ASCII's like; notes get what was left out."""
-    with nullcontext(sys.stdin.buffer) if log.path is None else open_plain(log.path) as opened:
-        file = cast("IO[bytes]", opened)
+    """Yield a log's blocks of whole lines; notes get what was left out."""
+    path, stdin = log.path, cast("io.BufferedReader", sys.stdin.buffer)
+    opened = contextlib.nullcontext(stdin) if path is None else io.BufferedReader(open_plain(path))
+    with opened as file:
         if log.tail_bytes is not None and log.tail_bytes < os.fstat(file.fileno()).st_size:
             file.seek(-log.tail_bytes, os.SEEK_END)
             file.readline()
             notes.append(f"of {log.name} only the last {log.tail_bytes >> 20} MiB were read")
+        at = file.tell() if log.path is not None else 0
+        for block in _whole_lines(_contents(file, log.name, notes)):
+            yield block
+            if log.path is not None:
+                advance(file.tell() - at)
+                at = file.tell()
 
-        def read(size: int) -> bytes:
-            content = file.read(size)
-            advance(len(content))
-            return content
 
-        yield from _whole_lines(_unpacked(read, log.name, notes))
-
-
-def _unpacked(read: Callable[[int], bytes], name: str, notes: list[str]) -> Iterator[bytes]:
-    """A file's content; of a packed one up to where it is torn or damaged, which is noted.
-
-    Raises:
-        _NotText: it is packed, and nothing of it can be unpacked.
-    """
-    first = read(_SAMPLE)
-    packing = next((packing for packing in _MAGIC if first.startswith(packing[0])), None)
-    if packing is None:
-        yield from itertools.chain(filter(None, [first]), iter(lambda: read(BLOCK), b""))
-        return
-    content, fault, has_some = bytearray(), "", False
+def _contents(file: Any, name: str, notes: list[str]) -> Iterator[bytes]:
+    """Yield a file's content; of a packed one up to where it is torn or damaged, which is noted."""
+    begin, has_some = file.peek(8), False
+    unpack = next((unpack for magic, unpack in _PACKED.items() if begin.startswith(magic)), None)
+    unpacked = file if unpack is None else unpack(file)
     try:
-        for part in _parts(_small_pieces(first, read), *packing):
-            content += part
-            if len(content) >= BLOCK:
-                yield bytes(content)
-                content, has_some = bytearray(), True
-    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, MemoryError) as error:
+        while content := unpacked.read1(BLOCK):
+            yield content
+            has_some = True
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, MemoryError) as error:
         fault = str(error) or "it needs more memory than there is"
-    if content:
-        yield bytes(content)
-    elif fault and not has_some:
-        raise _NotText(f"nothing of it can be unpacked ({fault})")
-    if fault:
+        if not has_some:
+            raise NotText(f"nothing of it can be read ({fault})") from None
         notes.append(f"{name} ends early: {fault}")
 
 
-def _parts(pieces: Iterator[bytes], magic: bytes, new: Callable[[], Any]) -> Iterator[bytes]:
-    """What packed pieces hold, also of several packed files behind each other; zeros are padding.
-
-    Raises:
-        ValueError: the end is missing, or something else follows; or as of the decoder.
-    """
-    decoder, rest = new(), b""
-    for piece in pieces:
-        rest += piece
-        # Few packed bytes may be megabytes: a decoder that was given them has more to say.
-        while rest or not (decoder.eof or getattr(decoder, "needs_input", True)):
-            if not decoder.eof:
-                yield decoder.decompress(rest, BLOCK)
-                rest = decoder.unused_data if decoder.eof else b""
-                continue
-            rest = rest.lstrip(b"\0")
-            if not rest.startswith(magic):
-                break
-            decoder = new()
-        if decoder.eof and len(rest) >= len(magic):
-            break
-    if rest or not decoder.eof:
-        raise ValueError("what follows is not packed" if decoder.eof else "its end is missing")
-
-
-def _small_pieces(first: bytes, read: Callable[[int], bytes]) -> Iterator[bytes]:
-    """A packed file in small pieces, and its end byte by byte.
-
-    Its last words matter most, and a checksum that may be wrong comes behind them.
-    """
-    while first:
-        size = _PIECE if len(first) == _SAMPLE else 1
-        yield from (first[at : at + size] for at in range(0, len(first), size))
-        first = read(_SAMPLE)
-
-
 def _whole_lines(contents: Iterator[bytes]) -> Iterator[bytes]:
-    """Blocks that end with a line's end, in UTF-8."""
-    first = next(contents, b"")
-    if not first:
-        raise _NotText(_EMPTY)
-    contents = itertools.chain([first], contents)
-    encoding = _utf_16(first[:_SAMPLE])
-    if encoding:
-        texts = codecs.iterdecode(contents, encoding, "replace")
-        contents = (text.encode("utf-8", "replace") for text in texts)
-    elif _is_binary(first[:_SAMPLE]):
-        raise _NotText("it is no text")
-    rest = b""
+    """Yield blocks that end with a line's end."""
+    rest = bytearray(next(contents, b""))
+    if not rest:
+        raise NotText(_EMPTY)
+    sample = rest[:_SAMPLE].replace(b"\0" * 64, b"")  # holes of a network's disk are no sign
+    if len(sample) - len(sample.translate(None, _CONTROLS)) > BINARY_SHARE * len(sample):
+        raise NotText("it is no text")
     for content in contents:
-        end = content.rfind(b"\n") + 1
-        if end:
-            yield rest + content[:end]
-            rest = content[end:]
-        else:
-            rest += content
-        if len(rest) > MOST_LINE:
-            yield rest
-            rest = b""
+        rest += content
+        if len(rest) >= BLOCK:
+            end = rest.rfind(b"\n", max(0, len(rest) - len(content) - BLOCK)) + 1 or len(rest) * (
+                len(rest) > MOST_LINE
+            )
+            yield bytes(rest[:end])
+            del rest[:end]
     if rest:
-        yield rest
-
-
-def _utf_16(first: bytes) -> str:
-    """Which UTF-16 it is, by its mark or by every other byte being null; "" for all else."""
-    if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "utf-16"
-    if len(first) >= 8:  # noqa: PLR2004 - too short to tell
-        even, odd = (first[at::2].count(0) * 2 / len(first) for at in (0, 1))
-        for name, nulls, others in (("utf-16-le", odd, even), ("utf-16-be", even, odd)):
-            if nulls > _UTF16_SHARE and others < BINARY_SHARE:
-                return name
-    return ""
-
-
-def _is_binary(first: bytes) -> bool:
-    """Whether much of it is control characters; holes of a network's disk are no sign."""
-    sample = first.replace(b"\0" * 64, b"")
-    return len(sample) - len(sample.translate(None, _CONTROLS)) > BINARY_SHARE * len(sample)
+        yield bytes(rest)

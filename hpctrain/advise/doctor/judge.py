@@ -1,14 +1,13 @@
-"""The judgement: of all that speaks of faults the first in time that explains the others. Pure.
+"""Judge: find the first fault in time that explains the others. Pure.
 
-A fault that ends a process explains the time-outs of those that waited for it, the connections that
-broke, and the signals by which a launcher cleans up; none of these explains a fault. Where two
-faults have no order in time, or the sign itself is weak, the diagnosis is not called certain.
-tests/unit/doctor/test_judge.py and test_corpus.py hold the promises.
+A fault that ends a process explains others' time-outs, broken connections, and the signals by which
+a launcher cleans up. If two faults have no order in time, or the sign is weak, the diagnosis is not
+certain. tests/unit/doctor/test_judge.py and test_corpus.py hold the promises.
 """
 
 from __future__ import annotations
 
-import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpctrain.advise.doctor.faults import (
@@ -25,24 +24,13 @@ from hpctrain.advise.doctor.words import advice, headline
 from hpctrain.core.base.text import count, duration, fold_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from hpctrain.advise.doctor.faults import LogFacts
 
-SURVIVED = 5
-"""So many losses behind an error: training continued, and did not die of it."""
-MESSAGE_LINES = 6
-"""Lines of an error's message in which something finer is looked for."""
-EVIDENCE = 4
-"""Lines that are shown."""
-NEAR = 8
-"""Collectives of one group that differ by no more than so many numbers are of one place."""
-MOST_CALLS = 6
-"""Different collectives that are shown."""
-
+_LIMITS: dict[str, int] = TABLE["limits"]
 _FAMILIES: dict[str, list[str]] = TABLE["families"]
 _EXPLAINS: dict[str, list[str]] = TABLE["explains"]
-_BRIDGE = re.compile(r"\b(?:docker\d+|br-[\da-f]{12}|virbr\d+|veth\w+|cni\d+)\b")
 _SUDDEN = frozenset({"host_oom", "shared_memory"})
 _GENERAL = frozenset({"code", "data_worker", "rendezvous"})
 _SRUN, _LEFT = "srun: error: ", "srun-task-exited"
@@ -55,21 +43,40 @@ class _Case:
         self.logs = logs
         self.lines = sum(log.lines for log in logs)
         self.sightings = [sighting for log in logs for sighting in log.sightings]
-        self.networks = {name: what for log in logs for name, what in log.networks.items()}
         self.by_role: dict[Role, list[Sighting]] = {role: [] for role in Role}
         self.last_resort: list[Sighting] = []
         for log in logs:
             for sighting in log.sightings:
-                if not _survived(sighting, log):
-                    is_reported = sighting.role is Role.HINT and sighting.kind == "code"
-                    weak = sighting.is_handled or is_reported
-                    (self.last_resort if weak else self.by_role[sighting.role]).append(sighting)
-        deaths = self.by_role[Role.DEATH]
-        self.by_role[Role.DEATH] = [one for one in deaths if not _ended_for_another(one, deaths)]
+                losses = sum(offset > sighting.offset for offset in log.progress)
+                is_one_of_numbers = sighting.kind in _FAMILIES["numbers"]
+                if (
+                    losses >= _LIMITS["losses_survived"]
+                    and not sighting.is_late
+                    and not is_one_of_numbers
+                ):
+                    continue  # training continued after it
+                is_hint = sighting.role is Role.HINT and sighting.kind in {"code", "interface"}
+                weak = sighting.is_handled or is_hint
+                (self.last_resort if weak else self.by_role[sighting.role]).append(sighting)
+        # srun ends a task or the step because another task has left with an error
+        left = [one for one in self.by_role[Role.DEATH] if one.sign == _LEFT]
+        self.by_role[Role.DEATH] = [
+            one
+            for one in self.by_role[Role.DEATH]
+            if one.sign == _LEFT
+            or not (one.text.startswith(_SRUN) or "*** STEP" in one.text)
+            or not any(other.source == one.source and other.offset < one.offset for other in left)
+        ]
+
+    @property
+    def network(self) -> str:
+        """What NCCL's lines say of the network that it used."""
+        used = {name: what for log in self.logs for name, what in log.networks.items()}
+        return "".join(f"; NCCL used {name}: {what}" for name, what in sorted(used.items()))
 
 
 def judge(logs: Sequence[LogFacts], world_size: int | None = None) -> Diagnosis:
-    """What ended the job whose logs these are.
+    """Return what ended the job whose logs these are.
 
     Args:
         logs: What was read of each.
@@ -82,7 +89,6 @@ def judge(logs: Sequence[LogFacts], world_size: int | None = None) -> Diagnosis:
         or _of_waits(case, world_size)
         or _of_the_rest(case)
         or _of_last_resort(case)
-        or _nothing(case)
     )
 
 
@@ -92,10 +98,11 @@ def _of_causes(case: _Case) -> Diagnosis | None:
     if not causes:
         return None
     first, rivals = _first(causes)
-    hint = _numbers_before(first, case)
-    if hint is not None:
-        return _diagnosis(case, hint, Certainty.LIKELY)
-    waited_before = any(wait.precedes(first) is True for wait in waits)
+    if first.kind in _EXPLAINS["nan"]:  # was a loss no number before the end to which that leads?
+        for hint in case.by_role[Role.HINT]:
+            if hint.kind == "nan" and not _is_weak(hint) and hint.precedes(first):
+                return _diagnosis(case, hint, Certainty.LIKELY)
+    waited_before = any(wait.precedes(first) for wait in waits)
     if waited_before and (first.rank is None or first.rank in {wait.rank for wait in waits}):
         return None
     is_sure = not rivals or first.certainty is not Certainty.CERTAIN
@@ -103,16 +110,12 @@ def _of_causes(case: _Case) -> Diagnosis | None:
 
 
 def _of_death(case: _Case) -> Diagnosis | None:
-    """By a process that died by itself or was killed, and did not wait for others.
-
-    One that aborted or was asked to end has most often waited, or was cleaned up.
-    """
-    waits = case.by_role[Role.WAIT]
-    waiting = {wait.rank for wait in waits}
+    """By a process that died by itself, not after waiting nor because it was cleaned up."""
+    waiting = {wait.rank for wait in case.by_role[Role.WAIT]}
     for death in case.by_role[Role.DEATH]:
         crashed = death.kind == "native" and death.certainty is Certainty.LIKELY
         by_itself = death.kind in _SUDDEN or crashed
-        if by_itself and not (waits and (death.rank is None or death.rank in waiting)):
+        if by_itself and not (waiting and (death.rank is None or death.rank in waiting)):
             return _diagnosis(case, death, death.certainty)
     return None
 
@@ -122,9 +125,10 @@ def _of_waits(case: _Case, world_size: int | None) -> Diagnosis | None:
     waits = case.by_role[Role.WAIT]
     if not waits:
         return None
-    kind, summary = who_waited(waits, world_size)
-    why = f"no error of another rank stands before it{_network(case)}"
-    return _diagnosis(case, waits[0], Certainty.LIKELY, kind=kind, summary=summary, why=why)
+    kind, summary = _who_waited(waits, world_size)
+    why = f"no error of another rank stands before it{case.network}"
+    diagnosis = _diagnosis(case, waits[0], Certainty.LIKELY, kind=kind, summary=summary)
+    return replace(diagnosis, why=why)
 
 
 def _of_the_rest(case: _Case) -> Diagnosis | None:
@@ -132,60 +136,27 @@ def _of_the_rest(case: _Case) -> Diagnosis | None:
     role = next((r for r in (Role.LINK, Role.HINT, Role.DEATH) if case.by_role[r]), None)
     if role is None:
         return None
-    first = min(case.by_role[role], key=lambda sighting: sighting.certainty.rank)
-    sockets = " ".join(log.networks.get("Socket", "") for log in case.logs)
-    bridge = _BRIDGE.search(sockets) if role is Role.LINK else None
-    if bridge is None:
-        return _diagnosis(case, first, first.certainty)
-    why = f"NCCL uses {bridge[0]} too, which joins containers of one node and no nodes"
-    return _diagnosis(case, first, Certainty.LIKELY, kind="interface", summary=bridge[0], why=why)
+    signs = case.by_role[role]
+    if role is Role.LINK:  # one that broke says less than the interface over which it went
+        signs = [*signs, *(one for one in case.last_resort if one.kind == "interface")]
+    first = min(signs, key=lambda sign: sign.certainty.rank)
+    return _diagnosis(case, first, first.certainty)
 
 
-def _of_last_resort(case: _Case) -> Diagnosis | None:
+def _of_last_resort(case: _Case) -> Diagnosis:
     """By an error that was handled or only reported, or whose end the log does not have."""
-    errors = case.last_resort
-    if not errors:
-        return None
-    first = max(reversed(errors), key=lambda one: (one.role is not Role.HINT, bool(one.details)))
-    return _diagnosis(case, first, Certainty.POSSIBLE)
-
-
-def _nothing(case: _Case) -> Diagnosis:
-    read = f"{count(case.lines, 'line')} of {count(len(case.logs), 'log')}"
-    return Diagnosis(
-        "unknown",
-        Certainty.NOT_KNOWN,
-        f"nothing in {read} says why",
-        do=FAULTS["unknown"].do,
-        lines=case.lines,
-        logs=len(case.logs),
-    )
-
-
-def _ended_for_another(death: Sighting, deaths: Iterable[Sighting]) -> bool:
-    """Whether srun ended a task or the step because another task had left with an error."""
-    is_srun = death.text.startswith(_SRUN) and death.sign != _LEFT
-    return (is_srun or "*** STEP" in death.text) and any(
-        other.sign == _LEFT and other.source == death.source and other.offset < death.offset
-        for other in deaths
-    )
-
-
-def _survived(sighting: Sighting, log: LogFacts) -> bool:
-    """Whether training continued after it."""
-    if sighting.is_late or sighting.kind in _FAMILIES["numbers"]:
-        return False
-    return sum(offset > sighting.offset for offset in log.progress) >= SURVIVED
+    if errors := [one for one in case.last_resort if one.kind == "code"]:
+        first = max(errors[::-1], key=lambda one: (one.role is not Role.HINT, bool(one.details)))
+        return _diagnosis(case, first, Certainty.POSSIBLE)
+    words = f"nothing in {count(case.lines, 'line')} of {count(len(case.logs), 'log')} says why"
+    do, logs = FAULTS["unknown"].do, len(case.logs)
+    return Diagnosis("unknown", Certainty.NOT_KNOWN, words, do=do, lines=case.lines, logs=logs)
 
 
 def _first(causes: Sequence[Sighting]) -> tuple[Sighting, tuple[Sighting, ...]]:
     """The first in time, and others of another kind that nothing puts behind it."""
     strong = [cause for cause in causes if not _is_weak(cause)]
-    open_ends = [
-        cause
-        for cause in causes
-        if not any(other.precedes(cause) for other in strong if other is not cause)
-    ]
+    open_ends = [one for one in causes if not any(other.precedes(one) for other in strong)]
     first = _continued(min(open_ends or causes, key=_strength), causes)
     explained = _EXPLAINS.get(first.kind, ())
     rivals = {
@@ -208,7 +179,7 @@ def _continued(first: Sighting, causes: Sequence[Sighting]) -> Sighting:
         if first.kind == "code"
         and other.kind != "code"
         and (other.source, other.rank) == (first.source, first.rank)
-        and 0 < other.line - first.line <= MESSAGE_LINES
+        and 0 < other.line - first.line <= _LIMITS["message_lines"]
     )
     return next(finer, first)
 
@@ -226,55 +197,34 @@ def _strength(sighting: Sighting) -> tuple[int, int, int, float]:
     return (general, sighting.certainty.rank, sighting.kind not in _EXPLAINS, at)
 
 
-def _numbers_before(first: Sighting, case: _Case) -> Sighting | None:
-    """A loss that was no number before the kind of end to which that leads."""
-    if first.kind not in _EXPLAINS["nan"]:
-        return None
-    hints = (h for h in case.by_role[Role.HINT] if h.kind == "nan" and not _is_weak(h))
-    return next((hint for hint in hints if hint.precedes(first)), None)
-
-
-def who_waited(waits: Sequence[Sighting], world_size: int | None = None) -> tuple[str, str]:
-    """Who waited in collectives, and for whom.
-
-    Args:
-        waits: Time-outs of collectives, in the order of the logs.
-        world_size: How many ranks there are; None where not known.
-
-    Returns:
-        The kind of fault, and one line: who waited in what, and who did not report.
-    """
-    calls: dict[int, tuple[str, int]] = {}
+def _who_waited(waits: Sequence[Sighting], world_size: int | None) -> tuple[str, str]:
+    """Return the kind of fault, and one line: who waited in what, and who did not report."""
+    ranks, calls = ranks_of(waits), dict[int, tuple[str, int]]()
     for wait in waits:
-        operation, number = wait.details.get("operation"), wait.details.get("number")
-        if wait.rank is not None and operation and number:
-            calls.setdefault(wait.rank, (operation, int(number)))
-    ranks = ranks_of(waits)
-    limits = [int(wait.details["limit"]) for wait in waits if wait.details.get("limit")]
-    limit = f" for {duration(limits[0] / 1000)}" if limits else ""
-    if not calls:
-        return "hang", f"{fold_ranks(ranks) if ranks else 'ranks'} waited for the others{limit}"
+        if wait.rank is not None and wait.details.keys() >= {"operation", "number"}:
+            call = (wait.details["operation"], int(wait.details["number"]))
+            calls.setdefault(wait.rank, call)
     by_call: dict[tuple[str, int], list[int]] = {}
     for rank, call in sorted(calls.items()):
         by_call.setdefault(call, []).append(rank)
+    limits = (int(wait.details["limit"]) for wait in waits if "limit" in wait.details)
+    limit = next((f" for {duration(one / 1000)}" for one in limits), "")
+    if not by_call:
+        return "hang", f"{fold_ranks(ranks) if ranks else 'ranks'} waited for the others{limit}"
     if len(by_call) == 1:
         ((name, place),) = by_call
         text = f"{fold_ranks(ranks)} waited in {name} #{place}{limit}"
-        reported = set(ranks)
-        missing = [rank for rank in range(world_size or ranks[-1] + 1) if rank not in reported]
+        missing = sorted({*range(world_size or ranks[-1] + 1)}.difference(ranks))
         if 0 < len(missing) < len(ranks):
             text += f"; {fold_ranks(missing)} did not report: look there first"
         return "hang", text
     parts = [f"{fold_ranks(who)} in {name} #{number}" for (name, number), who in by_call.items()]
-    text = f"ranks waited in different collectives{limit}: {', '.join(parts[:MOST_CALLS])}"
+    shown = ", ".join(parts[: _LIMITS["calls_shown"]])
+    text = f"ranks waited in different collectives{limit}: {shown}"
     numbers = [number for _, number in by_call]
-    if max(numbers) - min(numbers) <= NEAR:
+    if max(numbers) - min(numbers) <= _LIMITS["near_calls"]:
         return "desync", text
     return "hang", f"{text} (they may be of different groups)"
-
-
-def _network(case: _Case) -> str:
-    return "".join(f"; NCCL used {name}: {what}" for name, what in sorted(case.networks.items()))
 
 
 def _diagnosis(
@@ -285,17 +235,21 @@ def _diagnosis(
     *,
     kind: str = "",
     summary: str = "",
-    why: str = "",
 ) -> Diagnosis:
-    """The diagnosis that rests on one sighting, of its kind or of a finer one that stands."""
+    """Return the diagnosis that rests on one sighting, of its kind or of a finer one."""
     kind = kind or first.kind
+    is_alone = all(other.kind == first.kind for other in case.sightings)
+    why = "" if first.role is Role.CAUSE and is_alone else TABLE["whys"].get(first.role, "")
+    if rivals:
+        titles = sorted({FAULTS[rival.kind].title for rival in rivals})
+        why = f"nothing tells whether it came before: {'; '.join(titles)}"
     same = [s for s in case.sightings if s.kind == first.kind and s is not first]
     return Diagnosis(
         kind,
         certainty,
         f"{FAULTS[kind].title}: {summary}" if summary else headline(first, kind, case.sightings),
-        why or _why(first, rivals, case),
-        (first, *same[: EVIDENCE - 1]),
+        why,
+        (first, *same[: _LIMITS["evidence"] - 1]),
         _follow_ons(case, first, rivals),
         _ruled_out(case, kind, rivals),
         advice(first, kind, case.sightings),
@@ -305,33 +259,23 @@ def _diagnosis(
     )
 
 
-def _why(first: Sighting, rivals: Sequence[Sighting], case: _Case) -> str:
-    if rivals:
-        titles = sorted({FAULTS[rival.kind].title for rival in rivals})
-        return f"nothing tells whether it came before: {'; '.join(titles)}"
-    if first.role is Role.CAUSE and any(other.kind != first.kind for other in case.sightings):
-        return "it is the first fault in time, and explains what came after it"
-    if first.role is Role.DEATH:
-        return "a process is said to have died so; no line says why"
-    if first.role is Role.LINK:
-        return "connections broke, and no line says that a process at the other end died first"
-    return ""
-
-
 def _follow_ons(case: _Case, first: Sighting, rivals: Sequence[Sighting]) -> tuple[FollowOn, ...]:
-    """The other failures, by signature, with how often."""
+    """The other failures, by signature, with how often; in the order of their first lines."""
     left_out = {rival.sign for rival in rivals}
     groups: dict[str, list[Sighting]] = {}
-    for sighting in case.sightings:
+    for sighting in sorted(case.sightings, key=lambda one: (one.source, one.offset)):
         is_same = sighting.kind == first.kind and sighting.role is first.role
         if not is_same and sighting.sign not in left_out and sighting.role is not Role.HINT:
             groups.setdefault(sighting.sign, []).append(sighting)
-    out = []
-    for sign, sightings in groups.items():
-        times = sum(log.counts[sign] for log in case.logs) or len(sightings)
-        title = FAULTS[sightings[0].kind].title
-        out.append(FollowOn(title, times, ranks_of(sightings), sightings[0]))
-    return tuple(sorted(out, key=lambda follow: (follow.example.source, follow.example.offset)))
+    return tuple(
+        FollowOn(
+            FAULTS[some[0].kind].title,
+            sum(log.counts[sign] for log in case.logs) or len(some),
+            ranks_of(some),
+            some[0],
+        )
+        for sign, some in groups.items()
+    )
 
 
 def _ruled_out(case: _Case, kind: str, rivals: Sequence[Sighting]) -> dict[str, str]:
@@ -346,6 +290,6 @@ def _ruled_out(case: _Case, kind: str, rivals: Sequence[Sighting]) -> dict[str, 
             who = f" ({fold_ranks(ranks)})" if ranks else ""
             out[family] = f"{where}{who} follows from it"
         else:
-            network = _network(case) if family == "the network" else ""
+            network = case.network if family == "the network" else ""
             out[family] = f"no sign of it in {count(case.lines, 'line')}{network}"
     return out

@@ -1,7 +1,5 @@
-r"""What stands around the words of a log's line: who wrote it, when, and colours. Pure.
+"""Take a log's line apart: who wrote it, when, and its words (lines.toml has the forms). Pure.
 
-Launchers put the rank before each line in several ways, which lines.toml has, and rich draws frames
-around tracebacks.
 tests/unit/doctor/test_lines.py holds the promises.
 """
 
@@ -21,39 +19,29 @@ _BEGINS = "|".join(LINES["begins"])
 _PREFIXES = [re.compile(prefix.replace("{begins}", _BEGINS)) for prefix in LINES["prefixes"]]
 FORMS = {name: re.compile(form) for name, form in LINES["forms"].items()}
 _CLOCKS = {name: re.compile(form) for name, form in LINES["clocks"].items()}
-_ESCAPE, _RANK_INSIDE, _NODE, _RANK_OF_FILE = (
-    FORMS[name] for name in ("escape", "rank_inside", "node_of_nccl", "rank_of_file")
-)
 _NEAR = 120
 """Characters in which the time is looked for: it stands at the beginning."""
 
 
 class Stamp(NamedTuple):
-    """When a line was written, by its own words.
-
-    Only stamps of one form are compared: a container's clock may be in another zone than the
-    collector's. `at` is seconds since the year's begin, or so: months have 31 days here.
-    """
+    """When a line was written, by its own words; those of other forms may be of another zone."""
 
     form: str
-    at: float
+    at: float  # seconds since the year's begin, or so: months have 31 days here
 
 
 class PlainLine(NamedTuple):
-    """A line without what its launchers put before it, and who wrote it, as far as it says.
-
-    `stream` names what writes one line after the other: lines of several streams mix.
-    """
+    """A line without what its launchers put before it, and who wrote it, as far as it says."""
 
     text: str
     rank: int | None = None
     node: str = ""
-    stream: str = ""
+    stream: str = ""  # what writes one line after the other: lines of several mix
 
 
 def plain(raw: str) -> PlainLine:
-    """The line's words, and who wrote it."""
-    text = _ESCAPE.sub("", raw) if "\x1b" in raw else raw
+    """Return the line's words, and who wrote it."""
+    text = FORMS["escape"].sub("", raw) if "\x1b" in raw else raw
     text, rank, node, stream = text.rstrip(), None, "", ""
     for _ in range(_MOST_PREFIXES):
         match = next(filter(None, (prefix.match(text) for prefix in _PREFIXES)), None)
@@ -69,15 +57,15 @@ def plain(raw: str) -> PlainLine:
     if text.startswith(_FRAME) and text[1:2].isspace():
         text = text[2:]
         text = (text[:-1] if text.endswith(_FRAME) else text).rstrip()
-    inside = _RANK_INSIDE.search(text, 0, _NEAR) if rank is None and "ank" in text.lower() else None
-    if inside is not None:
-        rank = int(inside["rank"] or inside["rank2"])
-    nccl = _NODE.match(text)
+    if rank is None and "ank" in text.lower():
+        inside = FORMS["rank_inside"].search(text, 0, _NEAR)
+        rank = int(inside["rank"] or inside["rank2"]) if inside is not None else None
+    nccl = FORMS["node_of_nccl"].match(text)
     return PlainLine(text, rank, nccl["node"] if nccl else node, stream)
 
 
 def clock(text: str) -> Stamp | None:
-    """When a line says that it was written; None where it does not."""
+    """Return when a line says that it was written; None where it does not."""
     for form, pattern in _CLOCKS.items():
         if (match := pattern.search(text, 0, _NEAR)) is not None:
             at = 0.0
@@ -88,6 +76,6 @@ def clock(text: str) -> Stamp | None:
 
 
 def rank_of_file(name: str) -> int | None:
-    """The rank in a log's name: rank-00003.log, log_3.err; None for none."""
-    match = _RANK_OF_FILE.search(name)
+    """Return the rank in a log's name (rank-00003.log, log_3.err); None for none."""
+    match = FORMS["rank_of_file"].search(name)
     return int(match[1]) if match else None

@@ -1,9 +1,7 @@
-"""One log as a stream of blocks: what it says of faults, in bounded memory however long it is.
+"""Scan one log as a stream of blocks for what it says of faults, in bounded memory.
 
 A block is searched for a few words at once; only lines with one of them, and those of a traceback
-that has begun, are taken apart. Losses are followed to where they cease to be numbers, or rise: a
-loss is what stands behind a word that ends with "loss"; those of validation are left out.
-Whatever comes, nothing raises: a log may hold anything.
+that has begun, are taken apart. A log may hold anything: nothing raises.
 tests/unit/doctor/test_corpus.py, test_judge.py and test_losses.py hold the promises.
 """
 
@@ -12,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.advise.doctor.faults import OF_WORDS, Certainty, LogFacts, Role, Sighting
@@ -30,53 +28,22 @@ KEPT_OF_KIND = 3
 MOST_SIGHTINGS = 4000
 """Of one log: ranks times signatures that a job of thousands of ranks may show."""
 MOST_STREAMS = 20_000
-_ATTENTION = 400
-"""Lines that are looked at after a traceback's first one."""
-_AFTER_EXCEPTION = 12
-"""Lines that are looked at after an exception's first one: its message may have several."""
-_TABLE = 2000
-"""Lines of a launcher's table of failures that are looked at."""
-_TABLE_INDENT = "  "
-"""Before each line of that table, and so before a rank's traceback in it."""
-_AFTER_ERROR = 3
-"""Lines that are looked at after "Last error:"."""
+_AFTER: dict[str, int] = LINES["after"]
 
-_TRACEBACK, _FRAME, _RICH_FRAME, _RAISES, _CRASHED, _EXCEPTION, _UNCAUGHT, _REPORTED, _PASSED_ON = (
-    FORMS[name]
-    for name in (
-        *("traceback", "frame", "rich_frame", "raises", "crashed"),
-        *("error_in_traceback", "uncaught", "reported", "passed_on"),
-    )
-)
-_IGNORED, _TABLE_RANK, _OF_ATTEMPT, _NETWORK = (
-    FORMS[name] for name in ("ignored", "table_rank", "of_attempt", "network")
-)
-_LIBRARY, _OF_CHILD, _LOADS, _NO_END = (
+_TRACEBACK, _FRAME, _PASSED_ON = FORMS["traceback"], FORMS["frame"], FORMS["passed_on"]
+_LIBRARY, _LAUNCHER, _LOADS, _NO_END = (
     re.compile("|".join(LINES["tracebacks"][name]))
-    for name in ("libraries", "of_child", "loads", "no_end")
+    for name in ("libraries", "launchers", "loads", "no_end")
 )
 _WRAPPERS = re.compile(rf"(?:^|\.)(?:{'|'.join(LINES['tracebacks']['wrappers'])})$", re.IGNORECASE)
-_READ_THE_CHILD = ("read what the process that it started printed itself: its error stands there",)
-_HANDLED = "During handling of the above exception"
-_CHAINED = "was the direct cause of the following exception"
-_NEWLINES = bytes.maketrans(b"\r", b"\n")
-_DIGITS = b"0123456789"
-_LOSS = re.compile(
-    rb"oss['\"]?\]?\s{0,3}[:=]?\s{0,3}(?:tensor\()?(?P<value>[-+]?(?:[Nn]a[Nn]|[Ii]nf|\d+(?:\.\d*)?"
-    rb"(?:[eE][-+]?\d+)?))(?![\w%]|/\d)"
+_NEWLINES, _DIGITS = bytes.maketrans(b"\r", b"\n"), b"0123456789"
+_LOSS, _LOSS_NAME, _NOT_TRAINING = (
+    re.compile(LINES["losses"][name].encode()) for name in ("value", "name", "not_training")
 )
-_NAME = re.compile(rb"(?<![\w./-])[\w./-]*[lL]$")
-_NOT_TRAINING = re.compile(rb"val|eval|test|aux|best|valid", re.IGNORECASE)
-REMEMBERED = 64
-MOST_SERIES = 16
-LEAST = 20
-"""Values before which nothing is said of a rise."""
-RISE = 3.0
-STAYED = 10
-"""Values for which a rise must last."""
-_WORDS = 16
-"""Bytes before "oss" that tell which loss it is."""
-_MOST_WORDS = 4096
+_REMEMBERED, _MOST_SERIES, _MOST_WORDS, _WORDS, _LEAST, _RISE, _STAYED = (
+    LINES["losses"][name]
+    for name in ("remembered", "most_series", "most_words", "words", "least", "rise", "stayed")
+)
 
 
 @dataclass
@@ -86,6 +53,7 @@ class _LogStream:
     left: int = 0  # lines of its traceback that are still looked at
     place: str = ""  # the innermost line of the program itself so far
     innermost: str = ""  # the innermost line of all
+    cut_at: str = ""  # the innermost line of an open traceback that is no launcher's
     is_ignored: bool = False  # Python ignores this traceback's error
     follows: bool = False  # what comes next follows from the exception before
     last: int | None = None  # where its last exception stands among the sightings
@@ -94,32 +62,25 @@ class _LogStream:
     raises: bool = False  # the innermost line is one that raises
     loads: bool = False  # a function that reads a checkpoint is among the lines
 
+    def begin(self, lines: int) -> None:
+        """A traceback has begun, of which so many lines are looked at."""
+        self.left, self.place, self.innermost, self.cut_at = lines, "", "", ""
+        self.raises = self.loads = False
 
+
+@dataclass
 class LogScanner:
-    """Reads one log, block by block.
+    """Reads one log, block by block."""
 
-    Args:
-        source: The log's name.
-        rank: Who writes it, where its name has that.
-        signatures: What to look for; those of the package by default.
-        attempt: Lines that name another attempt of a run are left out; None leaves out none.
-    """
+    source: str
+    rank: int | None = None  # who writes it, where its name has that
+    signatures: SignatureTable | None = None  # what to look for; None: those of the package
+    attempt: int | None = field(default=None, kw_only=True)  # lines that name others are left out
 
-    def __init__(
-        self,
-        source: str,
-        rank: int | None = None,
-        signatures: SignatureTable | None = None,
-        *,
-        attempt: int | None = None,
-    ) -> None:
-        self._attempt = attempt
-        self.facts = LogFacts(source)
-        self._rank = rank
-        self._table = signatures or packaged()
-        self._line = 0
-        self._offset = 0
-        self._attention = 0
+    def __post_init__(self) -> None:
+        self.facts = LogFacts(self.source)
+        self._table = self.signatures or packaged()
+        self._line = self._offset = self._attention = 0
         self._streams: dict[str, _LogStream] = {}
         self._kept: Counter[tuple[str, int | None]] = Counter()
         self._losses = LossWatch()
@@ -128,8 +89,7 @@ class LogScanner:
         """Read a block of whole lines, each ended by a newline but for the log's last.
 
         What a progress bar draws over itself are lines of their own, which are not counted. Lines
-        that differ in digits alone are searched once: most lines of a long log are the same but
-        for their numbers.
+        that differ in digits alone are searched once.
         """
         self._losses.feed(block, self._offset, self._line)
         shapes = block.translate(_NEWLINES, _DIGITS).split(b"\n")
@@ -149,52 +109,38 @@ class LogScanner:
         self.facts.lines = self._line + (not block.endswith(b"\n") and bool(block))
 
     def finish(self) -> LogFacts:
-        """All that was read."""
-        facts = self.facts
+        """Return all that was read, with the tracebacks whose ends are not in the log."""
+        facts, text = self.facts, "a traceback without its end"
+        at, sure = (facts.source, facts.lines, self._offset, self.rank), Certainty.POSSIBLE
         for stream in self._streams.values():
-            if stream.left > 0 and stream.place and not stream.is_ignored:
-                facts.sightings.append(self._cut(stream))
+            if stream.left > 0 and stream.cut_at and not stream.is_ignored:
+                cut = Sighting("traceback-cut", "code", Role.CAUSE, sure, text, *at)
+                place = stream.place or stream.cut_at
+                facts.sightings.append(replace(cut, place=place, is_handled=True))
         facts.progress = tuple(self._losses.offsets)
         facts.sightings += self._losses.sightings(facts.source)
         return facts
 
-    def _cut(self, stream: _LogStream) -> Sighting:
-        """A traceback whose end is not in the log."""
-        return Sighting(
-            "traceback-cut",
-            "code",
-            Role.CAUSE,
-            Certainty.POSSIBLE,
-            "a traceback without its end",
-            self.facts.source,
-            self.facts.lines,
-            self._offset,
-            self._rank,
-            place=stream.place,
-            is_handled=True,
-        )
-
     def _look(self, raw: bytes, number: int, offset: int) -> None:
         """Take one line apart, and keep what it says of a fault."""
         text = raw[:LONGEST_LINE].decode("utf-8", "replace")
-        of = _OF_ATTEMPT.match(text) if self._attempt is not None else None
-        if of is not None and int(of["attempt"]) != self._attempt:
+        of = FORMS["of_attempt"].match(text) if self.attempt is not None else None
+        if of is not None and int(of["attempt"]) != self.attempt:
             return
         line = plain(text)
         if len(self._streams) > MOST_STREAMS:
             self._streams.clear()
         stream = self._streams.setdefault(line.stream, _LogStream())
-        words = line.text if stream.failed is None else line.text.removeprefix(_TABLE_INDENT)
+        # A launcher's table of failures indents each line, and so a rank's traceback in it.
+        words = line.text if stream.failed is None else line.text.removeprefix("  ")
         reading = self._read(words, stream)
         if reading is None:
             return
         if stream.is_ignored and reading.role is Role.CAUSE:
             stream.is_ignored = False
             return
-        ranks = (line.rank, stream.failed, self._rank)
-        rank = next((rank for rank in ranks if rank is not None), None)
-        if rank is None and reading.details.get("rank"):
-            rank = int(reading.details["rank"])
+        ranks = (line.rank, stream.failed, self.rank, reading.details.get("rank"))
+        rank = next((int(rank) for rank in ranks if rank is not None), None)
         sighting = replace(
             reading,
             text=words.strip()[:SHOWN],
@@ -218,7 +164,7 @@ class LogScanner:
 
     def _read(self, text: str, stream: _LogStream) -> Sighting | None:
         """What a line says: of a fault, or of what its stream is in the middle of."""
-        if "NET/" in text and (match := _NETWORK.search(text)) is not None:
+        if "NET/" in text and (match := FORMS["network"].search(text)) is not None:
             self.facts.networks.setdefault(match["network"], match["what"].strip())
         if any(one.fits(text) for one in self._table.harmless):
             return None
@@ -233,14 +179,14 @@ class LogScanner:
     def _signed(self, signature: Signature, match: re.Match[str], stream: _LogStream) -> Sighting:
         """What a signature knows of a line: a program may print any words and continue."""
         text, sure = match.string, Certainty(signature.certainty)
-        inside = stream.left > 0 and _EXCEPTION.match(text) is not None
+        inside = stream.left > 0 and FORMS["error_in_traceback"].match(text) is not None
         if sure is Certainty.CERTAIN and signature.says_so == "program":
             sure = sure if inside or EXCEPTION.match(text) else Certainty.LIKELY
         if inside:
             stream.left = 0
         if signature.name == FATAL and stream.left <= 0:
             # Its place stands behind this line; a traceback before it has it as well.
-            stream.left, stream.place = self._watch(_ATTENTION), ""
+            stream.begin(self._watch("traceback"))
         return Sighting(
             signature.name,
             signature.fault,
@@ -251,68 +197,65 @@ class LogScanner:
             advice=signature.advice,
         )
 
-    def _watch(self, lines: int) -> int:
-        """Have so many lines looked at that come next."""
-        self._attention = max(self._attention, lines)
-        return lines
+    def _watch(self, what: str) -> int:
+        """Have the lines looked at that come after it; return how many."""
+        self._attention = max(self._attention, _AFTER[what])
+        return _AFTER[what]
 
     def _belongs(self, text: str, stream: _LogStream) -> bool:
-        """Whether the line only belongs to a traceback, of which the place is kept."""
+        """Return whether the line only belongs to a traceback, of which the place is kept."""
         if _TRACEBACK.search(text) is not None:
-            stream.left, stream.place, stream.innermost = self._watch(_ATTENTION), "", ""
-            stream.raises = stream.loads = False
+            stream.begin(self._watch("traceback"))
             return True
-        if _IGNORED.match(text) is not None:
-            stream.is_ignored = True
-            self._watch(_AFTER_ERROR)
+        if (between := FORMS["between"].match(text)) is not None:
+            self._watch("traceback")
+            stream.is_ignored = stream.is_ignored or between["ignored"] is not None
+            stream.follows = stream.follows or between["chained"] is not None
+            last = None if stream.last is None else self.facts.sightings[stream.last]
+            if between["handled"] and last is not None and last.kind == "code":
+                self._change(stream, is_handled=True)
             return True
-        if text.startswith(_HANDLED) or _CHAINED in text:
-            self._chain(stream, handled=text.startswith(_HANDLED))
-            return True
-        if text.endswith(("Last error:", "ChildFailedError:")):
-            self._watch(_AFTER_ERROR if "Last" in text else _TABLE)
-        if (table := _TABLE_RANK.match(text)) is not None:
+        if (ends := FORMS["ends"].search(text)) is not None:
+            self._watch(ends[0])
+        if (table := FORMS["table_rank"].match(text)) is not None:
             stream.failed = int(table["rank"])
         elif text.startswith("==="):
             stream.failed = None
+        frame = _FRAME.match(text)
         if stream.left <= 0:
-            return False
+            if frame is None or not frame["comma"]:  # without it it is faulthandler's
+                return False
+            stream.begin(self._watch("exception"))  # its beginning is not in the log
         stream.left -= 1
-        stream.crashed = stream.crashed or _CRASHED.match(text) is not None
-        return self._frame(text, stream) or text.startswith((" ", "\t", "~", "^"))
+        if (frame := frame or FORMS["rich_frame"].match(text)) is not None:
+            self._frame(frame, stream)
+            return True
+        stream.crashed = stream.crashed or FORMS["crashed"].match(text) is not None
+        stream.raises = stream.raises or FORMS["raises"].match(text) is not None
+        return text.startswith((" ", "\t", "~", "^"))
 
-    def _frame(self, text: str, stream: _LogStream) -> bool:
-        """Whether the line is one of a traceback's places; what is reported of them is kept."""
-        frame = _FRAME.match(text) or _RICH_FRAME.match(text)
-        if frame is None:
-            stream.raises = stream.raises or _RAISES.match(text) is not None
-            return False
+    def _frame(self, frame: re.Match[str], stream: _LogStream) -> None:
+        """Keep what is reported of a traceback's places."""
         stream.innermost = f"{frame['file']}:{frame['line']} in {frame['function']}"
         stream.raises = False
         stream.loads = stream.loads or _LOADS.match(frame["function"]) is not None
+        if _LAUNCHER.search(frame["file"]) is None:
+            stream.cut_at = stream.innermost
         if _LIBRARY.search(frame["file"]) is None:
             stream.place = stream.innermost
             if stream.crashed and stream.last is not None:
-                self._change(stream.last, place=stream.place)
+                self._change(stream, place=stream.place)
                 stream.crashed, stream.left = False, 0
-        return True
 
-    def _change(self, at: int, **changes: Any) -> None:
+    def _change(self, stream: _LogStream, **changes: Any) -> None:
+        at = stream.last or 0
         self.facts.sightings[at] = replace(self.facts.sightings[at], **changes)
-
-    def _chain(self, stream: _LogStream, *, handled: bool) -> None:
-        """An exception came of the one before: in its handling, or because of it."""
-        self._watch(_ATTENTION)
-        if not handled:
-            stream.follows = True
-        elif stream.last is not None and self.facts.sightings[stream.last].kind == "code":
-            self._change(stream.last, is_handled=True)
 
     def _exception(self, text: str, stream: _LogStream) -> Sighting | None:
         """An exception that no signature knows: the ledger's words for it, else the program's."""
         in_traceback = stream.left > 0
-        pattern = _EXCEPTION if in_traceback else EXCEPTION
-        match = pattern.match(text) or _UNCAUGHT.search(text)
+        pattern = FORMS["error_in_traceback"] if in_traceback else EXCEPTION
+        match = pattern.match(text) or FORMS["uncaught"].search(text)
         if match is None:
             return None if in_traceback else _mentioned(text)
         name = match["name"]
@@ -321,51 +264,44 @@ class LogScanner:
         # A RuntimeError at a line that raises nothing came out of torch's own code below it.
         is_own = is_own and (stream.raises or name != "RuntimeError")
         stream.left = 0
-        self._watch(_AFTER_EXCEPTION)
-        is_empty = name == "Exception" and not match["text"]  # torch's, round a spawned rank's own
+        self._watch("exception")
         if _PASSED_ON.search(text):  # its own traceback follows, if the log has it
             return _mentioned(text)
-        if not _is_own(name) or is_empty:
+        is_empty = name == "Exception" and not match["text"]  # torch's, round a spawned rank's own
+        if _WRAPPERS.search(name) is not None or is_empty:
             return None
-        details = {"exception": name}
-        cause = cause_in(text)
-        if cause is not None and cause in OF_WORDS:
-            return Sighting(f"ledger-{cause.value}", *OF_WORDS[cause], details=details)
+        sign, kind, sure = f"exception-{name}", "code", Certainty.LIKELY
+        if (cause := cause_in(text)) is not None and cause in OF_WORDS:
+            kind, role, sure = OF_WORDS[cause]
+            return Sighting(f"ledger-{cause.value}", kind, role, sure, details={"exception": name})
         if in_traceback and stream.loads:
-            sure = Certainty.LIKELY
-            return Sighting("checkpoint-read", "checkpoint", Role.CAUSE, sure, details=details)
-        of_child = _OF_CHILD.search(text) is not None
-        sure = Certainty.CERTAIN if is_own else Certainty.LIKELY
-        sure, advice = (Certainty.POSSIBLE, _READ_THE_CHILD) if of_child else (sure, ())
-        sign = f"exception-{name}"
-        return Sighting(sign, "code", Role.CAUSE, sure, details=details, advice=advice)
+            sign, kind = "checkpoint-read", "checkpoint"
+        elif is_own:
+            sure = Certainty.CERTAIN
+        return Sighting(sign, kind, Role.CAUSE, sure, details={"exception": name})
 
 
 def _mentioned(text: str) -> Sighting | None:
-    """An exception that a line reports behind other words, as loggers and notebooks do."""
+    """Return an exception that a line reports behind other words, as loggers and notebooks do."""
     if _NO_END.search(text) is not None:
         return None
-    passed_on = _PASSED_ON.search(text)
-    names = [match["name"] for match in _REPORTED.finditer(text)]
-    name = passed_on["name"] if passed_on else next(filter(_is_own, names), None)
+    names = (match["name"] for match in FORMS["reported"].finditer(text))
+    name = next((name for name in names if _WRAPPERS.search(name) is None), None)
+    if (passed_on := _PASSED_ON.search(text)) is not None:
+        name = passed_on["name"]
     if name is None:
         return None
     sure, details = Certainty.POSSIBLE, {"exception": name}
     return Sighting("exception-reported", "code", Role.HINT, sure, details=details)
 
 
-def _is_own(name: str) -> bool:
-    """Whether an exception of this name is none that only passes on another process's."""
-    return _WRAPPERS.search(name) is None
-
-
-def _with_a_word(lines: bytes, words: tuple[bytes, ...]) -> set[bytes]:
+def _with_a_word(lines: bytes, words: dict[bytes, list[bytes]]) -> set[bytes]:
     """The lines that hold one of the words."""
     hits: set[bytes] = set()
     # The different words of a block are a small part of it: most of ours are soon found missing.
     vocabulary = b" ".join(set(lines.split()))
-    for word in words:
-        if max(word.split(), key=len) not in vocabulary:
+    for word, parts in words.items():
+        if not all(part in vocabulary for part in parts):
             continue
         at, end = lines.find(word), 0
         while at >= 0:
@@ -386,50 +322,36 @@ class _Series:
     values: int = 0  # how many were finite and usual so far
     mean: float = 0.0  # of those, with the newest counting most
     limit: float = math.inf  # a value above it is a rise; infinite while too few are known
-    first_nan: tuple[int, int] | None = None  # line and offset of the first since the last number
-    nans: int = 0  # how many there were in a row
-    high_since: tuple[int, int, float, float] | None = None  # line, offset, value, mean before it
-    high: int = 0  # for how many values a rise has lasted
+    is_nan: bool = False  # the odd values in a row, at the end, are no numbers; else they are high
+    odd: int = 0  # how many they are
+    first: tuple[int, int] = (0, 0)  # line and offset of their first
+    risen: float = 0.0  # their first value
 
     def usual(self, value: float) -> None:
-        """The next value, one as those before it."""
-        if self.nans or self.high:
-            self.first_nan, self.nans, self.high_since, self.high = None, 0, None, 0
+        """Count the next value, one as those before it."""
+        self.odd = 0
         self.values += 1
         self.mean += (value - self.mean) * max(1 / self.values, 0.05)
-        self.limit = RISE * self.mean if self.values >= LEAST and self.mean > 0 else math.inf
+        self.limit = _RISE * self.mean if self.values >= _LEAST and self.mean > 0 else math.inf
 
     def unusual(self, value: float, line: int, offset: int) -> None:
-        """The next value, one that is no number or far higher."""
-        if not math.isfinite(value):
-            self.first_nan = self.first_nan or (line, offset)
-            self.nans += 1
-            return
-        self.first_nan, self.nans = None, 0
-        self.high_since = self.high_since or (line, offset, value, self.mean)
-        self.high += 1
+        """Count the next value, one that is no number or far higher."""
+        is_nan = not math.isfinite(value)
+        if not self.odd or is_nan is not self.is_nan:
+            self.is_nan, self.odd, self.first, self.risen = is_nan, 0, (line, offset), value
+        self.odd += 1
 
 
 class LossWatch:
-    """Follows the losses of one log.
-
-    Attributes:
-        offsets: Where the last losses were printed, oldest first.
-    """
+    """Follows the losses of one log: what lines.toml says that a loss is."""
 
     def __init__(self) -> None:
-        self.offsets: deque[int] = deque(maxlen=REMEMBERED)
+        self.offsets: deque[int] = deque(maxlen=_REMEMBERED)  # of the last ones, oldest first
         self._series: dict[bytes, _Series] = {}
         self._before: dict[bytes, _Series | None] = {}
 
     def feed(self, block: bytes, offset: int, line: int) -> None:
-        """Read a block of whole lines.
-
-        Args:
-            block: Its bytes.
-            offset: Where it lies in the log.
-            line: Lines before it.
-        """
+        """Read a block of whole lines that lies at an offset of the log, behind so many lines."""
         before, number, counted = self._before, line + 1, 0
         for match in _LOSS.finditer(block):
             start = match.start()
@@ -450,34 +372,30 @@ class LossWatch:
                 series.unusual(value, number, offset + start)
 
     def _named(self, words: bytes) -> _Series | None:
-        """The series of which these words tell; None where it is no training loss."""
-        match = _NAME.search(words)
-        series = None
-        if match is not None and _NOT_TRAINING.search(match[0]) is None:
-            name = match[0]
-            series = self._series.get(name)
-            if series is None and len(self._series) < MOST_SERIES:
-                series = self._series[name] = _Series(name.decode("utf-8", "replace") + "oss")
+        """Return the series of which these words tell; None where it is no training loss."""
+        match = _LOSS_NAME.search(words)
+        series = None if match is None else self._series.get(match[0])
+        is_new = match is not None and series is None and len(self._series) < _MOST_SERIES
+        if match is not None and is_new and _NOT_TRAINING.search(match[0]) is None:
+            series = self._series[match[0]] = _Series(match[0].decode("utf-8", "replace") + "oss")
         if len(self._before) > _MOST_WORDS:
             self._before.clear()
         self._before[words] = series
         return series
 
     def sightings(self, source: str) -> list[Sighting]:
-        """What the losses tell at the log's end."""
-        out: list[Sighting] = []
-
-        def add(kind: str, sign: str, text: str, at: tuple[int, int], *, sure: bool) -> None:
-            certainty = Certainty.LIKELY if sure else Certainty.POSSIBLE
-            out.append(Sighting(sign, kind, Role.HINT, certainty, text, source, *at))
-
-        for series in self._series.values():
-            nan, rise = series.first_nan, series.high_since
-            if nan is not None and (series.nans > 1 or series.values == 0):
-                text = f"{series.name} is no number from here to the end ({series.nans} times)"
-                add("nan", "loss-nan", text, nan, sure=series.nans > 1)
-            elif rise is not None and series.high >= STAYED:
-                before, after = f"{rise[3]:.3g}", f"{rise[2]:.3g}"
-                text = f"{series.name} rose from about {before} to {after} and stayed high"
-                add("loss_spike", "loss-spike", text, rise[:2], sure=True)
+        """Return what the losses tell at the log's end."""
+        out = []
+        for loss in self._series.values():
+            if loss.is_nan and loss.odd > bool(loss.values):
+                sign, kind = "loss-nan", "nan"
+                sure = Certainty.LIKELY if loss.odd > 1 else Certainty.POSSIBLE
+                text = f"{loss.name} is no number from here to the end ({loss.odd} times)"
+            elif not loss.is_nan and loss.odd >= _STAYED:
+                sign, kind, sure = "loss-spike", "loss_spike", Certainty.LIKELY
+                rise = f"from about {loss.mean:.3g} to {loss.risen:.3g}"
+                text = f"{loss.name} rose {rise} and stayed high"
+            else:
+                continue
+            out.append(Sighting(sign, kind, Role.HINT, sure, text, source, *loss.first))
         return out

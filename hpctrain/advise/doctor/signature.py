@@ -1,14 +1,12 @@
 """Signatures: what a line of a log looks like that speaks of a fault. Read from TOML files.
 
-A signature is looked for in a line only where one of its words stands in it, and a line is looked
-at only where one of `SignatureTable.words` stands in it: searching for a few plain words is what
-makes a log of a gigabyte a matter of seconds. docs/doctor.md describes the fields for users.
+A signature is tried on a line only where one of its words stands in it: plain words are found fast.
 tests/unit/doctor/test_own_signatures.py and test_corpus.py hold the promises.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import os
 import re
 import signal
@@ -28,7 +26,6 @@ from hpctrain.errors import HpctrainError, NotFound, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from types import FrameType
 
 FOLDER = "signatures"
 """Beside this module, and in the folder of a user's own settings."""
@@ -89,13 +86,7 @@ class Signature(Table):
 
 
 class SignatureTable:
-    """All signatures, in the order in which they are tried: the first that fits a line counts.
-
-    Attributes:
-        faults: Those that speak of a fault.
-        harmless: Those whose lines are passed over.
-        words: One of them stands in every line that is worth a look, once its digits are taken out.
-    """
+    """All signatures, in the order in which they are tried: the first that fits a line counts."""
 
     def __init__(self, signatures: Iterable[Signature]) -> None:
         every = tuple(signatures)
@@ -104,7 +95,8 @@ class SignatureTable:
         words = {word for one in self.faults for word in one.words}
         own = {word for word in words if not any(common in word for common in COMMON)}
         shortest = sorted(w for w in own if not any(o in w for o in own if o != w))
-        self.words = tuple(dict.fromkeys(map(_without_digits, (*COMMON, *shortest))))
+        # One of these, with its parts, stands in every line, without its digits, worth a look.
+        self.words = {one: one.split() for one in map(_without_digits, (*COMMON, *shortest))}
 
     def with_more(self, more: Sequence[Signature]) -> SignatureTable:
         """Others before these, which may take the name of one of these and then replace it."""
@@ -156,8 +148,7 @@ def _signature(row: Mapping[str, Any], place: str) -> Signature:
         raise UsageError(f"{place}: {error}") from None
     if short := [word for word in signature.words if len(_without_digits(word)) < SHORTEST_WORD]:
         raise UsageError(
-            f"{place}: the word {short[0]!r} stands in too many lines: write {SHORTEST_WORD} "
-            "characters or more that are no digits"
+            f"{place}: the word {short[0]!r} stands in too many lines: take a longer one"
         )
     if (signature.fault == "") != (signature.role == Role.HARMLESS):
         raise UsageError(f"{place}: a fault belongs to every role but harmless, which has none")
@@ -165,36 +156,26 @@ def _signature(row: Mapping[str, Any], place: str) -> Signature:
 
 
 def paths_here(environ: Mapping[str, str]) -> tuple[list[Path], list[str]]:
-    """The files that hold here, a user's before the site's, and what hinders the site's."""
+    """Return the files that hold here, a user's before the site's, and what hinders the site's."""
     own = user_folder(environ)
     paths = sorted((own / FOLDER).glob("*.toml")) if own is not None else []
     try:
-        if not _a_preset_has_some(environ):
+        named = environ.get(HPCTRAIN_SITE, "")
+        presets = [path for layers in site_files(environ).values() for _, path in layers]
+        presets += [Path(named)] if named.endswith(".toml") else []
+        # Which site this is may take SLURM's answer: a diagnosis must not wait for a dead one.
+        if not any(FOLDER.encode() in one.read_bytes() for one in presets if one.is_file()):
             return paths, []
         here = look_around(environ, lambda: name_here(environ))
         site, _ = choose(environ.get(HPCTRAIN_SITE), environ, here)
-        named = [Path(os.path.expandvars(text)) for text in site.doctor.signatures] if site else []
-        return [*paths, *(path for place in named for path in files_in(place))], []
-    except HpctrainError as error:
+        places = [Path(os.path.expandvars(text)) for text in site.doctor.signatures] if site else []
+        return [*paths, *(path for place in places for path in files_in(place))], []
+    except (HpctrainError, OSError) as error:
         return paths, [f"the site's signatures were left out: {error}"]
 
 
-def _a_preset_has_some(environ: Mapping[str, str]) -> bool:
-    """Whether any preset names signatures: else nobody has to know which site this is.
-
-    To find that out may take SLURM's answer, and a diagnosis must not wait for a dead one.
-    """
-    files = [path for layers in site_files(environ).values() for _, path in layers]
-    named = environ.get(HPCTRAIN_SITE, "")
-    for path in [*files, *([Path(named)] if named.endswith(".toml") else [])]:
-        with contextlib.suppress(OSError):  # choosing the site says what is wrong with it
-            if FOLDER.encode() in path.read_bytes():
-                return True
-    return False
-
-
 def files_in(path: Path) -> list[Path]:
-    """A file itself, or all *.toml of a folder.
+    """Return a file itself, or all *.toml of a folder.
 
     Raises:
         NotFound: there is no such file or folder, or none in it.
@@ -208,7 +189,7 @@ def files_in(path: Path) -> list[Path]:
 
 
 def with_own(environ: Mapping[str, str]) -> tuple[SignatureTable, list[str]]:
-    """Ours and those that are found here; a file that is wrong is left out, which is said."""
+    """Return ours and those that are found here, and a note for each file that is left out."""
     paths, notes = paths_here(environ)
     more: list[Signature] = []
     for path in paths:
@@ -220,20 +201,23 @@ def with_own(environ: Mapping[str, str]) -> tuple[SignatureTable, list[str]]:
 
 
 def faults_of(signatures: Iterable[Signature]) -> list[str]:
-    """What their own examples say against them, in a line each."""
+    """Return what their own examples say against them, in a line each."""
     faults: list[str] = []
     for signature in signatures:
-        slow = _slow_on(signature)
-        if slow:
+        if slow := _slow_on(signature):
             faults.append(
                 f"{signature.name}: its pattern takes too long on lines like {slow[:60]!r}..."
             )
             continue
-        faults += [
-            f"{signature.name}: does not fit its example {line!r}: {why}"
-            for line in signature.matches
-            if (why := _why_not(signature, plain(line).text))
-        ]
+        for line in signature.matches:
+            text = plain(line).text
+            if signature.fits(text) is None:
+                why = f"it does not stand where it should ({signature.where})"
+                if signature.compiled.search(text) is None:
+                    why = "its pattern does not"
+                if not any(word in text for word in signature.words):
+                    why = "none of its words stands there"
+                faults.append(f"{signature.name}: does not fit its example {line!r}: {why}")
         misses = (
             line for line in signature.near_misses if signature.fits(plain(line).text) is not None
         )
@@ -241,40 +225,22 @@ def faults_of(signatures: Iterable[Signature]) -> list[str]:
     return faults
 
 
-def _why_not(signature: Signature, text: str) -> str:
-    """Why it does not fit; "" where it does."""
-    if signature.fits(text) is not None:
-        return ""
-    if not any(word in text for word in signature.words):
-        return "none of its words stands there"
-    if signature.compiled.search(text) is None:
-        return "its pattern does not"
-    return f"it does not stand where it should ({signature.where})"
-
-
-class _TooSlow(Exception):
-    """A pattern's time is up."""
-
-
 def _slow_on(signature: Signature) -> str:
-    """A line on which the pattern takes too long; "" where it takes long on none."""
-    pieces = ["a", "0", " ", "\t", "/", "a.", "a ", "0,", "a=", *signature.matches]
+    """Return a line on which the pattern takes too long; "" where it takes long on none."""
+    pieces, text = ["a", "0", " ", "\t", "/", "a.", "a ", "0,", "a=", *signature.matches], ""
 
-    def up(_number: int, _frame: FrameType | None) -> None:
-        raise _TooSlow
+    def stop(*_: object) -> None:
+        raise TimeoutError
 
-    before = signal.signal(signal.SIGVTALRM, up)
+    before = signal.signal(signal.SIGVTALRM, stop)
     try:
-        for begin in ("", *signature.matches):
-            for piece in pieces:
-                text = (begin + piece * (LONGEST_LINE // len(piece)))[:LONGEST_LINE]
-                signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST_S)
-                try:
-                    signature.compiled.search(text)
-                except _TooSlow:
-                    return text
-                finally:
-                    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        for begin, piece in itertools.product(("", *signature.matches), pieces):
+            text = (begin + piece * (LONGEST_LINE // len(piece)))[:LONGEST_LINE]
+            signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST_S)
+            signature.compiled.search(text)
+    except TimeoutError:
+        return text
     finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
     return ""

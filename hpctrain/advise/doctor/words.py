@@ -1,4 +1,4 @@
-"""A diagnosis in words: its headline and advice, as text for people and as JSON for programs. Pure.
+"""Put a diagnosis into words: headline and advice, text for people, JSON for programs. Pure.
 
 tests/unit/doctor/test_words.py and tests/unit/cli/test_doctor.py hold the promises.
 """
@@ -15,7 +15,7 @@ from hpctrain.core.base.text import count, fold_ranks, size
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from hpctrain.advise.doctor.faults import Diagnosis, FollowOn, Sighting
+    from hpctrain.advise.doctor.faults import Diagnosis, Sighting
 
 FORMAT = 1
 """Of the JSON; raised where a field changes its meaning."""
@@ -29,51 +29,40 @@ _CUT = " ..."
 _PART = re.compile(r"\{(\w+)\}")
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "bytes": 1}
-_SIZE = r"(?<![\d.])([\d.]+) ([KMGT]iB|bytes)"
+_SIZE = r"(?<![\d.])(\d{1,15}(?:\.\d{1,15})?) ([KMGT]iB|bytes)"
 _SIZES = {name: re.compile(text.replace("{size}", _SIZE)) for name, text in TABLE["sizes"].items()}
 """What torch's allocator prints when a GPU's memory is out."""
-FRAGMENTED = 0.1
-"""Of the GPU's memory that is reserved and not in use: worth another allocator setting."""
-LARGE = 0.25
-"""Of the GPU's memory: much for one block, or for other processes."""
+_MEMORY: dict[str, Any] = TABLE["gpu_memory"]
 
 
 def headline(first: Sighting, kind: str, sightings: Sequence[Sighting]) -> str:
-    """One line: what, on which rank, with its numbers."""
+    """Return one line: what, on which rank, with its numbers."""
     ranks = ranks_of(s for s in sightings if s.kind == first.kind)
     who = f" on {fold_ranks(ranks)}" if ranks else ""
     node = f" (node {first.node})" if first.node else ""
     if first.role is Role.DEATH and kind == "host_oom":
         how = "died at once" if "SYSTEM_ERROR" in first.text else "was killed by SIGKILL"
         return f"a process {how}{who}{node}: most often a node's memory is out"
-    detail = _detail(first, kind)
-    return f"{FAULTS[kind].title}{who}{node}{': ' if detail else ''}{detail}"
-
-
-def _detail(first: Sighting, kind: str) -> str:
-    """What was read of the line, in the words of faults.toml; else the line itself."""
     parts = {key: value.strip() for key, value in first.details.items()}
     parts["peer"] = parts.get("peer", "").strip("[]()").rstrip(".")
-    is_short = len(first.text) <= _LONGEST_MESSAGE
-    parts["message"] = first.text if is_short else f"{first.text[: _LONGEST_MESSAGE - 3]}..."
+    is_long = len(first.text) > _LONGEST_MESSAGE
+    parts["message"] = f"{first.text[: _LONGEST_MESSAGE - 3]}..." if is_long else first.text
     parts["place"] = first.place
     parts["memory"] = gpu_memory(first.text)[0] if kind == "gpu_oom" else ""
     parts["meaning"] = TABLE["xids"].get(parts.get("xid", ""), "see NVIDIA's list of Xid errors")
-    about = FAULTS[kind]
-    parts_of_all = [text for each in about.all_of if (text := _filled(each, parts)) is not None]
-    filled = (text for each in about.first_of if (text := _filled(each, parts)) is not None)
-    return ", ".join(parts_of_all) or next(filled, parts["message"])
+    some, all_of = _filled(FAULTS[kind].first_of, parts), _filled(FAULTS[kind].all_of, parts)
+    detail = ", ".join(all_of) or (some[0] if some else parts["message"])
+    return f"{FAULTS[kind].title}{who}{node}{': ' if detail else ''}{detail}"
 
 
-def _filled(template: str, parts: Mapping[str, str]) -> str | None:
-    """A text with its parts filled in; None where one of them is not known."""
-    if not all(parts.get(name) for name in _PART.findall(template)):
-        return None
-    return _PART.sub(lambda match: parts[match[1]], template)
+def _filled(templates: Iterable[str], parts: Mapping[str, str]) -> list[str]:
+    """Return the texts whose parts are all known, with these filled in."""
+    filled = (each for each in templates if all(parts.get(name) for name in _PART.findall(each)))
+    return [_PART.sub(lambda match: parts[match[1]], each) for each in filled]
 
 
 def advice(first: Sighting, kind: str, sightings: Iterable[Sighting]) -> Sequence[str]:
-    """What to do, what fits this case best first."""
+    """Return what to do, what fits this case best first."""
     do = first.advice or FAULTS[kind].do
     if kind == "gpu_oom":
         memories = (gpu_memory(sighting.text) for sighting in sightings)
@@ -84,46 +73,31 @@ def advice(first: Sighting, kind: str, sightings: Iterable[Sighting]) -> Sequenc
 
 
 def gpu_memory(text: str) -> tuple[str, tuple[str, ...]]:
-    """What torch's allocator prints, in words, and what its numbers call for before anything else.
+    """Return what torch's allocator prints, in words, and what its numbers call for first.
 
     Both are empty where the text has no sizes.
     """
-    sizes = _sizes(text)
-    if not sizes["asked"] or not sizes["capacity"]:
-        return "", ()
-    idle = sizes["unallocated"] or max(0, sizes["reserved"] - sizes["allocated"])
-    is_fragmented = idle >= sizes["asked"] and idle > FRAGMENTED * sizes["capacity"]
-    words = f"asked for {size(sizes['asked'])} of {size(sizes['capacity'])}"
-    for amount, what in (
-        (sizes["allocated"], "in use"),
-        (idle, "reserved but not in use"),
-        (sizes["others"], "held by other processes"),
-    ):
-        words += f", {size(amount)} {what}" if amount else ""
-    if is_fragmented:
-        return f"{words}: fragmentation, not capacity", (TABLE["gpu_memory"]["fragmented"],)
-    large = (name for name in ("others", "asked") if sizes[name] > LARGE * sizes["capacity"])
-    return words, tuple(TABLE["gpu_memory"][name] for name in large)[:1]
-
-
-def _sizes(text: str) -> dict[str, int]:
-    """Bytes by name; 0 for what the text leaves out."""
     sizes = {}
     for name, pattern in _SIZES.items():
-        amounts = [_bytes(*filter(None, match.groups())) for match in pattern.finditer(text)]
-        sizes[name] = sum(amounts) if name == "others" else next(iter(amounts), 0)
-    return sizes
-
-
-def _bytes(number: str, unit: str) -> int:
-    try:
-        return int(float(number) * _UNITS[unit])
-    except (ValueError, OverflowError):
-        return 0
+        matched = (filter(None, match.groups()) for match in pattern.finditer(text))
+        each = [int(float(number) * _UNITS[unit]) for number, unit in matched]
+        sizes[name] = sum(each) if name == "others" else next(iter(each), 0)
+    asked, capacity, used = sizes["asked"], sizes["capacity"], sizes["allocated"]
+    if not asked or not capacity:
+        return "", ()
+    idle = sizes["unallocated"] or max(0, sizes["reserved"] - used)
+    words = f"asked for {size(asked)} of {size(capacity)}"
+    amounts = (used, idle, sizes["others"])
+    for amount, what in zip(amounts, _MEMORY["words"], strict=True):
+        words += f", {size(amount)} {what}" if amount else ""
+    if idle >= asked and idle > _MEMORY["worth_a_setting"] * capacity:
+        return f"{words}: fragmentation, not capacity", (_MEMORY["fragmented"],)
+    large = (name for name in ("others", "asked") if sizes[name] > _MEMORY["much"] * capacity)
+    return words, tuple(_MEMORY[name] for name in large)[:1]
 
 
 def in_short(diagnosis: Diagnosis, notes: Sequence[str] = (), *, width: int = 80) -> str:
-    """The verdict, the first evidence and what to do first: at most SHORT_LINES lines."""
+    """Return the verdict, the first evidence and what to do first: at most SHORT_LINES lines."""
     lines = [*_cut("Verdict", diagnosis.headline, width), *_certainty(diagnosis, width)]
     for sighting in diagnosis.evidence[:1]:
         place, text = _quoted("Evidence", sighting)
@@ -141,17 +115,18 @@ def in_short(diagnosis: Diagnosis, notes: Sequence[str] = (), *, width: int = 80
 
 
 def as_text(diagnosis: Diagnosis, notes: Sequence[str] = (), *, width: int = 80) -> str:
-    """The verdict first, then what it rests on, what it was not, and what to do."""
+    """Return the verdict, then what it rests on, what it was not, and what to do."""
     lines = [*_field("Verdict", diagnosis.headline, width), *_certainty(diagnosis, width)]
     if diagnosis.why:
         lines += _field("Why", diagnosis.why, width)
-    for label, sightings in (
-        ("Evidence", diagnosis.evidence),
-        ("Or", diagnosis.rivals[:MOST_SHOWN]),
-    ):
-        for at, sighting in enumerate(sightings):
+    for label, sightings in (("Evidence", diagnosis.evidence), ("Or", diagnosis.rivals)):
+        for at, sighting in enumerate(sightings[:MOST_SHOWN]):
             lines += _quoted("" if at else label, sighting)
-    follows = [_follow(follow) for follow in diagnosis.follow_ons[:MOST_SHOWN]]
+    follows = []
+    for follow in diagnosis.follow_ons[:MOST_SHOWN]:
+        ranks = f" on {fold_ranks(follow.ranks)}" if follow.ranks else ""
+        times = f", {follow.times} times" if follow.times > 1 else ""
+        follows.append(f"{follow.what}{ranks}{times}, first at {_where(follow.example)}")
     if (more := len(diagnosis.follow_ons) - MOST_SHOWN) > 0:
         follows.append(f"and {count(more, 'other kind')} (--json has all)")
     ruled_out = [f"{what}: {why}" for what, why in diagnosis.ruled_out.items()]
@@ -169,7 +144,7 @@ def _certainty(diagnosis: Diagnosis, width: int) -> list[str]:
 
 
 def _cut(label: str, text: str, width: int) -> list[str]:
-    """A field of two lines at most."""
+    """Return a field of two lines at most."""
     room = 2 * (max(width, 3 * _LABEL) - _LABEL) - len(_CUT)
     return _field(label, textwrap.shorten(text, room, placeholder=_CUT), width)[:2]
 
@@ -186,39 +161,30 @@ def _field(label: str, text: str, width: int) -> list[str]:
 
 
 def _quoted(label: str, sighting: Sighting) -> list[str]:
-    """Where it stands, and the line itself, never broken: it is searched for."""
+    """Return where it stands, and the line itself, never broken: it is searched for."""
     quote = sighting.text[:_LONGEST_QUOTE]
     return [f"{label:<{_LABEL}}{_where(sighting)}", f"{' ' * _LABEL}  {quote}"]
 
 
 def _where(sighting: Sighting) -> str:
-    """File and line, rank and node, as far as they are known."""
+    """Return file and line, rank and node, as far as they are known."""
     place = f"{sighting.source}:{sighting.line}" if sighting.line else sighting.source
     who = [f"rank {sighting.rank}"] if sighting.rank is not None else []
     who += [f"node {sighting.node}"] if sighting.node else []
     return f"{place} ({', '.join(who)})" if who else place
 
 
-def _follow(follow: FollowOn) -> str:
-    ranks = f" on {fold_ranks(follow.ranks)}" if follow.ranks else ""
-    times = f", {follow.times} times" if follow.times > 1 else ""
-    return f"{follow.what}{ranks}{times}, first at {_where(follow.example)}"
-
-
 def as_json(diagnosis: Diagnosis, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """Everything, for programs."""
+    """Return everything, for programs."""
     plain = ("code", "kind", "certainty", "headline", "why", "do", "lines", "logs")
     return {
         "format": FORMAT,
         **{name: getattr(diagnosis, name) for name in plain},
-        "evidence": [_sighting(sighting) for sighting in diagnosis.evidence],
-        "rivals": [_sighting(sighting) for sighting in diagnosis.rivals],
+        **{name: [*map(_sighting, getattr(diagnosis, name))] for name in ("evidence", "rivals")},
         "follow_ons": [
             {
-                "what": follow.what,
+                **{name: getattr(follow, name) for name in ("what", "times", "ranks")},
                 "kind": follow.example.kind,
-                "times": follow.times,
-                "ranks": follow.ranks,
                 "first": _sighting(follow.example),
             }
             for follow in diagnosis.follow_ons

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import random
 
 SIGNATURES = (*packaged().faults, *packaged().harmless)
-WORDS = packaged().words
+WORDS = [*packaged().words]
 DIGITS = 4400
 """More than int() takes."""
 PREFIXES = (

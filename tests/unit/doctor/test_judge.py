@@ -181,6 +181,8 @@ def test_interfaces_of_containers_are_named_where_connections_break():
 
     assert (diagnosis.kind, diagnosis.certainty) == ("interface", Certainty.LIKELY)
     assert "docker0" in diagnosis.headline
+    assert judge([log(uses)]).kind == "unknown"
+    assert judge([log(uses, "grad_norm: nan")]).kind == "nan"
 
 
 def test_a_process_that_was_killed_explains_broken_connections():
@@ -263,7 +265,8 @@ def test_an_abort_is_no_crash_where_something_has_said_why():
     diagnosis = judge([log(waited(0), waited(1), "Fatal Python error: Aborted", *CRASHED[1:])])
 
     assert diagnosis.kind == "hang"
-    assert log("Fatal Python error: Aborted", *CRASHED[1:]).sightings == []
+    alone = judge([log("Fatal Python error: Aborted", *CRASHED[1:])])
+    assert (alone.kind, alone.certainty) == ("native", "possible")
 
 
 def test_an_error_before_a_traceback_on_the_same_line_is_read():
@@ -320,6 +323,20 @@ def test_an_error_below_a_function_that_reads_a_checkpoint_is_the_checkpoints():
 def test_a_connection_that_broke_explains_an_abort_without_a_word():
     for death in ("Aborted (core dumped)", "exitcode: -6"):
         assert judge([log(f"[rank1]: {CLOSED}", death)]).kind == "transport"
+
+
+def test_numbers_that_are_none_after_an_assertion_do_not_explain_it():
+    assertion = "x.cu:12: f: block: [0,0,0], thread: [1,0,0] Assertion `input_val >= 0` failed."
+    losses = [*(f"loss: {n}.5" for n in range(4))]
+
+    assert judge([log(*losses, assertion, "loss: nan", "loss: nan")]).kind == "gpu_assert"
+
+
+def test_a_checkpoint_of_another_shape_is_not_called_damaged():
+    sizes = "Size mismatch between saved torch.Size([4, 4]) and current: torch.Size([8, 4]) for w"
+
+    assert len(judge([log(f"ValueError: {sizes}")]).do) == 1
+    assert len(judge([log("RuntimeError: Missing key in checkpoint state_dict: w.")]).do) > 1
 
 
 def test_one_loss_that_is_no_number_does_not_explain_an_assertion_on_the_device():

@@ -104,6 +104,12 @@ def test_the_innermost_rank_counts():
     assert plain("1: [default0]:[rank8]: ValueError: no").rank == 8
 
 
+def test_a_clock_is_no_rank():
+    """TensorFlow's and ParlAI's lines begin with the hour."""
+    assert plain("22:36:41.807253: E 44422 xla_util.cc:76] StackTrace:").rank is None
+    assert plain("3: 22:36:41.807253: E 44422 xla_util.cc:76] StackTrace:").rank == 3
+
+
 def test_what_is_drawn_over_itself_is_lines_of_their_own():
     scanner = LogScanner("train.log")
     scanner.feed(

@@ -120,6 +120,17 @@ def test_a_run_that_was_stopped_for_attempts_that_came_to_nothing_is_told_that(
     assert again == cause, "the attempt's own cause stays what it was"
 
 
+def test_what_follows_from_the_logs_verdict_does_not_from_the_ledger_s(tmp_path, capsys):
+    tale = story(tmp_path, "timed_out", None)
+    tale.log(1, 0, f"{TRACED}ValueError: no\nRuntimeError: Connection reset by peer\n")
+
+    ruled_out = {one["what"]: one["why"] for one in told(tmp_path, capsys)[1]["ruled_out"]}
+
+    assert not any("follows" in why for why in ruled_out.values())
+    assert "the network" not in ruled_out, ruled_out
+    assert "memory" in " ".join(ruled_out)
+
+
 def test_a_program_that_left_with_a_code_is_not_told_to_mend_a_line(tmp_path, capsys):
     story(tmp_path, "user_error", ("exit", "train.sh: exit code 3"))
     (do,) = told(tmp_path, capsys)[1]["do"]

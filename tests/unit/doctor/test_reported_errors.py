@@ -24,7 +24,8 @@ FITS = {
     "uncaught": ("Uncaught exception: my.OwnError: no", "Uncaught: no"),
     "reported": ("main | OwnError: no", "main | OwnErrors: no"),
     "passed_on": ("Caught X in replica 0 on device 0.", "Caught X in the act"),
-    "ignored": ("Exception ignored in: <x>", "it was ignored in: <x>"),
+    "between": ("Exception ignored in: <x>", "it was ignored in: <x>"),
+    "ends": ("my.ChildFailedError:", "ChildFailedError: no"),
     "table_rank": ("  rank      : 3 (local_rank: 1)", "  rank      : 3"),
     "of_attempt": ("2026-11-28 10:11:12 node attempt 3 began", "attempt 3 began"),
     "network": ("NCCL INFO NET/IB : Using [0]mlx5_0", "NCCL INFO NET/IB : No device found"),
@@ -101,7 +102,15 @@ def test_a_traceback_without_its_end_is_told_where_nothing_else_is():
     assert verdict(*BEGUN) == CODE
     assert verdict(*BEGUN, "    x()", "MemoryError")[0] != "code"
     assert verdict("Exception ignored in: <x>", *BEGUN) == NOTHING
-    assert verdict(BEGUN[0], '  File "/opt/site-packages/x.py", line 3, in x') == NOTHING
+    assert verdict(BEGUN[0], '  File "/opt/site-packages/x.py", line 3, in x') == CODE
+    assert verdict(BEGUN[0], "without a line of its own") == NOTHING
+
+
+def test_a_traceback_without_its_beginning_is_told_where_nothing_else_is():
+    assert verdict(*BEGUN[1:]) == CODE
+    assert verdict(*BEGUN[1:], "    x()", "MemoryError")[0] == "host_oom"
+    assert verdict(BEGUN[1].replace("24,", "24")) == NOTHING  # as faulthandler prints it
+    assert verdict(*BEGUN[1:], *[f"step {n}" for n in range(20)]) == NOTHING
 
 
 def test_an_error_that_was_handled_is_told_where_what_came_of_it_is_missing():
@@ -145,3 +154,9 @@ def test_the_words_of_a_pod_of_tpus_are_read_behind_its_node():
     line = plain("2026-11-28 10:11:12 10.0.0.7 [3] ValueError: no")
 
     assert (line.text, line.node, line.rank) == ("ValueError: no", "10.0.0.7", None)
+
+
+def test_a_name_of_c_plus_plus_is_no_exception():
+    """A frame of XLA's stack: xla::util::ReportComputationError(tensorflow::Status const&)."""
+    assert verdict("xla_util.cc:76] \txla::util::ReportComputationError(x)") == NOTHING
+    assert verdict("main:util.ComputationError(x)") == CODE

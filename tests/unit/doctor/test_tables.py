@@ -187,19 +187,28 @@ def test_an_exception_that_passes_on_another_s_is_none(name):
     assert judge([read(f"{TRACED}my.Own{plain_name}: no\n")]).kind == "code"
 
 
-CHILDREN = ("it ended with a nonzero status", "it exited with code 3")
+@pytest.mark.parametrize("words", ["it ended with a nonzero status", "it exited with code 3"])
+def test_an_error_about_a_child_only_points_to_it(words):
+    found = judge([read(f"{TRACED}RuntimeError: {words}\n")])
+
+    assert (found.kind, found.certainty) == ("code", Certainty.POSSIBLE)
+
+
+LAUNCHERS = (
+    "/opt/torch/distributed/run.py", "/opt/bin/torchrun", "/opt/accelerate/commands/launch.py",
+    "/usr/lib/python3.11/multiprocessing/spawn.py", "/usr/lib/python3.11/runpy.py",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("part", "words"),
-    list(zip(LINES["tracebacks"]["of_child"], CHILDREN, strict=True)),
+    ("part", "file"), list(zip(LINES["tracebacks"]["launchers"], LAUNCHERS, strict=True))
 )
-def test_an_error_about_a_child_only_points_to_it(part, words):
-    others = [each for each in LINES["tracebacks"]["of_child"] if each != part]
+def test_a_traceback_that_is_cut_within_a_launcher_says_nothing(part, file):
+    others = [each for each in LINES["tracebacks"]["launchers"] if each != part]
+    head, frame = TRACED.splitlines()[0], f'  File "{file}", line 3, in x'
 
-    found = judge([read(f"{TRACED}RuntimeError: {words}\n")])
-    assert (found.kind, found.certainty) == ("code", Certainty.POSSIBLE)
-    assert not any(re.search(each, words) for each in others)
+    assert judge([read(f"{head}\n{frame}\n")]).kind == "unknown"
+    assert not any(re.search(each, file) for each in others)
 
 
 SIZES = "CUDA out of memory. Tried to allocate {} GiB. GPU 0 has a total capacity of 40.00 GiB "

@@ -26,6 +26,7 @@ OLD = (
     [
         (2, 0, 20, 18, "expandable_segments"),
         (2, 0, 38, 1, None),
+        (0.5, 0, 38, 1, None),  # of what is idle a block would fit, but it is little
         (2, 20, 18, 1, "other processes"),
         (15, 0, 24, 1, "one block"),
     ],
