@@ -289,11 +289,7 @@ class _Walk:
         """Whether a loop goes over texts whose order is another in each process."""
         if isinstance(node, ast.Name):
             values = self.facts.dependence.values_at(node)
-            return (
-                len(values) == 1
-                and not isinstance(values[0], ast.Name)
-                and (self._is_set_of_texts(values[0]))
-            )
+            node = values[0] if len(values) == 1 else node
         if isinstance(node, ast.Set):
             return all(isinstance(constant(one), str) for one in node.elts)
         return isinstance(node, ast.SetComp) and _is_text(node.elt)

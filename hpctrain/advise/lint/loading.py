@@ -9,11 +9,7 @@ import ast
 from typing import TYPE_CHECKING
 
 from hpctrain.advise.lint.dependence import RANKS
-from hpctrain.advise.lint.reporting import (
-    ProgramFacts,
-    for_main_only,
-    is_backward,
-)
+from hpctrain.advise.lint.reporting import ProgramFacts, for_main_only, is_backward
 from hpctrain.advise.lint.syntax import (
     LintScope,
     argument,

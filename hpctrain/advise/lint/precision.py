@@ -6,12 +6,7 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from hpctrain.advise.lint.reporting import (
-    ProgramFacts,
-    exclusive,
-    inside_loop,
-    is_backward,
-)
+from hpctrain.advise.lint.reporting import ProgramFacts, exclusive, inside_loop, is_backward
 from hpctrain.advise.lint.syntax import (
     LintScope,
     constant,
@@ -62,14 +57,8 @@ def _running_totals(facts: ProgramFacts) -> Iterator[LintFinding]:
         only_once = loop.body.index(statement) + 1 < len(loop.body) and isinstance(
             loop.body[-1], ast.Break | ast.Return
         )
-        if (
-            changes
-            and added
-            and not only_once
-            and not any(
-                isinstance(one, ast.Attribute) and one.attr.endswith("_") for one in methods
-            )
-        ):
+        resets = any(isinstance(one, ast.Attribute) and one.attr.endswith("_") for one in methods)
+        if changes and added and not only_once and not resets:
             yield facts.finding("HT215", call, f"{name} holds earlier sums over ranks already")
 
 
