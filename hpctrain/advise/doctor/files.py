@@ -35,6 +35,7 @@ MOST_LINE = 8 << 20
 MOST_FILES = 20_000
 """Of a folder: more are somebody's data set."""
 _SAMPLE = 1 << 16
+_XZ_MEMORY = 256 << 20  # four times what `xz -9` needs; a header may ask for 4 GiB
 _PACKED: dict[bytes, Callable[[Any], Any]] = {
     b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file, mode="rb"),
     b"BZh": bz2.BZ2File,
@@ -164,6 +165,8 @@ def _contents(file: Any, name: str, notes: list[str]) -> Iterator[bytes]:
     unpack = next((unpack for magic, unpack in _PACKED.items() if begin.startswith(magic)), None)
     unpacked = file if unpack is None else unpack(file)
     try:
+        if isinstance(unpacked, lzma.LZMAFile):  # which itself knows no limit
+            lzma.LZMADecompressor(memlimit=_XZ_MEMORY).decompress(file.peek(), 1)
         while content := unpacked.read1(BLOCK):
             yield content
             has_some = True

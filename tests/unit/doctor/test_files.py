@@ -174,6 +174,19 @@ def test_standard_input_is_read(monkeypatch):
     assert kind_of("-") == ("storage_full", [])
 
 
+def test_no_header_of_a_packed_log_asks_for_more_memory_than_a_log_needs(tmp_path):
+    log = tmp_path / "job.log.xz"
+    large = [{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 1 << 20}]
+    packed = bytearray(lzma.compress(FULL.encode(), check=lzma.CHECK_NONE, filters=large))
+    at = packed.index(b"\x21\x01") + 2
+    packed[at] = 40  # 4 GiB
+    packed[20:24] = zlib.crc32(packed[12:20]).to_bytes(4, "little")
+    log.write_bytes(packed)
+
+    with pytest.raises(UsageError, match=r"nothing of it can be read \(Memory usage limit"):
+        scan(inputs([str(log)]))
+
+
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 def test_how_much_was_read_is_told_as_it_is_on_disk(tmp_path, pack):
     log, told = tmp_path / "job.log", []
