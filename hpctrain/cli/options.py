@@ -201,6 +201,20 @@ def submission_options(function: _Function) -> _Function:
                 metavar="NAME=VALUE",
                 help="Environment of the ranks; no secrets.",
             ),
+            click.option(
+                "--checkpoint",
+                multiple=True,
+                metavar="PATTERN",
+                help="Where PROGRAM saves, e.g. 'out/*.pt' (checkpoint.sealed).",
+            ),
+            click.option(
+                "--resume-args",
+                metavar="ARGS",
+                help="Arguments to add from the second start on, e.g. --init_from=resume.",
+            ),
+            click.option(
+                "--resume-if", metavar="GLOB", help="Add them if files match instead: 'out/*.pt'."
+            ),
             locked_option,
             runs_option,
             json_option,

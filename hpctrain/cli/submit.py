@@ -75,20 +75,6 @@ Examples:
 @profile_options
 @cluster_option("Where to run; slurm if there is an sbatch, else local: processes on this machine.")
 @click.option(
-    "--checkpoint",
-    multiple=True,
-    metavar="PATTERN",
-    help="Where PROGRAM saves, e.g. 'out/*.pt' (checkpoint.sealed).",
-)
-@click.option(
-    "--resume-args",
-    metavar="ARGS",
-    help="Arguments to add from the second start on, e.g. --init_from=resume.",
-)
-@click.option(
-    "--resume-if", metavar="GLOB", help="Add them if files match instead, e.g. 'out/*.pt'."
-)
-@click.option(
     "--snapshot/--no-snapshot",
     default=None,
     help="Run a copy of the git-tracked files.  [default: yes, up to 64 MB]",

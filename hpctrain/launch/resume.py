@@ -512,7 +512,6 @@ class ResumePlan:
     not_known: str = ""
     """Why it is not known where the run continues and how its ranks stand."""
     resume_args: str = ""
-    """Of run.resume_args: what its program's arguments get where run.resume_if lets them."""
     has_mesh: bool = True
     """Its program is known to use an engine of hpctrain's, so that its ranks form a mesh."""
 
@@ -571,7 +570,9 @@ def as_text(plan: ResumePlan, *, width: int = 80) -> str:
     )
     if not plan.looked_at:
         how = "the program decides where it resumes"
-        if plan.resume_args:
+        if "{" in plan.resume_args:  # filled in by the agent, once the run's files are still
+            how = f"the newest that is registered when it starts ({plan.resume_args})"
+        elif plan.resume_args:
             how = f"the program resumes by its arguments ({plan.resume_args})"
         none = f"not known ({plan.not_known}): {how}"
         lines.append(f"checkpoint   {none if plan.not_known else NONE_YET}")

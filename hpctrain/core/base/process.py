@@ -44,8 +44,7 @@ BASE = 256
 MOST = 1 << 20
 """Programs that go through all that may be open would take minutes where there is no limit."""
 EXIT_LOOK_S = 0.001
-EXIT_LOOKS = 1000
-"""Its number may be another's by then."""
+EXIT_LOOKS = 1000  # the thread's number may be another's by then
 PORT_BASE = 20000
 PORTS = 8
 """Ports a job may use side by side. 20000..31999 lies below Linux' ephemeral range, from which any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 
@@ -42,6 +43,32 @@ def test_a_good_program_passes_and_nothing_is_left(check, runs):
         *("not known", "not known", "not known")
     ]
     assert [path.name for path in runs.parent.iterdir()] == ["train.py"]
+
+
+RESUMES_BY_AN_OPTION = """
+import argparse
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--resume", default="")
+given = parser.parse_args()
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if given.resume:
+    model.load_state_dict(torch.load(given.resume))
+for epoch in range(9):
+    model(torch.ones(1)).backward()
+    optimizer.step()
+    torch.save(model.state_dict(), "out/last.pt")
+"""
+
+
+def test_what_check_says_to_add_can_be_added_to_check(check):
+    note = check("--", "train.py", train=RESUMES_BY_AN_OPTION)["resume"]
+    words = shlex.split(note["message"].partition("Add: ")[2])
+
+    assert (note["status"], words[:2]) == ("note", ["--checkpoint", "out/last.pt"])
+    assert "resume" not in check(*words, "--", "train.py")
 
 
 def test_a_missing_import_fails_with_its_place(check):

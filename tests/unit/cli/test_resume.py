@@ -61,6 +61,10 @@ def test_a_program_that_resumes_by_its_arguments_is_said_to(plain, capsys):
 
     assert "reported no step): the program resumes by its arguments (--resume last.pt)" in out
 
+    out = dry_run(capsys, "--set", "run.resume_args=--resume {checkpoint}")
+
+    assert "the newest that is registered when it starts (--resume {checkpoint})" in out
+
 
 def test_one_that_trained_with_hpctrain_and_saved_nothing_starts_from_the_beginning(plain, capsys):
     ended(plain, ("restored", {"step": 0}))

@@ -390,3 +390,20 @@ def test_an_error_about_another_program_only_points_to_its_log():
     assert (alone.kind, alone.certainty) == ("code", Certainty.POSSIBLE)
     assert "read what the process that it started printed itself" in alone.do[0]
     assert both.kind == "gpu_oom"
+
+
+def test_a_state_saved_through_ddps_wrapper_gets_advice_of_its_own():
+    diagnosis = judge(
+        [
+            log(
+                *TRACED.splitlines(),
+                "RuntimeError: Error(s) in loading state_dict for Sequential:",
+                '\tMissing key(s) in state_dict: "0.weight". ',
+                '\tUnexpected key(s) in state_dict: "module.0.weight". ',
+            )
+        ]
+    )
+
+    assert diagnosis.kind == "checkpoint"
+    assert "save and load `model.module`" in diagnosis.do[0]
+    assert not [step for step in diagnosis.do if "ZeRO" in step]
