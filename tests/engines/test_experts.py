@@ -26,18 +26,20 @@ ON_2 = {
 }
 ON_4 = {
     "ep 2 of 4": {"ep": "2"},
-    "ep 4": {"ep": "4"},
-    "copies": {"dp_replicate": "2"},
     "copies and ep": {"dp_replicate": "2", "ep": "2"},
     "pipeline and ep": {"pp": "2", "ep": "2"},
+}
+MORE_ON_4 = {
+    "ep 4": {"ep": "4"},
+    "copies": {"dp_replicate": "2"},
 }
 SAME_BITS = {
     "full recomputation": {"activation_checkpointing": "full"},
     "selective recomputation": {"activation_checkpointing": "selective"},
     "offload": {"offload": "cpu"},
     "parameters kept gathered": {"reshard_after_forward": False},
-    "compiled": {"compile": "aot_eager"},
 }
+COMPILED = {"compiled": {"compile": "aot_eager"}}
 
 
 def build(layout="FSDP2@4", experts=EXPERTS, **settings):
@@ -90,7 +92,14 @@ def assert_alike(found, expected, steps=STEPS):
     assert not far
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, ON_2), (4, ON_4)], ids=["2", "4"])
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        pytest.param(2, ON_2, id="2"),
+        pytest.param(4, ON_4, id="4"),
+        pytest.param(4, MORE_ON_4, id="4, more", marks=pytest.mark.soak),
+    ],
+)
 def test_experts_on_several_ranks_train_as_in_one_process(alone, ranks, cases):
     for found in launch(several, ranks, cases=cases):
         assert found.keys() == cases.keys()
@@ -110,10 +119,17 @@ def several_with_ep(cases):
     return train(steps=3, ep="2"), several(cases, steps=3, ep="2")
 
 
-def test_what_only_changes_when_things_are_computed_changes_no_bit():
-    plain, others = launch(several_with_ep, 2, cases=SAME_BITS)[0]
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(SAME_BITS, id="as it comes"),
+        pytest.param(COMPILED, id="compiled", marks=pytest.mark.soak),
+    ],
+)
+def test_what_only_changes_when_things_are_computed_changes_no_bit(cases):
+    plain, others = launch(several_with_ep, 2, cases=cases)[0]
 
-    assert others.keys() == SAME_BITS.keys()
+    assert others.keys() == cases.keys()
     for name, (numbers, tensors) in others.items():
         assert numbers == plain[0], name
         assert tensors.keys() == plain[1].keys(), name
@@ -192,20 +208,37 @@ def load(roots, cases):
     return found
 
 
+PIPELINE = {"pp": "2", "ep": "2"}
+SEVERAL_COPIES = {"dp_replicate": "2", "ep": "2", "offload": "cpu"}
+
+
+def test_experts_saved_on_some_ranks_load_bit_equal_on_others(tmp_path):
+    """Between other pairs of layouts: below, and test_every_engine.py."""
+    stages = tmp_path / "stages"
+    saved = {stages: launch(train_and_save, 4, root=stages, **PIPELINE)[0]}
+
+    assert_loaded(saved, [launch(load, 4, roots=[stages], cases=[SEVERAL_COPIES])[0]])
+
+
+@pytest.mark.soak
 def test_experts_saved_on_any_ranks_load_bit_equal_on_others(tmp_path):
     spread, stages, fewer = (tmp_path / name for name in ("spread", "stages", "fewer"))
-    pipeline = {"pp": "2", "ep": "2"}
-    on_4 = [{"root": spread, "ep": "2", "offload": "cpu"}, {"root": stages, **pipeline}]
+    on_4 = [{"root": spread, "ep": "2", "offload": "cpu"}, {"root": stages, **PIPELINE}]
     saved = dict(zip((spread, stages), launch(train_and_save_all, 4, cases=on_4)[0], strict=True))
     saved[fewer] = launch(train_and_save, 2, root=fewer)[0]
-    several_copies = {"dp_replicate": "2", "ep": "2", "offload": "cpu"}
+    cases = [{"ep": "4"}, SEVERAL_COPIES, PIPELINE]
 
     loaded = [
         launch(load, 1, roots=[spread, fewer], cases=[{"layout": "one process"}])[0],
         launch(load, 2, roots=[spread, stages], cases=[{}])[0],
-        launch(load, 4, roots=[spread, fewer], cases=[{"ep": "4"}, several_copies, pipeline])[0],
+        launch(load, 4, roots=[spread, fewer], cases=cases)[0],
     ]
 
+    assert_loaded(saved, loaded)
+
+
+def assert_loaded(saved, loaded):
+    """Each checkpoint has been found as it was saved, and training went on from it."""
     for found in loaded:
         for root, tensors, following in found:
             before, undisturbed = saved[root]

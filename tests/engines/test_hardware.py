@@ -105,19 +105,28 @@ def _train(cases: Any) -> dict[str, Any]:
     return seen
 
 
-def test_a_decoder_trains_in_8_bits_with_the_same_masters():
-    eight = {"float8": True, "precision": "bf16"}
-    cases: dict[str, dict[str, Any]] = {
-        "plain": {"kind": "fsdp2"},
-        "fsdp2": {"kind": "fsdp2", **eight},
-        "fsdp2, whole, full": {
-            "kind": "fsdp2", "whole": True, "activation_checkpointing": "full", **eight,
-        },
-        "fsdp2, aot": {"kind": "fsdp2", "compile": "aot_eager", **eight},
-        "fsdp2, cp": {"kind": "fsdp2", "cp": "2", **eight},
-        "ddp": {"kind": "ddp", **eight},
-    }  # fmt: skip
-    for seen in launch(_train, 2, cases=cases):
+IN_8_BITS: dict[str, dict[str, Any]] = {
+    "fsdp2": {"kind": "fsdp2"},
+    "fsdp2, whole, full": {"kind": "fsdp2", "whole": True, "activation_checkpointing": "full"},
+    "fsdp2, cp": {"kind": "fsdp2", "cp": "2"},
+    "ddp": {"kind": "ddp"},
+}
+COMPILED: dict[str, dict[str, Any]] = {"fsdp2, aot": {"kind": "fsdp2", "compile": "aot_eager"}}
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(IN_8_BITS, id="as it comes"),
+        pytest.param(COMPILED, id="compiled", marks=pytest.mark.soak),
+    ],
+)
+def test_a_decoder_trains_in_8_bits_with_the_same_masters(cases):
+    in_8_bits = {
+        name: {**case, "float8": True, "precision": "bf16"} for name, case in cases.items()
+    }
+    for seen in launch(_train, 2, cases={"plain": {"kind": "fsdp2"}, **in_8_bits}):
+        assert seen.keys() == {"plain", *cases}
         is_eight, right, names = seen.pop("plain")
         assert not is_eight
         for case, (converted, losses, state) in seen.items():

@@ -15,7 +15,6 @@ from hpctrain import cross_entropy
 from tests.engines import test_decoders as decoders
 from tests.support import lm_training as lmt
 from tests.support.gloo import launch
-from tests.support.sampling import some
 
 VOCABULARY = 24
 
@@ -119,7 +118,14 @@ def _train_alone(families: Any) -> dict[str, Any]:
     return {**numbers, "recipe": (value, lmt.train(engine, 3))}
 
 
-@pytest.mark.parametrize("families", some([["Qwen3, tied"], ["Gemma2, tied"]], 1))
+@pytest.mark.parametrize(
+    "families",
+    [
+        # A decoder with cut logits is in test_decoders.py too, in stages.
+        pytest.param([], id="the recipe"),
+        pytest.param(["Qwen3, tied", "Gemma2, tied"], id="decoders", marks=pytest.mark.soak),
+    ],
+)
 def test_training_with_cut_logits_is_that_of_one_process_and_none_are_whole(families):
     (alone,) = launch(_train_alone, 1, families=families)
 

@@ -84,12 +84,10 @@ def staged(run):
     return [(fact["staged"], fact["reused"], fact["not_staged"]) for fact in facts]
 
 
-@pytest.mark.story(
-    proved_by=(
-        "tests/unit/scheduler/test_stage_node.py",
-        "tests/unit/scheduler/test_stage_script.py",
-    )
-)
+UNITS = ("tests/unit/scheduler/test_stage_node.py", "tests/unit/scheduler/test_stage_script.py")
+
+
+@pytest.mark.story(proved_by=UNITS)
 def test_ranks_run_from_their_nodes_own_disk_and_a_later_start_finds_it_there(
     slurm, tmp_path, environment, nodes
 ):
@@ -113,6 +111,7 @@ def test_ranks_run_from_their_nodes_own_disk_and_a_later_start_finds_it_there(
     assert "environment reused on 2 nodes" in log_of(run)
 
 
+@pytest.mark.story(proved_by=UNITS)
 def test_one_node_gets_it_by_sbcast(slurm, tmp_path, environment, nodes):
     (tmp_path / "go").touch()
     run, _ = submit(slurm, tmp_path, environment, stage_dir=nodes, count=1)
