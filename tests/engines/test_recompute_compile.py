@@ -38,8 +38,8 @@ ENGINES = {
     "plain": (1, {}, tuple(WAYS)),
     "ddp": (2, {"kind": "ddp"}, FEW),
     "fsdp2": (2, {}, FEW),
-    "tp 2": (2, {"tp": "2"}, FEW),
-    "tp 2, whole sequence": (2, {"tp": "2", "sequence_parallel": False}, FEW),
+    "tp 2": (2, {"tp": "2"}, ("selective", "full aot")),
+    "tp 2, whole sequence": (2, {"tp": "2", "sequence_parallel": False}, ("aot",)),
     "dp 2 tp 2": (4, {"tp": "2"}, ("selective aot",)),
     "copies 2 tp 2": (4, {"tp": "2", "dp_replicate": "2"}, ("selective",)),
 }
