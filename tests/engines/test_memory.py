@@ -143,7 +143,7 @@ def test_a_hundred_ranks_killed_at_random_moments_cost_the_steps_since_a_copy(
     assert_same_bits(full_state(plain, steps), full_state(run, steps))
 
 
-@pytest.mark.realtime(proved_by="tests/unit/memory/test_pace.py")
+@pytest.mark.story(proved_by="tests/unit/memory/test_pace.py")
 def test_with_a_copy_at_each_step_no_step_that_was_done_is_done_again(tmp_path, monkeypatch):
     """Whether even or odd: agreed on one by one, copies would be made at every other step."""
     monkeypatch.setenv("STEP_S", "2.0")
@@ -169,6 +169,9 @@ def test_nodes_have_each_their_ranks_copies(tmp_path, monkeypatch, undisturbed):
     assert_same_bits(undisturbed, full_state(run, STEPS))
 
 
+@pytest.mark.realtime(
+    proved_by=("tests/unit/checkpoint/test_damage.py", "tests/unit/memory/test_choice.py")
+)
 def test_a_flipped_bit_is_found_and_the_disk_is_taken(tmp_path, monkeypatch, undisturbed):
     kill = "kill:memory.copied,rank=1,attempt=1,hit=4"
     flips = ";".join(f"flip:memory.proved,rank=1,hit={hit},bit=99999" for hit in (2, 3, 4, 5, 6))

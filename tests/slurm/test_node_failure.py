@@ -43,7 +43,7 @@ def assert_every_sample_was_used_once(run, steps):
 
 @pytest.mark.every_slurm
 def test_a_dead_node_costs_a_few_steps_and_the_run_ends_on_the_others(slurm, tmp_path, undisturbed):
-    args = ("--nodes=2-4", "--ranks-per-node=2")
+    args = ("--nodes=2-3", "--ranks-per-node=2", "--set=slurm.exclude=n4")
     run = submit(slurm, tmp_path, *args, sets=SETTINGS, held={1: 20})
     run.wait_event("saved")
     run.wait_step(EVERY + 2)
@@ -58,8 +58,8 @@ def test_a_dead_node_costs_a_few_steps_and_the_run_ends_on_the_others(slurm, tmp
     # slurmctld 24.11 gave the dead node out once more in two of some ten runs: srun fails then.
     assert len(begun) <= 3, run.story()
     first, last = trained
-    assert (first.world_size, last.world_size) == (8, 6)
-    assert last.nodes == ("n1", "n2", "n4")
+    assert (first.world_size, last.world_size) == (6, 4)
+    assert last.nodes == ("n1", "n2")
     assert (first.reason, last.reason) == ("node_failed", "completed")
     assert slurm.job(run.job_id)["Restarts"] == str(len(begun) - 1)
     assert last.first_step % EVERY == 0

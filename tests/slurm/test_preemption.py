@@ -22,7 +22,7 @@ SETTINGS = {"train.steps": STEPS, "train.step_delay_s": 0.1}
 def test_a_run_that_gets_its_user_signal_in_a_grace_time_ends_bit_equal(
     slurm, tmp_path, undisturbed
 ):
-    shape = ("--nodes=4", "--ranks-per-node=2", "--time=10", "--partition=grace")
+    shape = ("--nodes=2", "--ranks-per-node=4", "--time=10", "--partition=grace")
     with slurm.user_signal():
         run = submit(slurm, tmp_path, *shape, sets=SETTINGS, held={1: 10})
         run.wait_step(5)

@@ -42,7 +42,7 @@ def quiet(tmp_path_factory):
 @pytest.mark.every_slurm
 def test_the_clock_alone_stops_a_run_before_its_limit(slurm, tmp_path, quiet):
     """No signal is asked for (no --signal line): only the job's end, known from SLURM, counts."""
-    run = submit(slurm, tmp_path, "--nodes=2", "--ranks-per-node=1", "--time=1", sets=SETTINGS)
+    run = submit(slurm, tmp_path, "--nodes=1", "--ranks-per-node=2", "--time=1", sets=SETTINGS)
 
     run.wait_done()
 
