@@ -114,7 +114,6 @@ def check_engine(settings: Settings, origins: Mapping[str, str]) -> list[str]:
     _check_precision(settings, where)
     _check_offload(engine, where)
     _check_reductions(engine, where)
-    _check_float8(settings, where)
     _check_schedule(engine, where)
     return _unused(engine, where)
 
@@ -152,25 +151,6 @@ def _check_exact(engine: EngineSettings, key: _Keys) -> None:
     if engine.compile == "inductor":
         timing = ", which chooses kernels by timing them"
         raise key.needs("exact", "compile", "no, eager or aot_eager", timing)
-
-
-def _check_float8(settings: Settings, key: _Keys) -> None:
-    """What the ranks would refuse, as far as it is known before a job waits for a GPU."""
-    engine = settings.engine
-    if not engine.float8:
-        return
-    if settings.slurm.gpus_per_node == 0:
-        raise UsageError(
-            f"{key.of('float8')} is true, and slurm.gpus_per_node is 0: CPUs have no such units; "
-            "ask for GPUs, or set engine.float8 = false"
-        )
-    needs = {"kind": ("ddp", "fsdp2"), "exact": (False,), "precision": ("auto", "bf16")}
-    for other, values in needs.items():
-        if getattr(engine, other) not in values:
-            raise key.needs("float8", other, " or ".join(str(v).lower() for v in values))
-    for axis in ("tp", "pp", "ep"):
-        if axis_range(getattr(engine, axis), where=key.of(axis))[1] > 1:
-            raise key.needs("float8", axis, "1", ": cut models are multiplied in 16 bits")
 
 
 def _check_schedule(engine: EngineSettings, key: _Keys) -> None:

@@ -31,6 +31,7 @@ REMOVED = {
     "checkpoint.when_busy": "a save that is due waits for the one before",
     "checkpoint.write_mib": "4 MiB are handed to the file system at a time",
     "engine.async_tp": "products and their exchange over tp follow each other",
+    "engine.float8": "matrices are multiplied in engine.precision",
     "engine.nvme_path": "no state goes to a disk of the node; engine.offload takes no or cpu",
     "environment.compress": "zstd packs where it is installed, else nothing is compressed",
     "environment.stage_timeout_s": "a node that takes over ten minutes starts from the shared files",
@@ -515,11 +516,6 @@ class EngineSettings(Table):
         "auto",
         "auto is bf16 on a GPU that has it, otherwise fp32",
         choices=("auto", "fp32", "bf16", "fp16"),
-    )
-    float8: bool = setting(
-        False,
-        "ddp and fsdp2: multiply matrices of blocks in 8 bits, by torchao; refused if the GPU "
-        "lacks it",
     )
     clip_norm: float = setting(1.0, "gradient norm is clipped to this; 0 for no clipping")
     activation_checkpointing: str = setting(
