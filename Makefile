@@ -159,7 +159,7 @@ ONLY ?=
 # Of the machine that has the GPU, not of this one. pip takes no platform as older than it is named.
 GPU_PLATFORM := --only-binary=:all: --implementation cp --python-version 3.12 \
   $(foreach glibc,2_28 2_27 2_24 2_17 2014 1,--platform manylinux$(if $(findstring _,$(glibc)),_)$(glibc)_x86_64)
-# What such a machine may lack, with what these need; torchao would ask for a torch.
+# What such a machine may lack, with what these need.
 GPU_PACKAGES := submitit plotly xxhash cloudpickle filelock pydantic hjson
 
 .PHONY: gpu
@@ -175,8 +175,6 @@ gpu-wheels: $(STAMP) ## fetch what a machine with a GPU and no package index may
 	@rm -rf "$(GPU_WHEELS)"
 	@python -m pip download -qq --disable-pip-version-check $(GPU_PLATFORM) -c constraints.txt \
 	  -d "$(GPU_WHEELS)" $(GPU_PACKAGES)
-	@python -m pip download -qq --disable-pip-version-check $(GPU_PLATFORM) -c constraints.txt \
-	  -d "$(GPU_WHEELS)" --no-deps torchao
 	@DS_BUILD_OPS=0 python -m pip wheel -qq --disable-pip-version-check -c constraints.txt \
 	  -w "$(GPU_WHEELS)" --no-deps deepspeed . || echo "zero1 to zero3 will not run there" >&2
 	@du -sh "$(GPU_WHEELS)"

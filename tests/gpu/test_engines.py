@@ -12,16 +12,14 @@ from torch.torch_version import TorchVersion
 
 from hpctrain.checkpoint.store import find
 from hpctrain.core.world import World
-from hpctrain.errors import UsageError
 from hpctrain.ledger.run.layout import RunDir
 from hpctrain.recipes.lm import model
 from hpctrain.recipes.lm.model import Experts
-from hpctrain.train.engines.blocks import FLOAT8
 from tests.gpu.training import Training, attempt, bits, different, run_until, settings_of
 
 SAVED_AT, LAST = 2, 4
-WITHOUT = {name: importlib.util.find_spec(name) is None for name in ("deepspeed", "torchao")}
-ZERO = pytest.mark.skipif(WITHOUT["deepspeed"], reason="DeepSpeed is not here")
+NO_DEEPSPEED = importlib.util.find_spec("deepspeed") is None
+ZERO = pytest.mark.skipif(NO_DEEPSPEED, reason="DeepSpeed is not here")
 WAYS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "ddp bf16": {"engine__precision": "bf16"},
@@ -91,20 +89,6 @@ def test_a_checkpoint_of_the_gpu_loads_on_a_cpu_and_one_of_the_cpu_on_the_gpu(fo
     here.save(folder / "cpu", 3)
     assert there.load(folder / "cpu") == 3
     assert different(bits(there.engine), bits(here.engine)) == []
-
-
-@pytest.mark.skipif(WITHOUT["torchao"], reason="torchao is not here")
-def test_products_in_8_bits_are_done_where_the_gpu_has_them_and_refused_elsewhere(world, note):
-    if note.on_gpu("float8: products in 8 bits on Hopper"):
-        assert torch.cuda.get_device_capability() >= FLOAT8
-        plain = Training.of(world, precision="bf16").steps(0, LAST)
-        eight = Training.of(world, precision="bf16", float8=True)
-        assert eight.steps(0, LAST) == pytest.approx(plain, rel=0.05)
-        kinds = {type(module).__name__ for module in eight.engine.model.modules()}
-        assert "Float8Linear" in kinds
-    else:
-        with pytest.raises(UsageError, match="needs 8-bit matrix products"):
-            Training.of(world, precision="bf16", float8=True)
 
 
 class Averages:

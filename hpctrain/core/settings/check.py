@@ -114,7 +114,6 @@ def check_engine(settings: Settings, origins: Mapping[str, str]) -> list[str]:
     _check_precision(settings, where)
     _check_offload(engine, where)
     _check_reductions(engine, where)
-    _check_float8(settings, where)
     _check_schedule(engine, where)
     return _unused(engine, where)
 
@@ -152,25 +151,6 @@ def _check_exact(engine: EngineSettings, key: _Keys) -> None:
     if engine.compile == "inductor":
         timing = ", which chooses kernels by timing them"
         raise key.needs("exact", "compile", "no, eager or aot_eager", timing)
-
-
-def _check_float8(settings: Settings, key: _Keys) -> None:
-    """What the ranks would refuse, as far as it is known before a job waits for a GPU."""
-    engine = settings.engine
-    if not engine.float8:
-        return
-    if settings.slurm.gpus_per_node == 0:
-        raise UsageError(
-            f"{key.of('float8')} is true, and slurm.gpus_per_node is 0: CPUs have no such units; "
-            "ask for GPUs, or set engine.float8 = false"
-        )
-    needs = {"kind": ("ddp", "fsdp2"), "exact": (False,), "precision": ("auto", "bf16")}
-    for other, values in needs.items():
-        if getattr(engine, other) not in values:
-            raise key.needs("float8", other, " or ".join(str(v).lower() for v in values))
-    for axis in ("tp", "pp", "ep"):
-        if axis_range(getattr(engine, axis), where=key.of(axis))[1] > 1:
-            raise key.needs("float8", axis, "1", ": cut models are multiplied in 16 bits")
 
 
 def _check_schedule(engine: EngineSettings, key: _Keys) -> None:
@@ -398,13 +378,9 @@ def parse_profile(text: str) -> dict[str, object]:
     return parts
 
 
-def profile_flags(
-    profile: Mapping[str, object] | None, nsys: int | None
-) -> dict[str, tuple[str, object]]:
-    """`--profile` and `--nsys` as `layers.flag_layer` takes them; None where one was not given."""
-    flags: dict[str, tuple[str, object]] = {"profile.nsys_rank": ("--nsys", nsys)}
-    flags |= {f"profile.{key}": ("--profile", value) for key, value in (profile or {}).items()}
-    return flags
+def profile_flags(profile: Mapping[str, object] | None) -> dict[str, tuple[str, object]]:
+    """`--profile` as `layers.flag_layer` takes it; None where it was not given."""
+    return {f"profile.{key}": ("--profile", value) for key, value in (profile or {}).items()}
 
 
 def check_profile(settings: Settings, origins: Mapping[str, str], most_ranks: int) -> list[str]:
@@ -418,13 +394,11 @@ def check_profile(settings: Settings, origins: Mapping[str, str], most_ranks: in
     profile = settings.profile
     steps = step_range(profile.steps, where=_named("profile.steps", origins))
     ranks = rank_set(profile.ranks, where=_named("profile.ranks", origins))
-    asked = {"ranks": ranks or (), "nsys_rank": (profile.nsys_rank,)}
-    for key, wanted in asked.items():
-        if most_ranks and max(wanted, default=-1) >= most_ranks:
-            raise UsageError(
-                f"{_named(f'profile.{key}', origins)} names rank {max(wanted)}; there are "
-                f"{most_ranks} at most: 0 to {most_ranks - 1}"
-            )
+    if ranks and most_ranks and max(ranks) >= most_ranks:
+        raise UsageError(
+            f"{_named('profile.ranks', origins)} names rank {max(ranks)}; there are "
+            f"{most_ranks} at most: 0 to {most_ranks - 1}"
+        )
     notes = []
     if steps is None:
         idle = [
@@ -435,11 +409,6 @@ def check_profile(settings: Settings, origins: Mapping[str, str], most_ranks: in
         notes.append(
             "profile.memory records what holds a GPU's memory, and slurm.gpus_per_node is 0: "
             "there is nothing to record on a CPU"
-        )
-    if profile.nsys_rank >= 0 and steps is None:
-        notes.append(
-            f"--nsys {profile.nsys_rank} without --profile steps=A:B records whole attempts; such "
-            "files grow by about 1 GB an hour and more"
         )
     return notes
 

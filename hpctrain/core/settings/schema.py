@@ -31,6 +31,7 @@ REMOVED = {
     "checkpoint.when_busy": "a save that is due waits for the one before",
     "checkpoint.write_mib": "4 MiB are handed to the file system at a time",
     "engine.async_tp": "products and their exchange over tp follow each other",
+    "engine.float8": "matrices are multiplied in engine.precision",
     "engine.nvme_path": "no state goes to a disk of the node; engine.offload takes no or cpu",
     "environment.compress": "zstd packs where it is installed, else nothing is compressed",
     "environment.stage_timeout_s": "a node that takes over ten minutes starts from the shared files",
@@ -39,6 +40,7 @@ REMOVED = {
     "preflight.bad_node_hours": "a bad node is kept out of the run for 24 hours",
     "preflight.bandwidth_hours": "nodes that were fast together are not tried again for 12 hours",
     "preflight.timeout_s": "an attempt continues after 120 seconds without an answer",
+    "profile.nsys_rank": "`-- nsys profile python train.py` starts every rank under nsys",
     "train.data_glob": "the recipe reads *.py, *.txt and *.md",
     "train.val_batches": "the recipe validates on 4 global batches",
     "train.val_every": "the recipe validates at its end; evaluate.script does it between",
@@ -477,7 +479,6 @@ class ProfileSettings(Table):
     steps: str = setting("", "FIRST:LAST step to profile, both inclusive; empty for none")
     ranks: str = setting("0", "ranks to profile: R, R,R or all")
     memory: bool = setting(False, "also record allocations of GPU memory")
-    nsys_rank: int = setting(-1, "start this rank under NVIDIA's nsys; -1 for none", least=-1)
 
 
 class EngineSettings(Table):
@@ -515,11 +516,6 @@ class EngineSettings(Table):
         "auto",
         "auto is bf16 on a GPU that has it, otherwise fp32",
         choices=("auto", "fp32", "bf16", "fp16"),
-    )
-    float8: bool = setting(
-        False,
-        "ddp and fsdp2: multiply matrices of blocks in 8 bits, by torchao; refused if the GPU "
-        "lacks it",
     )
     clip_norm: float = setting(1.0, "gradient norm is clipped to this; 0 for no clipping")
     activation_checkpointing: str = setting(

@@ -1,7 +1,6 @@
-"""A model's repeated blocks, and what is done block by block: compiling, recomputation, float8.
+"""A model's repeated blocks, and what is done block by block: compiling and recomputation.
 
-The promises are held by tests/engines/test_recompute_compile.py and test_hardware.py, which trains
-in torchao's emulation of 8 bits. No GPU has run float8.
+tests/engines/test_recompute_compile.py holds the promises.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from hpctrain.core.device import nvidia_capability
 from hpctrain.core.torch_private import checkpoint_wrapped
 from hpctrain.errors import UsageError
 
@@ -254,54 +252,3 @@ def is_kept(operator: Any) -> bool:
     """Whether an operator is one of `KEPT`, in any of its overloads."""
     name = str(operator)
     return name in KEPT or name.rpartition(".")[0] in KEPT
-
-
-FLOAT8 = (8, 9)
-"""NVIDIA's compute capability from which on there are such units (Ada, Hopper)."""
-MULTIPLE = 16
-"""Rows and columns that a product in 8 bits has to be a multiple of."""
-
-
-def use_float8(model: nn.Module, device: torch.device) -> None:
-    """Have a model's blocks multiply in 8 bits, in place; before it is compiled and sharded.
-
-    Raises:
-        UsageError: the device lacks the units (another way would be slower), or torchao is missing.
-    """
-    major, minor = nvidia_capability(device)
-    if (major, minor) < FLOAT8:
-        named = f"{device.type} of {major}.{minor}" if major else device.type
-        raise UsageError(
-            "engine.float8 needs 8-bit matrix products, which NVIDIA's GPUs have from compute "
-            f"capability {FLOAT8[0]}.{FLOAT8[1]} on; this rank has {named}: "
-            "set engine.float8 = false"
-        )
-    _convert(model, emulate=device.type == "cpu")
-
-
-def _convert(model: nn.Module, *, emulate: bool) -> None:
-    """Convert matrices of blocks; embedding, head and odd sizes stay as they are.
-
-    Scales are made anew from each tensor, so checkpoints hold the same masters as without.
-    """
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-        from torchao.float8.float8_linear import Float8Linear
-    except ImportError as error:
-        raise UsageError(
-            f"engine.float8 needs torchao, which cannot be imported here ({error}): "
-            "pip install 'hpctrain[float8]'"
-        ) from error
-
-    def fits(module: nn.Module, _: str) -> bool:
-        return type(module) is nn.Linear and not any(n % MULTIPLE for n in module.weight.shape)
-
-    for block in every_block(model):
-        convert_to_float8_training(
-            block, module_filter_fn=fits, config=Float8LinearConfig(emulate=emulate)
-        )
-    if not any(isinstance(module, Float8Linear) for module in model.modules()):
-        raise UsageError(
-            f"engine.float8: {type(model).__name__} has no nn.Linear in its blocks whose rows and "
-            f"columns are multiples of {MULTIPLE}; set engine.float8 = false"
-        )

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from hpctrain.core.base.mesh import Mesh
 from hpctrain.errors import UsageError
 from hpctrain.ledger.plan.mesh import plan_mesh, refusal, shape_of_config
-from hpctrain.train.engines.blocks import compile_blocks, every_block, recompute_blocks, use_float8
+from hpctrain.train.engines.blocks import compile_blocks, every_block, recompute_blocks
 from hpctrain.train.engines.deferred import DeferredModel
 from hpctrain.train.engines.engine import EngineInputs
 from hpctrain.train.engines.layouts import make_meshes
@@ -344,8 +344,6 @@ def _sharded(source: _Source, inputs: EngineInputs, plan: ModelPlan) -> Engine:
 
 def prepare(model: nn.Module, settings: EngineSettings, world: World) -> None:
     """What is the same for every way of cutting: recomputation, device, compilation. In place."""
-    if settings.float8:
-        use_float8(model, world.device)
     blocks, how = every_block(model), settings.activation_checkpointing
     if how != "no":
         recompute_blocks(model, how)

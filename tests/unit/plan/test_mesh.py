@@ -456,22 +456,6 @@ BAD_COMBINATIONS = [
         ["engine.kind=fsdp2", "engine.cp=2", "engine.tp=2"],
         "engine.tp is 2 (flag --set engine.tp): sequences are shared out by plain sharding only",
     ),
-    (
-        ["engine.float8=true"],
-        "engine.float8 is true, and slurm.gpus_per_node is 0: CPUs have no such units",
-    ),
-    (
-        ["engine.float8=true", "slurm.gpus_per_node=4", "engine.kind=zero3"],
-        "which needs engine.kind ddp or fsdp2; it is zero3 (flag --set engine.kind)",
-    ),
-    (
-        ["engine.float8=true", "slurm.gpus_per_node=4", "engine.precision=fp32"],
-        "which needs engine.precision auto or bf16; it is fp32",
-    ),
-    (
-        ["engine.float8=true", "slurm.gpus_per_node=4", "engine.kind=fsdp2", "engine.tp=2"],
-        "which needs engine.tp 1; it is 2 (flag --set engine.tp)",
-    ),
     (["engine.cp=2", "engine.kind=ddp"], "engine.cp is 2, which needs engine.kind fsdp2"),
     (
         ["engine.exact=true", "engine.kind=fsdp2", "engine.dp_replicate=2"],
