@@ -37,6 +37,7 @@ from hpctrain.observe.profile.trace import (
     ProfileRequest,
     StepWindow,
     find,
+    nsys_reports,
     read_request,
 )
 from hpctrain.observe.profile.verdict import Profile, as_text, examine
@@ -140,16 +141,20 @@ def _show(run: RunDir, name: str, *, as_json: bool) -> None:
 
 
 def _print(run: RunDir, profiles: list[Profile], *, as_json: bool) -> None:
+    reports = nsys_reports(run.profile)
     if as_json:
         _echo(
             {
                 "run": run.name,
                 "profiles": [profile.as_json() for profile in profiles],
+                "nsys_reports": [str(path) for path in reports],
             }
         )
         return
     if profiles:
         click.echo("\n\n".join(as_text(profile) for profile in profiles))
+    for path in reports:
+        click.echo(f"report of nsys: {path}")
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

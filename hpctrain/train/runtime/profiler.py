@@ -23,6 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpctrain.core.base import clock
+from hpctrain.core.base.env import HPCTRAIN_NSYS
 from hpctrain.core.base.files import replace_text
 from hpctrain.core.device import is_accelerator, memory_stats, synchronize
 from hpctrain.core.settings.check import rank_set, step_range
@@ -193,7 +194,7 @@ class Profiler:
         if plan.memory and not self._history.start():
             log.warning("profile.memory has nothing to record: this rank trains on a CPU")
         cuda = self._world.device.type == "cuda"
-        self._tracer = _Kineto(cuda=cuda)
+        self._tracer = _CudaRange() if HPCTRAIN_NSYS in os.environ else _Kineto(cuda=cuda)
         self._tracer.prepare()
 
     def _next_mark(self, step: int) -> None:
@@ -231,12 +232,14 @@ class Profiler:
         folder = str(self._folder)
         self._record_fact(ProfileWritten(**asdict(window), ranks=plan.ranks, folder=folder))
 
-    def _write(self, tracer: _Kineto, window: StepWindow) -> None:
+    def _write(self, tracer: Any, window: StepWindow) -> None:
         try:
             path = self._path(window, TRACE)
             staged = path.with_name(f"{path.name}.new.gz")
-            tracer.write(str(staged))
-            staged.replace(path)
+            if tracer.write(str(staged)):
+                staged.replace(path)
+            else:
+                self._path(window, PROBLEM).write_text("it runs under nsys; see its report\n")
         except Exception as error:  # noqa: BLE001 - a full disk, mostly
             self._explain(error, window)
 
@@ -351,5 +354,26 @@ class _Kineto:
     def stop(self) -> None:
         self._profile.stop_trace()
 
-    def write(self, path: str) -> None:
+    def write(self, path: str) -> bool:
         self._profile.export_chrome_trace(path)
+        return True
+
+
+class _CudaRange:
+    """Tells nsys, under which this rank runs, when to look; CUPTI serves only one at a time."""
+
+    def prepare(self) -> None:
+        """Nothing."""
+
+    def start(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+
+    def write(self, path: str) -> bool:
+        """Nothing is ours to write; False."""
+        del path
+        return False
