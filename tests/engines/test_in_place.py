@@ -19,6 +19,7 @@ from hpctrain.errors import ClusterError
 from hpctrain.ledger.run.fence import Attempt
 from hpctrain.node.agent import in_place, signals
 from hpctrain.node.agent.control import NodeControl
+from hpctrain.node.agent.coordinator import LeadSide
 from hpctrain.node.agent.in_place import CONNECT_S, InPlaceRendezvous, RoundSize
 from hpctrain.node.agent.liveness import LivenessChannel, LivenessPlace
 from hpctrain.node.agent.node import InPlaceAgent, NodeAgent
@@ -445,6 +446,19 @@ def test_who_thaws_and_finds_no_store_knows_whether_it_was_left_out_itself(
     end = agent._start_and_run(None)
 
     assert (agent.left_out, end.left_out) == (out, str(out))
+
+
+@pytest.mark.parametrize(
+    ("kill", "cause", "why"),
+    [(False, None, ""), (True, None, "the job is to end"), (False, "term", "the job is to end")],
+)
+def test_a_stop_that_is_under_way_is_not_held_up_by_copies(kill, cause, why):
+    agent = object.__new__(InPlaceAgent)
+    deadline = SimpleNamespace(look=lambda: SimpleNamespace(kill=kill), cause=cause)
+    place = agent._meeting_place = SimpleNamespace(losses=list)
+    agent._side = LeadSide(SimpleNamespace(deadline=deadline), place, NO_LOOKS, 0.0)
+
+    assert agent._why_no_copies() == why
 
 
 def meeting(nodes, size, *, comes, gather_s):

@@ -93,6 +93,36 @@ def test_the_first_nodes_part_is_had_from_its_peer_by_those_that_go_on(slurm, tm
     assert_same_bits(full_state(run.dir, STEPS), full_state(peace, STEPS))
 
 
+@pytest.mark.story(proved_by="tests/unit/agent/test_copies_to_disk.py")
+def test_where_no_round_can_follow_a_loss_copies_go_to_disk_before_the_requeue(
+    slurm, tmp_path, capsys
+):
+    run = submit(
+        slurm,
+        tmp_path,
+        "--nodes=2",
+        "--ranks-per-node=2",
+        sets=SETTINGS | {"alive.shrink": "auto"},
+    )
+    run.wait("copies", lambda: run.events("memory_copies"))
+    slurm.kill_node(run.nodes()[0][1])
+    run.wait_done()
+
+    assert run.ends() == [("node_failed", "requeue"), ("completed", "stop")], run.story()
+    (saved, *_) = [all_fields(event) for event in run.events("saved")]
+    (_, again) = [all_fields(event) for event in run.events("restored")]
+    (done, _) = [all_fields(event)["step"] for event in run.events("attempt_ended")]
+    with capsys.disabled():
+        print(f"\nstep {done} was done, {done - again['step']} are done again: {saved}")
+    assert (saved["mode"], saved["step"]) == ("memory", again["step"])
+    assert (again["read_from"], again["skipped"]) == ("", [])
+    assert 0 < again["step"] >= done - EVERY - 2
+    assert slurm.job(run.job_id)["Restarts"] == "1"
+    peace = make_run(tmp_path / "peace", train__steps=STEPS, train__dropout=0.0)
+    train(peace, 4)
+    assert_same_bits(full_state(run.dir, STEPS), full_state(peace, STEPS))
+
+
 @pytest.mark.soak  # tests/unit/memory/test_replica_peer.py has what is brought from where in short
 def test_fewer_nodes_bring_each_other_what_they_lack(slurm, tmp_path):
     run = submit(

@@ -249,7 +249,7 @@ class CheckpointSaved(LedgerFact):
     seconds: float | None = maybe(check.seconds, "from its begin to its commit")
     stall_s: float | None = maybe(check.seconds, "that training stood still")
     waited_s: float | None = maybe(check.seconds, "that training waited for the save before")
-    mode: str = maybe(check.words, "`sync` or `async`")
+    mode: str = maybe(check.words, "`sync`, `async`, or `memory`: from copies, by the agents")
     checkpoint: str = maybe(check.words, "its name")
     same_as_before: bool | None = maybe(check.flag, "not a bit differs from the one before", None)
 

@@ -24,6 +24,7 @@ from hpctrain.errors import ControlLost
 from hpctrain.node.agent.rounds import RoundPart
 from hpctrain.node.control.collectives import parent_of
 from hpctrain.node.control.node_process import BEGIN_S, ForkedServer, NodeProcess, ServerSilent
+from hpctrain.node.memory.replica_client import ReplicaClient, ReplicaServerLost
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -133,6 +134,16 @@ class NodeControl(RoundPart):
             self._process.join(address, port)
         if self._memory is not None:
             self._memory.join(store, key, timeout_s)
+
+    def memory_line(self, attempt: int) -> ReplicaClient | None:
+        """Connect to this node's replica server after the ranks; None if there is none."""
+        if self._memory is None or self._place is None:
+            return None
+        try:
+            return ReplicaClient(self.folder, self._place.first_rank, attempt)
+        except ReplicaServerLost as error:
+            log.warning("copies in memory: %s", error)
+            return None
 
     def tick(self) -> None:
         """Say at once that the process has ended, also where no rank minds."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpctrain.core.base.records import FailureReport
+    from hpctrain.ledger.run.event_fields import LedgerFact
     from hpctrain.ledger.run.fence import Attempt
     from hpctrain.node.agent.node_reports import Presence
     from hpctrain.node.agent.rendezvous import Loss, Rendezvous
@@ -193,6 +194,9 @@ class FollowerSide:
         """Return whether a stop has been asked for, as node 0 knows it."""
         return False
 
+    def record(self, fact: LedgerFact) -> None:
+        """Write an event into the ledger, which is node 0's affair."""
+
     def note_losses(self, losses: Sequence[Loss]) -> None:
         """Record that nodes are left out of further rounds."""
 
@@ -284,6 +288,10 @@ class LeadSide(FollowerSide):
         """See `FollowerSide`."""
         deadline = self._hooks.deadline
         return deadline.look().kill or deadline.cause is not None
+
+    def record(self, fact: LedgerFact) -> None:
+        """See `FollowerSide`."""
+        self._hooks.record(fact)
 
     def note_losses(self, losses: Sequence[Loss]) -> None:
         """See `FollowerSide`."""

@@ -369,9 +369,7 @@ def _run_rounds(  # noqa: C901 - what the hooks do, a function each
         hang_limits=_hang_limits(spec),
     )
     if isinstance(agent, InPlaceAgent):
-        agent.has_successor = ending.failover.is_possible
-        if context.node_rank == 0:
-            ending.excluded_nodes.leave_out = agent.leave_out
+        _prepare_to_stay(agent, run, spec.settings.alive, context, ending)
     try:
         agent.run()
         if isinstance(agent, InPlaceAgent) and agent.left_out is not None:
@@ -428,6 +426,20 @@ def _peer_fields(rendezvous: Rendezvous, node_control: NodeControl) -> dict[str,
         log.warning("%s", why)
     by_name = {"peers": tuple(names[peer] for peer in peers)}
     return by_name | ({"switches": switches} if any(switches) else {})
+
+
+def _prepare_to_stay(
+    agent: InPlaceAgent,
+    run: RunDir,
+    alive: AliveSettings,
+    context: JobContext,
+    ending: LossEnding,
+) -> None:
+    """Give an agent what it needs in the place of lost nodes."""
+    agent.run_of_copies = run if alive.memory != "no" else None
+    agent.has_successor = ending.failover.is_possible
+    if context.node_rank == 0:
+        ending.excluded_nodes.leave_out = agent.leave_out
 
 
 def _leave(

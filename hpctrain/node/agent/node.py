@@ -52,8 +52,10 @@ from hpctrain.core.base.env import (
 )
 from hpctrain.core.base.records import FailureReport
 from hpctrain.errors import CheckpointError, ClusterError, ControlLost
+from hpctrain.ledger.run.fence import Attempt
 from hpctrain.ledger.run.layout import torch_error_path
 from hpctrain.node.agent.coordinator import POLL_S, FollowerSide, LeadSide, say_goodbye
+from hpctrain.node.agent.copies_to_disk import CopySaver
 from hpctrain.node.agent.hang_watch import NodeHangs
 from hpctrain.node.agent.log_index import LogIndexer
 from hpctrain.node.agent.node_reports import News, RankEnds, RankReport, RollCall
@@ -79,6 +81,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 
+    from hpctrain.ledger.run.layout import RunDir
     from hpctrain.node.agent.control import NodeControl
     from hpctrain.node.agent.in_place import InPlaceRendezvous
     from hpctrain.node.agent.rendezvous import Rendezvous
@@ -384,10 +387,12 @@ class InPlaceAgent(NodeAgent):
 
     Attributes:
         left_out: Why this node takes part in no round any more; None where it did to the end.
+        run_of_copies: The run, where its nodes have copies of the state; else None.
         has_successor: Whether another node's agent may lead the job after node 0's.
     """
 
     left_out: LeftOut | None = None
+    run_of_copies: RunDir | None = None
     has_successor = False
     _meeting_place: InPlaceRendezvous
 
@@ -400,7 +405,7 @@ class InPlaceAgent(NodeAgent):
 
     def _start_and_run(self, group: WorkerGroup) -> RoundEnd:
         try:
-            return self._begin_and_run(group)
+            return self._copies_saved(self._begin_and_run(group))
         except RoundBroken as broken:  # while it began, or its verdict came later than the next one
             return self._after_break(group, str(broken))
         except LeftOut as left_out:
@@ -440,6 +445,38 @@ class InPlaceAgent(NodeAgent):
             if self._meeting_place.node == 0:
                 raise
             return self._fail_to_start(group, error)
+
+    def _copies_saved(self, end: RoundEnd) -> RoundEnd:
+        """Copies go to disk where no round follows; ranks that raised may have bad ones."""
+        is_loss = end.silent_nodes or (end.failure is not None and end.failure.kind == "signal")
+        if self.run_of_copies is None or end.restart or not is_loss:
+            return end
+        if end.why == STORE_GONE:  # in which the agents would agree on what they save
+            return end
+        members, line = self._meeting_place.members, self._control.memory_line(self.attempt_number)
+        saver = CopySaver(
+            self.run_of_copies,
+            Attempt(**json.loads(os.environ[HPCTRAIN_ATTEMPT])),
+            place=self._round.place,
+            living=[place for place, node in enumerate(members) if node not in end.silent_nodes],
+            line=line,
+            store=self._round.store,
+            key=self._round.key,
+            why_not=self._why_no_copies,
+        )
+        saved = saver.save()
+        if line is not None:
+            line.close()
+        if saved is not None:
+            self._side.record(saved)
+        return end
+
+    def _why_no_copies(self) -> str:
+        """Why copies are not to be written any more, or ""; node 0's answer counts."""
+        # The job's last seconds are for the requeue, and a write cannot be broken off.
+        if self._side.is_job_to_end():
+            return "the job is to end"
+        return ", ".join(f"{loss.name} was lost" for loss in self._meeting_place.losses())
 
     def _fail_to_start(self, group: WorkerGroup, error: ControlLost) -> RoundEnd:
         """The node above is gone: say so, and hear how the round ends."""

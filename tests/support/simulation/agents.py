@@ -183,11 +183,42 @@ class Control(RoundPart):
             first, self._node.name, "signal", why, time=EPOCH_S + self._node.control_died_s
         )
 
+    def memory_line(self, attempt: int) -> _Line:
+        line = _Line(attempt)
+        self._node.lines.append(line)
+        return line
+
     def hand_over(self) -> str:
         return ""
 
     def stop(self) -> None:
         pass
+
+
+class _Line:
+    """To a replica server of copies."""
+
+    def __init__(self, attempt: int) -> None:
+        self.attempt, self.is_closed = attempt, False
+
+    def close(self) -> None:
+        """Let go."""
+        self.is_closed = True
+
+
+class CopySaver:
+    """As `hpctrain.node.agent.copies_to_disk.CopySaver`: says what it would do."""
+
+    def __init__(self, job: Job, *_: Any, **told: Any) -> None:
+        self._job, self._told = job, told
+
+    def save(self) -> str | None:
+        """See the real one."""
+        job, told = self._job, self._told
+        job.simulation.sleep(job.simulation.random.uniform(0.0, 0.5))
+        why = told["why_not"]()
+        job.copied.append((job.here().number, told["place"], tuple(told["living"]), why))
+        return None if why else "copies are saved"
 
 
 class StopFile:
@@ -314,6 +345,7 @@ def stand_ins(job: Job) -> list[tuple[Any, str, Any]]:
         (in_place, "limit_answers", lambda _port: None),
         (in_place, "PrefixStore", PrefixStore),
         (in_place, "connections_to", lambda _port: [_Connection(here().connections[-1])]),
+        (node, "CopySaver", partial(CopySaver, job)),
         (node, "os", own_os),
         (rounds, "multiprocessing", SimpleNamespace(
             connection=SimpleNamespace(wait=lambda them, timeout: _wait(job, them, timeout)))),

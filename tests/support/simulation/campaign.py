@@ -136,6 +136,7 @@ def _hurt(job: Job, kinds: Sequence[str], *, most: int = 4, first: int = 1) -> N
 def staying(seed: int) -> Job:
     """A job that outlives its nodes, whose first node lives."""
     job = _job(seed, stays=True)
+    job.saves_copies = job.simulation.random.random() < 0.3
     _hurt(job, [*LOSSES, "rank", "raises", "control", "controls_end", "liveness", "store"])
     return job
 

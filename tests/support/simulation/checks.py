@@ -293,8 +293,30 @@ def begins_again_soon(job: Job) -> Iterator[str]:
             yield f"round {one.round} ended at {one.at_s:.1f} s, and ranks begin at {until_s:.1f} s"
 
 
+def copies_together(job: Job) -> Iterator[str]:
+    """Copies go to disk at the end of the last round alone, by all that live, who agree on that."""
+    if not job.saves_copies and job.copied:
+        yield f"{job.copied}"
+    if len({living for _, _, living, _ in job.copied}) > 1:
+        yield f"they do not agree on who lives: {job.copied}"
+    for number, _, _, why in job.copied:
+        if number and why and "was lost" not in why:
+            yield f"n{number} knows why no copies are saved: {why}"
+    last = [one for one in job.verdicts if one.node == 0][-1:]
+    if last and job.copied:
+        end = last[0].end
+        is_loss = end.silent_nodes or (end.failure is not None and end.failure.kind == "signal")
+        if end.restart or not is_loss:
+            yield f"copies are saved at such an end: {end}"
+    for node in job.nodes:
+        is_well = not node.is_killed and node.machine.has_power
+        if is_well and any(not line.is_closed for line in node.lines):
+            yield f"{node.name} holds a line to its replica server"
+
+
 CHECKS = (
     begins_again_soon,
+    copies_together,
     raises_with_reason,
     same_verdict,
     names_the_guilty,

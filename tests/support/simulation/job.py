@@ -83,6 +83,7 @@ class Node:
         self.ranks: list[Rank] = []
         self.lacks_control = self.lacks_board = False
         self.control_died_s: float | None = None
+        self.lines: list[Any] = []
         self.boards = self.stop_files = 0
         self.ended_s: float | None = None
         self.liveness: LivenessChannel | None = None
@@ -183,8 +184,10 @@ class Job:
         self.signalled: list[tuple[float, str]] = []
         self.orphans: list[int] = []
         self.stop_how = ""
+        self.copied: list[tuple[int, int, tuple[int, ...], str]] = []
         self.looks_at_s: list[float] = []
         self.warned: list[tuple[int, str]] = []
+        self.saves_copies = False
         self.misnamed: list[str] = []
         self.first_ended_s: float | None = None
         self.lost_at_s: dict[str, float] = {}
@@ -321,6 +324,8 @@ class Job:
             hang_limits=setup.limits,
         )
         agent.job, agent.place = self, node
+        if self.saves_copies and isinstance(agent, agents.StayingAgent):
+            agent.run_of_copies = agents.NO_PATH
         return agent
 
     def _hooks(self, rendezvous: Any, context: JobContext, time: Any) -> RoundHooks:

@@ -187,6 +187,16 @@ def test_who_is_slow_and_finds_its_rounds_store_gone_goes_on_with_the_next(seed)
     assert played.begun[-1][1] == ("n0", "n4")
 
 
+@pytest.mark.parametrize(("how", "are_saved"), [("dies", True), ("rank", True), ("raises", False)])
+def test_copies_go_to_disk_where_no_round_follows_a_death(how, are_saved):
+    made = job(1, 3, RoundSize(3, 2), restarts=0)
+    made.saves_copies, made.may_go_on = True, False
+    played = play(made, (4.0, how, 2))
+    living = (0, 1) if how == "dies" else (0, 1, 2)
+    said = {(number, place, them) for number, place, them, _ in played.copied}
+    assert said == ({(number, number, living) for number in living} if are_saved else set())
+
+
 # ---- rounds in which every node has to come
 
 
