@@ -128,8 +128,15 @@ def test_a_reshaped_run_stays_within_tolerance_of_the_undisturbed_one(tmp_path):
         torch.testing.assert_close(ours[name], theirs[name], atol=2e-5, rtol=2e-4)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("engine", "precision"),
+    [
+        ("ddp", "fp16"),
+        ("fsdp2", "bf16"),
+        pytest.param("ddp", "bf16", marks=pytest.mark.soak),
+        pytest.param("fsdp2", "fp16", marks=pytest.mark.soak),
+    ],
+)
 def test_mixed_precision_resumes_bit_equal(tmp_path, engine, precision):
     options = {
         "engine__kind": engine,
