@@ -1,4 +1,4 @@
-"""`hpctrain sites`: list, show, detect, check, draft, probe and test presets of clusters."""
+"""`hpctrain sites`: list, show, detect, check, draft and probe presets of clusters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from hpctrain.cluster.preflight.facts import NodeFacts
     from hpctrain.cluster.site.detect import Detected, Match
     from hpctrain.cluster.site.environment import Environment
-    from hpctrain.launch.preflight import SbatchTrial
 
 
 BROKEN = "broken"
@@ -390,11 +389,6 @@ def _findings_plain(name: str, findings: Sequence[PresetFinding]) -> dict[str, A
     }
 
 
-OF_PRESETS = "slurm"
-"""The scheduler whose clusters presets describe."""
-_SBATCH_COLORS = {"accepted": "green", "refused": "red"}
-
-
 @command.command("init")
 @click.option("--from-slurm", "source", flag_value="slurm", help="Query SLURM.")
 @click.option("--name", metavar="NAME", help="The site's name.  [default: SLURM's ClusterName]")
@@ -411,7 +405,7 @@ def init_command(*, source: str | None, name: str | None, output: Path | None) -
     hpctrain sites init --from-slurm                      print it
     hpctrain sites init --from-slurm -o mycluster.toml    write it
     hpctrain sites validate mycluster.toml
-    hpctrain sites test mycluster.toml
+    hpctrain check --site mycluster.toml
     """  # noqa: D301 - click wants the control character
     from datetime import date
 
@@ -492,60 +486,3 @@ def _echo_facts(facts: NodeFacts) -> None:
 
 def _kib(limit: str) -> str:
     return f"{limit} KiB" if limit.isdigit() else limit
-
-
-@command.command("test")
-@site_argument
-@click.option("--partition", multiple=True, metavar="P", help="Only these; may be repeated.")
-@click.option("--nodes", multiple=True, type=click.IntRange(min=1), default=(1, 2),
-              show_default=True, metavar="N", help="Nodes of a job; may be repeated.")  # fmt: skip
-@click.option("--account", metavar="A", help="Account to charge.")
-@click.option("--scripts", is_flag=True, help="Print the scripts too.")
-@json_option
-def test_command(
-    *,
-    name: str,
-    partition: tuple[str, ...],
-    nodes: tuple[int, ...],
-    account: str | None,
-    scripts: bool,
-    as_json: bool,
-) -> None:
-    """Render this site's job scripts and ask sbatch whether it would take them.
-
-    For every partition that submit may choose, at one node and at two; with all GPUs of a node.
-    Nothing is submitted (sbatch --test-only). Exit code 3 where a script is refused.
-
-    \b
-    hpctrain sites test mycluster
-    hpctrain sites test ./mycluster.toml --partition gpu --nodes 8 --account lab
-    """  # noqa: D301 - click wants the control character
-    from dataclasses import asdict
-
-    from hpctrain.launch.preflight import try_site
-
-    cluster = get_cluster(OF_PRESETS)
-    trials = try_site(
-        name, partition, nodes, account, cwd=Path.cwd(), environ=os.environ, cluster=cluster
-    )
-    if as_json:
-        echo_json([asdict(trial) for trial in trials])
-    else:
-        if scripts:
-            for trial in trials:
-                click.echo(trial.script)
-        from hpctrain.core.drawing import echo_table
-
-        echo_table([_row(trial) for trial in trials], header=("PARTITION", "NODES", "", ""))
-    refused = [trial for trial in trials if not trial.accepted]
-    if refused:
-        raise ChecksFailed(f"{len(refused)} of {len(trials)} scripts refused; see above")
-
-
-def _row(trial: SbatchTrial) -> tuple[Any, ...]:
-    from rich.text import Text
-
-    word = "accepted" if trial.accepted else "refused"
-    gpus = f"{trial.gpus_per_node} GPUs a node" if trial.gpus_per_node else ""
-    said = trial.why or gpus
-    return (trial.partition or "default", trial.nodes, Text(word, _SBATCH_COLORS[word]), said)

@@ -1,11 +1,9 @@
-"""Preflight from the login node: checks before a job, the preflight job, and a test of a preset.
+"""Preflight from the login node: checks before a job, and the preflight job.
 
 `check_login` takes under two seconds and writes nothing; `prepare` raises errors, this adds
 warnings. `make`, `start` and `wait` are for the job that probes its nodes; its folder lies beside
-the runs, so that their file system is tried, and goes when all is well. The test of a preset
-renders its scripts and asks the scheduler; nothing is submitted.
-tests/unit/cli/test_preflight.py, tests/slurm/test_preflight.py and
-tests/unit/submit/test_sbatch_test.py hold the promises.
+the runs, so that their file system is tried, and goes when all is well.
+tests/unit/cli/test_preflight.py and tests/slurm/test_preflight.py hold the promises.
 """
 
 from __future__ import annotations
@@ -15,9 +13,7 @@ import json
 import os
 import secrets
 import shutil
-import tempfile
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.cluster.preflight.bounded import Unanswered, bounded
@@ -25,29 +21,23 @@ from hpctrain.cluster.preflight.checks import Order, expected_of
 from hpctrain.cluster.preflight.checks_between import LOGIN
 from hpctrain.cluster.preflight.node import ORDER, PROGRESS, REPORT
 from hpctrain.cluster.preflight.report import FAIL, OK, UNKNOWN, WARN, PreflightReport, Result
-from hpctrain.cluster.scheduler.base import Cluster, PreflightJob, get_cluster
+from hpctrain.cluster.scheduler.base import PreflightJob, get_cluster
 from hpctrain.cluster.site.environment import Versions, derive
-from hpctrain.cluster.site.load import load_site
 from hpctrain.core.base import clock
 from hpctrain.core.base.files import follow_folder, make_runs_folder, read_text, remove_runs_folder
 from hpctrain.core.settings.check import node_range
-from hpctrain.core.settings.layers import nearest
-from hpctrain.errors import (
-    ChecksFailed,
-    ClusterError,
-    ClusterUnreachable,
-    HpctrainError,
-    UsageError,
-)
 from hpctrain.launch.checks import MOUNTS, mount_of
-from hpctrain.launch.prepare import SubmitRequest, flags_of, prepare
 from hpctrain.ledger.run.layout import RunDir
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from hpctrain.cluster.site.schema import Site
     from hpctrain.core.settings.spec import Spec
+    from hpctrain.errors import (
+        HpctrainError,
+    )
 
     Say = Callable[[str], None]
 
@@ -263,130 +253,3 @@ def discard(preflight: Preflight) -> None:
     shutil.rmtree(preflight.run.root, ignore_errors=True)
     with contextlib.suppress(OSError):
         remove_runs_folder(preflight.run.root.parent)
-
-
-TOKEN = "site-test"  # noqa: S105 - stands where a submission's own token stands
-TIME = "0:10:00"
-
-
-@dataclass(frozen=True)
-class SbatchTrial:
-    """One script, and what became of it."""
-
-    partition: str
-    """"" for SLURM's default."""
-    nodes: int
-    gpus_per_node: int
-    accepted: bool
-    why: str
-    """What refused it, in one line."""
-    script: str
-    """"" where hpctrain itself refuses the job."""
-
-
-def try_site(
-    named: str,
-    partitions: Sequence[str] = (),
-    nodes: Sequence[int] = (1, 2),
-    account: str | None = None,
-    *,
-    cwd: Path,
-    environ: Mapping[str, str],
-    cluster: Cluster,
-) -> list[SbatchTrial]:
-    """Try every partition at every number of nodes that it is meant for.
-
-    `named` is the site's name or file; without `partitions` those that submit may choose are tried.
-    An hpctrain.toml in `cwd` is left out of it. `cluster` renders the scripts and says whether it
-    would take them.
-
-    Raises:
-        NotFound: there is no such site.
-        UsageError: its preset is wrong, or has no such partition.
-        ChecksFailed: there is nothing to try.
-        ClusterUnreachable: nobody answers.
-    """
-    site = load_site(named, environ=environ, project=cwd)
-    cases = [
-        (name, count)
-        for name in _partitions(site, partitions)
-        for count in dict.fromkeys(nodes)
-        if not name or partitions or _fits(site, name, count)
-    ]
-    if not cases:
-        raise ChecksFailed(
-            f"{site.where('partitions')} has no partition that submit may choose for "
-            f"{' or '.join(map(str, nodes))} nodes; name one with --partition"
-        )
-    with tempfile.TemporaryDirectory(prefix="hpctrain-site-test-") as folder:
-        request = SubmitRequest(
-            cwd=Path(folder),
-            environ=environ,
-            runs=Path(folder),
-            site=str(Path(named).absolute()) if named.endswith(".toml") else named,
-            cluster=cluster.name,
-            allow_locked=True,
-        )
-        return [_try(site, request, *case, account, cluster) for case in cases]
-
-
-def _partitions(site: Site, named: Sequence[str]) -> list[str]:
-    for name in named:
-        if name not in site.partitions:
-            near = nearest(name, site.partitions)
-            listed = ", ".join(site.partitions) or "none"
-            hint = f"did you mean {near[0]}?" if near else f"there are: {listed}"
-            raise UsageError(
-                f"--partition {name}: {site.where('partitions')} has none such; {hint}"
-            )
-    if named:
-        return list(named)
-    return [name for name, partition in site.partitions.items() if partition.auto] or [""]
-
-
-def _fits(site: Site, name: str, nodes: int) -> bool:
-    partition = site.partitions[name]
-    return (partition.min_nodes or 0) <= nodes <= (partition.max_nodes or nodes)
-
-
-def _try(  # noqa: PLR0917 - one caller
-    site: Site,
-    request: SubmitRequest,
-    partition: str,
-    nodes: int,
-    account: str | None,
-    cluster: Cluster,
-) -> SbatchTrial:
-    gpus = (site.partitions[partition].gpus_per_node or 0) if partition else 0
-    flags = flags_of(
-        nodes=str(nodes),
-        gpus_per_node=gpus,
-        time=TIME,
-        partition=partition or None,
-        account=account,
-    )
-    request = replace(request, flags=flags, name=f"{TOKEN}-{nodes}")
-    text, why = "", ""
-    results: Sequence[Result] = ()
-    try:
-        spec = prepare(request).spec
-        text = cluster.render(spec, RunDir(request.runs / spec.name), TOKEN)
-        script = request.runs / f"{spec.name}.sh"
-        script.write_text(text)
-        results = cluster.check_script(script)
-    except ClusterUnreachable:
-        raise
-    except (UsageError, ClusterError) as error:
-        why = str(error)
-    for result in results:
-        if result.status == UNKNOWN:
-            raise ClusterUnreachable(result.message)
-        why = result.message if result.status == FAIL else why
-    return SbatchTrial(
-        partition=partition,
-        nodes=nodes,
-        gpus_per_node=gpus,
-        accepted=not why,
-        why=why,
-        script=text,
-    )

@@ -322,7 +322,7 @@ def draft(facts: ClusterFacts, *, name: str, today: str) -> str:
         "# What SLURM does not tell is left out: unknown stays unknown. To do:",
         "#   contact       who answers for this file",
         "#   [network]     `hpctrain sites probe --toml`, run on a compute node, prints a draft",
-        "#   then          `hpctrain sites validate FILE` and `hpctrain sites test FILE`",
+        "#   then          `hpctrain sites validate FILE` and `hpctrain check --site FILE`",
         *(f"# Could not be asked: {what}" for what in facts.unasked),
         "",
         "schema = 1",
