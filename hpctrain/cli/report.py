@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from hpctrain.observe.report.gather import ReportData
 
 
-TOGETHER = "hpctrain-compare-{}.html"
-MOST_NAMED, LONGEST_NAME = 3, 100
-"""Runs, and characters of their names, in the name of a page on several."""
 _RUNS_SHOWN = 3
 
 
@@ -49,7 +46,6 @@ _RUNS_SHOWN = 3
 Examples:
   hpctrain report lm-3                    writes runs/lm-3/report.html
   hpctrain report lm-3 -o /tmp/lm-3.html --open
-  hpctrain report lm-3 lm-4 --compare     both in hpctrain-compare-lm-3-lm-4.html
   hpctrain report - --text                the newest run's numbers, here
   hpctrain report --nodes                 nodes that your runs found slow, how often
 """,
@@ -59,9 +55,8 @@ Examples:
     "-o",
     "--output",
     metavar="FILE",
-    help=f"Path of the page.  [default: report.html in the run's directory, or {TOGETHER}]",
+    help="Path of the page.  [default: report.html in the run's directory]",
 )
-@click.option("--compare", is_flag=True, help="Compare the runs in one page.")
 @click.option("--text", "as_text", is_flag=True, help="Print the numbers; write no page.")
 @click.option(
     "--nodes",
@@ -76,7 +71,6 @@ def command(
     *,
     runs_named: tuple[str, ...],
     output: str | None,
-    compare: bool,
     as_text: bool,
     of_nodes: bool,
     show: bool,
@@ -91,26 +85,24 @@ def command(
     from hpctrain.observe.status.reader import StatusReader
 
     if of_nodes:
-        _check_nodes({"-o": output is not None, "--compare": compare, "--open": show})
+        _check_nodes({"-o": output is not None, "--open": show})
         _report_nodes(runs_named, runs, as_json=as_json)
         return
     if not runs_named:
         raise click.UsageError("Missing argument 'RUN...'.", click.get_current_context())
-    _check(len(runs_named), output, compare=compare, as_text=as_text, show=show)
+    _check(len(runs_named), output, as_text=as_text, show=show)
     run_dirs = list(dict.fromkeys(find_run(name, runs=runs) for name in runs_named))
-    _refuse_foreign([] if output or compare or as_text else run_dirs)
+    _refuse_foreign([] if output or as_text else run_dirs)
     reader = StatusReader(runs)
     gathered = [gather(run, reader.look(run)) for run in run_dirs]
     if as_text:
         pages: list[Path] = []
-    elif compare:
-        pages = [_write_together(gathered, output)]
     else:
         pages = [_write(data, output) for data in gathered]
     if as_json:
         _print_json(gathered, pages)
     elif as_text:
-        _print(gathered, compare=compare)
+        _print(gathered)
     else:
         for page in pages:
             click.echo(f"wrote {page} ({_size(page)})")
@@ -124,16 +116,14 @@ def _refuse_foreign(runs: Sequence[RunDir]) -> None:
         refuse_foreign(run, hint="; name a file of your own for the page: -o FILE")
 
 
-def _check(named: int, output: str | None, *, compare: bool, as_text: bool, show: bool) -> None:
+def _check(named: int, output: str | None, *, as_text: bool, show: bool) -> None:
     """Refuse flags that contradict each other."""
     if as_text and output is not None:
         raise UsageError(f"--text prints and writes no page: leave out -o {output}, or --text")
     if as_text and show:
         raise UsageError("--text writes no page that --open could show: leave one of them out")
-    if output is not None and named > 1 and not compare:
-        raise UsageError(
-            f"-o {output} is one page for {named} runs: add --compare, or leave -o out"
-        )
+    if output is not None and named > 1:
+        raise UsageError(f"-o {output} is one page for {named} runs: leave -o out")
 
 
 def _check_nodes(given: dict[str, bool]) -> None:
@@ -204,15 +194,6 @@ def _write(data: ReportData, output: str | None) -> Path:
     return _put(target, page(data))
 
 
-def _write_together(gathered: Sequence[ReportData], output: str | None) -> Path:
-    from hpctrain.observe.report.page import comparison_page
-
-    names = [data.status.name for data in gathered]
-    more = [f"and-{len(names) - MOST_NAMED}"] if len(names) > MOST_NAMED else []
-    together = TOGETHER.format("-".join([*names[:MOST_NAMED], *more])[:LONGEST_NAME])
-    return _put(Path(output or together), comparison_page(gathered))
-
-
 def _put(target: Path, text: str) -> Path:
     """Write a page, whole or not at all."""
     # A name that nobody can guess, and no link is followed: others may write into that folder.
@@ -244,13 +225,10 @@ def _print_json(gathered: Sequence[ReportData], pages: Sequence[Path]) -> None:
     echo_json({"pages": [str(page) for page in pages], "runs": reports})
 
 
-def _print(gathered: Sequence[ReportData], *, compare: bool) -> None:
-    from hpctrain.observe.report.page import as_text, comparison
+def _print(gathered: Sequence[ReportData]) -> None:
+    from hpctrain.observe.report.page import as_text
 
     width = shutil.get_terminal_size((80, 24)).columns
-    if compare:
-        click.echo(comparison(gathered, width=width))
-        return
     click.echo("\n\n".join(as_text(data, width=width) for data in gathered))
 
 

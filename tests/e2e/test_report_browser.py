@@ -12,7 +12,7 @@ import pytest
 from hpctrain.ledger.history.run_history import RunHistory
 from hpctrain.ledger.run import events as ledger
 from hpctrain.observe.report.gather import gather
-from hpctrain.observe.report.page import comparison_page, page
+from hpctrain.observe.report.page import page
 from hpctrain.observe.status.status import Answer, status_of
 from tests.support.browser import Browser
 from tests.support.report_runs import NASTY, Tale, eventful
@@ -54,7 +54,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """Paths of the page of an eventful run, of one that never began, and of both together."""
+    """Paths of the page of an eventful run, and of one that never began."""
     folder = tmp_path_factory.mktemp("pages")
     told = [eventful(folder / "lm").write(), Tale(folder / "idle").submitted().write()]
     found = []
@@ -62,7 +62,7 @@ def pages(tmp_path_factory):
         events = ledger.read(run)
         status = status_of(RunHistory.of(events), Answer(), name=run.name, now=events[-1].t + 60)
         found.append(gather(run, status))
-    texts = {"lm": page(found[0]), "idle": page(found[1]), "both": comparison_page(found)}
+    texts = {"lm": page(found[0]), "idle": page(found[1])}
     for name, text in texts.items():
         folder.joinpath(f"{name}.html").write_text(text)
     return {name: folder / f"{name}.html" for name in texts}
@@ -119,7 +119,7 @@ def test_on_a_dark_phone_it_fits_scrolls_and_is_printed_dark_on_white(browser, p
     quiet(browser)
 
 
-def test_a_run_that_never_began_and_a_comparison_with_it_are_pages_too(browser, pages):
+def test_a_run_that_never_began_is_a_page_too(browser, pages):
     browser.window(1280, 900)
 
     browser.open(pages["idle"])
@@ -129,10 +129,6 @@ def test_a_run_that_never_began_and_a_comparison_with_it_are_pages_too(browser, 
         "return [...document.querySelectorAll('main > p.none')].map(p => p.textContent)"
     )
     assert words
-    browser.open(pages["both"])
-    assert [chart["key"] for chart in browser.ask(DRAWN)] == [
-        *("chart-compare-goodput", "chart-compare-loss", "chart-compare-throughput")
-    ]
     assert browser.ask(OVERFLOW) <= 0
     quiet(browser)
     # Last, since the browser complains of it.

@@ -27,15 +27,12 @@ from hpctrain.observe.report.summary import (
     Chart,
     attempt_rows,
     classes,
-    comparison_charts,
-    comparison_rows,
     evaluation_rows,
     facts,
     failure_groups,
     failure_line,
     nothing_to_show,
     percent,
-    unique_names,
     when,
 )
 
@@ -79,31 +76,9 @@ def page(data: ReportData) -> str:
         if judged
         else "",
         "</main>",
-        _foot([data]),
+        _foot(data),
     ]
     return _document(f"{data.status.name} - hpctrain report", body, drawn)
-
-
-def comparison_page(runs: Sequence[ReportData]) -> str:
-    """Several runs in one page."""
-    drawn = comparison_charts(runs)
-    titles, *rows = comparison_rows(runs)
-    names = unique_names(runs)
-    notes = "".join(
-        f"<h3>{escape(name)}</h3>{_advice(data)}" for name, data in zip(names, runs, strict=True)
-    )
-    title = " and ".join(names) if len(names) <= 3 else f"{len(names)} runs"  # noqa: PLR2004
-    body = [
-        _head(title, '<p class="faint">Runs side by side</p>'),
-        "<main>",
-        _section("numbers", "Numbers", _table(titles, rows, frozenset(titles[1:]))),
-        *(_chart(chart) for chart in drawn if chart.figure is not None),
-        _empty(drawn),
-        _section("advice", "Advice", notes),
-        "</main>",
-        _foot(runs),
-    ]
-    return _document(f"{title} - hpctrain report", body, drawn)
 
 
 _STEPS = frozenset({"step"})
@@ -267,10 +242,9 @@ def _failures(data: ReportData) -> str:
     return "".join(parts)
 
 
-def _foot(runs: Sequence[ReportData]) -> str:
-    roots = ", ".join(data.status.root for data in runs)
-    made = when(runs[0].status.now) if runs else ""
-    text = f"Made by hpctrain {VERSION} on {made} from {roots}."
+def _foot(data: ReportData) -> str:
+    made = when(data.status.now)
+    text = f"Made by hpctrain {VERSION} on {made} from {data.status.root}."
     return f"<footer><p>{escape(text)}</p></footer>"
 
 
@@ -293,20 +267,6 @@ def as_text(data: ReportData, *, width: int = 80) -> str:
         "\n".join(wrap(f"note: {problem}", width) for problem in data.problems),
     ]
     return "\n\n".join(part for part in parts if part)
-
-
-def comparison(runs: Sequence[ReportData], *, width: int = 80) -> str:
-    """Several runs side by side, a column each, or below each other where there is no room."""
-    from hpctrain.core.drawing import Column, drawn, fitted
-
-    titles, *rows = comparison_rows(runs)
-    columns = [Column(title, [row[at] for row in rows]) for at, title in enumerate(titles)]
-    if sum(column.width + 2 for column in columns) - 2 <= width:
-        return drawn(fitted(columns, width), width)
-    blocks = []
-    for at, name in enumerate(titles[1:], start=1):
-        blocks.append("\n".join([name, *(f"  {row[0]:22}{row[at]}" for row in rows)]))
-    return "\n\n".join(blocks)
 
 
 def wrap(text: str, width: int, indent: str = "") -> str:

@@ -92,7 +92,7 @@ def test_what_another_user_has_put_there_counts_for_nothing_unless_it_is_named(r
     assert "1 of 1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flag", ["--compare", "--open", "-o=page.html"])
+@pytest.mark.parametrize("flag", ["--open", "-o=page.html"])
 def test_what_asks_for_a_page_is_refused_beside_it(runs, capsys, flag):
     assert main(["report", "--nodes", *flag.split("="), "--runs", str(runs)]) == 2
 

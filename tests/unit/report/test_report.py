@@ -25,12 +25,11 @@ from hpctrain.observe.report import gather as curves
 from hpctrain.observe.report.advice import advice
 from hpctrain.observe.report.charts import MOST_LINES, charts, timeline
 from hpctrain.observe.report.gather import gather
-from hpctrain.observe.report.page import as_text, comparison, comparison_page, in_script, page
+from hpctrain.observe.report.page import as_text, in_script, page
 from hpctrain.observe.report.summary import (
     ATTEMPT_TITLES,
     COLOURS,
     attempt_rows,
-    comparison_charts,
     evaluation_rows,
     facts,
     failure_groups,
@@ -255,7 +254,7 @@ def test_memory_is_that_of_the_newest_attempt_that_tells(data):
 def test_plotly_takes_every_figure(data):
     from plotly.graph_objects import Figure
 
-    for chart in [*charts(data), *comparison_charts([data, data])]:
+    for chart in charts(data):
         assert Figure(chart.figure).to_dict()["data"], chart.key
         assert chart.words.endswith((".", ")")), chart.words
 
@@ -411,8 +410,6 @@ def test_a_damaged_run_has_a_page_that_says_what_is_missing(tmp_path, damage):
     text = page(data)
 
     assert as_text(data)
-    assert comparison([data, data])
-    assert comparison_page([data, data])
     for chart in charts(data):
         assert chart.figure is not None or re.search(r"\bno\b|Nothing", chart.words, re.IGNORECASE)
     drawn = [chart for chart in charts(data) if chart.figure is not None]
@@ -666,15 +663,10 @@ def test_the_page_lies_in_the_runs_directory(runs, capsys):
     assert [path.name for path in page_there.parent.glob("*.new")] == []
 
 
-def test_several_runs_have_a_page_each_or_one_together(runs, capsys):
+def test_several_runs_have_a_page_each(runs):
     assert main(["report", "lm-1", "lm-2"]) == 0
-    assert main(["report", "lm-1", "lm-2", "--compare", "-o", "both.html"]) == 0
 
     assert (runs / "lm-2" / "report.html").is_file()
-    together = (runs.parent / "both.html").read_text()
-    assert "lm-1" in together
-    assert "lm-2" in together
-    assert "wrote both.html" in capsys.readouterr().out
 
 
 def test_json_tells_what_status_tells_and_where_the_page_is(runs, capsys):
@@ -702,18 +694,12 @@ def test_text_fits_the_terminal_and_writes_nothing(runs, capsys, monkeypatch):
     assert not (runs / "lm-1" / "report.html").exists()
 
 
-def test_comparison_as_text_stands_side_by_side(runs, capsys):
-    assert main(["report", "lm-1", "lm-2", "--compare", "--text"]) == 0
-
-    assert re.search(r"lm-1 +lm-2", capsys.readouterr().out)
-
-
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
         (["lm-1", "--text", "-o", "x"], 2, "leave out -o x, or --text"),
         (["lm-1", "--text", "--open"], 2, "leave one of them out"),
-        (["lm-1", "lm-2", "-o", "x"], 2, "add --compare"),
+        (["lm-1", "lm-2", "-o", "x"], 2, "leave -o out"),
         (["lm-1", "-o", "no/such/x"], 2, "no/such/x cannot be written: No such file"),
         (["lm-9"], 4, "did you mean"),
     ],
@@ -783,14 +769,3 @@ def test_a_program_that_reports_no_step_has_no_loss_of_time_and_one_line_for_wha
     assert "no share is called useful" in chart.words
     assert page(data).count('class="none"') <= 2
     assert "No data for loss, " in as_text(data, width=1000)
-
-
-def test_a_comparison_leaves_that_of_other_runs_as_it_is(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    names = ["a", "b", "c", "d"]
-    for name in names:
-        Story(tmp_path / "runs" / name).submitted().started(1)
-    assert main(["report", "--compare", *names[:2]]) == 0
-    assert main(["report", "--compare", *names]) == 0
-    pages = sorted(path.name for path in tmp_path.glob("*.html"))
-    assert pages == ["hpctrain-compare-a-b-c-and-1.html", "hpctrain-compare-a-b.html"]
