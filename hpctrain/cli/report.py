@@ -22,22 +22,17 @@ import click
 from hpctrain.cli.options import complete_run, json_option, runs_option
 from hpctrain.core.base.files import open_plain
 from hpctrain.core.base.process import own_program
-from hpctrain.core.base.text import count, percent, size
+from hpctrain.core.base.text import size
 from hpctrain.core.terminal import echo_json, echo_note
 from hpctrain.errors import UsageError
-from hpctrain.ledger.run.events import read_marked
-from hpctrain.ledger.run.find_run import find_run, look_into
+from hpctrain.ledger.run.find_run import find_run
 from hpctrain.ledger.run.layout import RunDir
 from hpctrain.ledger.run.ownership import refuse_foreign
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hpctrain.ledger.history.incidents import NodePast
     from hpctrain.observe.report.gather import ReportData
-
-
-_RUNS_SHOWN = 3
 
 
 @click.command(
@@ -47,10 +42,11 @@ Examples:
   hpctrain report lm-3                    writes runs/lm-3/report.html
   hpctrain report lm-3 -o /tmp/lm-3.html --open
   hpctrain report - --text                the newest run's numbers, here
-  hpctrain report --nodes                 nodes that your runs found slow, how often
 """,
 )
-@click.argument("runs_named", nargs=-1, metavar="RUN...", shell_complete=complete_run)
+@click.argument(
+    "runs_named", nargs=-1, required=True, metavar="RUN...", shell_complete=complete_run
+)
 @click.option(
     "-o",
     "--output",
@@ -58,12 +54,6 @@ Examples:
     help="Path of the page.  [default: report.html in the run's directory]",
 )
 @click.option("--text", "as_text", is_flag=True, help="Print the numbers; write no page.")
-@click.option(
-    "--nodes",
-    "of_nodes",
-    is_flag=True,
-    help="List slow nodes and in how many runs: all yours, or these.",
-)
 @click.option("--open", "show", is_flag=True, help="Open the page in this machine's browser.")
 @runs_option
 @json_option
@@ -72,7 +62,6 @@ def command(
     runs_named: tuple[str, ...],
     output: str | None,
     as_text: bool,
-    of_nodes: bool,
     show: bool,
     runs: Path,
     as_json: bool,
@@ -84,12 +73,6 @@ def command(
     from hpctrain.observe.report.gather import gather
     from hpctrain.observe.status.reader import StatusReader
 
-    if of_nodes:
-        _check_nodes({"-o": output is not None, "--open": show})
-        _report_nodes(runs_named, runs, as_json=as_json)
-        return
-    if not runs_named:
-        raise click.UsageError("Missing argument 'RUN...'.", click.get_current_context())
     _check(len(runs_named), output, as_text=as_text, show=show)
     run_dirs = list(dict.fromkeys(find_run(name, runs=runs) for name in runs_named))
     _refuse_foreign([] if output or as_text else run_dirs)
@@ -124,67 +107,6 @@ def _check(named: int, output: str | None, *, as_text: bool, show: bool) -> None
         raise UsageError("--text writes no page that --open could show: leave one of them out")
     if output is not None and named > 1:
         raise UsageError(f"-o {output} is one page for {named} runs: leave -o out")
-
-
-def _check_nodes(given: dict[str, bool]) -> None:
-    for flag, is_given in given.items():
-        if is_given:
-            raise UsageError(f"--nodes prints a table and writes no page: leave {flag} out")
-
-
-def _report_nodes(named: Sequence[str], runs: Path, *, as_json: bool) -> None:
-    """Which nodes were found slow: by the ledgers alone, no scheduler is asked."""
-    from dataclasses import asdict
-
-    from hpctrain.ledger.history.incidents import MARKERS, node_pasts
-
-    folder = None if named else look_into(runs, own=True)
-    looked_at = folder.runs if folder else dict.fromkeys(find_run(one, runs=runs) for one in named)
-    ledgers, unread = [], []
-    for run in looked_at:
-        try:
-            ledgers.append((run.name, read_marked(run, *MARKERS)))
-        except OSError as error:
-            unread.append(f"{run.root}: {error.strerror or error}")
-    pasts = node_pasts(ledgers)
-    if as_json:
-        left_out = folder.left_out if folder else ""
-        heard = {"runs": len(ledgers), "unread": unread, "left_out": left_out or None}
-        echo_json({**heard, "nodes": [asdict(past) for past in pasts]})
-        return
-    _print_nodes(pasts, len(ledgers))
-    for why in unread:
-        echo_note(f"not counted: {why}")
-    if folder and folder.left_out:
-        echo_note(f"{folder.root} has besides {folder.left_out}, not counted")
-
-
-def _print_nodes(pasts: Sequence[NodePast], runs: int) -> None:
-    from datetime import datetime
-
-    from hpctrain.core.drawing import echo_table
-
-    if not pasts:
-        click.echo(f"{count(runs, 'run')}; no node of a cluster has served in them")
-        return
-    slow = [past for past in pasts if past.slow]
-    rows = [
-        (
-            past.node,
-            past.cluster or None,
-            f"{len(past.slow)} of {past.served}",
-            past.findings,
-            None if past.worst is None else percent(past.worst),
-            datetime.fromtimestamp(past.newest_t or 0).astimezone().strftime("%Y-%m-%d"),
-            ", ".join(past.slow[:_RUNS_SHOWN]) + (", ..." if past.slow[_RUNS_SHOWN:] else ""),
-        )
-        for past in slow
-    ]
-    header = ("NODE", "CLUSTER", "SLOW IN RUNS", "TIMES", "AT MOST", "LAST", "RUNS")
-    echo_table(rows, header=header, right=(3, 4))
-    others = count(len(pasts) - len(slow), "node")
-    which = f"{others} besides" if slow else others
-    click.echo(f"{count(runs, 'run')}; {which} served, and nobody found them slow")
 
 
 def _write(data: ReportData, output: str | None) -> Path:
