@@ -18,11 +18,11 @@ from tests.support.browser import Browser
 from tests.support.report_runs import NASTY, Tale, eventful
 
 pytestmark = pytest.mark.browser
-CHARTS = 9
+CHARTS = 8
 DRAWN = """
 return [...document.querySelectorAll(".plot")].map((plot) => {
   const box = plot.querySelector("svg.main-svg").getBoundingClientRect();
-  const shapes = plot.querySelectorAll(".trace, .bars .point, .heatmaplayer image, .hm").length;
+  const shapes = plot.querySelectorAll(".trace, .bars .point").length;
   return { key: plot.id, width: box.width, height: box.height, shapes: shapes,
            alt: plot.getAttribute("aria-label") };
 });

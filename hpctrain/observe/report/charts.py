@@ -55,7 +55,6 @@ def charts(data: ReportData) -> list[Chart]:
         loss,
         throughput,
         step_times,
-        heat,
         memory_chart,
         saves_chart,
         waits_chart,
@@ -346,48 +345,6 @@ NO_RANKS = "no attempt wrote a ranks.jsonl, which rank 0 does while the run trai
 MOST_LINES = 60
 PIXELS = 900
 TRAINING = frozenset({TimeClass.STEP, TimeClass.DATA, TimeClass.SAVE})
-
-
-def heat(data: ReportData) -> Chart:
-    """Step time of each rank over wall time."""
-    key, title = "heat", "Step time by rank"
-    drawn = gather.heat_map(data.ranks)
-    if drawn is None:
-        return Chart(key, title, f"No times of ranks to show: {NO_RANKS}.")
-    values = sorted(cell for row in drawn.cells for cell in row if cell is not None)
-    top = values[min(len(values) - 1, int(0.99 * len(values)))]
-    what = "own work in a step" if drawn.is_own else "whole step"
-    labels = [str(row.start) if len(row) == 1 else f"{row.start}-{row[-1]}" for row in drawn.rows]
-    trace = {
-        "type": "heatmap",
-        "x": [local(t) for t in drawn.times],
-        "y": list(range(len(labels))),
-        "z": [[None if v is None else float(f"{v:.4g}") for v in row] for row in drawn.cells],
-        "zmin": values[0],
-        "zmax": max(top, values[0] * 1.02),
-        "colorscale": "YlOrRd",
-        "reversescale": True,
-        "colorbar": {"title": {"text": "s"}, "thickness": 12, "len": 0.9},
-        "customdata": [[label] * len(drawn.times[1:]) for label in labels],
-        "hovertemplate": "rank %{customdata}<br>%{x}<br>%{z:.4g} s<extra></extra>",
-        "hoverongaps": False,
-    }
-    every = max(1, len(labels) // 16)
-    ticks = list(range(0, len(labels), every))
-    height = max(240, min(620, 110 + 16 * len(labels)))
-    shape = layout(
-        height,
-        xaxis=time_axis(),
-        yaxis=axis(
-            "rank", tickvals=ticks, ticktext=[labels[at] for at in ticks], autorange="reversed"
-        ),
-    )
-    middle = step_seconds(gather.median(values))
-    words = f"Darker is slower. The {what} takes {middle} (median over ranks and time)."
-    shared = (
-        " Neighbouring ranks share a row, the slowest counts." if len(drawn.rows[0]) > 1 else ""
-    )
-    return Chart(key, title, f"{words}{shared}", {"data": [trace], "layout": shape})
 
 
 def memory_chart(data: ReportData) -> Chart:

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 MOST_POINTS = 2000
 """Of one curve: a phone can still draw ten of them."""
-MOST_COLUMNS = 200
-MOST_ROWS = 128
 MOST_BARS = 256
 
 Point = tuple[float, float | None]
@@ -123,59 +121,6 @@ def newest_samples(samples: Sequence[RankSample]) -> list[RankSample]:
         return []
     newest, size = samples[-1].attempt, len(samples[-1].wall_s)
     return [one for one in samples if one.attempt == newest and len(one.wall_s) == size]
-
-
-@dataclass(frozen=True)
-class HeatMap:
-    """Step time of ranks over time.
-
-    Attributes:
-        times: The left edges of the columns and the right edge of the last, seconds.
-        rows: The ranks of each row.
-        cells: Seconds of a step, a list for each row; None where nobody trained.
-        is_own: Whether it is the ranks' own work; else the whole step, which is alike on all.
-    """
-
-    times: list[float]
-    rows: list[range]
-    cells: list[list[float | None]]
-    is_own: bool
-
-
-def heat_map(samples: Sequence[RankSample]) -> HeatMap | None:
-    """Step time of each rank in equal stretches of time; None without a sample.
-
-    A sample counts for all columns that its window reaches into. Where ranks share a row, the
-    slowest of them is shown.
-    """
-    if not samples:
-        return None
-    spans = [
-        (rank_sample.t - max(0.0, *rank_sample.wall_s), rank_sample.t) for rank_sample in samples
-    ]
-    begin, end = min(low for low, _ in spans), max(high for _, high in spans)
-    columns = max(1, min(MOST_COLUMNS, 2 * len(samples)))
-    width = max((end - begin) / columns, 1e-3)
-    rows = groups(max(len(rank_sample.wall_s) for rank_sample in samples), MOST_ROWS)
-    sums = [[0.0] * columns for _ in rows]
-    counts = [[0] * columns for _ in rows]
-    for sample, (low, high) in zip(samples, spans, strict=True):
-        first = min(columns - 1, int((low - begin) / width))
-        last = max(first, min(columns - 1, math.ceil((high - begin) / width) - 1))
-        worst = [max(sample.busy_s[row.start : row.stop], default=None) for row in rows]
-        for column in range(first, last + 1):
-            for row, value in enumerate(worst):
-                if value is not None:
-                    sums[row][column] += value
-                    counts[row][column] += sample.steps
-    cells = [
-        [total / n if n else None for total, n in zip(row, count, strict=True)]
-        for row, count in zip(sums, counts, strict=True)
-    ]
-    times = [begin + width * column for column in range(columns + 1)]
-    return HeatMap(
-        times, rows, cells, all(rank_sample.own_s is not None for rank_sample in samples)
-    )
 
 
 @dataclass(frozen=True)

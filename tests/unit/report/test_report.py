@@ -41,9 +41,7 @@ from tests.support.report_runs import BEGIN, NASTY, Tale, eventful
 if TYPE_CHECKING:
     from hpctrain.ledger.run.layout import RunDir
 
-ALL_CHARTS = [
-    *("timeline", "goodput", "loss", "throughput", "steps", "heat", "memory", "saves", "waits")
-]
+ALL_CHARTS = [*("timeline", "goodput", "loss", "throughput", "steps", "memory", "saves", "waits")]
 
 
 def data_of(run: RunDir, **more):
@@ -206,27 +204,6 @@ def test_a_thousand_attempts_share_few_lines_and_bars():
 
 
 # ---- ranks
-
-
-def test_the_map_of_step_times_shows_the_slow_rank_and_leaves_waits_in_the_queue_empty(data):
-    found = curves.heat_map(data.ranks)
-
-    means = [curves.median(row) for row in found.cells]
-    assert max(range(16), key=means.__getitem__) == 9
-    assert means[9] == pytest.approx(0.7 * 3 * 1.12, rel=0.03)
-    assert any(cell is None for cell in found.cells[0])
-    assert found.is_own
-
-
-def test_many_ranks_share_rows_and_the_slowest_of_each_row_is_shown(tmp_path):
-    tale = Tale(tmp_path / "run", nodes=128, per_node=8).submitted().attempt()
-    run = tale.train(3).sample(slow=777, by=1.0).write()
-
-    found = curves.heat_map(data_of(run).ranks)
-
-    assert len(found.rows) <= curves.MOST_ROWS
-    means = [curves.median(row) for row in found.cells]
-    assert 777 in found.rows[max(range(len(means)), key=means.__getitem__)]
 
 
 def test_waits_say_who_was_waited_for(data):
